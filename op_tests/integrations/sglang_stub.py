@@ -196,3 +196,49 @@ def installed(modules: dict[str, dict] = MODULES):
         sys.modules.update(before)
         if before_ours is not None:
             sys.modules[ours] = before_ours
+
+
+SPEC = {
+    "speculative_use_rejection_sampling": False,
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+}
+
+
+def imported_by_steps(monkeypatch) -> dict[str, types.ModuleType]:
+    """Puts the functions that drafting, verification and sampling import when they run under SGLang's names."""
+    group = SimpleNamespace(world_size=1)
+    modules = {
+        "sglang.srt.runtime_context": {
+            "get_spec": lambda: SimpleNamespace(**SPEC),
+            "get_parallel": lambda: SimpleNamespace(tp_group=group, attn_tp_group=group),
+        },
+        "sglang.srt.layers.layernorm": {"is_batch_invariant_mode_enabled": lambda: False},
+        "sglang.srt.layers.dp_attention": {"is_dp_attention_enabled": lambda: False},
+        "sglang.srt.layers.sampler": {"SGLANG_RETURN_ORIGINAL_LOGPROB": False},
+        "sglang.srt.model_executor.forward_context": {
+            "ForwardContext": SimpleNamespace,
+            "forward_context": lambda context: contextlib.nullcontext(),
+        },
+        "sglang.srt.speculative.eagle_utils": {
+            "per_step_draft_out_cache_loc": lambda locs, batch, topk, steps: (
+                locs.view(batch, topk, steps).permute(2, 0, 1).reshape(steps, -1)
+            ),
+            "_verify_coins": lambda *, candidates, **_: (
+                torch.full(candidates.shape, 0.35, device=candidates.device),
+                torch.full(candidates.shape[:1], 0.6, device=candidates.device),
+            ),
+        },
+        "sglang.srt.utils.async_probe": {"sanitize_nan_logits": lambda logits, msg: None},
+        "sglang.srt.speculative.spec_utils": {"SIMULATE_ACC_LEN": -1.0, "SIMULATE_ACC_TOKEN_MODE": "fixed"},
+    }
+    names = {".".join(path.split(".")[:size]) for path in modules for size in range(1, path.count(".") + 2)}
+    for name in sorted(names):
+        module = types.ModuleType(name)
+        for attribute, value in modules.get(name, {}).items():
+            setattr(module, attribute, value)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    return sys.modules

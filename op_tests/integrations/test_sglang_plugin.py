@@ -21,6 +21,12 @@ def name_of(hook: hooks.Hook) -> str:
     return hook.target.rpartition(".")[2]
 
 
+def word_of(hook: hooks.Hook) -> str:
+    """What EAGLE_KERNELS_SGLANG calls the part of a hook: `match` comes with `verify`."""
+    return "verify" if hook.part in parts.MATCH else hook.part
+
+
+EVERYTHING = {*parts.PARTS, *parts.MATCH}
 BY_NAME = {name_of(hook): hook for hook in ALL}
 CHECKED = pytest.mark.parametrize("hook", ALL, ids=name_of)
 REPLACING = pytest.mark.parametrize("hook", hooks.HOOKS, ids=name_of)
@@ -45,10 +51,11 @@ def arguments(**changes) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    """No part is on, none was used, and no variable is set."""
+    """No part is on, none was used, and no variable is set but that of the rule, which has hooks of its own."""
     monkeypatch.setattr(parts, "_on", set())
     monkeypatch.setattr(parts, "_used", set())
     monkeypatch.delenv(parts.VARIABLE, raising=False)
+    monkeypatch.setenv(parts.RULE, "match")
     monkeypatch.delenv(plugin.FORCE, raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: hooks.TESTED[0])
 
@@ -103,8 +110,9 @@ def test_a_wrong_word_ends_the_process(framework, monkeypatch, value):
 @pytest.mark.parametrize(
     ("variable", "backend", "asked"),
     [
-        (None, "triton", set()), (None, "eagle_kernels", set(parts.PARTS)), ("none", "eagle_kernels", set()),
-        ("verify", "triton", {"verify"}), ("verify", "eagle_kernels", {"verify"}),
+        (None, "triton", set()), (None, "eagle_kernels", EVERYTHING), ("none", "eagle_kernels", set()),
+        ("verify", "triton", {"verify", "match"}), ("verify", "eagle_kernels", {"verify", "match"}),
+        ("draft", "eagle_kernels", {"draft"}),
     ],
 )  # fmt: skip
 def test_the_backend_asks_for_parts_and_the_variable_decides(monkeypatch, variable, backend, asked):
@@ -116,7 +124,20 @@ def test_the_backend_asks_for_parts_and_the_variable_decides(monkeypatch, variab
 @pytest.mark.parametrize("name", ["prefill", "decode", "speculative_draft"])
 def test_a_backend_of_one_phase_asks_too(name):
     given = arguments(attention_backend="triton", **{f"{name}_attention_backend": "eagle_kernels"})
-    assert parts.asked_by(given) == set(parts.PARTS)
+    assert parts.asked_by(given) == EVERYTHING
+
+
+@pytest.mark.parametrize("rule", ["", "coins", " coins "])
+def test_without_the_rule_nothing_of_it_is_asked_for(monkeypatch, rule):
+    monkeypatch.setenv(parts.RULE, rule)
+    assert parts.asked_by(arguments()) == set(parts.PARTS)
+
+
+def test_a_wrong_rule_ends_the_process(framework, monkeypatch):
+    monkeypatch.setenv(parts.RULE, "matches")
+    with pytest.raises(SystemExit, match=f"{parts.RULE} must be coins or match; got 'matches'"):
+        plugin.register()
+    assert not framework.hooks
 
 
 def test_arguments_are_read_as_resolved(framework):
@@ -175,7 +196,7 @@ def test_the_table_names_functions_of_ours():
 @REPLACING
 @pytest.mark.parametrize("value", [None, "none", "another"])
 def test_a_hook_is_inert_while_its_part_is_off(started, monkeypatch, hook, value):
-    others = ",".join({each.part for each in hooks.HOOKS} - {hook.part})
+    others = ",".join({word_of(each) for each in hooks.HOOKS} - {word_of(hook)})
     framework = started(others if value == "another" else value, attention_backend="triton")
     monkeypatch.setattr(hooks.Hook, "function", lambda self: pytest.fail("ours was called"))
     given = tuple(object() for _ in hook.parameters)
@@ -188,7 +209,7 @@ def test_a_hook_is_inert_while_its_part_is_off(started, monkeypatch, hook, value
 @REPLACING
 @pytest.mark.parametrize("value", [None, "all", "own"])
 def test_a_hook_calls_ours_while_its_part_is_on(started, monkeypatch, hook, value):
-    framework = started(hook.part if value == "own" else value)
+    framework = started(word_of(hook) if value == "own" else value)
     original = framework.function(hook.target).__wrapped__
     monkeypatch.setattr(hooks.Hook, "function", lambda self: lambda *args, **options: (self.target, args, options))
     given = tuple(object() for _ in hook.parameters)
@@ -201,7 +222,8 @@ def test_the_scheduler_says_what_is_on(started, caplog):
     with caplog.at_level(logging.INFO, "sglang.eagle_kernels"):
         started("verify,draft", attention_backend="triton")
     told = [record.getMessage() for record in caplog.records]
-    assert told == [f"eagle_kernels: {part} is on: {parts.PARTS[part]}" for part in ("verify", "draft")]
+    texts = parts.PARTS | parts.MATCH
+    assert told == [f"eagle_kernels: {part} is on: {texts[part]}" for part in ("verify", "draft", "match")]
 
 
 def test_arguments_reach_sglang_s_own_functions(started):
@@ -261,6 +283,28 @@ def test_it_refuses(started, name):
     assert str(refused.value).startswith(f"eagle_kernels: the attention backend eagle_kernels does not support {text}")
     assert "; nor " not in str(refused.value)
     assert framework.calls == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"speculative_use_rejection_sampling": True}, "--speculative-use-rejection-sampling"),
+        ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
+    ],
+)
+@pytest.mark.parametrize("rule", ["coins", "match"])
+def test_what_match_refuses(started, monkeypatch, changes, text, rule):
+    monkeypatch.setenv(parts.RULE, rule)
+    framework = started("verify", attention_backend="triton")
+    check = framework.function(BY_NAME["check_server_args"].target)
+    given = arguments(attention_backend="triton", **changes)
+    if rule == "coins":
+        assert check(given) == BY_NAME["check_server_args"].target
+        return
+    with pytest.raises(ValueError, match=f"{parts.RULE}=match does not support {text}$"):
+        check(given)
 
 
 def test_it_names_all_reasons(framework):

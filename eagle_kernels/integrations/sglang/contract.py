@@ -228,17 +228,36 @@ CONTRACT = (
     # verification.py
     Names(_SPEC + "eagle_info.EagleVerifyInput", (
         "draft_token", "draft_token_num", "max_tree_depth", "retrieve_index", "retrieve_next_token",
-        "retrieve_next_sibling", "custom_mask",
+        "retrieve_next_sibling", "custom_mask", "positions",
     )),
-    Names(_SRT + "managers.schedule_batch.ScheduleBatch", ("sampling_info", "forward_mode", "seq_lens")),
-    Names(_SRT + "sampling.sampling_batch_info.SamplingBatchInfo",
-          ("is_all_greedy", "acc_additive_penalties", "acc_scaling_penalties", "logit_bias")),
+    Names(_SRT + "managers.schedule_batch.ScheduleBatch",
+          ("sampling_info", "forward_mode", "seq_lens", "reqs", "device", "req_pool_indices", "req_pool_indices_cpu")),
+    Names(_SRT + "sampling.sampling_batch_info.SamplingBatchInfo", (
+        "is_all_greedy", "acc_additive_penalties", "acc_scaling_penalties", "logit_bias", "penalizer_orchestrator",
+        "temperatures", "top_ks", "top_ps", "min_ps", "need_top_k_sampling", "need_top_p_sampling",
+        "need_min_p_sampling", "vocab_size", "return_sampling_masks",
+    )),
     Names(_SRT + "constrained.base_grammar_backend.GrammarMask", ("apply",)),
     Names(_SPEC + "spec_utils", ("SIMULATE_ACC_LEN", "SIMULATE_ACC_TOKEN_MODE")),
     Call(_SPEC + "spec_utils.generate_simulated_accept_index", others=(
         "accept_index", "predict", "num_correct_drafts", "candidates", "target_predict", "simulate_acc_len",
         "simulate_acc_token_mode", "bs", "spec_steps",
     )),
+    # sampling.py
+    Names(_SRT + "managers.schedule_batch.Req", ("rid", "sampling_params", "output_ids", "tokenizer")),
+    Names(_SRT + "sampling.sampling_params.SamplingParams", (
+        "sampling_seed", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_new_tokens",
+        "stop_token_ids",
+    )),
+    Names(_BATCH + "ForwardBatch", ("sampling_info",)),
+    Names(_BATCH + "ForwardMode", ("is_decode",)),
+    Names(_SRT + "layers.sampler.Sampler",
+          ("_preprocess_logits", "_sync_token_ids_across_tp", "output_logprob_processor")),
+    Names(_SRT + "layers.sampler", ("SGLANG_RETURN_ORIGINAL_LOGPROB",)),
+    Call(_SRT + "layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
+         ("self", "logprobs", "top_logprobs_nums", "token_ids_logprobs", "batch_next_token_ids")),
+    Call(_SRT + "layers.logprob_processor.LogprobResult.write_output_to", ("self", "logits_output")),
+    Names(_ARGUMENTS, ("disaggregation_mode",), members=_SRT + "server_args._INPUT_NAMESPACES"),
 )  # fmt: skip
 
 

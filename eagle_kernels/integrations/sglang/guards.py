@@ -9,7 +9,7 @@ from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.shared.ranking import MAX_CANDIDATES
 from . import hooks
 from .contract import PAGE_TREES
-from .parts import NAME, VARIABLE, asked_by, backends, note_use, resolved, turn_on, unused
+from .parts import NAME, RULE, VARIABLE, asked_by, backends, note_use, resolved, turn_on, unused
 
 SPECULATIVE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp8_e4m3")
@@ -70,6 +70,22 @@ def refusals(server_args) -> list[str]:
     return found
 
 
+def refusals_to_match(server_args) -> list[str]:
+    """Returns why sample and match cannot serve these resolved arguments."""
+    server_args = resolved(server_args)
+    found = [
+        text
+        for name, text in (
+            ("speculative_use_rejection_sampling", "--speculative-use-rejection-sampling"),
+            ("enable_deterministic_inference", "--enable-deterministic-inference"),
+            ("enable_dp_attention", "--enable-dp-attention"),
+        )
+        if getattr(server_args, name, False)
+    ]
+    mode = getattr(server_args, "disaggregation_mode", "null")
+    return found + ([] if mode == "null" else [f"--disaggregation-mode {mode}"])
+
+
 def _is_recurrent(model) -> bool:
     """Tells whether a model has layers with a state in the place of keys and values."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -96,6 +112,9 @@ def check_server_args(original, server_args):
     reasons = refusals(server_args)
     if reasons:
         raise ValueError(f"eagle_kernels: the attention backend {NAME} does not support " + "; nor ".join(reasons))
+    reasons = refusals_to_match(server_args) if "match" in parts else []
+    if reasons:
+        raise ValueError(f"eagle_kernels: {RULE}=match does not support " + "; nor ".join(reasons))
     check_hooks(parts)
     return original(server_args)
 

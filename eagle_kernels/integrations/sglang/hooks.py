@@ -61,6 +61,15 @@ HOOKS = (
     Hook("verify", _SPEC + "eagle_utils.eagle_sample", "verification.eagle_sample",
          ("verify_input", "batch", "logits_output", "grammar_mask")),
     Hook("verify", _SPEC + "eagle_utils.verify_tree_greedy_func", "verification.verify_tree_greedy_func", _WALK),
+    Hook("match", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+         "sampling.from_schedule_batch", ("cls", "batch", "vocab_size")),
+    Hook("match", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward",
+         "sampling.copy_for_forward", ("self",)),
+    Hook("match", "sglang.srt.model_executor.model_runner.ModelRunner.sample", "sampling.sample",
+         ("self", "logits_output", "forward_batch")),
+    Hook("match", "sglang.srt.layers.sampler.Sampler.forward", "sampling.forward",
+         ("self", "logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs",
+          "positions")),
     Hook("draft", _SPEC + "eagle_worker_v2.EagleDraftWorker.draft_forward", "drafting.draft_forward",
          ("self", "forward_batch")),
     Hook("kv", _SPEC + "spec_utils.move_accept_tokens_to_target_kvcache",
@@ -101,7 +110,8 @@ def _fault(target: str, parameters: tuple[str, ...]) -> str | None:
         function = resolve(target)
     except (ImportError, AttributeError) as error:
         return f"{target} does not exist ({error})"
-    found = tuple(inspect.signature(inspect.unwrap(function)).parameters)
+    function = inspect.unwrap(getattr(function, "__func__", function))  # also of a method of the class
+    found = tuple(inspect.signature(function).parameters)
     if found[: len(parameters)] != parameters:
         return f"{target} takes {', '.join(found)}; expected first {', '.join(parameters)}"
     return None

@@ -9,6 +9,7 @@ logger = logging.getLogger("sglang.eagle_kernels")
 
 NAME = "eagle_kernels"  # of the attention backend
 VARIABLE = "EAGLE_KERNELS_SGLANG"
+RULE = "EAGLE_KERNELS_SGLANG_VERIFY"
 PARTS = {
     "attention": "prefill, decode, tree verification and draft levels",
     "verify": "greedy and sampled verification of trees",
@@ -16,6 +17,8 @@ PARTS = {
     "kv": "slots of drafts and of accepted tokens",
     "nn": "norms and activation",
 }
+# what the variable of the rule adds to the part verify
+MATCH = {"match": "one seed, one text: sampling and verification by the seeds of requests"}
 
 
 def asked_by_variable() -> frozenset[str] | None:
@@ -37,15 +40,23 @@ def asked_by_variable() -> frozenset[str] | None:
     return frozenset(names)
 
 
+def is_matching() -> bool:
+    """Tells whether EAGLE_KERNELS_SGLANG_VERIFY asks for sample and match, in place of SGLang's rule of coins."""
+    rule = os.environ.get(RULE, "").strip() or "coins"
+    if rule not in ("coins", "match"):
+        raise ValueError(f"eagle_kernels: {RULE} must be coins or match; got {rule!r}")
+    return rule == "match"
+
+
 def asked_by(server_args) -> frozenset[str]:
     """Returns the parts that these resolved server arguments and the environment ask for.
 
-    The attention backend asks for all parts; the variable, where it is set, decides alone.
+    The attention backend asks for all parts; the variable, where it is set, decides alone. `match` comes with `verify`.
     """
-    by_variable = asked_by_variable()
-    if by_variable is not None:
-        return by_variable
-    return frozenset(PARTS) if NAME in backends(server_args).values() else frozenset()
+    asked = asked_by_variable()
+    if asked is None:
+        asked = frozenset(PARTS) if NAME in backends(server_args).values() else frozenset()
+    return asked | (frozenset(MATCH) if is_matching() and "verify" in asked else frozenset())
 
 
 def resolved(server_args):
@@ -73,7 +84,7 @@ _used: set[str] = set()
 
 def turn_on(parts: frozenset[str]) -> None:
     """Turns these parts on in this process, and says so, a line each."""
-    for part, what in PARTS.items():
+    for part, what in (PARTS | MATCH).items():
         if part in parts:
             logger.info("eagle_kernels: %s is on: %s", part, what)
     _on.update(parts)

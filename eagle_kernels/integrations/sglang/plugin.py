@@ -10,7 +10,7 @@ import re
 import torch
 
 from . import hooks
-from .parts import NAME, asked_by_variable, is_on, note_use
+from .parts import NAME, asked_by_variable, is_matching, is_on, note_use
 
 logger = logging.getLogger("sglang.eagle_kernels")
 FORCE = "EAGLE_KERNELS_SGLANG_FORCE"
@@ -21,10 +21,11 @@ def register() -> None:
 
     SGLang calls this in every process before its arguments are known, and only logs what is raised here. So hooks look
     at the resolved arguments themselves, and what is wrong is told by them (`guards.py`). The process ends here only if
-    EAGLE_KERNELS_SGLANG is wrong, or asks for parts while one of those guards cannot be hooked.
+    a variable of ours is wrong, or EAGLE_KERNELS_SGLANG asks for parts while one of those guards cannot be hooked.
     """
     try:
         asked = asked_by_variable()
+        is_matching()
     except ValueError as error:
         raise SystemExit(str(error)) from None
     version = _version()

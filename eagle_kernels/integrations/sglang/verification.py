@@ -1,11 +1,14 @@
-"""Verification of trees in SGLang: greedy batches straight from logits, others by SGLang's own rule of coins."""
+"""Verification of trees in SGLang: greedy batches straight from logits; others by SGLang's own rule of coins, or by
+sample and match (`sampling.py`)."""
 
 from __future__ import annotations
 
 import torch
 
-from ...ops import VerifyOutput, verify_tree_coins, verify_tree_greedy
+from ...ops import VerifyOutput, verify_tree_coins, verify_tree_greedy, verify_tree_sampled
 from .. import sgl_kernel
+from . import sampling as matching
+from .parts import is_on
 
 
 def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None, *rest, **options):
@@ -32,15 +35,19 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
     batch_size, num_nodes = len(batch.seq_lens), verify_input.draft_token_num
     sampling, logits = batch.sampling_info, logits_output.next_token_logits
     async_probe.sanitize_nan_logits(logits, "verify: target model logits")
-    _adjust(logits.view(batch_size, num_nodes, -1), sampling)
-    if grammar_mask is not None:
-        grammar_mask.apply(logits)
     tree = (
         verify_input.draft_token.view(batch_size, num_nodes),
         verify_input.retrieve_index,
         verify_input.retrieve_next_token,
         verify_input.retrieve_next_sibling,
     )
+    is_matching = is_on("match")
+    is_counted = is_matching and matching.has_penalties(sampling)
+    if is_counted:
+        logits = logits_output.next_token_logits = matching.REQUESTS.penalize(tree, logits, batch.req_pool_indices)
+    _adjust(logits.view(batch_size, num_nodes, -1), sampling)
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
     depth = verify_input.max_tree_depth
     make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=logits.device)  # noqa: E731
     # what the walk does not visit is 0, since the draft model reads all of it as tokens
@@ -52,6 +59,14 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
     walk = {"spec_steps": depth - 1, "keep_unvisited": True, "out": out}
     if sampling.is_all_greedy:
         verify_tree_greedy(*tree, target_logits=logits, **walk)
+    elif is_matching:
+        seeds = matching.REQUESTS.seeds(batch.req_pool_indices)
+        result = verify_tree_sampled(
+            *tree, logits, verify_input.positions, seeds, **matching.filters(sampling), spec_steps=depth - 1
+        )
+        torch.clamp(result.predicts, min=0, out=out.predicts)
+        out.accept_index.copy_(result.accept_index)
+        out.accept_token_num.copy_(result.accept_token_num)
     else:
         verify_tree_coins(
             *tree,
@@ -76,6 +91,10 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
             bs=batch_size,
             spec_steps=depth - 1,
         )
+    if is_counted:
+        is_output = accept_index >= 0
+        tokens = predicts.long()[accept_index.clamp(min=0).long()]
+        matching.REQUESTS.count(batch.req_pool_indices, tokens, is_output.long())
     return predicts, num_accepted + 1, accept_index
 
 
