@@ -3,8 +3,8 @@
 A bug that kernel and reference share cannot show where one is compared with the other: what sees it is a law test. Each
 mutant is a list of edits, made in a copy of the repository, in the kernel and the reference alike; then only the law
 tests of that op run there, and one of them must fail by an assertion. Three more kinds: a bug in the kernel alone,
-which kernel = reference must see, one in the engine, which a law of whole texts or the recorder of noise keys must see,
-and one in the enumeration, which a negative control must see.
+which kernel = reference must see, one in the engine or the plug-in, which a law of whole texts or the recorder of noise
+keys must see, and one in the enumeration, which a negative control must see.
 
 Printed is what caught each mutant. Exit code 1: one survived, or its tests broke instead of failing, or an edit no
 longer applies (test_mutants.py says that too), in which case the mutant follows the code. `--alike` also checks that
@@ -33,6 +33,8 @@ KERNELS = "eagle_kernels/ops/verify/"
 SHARED = KERNELS + "shared/"
 REFERENCES = "reference/ops/verify/"
 ENGINE = "eagle_kernels/engine/"
+SGLANG = "eagle_kernels/integrations/sglang/"
+SEEDED = ["op_tests/integrations/test_sglang_sampling.py::test_one_seed_gives_one_text"]
 CHUNKS = "eagle_kernels/ops/attention/shared/chunks.py"
 DRAFTER = ENGINE + "drafters/sampled_drafter.py"
 TESTS = "op_tests/ops/verify/"
@@ -334,6 +336,16 @@ MUTANTS = [
         [("eagle_kernels/ops/nn/shared/many_rows.py", "(part + 1) * NUM_SECTIONS // NUM_PARTS",
           "(part + 1) * (NUM_SECTIONS // NUM_PARTS)")],
         ["op_tests/ops/nn/test_linear_decode.py::test_parts"], "kernel",
+    ),
+    Mutant(
+        "the seed of the neighbour", "sglang",
+        [(SGLANG + "verification.py", "seeds(batch.req_pool_indices)", "seeds(batch.req_pool_indices.roll(1))")],
+        SEEDED, "engine",
+    ),
+    Mutant(
+        "the penalties of the root for all nodes", "sglang",
+        [(SGLANG + "verification.py", "penalize(tree, logits", "penalize((*tree[:2], tree[3], tree[3]), logits")],
+        SEEDED, "engine",
     ),
     Mutant(
         "mass carried to the next level", _COINS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .mutants import ENGINE, MUTANTS, ROOT, stale
+from .mutants import ENGINE, MUTANTS, ROOT, SGLANG, stale
 
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 
@@ -22,7 +22,7 @@ def test_every_edit_applies(name):
 def test_edits_lie_where_the_kind_says(name):
     files = {file for file, _, _ in BY_NAME[name].edits}
     in_kernel = {file for file in files if file.startswith("eagle_kernels/ops/")}
-    in_engine = {file for file in files if file.startswith(ENGINE)}
+    in_engine = {file for file in files if file.startswith((ENGINE, SGLANG))}
     in_tests = {file for file in files if file.startswith(("op_tests/", "reference/enumeration.py"))}
     in_reference = {file for file in files if file.startswith("reference/")} - in_tests
     places = {"kernel": in_kernel, "reference": in_reference, "engine": in_engine, "enumeration": in_tests}

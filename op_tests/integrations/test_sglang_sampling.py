@@ -38,6 +38,7 @@ WANTED = {
     "presence": {"presence_penalty": 4.0},
     "greedy, penalties": {"top_k": 1, "temperature": 1.0, "frequency_penalty": 2.0, "repetition_penalty": 1.2},
     "least length": {"min_new_tokens": 9},
+    "least length, then ends": {"min_new_tokens": 9, "logit_bias": {END: 50.0}},
     "bias": {"logit_bias": {3: 2.0, 9: -5.0}},
 }
 
