@@ -215,7 +215,13 @@ def imported_by_steps(monkeypatch) -> dict[str, types.ModuleType]:
         },
         "sglang.srt.layers.layernorm": {"is_batch_invariant_mode_enabled": lambda: False},
         "sglang.srt.layers.dp_attention": {"is_dp_attention_enabled": lambda: False},
-        "sglang.srt.layers.sampler": {"SGLANG_RETURN_ORIGINAL_LOGPROB": False},
+        "sglang.srt.layers.sampler": {
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": False,
+            "Sampler": SimpleNamespace(
+                _preprocess_logits=lambda sampler, logits, info: logits,
+                _sync_token_ids_across_tp=lambda sampler, tokens, info: None,
+            ),
+        },
         "sglang.srt.model_executor.forward_context": {
             "ForwardContext": SimpleNamespace,
             "forward_context": lambda context: contextlib.nullcontext(),

@@ -79,10 +79,7 @@ class Engine:
         self.texts = [[] for _ in requests]
         self.runner = SimpleNamespace(
             is_draft_worker=False, req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(9, 1)),
-            sampler=SimpleNamespace(
-                _preprocess_logits=lambda logits, info: logits, _sync_token_ids_across_tp=lambda *given: None,
-                output_logprob_processor=SimpleNamespace(compute_logprobs=self._note_logprobs),
-            ),
+            sampler=SimpleNamespace(output_logprob_processor=SimpleNamespace(compute_logprobs=self._note_logprobs)),
         )  # fmt: skip
         self.logprobs, self.wants_logprobs = [], False
         self.step(stub.Mode.EXTEND)

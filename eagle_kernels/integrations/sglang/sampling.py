@@ -239,7 +239,7 @@ def forward(
         return original(
             sampler, logits_output, info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions, **options
         )
-    logits = sampler._preprocess_logits(logits_output.next_token_logits, info)
+    logits = of_sglang.Sampler._preprocess_logits(sampler, logits_output.next_token_logits, info)
     tokens = sample_from_logits(logits, positions + 1, info.eagle_kernels_seeds, **filters(info)).to(torch.int32)
     if return_logprob:
         scale = 1.0 if of_sglang.SGLANG_RETURN_ORIGINAL_LOGPROB else info.temperatures
@@ -248,5 +248,5 @@ def forward(
             logprobs, top_logprobs_nums, token_ids_logprobs, tokens
         )
         found.write_output_to(logits_output)
-    sampler._sync_token_ids_across_tp(tokens, info)
+    of_sglang.Sampler._sync_token_ids_across_tp(sampler, tokens, info)
     return tokens
