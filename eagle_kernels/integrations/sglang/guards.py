@@ -7,6 +7,7 @@ import os
 from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.shared.ranking import MAX_CANDIDATES
+from ...runtime.language import is_interpreting
 from . import hooks
 from .contract import PAGE_TREES
 from .parts import NAME, RULE, VARIABLE, asked_by, backends, note_use, resolved, turn_on, unused
@@ -32,7 +33,8 @@ def refusals(server_args) -> list[str]:
 
     others = {mode: name for mode, name in chosen.items() if name != NAME}
     refuse(bool(others), f"mixed attention backends: {others}; give --attention-backend {NAME} alone")
-    refuse(server_args.device not in ("cuda", "hip"), f"device {server_args.device!r}; it needs a GPU")
+    has_gpu = server_args.device in ("cuda", "hip") or is_interpreting()
+    refuse(not has_gpu, f"device {server_args.device!r}; it needs a GPU")
     refuse(model.attention_arch.name == "MLA", "models with multi-head latent attention (MLA)")
     refuse(bool(getattr(model, "is_encoder_decoder", False)), "encoder-decoder models")
     for name in model.hf_config.architectures or ():

@@ -1,0 +1,185 @@
+"""The plug-in in SGLang's own engine, on the CPU: one seed gives one text, with and without drafts.
+
+Needs SGLang 0.5.17 and what it imports, for this Python: EAGLE_KERNELS_SGLANG_SITE is the folder that holds both
+(`pip install --target FOLDER sglang==0.5.17`), beside a torch that it accepts. No GPU and no sgl_kernel: what SGLang
+calls of that on the CPU has a stand-in, and kernels run in Triton's interpreter. An engine takes 15 s to start.
+
+    EAGLE_KERNELS_SGLANG_SITE=FOLDER python -m pytest op_tests/integrations/test_sglang_engine.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle_kernels.engine.models.loading import demo_pair
+
+SITE = os.environ.get("EAGLE_KERNELS_SGLANG_SITE", "")
+if not SITE:
+    pytest.skip("needs SGLang: set EAGLE_KERNELS_SGLANG_SITE=FOLDER", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = Path(__file__).parent / "cpu_sglang"
+TREES = {"plain": None, "8/4/16": (8, 4, 16), "3/3/8": (3, 3, 8), "chain": (1, 4, 5)}  # topk, steps, nodes
+WANTED = [
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 1.0, "top_k": 12},
+    {"temperature": 1.2, "min_p": 0.1},
+    {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 0.7, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "frequency_penalty": 0.7},
+    {"temperature": 0.8, "presence_penalty": 1.0},
+    {"temperature": 0.8, "logit_bias": {"32": -2.0, "101": 1.5}},
+    {"temperature": 0.8, "min_new_tokens": 12, "frequency_penalty": 0.3},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "frequency_penalty": 0.9, "repetition_penalty": 1.1},
+]
+NEW_TOKENS, NUM_REQUESTS, END = 32, 64, 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    """A tokenizer of bytes in the form of Hugging Face, which SGLang needs for grammars and for end tokens."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as themselves; GPT-2 shows the others from 256 on
+    names = {byte: chr(byte) for byte in shown}
+    names |= {byte: chr(256 + place) for place, byte in enumerate(byte for byte in range(256) if byte not in names)}
+    end = "<|endoftext|>"
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    made = {
+        "version": "1.0", "added_tokens": [{"id": END, "content": end, "single_word": False, "lstrip": False,
+                                            "rstrip": False, "normalized": False, "special": True}],
+        "pre_tokenizer": level, "decoder": level, "normalizer": None, "post_processor": None,
+        "model": {"type": "BPE", "vocab": {names[byte]: byte for byte in range(256)} | {end: END}, "merges": []},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(made), encoding="utf-8")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory, tokenizer):
+    """`serve(tree, rounds)`: what an engine with these drafts makes of rounds of requests; its log says `tells`."""
+
+    def serve(tree: str, rounds, *, rule: str = "match", tells: str = "", **changes) -> list[list[dict]]:
+        folder = tmp_path_factory.mktemp("engine")
+        target, draft = demo_pair()
+        engine = {
+            "model_path": str(target), "tokenizer_path": str(tokenizer), "device": "cpu", "dtype": "float32",
+            "attention_backend": "eagle_kernels", "sampling_backend": "pytorch", "grammar_backend": "bytes",
+            "disable_cuda_graph": True, "context_length": 512, "max_running_requests": 16, "max_total_tokens": 6000,
+            "chunked_prefill_size": 64, "random_seed": 1, "log_level": "info",
+        }  # fmt: skip
+        if TREES[tree] is not None:
+            topk, steps, nodes = TREES[tree]
+            engine |= {
+                "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft),
+                "speculative_num_steps": steps, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes,
+            }  # fmt: skip
+        order, result = folder / "order.json", folder / "result.json"
+        order.write_text(json.dumps({"engine": engine | changes, "rounds": rounds}), encoding="utf-8")
+        plugins = folder / "plugins" / "plugins-0.dist-info"
+        plugins.mkdir(parents=True)
+        (plugins / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 0\n")
+        points = "eagle_kernels = eagle_kernels.integrations.sglang:register\nbytes = byte_grammar:register\n"
+        (plugins / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{points}")
+        told = {
+            "PYTHONPATH": os.pathsep.join(map(str, (STAND_IN, plugins.parent, ROOT, SITE))), "TRITON_INTERPRET": "1",
+            "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_IS_FLASHINFER_AVAILABLE": "false", "HF_HUB_OFFLINE": "1",
+            "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            "EAGLE_KERNELS_SGLANG": "attention,verify,draft,kv", "EAGLE_KERNELS_SGLANG_VERIFY": rule,
+        }  # fmt: skip
+        log = folder / "log.txt"
+        with log.open("wb") as output:
+            command = [sys.executable, str(STAND_IN / "serve.py"), str(order), str(result)]
+            subprocess.run(
+                command, env=os.environ | told, cwd=folder, stdout=output, stderr=output, timeout=600, check=False
+            )
+        text = log.read_text(encoding="utf-8", errors="replace")
+        assert result.exists(), text[text.find("Traceback") :][:4000]
+        assert not re.search(r"mem(?:ory)? leak detected", text, re.IGNORECASE)
+        assert ("eagle_kernels: match is in use" in text) == (rule == "match") and tells in text
+        return json.loads(result.read_text(encoding="utf-8"))
+
+    return serve
+
+
+def prompts(count: int) -> list[list[int]]:
+    text = "".join(json.loads((demo_pair()[0].parent / "prompts.json").read_text(encoding="utf-8"))).encode()
+    starts = [131 * place % (len(text) - 130) for place in range(count)]
+    return [list(text[start : start + 3 + 29 * place % 120]) for place, start in enumerate(starts)]
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[tuple[list[int], dict]]:
+    common = {"max_new_tokens": NEW_TOKENS}
+    return [
+        (prompt, common | WANTED[place % len(WANTED)] | {"sampling_seed": 1000 + place})
+        for place, prompt in enumerate(prompts(NUM_REQUESTS))
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(serve, requests):
+    """All at once, and the last ones by themselves."""
+    return serve("plain", [requests, *([each] for each in requests[-4:])])
+
+
+def test_a_text_does_not_depend_on_the_batch(plain):
+    together, *alone = plain
+    assert [one["tokens"] for (one,) in alone] == [one["tokens"] for one in together[-4:]]
+    assert len({tuple(one["tokens"]) for one in together}) > 0.9 * NUM_REQUESTS
+
+
+@pytest.mark.parametrize("tree", ["8/4/16", "3/3/8", "chain"])
+def test_one_seed_gives_one_text(tree, serve, plain, requests):
+    """With and without drafts, in fp32: 64 of 64, and as many log-probabilities."""
+    (found,) = serve(tree, [requests])
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in plain[0]]
+    assert sum(one["steps"] for one in found) < 0.7 * sum(len(one["tokens"]) for one in found)
+    for one, other in zip(found, plain[0]):
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
+
+
+def test_without_overlap_and_on_pages(serve, plain, requests):
+    (found,) = serve("3/3/8", [requests], disable_overlap_schedule=True, page_size=16)
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in plain[0]]
+
+
+def test_retracted_requests(serve, plain, requests):
+    """A pool that is too small for all that run: some are put back, and read their own output again."""
+    changes = {"max_total_tokens": 1100, "schedule_conservativeness": 0.01}
+    (found,) = serve("3/3/8", [requests], tells="Retract requests", **changes)
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in plain[0]]
+
+
+def test_grammars_hold(serve):
+    """In trees too; and a seed gives one text under a grammar as well."""
+    patterns = [r"([a-z]{1,5}, ){3}[a-z]{1,5}\.", r"\(?[0-9]{2,9}\)?", r"(yes|no|maybe){2,6}!"]
+    requests = [
+        (prompt, {"max_new_tokens": 60, "temperature": 1.0, "regex": patterns[place % 3], "sampling_seed": place})
+        for place, prompt in enumerate(prompts(12))
+    ]
+    free = (prompts(1)[0], {"max_new_tokens": 20, "temperature": 0.8, "sampling_seed": 5})
+    (wanted,) = serve("plain", [[*requests, free]])
+    (found,) = serve("8/4/16", [[*requests, free]])
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in wanted]
+    for one, (_, parameters) in zip(found, requests):
+        text = bytes(token for token in one["tokens"] if token != END).decode("latin-1")
+        assert re.fullmatch(parameters["regex"], text), text
+    assert sum(one["steps"] for one in found) < 0.9 * sum(len(one["tokens"]) for one in found)
+
+
+def test_coins_are_no_match(serve, plain, requests):
+    """A control: by SGLang's own rule the sampled texts are others."""
+    (found,) = serve("3/3/8", [requests[:16]], rule="coins")
+    same = [one["tokens"] == other["tokens"] for one, other in zip(found, plain[0])]
+    assert not all(same) and same[10]  # greedy
