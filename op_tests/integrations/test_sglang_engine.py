@@ -17,8 +17,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from eagle_kernels.engine.models.loading import demo_pair
+from eagle_kernels.engine.models.loading import demo_pair, load_target
+from eagle_kernels.tools.training.causal_attend import causal_attend
+from eagle_kernels.tools.training.unrolled import positions_of
+from op_tests.harness.statistics import assert_follows_law
 
 SITE = os.environ.get("EAGLE_KERNELS_SGLANG_SITE", "")
 if not SITE:
@@ -42,6 +46,9 @@ WANTED = [
     {"temperature": 0.0, "frequency_penalty": 0.9, "repetition_penalty": 1.1},
 ]
 NEW_TOKENS, NUM_REQUESTS, END = 32, 64, 256
+LIMIT_S = 1200
+# of the test of the law: texts of few tokens, each of which is one of few
+NUM_TEXTS, TEXT_TOKENS, FILTERS = 10_000, 3, {"temperature": 1.5, "top_k": 5, "top_p": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +76,7 @@ def tokenizer(tmp_path_factory) -> Path:
 def serve(tmp_path_factory, tokenizer):
     """`serve(tree, rounds)`: what an engine with these drafts makes of rounds of requests; its log says `tells`."""
 
-    def serve(tree: str, rounds, *, rule: str = "match", tells: str = "", **changes) -> list[list[dict]]:
+    def serve(tree: str, rounds, *, rule="match", parts="attention,verify,draft,kv", tells="", **changes):
         folder = tmp_path_factory.mktemp("engine")
         target, draft = demo_pair()
         engine = {
@@ -95,13 +102,13 @@ def serve(tmp_path_factory, tokenizer):
             "PYTHONPATH": os.pathsep.join(map(str, (STAND_IN, plugins.parent, ROOT, SITE))), "TRITON_INTERPRET": "1",
             "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_IS_FLASHINFER_AVAILABLE": "false", "HF_HUB_OFFLINE": "1",
             "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-            "EAGLE_KERNELS_SGLANG": "attention,verify,draft,kv", "EAGLE_KERNELS_SGLANG_VERIFY": rule,
+            "EAGLE_KERNELS_SGLANG": parts, "EAGLE_KERNELS_SGLANG_VERIFY": rule,
         }  # fmt: skip
         log = folder / "log.txt"
         with log.open("wb") as output:
             command = [sys.executable, str(STAND_IN / "serve.py"), str(order), str(result)]
             subprocess.run(
-                command, env=os.environ | told, cwd=folder, stdout=output, stderr=output, timeout=600, check=False
+                command, env=os.environ | told, cwd=folder, stdout=output, stderr=output, timeout=LIMIT_S, check=False
             )
         text = log.read_text(encoding="utf-8", errors="replace")
         assert result.exists(), text[text.find("Traceback") :][:4000]
@@ -183,3 +190,39 @@ def test_coins_are_no_match(serve, plain, requests):
     (found,) = serve("3/3/8", [requests[:16]], rule="coins")
     same = [one["tokens"] == other["tokens"] for one, other in zip(found, plain[0])]
     assert not all(same) and same[10]  # greedy
+
+
+def law_of_texts(prompt: list[int]) -> tuple[list[tuple[int, ...]], torch.Tensor]:
+    """All texts that these filters leave, and their probabilities: top-p counts what top-k leaves out, as in SGLang."""
+    target, texts, law = load_target(demo_pair()[0]), [()], torch.ones(1, dtype=torch.float64)
+    for _ in range(TEXT_TOKENS):
+        tokens = torch.tensor([[*prompt, *text] for text in texts])
+        with torch.no_grad():
+            logits = target(tokens, positions_of(tokens), causal_attend).logits[:, -1].double()
+        probs, order = (logits / FILTERS["temperature"]).softmax(-1).sort(-1, descending=True)
+        probs[:, FILTERS["top_k"] :] = 0
+        probs[probs.cumsum(-1) - probs > FILTERS["top_p"]] = 0
+        probs = probs[:, : FILTERS["top_k"]] / probs.sum(-1, keepdim=True)
+        texts = [(*text, token) for text, row in zip(texts, order.tolist()) for token in row[: FILTERS["top_k"]]]
+        law = (law[:, None] * probs).flatten()
+    return texts, law
+
+
+@pytest.mark.parametrize("who", ["SGLang alone, plain", "match, trees"])
+def test_texts_follow_the_law(who, serve):
+    """10,000 short requests, each with a seed of its own or with none; SGLang alone shows that the law is its own."""
+    prompt = prompts(3)[2]
+    texts, law = law_of_texts(prompt)
+    parameters = FILTERS | {"max_new_tokens": TEXT_TOKENS, "ignore_eos": True}
+    requests = [
+        (prompt, parameters | ({"sampling_seed": place} if place % 2 else {})) for place in range(NUM_TEXTS)
+    ]  # fmt: skip
+    changes = {"max_running_requests": 64, "max_total_tokens": 20000}
+    if who == "match, trees":
+        (found,) = serve("8/4/16", [requests], **changes)
+    else:
+        stock = {"rule": "coins", "parts": "none", "attention_backend": "torch_native"}
+        (found,) = serve("plain", [requests], **stock, **changes)
+    number = {text: place for place, text in enumerate(texts)}
+    assert_follows_law(torch.tensor([number[tuple(one["tokens"])] for one in found]), law)
+    assert (law > 5 / NUM_TEXTS).sum() > 30
