@@ -58,6 +58,7 @@ def _fresh(monkeypatch):
     monkeypatch.setenv(parts.RULE, "match")
     monkeypatch.delenv(plugin.FORCE, raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: hooks.TESTED[0])
+    monkeypatch.setattr(guards, "is_interpreting", lambda: False)
 
 
 @pytest.fixture
@@ -328,6 +329,11 @@ def test_it_names_all_reasons(framework):
 )  # fmt: skip
 def test_it_does_not_refuse(framework, changes):
     assert guards.refusals(arguments(**changes)) == []
+
+
+def test_the_interpreter_needs_no_gpu(framework, monkeypatch):
+    monkeypatch.setattr(guards, "is_interpreting", lambda: True)
+    assert guards.refusals(arguments(device="cpu")) == []
 
 
 @pytest.mark.parametrize("value", ["none", "verify"])
