@@ -77,13 +77,16 @@ class Requests:
         return self._numbers[0, rows]
 
     def penalize(self, tree: tuple[torch.Tensor, ...], logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of a tree's nodes, fp32, after the penalties of these rows; each node counts its path."""
+        """Returns the logits of a tree's nodes, fp32, after the penalties of these rows; each node counts its path.
+
+        They take the place of logits that are fp32: all nodes of a batch are up to a GB.
+        """
         repetition, frequency, presence = self._penalties[:, rows]
         _, slots, lengths, least = self._numbers[:, rows]
         return penalize_logits(
             *tree, logits, repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence,
             output_counts=self._counts[slots], min_tokens=least, num_output_tokens=lengths,
-            end_token_ids=self._ends[rows],
+            end_token_ids=self._ends[rows], out=logits if logits.dtype == torch.float32 else None,
         )  # fmt: skip
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor, is_output: torch.Tensor) -> None:
