@@ -1,8 +1,9 @@
-"""The plug-in in SGLang's own engine, on the CPU: one seed gives one text, with and without drafts.
+"""The plug-in in SGLang's own engine: one seed gives one text, with and without drafts; grammars hold.
 
 Needs SGLang 0.5.17 and what it imports, for this Python: EAGLE_KERNELS_SGLANG_SITE is the folder that holds both
-(`pip install --target FOLDER sglang==0.5.17`), beside a torch that it accepts. No GPU and no sgl_kernel: what SGLang
-calls of that on the CPU has a stand-in, and kernels run in Triton's interpreter. An engine takes 15 s to start.
+(`pip install --target FOLDER sglang==0.5.17`), beside a torch that it accepts. No GPU is needed: without one, kernels
+run in Triton's interpreter, and what SGLang calls of sgl_kernel has a stand-in (`own_engine/cpu`). An engine takes 15 s
+to start there.
 
     EAGLE_KERNELS_SGLANG_SITE=FOLDER python -m pytest op_tests/integrations/test_sglang_engine.py
 """
@@ -28,8 +29,18 @@ SITE = os.environ.get("EAGLE_KERNELS_SGLANG_SITE", "")
 if not SITE:
     pytest.skip("needs SGLang: set EAGLE_KERNELS_SGLANG_SITE=FOLDER", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
-STAND_IN = Path(__file__).parent / "cpu_sglang"
+ROOT, BESIDE = Path(__file__).parents[2], Path(__file__).parent / "own_engine"
+ON_GPU = torch.cuda.is_available()
+# Of an engine, and told to its processes. On a GPU the norms must be ours too: SGLang's have no fp32.
+MACHINE, TOLD = {"device": "cpu", "disable_cuda_graph": True}, {"TRITON_INTERPRET": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+PARTS, FOLDERS = "attention,verify,draft,kv", (BESIDE, BESIDE / "cpu")
+if ON_GPU:
+    MACHINE, TOLD, PARTS, FOLDERS = (
+        {"mem_fraction_static": 0.3, "disable_prefill_cuda_graph": True},
+        {},
+        "all",
+        (BESIDE,),
+    )
 TREES = {"plain": None, "8/4/16": (8, 4, 16), "3/3/8": (3, 3, 8), "chain": (1, 4, 5)}  # topk, steps, nodes
 WANTED = [
     {"temperature": 0.8},
@@ -76,14 +87,14 @@ def tokenizer(tmp_path_factory) -> Path:
 def serve(tmp_path_factory, tokenizer):
     """`serve(tree, rounds)`: what an engine with these drafts makes of rounds of requests; its log says `tells`."""
 
-    def serve(tree: str, rounds, *, rule="match", parts="attention,verify,draft,kv", tells="", **changes):
+    def serve(tree: str, rounds, *, rule="match", parts=PARTS, tells="", **changes):
         folder = tmp_path_factory.mktemp("engine")
         target, draft = demo_pair()
         engine = {
-            "model_path": str(target), "tokenizer_path": str(tokenizer), "device": "cpu", "dtype": "float32",
+            "model_path": str(target), "tokenizer_path": str(tokenizer), "dtype": "float32",
             "attention_backend": "eagle_kernels", "sampling_backend": "pytorch", "grammar_backend": "bytes",
-            "disable_cuda_graph": True, "context_length": 512, "max_running_requests": 16, "max_total_tokens": 6000,
-            "chunked_prefill_size": 64, "random_seed": 1, "log_level": "info",
+            "context_length": 512, "max_running_requests": 16, "max_total_tokens": 6000,
+            "chunked_prefill_size": 64, "random_seed": 1, "log_level": "info", **MACHINE,
         }  # fmt: skip
         if TREES[tree] is not None:
             topk, steps, nodes = TREES[tree]
@@ -99,14 +110,14 @@ def serve(tmp_path_factory, tokenizer):
         points = "eagle_kernels = eagle_kernels.integrations.sglang:register\nbytes = byte_grammar:register\n"
         (plugins / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{points}")
         told = {
-            "PYTHONPATH": os.pathsep.join(map(str, (STAND_IN, plugins.parent, ROOT, SITE))), "TRITON_INTERPRET": "1",
-            "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_IS_FLASHINFER_AVAILABLE": "false", "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, (*FOLDERS, plugins.parent, ROOT, SITE))), **TOLD,
+            "SGLANG_IS_FLASHINFER_AVAILABLE": "false", "HF_HUB_OFFLINE": "1",
             "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             "EAGLE_KERNELS_SGLANG": parts, "EAGLE_KERNELS_SGLANG_VERIFY": rule,
         }  # fmt: skip
         log = folder / "log.txt"
         with log.open("wb") as output:
-            command = [sys.executable, str(STAND_IN / "serve.py"), str(order), str(result)]
+            command = [sys.executable, str(BESIDE / "serve.py"), str(order), str(result)]
             subprocess.run(
                 command, env=os.environ | told, cwd=folder, stdout=output, stderr=output, timeout=LIMIT_S, check=False
             )
@@ -221,7 +232,7 @@ def test_texts_follow_the_law(who, serve):
     if who == "match, trees":
         (found,) = serve("8/4/16", [requests], **changes)
     else:
-        stock = {"rule": "coins", "parts": "none", "attention_backend": "torch_native"}
+        stock = {"rule": "coins", "parts": "none", "attention_backend": "triton" if ON_GPU else "torch_native"}
         (found,) = serve("plain", [requests], **stock, **changes)
     number = {text: place for place, text in enumerate(texts)}
     assert_follows_law(torch.tensor([number[tuple(one["tokens"])] for one in found]), law)
