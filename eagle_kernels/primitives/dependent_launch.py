@@ -10,8 +10,9 @@ to prefetch: then it waits a little later, after it has asked for its first weig
 before ends. Those loads may miss what the kernel directly before wrote, but nothing older: that kernel let this one
 start only after its own wait, when all kernels before it had ended. So the caller promises that this one kernel does
 not write what is prefetched. The merge of attention's parts reads lengths before it waits in the same way: the
-attention directly before it, of the same call, does not write them. For the same reason both steps are in one function: if a kernel let its successor start
-before its own wait, a chain of such kernels could run ahead of any number of others.
+attention directly before it, of the same call, does not write them. For the same reason both steps are in one function:
+if a kernel let its successor start before its own wait, a chain of such kernels could run ahead of any number of
+others.
 """
 
 from __future__ import annotations
