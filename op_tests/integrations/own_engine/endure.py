@@ -4,7 +4,7 @@
 
 ORDER is a JSON file: `engine`, the arguments of `sglang.Engine`; `seconds`; `clients` that send one request after
 another; `texts` of which prompts are pieces, and `parameters` to choose from. Some requests are aborted after a while,
-some want several copies. RESULT has a record of each: `prompt`, `parameters`, `tokens`, `is_aborted`.
+some want several copies. RESULT has a record of each: `prompt`, `parameters`, `tokens`, `may_be_cut`: by its abort.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ async def client(engine, number: int, order: dict, stop_s: float, records: list[
         text = coin.choice(order["texts"])
         start = coin.choice((0, 0, coin.randrange(len(text) - 1)))  # many begin alike, for the radix cache
         prompt = text[start : start + 1 + round(MOST_PROMPT ** coin.random())]
-        parameters = coin.choice(order["parameters"]) | {
-            "max_new_tokens": coin.randint(1, MOST_TOKENS),
+        parameters = coin.choice(order["parameters"])
+        parameters = parameters | {
+            "max_new_tokens": coin.randint(parameters.get("min_new_tokens", 1), MOST_TOKENS),
             "sampling_seed": coin.randrange(2**40),
             "ignore_eos": True,
         }
@@ -58,10 +59,10 @@ async def client(engine, number: int, order: dict, stop_s: float, records: list[
 
 
 async def request(engine, rid: str, prompt, parameters: dict, copies: int, abort_s: float | None) -> list[dict]:
-    """Runs one request; returns the tokens of each copy, and whether it was aborted."""
+    """Runs one request; returns the tokens of each copy."""
     if copies > 1:
         outputs = await engine.async_generate(input_ids=prompt, sampling_params=parameters | {"n": copies})
-        return [{"tokens": output["output_ids"], "is_aborted": False} for output in outputs]
+        return [{"tokens": output["output_ids"], "may_be_cut": False} for output in outputs]
     tokens: list[int] = []
     if abort_s is not None:
         asyncio.get_running_loop().call_later(abort_s, engine.tokenizer_manager.abort_request, rid)
@@ -73,7 +74,7 @@ async def request(engine, rid: str, prompt, parameters: dict, copies: int, abort
     except Exception:
         if abort_s is None:
             raise
-    return [{"tokens": tokens, "is_aborted": abort_s is not None and len(tokens) < parameters["max_new_tokens"]}]
+    return [{"tokens": tokens, "may_be_cut": abort_s is not None}]
 
 
 if __name__ == "__main__":
