@@ -293,6 +293,8 @@ def test_it_refuses(started, name):
         ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
+        ({"enable_custom_logit_processor": True}, "--enable-custom-logit-processor"),
+        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH; EAGLE, EAGLE3, NEXTN or STANDALONE"),
     ],
 )
 @pytest.mark.parametrize("rule", ["coins", "match"])

@@ -107,29 +107,19 @@ class Engine:
     def _copy(self, info):
         """SGLang's copy_for_forward and what it makes of penalties."""
         copied = copy.copy(info)
-        if info.penalizer_orchestrator.is_required:
-            copied.acc_additive_penalties = torch.zeros(len(self.rows), VOCAB, device=self.device)
-            info.penalizer_orchestrator.accumulate_additive_penalties(copied.acc_additive_penalties)
-            copied.acc_scaling_penalties = info.penalizer_orchestrator.accumulate_scaling_penalties()
+        assert not info.penalizer_orchestrator.is_required
         copied.penalizer_orchestrator = None
         for name in ("eagle_kernels_asked", "eagle_kernels_is_penalised"):
             delattr(copied, name)  # no fields of SGLang's
         return copied
 
     def _forward_info(self):
-        info = self.info
-        if not self.overlaps:
-            return info
-        if info.penalizer_orchestrator.is_required:
-            info.penalizer_orchestrator.cumulate_output_tokens(self.last)
-        return sampling.copy_for_forward(self._copy, info)
+        return sampling.copy_for_forward(self._copy, self.info) if self.overlaps else self.info
 
     def _sample(self, runner, output, forward_batch):
         """SGLang's ModelRunner.sample."""
         info, logits = forward_batch.sampling_info, output.next_token_logits
-        assert info.acc_additive_penalties is None and info.acc_scaling_penalties is None
-        if info.penalizer_orchestrator is not None and info.penalizer_orchestrator.is_required:
-            info.penalizer_orchestrator.apply(logits)
+        assert info.penalizer_orchestrator is None or not info.penalizer_orchestrator.is_required
         if self.grammar is not None:
             logits.masked_fill_(~self.grammar, float("-inf"))
         if info.logit_bias is not None:
@@ -278,6 +268,12 @@ def test_requests_without_a_seed(device):
     wanted = plain(make([0, 1, 0]), device, last=[1, 1, 1])
     assert wanted[0] == wanted[2] != wanted[1]
     assert 0 <= sampling.seed_of(make([0])[0]) < 2**63
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, -1, 0])
+def test_a_seed_of_any_size_is_served(seed, device):
+    (text,) = plain([request(0, sampling_seed=seed)], device)
+    assert len(text) > LENGTH
 
 
 def test_seeds_are_all_that_texts_differ_by(device):

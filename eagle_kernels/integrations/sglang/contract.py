@@ -237,7 +237,14 @@ CONTRACT = (
         "temperatures", "top_ks", "top_ps", "min_ps", "need_top_k_sampling", "need_top_p_sampling",
         "need_min_p_sampling", "vocab_size", "return_sampling_masks",
     )),
-    Names(_SRT + "constrained.base_grammar_backend.GrammarMask", ("apply",)),
+    # grammars reach verification as bitmasks of the nodes, whichever backend made them
+    Names(_SRT + "constrained.base_grammar_backend.GrammarMask", ("grammar", "vocab_mask", "apply")),
+    Names(_SRT + "constrained.base_grammar_backend.BaseGrammarObject",
+          ("accept_token", "rollback", "is_terminated", "allocate_vocab_mask", "fill_vocab_mask", "apply_vocab_mask")),
+    Names(_SRT + "constrained.xgrammar_backend.XGrammarGrammar",
+          ("allocate_vocab_mask", "fill_vocab_mask", "apply_vocab_mask")),
+    Call(_SRT + "constrained.base_grammar_backend.register_grammar_backend", ("name", "init_func")),
+    Call(_SPEC + "spec_utils.build_grammar_vocab_mask", others=("reqs", "tree", "sampling_info", "barrier")),
     Names(_SPEC + "spec_utils", ("SIMULATE_ACC_LEN", "SIMULATE_ACC_TOKEN_MODE")),
     Call(_SPEC + "spec_utils.generate_simulated_accept_index", others=(
         "accept_index", "predict", "num_correct_drafts", "candidates", "target_predict", "simulate_acc_len",
@@ -257,7 +264,8 @@ CONTRACT = (
     Call(_SRT + "layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
          ("self", "logprobs", "top_logprobs_nums", "token_ids_logprobs", "batch_next_token_ids")),
     Call(_SRT + "layers.logprob_processor.LogprobResult.write_output_to", ("self", "logits_output")),
-    Names(_ARGUMENTS, ("disaggregation_mode",), members=_SRT + "server_args._INPUT_NAMESPACES"),
+    Names(_ARGUMENTS, ("disaggregation_mode", "enable_custom_logit_processor"),
+          members=_SRT + "server_args._INPUT_NAMESPACES"),
 )  # fmt: skip
 
 

@@ -81,9 +81,13 @@ def refusals_to_match(server_args) -> list[str]:
             ("speculative_use_rejection_sampling", "--speculative-use-rejection-sampling"),
             ("enable_deterministic_inference", "--enable-deterministic-inference"),
             ("enable_dp_attention", "--enable-dp-attention"),
+            ("enable_custom_logit_processor", "--enable-custom-logit-processor"),  # verification passes it by
         )
         if getattr(server_args, name, False)
     ]
+    algorithm = server_args.speculative_algorithm
+    if algorithm not in SPECULATIVE:
+        found.append(f"--speculative-algorithm {algorithm}; EAGLE, EAGLE3, NEXTN or STANDALONE")
     mode = getattr(server_args, "disaggregation_mode", "null")
     return found + ([] if mode == "null" else [f"--disaggregation-mode {mode}"])
 

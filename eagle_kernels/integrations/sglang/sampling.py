@@ -66,8 +66,8 @@ class Requests:
         self._numbers[:, rows] = asked.numbers[1:]
         self._penalties[:, rows] = asked.penalties
         self._ends[rows] = torch.nn.functional.pad(asked.ends, (0, max(-missing, 0)), value=-1)
-        more = asked.num_slots + 1 - len(self._counts)
-        if more > 0:
+        if asked.num_slots >= len(self._counts):
+            more = max(asked.num_slots + 1 - len(self._counts), len(self._counts))
             self._counts = torch.nn.functional.pad(self._counts, (0, 0, 0, more))
         self._counts[slots] = 0
         self._add(*asked.counted, torch.ones_like(asked.counted[0]))
@@ -104,23 +104,23 @@ REQUESTS = Requests()
 
 
 class Penalised:
-    """Stands in for SGLang's penalizers, of which only this is left: whether a request of the batch has a penalty."""
+    """Stands in for SGLang's penalizers, and asks nothing of it: ours count on the device, by the rows of the pool."""
+
+    is_required = False
 
     def __init__(self, batch):
         self._batch = weakref.ref(batch)
 
     @property
-    def is_required(self) -> bool:
+    def has_penalties(self) -> bool:
+        """Whether a request that is in the batch now has a penalty."""
         batch = self._batch()
         return batch is not None and any(map(is_penalised, batch.reqs))
 
-    def accumulate_scaling_penalties(self) -> None:
-        """Returns None: nothing is to be scaled."""
-
     def _ignore(self, *arguments, **options) -> None:
-        """Does nothing: ours count on the device, by the rows of the pool."""
+        """Does nothing."""
 
-    cumulate_output_tokens = apply = accumulate_additive_penalties = filter = merge = release = _ignore
+    filter = merge = release = _ignore
 
 
 def is_penalised(request) -> bool:
@@ -138,8 +138,8 @@ def seed_of(request) -> int:
     """Returns a request's seed; one that gives none has its own, which all ranks and all its prompts agree on."""
     seed = request.sampling_params.sampling_seed
     if seed is None:
-        seed = int.from_bytes(hashlib.blake2b(str(request.rid).encode(), digest_size=8).digest(), "big") >> 1
-    return seed
+        seed = int.from_bytes(hashlib.blake2b(str(request.rid).encode(), digest_size=8).digest(), "big")
+    return seed % 2**63
 
 
 def ends_of(request) -> list[int]:
@@ -183,7 +183,6 @@ def from_schedule_batch(original, cls, batch, vocab_size):
 def copy_for_forward(original, info):
     """Copies for the forward stream also what is not a field of SGLang's."""
     copy = original(info)
-    copy.acc_additive_penalties = None  # zeros
     copy.eagle_kernels_asked, copy.eagle_kernels_is_penalised = info.eagle_kernels_asked, has_penalties(info)
     return copy
 
@@ -191,7 +190,7 @@ def copy_for_forward(original, info):
 def has_penalties(info) -> bool:
     """Tells whether a request of a batch has a penalty."""
     penalised = info.penalizer_orchestrator
-    return info.eagle_kernels_is_penalised if penalised is None else penalised.is_required
+    return info.eagle_kernels_is_penalised if penalised is None else penalised.has_penalties
 
 
 def sample(original, runner, logits_output, forward_batch):

@@ -39,7 +39,7 @@ class ByteGrammar(BaseGrammarObject):
         self.states.append(after)
 
     def rollback(self, k: int) -> None:
-        del self.states[-k:]
+        del self.states[len(self.states) - k :]
 
     def is_terminated(self) -> bool:
         return self.states[-1] is None
