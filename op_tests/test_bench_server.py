@@ -17,9 +17,12 @@ import torch
 import eagle_kernels
 from bench import report, run
 from bench.apps import server, server_tables
-from bench.apps.server_cases import CASES, SYSTEMS
+from bench.apps.random_models import target_config
+from bench.apps.server_cases import CASES, GREEDY, SYSTEMS
 from bench.harness import results
 from bench.peers import sglang_engine
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
 
 GPU = "Some GPU 80GB"
 # Its steps take a tenth of a millisecond. FAKE says what goes wrong: {backend: fault}.
@@ -44,6 +47,8 @@ class Engine:
         plugins = {point.name: point.value for point in importlib.metadata.entry_points(group="sglang.srt.plugins")}
         if plugins.get(allowed) == "eagle_kernels.integrations.sglang:register" and self.fault != "no plug-in":
             print("eagle_kernels: attention is in use", flush=True)
+            if os.environ.get("EAGLE_KERNELS_SGLANG_VERIFY") == "match" and self.fault != "no match":
+                print("eagle_kernels: match is in use", flush=True)
         if self.fault == "crash":
             raise RuntimeError("no kernel image")
         if self.fault == "hang":
@@ -53,6 +58,10 @@ class Engine:
         print("up", time.monotonic(), flush=True)
 
     def generate(self, input_ids, sampling_params):
+        if isinstance(sampling_params, list):
+            assert len(input_ids) == 64 and len({params["max_new_tokens"] for params in sampling_params}) > 10
+            outputs = [self.generate([ids], params)[0] for ids, params in zip(input_ids, sampling_params)]
+            return outputs[:-1] + [outputs[0]] if self.fault == "short" else outputs
         if self.fault == "hot" and sampling_params["temperature"] > 0:
             raise ValueError("too hot")
         tokens = sampling_params["max_new_tokens"]
@@ -61,7 +70,7 @@ class Engine:
         begin_s = time.monotonic()
         time.sleep(tokens / accept * 1e-4)
         print("timed", begin_s, time.monotonic(), flush=True)
-        meta_info = {"spec_verify_ct": tokens / accept} if self.nodes else {}
+        meta_info = {"spec_verify_ct": (tokens - 1) / accept} if self.nodes else {}
         return [{"output_ids": [0] * tokens, "meta_info": meta_info} for _ in input_ids]
 
     def shutdown(self):
@@ -107,7 +116,8 @@ def order(backend, accept=4.0, **fields):
 
 def test_arguments(tmp_path, capsys):
     options = server.parsed([])
-    assert options.case == [case.name for case in CASES] == ["plain", "8/5/64", "4/3/8", "4/4/16"]
+    assert options.case == [case.name for case in CASES]
+    assert options.case[:6] == ["plain", "8/5/64", "4/3/8", "4/4/16", "requests plain", "requests 4/2/4"]
     assert options.system == SYSTEMS and SYSTEMS[0] == "sglang+flashinfer" and options.logs.is_dir()
     options.logs.rmdir()
     options = server.parsed(["--case", "plain", "4/3/8", "--system", "eagle_kernels", "--logs", str(tmp_path)])
@@ -142,7 +152,27 @@ def test_an_engine_is_sized_for_its_case(case, tmp_path):
     tree = [arguments.get(f"speculative_{name}") for name in ("eagle_topk", "num_steps", "num_draft_tokens")]
     assert tree == list(case.tree or [None] * 3) and ("speculative_algorithm" in arguments) == bool(case.tree)
     assert ordered.draft["draft_vocab_size"] == 32000 and ordered.draft["num_hidden_layers"] == 1
-    assert ordered.sampling == (((0.0, 1.0), (0.8, 0.95)) if case.tree else ((0.0, 1.0),))
+    assert ordered.sampling == (((0.0, 1.0), (0.8, 0.95)) if case.name in ("8/5/64", "4/3/8", "4/4/16") else GREEDY)
+    matching = bench.order(case, "sglang+match")
+    assert matching.sampling == ordered.sampling[1:] and matching.rule == "match" and ordered.rule is None
+    if case.name.startswith("Qwen3"):
+        assert ordered.model["architectures"] == ["Qwen3ForCausalLM"] and "rope_scaling" not in ordered.model
+        assert ordered.draft["model_type"] == "llama" and ordered.model["vocab_size"] == 151936
+
+
+def test_the_shapes_of_qwen3():
+    """As published: parameters, without those of the table where the output shares it."""
+    wanted = {"4b": 4.02e9, "8b": 8.19e9, "14b": 14.77e9, "32b": 32.76e9}
+    for size, number in wanted.items():
+        with torch.device("meta"):
+            model = Decoder(DecoderConfig.from_dict(target_config(f"qwen3-{size}")))
+        assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(number, rel=0.005)
+
+
+def test_requests_have_the_lengths_of_the_load():
+    (case,) = (case for case in CASES if case.name == "requests plain")
+    assert len(case.requests) == 500 and {length for pair in case.requests for length in pair} >= {716, 1024}
+    assert all(716 <= length <= 1024 for pair in case.requests for length in pair)
 
 
 def test_stock_engines_get_no_plug_in(tmp_path, monkeypatch):
@@ -189,11 +219,16 @@ def test_all_systems_on_a_made_sglang(sglang, tmp_path, capsys, monkeypatch):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     told = [line for line in lines if line and line[0] in ("8/5/64", "4/4/16")]
     systems = [(line[0], line[3]) for line in told]
-    expected = [(case, system) for case in ("8/5/64", "4/4/16") for system in SYSTEMS[:3] for _ in range(2)]
+    expected = [
+        (case, system)
+        for case in ("8/5/64", "4/4/16")
+        for system in SYSTEMS[:4]
+        for _ in range(1 if system == "sglang+match" else 2)
+    ]
     assert systems == expected + [(case, "eagle_kernels") for case in ("8/5/64", "4/4/16") for _ in range(2)]
     assert {(line[1], line[2]) for line in told} == {(b, t) for b in ("B=1", "B=8") for t in ("T=0", "T=0.8")}
     table = [line for line in lines if line[:1] == ["|"]]
-    assert len(table) == 2 + 16
+    assert len(table) == 2 + 18
 
 
 def test_lines_are_kept_beside_a_gpu(sglang, tmp_path, capsys, monkeypatch):
@@ -217,6 +252,33 @@ def test_lines_are_kept_beside_a_gpu(sglang, tmp_path, capsys, monkeypatch):
         assert line["versions"]["sglang"] == "0.5.17" and line["versions"]["flashinfer"] == "0.6.15"
         assert line["start_s"] >= 0 and line["versions"]["torch"]
     assert server_tables.tables(file) == []  # quick ones make no table
+
+
+def test_requests_are_sent_at_once(sglang, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
+    systems = ["sglang+triton", "sglang+eagle_kernels", "eagle_kernels"]
+    more = ["--case", "requests plain", "requests 1/1/2", "--system", *systems]
+    assert call(sglang, *more, directory=tmp_path / "results") == 0
+    (file,) = (tmp_path / "results").rglob("*.jsonl")
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    assert [(line["case"], line["system"]) for line in lines] == [
+        (case, system) for case in ("requests plain", "requests 1/1/2") for system in systems[:2]
+    ]
+    for line in lines:
+        assert line["requests_per_s"] == pytest.approx(64 / line["raw"][0], rel=0.01) and line["batch"] == 48
+        assert line["accept_length"] == pytest.approx(1.7 if line["tree"] else 1.0)
+    written = server_tables.request_table([line | {"shape": "llama-3.1-8b"} for line in lines])
+    assert written[0][-2] == "in the pull request (70B, 2 H20)"
+    assert [(row[0], row[1], row[-2]) for row in written[1:]] == [
+        ("plain", "sglang+triton", "0.62"),
+        ("plain", "sglang+eagle_kernels", "0.62"),
+        ("1/1/2 (naive)", "sglang+triton", "0.68"),
+        ("1/1/2 (naive)", "sglang+eagle_kernels", "0.68"),
+    ]
+    monkeypatch.setenv("FAKE", json.dumps({"triton": "short"}))
+    assert call(sglang, "--case", "requests plain", "--system", "sglang+triton") == 1
+    assert "some texts are not as long as was asked for" in capsys.readouterr().out
 
 
 def test_what_is_missing_is_told(sglang, capsys, tmp_path, monkeypatch):
@@ -291,6 +353,12 @@ def test_a_plug_in_that_is_not_used_is_no_measurement(sglang, capsys, monkeypatc
     assert "plain sglang+eagle_kernels: the plug-in's attention was not used" in said and "|" not in said
 
 
+def test_a_rule_that_is_not_used_is_no_measurement(sglang, capsys, monkeypatch):
+    monkeypatch.setenv("FAKE", json.dumps({"eagle_kernels": "no match"}))
+    assert call(sglang, "--case", "8/5/64", "--system", "sglang+match") == 1
+    assert "8/5/64 sglang+match: the plug-in's match was not used" in capsys.readouterr().out
+
+
 def test_without_a_flashinfer_that_fails_the_others_run(sglang, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FAKE", json.dumps({"flashinfer": "crash"}))
     systems = ["--system", "sglang+flashinfer", "sglang+triton"]
@@ -342,7 +410,7 @@ def measured(system, ms, case="8/5/64", batch=1, temperature=0.0, **fields):
     about = {"op": "server", "shape": "llama-3.1-8b", "gpu": GPU, "commit": "abc", "run": "a", "quick": False}
     about |= {"case": case, "system": system, "batch": batch, "temperature": temperature, "prompt_tokens": 512}
     about |= {"top_p": 0.95 if temperature else 1.0, "versions": {"sglang": "0.5.17", "torch": "2.11", "triton": "3.6"}}
-    return about | {"ms_per_step": ms, "tokens_per_s": 4000 * batch / ms, "accept_length": 4.0} | fields
+    return about | {"ms_per_step": ms, "tokens_per_s": 4000 * batch / (ms or 1), "accept_length": 4.0} | fields
 
 
 def test_the_readme_s_row_is_beside_the_faster_stock_system(tmp_path):
@@ -363,6 +431,39 @@ def test_the_readme_s_row_is_beside_the_faster_stock_system(tmp_path):
     ]
 
 
+def test_a_table_of_models():
+    lines = [
+        measured(system, 4.0, case=case, batch=batch, tokens_per_s=speed * batch)
+        for system, speed in (("sglang+triton", 200), ("sglang+eagle_kernels", 300))
+        for case in ("Qwen3-32B plain", "Qwen3-4B 4/3/8")
+        for batch in (1, 2, 8)
+    ]
+    header, *rows = server_tables.model_table(lines)
+    assert header[3:7] == ["B = 1", "B = 2", "B = 4", "B = 8"]
+    assert rows[:4] == [
+        ["Qwen3-4B", "4/3/8", "sglang+triton", "200", "400", "-", "1600", "`abc`"],
+        ["Qwen3-4B", "4/3/8", "sglang+eagle_kernels", "300", "600", "-", "2400", "`abc`"],
+        ["Qwen3-32B", "plain", "sglang+triton", "200", "400", "-", "1600", "`abc`"],
+        ["Qwen3-32B", "plain", "sglang+eagle_kernels", "300", "600", "-", "2400", "`abc`"],
+    ]
+    assert [row[3:7] for row in rows[4:]] == [
+        ["41.5", "40.1", "39.3", "24.4"], ["95.2", "77.4", "61.2", "57.2"],
+        ["30.6", "25.5", "24.1", "20.1"], ["76.1", "43.9", "37.5", "35.3"],
+    ]  # fmt: skip
+    assert server_tables.table(lines) == server_tables.request_table(lines) == []
+
+
+def test_a_table_of_acceptance():
+    """Of the steps, the share that accepted drafts to each level."""
+    line = measured("sglang+triton", None, case="pair 4/3/8", batch=32, tree=[4, 3, 8], accepted=[10, 20, 30, 40])
+    (header, row) = server_tables.acceptance_table([line | {"accept_length": 3.0}])
+    assert dict(zip(header, row)) == {
+        "tree": "4/3/8", "sampling": "greedy", "system": "sglang+triton", "steps": "100", "tokens a step": "3.000",
+        "of all levels": "66.7%", "level 1": "90.0%", "level 2": "70.0%", "level 3": "40.0%", "level 4": "-",
+        "level 5": "-", "at commit": "`abc`",
+    }  # fmt: skip
+
+
 def test_tables(tmp_path, monkeypatch):
     """In the folder of the GPU, and between the marks of the plug-in's page."""
     lines = [
@@ -381,7 +482,7 @@ def test_tables(tmp_path, monkeypatch):
     where = ["--results", str(tmp_path / "results"), "--readme", str(tmp_path / "README.md")]
     assert report.main(where) == 0 and not page.exists()
     text = (tmp_path / "results" / "Some_GPU_80GB" / "README.md").read_text()
-    assert text.startswith("# Some_GPU_80GB\n\n## SGLang, stock and with the plug-in\n\nShape of llama-3.1-8b, ")
+    assert text.startswith("# Some_GPU_80GB\n\n## SGLang, stock and with the plug-in\n\nDummy weights, ")
     assert "SGLang 0.5.17, FlashInfer 0.6, torch 2.11, triton 3.6." in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert "| of sglang+flashinfer | of sglang+triton (not the default on Hopper, the one on AMD) |" in rows[0]
@@ -398,7 +499,7 @@ def test_tables(tmp_path, monkeypatch):
     page.write_text("before\n<!-- server:begin -->\n<!-- server:end -->\nafter\n")
     assert report.main([*where, "--check"]) == 1 and report.main(where) == 0 and report.main([*where, "--check"]) == 0
     written = page.read_text()
-    assert written.startswith("before\n<!-- server:begin -->\n**Some GPU 80GB**\n\nShape of llama-3.1-8b, ")
+    assert written.startswith("before\n<!-- server:begin -->\n**Some GPU 80GB**\n\nDummy weights, ")
     assert rows[4] in written and written.endswith("\n<!-- server:end -->\nafter\n")
     (tmp_path / "results" / "Some_GPU_80GB" / "server.jsonl").unlink()
     assert report.main(where) == 0

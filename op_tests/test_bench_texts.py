@@ -61,6 +61,7 @@ class Engine:
             print("ValueError: pool memory leak detected! [full] total=9, available=8", flush=True)
             os._exit(1)
         meta_info = {"spec_verify_ct": (number - 1) / accept, "finish_reason": {"type": "length"}}
+        meta_info["spec_accept_histogram"] = [0, number, 0, number]
         yield {"output_ids": tokens, "meta_info": meta_info}
 
     def shutdown(self):
@@ -85,8 +86,18 @@ def table(said):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines() if line[:1] == "|"]
 
 
-def test_equal_texts_pass(texts, capsys):
+def test_equal_texts_pass(texts, capsys, monkeypatch):
+    kept = []
+    monkeypatch.setattr(server.Bench, "keep", lambda bench, line: kept.append(line))
     assert texts("--jobs", "2") == 0
+    assert [(line["case"], line["system"], line["temperature"]) for line in kept] == [
+        (f"pair {row.tree}", system, temperature)
+        for system, rows in (("sglang+triton", STOCK_ROWS), ("sglang+eagle_kernels", PLUGGED_ROWS))
+        for row in rows
+        if row.asked in ("", None, "all")
+        for temperature in (0.0, 0.8)
+    ]
+    assert all(line["accept_length"] == 3.0 and line["accepted"][1] == line["accepted"][3] > 3000 for line in kept)
     header, _, *rows = table(capsys.readouterr().out)
     assert [row[0] for row in rows] == [row.name for row in (*STOCK_ROWS, *PLUGGED_ROWS)]
     for cells, row in zip(rows, (*STOCK_ROWS, *PLUGGED_ROWS)):

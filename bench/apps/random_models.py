@@ -16,6 +16,18 @@ from eagle_kernels.engine.models.protocol import DraftOutput, TargetModel, Targe
 LOGITS_STD = 8.0
 WEIGHT_STD = 0.02
 
+_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "draft_vocab_size": 32000,
+}
+_QWEN3_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
 SHAPES = {
     "llama-3.1-8b": {
         "vocab_size": 128256,
@@ -29,6 +41,10 @@ SHAPES = {
         "max_position_embeddings": 8192,
         "draft_vocab_size": 32000,
     },
+    "qwen3-4b": _QWEN3 | dict(zip(_QWEN3_SIZES, (2560, 9728, 36, 32))) | {"tie_word_embeddings": True},
+    "qwen3-8b": _QWEN3 | dict(zip(_QWEN3_SIZES, (4096, 12288, 36, 32))),
+    "qwen3-14b": _QWEN3 | dict(zip(_QWEN3_SIZES, (5120, 17408, 40, 40))),
+    "qwen3-32b": _QWEN3 | dict(zip(_QWEN3_SIZES, (5120, 25600, 64, 64))),
     "small": {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -58,8 +74,9 @@ def random_target(shape: str, device: torch.device, dtype: torch.dtype, **others
 
 
 def head_config(shape: str) -> dict:
-    """The config.json of an EAGLE-3 head."""
-    return target_config(shape) | {"num_hidden_layers": 1, "draft_vocab_size": SHAPES[shape]["draft_vocab_size"]}
+    """The config.json of an EAGLE-3 head, which is one layer of Llama's kind beside any target."""
+    own = {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+    return target_config(shape) | own | {"draft_vocab_size": SHAPES[shape]["draft_vocab_size"]}
 
 
 def random_head(shape: str, device: torch.device, dtype: torch.dtype, **others: int) -> EagleHead:

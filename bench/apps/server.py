@@ -1,12 +1,14 @@
 """A server's steps: `python -m bench.run --app server [--sglang FOLDER] [--flashinfer FOLDER] [--case NAME ...]`.
 
 Times SGLang's own engine, stock and with our plug-in, and EAGLEInference, at the shape of Llama-3.1-8B with an EAGLE-3
-head: dummy weights in bf16, random prompts, simulated acceptance. Prints a table and appends JSON lines to
+head, and of Qwen3 models: dummy weights in bf16, random prompts, simulated acceptance; batches of equal requests, and
+500 of different lengths (`requests ...`, SGLang alone). Prints a table and appends JSON lines to
 `results/<gpu>/server.jsonl`. A system that cannot run says why, and the others run.
 
     sglang+flashinfer     the attention that SGLang chooses on NVIDIA for trees with more than one branch
     sglang+triton         the attention that it chooses on AMD
     sglang+eagle_kernels  the plug-in, the parts that its flag turns on
+    sglang+match          the plug-in by sample and match, where it samples
     eagle_kernels         EAGLEInference, without a server
 
 All SGLang systems of a case draw the same accepted lengths, EAGLEInference simulates the mean that stock had: the exit
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import statistics
 import tempfile
 import threading
@@ -30,14 +33,13 @@ from pathlib import Path
 import torch
 
 from ..harness import results
-from ..harness.markdown import markdown
 from ..peers import sglang_engine
 from ..peers.sglang_engine import EngineFailure, Installation, Order
 from . import generation, server_texts
-from .random_models import SHAPES, head_config, target_config
-from .server_cases import CASES, OWN, STOCK, SYSTEMS, Case
+from .random_models import head_config, target_config
+from .server_cases import CASES, MATCH, OWN, STOCK, SYSTEMS, Case
 from .server_judge import ROUNDING
-from .server_tables import TOLERANCE, off_stock, setting, table
+from .server_tables import TOLERANCE, all_tables, off_stock, setting
 
 LENGTHS, QUICK_LENGTHS = (48, 560), (48, 176)  # tokens of the generations between which the slope is taken
 PLAIN_LONG = 304
@@ -47,7 +49,8 @@ LIMIT_S = 900.0
 OWN_ROOM = 4096  # tokens after a prompt that EAGLEInference may hold
 # prompts of the small shape, which tests use, are shorter by this
 SMALLER = 16
-# what SGLang reads in a config.json beside sizes, as published
+QUICK_REQUESTS = 64
+# what SGLang reads in a config.json beside sizes, as published, by `model_type`
 PUBLISHED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -56,6 +59,8 @@ PUBLISHED = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
     "use_cache": True,
+}
+LLAMA = {
     "max_position_embeddings": 131072,
     "rope_scaling": {
         "rope_type": "llama3",
@@ -65,6 +70,8 @@ PUBLISHED = {
         "original_max_position_embeddings": 8192,
     },
 }
+OF_FAMILY = {"llama": LLAMA, "qwen3": {}}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 class Turns:
@@ -98,10 +105,20 @@ class Bench:
         self.num_failures = 0
         self._models: generation.Bench | None = None
 
+    def shape(self, case: Case) -> str:
+        return self.options.shape or case.shape
+
     def prompt_tokens(self, case: Case) -> int:
-        return case.prompt_tokens if self.options.shape != "small" else case.prompt_tokens // SMALLER
+        return case.prompt_tokens if self.shape(case) != "small" else case.prompt_tokens // SMALLER
+
+    def requests(self, case: Case) -> list[tuple[int, int]]:
+        if self.options.quick:
+            return [(prompt // SMALLER, text // SMALLER) for prompt, text in case.requests[:QUICK_REQUESTS]]
+        return list(case.requests)
 
     def lengths(self, case: Case) -> tuple[int, int]:
+        if case.requests:
+            return 0, max(text for _, text in self.requests(case))
         short, long = QUICK_LENGTHS if self.options.quick else LENGTHS
         return short, long if case.tree is not None else min(long, PLAIN_LONG)
 
@@ -110,19 +127,22 @@ class Bench:
 
     def order(self, case: Case, system: str) -> Order:
         """Returns what SGLang is to do."""
-        model = target_config(self.options.shape) | PUBLISHED
+        model, head = target_config(self.shape(case)), head_config(self.shape(case))
+        family = OF_FAMILY[model["model_type"]] | PUBLISHED
         return Order(
             backend=STOCK.get(system, sglang_engine.PLUGIN),
-            model=model | {"architectures": ["LlamaForCausalLM"]},
-            draft=head_config(self.options.shape) | PUBLISHED
+            model=model | family | {"architectures": [ARCHITECTURES[model["model_type"]]]},
+            draft=head | family
             | {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": model["hidden_size"]},
             batches=case.batches,
-            sampling=case.sampling,
+            sampling=case.sampling_of(system),
             prompt_tokens=self.prompt_tokens(case),
             lengths=self.lengths(case),
             repeats=self.repeats(),
             tree=case.tree,
             accept=case.accept,
+            rule="match" if system == MATCH else None,
+            requests=self.requests(case),
         )  # fmt: skip
 
     def run_all_sglang(self, case: Case, systems: Sequence[str]) -> None:
@@ -139,7 +159,7 @@ class Bench:
         """Runs one engine of SGLang for all batch sizes and temperatures of a case."""
         is_flashinfer = STOCK.get(system) == "flashinfer"
         with_flashinfer = self.flashinfer is not None if is_flashinfer else self.others_use_flashinfer
-        log = self.options.logs / f"{case.name.replace('/', '_')}_{system.replace('+', '_')}.txt"
+        log = self.options.logs / f"{re.sub('[^A-Za-z0-9.]', '_', f'{case.name}_{system}')}.txt"
         start_s, versions, has_started = None, {}, False
         try:
             with contextlib.ExitStack() as ending:
@@ -176,7 +196,7 @@ class Bench:
     def _time_own(self, case: Case) -> None:
         """Times as many tokens as SGLang makes, with the mean acceptance that stock had, where it was run."""
         for batch in case.batches:
-            for temperature, top_p in case.sampling:
+            for temperature, top_p in case.sampling_of(OWN):
                 line = {"case": case.name, "batch": batch, "temperature": temperature, "top_p": top_p}
                 stock = [other for other in self.lines if other["system"] in STOCK and setting(other) == setting(line)]
                 wanted = accept = (stock[0]["accept_length"] if stock else case.accept) if case.tree else 1.0
@@ -197,7 +217,7 @@ class Bench:
         self, case: Case, batch: int, wanted: float, accept: float, sampling: tuple[float, float]
     ) -> list[list[float]]:
         """Returns the time of a step and the tokens of a request in it, for each repeat."""
-        bench, (short, long) = self.models(), self.lengths(case)
+        bench, (short, long) = self.models(self.shape(case)), self.lengths(case)
         bench.prompt_tokens = self.prompt_tokens(case)
         bench.steps = max(1, round((long - short) / wanted))
         engine = bench.engine(batch, case.tree, accept, max_length=bench.prompt_tokens + OWN_ROOM)
@@ -209,28 +229,35 @@ class Bench:
             raw.append([round(step_ms, 4), round(length, 4)])
         return raw
 
-    def models(self) -> generation.Bench:
+    def models(self, shape: str) -> generation.Bench:
         """Returns our own models, which are made when no other engine needs the GPU any longer."""
-        if self._models is None:
+        if self._models is None or self._models.shape != shape:
+            self._models = None  # which frees those of another shape
             longest = max(map(self.prompt_tokens, CASES)) + OWN_ROOM
             self._models = generation.Bench(
-                self.options.shape, self.about["device"], steps=1, prompt_tokens=1, max_length=longest
-            )
+                shape, self.about["device"], steps=1, prompt_tokens=1, max_length=longest
+            )  # fmt: skip
         return self._models
 
     def record(self, case: Case, system: str, numbers: dict) -> None:
         """Keeps a line, prints it, and appends it to the results of this GPU."""
-        line = {"op": "server", "shape": self.options.shape, "case": case.name, "system": system}
+        line = {"op": "server", "shape": self.shape(case), "case": case.name, "system": system}
         line |= {"prompt_tokens": self.prompt_tokens(case), "tree": case.tree, "start_s": None} | numbers
         line["versions"] = results.versions() | line.get("versions", {})
+        name = f"{case.name:8} B={line['batch']:<3} T={line['temperature']:<4g} {system:22}"
+        time = f"{line['requests_per_s']:9.3f} requests/s" if case.requests else f"{line['ms_per_step']:9.3f} ms"
+        shown = f"tokens_per_s {line['tokens_per_s']:.1f}, accept_length {line['accept_length']:.3f}"
+        print(f"{name} {time}   {shown}", flush=True)
+        self.lines.append(self.keep(line))
+
+    def keep(self, line: dict) -> dict:
+        """Appends a line to the results of this GPU; returns it with what all lines of the run tell."""
+        line = {"op": "server", "shape": "embedded pair", "versions": results.versions()} | line
         line |= {name: self.about[name] for name in ("gpu", "commit", "run")}
         line |= {"quick": self.options.quick, "together": self.options.together}
-        self.lines.append(line)
-        name = f"{case.name:8} B={line['batch']:<3} T={line['temperature']:<4g} {system:22}"
-        shown = f"tokens_per_s {line['tokens_per_s']:.1f}, accept_length {line['accept_length']:.3f}"
-        print(f"{name} {line['ms_per_step']:9.3f} ms   {shown}", flush=True)
         if self.directory is not None:
             results.append(self.directory, line)
+        return line
 
     def fail(self, case: Case, system: str, text: str) -> None:
         self.num_failures += 1
@@ -241,19 +268,18 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     """Runs what is asked for; returns the exit status."""
     options = parsed(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and options.shape != "small":
+    if device.type == "cpu" and options.shape is None:
         print("a model of this size needs a GPU")
         return 2
-    if options.check_only:
-        installation = Installation(options.sglang, options.flashinfer)
-        if not installation.has_sglang():
-            print("SGLang is not installed; --sglang names a folder that holds it")
-            return 2
-        return server_texts.check(options, installation)
-    options.limit = options.limit or LIMIT_S
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
     about = {"gpu": gpu, "commit": commit, "run": results.new_run(), "device": device}
     bench = Bench(options, directory if device.type == "cuda" else None, about)
+    if options.check_only:
+        if not bench.installation.has_sglang():
+            print("SGLang is not installed; --sglang names a folder that holds it")
+            return 2
+        return server_texts.check(options, bench.installation, bench.keep)
+    options.limit = options.limit or LIMIT_S
     systems = [system for system in SYSTEMS if system in options.system]
     cases = [case for case in CASES if case.name in options.case]
     if not bench.installation.has_sglang() and any(system != OWN for system in systems):
@@ -263,12 +289,13 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
         print("sglang+flashinfer: FlashInfer is not installed; --flashinfer names a folder that holds it")
         systems.remove("sglang+flashinfer")
     for case in cases:
-        bench.run_all_sglang(case, [system for system in systems if system != OWN])
+        bench.run_all_sglang(case, [system for system in systems if system != OWN and case.sampling_of(system)])
     if OWN in systems:
         for case in cases:
-            bench.run_own(case)
+            if not case.requests:
+                bench.run_own(case)
     if bench.lines:
-        print("\n" + markdown(table(bench.lines)), flush=True)
+        print("\n\n".join(["", *all_tables(bench.lines)]), flush=True)
     # EAGLEInference draws for itself: of few steps, the mean is a matter of chance
     faults = off_stock([line for line in bench.lines if not (options.quick and line["system"] == OWN)])
     print("".join(f"{fault}\n" for fault in faults), end="", flush=True)
@@ -292,7 +319,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="once and shorter; the tables leave such lines out")
     parser.add_argument("--limit", type=float, help="seconds that an engine of SGLang may take")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for logs of engines (default: a temporary one)")
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b", help="small: for tests")
+    parser.add_argument("--shape", choices=["small"], help="for tests, in place of the cases' own")
     check = parser.add_argument_group("texts", "the plug-in's texts against stock's, of the embedded pair")
     check.add_argument("--check-only", action="store_true", help="compare texts and acceptance, and time nothing")
     rows = server_texts.row_names()

@@ -2,29 +2,68 @@
 
 from __future__ import annotations
 
+import random
 from typing import NamedTuple
 
 STOCK = {"sglang+flashinfer": "flashinfer", "sglang+triton": "triton"}  # with their attention backends
-PLUGGED, OWN = "sglang+eagle_kernels", "eagle_kernels"
-SYSTEMS = (*STOCK, PLUGGED, OWN)
+PLUGGED, MATCH, OWN = "sglang+eagle_kernels", "sglang+match", "eagle_kernels"
+SYSTEMS = (*STOCK, PLUGGED, MATCH, OWN)
 
-TREE_SAMPLING = ((0.0, 1.0), (0.8, 0.95))  # temperature, top-p
+GREEDY = ((0.0, 1.0),)  # temperature, top-p
+TREE_SAMPLING = (*GREEDY, (0.8, 0.95))
 
 
 class Case(NamedTuple):
-    """What one engine is measured with. tree: topk, steps, nodes; accept: mean tokens of a step that are simulated."""
+    """What one engine is measured with.
+
+    tree: topk, steps, nodes; accept: mean tokens of a step that are simulated. requests: lengths of prompts and texts,
+    which are sent at once, in place of batches of equal ones; batches are those that have a CUDA graph then.
+    """
 
     name: str
     batches: tuple[int, ...]
     tree: tuple[int, int, int] | None = None
     accept: float | None = None
     prompt_tokens: int = 512
-    sampling: tuple[tuple[float, float], ...] = ((0.0, 1.0),)
+    sampling: tuple[tuple[float, float], ...] = GREEDY
+    shape: str = "llama-3.1-8b"
+    requests: tuple[tuple[int, int], ...] = ()
+
+    def sampling_of(self, system: str) -> tuple[tuple[float, float], ...]:
+        """Returns what a system is measured with: sample and match differs from the plug-in where it samples."""
+        return tuple(each for each in self.sampling if each[0] > 0 or system != MATCH)
 
 
+# The load of SGLang's pull request of naive EAGLE (sgl-project/sglang #7017): 500 requests, prompts and texts of 0.7 to
+# 1.0 of 1,024 tokens. SGLang runs 48 at once by default where it speculates; so do all here.
+_LENGTHS = random.Random(0)
+REQUESTS = tuple((_LENGTHS.randint(716, 1024), _LENGTHS.randint(716, 1024)) for _ in range(500))
+RUNNING = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48)
+# trees of that pull request, the last one naive; the first drafts two levels of which three nodes are kept
+REQUEST_TREES = {"plain": None, "4/2/4": 2.2, "2/1/2": 1.7, "1/1/2": 1.7}
+
+# the models and batch sizes of tri-sds (github.com/Mog9/tri-sds), each plain and with a tree
+QWEN3 = {"4B": "qwen3-4b", "8B": "qwen3-8b", "14B": "qwen3-14b", "32B": "qwen3-32b"}
+QWEN3_BATCHES = (1, 2, 4, 8)
 CASES = (
     Case("plain", (1, 8, 32)),
     Case("8/5/64", (1,), (8, 5, 64), 4.0, sampling=TREE_SAMPLING),
     Case("4/3/8", (32,), (4, 3, 8), 2.5, sampling=TREE_SAMPLING),
     Case("4/4/16", (8,), (4, 4, 16), 2.5, prompt_tokens=8192, sampling=TREE_SAMPLING),
+    *(
+        Case(
+            f"requests {name}",
+            RUNNING,
+            accept and tuple(map(int, name.split("/"))),
+            accept,
+            prompt_tokens=max(prompt for prompt, _ in REQUESTS),
+            requests=REQUESTS,
+        )
+        for name, accept in REQUEST_TREES.items()
+    ),
+    *(
+        Case(f"Qwen3-{size} {name}", QWEN3_BATCHES, tree, accept, shape=shape)
+        for size, shape in QWEN3.items()
+        for name, tree, accept in (("plain", None, None), ("4/3/8", (4, 3, 8), 2.5))
+    ),
 )

@@ -12,6 +12,11 @@ from ..peers.sglang_engine import PLUGIN
 TREES = {"8/5/32": (8, 5, 32), "4/3/8": (4, 3, 8), "chain": (1, 4, 5)}  # topk, steps, nodes
 
 
+def pair_case(tree: str) -> str:
+    """Names what is kept of the acceptance of a tree."""
+    return f"pair {tree}"
+
+
 class Row(NamedTuple):
     """One engine. asked: parts for EAGLE_KERNELS_SGLANG; None: what the backend turns on; empty: a stock engine."""
 

@@ -1,4 +1,4 @@
-"""Tables of the server's steps, and the check of what was accepted."""
+"""Tables of the server's steps, requests and models, and the check of what was accepted."""
 
 from __future__ import annotations
 
@@ -7,13 +7,46 @@ from pathlib import Path
 
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
-from .server_cases import CASES, PLUGGED, STOCK, SYSTEMS
+from .server_cases import CASES, PLUGGED, QWEN3_BATCHES, STOCK, SYSTEMS
+from .server_rows import TREES, pair_case
 
 RATIOS = {
     "sglang+flashinfer": "of sglang+flashinfer",
     "sglang+triton": "of sglang+triton (not the default on Hopper, the one on AMD)",
 }
 FRONT = ("4/3/8", 32, 0.0, 1.0)  # case, batch size, temperature and top-p of README's row
+CASE_NAMES = [case.name for case in CASES]
+REQUEST_CASES = [case.name for case in CASES if case.requests]
+MODEL_CASES = [name for name in CASE_NAMES if name.startswith("Qwen3")]
+STEPS = [name for name in CASE_NAMES if name not in (*REQUEST_CASES, *MODEL_CASES)]
+STEPS_ABOUT = (
+    "Steps at the shape of llama-3.1-8b. *of*: tokens a second, as a multiple of that system's. *sglang+match*: the "
+    "plug-in by sample and match, in place of SGLang's rule of coins."
+)
+REQUESTS_ABOUT = (
+    "500 requests sent at once, prompts and texts of 716 to 1,024 tokens, at most 48 running, at the shape of "
+    "llama-3.1-8b. *of*: requests a second, as a multiple of that system's. Last, what the pull request of naive EAGLE "
+    "measured with a 70B model, another machine and real drafts: there drafts cost more than they brought, but for one."
+)
+SEED_OF_REQUESTS = "in the pull request (70B, 2 H20)"
+SEED_REQUESTS = {"plain": "0.62", "4/2/4": "0.52", "2/1/2": "0.56", "1/1/2": "0.68"}
+MODELS_ABOUT = (
+    "Shapes of Qwen3, prompts of 512 tokens, greedy: tokens a second of all requests together. Trees accept 2.5 tokens "
+    "a step by simulation. Last, what tri-sds tells of itself and of SGLang on an MI300X, with real drafts, of models "
+    "from 4B to 32B, not which of them and not per what: another card and another load, so no ratio is made."
+)
+SEED_MODELS = (
+    ("plain", "SGLang on an MI300X, by tri-sds", "41.5", "40.1", "39.3", "24.4", "-"),
+    ("real EAGLE", "SGLang on an MI300X, by tri-sds", "95.2", "77.4", "61.2", "57.2", "-"),
+    ("plain", "tri-sds on an MI300X", "30.6", "25.5", "24.1", "20.1", "-"),
+    ("real EAGLE", "tri-sds on an MI300X", "76.1", "43.9", "37.5", "35.3", "-"),
+)
+PAIR_CASES = [pair_case(tree) for tree in TREES]
+PAIR_ABOUT = (
+    "What is accepted of the embedded pair's drafts (`--app server --check-only`), SGLang's own verification and the "
+    "plug-in's: the share of steps whose drafts were accepted to each level, and the mean over levels."
+)
+MOST_LEVELS = max(steps for _, steps, _ in TREES.values())
 TOLERANCE = 0.01  # of accepted lengths
 PACKAGES = {"sglang": "SGLang", "sgl_kernel": "sgl_kernel", "flashinfer": "FlashInfer", "torch": "torch",
             "triton": "triton"}  # fmt: skip
@@ -39,36 +72,95 @@ def off_stock(lines: Sequence[dict]) -> list[str]:
     return texts
 
 
-def newest(lines: Sequence[dict]) -> dict[tuple, dict[str, dict]]:
-    """Returns the last line of each system by setting, in the order of the cases."""
+def newest(lines: Sequence[dict], names: Sequence[str] = tuple(CASE_NAMES)) -> dict[tuple, dict[str, dict]]:
+    """Returns the last line of each system by setting of these cases, in the order of the cases and systems."""
     settings: dict[tuple, dict[str, dict]] = {}
     for line in lines:
         settings.setdefault(setting(line), {})[line["system"]] = line
-    names = [case.name for case in CASES]
     ordered = sorted((names.index(item[0]), item) for item in settings if item[0] in names)
-    return {item: settings[item] for _, item in ordered}
+    return {
+        item: {system: settings[item][system] for system in SYSTEMS if system in settings[item]} for _, item in ordered
+    }
 
 
 def table(lines: Sequence[dict]) -> list[list[str]]:
-    """Returns a row for each system at each setting, with its speed over stock's."""
-    rows = [
-        ["case", "B", "sampling", "system", "ms a step", "tokens/s", "tokens a step", *RATIOS.values(), "at commit"]
-    ]
-    for (case, batch, temperature, top_p), systems in newest(lines).items():
+    """Returns a row for each system at each setting of steps, with its speed over stock's; nothing without any."""
+    rows = []
+    for (case, batch, temperature, top_p), systems in newest(lines, STEPS).items():
         prompts = next(iter(systems.values()))["prompt_tokens"]
         name = f"{case}, prompts of {prompts}" if prompts > 512 else case
         sampling = f"temperature {temperature:g}, top-p {top_p:g}" if temperature > 0 else "greedy"
-        for system in SYSTEMS:
-            if system not in systems:
-                continue
-            line = systems[system]
-            ratios = [
-                f"{line['tokens_per_s'] / systems[stock]['tokens_per_s']:.2f}×" if stock in systems else "-"
-                for stock in RATIOS
-            ]
+        for system, line in systems.items():
             numbers = [f"{line['ms_per_step']:.3f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
-            rows.append([name, str(batch), sampling, system, *numbers, *ratios, f"`{line['commit']}`"])
-    return rows
+            rows.append(
+                [name, str(batch), sampling, system, *numbers, *_ratios(systems, system), f"`{line['commit']}`"]
+            )
+    header = ["case", "B", "sampling", "system", "ms a step", "tokens/s", "tokens a step", *RATIOS.values()]
+    return [[*header, "at commit"], *rows] if rows else []
+
+
+def request_table(lines: Sequence[dict]) -> list[list[str]]:
+    """Returns a row for each system and kind of drafts that served the requests; nothing without any."""
+    rows = []
+    for (case, *_), systems in newest(lines, REQUEST_CASES).items():
+        drafts = case.removeprefix("requests ")
+        for system, line in systems.items():
+            numbers = [f"{line['requests_per_s']:.2f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
+            name = f"{drafts} (naive)" if line["tree"] and line["tree"][-1] == 2 and line["tree"][0] == 1 else drafts
+            ratios = _ratios(systems, system, "requests_per_s")
+            rows.append([name, system, *numbers, *ratios, SEED_REQUESTS.get(drafts, "-"), f"`{line['commit']}`"])
+    header = ["drafts", "system", "requests/s", "tokens/s", "tokens a step", *RATIOS.values(), SEED_OF_REQUESTS]
+    return [[*header, "at commit"], *rows] if rows else []
+
+
+def model_table(lines: Sequence[dict]) -> list[list[str]]:
+    """Returns a row for each Qwen3 model, plain and with trees, and system: tokens a second by batch size."""
+    by_row: dict[tuple[str, str], dict[int, dict]] = {}
+    for (case, batch, *_), systems in newest(lines, MODEL_CASES).items():
+        for system, line in systems.items():
+            by_row.setdefault((case, system), {})[batch] = line
+    rows = []
+    for (case, system), found in sorted(by_row.items(), key=lambda item: MODEL_CASES.index(item[0][0])):
+        model, drafts = case.split()
+        speeds = [f"{found[batch]['tokens_per_s']:.0f}" if batch in found else "-" for batch in QWEN3_BATCHES]
+        rows.append([model, drafts, system, *speeds, f"`{next(iter(found.values()))['commit']}`"])
+    header = ["model", "drafts", "system", *(f"B = {batch}" for batch in QWEN3_BATCHES)]
+    seed = [["4B to 32B", *words] for words in SEED_MODELS]
+    return [[*header, "at commit"], *rows, *seed] if rows else []
+
+
+def acceptance_table(lines: Sequence[dict]) -> list[list[str]]:
+    """Returns what the embedded pair's drafts were accepted: a row for each tree, sampling and system."""
+    rows = []
+    for (case, _, temperature, top_p), systems in newest(lines, PAIR_CASES).items():
+        sampling = f"temperature {temperature:g}, top-p {top_p:g}" if temperature > 0 else "greedy"
+        for system, line in systems.items():
+            steps, (_, depth, _) = line["accepted"], line["tree"]
+            reached = [sum(steps[level:]) / sum(steps) for level in range(1, depth + 1)]
+            shares = [f"{share:.1%}" for share in (sum(reached) / depth, *reached)]
+            shares += ["-"] * (1 + MOST_LEVELS - len(shares))
+            name = case.removeprefix("pair ")
+            rows.append([name, sampling, system, str(sum(steps)), f"{line['accept_length']:.3f}", *shares,
+                         f"`{line['commit']}`"])  # fmt: skip
+    levels = [f"level {level}" for level in range(1, MOST_LEVELS + 1)]
+    header = ["tree", "sampling", "system", "steps", "tokens a step", "of all levels", *levels, "at commit"]
+    return [header, *rows] if rows else []
+
+
+def _ratios(systems: dict[str, dict], system: str, what: str = "tokens_per_s") -> list[str]:
+    """Returns a system's speed as a multiple of each stock system's."""
+    return [f"{systems[system][what] / systems[stock][what]:.2f}×" if stock in systems else "-" for stock in RATIOS]
+
+
+def all_tables(lines: Sequence[dict]) -> list[str]:
+    """Returns the tables that these lines give, each with what it shows before it."""
+    return [
+        text
+        for about, rows in ((STEPS_ABOUT, table(lines)), (REQUESTS_ABOUT, request_table(lines)),
+                            (MODELS_ABOUT, model_table(lines)), (PAIR_ABOUT, acceptance_table(lines)))
+        if rows
+        for text in (about, markdown(rows))
+    ]  # fmt: skip
 
 
 def front_row(file: Path) -> list[str] | None:
@@ -102,9 +194,5 @@ def tables(file: Path) -> list[str]:
         found = sorted({line["versions"][name].partition("+")[0] for line in kept if line["versions"].get(name)})
         if found:
             told.append(f"{title} {' and '.join(found)}")
-    shapes = " and ".join(sorted({line["shape"] for line in kept}))
-    about = (
-        f"Shape of {shapes}, dummy weights, simulated acceptance, trees as K/S/N (`--app server`). {', '.join(told)}. "
-        "*of*: tokens a second, as a multiple of that system's."
-    )
-    return ["## SGLang, stock and with the plug-in", about, markdown(table(kept))]
+    about = f"Dummy weights, simulated acceptance, trees as K/S/N (`--app server`). {', '.join(told)}."
+    return ["## SGLang, stock and with the plug-in", about, *all_tables(kept)]

@@ -13,8 +13,9 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +23,9 @@ from ..harness.markdown import markdown
 from ..peers import sglang_engine
 from ..peers.sglang_engine import EngineFailure, Installation
 from ..peers.sglang_texts import TextOrder
+from .server_cases import GREEDY, PLUGGED, TREE_SAMPLING
 from .server_judge import ROUNDING, SAME, TIE, target, verdict
-from .server_rows import PLUGGED_ROWS, STOCK_ROWS, TREES, Row, traffic
+from .server_rows import PLUGGED_ROWS, PROMPT_LENGTHS, STOCK_ROWS, TREES, Row, pair_case, traffic
 
 GREEDY_TOLERANCE, SAMPLED_TOLERANCE = 0.01, 0.03  # of mean accepted lengths
 MOST_TIES = {"float16": 0.25, "bfloat16": 0.75}  # of all texts: more are no matter of rounding
@@ -74,8 +76,11 @@ def mean_length(texts: Sequence[tuple[int, float]]) -> Length | None:
     return Length(mean, sum((tokens - mean * steps) ** 2 for tokens, steps in texts) ** 0.5 / num_steps)
 
 
-def check(options: argparse.Namespace, installation: Installation) -> int:
-    """Runs the rows that were asked for and the stock engines of their trees; returns the exit status."""
+def check(options: argparse.Namespace, installation: Installation, keep: Callable[[dict], None]) -> int:
+    """Runs the rows that were asked for and the stock engines of their trees; returns the exit status.
+
+    What stock engines and those with all parts accepted is kept, a line for each tree and sampling.
+    """
     plugged = [row for row in PLUGGED_ROWS if row.name in options.row]
     rows = [row for row in STOCK_ROWS if row.tree in {other.tree for other in plugged}] + plugged
     order = traffic()
@@ -88,6 +93,9 @@ def check(options: argparse.Namespace, installation: Installation) -> int:
         found, line = compare(one, stock[one.row.tree], order, options.dtype)
         faults += [f"{one.row.name}: {fault}" for fault in found]
         lines.append(line)
+        if one.failure is None and (one.row.is_stock or one.row.asked in (None, "all")):
+            for line in accepted(one):
+                keep(line)
     print("\n" + markdown([HEADER, *lines]), flush=True)
     print("".join(f"{fault}\n" for fault in faults), end="", flush=True)
     return int(bool(faults))
@@ -128,6 +136,23 @@ def run(row: Row, order: dict, options: argparse.Namespace, installation: Instal
     start = "did not start" if served.start_s is None else f"started in {served.start_s:.0f} s"
     print(f"{row.name}: {start}, {'failed' if served.failure else 'served all'}", flush=True)
     return served
+
+
+def accepted(one: Served) -> Iterator[dict]:
+    """Yields what an engine's greedy and its sampled texts accepted: steps by the number of their drafts."""
+    waves = (
+        ([text for wave in WHOLE for text in one.waves[wave]], GREEDY[0]),
+        (one.waves["sampled"], TREE_SAMPLING[1]),
+    )
+    for texts, (temperature, top_p) in waves:
+        steps = [sum(column) for column in zip_longest(*(text["accepted"] for text in texts), fillvalue=0)]
+        total = sum(steps)
+        yield {
+            "case": pair_case(one.row.tree), "system": "sglang+triton" if one.row.is_stock else PLUGGED,
+            "batch": len(PROMPT_LENGTHS), "temperature": temperature, "top_p": top_p, "tree": TREES[one.row.tree],
+            "accept_length": round(1 + sum(number * count for number, count in enumerate(steps)) / max(total, 1), 4),
+            "accepted": steps,
+        }  # fmt: skip
 
 
 HEADER = [

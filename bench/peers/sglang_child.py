@@ -52,6 +52,8 @@ def main(order_file: str, records_file: str) -> None:
             time.sleep(POLL_S)
         if "traffic" in order:
             importlib.import_module("sglang_traffic").serve(engine, order["traffic"], write)
+        elif order["requests"]:
+            measure_requests(engine, order, write)
         else:
             measure_all(engine, order, write)
         engine.shutdown()
@@ -72,6 +74,29 @@ def measure_all(engine, order: dict, write) -> None:
                 write("failed", batch=batch, **sampling, error=f"{type(error).__name__}: {error}"[:500])
             else:
                 write("measured", batch=batch, **sampling, **numbers)
+
+
+def measure_requests(engine, order: dict, write) -> None:
+    """Times requests of different lengths that are sent at once, by the first sampling; those that must wait do."""
+    source, running, sampling = random.Random(0), max(order["batches"]), order["sampling"][0]
+    make = lambda length: [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(length)]  # noqa: E731
+    prompts = [make(length) for length, _ in order["requests"]]
+    parameters = [sampling | {"max_new_tokens": length, "ignore_eos": True} for _, length in order["requests"]]
+    generate(engine, [make(len(prompt)) for prompt in prompts[:running]], WARM_TOKENS, sampling)
+    begin_s = time.perf_counter()
+    outputs = engine.generate(input_ids=prompts, sampling_params=parameters)
+    seconds = time.perf_counter() - begin_s
+    tokens = [len(output["output_ids"]) for output in outputs]
+    if tokens != [length for _, length in order["requests"]]:
+        write("failed", batch=running, **sampling, error="some texts are not as long as was asked for")
+        return
+    # the first token of a text comes with its prompt
+    steps = sum(output["meta_info"].get("spec_verify_ct") or 0 for output in outputs)
+    accept = (sum(tokens) - len(tokens)) / steps if order["is_speculative"] else 1.0
+    write(
+        "measured", batch=running, **sampling, ms_per_step=None, tokens_per_s=round(sum(tokens) / seconds, 2),
+        accept_length=round(accept, 4), requests_per_s=round(len(tokens) / seconds, 4), raw=[round(seconds, 3)],
+    )  # fmt: skip
 
 
 def end_with(parent: int) -> None:

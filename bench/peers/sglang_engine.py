@@ -87,6 +87,7 @@ class AnyOrder(Protocol):
     backend: str
     is_plugged: bool
     asked: str | None  # for EAGLE_KERNELS_SGLANG; None: left unset
+    rule: str | None  # for EAGLE_KERNELS_SGLANG_VERIFY, likewise
     needed: frozenset[str]  # parts that must be in use, and those that may
     allowed: frozenset[str]
     accept: float | None
@@ -101,7 +102,8 @@ class Order(NamedTuple):
     """One engine and what it generates; its weights are dummies, its texts mean nothing.
 
     model, draft: config.json of the target and of the EAGLE-3 head. tree: topk, steps, nodes; None: plain decoding.
-    accept: mean tokens of a step that SGLang simulates. sampling: temperatures with their top-p.
+    accept: mean tokens of a step that SGLang simulates. sampling: temperatures with their top-p. requests: lengths of
+    prompts and texts, which are sent at once in place of batches of equal ones.
     """
 
     backend: str
@@ -114,6 +116,8 @@ class Order(NamedTuple):
     repeats: int
     tree: tuple[int, int, int] | None = None
     accept: float | None = None
+    rule: str | None = None
+    requests: Sequence[tuple[int, int]] = ()
 
     asked = "all"  # parts for EAGLE_KERNELS_SGLANG
     scripts = (sglang_child.__file__,)
@@ -125,12 +129,16 @@ class Order(NamedTuple):
     @property
     def needed(self) -> frozenset[str]:
         """The parts that must be in use."""
-        return frozenset({"attention"} if self.is_plugged else ())
+        return frozenset({"attention", *self._matching} if self.is_plugged else ())
 
     @property
     def allowed(self) -> frozenset[str]:
         """The parts that may be in use."""
-        return frozenset(PARTS if self.is_plugged else ())
+        return frozenset((*PARTS, *self._matching) if self.is_plugged else ())
+
+    @property
+    def _matching(self) -> tuple[str, ...]:
+        return ("match",) if self.rule == "match" else ()
 
     @property
     def context_length(self) -> int:
@@ -183,6 +191,7 @@ class Order(NamedTuple):
             "lengths": list(self.lengths),
             "repeats": self.repeats,
             "is_speculative": self.tree is not None,
+            "requests": list(self.requests),
         }
 
     def write_models(self, folder: Path) -> None:
@@ -204,6 +213,8 @@ def environment(order: AnyOrder, installation: Installation, plugin: Path, with_
     told["SGLANG_PLUGINS"] = PLUGIN if order.is_plugged else NO_PLUGIN
     if order.is_plugged and order.asked is not None:
         told["EAGLE_KERNELS_SGLANG"] = order.asked
+    if order.rule is not None:
+        told["EAGLE_KERNELS_SGLANG_VERIFY"] = order.rule
     if not with_flashinfer:
         told["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
     if order.accept is not None:

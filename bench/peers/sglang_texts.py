@@ -37,6 +37,7 @@ class TextOrder(NamedTuple):
     traffic: dict[str, Any]
 
     accept = None  # nothing is simulated
+    rule = None
     scripts = (sglang_child.__file__, sglang_traffic.__file__)
 
     @property

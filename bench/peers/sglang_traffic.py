@@ -76,7 +76,7 @@ async def join(engine, joining: list[dict], requests: list[dict], sampling: dict
 async def request(
     engine, wave: str, place: int, index: int, wanted: dict, sampling=GREEDY, abort_at=None, ready=None
 ) -> dict:
-    """Runs one request, and returns its tokens, its verification steps, and why it ended.
+    """Runs one request, and returns its tokens, its verification steps, what they accepted, and why it ended.
 
     abort_at: tokens after which it is aborted; 0: soon after it was sent. ready: is set when it has some tokens.
     """
@@ -108,4 +108,6 @@ async def request(
     steps = about.get("spec_verify_ct") or 0
     is_cut = is_aborted and len(tokens) < wanted["max_new_tokens"]
     is_greedy = not sampling["temperature"]
-    return {"index": index, "tokens": tokens, "steps": steps, "is_cut": is_cut, "is_greedy": is_greedy}
+    accepted = about.get("spec_accept_histogram") or []  # steps by how many drafts they accepted
+    about = {"steps": steps, "accepted": accepted, "is_cut": is_cut, "is_greedy": is_greedy}
+    return {"index": index, "tokens": tokens} | about

@@ -117,6 +117,8 @@ def run(tmp_path_factory, tokenizer):
             "PYTHONPATH": os.pathsep.join(map(str, (*FOLDERS, plugins.parent, ROOT, SITE))), **TOLD,
             "SGLANG_IS_FLASHINFER_AVAILABLE": "false", "HF_HUB_OFFLINE": "1",
             "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            # after every step, and for every page
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
             "EAGLE_KERNELS_SGLANG": parts, "EAGLE_KERNELS_SGLANG_VERIFY": rule,
         }  # fmt: skip
         read = lambda: log.read_text(encoding="utf-8", errors="replace")  # noqa: E731
@@ -284,7 +286,9 @@ def test_texts_follow_the_law(who, serve):
     if who == "match, trees":
         (found,) = serve("8/4/16", [requests], **changes)
     else:
-        stock = {"rule": "coins", "parts": "none", "attention_backend": "triton" if ON_GPU else "torch_native"}
+        stock = {"rule": "coins", "parts": "none", "attention_backend": "torch_native"}
+        if ON_GPU:  # where SGLang's norms have no fp32
+            stock |= {"parts": "nn", "attention_backend": "triton"}
         (found,) = serve("plain", [requests], **stock, **changes)
     number = {text: place for place, text in enumerate(texts)}
     assert_follows_law(torch.tensor([number[tuple(one["tokens"])] for one in found]), law)

@@ -380,6 +380,40 @@ def test_what_sglang_says_of_other_trees_passes_through():
     assert guards.handle_eagle_family(original, 1, 2, three=3) == ((1, 2), {"three": 3})
 
 
+# the preset of naive EAGLE
+
+
+def test_the_preset_chooses_the_drafts(started, monkeypatch):
+    """Where the user named none, with any part or without: one draft by a chain."""
+    framework = started("none", attention_backend="triton")
+    choose = framework.function(BY_NAME["_auto_choose_speculative_params"].target)
+    assert choose(arguments(), "LlamaForCausalLM") == BY_NAME["_auto_choose_speculative_params"].target
+    monkeypatch.setenv(parts.PRESET, "naive")
+    assert choose(arguments(), "LlamaForCausalLM") == (1, 1, 2)
+
+
+NAIVE = {"speculative_num_steps": 1, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 2}
+
+
+@pytest.mark.parametrize("value", [None, "none", "verify"])
+def test_what_the_preset_refuses(started, monkeypatch, value):
+    monkeypatch.setenv(parts.PRESET, "naive")
+    target = BY_NAME["check_server_args"].target
+    check = started(value, attention_backend="triton").function(target)
+    assert check(arguments(attention_backend="triton", **NAIVE)) == target
+    with pytest.raises(ValueError, match=f"{parts.PRESET} needs --speculative-algorithm EAGLE, EAGLE3, NEXTN or STAND"):
+        check(arguments(attention_backend="triton", **NAIVE | {"speculative_algorithm": None}))
+    told = r"gives steps, topk and draft tokens \(1, 1, 2\), and the server has --speculative-num-steps 3, "
+    with pytest.raises(ValueError, match=told):
+        check(arguments(attention_backend="triton", **NAIVE | {"speculative_num_steps": 3}))
+
+
+def test_an_unknown_preset_ends_the_process(framework, monkeypatch):
+    monkeypatch.setenv(parts.PRESET, "eager")
+    with pytest.raises(SystemExit, match=f"eagle_kernels: {parts.PRESET} must be naive; got 'eager'"):
+        plugin.register()
+
+
 # a SGLang that is not as expected
 
 

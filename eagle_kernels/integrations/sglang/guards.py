@@ -10,7 +10,19 @@ from ...ops.tree.shared.ranking import MAX_CANDIDATES
 from ...runtime.language import is_interpreting
 from . import hooks
 from .contract import PAGE_TREES
-from .parts import NAME, RULE, VARIABLE, asked_by, backends, note_use, resolved, turn_on, unused
+from .parts import (
+    NAME,
+    PRESET,
+    RULE,
+    VARIABLE,
+    asked_by,
+    backends,
+    note_use,
+    preset,
+    resolved,
+    turn_on,
+    unused,
+)  # fmt: skip
 
 SPECULATIVE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp8_e4m3")
@@ -121,8 +133,31 @@ def check_server_args(original, server_args):
     reasons = refusals_to_match(server_args) if "match" in parts else []
     if reasons:
         raise ValueError(f"eagle_kernels: {RULE}=match does not support " + "; nor ".join(reasons))
+    reason = refusal_of_preset(server_args)
+    if reason is not None:
+        raise ValueError(f"eagle_kernels: {PRESET} {reason}")
     check_hooks(parts)
     return original(server_args)
+
+
+def refusal_of_preset(server_args) -> str | None:
+    """Says why these resolved arguments are not what the preset gives; None where they are, or without one."""
+    wanted, server_args = preset(), resolved(server_args)
+    if wanted is None:
+        return None
+    if server_args.speculative_algorithm not in SPECULATIVE[1:]:
+        return f"needs --speculative-algorithm {', '.join(SPECULATIVE[1:-1])} or {SPECULATIVE[-1]}"
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    found = tuple(getattr(server_args, name) for name in names)
+    if found == wanted:
+        return None
+    given = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in zip(names, found))
+    return f"gives steps, topk and draft tokens {wanted}, and the server has {given}; leave one of both out"
+
+
+def choose_drafts(original, server_args, model_arch):
+    """Gives the preset's steps, topk and nodes where the user named none; SGLang's own without a preset."""
+    return preset() or original(server_args, model_arch)
 
 
 def check_hooks(parts: frozenset[str]) -> None:

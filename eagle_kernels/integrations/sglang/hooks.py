@@ -50,6 +50,8 @@ GUARDS = (
     Hook("", "sglang.srt.managers.scheduler.Scheduler.__init__", "guards.start_scheduler", ("self", "server_args")),
     Hook("", "sglang.srt.arg_groups.speculative_hook._handle_eagle_family", "guards.handle_eagle_family",
          ("server_args",)),
+    Hook("", "sglang.srt.arg_groups.speculative_hook._auto_choose_speculative_params", "guards.choose_drafts",
+         ("server_args", "model_arch")),
     Hook("", _SPEC + "eagle_worker_common.run_eagle_verify", "guards.run_eagle_verify", ("batch",)),
 )  # fmt: skip
 HOOKS = (

@@ -10,6 +10,9 @@ logger = logging.getLogger("sglang.eagle_kernels")
 NAME = "eagle_kernels"  # of the attention backend
 VARIABLE = "EAGLE_KERNELS_SGLANG"
 RULE = "EAGLE_KERNELS_SGLANG_VERIFY"
+PRESET = "EAGLE_KERNELS_SGLANG_PRESET"
+# what a preset gives for --speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens
+PRESETS = {"naive": (1, 1, 2)}
 PARTS = {
     "attention": "prefill, decode, tree verification and draft levels",
     "verify": "greedy and sampled verification of trees",
@@ -46,6 +49,14 @@ def is_matching() -> bool:
     if rule not in ("coins", "match"):
         raise ValueError(f"eagle_kernels: {RULE} must be coins or match; got {rule!r}")
     return rule == "match"
+
+
+def preset() -> tuple[int, int, int] | None:
+    """Returns the steps, topk and nodes of the preset that EAGLE_KERNELS_SGLANG_PRESET names; None for no preset."""
+    name = os.environ.get(PRESET, "").strip()
+    if name and name not in PRESETS:
+        raise ValueError(f"eagle_kernels: {PRESET} must be {' or '.join(PRESETS)}; got {name!r}")
+    return PRESETS.get(name)
 
 
 def asked_by(server_args) -> frozenset[str]:

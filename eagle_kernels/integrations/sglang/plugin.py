@@ -10,7 +10,7 @@ import re
 import torch
 
 from . import hooks
-from .parts import NAME, asked_by_variable, is_matching, is_on, note_use
+from .parts import NAME, asked_by_variable, is_matching, is_on, note_use, preset
 
 logger = logging.getLogger("sglang.eagle_kernels")
 FORCE = "EAGLE_KERNELS_SGLANG_FORCE"
@@ -26,6 +26,7 @@ def register() -> None:
     try:
         asked = asked_by_variable()
         is_matching()
+        preset()
     except ValueError as error:
         raise SystemExit(str(error)) from None
     version = _version()

@@ -49,33 +49,14 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
     if grammar_mask is not None:
         grammar_mask.apply(logits)
     depth = verify_input.max_tree_depth
-    make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=logits.device)  # noqa: E731
-    # what the walk does not visit is 0, since the draft model reads all of it as tokens
-    out = VerifyOutput(
-        torch.zeros(batch_size * num_nodes, dtype=torch.int32, device=logits.device),
-        make(batch_size, depth),
-        make(batch_size),
-    )
-    walk = {"spec_steps": depth - 1, "keep_unvisited": True, "out": out}
-    if sampling.is_all_greedy:
-        verify_tree_greedy(*tree, target_logits=logits, **walk)
-    elif is_matching:
+    if is_matching and not sampling.is_all_greedy:
         seeds = matching.REQUESTS.seeds(batch.req_pool_indices)
-        result = verify_tree_sampled(
+        drawn = verify_tree_sampled(
             *tree, logits, verify_input.positions, seeds, **matching.filters(sampling), spec_steps=depth - 1
         )
-        torch.clamp(result.predicts, min=0, out=out.predicts)
-        out.accept_index.copy_(result.accept_index)
-        out.accept_token_num.copy_(result.accept_token_num)
+        out = VerifyOutput(drawn.predicts.clamp_(min=0), drawn.accept_index, drawn.accept_token_num)
     else:
-        verify_tree_coins(
-            *tree,
-            _probs(logits, sampling, num_nodes),
-            *_coins(batch, tree[0]),
-            threshold_single=spec.speculative_accept_threshold_single,
-            threshold_acc=spec.speculative_accept_threshold_acc,
-            **walk,
-        )
+        out = _walk(tree, batch, logits, depth - 1, spec)
     if not sampling.is_all_greedy or torch.version.hip:
         _agree(out)
     predicts, accept_index, num_accepted = out
@@ -96,6 +77,26 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
         tokens = predicts.long()[accept_index.clamp(min=0).long()]
         matching.REQUESTS.count(batch.req_pool_indices, tokens, is_output.long())
     return predicts, num_accepted + 1, accept_index
+
+
+def _walk(tree, batch, logits: torch.Tensor, spec_steps: int, spec) -> VerifyOutput:
+    """Walks trees along the most likely tokens where all requests are greedy; else by SGLang's rule of coins."""
+    batch_size, num_nodes = tree[0].shape
+    make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=logits.device)  # noqa: E731
+    # what the walk does not visit is 0, since the draft model reads all of it as tokens
+    predicts = torch.zeros(batch_size * num_nodes, dtype=torch.int32, device=logits.device)
+    out = VerifyOutput(predicts, make(batch_size, spec_steps + 1), make(batch_size))
+    options = {"spec_steps": spec_steps, "keep_unvisited": True, "out": out}
+    if batch.sampling_info.is_all_greedy:
+        return verify_tree_greedy(*tree, target_logits=logits, **options)
+    return verify_tree_coins(
+        *tree,
+        _probs(logits, batch.sampling_info, num_nodes),
+        *_coins(batch, tree[0]),
+        threshold_single=spec.speculative_accept_threshold_single,
+        threshold_acc=spec.speculative_accept_threshold_acc,
+        **options,
+    )
 
 
 def _adjust(logits: torch.Tensor, sampling) -> None:
