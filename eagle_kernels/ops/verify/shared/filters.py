@@ -135,7 +135,7 @@ def draw_filtered(
                 filters, summary, noise, num_tokens, shift, VOCAB_SIZE, HAS_LOGPROBS, MAX_TOKENS
             )
     if (not is_enough) & (largest > float("-inf")):
-        chosen, kept_sum = search_row(row, filters, summary, noise, largest, VOCAB_SIZE, HAS_PENALTIES)
+        chosen, kept_sum = search_row(row, filters, summary, noise, largest, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS)
     return tl.where(largest > float("-inf"), chosen, 0), shift + tl.log(kept_sum)
 
 
