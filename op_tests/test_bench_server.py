@@ -211,7 +211,8 @@ def test_the_plug_in_is_found_as_an_installed_one(tmp_path):
 
 
 def test_all_systems_on_a_made_sglang(sglang, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(server, "QUICK_LENGTHS", (8, 40))
+    monkeypatch.setattr(server, "SHORT", 8)
+    monkeypatch.setattr(server, "QUICK_LONG", 40)
     monkeypatch.setattr(server, "SMALLER", 256)
     monkeypatch.setattr(server.generation, "WARM_STEPS", 1)
     more = ["--flashinfer", str(tmp_path / "flashinfer"), "--case", "8/5/64", "4/4/16"]

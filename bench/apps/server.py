@@ -41,8 +41,8 @@ from .server_cases import CASES, MATCH, OWN, STOCK, SYSTEMS, Case
 from .server_judge import ROUNDING
 from .server_tables import TOLERANCE, all_tables, off_stock, setting
 
-LENGTHS, QUICK_LENGTHS = (48, 560), (48, 176)  # tokens of the generations between which the slope is taken
-PLAIN_LONG = 304
+# tokens of the generations between which the slope is taken: of the shorter one, and of the longer one at most
+SHORT, QUICK_LONG, PLAIN_LONG = 48, 176, 304
 REPEATS = 3
 # of an engine; SGLang needs about one to start, and FlashInfer compiles for some more the first time
 LIMIT_S = 900.0
@@ -119,8 +119,8 @@ class Bench:
     def lengths(self, case: Case) -> tuple[int, int]:
         if case.requests:
             return 0, max(text for _, text in self.requests(case))
-        short, long = QUICK_LENGTHS if self.options.quick else LENGTHS
-        return short, long if case.tree is not None else min(long, PLAIN_LONG)
+        most = QUICK_LONG if self.options.quick else case.long if case.tree is not None else PLAIN_LONG
+        return SHORT, min(most, case.long)
 
     def repeats(self) -> int:
         return 1 if self.options.quick else REPEATS

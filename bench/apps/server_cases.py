@@ -16,7 +16,8 @@ TREE_SAMPLING = (*GREEDY, (0.8, 0.95))
 class Case(NamedTuple):
     """What one engine is measured with.
 
-    tree: topk, steps, nodes; accept: mean tokens of a step that are simulated. requests: lengths of prompts and texts,
+    tree: topk, steps, nodes; accept: mean tokens of a step that are simulated. long: tokens of the longer of the two
+    generations between which the slope is taken. requests: lengths of prompts and texts,
     which are sent at once, in place of batches of equal ones; batches are those that have a CUDA graph then.
     """
 
@@ -25,6 +26,7 @@ class Case(NamedTuple):
     tree: tuple[int, int, int] | None = None
     accept: float | None = None
     prompt_tokens: int = 512
+    long: int = 560
     sampling: tuple[tuple[float, float], ...] = GREEDY
     shape: str = "llama-3.1-8b"
     requests: tuple[tuple[int, int], ...] = ()
@@ -62,7 +64,7 @@ CASES = (
         for name, accept in REQUEST_TREES.items()
     ),
     *(
-        Case(f"Qwen3-{size} {name}", QWEN3_BATCHES, tree, accept, shape=shape)
+        Case(f"Qwen3-{size} {name}", QWEN3_BATCHES, tree, accept, long=176, shape=shape)
         for size, shape in QWEN3.items()
         for name, tree, accept in (("plain", None, None), ("4/3/8", (4, 3, 8), 2.5))
     ),
