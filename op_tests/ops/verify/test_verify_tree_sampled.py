@@ -262,6 +262,20 @@ def test_filter_order(order, device, way):
     assert ((output.predicts == 3) == (order == "joint")).all()
 
 
+@pytest.mark.parametrize("order", ["top_k_first", "joint"])
+def test_log_probabilities_of_flat_rows(order, device):
+    """Of thousands of tokens that the filters keep, all are summed; those drawn are the same without the sums."""
+    values = make(4, 1, 1, 1, vocab_size=2500, device=device, top_k=2500, top_p=0.6, min_p=0.0)
+    values["target_logits"] = 0.3 * torch.randn(4, 2500, generator=torch.Generator().manual_seed(0)).to(device)
+    values["top_k"] = torch.tensor([0, 900, 1500, 2000], device=device)
+    values["min_p"] = torch.tensor([0.0, 0.0, 0.0, 0.4], device=device)
+    values["temperature"].fill_(1.0)
+    values["filter_order"] = order
+    output, _ = check_operation(PATH, values | {"return_logprobs": True}, case=order, close=LOGPROBS)
+    assert (output.logprobs > output.raw_logprobs + 0.3)[:, 0].all()
+    assert torch.equal(output.predicts, eagle_kernels.raw.verify_tree_sampled(**values).predicts)
+
+
 def test_log_probabilities(device):
     """Of a greedy row both are the model's own; past the path there is nothing; no filter makes a token less likely."""
     values = make(4, 4, 3, 8, device=device, **FILTERS["all"])

@@ -3,9 +3,9 @@
 An edge is searched for three bits of the float at a time: each pass over the row counts, or weighs, the tokens that
 reach eight ranks at once. That makes up to eleven passes a filter; blocks that cannot reach an edge are passed over.
 
-Of top-p no edge is needed to draw, but where log-probabilities are. The winner among all tokens is the winner among
-those that top-p keeps, if it is kept itself, and one pass tells: it weighs what lies above the winner. A winner that is
-not kept raises the edge, so a nucleus of 95 % takes one draw and one such pass in 19 rows of 20.
+To draw, no edge of top-p is needed, only for log-probabilities. The winner among all tokens is the winner among those
+that top-p keeps, if it is kept itself, and one pass tells: it weighs what lies above the winner. From above a winner
+that is not kept it is drawn again. So a nucleus of 95 % takes one draw and one such pass in 19 rows of 20.
 """
 
 from __future__ import annotations
@@ -38,42 +38,46 @@ def _rank(value):
 
 @triton.jit
 def search_row(
-    row, filters, summary, noise, largest, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr,
+    row,
+    filters,
+    summary,
+    noise,
+    largest,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
-):  # fmt: skip
-    """Draws a token int32 from what the filters keep of a row; returns it and the kept sum of exponentials.
-
-    The sum is right with HAS_LOGPROBS alone.
-    """
+):
+    """Draws a token int32 from what the filters keep of a row; returns it and, with HAS_LOGPROBS, the kept sum."""
     scanned = _Scanned(row, summary, largest)
+    lowest = tl.full([], 1, tl.uint32)
     above = unsigned_rank(largest) + 1
-    edge = tl.full([], 1, tl.uint32)
+    edge = lowest
     if filters.top_k > 0:
         wanted = filters.top_k.to(tl.float32)
         edge = _search_edge(scanned, edge, above, wanted, VOCAB_SIZE, HAS_PENALTIES, False)
-    wanted = tl.zeros([], tl.float32)
+    wanted = tl.full([], float("inf"), tl.float32)  # all that reach the edge
     if filters.top_p < 1.0:
         if filters.is_of_all:
             mass = row_mass(summary.chunk_max, summary.chunk_sum, largest, VOCAB_SIZE)
         else:
-            mass = tl.max(_reaching(scanned, edge, 0, VOCAB_SIZE, HAS_PENALTIES, True))
+            mass = _mass(scanned, edge, VOCAB_SIZE, HAS_PENALTIES)
         # the most likely token weighs 1 and always stays, also for top_p = 0
         wanted = tl.maximum(mass * filters.top_p, 1.1754943508222875e-38)
-        if HAS_LOGPROBS:  # what is kept must be summed, so the edge itself is needed
-            lowest = tl.full([], 1, tl.uint32)
-            edge = tl.maximum(edge, _search_edge(scanned, lowest, above, wanted, VOCAB_SIZE, HAS_PENALTIES, True))
-    is_checked = (filters.top_p < 1.0) & (not HAS_LOGPROBS)
+
+    first_edge = edge
     token = tl.zeros([], tl.int32)
     kept = tl.zeros([], tl.float32)
     is_open = above > edge  # the most likely token reaches every edge
     while is_open:
         token, kept = _draw(scanned, filters, noise, edge, VOCAB_SIZE, HAS_PENALTIES)
-        # the token is kept if those above it weigh less than what is wanted; else the edge lies above it
-        low = _rank(load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)) + 1
-        is_open = is_checked & (low < above)
-        if is_open:
-            low, high, is_open = _narrow(scanned, low, above, wanted, VOCAB_SIZE, HAS_PENALTIES, True)
-            edge, above = tl.where(is_open, low, edge), tl.where(is_open, high, above)
+        edge = _rank(load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)) + 1
+        is_open = (filters.top_p < 1.0) & (edge < above)
+        if is_open:  # what weighs as much as is wanted lies above the token, which is not kept then
+            is_open = _mass(scanned, edge, VOCAB_SIZE, HAS_PENALTIES) >= wanted
+    if HAS_LOGPROBS:
+        if filters.top_p < 1.0:
+            edge = _search_edge(scanned, lowest, above, wanted, VOCAB_SIZE, HAS_PENALTIES, True)
+            _, kept = _draw(scanned, filters, noise, tl.maximum(first_edge, edge), VOCAB_SIZE, HAS_PENALTIES)
     return token, kept
 
 
@@ -110,20 +114,24 @@ def _search_edge(
 ):
     """Returns the largest rank that `wanted` tokens reach, or tokens that weigh `wanted` together."""
     while high - low > 1:
-        low, high, _ = _narrow(scanned, low, high, wanted, VOCAB_SIZE, HAS_PENALTIES, IS_MASS)
+        step = (high - low + 7) // 8
+        reaching = _reaching(scanned, low, step, VOCAB_SIZE, HAS_PENALTIES, IS_MASS)
+        chosen = tl.maximum(tl.sum((reaching >= wanted).to(tl.int32)) - 1, 0)
+        low += chosen.to(tl.uint32) * step
+        high = tl.minimum(high, low + step)
     return low
 
 
 @triton.jit
-def _narrow(
-    scanned, low, high, wanted, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr, IS_MASS: tl.constexpr
-):  # fmt: skip
-    """Returns the eighth of [low, high) that holds the edge, and whether `low` itself is reached by what is wanted."""
-    step = (high - low + 7) // 8
-    reaching = _reaching(scanned, low, step, VOCAB_SIZE, HAS_PENALTIES, IS_MASS)
-    num_reached = tl.sum((reaching >= wanted).to(tl.int32))
-    low += tl.maximum(num_reached - 1, 0).to(tl.uint32) * step
-    return low, tl.minimum(high, low + step), num_reached > 0
+def _mass(scanned, low, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """Returns what the tokens that reach a rank weigh together, fp32."""
+    weights = tl.zeros([_BLOCK], tl.float32)
+    for start in range(0, VOCAB_SIZE, _BLOCK):
+        if _chunk_rank(scanned.summary, start, VOCAB_SIZE) >= low:
+            token = start + tl.arange(0, _BLOCK)
+            value = load_scaled(scanned.row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+            weights += tl.where(_rank(value) >= low, tl.exp(value - scanned.largest), 0.0)
+    return tl.sum(weights)
 
 
 @triton.jit
