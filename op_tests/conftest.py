@@ -39,15 +39,20 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     seen = set()
     for item in items:
-        if "full" not in item.keywords and item.nodeid.startswith("op_tests/ops/") and item.function not in seen:
+        if (
+            item.get_closest_marker("full") is None
+            and item.nodeid.startswith("op_tests/ops/")
+            and item.function not in seen
+        ):
             seen.add(item.function)
             item.add_marker(pytest.mark.smoke)
     if torch.cuda.is_available():
         return
     for item in items:
-        if "gpu" in item.keywords:
+        # markers alone: keywords hold the names of folders, among them that of the checkout
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        elif "full" in item.keywords:
+        elif item.get_closest_marker("full"):
             item.add_marker(pytest.mark.skip(reason="full cross of shapes, run on a GPU"))
 
 

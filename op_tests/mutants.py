@@ -348,6 +348,21 @@ MUTANTS = [
         SEEDED, "engine",
     ),
     Mutant(
+        "min-p left out", "sglang",
+        [(SGLANG + "sampling.py", "info.min_ps if info.need_min_p_sampling else None", "None")],
+        ["op_tests/integrations/test_sglang_sampling.py::test_filters_that_leave_one_token"], "engine",
+    ),
+    Mutant(
+        "plain decoding a position early", "sglang",
+        [(SGLANG + "sampling.py", "sample_from_logits(logits, positions + 1", "sample_from_logits(logits, positions")],
+        SEEDED, "engine",
+    ),
+    Mutant(
+        "a token kept that top-p does not keep", "sample_from_logits",
+        [(f"{SHARED}edge_search.py", "is_open = (filters.top_p < 1.0) & (edge < above)", "is_open = edge > above")],
+        of("sample_from_logits", "test_filters_of_long_rows"), "kernel",
+    ),
+    Mutant(
         "mass carried to the next level", _COINS,
         [(f"{KERNELS}{_COINS}.py", "mass = tl.where(is_accepted, 0.0, mass)", "mass += 0.0")],
         of(_COINS, "test_matches_reference"), "kernel",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -64,3 +68,17 @@ def test_a_worker_runs_the_same_and_a_run_without_a_cache_keeps_nothing():
     without = config(None, is_missed=False)
     conftest.pytest_configure(without)
     assert without.args == ["op_tests"] and not without.plugins
+
+
+@pytest.mark.parametrize("name", ["full", "gpu"])
+def test_a_checkout_may_have_any_name(name, tmp_path):
+    """A folder's name is a keyword of the tests in it; only their markers leave them out."""
+    folder = tmp_path / name
+    folder.mkdir()
+    shutil.copy(conftest.__file__, folder)
+    marked = "import pytest\n\n\ndef test_one():\n    pass\n\n\n@pytest.mark.full\ndef test_two():\n    pass\n"
+    (folder / "test_it.py").write_text(marked)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(folder)]
+    told = {"PYTHONPATH": str(conftest.__file__).removesuffix("/op_tests/conftest.py"), "CUDA_VISIBLE_DEVICES": ""}
+    said = subprocess.run(command, env=os.environ | told, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert "1 passed, 1 skipped" in said

@@ -229,6 +229,13 @@ def test_nothing_outside_of_the_grammar(device):
     assert {token % 3 for text in texts for token in text} == {1} and max(lengths) > 1
 
 
+@pytest.mark.parametrize("changes", [{"min_p": 1.0}, {"top_p": 1e-6}, {"temperature": 1e-6}], ids=str)
+def test_filters_that_leave_one_token(changes, device):
+    """One seed gives one text also where both ways leave a filter out: so they are held against the greedy text."""
+    make = lambda **params: [request(number, **params) for number in range(5)]  # noqa: E731
+    assert_same(plain(make(**changes), device), plain(make(top_k=1, temperature=1.0), device))
+
+
 @pytest.mark.parametrize("name", ["nothing", "frequency", "least length"])
 def test_a_request_that_was_retracted_goes_on(name, device):
     """In another row of the pool, beside another request, it reads its own output as a prompt."""
