@@ -230,7 +230,7 @@ def test_endurance(run, serve):
     order = {
         "seconds": ENDURANCE_S, "clients": 24, "texts": prompts(4, long=True), "parameters": WANTED,
     }  # fmt: skip
-    changes = {"max_total_tokens": 2000, "schedule_conservativeness": 0.01}
+    changes = {"max_total_tokens": 1300, "schedule_conservativeness": 0.01}
     records, log = run("endure.py", "8/4/16", order, **changes)
     assert len(records) > ENDURANCE_S and "Retract requests" in log
     whole, others = ([one for one in records if one["may_be_cut"] == cut] for cut in (False, True))
