@@ -353,11 +353,6 @@ MUTANTS = [
         ["op_tests/integrations/test_sglang_sampling.py::test_filters_that_leave_one_token"], "engine",
     ),
     Mutant(
-        "plain decoding a position early", "sglang",
-        [(SGLANG + "sampling.py", "sample_from_logits(logits, positions + 1", "sample_from_logits(logits, positions")],
-        SEEDED, "engine",
-    ),
-    Mutant(
         "a token kept that top-p does not keep", "sample_from_logits",
         [(f"{SHARED}edge_search.py", "is_open = (filters.top_p < 1.0) & (edge < above)", "is_open = edge > above")],
         of("sample_from_logits", "test_filters_of_long_rows"), "kernel",
