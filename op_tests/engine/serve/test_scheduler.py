@@ -12,10 +12,16 @@ from op_tests.engine.engines import PARAMS, alone, make, prompt_of
 from op_tests.engine.toys import LetterTokenizer, ToyModel
 
 
+@pytest.fixture(scope="module")
+def expected(target):
+    """Tokens and log-probabilities of 14 requests, each by itself and without drafts."""
+    engine = make(target, target)
+    return [alone(engine, prompt_of(number), PARAMS[number % len(PARAMS)]) for number in range(14)]
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_requests_join_and_leave(target, draft, lag, page_size):
+def test_requests_join_and_leave(target, draft, lag, page_size, expected):
     engine = make(draft, target, page_size=page_size)
-    expected = [alone(engine, prompt_of(number), PARAMS[number % len(PARAMS)]) for number in range(14)]
     waiting, requests, events = list(range(14)), [], []
     coin = random.Random(page_size)
     while waiting or engine.has_work:
