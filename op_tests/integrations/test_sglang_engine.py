@@ -42,7 +42,13 @@ if ON_GPU:
         "all",
         (BESIDE,),
     )
-TREES = {"plain": None, "8/4/16": (8, 4, 16), "3/3/8": (3, 3, 8), "chain": (1, 4, 5)}  # topk, steps, nodes
+TREES = {
+    "plain": None,
+    "8/4/16": (8, 4, 16),
+    "3/3/8": (3, 3, 8),
+    "chain": (1, 4, 5),
+    "preset": (),
+}  # topk, steps, nodes
 WANTED = [
     {"temperature": 0.8},
     {"temperature": 0.8, "top_p": 0.95},
@@ -101,11 +107,9 @@ def run(tmp_path_factory, tokenizer):
             "random_seed": 1, "log_level": "info", **MACHINE,
         }  # fmt: skip
         if TREES[tree] is not None:
-            topk, steps, nodes = TREES[tree]
-            engine |= {
-                "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft),
-                "speculative_num_steps": steps, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes,
-            }  # fmt: skip
+            sizes = ("speculative_eagle_topk", "speculative_num_steps", "speculative_num_draft_tokens")
+            engine |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
+            engine |= dict(zip(sizes, TREES[tree]))
         order_file, result, log = (folder / name for name in ("order.json", "result.json", "log.txt"))
         order_file.write_text(json.dumps(order | {"engine": engine | changes}), encoding="utf-8")
         plugins = folder / "plugins" / "plugins-0.dist-info"
@@ -190,6 +194,14 @@ def test_one_seed_gives_one_text(tree, serve, plain, requests):
     assert sum(one["steps"] for one in found) < 0.7 * sum(len(one["tokens"]) for one in found)
     for one, other in zip(found, plain[0]):
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
+
+
+def test_one_draft_by_the_preset(serve, plain, requests, monkeypatch):
+    monkeypatch.setenv("EAGLE_KERNELS_SGLANG_PRESET", "naive")
+    (found,) = serve("preset", [requests[:16]], tells="speculative_num_draft_tokens=2")
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in plain[0][:16]]
+    steps = [(len(one["tokens"]) - 1) / one["steps"] for one in found]
+    assert max(steps) <= 2 and sum(steps) / 16 > 1.2
 
 
 def test_without_overlap_and_on_pages(serve, plain, requests):
