@@ -222,16 +222,21 @@ def test_all_systems_on_a_made_sglang(sglang, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(server, "QUICK_LONG", 40)
     monkeypatch.setattr(server, "SMALLER", 256)
     monkeypatch.setattr(server.generation, "WARM_STEPS", 1)
-    more = ["--flashinfer", str(tmp_path / "flashinfer"), "--case", "4/4/16"]
+    more = ["--flashinfer", str(tmp_path / "flashinfer"), "--case", "8/5/64", "4/4/16"]
     assert call(sglang, *more) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    told = [line for line in lines if line and line[0] == "4/4/16"]
+    told = [line for line in lines if line and line[0] in ("8/5/64", "4/4/16")]
     systems = [(line[0], line[3]) for line in told]
-    expected = [("4/4/16", system) for system in SYSTEMS[:4] for _ in range(1 if system == "sglang+match" else 2)]
-    assert systems == expected + [("4/4/16", "eagle_kernels")] * 2
-    assert {(line[1], line[2]) for line in told} == {("B=8", t) for t in ("T=0", "T=0.8")}
+    expected = [
+        (case, system)
+        for case in ("8/5/64", "4/4/16")
+        for system in SYSTEMS[:4]
+        for _ in range(1 if system == "sglang+match" else 2)
+    ]
+    assert systems == expected + [(case, "eagle_kernels") for case in ("8/5/64", "4/4/16") for _ in range(2)]
+    assert {(line[1], line[2]) for line in told} == {(b, t) for b in ("B=1", "B=8") for t in ("T=0", "T=0.8")}
     table = [line for line in lines if line[:1] == ["|"]]
-    assert len(table) == 2 + 9
+    assert len(table) == 2 + 18
 
 
 def test_lines_are_kept_beside_a_gpu(sglang, tmp_path, capsys, monkeypatch):
@@ -421,6 +426,8 @@ def test_the_readme_s_row_is_beside_the_faster_stock_system(tmp_path):
     for system, ms in (("sglang+triton", 20.0), ("sglang+flashinfer", 15.5), ("eagle_kernels", 9.0)):
         results.append(tmp_path, measured(system, ms, case="4/3/8", batch=32))
     assert server_tables.front_row(file) is None
+    results.append(tmp_path, measured("sglang+eagle_kernels", 2.0, case="4/3/8", batch=32, commit="new"))
+    assert server_tables.front_row(file) is None
     results.append(tmp_path, measured("sglang+eagle_kernels", 10.0, case="4/3/8", batch=32))
     results.append(tmp_path, measured("sglang+eagle_kernels", 1.0, case="4/3/8", batch=32, quick=True))
     name = "K/S/N=4/3/8 B=32, 8B model, Some GPU 80GB"
@@ -432,6 +439,14 @@ def test_the_readme_s_row_is_beside_the_faster_stock_system(tmp_path):
         "15500",
         "1.6×",
     ]
+
+
+def test_a_ratio_is_of_one_commit():
+    """Also where a system was timed again and another one was not."""
+    lines = [measured("sglang+triton", 10.0), measured("sglang+flashinfer", 8.0, commit="new")]
+    lines.append(measured("sglang+eagle_kernels", 4.0, commit="new"))
+    (_, *rows) = server_tables.table(lines)
+    assert [row[7:9] for row in rows] == [["1.00×", "-"], ["-", "1.00×"], ["2.00×", "-"]]
 
 
 def test_a_table_of_models():

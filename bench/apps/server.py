@@ -50,7 +50,7 @@ OWN_ROOM = 4096  # tokens after a prompt that EAGLEInference may hold
 # prompts of the small shape, which tests use, are shorter by this
 SMALLER = 16
 QUICK_REQUESTS = 64
-# what SGLang reads in a config.json beside sizes, as published, by `model_type`
+# what SGLang reads in a config.json beside sizes, as published: of all models, and by `model_type`
 PUBLISHED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -60,18 +60,20 @@ PUBLISHED = {
     "torch_dtype": "bfloat16",
     "use_cache": True,
 }
-LLAMA = {
-    "max_position_embeddings": 131072,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+PUBLISHED_OF = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 131072,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
 }
-OF_FAMILY = {"llama": LLAMA, "qwen3": {}}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 class Turns:
@@ -119,8 +121,8 @@ class Bench:
     def lengths(self, case: Case) -> tuple[int, int]:
         if case.requests:
             return 0, max(text for _, text in self.requests(case))
-        most = QUICK_LONG if self.options.quick else case.long if case.tree is not None else PLAIN_LONG
-        return SHORT, min(most, case.long)
+        long = case.long if case.tree is not None else min(case.long, PLAIN_LONG)
+        return SHORT, min(long, QUICK_LONG) if self.options.quick else long
 
     def repeats(self) -> int:
         return 1 if self.options.quick else REPEATS
@@ -128,11 +130,11 @@ class Bench:
     def order(self, case: Case, system: str) -> Order:
         """Returns what SGLang is to do."""
         model, head = target_config(self.shape(case)), head_config(self.shape(case))
-        family = OF_FAMILY[model["model_type"]] | PUBLISHED
+        published = PUBLISHED | PUBLISHED_OF[model["model_type"]]
         return Order(
             backend=STOCK.get(system, sglang_engine.PLUGIN),
-            model=model | family | {"architectures": [ARCHITECTURES[model["model_type"]]]},
-            draft=head | family
+            model=model | published,
+            draft=head | published
             | {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": model["hidden_size"]},
             batches=case.batches,
             sampling=case.sampling_of(system),
@@ -234,16 +236,13 @@ class Bench:
         if self._models is None or self._models.shape != shape:
             self._models = None  # which frees those of another shape
             longest = max(map(self.prompt_tokens, CASES)) + OWN_ROOM
-            self._models = generation.Bench(
-                shape, self.about["device"], steps=1, prompt_tokens=1, max_length=longest
-            )  # fmt: skip
+            self._models = generation.Bench(shape, self.about["device"], steps=1, prompt_tokens=1, max_length=longest)
         return self._models
 
     def record(self, case: Case, system: str, numbers: dict) -> None:
         """Keeps a line, prints it, and appends it to the results of this GPU."""
-        line = {"op": "server", "shape": self.shape(case), "case": case.name, "system": system}
+        line = {"shape": self.shape(case), "case": case.name, "system": system}
         line |= {"prompt_tokens": self.prompt_tokens(case), "tree": case.tree, "start_s": None} | numbers
-        line["versions"] = results.versions() | line.get("versions", {})
         name = f"{case.name:8} B={line['batch']:<3} T={line['temperature']:<4g} {system:22}"
         time = f"{line['requests_per_s']:9.3f} requests/s" if case.requests else f"{line['ms_per_step']:9.3f} ms"
         shown = f"tokens_per_s {line['tokens_per_s']:.1f}, accept_length {line['accept_length']:.3f}"
@@ -252,7 +251,7 @@ class Bench:
 
     def keep(self, line: dict) -> dict:
         """Appends a line to the results of this GPU; returns it with what all lines of the run tell."""
-        line = {"op": "server", "shape": "embedded pair", "versions": results.versions()} | line
+        line = {"op": "server"} | line | {"versions": results.versions() | line.get("versions", {})}
         line |= {name: self.about[name] for name in ("gpu", "commit", "run")}
         line |= {"quick": self.options.quick, "together": self.options.together}
         if self.directory is not None:

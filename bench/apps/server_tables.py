@@ -20,20 +20,20 @@ REQUEST_CASES = [case.name for case in CASES if case.requests]
 MODEL_CASES = [name for name in CASE_NAMES if name.startswith("Qwen3")]
 STEPS = [name for name in CASE_NAMES if name not in (*REQUEST_CASES, *MODEL_CASES)]
 STEPS_ABOUT = (
-    "Steps at the shape of llama-3.1-8b. *of*: tokens a second, as a multiple of that system's. *sglang+match*: the "
-    "plug-in by sample and match, in place of SGLang's rule of coins."
+    "Steps at the shape of llama-3.1-8b. *of*: tokens a second, as a multiple of that system's at the same commit. "
+    "*sglang+match*: the plug-in by sample and match, in place of SGLang's rule of coins."
 )
 REQUESTS_ABOUT = (
     "500 requests sent at once, prompts and texts of 716 to 1,024 tokens, at most 48 running, at the shape of "
     "llama-3.1-8b. *of*: requests a second, as a multiple of that system's. Last, what the pull request of naive EAGLE "
-    "measured with a 70B model, another machine and real drafts: there drafts cost more than they brought, but for one."
+    "measured with a 70B model, another machine and real drafts: there a single draft paid, and larger trees did not."
 )
 SEED_OF_REQUESTS = "in the pull request (70B, 2 H20)"
 SEED_REQUESTS = {"plain": "0.62", "4/2/4": "0.52", "2/1/2": "0.56", "1/1/2": "0.68"}
 MODELS_ABOUT = (
     "Shapes of Qwen3, prompts of 512 tokens, greedy: tokens a second of all requests together. Trees accept 2.5 tokens "
-    "a step by simulation. Last, what tri-sds tells of itself and of SGLang on an MI300X, with real drafts, of models "
-    "from 4B to 32B, not which of them and not per what: another card and another load, so no ratio is made."
+    "a step by simulation. Last, what tri-sds tells of itself and of SGLang on an MI300X, with real drafts. It "
+    "does not say which of its models, 4B to 32B, and whether of one request or of all: so no ratio is made."
 )
 SEED_MODELS = (
     ("plain", "SGLang on an MI300X, by tri-sds", "41.5", "40.1", "39.3", "24.4", "-"),
@@ -148,8 +148,11 @@ def acceptance_table(lines: Sequence[dict]) -> list[list[str]]:
 
 
 def _ratios(systems: dict[str, dict], system: str, what: str = "tokens_per_s") -> list[str]:
-    """Returns a system's speed as a multiple of each stock system's."""
-    return [f"{systems[system][what] / systems[stock][what]:.2f}×" if stock in systems else "-" for stock in RATIOS]
+    """Returns a system's speed as a multiple of each stock system's, if both were timed at one commit."""
+    line, others = systems[system], [systems.get(stock, {}) for stock in RATIOS]
+    return [
+        f"{line[what] / other[what]:.2f}×" if other.get("commit") == line["commit"] else "-" for other in others
+    ]  # fmt: skip
 
 
 def all_tables(lines: Sequence[dict]) -> list[str]:
@@ -166,12 +169,12 @@ def all_tables(lines: Sequence[dict]) -> list[str]:
 def front_row(file: Path) -> list[str] | None:
     """Returns README's row of FRONT: the step with the plug-in beside the faster stock system; None without both."""
     systems = newest(full_lines(file)).get(FRONT, {})
-    stock = min(
-        (systems[name] for name in STOCK if name in systems), key=lambda line: line["ms_per_step"], default=None
-    )
     plugged = systems.get(PLUGGED)
-    if stock is None or plugged is None:
+    stock = [systems[name] for name in STOCK if name in systems]
+    stock = [line for line in stock if plugged is not None and line["commit"] == plugged["commit"]]
+    if not stock:
         return None
+    stock = min(stock, key=lambda line: line["ms_per_step"])
     case, batch, *_ = FRONT
     name = f"K/S/N={case} B={batch}, 8B model, {plugged['gpu'].removeprefix('NVIDIA ')}"
     ratio = plugged["tokens_per_s"] / stock["tokens_per_s"]

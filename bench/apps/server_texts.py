@@ -43,6 +43,7 @@ class Served:
         self.row = row
         self.waves: dict[str, list[dict]] = {}
         self.start_s: float | None = None
+        self.versions: dict[str, str] = {}
         self.has_ended = False
         self.failure: str | None = None
 
@@ -119,7 +120,7 @@ def run(row: Row, order: dict, options: argparse.Namespace, installation: Instal
             )  # fmt: skip
             for record in ending.enter_context(contextlib.closing(records)):
                 if record["kind"] == "started":
-                    served.start_s = record["start_s"]
+                    served.start_s, served.versions = record["start_s"], record["versions"]
                 elif record["kind"] == "texts":
                     served.waves[record["wave"]] = record["texts"]
                 elif record["kind"] == "served":
@@ -146,11 +147,16 @@ def accepted(one: Served) -> Iterator[dict]:
     )
     for texts, (temperature, top_p) in waves:
         steps = [sum(column) for column in zip_longest(*(text["accepted"] for text in texts), fillvalue=0)]
-        total = sum(steps)
+        if not sum(steps):
+            print(
+                f"{one.row.name}: SGLang does not tell how many drafts its steps accepted, so none are kept", flush=True
+            )
+            continue
         yield {
+            "shape": "embedded pair", "versions": one.versions,
             "case": pair_case(one.row.tree), "system": "sglang+triton" if one.row.is_stock else PLUGGED,
             "batch": len(PROMPT_LENGTHS), "temperature": temperature, "top_p": top_p, "tree": TREES[one.row.tree],
-            "accept_length": round(1 + sum(number * count for number, count in enumerate(steps)) / max(total, 1), 4),
+            "accept_length": round(1 + sum(number * count for number, count in enumerate(steps)) / sum(steps), 4),
             "accepted": steps,
         }  # fmt: skip
 

@@ -42,13 +42,8 @@ if ON_GPU:
         "all",
         (BESIDE,),
     )
-TREES = {
-    "plain": None,
-    "8/4/16": (8, 4, 16),
-    "3/3/8": (3, 3, 8),
-    "chain": (1, 4, 5),
-    "preset": (),
-}  # topk, steps, nodes
+# topk, steps, nodes; none of them where a preset gives them
+TREES = {"plain": None, "8/4/16": (8, 4, 16), "3/3/8": (3, 3, 8), "chain": (1, 4, 5), "preset": ()}
 WANTED = [
     {"temperature": 0.8},
     {"temperature": 0.8, "top_p": 0.95},

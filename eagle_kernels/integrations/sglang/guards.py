@@ -22,7 +22,7 @@ from .parts import (
     resolved,
     turn_on,
     unused,
-)  # fmt: skip
+)
 
 SPECULATIVE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp8_e4m3")
