@@ -20,6 +20,7 @@ from bench.apps import server, server_tables
 from bench.apps.random_models import target_config
 from bench.apps.server_cases import CASES, GREEDY, SYSTEMS
 from bench.harness import results
+from bench.harness.markdown import markdown
 from bench.peers import sglang_engine
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
@@ -480,6 +481,20 @@ def test_a_table_of_acceptance():
         "of all levels": "66.7%", "level 1": "90.0%", "level 2": "70.0%", "level 3": "40.0%", "level 4": "-",
         "level 5": "-", "at commit": "`abc`",
     }  # fmt: skip
+
+
+def test_a_page_tells_what_was_accepted(tmp_path):
+    """Of the pair's drafts, and where simulated lengths are apart; the pair's are apart by chance."""
+    about = {"tree": [4, 3, 8], "accepted": [10, 20, 30, 40], "batch": 32}
+    pair = [measured(system, None, case="pair 4/3/8", accept_length=length, **about)
+            for system, length in (("sglang+triton", 3.0), ("sglang+eagle_kernels", 3.1))]  # fmt: skip
+    lines = [*pair, measured("sglang+triton", 9.0), measured("eagle_kernels", 6.0, accept_length=4.05)]
+    for line in lines:
+        results.append(tmp_path, line)
+    *_, acceptance, apart = server_tables.tables(tmp_path / "Some_GPU_80GB" / "server.jsonl")
+    assert acceptance == markdown(server_tables.acceptance_table(pair)) and acceptance.count("\n") == 3
+    bullets = [line for line in apart.splitlines() if line.startswith("* ")]
+    assert bullets == ["* 8/5/64 B=1 T=0 eagle_kernels: accepted length 4.050, stock's is 4.000"]
 
 
 def test_tables(tmp_path, monkeypatch):
