@@ -1,4 +1,4 @@
-"""Planted acceptance: every policy reaches the depth that it says, kernel and reference, from ids and from logits."""
+"""Acceptance to order: every policy reaches the depth that it says, kernel and reference, from ids and from logits."""
 
 from __future__ import annotations
 
@@ -139,22 +139,55 @@ def siblings(tokens: list[int], target: int, policy: str, device) -> dict:
         ([-1, 6], 9, "accept_all", 6, 1),
         ([2**31 + 5, 6], 9, "accept_all", 6, 1),
         ([-1, -1], 9, "accept_all", 9, 0),
-        ([5, 6], 6, "reject_all", 0, 0),
-        ([0, 1, 3, 1], 3, "reject_all", 2, 0),
-        ([2, 1, 0], 1, "reject_all", 3, 0),
-        ([0, 1], 9, "reject_all", 9, 0),
-        ([-1, 1], -1, "reject_all", -1, 0),
+        ([5, 6], 6, "simulate", 0, 0),
+        ([0, 1, 3, 1], 3, "simulate", 2, 0),
+        ([2, 1, 0], 1, "simulate", 3, 0),
+        ([0, 1], 9, "simulate", 9, 0),
+        ([-1, 1], -1, "simulate", -1, 0),
     ],
 )
 def test_planted_tokens(tokens, target, policy, planted, accepted, device):
     """The first child's, where one has a token; to stop, only a child's gives way, to the smallest free id."""
     values = siblings(tokens, target, policy, device)
+    if policy == "simulate":
+        values |= {"simulated_rates": torch.zeros(1, device=device), "seeds": torch.zeros(1, device=device).long()}
+        values["positions"] = torch.zeros(len(tokens) + 1, device=device).long()
     output, _ = check_operation(PATH, values, case=policy)
     assert output.predicts[0] == planted and output.accept_token_num[0] == accepted
     child = next((i for i, token in enumerate(tokens, 1) if token == planted), None)
     assert output.accept_index[0].tolist() == [0, child if accepted else -1]
     if accepted:
         assert output.predicts[child] == target, "at depth S nothing can be accepted, so nothing is planted"
+
+
+@pytest.mark.parametrize("way", ["all rows", "level by level"])
+def test_rejecting_all_keeps_the_targets_token(way, form, device, monkeypatch):
+    """At the root alone, also where a child carries it; nothing else is visited. Greedy and sampled."""
+    values = make(3, 4, 3, 8, policy="reject_all", form=form, device=device)
+    normal = eagle_kernels.raw.verify_tree_greedy(**values | {"accept_policy": "normal"})
+    assert normal.accept_token_num.min() > 0
+    output, _ = check_operation(PATH, values, case=form)
+    assert_rejected(output, normal, values)
+    if form == "ids":
+        return
+    monkeypatch.setattr(sampled, "draws_all_rows", lambda *sizes: way == "all rows")
+    links, positions = make_tree(3, 4, 3, 8, device=device)
+    sampling = {"seeds": torch.arange(3, device=device), "temperature": torch.full((3,), 0.5, device=device)}
+    for more in ({}, {"top_k": torch.full((3,), 3, dtype=torch.int32, device=device)}):
+        values = {**links, "target_logits": follow_tree(links, 97), "positions": positions, "spec_steps": 3}
+        values |= sampling | more
+        normal = eagle_kernels.raw.verify_tree_sampled(**values)
+        assert normal.accept_token_num.sum() > 0
+        values["accept_policy"] = "reject_all"
+        output, _ = check_operation("verify.verify_tree_sampled", values, case=way)
+        assert_rejected(output, normal, values)
+
+
+def assert_rejected(output, normal, values: dict) -> None:
+    predicts, before = output.predicts.view(3, 8), normal.predicts.view(3, 8)
+    assert torch.equal(predicts[:, 0], before[:, 0]) and (predicts[:, 1:] == -1).all()
+    assert torch.equal(output.accept_index[:, 0], values["retrieve_index"][:, 0].int())
+    assert (output.accept_index[:, 1:] == -1).all() and output.accept_token_num.tolist() == [0] * 3
 
 
 @pytest.mark.parametrize("policy", POLICIES)

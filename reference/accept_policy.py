@@ -24,7 +24,7 @@ def planted(
     positions: torch.Tensor | None,
 ) -> Callable[[int, int], int]:
     """`token_at` for `tree.walk` with the policy's tokens; it must be asked as a walk asks, from the root down."""
-    if accept_policy == "normal":
+    if accept_policy in ("normal", "reject_all"):
         return token_at
     batch_size, num_nodes = candidates.shape
     tokens = candidates.tolist()
@@ -48,6 +48,11 @@ def planted(
         return next(other for other in range(len(carried) + 1) if other not in carried)
 
     return planted_at
+
+
+def most_accepted(spec_steps: int, accept_policy: str) -> int:
+    """How many drafts a walk accepts at most."""
+    return 0 if accept_policy == "reject_all" else spec_steps
 
 
 def simulated_acceptance(rates: torch.Tensor, seeds: torch.Tensor, root_positions: torch.Tensor) -> torch.Tensor:

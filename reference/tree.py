@@ -23,9 +23,11 @@ def walk(
     token_at: Callable[[int, int], int],
     unvisited: torch.Tensor | None = None,
     any_order: bool = False,
+    most_accepted: int | None = None,
 ) -> Output:
     """Follows from each root the child that carries `token_at(request, node)`, until none does or S are accepted.
 
+    most_accepted: how many are accepted at most, if not S.
     unvisited: what predicts holds [B * N] at the other nodes; None means -1.
     any_order: links may point to any node but the root; one to a node that was met before ends the walk.
     """
@@ -36,6 +38,7 @@ def walk(
         predicts.copy_(unvisited.view(batch_size, num_nodes))
     accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32)
     accept_token_num = torch.zeros(batch_size, dtype=torch.int32)
+    most_accepted = spec_steps if most_accepted is None else most_accepted
     tokens, retrieved = candidates.tolist(), retrieve_index.tolist()
     first_child, next_sibling = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
     for request in range(batch_size):
@@ -55,7 +58,7 @@ def walk(
                 is_match = tokens[request][child] == token
                 if not is_match:
                     child, after = next_sibling[request][child], child
-            if not is_match or token < 0 or accepted == spec_steps:
+            if not is_match or token < 0 or accepted == most_accepted:
                 break
             node, accepted = child, accepted + 1
             accept_index[request, accepted] = retrieved[request][node]

@@ -51,8 +51,8 @@ def verify_tree(
         top_k: None or [B] int. Tokens that top-k keeps; off at <= 0 or >= V.
         top_p: None or [B] fp32. Share of what top-k left that top-p keeps; off at >= 1.
         min_p: None or [B] fp32. Keeps tokens of at least min_p times the largest probability; off at <= 0.
-        accept_policy: "normal"; for timing "accept_all", "reject_all" or "simulate", as in `verify_tree_greedy`. Seeds
-            that come with "simulate" alone do not ask for sampling.
+        accept_policy: "normal", "reject_all", "accept_all" or "simulate", as in `verify_tree_greedy`. Seeds that come
+            with "simulate" alone do not ask for sampling.
         simulated_rates: None or [S] fp32. Of "simulate" only, which needs seeds and positions as well: the probability
             that at least 1, 2, .. S drafts are accepted.
         spec_steps: S, 0..1024: the most drafts that can be accepted.

@@ -37,21 +37,18 @@ def test_all_or_nothing(draft, target):
     assert all(len(tokens) == 13 for tokens in text)
 
 
-def test_rejecting_changes_only_what_would_be_accepted(target):
-    """A draft that never guesses right is left with the target's own text."""
-    plain = EAGLEInference(target, target).generate(PROMPTS, 12, speculative=False).output_ids
-
-    class Wrong(ToyModel):
-        """Drafts tokens that the toy's texts do not have."""
-
-        def forward(self, *arguments, **keywords):
-            output = super().forward(*arguments, **keywords)
-            for token in {token for text in plain for token in text}:
-                output.logits[..., token] = -1e4
-            return output
-
-    text, stats = generate(Wrong(device=target.device), target, max_new_tokens=12, accept_policy="reject_all")
-    assert text == plain and stats.accepted == 0
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 5, "top_p": 0.9}], ids=str
+)
+def test_rejecting_all_leaves_the_plain_text(draft, target, sampling, topk):
+    """Every step costs its drafts and brings the target's own token, as in FastDeploy."""
+    config = EAGLEConfig(topk=topk, num_steps=3, accept_policy="reject_all", **sampling)
+    engine = EAGLEInference(draft, target, config)
+    assert config.keeps_text and not dataclasses.replace(config, accept_policy="accept_all").keeps_text
+    plain, _ = engine.generate(PROMPTS, 13, seeds=7, speculative=False)
+    text, stats = engine.generate(PROMPTS, 13, seeds=7)
+    assert text == plain and stats.accepted == 0 and stats.steps == 3 * 12 and stats.drafted > 3 * 12
 
 
 def test_simulated_rates_are_met(draft, target):
@@ -125,7 +122,7 @@ def test_sampling_takes_policies_too(target):
 
 def test_planted_tokens_are_end_tokens_too(target):
     """Unless the caller says that there are none."""
-    config = EAGLEConfig(topk=1, num_steps=3, accept_policy="reject_all", eos_token_ids=tuple(range(40)))
+    config = EAGLEConfig(topk=1, num_steps=3, accept_policy="accept_all", eos_token_ids=tuple(range(40)))
     assert EAGLEInference(target, target, config).generate([1], 9).stats.finish_reasons == ["eos"]
     free = dataclasses.replace(config, eos_token_ids=())
     assert EAGLEInference(target, target, free).generate([1], 9).stats.finish_reasons == ["length"]

@@ -88,12 +88,13 @@ def test_compare_adds_plain_decoding(capsys):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_accept_policies(capsys, policy, mean, per_depth):
-    """Texts differ from plain decoding's, and are not held against it."""
+    """Texts with planted tokens are not held against plain decoding's."""
     assert generate("--max-new-tokens", 13, "--compare", "--topk", 1, "--accept-policy", *policy) == 0
     table = split_report(capsys.readouterr().out)[1]
     assert table["mean acceptance length"] == f"{mean} (bonus included)"
     assert table["accepted at depth 1, 2, ..."] == per_depth
-    assert table["identical"] == f"not compared: with {policy[0]} texts differ by design"
+    is_own = policy == ["reject_all"]
+    assert table["identical"] == ("yes" if is_own else f"not compared: with {policy[0]} texts differ by design")
     assert table["speedup"].endswith("x")
 
 
@@ -533,7 +534,7 @@ def test_benchmark(tmp_path, capsys):
     assert (report["topk"], report["num_steps"], report["num_draft_tokens"]) == (1, 0, 1)
     assert main([*command, "--accept-policy", "reject_all"]) == 0
     shown = capsys.readouterr().out
-    assert "mean acceptance length: 1.00" in shown and "identical" not in shown
+    assert "mean acceptance length: 1.00" in shown and "identical" in shown
     assert "method: eagle, verified by target_match" in shown
     missing = str(tmp_path / "none.txt")
     for command in (["benchmark", missing], ["inspect", "--sweep", missing], ["generate", "--prompts", missing]):

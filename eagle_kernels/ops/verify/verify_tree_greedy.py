@@ -4,15 +4,15 @@ Computes
     From the root: the target's token at the current node (its argmax) is the next token of plain greedy decoding. If a
     child carries it, that draft is accepted and becomes the current node; else the token ends the walk as the bonus.
     EAGLE (arXiv 2401.15077) with the first-child / next-sibling walk of SGLang.
-    accept_policy, for timing: planted tokens replace the target's before they are compared, so that the path of first
-    children is taken to its end, not at all, or as deep as coins say. Rows are read as always.
+    accept_policy: reject_all ends every walk at the root. Under accept_all and simulate planted tokens replace the
+    target's, so that the path of first children is taken to its end, or as deep as coins say. Rows are read as always.
 Invariants
     Every output is written whole, except predicts with keep_unvisited. At most spec_steps = S drafts are accepted.
     Ties go to the lowest id, NaN counts as -inf; a target id outside int32 counts as -1. Links that do not point
     forward within the tree end the walk (any_order: those to the root or to a node met before do); a token of -1 is
     never accepted. A row whose root has a retrieve_index outside the request is dead: predicts and accept_index -1,
     accept_token_num 0. Results of a request do not depend on the batch around it. What is planted is the token of the
-    first child that carries one; to reject a draft, the smallest id that no child carries.
+    first child that carries one; where simulate rejects a draft, the smallest id that no child carries.
 Grid
     (B,), one program walks one tree. From logits every row is cut into slices, (rows, slices), one program each:
     all rows, then walk     every node's row is scanned at once
@@ -37,7 +37,7 @@ from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.accept_policy import Coins, check_policy, plant, plant_path
+from .shared.accept_policy import Coins, check_policy, next_node, plant, plant_path
 from .shared.argmax import slice_key, winner
 from .shared.tree_walk import (
     Links,
@@ -111,7 +111,8 @@ def _verify_tree_greedy_kernel(
     if ACCEPT_POLICY != "normal":
         coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
         predicted = plant_path(predicted, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY)
-    depth = follow(tree, predicted, request, SPEC_STEPS, NUM_NODES, ANY_ORDER)
+    MOST_ACCEPTED: tl.constexpr = 0 if ACCEPT_POLICY == "reject_all" else SPEC_STEPS
+    depth = follow(tree, predicted, request, MOST_ACCEPTED, NUM_NODES, ANY_ORDER)
     out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
     walk = Walk(tree.retrieved, predicted, depth)
     store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_DEPTH)
@@ -198,7 +199,7 @@ def _verify_tree_greedy_level_kernel(
             )
             if part == 0:
                 tl.store(planted_ptr + above, token)
-        child = find_child(tree, node, token)
+        child = next_node(find_child(tree, node, token), ACCEPT_POLICY)
         current = tl.where((parent >= 0) & (child > 0), child, -1)
     if part == 0:
         tl.store(path_ptr + place, current)
@@ -308,8 +309,8 @@ def verify_tree_greedy(
         target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. Ties go to the lowest id, NaN counts
             as -inf. Given instead of target_predict.
         spec_steps: S, 0..1024: the most drafts that can be accepted.
-        accept_policy: "normal"; or, to time a given acceptance with text that is not the target's, "accept_all" (always
-            the first child), "reject_all" or "simulate" (the first child as often as simulated_rates say).
+        accept_policy: "normal"; "reject_all" (no draft); or, for timing, with text that is not the target's,
+            "accept_all" (always the first child) or "simulate" (the first child as often as simulated_rates say).
         simulated_rates: None or [S] fp32. Of "simulate" only, in 0..1 and not increasing: the probability that at least
             1, 2, .. S drafts are accepted.
         seeds: None or [B] int. Of "simulate" only: its coins are keyed by seed and position.

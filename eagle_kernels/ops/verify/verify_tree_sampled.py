@@ -7,7 +7,7 @@ Computes
     function of the prefix alone (top-k trees), so a child is followed with probability p(child), and the text follows
     the target's distribution. For distinct siblings the paths, too, have the distribution of the recursive rejection of
     EAGLE-2 (arXiv 2406.16858) and of SGLang's coin walk. Draft probabilities are not needed. Rows of temperature 0 are
-    greedy. accept_policy and simulated_rates, for timing, as in verify_tree_greedy.
+    greedy. accept_policy and simulated_rates as in verify_tree_greedy.
 Invariants
     Equal logits, seed and position give the same token, with or without a tree around it, in any batch. Duplicate
     siblings are harmless: the first one is followed. Malformed links and dead rows as in verify_tree_greedy.
@@ -93,7 +93,8 @@ def _verify_tree_sampled_walk_kernel(
     predicted = tl.load(drawn_ptr + request * NUM_NODES + node, mask=node < NUM_NODES, other=-1)
     coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
     predicted = plant_path(predicted, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY)
-    node_depth = follow(tree, predicted, request, SPEC_STEPS, NUM_NODES)
+    MOST_ACCEPTED: tl.constexpr = 0 if ACCEPT_POLICY == "reject_all" else SPEC_STEPS
+    node_depth = follow(tree, predicted, request, MOST_ACCEPTED, NUM_NODES)
     # [depth, node]
     is_there = node_depth[None, :] == depth[:, None]
     nodes = tl.max(tl.where(is_there, node[None, :], -1), axis=1)
@@ -220,8 +221,9 @@ def verify_tree_sampled(
         spec_steps: S, 0..1024: the most drafts that can be accepted.
         filter_order: what top-p works on: "top_k_first", the tokens that top-k left, renormalised; "joint", all tokens.
         return_logprobs: compute logprobs and raw_logprobs.
-        accept_policy: "normal"; or, to time a given acceptance with text that is not the target's, "accept_all" (always
-            the first child), "reject_all" or "simulate" (the first child as often as simulated_rates say).
+        accept_policy: "normal"; "reject_all" (no draft, what the root's row draws is the bonus); or, for timing, with
+            text that is not the target's, "accept_all" (always the first child) or "simulate" (the first child as often
+            as simulated_rates say).
         out: eleven tensors to write into, of the shapes below.
 
     Returns:

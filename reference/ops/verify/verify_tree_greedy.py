@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...accept_policy import planted
+from ...accept_policy import most_accepted, planted
 from ...sampling import draw_tokens
 from ...tree import Output, walk
 
@@ -45,4 +45,5 @@ def verify_tree_greedy(
         token_at=token_at,
         unvisited=out.predicts if keep_unvisited else None,
         any_order=any_order,
+        most_accepted=most_accepted(spec_steps, accept_policy),
     )

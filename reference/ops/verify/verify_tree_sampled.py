@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...accept_policy import planted
+from ...accept_policy import most_accepted, planted
 from ...sampling import Filters, Processors, draw_tokens, kept_logits, log_probabilities, scaled_logits
 from ...tree import walk
 from .verify_commit import verify_commit
@@ -116,7 +116,7 @@ def verify_tree_sampled(
         token_at, *links, spec_steps=spec_steps, accept_policy=accept_policy, simulated_rates=simulated_rates,
         seeds=seeds, positions=positions,
     )  # fmt: skip
-    walked = walk(*links, spec_steps, token_at)
+    walked = walk(*links, spec_steps, token_at, most_accepted=most_accepted(spec_steps, accept_policy))
     none = requests[:0]
     no_column = none.new_empty((0, num_columns))
     # torch.library wants outputs that share no memory

@@ -1,12 +1,13 @@
-"""Acceptance as wished: the target's tokens are replaced with planted ones before a walk compares them with the drafts.
+"""Acceptance as wished.
 
-    normal       the target's own tokens
-    accept_all   at every node the token of its first child
-    reject_all   never the token of a child
-    simulate     one or the other, by coins with given rates of acceptance per depth
+    normal       a walk goes to the child that carries the target's token
+    reject_all   it ends at the root: the text is the target's own, a token a step
+    accept_all   it goes to the first child, whose token is planted in the place of the target's
+    simulate     likewise, by coins with given rates of acceptance per depth; where it is to end, a token of a child
+                 gives way to another one
 
-For timing: the rows that are read, the walk that is made and the KV that moves are those of a model that accepts
-so much. The text is not the target's.
+For tests and timing: the rows that are read, the walk that is made and the KV that moves are those of a model that
+accepts so much. Planted text is not the target's.
 """
 
 from __future__ import annotations
@@ -60,14 +61,21 @@ def plant(
 
     Below depth SPEC_STEPS nothing is accepted, so nothing is planted.
     """
-    if ACCEPT_POLICY != "normal":
+    if (ACCEPT_POLICY == "accept_all") | (ACCEPT_POLICY == "simulate"):
         if depth < SPEC_STEPS:
+            is_wanted = tl.full([], True, tl.int1)
             if ACCEPT_POLICY == "simulate":
                 is_wanted = is_accepted_by_coin(depth, request, coins, NUM_NODES)
-            else:
-                is_wanted = tl.full([], ACCEPT_POLICY == "accept_all", tl.int1)
             token = planted_token(token, node, is_wanted, tree)
     return token
+
+
+@triton.jit
+def next_node(child, ACCEPT_POLICY: tl.constexpr):
+    """Returns the child that a walk goes to, -1 if the policy ends it before."""
+    if ACCEPT_POLICY == "reject_all":
+        child = tl.full([], -1, tl.int32)
+    return child
 
 
 @triton.jit
@@ -122,7 +130,7 @@ def plant_path(
     ACCEPT_POLICY: tl.constexpr,
 ):
     """Returns the target's tokens `predicted` [node] with planted ones at the nodes that they lead to."""
-    if ACCEPT_POLICY != "normal":
+    if (ACCEPT_POLICY == "accept_all") | (ACCEPT_POLICY == "simulate"):
         nodes = tl.arange(0, tree.links.shape[0])
         depth = tl.zeros([], dtype=tl.int32)
         node = tl.zeros([], dtype=tl.int32)

@@ -16,7 +16,7 @@ from ....runtime import tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from . import logits, sampling
-from .accept_policy import Coins, plant
+from .accept_policy import Coins, next_node, plant
 from .filters import load_filters
 from .logits import Processors, Row, read_temperature
 from .random import STREAM_TARGET, Noise
@@ -108,7 +108,7 @@ def _verify_tree_sampled_scan_kernel(
             token = plant(
                 token, parent, level - 1, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY=ACCEPT_POLICY
             )
-        current = match_child(children, token)
+        current = next_node(match_child(children, token), ACCEPT_POLICY)
     if is_lister:
         children = load_children(links, request, current, NUM_NODES, BLOCK_NODE)
         tl.store(children_ptr + place * NUM_NODES + nodes, children, mask=nodes < NUM_NODES)
@@ -247,7 +247,7 @@ def _verify_tree_sampled_draw_kernel(
         tl.store(logprobs_ptr + column, logprob)
         tl.store(raw_logprobs_ptr + column, raw_logprob)
     if level < SPEC_STEPS:
-        tl.store(path_ptr + place + batch_size, match_child(children, token))
+        tl.store(path_ptr + place + batch_size, next_node(match_child(children, token), ACCEPT_POLICY))
     else:
         depth = tl.arange(0, BLOCK_DEPTH)
         is_above = depth < level
