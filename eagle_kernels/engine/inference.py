@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ..runtime.placement import is_same_device, read_placement
 from ..runtime.values import is_integer, read_flag
-from .config.eagle_config import CONFIG_FIELDS, EAGLEConfig, read_config
-from .models.causal_draft import CausalDraft
-from .models.loading import load_draft, load_target, read_eos_token_ids
-from .models.pairing import as_draft, bind_draft, check_target, check_trees, warn_of_rounding
+from .config.eagle_config import CONFIG_FIELDS, EAGLEConfig, read_config, read_line
+from .models.loading import load_target, read_eos_token_ids
+from .models.pairing import as_draft, bind_draft, check_target, check_trees, load_draft_of, warn_of_rounding
 from .models.protocol import DraftModel, TargetModel
-from .models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from .models.tokenizer import Tokenizer, load_tokenizer
 from .requests.inputs import Prompts, Seeds, read_prompt, read_prompts
 from .requests.request import Request, TokenEvent
 from .requests.sampling_params import SAMPLING_FIELDS, SamplingParams
@@ -94,7 +93,7 @@ class EAGLEInference:
         cls,
         draft: str | Path | None,
         target: str | Path,
-        config: EAGLEConfig | None = None,
+        config: EAGLEConfig | Mapping[str, Any] | None = None,
         *,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -103,27 +102,25 @@ class EAGLEInference:
         """Loads an engine from two model folders in Hugging Face layout.
 
         Args:
-            draft: The folder of an EAGLE head; the target's own folder, if that holds next-token modules; or, with
-                method="draft_model", a language model with the target's tokenizer. None is for methods without a model.
+            draft: The folder of an EAGLE head or of next-token modules; or, with method="draft_model", of a language
+                model with the target's tokenizer. None: the target's own folder with method="mtp", since published
+                targets have their modules in them; otherwise for methods without a model.
             target: The target's folder, which also has the end tokens and, if there is one, the tokenizer.
-            config, device: As for the class, but device=None is the GPU where there is one, else the CPU.
+            config: As for the class, or the fields of a server's `--speculative-config`, such as {"method": "mtp",
+                "model": folder}: their "model" is the draft, where draft is None.
+            device: As for the class, but None is the GPU where there is one, else the CPU.
             dtype: The type of the weights; None: float32.
             check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
 
         Raises:
             ValueError: As for the class; a folder that does not hold such a model raises its subclass `ModelError`.
         """
-        config = read_config(config)
+        config, draft = read_line(config, draft)
         device, dtype = read_placement("EAGLEInference.from_pretrained", device, dtype)
         target_model = load_target(target, device, dtype, check_weights=check_weights)
         if config.eos_token_ids is None:
             config = replace(config, eos_token_ids=read_eos_token_ids(target))
-        draft_model = None
-        if draft is not None and "draft_model" in config.methods:
-            vocab_size = target_model.vocab_size if check_same_vocabulary(draft, target) else None
-            draft_model = CausalDraft(load_target(draft, device, dtype, check_weights=check_weights), vocab_size)
-        elif draft is not None:
-            draft_model = load_draft(draft, target_model, check_weights=check_weights)
+        draft_model = load_draft_of(target_model, target, draft, config, check_weights=check_weights)
         engine = cls(draft_model, target_model, config, device)
         try:
             engine.session.tokenizer = load_tokenizer(target)

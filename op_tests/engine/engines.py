@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import random
 
+import torch
+
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.requests.sampling_params import Features
+from op_tests.engine import heads
 
 PARAMS = [
     SamplingParams(max_new_tokens=9),
@@ -20,6 +25,18 @@ PARAMS = [
 
 def make(draft, target, **config):
     return EAGLEInference(draft, target, EAGLEConfig(**{"topk": 3, "num_steps": 3, "max_batch": 3} | config))
+
+
+def write_with_modules(folder, num_modules, **options):
+    """A target and its modules in one folder, as they are published."""
+    torch.manual_seed(0)
+    sizes = heads.WIDTHS | {"model_type": "mimo", "num_hidden_layers": 2} | options
+    target = Decoder(DecoderConfig.from_dict(sizes))
+    for parameter in target.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    tensors = target.state_dict() | heads.module_tensors(num_modules)
+    return heads.write_modules(folder, tensors, num_modules, **options)
 
 
 def prompt_of(number: int) -> list[int]:

@@ -10,32 +10,19 @@ pytest.importorskip("safetensors")
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
 from eagle_kernels.engine.drafters.module_reader import ModuleReader
-from eagle_kernels.engine.models.decoder import Decoder
-from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from eagle_kernels.tools.training.causal_attend import causal_attend
 from op_tests.engine import heads
+from op_tests.engine.engines import write_with_modules
 from op_tests.engine.heads import HIDDEN, IDS, edit_config, edit_tensors
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
 
 
-def write(folder, num_modules, **options):
-    """A target and its modules in one folder, as they are published."""
-    torch.manual_seed(0)
-    sizes = heads.WIDTHS | {"model_type": "mimo", "num_hidden_layers": 2} | options
-    target = Decoder(DecoderConfig.from_dict(sizes))
-    for parameter in target.parameters():
-        if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=0.2)
-    tensors = target.state_dict() | heads.module_tensors(num_modules)
-    return heads.write_modules(folder, tensors, num_modules, **options)
-
-
 def load(folder, num_modules, device="cpu", **options):
     """(target, draft)."""
-    folder = write(folder, num_modules, **options)
+    folder = write_with_modules(folder, num_modules, **options)
     target = load_target(folder, device)
     return target, load_draft(folder, target)
 

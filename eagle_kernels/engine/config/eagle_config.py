@@ -15,7 +15,7 @@ from ...runtime.validated import above, at_least, checked, integer, is_number, n
 from ...runtime.values import is_integer
 from ..requests.sampling_params import MIN_P_RULE, TOP_P_RULE
 from .drafting_options import DraftingOptions
-from .speculative_config import check_fields_are_read, read_speculative_config
+from .speculative_config import check_fields_are_read, read_speculative_config, take_model
 
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
 # What adaptive="auto" tries beside its own tree: (topk, num_steps, num_draft_tokens) of chains, and mean_draft_tokens
@@ -112,9 +112,10 @@ class EAGLEConfig(DraftingOptions):
         max_candidate_len: For "topp": most candidates of a node, 2..16.
         verify_window: For "topp": nodes that must agree with the target below a draft that is its second candidate.
         typical_epsilon, typical_delta: For "typical": the two numbers of its bound above.
-        accept_policy: "normal". For timing, "accept_all", "reject_all" and "simulate" replace the target's tokens, so
-            that the path of first children is accepted whole, not at all, or to a random depth. The text is then not
-            the target's, and may hold end tokens: with eos_token_ids=() every request reaches its full length.
+        accept_policy: "normal"; "reject_all" accepts no draft: plain decoding's text, a token a step. For timing,
+            "accept_all" and "simulate" replace the target's tokens, so that the path of first children is accepted
+            whole, or to a random depth. The text is then not the target's, and may hold end tokens: with
+            eos_token_ids=() every request reaches its full length.
         simulated_accept_length: Turns "simulate" on: the mean tokens of a step, bonus token included.
         simulated_accept_lengths: The alternative to it for adaptive, whose trees are not accepted alike: a length for
             each tree, as (((1, 3, 4), 2.6), ((8, 5, 64, 8), 3.2), ((8, 5, 64), 4.0)), of which the one in the middle
@@ -250,7 +251,7 @@ class EAGLEConfig(DraftingOptions):
         """Whether requests with this sampling get the text that plain decoding draws with the same seed."""
         is_drawn_alike = self.verify_strategy in ("greedy", "target_match")
         is_drawn_alike |= self.verify_strategy in ("rejection", "typical") and self.temperature == 0
-        return self.accept_policy == "normal" and is_drawn_alike
+        return self.accept_policy in ("normal", "reject_all") and is_drawn_alike
 
     @property
     def may_speculate(self) -> bool:
@@ -368,6 +369,14 @@ def read_config(config: Any) -> EAGLEConfig:
     if not (config is None or isinstance(config, EAGLEConfig)):
         raise ValueError(f"EAGLEInference: config must be None or an EAGLEConfig, got {config!r}")
     return config or EAGLEConfig()
+
+
+def read_line(config: Any, draft: Any) -> tuple[EAGLEConfig, Any]:
+    """Returns the configuration and the draft's folder; both may come from the fields of a server's configuration."""
+    if isinstance(config, Mapping):
+        fields, draft = take_model(config, draft)
+        config = EAGLEConfig.from_speculative_config(fields)
+    return read_config(config), draft
 
 
 def _is_table(value: Any) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from ...runtime.values import is_integer
 from .drafting_options import DraftingOptions
@@ -16,10 +17,12 @@ _SAME = (
     "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
     "suffix_decoding_min_token_prob", "ngram_prefer", "typical_epsilon", "typical_delta",
 )  # fmt: skip
+# FastDeploy's documentation turns suffix decoding on by these, under method="mtp"
+_SUFFIX = tuple(name for name in _SAME if name.startswith("suffix_"))
 # fields, and the methods or strategies that read them
 _OWNED = (
     (("max_ngram_size", "min_ngram_size", "ngram_prefer", *_NAMES), "method", {"ngram", "hybrid"}),
-    (tuple(name for name in _SAME if name.startswith("suffix_")), "method", {"suffix"}),
+    (_SUFFIX, "method", {"suffix"}),
     (("max_candidate_len", "verify_window"), "verify_strategy", {"topp"}),
     (("typical_epsilon", "typical_delta"), "verify_strategy", {"typical"}),
 )
@@ -37,10 +40,26 @@ _OTHERS = ("method", "model", "mtp_strategy", "num_speculative_tokens", "num_mod
 FIELDS = tuple(sorted({*_NAMES, *_SAME, *_OF_TREES, *_SERVER, *_OTHERS}))
 
 
+def take_model(given: Mapping[str, Any], draft: Any = None) -> tuple[dict[str, Any], Any]:
+    """Returns a server's fields without `model`, and the draft's folder: `model`, or `draft` where that is absent."""
+    fields = dict(given) if isinstance(given, Mapping) else _fail_form(given)
+    model = fields.pop("model", None)
+    if model is None:
+        return fields, draft
+    if not isinstance(model, (str, Path)):
+        _fail("model", "be the folder of a draft", model)
+    if draft is not None:
+        _fail("model", f"be absent where the draft is given as {str(draft)!r}", model)
+    if _means_suffix(fields):
+        rule = "be absent with fields of suffix decoding under method='mtp', which mean drafts without a model"
+        _fail("model", rule, model)
+    return fields, Path(model)
+
+
 def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `EAGLEConfig` that a server's fields stand for; see `from_speculative_config` there."""
     if not isinstance(given, Mapping):
-        raise ValueError(f"speculative_config: must be a mapping of fields, got {given!r}")
+        _fail_form(given)
     unknown = sorted(set(map(str, given)) - set(FIELDS))
     if unknown:
         raise ValueError(f"speculative_config: there is no field {unknown[0]}; there are {', '.join(FIELDS)}")
@@ -48,7 +67,8 @@ def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
         if not _is(given.get(name, nothing), nothing):
             _fail(name, f"be {nothing!r} or absent, since the server decides it", given[name])
     if given.get("model") is not None:
-        _fail("model", "be absent: pass the draft to EAGLEInference, or as --draft", given["model"])
+        rule = "be absent here: EAGLEInference.from_pretrained(None, target, fields) loads it"
+        _fail("model", rule, given["model"])
     method = _method(given)
     fields = {"method": method} | _sizes(given, method) | {name: given[name] for name in _SAME if name in given}
     for name, ours in _NAMES.items():
@@ -86,7 +106,7 @@ def _method(given: Mapping[str, Any]) -> str:
     name = given.get("method")
     if not isinstance(name, str):
         _fail("method", "be given" if name is None else "be the name of a method", name)
-    method = _METHODS.get(name, name)
+    method = "suffix" if _means_suffix(given) else _METHODS.get(name, name)
     strategy = given.get("mtp_strategy", "default")
     if strategy not in ("default", "with_ngram"):
         _fail("mtp_strategy", "be 'default' or 'with_ngram'", strategy)
@@ -102,8 +122,9 @@ def _method(given: Mapping[str, Any]) -> str:
 def _sizes(given: Mapping[str, Any], method: str) -> dict[str, int]:
     """Returns the tree: a chain of num_speculative_tokens drafts, or what the tree's own fields say."""
     if method == "naive":
-        if not _is(given.get("num_speculative_tokens", 0), 0):
-            _fail("num_speculative_tokens", "be 0 or absent for method='naive'", given["num_speculative_tokens"])
+        count = given.get("num_speculative_tokens", 0)  # whatever it is, FastDeploy takes 0
+        if not (is_integer(count) and count >= 0):
+            _fail("num_speculative_tokens", "be an int of at least 0", count)
         for name in (*_OF_TREES, "num_model_steps"):
             if not _is(given.get(name, 1), 1):
                 _fail(name, "be 1 or absent for method='naive', which has no drafts", given[name])
@@ -132,10 +153,15 @@ def _sizes(given: Mapping[str, Any], method: str) -> dict[str, int]:
             rule = f"exceed num_model_steps = {levels} where n-grams follow the model's drafts"
             _fail("num_speculative_tokens", rule, given.get("num_speculative_tokens"))
         return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1, "num_model_steps": levels}
-    if levels is not None and "num_speculative_tokens" in given and levels < count:
-        _fail("num_model_steps", f"be at least num_speculative_tokens = {count} unless n-grams follow", levels)
-    count = max(count, levels or 1)  # FastDeploy, too, verifies at least what the model drafts
+    if has_model and levels is not None:
+        count = levels  # FastDeploy, too: room for more drafts stays empty unless n-grams follow
     return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1}
+
+
+def _means_suffix(given: Mapping[str, Any]) -> bool:
+    """Returns whether `mtp` stands for suffix decoding: some of its fields say something."""
+    is_asked = any(name in given and given[name] != getattr(DraftingOptions, name) for name in _SUFFIX)
+    return is_asked and given.get("method") == "mtp" and given.get("mtp_strategy", "default") == "default"
 
 
 def _is(value: Any, wanted: Any) -> bool:
@@ -143,5 +169,9 @@ def _is(value: Any, wanted: Any) -> bool:
     return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
 
 
-def _fail(name: str, rule: str, value: Any) -> None:
+def _fail_form(given: Any) -> NoReturn:
+    raise ValueError(f"speculative_config: must be a mapping of fields, got {given!r}")
+
+
+def _fail(name: str, rule: str, value: Any) -> NoReturn:
     raise ValueError(f"speculative_config: {name} must {rule}, got {value!r}")

@@ -13,7 +13,9 @@ from ...runtime.placement import is_same_device, rounds_fp32_matmuls
 from ..config.drafting_options import MODEL_KINDS
 from ..config.eagle_config import EAGLEConfig
 from .causal_draft import CausalDraft
+from .loading import load_draft, load_target
 from .protocol import DraftModel, TargetModel
+from .tokenizer import check_same_vocabulary
 
 # models of another library, or what is no model at all, lack some of these
 _DRAFT_MEMBERS = ("forward", "max_length", "kv_shape")
@@ -23,6 +25,26 @@ _TARGET_MEMBERS = (*_DRAFT_MEMBERS, "vocab_size", "hidden_size", "device", "dtyp
 def check_target(model: Any) -> None:
     """Raises ValueError unless `model` has the members of a `TargetModel`."""
     _check_members("target_model", "a TargetModel", model, _TARGET_MEMBERS)
+
+
+def load_draft_of(
+    target: TargetModel,
+    target_folder: str | Path,
+    folder: str | Path | None,
+    config: EAGLEConfig,
+    *,
+    check_weights: bool,
+) -> DraftModel | None:
+    """Loads the draft that the configuration's method needs: a head, or a language model with the target's tokens."""
+    if folder is None and "mtp" in config.methods:
+        folder = target_folder
+    if folder is None:
+        return None
+    if "draft_model" not in config.methods:
+        return load_draft(folder, target, check_weights=check_weights)
+    vocab_size = target.vocab_size if check_same_vocabulary(folder, target_folder) else None
+    model = load_target(folder, target.device, target.dtype, check_weights=check_weights)
+    return CausalDraft(model, vocab_size)
 
 
 def as_draft(model: Any) -> DraftModel:

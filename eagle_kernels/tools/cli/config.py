@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...engine.config.eagle_config import EAGLEConfig
+from ...engine.config.speculative_config import take_model
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...runtime.values import parse_json, shown
 
@@ -74,14 +75,9 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
 
 def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
     """Makes the configuration; a draft named in --speculative-config becomes `arguments.draft`."""
-    fields = None if arguments.speculative_config is None else dict(arguments.speculative_config)
-    if fields is not None and fields.get("model") is not None:
-        if arguments.draft is not None:
-            raise ValueError("give the draft either by --draft or as model in --speculative-config, not by both")
-        model = fields.pop("model")
-        if not isinstance(model, str):
-            raise ValueError(f"speculative_config: model must be the folder of a draft, got {model!r}")
-        arguments.draft = Path(model)
+    fields = arguments.speculative_config
+    if fields is not None:
+        fields, arguments.draft = take_model(fields, arguments.draft)
     tree = {name: getattr(arguments, name) for name in ("topk", "num_steps", "num_draft_tokens")}
     tree = {name: value for name, value in tree.items() if value is not None}
     if fields is not None and tree:

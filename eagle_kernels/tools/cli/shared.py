@@ -46,6 +46,8 @@ def read_machine(arguments: argparse.Namespace) -> tuple[torch.device, torch.dty
 def load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenizer]:
     """Loads the models that the arguments name, or the embedded pair."""
     config = read_config(arguments)
+    if "mtp" in config.methods and arguments.draft is None:
+        arguments.draft = arguments.target  # which have their modules in them
     if config.needs_model and (arguments.target is None) != (arguments.draft is None):
         raise ValueError("--target and --draft must be given together: a head fits only the target it was trained for")
     if not config.needs_model and arguments.draft is not None:
