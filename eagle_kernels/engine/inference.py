@@ -25,7 +25,7 @@ from .requests.sampling_params import SAMPLING_FIELDS, SamplingParams
 from .serve.benchmark import BenchmarkResult, benchmark
 from .serve.output import GenerationOutput
 from .serve.session import Session
-from .serve.stream import TextStream, TokenStream, open_stream
+from .serve.stream import TextStream, TokenStream, open_call
 from .serve.warmup import COMMON_PARAMS, warm_up
 from .step.plan import warn_of_eager_steps
 from .step.stepper import Verified
@@ -116,12 +116,13 @@ class EAGLEInference:
             ValueError: As for the class; a folder that does not hold such a model raises its subclass `ModelError`.
         """
         config, draft = read_line(config, draft)
-        device, dtype = read_placement("EAGLEInference.from_pretrained", device, dtype)
-        target_model = load_target(target, device, dtype, check_weights=check_weights)
+        target_model = load_target(
+            target, *read_placement("EAGLEInference.from_pretrained", device, dtype), check_weights=check_weights
+        )
         if config.eos_token_ids is None:
             config = replace(config, eos_token_ids=read_eos_token_ids(target))
         draft_model = load_draft_of(target_model, target, draft, config, check_weights=check_weights)
-        engine = cls(draft_model, target_model, config, device)
+        engine = cls(draft_model, target_model, config)
         try:
             engine.session.tokenizer = load_tokenizer(target)
         except ValueError as error:  # only text needs one, and says so
@@ -133,6 +134,7 @@ class EAGLEInference:
         input_ids: Prompts,
         max_new_tokens: int = 128,
         *,
+        n: int = 1,
         seeds: Seeds = None,
         speculative: bool = True,
         **overrides: Any,
@@ -142,12 +144,14 @@ class EAGLEInference:
         Args:
             input_ids: One prompt, [L] token ids, or several: lists of any lengths, or a tensor or array [B, L].
             max_new_tokens: A request ends after its first end token or stop string, or with exactly this many tokens.
+            n: Samples of each prompt, whose seeds are that of the prompt, and those after it.
             seeds: One for all prompts or one for each; None: fresh ones from torch's generator, see `stats.seeds`.
             speculative: False decodes plainly, with the same code and pools.
             overrides: Fields of `EAGLEConfig` and `SamplingParams` for this call, such as temperature=0.8.
 
         Returns:
-            The new tokens (one list for one prompt, a list of lists for several) and the statistics of the call.
+            The new tokens (one list for one prompt, a list of lists for several prompts or samples, those of a prompt
+            next to each other) and the statistics of the call.
 
         Raises:
             ValueError: An argument breaks its rule, or a prompt is empty, too long or holds an id that is no token.
@@ -159,7 +163,8 @@ class EAGLEInference:
             >>> engine.tokenizer.decode(output_ids), stats.mean_accept_length
             ('self, size, walk', 3.4)
         """
-        stream = self._open("generate", input_ids, max_new_tokens, seeds, speculative, overrides)
+        call = "generate", input_ids, max_new_tokens, n, seeds, speculative, overrides
+        stream = open_call(self.session, self.config, *call)
         for _ in stream:
             pass
         return stream.output()
@@ -169,6 +174,7 @@ class EAGLEInference:
         input_ids: Prompts,
         max_new_tokens: int = 128,
         *,
+        n: int = 1,
         seeds: Seeds = None,
         speculative: bool = True,
         **overrides: Any,
@@ -176,7 +182,7 @@ class EAGLEInference:
         """Returns an iterator, for `for` and `async for`, that yields a `TokenEvent` for each token once it is known.
 
         Args:
-            input_ids, max_new_tokens, seeds, speculative, overrides: As for `generate`. After the last token, the
+            input_ids, max_new_tokens, n, seeds, speculative, overrides: As for `generate`. After the last token, the
                 `output()` of the iterator is what `generate` returns.
 
         Raises:
@@ -186,16 +192,8 @@ class EAGLEInference:
             >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of the example of `generate`
             [115, 101, 108, 102]
         """
-        return self._open("stream", input_ids, max_new_tokens, seeds, speculative, overrides)
-
-    def _open(
-        self, caller: str, input_ids: Prompts, max_new_tokens: int, seeds: Seeds, speculative: bool, overrides: dict
-    ) -> TokenStream:
-        """Returns the stream of a method, the caller, that errors name."""
-        read_flag(f"{caller}: speculative", speculative)
-        prompts, is_single = read_prompts(input_ids, f"{caller}: input_ids")
-        config, params = self.session.read_call(caller, len(prompts), max_new_tokens, seeds, self.config, overrides)
-        return open_stream(self.session, prompts, params, config, speculative, is_single, caller)
+        call = "stream", input_ids, max_new_tokens, n, seeds, speculative, overrides
+        return open_call(self.session, self.config, *call)
 
     def stream_text(self, text: str, max_new_tokens: int = 128, **options: Any) -> TextStream:
         """Returns an iterator over the text that follows `text`; `max_new_tokens` and `options`: see `generate`.

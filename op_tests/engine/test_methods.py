@@ -307,10 +307,10 @@ def test_a_request_that_fails_before_it_begins_leaves_the_others(device, monkeyp
     engine.generate(PROMPTS[0], 2)
     set_row = type(engine.session.scheduler.state.sampling).set_row
 
-    def fail_once(self, row, params, seed, prompt):
+    def fail_once(self, row, params, seed, prompt, *ends):
         if prompt == PROMPTS[1]:
             raise RuntimeError("no memory")
-        set_row(self, row, params, seed, prompt)
+        set_row(self, row, params, seed, prompt, *ends)
 
     monkeypatch.setattr(type(engine.session.scheduler.state.sampling), "set_row", fail_once)
     requests = [engine.submit(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]

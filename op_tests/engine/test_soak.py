@@ -38,9 +38,9 @@ def keep_one(free):
 def push_more(push):
     """Takes a token more than was asked for, where a step brings one."""
 
-    def pushed(self, tokens, accepted, logprobs):
+    def pushed(self, accepted, tokens, *scores):
         before = len(self.output_ids)
-        push(self, tokens, accepted, logprobs)
+        push(self, accepted, tokens, *scores)
         taken = len(self.output_ids) - before
         if self.is_finished and taken < len(tokens):
             self.output_ids.append(tokens[taken])

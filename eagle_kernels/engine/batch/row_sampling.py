@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..requests.sampling_params import Features, SamplingParams
+from ..requests.sampling_params import MOST_ENDS, Features, SamplingParams
 
 _FILTERS, _PENALTIES = ("top_k", "top_p", "min_p"), ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
@@ -18,6 +20,8 @@ class RowSampling:
     numbers        [R] of each field of `SamplingParams`: top_k int32, the others fp32
     prompt_mask    [R, ceil(V / 32)] int32 bits of the tokens in the prompt, and
     output_counts  [R, V] int32, of the committed output; both None until a request has a penalty
+    minimums       [R, 66] int64: min_new_tokens, tokens of the prompt, and the end tokens, -1 padded; None until a
+                   request has min_new_tokens
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
@@ -29,21 +33,29 @@ class RowSampling:
             self.numbers[name] = torch.full((num_rows,), off, dtype=dtype, device=device)
         self.prompt_mask: Tensor | None = None
         self.output_counts: Tensor | None = None
+        self.minimums: Tensor | None = None
 
-    def add_penalties(self) -> None:
-        """Makes room for the tokens of all rows."""
-        if self.prompt_mask is None:
-            num_rows, options = len(self.seeds), {"dtype": torch.int32, "device": self.seeds.device}
+    def make_room(self, features: Features) -> None:
+        """Makes room for what such requests need of all rows."""
+        num_rows, device = len(self.seeds), self.seeds.device
+        if features.minimum and self.minimums is None:
+            self.minimums = torch.full((num_rows, 2 + MOST_ENDS), -1, dtype=torch.int64, device=device)
+        if features.penalties and self.prompt_mask is None:
+            options = {"dtype": torch.int32, "device": device}
             self.output_counts = torch.zeros(num_rows, self.vocab_size, **options)
             self.prompt_mask = torch.zeros(num_rows, -(-self.vocab_size // 32), **options)
 
-    def set_row(self, row: int, params: SamplingParams, seed: int, prompt: list[int]) -> None:
-        """Gives row `row` to a request."""
+    def set_row(self, row: int, params: SamplingParams, seed: int, prompt: list[int], ends: Iterable[int] = ()) -> None:
+        """Gives row `row` to a request, with the tokens that end it."""
         self.seeds[row] = seed
+        self.make_room(Features.of([params]))
+        if self.minimums is not None:
+            numbers = [params.min_new_tokens, len(prompt), *(ends if params.min_new_tokens else ())]
+            numbers += [-1] * (self.minimums.shape[1] - len(numbers))
+            self.minimums[row] = torch.tensor(numbers).to(self.minimums.device)
         for name, tensor in self.numbers.items():
             tensor[row] = getattr(params, name)
         if params.has_penalties:
-            self.add_penalties()
             self.output_counts[row] = 0
             is_in_prompt = np.zeros(32 * self.prompt_mask.shape[1], dtype=bool)
             is_in_prompt[prompt] = True
@@ -52,7 +64,7 @@ class RowSampling:
 
     def tensors(self) -> list[Tensor]:
         """Returns every tensor that belongs to rows."""
-        held = [self.seeds, *self.numbers.values(), self.prompt_mask, self.output_counts]
+        held = [self.seeds, *self.numbers.values(), self.prompt_mask, self.output_counts, self.minimums]
         return [tensor for tensor in held if tensor is not None]
 
     def arguments(self, features: Features, rows: slice) -> dict[str, Tensor]:
@@ -62,6 +74,14 @@ class RowSampling:
         if features.penalties:
             values |= {"prompt_mask": self.prompt_mask[rows], "output_counts": self.output_counts[rows]}
         return values
+
+    def early_ends(self, rows: slice, lengths: Tensor) -> dict[str, Tensor]:
+        """Returns the arguments by which `penalize_logits` keeps end tokens back, after `lengths` committed tokens."""
+        least, prompt_lengths, ends = self.minimums[rows].split([1, 1, MOST_ENDS], dim=1)
+        num_output_tokens = lengths + 1 - prompt_lengths[:, 0]
+        return {
+            "min_tokens": least[:, 0].clone(), "num_output_tokens": num_output_tokens, "end_token_ids": ends.clone()
+        }  # fmt: skip
 
     def count(self, features: Features, rows: slice, tokens: Tensor) -> None:
         """Adds committed tokens [B, T], -1 for none, to the output of these rows."""

@@ -39,10 +39,10 @@ def read_prompt(token_ids: Sequence[int] | Tensor, name: str) -> list[int]:
     return prompts[0]
 
 
-def read_seeds(seeds: Seeds, count: int, caller: str = "generate") -> list[int]:
-    """Returns one seed per prompt; fresh ones from torch's generator for None."""
+def read_seeds(seeds: Seeds, count: int, caller: str = "generate", num_samples: int = 1) -> list[int]:
+    """Returns num_samples seeds per prompt, from its own upwards; fresh ones from torch's generator for None."""
     if seeds is None:
-        return torch.randint(-(2**63), 2**63 - 1, (count,)).tolist()
+        return torch.randint(-(2**63), 2**63 - 1, (count * num_samples,)).tolist()
     seeds = plain(seeds)
     seeds = seeds if isinstance(seeds, list) else [seeds] * count
     for seed in seeds:
@@ -52,7 +52,7 @@ def read_seeds(seeds: Seeds, count: int, caller: str = "generate") -> list[int]:
             raise ValueError(f"{caller}: seeds must fit in 64 bits, got {seed}")
     if len(seeds) != count:
         raise ValueError(f"{caller}: seeds must be one for all or one per prompt, got {len(seeds)} for {count} prompts")
-    return seeds
+    return [(seed + sample + 2**63) % 2**64 - 2**63 for seed in seeds for sample in range(num_samples)]
 
 
 def read_max_new_tokens(max_new_tokens: int, caller: str = "generate") -> int:

@@ -18,12 +18,14 @@ class TokenEvent(NamedTuple):
         token_id: The token.
         is_draft: Whether an accepted draft had guessed it.
         logprob: Its log-probability, if `SamplingParams.logprobs` asks for it.
+        top_logprobs: (token, raw log-probability) of the most likely tokens in its place, if `top_logprobs` asks.
     """
 
     request: int
     token_id: int
     is_draft: bool
     logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
 
 
 @dataclass(eq=False)
@@ -38,6 +40,9 @@ class Request:
         end_token_ids: The tokens that end it, of configuration and params.
         output_ids: The new tokens so far.
         logprobs: Their log-probabilities, if params.logprobs asks for them.
+        top_logprobs: (token, raw log-probability) of the most likely tokens in the place of each, likewise.
+        prompt_logprobs, prompt_top_logprobs: The same, raw, of the prompt's tokens from logprob_start_len on, once they
+            have been read; None for its first token.
         finish_reason: "eos" (one of end_token_ids), "stop" (a stop string), "length", "abort", "error"; None: not yet.
         error: Why it failed.
         accepted: How many drafts each of its steps accepted.
@@ -53,6 +58,9 @@ class Request:
     end_token_ids: frozenset[int]
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_top_logprobs: list[list[tuple[int, float]] | None] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
     accepted: list[int] = field(default_factory=list)
@@ -107,15 +115,35 @@ class Request:
         finally:
             del error
 
-    def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> None:
-        """Adds a step's `tokens`, `accepted` drafts and one of the target, with `logprobs`, until the request ends."""
-        events = []
+    def push(
+        self,
+        accepted: int,
+        tokens: list[int],
+        logprobs: list[float] | None = None,
+        raw_logprobs: list[float] | None = None,
+        top_ids: list[list[int]] | None = None,
+        top_logprobs: list[list[float]] | None = None,
+    ) -> None:
+        """Adds what a step brought, until the request ends; the engine calls this.
+
+        Args:
+            accepted: How many of the tokens were drafts; the last one is the target's.
+            tokens: The step's tokens.
+            logprobs, raw_logprobs: Their log-probabilities of both kinds.
+            top_ids, top_logprobs: The most likely tokens in the place of each.
+        """
+        events, has_top = [], self.params.top_logprobs > 0
+        logprobs = raw_logprobs if self.params.logprobs == "raw" else logprobs
         for index, token in enumerate(tokens):
             self.output_ids.append(token)
-            logprob = logprobs[index] if self.params.logprobs and logprobs is not None else None
-            if logprob is not None:
+            logprob = top = None
+            if self.params.logprobs and logprobs is not None:
+                logprob = logprobs[index]
                 self.logprobs.append(logprob)
-            events.append(TokenEvent(self.id, token, index < accepted, logprob))
+            if has_top:
+                top = self._top(top_ids[index], top_logprobs[index])
+                self.top_logprobs.append(top)
+            events.append(TokenEvent(self.id, token, index < accepted, logprob, top))
             # an end token may have text, too
             is_stopped = self.stop_strings is not None and self.stop_strings.push(token)
             if token in self.end_token_ids:
@@ -131,6 +159,18 @@ class Request:
         self._events += events
         if self.outbox is not None:
             self.outbox += events
+
+    def score_prompt(
+        self, logprobs: list[float], top_ids: list[list[int]] | None, top_logprobs: list[list[float]] | None
+    ) -> None:
+        """Adds the `logprobs` of the prompt's tokens, all at once, and with them `top_ids` and `top_logprobs`."""
+        first = [None] if self.params.logprob_start_len == 0 else []
+        self.prompt_logprobs = first + logprobs
+        if self.params.top_logprobs:
+            self.prompt_top_logprobs = first + [self._top(*each) for each in zip(top_ids, top_logprobs)]
+
+    def _top(self, ids: list[int], logprobs: list[float]) -> list[tuple[int, float]]:
+        return list(zip(ids, logprobs))[: self.params.top_logprobs]
 
 
 class _Origin(Exception):

@@ -12,6 +12,9 @@ from ...runtime.values import is_integer
 
 TOP_P_RULE: Rule = ("lie in (0, 1] (1: off)", lambda share: 0 < share <= 1)
 MIN_P_RULE: Rule = ("lie in 0..1 (0: off)", lambda share: 0 <= share <= 1)
+MOST_TOP_LOGPROBS = 20
+# end tokens that min_new_tokens can keep back
+MOST_ENDS = 64
 _LARGEST = torch.finfo(torch.float32).max  # rows hold numbers in fp32
 _FINITE: Rule = ("be a finite int or float", lambda value: is_number(value) and -_LARGEST <= value <= _LARGEST)
 
@@ -28,11 +31,17 @@ class SamplingParams(Validated):
         presence_penalty: Subtracted once from the logit of every token in the output; 0: off.
         seed: An int of 64 bits; None: a fresh one, see `Request.seed`.
         max_new_tokens: The most new tokens; a request has exactly this many unless something else ends it first.
+        min_new_tokens: End tokens and stop_token_ids, at most 64 in all, are not drawn before there are so many new
+            tokens, max_new_tokens at most. A stop string ends the request all the same.
         stop_token_ids: The request ends with the first of these that it emits.
         stop: The request ends with the token that completes one of these strings, which the text leaves out and the
             tokens include. Needs the engine's tokenizer.
         logprobs: Whether to keep the log-probability of every token. True: among the tokens that the filters left, as
             it was drawn (greedy: among all, at temperature 1). "raw": before penalties, temperature and filters.
+        top_logprobs: How many of the most likely tokens are kept at the place of every token, with their raw
+            log-probabilities; 0..20.
+        logprob_start_len: From this token of the prompt on, the prompt's tokens have raw log-probabilities, too, and
+            top_logprobs; None: none has.
         drafter: The method that drafts for this request, if the configuration has several; None: the first.
     """
 
@@ -49,10 +58,17 @@ class SamplingParams(Validated):
         None, ("be None or an int of 64 bits", lambda seed: is_integer(seed) and -(2**63) <= seed < 2**63)
     )
     max_new_tokens: int = checked(128, ("be an int of at least 1", lambda count: is_integer(count) and count >= 1))
+    min_new_tokens: int = checked(0, ("be an int of at least 0", lambda count: is_integer(count) and count >= 0))
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     logprobs: bool | str = checked(
         False, ("be True, False or 'raw'", lambda kind: isinstance(kind, bool) or kind == "raw")
+    )
+    top_logprobs: int = checked(
+        0, (f"be an int in 0..{MOST_TOP_LOGPROBS}", lambda count: is_integer(count) and 0 <= count <= MOST_TOP_LOGPROBS)
+    )
+    logprob_start_len: int | None = checked(
+        None, ("be None or an int of at least 0", lambda start: is_integer(start) and start >= 0)
     )
     drafter: str | None = checked(None, ("be None or a method's name", lambda name: isinstance(name, str)))
 
@@ -66,11 +82,21 @@ class SamplingParams(Validated):
             is_list = isinstance(value, (tuple, list, set, frozenset)) and all(map(is_kind, value))
             self._require(is_list, name, f"be a tuple of {kind}")
             object.__setattr__(self, name, tuple(value))
+        rule = f"be at most max_new_tokens = {self.max_new_tokens}"
+        self._require(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", rule)
 
     @property
     def has_filters(self) -> bool:
         """Whether top_k, top_p or min_p has an effect; at temperature 0 none has."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def scores(self) -> list[str]:
+        """The fields of a `Request` with the log-probabilities that are asked for."""
+        from_prompt, has_top = self.logprob_start_len is not None, self.top_logprobs > 0
+        asked = {"logprobs": bool(self.logprobs), "top_logprobs": has_top}
+        asked |= {"prompt_logprobs": from_prompt, "prompt_top_logprobs": from_prompt and has_top}
+        return [name for name, is_asked in asked.items() if is_asked]
 
     @property
     def has_penalties(self) -> bool:
@@ -88,6 +114,8 @@ class Features(NamedTuple):
     filters: bool = False
     penalties: bool = False
     logprobs: bool = False
+    minimum: bool = False
+    top: bool = False
 
     @classmethod
     def of(cls, requests: list[SamplingParams]) -> Features:
@@ -96,9 +124,11 @@ class Features(NamedTuple):
             any(params.has_filters for params in requests),
             any(params.has_penalties for params in requests),
             any(bool(params.logprobs) for params in requests),
+            any(params.min_new_tokens > 0 for params in requests),
+            any(params.top_logprobs > 0 for params in requests),
         )
 
     @property
     def draws(self) -> bool:
         """Whether tokens come from `verify_tree_sampled`, which serves greedy rows too, not from the greedy walk."""
-        return any(self)
+        return self.sampling or self.filters or self.penalties or self.logprobs

@@ -45,13 +45,13 @@ class Launch:
         """Returns the time that the step took, once it has been read; None if it is not timed."""
         return None if self._start is None else elapsed_ms(self._start, self._end)
 
-    def read(self) -> list[tuple[Any, list[int], list[float] | None, list[float] | None]]:
-        """Waits for the step; returns each of `rows` with its tokens, their log-probabilities and the raw ones."""
+    def read(self) -> list[tuple[Any, StepResult]]:
+        """Waits for the step; returns each of `rows` with what it brought, as lists that begin with its tokens'."""
         if self._is_gpu:
             self._end.synchronize()
-        tokens, logprobs, raw_logprobs = (None if part is None else part.tolist() for part in self._result)
+        tokens, *scores = (None if part is None else part.tolist() for part in self._result)
         return [
-            (row, _before_padding(tokens[index]), logprobs and logprobs[index], raw_logprobs and raw_logprobs[index])
+            (row, StepResult(_before_padding(tokens[index]), *(part and part[index] for part in scores)))
             for index, row in self.rows
         ]
 

@@ -102,10 +102,14 @@ class GenerationOutput(_TokensAndStats):
     Attributes:
         output_ids: The new tokens: list[int] for a single prompt, list[list[int]] for several.
         stats: Counts and times.
-        logprobs: Log-probabilities in the same form, if `SamplingParams.logprobs` asks for them; they are not unpacked.
+        logprobs, top_logprobs, prompt_logprobs, prompt_top_logprobs: As in `Request`, in the same form; None where
+            `SamplingParams` does not ask for them. They are not unpacked.
     """
 
     logprobs: list[Any] | None = None
+    top_logprobs: list[Any] | None = None
+    prompt_logprobs: list[Any] | None = None
+    prompt_top_logprobs: list[Any] | None = None
 
     def __repr__(self) -> str:
         stats = self.stats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 from ..batch.kv_pool import PrefillAttend
 from ..batch.state import BatchState
 from ..drafters.protocol import PromptPart
+from ..models.protocol import takes_rows
 from ..requests.request import Request
 from ..requests.sampling_params import Features
+from ..step.logprobs import Scores, score
 from ..step.prompt_rows import Part, PromptRows
 from ..step.stepper import Stepper, StepResult
 
@@ -33,6 +35,8 @@ class Row:
     is_running: bool = False
     # launches that the host has not read yet; each brings at least one token
     num_pending: int = 0
+    # of the prompt's tokens, as far as it is read
+    scores: list[Scores] = field(default_factory=list)
 
     @property
     def needs_step(self) -> bool:
@@ -46,11 +50,21 @@ class PartOutput(NamedTuple):
 
     logits    [1, 1, V]  after its last token
     features  [1, P, F]  None: nobody reads them
+    scored    [K, V]     logits of its `scored_rows`; None without any
     """
 
     tokens: Tensor
     logits: Tensor
     features: Tensor | None
+    scored: Tensor | None = None
+
+
+def scored_rows(row: Row, size: int) -> range:
+    """Returns the rows of the next `size` tokens after which a token comes whose log-probability is asked for."""
+    first = row.request.params.logprob_start_len
+    if first is None:
+        return range(0)
+    return range(max(0, first - 1 - row.num_read), min(size, len(row.request.prompt) - 1 - row.num_read))
 
 
 def fill_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> None:
@@ -87,7 +101,14 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
     # all at once and before anything is launched, since the host waits for the device to copy them
     tokens = torch.tensor(list(itertools.chain(*texts)), device=device).split([len(text) for text in texts])
     stops = list(itertools.accumulate(size for _, size in parts))
-    last = {"last_only": True} if len(parts) == 1 else {"last_rows": torch.tensor(stops, device=device) - 1}
+    begins, scored = [stop - size for stop, (_, size) in zip(stops, parts)], [scored_rows(*part) for part in parts]
+    # those whose logits are needed, a part's last one behind its others
+    rows = [begin + at for begin, inner, (_, size) in zip(begins, scored, parts) for at in (*inner, size - 1)]
+    if len(rows) == 1:
+        last = {"last_only": True}
+    else:
+        rows = torch.tensor(rows, device=device)
+        last = {"last_rows": rows} if takes_rows(stepper.target) else {}
     attend = PrefillAttend(state.target_pool, torch.cat([row.block_table for row, _ in parts]), spans)
     logits, features = stepper.target.forward(
         torch.cat([text[:size] for text, (_, size) in zip(tokens, spans)])[None],
@@ -96,9 +117,15 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
         capture=stepper.aux_layers,
         **last,
     )
+    logits = logits[0] if last else logits[0, rows]
     return [
-        PartOutput(text, _copy(logits[0, at]), None if features is None else features[:, stop - size : stop])
-        for at, (text, (_, size), stop) in enumerate(zip(tokens, spans, stops))
+        PartOutput(
+            text,
+            _copy(own[-1]),
+            None if features is None else features[:, begin:stop],
+            own[:-1] if len(own) > 1 else None,
+        )
+        for text, own, begin, stop in zip(tokens, logits.split([1 + len(inner) for inner in scored]), begins, stops)
     ]
 
 
@@ -108,10 +135,23 @@ def _copy(logits: Tensor) -> Tensor:
     return logits.clone()[None, None]
 
 
+def hand_scores(row: Row) -> None:
+    """Gives the request the scores of its prompt, which the device has finished."""
+    if row.request.params.logprob_start_len is not None:
+        parts = zip(*row.scores) if row.scores else [[], [], []]
+        row.request.score_prompt(*(torch.cat(part).tolist() if part and part[0] is not None else [] for part in parts))
+        row.scores.clear()
+
+
 def take_part(stepper: Stepper, state: BatchState, row: Row, size: int, output: PartOutput) -> StepResult | None:
     """Lets the draft read a part, too; after the last part, returns the row's first token, which is its root."""
     prompt, start = row.request.prompt, row.num_read
     tokens, stop, first = output.tokens, start + size, None
+    if output.scored is not None:
+        has_top, inner = row.request.params.top_logprobs > 0, scored_rows(row, size)
+        after = tokens[inner.start + 1 : inner.stop + 1]
+        # some at a time, since they are widened to fp32
+        row.scores += [score(*each, has_top) for each in zip(output.scored.split(256), after.split(256))]
     if stop == len(prompt):
         features = Features.of([row.request.params])
         first = stepper.draw_first(output.logits[:, -1], state, row.index, len(prompt), features)

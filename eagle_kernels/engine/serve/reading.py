@@ -71,6 +71,8 @@ class Reading:
         size, num_tokens = self._joint_sizes[-1], sum(len(row.request.prompt) - row.num_read for row in unread)
         is_cheap = num_tokens <= FEW_STEPS * min(size, self._prefill_chunk) and len(unread) <= FEW_STEPS * MOST_PARTS
         is_cheap |= len(unread) == 1 and num_rows + size <= FREE_ROWS
+        if any(row.request.params.logprob_start_len is not None for row in unread):  # a step has the last rows alone
+            return False
         return self.is_joint and (self.pace.is_limited or is_cheap)
 
     def next_parts(self, unread: Sequence[Row], is_beside: bool, is_in_step: bool) -> list[tuple[Row, int]]:

@@ -27,7 +27,7 @@ from ..step.prompt_rows import PromptRows
 from ..step.runner import StepRunner
 from ..step.stepper import StepResult
 from .launch import Launch
-from .prompts import PartOutput, Row, take_part
+from .prompts import PartOutput, Row, hand_scores, take_part
 from .reading import Reading
 from .threads import few_threads
 
@@ -192,7 +192,7 @@ class Scheduler:
             table = torch.full((1, self.state.block_table.shape[1]), -1, dtype=torch.int32)
             table[0, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
             row.block_table = table.to(self.state.block_table.device)
-            self.state.sampling.set_row(index, request.params, request.seed, request.prompt)
+            self.state.sampling.set_row(index, request.params, request.seed, request.prompt, request.end_token_ids)
             method = request.params.drafter
             self.state.methods[index] = 0 if method is None else self.plan.methods.index(method)
             if self.plan.feed is not None:
@@ -343,32 +343,33 @@ class Scheduler:
         brought = launch.read()
         self._unread.popleft()
         if launch.number is not None:
-            num_tokens = sum(len(tokens) for _, tokens, *_ in brought)
+            num_tokens = sum(len(result.tokens) for _, result in brought)
             most_rows = 1 + max(index for index, _ in launch.rows)
             choice = self.plan.choice_beside(launch.prompt_tokens)
             choice.note(launch.number, most_rows, launch.step_ms, num_tokens / len(brought))
             self.reading.pace.note_step(None if launch.prompt_tokens else launch.step_ms)
-        for row, tokens, logprobs, raw_logprobs in brought:
+        for row, result in brought:
             row.num_pending -= 1
             request = row.request
             if not request.is_finished:
-                kind = raw_logprobs if request.params.logprobs == "raw" else logprobs
-                self._hand_out(launch.number, row, tokens, kind)
+                self._hand_out(launch.number, row, result)
             # another engine may have aborted the request without knowing of its row, which is noticed only here
             if request.is_finished and row in self._rows:
                 self._release(row)
 
-    def _hand_out(self, number: int | None, row: Row, brought: list[int], logprobs: list[float] | None) -> None:
-        """Gives a running request the tokens that a launch of this number brought."""
-        request, accepted = row.request, len(brought) - 1
-        if number is not None:
+    def _hand_out(self, number: int | None, row: Row, brought: StepResult) -> None:
+        """Gives a running request what a launch of this number brought."""
+        request, accepted = row.request, len(brought.tokens) - 1
+        if number is None:
+            hand_scores(row)
+        else:
             request.accepted.append(accepted)
             stepper = self.plan.runners[number].stepper
             request.levels += min(stepper.num_steps, stepper.num_nodes - 1)
             request.drafted += stepper.mean_nodes - 1
         with self._failing_alone(row):
             num_known = len(request.output_ids)
-            request.push(brought, accepted, logprobs)
+            request.push(accepted, *brought)
             if self.plan.feed is not None:
                 self.plan.feed.extend(request, request.output_ids[num_known:])
 

@@ -22,7 +22,7 @@ from ..models.protocol import DraftModel, TargetModel
 from ..models.tokenizer import Tokenizer
 from ..requests.inputs import Seeds, read_max_new_tokens, read_seeds
 from ..requests.request import Request, StopStrings, TokenEvent
-from ..requests.sampling_params import SAMPLING_FIELDS, SamplingParams
+from ..requests.sampling_params import MOST_ENDS, SAMPLING_FIELDS, SamplingParams
 from ..step.plan import StepPlan, plan_steps
 from ..step.stepper import Verified
 from .scheduler import Scheduler
@@ -91,21 +91,31 @@ class Session:
         return config, config.sampling | {name: overrides[name] for name in overrides.keys() - of_config.keys()}
 
     def read_call(
-        self, caller: str, count: int, max_new_tokens: int, seeds: Seeds, config: EAGLEConfig, overrides: dict[str, Any]
+        self,
+        caller: str,
+        count: int,
+        max_new_tokens: int,
+        seeds: Seeds,
+        config: EAGLEConfig,
+        overrides: dict[str, Any],
+        num_samples: int = 1,
     ) -> tuple[EAGLEConfig, list[SamplingParams]]:
         """Returns the configuration of a call and the parameters of its requests, which differ in their seeds alone."""
         config, sampling = self.read_overrides(caller, config, overrides)
         sampling["max_new_tokens"] = read_max_new_tokens(max_new_tokens, caller)
-        return config, [SamplingParams(**sampling, seed=seed) for seed in read_seeds(seeds, count, caller)]
+        seeds = read_seeds(seeds, count, caller, num_samples)
+        return config, [SamplingParams(**sampling, seed=seed) for seed in seeds]
 
     def make_request(self, number: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig) -> Request:
         """Returns a request with this configuration; raises ValueError if its parameters cannot be served."""
         stop = StopStrings(params.stop, self.tokenizer_for("stop strings need"), prompt) if params.stop else None
         self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
+        ends = frozenset(config.eos_token_ids or ()) | frozenset(params.stop_token_ids)
         reason = config.why_not_served(params)
+        if reason is None and params.min_new_tokens and len(ends) > MOST_ENDS:
+            reason = f"min_new_tokens serves at most {MOST_ENDS} end tokens, got {len(ends)}"
         if reason:
             raise ValueError(f"EAGLEInference: {reason}")
-        ends = frozenset(config.eos_token_ids or ()) | frozenset(params.stop_token_ids)
         return Request(number, prompt, params, read_seeds(params.seed, 1)[0], ends, stop_strings=stop)
 
     def submit(self, number: int, prompt: list[int], params: SamplingParams | None, config: EAGLEConfig) -> Request:

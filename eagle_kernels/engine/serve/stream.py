@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from ...runtime.values import is_integer, read_flag
 from ..config.eagle_config import EAGLEConfig
 from ..models.tokenizer import Tokenizer
+from ..requests.inputs import Prompts, Seeds, read_prompts
 from ..requests.request import Request, TokenEvent
 from ..requests.sampling_params import SamplingParams
 from ..step.phases import synchronize
@@ -142,9 +144,10 @@ class TokenStream(_Stream[TokenEvent]):
         stats.finish_reasons = [request.finish_reason for request in requests]
         stats.plain_step_ms = self._session.plain_step_ms.get(stats.num_requests)
         tokens = [list(request.output_ids) for request in requests]
-        logprobs = [list(request.logprobs) if request.params.logprobs else None for request in requests]
         output = GenerationOutput(tokens[0] if self._is_single else tokens, stats)
-        output.logprobs = logprobs[0] if self._is_single else None if None in logprobs else logprobs
+        for name in requests[0].params.scores:
+            asked = [list(getattr(request, name)) for request in requests]
+            setattr(output, name, asked[0] if self._is_single else asked)
         return output
 
 
@@ -238,6 +241,27 @@ def open_stream(
     requests = [session.make_request(index, *each, config) for index, each in enumerate(zip(prompts, params))]
     with session.lock:
         return TokenStream(session, requests, config, speculative, is_single, caller)
+
+
+def open_call(
+    session: Session,
+    config: EAGLEConfig,
+    caller: str,
+    input_ids: Prompts,
+    max_new_tokens: int,
+    n: int,
+    seeds: Seeds,
+    speculative: bool,
+    overrides: dict[str, Any],
+) -> TokenStream:
+    """Returns the stream of a call with these arguments; see `EAGLEInference.generate`."""
+    read_flag(f"{caller}: speculative", speculative)
+    prompts, is_single = read_prompts(input_ids, f"{caller}: input_ids")
+    if not (is_integer(n) and n >= 1):
+        raise ValueError(f"{caller}: n must be an int of at least 1, got {n!r}")
+    config, params = session.read_call(caller, len(prompts), max_new_tokens, seeds, config, overrides, n)
+    prompts = [prompt for prompt in prompts for _ in range(n)]
+    return open_stream(session, prompts, params, config, speculative, is_single and n == 1, caller)
 
 
 class TextStream(_Stream[str]):

@@ -103,8 +103,7 @@ class StepRunner:
         Returns the milliseconds of a step without any request, which one with requests takes at least; None without
         graphs, where the host takes most of them.
         """
-        if features.penalties:
-            self._state.sampling.add_penalties()
+        self._state.sampling.make_room(features)
         if self.uses_graphs:
             self._captured(self._kind(num_rows, features, prompts), prompts)
         with _all_dead(self._state, prompts):

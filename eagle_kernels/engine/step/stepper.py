@@ -23,10 +23,11 @@ from ..config.eagle_config import EAGLEConfig
 from ..drafters.protocol import Drafter, Proposal, Reader, root_only
 from ..models.protocol import ModelError, TargetModel, takes_rows
 from ..requests.sampling_params import Features
+from .logprobs import Scores, score
 from .packed_nodes import PackedNodes, prune
 from .phases import PhaseTimer
 from .prompt_rows import PromptOutput, PromptRows
-from .verification import links_of, make_verifier
+from .verification import links_of, make_verifier, without_early_ends
 
 
 class StepResult(NamedTuple):
@@ -36,11 +37,14 @@ class StepResult(NamedTuple):
     logprobs      [B, S + 1] fp32   their log-probabilities among the tokens that the filters left
     raw_logprobs  [B, S + 1] fp32   their log-probabilities by the logits as given
     Both kinds of log-probabilities are None if no request asked for either.
+    top_ids, top_logprobs  [B, S + 1, K]  the most likely tokens in their places; None if no request asked for them
     """
 
     tokens: Tensor
     logprobs: Tensor | None
     raw_logprobs: Tensor | None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 class Verified(NamedTuple):
@@ -123,7 +127,9 @@ class Stepper:
         with timer.phase("verify"):
             logits, target_features = self._run_target(batch, proposal, prompts)
         with timer.phase("sample"):
-            committed = self._verifier.verify(batch, proposal, logits, features)
+            kept = without_early_ends(batch, proposal.tree, logits, features)
+            committed = self._verifier.verify(batch, proposal, kept, features)
+            result = _result(logits, committed.hidden_rows, committed, features)
         if self.on_tree is not None:
             self.on_tree(Verified(batch, proposal, logits, features, committed))
         with timer.phase("bookkeeping"):
@@ -149,16 +155,18 @@ class Stepper:
             # dead rows have -1, which is no token
             torch.clamp(committed.bonus_tokens, min=0, out=batch.roots)
             batch.lengths.copy_(committed.new_seq_lens)
-        return StepResult(committed.tokens, committed.logprobs, committed.raw_logprobs)
+        return result
 
     def draw_first(self, logits: Tensor, state: BatchState, row: int, length: int, features: Features) -> StepResult:
         """Draws a row's first root: the token after its prompt of `length` tokens, from the logits [1, V] there."""
         last = torch.full((1,), length - 1, device=logits.device)
         tree = root_only(torch.zeros_like(last), last)
-        rows = slice(row, row + 1)
+        rows, kept = slice(row, row + 1), logits
+        if features.minimum:
+            kept = ops.penalize_logits(*links_of(tree), logits, **state.sampling.early_ends(rows, last))
         drawn = ops.verify_tree_sampled(
             *links_of(tree),
-            logits,
+            kept,
             tree.positions,
             # copies, since kernels are compiled for the alignment of addresses, which differs from row to row
             **{name: values.clone() for name, values in state.sampling.arguments(features, rows).items()},
@@ -168,8 +176,8 @@ class Stepper:
         root = drawn.predicts.to(torch.int64)
         state.roots[rows] = root
         state.sampling.count(features, rows, root[:, None])
-        logprobs = (drawn.logprobs, drawn.raw_logprobs) if features.logprobs else (None, None)
-        return StepResult(root[:, None], *logprobs)
+        drawn = drawn._replace(tokens=root[:, None])
+        return _result(logits, torch.zeros_like(drawn.tokens), drawn, features)
 
     def _run_target(self, batch: Batch, proposal: Proposal, prompts: PromptRows | None) -> tuple[Tensor, Tensor]:
         """Returns logits [B * N, V] and features [B, N, F] of all nodes; their KV goes after the committed prefix."""
@@ -218,3 +226,12 @@ class Stepper:
         ours, theirs = (None, None) if features is None else features.split([num_nodes, prompts.num_tokens], dim=1)
         prompts.output = PromptOutput(logits[0, num_nodes:], theirs)
         return logits[0, :num_nodes], None if ours is None else ours[0].unflatten(0, shape)
+
+
+def _result(logits: Tensor, rows: Tensor, drawn: Committed, features: Features) -> StepResult:
+    """Returns the tokens [B, T] that were drawn at `rows` [B, T] of the target's logits, with what is asked of them."""
+    tokens, logprobs, raw = drawn.tokens, *((drawn.logprobs, drawn.raw_logprobs) if features.logprobs else (None, None))
+    scores = Scores(raw)
+    if features.top or (features.logprobs and features.minimum):  # tokens were drawn from other logits
+        scores = score(logits[rows], tokens, features.top)
+    return StepResult(tokens, logprobs, None if raw is None else scores.logprobs, scores.top_ids, scores.top_logprobs)

@@ -192,6 +192,13 @@ def penalized(batch: Batch, tree: ops.BuildTreeOutput, logits: Tensor, features:
     return ops.penalize_logits(*links_of(tree), logits, **{name: given[name] for name in names})
 
 
+def without_early_ends(batch: Batch, tree: ops.BuildTreeOutput, logits: Tensor, features: Features) -> Tensor:
+    """Returns the target's logits without the end tokens of nodes that come before a request's min_new_tokens."""
+    if not features.minimum:
+        return logits
+    return ops.penalize_logits(*links_of(tree), logits, **batch.state.sampling.early_ends(batch.rows, batch.lengths))
+
+
 def links_of(tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the candidates and links of the trees, as the verification ops take them."""
     candidates = tree.draft_tokens.view_as(tree.retrieve_index)

@@ -13,6 +13,7 @@ import torch
 from eagle_kernels import SamplingParams
 from eagle_kernels.engine.batch.kv_pool import JointAttend, KVPool, PrefillAttend, RaggedAttend
 from eagle_kernels.engine.models.protocol import KVShape
+from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.serve import pace
 from eagle_kernels.engine.serve.pace import Pace
 from eagle_kernels.engine.serve.reading import FEW_STEPS, JOINT_TOKENS
@@ -288,7 +289,8 @@ def test_where_prompts_are_read(target, draft):
     """In steps that are few or, of a single prompt, cheap; and always where their time is limited."""
 
     def unread(*sizes):
-        return [SimpleNamespace(request=SimpleNamespace(prompt=[0] * (size + 5)), num_read=5) for size in sizes]
+        requests = [Request(0, [0] * (size + 5), SamplingParams(), 0, frozenset()) for size in sizes]
+        return [SimpleNamespace(request=request, num_read=5) for request in requests]
 
     engine = make(draft, target, max_batch=3)
     engine.generate([1, 2], 2)
@@ -297,7 +299,10 @@ def test_where_prompts_are_read(target, draft):
         ([few], 10**6, True), ([few - 9, 9], 10**6, True), ([few - 8, 9], 1, False), ([10**6], 64, True),
         ([10**6], 65, False), ([10**6, 1], 64, False),
     ):  # fmt: skip
-        assert reading.is_in_step(unread(*sizes), num_rows) == is_in_step, (sizes, num_rows)
+        rows = unread(*sizes)
+        assert reading.is_in_step(rows, num_rows) == is_in_step, (sizes, num_rows)
+        rows[0].request.params = SamplingParams(logprob_start_len=9)
+        assert not reading.is_in_step(rows, num_rows)
     limited = make(draft, target, max_batch=3, max_step_ms=9.0)
     limited.generate([1, 2], 2)
     assert limited.session.scheduler.reading.is_in_step(unread(10**6, 10**6), 10**6)
