@@ -653,6 +653,23 @@ def test_a_mixed_load_of_a_small_model(capsys, tmp_path, monkeypatch):
     assert "| 2 clients, 2 requests | plain | 12.5 | - | - | - | - | - | - | `abc` |" in table
 
 
+def test_what_sharing_of_prefixes_saves(capsys, tmp_path):
+    from bench.apps import prefixes
+
+    prompts = prefixes.prompts_of(prefixes.CASES["together"], 3, (5, 2), 99, seed=1)
+    assert len({tuple(prompt[:5]) for prompt in prompts}) == 1 and len({tuple(prompt[5:]) for prompt in prompts}) == 3
+    apart = prefixes.prompts_of(prefixes.CASES["apart"], 3, (5, 2), 99, seed=1)
+    assert len({tuple(prompt[:5]) for prompt in apart}) == 3 and {len(prompt) for prompt in prompts + apart} == {7}
+    command = ["--app", "prefixes", "--shape", "small", "--requests", "3", "--repeats", "1", "--results", "none"]
+    assert run.main([*command, "--only", "plain", "--case", "together"]) == 0
+    assert capsys.readouterr().out.startswith("3 together ")
+    line = {"op": "prefixes", "gpu": "a", "shape": "small", "case": "3 together", "preset": "plain", "commit": "abc"}
+    times = {"shared": {"first_ms": 10.0, "whole_ms": 20.0}, "without": {"first_ms": 80.0, "whole_ms": 90.0}}
+    results.append(tmp_path, line | times)
+    *_, table = prefixes.tables(next(tmp_path.glob("**/prefixes.jsonl")))
+    assert "| small | 3 together | plain | first, ms | 10.0 | 80.0 | 8.00× | `abc` |" in table
+
+
 def test_what_measuring_costs(capsys, monkeypatch):
     """Each way twice, with and without events; afterwards all is as it was."""
     from bench.apps import profiling

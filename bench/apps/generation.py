@@ -104,7 +104,8 @@ class Bench:
         **config,
     ) -> EAGLEInference:
         """Makes an engine. accept: mean tokens of a step, or of steps with each of the trees that it chooses from."""
-        config |= {"max_batch": batch_size, "eos_token_ids": ()}
+        # prompts are read each time, also those that were read before
+        config = {"share_prefixes": False} | config | {"max_batch": batch_size, "eos_token_ids": ()}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of the engine before
             config["kv_cache_bytes"] = int(0.8 * torch.cuda.mem_get_info()[0])

@@ -21,7 +21,8 @@ class AutoregressiveDecoder:
     def __init__(self, model: Any, **config: Any):
         self.model = model if isinstance(model, ModelWrapper) else ModelWrapper(model)
         ends = {"eos_token_ids": self.model.eos_token_ids, "max_length": self.model.max_length}
-        settings = EAGLEConfig(**{"method": "naive", "max_batch": 1} | ends | config)
+        # a prompt is read each time, also one that was read before
+        settings = EAGLEConfig(**{"method": "naive", "max_batch": 1, "share_prefixes": False} | ends | config)
         self.engine = EAGLEInference(None, self.model.target, settings)
 
     def generate(

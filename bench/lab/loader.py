@@ -131,7 +131,7 @@ def load_pair(
         _check_int4(device)  # before anything is fetched
     if pair.method == "draft_model":
         config.setdefault("method", "draft_model")
-    settings = EAGLEConfig(**config)
+    settings = EAGLEConfig(**{"share_prefixes": False} | config)  # prompts are read each time they are measured
     draft, target = resolve(pair.draft_model_id), resolve(pair.target_model_id)
     placed = {"device": device, "dtype": TORCH_DTYPES[of_target]}
     if of_draft != "int4":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +19,7 @@ from .models.loading import load_target, read_eos_token_ids
 from .models.pairing import as_draft, bind_draft, check_target, check_trees, load_draft_of, warn_of_rounding
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, load_tokenizer
-from .requests.inputs import Prompts, Seeds, read_prompt, read_prompts
+from .requests.inputs import Prompts, Seeds, encode_texts, read_prompt, read_prompts
 from .requests.request import Request, TokenEvent
 from .requests.sampling_params import SAMPLING_FIELDS, SamplingParams
 from .serve.benchmark import BenchmarkResult, benchmark
@@ -195,17 +195,16 @@ class EAGLEInference:
         call = "stream", input_ids, max_new_tokens, n, seeds, speculative, overrides
         return open_call(self.session, self.config, *call)
 
-    def stream_text(self, text: str, max_new_tokens: int = 128, **options: Any) -> TextStream:
+    def stream_text(self, text: str | Sequence[str], max_new_tokens: int = 128, **options: Any) -> TextStream:
         """Returns an iterator over the text that follows `text`; `max_new_tokens` and `options`: see `generate`.
+
+        It yields pieces of text; of several texts, in a list, or of n samples, a `TextPiece` each.
 
         Raises:
             ValueError, RuntimeError: As for `stream`; also where there is no tokenizer, or `text` holds no token.
         """
         tokenizer = self.session.tokenizer_for("stream_text needs")
-        prompt = tokenizer.encode(text)
-        if not prompt:
-            raise ValueError(f"stream_text: text must hold at least one token, got {text!r}")
-        return TextStream(self.stream(prompt, max_new_tokens, **options), tokenizer)
+        return TextStream(self.stream(encode_texts(text, tokenizer), max_new_tokens, **options), tokenizer)
 
     def submit(self, prompt: list[int] | Tensor, params: SamplingParams | None = None) -> Request:
         """Adds a request, which joins at the next `step`; one that can never run is returned finished, with `error`.
@@ -337,6 +336,10 @@ class EAGLEInference:
             ValueError: `config` is no `EAGLEConfig`, or its method does not fit the draft model.
         """
         return self.session.workspace_bytes(self.config if config is None else read_config(config))
+
+    def forget_prefixes(self) -> None:
+        """Forgets the keys that are kept of earlier prompts; call it after the weights of a model have changed."""
+        self.session.forget_prefixes()
 
     def next_token_logits(self, token_ids: list[int]) -> Tensor:
         """Returns the target's logits, [V] fp32, for the token after `token_ids`, [L]: one causal pass, no drafts.

@@ -59,3 +59,8 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def as_tuples(value: Any) -> Any:
+    """Returns lists and sets as tuples, those inside as well; anything else as it is."""
+    return tuple(map(as_tuples, value)) if isinstance(value, (list, tuple, set, frozenset)) else value

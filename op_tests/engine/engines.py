@@ -24,7 +24,9 @@ PARAMS = [
 
 
 def make(draft, target, **config):
-    return EAGLEInference(draft, target, EAGLEConfig(**{"topk": 3, "num_steps": 3, "max_batch": 3} | config))
+    """Prompts are read each time, which many tests count or time; `engine_of` shares what they begin with."""
+    fixed = {"topk": 3, "num_steps": 3, "max_batch": 3, "share_prefixes": False}
+    return EAGLEInference(draft, target, EAGLEConfig(**fixed | config))
 
 
 def write_with_modules(folder, num_modules, **options):

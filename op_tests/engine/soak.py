@@ -29,6 +29,7 @@ from eagle_kernels.engine.serve.scheduler import Scheduler
 from op_tests.engine.toys import LetterTokenizer, random_head, random_llama, random_modules
 
 VOCAB, MOST_TOKENS = 61, 40
+COMMON = [(11 * place + place // 7) % VOCAB for place in range(30)]
 # of the device; where kernels are references a step takes a hundred times as long
 TICKS = {"cuda": 400, "cpu": 40}
 TREES = ((1, 1, 2), (1, 3, 4), (1, 5, 6), (2, 3, 8), (4, 2, 7), (4, 4, 16), (8, 5, 64), (3, 3, None))
@@ -53,7 +54,8 @@ class Soak:
             "head": random_head(self.target, aux_layers=(0, 1, 2)),
             "modules": random_modules(self.target, 4),
         }
-        self.plain = EAGLEInference(self.target, self.target, EAGLEConfig(max_batch=1), tokenizer=LetterTokenizer())
+        alone = EAGLEConfig(max_batch=1, share_prefixes=False)
+        self.plain = EAGLEInference(self.target, self.target, alone, tokenizer=LetterTokenizer())
         self.counts: Counter[str] = Counter()
 
     def run_round(self, number: int) -> None:
@@ -93,6 +95,7 @@ def random_config(coin: random.Random, target, draft) -> EAGLEConfig:
         "prefill_chunk": coin.choice((3, 16, 2048)),
         "tree_mask_mode": coin.choice(modes),
         "cuda_graph": coin.choice((None, None, None, False)),
+        "share_prefixes": coin.random() < 0.8,
         "eos_token_ids": coin.choice((None, None, (coin.randrange(VOCAB),))),
         "adaptive": coin.choice((None, None, "auto", table)),
     }
@@ -127,8 +130,10 @@ def random_method(coin: random.Random, values: dict) -> dict:
 
 
 def random_prompt(coin: random.Random) -> list[int]:
+    """Sometimes one that begins as others do."""
     few = coin.choice((2, VOCAB))
-    return [coin.randrange(few) for _ in range(coin.choice((1, 2, 5, 17, 30)))]
+    own = [coin.randrange(few) for _ in range(coin.choice((1, 2, 5, 17, 30)))]
+    return COMMON[: 30 - len(own)] + own if coin.random() < 0.4 else own
 
 
 def random_params(coin: random.Random) -> SamplingParams:
@@ -303,7 +308,8 @@ class _Round:
                 self.check_pages_of(scheduler)
 
     def check_pages_of(self, scheduler: Scheduler) -> None:
-        held = [page for row in scheduler._rows if row is not None for page in row.pages] + list(scheduler.pages._free)
+        held = {page for row in scheduler._rows if row is not None for page in row.pages.ids}  # some by several
+        held = [*held, *scheduler.pages.free_ids()]
         if sorted(held) != list(range(scheduler.pages.num_pages)):
             raise Mismatch(f"{scheduler.pages.num_pages} pages, but free or in use are {sorted(held)}")
 

@@ -309,7 +309,9 @@ def test_arguments_of_another_kind_are_named(target):
     ):
         with pytest.raises(ValueError, match="(EAGLEInference|EAGLEConfig): " + message):
             EAGLEInference(*models)
-    with pytest.raises(ValueError, match="config must be None or an EAGLEConfig, got {}"):
+    with pytest.raises(ValueError, match="config must be None or an EAGLEConfig, got 3"):
+        EAGLEInference.from_pretrained("folder", "other", 3)
+    with pytest.raises(ValueError, match="speculative_config: method must be given, got None"):
         EAGLEInference.from_pretrained("folder", "other", {})
     engine = EAGLEInference(target, target)
     for call, message in (

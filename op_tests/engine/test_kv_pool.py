@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_kernels import ops
-from eagle_kernels.engine.batch.kv_pool import KVPool, PageAllocator, PrefillAttend, TreeAttend
+from eagle_kernels.engine.batch.kv_pool import KVPool, PrefillAttend, TreeAttend
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 
@@ -79,12 +79,3 @@ def test_moved_drafts_equal_a_fresh_prefill(page_size, device):
         for name in ("k_cache", "v_cache"):
             moved, expected = (getattr(each, name).flatten(1, 2)[:, rows] for each in (pool, fresh))
             torch.testing.assert_close(moved, expected, atol=2e-5, rtol=1e-5)
-
-
-def test_pages_are_handed_out_and_taken_back():
-    pages = PageAllocator(5)
-    first = pages.allocate(3)
-    assert pages.num_free == 2
-    pages.free(first[:2])
-    again = pages.allocate(4)
-    assert sorted([*again, first[2]]) == list(range(5)) and pages.num_free == 0

@@ -38,7 +38,7 @@ def lag(request, monkeypatch):
 def check_nothing_is_held(engine) -> None:
     scheduler = engine.session.scheduler
     assert scheduler.pages.num_free == scheduler.pages.num_pages and not scheduler.state.is_live.any()
-    assert sorted(scheduler.pages._free) == list(range(scheduler.pages.num_pages))
+    assert sorted(scheduler.pages.free_ids()) == list(range(scheduler.pages.num_pages))
     assert (scheduler.state.block_table == -1).all()
 
 

@@ -98,9 +98,52 @@ def test_streamed_text_is_that_of_all_tokens(engine, seed):
     assert all(pieces) and len(pieces) > 5 and "".join(pieces) == engine.tokenizer.decode(token_ids)
 
 
+SEVERAL = [PROMPT, "the", "🦅 eagle the"]
+
+
+def joined(stream, count: int) -> list[str]:
+    """The text of each request, of pieces that come as they become known."""
+    texts, pieces = [""] * count, list(stream)
+    for piece in pieces:
+        assert piece.text
+        texts[piece.request] += piece.text
+    assert [piece.request for piece in pieces] != sorted(piece.request for piece in pieces)
+    return texts
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 2}], ids=str)
+def test_texts_of_several_requests_stream_side_by_side(engine, options):
+    """Each is what its tokens are in text, half characters and all."""
+    stream = engine.stream_text(SEVERAL, 20, seeds=[4, 5, 6], **options)
+    texts = joined(stream, 3 * options.get("n", 1))
+    prompts = [engine.tokenizer.encode(text) for text in SEVERAL]
+    tokens = engine.generate(prompts, 20, seeds=[4, 5, 6], **options).output_ids
+    assert stream.output().output_ids == tokens
+    assert texts == [engine.tokenizer.decode(token_ids) for token_ids in tokens]
+    assert joined(engine.stream_text(PROMPT, 20, n=3, seeds=4), 3)[0] == texts[0]
+
+
+def test_texts_of_several_requests_end_before_their_stop_strings(engine):
+    """Wherever a string begins and ends, in drafts of one step or over several; one text goes on without the others."""
+    whole = joined(engine.stream_text(SEVERAL, 40, seeds=[4, 5, 6]), 3)
+    for begin in (1, 7, 16):
+        stops = tuple(text[begin : begin + 3] for text in whole[:2])
+        stream = engine.stream_text(SEVERAL, 40, seeds=[4, 5, 6], stop=stops)
+        texts = joined(stream, 3)
+        for text, full, reason in zip(texts, whole, stream.output().stats.finish_reasons):
+            ends = [full.index(stop) for stop in stops if stop in full]
+            assert reason == ("stop" if ends else "length")
+            assert text == (full[: min(ends)] if ends else full)
+
+
 def test_text_that_holds_no_token_is_refused(engine):
-    with pytest.raises(ValueError, match="stream_text: text must hold at least one token, got ''"):
-        engine.stream_text("", 3)
+    for texts in ("", ["the", ""]):
+        with pytest.raises(ValueError, match="stream_text: text must hold at least one token, got ''"):
+            engine.stream_text(texts, 3)
+    with pytest.raises(ValueError, match="stream_text: text must be a string or a list of strings, got 3"):
+        engine.stream_text(3, 3)
+    with pytest.raises(ValueError, match="input_ids must hold at least one prompt"):
+        engine.stream_text([], 3)
 
 
 def test_streamed_text_ends_before_a_stop_string(engine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,25 +13,6 @@ from ..models.protocol import Angles, KVShape
 
 # a plan takes a launch, and saves less than a microsecond a layer
 _LEAST_PLANNED_LAYERS = 8
-
-
-class PageAllocator:
-    """Hands out page ids 0 .. num_pages - 1. It lives on the host, so learning an id never waits for the device."""
-
-    def __init__(self, num_pages: int):
-        self.num_pages = num_pages
-        self._free = deque(range(num_pages))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """Returns `count` <= num_free page ids, those that were free longest first."""
-        return [self._free.popleft() for _ in range(count)]
-
-    def free(self, pages: Sequence[int]) -> None:
-        self._free.extend(pages)
 
 
 class KVPool:

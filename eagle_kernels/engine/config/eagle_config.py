@@ -11,12 +11,13 @@ import torch
 from ...ops.tree.build_tree import TreeMaskMode
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
-from ...runtime.validated import above, at_least, checked, integer, is_number, number, one_of
-from ...runtime.values import is_integer
+from ...runtime.validated import Rule, above, at_least, checked, integer, is_number, number, one_of
+from ...runtime.values import as_tuples, is_integer
 from ..requests.sampling_params import MIN_P_RULE, TOP_P_RULE
 from .drafting_options import DraftingOptions
 from .speculative_config import check_fields_are_read, read_speculative_config, take_model
 
+_FLAG: Rule = ("be True or False", lambda flag: isinstance(flag, bool))
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
 # What adaptive="auto" tries beside its own tree: (topk, num_steps, num_draft_tokens) of chains, and mean_draft_tokens
 # of the tree itself, or, where requests cannot share rows, smaller trees.
@@ -54,6 +55,8 @@ class EAGLEConfig(DraftingOptions):
         kv_cache_bytes: Size of the KV pools of both models together. None: enough for max_batch requests of full
             length, but at most half of the device's free memory (1 GiB on the CPU).
         prefill_chunk: Most prompt tokens that are read in a step or between two.
+        share_prefixes: Whether what prompts begin with in common is read once: whole pages, of running requests and,
+            while there is room, of earlier ones. `Request.shared_tokens` says how many tokens were.
         max_step_ms: The milliseconds that running requests should wait for their next step, at most, while prompts of
             others are read: a step reads as many prompt tokens beside its own rows as the times measured so far allow,
             64 or 192. None: 192 in steps that are few, four at most, or of which one long prompt makes at most 256 rows
@@ -135,10 +138,11 @@ class EAGLEConfig(DraftingOptions):
     max_batch: int = integer(32, at_least(1))
     kv_cache_bytes: int | None = integer(None, at_least(1))
     prefill_chunk: int = integer(2048, at_least(1))
+    share_prefixes: bool = checked(True, _FLAG)
     max_step_ms: float | None = number(None, above(0))
-    deterministic: bool = checked(False, ("be True or False", lambda flag: isinstance(flag, bool)))
+    deterministic: bool = checked(False, _FLAG)
     cuda_graph: bool | None = checked(None, ("be True, False or None", lambda flag: isinstance(flag, bool)))
-    phase_times: bool = checked(True, ("be True or False", lambda flag: isinstance(flag, bool)))
+    phase_times: bool = checked(True, _FLAG)
     max_spec_batch: int | None = integer(None, at_least(0))
     adaptive: str | tuple | None = None
     accept_policy: str = one_of(*ACCEPT_POLICIES)
@@ -148,7 +152,7 @@ class EAGLEConfig(DraftingOptions):
 
     def __post_init__(self) -> None:
         for name in ("method", "eos_token_ids", "adaptive", "simulated_accept_lengths", "simulated_accept_rates"):
-            object.__setattr__(self, name, _as_tuples(getattr(self, name)))
+            object.__setattr__(self, name, as_tuples(getattr(self, name)))
         if any(getattr(self, name) is not None for name in _SIMULATED) and self.accept_policy == "normal":
             object.__setattr__(self, "accept_policy", "simulate")
         self._check_each_field()
@@ -189,9 +193,9 @@ class EAGLEConfig(DraftingOptions):
 
         Args:
             fields: method, num_speculative_tokens, num_model_steps, mtp_strategy, max_ngram_size, verify_strategy, ...
-                (`speculative_config.FIELDS`). To draft a tree, give topk, num_steps and num_draft_tokens of this class
-                instead of num_speculative_tokens; without any of these one token is drafted. Other absent fields have
-                the defaults of this class; so verify_strategy is `target_match`, not FastDeploy's lossy `topp`.
+                (`speculative_config.FIELDS`). For a tree, give topk, num_steps and num_draft_tokens of this class in
+                place of num_speculative_tokens; without any of these one token is drafted. Other absent fields have
+                this class's defaults; so verify_strategy is `target_match`, not FastDeploy's lossy `topp`.
             others: Further fields of this class.
 
         Raises:
@@ -373,10 +377,10 @@ def read_config(config: Any) -> EAGLEConfig:
 
 def read_line(config: Any, draft: Any) -> tuple[EAGLEConfig, Any]:
     """Returns the configuration and the draft's folder; both may come from the fields of a server's configuration."""
-    if isinstance(config, Mapping):
-        fields, draft = take_model(config, draft)
-        config = EAGLEConfig.from_speculative_config(fields)
-    return read_config(config), draft
+    if not isinstance(config, Mapping):
+        return read_config(config), draft
+    fields, draft = take_model(config, draft)
+    return EAGLEConfig.from_speculative_config(fields), draft
 
 
 def _is_table(value: Any) -> bool:
@@ -392,8 +396,3 @@ def _is_tree(value: Any, most: int = 3) -> bool:
     """Returns whether a value has the form of a tree: three to `most` numbers, whose rules are checked elsewhere."""
     is_long = isinstance(value, tuple) and 3 <= len(value) <= most
     return is_long and not any(isinstance(number, tuple) for number in value)
-
-
-def _as_tuples(value: Any) -> Any:
-    """Returns lists and sets as tuples, those inside as well; anything else as it is."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple, set, frozenset)) else value

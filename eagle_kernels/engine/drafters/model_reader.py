@@ -27,7 +27,7 @@ class ModelReader:
 
     def __init__(self, model: DraftModel, num_levels: int, topk: int, num_steps: int):
         self.model, self.num_kept = model, CATCH_UP_EVERY
-        self._past_root = 1 - model.token_shift
+        self._past_root, self.ahead = 1 - model.token_shift, model.token_shift
         self.num_slots = self._past_root + max((num_levels - 1) * topk, num_steps + 1)
 
     def read_prompt(self, state: BatchState, part: PromptPart) -> None:

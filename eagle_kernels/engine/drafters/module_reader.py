@@ -32,14 +32,14 @@ class ModuleReader:
     """
 
     def __init__(self, model: DraftModules, num_modules: int, num_steps: int):
-        self.model, self.num_modules = model, num_modules
+        self.model, self.num_modules, self.ahead = model, num_modules, num_modules
         self._num_open = num_modules - 1  # rows in which later modules read drafts
         self.num_rows = self.num_slots = self._num_open + num_steps + 1
         self.num_kept = self.num_rows + CATCH_UP_EVERY
 
     def read_prompt(self, state: BatchState, part: PromptPart) -> None:
         """See `Reader`. The last rows lack tokens of the next part, and are read again with it."""
-        kept, row, first = state.kept[self.num_kept], part.row, max(part.start - self._num_open, 0)
+        kept, row, first = state.kept[self.num_kept], part.row, max(part.start - self._num_open, part.num_shared)
         held = part.start - first
         tokens = torch.cat([kept.tokens[row, :held], part.tokens[1:]])
         features = hidden = torch.cat([kept.features[None, row, :held], part.features], dim=1)

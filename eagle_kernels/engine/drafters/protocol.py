@@ -71,7 +71,7 @@ class Drafter:
 
 
 class PromptPart(NamedTuple):
-    """Holds P tokens of a prompt, from token `start` on.
+    """Holds P tokens of a prompt, from token `start` on. The first `num_shared` are those of another request's prompt.
 
     block_table  [1, max_pages]  the row's, which joins the batch only when its prompt has been read
     tokens       [P + 1]         the part and the token after it; after the last part, that is the row's root
@@ -83,6 +83,7 @@ class PromptPart(NamedTuple):
     tokens: Tensor
     features: Tensor | None
     start: int
+    num_shared: int
     is_last: bool
 
 
@@ -92,11 +93,13 @@ class Reader(Protocol):
     All drafters of a batch share one reader. It rests during plain steps: they keep what it misses (`BatchState.keep`),
     and it reads that before it drafts again (`catch_up`). `read_prompt` forgets the row's previous request.
 
+    ahead      tokens after that of a row on which the row's keys depend
     num_slots  slots after a row's committed tokens that it may write
     num_kept   most tokens of a row, with the target's features, that are kept for it between steps
     """
 
     model: DraftModel
+    ahead: int
     num_slots: int
     num_kept: int
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.values import is_integer, plain, shown
+from ..models.tokenizer import Tokenizer
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
 Seeds = int | Sequence[int] | Tensor | None
@@ -37,6 +38,17 @@ def read_prompt(token_ids: Sequence[int] | Tensor, name: str) -> list[int]:
     if not is_single:
         raise ValueError(f"{name} must be one prompt, [L] token ids, got a batch of {len(prompts)}")
     return prompts[0]
+
+
+def encode_texts(texts: str | Sequence[str], tokenizer: Tokenizer) -> list[int] | list[list[int]]:
+    """Returns the token ids of one text, or of each of several."""
+    several = [texts] if isinstance(texts, str) else texts
+    if not (isinstance(several, Sequence) and all(isinstance(text, str) for text in several)):
+        raise ValueError(f"stream_text: text must be a string or a list of strings, got {shown(texts)}")
+    prompts = [tokenizer.encode(text) for text in several]
+    if not all(prompts):
+        raise ValueError(f"stream_text: text must hold at least one token, got {several[prompts.index([])]!r}")
+    return prompts[0] if isinstance(texts, str) else prompts
 
 
 def read_seeds(seeds: Seeds, count: int, caller: str = "generate", num_samples: int = 1) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -43,6 +44,7 @@ class Request:
         top_logprobs: (token, raw log-probability) of the most likely tokens in the place of each, likewise.
         prompt_logprobs, prompt_top_logprobs: The same, raw, of the prompt's tokens from logprob_start_len on, once they
             have been read; None for its first token.
+        shared_tokens: How many of the prompt's first tokens were not read for it, as another request's were the same.
         finish_reason: "eos" (one of end_token_ids), "stop" (a stop string), "length", "abort", "error"; None: not yet.
         error: Why it failed.
         accepted: How many drafts each of its steps accepted.
@@ -61,6 +63,7 @@ class Request:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: list[list[tuple[int, float]] | None] = field(default_factory=list)
+    shared_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
     accepted: list[int] = field(default_factory=list)
@@ -175,6 +178,16 @@ class Request:
 
 class _Origin(Exception):
     """Holds the traceback of an error, as text."""
+
+
+def twin(error: Exception) -> Exception:
+    """Copies an error for another request, since a raised error holds the frames that it passes through."""
+    try:
+        twin = copy.copy(error)
+    except Exception:  # the constructor of its class takes other arguments than the error keeps
+        twin = RuntimeError(f"{type(error).__name__}: {error}")
+    twin.__cause__ = error.__cause__  # holds the traceback as text
+    return twin
 
 
 class StopStrings:

@@ -160,6 +160,7 @@ def benchmark(
     progress: bool | None,
 ) -> BenchmarkResult:
     """Decodes every batch both ways, one right after the other, so that disturbances of the machine affect both."""
+    config = replace(config, share_prefixes=False)  # prompts are decoded several times, and read each time
     batches = [slice(start, start + batch_size) for start in range(0, len(prompts), batch_size)]
     max_new_tokens, device = params[0].max_new_tokens, session.device
 

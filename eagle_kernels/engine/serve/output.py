@@ -19,6 +19,7 @@ class GenerationStats:
         num_steps, num_draft_tokens: Levels and nodes of the tree, the largest if there are several.
         seeds: The seed of each request, also where the engine chose it.
         prompt_tokens, generated_tokens: Tokens of all prompts, and new tokens of all requests.
+        shared_tokens: Tokens of prompts that were not read again, as an earlier prompt began with the same.
         steps: Steps of all requests.
         batch_steps: Steps of the batch.
         levels: Drafts that the steps could have accepted: for each step the levels of its tree, or its number of drafts
@@ -38,6 +39,7 @@ class GenerationStats:
     seeds: list[int]
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    shared_tokens: int = 0
     steps: int = 0
     batch_steps: int = 0
     levels: int = 0

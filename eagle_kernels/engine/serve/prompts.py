@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..batch.kv_pool import PrefillAttend
+from ..batch.prefix_cache import Held
 from ..batch.state import BatchState
 from ..drafters.protocol import PromptPart
 from ..models.protocol import takes_rows
@@ -26,12 +27,13 @@ class Row:
     """Holds a request's place in the batch. Its prompt is read up to `num_read`; it runs once all of it is read."""
 
     request: Request
-    pages: list[int]
+    pages: Held
     index: int
     number: int  # of the admission
     # [1, max_pages]; copied into the batch only once the row runs, since rows that do not run must write no keys
     block_table: Tensor | None = None
     num_read: int = 0
+    num_shared: int = 0  # tokens that others have read
     is_running: bool = False
     # launches that the host has not read yet; each brings at least one token
     num_pending: int = 0
@@ -71,7 +73,7 @@ def fill_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> None:
     """Lets the next step read the next tokens of some rows, so many of each."""
     prompts.fill(
         [
-            Part(row.request.prompt[row.num_read : row.num_read + size + 1], row.num_read, size, row.pages)
+            Part(row.request.prompt[row.num_read : row.num_read + size + 1], row.num_read, size, row.pages.ids)
             for row, size in parts
         ]
     )
@@ -157,8 +159,11 @@ def take_part(stepper: Stepper, state: BatchState, row: Row, size: int, output: 
         first = stepper.draw_first(output.logits[:, -1], state, row.index, len(prompt), features)
         tokens = torch.cat([tokens, state.roots[row.index, None]])
     if stepper.keeps_history:
+        if start == row.num_shared > 0:
+            state.history[row.index, :start] = torch.tensor(prompt[:start]).to(tokens.device)
         state.history[row.index, start : stop + 1] = tokens
     if stepper.resting is not None:
-        part = PromptPart(row.index, row.block_table, tokens, output.features, start, first is not None)
+        is_last = first is not None
+        part = PromptPart(row.index, row.block_table, tokens, output.features, start, row.num_shared, is_last)
         stepper.resting.read_prompt(state, part)
     return first

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
+from ..batch.prefix_cache import Prefix
 from ..batch.state import BatchState
+from ..requests.request import Request
 from ..step.choice import FREE_ROWS
 from ..step.phases import Mark
 from ..step.plan import StepPlan
@@ -36,10 +38,12 @@ class Reading:
         state: BatchState,
         prefill_chunk: int,
         max_step_ms: float | None,
+        shares_prefixes: bool,
         rows: dict[int, PromptRows],
     ):
         self._plan, self._state, self._prefill_chunk, self._rows = plan, state, prefill_chunk, rows
         self._max_step_ms, self._reads_several = max_step_ms, plan.plain.reads_several
+        self._shares_prefixes = shares_prefixes
         # who looks at every tree of a step would see it twice if the prompts beside it failed
         self.is_joint = self._reads_several and plan.plain.on_tree is None
         self.pace = self._new_pace()
@@ -49,6 +53,18 @@ class Reading:
         chunk = self._prefill_chunk
         sizes = JOINT_TOKENS if self.is_joint else [*range(UNIT_TOKENS, chunk, UNIT_TOKENS), chunk]
         return Pace(self._max_step_ms, sorted({min(size, chunk) for size in sizes}))
+
+    def prefix(self, request: Request) -> Prefix:
+        """Returns what the request may share of its prompt."""
+        if not self._shares_prefixes:
+            return Prefix(())
+        reader, first = self._plan.plain.resting, request.params.logprob_start_len
+        most = len(request.prompt) if first is None else max(first, 1) - 1  # from there on logits are wanted
+        # bits depend on where prompts are cut
+        unit = self._prefill_chunk if self._plan.plain.config.deterministic else 1
+        if reader is None:
+            return Prefix(request.prompt, most=most, unit=unit)
+        return Prefix(request.prompt, (type(reader), reader.ahead), reader.ahead, most, unit)
 
     @property
     def _joint_sizes(self) -> list[int]:

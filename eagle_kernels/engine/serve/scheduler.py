@@ -10,16 +10,15 @@ of that step are dropped.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections import deque
 from collections.abc import Iterator
 
 import torch
 
-from ..batch.kv_pool import PageAllocator
+from ..batch.prefix_cache import PrefixCache
 from ..batch.state import CATCH_UP_EVERY, BatchState
-from ..requests.request import Request
+from ..requests.request import Request, twin
 from ..requests.sampling_params import Features
 from ..step.phases import Mark, mark
 from ..step.plan import StepPlan
@@ -40,6 +39,7 @@ TIMED_STEPS = 32
 class Scheduler:
     """Schedules the rows, pages and requests of one batch. `plan` may change while no request runs.
 
+    used            the arguments of `use`
     num_steps       steps so far
     num_cold_steps  steps that compiled or captured something
     last_runner     the runner of the last step
@@ -49,9 +49,9 @@ class Scheduler:
 
     def __init__(self, state: BatchState, prefill_chunk: int):
         self.state, self._prefill_chunk = state, prefill_chunk
-        self.pages = PageAllocator(state.target_pool.k_cache.shape[1])
+        self.pages = PrefixCache(state.target_pool.k_cache.shape[1], state.target_pool.page_size)
         self.plan: StepPlan | None = None
-        self.max_step_ms: float | None = None
+        self.used: tuple | None = None
         self.reading: Reading | None = None
         # parts of prompts that the next step reads; and see `Reading`
         self._parts: list[tuple[Row, int]] = []
@@ -86,10 +86,11 @@ class Scheduler:
         """Returns whether requests other than these run, which should step between the parts of a prompt."""
         return any(row.request not in requests for row in self._running)
 
-    def use(self, plan: StepPlan, max_step_ms: float | None = None) -> None:
-        """Switches to the steps of `plan` and to a limit of their time, while there is no work."""
-        self.plan, self.max_step_ms, self._num_missed, self.last_runner = plan, max_step_ms, 0, None
-        self.reading = Reading(plan, self.state, self._prefill_chunk, max_step_ms, self._prompt_rows)
+    def use(self, plan: StepPlan, max_step_ms: float | None = None, shares_prefixes: bool = True) -> None:
+        """Switches to the steps of `plan`, to a limit of their time, and to sharing or not, while there is no work."""
+        self.plan, self.used, self._num_missed, self.last_runner = plan, (plan, max_step_ms, shares_prefixes), 0, None
+        limits = self._prefill_chunk, max_step_ms, shares_prefixes
+        self.reading = Reading(plan, self.state, *limits, self._prompt_rows)
 
     def _pages_for(self, request: Request) -> int:
         """Returns the pages that a request needs, including those that its steps write past its last token."""
@@ -102,7 +103,9 @@ class Scheduler:
 
     def _can_admit(self) -> bool:
         has_room = bool(self._waiting) and None in self._rows
-        return has_room and self._pages_for(self._waiting[0]) <= self.pages.num_free
+        if not has_room:
+            return False
+        return self.pages.has_room(self.reading.prefix(self._waiting[0]), self._pages_for(self._waiting[0]))
 
     def submit(self, request: Request) -> None:
         """Queues a request for a row and pages, unless it was aborted before its stream began."""
@@ -174,7 +177,7 @@ class Scheduler:
                 self._admit(self._waiting.popleft())
             if self._waiting and not any(self._rows):
                 self._fail_first_waiting()
-            unread = [row for row in self._rows if row is not None and not row.is_running]
+            unread = [row for row in self._rows if row is not None and not row.is_running and self._may_read(row)]
             num_rows = len(self._running) * (self.last_runner or self.plan.runners[-1]).stepper.mean_nodes
             is_in_step = is_beside and self.reading.is_in_step(unread, num_rows)
             parts = self.reading.next_parts(unread, is_beside, is_in_step)
@@ -183,14 +186,22 @@ class Scheduler:
                 self._read_prompts(parts, is_beside)
             self._compact()
 
+    def _may_read(self, row: Row) -> bool:
+        """Returns whether a prompt is to be read on: not while another row reads what is next for both."""
+        start = self.pages.start(row.pages)
+        if start is not None and row.num_read == row.num_shared:  # it has read nothing itself
+            row.num_read = row.num_shared = row.request.shared_tokens = start
+        return start is not None
+
     def _admit(self, request: Request) -> None:
         """Gives a request a row and pages."""
-        pages, index = self.pages.allocate(self._pages_for(request)), self._rows.index(None)
+        pages = self.pages.take(self.reading.prefix(request), self._pages_for(request))
+        index = self._rows.index(None)
         row = self._rows[index] = Row(request, pages, index, self._num_admitted)
         self._num_admitted += 1
         with self._failing_alone(row):
             table = torch.full((1, self.state.block_table.shape[1]), -1, dtype=torch.int32)
-            table[0, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            table[0, : len(pages.ids)] = torch.tensor(pages.ids, dtype=torch.int32)
             row.block_table = table.to(self.state.block_table.device)
             self.state.sampling.set_row(index, request.params, request.seed, request.prompt, request.end_token_ids)
             method = request.params.drafter
@@ -235,6 +246,7 @@ class Scheduler:
                 self._push(Launch(first, [(0, row)]))
                 row.is_running = True
             row.num_read += size
+            self.pages.note_read(row.pages, row.num_read)
             return size
         return 0
 
@@ -313,7 +325,7 @@ class Scheduler:
             yield
         except Exception as error:
             for row in rows:
-                row.request.fail(error if row is rows[0] else _twin(error))
+                row.request.fail(error if row is rows[0] else twin(error))
                 self._release(row)
 
     def start_timing(self) -> None:
@@ -374,22 +386,12 @@ class Scheduler:
                 self.plan.feed.extend(request, request.output_ids[num_known:])
 
     def _release(self, row: Row) -> None:
-        self.pages.free(row.pages)
+        self.pages.give_back(row.pages)
         self._rows[row.index] = None
         if self.plan.feed is not None:
             self.plan.feed.stop(row.request)
         with torch.inference_mode():
             self.state.clear(row.index)
-
-
-def _twin(error: Exception) -> Exception:
-    """Copies an error for another request, since a raised error holds the frames that it passes through."""
-    try:
-        twin = copy.copy(error)
-    except Exception:  # the constructor of its class takes other arguments than the error keeps
-        twin = RuntimeError(f"{type(error).__name__}: {error}")
-    twin.__cause__ = error.__cause__  # holds the traceback as text
-    return twin
 
 
 def host_lag(device: torch.device) -> int:

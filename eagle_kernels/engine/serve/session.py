@@ -30,7 +30,7 @@ from .threads import few_threads
 
 _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
 # the fields that steps depend on: all but those of single requests, those that determine the pools, and those between
-_OTHER_FIELDS = (*SAMPLING_FIELDS, *_POOL_FIELDS, "eos_token_ids", "max_length", "max_step_ms")
+_OTHER_FIELDS = (*SAMPLING_FIELDS, *_POOL_FIELDS, "eos_token_ids", "max_length", "max_step_ms", "share_prefixes")
 _STEP_FIELDS = tuple(name for name in CONFIG_FIELDS if name not in _OTHER_FIELDS)
 
 
@@ -186,10 +186,17 @@ class Session:
             self.plans[key] = plan_steps(
                 self.target, draft, config, self.scheduler.state, speculative, self.scheduler.lag, cache, self._on_tree
             )
-        if (self.scheduler.plan, self.scheduler.max_step_ms) != (self.plans[key], config.max_step_ms):
+        used = self.plans[key], config.max_step_ms, config.share_prefixes
+        if self.scheduler.used != used:
             self._require_no_work()
-            self.scheduler.use(self.plans[key], config.max_step_ms)
+            self.scheduler.use(*used)
         return self.scheduler
+
+    def forget_prefixes(self) -> None:
+        """See `EAGLEInference.forget_prefixes`."""
+        with self.lock:
+            if self.scheduler is not None:
+                self.scheduler.pages.forget()
 
     def suffix_cache(self, config: EAGLEConfig) -> SuffixCache:
         """Returns the cache with the configuration's sizes; makes it if there is none yet."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...runtime.values import is_integer, read_flag
 from ..config.eagle_config import EAGLEConfig
@@ -96,6 +96,7 @@ class TokenStream(_Stream[TokenEvent]):
     Attributes:
         requests: The `Request` of each prompt, in their order.
         device: Where the models are.
+        is_single: Whether there is one prompt, which came without a batch axis.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class TokenStream(_Stream[TokenEvent]):
         is_single: bool,
         caller: str,
     ):
-        self.requests, self.device = requests, session.device
-        self._session, self._is_single = session, is_single
+        self.requests, self.device, self.is_single = requests, session.device, is_single
+        self._session = session
         find_scheduler = partial(_find_scheduler, session, requests, config, speculative, caller)
         steppers = [runner.stepper for runner in find_scheduler().plan.runners]
         self._stats = GenerationStats(
@@ -136,6 +137,7 @@ class TokenStream(_Stream[TokenEvent]):
         """Returns the tokens and statistics so far, which are complete after the last token."""
         stats, requests = self._stats, self.requests
         counts = [count for request in requests for count in request.accepted]
+        stats.shared_tokens = sum(request.shared_tokens for request in requests)
         stats.generated_tokens = sum(len(request.output_ids) for request in requests)
         stats.steps, stats.accepted = len(counts), sum(counts)
         stats.levels = sum(request.levels for request in requests)
@@ -144,10 +146,10 @@ class TokenStream(_Stream[TokenEvent]):
         stats.finish_reasons = [request.finish_reason for request in requests]
         stats.plain_step_ms = self._session.plain_step_ms.get(stats.num_requests)
         tokens = [list(request.output_ids) for request in requests]
-        output = GenerationOutput(tokens[0] if self._is_single else tokens, stats)
+        output = GenerationOutput(tokens[0] if self.is_single else tokens, stats)
         for name in requests[0].params.scores:
             asked = [list(getattr(request, name)) for request in requests]
-            setattr(output, name, asked[0] if self._is_single else asked)
+            setattr(output, name, asked[0] if self.is_single else asked)
         return output
 
 
@@ -264,18 +266,31 @@ def open_call(
     return open_stream(session, prompts, params, config, speculative, is_single and n == 1, caller)
 
 
-class TextStream(_Stream[str]):
-    """Yields the text of one request, in pieces of whole characters, up to a stop string.
+class TextPiece(NamedTuple):
+    """Holds new text of one of several requests.
+
+    Attributes:
+        request: The index of its prompt; of n samples of each prompt, those of a prompt are next to each other.
+        text: The text, of whole characters.
+    """
+
+    request: int
+    text: str
+
+
+class TextStream(_Stream[Any]):
+    """Yields the text of one request, or a `TextPiece` for each new text of several, up to a stop string.
 
     `EAGLEInference.stream_text` makes one. Text that could begin a stop string is held back until that is certain.
     """
 
     def __init__(self, tokens: TokenStream, tokenizer: Tokenizer):
         self._tokens = tokens
-        super().__init__(_pieces(tokens, tokenizer))
+        pieces = _pieces(tokens, tokenizer)
+        super().__init__((piece.text for piece in pieces) if tokens.is_single else pieces)
 
     def close(self) -> None:
-        """Ends the iterator, and aborts the request if it has not ended."""
+        """Ends the iterator, and aborts the requests that have not ended."""
         super().close()
         self._tokens.close()
 
@@ -284,24 +299,45 @@ class TextStream(_Stream[str]):
         return self._tokens.output()
 
 
-def _pieces(tokens: TokenStream, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields the text of a stream with one request, without the part that a stop string cuts off."""
-    (request,) = tokens.requests
-    if request.text is None:
-        detokenizer = tokenizer.detokenizer(request.prompt)
-        for event in tokens:
-            piece = detokenizer.push([event.token_id])
-            if piece:
-                yield piece
-        rest = detokenizer.finish()
+class _Text:
+    """Holds how much of a request's text has been handed out."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer):
+        self._request, self._num_tokens, self._num_shown = request, 0, 0
+        self._detokenizer = tokenizer.detokenizer(request.prompt) if request.text is None else None
+        self._held, self._has_ended = max(map(len, request.params.stop), default=1) - 1, False
+
+    def push(self, token: int) -> str:
+        """Returns the text that is certain after one more token."""
+        self._num_tokens += 1
+        if self._detokenizer is None:
+            return self._new(self._held)
+        is_last = self._request.is_finished and self._num_tokens == len(self._request.output_ids)
+        return self._detokenizer.push([token]) + (self.finish() if is_last else "")
+
+    def finish(self) -> str:
+        """Returns the rest, once."""
+        if self._detokenizer is None:
+            return self._new(0)
+        rest = "" if self._has_ended else self._detokenizer.finish()
+        self._has_ended = True
+        return rest
+
+    def _new(self, held: int) -> str:
+        text = self._request.text
+        sure = max(self._num_shown, len(text) - (0 if self._request.is_finished else held))
+        new, self._num_shown = text[self._num_shown : sure], sure
+        return new
+
+
+def _pieces(tokens: TokenStream, tokenizer: Tokenizer) -> Generator[TextPiece, None, None]:
+    """Yields the text of each request, without the part that a stop string cuts off."""
+    texts = [_Text(request, tokenizer) for request in tokens.requests]
+    for event in tokens:
+        piece = texts[event.request].push(event.token_id)
+        if piece:
+            yield TextPiece(event.request, piece)
+    for number, text in enumerate(texts):
+        rest = text.finish()
         if rest:
-            yield rest
-        return
-    shown, held = 0, max(map(len, request.params.stop)) - 1
-    for _ in tokens:
-        sure = len(request.text) - (0 if request.is_finished else held)
-        if sure > shown:
-            yield request.text[shown:sure]
-            shown = sure
-    if len(request.text) > shown:
-        yield request.text[shown:]
+            yield TextPiece(number, rest)

@@ -31,6 +31,7 @@ def warm_up(
     session: Session, config: EAGLEConfig, params: Sequence[SamplingParams], most_rows: int, speculative: bool
 ) -> None:
     """Prepares a session for requests like `params`, in any mixture, up to `most_rows` at once."""
+    config = replace(config, share_prefixes=False)  # all prompts are read, although they are alike
     scheduler = session.scheduler_for(config, speculative)
     # the tokens of one request, if the pool is to hold a request for each of the prompts
     room = scheduler.most_tokens() // len(_PROMPT_LENGTHS) - 2

@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from dataclasses import asdict
+from operator import eq
 
 import torch
 
 from ...engine.inference import EAGLEInference
+from ...engine.requests.sampling_params import SamplingParams
+from ...engine.serve.output import fields_and_properties
 from ...runtime import language
+from ..gsm8k import evaluate, prompts_of, read_examples
+from ..request_benchmark import random_requests, run_requests
 from ..training.trainer import device_name
 from .config import add_config_arguments
 from .shared import add_machine_arguments, as_lines, encode_prompt, first_prompts, load_engine
@@ -18,7 +24,20 @@ from .shared import add_machine_arguments, as_lines, encode_prompt, first_prompt
 def add_benchmark_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `benchmark`."""
     command.set_defaults(run=_benchmark)
-    command.add_argument("prompts", help="file of prompts: a .json list, or one prompt a line")
+    command.add_argument("prompts", nargs="?", help="file of prompts: a .json list, or one prompt a line")
+    command.add_argument(
+        "--requests", type=int, metavar="N", help="in place of prompts: N requests of random tokens, sent at once"
+    )
+    command.add_argument("--input-len", type=int, default=1024, help="tokens of their longest prompt (default: 1024)")
+    command.add_argument("--output-len", type=int, default=1024, help="tokens of their longest text (default: 1024)")
+    command.add_argument(
+        "--range-ratio", type=float, default=0.7, help="the shortest, as a share of the longest (default: 0.7)"
+    )
+    command.add_argument(
+        "--gsm8k", metavar="FILE", help="in place of prompts: questions of a file of GSM8K (.jsonl), and accuracy"
+    )
+    command.add_argument("--num-shots", type=int, default=5, help="examples that are shown (default: 5)")
+    command.add_argument("--num-questions", type=int, help="questions that are asked, at most (default: all)")
     command.add_argument(
         "--num-prompts", type=int, default=80, help="how many prompts of the file, at most (default: 80)"
     )
@@ -32,6 +51,13 @@ def add_benchmark_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:
+    given = [name for name in ("prompts", "requests", "gsm8k") if getattr(arguments, name) is not None]
+    if len(given) != 1:
+        raise ValueError(f"benchmark: give one of a file of prompts, --requests and --gsm8k; got {given or 'none'}")
+    return {"prompts": _time_prompts, "requests": _time_requests, "gsm8k": _ask}[given[0]](arguments)
+
+
+def _time_prompts(arguments: argparse.Namespace) -> int:
     texts = first_prompts(arguments.prompts, arguments)
     engine, tokenizer = load_engine(arguments)
     prompts = [encode_prompt(tokenizer, index, text) for index, text in enumerate(texts)]
@@ -44,6 +70,55 @@ def _benchmark(arguments: argparse.Namespace) -> int:
         return 0
     print(as_lines([("method", f"{_method(engine)}, verified by {engine.config.verify_strategy}"), *result.rows()]))
     return 0
+
+
+def _time_requests(arguments: argparse.Namespace) -> int:
+    engine, _ = load_engine(arguments)
+    sizes = arguments.input_len, arguments.output_len, arguments.range_ratio
+    sampling = engine.config.sampling
+    requests = random_requests(arguments.requests, *sizes, engine.target.vocab_size, arguments.seed, **sampling)
+    runs = {}
+    for name in ("speculative", "plain") if engine.config.may_speculate else ("plain",):
+        speculative = name == "speculative"
+        if engine.device.type == "cuda":
+            engine.warmup(SamplingParams(**sampling), speculative=speculative)
+        runs[name] = asdict(run_requests(engine, requests, speculative=speculative))
+    return _show(arguments, engine, runs)
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    examples = read_examples(arguments.gsm8k)
+    prompts, asked = prompts_of(examples, arguments.num_shots, arguments.num_questions)
+    engine, _ = load_engine(arguments)
+    runs = {}
+    for name in ("speculative", "plain") if engine.config.may_speculate else ("plain",):
+        options = {"seeds": arguments.seed, "speculative": name == "speculative"}
+        runs[name] = evaluate(engine, prompts, asked, arguments.max_new_tokens, **options)
+    texts = [run.texts for run in runs.values()]
+    figures = {name: fields_and_properties(run) for name, run in runs.items()}
+    for of_run in figures.values():
+        del of_run["texts"]
+    same = {} if len(texts) == 1 or not engine.config.keeps_text else {"identical": sum(map(eq, *texts)) / len(asked)}
+    return _show(arguments, engine, figures | same)
+
+
+def _show(arguments: argparse.Namespace, engine: EAGLEInference, figures: dict) -> int:
+    """Prints the figures of each run, and what else there is."""
+    if arguments.json:
+        print(json.dumps(figures | _conditions(engine), indent=2))
+        return 0
+    rows = [("method", f"{_method(engine)}, verified by {engine.config.verify_strategy}")]
+    for name, value in figures.items():
+        of_run = value if isinstance(value, dict) else {"": value}
+        rows += [(f"{name} {field}".rstrip().replace("_", " "), _number(each)) for field, each in of_run.items()]
+    print(as_lines(rows))
+    return 0
+
+
+def _number(value: float | dict[str, float]) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number:.1f}" for name, number in value.items()) or "-"
+    return str(value) if isinstance(value, int) else f"{value:.3f}"
 
 
 def _method(engine: EAGLEInference) -> str | tuple[str, ...]:

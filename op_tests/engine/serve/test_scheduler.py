@@ -226,7 +226,7 @@ def test_many_short_requests_through_a_small_pool(count, device):
             aborted.add(coin.randrange(count))
             engine.abort(requests[max(aborted)])
     pages = engine.session.scheduler.pages
-    assert pages.num_free == pages.num_pages and len(set(pages._free)) == pages.num_pages
+    assert pages.num_free == pages.num_pages and len(set(pages.free_ids())) == pages.num_pages
     texts: dict[tuple, list[int]] = {}
     for request in requests:
         assert request.finish_reason in ("length", "abort")

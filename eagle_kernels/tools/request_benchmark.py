@@ -1,0 +1,103 @@
+"""Many requests of random lengths, sent at once: how many an engine serves a second, and how long each waits.
+
+The load is that of servers' benchmarks: random tokens, and texts that end at their length alone. By default prompts and
+texts have 0.7 to 1 of their largest length, as in SGLang's pull request of naive EAGLE (sgl-project/sglang #7017).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from ..engine.inference import EAGLEInference
+from ..engine.requests.sampling_params import SamplingParams
+from ..engine.serve.latency import percentile, time_requests
+from ..engine.serve.stream import open_stream
+
+
+@dataclass
+class RequestRun:
+    """Holds the figures of one run; times are milliseconds as {"p50": .., "p95": .., "p99": ..} over the requests.
+
+    Attributes:
+        requests, time_s: How many requests were served, and in how many seconds.
+        requests_per_second: Of all.
+        input_tokens, output_tokens: Tokens of all prompts and of all texts.
+        output_tokens_per_second, total_tokens_per_second: New tokens, and those of prompts with them.
+        mean_accept_length: Mean tokens of a request's step, bonus token included.
+        ttft_ms: From when all requests were sent to the first token of each, the time in the queue included.
+        latency_ms: To its last token.
+        tpot_ms: Mean time of a token after the first one of a request.
+    """
+
+    requests: int
+    time_s: float
+    requests_per_second: float
+    input_tokens: int
+    output_tokens: int
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+    mean_accept_length: float
+    ttft_ms: dict[str, float]
+    latency_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+
+
+def random_requests(
+    count: int, input_len: int, output_len: int, range_ratio: float, vocab_size: int, seed: int = 0, **sampling: float
+) -> list[tuple[list[int], SamplingParams]]:
+    """Returns prompts of random tokens and what each asks for; lengths lie in range_ratio .. 1 of the largest.
+
+    Raises:
+        ValueError: A number is out of its range; the message names it.
+    """
+    for name, value in (("requests", count), ("input-len", input_len), ("output-len", output_len)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if not 0 < range_ratio <= 1:
+        raise ValueError(f"--range-ratio must lie in (0, 1], got {range_ratio}")
+    coin = random.Random(seed)
+
+    def length(most: int) -> int:
+        return coin.randint(max(1, int(most * range_ratio)), most)
+
+    lengths = [(length(input_len), length(output_len)) for _ in range(count)]
+    params = [SamplingParams(max_new_tokens=text, seed=number, **sampling) for number, (_, text) in enumerate(lengths)]
+    return [([coin.randrange(vocab_size) for _ in range(prompt)], own) for (prompt, _), own in zip(lengths, params)]
+
+
+def run_requests(
+    engine: EAGLEInference, requests: Sequence[tuple[list[int], SamplingParams]], *, speculative: bool = True
+) -> RequestRun:
+    """Sends all requests at once and serves them to their ends; no token ends one but the last.
+
+    Raises:
+        ValueError: A request can never run.
+    """
+    prompts, params = map(list, zip(*requests))
+    config, start_s = replace(engine.config, eos_token_ids=()), time.perf_counter()
+    stream = open_stream(engine.session, prompts, params, config, speculative, caller="benchmark")
+    times = time_requests(stream)
+    time_s, stats = time.perf_counter() - start_s, stream.output().stats
+    first_s = [each.first_s - start_s for each in times]
+    return RequestRun(
+        requests=len(requests),
+        time_s=time_s,
+        requests_per_second=len(requests) / time_s,
+        input_tokens=stats.prompt_tokens,
+        output_tokens=stats.generated_tokens,
+        output_tokens_per_second=stats.generated_tokens / time_s,
+        total_tokens_per_second=(stats.prompt_tokens + stats.generated_tokens) / time_s,
+        mean_accept_length=stats.mean_accept_length,
+        ttft_ms=_percentiles(first_s),
+        latency_ms=_percentiles([first + sum(each.gaps_s) for first, each in zip(first_s, times)]),
+        tpot_ms=_percentiles([fmean(each.gaps_s) for each in times if each.gaps_s]),
+    )
+
+
+def _percentiles(samples_s: list[float]) -> dict[str, float]:
+    samples_ms = [1e3 * sample_s for sample_s in samples_s]
+    return {f"p{percent}": percentile(samples_ms, percent) for percent in (50, 95, 99)} if samples_ms else {}

@@ -1,0 +1,148 @@
+"""`benchmark --requests` and `--gsm8k`: what is sent, what is counted, and what is right."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.tools.cli.main import main
+from eagle_kernels.tools.gsm8k import Example, evaluate, last_number, prompts_of, read_examples
+from eagle_kernels.tools.request_benchmark import random_requests, run_requests
+from op_tests.engine.toys import LetterTokenizer, ToyModel
+
+QUESTIONS = [
+    ("A farmer has 3 hens, each of which lays 4 eggs. How many eggs?", "3 * 4 = <<3*4=12>>12.\n#### 12", 12),
+    ("It costs $1,250 and you have $250. What is missing?", "1,250 - 250 = 1,000.\n#### 1,000", 1000),
+    ("It is 3 degrees and falls by 5. How cold is it?", "3 - 5 = -2\n#### -2", -2),
+    ("Half of 5?", "5 / 2 = 2.5\n#### 2.5", 2.5),
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    """In the format of GSM8K, of our own."""
+    path = tmp_path / "questions.jsonl"
+    lines = [json.dumps({"question": question, "answer": answer}) for question, answer, _ in QUESTIONS]
+    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    return path
+
+
+def test_lengths_are_random_within_their_bounds():
+    requests = random_requests(200, 40, 20, 0.7, 61, seed=3, temperature=0.5)
+    prompts, texts = ([len(prompt) for prompt, _ in requests], [params.max_new_tokens for _, params in requests])
+    assert (min(prompts), max(prompts), min(texts), max(texts)) == (28, 40, 14, 20)
+    assert all(0 <= token < 61 for prompt, _ in requests for token in prompt)
+    assert [params.seed for _, params in requests] == list(range(200)) and requests[0][1].temperature == 0.5
+    assert requests == random_requests(200, 40, 20, 0.7, 61, seed=3, temperature=0.5)
+    assert {len(prompt) for prompt, _ in random_requests(5, 7, 3, 1.0, 61)} == {7}
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_figures_of_requests(speculative):
+    """More than run at once: the last ones wait, which their times to the first token tell."""
+    target = ToyModel()
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3, max_batch=4, eos_token_ids=(1, 2, 3)))
+    requests = random_requests(10, 20, 12, 0.5, 40)
+    run = run_requests(engine, requests, speculative=speculative)
+    assert run.requests == 10 and run.input_tokens == sum(len(prompt) for prompt, _ in requests)
+    assert run.output_tokens == sum(params.max_new_tokens for _, params in requests), "no end token ends a text"
+    assert run.requests_per_second == pytest.approx(10 / run.time_s)
+    assert run.output_tokens_per_second == pytest.approx(run.output_tokens / run.time_s)
+    assert run.total_tokens_per_second == pytest.approx((run.input_tokens + run.output_tokens) / run.time_s)
+    assert (run.mean_accept_length > 2) == speculative
+    for times in (run.ttft_ms, run.latency_ms, run.tpot_ms):
+        assert 0 < times["p50"] <= times["p95"] <= times["p99"] <= 1e3 * run.time_s
+    assert run.ttft_ms["p95"] > 1.5 * run.ttft_ms["p50"] and run.latency_ms["p50"] > run.ttft_ms["p50"]
+
+
+def test_numbers_in_texts():
+    for text, value in (
+        ("18", 18), ("so 1,234 in all.", 1234), ("$1,000.50", 1000.5), ("it is -7", -7), ("3 and then 4 eggs", 4),
+        ("no number", None), ("", None), ("1, 2, 3", 3), ("#### 12\n\n", 12),
+    ):  # fmt: skip
+        assert last_number(text) == value, text
+
+
+def test_a_file_and_its_prompts(file):
+    examples = read_examples(file)
+    assert [example.value for example in examples] == [value for *_, value in QUESTIONS]
+    prompts, asked = prompts_of(examples, 2, None)
+    assert asked == examples[2:]
+    assert prompts[0] == (
+        "Question: A farmer has 3 hens, each of which lays 4 eggs. How many eggs?\nAnswer: 3 * 4 = <<3*4=12>>12.\n"
+        "#### 12\n\nQuestion: It costs $1,250 and you have $250. What is missing?\nAnswer: 1,250 - 250 = 1,000.\n"
+        "#### 1,000\n\nQuestion: It is 3 degrees and falls by 5. How cold is it?\nAnswer:"
+    )
+    assert [prompt for prompt in prompts_of(examples, 0, 1)[0]] == [f"Question: {QUESTIONS[0][0]}\nAnswer:"]
+
+
+def test_right_wrong_and_missing_answers(monkeypatch):
+    """Texts end before the next question, and the last number counts."""
+    target = ToyModel(vocab_size=LetterTokenizer().vocab_size)
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=2), tokenizer=LetterTokenizer())
+    texts = iter([" 3 * 4 = 12.\n#### 12", " 7", " no idea", " -2"])
+    monkeypatch.setattr("eagle_kernels.engine.requests.request.Request.text", property(lambda request: next(texts)))
+    asked = [Example(question, answer, value) for question, answer, value in QUESTIONS[:3]] + [Example("", "", -2)]
+    accuracy = evaluate(engine, ["a", "b", "c", "d"], asked, 3, seeds=0)
+    assert (accuracy.questions, accuracy.correct, accuracy.invalid, accuracy.accuracy) == (4, 2, 1, 0.5)
+    assert accuracy.output_tokens == 12 and accuracy.tokens_per_second == pytest.approx(12 / accuracy.time_s)
+
+
+def command(*arguments) -> int:
+    return main(["benchmark", *map(str, arguments), "--device", "cpu", "--topk", "2", "--num-steps", "2"])
+
+
+def test_the_command_line(file, capsys):
+    assert command("--requests", 3, "--input-len", 30, "--output-len", 6, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["speculative"]["requests"] == report["plain"]["requests"] == 3
+    assert report["plain"]["mean_accept_length"] == 1 < report["speculative"]["mean_accept_length"]
+    assert report["speculative"]["input_tokens"] == report["plain"]["input_tokens"] and report["topk"] == 2
+    assert command("--gsm8k", file, "--num-shots", 1, "--num-questions", 2, "--max-new-tokens", 12, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["speculative"]["questions"] == 2 and report["identical"] == 1
+    assert report["speculative"]["accuracy"] == report["plain"]["accuracy"]
+    assert (
+        command("--gsm8k", file, "--num-shots", 3, "--max-new-tokens", 4, "--speculative-config", '{"method": "naive"}')
+        != 0
+    )  # a tree for a method without one
+    capsys.readouterr()
+    assert main(["benchmark", "--requests", "2", "--input-len", "9", "--output-len", "3", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "speculative ttft ms: p50 " in shown and "plain requests per second: " in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give one of a file of prompts, --requests and --gsm8k; got none"),
+        (["prompts.txt", "--requests", 3], "got ['prompts', 'requests']"),
+        (["--requests", 0], "--requests must be at least 1, got 0"),
+        (["--requests", 2, "--input-len", 0], "--input-len must be at least 1, got 0"),
+        (["--requests", 2, "--range-ratio", 1.5], "--range-ratio must lie in (0, 1], got 1.5"),
+        (["--requests", 1, "--input-len", 2000], "exceed the 1024 tokens"),
+        (["--gsm8k", "/none"], "/none: there is no such file of questions"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message, capsys):
+    assert command(*arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_bad_files_are_named(tmp_path, file, capsys):
+    for line, message in (
+        ("[1]", "must be a JSON object with texts 'question' and 'answer', got '[1]'"),
+        ("{", "must be a JSON object, got '{'"),
+        ('{"question": "a"}', "must be a JSON object with texts 'question' and 'answer'"),
+        ('{"question": "a", "answer": "12"}', "answer must end with '#### ' and a number, got '12'"),
+        ('{"question": "a", "answer": "#### x"}', "answer must end with '#### ' and a number"),
+    ):
+        path = tmp_path / "bad.jsonl"
+        path.write_text(file.read_text() + line + "\n")
+        with pytest.raises(ValueError) as caught:
+            read_examples(path)
+        assert f"{path}:6: {message}" in str(caught.value)
+    assert command("--gsm8k", file, "--num-shots", 4) == 1
+    assert "--num-shots must leave a question to ask, got 4 of 4 examples" in capsys.readouterr().err
