@@ -168,7 +168,7 @@ def benchmark(
         together = [list(prompt) for prompt in prompts[batch]]
         return open_stream(session, together, wanted[batch], config, speculative, caller="benchmark")
 
-    with session.lock:
+    with session.alone("benchmark", config):
         for batch in batches:
             requests = open_batch(batch, True).requests
             if not session.scheduler.holds(requests):
