@@ -98,7 +98,7 @@ class PrefixCache:
             page.users.remove(held)
             if page.users:
                 continue
-            if page.is_read:
+            if page.is_read and self._known.get(page.key) is page:
                 self._unused[page] = None
             else:
                 self._forget(page)
@@ -120,9 +120,10 @@ class PrefixCache:
             page.is_read = True
 
     def forget(self) -> None:
-        """Forgets all pages that nobody uses, as their keys are no longer those of the models."""
+        """Lets no other request share what there is, as its keys are no longer those of the models."""
         for page in list(self._unused):
             self._drop(page)
+        self._known.clear()
 
     def _find(self, prefix: Prefix) -> list[SharedPage]:
         """Returns the pages that exist already of those that the prompt may share."""
@@ -155,5 +156,6 @@ class PrefixCache:
         self._forget(page)
 
     def _forget(self, page: SharedPage) -> None:
-        del self._known[page.key]
+        if self._known.get(page.key) is page:
+            del self._known[page.key]
         self._free.append(page.id)
