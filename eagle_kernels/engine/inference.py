@@ -106,8 +106,8 @@ class EAGLEInference:
                 model with the target's tokenizer. None: the target's own folder with method="mtp", since published
                 targets have their modules in them; otherwise for methods without a model.
             target: The target's folder, which also has the end tokens and, if there is one, the tokenizer.
-            config: As for the class, or the fields of a server's `--speculative-config`, such as {"method": "mtp",
-                "model": folder}: their "model" is the draft, where draft is None.
+            config: As for the class, or the fields of a server's `--speculative-config`, such as
+                {"method": "mtp", "model": folder}, whose "model" is the draft, where draft is None.
             device: As for the class, but None is the GPU where there is one, else the CPU.
             dtype: The type of the weights; None: float32.
             check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
@@ -304,8 +304,9 @@ class EAGLEInference:
 
         Args:
             params: Kinds of requests, which may later come in any mixture. Without any: greedy, sampled, and sampled
-                with filters, each with and without logprobs, as far as `verify_strategy` serves them. Penalties need
-                params that have them. `warmup(SamplingParams())` is for greedy requests alone: a sixth of the graphs.
+                with filters, each with and without logprobs, as far as `verify_strategy` serves them. Penalties,
+                min_new_tokens and top_logprobs need params that have them. `warmup(SamplingParams())` is for greedy
+                requests alone: a sixth of the graphs.
             speculative, overrides: As for `generate`. Overrides that name sampling prepare for such calls alone.
             most_requests: Most requests at once; None: max_batch of the configuration.
 

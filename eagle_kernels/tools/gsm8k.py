@@ -116,6 +116,7 @@ def evaluate(
     Raises:
         ValueError: As `generate`, for example for a prompt that is too long.
     """
+    engine.forget_prefixes()  # of an earlier run
     start_s = time.perf_counter()
     stream = engine.stream(
         [engine.tokenizer.encode(prompt) for prompt in prompts], max_new_tokens, stop=STOP, **options

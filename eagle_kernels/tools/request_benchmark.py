@@ -14,7 +14,7 @@ from statistics import fmean
 
 from ..engine.inference import EAGLEInference
 from ..engine.requests.sampling_params import SamplingParams
-from ..engine.serve.latency import percentile, time_requests
+from ..engine.serve.latency import percentiles, time_requests
 from ..engine.serve.stream import open_stream
 
 
@@ -65,7 +65,9 @@ def random_requests(
         return coin.randint(max(1, int(most * range_ratio)), most)
 
     lengths = [(length(input_len), length(output_len)) for _ in range(count)]
-    params = [SamplingParams(max_new_tokens=text, seed=number, **sampling) for number, (_, text) in enumerate(lengths)]
+    params = [
+        SamplingParams(max_new_tokens=text, seed=seed + number, **sampling) for number, (_, text) in enumerate(lengths)
+    ]
     return [([coin.randrange(vocab_size) for _ in range(prompt)], own) for (prompt, _), own in zip(lengths, params)]
 
 
@@ -74,10 +76,13 @@ def run_requests(
 ) -> RequestRun:
     """Sends all requests at once and serves them to their ends; no token ends one but the last.
 
+    Their prompts must be read, so what is kept of earlier ones is forgotten.
+
     Raises:
         ValueError: A request can never run.
     """
     prompts, params = map(list, zip(*requests))
+    engine.forget_prefixes()
     config, start_s = replace(engine.config, eos_token_ids=()), time.perf_counter()
     stream = open_stream(engine.session, prompts, params, config, speculative, caller="benchmark")
     times = time_requests(stream)
@@ -92,12 +97,7 @@ def run_requests(
         output_tokens_per_second=stats.generated_tokens / time_s,
         total_tokens_per_second=(stats.prompt_tokens + stats.generated_tokens) / time_s,
         mean_accept_length=stats.mean_accept_length,
-        ttft_ms=_percentiles(first_s),
-        latency_ms=_percentiles([first + sum(each.gaps_s) for first, each in zip(first_s, times)]),
-        tpot_ms=_percentiles([fmean(each.gaps_s) for each in times if each.gaps_s]),
+        ttft_ms=percentiles([1e3 * first for first in first_s]),
+        latency_ms=percentiles([1e3 * (first + sum(each.gaps_s)) for first, each in zip(first_s, times)]),
+        tpot_ms=percentiles([1e3 * fmean(each.gaps_s) for each in times if each.gaps_s]),
     )
-
-
-def _percentiles(samples_s: list[float]) -> dict[str, float]:
-    samples_ms = [1e3 * sample_s for sample_s in samples_s]
-    return {f"p{percent}": percentile(samples_ms, percent) for percent in (50, 95, 99)} if samples_ms else {}

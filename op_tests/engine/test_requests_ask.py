@@ -187,6 +187,20 @@ def test_bad_values_are_named(engine, options, message):
         engine.generate(PROMPTS[0], 8, **options)
 
 
+def test_errors_name_the_prompt_and_not_the_sample(engine):
+    with pytest.raises(ValueError, match="generate: prompt 1 is empty"):
+        engine.generate([[1], []], 3, n=4)
+
+
+def test_least_lengths_are_warmed_up_and_measured():
+    """As many of them as the few tokens of a warm-up are."""
+    target = ToyModel()
+    engine = make(target, target)
+    engine.warmup(SamplingParams(max_new_tokens=30, min_new_tokens=20, top_logprobs=2))
+    result = engine.benchmark(PROMPTS[:2], 10, min_new_tokens=10, eos_token_ids=(1, 2))
+    assert result.speculative.tokens == 20 and result.identical == 1
+
+
 def test_too_many_end_tokens_to_keep_back():
     target = ToyModel(vocab_size=99)
     engine = EAGLEInference(target, target, EAGLEConfig(topk=2, num_steps=2))

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.batch.prefix_cache import PrefixCache
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.gsm8k import Example, evaluate, last_number, prompts_of, read_examples
 from eagle_kernels.tools.request_benchmark import random_requests, run_requests
@@ -34,7 +35,7 @@ def test_lengths_are_random_within_their_bounds():
     prompts, texts = ([len(prompt) for prompt, _ in requests], [params.max_new_tokens for _, params in requests])
     assert (min(prompts), max(prompts), min(texts), max(texts)) == (28, 40, 14, 20)
     assert all(0 <= token < 61 for prompt, _ in requests for token in prompt)
-    assert [params.seed for _, params in requests] == list(range(200)) and requests[0][1].temperature == 0.5
+    assert [params.seed for _, params in requests] == list(range(3, 203)) and requests[0][1].temperature == 0.5
     assert requests == random_requests(200, 40, 20, 0.7, 61, seed=3, temperature=0.5)
     assert {len(prompt) for prompt, _ in random_requests(5, 7, 3, 1.0, 61)} == {7}
 
@@ -55,6 +56,25 @@ def test_figures_of_requests(speculative):
     for times in (run.ttft_ms, run.latency_ms, run.tpot_ms):
         assert 0 < times["p50"] <= times["p95"] <= times["p99"] <= 1e3 * run.time_s
     assert run.ttft_ms["p95"] > 1.5 * run.ttft_ms["p50"] and run.latency_ms["p50"] > run.ttft_ms["p50"]
+
+
+def test_each_run_reads_its_prompts():
+    """Also where both ways could share them: methods without a model have no keys of their own."""
+    target = ToyModel()
+    engine = EAGLEInference(None, target, EAGLEConfig(method="ngram", topk=1, num_steps=2, page_size=4))
+    requests, shared = random_requests(2, 20, 3, 1.0, 40), []
+    take = PrefixCache.take
+
+    def taken(self, *arguments):
+        held = take(self, *arguments)
+        shared.append(self.start(held))
+        return held
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefixCache, "take", taken)
+        for speculative in (True, False):
+            run_requests(engine, requests, speculative=speculative)
+    assert shared == [0] * 4
 
 
 def test_numbers_in_texts():

@@ -71,6 +71,8 @@ class PrefixCache:
 
     def has_room(self, prefix: Prefix, count: int) -> bool:
         """Returns whether a request gets `count` pages, with those that it shares."""
+        if count - len(prefix.prompt) // self._page_size > self.num_free:  # whatever is found
+            return False
         found = self._find(prefix)
         return count - len(found) <= self.num_free - sum(not page.users for page in found)
 
@@ -110,7 +112,7 @@ class PrefixCache:
             held.num_ready += 1
         if held.num_ready < len(held.shared) and held.shared[held.num_ready].users[0] is not held:
             return None
-        num_tokens = min(held.num_ready * self._page_size, held.prefix.most)
+        num_tokens = held.num_ready * self._page_size
         return num_tokens - num_tokens % held.prefix.unit
 
     def note_read(self, held: Held, num_tokens: int) -> None:

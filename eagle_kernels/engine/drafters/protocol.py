@@ -71,7 +71,7 @@ class Drafter:
 
 
 class PromptPart(NamedTuple):
-    """Holds P tokens of a prompt, from token `start` on. The first `num_shared` are those of another request's prompt.
+    """Holds P tokens of a prompt, from token `start` on. The prompt's first `num_shared` were read by another request.
 
     block_table  [1, max_pages]  the row's, which joins the batch only when its prompt has been read
     tokens       [P + 1]         the part and the token after it; after the last part, that is the row's root

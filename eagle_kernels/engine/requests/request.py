@@ -34,7 +34,8 @@ class Request:
     """Holds a request as `EAGLEInference.submit` returns it; the engine fills it while it steps.
 
     Attributes:
-        id: Its number among the submitted requests of an engine; in a stream, the index of its prompt.
+        id: Its number among the submitted requests of an engine; in a stream, the index of its prompt
+            or, with n samples, prompt * n + sample.
         prompt: [L] token ids.
         params: Sampling and ends, as asked for.
         seed: The seed in use.

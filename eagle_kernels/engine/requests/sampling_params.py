@@ -41,7 +41,7 @@ class SamplingParams(Validated):
         top_logprobs: How many of the most likely tokens are kept at the place of every token, with their raw
             log-probabilities; 0..20.
         logprob_start_len: From this token of the prompt on, the prompt's tokens have raw log-probabilities, too, and
-            top_logprobs; None: none has.
+            top_logprobs; None: none has. Such a prompt is read between steps, not within them.
         drafter: The method that drafts for this request, if the configuration has several; None: the first.
     """
 

@@ -15,7 +15,7 @@ import torch
 
 from ..config.eagle_config import EAGLEConfig
 from ..requests.sampling_params import SamplingParams
-from .latency import percentile, time_requests
+from .latency import percentiles, time_requests
 from .output import GenerationStats
 from .session import Session
 from .stream import TokenStream, open_stream
@@ -146,8 +146,8 @@ class Decoding:
             accepted_per_depth=[sum(counts) / max(1, steps) for counts in depths],
             step_ms=1e3 * decode_s / max(1, batch_steps),
             phase_ms={name: phases_ms[name] / max(1, timed_steps) for name in sorted(phases_ms)},
-            ttft_ms=_percentiles(self._ttft_ms),
-            inter_token_ms=_percentiles(self._gaps_ms),
+            ttft_ms=percentiles(self._ttft_ms),
+            inter_token_ms=percentiles(self._gaps_ms),
         )
 
 
@@ -175,7 +175,8 @@ def benchmark(
                 rule = f"let batches of {max_new_tokens} new tokens fit into the pools and max_batch={config.max_batch}"
                 advice = "kv_cache_bytes makes the pools larger"
                 raise ValueError(f"benchmark: batch_size must {rule}, got {batch_size}; {advice}")
-    few = [replace(each, max_new_tokens=min(8, max_new_tokens), seed=0) for each in params]
+    most = min(8, max_new_tokens)
+    few = [replace(each, max_new_tokens=most, min_new_tokens=min(each.min_new_tokens, most), seed=0) for each in params]
     for speculative in (True, False):  # compiles, captures and warms up
         with session.alone("benchmark", config):
             for _ in open_batch(batches[0], speculative, few):
@@ -194,10 +195,6 @@ def benchmark(
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     results = runs[True].result(), runs[False].result()
     return BenchmarkResult(len(prompts), batch_size, config.max_batch, max_new_tokens, *results, share, peak)
-
-
-def _percentiles(samples: list[float]) -> dict[str, float]:
-    return {f"p{percent}": percentile(samples, percent) for percent in (50, 95, 99)} if samples else {}
 
 
 def _progress(batches: list[slice], wanted: bool | None):

@@ -16,6 +16,11 @@ def percentile(samples: Sequence[float], percent: float) -> float | None:
     return torch.tensor(samples, dtype=torch.float64).quantile(percent / 100).item() if samples else None
 
 
+def percentiles(samples: Sequence[float]) -> dict[str, float]:
+    """Returns p50, p95 and p99 of samples; nothing without any."""
+    return {f"p{percent}": percentile(samples, percent) for percent in (50, 95, 99)} if samples else {}
+
+
 def round_times_s(first_s: float, arrivals: Sequence[tuple[float, bool]]) -> list[tuple[float, int]]:
     """Returns (seconds, tokens) for each round after the first token of a request, which arrived at `first_s`.
 

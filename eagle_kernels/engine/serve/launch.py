@@ -31,7 +31,7 @@ class Launch:
         device = result.tokens.device
         self._is_gpu = device.type == "cuda"
         if self._is_gpu:
-            result = StepResult(*(None if tensor is None else _to_host(tensor) for tensor in result))
+            result = StepResult(*(None if tensor is None else to_host(tensor) for tensor in result))
         self.rows, self.number, self.prompt_tokens = rows, number, prompt_tokens
         self._result, self._start, self._end = result, start, mark(device)
 
@@ -61,11 +61,13 @@ def _before_padding(tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(-1)] if tokens[-1] < 0 else tokens
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    """Queues a copy to pinned memory and returns the copy.
+def to_host(tensor: Tensor) -> Tensor:
+    """Queues a copy to pinned memory and returns the copy; on the CPU the tensor itself.
 
     Pinned memory is not allocated anew at each step: PyTorch's caching host allocator notes the stream of the copy, and
     reuses a freed block once the stream has passed it.
     """
+    if not tensor.is_cuda:
+        return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

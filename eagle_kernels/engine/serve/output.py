@@ -15,7 +15,7 @@ class GenerationStats:
     or the token limit then cut the text short.
 
     Attributes:
-        num_requests: Prompts of the call.
+        num_requests: Requests of the call: its prompts, or their samples.
         num_steps, num_draft_tokens: Levels and nodes of the tree, the largest if there are several.
         seeds: The seed of each request, also where the engine chose it.
         prompt_tokens, generated_tokens: Tokens of all prompts, and new tokens of all requests.

@@ -20,6 +20,7 @@ from ..requests.sampling_params import Features
 from ..step.logprobs import Scores, score
 from ..step.prompt_rows import Part, PromptRows
 from ..step.stepper import Stepper, StepResult
+from .launch import to_host
 
 
 @dataclass(eq=False)
@@ -138,10 +139,10 @@ def _copy(logits: Tensor) -> Tensor:
 
 
 def hand_scores(row: Row) -> None:
-    """Gives the request the scores of its prompt, which the device has finished."""
+    """Gives the request the scores of its prompt, whose copies the device has finished with its first token."""
     if row.request.params.logprob_start_len is not None:
-        parts = zip(*row.scores) if row.scores else [[], [], []]
-        row.request.score_prompt(*(torch.cat(part).tolist() if part and part[0] is not None else [] for part in parts))
+        parts = row.scores[0] if row.scores else [None] * 3
+        row.request.score_prompt(*([] if part is None else part.tolist() for part in parts))
         row.scores.clear()
 
 
@@ -157,6 +158,8 @@ def take_part(stepper: Stepper, state: BatchState, row: Row, size: int, output: 
     if stop == len(prompt):
         features = Features.of([row.request.params])
         first = stepper.draw_first(output.logits[:, -1], state, row.index, len(prompt), features)
+        whole = (None if parts[0] is None else torch.cat(parts) for parts in zip(*row.scores))
+        row.scores = [Scores(*(part if part is None else to_host(part) for part in whole))] if row.scores else []
         tokens = torch.cat([tokens, state.roots[row.index, None]])
     if stepper.keeps_history:
         if start == row.num_shared > 0:

@@ -27,6 +27,7 @@ FEW_STEPS = 4
 class Reading:
     """Chooses parts of prompts for the steps of a plan, and reads those that no step reads.
 
+    shares_prefixes  whether prompts are read only from where they part
     rows          `PromptRows` by their number of rows; all plans share them, since graphs name their tensors
     is_joint      whether steps read prompts beside their own rows; what fails only there is not tried again
     pace          how many tokens there is time for
@@ -38,12 +39,11 @@ class Reading:
         state: BatchState,
         prefill_chunk: int,
         max_step_ms: float | None,
-        shares_prefixes: bool,
         rows: dict[int, PromptRows],
     ):
         self._plan, self._state, self._prefill_chunk, self._rows = plan, state, prefill_chunk, rows
         self._max_step_ms, self._reads_several = max_step_ms, plan.plain.reads_several
-        self._shares_prefixes = shares_prefixes
+        self.shares_prefixes = True
         # who looks at every tree of a step would see it twice if the prompts beside it failed
         self.is_joint = self._reads_several and plan.plain.on_tree is None
         self.pace = self._new_pace()
@@ -56,15 +56,16 @@ class Reading:
 
     def prefix(self, request: Request) -> Prefix:
         """Returns what the request may share of its prompt."""
-        if not self._shares_prefixes:
+        if not self.shares_prefixes:
             return Prefix(())
-        reader, first = self._plan.plain.resting, request.params.logprob_start_len
-        most = len(request.prompt) if first is None else max(first, 1) - 1  # from there on logits are wanted
-        # bits depend on where prompts are cut
-        unit = self._prefill_chunk if self._plan.plain.config.deterministic else 1
-        if reader is None:
-            return Prefix(request.prompt, most=most, unit=unit)
-        return Prefix(request.prompt, (type(reader), reader.ahead), reader.ahead, most, unit)
+        reader, first, prompt = self._plan.plain.resting, request.params.logprob_start_len, request.prompt
+        most = len(prompt) if first is None else max(first, 1) - 1  # from there on logits are wanted
+        ahead, is_deterministic = 0 if reader is None else reader.ahead, self._plan.plain.config.deterministic
+        unit = 1
+        if is_deterministic:  # bits depend on where prompts are cut: whole chunks have the same in all of them
+            unit, past = self._prefill_chunk, max(ahead, 1)
+            prompt = prompt[: (len(prompt) - past) // unit * unit + past]
+        return Prefix(prompt, (is_deterministic, reader and type(reader), ahead), ahead, most, unit)
 
     @property
     def _joint_sizes(self) -> list[int]:
@@ -87,7 +88,7 @@ class Reading:
         size, num_tokens = self._joint_sizes[-1], sum(len(row.request.prompt) - row.num_read for row in unread)
         is_cheap = num_tokens <= FEW_STEPS * min(size, self._prefill_chunk) and len(unread) <= FEW_STEPS * MOST_PARTS
         is_cheap |= len(unread) == 1 and num_rows + size <= FREE_ROWS
-        if any(row.request.params.logprob_start_len is not None for row in unread):  # a step has the last rows alone
+        if unread and _is_scored(min(unread, key=lambda row: row.number)):
             return False
         return self.is_joint and (self.pace.is_limited or is_cheap)
 
@@ -100,6 +101,7 @@ class Reading:
         is_paced = is_in_step or is_beside and self.pace.is_limited
         budget, parts = self.pace.budget() if is_paced else self._prefill_chunk, []
         most_parts = MOST_PARTS if is_in_step else len(unread)
+        unread = [row for row in unread if not (is_in_step and _is_scored(row))]
         for row in sorted(unread, key=lambda row: row.number)[:most_parts]:  # so that the oldest always fits
             is_cut = is_in_step or self._reads_several or self.pace.is_limited
             size = min(len(row.request.prompt) - row.num_read, budget if is_cut else self._prefill_chunk)
@@ -175,3 +177,8 @@ class Reading:
     def end(self, start: Mark | None, num_read: int, is_joint: bool = False) -> None:
         """Notes that so many tokens have been read since `start`, is_joint: in a step."""
         self.pace.end(start, num_read, self._state.lengths.device, is_joint=is_joint)
+
+
+def _is_scored(row: Row) -> bool:
+    """Returns whether a prompt's own tokens are scored: a step has logits after parts alone, so it cannot read them."""
+    return row.request.params.logprob_start_len is not None

@@ -39,7 +39,6 @@ TIMED_STEPS = 32
 class Scheduler:
     """Schedules the rows, pages and requests of one batch. `plan` may change while no request runs.
 
-    used            the arguments of `use`
     num_steps       steps so far
     num_cold_steps  steps that compiled or captured something
     last_runner     the runner of the last step
@@ -51,7 +50,7 @@ class Scheduler:
         self.state, self._prefill_chunk = state, prefill_chunk
         self.pages = PrefixCache(state.target_pool.k_cache.shape[1], state.target_pool.page_size)
         self.plan: StepPlan | None = None
-        self.used: tuple | None = None
+        self.max_step_ms: float | None = None
         self.reading: Reading | None = None
         # parts of prompts that the next step reads; and see `Reading`
         self._parts: list[tuple[Row, int]] = []
@@ -86,11 +85,10 @@ class Scheduler:
         """Returns whether requests other than these run, which should step between the parts of a prompt."""
         return any(row.request not in requests for row in self._running)
 
-    def use(self, plan: StepPlan, max_step_ms: float | None = None, shares_prefixes: bool = True) -> None:
-        """Switches to the steps of `plan`, to a limit of their time, and to sharing or not, while there is no work."""
-        self.plan, self.used, self._num_missed, self.last_runner = plan, (plan, max_step_ms, shares_prefixes), 0, None
-        limits = self._prefill_chunk, max_step_ms, shares_prefixes
-        self.reading = Reading(plan, self.state, *limits, self._prompt_rows)
+    def use(self, plan: StepPlan, max_step_ms: float | None = None) -> None:
+        """Switches to the steps of `plan` and to a limit of their time, while there is no work."""
+        self.plan, self.max_step_ms, self._num_missed, self.last_runner = plan, max_step_ms, 0, None
+        self.reading = Reading(plan, self.state, self._prefill_chunk, max_step_ms, self._prompt_rows)
 
     def _pages_for(self, request: Request) -> int:
         """Returns the pages that a request needs, including those that its steps write past its last token."""
@@ -372,15 +370,15 @@ class Scheduler:
     def _hand_out(self, number: int | None, row: Row, brought: StepResult) -> None:
         """Gives a running request what a launch of this number brought."""
         request, accepted = row.request, len(brought.tokens) - 1
-        if number is None:
-            hand_scores(row)
-        else:
+        if number is not None:
             request.accepted.append(accepted)
             stepper = self.plan.runners[number].stepper
             request.levels += min(stepper.num_steps, stepper.num_nodes - 1)
             request.drafted += stepper.mean_nodes - 1
         with self._failing_alone(row):
             num_known = len(request.output_ids)
+            if number is None:
+                hand_scores(row)
             request.push(accepted, *brought)
             if self.plan.feed is not None:
                 self.plan.feed.extend(request, request.output_ids[num_known:])

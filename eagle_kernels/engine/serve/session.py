@@ -186,10 +186,10 @@ class Session:
             self.plans[key] = plan_steps(
                 self.target, draft, config, self.scheduler.state, speculative, self.scheduler.lag, cache, self._on_tree
             )
-        used = self.plans[key], config.max_step_ms, config.share_prefixes
-        if self.scheduler.used != used:
+        if (self.scheduler.plan, self.scheduler.max_step_ms) != (self.plans[key], config.max_step_ms):
             self._require_no_work()
-            self.scheduler.use(*used)
+            self.scheduler.use(self.plans[key], config.max_step_ms)
+        self.scheduler.reading.shares_prefixes = config.share_prefixes
         return self.scheduler
 
     def forget_prefixes(self) -> None:

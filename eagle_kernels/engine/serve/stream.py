@@ -107,10 +107,11 @@ class TokenStream(_Stream[TokenEvent]):
         speculative: bool,
         is_single: bool,
         caller: str,
+        num_samples: int = 1,
     ):
         self.requests, self.device, self.is_single = requests, session.device, is_single
         self._session = session
-        find_scheduler = partial(_find_scheduler, session, requests, config, speculative, caller)
+        find_scheduler = partial(_find_scheduler, session, requests, config, speculative, caller, num_samples)
         steppers = [runner.stepper for runner in find_scheduler().plan.runners]
         self._stats = GenerationStats(
             num_requests=len(requests),
@@ -154,14 +155,14 @@ class TokenStream(_Stream[TokenEvent]):
 
 
 def _find_scheduler(
-    session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool, caller: str
+    session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool, caller: str, num_samples: int
 ) -> Scheduler:
     """Returns the scheduler for these requests; raises ValueError if its pools can never hold one of them."""
     scheduler = session.scheduler_for(config, speculative)
     for request in requests:
         reason = scheduler.why_never(request)
         if reason:
-            raise ValueError(f"{caller}: prompt {request.id}: {reason}")
+            raise ValueError(f"{caller}: prompt {request.id // num_samples}: {reason}")
     return scheduler
 
 
@@ -231,18 +232,19 @@ def open_stream(
     speculative: bool,
     is_single: bool = False,
     caller: str = "generate",
+    num_samples: int = 1,
 ) -> TokenStream:
     """Returns a stream for some prompts, each with its params; raises ValueError for a prompt that can never run.
 
-    caller: what the errors name.
+    caller, num_samples: what the errors name, and how many of the prompts, one after another, are the same.
     """
     for index, (prompt, wanted) in enumerate(zip(prompts, params)):
         reason = session.why_unfit(prompt, wanted.max_new_tokens, config, speculative)
         if reason:
-            raise ValueError(f"{caller}: {reason}".replace("the prompt", f"prompt {index}"))
+            raise ValueError(f"{caller}: {reason}".replace("the prompt", f"prompt {index // num_samples}"))
     requests = [session.make_request(index, *each, config) for index, each in enumerate(zip(prompts, params))]
     with session.lock:
-        return TokenStream(session, requests, config, speculative, is_single, caller)
+        return TokenStream(session, requests, config, speculative, is_single, caller, num_samples)
 
 
 def open_call(
@@ -263,14 +265,14 @@ def open_call(
         raise ValueError(f"{caller}: n must be an int of at least 1, got {n!r}")
     config, params = session.read_call(caller, len(prompts), max_new_tokens, seeds, config, overrides, n)
     prompts = [prompt for prompt in prompts for _ in range(n)]
-    return open_stream(session, prompts, params, config, speculative, is_single and n == 1, caller)
+    return open_stream(session, prompts, params, config, speculative, is_single and n == 1, caller, n)
 
 
 class TextPiece(NamedTuple):
     """Holds new text of one of several requests.
 
     Attributes:
-        request: The index of its prompt; of n samples of each prompt, those of a prompt are next to each other.
+        request: The index of its prompt; with n samples, prompt * n + sample.
         text: The text, of whole characters.
     """
 

@@ -41,7 +41,8 @@ def warm_up(
     for wanted in params:
         # Prompts and first tokens only. Steps are run below, one runner after another, since an automatic choice must
         # learn nothing from such prompts.
-        first = replace(wanted, seed=0, max_new_tokens=1, stop_token_ids=(), stop=())
+        least = min(wanted.min_new_tokens, 1)
+        first = replace(wanted, seed=0, max_new_tokens=1, min_new_tokens=least, stop_token_ids=(), stop=())
         # each by itself, and all at once, which may be other kernels
         for together in (*([prompt] for prompt in prompts), prompts):
             for _ in open_stream(session, together, [first] * len(together), config, speculative, caller="warmup"):

@@ -14,7 +14,7 @@ class Scores(NamedTuple):
     """Holds the log-probabilities of tokens, and the most likely tokens, those first.
 
     logprobs      [..] fp32
-    top_ids       [.., K] int64; of equally likely ones, the lowest ids come first
+    top_ids       [.., K] int64; of equally likely ones among these, the lowest ids come first
     top_logprobs  [.., K] fp32; both None where nobody asked
     """
 
@@ -24,7 +24,7 @@ class Scores(NamedTuple):
 
 
 def score(logits: Tensor, tokens: Tensor, has_top: bool) -> Scores:
-    """Scores tokens [..] by the logits [.., V] that they were drawn from; those of tokens below 0 mean nothing."""
+    """Scores tokens [..] by the target's logits [.., V] in their places; those of tokens below 0 mean nothing."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
     if not has_top:

@@ -290,7 +290,7 @@ def test_where_prompts_are_read(target, draft):
 
     def unread(*sizes):
         requests = [Request(0, [0] * (size + 5), SamplingParams(), 0, frozenset()) for size in sizes]
-        return [SimpleNamespace(request=request, num_read=5) for request in requests]
+        return [SimpleNamespace(request=each, num_read=5, number=number) for number, each in enumerate(requests)]
 
     engine = make(draft, target, max_batch=3)
     engine.generate([1, 2], 2)
@@ -303,6 +303,9 @@ def test_where_prompts_are_read(target, draft):
         assert reading.is_in_step(rows, num_rows) == is_in_step, (sizes, num_rows)
         rows[0].request.params = SamplingParams(logprob_start_len=9)
         assert not reading.is_in_step(rows, num_rows)
+        rows[0].number = len(rows)  # only where it is the oldest; beside others it waits
+        assert reading.is_in_step(rows, num_rows) == (is_in_step and len(rows) > 1)
+        assert all(row is not rows[0] for row, _ in reading.next_parts(rows, True, True))
     limited = make(draft, target, max_batch=3, max_step_ms=9.0)
     limited.generate([1, 2], 2)
     assert limited.session.scheduler.reading.is_in_step(unread(10**6, 10**6), 10**6)

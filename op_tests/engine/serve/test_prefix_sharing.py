@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.prefix_cache import Prefix, PrefixCache
+from eagle_kernels.engine.requests.request import Request
 from op_tests.engine.methods import engine_of
 from op_tests.engine.serve.conftest import DEVICE
 from op_tests.engine.toys import random_llama, random_modules
@@ -224,14 +226,24 @@ def test_what_was_used_longest_ago_makes_room_first():
         cache.give_back(held)
 
 
-def test_a_share_is_a_multiple_of_the_unit():
-    """With `deterministic`, bits depend on where a prompt is cut."""
+def test_a_share_is_a_multiple_of_the_unit(monkeypatch):
+    """With `deterministic`, bits depend on where a prompt is cut: only whole chunks are shared, and only so."""
+    sizes = {"page_size": 4, "prefill_chunk": 12}
+    engine = engine_of("draft_model", DEVICE, **sizes, share_prefixes=True)
+    engine.generate(BASE[:40], 1)
+    reading = engine.session.scheduler.reading
+    config = dataclasses.replace(EAGLEConfig(), deterministic=True)
+    monkeypatch.setattr(reading._plan.plain, "config", config)
     cache = PrefixCache(20, 4)
-    first = cache.take(Prefix(BASE[:40], most=40, unit=12), 10)
+    request = Request(0, BASE[:40], SamplingParams(), 0, frozenset())
+    assert reading.prefix(request).kind[0] and len(reading.prefix(request).prompt) == 37
+    first = cache.take(reading.prefix(request), 10)
     cache.note_read(first, 40)
+    assert len(first.shared) == 9
     for length, start in ((40, 36), (38, 36), (36, 24), (13, 12), (12, 0)):
-        held = cache.take(Prefix(BASE[:length], most=length, unit=12), 10)
-        assert cache.start(held) == start
+        request.prompt = BASE[:length]
+        held = cache.take(reading.prefix(request), 10)
+        assert cache.start(held) == start == 4 * len(held.shared)
         cache.give_back(held)
 
 
