@@ -305,8 +305,8 @@ class EAGLEInference:
         Args:
             params: Kinds of requests, which may later come in any mixture. Without any: greedy, sampled, and sampled
                 with filters, each with and without logprobs, as far as `verify_strategy` serves them. Penalties,
-                min_new_tokens and top_logprobs need params that have them. `warmup(SamplingParams())` is for greedy
-                requests alone: a sixth of the graphs.
+                min_new_tokens and top_logprobs need params that have them. `warmup(SamplingParams())` makes a sixth of
+                the graphs, those of greedy requests.
             speculative, overrides: As for `generate`. Overrides that name sampling prepare for such calls alone.
             most_requests: Most requests at once; None: max_batch of the configuration.
 
