@@ -295,7 +295,7 @@ MUTANTS = [
     ),
     Mutant(
         "the last token of the prompt before", "plan",
-        [(ENGINE + "serve/prompts.py", "(stops, device=device) - 1", "(stops, device=device) - 2")],
+        [(ENGINE + "serve/prompts.py", "(*inner, size - 1)", "(*inner, size - 2)")],
         ["op_tests/engine/serve/test_prompts.py::test_prompts_that_wait_together_are_read_at_once"], "engine",
     ),
     Mutant(

@@ -447,7 +447,7 @@ ENGINE = {
     ),
     "a server's zero": (
         lambda e: EAGLEConfig.from_speculative_config({"method": "naive", "num_speculative_tokens": False}),
-        "num_speculative_tokens must be 0 or absent for method='naive', got False",
+        "num_speculative_tokens must be an int of at least 0, got False",
     ),
     "a server's one": (
         lambda e: EAGLEConfig.from_speculative_config({"method": "ngram", "num_gpu_block_expand_ratio": True}),
