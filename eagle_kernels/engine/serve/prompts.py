@@ -38,7 +38,7 @@ class Row:
     is_running: bool = False
     # launches that the host has not read yet; each brings at least one token
     num_pending: int = 0
-    # of the prompt's tokens, as far as it is read
+    # copies for the host, of the prompt's tokens as far as it is read
     scores: list[Scores] = field(default_factory=list)
 
     @property
@@ -141,8 +141,8 @@ def _copy(logits: Tensor) -> Tensor:
 def hand_scores(row: Row) -> None:
     """Gives the request the scores of its prompt, whose copies the device has finished with its first token."""
     if row.request.params.logprob_start_len is not None:
-        parts = row.scores[0] if row.scores else [None] * 3
-        row.request.score_prompt(*([] if part is None else part.tolist() for part in parts))
+        parts = zip(*row.scores) if row.scores else [[None]] * 3
+        row.request.score_prompt(*([] if part[0] is None else torch.cat(part).tolist() for part in parts))
         row.scores.clear()
 
 
@@ -153,18 +153,15 @@ def take_part(stepper: Stepper, state: BatchState, row: Row, size: int, output: 
     if output.scored is not None:
         has_top, inner = row.request.params.top_logprobs > 0, scored_rows(row, size)
         after = tokens[inner.start + 1 : inner.stop + 1]
-        # some at a time, since they are widened to fp32
-        row.scores += [score(*each, has_top) for each in zip(output.scored.split(256), after.split(256))]
+        for each in zip(output.scored.split(256), after.split(256)):  # some at a time, since they are widened to fp32
+            row.scores.append(Scores(*(part if part is None else to_host(part) for part in score(*each, has_top))))
     if stop == len(prompt):
         features = Features.of([row.request.params])
         first = stepper.draw_first(output.logits[:, -1], state, row.index, len(prompt), features)
-        whole = (None if parts[0] is None else torch.cat(parts) for parts in zip(*row.scores))
-        row.scores = [Scores(*(part if part is None else to_host(part) for part in whole))] if row.scores else []
-        tokens = torch.cat([tokens, state.roots[row.index, None]])
-    if stepper.keeps_history:
-        if start == row.num_shared > 0:
-            state.history[row.index, :start] = torch.tensor(prompt[:start]).to(tokens.device)
-        state.history[row.index, start : stop + 1] = tokens
+        root = state.roots[row.index, None]
+        tokens = torch.cat([tokens, root])
+        if stepper.keeps_history:
+            state.history[row.index, stop, None] = root.to(state.history.dtype)
     if stepper.resting is not None:
         is_last = first is not None
         part = PromptPart(row.index, row.block_table, tokens, output.features, start, row.num_shared, is_last)

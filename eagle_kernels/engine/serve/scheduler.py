@@ -202,6 +202,8 @@ class Scheduler:
             table[0, : len(pages.ids)] = torch.tensor(pages.ids, dtype=torch.int32)
             row.block_table = table.to(self.state.block_table.device)
             self.state.sampling.set_row(index, request.params, request.seed, request.prompt, request.end_token_ids)
+            if self.plan.plain.keeps_history:
+                self.state.history[index, : len(request.prompt)] = torch.tensor(request.prompt).to(row.block_table)
             method = request.params.drafter
             self.state.methods[index] = 0 if method is None else self.plan.methods.index(method)
             if self.plan.feed is not None:

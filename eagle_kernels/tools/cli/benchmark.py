@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
 from operator import eq
+from typing import Any
 
 import torch
 
@@ -77,29 +79,33 @@ def _time_requests(arguments: argparse.Namespace) -> int:
     sizes = arguments.input_len, arguments.output_len, arguments.range_ratio
     sampling = engine.config.sampling
     requests = random_requests(arguments.requests, *sizes, engine.target.vocab_size, arguments.seed, **sampling)
-    runs = {}
-    for name in ("speculative", "plain") if engine.config.may_speculate else ("plain",):
-        speculative = name == "speculative"
-        if engine.device.type == "cuda":
-            engine.warmup(SamplingParams(**sampling), speculative=speculative)
-        runs[name] = asdict(run_requests(engine, requests, speculative=speculative))
-    return _show(arguments, engine, runs)
+    runs = _both_ways(engine, lambda speculative: run_requests(engine, requests, speculative=speculative))
+    return _show(arguments, engine, {name: asdict(run) for name, run in runs.items()})
 
 
 def _ask(arguments: argparse.Namespace) -> int:
     examples = read_examples(arguments.gsm8k)
     prompts, asked = prompts_of(examples, arguments.num_shots, arguments.num_questions)
     engine, _ = load_engine(arguments)
-    runs = {}
-    for name in ("speculative", "plain") if engine.config.may_speculate else ("plain",):
-        options = {"seeds": arguments.seed, "speculative": name == "speculative"}
-        runs[name] = evaluate(engine, prompts, asked, arguments.max_new_tokens, **options)
+    asking = engine, prompts, asked, arguments.max_new_tokens
+    runs = _both_ways(engine, lambda way: evaluate(*asking, seeds=arguments.seed, speculative=way))
     texts = [run.texts for run in runs.values()]
     figures = {name: fields_and_properties(run) for name, run in runs.items()}
     for of_run in figures.values():
         del of_run["texts"]
     same = {} if len(texts) == 1 or not engine.config.keeps_text else {"identical": sum(map(eq, *texts)) / len(asked)}
     return _show(arguments, engine, figures | same)
+
+
+def _both_ways(engine: EAGLEInference, run: Callable[[bool], Any]) -> dict[str, Any]:
+    """Returns what `run` returns with drafts and without, after a warm-up on a GPU."""
+    runs = {}
+    for name in ("speculative", "plain") if engine.config.may_speculate else ("plain",):
+        speculative = name == "speculative"
+        if engine.device.type == "cuda":
+            engine.warmup(SamplingParams(**engine.config.sampling), speculative=speculative)
+        runs[name] = run(speculative)
+    return runs
 
 
 def _show(arguments: argparse.Namespace, engine: EAGLEInference, figures: dict) -> int:

@@ -47,7 +47,7 @@ def load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenize
     """Loads the models that the arguments name, or the embedded pair."""
     config = read_config(arguments)
     if "mtp" in config.methods and arguments.draft is None:
-        arguments.draft = arguments.target  # which have their modules in them
+        arguments.draft = arguments.target  # published targets have their modules in them
     if config.needs_model and (arguments.target is None) != (arguments.draft is None):
         raise ValueError("--target and --draft must be given together: a head fits only the target it was trained for")
     if not config.needs_model and arguments.draft is not None:
