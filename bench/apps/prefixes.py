@@ -32,7 +32,7 @@ from .generation import PRESETS, Bench
 from .random_models import SHAPES
 
 COMMON_TOKENS, OWN_TOKENS, SMALLER = 2048, 64, 16  # of the small shape, prompts are shorter by this
-REPEATS = 5
+REPEATS = 10
 SHOWN = ("first_ms", "whole_ms")
 
 
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
         for name in options.case:
             case, seen = CASES[name], {True: [], False: []}
             for repeat in range(options.repeats + 1):
-                for shares in (True, False):
+                for shares in (repeat % 2 == 0, repeat % 2 == 1):  # none is always the first
                     prompts = prompts_of(case, options.requests, tokens, vocab_size, seed=2 * repeat + shares)
                     seen[shares].append(serve(engine, prompts, case.new_tokens, shares))
             line = {"op": "prefixes", "case": f"{options.requests} {name}", "preset": preset}

@@ -16,6 +16,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def are_integers(values: Any) -> bool:
+    """Returns whether a value is a list or tuple of ints alone; a long prompt should take no time that one notices."""
+    return isinstance(values, (list, tuple)) and {*map(type, values)} <= {int}
+
+
 def is_fp32(value: float) -> bool:
     """Returns whether fp32 holds a number: it is finite, and not rounded to 0."""
     return value == 0 or _FP32.tiny <= abs(value) <= _FP32.max
@@ -23,6 +28,8 @@ def is_fp32(value: float) -> bool:
 
 def plain(value: Any) -> Any:
     """Returns nested lists of Python numbers for sequences, tensors and arrays; leaves text as it is."""
+    if are_integers(value):
+        return list(value)
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import numpy
 import pytest
 import torch
@@ -19,6 +21,7 @@ from eagle_kernels.engine.requests.inputs import read_max_new_tokens, read_promp
         torch.tensor([1, 2, 3], dtype=torch.uint8),
         numpy.array([1, 2, 3]),
         [numpy.int64(1), numpy.int32(2), torch.tensor(3)],
+        [1, enum.IntEnum("Token", {"TWO": 2}).TWO, 3],
     ],
 )
 def test_one_prompt(input_ids):

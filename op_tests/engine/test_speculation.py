@@ -14,8 +14,8 @@ from eagle_kernels.engine.batch import state as batch_state
 from eagle_kernels.engine.drafters import model_reader
 from eagle_kernels.engine.serve import scheduler
 from eagle_kernels.engine.serve.reading import JOINT_TOKENS
-from eagle_kernels.engine.serve.scheduler import TIMED_STEPS
 from eagle_kernels.engine.step.choice import COLD_AFTER, PROBE_AFTER, PROBE_STEPS, ByBatchSize, Choice, Fastest
+from eagle_kernels.engine.step.phases import TIMED_STEPS
 from eagle_kernels.engine.step.plan import warn_of_eager_steps
 from eagle_kernels.engine.step.runner import bucket_of
 from op_tests.engine.engines import make, prompt_of
@@ -110,12 +110,12 @@ def test_which_steps_are_waited_for(target, monkeypatch, lag):
     for _ in range(2):
         engine.submit([1], SamplingParams(max_new_tokens=80))
         scheduler, timed = engine.session.scheduler, []
-        scheduler.start_timing()
+        scheduler.phase_times.restart()
         first = scheduler.num_steps
         while scheduler.has_work:
-            count = len(scheduler._phases_ms)
+            count = len(scheduler.phase_times.held_ms)
             scheduler.step(is_speculating=False)
-            if len(scheduler._phases_ms) > count:
+            if len(scheduler.phase_times.held_ms) > count:
                 timed.append(scheduler.num_steps - first - 1)
                 assert not scheduler._unread
         assert timed == list(range(0, 79, TIMED_STEPS + 1 if lag else 1))
@@ -136,7 +136,7 @@ def test_steps_whose_phases_nobody_wants_to_know(target, monkeypatch, lag):
     request = engine.submit([1, 2], SamplingParams(max_new_tokens=30))
     while not request.is_finished:
         engine.session.scheduler.step()
-    assert request.output_ids == text and not engine.session.scheduler._phases_ms
+    assert request.output_ids == text and not engine.session.scheduler.phase_times.held_ms
 
 
 @pytest.mark.parametrize("memory", [1, 3, 16])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import ops
 from ..models.protocol import Angles, KVShape
+from .transfer import to_device
 
 # a plan takes a launch, and saves less than a microsecond a layer
 _LEAST_PLANNED_LAYERS = 8
@@ -94,7 +95,7 @@ class PrefillAttend(_PoolAttend):
         if len(parts) == 1:  # filled, as the host would wait for the device to copy it
             starts, counts = (torch.full((1,), number, device=device) for number in parts[0])
         else:
-            starts, counts = torch.tensor(list(zip(*parts)), device=device)
+            starts, counts = to_device(list(zip(*parts)), device)
         slots = ops.find_slots(block_table, starts, count=most, page_size=pool.page_size).slots
         slots = torch.cat([row[:count] for row, (_, count) in zip(slots, parts)])
         super().__init__(pool, block_table, slots)

@@ -8,7 +8,8 @@ keeps its keys until its room is needed; the one that was used longest ago goes 
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -31,17 +32,17 @@ class Prefix(NamedTuple):
     unit: int = 1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class SharedPage:
     """Holds what is known of a page: its key, its users, of whom the first one reads it, and whether it is read."""
 
     id: int
-    key: tuple[Hashable, tuple[int, ...]]
+    key: tuple[Hashable, bytes]
     users: list[Held] = field(default_factory=list)
     is_read: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Held:
     """Holds the pages of a request: `ids` of all, of which the first may be others' as well."""
 
@@ -57,8 +58,8 @@ class PrefixCache:
     def __init__(self, num_pages: int, page_size: int):
         self.num_pages, self._page_size = num_pages, page_size
         self._free = deque(range(num_pages))
-        self._known: dict[tuple[Hashable, tuple[int, ...]], SharedPage] = {}
-        self._unused: dict[SharedPage, None] = {}  # in the order in which they were left
+        self._known: dict[tuple[Hashable, bytes], SharedPage] = {}
+        self._unused: OrderedDict[SharedPage, None] = OrderedDict()  # in the order in which they were left
 
     @property
     def num_free(self) -> int:
@@ -87,11 +88,11 @@ class PrefixCache:
         held.ids = [page.id for page in held.shared] + self._allocate(count - num_found)
         above: Hashable = held.shared[-1] if held.shared else prefix.kind
         for id, (tokens, _) in zip(held.ids[num_found:], list(self._pages_of(prefix))[num_found:]):
-            if (above, tokens) in self._known:  # another prompt's, of which this one may share less
-                break
             page = SharedPage(id, (above, tokens), [held])
-            self._known[page.key] = above = page
+            if self._known.setdefault(page.key, page) is not page:  # another prompt's, of which this one may share less
+                break
             held.shared.append(page)
+            above = page
         return held
 
     def give_back(self, held: Held) -> None:
@@ -138,14 +139,16 @@ class PrefixCache:
             above = page
         return found
 
-    def _pages_of(self, prefix: Prefix) -> Iterator[tuple[tuple[int, ...], int]]:
+    def _pages_of(self, prefix: Prefix) -> Iterator[tuple[bytes, int]]:
         """Yields the tokens that each full page of the prompt depends on, but for those before it, and where it stops.
 
         The prompt's last token is always read, as the first new one is drawn after it.
         """
         size, ahead = self._page_size, max(prefix.ahead, 1)
+        tokens = array("q", prefix.prompt)
+        width, text = tokens.itemsize, tokens.tobytes()  # whose parts are hashed once
         for stop in range(size, len(prefix.prompt) - ahead + 1, size):
-            yield tuple(prefix.prompt[stop - size : stop + prefix.ahead]), stop
+            yield text[(stop - size) * width : (stop + prefix.ahead) * width], stop
 
     def _allocate(self, count: int) -> list[int]:
         """Returns pages of `num_free`, those that were free longest first, and of the kept ones those left first."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..requests.sampling_params import MOST_ENDS, Features, SamplingParams
+from .transfer import to_device
 
 _FILTERS, _PENALTIES = ("top_k", "top_p", "min_p"), ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
@@ -52,7 +53,7 @@ class RowSampling:
         if self.minimums is not None:
             numbers = [params.min_new_tokens, len(prompt), *(ends if params.min_new_tokens else ())]
             numbers += [-1] * (self.minimums.shape[1] - len(numbers))
-            self.minimums[row] = torch.tensor(numbers).to(self.minimums.device)
+            self.minimums[row] = to_device(numbers, self.minimums.device)
         for name, tensor in self.numbers.items():
             tensor[row] = getattr(params, name)
         if params.has_penalties:
@@ -67,7 +68,7 @@ class RowSampling:
         held = [self.seeds, *self.numbers.values(), self.prompt_mask, self.output_counts, self.minimums]
         return [tensor for tensor in held if tensor is not None]
 
-    def arguments(self, features: Features, rows: slice) -> dict[str, Tensor]:
+    def arguments(self, features: Features, rows: slice | Tensor) -> dict[str, Tensor]:
         """Returns the arguments of `verify_tree_sampled` for these rows."""
         names = ("temperature", *(_FILTERS if features.filters else ()), *(_PENALTIES if features.penalties else ()))
         values = {name: self.numbers[name][rows] for name in names} | {"seeds": self.seeds[rows]}
@@ -75,7 +76,7 @@ class RowSampling:
             values |= {"prompt_mask": self.prompt_mask[rows], "output_counts": self.output_counts[rows]}
         return values
 
-    def early_ends(self, rows: slice, lengths: Tensor) -> dict[str, Tensor]:
+    def early_ends(self, rows: slice | Tensor, lengths: Tensor) -> dict[str, Tensor]:
         """Returns the arguments by which `penalize_logits` keeps end tokens back, after `lengths` committed tokens."""
         least, prompt_lengths, ends = self.minimums[rows].split([1, 1, MOST_ENDS], dim=1)
         num_output_tokens = lengths + 1 - prompt_lengths[:, 0]
@@ -88,3 +89,8 @@ class RowSampling:
         if features.penalties:
             is_token = (tokens >= 0).to(torch.int32)
             self.output_counts[rows].scatter_add_(1, tokens.clamp(min=0).to(torch.int64), is_token)
+
+    def count_first(self, features: Features, rows: Tensor, tokens: Tensor) -> None:
+        """Adds a token [R] each to the output of rows [R], none of which is there twice."""
+        if features.penalties:
+            self.output_counts[rows, tokens] += 1

@@ -10,6 +10,7 @@ from torch import Tensor
 from ... import ops
 from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel, TargetModel
+from ..requests.sampling_params import Features
 from .kv_pool import KVPool
 from .row_sampling import RowSampling
 
@@ -63,12 +64,20 @@ class BatchState:
         self.kept: dict[int, Kept] = {}
         self.draft_hidden: Tensor | None = None  # until the first prompt tells how wide it is
 
-    def set_draft(self, row: int, logits: Tensor, hidden: Tensor) -> None:
-        """Writes the logits [Vd] and hidden state [H] of a row."""
+    def set_draft(self, rows: Tensor, logits: Tensor, hidden: Tensor) -> None:
+        """Writes the logits [R, Vd] and hidden states [R, H] of rows [R]."""
         if self.draft_hidden is None:
-            self.draft_hidden = hidden.new_zeros(self.num_rows, *hidden.shape)
-        self.draft_logits[row] = logits
-        self.draft_hidden[row] = hidden
+            self.draft_hidden = hidden.new_zeros(self.num_rows, hidden.shape[1])
+        self.draft_logits[rows] = logits
+        self.draft_hidden[rows] = hidden
+
+    def begin(self, rows: Tensor, lengths: Tensor, roots: Tensor, block_table: Tensor, features: Features) -> None:
+        """Lets rows [R] step whose prompts have been read, with their lengths [R], roots [R] and pages."""
+        self.roots[rows], self.lengths[rows], self.block_table[rows] = roots, lengths, block_table
+        if self.history is not None:
+            self.history[rows, lengths] = roots.to(self.history.dtype)
+        self.sampling.count_first(features, rows, roots)
+        self.is_live[rows] = 1
 
     def keep_history(self) -> None:
         """Makes room for the tokens of all rows."""

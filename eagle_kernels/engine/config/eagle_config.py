@@ -261,7 +261,8 @@ class EAGLEConfig(DraftingOptions):
     def may_speculate(self) -> bool:
         """Whether any step may have drafts. If none may, the draft model reads nothing and limits no request."""
         is_wanted = self.methods != ("naive",) and self.max_spec_batch != 0
-        return is_wanted and any(tree is not None for _, tree in self.trees)
+        is_fixed = self.adaptive is None or self.adaptive == "auto"
+        return is_wanted and (is_fixed or any(tree is not None for _, tree in self.adaptive))
 
     @property
     def simulated_rates(self) -> list[float] | None:

@@ -7,6 +7,9 @@ n + 1 - token_shift rows, and level i >= 1 of the tree reads its tokens at posit
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,7 @@ from ... import ops
 from ..batch.batch import Batch, Committed
 from ..batch.kv_pool import PrefillAttend, TreeAttend
 from ..batch.state import CATCH_UP_EVERY, BatchState
+from ..batch.transfer import to_device
 from ..models.protocol import DraftModel
 from .protocol import PromptPart
 
@@ -30,19 +34,39 @@ class ModelReader:
         self._past_root, self.ahead = 1 - model.token_shift, model.token_shift
         self.num_slots = self._past_root + max((num_levels - 1) * topk, num_steps + 1)
 
-    def read_prompt(self, state: BatchState, part: PromptPart) -> None:
-        """See `Reader`. Row i reads token i + token_shift; without a shift, the root's row comes last."""
-        shift, start = self.model.token_shift, part.start
-        num_rows = len(part.tokens) - 1 + (self._past_root if part.is_last else 0)
-        output = self.model.forward(
-            part.tokens[None, shift : shift + num_rows],
-            state.draft_logits.new_zeros(1, num_rows, 0) if part.features is None else part.features,
-            torch.arange(start, start + num_rows, device=part.tokens.device)[None],
-            PrefillAttend(state.draft_pool, part.block_table, [(start, num_rows)]),
-            from_target=True,
-        )
-        if part.is_last:
-            state.set_draft(part.row, output.logits[0, -1], output.hidden[0, -1])
+    def read_prompts(self, state: BatchState, parts: Sequence[PromptPart]) -> None:
+        """See `Reader`. Row i reads token i + token_shift; without a shift, the root's row comes last.
+
+        All parts are read at once if the model can do that. Before a prompt's last row only the keys are of use.
+        """
+        model, shift, device = self.model, self.model.token_shift, state.roots.device
+        if len(parts) > 1 and not getattr(model, "reads_several", False):
+            for part in parts:
+                self.read_prompts(state, [part])
+            return
+        spans = [(part.start, len(part.tokens) - 1 + (self._past_root if part.is_last else 0)) for part in parts]
+        tokens = torch.cat([part.tokens[shift : shift + count] for part, (_, count) in zip(parts, spans)])[None]
+        if parts[0].features is None:
+            features = state.draft_logits.new_zeros(*tokens.shape, 0)
+        else:
+            features = torch.cat([part.features for part in parts], dim=1)
+        positions = torch.cat([torch.arange(start, start + count, device=device) for start, count in spans])[None]
+        read, tables = (tokens, features, positions), torch.cat([part.block_table for part in parts])
+        attend = PrefillAttend(state.draft_pool, tables, spans)
+        # prompts that end here: number of the part, row of the batch, last row of the part
+        stops = itertools.accumulate(count for _, count in spans)
+        ends = [(number, part.row, stop - 1) for number, (part, stop) in enumerate(zip(parts, stops)) if part.is_last]
+        numbers, rows, lasts = to_device(ends, device).view(-1, 3).unbind(1)
+        if hasattr(model, "store"):
+            model.store(*read, attend)
+            if not ends:
+                return
+            spans = [(start + count - 1, 1) for start, count in (spans[number] for number, _, _ in ends)]
+            read, attend = [each[:, lasts] for each in read], PrefillAttend(state.draft_pool, tables[numbers], spans)
+            lasts = slice(None)
+        logits, hidden = model.forward(*read, attend, from_target=True)
+        if ends:
+            state.set_draft(rows, logits[0, lasts], hidden[0, lasts])
 
     def levels(self, batch: Batch) -> ModelLevels:
         """See `Reader`."""

@@ -11,6 +11,8 @@ and features are kept between steps, together with those that the last step brou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,8 +39,12 @@ class ModuleReader:
         self.num_rows = self.num_slots = self._num_open + num_steps + 1
         self.num_kept = self.num_rows + CATCH_UP_EVERY
 
-    def read_prompt(self, state: BatchState, part: PromptPart) -> None:
+    def read_prompts(self, state: BatchState, parts: Sequence[PromptPart]) -> None:
         """See `Reader`. The last rows lack tokens of the next part, and are read again with it."""
+        for part in parts:
+            self._read_prompt(state, part)
+
+    def _read_prompt(self, state: BatchState, part: PromptPart) -> None:
         kept, row, first = state.kept[self.num_kept], part.row, max(part.start - self._num_open, part.num_shared)
         held = part.start - first
         tokens = torch.cat([kept.tokens[row, :held], part.tokens[1:]])

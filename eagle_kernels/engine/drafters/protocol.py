@@ -38,7 +38,7 @@ class Drafter:
     """Proposes a chain or a tree for each row of a batch.
 
     It finds accepted tokens in `BatchState.history`, or its `reader` has read them. `propose` is part of a step, and so
-    are the reader's methods except `read_prompt`: they never wait for the device, allocate nothing that depends on
+    are the reader's methods except `read_prompts`: they never wait for the device, allocate nothing that depends on
     data, and may be captured in a CUDA graph.
 
     num_steps      depth of the deepest draft, and so the most drafts that a step accepts
@@ -91,7 +91,7 @@ class Reader(Protocol):
     """Reads every committed token into the batch's second pool, with a draft model, and computes levels of drafts.
 
     All drafters of a batch share one reader. It rests during plain steps: they keep what it misses (`BatchState.keep`),
-    and it reads that before it drafts again (`catch_up`). `read_prompt` forgets the row's previous request.
+    and it reads that before it drafts again (`catch_up`). `read_prompts` forgets the rows' previous requests.
 
     ahead      tokens after that of a row on which the row's keys depend
     num_slots  slots after a row's committed tokens that it may write
@@ -103,8 +103,8 @@ class Reader(Protocol):
     num_slots: int
     num_kept: int
 
-    def read_prompt(self, state: BatchState, part: PromptPart) -> None:
-        """Reads the next part of a row's prompt."""
+    def read_prompts(self, state: BatchState, parts: Sequence[PromptPart]) -> None:
+        """Reads the next part of each row's prompt; if it fails, it may be called again with any of them."""
 
     def levels(self, batch: Batch) -> Levels:
         """Starts the drafts of a step, after the rows' roots."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .protocol import Attend, DraftOutput, TargetModel
+from .protocol import Attend, DraftOutput, TargetModel, takes_rows
 
 
 class CausalDraft:
@@ -28,6 +28,7 @@ class CausalDraft:
             self.draft_to_target = torch.zeros(self.draft_vocab_size, dtype=torch.int64, device=model.device)
         self.max_length, self.kv_shape = model.max_length, model.kv_shape
         self.can_be_captured = getattr(model, "can_be_captured", True)
+        self.reads_several = takes_rows(model)
 
     @property
     def device(self) -> torch.device:

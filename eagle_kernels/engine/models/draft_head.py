@@ -89,6 +89,7 @@ class DraftHead(ConfiguredModel):
 
     config: HeadConfig
     token_shift = 1
+    reads_several = True
     method = "eagle"
 
     def __init__(self, config: HeadConfig, *, own_embedding: bool, own_output: bool) -> None:

@@ -178,6 +178,8 @@ class DraftModel(Protocol):
             no row. 0 for a plain language model: t_i has position i.
         device, dtype: Optional, compared with the target's.
         method: Optional, compared with the configuration's: "eagle", "mtp" or "draft_model".
+        reads_several: Optional, whether `forward` and `store` take rows of several requests as a batch of one, one
+            request after another, as `attend` tells them apart. Prompts are then read at once.
         store: Optional, `store(input_ids, hidden, positions, attend: StoringAttend) -> None`, for a draft of a single
             layer, whose keys depend on no attention. It writes what `forward(..., from_target=True)` writes and
             computes nothing else, which keeps the draft ready during plain decoding at little cost.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...runtime.values import is_integer, plain, shown
+from ...runtime.values import are_integers, is_integer, plain, shown
 from ..models.tokenizer import Tokenizer
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -24,6 +24,8 @@ def read_prompts(input_ids: Prompts, name: str = "generate: input_ids") -> tuple
     if not prompts:
         raise ValueError(f"{name} must hold at least one prompt, got []")
     for index, prompt in enumerate(prompts):
+        if are_integers(prompt):
+            continue
         others = [token for token in prompt if not is_integer(token)] if isinstance(prompt, list) else [prompt]
         if others:
             held = shown(others[0])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from ..batch.transfer import to_host
 from ..step.phases import Mark, elapsed_ms, mark
 from ..step.stepper import StepResult
 
@@ -59,15 +57,3 @@ class Launch:
 def _before_padding(tokens: list[int]) -> list[int]:
     """Returns a row's tokens before the first -1."""
     return tokens[: tokens.index(-1)] if tokens[-1] < 0 else tokens
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Queues a copy to pinned memory and returns the copy; on the CPU the tensor itself.
-
-    Pinned memory is not allocated anew at each step: PyTorch's caching host allocator notes the stream of the copy, and
-    reuses a freed block once the stream has passed it.
-    """
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..batch.kv_pool import PrefillAttend
 from ..batch.prefix_cache import Held
 from ..batch.state import BatchState
+from ..batch.transfer import to_device, to_host
 from ..drafters.protocol import PromptPart
 from ..models.protocol import takes_rows
 from ..requests.request import Request
@@ -20,7 +21,6 @@ from ..requests.sampling_params import Features
 from ..step.logprobs import Scores, score
 from ..step.prompt_rows import Part, PromptRows
 from ..step.stepper import Stepper, StepResult
-from .launch import to_host
 
 
 @dataclass(eq=False)
@@ -101,8 +101,7 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
     device, spans = state.roots.device, [(row.num_read, size) for row, size in parts]
     # the draft reads the token after a part together with the part's last feature
     texts = [row.request.prompt[start : start + size + 1] for (row, _), (start, size) in zip(parts, spans)]
-    # all at once and before anything is launched, since the host waits for the device to copy them
-    tokens = torch.tensor(list(itertools.chain(*texts)), device=device).split([len(text) for text in texts])
+    tokens = to_device(list(itertools.chain(*texts)), device).split([len(text) for text in texts])
     stops = list(itertools.accumulate(size for _, size in parts))
     begins, scored = [stop - size for stop, (_, size) in zip(stops, parts)], [scored_rows(*part) for part in parts]
     # those whose logits are needed, a part's last one behind its others
@@ -110,7 +109,7 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
     if len(rows) == 1:
         last = {"last_only": True}
     else:
-        rows = torch.tensor(rows, device=device)
+        rows = to_device(rows, device)
         last = {"last_rows": rows} if takes_rows(stepper.target) else {}
     attend = PrefillAttend(state.target_pool, torch.cat([row.block_table for row, _ in parts]), spans)
     logits, features = stepper.target.forward(
@@ -146,24 +145,45 @@ def hand_scores(row: Row) -> None:
         row.scores.clear()
 
 
-def take_part(stepper: Stepper, state: BatchState, row: Row, size: int, output: PartOutput) -> StepResult | None:
-    """Lets the draft read a part, too; after the last part, returns the row's first token, which is its root."""
-    prompt, start = row.request.prompt, row.num_read
-    tokens, stop, first = output.tokens, start + size, None
-    if output.scored is not None:
-        has_top, inner = row.request.params.top_logprobs > 0, scored_rows(row, size)
-        after = tokens[inner.start + 1 : inner.stop + 1]
-        for each in zip(output.scored.split(256), after.split(256)):  # some at a time, since they are widened to fp32
-            row.scores.append(Scores(*(part if part is None else to_host(part) for part in score(*each, has_top))))
-    if stop == len(prompt):
-        features = Features.of([row.request.params])
-        first = stepper.draw_first(output.logits[:, -1], state, row.index, len(prompt), features)
-        root = state.roots[row.index, None]
-        tokens = torch.cat([tokens, root])
-        if stepper.keeps_history:
-            state.history[row.index, stop, None] = root.to(state.history.dtype)
+def take_parts(
+    stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int, PartOutput]]
+) -> tuple[list[Row], StepResult | None]:
+    """Lets the draft read parts, too; returns the rows whose prompts end with them, and their first tokens.
+
+    The batch changes last of all, so that a failure leaves every row as it was, but for what is read again.
+    """
+    ended = [(row, output) for row, size, output in parts if row.num_read + size == len(row.request.prompt)]
+    roots, first = iter(()), None
+    if ended:
+        device, requests = state.roots.device, [row.request for row, _ in ended]
+        indices, lengths = to_device([(row.index, len(row.request.prompt)) for row, _ in ended], device).unbind(1)
+        features = Features.of([request.params for request in requests])
+        logits = torch.cat([output.logits[0] for _, output in ended])
+        first = stepper.draw_first(logits, state, indices, lengths, features)
+        roots = iter(first.tokens)
+    scores = [_score_part(*part) for part in parts]
     if stepper.resting is not None:
-        is_last = first is not None
-        part = PromptPart(row.index, row.block_table, tokens, output.features, start, row.num_shared, is_last)
-        stepper.resting.read_prompt(state, part)
-    return first
+        read = []
+        for row, size, output in parts:
+            is_last = row.num_read + size == len(row.request.prompt)
+            tokens = torch.cat([output.tokens, next(roots)]) if is_last else output.tokens
+            place = row.index, row.block_table, tokens, output.features, row.num_read, row.num_shared
+            read.append(PromptPart(*place, is_last))
+        stepper.resting.read_prompts(state, read)
+    for (row, _, _), scored in zip(parts, scores):
+        row.scores += scored
+    if ended:
+        state.begin(indices, lengths, first.tokens[:, 0], torch.cat([row.block_table for row, _ in ended]), features)
+    return [row for row, _ in ended], first
+
+
+def _score_part(row: Row, size: int, output: PartOutput) -> list[Scores]:
+    """Returns the scores of a part's tokens, on their way to the host."""
+    if output.scored is None:
+        return []
+    has_top, inner = row.request.params.top_logprobs > 0, scored_rows(row, size)
+    after = output.tokens[inner.start + 1 : inner.stop + 1]
+    return [  # some at a time, since they are widened to fp32
+        Scores(*(part if part is None else to_host(part) for part in score(*each, has_top)))
+        for each in zip(output.scored.split(256), after.split(256))
+    ]

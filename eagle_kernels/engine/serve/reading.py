@@ -29,6 +29,7 @@ class Reading:
 
     shares_prefixes  whether prompts are read only from where they part
     rows          `PromptRows` by their number of rows; all plans share them, since graphs name their tensors
+    takes_several whether the draft reads several parts at once; as with `is_joint`, what fails is not tried again
     is_joint      whether steps read prompts beside their own rows; what fails only there is not tried again
     pace          how many tokens there is time for
     """
@@ -43,7 +44,7 @@ class Reading:
     ):
         self._plan, self._state, self._prefill_chunk, self._rows = plan, state, prefill_chunk, rows
         self._max_step_ms, self._reads_several = max_step_ms, plan.plain.reads_several
-        self.shares_prefixes = True
+        self.shares_prefixes = self.takes_several = True
         # who looks at every tree of a step would see it twice if the prompts beside it failed
         self.is_joint = self._reads_several and plan.plain.on_tree is None
         self.pace = self._new_pace()

@@ -18,22 +18,20 @@ import torch
 
 from ..batch.prefix_cache import PrefixCache
 from ..batch.state import CATCH_UP_EVERY, BatchState
+from ..batch.transfer import to_device
 from ..requests.request import Request, twin
 from ..requests.sampling_params import Features
-from ..step.phases import Mark, mark
+from ..step.phases import Mark, PhaseTimes, mark
 from ..step.plan import StepPlan
 from ..step.prompt_rows import PromptRows
 from ..step.runner import StepRunner
 from ..step.stepper import StepResult
 from .launch import Launch
-from .prompts import PartOutput, Row, hand_scores, take_part
+from .prompts import PartOutput, Row, hand_scores, take_parts
 from .reading import Reading
 from .threads import few_threads
 
 _logger = logging.getLogger(__name__)
-
-# steps between two that the host waits for in order to read the times of their phases
-TIMED_STEPS = 32
 
 
 class Scheduler:
@@ -42,6 +40,7 @@ class Scheduler:
     num_steps       steps so far
     num_cold_steps  steps that compiled or captured something
     last_runner     the runner of the last step
+    phase_times     of the steps since a stream began
     reading         of the prompts
     lag             how many steps the host is behind the device
     """
@@ -56,12 +55,10 @@ class Scheduler:
         self._parts: list[tuple[Row, int]] = []
         self._prompt_rows: dict[int, PromptRows] = {}
         self.last_runner: StepRunner | None = None
+        self.phase_times = PhaseTimes()
         self.num_steps, self.num_cold_steps = 0, 0
         # plain steps since the draft last caught up
         self._num_missed = 0
-        # steps until the host waits for one again
-        self._until_timed = 0
-        self._phases_ms: deque[dict[str, float]] = deque(maxlen=256)
         self._waiting: deque[Request] = deque()
         self._rows: list[Row | None] = [None] * state.num_rows
         self._num_admitted = 0
@@ -75,6 +72,10 @@ class Scheduler:
     @property
     def _running(self) -> list[Row]:
         return [row for row in self._rows if row is not None and row.is_running]
+
+    @property
+    def _stepping(self) -> list[Row]:
+        return [row for row in self._running if row.needs_step]
 
     @property
     def is_reading(self) -> bool:
@@ -137,14 +138,14 @@ class Scheduler:
 
     def step(self, is_speculating: bool = True) -> None:
         """Advances all requests by one step, without drafts if `is_speculating` is off, and hands out their tokens."""
-        self.prepare(is_beside=bool(self._running))
+        self.prepare(is_beside=bool(self._stepping))
         self.advance(is_speculating)
 
     def advance(self, is_speculating: bool = True) -> None:
         """Does the rest of a step after `prepare`."""
         with few_threads(self.plan.plain.target), torch.inference_mode():
             num_launched = self.num_steps
-            rows = [row for row in self._running if row.needs_step]
+            rows = self._stepping
             parts = [(row, size) for row, size in self._parts if row in self._rows]  # some may have been aborted
             self._parts = []
             if rows:
@@ -153,9 +154,7 @@ class Scheduler:
             elif parts:
                 self._read_prompts(parts, False)
             has_launched = self.num_steps > num_launched
-            # the next step overwrites the times of the phases, so the host must wait for this step to read them
-            is_timed = has_launched and self.plan.plain.config.phase_times and (self.lag == 0 or self._until_timed == 0)
-            self._until_timed = TIMED_STEPS if is_timed else self._until_timed - has_launched
+            is_timed = has_launched and self.plan.plain.config.phase_times and self.phase_times.is_due(self.lag)
             lag = self.lag if has_launched and not is_timed else 0
             # first tokens are there before the step after them begins
             while self._unread and (self._unread[0].number is None or self._num_unread_steps > lag):
@@ -163,7 +162,7 @@ class Scheduler:
             if self.plan.feed is not None:  # while the device runs this step
                 self.plan.feed.think(row.request for row in self._running)
             if is_timed:
-                self._phases_ms.append(self.last_runner.phases_ms())
+                self.phase_times.held_ms.append(self.last_runner.phases_ms())
 
     def prepare(self, is_beside: bool) -> None:
         """Admits waiting requests in their order, and reads parts of their prompts, or leaves that to `advance`.
@@ -198,12 +197,11 @@ class Scheduler:
         row = self._rows[index] = Row(request, pages, index, self._num_admitted)
         self._num_admitted += 1
         with self._failing_alone(row):
-            table = torch.full((1, self.state.block_table.shape[1]), -1, dtype=torch.int32)
-            table[0, : len(pages.ids)] = torch.tensor(pages.ids, dtype=torch.int32)
-            row.block_table = table.to(self.state.block_table.device)
+            device, padding = self.state.lengths.device, [-1] * (self.state.block_table.shape[1] - len(pages.ids))
+            row.block_table = to_device([pages.ids + padding], device, torch.int32)
             self.state.sampling.set_row(index, request.params, request.seed, request.prompt, request.end_token_ids)
             if self.plan.plain.keeps_history:
-                self.state.history[index, : len(request.prompt)] = torch.tensor(request.prompt).to(row.block_table)
+                self.state.history[index, : len(request.prompt)] = to_device(request.prompt, device)
             method = request.params.drafter
             self.state.methods[index] = 0 if method is None else self.plan.methods.index(method)
             if self.plan.feed is not None:
@@ -222,7 +220,7 @@ class Scheduler:
         start = self.reading.begin() if is_timed else None
         outputs = None if len(parts) == 1 else self.reading.read(parts)
         if outputs is not None:
-            num_read = [self._take_part(*part, output) for part, output in zip(parts, outputs)]
+            num_read = self._take_parts([(*part, output) for part, output in zip(parts, outputs)])
         else:
             num_read = [self._read_alone(part) for part in parts]
             if len(parts) > 1:
@@ -232,23 +230,35 @@ class Scheduler:
     def _read_alone(self, part: tuple[Row, int]) -> int:
         """Reads one part; returns its size, or 0 if that failed."""
         with self._failing_alone(part[0]):
-            return self._take_part(*part, *self.reading.read([part]))
+            return self._take_parts([(*part, *self.reading.read([part]))])[0]
         return 0
 
-    def _take_part(self, row: Row, size: int, output: PartOutput) -> int:
-        """Lets the rest of the engine know what the target made of a part; after the last one the row runs."""
-        with self._failing_alone(row):
-            first = take_part(self.plan.plain, self.state, row, size, output)
-            if first is not None:
-                self.state.block_table[row.index] = row.block_table[0]
-                self.state.lengths[row.index] = len(row.request.prompt)
-                self.state.is_live[row.index] = 1
-                self._push(Launch(first, [(0, row)]))
-                row.is_running = True
+    def _take_parts(self, parts: list[tuple[Row, int, PartOutput]]) -> list[int]:
+        """Lets the rest of the engine know what the target made of parts; returns their sizes, 0 where that failed."""
+        if len(parts) == 1:
+            with self._failing_alone(parts[0][0]):
+                return self._begin(parts)
+            return [0]
+        if self.reading.takes_several:
+            try:
+                return self._begin(parts)
+            except Exception as error:  # one of them may be to blame
+                self.reading.warn(parts, "by the draft at once", error)
+        num_read = [self._take_parts([part])[0] for part in parts]
+        self.reading.takes_several &= not all(num_read)
+        return num_read
+
+    def _begin(self, parts: list[tuple[Row, int, PartOutput]]) -> list[int]:
+        """Notes that parts are read, after the last of which a row runs; returns their sizes."""
+        ended, first = take_parts(self.plan.plain, self.state, parts)
+        if ended:
+            self._push(Launch(first, list(enumerate(ended))))
+        for row in ended:
+            row.is_running = True
+        for row, size, _ in parts:
             row.num_read += size
             self.pages.note_read(row.pages, row.num_read)
-            return size
-        return 0
+        return [size for _, size, _ in parts]
 
     def _compact(self) -> None:
         """Moves the last rows to free places before them, if that makes the batch smaller."""
@@ -294,7 +304,7 @@ class Scheduler:
         self.num_cold_steps += start is None
         if parts:
             with self._failing_alone(*(row for row, _ in parts)):  # the step is done, whatever becomes of the prompts
-                num_read = [self._take_part(*part) for part in reading.outputs(parts)]
+                num_read = self._take_parts(list(reading.outputs(parts)))
                 reading.end(start, sum(num_read), is_joint=True)
 
     def _run(
@@ -327,18 +337,6 @@ class Scheduler:
             for row in rows:
                 row.request.fail(error if row is rows[0] else twin(error))
                 self._release(row)
-
-    def start_timing(self) -> None:
-        """Forgets the phase times so far; the next step is timed."""
-        self._phases_ms.clear()
-        self._until_timed = 0
-
-    def take_phase_times_ms(self, num_steps: int) -> dict[str, float]:
-        """Returns each phase's device time over `num_steps` steps, scaled up from those timed since the last call."""
-        timed = list(self._phases_ms)
-        self._phases_ms.clear()
-        names = timed[0] if timed else ()
-        return {name: sum(phases[name] for phases in timed) / len(timed) * num_steps for name in names}
 
     @property
     def _num_unread_steps(self) -> int:

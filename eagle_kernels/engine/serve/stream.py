@@ -173,7 +173,7 @@ def _events(
     start_s = time.perf_counter()
     with session.lock:
         scheduler = find_scheduler()  # again, since another stream may have replaced it by now
-        scheduler.start_timing()
+        scheduler.phase_times.restart()
         for request in requests:
             scheduler.submit(request)
         first_step, first_cold, cold_s = scheduler.num_steps, scheduler.num_cold_steps, 0.0
@@ -218,7 +218,7 @@ def _events(
             for request in requests:
                 scheduler.abort(request)
             scheduler.drain()
-            stats.phase_time_ms = scheduler.take_phase_times_ms(stats.batch_steps)
+            stats.phase_time_ms = scheduler.phase_times.take_ms(stats.batch_steps)
         num_warm = stats.batch_steps - (scheduler.num_cold_steps - first_cold)
         if stats.num_draft_tokens == 1 and num_warm > 0:
             session.plain_step_ms[stats.num_requests] = 1e3 * (stats.decode_time_s - cold_s) / num_warm

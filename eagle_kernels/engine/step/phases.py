@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import torch
+
+# steps between two that the host waits for in order to read the times of their phases
+TIMED_STEPS = 32
 
 # a point in time: an event of a GPU, or seconds of the host's clock
 Mark = torch.cuda.Event | float
@@ -65,3 +69,30 @@ class PhaseTimer:
         for name, start, end in self._intervals:
             total_ms[name] = total_ms.get(name, 0.0) + elapsed_ms(start, end)
         return total_ms
+
+
+class PhaseTimes:
+    """Chooses the steps whose phases are timed, and holds their times.
+
+    The next step overwrites the times of its phases, so the host must wait for a step to read them.
+    """
+
+    def __init__(self) -> None:
+        self._left, self.held_ms = 0, deque[dict[str, float]](maxlen=256)
+
+    def restart(self) -> None:
+        """Forgets the times so far; the next step is timed."""
+        self._left = 0
+        self.held_ms.clear()
+
+    def is_due(self, lag: int) -> bool:
+        """Returns whether the step is timed that was launched now; without a lag the host waits for each."""
+        is_due = lag == 0 or self._left == 0
+        self._left = TIMED_STEPS if is_due else self._left - 1
+        return is_due
+
+    def take_ms(self, num_steps: int) -> dict[str, float]:
+        """Returns each phase's device time over `num_steps` steps, scaled up from those timed since the last call."""
+        timed = list(self.held_ms)
+        self.held_ms.clear()
+        return {name: sum(phases[name] for phases in timed) / len(timed) * num_steps for name in next(iter(timed), ())}

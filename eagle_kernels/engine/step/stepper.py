@@ -157,27 +157,24 @@ class Stepper:
             batch.lengths.copy_(committed.new_seq_lens)
         return result
 
-    def draw_first(self, logits: Tensor, state: BatchState, row: int, length: int, features: Features) -> StepResult:
-        """Draws a row's first root: the token after its prompt of `length` tokens, from the logits [1, V] there."""
-        last = torch.full((1,), length - 1, device=logits.device)
+    def draw_first(
+        self, logits: Tensor, state: BatchState, rows: Tensor, lengths: Tensor, features: Features
+    ) -> StepResult:
+        """Draws the tokens after the prompts of rows [R], of so many tokens [R], from the logits [R, V] there."""
+        last, kept = lengths - 1, logits
         tree = root_only(torch.zeros_like(last), last)
-        rows, kept = slice(row, row + 1), logits
         if features.minimum:
             kept = ops.penalize_logits(*links_of(tree), logits, **state.sampling.early_ends(rows, last))
         drawn = ops.verify_tree_sampled(
             *links_of(tree),
             kept,
             tree.positions,
-            # copies, since kernels are compiled for the alignment of addresses, which differs from row to row
-            **{name: values.clone() for name, values in state.sampling.arguments(features, rows).items()},
+            **state.sampling.arguments(features, rows),
             spec_steps=0,
             return_logprobs=features.logprobs,
         )
-        root = drawn.predicts.to(torch.int64)
-        state.roots[rows] = root
-        state.sampling.count(features, rows, root[:, None])
-        drawn = drawn._replace(tokens=root[:, None])
-        return _result(logits, torch.zeros_like(drawn.tokens), drawn, features)
+        drawn = drawn._replace(tokens=drawn.predicts.to(torch.int64)[:, None])
+        return _result(logits, torch.arange(len(logits), device=logits.device)[:, None], drawn, features)
 
     def _run_target(self, batch: Batch, proposal: Proposal, prompts: PromptRows | None) -> tuple[Tensor, Tensor]:
         """Returns logits [B * N, V] and features [B, N, F] of all nodes; their KV goes after the committed prefix."""

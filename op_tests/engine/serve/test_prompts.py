@@ -14,7 +14,8 @@ from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
 from eagle_kernels.engine.serve import pace
 from eagle_kernels.engine.serve.pace import Pace
 from op_tests.engine.engines import PARAMS, make, prompt_of
-from op_tests.engine.toys import ToyModel
+from op_tests.engine.serve.conftest import DEVICE
+from op_tests.engine.toys import ToyModel, random_head, random_llama
 
 
 def note_reading(monkeypatch, target) -> list[int]:
@@ -132,19 +133,82 @@ def test_a_prompt_that_cannot_be_read_fails_alone(target, draft, monkeypatch, ca
     assert "3 prompts could not be read at once: RuntimeError: no such token" in caplog.text
 
 
+@pytest.mark.parametrize(("kind", "calls"), [("head", ["store", "forward"]), ("model", ["forward"])])
+def test_the_draft_reads_several_at_once(kind, calls, target, monkeypatch):
+    """The parts of a call differ in size, and one of them is no prompt's last: what the draft keeps is the same.
+
+    A head has to attend for a prompt's last row alone.
+    """
+    prompts, seen, states = [prompt_of(number) * 2 for number in (4, 2, 9)], [], []
+    for reads_several in (True, False):
+        if kind == "head":
+            draft = random_head(target, aux_layers=(0, 1, 2))
+        else:
+            draft = random_llama(num_layers=1, seed=1, device=DEVICE)
+        engine = make(draft, target, prefill_chunk=70, cuda_graph=False)
+        model = engine.session.draft
+        monkeypatch.setattr(model, "reads_several", reads_several)
+        for name in calls:
+            monkeypatch.setattr(model, name, noting(getattr(model, name), seen))
+        for prompt in prompts:
+            engine.submit(prompt, SamplingParams(max_new_tokens=6, temperature=0.8, seed=1, frequency_penalty=0.3))
+        engine.session.scheduler.prepare(is_beside=False)
+        assert len(seen) == len(calls) * (1 if reads_several else 3) - (len(calls) == 2 and not reads_several)
+        state = engine.session.scheduler.state
+        states.append([state.draft_logits, state.draft_hidden, state.draft_pool.k_cache, state.draft_pool.v_cache,
+                       state.lengths, state.roots, state.is_live, state.sampling.output_counts])  # fmt: skip
+        seen.clear()
+    assert states[0][4].tolist() == [42, 22, 0] and states[0][7].sum() == 2
+    for one, other in zip(*states):
+        torch.testing.assert_close(one, other)
+
+
+def noting(call, seen):
+    @functools.wraps(call)
+    def noted(*arguments, **options):
+        seen.append(call.__name__)
+        return call(*arguments, **options)
+
+    return noted
+
+
+def test_a_draft_that_fails_with_several_reads_one_by_one(target, draft, lag, monkeypatch, caplog):
+    """From then on; nothing is drawn, counted or said twice."""
+    engine = make(draft, target, max_batch=7)
+    prompts = [prompt_of(number) for number in range(7)]
+    want = []
+    for prompt, params in zip(prompts, PARAMS):
+        want.append(engine.submit(prompt, params))
+        engine.collect()
+    reader = engine.session.scheduler.plan.plain.resting
+    read = reader.read_prompts
+
+    def failing(state, parts):
+        read(state, parts)
+        if len(parts) > 1:
+            raise RuntimeError("one at a time")
+
+    monkeypatch.setattr(reader, "read_prompts", failing)
+    for _ in range(2):
+        requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
+        engine.collect()
+        assert [request.output_ids for request in requests] == [request.output_ids for request in want]
+    assert [record.args for record in caplog.records] == [(7, "by the draft at once", "RuntimeError: one at a time")]
+
+
 def test_a_draft_that_cannot_read_one_of_several_fails_that_one(target, draft, lag, monkeypatch):
     engine = make(draft, target)
     prompts = [prompt_of(1), prompt_of(4), prompt_of(2)]
     want = [engine.generate(prompt, 6)[0] for prompt in prompts]
     reader = engine.session.scheduler.plan.plain.resting
-    read = reader.read_prompt
+    read = reader.read_prompts
 
-    def failing(state, part):
-        if part.tokens[:-1].tolist() == prompts[1]:
+    def failing(state, parts):
+        if any(part.tokens[:-1].tolist() == prompts[1] for part in parts):
             raise RuntimeError("no room for its draft")
-        read(state, part)
+        read(state, parts)
 
-    monkeypatch.setattr(reader, "read_prompt", failing)
+    monkeypatch.setattr(reader, "read_prompts", failing)
     requests = [engine.submit(prompt, SamplingParams(max_new_tokens=6)) for prompt in prompts]
     engine.collect()
     assert [request.finish_reason for request in requests] == ["length", "error", "length"]
