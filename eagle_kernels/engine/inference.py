@@ -16,7 +16,7 @@ from ..runtime.placement import is_same_device, read_placement
 from ..runtime.values import is_integer, read_flag
 from .config.eagle_config import CONFIG_FIELDS, EAGLEConfig, read_config, read_line
 from .models.loading import load_target, read_eos_token_ids
-from .models.pairing import as_draft, bind_draft, check_target, check_trees, load_draft_of, warn_of_rounding
+from .models.pairing import as_draft, as_target, bind_draft, check_trees, load_draft_of, warn_of_rounding
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, load_tokenizer
 from .requests.inputs import Prompts, Seeds, encode_texts, read_prompt, read_prompts
@@ -43,9 +43,10 @@ class EAGLEInference:
     On the CPU a step uses only as many of PyTorch's threads as the target has work for, and then restores their number.
 
     Args:
-        draft_model: An EAGLE head or any `DraftModel`. A plain language model (`TargetModel`) drafts without features
-            of the target. None is for methods that draft without a model.
-        target_model: Any `TargetModel` (`engine/models/protocol.py`).
+        draft_model: An EAGLE head or any `DraftModel`. A plain language model drafts without features of the target.
+            None is for methods that draft without a model.
+        target_model: Any `TargetModel` (`engine/models/protocol.py`). Here and as the draft, a causal language model of
+            transformers is wrapped (`TransformersTarget`), and stays as it was.
         config: The tree, sampling and limits; None: `EAGLEConfig()`.
         device: Where both models already are; None: the target's device.
         tokenizer: The target's, for stop strings, `stream_text` and the property `tokenizer`.
@@ -73,19 +74,18 @@ class EAGLEInference:
         device: str | torch.device | None = None,
         tokenizer: Tokenizer | None = None,
     ):
-        check_target(target_model)
-        self.config = config = read_config(config)
-        draft = None if draft_model is None else as_draft(draft_model)
-        self.session = Session(target_model, draft, tokenizer)
+        target, self.config = as_target(target_model, read_config(config))
+        config, draft = self.config, None if draft_model is None else as_draft(draft_model)
+        self.session = Session(target, draft, tokenizer)
         self.session.check(config)
         is_device = isinstance(device, (str, torch.device)) and is_same_device(torch.device(device), self.device)
         if device is not None and not is_device:
             raise ValueError(f"EAGLEInference: device must be where the models are, on {self.device}, got {device}")
         if draft is not None:
-            bind_draft(draft, target_model)
+            bind_draft(draft, target)
         check_trees(config, draft)
-        warn_of_eager_steps(target_model, draft, config)
-        warn_of_rounding(target_model)
+        warn_of_eager_steps(target, draft, config)
+        warn_of_rounding(target)
         self._num_submitted = 0
 
     @classmethod

@@ -16,7 +16,9 @@ and changes nothing: CPU tensors run the reference, GPU tensors the kernel. Equa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -82,6 +84,113 @@ def verify_tree_greedy_triton(
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
     sgl_kernel.verify_tree_greedy(predicts, accept_index, accept_token_num, candidates, *links, target_predict)
     return predicts, accept_index, accept_token_num
+
+
+class _Kernel:
+    """Lets a function be called as a Triton kernel is launched, `kernel[grid](...)`; our ops choose their own grids."""
+
+    def __init__(self, function: Callable[..., None]):
+        self._function = function
+        functools.update_wrapper(self, function)
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._function
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        self._function(*arguments, **options)
+
+
+@_Kernel
+def build_tree_kernel_triton(
+    parent_list: torch.Tensor,
+    selected_index: torch.Tensor,
+    verified_seq_len: torch.Tensor,
+    tree_mask: torch.Tensor,
+    positions: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    draft_token_num_p2: int,
+    tree_mask_mode: int,
+) -> None:
+    """Calls `sgl_kernel.build_tree_kernel_efficient`, which writes tree_mask to retrive_next_sibling.
+
+    draft_token_num_p2 is accepted and not used.
+    """
+    written = (tree_mask, positions, retrive_index, retrive_next_token, retrive_next_sibling)
+    sizes = (topk, depth, draft_token_num, tree_mask_mode)
+    sgl_kernel.build_tree_kernel_efficient(parent_list, selected_index, verified_seq_len, *written, *sizes)
+
+
+@_Kernel
+def verify_tree_greedy_kernel(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+    num_speculative_tokens: int,
+    num_draft_tokens: int,
+) -> None:
+    """Calls `sgl_kernel.verify_tree_greedy`, which writes the first three arguments; checks the two numbers."""
+    _check_sizes("verify_tree_greedy_kernel", accept_index, num_speculative_tokens, candidates, num_draft_tokens)
+    links = (retrive_index, retrive_next_token, retrive_next_sibling)
+    sgl_kernel.verify_tree_greedy(predicts, accept_index, accept_token_num, candidates, *links, target_predict)
+
+
+@_Kernel
+def tree_speculative_sampling_kernel(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    uniform_samples: torch.Tensor,
+    uniform_samples_final: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    threshold_single: float,
+    threshold_acc: float,
+    vocab_size: int,
+    num_speculative_tokens: int,
+    num_draft_tokens: int,
+) -> None:
+    """Calls `sgl_kernel.tree_speculative_sampling_target_only`, which writes the first three arguments.
+
+    draft_probs is not read: drafts were chosen, not drawn, and SGLang's walk, which AITER models, keeps the target's
+    law without them (AITER's own kernel divides by them, and does not).
+    """
+    op = "tree_speculative_sampling_kernel"
+    _check_sizes(op, accept_index, num_speculative_tokens, candidates, num_draft_tokens)
+    _check_width(op, "vocab_size", vocab_size, "target_probs", target_probs)
+    links, coins = (retrive_index, retrive_next_token, retrive_next_sibling), (uniform_samples, uniform_samples_final)
+    written, thresholds = (predicts, accept_index, accept_token_num), (threshold_single, threshold_acc)
+    sgl_kernel.tree_speculative_sampling_target_only(
+        *written, candidates, *links, *coins, target_probs, draft_probs, *thresholds
+    )
+
+
+def _check_sizes(op: str, accept_index: torch.Tensor, width: int, candidates: torch.Tensor, num_nodes: int) -> None:
+    _check_width(op, "num_speculative_tokens", width, "accept_index", accept_index)
+    _check_width(op, "num_draft_tokens", num_nodes, "candidates", candidates)
+
+
+def _check_width(op: str, name: str, value: int, of: str, tensor: torch.Tensor) -> None:
+    if tensor.shape[-1] != value:
+        raise ValueError(f"{op}: {name} must be the width of {of}, {tensor.shape[-1]}, got {value}")
+
+
+# the names under which AITER exports two of them again
+build_tree_kernel_efficient = build_tree_efficient_triton
+verify_tree_greedy_func = verify_tree_greedy_triton
 
 
 # aiter.ops.speculative.eagle_utils
@@ -250,6 +359,8 @@ __all__ = [
     "EAGLEInference",
     "TreeMaskMode",
     "build_tree_efficient_triton",
+    "build_tree_kernel_efficient",
+    "build_tree_kernel_triton",
     "build_tree_structure",
     "calculate_acceptance_rate",
     "compute_tree_statistics",
@@ -260,6 +371,9 @@ __all__ = [
     "pad_to_alignment",
     "sample_from_logits",
     "select_top_k_tokens",
+    "tree_speculative_sampling_kernel",
     "verify_tree_greedy",
+    "verify_tree_greedy_func",
+    "verify_tree_greedy_kernel",
     "verify_tree_greedy_triton",
 ]

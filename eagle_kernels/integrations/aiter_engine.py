@@ -50,11 +50,13 @@ class EAGLEConfig:
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=0 if self.top_k is None else self.top_k,
             tree_mask_mode=layout(self.tree_mask_mode),
+            eos_token_ids=(),
         )
 
 
 class EAGLEInference:
-    """AITER's interface of generation; the models keep our protocol (`eagle_kernels/engine/models/protocol.py`).
+    """AITER's interface of generation. The models are those of `eagle_kernels.EAGLEInference`, causal language models
+    of transformers among them.
 
     Unlike AITER's class it takes batches and ragged prompts (as lists), stops at exactly max_new_tokens and verifies
     sampled text by sampling.
@@ -82,7 +84,8 @@ class EAGLEInference:
 
         temperature, top_p, top_k override the configuration for this call. Ragged prompts give a list of lists. The
         statistics' acceptance rates are accepted drafts over num_draft_tokens a step; `speedup_ratio` is accepted
-        drafts per target pass, `speedup` a measured time (NaN until `benchmark` has measured plain decoding).
+        drafts per target pass, `speedup` the measured one of `GenerationStats` over plain decoding (NaN where no step
+        was needed).
         """
         given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         overrides = {name: value for name, value in given.items() if value is not None}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.engine.step.runner import StepRunner
 from op_tests.engine.toys import ToyModel, plain_logits, random_llama
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
@@ -224,7 +227,9 @@ def test_log_probabilities_come_with_the_tokens(target, stranger):
 def test_statistics_add_up(target, stranger):
     engine = EAGLEInference(stranger, target, EAGLEConfig(topk=4, num_steps=3, num_draft_tokens=10))
     _, before = engine.generate(PROMPTS, 12)
-    assert before.speedup is None, "nothing was measured yet"
+    warm_s = before.decode_time_s - before.cold_time_s
+    assert before.cold_steps > 0 and before.warm_step_ms == 1e3 * warm_s / (before.batch_steps - before.cold_steps)
+    assert before.speedup == before.mean_accept_length * before.plain_step_ms / before.warm_step_ms
     _, plain = engine.generate(PROMPTS, 12, speculative=False)
     _, stats = engine.generate(PROMPTS, 12)
     assert stats["steps"] == stats.steps and stats["speedup"] == stats.speedup > 0
@@ -293,17 +298,43 @@ def test_models_that_do_not_fit_are_named(target):
         engine.generate([1], 2, topk=9)
 
 
+def test_a_plain_step_is_timed_once_and_keeps_nothing(target, stranger, monkeypatch):
+    """At the end of the first call of as many requests with drafts, if no others run; no key or row changes."""
+    engine, timed, changed = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2)), [], []
+    time_ms = StepRunner.time_ms
+
+    def noting(runner, num_rows, *conditions):
+        state = runner._state
+        pools = [(pool.k_cache, pool.v_cache) for pool in (state.target_pool, state.draft_pool)]
+        held = [*state.tensors(), *itertools.chain(*pools)]
+        before = [tensor.clone() for tensor in held]
+        timed.append(num_rows)
+        spent_ms = time_ms(runner, num_rows, *conditions)
+        changed.extend(not torch.equal(*each) for each in zip(held, before))
+        return spent_ms
+
+    monkeypatch.setattr(StepRunner, "time_ms", noting)
+    texts = [engine.generate(PROMPTS, 8)[0] for _ in range(2)]
+    assert texts[0] == texts[1] and timed == [3] and not any(changed) and len(changed) > 10
+    assert engine.generate(PROMPTS[0], 1).stats.speedup is None and timed == [3]  # no step
+    request = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=30))
+    engine.step()
+    assert engine.generate(PROMPTS[0], 4).stats.speedup is None and timed == [3] and not request.is_finished
+    engine.collect()
+    assert engine.generate(PROMPTS[0], 4).stats.speedup > 0 and timed == [3, 1]
+    assert engine.generate(PROMPTS[1:], 4, speculative=False).stats.plain_step_ms and timed == [3, 1]
+
+
 def test_arguments_of_another_kind_are_named(target):
     """By name, with the rule and what it was; of models with the way to one."""
-    ways = r"; TransformersTarget\(model\) wraps a model of transformers, EAGLEInference.from_pretrained loads"
+    ways = "; EAGLEInference.from_pretrained loads folders"
+    a_target = "target_model must be a TargetModel or a model of transformers, which has "
+    a_draft = "draft_model must be a DraftModel, a TargetModel or a model of transformers, which has "
     foreign = torch.nn.Linear(2, 2)
     for models, message in (
-        ((target, foreign), "target_model must be a TargetModel, which has max_length, got Linear" + ways),
-        (
-            (foreign, target),
-            "draft_model must be a DraftModel or a TargetModel, which has max_length, got Linear" + ways,
-        ),
-        (("folder", "other"), "target_model must be a TargetModel, which has forward, got 'other'" + ways),
+        ((target, foreign), f"{a_target}max_length, got Linear{ways}"),
+        ((foreign, target), f"{a_draft}max_length, got Linear{ways}"),
+        (("folder", "other"), f"{a_target}forward, got 'other'{ways}"),
         ((target, target, {"topk": 2}), "config must be None or an EAGLEConfig, got {'topk': 2}"),
         ((target, target, EAGLEConfig(eos_token_ids=(3, 61))), "eos_token_ids must lie in 0..60, got 61"),
     ):

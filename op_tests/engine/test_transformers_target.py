@@ -407,3 +407,26 @@ def test_folders_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     path.write_text(json.dumps(config | {"model_type": None}))
     with pytest.raises(ModelError, match="config.json: "):  # as Llama, as ever
         load_target(tmp_path)
+
+
+def test_plain_models_are_wrapped_on_the_way(device):
+    """Texts end where their own `generate` ends them; the caller's models stay as they were, mode and weights too."""
+    theirs = make("Llama", {"num_hidden_layers": 1}).to(device).train()
+    before = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    modules, attention = len(list(theirs.modules())), theirs.config._attn_implementation
+    prompt = torch.tensor([[7, 5, 3]], device=device)
+    greedy = {"do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    theirs.eval()
+    text = theirs.generate(prompt, max_new_tokens=20, **greedy)[0, 3:].tolist()
+    theirs.train()
+    engine = EAGLEInference(theirs, theirs, EAGLEConfig(topk=2, num_steps=3))
+    assert engine.generate(prompt, 20)[0][0] == text and isinstance(engine.target, TransformersTarget)
+    theirs.generation_config.eos_token_id = [text[4], 99]
+    until = text[: text.index(text[4]) + 1]
+    assert EAGLEInference(theirs, theirs).generate(prompt, 20)[0][0] == until
+    assert EAGLEInference(theirs, theirs, EAGLEConfig(eos_token_ids=())).generate(prompt, 20)[0][0] == text
+    assert theirs.training and len(list(theirs.modules())) == modules and not theirs._forward_hooks
+    assert theirs.config._attn_implementation == attention
+    assert all(torch.equal(tensor, before[name]) for name, tensor in theirs.state_dict().items())
+    theirs.generation_config.eos_token_id = None
+    assert theirs.eval().generate(prompt, max_new_tokens=20, **greedy)[0, 3:].tolist() == text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,27 @@ from .causal_draft import CausalDraft
 from .loading import load_draft, load_target
 from .protocol import DraftModel, TargetModel
 from .tokenizer import check_same_vocabulary
+from .transformers_target import TransformersTarget
 
 # models of another library, or what is no model at all, lack some of these
 _DRAFT_MEMBERS = ("forward", "max_length", "kv_shape")
 _TARGET_MEMBERS = (*_DRAFT_MEMBERS, "vocab_size", "hidden_size", "device", "dtype")
 
 
-def check_target(model: Any) -> None:
-    """Raises ValueError unless `model` has the members of a `TargetModel`."""
-    _check_members("target_model", "a TargetModel", model, _TARGET_MEMBERS)
+def as_target(model: Any, config: EAGLEConfig) -> tuple[TargetModel, EAGLEConfig]:
+    """Returns `model` as a target, and the configuration; raises ValueError if it cannot be one.
+
+    A model of transformers is wrapped. Its texts end where its own `generate` ends them, unless the configuration says
+    where.
+    """
+    target = _of_transformers(model)
+    _check_members("target_model", "a TargetModel or a model of transformers", target, _TARGET_MEMBERS)
+    ends = None if target is model else getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if ends is not None and config.eos_token_ids is None:
+        ends = ends if isinstance(ends, (list, tuple)) else (ends,)
+        # a small model often has the end token of its family's vocabulary, which it cannot emit
+        config = replace(config, eos_token_ids=tuple(token for token in ends if token < target.vocab_size))
+    return target, config
 
 
 def load_draft_of(
@@ -48,8 +62,9 @@ def load_draft_of(
 
 
 def as_draft(model: Any) -> DraftModel:
-    """Returns `model` as a draft model: a plain language model drafts without features."""
-    _check_members("draft_model", "a DraftModel or a TargetModel", model, _DRAFT_MEMBERS)
+    """Returns `model` as a draft model: a plain language model, also of transformers, drafts without features."""
+    model = _of_transformers(model)
+    _check_members("draft_model", "a DraftModel, a TargetModel or a model of transformers", model, _DRAFT_MEMBERS)
     return model if hasattr(model, "token_shift") else CausalDraft(model)
 
 
@@ -126,5 +141,12 @@ def _check_members(name: str, kind: str, model: Any, members: tuple[str, ...]) -
     missing = [member for member in members if not hasattr(model, member)]
     if missing:
         value = repr(model) if isinstance(model, (str, Path)) else type(model).__name__
-        ways = "TransformersTarget(model) wraps a model of transformers, EAGLEInference.from_pretrained loads folders"
+        ways = "EAGLEInference.from_pretrained loads folders"
         raise ValueError(f"EAGLEInference: {name} must be {kind}, which has {missing[0]}, got {value}; {ways}")
+
+
+def _of_transformers(model: Any) -> Any:
+    """Returns a model of transformers as a target, which leaves it as it is, and any other unchanged."""
+    transformers = sys.modules.get("transformers")  # a model of it exists only where it was imported
+    is_theirs = transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    return TransformersTarget(model) if is_theirs and not hasattr(model, "kv_shape") else model

@@ -29,8 +29,11 @@ class GenerationStats:
         accepted_per_depth: [num_steps]. The number of steps in which the draft at depth 1, 2, ... was accepted.
         finish_reasons: One for each request, as in `Request`.
         prefill_time_s, decode_time_s: Wall time until the prompts were read, and of the steps after that.
+        cold_steps, cold_time_s: Of these, the steps that compiled or captured something, and their time.
         phase_time_ms: Device time of draft, verify, sample and bookkeeping.
-        plain_step_ms: Measured time of a plain decoding step with as many requests; None if there was none.
+        plain_step_ms: Time of a plain decoding step with as many requests: the mean of the latest call with
+            speculative=False; until there is one, that of a step timed at the end of the first call with drafts, with
+            the prompts of that call. None if other requests ran beside it, or where on_tree looks at every step.
     """
 
     num_requests: int
@@ -49,6 +52,8 @@ class GenerationStats:
     finish_reasons: list[str | None] = field(default_factory=list)
     prefill_time_s: float = 0.0
     decode_time_s: float = 0.0
+    cold_steps: int = 0
+    cold_time_s: float = 0.0
     phase_time_ms: dict[str, float] = field(default_factory=dict)
     plain_step_ms: float | None = None
 
@@ -73,6 +78,12 @@ class GenerationStats:
         return 1e3 * self.decode_time_s / self.batch_steps if self.batch_steps else None
 
     @property
+    def warm_step_ms(self) -> float | None:
+        """The same without steps that compiled or captured something; with them if there are no others."""
+        num_warm = self.batch_steps - self.cold_steps
+        return 1e3 * (self.decode_time_s - self.cold_time_s) / num_warm if num_warm > 0 else self.step_ms
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens of all requests per second after the prefill, without their first ones, which the prefill brings."""
         decoded = self.generated_tokens - self.num_requests
@@ -80,10 +91,10 @@ class GenerationStats:
 
     @property
     def speedup(self) -> float | None:
-        """Speedup over plain decoding, mean_accept_length * plain_step_ms / step_ms; None if unknown."""
+        """Speedup over plain decoding, mean_accept_length * plain_step_ms / warm_step_ms; None if unknown."""
         if self.plain_step_ms is None or not self.batch_steps:
             return None
-        return self.mean_accept_length * self.plain_step_ms / self.step_ms
+        return self.mean_accept_length * self.plain_step_ms / self.warm_step_ms
 
     def __getitem__(self, name: str) -> Any:
         return self.to_dict()[name]

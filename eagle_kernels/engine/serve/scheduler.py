@@ -74,7 +74,8 @@ class Scheduler:
         return [row for row in self._rows if row is not None and row.is_running]
 
     @property
-    def _stepping(self) -> list[Row]:
+    def stepping(self) -> list[Row]:
+        """The rows that a step is for."""
         return [row for row in self._running if row.needs_step]
 
     @property
@@ -138,14 +139,14 @@ class Scheduler:
 
     def step(self, is_speculating: bool = True) -> None:
         """Advances all requests by one step, without drafts if `is_speculating` is off, and hands out their tokens."""
-        self.prepare(is_beside=bool(self._stepping))
+        self.prepare(is_beside=bool(self.stepping))
         self.advance(is_speculating)
 
     def advance(self, is_speculating: bool = True) -> None:
         """Does the rest of a step after `prepare`."""
         with few_threads(self.plan.plain.target), torch.inference_mode():
             num_launched = self.num_steps
-            rows = self._stepping
+            rows = self.stepping
             parts = [(row, size) for row, size in self._parts if row in self._rows]  # some may have been aborted
             self._parts = []
             if rows:

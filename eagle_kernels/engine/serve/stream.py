@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -11,16 +12,19 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
+
 from ...runtime.values import is_integer, read_flag
 from ..config.eagle_config import EAGLEConfig
 from ..models.tokenizer import Tokenizer
 from ..requests.inputs import Prompts, Seeds, read_prompts
 from ..requests.request import Request, TokenEvent
-from ..requests.sampling_params import SamplingParams
+from ..requests.sampling_params import Features, SamplingParams
 from ..step.phases import synchronize
 from .output import GenerationOutput, GenerationStats
 from .scheduler import Scheduler
 from .session import Session
+from .threads import few_threads
 
 Item = TypeVar("Item")
 
@@ -176,7 +180,7 @@ def _events(
         scheduler.phase_times.restart()
         for request in requests:
             scheduler.submit(request)
-        first_step, first_cold, cold_s = scheduler.num_steps, scheduler.num_cold_steps, 0.0
+        first_step = scheduler.num_steps
     try:
         while True:  # reads prompts
             with session.lock:
@@ -194,7 +198,8 @@ def _events(
             # The first tokens are known by now; they need not wait for the first step, which is a timed one.
             scheduler.read_what_is_done()
             # all steps until now were for other requests
-            first_step, first_cold = scheduler.num_steps, scheduler.num_cold_steps
+            first_step = scheduler.num_steps
+            plain_step = _plain_step(session, scheduler, requests) if stats.num_draft_tokens > 1 else None
         stats.prefill_time_s = time.perf_counter() - start_s
         for request in requests:
             yield from request.collect()
@@ -206,7 +211,9 @@ def _events(
                     scheduler.step(session.is_speculating)
             elapsed_s = time.perf_counter() - start_s
             stats.decode_time_s += elapsed_s
-            cold_s += elapsed_s if scheduler.num_cold_steps > num_cold else 0.0
+            if scheduler.num_cold_steps > num_cold:
+                stats.cold_time_s += elapsed_s
+                stats.cold_steps += scheduler.num_cold_steps - num_cold
             stats.batch_steps = scheduler.num_steps - first_step
             for request in requests:
                 yield from request.collect()
@@ -219,9 +226,25 @@ def _events(
                 scheduler.abort(request)
             scheduler.drain()
             stats.phase_time_ms = scheduler.phase_times.take_ms(stats.batch_steps)
-        num_warm = stats.batch_steps - (scheduler.num_cold_steps - first_cold)
-        if stats.num_draft_tokens == 1 and num_warm > 0:
-            session.plain_step_ms[stats.num_requests] = 1e3 * (stats.decode_time_s - cold_s) / num_warm
+        if stats.num_draft_tokens == 1 and stats.batch_steps > stats.cold_steps:
+            session.plain_step_ms[stats.num_requests] = stats.warm_step_ms
+    with session.lock, torch.inference_mode(), few_threads(session.target):
+        if plain_step is not None and not scheduler.has_work:
+            with contextlib.suppress(torch.OutOfMemoryError):  # a number less is no harm
+                session.plain_step_ms.setdefault(stats.num_requests, plain_step())
+
+
+def _plain_step(session: Session, scheduler: Scheduler, requests: list[Request]) -> Callable[[], float] | None:
+    """Returns what times a plain step of these requests as they are now, later, when nothing waits for it.
+
+    None if one of as many was timed, others run beside them, none of them steps, or somebody looks at every step.
+    """
+    rows, runner, state = scheduler.stepping, scheduler.plan.runners[0], scheduler.state
+    is_known = len(requests) in session.plain_step_ms
+    if is_known or not rows or scheduler.runs_beside(requests) or runner.stepper.on_tree is not None:
+        return None
+    num_rows, features = 1 + max(row.index for row in rows), Features.of([row.request.params for row in rows])
+    return partial(runner.time_ms, num_rows, features, state.lengths.clone(), state.block_table.clone())
 
 
 def open_stream(

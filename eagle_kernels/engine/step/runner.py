@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..batch.state import BatchState
 from ..models.protocol import ModelError
@@ -113,8 +114,19 @@ class StepRunner:
                 self.catch_up(num_rows, is_wanted)
             return min(self._replay_ms(num_rows, features, prompts) for _ in range(3)) if self.uses_graphs else None
 
+    def time_ms(self, num_rows: int, features: Features, lengths: Tensor, block_table: Tensor) -> float:
+        """Returns the milliseconds of a step of rows with these lengths and pages, of which nothing is kept."""
+        state, row = self._state, torch.arange(len(lengths), device=lengths.device)
+        with _restored(state):
+            state.is_live.zero_()
+            state.lengths.copy_(lengths)
+            state.block_table.copy_(block_table)
+            state.block_table[row, lengths // state.target_pool.page_size] = -1  # so that no key is written
+            self.run(num_rows, features)  # which may compile or capture
+            return min(self._replay_ms(num_rows, features, None) for _ in range(2))
+
     def _replay_ms(self, num_rows: int, features: Features, prompts: PromptRows | None) -> float:
-        """Waits for the step of a graph; returns its time."""
+        """Waits for a step; returns its time."""
         device = self.stepper.target.device
         start = mark(device)
         self.run(num_rows, features, prompts)
@@ -167,13 +179,19 @@ class StepRunner:
 @contextlib.contextmanager
 def _all_dead(state: BatchState, prompts: PromptRows | None) -> Iterator[None]:
     """Makes all rows dead inside the block, then restores them."""
-    held = [*state.tensors(), *(() if prompts is None else (prompts.held,))]
-    kept = [(tensor, tensor.clone()) for tensor in held]
-    for tensor in (state.is_live, state.lengths, state.num_behind):
-        tensor.zero_()
-    state.block_table.fill_(-1)
-    if prompts is not None:
-        prompts.held.zero_()  # no part
+    with _restored(state, *(() if prompts is None else (prompts.held,))):
+        for tensor in (state.is_live, state.lengths, state.num_behind):
+            tensor.zero_()
+        state.block_table.fill_(-1)
+        if prompts is not None:
+            prompts.held.zero_()  # no part
+        yield
+
+
+@contextlib.contextmanager
+def _restored(state: BatchState, *others: Tensor) -> Iterator[None]:
+    """Restores all rows, and other tensors, after the block."""
+    kept = [(tensor, tensor.clone()) for tensor in (*state.tensors(), *others)]
     try:
         yield
     finally:
