@@ -61,6 +61,7 @@ setup(
         "models": ["safetensors>=0.4", "tokenizers>=0.15"],
         "train": ["safetensors>=0.4", "tqdm"],
         "transformers": ["transformers>=4.56"],
+        "datasets": ["datasets>=2.14"],  # the laboratory's prompts from the hub, instead of those built in
         "plots": ["matplotlib>=3.6"],
         "test": ["pytest>=7", "pytest-benchmark>=4", "pytest-xdist>=3.3", "safetensors>=0.4"],
         # Kernels on a machine without a GPU; GPU builds of torch bring their own triton, which must not be replaced.

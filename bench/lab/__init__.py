@@ -2,8 +2,8 @@
 
     python -m bench.lab.registry                                            pairs by name, and which cannot be run
     python -m bench.lab.loader --model gpt2 --dtype float16 --n-tokens 20   loads a model and tries it
-    python -m bench.lab.prompts --tokenizer gpt2 --output prompts.json      prompts of three domains
-    python -m bench.lab.baseline --model gpt2 --prompts prompts.json --output baseline.jsonl
+    python -m bench.lab.prompts --tokenizer gpt2                            150 prompts of three domains
+    python -m bench.run --app experiment --config bench/lab/configs/grid.yaml
     python -m bench.lab.ollama                                              is a server here, and what does it hold
     python -m bench.report --experiment experiment.jsonl --output report    its page and pictures
 

@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrapper = ModelWrapper(*load_model(options.model, options.dtype, options.device))
         print(f"{options.model} as {options.dtype} on {wrapper.device}")
         print(f"  parameters  {wrapper.param_count / 1e6:.1f} M")
-        print(f"  memory      {wrapper.memory_footprint_mib:.0f} MiB")
+        print(f"  memory      {wrapper.memory_footprint_mb:.0f} MB")
         text = AutoregressiveDecoder(wrapper).generate_text(options.prompt, options.n_tokens, temperature=0.0)
         print(f"  {options.n_tokens} tokens: {text!r}")
     except (ValueError, RuntimeError, OSError) as error:

@@ -137,6 +137,15 @@ def fitted(lines: Sequence[dict]) -> tuple[StepModel, dict[str, dict[int, tuple[
     return model, measured
 
 
+def intensity(shape: str, requests: int, rows: int) -> float:
+    """Operations a byte of a step: weights are read once, keys and values once for each request."""
+    sizes = SHAPES[shape]
+    width = sizes["num_hidden_layers"] * sizes["head_dim"]
+    token_bytes = 2 * 2 * width * sizes["num_key_value_heads"]
+    operations = 2 * _parameters(shape) + 4 * width * sizes["num_attention_heads"] * CONTEXT_TOKENS
+    return requests * rows * operations / (2 * _parameters(shape) + requests * CONTEXT_TOKENS * token_bytes)
+
+
 def _layer_parameters(sizes: dict, input_size: int) -> int:
     query, key = (sizes[name] * sizes["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     attention = (query + 2 * key) * input_size + query * sizes["hidden_size"]

@@ -1,4 +1,4 @@
-"""Prompts by domain, with their lengths: `python -m bench.lab.prompts --tokenizer gpt2 --output prompts.json`."""
+"""Prompts by domain, with their lengths: `python -m bench.lab.prompts --tokenizer gpt2`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PromptDataset:
         download: bool = True,
     ) -> PromptDataset:
         """Up to n_per_domain prompts of each domain: of its file, else of its data set on the Hugging Face hub, else
-        built in, of which there are fewer. `sources` says which, and why.
+        of the 50 built in. `sources` says which, and why.
 
         tokenizer  with `encode`; or a name, see `loader.load_tokenizer`; "bytes": that of the embedded pair
         files      by domain, see `sources.read_file`
@@ -192,10 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Builds, prints and saves; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.lab.prompts", description=__doc__.partition("\n")[0])
     parser.add_argument("--tokenizer", required=True, help="bytes, a folder, or a model of the Hugging Face hub")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file of all prompts")
-    parser.add_argument(
-        "--tiny-output", type=Path, help=f"and one of {TINY} of each domain (default: OUTPUT_tiny.json)"
-    )
+    about = f"JSON file of all prompts, beside which OUTPUT_tiny.json has {TINY} of each domain (default: %(default)s)"
+    parser.add_argument("--output", type=Path, default=Path("data/prompts.json"), help=about)
     parser.add_argument("--n-per-domain", type=int, default=50)
     parser.add_argument(
         "--file", action="append", default=[], metavar="DOMAIN=FILE", help="take a domain's from a file"
@@ -212,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.tokenizer, options.n_per_domain, files=files, download=not options.no_download
             )
         dataset.print_stats()
-        tiny = options.tiny_output or options.output.with_name(f"{options.output.stem}_tiny{options.output.suffix}")
+        tiny = options.output.with_name(f"{options.output.stem}_tiny{options.output.suffix}")
         for path, chosen in ((options.output, dataset), (tiny, dataset.first(TINY))):
             chosen.save(path)
             print(f"saved {len(chosen)} prompts: {path}")

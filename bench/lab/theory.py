@@ -25,7 +25,7 @@ from eagle_kernels.reference.enumeration import (
 from eagle_kernels.reference.ops.verify.verify_chain import verify_request
 
 from .marked_page import update
-from .predictions import measured_cells, measured_lines, of_cells, of_presets
+from .predictions import CONTEXT_TOKENS, GB_PER_S, intensity, measured_cells, measured_lines, of_cells, of_presets
 from .speedup import expected_tokens_of_chain, ideal_speedup
 
 PAGE = Path(__file__).with_name("THEORY.md")
@@ -34,6 +34,8 @@ WORDS = "abc"
 TARGET = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.3, 0.3, 0.4]], dtype=torch.float64)
 DRAFT = torch.tensor([[0.5, 0.4, 0.1], [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], dtype=torch.float64)
 NUM_DRAFTS = 4
+# of a large product on that GPU, as the model below finds it
+TFLOP_PER_S = 620
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,11 +45,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     parts = {
+        "intensity": intensities(),
         "example": worked_example(),
         "model": of_presets(measured_lines("generation")),
         "pair": of_cells(measured_cells()),
     }
     return update(options.page, parts, "python -m bench.lab.theory", is_checked=options.check)
+
+
+def intensities() -> str:
+    """Returns operations a byte of some steps, and what share of the arithmetic each leaves in use, as Markdown."""
+    shape, reach = "llama-3.1-8b", 1e3 * TFLOP_PER_S / GB_PER_S
+    steps = {f"the 8B shape here, {rows} × 1 row": (rows, 1) for rows in (1, 32, 256)}
+    steps |= {f"the same, 1 × {nodes} rows: a tree": (1, nodes) for nodes in (8, 64, 256)}
+    lines = ["| step | operations a byte | breaks even at | in use |", "|---|--:|--:|--:|"]
+    lines.append(f"| 7 billion weights of fp16, 1 row, by data sheets | 1.0 | {1e3 / 3:.0f} | {3 / 1e3:.1%} |")
+    for name, (requests, rows) in steps.items():
+        found = intensity(shape, requests, rows)
+        lines.append(f"| {name} | {found:.1f} | {reach:.0f} | {min(1.0, found / reach):.1%} |")
+    about = f"{GB_PER_S / 1e3:.2f} TB/s and {TFLOP_PER_S} TFLOP/s, measured on an H100; {CONTEXT_TOKENS} tokens each."
+    return "\n".join([*lines, "", f"Here: {about}"])
 
 
 def worked_example() -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +15,40 @@ from eagle_kernels.engine.models.transformers_target import TransformersTarget
 _PAGE_SIZE = 16
 
 
-class Cache(NamedTuple):
-    """The first `length` tokens of one sequence. Caches of one sequence share their pages: after a cut, what a forward
-    writes behind it replaces what the longer ones hold there."""
+class Cache:
+    """The keys and values of one sequence's first `length` tokens: `cache[layer]` is (key, value) [1, Hkv, length, D].
 
-    pool: KVPool
-    table: Tensor
-    length: int
+    Caches of one sequence share a pool until two of them go on differently: the second one gets a pool of its own, so
+    that no cache changes.
+    """
+
+    def __init__(self, target: TargetModel, num_pages: int):
+        self.target, self.num_pages, self.length, self._filled = target, num_pages, 0, [0]
+        self.pool = KVPool(target.kv_shape, num_pages, _PAGE_SIZE, target.dtype, target.device)
+
+    def __len__(self) -> int:
+        return len(self.pool.k_cache)
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
+        caches = (self.pool.k_cache[layer], self.pool.v_cache[layer])
+        key, value = (cache.flatten(0, 1)[: self.length].transpose(0, 1)[None] for cache in caches)
+        return key, value
+
+    def cut(self, length: int) -> Cache:
+        """The same with its first `length` tokens."""
+        made = copy.copy(self)
+        made.length = length
+        return made
+
+    def longer(self, count: int) -> Cache:
+        """One with room for `count` tokens more, which are counted already."""
+        made = self.cut(self.length)
+        if self.length < self._filled[0]:  # a longer one holds something there
+            made = Cache(self.target, self.num_pages)
+            made.pool.k_cache.copy_(self.pool.k_cache)
+            made.pool.v_cache.copy_(self.pool.v_cache)
+        made.length = made._filled[0] = self.length + count
+        return made
 
 
 class ModelWrapper:
@@ -33,7 +61,7 @@ class ModelWrapper:
         self.model = model.model if isinstance(model, TransformersTarget) else model
         self.tokenizer, self.device, self.vocab_size = tokenizer, self.target.device, self.target.vocab_size
         self.max_length = min(max_length, self.target.max_length)
-        self.param_count, self.memory_footprint_mib = _sizes(self.model)
+        self.param_count, self.memory_footprint_mb = _sizes(self.model)
         self.eos_token_ids = _eos_token_ids(self.model, tokenizer)
         self.eos_token_id = next(iter(self.eos_token_ids), None)
 
@@ -42,33 +70,27 @@ class ModelWrapper:
         self, input_ids: Tensor, past_key_values: Cache | None = None, use_cache: bool = True
     ) -> tuple[Tensor, Cache | None]:
         """Logits [1, S, V] of input_ids [1, S] behind the cache, and the cache with them in it."""
-        pool, table, start = past_key_values or _new_cache(self.target, self.max_length)
-        count = _count_tokens(input_ids, self.max_length - start)
-        positions = torch.arange(start, start + count, device=self.device)[None]
-        attend = PrefillAttend(pool, table, [(start, count)])
+        cache = past_key_values or Cache(self.target, -(-self.max_length // _PAGE_SIZE))
+        start, count = cache.length, _count_tokens(input_ids, self.max_length - cache.length)
+        cache, positions = cache.longer(count), torch.arange(start, start + count, device=self.device)[None]
+        pages = torch.arange(cache.num_pages, dtype=torch.int32, device=self.device)[None]
+        attend = PrefillAttend(cache.pool, pages, [(start, count)])
         logits = self.target.forward(input_ids.to(self.device), positions, attend).logits
-        return logits, Cache(pool, table, start + count) if use_cache else None
+        return logits, cache if use_cache else None
 
     def truncate_cache(self, past_key_values: Cache, keep_length: int) -> Cache:
-        """Its first keep_length tokens; nothing is copied."""
+        """Its first keep_length tokens; it stays as it is, whatever comes behind the cut."""
         if not 0 <= keep_length <= past_key_values.length:
             rule = f"lie in 0..{past_key_values.length}, the length of the cache"
             raise ValueError(f"ModelWrapper.truncate_cache: keep_length must {rule}, got {keep_length}")
-        return past_key_values._replace(length=keep_length)
+        return past_key_values.cut(keep_length)
 
     get_cache_length = staticmethod(lambda cache: 0 if cache is None else cache.length)
     reset_cache = staticmethod(lambda: None)
-    memory_footprint_mb = property(lambda self: self.memory_footprint_mib * 2**20 / 1e6)
 
     def __repr__(self) -> str:
-        size = f"{self.param_count / 1e6:.1f}M parameters, {self.memory_footprint_mib:.0f} MiB"
+        size = f"{self.param_count / 1e6:.1f}M parameters, {self.memory_footprint_mb:.0f} MB"
         return f"ModelWrapper({type(self.model).__name__}, {size}, vocabulary {self.vocab_size}, {self.device})"
-
-
-def _new_cache(target: TargetModel, max_length: int) -> Cache:
-    num_pages = -(-max_length // _PAGE_SIZE)
-    pool = KVPool(target.kv_shape, num_pages, _PAGE_SIZE, target.dtype, target.device)
-    return Cache(pool, torch.arange(num_pages, dtype=torch.int32, device=target.device)[None], 0)
 
 
 def _count_tokens(input_ids: Tensor, room: int) -> int:
@@ -82,12 +104,12 @@ def _count_tokens(input_ids: Tensor, room: int) -> int:
 
 
 def _sizes(model: Any) -> tuple[int, float]:
-    """Parameters, those of packed weights counted one by one, and MiB of all that is held."""
+    """Parameters, those of packed weights counted one by one, and MB of all that is held."""
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
     held = [*parameters, *(model.buffers() if parameters else ())]
     is_theirs = hasattr(model, "num_parameters")
     count = model.num_parameters() if is_theirs else sum(tensor.numel() for tensor in parameters)
-    return count, sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
+    return count, sum(tensor.numel() * tensor.element_size() for tensor in held) / 1e6
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

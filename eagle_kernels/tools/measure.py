@@ -32,8 +32,8 @@ class GenerationResult:
     per_token_latencies     s, one for each of them: the first one's is time_to_first_token, what a round brings at once
                             shares its time. `inter_token_latencies` is without the first
     total_time              s on the wall, from the request to the end of the stream; not a sum of latencies
-    peak_memory_mib         most that torch held on the GPU meanwhile, weights and pools included; None: not measured,
-                            as on the CPU
+    peak_memory_mb          most that torch held on the GPU meanwhile, in 10^6 bytes, weights and pools included; None:
+                            not measured, as on the CPU
     time_to_first_token     s
     and of speculative decoding, None of plain:
     acceptance_rate         accepted drafts over the most that the rounds could accept
@@ -48,7 +48,7 @@ class GenerationResult:
     generated_ids: list[int]
     per_token_latencies: list[float]
     total_time: float
-    peak_memory_mib: float | None
+    peak_memory_mb: float | None
     time_to_first_token: float
     acceptance_rate: float | None = None
     tokens_per_step: float | None = None
@@ -92,7 +92,7 @@ class GenerationResult:
         start_s = time.perf_counter()
         (times,) = time_requests(stream)
         total_s = time.perf_counter() - start_s
-        peak = torch.cuda.max_memory_allocated(stream.device) / 2**20 if is_gpu else None
+        peak = torch.cuda.max_memory_allocated(stream.device) / 1e6 if is_gpu else None
         stats, first_s = stream.output().stats, times.first_s - start_s
         result = cls(list(request.output_ids), [first_s, *times.gaps_s], total_s, peak, first_s)
         if stats.num_draft_tokens > 1:
@@ -115,11 +115,6 @@ class GenerationResult:
         return self.num_tokens / self.total_time if self.total_time else 0.0
 
     @property
-    def peak_memory_mb(self) -> float | None:
-        """The peak in millions of bytes, as disks and some tools count."""
-        return None if self.peak_memory_mib is None else self.peak_memory_mib * 2**20 / 1e6
-
-    @property
     def is_speculative(self) -> bool:
         return self.acceptance_rate is not None
 
@@ -140,19 +135,6 @@ class GenerationResult:
     @property
     def latency_p99(self) -> float | None:
         return percentile(self.per_token_latencies, 99)
-
-    @property
-    def round_latency_p50(self) -> float | None:
-        """s a round, as of p95 and p99; None where there was none."""
-        return percentile(self.per_round_latencies or [], 50)
-
-    @property
-    def round_latency_p95(self) -> float | None:
-        return percentile(self.per_round_latencies or [], 95)
-
-    @property
-    def round_latency_p99(self) -> float | None:
-        return percentile(self.per_round_latencies or [], 99)
 
     def to_dict(self) -> dict[str, Any]:
         """Fields and properties, ready for JSON."""
@@ -178,7 +160,7 @@ class GenerationResult:
         shown.append(f"{self.tokens_per_second:.1f} tok/s")
         if self.num_tokens:
             shown.append(f"p50={1e3 * self.latency_p50:.0f}ms p95={1e3 * self.latency_p95:.0f}ms")
-        shown.append("mem=-" if self.peak_memory_mib is None else f"mem={self.peak_memory_mib:.0f}MiB")
+        shown.append("mem=-" if self.peak_memory_mb is None else f"mem={self.peak_memory_mb:.0f}MB")
         if self.is_speculative:
             rounds = "-" if self.num_speculation_rounds is None else self.num_speculation_rounds
             shown.append(f"accept={self.acceptance_rate:.2f} rounds={rounds}")

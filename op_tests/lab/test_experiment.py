@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -274,6 +275,28 @@ def test_one_disturbed_run_changes_no_median(monkeypatch):
     times_s = sorted(run[0].decode_time_s for run in stats)
     assert found.step_ms == pytest.approx(1e3 * times_s[1] / 5) and found.step_ms < 1e3 * times_s[2] / 10
     assert found.tokens_per_second == pytest.approx(1e3 / found.step_ms)
+
+
+@pytest.mark.parametrize(("name", "num_cells"), [("grid", 156), ("gpt2", 27), ("llama3", 45)])
+def test_configurations_that_are_there(name, num_cells):
+    """Plain decoding and every method and K: the grid over three domains, two temperatures and two batch sizes."""
+    pytest.importorskip("yaml")
+    cells = list(Experiment.from_file(f"bench/lab/configs/{name}.yaml").cells())
+    assert len(cells) == len(set(cells)) == num_cells
+    for cell in cells:
+        if cell.is_speculative:
+            assert cell.engine_config().num_steps == cell.K
+
+
+def test_the_environment_names_extras_of_the_package():
+    yaml = pytest.importorskip("yaml")
+    with open("environment.yml", encoding="utf-8") as file:
+        environment = yaml.safe_load(file)
+    packages = environment["dependencies"][-1]["pip"]
+    extras = re.fullmatch(r"-e \.\[(.*)\]", packages[0])[1].split(",")
+    with open("setup.py", encoding="utf-8") as file:
+        setup = file.read()
+    assert all(f'"{extra}": [' in setup for extra in extras) and {"datasets", "plots", "transformers"} <= set(extras)
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])

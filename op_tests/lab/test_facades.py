@@ -79,11 +79,20 @@ def test_forward_behind_a_cache(family, device):
     for at in range(20, 40):
         logits, cache = model.forward(tokens[:, at : at + 1], past_key_values=cache)
         torch.testing.assert_close(logits[:, 0], whole[:, at], rtol=1e-4, atol=1e-4)
-    cut = model.truncate_cache(cache, keep_length=18)
+    cut, before = model.truncate_cache(cache, keep_length=18), [tensor.clone() for layer in cache for tensor in layer]
     assert model.get_cache_length(cache) == 40 and model.get_cache_length(cut) == 18
-    logits, cut = model.forward(tokens[:, 30:], cut)
+    logits, longer = model.forward(tokens[:, 30:], cut)
     torch.testing.assert_close(logits, other[:, 18:], rtol=1e-4, atol=1e-4)
-    assert model.get_cache_length(cut) == 28
+    assert model.get_cache_length(longer) == 28 and model.get_cache_length(cut) == 18
+    # whatever came behind the cut, the cache that was cut is as it was, and goes on as before
+    held = [tensor for layer in cache for tensor in layer]
+    assert len(cache) == theirs.config.num_hidden_layers and len(held) == len(before) == 2 * len(cache)
+    assert all(map(torch.equal, held, before)) and held[0].shape[2] == 40 and cut[0][0].shape[2] == 18
+    again = model.forward(tokens[:, 30:], model.truncate_cache(cache, 18))[0]
+    torch.testing.assert_close(again, logits)
+    beginnings = [[tensor[:, :, :18] for layer in each for tensor in layer] for each in (cache, longer)]
+    assert all(map(torch.equal, *beginnings))
+    cut = longer
     assert model.forward(tokens, use_cache=False)[1] is model.reset_cache() is None
     assert model.get_cache_length(model.reset_cache()) == 0
     assert model.get_cache_length(model.truncate_cache(cut, 0)) == 0
@@ -110,9 +119,8 @@ def test_what_a_wrapper_tells(folder, device):
     assert wrapped.model is model and wrapped.tokenizer is tokenizer and wrapped.device == model.device
     assert (wrapped.vocab_size, wrapped.param_count, wrapped.eos_token_id) == (VOCAB, count, VOCAB - 1)
     held = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
-    assert wrapped.memory_footprint_mib == held / 2**20 >= 2 * count / 2**20
-    assert wrapped.memory_footprint_mb == pytest.approx(held / 1e6)
-    shown = f"ModelWrapper(LlamaForCausalLM, {count / 1e6:.1f}M parameters, 0 MiB, vocabulary {VOCAB}, {model.device})"
+    assert wrapped.memory_footprint_mb == held / 1e6 >= 2 * count / 1e6
+    shown = f"ModelWrapper(LlamaForCausalLM, {count / 1e6:.1f}M parameters, 0 MB, vocabulary {VOCAB}, {model.device})"
     assert repr(wrapped) == shown
     again = ModelWrapper(wrapped.target, ByteTokenizer())
     assert isinstance(wrapped.target, TransformersTarget) and again.model is wrapped.target.model

@@ -1,4 +1,4 @@
-"""Sets of prompts: from files, from the hub, built in; and the baseline over one of them."""
+"""Sets of prompts: from files, from the hub, built in."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.lab import baseline, prompts, sources
-from bench.lab.config import BenchmarkConfig
-from bench.lab.log import read_events
+from bench.lab import prompts, sources
 from bench.lab.prompts import Prompt, PromptDataset
 from bench.lab.sources import DOMAINS, Question, builtin_texts, read_file, read_questions
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.tools.measure import GenerationResult
 
 from .stock import refused
 
@@ -43,7 +40,7 @@ def test_texts_of_our_own(built_in):
     assert built_in.domains == list(DOMAINS) == ["code", "conversation", "summarization"]
     for domain in DOMAINS:
         found = built_in.get_by_domain(domain)
-        assert len(found) >= 10 and len({prompt.raw_text for prompt in found}) == len(found)
+        assert len(found) == 50 and len({prompt.raw_text for prompt in found}) == len(found)
         assert [prompt.prompt_id for prompt in found[:2]] == [f"{domain}_000", f"{domain}_001"]
         for prompt in found:
             assert prompt.domain == domain and prompt.token_count == len(prompt.raw_text.encode()) < 800
@@ -219,29 +216,14 @@ def test_the_command(tmp_path, questions, folder, capsys, monkeypatch):
     assert len(PromptDataset.load(output).get_by_domain("code")) == 4
     assert len(PromptDataset.load(tmp_path / "out" / "prompts_tiny.json")) == 14
     command = ["--tokenizer", str(folder), "--output", str(output), "--questions", str(questions)]
-    tiny = tmp_path / "tiny.json"
-    assert prompts.main([*command, "--tiny-output", str(tiny), "--n-per-domain", "1"]) == 0
-    assert [prompt.token_count for prompt in PromptDataset.load(tiny).get_all()] == [3, 3, 2]
+    assert prompts.main([*command, "--n-per-domain", "1"]) == 0
+    assert [prompt.token_count for prompt in PromptDataset.load(output).get_all()] == [3, 3, 2]
+    monkeypatch.chdir(tmp_path)
+    assert prompts.main(["--tokenizer", "bytes", "--no-download"]) == 0
+    assert [len(PromptDataset.load(f"data/prompts{part}.json")) for part in ("", "_tiny")] == [150, 15]
     assert prompts.main(["--tokenizer", "bytes", "--output", str(output), "--no-download", "--file", "x=y"]) == 1
     assert capsys.readouterr().err.startswith("error: PromptDataset.build: files must be of code, ")
     for count in ("0", "-1"):
         assert prompts.main([*command, "--n-per-domain", count]) == 1
         rule = "n_per_domain must be an int of at least 1"
         assert capsys.readouterr().err == f"error: PromptDataset.from_questions: {rule}, got {count}\n"
-
-
-def test_the_baseline_of_a_set(tmp_path, folder, capsys):
-    path, output = tmp_path / "prompts.json", tmp_path / "baseline.jsonl"
-    PromptDataset([Prompt("a", "code", "w1 w2", 2), Prompt("b", "conversation", "w7", 1)]).save(path)
-    command = ["--model", str(folder), "--prompts", str(path), "--output", str(output), "--max-new-tokens", "3"]
-    assert baseline.main([*command, "--num-runs", "2", "--dtype", "fp32"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [["code", "2"], ["conversation", "2"]]
-    records = read_events(output, "baseline")
-    assert [(record["prompt_id"], record["run"]) for record in records] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    first, again = (GenerationResult.from_dict(record["result"]) for record in records[:2])
-    assert first.num_tokens == 3 and first.generated_ids == again.generated_ids and not first.is_speculative
-    config = BenchmarkConfig.from_dict(records[0]["config"])
-    assert config == BenchmarkConfig(str(folder), None, 0.0, 3, "code", 0) and config.decoder_label == "AR"
-    assert baseline.main([*command, "--num-runs", "0"]) == 1
-    assert capsys.readouterr().err == "error: --num-runs must be at least 1, got 0\n"

@@ -6,7 +6,9 @@ import re
 
 import pytest
 
+from bench.apps.random_models import SHAPES
 from bench.lab import predictions, theory
+from bench.lab.predictions import intensity
 from bench.lab.speedup import StepModel, expected_tokens, expected_tokens_of_chain, ideal_speedup
 from op_tests.lab.made_cells import experiment
 
@@ -23,7 +25,7 @@ def test_the_page_holds_what_is_computed(tmp_path, capsys):
     assert theory.main(["--page", str(page)]) == 0
     assert page.read_text() == theory.PAGE.read_text()
     page.write_text("no marks")
-    with pytest.raises(ValueError, match="THEORY.md must hold the marks example:begin and, after it, example:end"):
+    with pytest.raises(ValueError, match="THEORY.md must hold the marks intensity:begin and, after it, intensity:end"):
         theory.main(["--page", str(page)])
 
 
@@ -125,3 +127,16 @@ def test_rows_cost_what_they_do_where_drafts_cost_nothing():
     assert text.count("+0.0%") + text.count("-0.0%") == 4, text
     assert "| code | ngram | 11.000 ms | 8.100 ms | 0.0 µs | 50.0 µs |" in text
     assert "| code | tree | 11.000 ms | 8.950 ms | 700.0 µs | 50.0 µs |" in text
+
+
+def test_operations_a_byte():
+    """One for each row and 2 bytes of weights, less what keys and values of a request take."""
+    sizes, weights = SHAPES["llama-3.1-8b"], 7_504_658_432  # all but the embedding, and the norms
+    token_bytes = 2 * 2 * 32 * 8 * 128
+    attention = 4 * 32 * 32 * 128 * 600
+    assert sizes["num_hidden_layers"] == 32 and sizes["num_key_value_heads"] == 8
+    for requests, rows in ((1, 1), (1, 64), (32, 1)):
+        wanted = requests * rows * (2 * weights + attention) / (2 * weights + requests * 600 * token_bytes)
+        assert intensity("llama-3.1-8b", requests, rows) == pytest.approx(wanted, rel=1e-3)
+    assert intensity("llama-3.1-8b", 1, 1) == pytest.approx(1.0, abs=0.05)
+    assert "| 7 billion weights of fp16, 1 row, by data sheets | 1.0 | 333 | 0.3% |" in theory.intensities()
