@@ -25,6 +25,7 @@ TESTS_OF_BENCH = (
     "op_tests/test_bench_texts.py",
     "op_tests/test_compare.py",
     "op_tests/test_api.py",
+    "op_tests/test_two_gpus.py",
     "op_tests/lab/",
 )
 

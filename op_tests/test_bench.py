@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -668,6 +669,19 @@ def test_what_sharing_of_prefixes_saves(capsys, tmp_path):
     results.append(tmp_path, line | times)
     *_, table = prefixes.tables(next(tmp_path.glob("**/prefixes.jsonl")))
     assert "| small | 3 together | plain | first, ms | 10.0 | 80.0 | 8.00× | `abc` |" in table
+
+
+def test_requests_of_random_lengths(capsys, tmp_path):
+    from bench.apps import requests
+
+    command = ["--app", "requests", "--shape", "small", "--requests", "5", "--input-len", "20", "--output-len", "8"]
+    assert run.main([*command, "--batch", "2", "--only", "chain 3", "--results", "none"]) == 0
+    assert re.match(r"chain 3 +requests_per_second \d+\.\d+ ", capsys.readouterr().out)
+    line = {"op": "requests", "gpu": "a", "shape": "small", "case": "5 of 20 + 8 tokens", "preset": "plain", "batch": 2}
+    numbers = {"requests_per_second": 4.0, "output_tokens_per_second": 30.5, "mean_accept_length": 1.0}
+    results.append(tmp_path, line | numbers | {"commit": "abc", "ttft_ms": {"p50": 10.0, "p99": 20.4}})
+    *_, table = requests.tables(next(tmp_path.glob("**/requests.jsonl")))
+    assert "| small | 5 of 20 + 8 tokens | 2 | plain | 4.00 | 30.50 | 1.00 | 10, 20 | `abc` |" in table
 
 
 def test_what_measuring_costs(capsys, monkeypatch):

@@ -50,6 +50,8 @@ class Engine:
             print("eagle_kernels: attention is in use", flush=True)
             if os.environ.get("EAGLE_KERNELS_SGLANG_VERIFY") == "match" and self.fault != "no match":
                 print("eagle_kernels: match is in use", flush=True)
+        if self.fault == "no all-reduce":
+            print("Setup Custom allreduce failed with 1. To silence this", flush=True)
         if self.fault == "crash":
             raise RuntimeError("no kernel image")
         if self.fault == "hang":
@@ -123,7 +125,12 @@ def test_arguments(tmp_path, capsys):
     options.logs.rmdir()
     options = server.parsed(["--case", "plain", "4/3/8", "--system", "eagle_kernels", "--logs", str(tmp_path)])
     assert (options.case, options.system) == (["plain", "4/3/8"], ["eagle_kernels"])
-    for wrong in (["--case", "9/9/9"], ["--system", "vllm"], ["--sglang", str(tmp_path / "nowhere")]):
+    ranks = server.parsed(["--tp", "2", "--logs", str(tmp_path)])
+    assert (ranks.case, ranks.all_reduce) == (["8B plain", "8B 4/3/8", "32B plain", "32B 4/3/8"], "sglang")
+    for wrong in (
+        ["--case", "9/9/9"], ["--system", "vllm"], ["--sglang", str(tmp_path / "nowhere")], ["--tp", "0"],
+        ["--tp", "2", "--case", "plain", "8B plain"], ["--all-reduce", "ring"],
+    ):  # fmt: skip
         with pytest.raises(SystemExit):
             server.parsed(wrong)
     with pytest.raises(SystemExit):
@@ -153,10 +160,12 @@ def test_an_engine_is_sized_for_its_case(case, tmp_path):
     tree = [arguments.get(f"speculative_{name}") for name in ("eagle_topk", "num_steps", "num_draft_tokens")]
     assert tree == list(case.tree or [None] * 3) and ("speculative_algorithm" in arguments) == bool(case.tree)
     assert ordered.draft["draft_vocab_size"] == 32000 and ordered.draft["num_hidden_layers"] == 1
-    assert ordered.sampling == (((0.0, 1.0), (0.8, 0.95)) if case.name in ("8/5/64", "4/3/8", "4/4/16") else GREEDY)
+    samples = case.name in ("8/5/64", "4/3/8", "4/4/16", "8B 4/3/8", "32B 4/3/8")
+    assert ordered.sampling == (((0.0, 1.0), (0.8, 0.95)) if samples else GREEDY)
+    assert "tp_size" not in arguments
     matching = bench.order(case, "sglang+match")
     assert matching.sampling == ordered.sampling[1:] and matching.rule == "match" and ordered.rule is None
-    if case.name.startswith("Qwen3"):
+    if case.name.startswith(("Qwen3", "32B")):
         assert ordered.model["architectures"] == ["Qwen3ForCausalLM"] and "rope_scaling" not in ordered.model
         assert ordered.draft["model_type"] == "llama" and ordered.model["vocab_size"] == 151936
 
@@ -238,6 +247,38 @@ def test_all_systems_on_a_made_sglang(sglang, tmp_path, capsys, monkeypatch):
     assert {(line[1], line[2]) for line in told} == {(b, t) for b in ("B=1", "B=8") for t in ("T=0", "T=0.8")}
     table = [line for line in lines if line[:1] == ["|"]]
     assert len(table) == 2 + 18
+
+
+def test_engines_of_two_gpus(sglang, tmp_path, capsys, monkeypatch):
+    """Lines tell of them, and so do SGLang's arguments; EAGLEInference is left out; one GPU is too few."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    more = ["--tp", "2", "--all-reduce", "nccl", "--case", "8B 4/3/8"]
+    more += ["--system", "sglang+triton", "sglang+eagle_kernels", "eagle_kernels"]
+    assert call(sglang, *more, directory=tmp_path / "results") == 2
+    assert capsys.readouterr().out == "--tp 2: this machine has 1 GPUs\n"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert call(sglang, *more, directory=tmp_path / "results") == 0
+    assert "eagle_kernels: EAGLEInference runs on one GPU, and is left out of --tp 2\n" in capsys.readouterr().out
+    (file,) = (tmp_path / "results").rglob("*.jsonl")
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    assert [(line["system"], line["batch"]) for line in lines if line["temperature"] == 0] == [
+        (system, batch) for system in ("sglang+triton", "sglang+eagle_kernels") for batch in (1, 8, 32)
+    ]
+    assert all((line["tp"], line["all_reduce"]) == (2, "nccl") for line in lines)
+    arguments = order("triton", tp=2, all_reduce="nccl").engine_arguments(tmp_path)
+    assert (arguments["tp_size"], arguments["disable_custom_all_reduce"]) == (2, True)
+    assert order("triton", tp=2).engine_arguments(tmp_path)["disable_custom_all_reduce"] is False
+
+
+def test_sglang_s_all_reduce_is_not_taken_for_another(sglang, tmp_path, capsys, monkeypatch):
+    """Where SGLang takes NCCL instead."""
+    monkeypatch.setenv("FAKE", json.dumps({"eagle_kernels": "no all-reduce"}))
+    assert call(sglang, "--tp", "2", "--case", "8B plain", "--system", "sglang+triton", "sglang+eagle_kernels") == 1
+    said = capsys.readouterr().out
+    assert "8B plain sglang+eagle_kernels: SGLang's own all-reduce cannot be used here" in said
+    assert said.count("| sglang+triton |") == 3 and "| sglang+eagle_kernels |" not in said
 
 
 def test_lines_are_kept_beside_a_gpu(sglang, tmp_path, capsys, monkeypatch):
@@ -470,6 +511,29 @@ def test_a_table_of_models():
         ["30.6", "25.5", "24.1", "20.1"], ["76.1", "43.9", "37.5", "35.3"],
     ]  # fmt: skip
     assert server_tables.table(lines) == server_tables.request_table(lines) == []
+
+
+def test_a_table_of_ranks():
+    """Each number of GPUs by itself, and none of them among the steps of one."""
+    lines = [
+        measured(system, ms, case=case, batch=8, **ranks)
+        for ranks, factor in (({}, 1), ({"tp": 2, "all_reduce": "sglang"}, 2), ({"tp": 2, "all_reduce": "nccl"}, 3))
+        for case in ("8B 4/3/8", "32B plain")
+        for system, ms in (("sglang+triton", 40.0 / factor), ("sglang+eagle_kernels", 20.0))
+    ]
+    header, *rows = server_tables.rank_table(lines)
+    assert header[3:6] == ["GPUs", "all-reduce", "system"]
+    assert [(row[0], *row[3:7], row[10]) for row in rows[:6]] == [
+        ("8B 4/3/8", "1", "-", "sglang+triton", "40.000", "1.00×"),
+        ("8B 4/3/8", "1", "-", "sglang+eagle_kernels", "20.000", "2.00×"),
+        ("8B 4/3/8", "2", "nccl", "sglang+triton", "13.333", "1.00×"),
+        ("8B 4/3/8", "2", "nccl", "sglang+eagle_kernels", "20.000", "0.67×"),
+        ("8B 4/3/8", "2", "sglang", "sglang+triton", "20.000", "1.00×"),
+        ("8B 4/3/8", "2", "sglang", "sglang+eagle_kernels", "20.000", "1.00×"),
+    ]
+    assert len(rows) == 12 and server_tables.table(lines) == []
+    apart = [measured("sglang+triton", 10.0), measured("sglang+triton", 5.0, tp=2, accept_length=3.0)]
+    assert [row[4] for row in server_tables.table(apart)[1:]] == ["10.000"] and server_tables.off_stock(apart) == []
 
 
 def test_a_table_of_acceptance():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from . import drafters, experiment, generation, load, prefixes, profiling, server, server_tables, suffix_cache
+from . import drafters, experiment, generation, load, prefixes, profiling, requests, server, server_tables, suffix_cache
 
 
 def _no_tables(file: Path) -> list[str]:
@@ -25,6 +25,7 @@ APPS = {
     "generation": App(generation.main, generation.tables),
     "load": App(load.main, load.tables),
     "prefixes": App(prefixes.main, prefixes.tables),
+    "requests": App(requests.main, requests.tables),
     "server": App(server.main, server_tables.tables),
     "drafters": App(drafters.main, drafters.tables),
     "suffix_cache": App(suffix_cache.main, suffix_cache.tables),

@@ -14,6 +14,9 @@ head, and of Qwen3 models: dummy weights in bf16, random prompts, simulated acce
 All SGLang systems of a case draw the same accepted lengths, EAGLEInference simulates the mean that stock had: the exit
 status is 1 where an accepted length is more than 1 % off that of every stock system, and where an engine failed.
 
+`--tp 2` gives each engine of SGLang two GPUs, and times cases of its own, of an 8B and a 32B shape; EAGLEInference runs
+on one GPU and is left out. Tables keep these lines apart.
+
 `--check-only` compares texts in the place of this, and needs no options of the above but the folders: server_texts.py.
 """
 
@@ -34,10 +37,10 @@ import torch
 
 from ..harness import results
 from ..peers import sglang_engine
-from ..peers.sglang_engine import EngineFailure, Installation, Order
+from ..peers.sglang_engine import ALL_REDUCES, EngineFailure, Installation, Order
 from . import generation, server_texts
 from .random_models import head_config, target_config
-from .server_cases import CASES, MATCH, OWN, STOCK, SYSTEMS, Case
+from .server_cases import CASES, MATCH, OWN, RANK_CASES, STOCK, SYSTEMS, Case, ranks_of
 from .server_judge import ROUNDING
 from .server_tables import TOLERANCE, all_tables, off_stock, setting
 
@@ -145,6 +148,8 @@ class Bench:
             accept=case.accept,
             rule="match" if system == MATCH else None,
             requests=self.requests(case),
+            tp=self.options.tp,
+            all_reduce=self.options.all_reduce,
         )  # fmt: skip
 
     def run_all_sglang(self, case: Case, systems: Sequence[str]) -> None:
@@ -242,7 +247,8 @@ class Bench:
     def record(self, case: Case, system: str, numbers: dict) -> None:
         """Keeps a line, prints it, and appends it to the results of this GPU."""
         line = {"shape": self.shape(case), "case": case.name, "system": system}
-        line |= {"prompt_tokens": self.prompt_tokens(case), "tree": case.tree, "start_s": None} | numbers
+        line |= {"prompt_tokens": self.prompt_tokens(case), "tree": case.tree, "start_s": None}
+        line |= ranks_of(self.options.tp, self.options.all_reduce) | numbers
         name = f"{case.name:8} B={line['batch']:<3} T={line['temperature']:<4g} {system:22}"
         time = f"{line['requests_per_s']:9.3f} requests/s" if case.requests else f"{line['ms_per_step']:9.3f} ms"
         shown = f"tokens_per_s {line['tokens_per_s']:.1f}, accept_length {line['accept_length']:.3f}"
@@ -270,6 +276,9 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     if device.type == "cpu" and options.shape is None:
         print("a model of this size needs a GPU")
         return 2
+    if options.tp > 1 and device.type == "cuda" and torch.cuda.device_count() < options.tp:
+        print(f"--tp {options.tp}: this machine has {torch.cuda.device_count()} GPUs")
+        return 2
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
     about = {"gpu": gpu, "commit": commit, "run": results.new_run(), "device": device}
     bench = Bench(options, directory if device.type == "cuda" else None, about)
@@ -280,6 +289,9 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
         return server_texts.check(options, bench.installation, bench.keep)
     options.limit = options.limit or LIMIT_S
     systems = [system for system in SYSTEMS if system in options.system]
+    if options.tp > 1 and OWN in systems:
+        print(f"{OWN}: EAGLEInference runs on one GPU, and is left out of --tp {options.tp}")
+        systems.remove(OWN)
     cases = [case for case in CASES if case.name in options.case]
     if not bench.installation.has_sglang() and any(system != OWN for system in systems):
         print("SGLang is not installed; --sglang names a folder that holds it")
@@ -310,11 +322,18 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     names = [case.name for case in CASES]
     parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="where SGLang is, if Python does not find it")
     parser.add_argument("--flashinfer", type=Path, metavar="FOLDER", help="where FlashInfer is, likewise")
-    parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--case", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME", help="as listed above")
     parser.add_argument(
         "--together", action="store_true", help="start a case's engines at once; timed they are in turn"
     )
+    parser.add_argument(
+        "--tp", type=int, default=1, help=f"GPUs of an engine; cases of several: {', '.join(RANK_CASES)}"
+    )
+    parser.add_argument(
+        "--all-reduce", choices=ALL_REDUCES, default=ALL_REDUCES[0],
+        help="how several GPUs add up: by SGLang's own kernel, where that works, or by NCCL",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="once and shorter; the tables leave such lines out")
     parser.add_argument("--limit", type=float, help="seconds that an engine of SGLang may take")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for logs of engines (default: a temporary one)")
@@ -328,6 +347,11 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs: at least 1; got {options.jobs}")
+    if options.tp < 1:
+        parser.error(f"--tp: at least 1; got {options.tp}")
+    options.case = options.case or (names if options.tp == 1 else RANK_CASES)
+    if options.tp > 1 and (others := [name for name in options.case if name not in RANK_CASES]):
+        parser.error(f"--tp: cases are {', '.join(RANK_CASES)}; got {', '.join(others)}")
     for name in ("sglang", "flashinfer"):
         folder = getattr(options, name)
         if folder is not None and not folder.is_dir():

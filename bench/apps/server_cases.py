@@ -36,6 +36,14 @@ class Case(NamedTuple):
         return tuple(each for each in self.sampling if each[0] > 0 or system != MATCH)
 
 
+def ranks_of(tp: int, all_reduce: str) -> dict[str, int | str]:
+    """Returns what a line tells of the GPUs of its engine: nothing of one.
+
+    tp: the number of GPUs. all_reduce: how these add up, of `sglang_engine.ALL_REDUCES`.
+    """
+    return {"tp": tp, "all_reduce": all_reduce} if tp > 1 else {}
+
+
 # The load of SGLang's pull request of naive EAGLE (sgl-project/sglang #7017): 500 requests, prompts and texts of 0.7 to
 # 1.0 of 1,024 tokens. SGLang runs 48 at once by default where it speculates; so do all here.
 _LENGTHS = random.Random(0)
@@ -47,6 +55,8 @@ REQUEST_TREES = {"plain": None, "4/2/4": 2.2, "2/1/2": 1.7, "1/1/2": 1.7}
 # the models and batch sizes of tri-sds (github.com/Mog9/tri-sds), each plain and with a tree
 QWEN3 = {"4B": "qwen3-4b", "8B": "qwen3-8b", "14B": "qwen3-14b", "32B": "qwen3-32b"}
 QWEN3_BATCHES = (1, 2, 4, 8)
+# what is timed on several GPUs (`--tp`), and on one beside it
+RANK_SHAPES = {"8B": "llama-3.1-8b", "32B": "qwen3-32b"}
 CASES = (
     Case("plain", (1, 8, 32)),
     Case("8/5/64", (1,), (8, 5, 64), 4.0, sampling=TREE_SAMPLING),
@@ -68,4 +78,13 @@ CASES = (
         for size, shape in QWEN3.items()
         for name, tree, accept in (("plain", None, None), ("4/3/8", (4, 3, 8), 2.5))
     ),
+    *(
+        Case(f"{size} {name}", (1, 8, 32), tree, accept, long=304, sampling=sampling, shape=shape)
+        for size, shape in RANK_SHAPES.items()
+        for name, tree, accept, sampling in (
+            ("plain", None, None, GREEDY),
+            ("4/3/8", (4, 3, 8), 2.5, TREE_SAMPLING),
+        )
+    ),
 )
+RANK_CASES = [case.name for case in CASES if case.name.partition(" ")[0] in RANK_SHAPES]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
-from .server_cases import CASES, PLUGGED, QWEN3_BATCHES, STOCK, SYSTEMS
+from .server_cases import CASES, PLUGGED, QWEN3_BATCHES, RANK_CASES, STOCK, SYSTEMS
 from .server_rows import TREES, pair_case
 
 RATIOS = {
@@ -18,7 +18,7 @@ FRONT = ("4/3/8", 32, 0.0, 1.0)  # case, batch size, temperature and top-p of RE
 CASE_NAMES = [case.name for case in CASES]
 REQUEST_CASES = [case.name for case in CASES if case.requests]
 MODEL_CASES = [name for name in CASE_NAMES if name.startswith("Qwen3")]
-STEPS = [name for name in CASE_NAMES if name not in (*REQUEST_CASES, *MODEL_CASES)]
+STEPS = [name for name in CASE_NAMES if name not in (*REQUEST_CASES, *MODEL_CASES, *RANK_CASES)]
 STEPS_ABOUT = (
     "Steps at the shape of llama-3.1-8b. *of*: tokens a second, as a multiple of that system's at the same commit. "
     "*sglang+match*: the plug-in by sample and match, in place of SGLang's rule of coins."
@@ -41,6 +41,10 @@ SEED_MODELS = (
     ("plain", "tri-sds on an MI300X", "30.6", "25.5", "24.1", "20.1", "-"),
     ("real EAGLE", "tri-sds on an MI300X", "76.1", "43.9", "37.5", "35.3", "-"),
 )
+RANKS_ABOUT = (
+    "Tensor parallelism: steps of one engine on several GPUs, and on one, at the shapes of llama-3.1-8b and qwen3-32b, "
+    "prompts of 512 tokens. *all-reduce*: how the GPUs add up, by SGLang's own kernel or by NCCL."
+)
 PAIR_CASES = [pair_case(tree) for tree in TREES]
 PAIR_ABOUT = (
     "What is accepted of the embedded pair's drafts (`--app server --check-only`), SGLang's own verification and the "
@@ -57,11 +61,20 @@ def setting(line: dict) -> tuple:
     return line["case"], line["batch"], line["temperature"], line["top_p"]
 
 
+def ranks(line: dict) -> tuple[int, str]:
+    """Returns the GPUs of a line's engine, and how they add up; lines of different ones are never compared."""
+    return line.get("tp", 1), line.get("all_reduce", "")
+
+
+ONE_GPU = ranks({})
+
+
 def off_stock(lines: Sequence[dict]) -> list[str]:
     """Returns a text for each accepted length that is farther from those of all stock systems than the tolerance."""
     texts = []
     for line in lines:
-        stock = [other for other in lines if other["system"] in STOCK and setting(other) == setting(line)]
+        key = (setting(line), ranks(line))
+        stock = [other for other in lines if other["system"] in STOCK and (setting(other), ranks(other)) == key]
         lengths = [other["accept_length"] for other in stock]
         if lengths and min(abs(line["accept_length"] / length - 1) for length in lengths) > TOLERANCE:
             case, batch, temperature, _ = setting(line)
@@ -72,11 +85,17 @@ def off_stock(lines: Sequence[dict]) -> list[str]:
     return texts
 
 
-def newest(lines: Sequence[dict], names: Sequence[str] = tuple(CASE_NAMES)) -> dict[tuple, dict[str, dict]]:
-    """Returns the last line of each system by setting of these cases, in the order of the cases and systems."""
+def newest(
+    lines: Sequence[dict], names: Sequence[str] = tuple(CASE_NAMES), of: tuple[int, str] = ONE_GPU
+) -> dict[tuple, dict[str, dict]]:
+    """Returns the last line of each system by setting of these cases, in the order of the cases and systems.
+
+    lines: any; only those of engines on such GPUs count. names: of cases. of: as `ranks` returns it.
+    """
     settings: dict[tuple, dict[str, dict]] = {}
     for line in lines:
-        settings.setdefault(setting(line), {})[line["system"]] = line
+        if ranks(line) == of:
+            settings.setdefault(setting(line), {})[line["system"]] = line
     ordered = sorted((names.index(item[0]), item) for item in settings if item[0] in names)
     return {
         item: {system: settings[item][system] for system in SYSTEMS if system in settings[item]} for _, item in ordered
@@ -129,6 +148,22 @@ def model_table(lines: Sequence[dict]) -> list[list[str]]:
     return [[*header, "at commit"], *rows, *seed] if rows else []
 
 
+def rank_table(lines: Sequence[dict]) -> list[list[str]]:
+    """Returns a row for each system at each setting of engines on several GPUs, and on one; nothing without any."""
+    rows = []
+    for of in sorted({ranks(line) for line in lines}):
+        for (case, batch, temperature, top_p), systems in newest(lines, RANK_CASES, of).items():
+            sampling = f"temperature {temperature:g}, top-p {top_p:g}" if temperature > 0 else "greedy"
+            for system, line in systems.items():
+                numbers = [f"{line['ms_per_step']:.3f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
+                row = [case, str(batch), sampling, str(of[0]), of[1] or "-", system, *numbers]
+                row += [*_ratios(systems, system), f"`{line['commit']}`"]
+                rows.append(((RANK_CASES.index(case), batch, temperature, top_p), row))
+    rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]  # those of other GPUs stay in their order
+    header = ["case", "B", "sampling", "GPUs", "all-reduce", "system", "ms a step", "tokens/s", "tokens a step"]
+    return [[*header, *RATIOS.values(), "at commit"], *rows] if rows else []
+
+
 def acceptance_table(lines: Sequence[dict]) -> list[list[str]]:
     """Returns what the embedded pair's drafts were accepted: a row for each tree, sampling and system."""
     rows = []
@@ -160,7 +195,8 @@ def all_tables(lines: Sequence[dict]) -> list[str]:
     return [
         text
         for about, rows in ((STEPS_ABOUT, table(lines)), (REQUESTS_ABOUT, request_table(lines)),
-                            (MODELS_ABOUT, model_table(lines)), (PAIR_ABOUT, acceptance_table(lines)))
+                            (MODELS_ABOUT, model_table(lines)), (RANKS_ABOUT, rank_table(lines)),
+                            (PAIR_ABOUT, acceptance_table(lines)))
         if rows
         for text in (about, markdown(rows))
     ]  # fmt: skip
@@ -189,8 +225,13 @@ def full_lines(file: Path) -> list[dict]:
 
 def tables(file: Path) -> list[str]:
     """Returns a section of the newest full measurements of each system; nothing where there are none."""
-    settings = newest(full_lines(file), (*CASE_NAMES, *PAIR_CASES))
-    kept = [line for systems in settings.values() for line in systems.values()]
+    lines = full_lines(file)
+    kept = [
+        line
+        for of in sorted({ranks(line) for line in lines})
+        for systems in newest(lines, (*CASE_NAMES, *PAIR_CASES), of).values()
+        for line in systems.values()
+    ]
     if not kept:
         return []
     told = []

@@ -2,7 +2,8 @@
 
 Engines with the embedded pair of models serve one traffic: 32 requests at once, some alone, some that join while others
 run and are aborted, and sampled ones. Compared with a stock engine with the same tree are the greedy texts, the mean
-accepted lengths, and whether SGLang itself finds lost memory when it is idle.
+accepted lengths, and whether SGLang itself finds lost memory when it is idle. With `--tp` the plugged engines run on
+several GPUs, and the stock ones on one, whose texts theirs must be.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..harness.markdown import markdown
 from ..peers import sglang_engine
 from ..peers.sglang_engine import EngineFailure, Installation
 from ..peers.sglang_texts import TextOrder
-from .server_cases import GREEDY, PLUGGED, TREE_SAMPLING
+from .server_cases import GREEDY, PLUGGED, TREE_SAMPLING, ranks_of
 from .server_judge import ROUNDING, SAME, TIE, target, verdict
 from .server_rows import PLUGGED_ROWS, PROMPT_LENGTHS, STOCK_ROWS, TREES, Row, pair_case, traffic
 
@@ -96,7 +97,7 @@ def check(options: argparse.Namespace, installation: Installation, keep: Callabl
         lines.append(line)
         if one.failure is None and (one.row.is_stock or one.row.asked in (None, "all")):
             for line in accepted(one):
-                keep(line)
+                keep(line | ranks_of(1 if one.row.is_stock else options.tp, options.all_reduce))
     print("\n" + markdown([HEADER, *lines]), flush=True)
     print("".join(f"{fault}\n" for fault in faults), end="", flush=True)
     return int(bool(faults))
@@ -108,7 +109,7 @@ def run(row: Row, order: dict, options: argparse.Namespace, installation: Instal
     log = options.logs / f"texts_{row.name.replace('/', '_')}.txt"
     wanted = TextOrder(
         row.backend, row.asked, TREES[row.tree], row.page_size, row.has_graphs, row.has_overlap, row.has_radix_cache,
-        options.dtype, order,
+        options.dtype, order, 1 if row.is_stock else options.tp, options.all_reduce,
     )  # fmt: skip
     try:
         with contextlib.ExitStack() as ending:

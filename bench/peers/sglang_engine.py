@@ -51,6 +51,10 @@ OFFLINE = {
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
 }
+# How the GPUs of an engine add up: by SGLang's own kernel, or by NCCL. Where the former cannot be used, SGLang takes
+# NCCL instead and says so in its log.
+ALL_REDUCES = ("sglang", "nccl")
+FELL_BACK = re.compile(r"Setup Custom allreduce failed|CustomAll[Rr]educe\w* is disabled")
 POLL_S = 0.1
 GONE_S = 10.0  # how long the killed processes of an engine may take to leave the GPU
 
@@ -88,6 +92,8 @@ class AnyOrder(Protocol):
     is_plugged: bool
     asked: str | None  # for EAGLE_KERNELS_SGLANG; None: left unset
     rule: str | None  # for EAGLE_KERNELS_SGLANG_VERIFY, likewise
+    tp: int  # GPUs of the engine
+    all_reduce: str  # of ALL_REDUCES, how these add up
     needed: frozenset[str]  # parts that must be in use, and those that may
     allowed: frozenset[str]
     accept: float | None
@@ -103,7 +109,8 @@ class Order(NamedTuple):
 
     model, draft: config.json of the target and of the EAGLE-3 head. tree: topk, steps, nodes; None: plain decoding.
     accept: mean tokens of a step that SGLang simulates. sampling: temperatures with their top-p. requests: lengths of
-    prompts and texts, which are sent at once in place of batches of equal ones.
+    prompts and texts, which are sent at once in place of batches of equal ones. tp: GPUs of the engine. all_reduce: of
+    ALL_REDUCES, how these add up.
     """
 
     backend: str
@@ -118,6 +125,8 @@ class Order(NamedTuple):
     accept: float | None = None
     rule: str | None = None
     requests: Sequence[tuple[int, int]] = ()
+    tp: int = 1
+    all_reduce: str = ALL_REDUCES[0]
 
     asked = "all"  # parts for EAGLE_KERNELS_SGLANG
     scripts = (sglang_child.__file__,)
@@ -167,6 +176,7 @@ class Order(NamedTuple):
             "mem_fraction_static": 0.9,  # the tokens above are the limit; other engines may take the rest
             "random_seed": 1,
             "log_level": "info",
+            **rank_arguments(self),
         }
         if self.tree is not None:
             topk, steps, nodes = self.tree
@@ -201,6 +211,13 @@ class Order(NamedTuple):
             (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
+def rank_arguments(order: AnyOrder) -> dict[str, Any]:
+    """Returns what `sglang.Engine` is told of the GPUs of an order; ports are free ones that SGLang finds itself."""
+    if order.tp == 1:
+        return {}
+    return {"tp_size": order.tp, "disable_custom_all_reduce": order.all_reduce == "nccl"}
+
+
 def environment(order: AnyOrder, installation: Installation, plugin: Path, with_flashinfer: bool) -> dict[str, str]:
     """Returns the environment of an engine's process. plugin: the folder that `write_plugin` wrote."""
     told = {name: value for name, value in os.environ.items() if name not in TOLD} | OFFLINE
@@ -215,6 +232,9 @@ def environment(order: AnyOrder, installation: Installation, plugin: Path, with_
         told["EAGLE_KERNELS_SGLANG"] = order.asked
     if order.rule is not None:
         told["EAGLE_KERNELS_SGLANG_VERIFY"] = order.rule
+    if order.tp > 1:
+        # engines that start together take memory of one GPU before that of the other
+        told["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
     if not with_flashinfer:
         told["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
     if order.accept is not None:
@@ -300,9 +320,11 @@ def _checked(order: AnyOrder, record: dict[str, Any], log: Path) -> dict[str, An
     """Returns the parts of ours that the log tells to be in use; raises EngineFailure where it was not as ordered."""
     if record["kind"] == "started" and record["attention_backend"] != order.backend:
         raise EngineFailure(f"ran with {record['attention_backend']}; asked for {order.backend}")
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if order.tp > 1 and order.all_reduce == "sglang" and FELL_BACK.search(text):
+        raise EngineFailure(f"SGLang's own all-reduce cannot be used here; --all-reduce nccl does without ({log})")
     if record["kind"] not in ("measured", "texts"):
         return {}
-    text = log.read_text(encoding="utf-8", errors="replace")
     parts = sorted(set(re.findall(r"eagle_kernels: (\w+) is in use", text)))
     if missing := sorted(order.needed - set(parts)):
         raise EngineFailure(f"the plug-in's {', '.join(missing)} was not used\n{_told_by(log)}")

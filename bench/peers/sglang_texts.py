@@ -9,7 +9,7 @@ from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.integrations.sglang.parts import PARTS
 
 from . import sglang_child, sglang_traffic
-from .sglang_engine import PLUGIN
+from .sglang_engine import ALL_REDUCES, PLUGIN, rank_arguments
 
 # Fewer than the requests that run at once: larger batches run without a graph, smaller ones in the next larger graph.
 GRAPH_SIZES = (1, 4, 16)
@@ -23,7 +23,7 @@ class TextOrder(NamedTuple):
     """One engine, and the traffic that it serves.
 
     tree: topk, steps, nodes. asked: parts for EAGLE_KERNELS_SGLANG; None: those that the backend turns on; empty: a
-    stock engine.
+    stock engine. tp, all_reduce: as of an `Order`.
     """
 
     backend: str
@@ -35,6 +35,8 @@ class TextOrder(NamedTuple):
     has_radix_cache: bool
     dtype: str
     traffic: dict[str, Any]
+    tp: int = 1
+    all_reduce: str = ALL_REDUCES[0]
 
     accept = None  # nothing is simulated
     rule = None
@@ -84,6 +86,7 @@ class TextOrder(NamedTuple):
             "mem_fraction_static": 0.6,
             "random_seed": 1,
             "log_level": "info",
+            **rank_arguments(self),
             "speculative_algorithm": "EAGLE3",
             "speculative_draft_model_path": str(draft),
             "speculative_draft_load_format": "auto",

@@ -3,7 +3,7 @@
 Needs SGLang 0.5.17 and what it imports, for this Python: EAGLE_KERNELS_SGLANG_SITE is the folder that holds both
 (`pip install --target FOLDER sglang==0.5.17`), beside a torch that it accepts. No GPU is needed: without one, kernels
 run in Triton's interpreter, and what SGLang calls of sgl_kernel has a stand-in (`own_engine/cpu`). An engine takes 15 s
-to start there.
+to start there. Tests of two ranks need two GPUs, or none.
 
     EAGLE_KERNELS_SGLANG_SITE=FOLDER python -m pytest op_tests/integrations/test_sglang_engine.py
 """
@@ -63,6 +63,12 @@ LIMIT_S, ENDURANCE_S = 1200, 360 if ON_GPU else 60
 # of the test of the law: texts of few tokens, each of which is one of few
 NUM_TEXTS, TEXT_TOKENS, FILTERS = 10_000, 3, {"temperature": 1.5, "top_k": 5, "top_p": 0.9}
 
+# of the tests of tensor parallelism: verification steps in which some request samples; those of a tree of three levels
+# emit at most four tokens of each request
+NUM_STEPS, AT_ONCE, LONG, MOST_TOKENS = 10_000 if ON_GPU else 40, 8, 360, 4
+TWO_RANKS = {"tp_size": 2, "disable_custom_all_reduce": True}  # NCCL is there on every machine
+needs_two = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Path:
@@ -110,7 +116,10 @@ def run(tmp_path_factory, tokenizer):
         plugins = folder / "plugins" / "plugins-0.dist-info"
         plugins.mkdir(parents=True)
         (plugins / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 0\n")
-        points = "eagle_kernels = eagle_kernels.integrations.sglang:register\nbytes = byte_grammar:register\n"
+        points = (
+            "eagle_kernels = eagle_kernels.integrations.sglang:register\nbytes = byte_grammar:register\n"
+            "ranks = rank_log:register\n"
+        )
         (plugins / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{points}")
         told = {
             "PYTHONPATH": os.pathsep.join(map(str, (*FOLDERS, plugins.parent, ROOT, SITE))), **TOLD,
@@ -120,6 +129,9 @@ def run(tmp_path_factory, tokenizer):
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
             "EAGLE_KERNELS_SGLANG": parts, "EAGLE_KERNELS_SGLANG_VERIFY": rule,
         }  # fmt: skip
+        if "tp_size" in changes:
+            # other tests may have memory of one of the GPUs; of a CPU, which core each rank takes
+            told |= {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
         read = lambda: log.read_text(encoding="utf-8", errors="replace")  # noqa: E731
         with log.open("wb") as output:
             command = [sys.executable, *map(str, (BESIDE / script, order_file, result))]
@@ -262,6 +274,37 @@ def test_coins_are_no_match(serve, plain, requests):
     (found,) = serve("3/3/8", [requests[:16]], rule="coins")
     same = [one["tokens"] == other["tokens"] for one, other in zip(found, plain[0])]
     assert not all(same) and same[10]  # greedy
+
+
+@needs_two
+@pytest.mark.parametrize("tree", ["plain", "8/4/16"])
+def test_two_ranks_give_the_texts_of_one(tree, serve, plain, requests):
+    """Greedy and sampled; in fp32, where sums over two halves of the model hardly ever give another token."""
+    (found,) = serve(tree, [requests], **TWO_RANKS)
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in plain[0]]
+
+
+@needs_two
+def test_ranks_never_disagree(serve, tmp_path, monkeypatch):
+    """In what each of them draws, before SGLang sends rank 0's tokens to the other; and in what it draws from."""
+    monkeypatch.setenv("RANK_LOGS", str(tmp_path))
+    count = -(-NUM_STEPS * AT_ONCE * MOST_TOKENS // LONG)
+    sampled = [wanted for wanted in WANTED if wanted["temperature"] > 0]
+    requests = [
+        (prompt, sampled[place % len(sampled)] | {"max_new_tokens": LONG, "ignore_eos": True, "sampling_seed": place})
+        for place, prompt in enumerate(prompts(count))
+    ]
+    serve("3/3/8", [requests], max_running_requests=AT_ONCE, **TWO_RANKS)
+    logs = [file.read_text(encoding="utf-8").splitlines() for file in sorted(tmp_path.glob("rank*.txt"))]
+    assert len(logs) == 2 and len(logs[0]) == len(logs[1])
+    lines = [tuple(line.split() for line in pair) for pair in zip(*logs)]
+    differing = {name: [place for place, (one, other) in enumerate(lines) if one[column] != other[column]]
+                 for column, name in enumerate(("ops", "requests", "arguments", "results"))}  # fmt: skip
+    num_steps = sum(one[0].startswith("verify_tree") for one, _ in lines)
+    num_rows = sum(int(one[1]) for one, _ in lines if one[0].startswith("verify_tree"))
+    print(f"{num_steps} sampled steps of {num_rows / num_steps:.1f} requests, {len(lines) - num_steps} other draws")
+    assert not any(differing.values()), {name: (len(places), places[:5]) for name, places in differing.items()}
+    assert num_steps >= NUM_STEPS
 
 
 def law_of_texts(prompt: list[int]) -> tuple[list[tuple[int, ...]], torch.Tensor]:
