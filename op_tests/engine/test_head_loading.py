@@ -218,9 +218,16 @@ def test_the_engine_feeds_eagle1_the_last_features(target):
     class Recorder(Eagle1Head):
         def forward(self, input_ids, hidden, positions, attend, *, from_target):
             if from_target:
-                for row in range(input_ids.shape[1]):
-                    seen[int(positions[0, row])] = (int(input_ids[0, row]), hidden[0, row])
+                self.note(input_ids, hidden, positions)
             return super().forward(input_ids, hidden, positions, attend, from_target=from_target)
+
+        def store(self, input_ids, hidden, positions, attend):
+            self.note(input_ids, hidden, positions)
+            super().store(input_ids, hidden, positions, attend)
+
+        def note(self, input_ids, hidden, positions):
+            for row in range(input_ids.shape[1]):
+                seen[int(positions[0, row])] = (int(input_ids[0, row]), hidden[0, row])
 
     head = Recorder(Eagle1Config.from_dict(heads.WIDTHS), own_embedding=False)
     engine = EAGLEInference(head, target, EAGLEConfig(topk=2, num_steps=2))
