@@ -331,7 +331,8 @@ def test_kernels_first_wait_for_the_kernel_before(path):
 
 def test_top_level_holds_nothing_else():
     folders = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")}
-    generated = {name for name in folders if name.endswith(".egg-info") or name in ("build", "dist", "__pycache__")}
+    made = ("build", "dist", "data", "__pycache__")
+    generated = {name for name in folders if name.endswith(".egg-info") or name in made}
     assert folders - generated == TOP_LEVEL
 
 

@@ -55,11 +55,11 @@ def of_presets(lines: Sequence[dict]) -> str:
 
 
 def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Of a method's steps with K levels, from those with the fewest and the most in the same domain, whose texts make
-    all of its steps longer or shorter. A level takes the same time each, and so does a verified row: that of n-gram's
-    steps, in which K more drafts are K more rows and nothing else. Tokens a step are as measured."""
+    """Of one request's steps with K levels of a method, from those with the fewest and the most in the same domain,
+    whose texts make all of its steps longer or shorter. A level takes the same time each, and so does a verified row:
+    that of n-gram's steps, in which K more drafts are K more rows and nothing else. Tokens a step are as measured."""
     lines = []
-    for setting, group in by_setting(cells).items():
+    for setting, group in by_setting(cell for cell in cells if cell["config"]["batch_size"] == 1).items():
         rows, inputs = [], []
         for domain in distinct(group, "prompt_domain"):
             own: dict[str, list[Mapping[str, Any]]] = {}
