@@ -81,7 +81,11 @@ def test_ranks_draw_the_same_bits(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "op_tests.test_two_ranks", str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment) for rank in range(NUM_RANKS)]
-    assert [rank.wait(LIMIT_S) for rank in ranks] == [0] * NUM_RANKS
+    try:
+        assert [rank.wait(LIMIT_S) for rank in ranks] == [0] * NUM_RANKS
+    finally:
+        for rank in ranks:
+            rank.kill()
     one, other = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_RANKS))
     assert len(one) == len(other) > 3 * STEPS
     for place, (mine, its) in enumerate(zip(one, other)):

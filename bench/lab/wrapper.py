@@ -45,8 +45,9 @@ class Cache:
         made = self.cut(self.length)
         if self.length < self._filled[0]:  # a longer one holds something there
             made = Cache(self.target, self.num_pages)
-            made.pool.k_cache.copy_(self.pool.k_cache)
-            made.pool.v_cache.copy_(self.pool.v_cache)
+            pages = slice(-(-self.length // _PAGE_SIZE))
+            made.pool.k_cache[:, pages] = self.pool.k_cache[:, pages]
+            made.pool.v_cache[:, pages] = self.pool.v_cache[:, pages]
         made.length = made._filled[0] = self.length + count
         return made
 

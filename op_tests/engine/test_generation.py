@@ -325,6 +325,25 @@ def test_a_plain_step_is_timed_once_and_keeps_nothing(target, stranger, monkeypa
     assert engine.generate(PROMPTS[1:], 4, speculative=False).stats.plain_step_ms and timed == [3, 1]
 
 
+def test_a_plain_step_that_fails_costs_a_number(target, stranger, monkeypatch, caplog):
+    """The texts are there, and it is not tried again; a stream times none, since somebody may time the stream."""
+    engine, tried = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2)), []
+
+    def failing(*_):
+        tried.append(1)
+        raise RuntimeError("no plain step here\nat all")
+
+    monkeypatch.setattr(StepRunner, "time_ms", failing)
+    stream = engine.stream(PROMPTS, 8)
+    texts = [[event.token_id for event in stream if event.request == 0]]
+    assert not tried and stream.output().stats.speedup is None
+    for _ in range(2):
+        tokens, stats = engine.generate(PROMPTS, 8)
+        assert tokens[0] == texts[0] and stats.speedup is None
+    assert len(tried) == 1
+    assert [record.args for record in caplog.records] == [("no plain step here",)]
+
+
 def test_arguments_of_another_kind_are_named(target):
     """By name, with the rule and what it was; of models with the way to one."""
     ways = "; EAGLEInference.from_pretrained loads folders"

@@ -421,12 +421,14 @@ def test_plain_models_are_wrapped_on_the_way(device):
     theirs.train()
     engine = EAGLEInference(theirs, theirs, EAGLEConfig(topk=2, num_steps=3))
     assert engine.generate(prompt, 20)[0][0] == text and isinstance(engine.target, TransformersTarget)
-    theirs.generation_config.eos_token_id = [text[4], 99]
+    theirs.generation_config.eos_token_id = [text[4], 99, -1]
     until = text[: text.index(text[4]) + 1]
     assert EAGLEInference(theirs, theirs).generate(prompt, 20)[0][0] == until
     assert EAGLEInference(theirs, theirs, EAGLEConfig(eos_token_ids=())).generate(prompt, 20)[0][0] == text
     assert theirs.training and len(list(theirs.modules())) == modules and not theirs._forward_hooks
     assert theirs.config._attn_implementation == attention
     assert all(torch.equal(tensor, before[name]) for name, tensor in theirs.state_dict().items())
+    with pytest.raises(ValueError, match="must be a causal language model, .*, got LlamaModel"):
+        EAGLEInference(theirs, theirs.model)
     theirs.generation_config.eos_token_id = None
     assert theirs.eval().generate(prompt, max_new_tokens=20, **greedy)[0, 3:].tolist() == text

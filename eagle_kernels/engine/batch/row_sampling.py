@@ -93,4 +93,4 @@ class RowSampling:
     def count_first(self, features: Features, rows: Tensor, tokens: Tensor) -> None:
         """Adds a token [R] each to the output of rows [R], none of which is there twice."""
         if features.penalties:
-            self.output_counts[rows, tokens] += 1
+            self.output_counts[rows, tokens] += torch.ones_like(tokens, dtype=torch.int32)

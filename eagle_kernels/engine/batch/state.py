@@ -77,7 +77,7 @@ class BatchState:
         if self.history is not None:
             self.history[rows, lengths] = roots.to(self.history.dtype)
         self.sampling.count_first(features, rows, roots)
-        self.is_live[rows] = 1
+        self.is_live.index_fill_(0, rows, 1)  # a number to a tensor's places would wait for the device
 
     def keep_history(self) -> None:
         """Makes room for the tokens of all rows."""

@@ -24,5 +24,6 @@ def to_device(
     numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """Queues a copy of numbers to the device and returns it."""
-    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    # by name, since another device may be the default
+    host = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

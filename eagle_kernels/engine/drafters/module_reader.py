@@ -41,10 +41,15 @@ class ModuleReader:
 
     def read_prompts(self, state: BatchState, parts: Sequence[PromptPart]) -> None:
         """See `Reader`. The last rows lack tokens of the next part, and are read again with it."""
-        for part in parts:
-            self._read_prompt(state, part)
+        kept, read = state.kept[self.num_kept], [self._read_prompt(state, part) for part in parts]
+        for part, (tokens, features) in zip(parts, read):  # once all is read, as reading may be tried again
+            left = min(len(tokens), self._num_open)
+            kept.tokens[part.row, :left] = tokens[len(tokens) - left :]
+            kept.features[part.row, :left] = features[0, len(tokens) - left :]
+            state.num_behind[part.row] = left
 
-    def _read_prompt(self, state: BatchState, part: PromptPart) -> None:
+    def _read_prompt(self, state: BatchState, part: PromptPart) -> tuple[Tensor, Tensor]:
+        """Returns the tokens that were read, and the features with which they were."""
         kept, row, first = state.kept[self.num_kept], part.row, max(part.start - self._num_open, part.num_shared)
         held = part.start - first
         tokens = torch.cat([kept.tokens[row, :held], part.tokens[1:]])
@@ -55,10 +60,7 @@ class ModuleReader:
         ahead = torch.cat([tokens, tokens.new_zeros(self._num_open)])[None]
         for module in range(self.num_modules):
             hidden = self.model.advance(ahead[:, module : module + count], hidden, positions, attend, module=module)
-        left = min(count, self._num_open)
-        kept.tokens[row, :left] = tokens[count - left :]
-        kept.features[row, :left] = features[0, count - left :]
-        state.num_behind[row] = left
+        return tokens, features
 
     def levels(self, batch: Batch) -> ModuleLevels:
         """See `Reader`."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...runtime.placement import is_same_device, rounds_fp32_matmuls
+from ...runtime.values import plain
 from ..config.drafting_options import MODEL_KINDS
 from ..config.eagle_config import EAGLEConfig
 from .causal_draft import CausalDraft
@@ -35,9 +36,10 @@ def as_target(model: Any, config: EAGLEConfig) -> tuple[TargetModel, EAGLEConfig
     _check_members("target_model", "a TargetModel or a model of transformers", target, _TARGET_MEMBERS)
     ends = None if target is model else getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if ends is not None and config.eos_token_ids is None:
-        ends = ends if isinstance(ends, (list, tuple)) else (ends,)
+        ends = plain(ends)
+        ends = ends if isinstance(ends, list) else [ends]
         # a small model often has the end token of its family's vocabulary, which it cannot emit
-        config = replace(config, eos_token_ids=tuple(token for token in ends if token < target.vocab_size))
+        config = replace(config, eos_token_ids=tuple(token for token in ends if 0 <= token < target.vocab_size))
     return target, config
 
 
@@ -148,5 +150,10 @@ def _check_members(name: str, kind: str, model: Any, members: tuple[str, ...]) -
 def _of_transformers(model: Any) -> Any:
     """Returns a model of transformers as a target, which leaves it as it is, and any other unchanged."""
     transformers = sys.modules.get("transformers")  # a model of it exists only where it was imported
-    is_theirs = transformers is not None and isinstance(model, transformers.PreTrainedModel)
-    return TransformersTarget(model) if is_theirs and not hasattr(model, "kv_shape") else model
+    kind = getattr(transformers, "PreTrainedModel", None)
+    if kind is None or not isinstance(model, kind) or hasattr(model, "kv_shape"):
+        return model
+    if model.get_output_embeddings() is None:
+        rule = "a model of transformers must be a causal language model, with an output over its vocabulary"
+        raise ValueError(f"EAGLEInference: {rule}, got {type(model).__name__}")
+    return TransformersTarget(model)

@@ -32,8 +32,8 @@ class GenerationStats:
         cold_steps, cold_time_s: Of these, the steps that compiled or captured something, and their time.
         phase_time_ms: Device time of draft, verify, sample and bookkeeping.
         plain_step_ms: Time of a plain decoding step with as many requests: the mean of the latest call with
-            speculative=False; until there is one, that of a step timed at the end of the first call with drafts, with
-            the prompts of that call. None if other requests ran beside it, or where on_tree looks at every step.
+            speculative=False; until there is one, the device's time of a step after the prompts of the first call of
+            `generate` with drafts. None without either, if other requests ran beside that call, or if it failed.
     """
 
     num_requests: int

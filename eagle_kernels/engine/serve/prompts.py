@@ -20,7 +20,8 @@ from ..requests.request import Request
 from ..requests.sampling_params import Features
 from ..step.logprobs import Scores, score
 from ..step.prompt_rows import Part, PromptRows
-from ..step.stepper import Stepper, StepResult
+from ..step.stepper import Stepper
+from .launch import Launch
 
 
 @dataclass(eq=False)
@@ -145,22 +146,21 @@ def hand_scores(row: Row) -> None:
         row.scores.clear()
 
 
-def take_parts(
-    stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int, PartOutput]]
-) -> tuple[list[Row], StepResult | None]:
-    """Lets the draft read parts, too; returns the rows whose prompts end with them, and their first tokens.
+def take_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int, PartOutput]]) -> Launch | None:
+    """Lets the draft read parts, too; returns the first tokens of the rows whose prompts end with them.
 
     The batch changes last of all, so that a failure leaves every row as it was, but for what is read again.
     """
     ended = [(row, output) for row, size, output in parts if row.num_read + size == len(row.request.prompt)]
-    roots, first = iter(()), None
+    roots, launch = iter(()), None
     if ended:
         device, requests = state.roots.device, [row.request for row, _ in ended]
         indices, lengths = to_device([(row.index, len(row.request.prompt)) for row, _ in ended], device).unbind(1)
         features = Features.of([request.params for request in requests])
         logits = torch.cat([output.logits[0] for _, output in ended])
         first = stepper.draw_first(logits, state, indices, lengths, features)
-        roots = iter(first.tokens)
+        roots, tables = iter(first.tokens), torch.cat([row.block_table for row, _ in ended])
+        launch = Launch(first, [(number, row) for number, (row, _) in enumerate(ended)])
     scores = [_score_part(*part) for part in parts]
     if stepper.resting is not None:
         read = []
@@ -173,8 +173,8 @@ def take_parts(
     for (row, _, _), scored in zip(parts, scores):
         row.scores += scored
     if ended:
-        state.begin(indices, lengths, first.tokens[:, 0], torch.cat([row.block_table for row, _ in ended]), features)
-    return [row for row, _ in ended], first
+        state.begin(indices, lengths, first.tokens[:, 0], tables, features)
+    return launch
 
 
 def _score_part(row: Row, size: int, output: PartOutput) -> list[Scores]:

@@ -251,11 +251,11 @@ class Scheduler:
 
     def _begin(self, parts: list[tuple[Row, int, PartOutput]]) -> list[int]:
         """Notes that parts are read, after the last of which a row runs; returns their sizes."""
-        ended, first = take_parts(self.plan.plain, self.state, parts)
-        if ended:
-            self._push(Launch(first, list(enumerate(ended))))
-        for row in ended:
-            row.is_running = True
+        launch = take_parts(self.plan.plain, self.state, parts)
+        if launch is not None:
+            self._push(launch)
+            for _, row in launch.rows:
+                row.is_running = True
         for row, size, _ in parts:
             row.num_read += size
             self.pages.note_read(row.pages, row.num_read)

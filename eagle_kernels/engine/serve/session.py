@@ -45,7 +45,7 @@ class Session:
     suffix_caches    by size; all configurations with the same sizes share a cache, since it remembers responses
     outbox           events of submitted requests that nobody has collected yet
     is_speculating   whether steps may have drafts
-    plain_step_ms    measured time of a plain step that compiled nothing, by number of requests
+    plain_step_ms    measured time of a plain step that compiled nothing, by number of requests; None: it failed
     tokenizer_fault  why there is no tokenizer, if there is none
     """
 
@@ -60,7 +60,7 @@ class Session:
         self.is_speculating = True
         self._pools_for: tuple = ()
         self._on_tree: Callable[[Verified], None] | None = None
-        self.plain_step_ms: dict[int, float] = {}
+        self.plain_step_ms: dict[int, float | None] = {}
 
     def check(self, config: EAGLEConfig) -> None:
         """Raises ValueError if the models cannot serve the configuration's method or emit its end tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ...runtime.values import is_integer, read_flag
+from ...runtime.values import first_line, is_integer, read_flag
 from ..config.eagle_config import EAGLEConfig
 from ..models.tokenizer import Tokenizer
 from ..requests.inputs import Prompts, Seeds, read_prompts
@@ -25,6 +25,8 @@ from .output import GenerationOutput, GenerationStats
 from .scheduler import Scheduler
 from .session import Session
 from .threads import few_threads
+
+_logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
@@ -125,7 +127,8 @@ class TokenStream(_Stream[TokenEvent]):
             prompt_tokens=sum(len(request.prompt) for request in requests),
         )
         # the generator must not refer to the stream, which would then never be freed by itself
-        super().__init__(_events(session, requests, self._stats, find_scheduler))
+        self._plain_steps: list[Callable[[], float]] = []
+        super().__init__(_events(session, requests, self._stats, find_scheduler, self._plain_steps))
 
     def __repr__(self) -> str:
         ended = sum(request.is_finished for request in self.requests)
@@ -137,6 +140,20 @@ class TokenStream(_Stream[TokenEvent]):
         super().close()
         for request in self.requests:  # a stream that has not begun has submitted none of them
             request.finish_reason = request.finish_reason or "abort"
+
+    def time_plain_step(self) -> None:
+        """Times a plain step for `GenerationStats.speedup`, after the last token of the first call of as many requests.
+
+        It is that of the requests as they were after their prompts, and keeps nothing; it waits for no other request.
+        """
+        session, count = self._session, len(self.requests)
+        with session.lock, torch.inference_mode(), few_threads(session.target):
+            if self._plain_steps and count not in session.plain_step_ms and not session.scheduler.has_work:
+                session.plain_step_ms[count] = None
+                try:
+                    session.plain_step_ms[count] = self._plain_steps.pop()()
+                except Exception as error:  # a number less is no harm
+                    _logger.warning("EAGLEInference: no plain step could be timed: %s", first_line(error))
 
     def output(self) -> GenerationOutput:
         """Returns the tokens and statistics so far, which are complete after the last token."""
@@ -171,9 +188,13 @@ def _find_scheduler(
 
 
 def _events(
-    session: Session, requests: list[Request], stats: GenerationStats, find_scheduler: Callable[[], Scheduler]
+    session: Session,
+    requests: list[Request],
+    stats: GenerationStats,
+    find_scheduler: Callable[[], Scheduler],
+    plain_steps: list[Callable[[], float]],
 ) -> Iterator[TokenEvent]:
-    """Yields the tokens of all requests, in the order in which they become known."""
+    """Yields the tokens of all requests, in the order in which they become known; see `_plain_step` for the rest."""
     start_s = time.perf_counter()
     with session.lock:
         scheduler = find_scheduler()  # again, since another stream may have replaced it by now
@@ -199,7 +220,8 @@ def _events(
             scheduler.read_what_is_done()
             # all steps until now were for other requests
             first_step = scheduler.num_steps
-            plain_step = _plain_step(session, scheduler, requests) if stats.num_draft_tokens > 1 else None
+            if stats.num_draft_tokens > 1:
+                plain_steps += _plain_step(session, scheduler, requests)
         stats.prefill_time_s = time.perf_counter() - start_s
         for request in requests:
             yield from request.collect()
@@ -228,23 +250,19 @@ def _events(
             stats.phase_time_ms = scheduler.phase_times.take_ms(stats.batch_steps)
         if stats.num_draft_tokens == 1 and stats.batch_steps > stats.cold_steps:
             session.plain_step_ms[stats.num_requests] = stats.warm_step_ms
-    with session.lock, torch.inference_mode(), few_threads(session.target):
-        if plain_step is not None and not scheduler.has_work:
-            with contextlib.suppress(torch.OutOfMemoryError):  # a number less is no harm
-                session.plain_step_ms.setdefault(stats.num_requests, plain_step())
 
 
-def _plain_step(session: Session, scheduler: Scheduler, requests: list[Request]) -> Callable[[], float] | None:
+def _plain_step(session: Session, scheduler: Scheduler, requests: list[Request]) -> list[Callable[[], float]]:
     """Returns what times a plain step of these requests as they are now, later, when nothing waits for it.
 
-    None if one of as many was timed, others run beside them, none of them steps, or somebody looks at every step.
+    Nothing if one of as many was timed, others run beside them, some cannot step, or somebody looks at every step.
     """
     rows, runner, state = scheduler.stepping, scheduler.plan.runners[0], scheduler.state
-    is_known = len(requests) in session.plain_step_ms
-    if is_known or not rows or scheduler.runs_beside(requests) or runner.stepper.on_tree is not None:
-        return None
+    is_known, is_full = len(requests) in session.plain_step_ms, len(rows) == min(len(requests), state.num_rows)
+    if is_known or not is_full or scheduler.runs_beside(requests) or runner.stepper.on_tree is not None:
+        return []
     num_rows, features = 1 + max(row.index for row in rows), Features.of([row.request.params for row in rows])
-    return partial(runner.time_ms, num_rows, features, state.lengths.clone(), state.block_table.clone())
+    return [partial(runner.time_ms, num_rows, features, state.lengths.clone(), state.block_table.clone())]
 
 
 def open_stream(
@@ -318,6 +336,20 @@ class TextStream(_Stream[Any]):
         """Ends the iterator, and aborts the requests that have not ended."""
         super().close()
         self._tokens.close()
+
+    def time_plain_step(self) -> None:
+        """Times a plain step for `GenerationStats.speedup`, after the last token of the first call of as many requests.
+
+        It is that of the requests as they were after their prompts, and keeps nothing; it waits for no other request.
+        """
+        session, count = self._session, len(self.requests)
+        with session.lock, torch.inference_mode(), few_threads(session.target):
+            if self._plain_steps and count not in session.plain_step_ms and not session.scheduler.has_work:
+                session.plain_step_ms[count] = None
+                try:
+                    session.plain_step_ms[count] = self._plain_steps.pop()()
+                except Exception as error:  # a number less is no harm
+                    _logger.warning("EAGLEInference: no plain step could be timed: %s", first_line(error))
 
     def output(self) -> GenerationOutput:
         """Returns the tokens and statistics so far, as `generate` would."""

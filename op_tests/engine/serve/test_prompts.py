@@ -12,10 +12,11 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
 from eagle_kernels.engine.serve import pace
+from eagle_kernels.engine.serve.launch import Launch
 from eagle_kernels.engine.serve.pace import Pace
 from op_tests.engine.engines import PARAMS, make, prompt_of
 from op_tests.engine.serve.conftest import DEVICE
-from op_tests.engine.toys import ToyModel, random_head, random_llama
+from op_tests.engine.toys import ToyModel, random_head, random_llama, random_modules
 
 
 def note_reading(monkeypatch, target) -> list[int]:
@@ -194,6 +195,62 @@ def test_a_draft_that_fails_with_several_reads_one_by_one(target, draft, lag, mo
         engine.collect()
         assert [request.output_ids for request in requests] == [request.output_ids for request in want]
     assert [record.args for record in caplog.records] == [(7, "by the draft at once", "RuntimeError: one at a time")]
+
+
+def test_what_fails_after_the_draft_has_read_changes_nothing(target, draft, lag, monkeypatch):
+    """A copy for the host that finds no memory: first tokens and scores come once, when the parts are taken again."""
+    engine, calls = make(draft, target, max_batch=3), []
+    asked = [SamplingParams(max_new_tokens=6, temperature=0.8, seed=seed, frequency_penalty=0.9, logprob_start_len=0)
+             for seed in range(3)]  # fmt: skip
+    want = []
+    for number, params in enumerate(asked):
+        want.append(engine.submit(prompt_of(number), params))
+        engine.collect()
+
+    class Failing(Launch):
+        def __init__(self, result, rows, *others):
+            calls.append(len(rows))
+            if len(calls) == 1:
+                raise RuntimeError("no pinned memory")
+            super().__init__(result, rows, *others)
+
+    monkeypatch.setattr("eagle_kernels.engine.serve.prompts.Launch", Failing)
+    requests = [engine.submit(prompt_of(number), params) for number, params in enumerate(asked)]
+    engine.collect()
+    assert calls == [3, 1, 1, 1]
+    for request, other in zip(requests, want):
+        assert request.output_ids == other.output_ids
+        assert request.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-4)
+
+
+def test_modules_read_again_what_failed_beside_others(target, monkeypatch):
+    """A first part fails once, beside the second part of another: keys and kept tokens are as without that."""
+    keys = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        modules = random_modules(target, num_modules=3)
+        engine = EAGLEInference(modules, target, EAGLEConfig.chain(3, method="mtp", prefill_chunk=40, max_batch=2))
+        advance, calls = modules.advance, []
+
+        def failing(*arguments, advance=advance, calls=calls, fails=fails, **options):
+            calls.append(1)
+            if (
+                fails and len(calls) == 9
+            ):  # three of a first part alone, three of its second part, the last of the other's
+                raise RuntimeError("once")
+            return advance(*arguments, **options)
+
+        monkeypatch.setattr(modules, "advance", failing)
+        for number in (4, 9):
+            engine.submit(prompt_of(number) * 2, SamplingParams(max_new_tokens=4))
+        while not all(row is not None and row.is_running for row in engine.session.scheduler._rows[:2]):
+            engine.session.scheduler.prepare(is_beside=False)
+        state = engine.session.scheduler.state
+        kept = state.kept[engine.session.scheduler.plan.plain.resting.num_kept]
+        keys.append([state.draft_pool.k_cache, kept.tokens[:, :2], kept.features[:, :2], state.num_behind])
+        assert len(calls) == 12 + 6 * fails
+    for one, other in zip(*keys):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_draft_that_cannot_read_one_of_several_fails_that_one(target, draft, lag, monkeypatch):
