@@ -233,10 +233,8 @@ def test_modules_read_again_what_failed_beside_others(target, monkeypatch):
         advance, calls = modules.advance, []
 
         def failing(*arguments, advance=advance, calls=calls, fails=fails, **options):
-            calls.append(1)
-            if (
-                fails and len(calls) == 9
-            ):  # three of a first part alone, three of its second part, the last of the other's
+            calls.append(1)  # by three modules: a first part alone, its second part, and the other's first one
+            if fails and len(calls) == 9:
                 raise RuntimeError("once")
             return advance(*arguments, **options)
 
