@@ -27,3 +27,11 @@ def lag(request, monkeypatch):
     """The number of steps that the host is behind; without this it is never behind on a CPU."""
     monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
     return request.param
+
+
+def pytest_collection_modifyitems(items):
+    """Both drafts and both lags run everywhere, all four pairs of them on a GPU."""
+    for item in items:
+        given = getattr(item, "callspec", None) and item.callspec.params
+        if given and {"draft", "lag"} <= set(given) and (given["draft"] == "stranger") == (given["lag"] == 0):
+            item.add_marker(pytest.mark.full)
