@@ -157,7 +157,7 @@ def test_the_loader_s_command(folder, capsys):
     assert loader.main(["--model", str(folder), "--dtype", "float32", "--n-tokens", "3", "--prompt", PROMPT]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{folder} as float32 on ") and lines[1].startswith("  parameters  0.1 M")
-    assert "MiB" in lines[2] and lines[3].startswith(f"  3 tokens: '{PROMPT} w")
+    assert "MB" in lines[2] and lines[3].startswith(f"  3 tokens: '{PROMPT} w")
     assert loader.main(["--model", "embedded/nothing"]) == 1
     said = capsys.readouterr().err
     assert said == "error: resolve: model_id must be embedded/target or embedded/draft, got 'embedded/nothing'\n"

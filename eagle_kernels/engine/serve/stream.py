@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
@@ -127,7 +128,7 @@ class TokenStream(_Stream[TokenEvent]):
             prompt_tokens=sum(len(request.prompt) for request in requests),
         )
         # the generator must not refer to the stream, which would then never be freed by itself
-        self._plain_steps: list[Callable[[], float]] = []
+        self._plain_steps: list[tuple] = []
         super().__init__(_events(session, requests, self._stats, find_scheduler, self._plain_steps))
 
     def __repr__(self) -> str:
@@ -142,16 +143,14 @@ class TokenStream(_Stream[TokenEvent]):
             request.finish_reason = request.finish_reason or "abort"
 
     def time_plain_step(self) -> None:
-        """Times a plain step for `GenerationStats.speedup`, after the last token of the first call of as many requests.
-
-        It is that of the requests as they were after their prompts, and keeps nothing; it waits for no other request.
-        """
+        """Times a plain step of the requests as they were after their prompts, of which nothing is kept."""
         session, count = self._session, len(self.requests)
         with session.lock, torch.inference_mode(), few_threads(session.target):
             if self._plain_steps and count not in session.plain_step_ms and not session.scheduler.has_work:
                 session.plain_step_ms[count] = None
                 try:
-                    session.plain_step_ms[count] = self._plain_steps.pop()()
+                    time_ms, *conditions = self._plain_steps.pop()
+                    session.plain_step_ms[count] = time_ms() and time_ms()(*conditions)
                 except Exception as error:  # a number less is no harm
                     _logger.warning("EAGLEInference: no plain step could be timed: %s", first_line(error))
 
@@ -192,7 +191,7 @@ def _events(
     requests: list[Request],
     stats: GenerationStats,
     find_scheduler: Callable[[], Scheduler],
-    plain_steps: list[Callable[[], float]],
+    plain_steps: list[tuple],
 ) -> Iterator[TokenEvent]:
     """Yields the tokens of all requests, in the order in which they become known; see `_plain_step` for the rest."""
     start_s = time.perf_counter()
@@ -252,17 +251,19 @@ def _events(
             session.plain_step_ms[stats.num_requests] = stats.warm_step_ms
 
 
-def _plain_step(session: Session, scheduler: Scheduler, requests: list[Request]) -> list[Callable[[], float]]:
-    """Returns what times a plain step of these requests as they are now, later, when nothing waits for it.
+def _plain_step(session: Session, scheduler: Scheduler, requests: list[Request]) -> list[tuple]:
+    """Returns how to time a plain step of these requests as they are now, later: a method and arguments.
 
-    Nothing if one of as many was timed, others run beside them, some cannot step, or somebody looks at every step.
+    The method is held weakly, so that a stream holds no pools. Nothing if one of as many was timed, others run beside
+    them, some cannot step, or somebody looks at every step.
     """
     rows, runner, state = scheduler.stepping, scheduler.plan.runners[0], scheduler.state
     is_known, is_full = len(requests) in session.plain_step_ms, len(rows) == min(len(requests), state.num_rows)
     if is_known or not is_full or scheduler.runs_beside(requests) or runner.stepper.on_tree is not None:
         return []
     num_rows, features = 1 + max(row.index for row in rows), Features.of([row.request.params for row in rows])
-    return [partial(runner.time_ms, num_rows, features, state.lengths.clone(), state.block_table.clone())]
+    conditions = num_rows, features, state.lengths.clone(), state.block_table.clone()
+    return [(weakref.WeakMethod(runner.time_ms), *conditions)]
 
 
 def open_stream(
@@ -338,16 +339,14 @@ class TextStream(_Stream[Any]):
         self._tokens.close()
 
     def time_plain_step(self) -> None:
-        """Times a plain step for `GenerationStats.speedup`, after the last token of the first call of as many requests.
-
-        It is that of the requests as they were after their prompts, and keeps nothing; it waits for no other request.
-        """
+        """Times a plain step of the requests as they were after their prompts, of which nothing is kept."""
         session, count = self._session, len(self.requests)
         with session.lock, torch.inference_mode(), few_threads(session.target):
             if self._plain_steps and count not in session.plain_step_ms and not session.scheduler.has_work:
                 session.plain_step_ms[count] = None
                 try:
-                    session.plain_step_ms[count] = self._plain_steps.pop()()
+                    time_ms, *conditions = self._plain_steps.pop()
+                    session.plain_step_ms[count] = time_ms() and time_ms()(*conditions)
                 except Exception as error:  # a number less is no harm
                     _logger.warning("EAGLEInference: no plain step could be timed: %s", first_line(error))
 
