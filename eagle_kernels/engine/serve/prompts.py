@@ -52,7 +52,7 @@ class Row:
 class PartOutput(NamedTuple):
     """Holds a part's tokens, [P + 1] with the one after it or [P] if it is the last, and what the target makes of it.
 
-    logits    [1, 1, V]  after its last token
+    logits    [1, V]     after its last token, until the next pass
     features  [1, P, F]  None: nobody reads them
     scored    [K, V]     logits of its `scored_rows`; None without any
     """
@@ -89,7 +89,7 @@ def take_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> list[Par
         outputs.append(
             PartOutput(
                 prompts.texts[text_begin:text_stop],
-                _copy(logits[number]),
+                logits[number, None],
                 None if features is None else features[:, begin:stop],
             )
         )
@@ -124,18 +124,12 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
     return [
         PartOutput(
             text,
-            _copy(own[-1]),
+            own[-1:],
             None if features is None else features[:, begin:stop],
             own[:-1] if len(own) > 1 else None,
         )
         for text, own, begin, stop in zip(tokens, logits.split([1 + len(inner) for inner in scored]), begins, stops)
     ]
-
-
-def _copy(logits: Tensor) -> Tensor:
-    """Returns logits [V] as [1, 1, V], aligned and with the strides of a tensor that holds nothing else: kernels are
-    compiled for both."""
-    return logits.clone()[None, None]
 
 
 def hand_scores(row: Row) -> None:
@@ -157,7 +151,7 @@ def take_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
         device, requests = state.roots.device, [row.request for row, _ in ended]
         indices, lengths = to_device([(row.index, len(row.request.prompt)) for row, _ in ended], device).unbind(1)
         features = Features.of([request.params for request in requests])
-        logits = torch.cat([output.logits[0] for _, output in ended])
+        logits = torch.cat([output.logits for _, output in ended])  # a copy, which nothing overwrites
         first = stepper.draw_first(logits, state, indices, lengths, features)
         roots, tables = iter(first.tokens), torch.cat([row.block_table for row, _ in ended])
         launch = Launch(first, [(number, row) for number, (row, _) in enumerate(ended)])

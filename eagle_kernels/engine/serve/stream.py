@@ -338,18 +338,6 @@ class TextStream(_Stream[Any]):
         super().close()
         self._tokens.close()
 
-    def time_plain_step(self) -> None:
-        """Times a plain step of the requests as they were after their prompts, of which nothing is kept."""
-        session, count = self._session, len(self.requests)
-        with session.lock, torch.inference_mode(), few_threads(session.target):
-            if self._plain_steps and count not in session.plain_step_ms and not session.scheduler.has_work:
-                session.plain_step_ms[count] = None
-                try:
-                    time_ms, *conditions = self._plain_steps.pop()
-                    session.plain_step_ms[count] = time_ms() and time_ms()(*conditions)
-                except Exception as error:  # a number less is no harm
-                    _logger.warning("EAGLEInference: no plain step could be timed: %s", first_line(error))
-
     def output(self) -> GenerationOutput:
         """Returns the tokens and statistics so far, as `generate` would."""
         return self._tokens.output()
