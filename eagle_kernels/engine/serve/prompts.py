@@ -146,6 +146,7 @@ def take_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
     The batch changes last of all, so that a failure leaves every row as it was, but for what is read again.
     """
     ended = [(row, output) for row, size, output in parts if row.num_read + size == len(row.request.prompt)]
+    scores = [_score_part(*part) for part in parts]  # before the launch, whose end they are waited for with
     roots, launch = iter(()), None
     if ended:
         device, requests = state.roots.device, [row.request for row, _ in ended]
@@ -155,7 +156,6 @@ def take_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
         first = stepper.draw_first(logits, state, indices, lengths, features)
         roots, tables = iter(first.tokens), torch.cat([row.block_table for row, _ in ended])
         launch = Launch(first, [(number, row) for number, (row, _) in enumerate(ended)])
-    scores = [_score_part(*part) for part in parts]
     if stepper.resting is not None:
         read = []
         for row, size, output in parts:

@@ -37,7 +37,7 @@ def warm_up(
     room = scheduler.most_tokens() // len(_PROMPT_LENGTHS) - 2
     limit = min(room, session.max_length(config, speculative) - 2)
     prompts = [[0] * max(1, min(length, limit)) for length in _PROMPT_LENGTHS]
-    mixtures: set[Features] = set()
+    mixtures: dict[Features, list[SamplingParams]] = {}  # with requests that bring them about
     for wanted in params:
         # Prompts and first tokens only. Steps are run below, one runner after another, since an automatic choice must
         # learn nothing from such prompts.
@@ -45,12 +45,22 @@ def warm_up(
         first = replace(wanted, seed=0, max_new_tokens=1, min_new_tokens=least, stop_token_ids=(), stop=())
         # each by itself, and all at once, which may be other kernels
         for together in (*([prompt] for prompt in prompts), prompts):
-            for _ in open_stream(session, together, [first] * len(together), config, speculative, caller="warmup"):
-                pass
-        features = Features.of([wanted])
-        mixtures |= {features} | {Features(*map(max, zip(features, mixture))) for mixture in mixtures}
+            _draw_first(session, config, together, [first] * len(together), speculative)
+        for group in [[first], *([*others, first] for others in mixtures.values())]:
+            mixtures.setdefault(Features.of(group), group)
+    for group in mixtures.values():
+        if len(group) > 1:
+            _draw_first(session, config, [[0]] * len(group), group, speculative)
     with few_threads(session.target):
         warm_steps(scheduler, mixtures, buckets(min(most_rows, scheduler.state.num_rows)))
+
+
+def _draw_first(
+    session: Session, config: EAGLEConfig, prompts: list[list[int]], params: list[SamplingParams], speculative: bool
+) -> None:
+    """Reads prompts that arrive together, and draws their first tokens, at once where the target can."""
+    for _ in open_stream(session, prompts, params, config, speculative, caller="warmup"):
+        pass
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
 from eagle_kernels.engine.serve import pace
+from eagle_kernels.engine.serve import prompts as reading
 from eagle_kernels.engine.serve.launch import Launch
 from eagle_kernels.engine.serve.pace import Pace
 from op_tests.engine.engines import PARAMS, make, prompt_of
@@ -48,6 +49,24 @@ def test_prompts_that_wait_together_are_read_at_once(target, draft, lag, page_si
     for request, (tokens, logprobs) in zip(requests, want):
         assert request.output_ids == tokens and request.logprobs == pytest.approx(logprobs, abs=1e-4)
     assert sizes == [sum(map(len, prompts))]
+
+
+@pytest.mark.parametrize("chunk", [5, 2048])
+def test_scores_of_prompts_are_queued_before_the_first_token_is_marked(target, draft, chunk, monkeypatch):
+    """The host waits for that mark alone, and then reads both."""
+    order = []
+
+    def noting(name, function):
+        return lambda *args: order.append(name) or function(*args)
+
+    monkeypatch.setattr(reading, "score", noting("score", reading.score))
+    monkeypatch.setattr(reading, "Launch", noting("mark", reading.Launch))
+    engine = make(draft, target, prefill_chunk=chunk)
+    params = SamplingParams(max_new_tokens=3, logprob_start_len=0)
+    requests = [engine.submit(prompt_of(number), params) for number in range(2)]
+    engine.collect()
+    assert all(len(request.prompt_logprobs) == len(request.prompt) for request in requests)
+    assert order.count("mark") in (1, 2) and order.count("score") >= order.count("mark") and order[-1] == "mark"
 
 
 def test_parts_of_several_prompts_at_once(target, draft, lag, monkeypatch):

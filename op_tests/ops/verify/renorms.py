@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
+from eagle_kernels.ops.verify.shared.renorm_state import NUM_CANDIDATES
 from eagle_kernels.ops.verify.shared.threshold import MAX_VOCAB_SIZE
 from op_tests.harness import assert_close, assert_equal, check_operation
 
@@ -78,6 +81,21 @@ def assert_as_oracle(op: str, case: str, probs: torch.Tensor, actual: torch.Tens
         want = torch.where(keep, row / torch.where(keep, row, 0.0).sum().clamp(min=1e-300), 0.0)
         assert_equal(op, f"{case}, row {index}", "support", actual[index].cpu() > 0, keep)
         assert_close(op, f"{case}, row {index}", "values", actual[index].cpu(), want)
+
+
+def check_flat_rows(monkeypatch, path: str, values: dict) -> None:
+    """All of a row lies within a thousandth of its largest value; the bracket holds a part of it even so."""
+    module, states = importlib.import_module(f"eagle_kernels.ops.{path}"), []
+
+    def noting(op, kernel, grid, **arguments):
+        states.append(arguments["state_ptr"])
+        return launch(op, kernel, grid, **arguments)
+
+    launch = module.launch
+    monkeypatch.setattr(module, "launch", noting)
+    check(path, values, "flat")
+    num_candidates = states[-1][:, int(NUM_CANDIDATES.value)]
+    assert int(num_candidates.min()) > 0 and int(num_candidates.max()) < values["probs"].shape[1] // 2, num_candidates
 
 
 def bad_inputs(parameter: str, dtype_rule: str) -> list:

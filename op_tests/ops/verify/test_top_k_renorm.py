@@ -84,6 +84,10 @@ def test_as_many_above_the_bracket_as_are_wanted(device):
     check(make(probs, [1970, 1971, 1972], device), "just enough above")
 
 
+def test_flat_rows_have_few_candidates(device, monkeypatch):
+    renorms.check_flat_rows(monkeypatch, PATH, make(renorms.random_probs(2, 32768, scale=2e-5), 20000, device))
+
+
 def test_bad_entries_count_as_zero(device):
     values = make(renorms.random_probs(4, 70), [3, 3, 0, 60], device)
     clean = eagle_kernels.raw.top_k_renorm(**values)

@@ -96,6 +96,10 @@ def test_rows_that_no_bracket_holds(device):
     check(make(probs, 0.5, device), "lying samples")
 
 
+def test_flat_rows_have_few_candidates(device, monkeypatch):
+    renorms.check_flat_rows(monkeypatch, PATH, make(renorms.random_probs(2, 32768, scale=2e-5), 0.95, device))
+
+
 def test_bad_entries_count_as_zero(device):
     values = make(renorms.random_probs(4, 70), [0.3, 0.3, 1.0, 0.8], device)
     clean = eagle_kernels.raw.top_p_renorm(**values)

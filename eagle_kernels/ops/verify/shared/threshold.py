@@ -22,7 +22,8 @@ MAX_VOCAB_SIZE = 1 << 21
 
 # How many deviations of its estimate a bracket allows for. With four, none of thousands of random rows was missed.
 _DEVIATIONS = tl.constexpr(4.0)
-# Halvings of a bracket: they lead from some 2^30 keys to one part in a thousand of a value.
+# Halvings of a bracket: they lead from some 2^30 keys to one part in a thousand of a value, which is enough unless the
+# row is so flat that all of it lies within such a part.
 _ROUNDS = tl.constexpr(16)
 
 
@@ -150,7 +151,9 @@ def bracket_by_count(largest, sample, wanted, low, high, CHUNK: tl.constexpr):
     """
     low_end, high_end = high, high
     high_start = low
-    for _round in range(_ROUNDS):
+    rounds = 0
+    while _goes_on(rounds, low, low_end, high_end):
+        rounds += 1
         candidate = _middle(low, low_end)
         at_least, _ = _count_bounds(largest, sample, candidate, CHUNK)
         low, low_end = _halve(low, low_end, candidate, at_least >= wanted)
@@ -182,7 +185,9 @@ def bracket_by_mass(largest, sample, total, wanted, low, high, CHUNK: tl.constex
     """
     low_end, high_end = high, high
     high_start = low
-    for _round in range(_ROUNDS):
+    rounds = 0
+    while _goes_on(rounds, low, low_end, high_end):
+        rounds += 1
         candidate = _middle(low, low_end)
         at_least, _ = _mass_bounds(largest, sample, total, candidate, CHUNK)
         low, low_end = _halve(low, low_end, candidate, at_least >= wanted)
@@ -220,6 +225,13 @@ def _four_sums(first, second, third, fourth):
     first, second = tl.split(even)
     third, fourth = tl.split(odd)
     return first, second, third, fourth
+
+
+@triton.jit
+def _goes_on(rounds, low, low_end, high_end):
+    """Tells whether a bracket [low, high_end) is to be halved: after the rounds only what was halved too little."""
+    is_coarse = (low_end - low > 1) & (high_end - low <= 2 * (low_end - low))
+    return (rounds < _ROUNDS) | is_coarse
 
 
 @triton.jit
