@@ -230,7 +230,7 @@ def _four_sums(first, second, third, fourth):
 @triton.jit
 def _goes_on(rounds, low, low_end, high_end):
     """Tells whether a bracket [low, high_end) is to be halved: after the rounds only what was halved too little."""
-    is_coarse = (low_end - low > 1) & (high_end - low <= 2 * (low_end - low))
+    is_coarse = (low_end - low > 1) & (high_end - low <= 4 * (low_end - low))
     return (rounds < _ROUNDS) | is_coarse
 
 
