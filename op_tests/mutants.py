@@ -299,6 +299,13 @@ MUTANTS = [
         ["op_tests/engine/serve/test_prompts.py::test_prompts_that_wait_together_are_read_at_once"], "engine",
     ),
     Mutant(
+        "scores of prompts after the mark", "plan",
+        [(ENGINE + "serve/prompts.py", "scores = [_score_part(*part) for part in parts]",
+          "scores = (_score_part(*part) for part in parts)")],
+        ["op_tests/engine/serve/test_prompts.py::test_scores_of_prompts_are_queued_before_the_first_token_is_marked"],
+        "engine",
+    ),
+    Mutant(
         "a node taken without its parent", "prune_trees",
         [("eagle_kernels/ops/tree/prune_trees.py", "is_best & sees_root & (num_lost == 0)", "is_best & sees_root")],
         ["op_tests/ops/tree/test_prune_trees.py::test_matches_reference"], "kernel",
