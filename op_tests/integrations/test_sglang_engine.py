@@ -124,6 +124,7 @@ def run(tmp_path_factory, tokenizer):
         told = {
             "PYTHONPATH": os.pathsep.join(map(str, (*FOLDERS, plugins.parent, ROOT, SITE))), **TOLD,
             "SGLANG_IS_FLASHINFER_AVAILABLE": "false", "HF_HUB_OFFLINE": "1",
+            "PYTHONDONTWRITEBYTECODE": "",  # else each of an engine's processes compiles all of SGLang
             "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             # after every step, and for every page
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
