@@ -42,8 +42,9 @@ SEED_MODELS = (
     ("real EAGLE", "tri-sds on an MI300X", "76.1", "43.9", "37.5", "35.3", "-"),
 )
 RANKS_ABOUT = (
-    "Tensor parallelism: steps of one engine on several GPUs, at the shapes of llama-3.1-8b and qwen3-32b, prompts of "
-    "512 tokens. *all-reduce*: how the GPUs add up, by SGLang's own kernel or by NCCL."
+    "Tensor parallelism: steps of one engine on several GPUs, and on one where it was timed beside them, at the shapes "
+    "of llama-3.1-8b and qwen3-32b, prompts of 512 tokens. *all-reduce*: how the GPUs add up, by SGLang's own kernel "
+    "or by NCCL."
 )
 PAIR_CASES = [pair_case(tree) for tree in TREES]
 PAIR_ABOUT = (
