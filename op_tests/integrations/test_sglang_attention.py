@@ -95,8 +95,29 @@ def plan(backend, batch, is_graph):
     if is_graph:
         backend.init_cuda_graph_state(4, 4 * NODES)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        backend.init_forward_metadata_in_graph(batch)
     else:
         backend.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize("window", [-1, 4])
+def test_a_graph_plans_once_for_all_layers_without_a_window(attention, window, monkeypatch, device):
+    given, gqa_decode = [], attention.gqa_decode
+    monkeypatch.setattr(attention, "gqa_decode", lambda *args, **more: given.append(more) or gqa_decode(*args, **more))
+    runner, layer = make_runner(device), stub.layer(4, 2, 16, sliding_window_size=window)
+    backend, lengths = attention.EagleKernelsAttnBackend(runner), [9, 1, 70]
+    batch = make_batch(runner, stub.Mode.DECODE, lengths)
+    for is_graph in (True, False):
+        plan(backend, batch, is_graph)
+        for _ in range(2):
+            slots = torch.stack([slots_of(runner, row, n - 1)[0] for row, n in zip((3, 0, 4), lengths)])
+            run(backend, batch, layer, runner, "forward_decode", num_rows=3, out_cache_loc=slots)
+    plans = [each["plan"] for each in given]
+    assert plans[2:] == [None, None]
+    if window < 0:
+        assert plans[0] is plans[1] and plans[0].tolist() == [0, 1, 2, 5]  # blocks of 32 slots
+    else:
+        assert plans[:2] == [None, None]
 
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3]

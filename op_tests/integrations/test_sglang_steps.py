@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -235,6 +236,22 @@ def test_sampled_verification(name, filters, sglang, device):
     output = SimpleNamespace(next_token_logits=logits.clone())
     for ours, wanted in zip(verification.eagle_sample(None, verify_input, batch, output), walk(verify_input, accept)):
         assert torch.equal(ours.cpu(), wanted)
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_ranks_get_the_first_ones_draws_in_one_message(is_sampled, sglang, monkeypatch, device):
+    verify_input, batch, logits = make_verify_batch(device, is_all_greedy=not is_sampled)
+    verify = lambda: verification.eagle_sample(  # noqa: E731
+        None, verify_input, batch, SimpleNamespace(next_token_logits=logits.clone())
+    )
+    drawn, sent = verify(), []
+    group = SimpleNamespace(world_size=2, broadcast=lambda tensor, src: sent.append((tensor.add_(1), src)))
+    parallel = SimpleNamespace(tp_group=group)
+    monkeypatch.setattr(sys.modules["sglang.srt.runtime_context"], "get_parallel", lambda: parallel)
+    got = verify()
+    assert [src for _, src in sent] == ([0] if is_sampled or torch.version.hip else [])
+    for ours, alone in zip(got, drawn):
+        assert torch.equal(ours, alone + 1 if sent else alone)
 
 
 def test_a_grammar_mask_comes_before_the_verdict(sglang, device):

@@ -6,7 +6,8 @@ beams (topk), S draft steps, P tokens of a page.
 What a forward pass reads
     Before each pass one launch lists the pages of all requests (`kv_indices`), as SGLang's own backend does: CUDA
     graphs read this list and not `req_to_token`, which the scheduler may already change for the next batch. A tree's
-    nodes and a draft's tokens are the last entries of a request's list. Trees come as packed words (trees.py).
+    nodes and a draft's tokens are the last entries of a request's list. Trees come as packed words (trees.py). The plan
+    of a pass reads lengths alone, which belong to the graph: it is a launch of the graph.
 Draft levels
     SGLang gives beam k the slots k * S..k * S + S - 1 after the prefix; beam k of step i sees the first i + 1 of them.
     So one list serves all steps, the beams share one reading of the prefix, and a step is a constant mask.
@@ -20,7 +21,7 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from ...ops import gqa_decode, kv_indices, prefill_attention, tree_attention
+from ...ops import gqa_decode, kv_indices, plan_attention, prefill_attention, tree_attention
 from ...ops.kv.kv_indices import Output as Pages
 from .trees import PACKED, num_words
 
@@ -30,7 +31,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 class PageLists:
     """The pages of all requests of a forward pass, in buffers that CUDA graphs can read.
 
-    pages: a `kv_indices.Output` of the current pass.
+    pages: a `kv_indices.Output` of the current pass. plan: in a graph, for layers without a window.
     """
 
     def __init__(self, req_to_token: torch.Tensor, page_size: int, max_batch: int = 0, extra: int = 0):
@@ -39,6 +40,7 @@ class PageLists:
         self.buffers = self._allocate(max_batch, max_batch * self.max_pages)
         self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=req_to_token.device)
         self.pages: Pages | None = None
+        self.listed, self.plan = self.lengths, None
 
     def _allocate(self, batch_size: int, capacity: int) -> Pages:
         make = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=self.req_to_token.device)  # noqa: E731
@@ -57,6 +59,10 @@ class PageLists:
             seq_lens = torch.add(seq_lens, extra, out=self.lengths[:batch_size])
         self._list(rows, seq_lens, self.pages)
 
+    def plan_static(self) -> None:
+        """Plans what was listed, within a graph."""
+        self.plan = plan_attention(self.listed)
+
     def list_fresh(self, rows: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int | None, extra: int = 0) -> None:
         """Lists them in new buffers, for a pass outside of graphs. num_tokens: sum of seq_lens, None if not known."""
         batch_size = len(rows)
@@ -67,12 +73,17 @@ class PageLists:
         self._list(rows, seq_lens + extra if extra else seq_lens, self.pages)
 
     def _list(self, rows: torch.Tensor, lengths: torch.Tensor, out: Pages) -> None:
+        self.listed, self.plan = lengths, None
         kv_indices(
             rows, self.req_to_token, lengths, capacity=len(out.kv_indices), page_size=self.page_size, keep_unused=True,
             out=out,
         )  # fmt: skip
 
-    def table(self) -> dict[str, torch.Tensor]:
+    def table(self, window: int | None = None) -> dict[str, torch.Tensor | None]:
+        """Returns the page table, and the plan of a layer with this window, as arguments of the attention ops."""
+        return self.keys() | {"plan": self.plan if window is None else None}
+
+    def keys(self) -> dict[str, torch.Tensor]:
         """Returns the page table as arguments of the attention ops."""
         return {
             "kv_indptr": self.pages.kv_indptr,
@@ -123,6 +134,9 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
         )  # fmt: skip
         self.is_static = True
 
+    def init_forward_metadata_in_graph(self, forward_batch) -> None:
+        self.lists.plan_static()
+
     def init_forward_metadata(self, forward_batch) -> None:
         mode = forward_batch.forward_mode
         self.is_static = False
@@ -154,9 +168,9 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return gqa_decode(query, **self._cache(layer), **self.lists.table(), **_logits(layer, sinks)).output.view(
-            len(query), -1
-        )
+        return gqa_decode(
+            query, **self._cache(layer), **self.lists.table(_window(layer)), **_logits(layer, sinks)
+        ).output.view(len(query), -1)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **unsupported):
         _check_layer(layer, unsupported)
@@ -170,10 +184,10 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
             batch_size = len(self.lists.pages.last_page_len)
             rows = query.unflatten(0, (batch_size, -1))
             output = tree_attention(
-                rows, **self._cache(layer), **self.lists.table(), **_logits(layer, sinks), is_causal=True
+                rows, **self._cache(layer), **self.lists.table(_window(layer)), **_logits(layer, sinks), is_causal=True
             ).output  # fmt: skip
         else:
-            keys = {**self._cache(layer), **self.lists.table()}
+            keys = {**self._cache(layer), **self.lists.keys()}
             if k is not None and not self.has_prefix and keys["k_cache"].dtype == query.dtype:
                 keys = {"key": k.view(-1, *keys["k_cache"].shape[2:]), "value": v.view(-1, *keys["v_cache"].shape[2:])}
             output = prefill_attention(
@@ -190,7 +204,7 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
         else:
             tree = {"tree_mask": mask.view(*rows.shape[:2], -1), "positions": forward_batch.positions}
         return tree_attention(
-            rows, **tree, **self._cache(layer), **self.lists.table(), **_logits(layer, sinks)
+            rows, **tree, **self._cache(layer), **self.lists.table(_window(layer)), **_logits(layer, sinks)
         ).output  # fmt: skip
 
     def _save(self, layer, forward_batch, k, v) -> None:
@@ -240,7 +254,7 @@ class DraftStep(EagleKernelsAttnBackend):
             positions = {"positions": forward_batch.positions, "key_positions": levels.key_positions}
         output = tree_attention(
             rows, tree_mask=self.masks, num_draft_keys=levels.num_keys, **positions,
-            **self._cache(layer, levels.lists.page_size), **levels.lists.table(), **_logits(layer, sinks),
+            **self._cache(layer, levels.lists.page_size), **levels.lists.table(_window(layer)), **_logits(layer, sinks),
         ).output  # fmt: skip
         return output.view(q.shape[0], -1)
 
@@ -292,7 +306,7 @@ class DraftLevels:
         self._place_drafts(forward_batch, seq_lens)
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
-        pass
+        self.lists.plan_static()
 
     def _place_drafts(self, forward_batch, seq_lens: torch.Tensor) -> None:
         """Computes the drafts' positions, and lists their slots where these do not follow the prefix."""

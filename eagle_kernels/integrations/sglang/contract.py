@@ -182,6 +182,7 @@ CONTRACT = (
     )),
     Call(_ATTENTION + "triton_backend.TritonAttnBackend.init_forward_metadata_out_graph",
          ("self", "forward_batch", "in_capture")),
+    Call(_ATTENTION + "base_attn_backend.AttentionBackend.init_forward_metadata_in_graph", ("self", "forward_batch")),
     Call(_ATTENTION + "triton_backend.TritonAttnBackend.init_cuda_graph_state", ("self", "max_bs", "max_num_tokens")),
     Call(_ATTENTION + "triton_backend.TritonAttnBackend.forward_decode",
          ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "sinks")),

@@ -58,7 +58,7 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
     else:
         out = _walk(tree, batch, logits, depth - 1, spec)
     if not sampling.is_all_greedy or torch.version.hip:
-        _agree(out)
+        out = _agree(out)
     predicts, accept_index, num_accepted = out
     if is_simulated:
         accept_index = spec_utils.generate_simulated_accept_index(
@@ -134,15 +134,18 @@ def _coins(batch, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     )
 
 
-def _agree(out: VerifyOutput) -> None:
-    """Sends rank 0's result to the other ranks, as SGLang does after sampling, and on AMD GPUs always."""
+def _agree(out: VerifyOutput) -> VerifyOutput:
+    """Returns rank 0's result on all ranks, as SGLang does after sampling, and on AMD GPUs always; in one message."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().attn_tp_group if is_dp_attention_enabled() else get_parallel().tp_group
-    if group.world_size > 1:
-        for tensor in out:
-            group.broadcast(tensor, src=0)
+    if group.world_size == 1:
+        return out
+    message = torch.cat([tensor.flatten() for tensor in out])
+    group.broadcast(message, src=0)
+    parts = message.split([tensor.numel() for tensor in out])
+    return VerifyOutput(*(part.view(tensor.shape) for part, tensor in zip(parts, out)))
 
 
 def verify_tree_greedy_func(
