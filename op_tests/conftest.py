@@ -48,12 +48,17 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.smoke)
     if torch.cuda.is_available():
         return
+    crossed = set()
     for item in items:
         # markers alone: keywords hold the names of folders, among them that of the checkout
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif item.get_closest_marker("full"):
             item.add_marker(pytest.mark.skip(reason="full cross of shapes, run on a GPU"))
+        elif item.get_closest_marker("cross") and not config.getoption("--crosses"):
+            if item.function in crossed:
+                item.add_marker(pytest.mark.skip(reason="another case of a cross, run on a GPU or with --crosses"))
+            crossed.add(item.function)
 
 
 # In pytest's cache: tests, and whole files, that were skipped for want of a package.
@@ -62,6 +67,7 @@ MISSED = "eagle_kernels/missed"
 
 def pytest_addoption(parser):
     parser.addoption("--missed", action="store_true", help="run what was skipped before for want of a package")
+    parser.addoption("--crosses", action="store_true", help="run all cases of slow tests without a GPU, too")
 
 
 def pytest_configure(config):

@@ -414,7 +414,7 @@ def stale(mutant: Mutant) -> list[str]:
 
 def plant(mutant: Mutant, folder: Path) -> None:
     """Copies the repository into an empty folder, and makes the edits there."""
-    ignored = shutil.ignore_patterns("__pycache__", "assets", "results", "*.egg-info")
+    ignored = shutil.ignore_patterns("assets", "results", "*.egg-info")
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
@@ -428,7 +428,8 @@ def plant(mutant: Mutant, folder: Path) -> None:
 def failures(tests: list[str], folder: Path) -> tuple[list[str], str]:
     """The tests that failed by an assertion there, and what went wrong otherwise ("" for nothing)."""
     report = folder / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+    options = ("-q", "-p", "no:cacheprovider", "--crosses", f"--junitxml={report}")
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
         result = subprocess.run(

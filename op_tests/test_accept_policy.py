@@ -69,6 +69,7 @@ def test_reaches_the_wished_depth(shape, policy, form, device):
     assert output.accept_token_num.tolist() == wished_depths(values)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("way", ["all rows", "level by level"])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}], ids=["plain", "top_k"])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -99,6 +100,7 @@ def test_malformed_trees_end_and_accept_nothing_bad(fault, policy, device):
         assert output.accept_token_num.sum() == 0
 
 
+@pytest.mark.cross
 def test_random_links_and_few_tokens(form, device):
     """Lists that join, skip and end anywhere, nodes without tokens, of other requests: all as in the reference."""
     for seed, policy in enumerate(POLICIES):
@@ -160,6 +162,7 @@ def test_planted_tokens(tokens, target, policy, planted, accepted, device):
         assert output.predicts[child] == target, "at depth S nothing can be accepted, so nothing is planted"
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("way", ["all rows", "level by level"])
 def test_rejecting_all_keeps_the_targets_token(way, form, device, monkeypatch):
     """At the root alone, also where a child carries it; nothing else is visited. Greedy and sampled."""
@@ -211,6 +214,7 @@ def chains(lanes: int, spec_steps: int, rates: list[float], device) -> dict:
     return values | {"retrieve_index": index.view(lanes, -1), "seeds": torch.arange(lanes, device=device)}
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("rates", [[0.8, 0.5, 0.5, 0.1], [1.0, 0.25, 0.0, 0.0]], ids=str)
 def test_simulated_rates(rates, device):
     """P(at least d accepted) = rates[d - 1], within four sigmas; 0 and 1 exactly. Kernel and reference alike."""
@@ -277,6 +281,7 @@ def test_registration(device):
     check_registration("verify_tree_greedy", make(2, 4, 3, 8, policy="accept_all", device=device))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("policy", POLICIES)
 def test_front_door(policy, device):
     values = make(3, 4, 3, 8, policy=policy, form="logits", device=device)

@@ -378,6 +378,7 @@ def test_engines_start_together_and_are_timed_in_turn(sglang, tmp_path):
     assert all(first[1] < second[0] for first, second in pairwise(spans))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("together", [[], ["--together"]], ids=["alone", "together"])
 @pytest.mark.parametrize(
     "fault, told",

@@ -108,6 +108,7 @@ def test_equal_texts_pass(texts, capsys, monkeypatch):
         assert line["fault"] == "" and line["page"] == str(row.page_size)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     "fault, told",
     [

@@ -33,6 +33,7 @@ def is_short(scheme, shape, temperatures):
     return temperatures == TEMPERATURES[0] and (shape == "deep" or scheme in ("standard", "block"))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("scheme", "shape", "temperatures"),
     [pytest.param(*case, marks=() if is_short(*case) else pytest.mark.gpu) for case in CASES],

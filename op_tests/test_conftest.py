@@ -22,11 +22,11 @@ def report(nodeid, when="call", longrepr=None):
     return SimpleNamespace(nodeid=nodeid, when=when, longrepr=longrepr, skipped=longrepr is not None)
 
 
-def config(cache, *, is_missed, **more):
-    plugins = []
+def config(cache, *, is_missed=False, crosses=False, **more):
+    plugins, options = [], {"--missed": is_missed, "--crosses": crosses}
     manager = SimpleNamespace(register=plugins.append)
     return SimpleNamespace(
-        cache=cache, getoption=lambda name: is_missed, args=["op_tests"], pluginmanager=manager, plugins=plugins, **more
+        cache=cache, getoption=options.get, args=["op_tests"], pluginmanager=manager, plugins=plugins, **more
     )  # fmt: skip
 
 
@@ -84,3 +84,27 @@ def test_a_checkout_may_have_any_name(name, monkeypatch):
         config(None, is_missed=False, option=SimpleNamespace(markexpr="smoke")), items
     )
     assert [[marker.name for marker in each.added] for each in items] == [[], ["skip"]]
+
+
+def test_of_slow_cases_the_first_runs_without_a_gpu(monkeypatch):
+    """It is the first that no other mark leaves out; all run with --crosses."""
+    monkeypatch.setattr(conftest.torch.cuda, "is_available", lambda: False)
+
+    def skipped(crosses):
+        def item(function, *markers):
+            added = []
+            find = lambda marker: marker if marker in markers else None  # noqa: E731
+            return SimpleNamespace(
+                name="test_it", nodeid="op_tests/test_it.py::test_it", function=function, get_closest_marker=find,
+                add_marker=added.append, added=added,
+            )  # fmt: skip
+
+        one, other = object(), object()
+        items = [item(one, "cross", "full"), *(item(one, "cross") for _ in range(3)), item(other, "cross"), item(None)]
+        conftest.pytest_collection_modifyitems(
+            config(None, crosses=crosses, option=SimpleNamespace(markexpr="smoke")), items
+        )
+        return [bool(each.added) for each in items]
+
+    assert skipped(False) == [True, False, True, True, False, False]
+    assert skipped(True) == [True, False, False, False, False, False]

@@ -26,6 +26,7 @@ def run(name: str) -> str:
     return result.stdout
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(name):
     if name == "own_server":

@@ -132,6 +132,7 @@ def tokens_of(case, device, ops, moved=0.0):
     return [[token for token in tokens if token >= 0] for tokens in output.view(NUM_ROWS, -1).tolist()]
 
 
+@pytest.mark.cross
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide by zero")  # of the interpreter, in masked lanes
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_of_ops(case, device):

@@ -80,6 +80,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("path", "field"), [(path, field) for path in PATHS for field in NUMBERS if field in signature_of(path)]
 )

@@ -200,6 +200,7 @@ def distance(tokens, parents, target, *, spec_steps=3, **scheme):
     return total_variation(law, {text: target.joint(text) for text in texts})
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("num_nodes", "num_shapes"), [(1, 1), (2, 1), (3, 2), (4, 5), (5, 12), (6, 28)])
 def test_every_shape(num_nodes, num_shapes):
     """All ordered trees with at most three children a node and three levels; the walk may end before the tree."""
@@ -251,6 +252,7 @@ def test_the_parameters_matter():
 # several rounds: whatever is random in one may be random in the next as well
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_rounds_of_drafting_and_verifying(scheme, device):
     """Chi-square over one, two and three tokens. Drafting, coins and residuals take their noise from one seed a request
@@ -296,6 +298,7 @@ def test_coins_that_are_found_again_are_seen(scheme, monkeypatch):
     assert "ACCEPT" in inspected_in_rounds(scheme, monkeypatch).faults[0]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("scheme", ["rejection, with", "standard", "traversal"])
 def test_a_residual_has_noise_of_its_own(scheme, device):
     """The draft's noise again would disfavour the tokens that the draft knew but did not draw: by a third, here."""

@@ -365,6 +365,7 @@ def test_words_that_are_large_or_small_give_finite_noise(device):
     assert torch.allclose(actual.plain[:2].cpu(), torch.tensor([45.0546, 22.1807]), atol=1e-4)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("magnitude", [0.0, 1.0, 30.0, 1e3, 1e6, 1e30])
 def test_bound_holds(magnitude, device):
     """Of a group's largest logit: for the token that leads, and for the others."""
@@ -412,6 +413,7 @@ def assert_independent(first: torch.Tensor, second: torch.Tensor) -> None:
     assert_follows_law(second[wins] >> 27, torch.full((32,), 1 / 32))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("varying", ["seeds", "positions", "both"])
 def test_neighbouring_ids_are_independent(varying, device):
     """Over many keys: random ones, and ones that count up, as positions and the seeds of a batch do."""
@@ -577,6 +579,7 @@ def test_what_exceeds_a_minimum_is_independent_of_it(grouped):
         assert_jointly_uniform(excess[:, first], excess[:, second])
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("vocab_size", [64, 640])
 def test_winners_of_flat_rows_are_uniform(vocab_size, device):
     """Of ids in 64 ranges; and whether the winner's range is independent of the next position's."""
@@ -623,6 +626,7 @@ def test_equal_values_go_by_fine_bits_and_then_to_the_lowest_id(device):
         assert ids[by_id[reference.largest(each[None, by_id], fine[None, by_id])]].tolist() == [-pairs[-1][2]]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["plain", "grouped"])
 def test_ties_are_rare(is_grouped, device, note):
     """The two smallest exponentials of a flat row of 128,256, drawn directly: how often their noise is equal in fp32,

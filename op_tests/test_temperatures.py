@@ -51,6 +51,7 @@ OPS = (
 )  # fmt: skip
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("op", OPS)
 def test_where_greedy_begins(op, device):
     for temperature in (*SAMPLED, BELOW):

@@ -122,6 +122,7 @@ def pair_of(target: torch.Tensor, draft: torch.Tensor, kind: str) -> dict:
 KINDS = pytest.mark.parametrize("kind", ["probs", "logits", "reduced"])
 
 
+@pytest.mark.cross
 @KINDS
 @pytest.mark.parametrize("op", [verify_tree_rejection, verify_tree_traversal], ids=lambda op: op.__name__[-9:])
 def test_rejected_children(op, kind, device):
@@ -150,6 +151,7 @@ def test_rejected_children(op, kind, device):
     assert output.predicts.view(-1, 3)[:, 0].tolist() == list(expected)
 
 
+@pytest.mark.cross
 @KINDS
 @pytest.mark.parametrize("method", ["standard", "block"])
 def test_chain(method, kind, device):
@@ -187,6 +189,7 @@ def allowed_tokens(rows: list[list[int]], size: int) -> torch.Tensor:
 FILTERS = {"plain": {}, "filters": {"top_k": 40, "top_p": 0.999, "min_p": 1e-6}}
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("op", ["sample_from_logits", "verify_tree_sampled"])
 def test_what_a_grammar_allows(op, filters, device):
@@ -233,6 +236,7 @@ def test_drawn_children(device):
     assert sorted(tokens[-1].tolist()) == [-1, *at_edges]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("name", "value"), {"top_k": 1, "top_p": 0.4, "min_p": 0.9}.items())
 def test_renorms(name, value, device):
     """The likeliest token on every edge in turn, the next ones on the others: it alone stays."""

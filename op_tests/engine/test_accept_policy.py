@@ -29,6 +29,7 @@ def generate(draft, target, *, max_new_tokens=13, prompts=PROMPTS, topk=1, seeds
     return engine.generate(prompts, max_new_tokens, seeds=seeds)
 
 
+@pytest.mark.cross
 def test_all_or_nothing(draft, target):
     _, stats = generate(draft, target, accept_policy="accept_all")
     assert stats.mean_accept_length == 4 and stats.steps == 3 * 3
@@ -37,6 +38,7 @@ def test_all_or_nothing(draft, target):
     assert all(len(tokens) == 13 for tokens in text)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("topk", [1, 4])
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 5, "top_p": 0.9}], ids=str
@@ -51,6 +53,7 @@ def test_rejecting_all_leaves_the_plain_text(draft, target, sampling, topk):
     assert text == plain and stats.accepted == 0 and stats.steps == 3 * 12 and stats.drafted > 3 * 12
 
 
+@pytest.mark.cross
 def test_simulated_rates_are_met(draft, target):
     rates = (0.9, 0.5, 0.1)
     batch = {"prompts": [[token] for token in range(12)], "seeds": list(range(12)), "max_new_tokens": 24}
@@ -65,6 +68,7 @@ def test_simulated_rates_are_met(draft, target):
     assert of_mean.accepted_per_depth[0] == of_mean.steps and of_mean.accepted_per_depth[2] == 0
 
 
+@pytest.mark.cross
 def test_a_simulated_request_does_not_see_its_batch(draft, target):
     policy = {"accept_policy": "simulate", "simulated_accept_length": 2.5}
     together, _ = generate(draft, target, seeds=[1, 2, 3], **policy)

@@ -86,12 +86,14 @@ def planted_ms(num_nodes: int) -> float:
     return PLAIN_MS + NODE_MS * (num_nodes - 1)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("num_requests", [1, 3])
 def test_useless_drafts_are_given_up(target, text, num_requests):
     seen = settle(make(target, text, False), text, num_requests, planted_ms)
     assert seen[1] >= 0.9 * seen.total(), seen
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("num_requests", [1, 3])
 def test_perfect_drafts_are_kept(target, text, num_requests):
     """Steps of 4, 8 and 16 rows bring 4, 5 and 5 tokens in 6.6, 7.4 and 9 ms: 8 rows are best."""
@@ -107,6 +109,7 @@ def test_drafts_that_no_longer_pay_are_given_up(target, text):
     assert dear[1] >= 0.9 * dear.total(), dear
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_tree_that_memory_does_not_hold_is_given_up(target, text, is_warm, monkeypatch, caplog):
     """Nobody's text suffers, it is not tried again, and batches that are smaller keep it. What it held is free then."""

@@ -71,6 +71,7 @@ def plain_text(pair, prompts):
     return decode
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_speculative_text_is_plain_text(pair, prompts, plain_text, sampling, batch_size):
@@ -99,6 +100,7 @@ GOLDEN = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", GOLDEN)
 def test_texts_stay_what_they_are(pair, name):
     """From release to release (test_golden.py) and on every machine: also at temperatures so far from the first one
@@ -121,6 +123,7 @@ def test_acceptance_is_what_was_measured(pair, prompts, sound_length):
         assert is_in_band(length, MEASURED_ACCEPT_LENGTH), f"{length:.3f}, measured {MEASURED_ACCEPT_LENGTH}"
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("temperature, least", [(0.0, 4.5), (1.0, 3.2)])
 def test_drafting_pays_greedy_and_sampled(pair, prompts, temperature, least):
     _, stats = pair.generate(prompts[:8], 48, seeds=range(8), temperature=temperature)
@@ -202,6 +205,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_silent_faults_leave_the_band(fault, prompts, sound_length, monkeypatch, note):
     engine = load()

@@ -30,6 +30,7 @@ def padded(model, vocab_size):
     return other
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("vocab_size", [58, 61, 64])
 @pytest.mark.parametrize("strategy", ["target_match", "rejection"])

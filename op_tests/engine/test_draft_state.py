@@ -130,6 +130,7 @@ def _at_once(monkeypatch):
 in_graphs_too = pytest.mark.parametrize("cuda_graph", [False, pytest.param(True, marks=pytest.mark.gpu)])
 
 
+@pytest.mark.cross
 @in_graphs_too
 @pytest.mark.parametrize(
     ("policy", "topk", "page_size"),
@@ -144,6 +145,7 @@ def test_after_every_step(models, policy, topk, page_size, cuda_graph):
         assert set(counts) == {0, 1, 2, 3}
 
 
+@pytest.mark.cross
 @in_graphs_too
 @pytest.mark.parametrize("models", HEADS, indirect=True)
 @pytest.mark.parametrize("topk", [1, 4])
@@ -154,6 +156,7 @@ def test_after_steps_that_sample(models, topk, cuda_graph):
     assert set(counts) >= {0, 1, 2}
 
 
+@pytest.mark.cross
 @in_graphs_too
 def test_after_steps_whose_drafts_are_drawn(models, cuda_graph):
     """Nothing is left of drafts that were not accepted: later drafts are drawn with the noise of some of them."""
@@ -161,6 +164,7 @@ def test_after_steps_whose_drafts_are_drawn(models, cuda_graph):
     assert set(check_steps(models, policy="normal", topk=4, **options)) >= {0, 1, 2}
 
 
+@pytest.mark.cross
 @in_graphs_too
 @pytest.mark.parametrize("models", HEADS, indirect=True)
 @pytest.mark.parametrize("topk", [1, 4])

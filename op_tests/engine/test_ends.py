@@ -65,6 +65,7 @@ def check_endings(target, prompt_and_text, topk, num_steps, cuda_graph, logprobs
     assert pages.num_free == pages.num_pages and not engine.session.scheduler.state.is_live.any()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("topk, num_steps", TREES)
 def test_every_place_of_a_block(target, prompt_and_text, monkeypatch, topk, num_steps, lag):
@@ -73,6 +74,7 @@ def test_every_place_of_a_block(target, prompt_and_text, monkeypatch, topk, num_
     check_endings(target, prompt_and_text, topk, num_steps, cuda_graph=False)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("topk, num_steps", [(1, 3), (4, 3)])
 def test_every_place_of_a_block_of_the_walk_that_samples(target, prompt_and_text, topk, num_steps):
     check_endings(target, prompt_and_text, topk, num_steps, cuda_graph=False, logprobs=True)
@@ -85,6 +87,7 @@ def test_every_place_of_a_block_in_graphs(target, prompt_and_text, topk, num_ste
     check_endings(target, prompt_and_text, topk, num_steps, cuda_graph=True, logprobs=logprobs)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("cuda_graph", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("topk, num_steps", [(1, 5), (4, 3)])
 def test_end_tokens_of_the_configuration(target, prompt_and_text, topk, num_steps, cuda_graph):
@@ -98,6 +101,7 @@ def test_end_tokens_of_the_configuration(target, prompt_and_text, topk, num_step
         assert stats.accepted == stats.steps * num_steps
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("cuda_graph", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_several_ends_in_one_block(target, prompt_and_text, cuda_graph):
     """The first token that ends a request ends it, not the first rule; a token that does both is an end token."""

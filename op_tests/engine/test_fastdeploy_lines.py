@@ -51,6 +51,7 @@ def fields_of(name: str, folder) -> dict:
     return json.loads(line)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", LINES)
 def test_lines_run_as_they_stand(name, folder, device):
     """Text is plain decoding's, but where all drafts are accepted."""

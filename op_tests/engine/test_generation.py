@@ -55,6 +55,7 @@ def test_an_engine_without_a_tokenizer_says_so(target):
     assert EAGLEInference(None, target, EAGLEConfig(method="ngram"), tokenizer=tokenizer).tokenizer is tokenizer
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_a_random_draft_gives_the_same_text(target, stranger, sampling):
     engine = EAGLEInference(stranger, target, EAGLEConfig(topk=3, num_steps=2, **SAMPLING[sampling]))
@@ -64,6 +65,7 @@ def test_a_random_draft_gives_the_same_text(target, stranger, sampling):
     assert stats.mean_accept_length < 2.0
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_a_batch_is_its_requests(target, stranger, sampling):
     """Ragged prompts together or alone: the same text for the same seeds."""
@@ -102,6 +104,7 @@ def test_a_tree_can_be_chosen_per_call(target):
     assert text == engine.generate(PROMPTS, 8, speculative=False)[0]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("mode", ["full_mask", "qlen_only", "qlen_only_bitpacking"])
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_mask_layouts_and_page_sizes_change_nothing(target, mode, page_size):

@@ -198,6 +198,7 @@ def _one_pass(engine, ids, features):
     return engine.draft(ids[None], features[None], positions, causal_attend, from_target=True).logits[0]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("form", WRITERS)
 @pytest.mark.parametrize("kind", ["EAGLE-1", "EAGLE-3"])

@@ -105,6 +105,7 @@ def check(case: Case, tmp_path, device) -> None:
     assert [len(tokens) for tokens in speculative] == lengths
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("case", [draw(number) for number in FEW], ids=str)
 def test_text_is_that_of_plain_decoding(case, tmp_path, device):
     check(case, tmp_path, device)

@@ -73,6 +73,7 @@ if torch.cuda.is_available():
     WAYS += [(1, {"temperature": 0.7}), (0, {})]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("lag", "drawn"), WAYS, indirect=["lag"])
 @pytest.mark.parametrize("name", MOST)
 def test_every_place_of_a_block(name, drawn, lag, device):
@@ -113,6 +114,7 @@ def test_every_place_of_a_block(name, drawn, lag, device):
     assert sum(sum(request.accepted) for request in again) == alone.stats.accepted
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", DRAFTING)
 def test_end_tokens_of_the_configuration(name, device):
     """And the request behind the one that they end."""
@@ -125,6 +127,7 @@ def test_end_tokens_of_the_configuration(name, device):
         assert engine.generate(JUMPERS[0], 12).output_ids == want
 
 
+@pytest.mark.cross
 def test_more_requests_than_pools_and_caches_hold(lag, device):
     """Of five methods: most wait for pages, some are aborted while they wait, are read or run, and the suffix cache
     lets go of the oldest response, that of a request which still runs too."""

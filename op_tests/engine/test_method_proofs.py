@@ -27,6 +27,7 @@ EXACT = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", EXACT)
 @pytest.mark.parametrize("name", METHODS)
 def test_text_is_plain_text_by_every_exact_strategy(name, strategy, device):
@@ -99,6 +100,7 @@ def children_tokens(step, node: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("policy", ["accept_all", "reject_all", "simulate"])
 @pytest.mark.parametrize(("name", "temperature"), [(name, 0.0) for name in METHODS] + [(name, 0.8) for name in SEEDED])
 def test_policies_keep_their_promise(name, policy, temperature, device, monkeypatch):
@@ -141,6 +143,7 @@ def test_policies_keep_their_promise(name, policy, temperature, device, monkeypa
             assert abs(share - rate) <= 4 * (rate * (1 - rate) / len(deep)) ** 0.5, (depth, share, len(deep))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", ["hybrid chain", "hybrid tree"])
 def test_a_simulated_length_is_that_of_the_whole_tree(name, device):
     """Not of the levels that the model drafts: the longest takes every path to its end, the shortest none."""
@@ -156,6 +159,7 @@ LAST = SIZES["vocab_size"] - 1
 SHORT = [[LAST], [0], [LAST] * 3, [3, 3], [5, 1, 2], [1, 2, 1, 2], [0, LAST, 0]]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", METHODS)
 def test_prompts_with_next_to_nothing_to_look_up(name, device):
     """One token, fewer than an n-gram has, and such as have occurred once; side by side, and alone."""
@@ -184,6 +188,7 @@ class Counter:
 LONG = 1 << 17
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", ["ngram chain", "ngram tree", "suffix chain", "suffix tree", "hybrid chain"])
 def test_a_history_of_128k_tokens(name, device):
     """What is to follow stands once, at the very beginning, behind its longest match; shorter ones are everywhere."""

@@ -32,6 +32,7 @@ def lag(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", METHODS)
 def test_text_is_plain_text(name, sampling, lag, device):
@@ -347,6 +348,7 @@ def test_random_requests_of_mixed_methods_in_one_batch(device):
     assert accepted.pop("naive") == 0 and all(accepted.values()), accepted
 
 
+@pytest.mark.cross
 def test_each_request_gets_the_drafts_of_its_own_method(lag, device):
     """Beside others a request accepts what it would accept in a batch of its own method."""
     target, draft = toys(device)

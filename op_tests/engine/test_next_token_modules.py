@@ -120,6 +120,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("num_modules", [2, 3, 5])
@@ -189,6 +190,7 @@ def test_hybrid_takes_the_modules_drafts_first(tmp_path, device, monkeypatch, at
     assert oracle.num_checked > 10
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", ["target_match", "rejection"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "seeded"])
 def test_text(tmp_path, device, strategy, sampling):
@@ -202,6 +204,7 @@ def test_text(tmp_path, device, strategy, sampling):
     assert [len(tokens) for tokens in text] == [30] * 4
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_one_module_drafts_on(tmp_path, device, num_steps):
     """Trees as well; of several modules too the first one alone."""

@@ -67,6 +67,7 @@ def run(name):
     return requests
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", CASES)
 def test_no_noise_is_inspected_twice(name, monkeypatch):
     keys = NoiseKeys(monkeypatch)

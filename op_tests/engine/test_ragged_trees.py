@@ -38,6 +38,7 @@ def lag(request, monkeypatch):
     monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
 
 
+@pytest.mark.cross
 def test_plans_of_many_layers(lag, monkeypatch):
     """Made once a step, for trees of different sizes and for prompts beside them."""
     monkeypatch.setattr("eagle_kernels.engine.batch.kv_pool._LEAST_PLANNED_LAYERS", 1)
@@ -53,6 +54,7 @@ def run(engine, order=range(7)) -> list:
     return requests
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("mean", [1, 2, 5, 12])
 def test_texts_are_those_of_plain_decoding(target, draft, lag, mean):
     """Greedy, sampled, filtered, penalized and with log-probabilities, in one batch."""
@@ -64,6 +66,7 @@ def test_texts_are_those_of_plain_decoding(target, draft, lag, mean):
         assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("max_batch", [2, 5])
 def test_requests_that_come_and_go(target, draft, lag, max_batch):
     """Also beside prompts that are read in the same pass, and with plain steps between."""
@@ -82,6 +85,7 @@ def test_requests_that_come_and_go(target, draft, lag, max_batch):
         assert request.output_ids == want[number].output_ids
 
 
+@pytest.mark.cross
 def test_a_step_has_as_many_rows_as_it_may(target, draft, monkeypatch):
     """Beside a prompt too; the requests' rows are of different numbers, and each keeps one at least."""
     engine = make(draft, target, max_batch=4, mean_draft_tokens=3, cuda_graph=False, **TREE)
@@ -134,6 +138,7 @@ def test_sure_requests_get_more_rows(target, monkeypatch):
     assert requests[0].output_ids == requests[1].output_ids
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", ["topp", "typical"])
 def test_other_strategies(target, strategy):
     """Those that are lossy run; at temperature 0 typical acceptance is plain decoding."""
@@ -144,6 +149,7 @@ def test_other_strategies(target, strategy):
         assert text == engine.generate(prompt_of(3), 20, speculative=False)[0]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("adaptive", ["auto", ((1, (3, 3, 12)), (3, (1, 2, 3)))])
 def test_trees_of_a_choice(target, draft, adaptive):
     """Smaller trees than the mean have all their nodes."""

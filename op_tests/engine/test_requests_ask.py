@@ -32,6 +32,7 @@ def raw(engine, text: list[int]) -> torch.Tensor:
     return torch.log_softmax(engine.next_token_logits(text), -1).cpu()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_no_end_token_comes_before_the_least_length(engine, sampling):
     """Also where it is the likeliest token, deep in a tree or the first one; later it ends the text."""
@@ -69,6 +70,7 @@ def test_a_least_length_is_of_its_own_request(engine):
     )
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", ["rejection", "topp", "typical"])
 def test_other_strategies_keep_ends_back(target, strategy):
     draft = ToyModel(seed=1, device=target.device)
@@ -78,6 +80,7 @@ def test_other_strategies_keep_ends_back(target, strategy):
         assert len(tokens) >= 6 and not set(tokens[:6]) & set(ENDS)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("least", [0, 6])
 def test_scores_are_those_of_a_pass_by_itself(engine, sampling, least):
@@ -111,6 +114,7 @@ def test_likely_tokens_without_other_scores(engine):
     assert requests[1].top_logprobs == [top[:1] for top in requests[2].top_logprobs]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("chunk", [3, 8, 64])
 @pytest.mark.parametrize("start", [0, 1, 4, 29, 30, 99])
 def test_scores_of_the_prompt(target, chunk, start):
@@ -145,6 +149,7 @@ def test_scores_of_a_prompt_beside_running_requests(target):
             assert len(request.prompt_logprobs) == len(request.prompt)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("count", [1, 3])
 def test_samples_are_requests_with_the_seeds_that_follow(engine, count):
     options, first = {"temperature": 1.0, "logprobs": True, "top_k": 20}, [2**63 - 1, -1]
@@ -159,6 +164,7 @@ def test_samples_are_requests_with_the_seeds_that_follow(engine, count):
     assert single == (output.output_ids[0] if count == 1 else output.output_ids[:count])
 
 
+@pytest.mark.cross
 def test_samples_without_a_seed_and_in_streams(engine):
     assert len(set(engine.generate(PROMPTS[0], 3, n=4, temperature=1.0).stats.seeds)) == 4
     events = list(engine.stream(PROMPTS[:2], 3, n=2))
@@ -210,6 +216,7 @@ def test_too_many_end_tokens_to_keep_back():
         engine.generate([1, 2], 3, stop_token_ids=ends, min_new_tokens=1)
 
 
+@pytest.mark.cross
 def test_settings_of_neighbours_mix(engine):
     """Requests that ask for any of all this at once are those that ask alone."""
     asked = [

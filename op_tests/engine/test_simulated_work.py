@@ -152,6 +152,7 @@ CASES = [(1, NUM_STEPS, "simulate"), (4, 0, "reject_all"), (4, NUM_STEPS, "accep
 CASES += [(4, depth, "simulate") for depth in (0, 2, NUM_STEPS)]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("topk, depth, policy", CASES)
 def test_calls_and_keys_are_those_of_a_real_run(topk, depth, policy, sampling, device):

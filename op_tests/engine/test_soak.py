@@ -68,6 +68,7 @@ DEFECTS = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_what_is_broken_is_found(defect, monkeypatch, capsys):
     owner, name, make, words = DEFECTS[defect]

@@ -65,6 +65,7 @@ class Recording(Choice):
         return choice
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_step_is_timed_once_it_has_run(target, number):
     """The first one of its size compiles; after `warmup` none does."""
@@ -102,6 +103,7 @@ def test_the_rows_of_a_step_are_those_of_its_graph(target, monkeypatch):
     assert len(staying.output_ids) == 30
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("lag", [0, 1])
 def test_which_steps_are_waited_for(target, monkeypatch, lag):
     """The first, and one after every so many others; where the host is never behind, all."""
@@ -121,6 +123,7 @@ def test_which_steps_are_waited_for(target, monkeypatch, lag):
         assert timed == list(range(0, 79, TIMED_STEPS + 1 if lag else 1))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("lag", [0, 1])
 def test_steps_whose_phases_nobody_wants_to_know(target, monkeypatch, lag):
     """No event is recorded, none is waited for, and the text is the same."""
@@ -139,6 +142,7 @@ def test_steps_whose_phases_nobody_wants_to_know(target, monkeypatch, lag):
     assert request.output_ids == text and not engine.session.scheduler.phase_times.held_ms
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("memory", [1, 3, 16])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 20}])
 def test_any_mixture_of_steps_has_the_text_of_plain_decoding(target, monkeypatch, memory, sampling):
@@ -345,6 +349,7 @@ def test_a_tree_that_has_lost_is_tried_with_more_requests_in_time():
     assert 0 < chosen.index(1) < 5 * PROBE_AFTER and total / total_ms > 0.95 * 4.0 / 9.5
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("node_ms", [0.02, 0.2, 1.0])
 def test_useless_drafts_cost_little_at_any_size(node_ms):
     """Of ever more requests, each of which makes every node dearer, known from the smaller batches or not."""
@@ -443,6 +448,7 @@ def test_what_a_warm_up_rules_out_costs_nothing():
     assert chosen[-1] == 5
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("num_rows", "first"), [(1, 5), (4, 5), (5, 4), (16, 4), (64, 2), (200, 0)])
 def test_what_is_cold_is_tried_late(num_rows, first):
     """The largest tree whose rows are free comes first; others once steps have paid for their capture."""
@@ -495,6 +501,7 @@ def test_slow_steps_at_first_do_not_rule_a_tree_out(num_slow):
     assert sum(chosen[-1000:]) > 900
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("num_rows", "added_ms"), [(1, 5.0), (8, 10.0), (64, 12.0)])
 def test_texts_that_become_short_again(num_rows, added_ms):
     """Long ones make all steps longer; then come short ones, for which drafts are useless."""

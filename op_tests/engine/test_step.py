@@ -59,6 +59,7 @@ STEPS = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_never_waits_for_the_device(monkeypatch, device, sampling, name):

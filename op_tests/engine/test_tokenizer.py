@@ -89,6 +89,7 @@ def engine(byte_level_folder):
 PROMPT = "the eagle 🦅"
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("seed", [0, 1])
 def test_streamed_text_is_that_of_all_tokens(engine, seed):
     stream = engine.stream_text(PROMPT, 30, seeds=seed)
@@ -111,6 +112,7 @@ def joined(stream, count: int) -> list[str]:
     return texts
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("options", [{}, {"n": 2}], ids=str)
 def test_texts_of_several_requests_stream_side_by_side(engine, options):
     """Each is what its tokens are in text, half characters and all."""

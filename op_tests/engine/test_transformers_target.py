@@ -115,6 +115,7 @@ def test_logits_and_hidden_states_are_those_of_transformers(pair):
     torch.testing.assert_close(last.logits, logits[:, -1:], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.cross
 def test_greedy_text_is_that_of_transformers(pair):
     """Plain and speculative, trees and chains; the model as its own draft, and drafts of a stranger."""
     _, theirs, ours = pair
@@ -132,6 +133,7 @@ def test_greedy_text_is_that_of_transformers(pair):
     assert engine.generate(prompts, 14, speculative=False).output_ids == expected
 
 
+@pytest.mark.cross
 def test_sampled_text_is_that_of_plain_decoding(pair):
     _, _, ours = pair
     engine = EAGLEInference(ours, ours, EAGLEConfig(topk=3, num_steps=2, temperature=0.9, top_p=0.95, prefill_chunk=4))
@@ -193,6 +195,7 @@ def test_graphs_of_models_that_wait_are_refused(pair):
         assert len(engine.generate([1, 2], 2, speculative=False).output_ids) == 2, "the toy alone may be captured"
 
 
+@pytest.mark.cross
 def test_an_eagle_head_reads_its_features_and_shares_its_weights(pair):
     """A head without tokens of its own, so embedding and output are the target's modules."""
     _, _, ours = pair
@@ -268,6 +271,7 @@ STREAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [

@@ -32,6 +32,7 @@ def prompts(engine):
     return [engine.tokenizer.encode(text) for text in TEXTS]
 
 
+@pytest.mark.cross
 def test_single_generation(engine, prompts):
     """The text is that of the target alone."""
     for prompt in prompts[:2]:
@@ -39,11 +40,13 @@ def test_single_generation(engine, prompts):
         assert text == engine.generate(prompt, 24, speculative=False).output_ids
 
 
+@pytest.mark.cross
 def test_batch_generation(engine, prompts):
     texts = engine.generate(prompts, 24).output_ids
     assert texts == [engine.generate(prompt, 24).output_ids for prompt in prompts]
 
 
+@pytest.mark.cross
 def test_eos_token(engine, prompts):
     """The text ends with it, also where it is a draft in the middle of a step."""
     whole = engine.generate(prompts[0], 24).output_ids
@@ -53,12 +56,14 @@ def test_eos_token(engine, prompts):
         assert output.output_ids == whole[: whole.index(end) + 1] and output.stats.finish_reasons == ["eos"]
 
 
+@pytest.mark.cross
 def test_acc_length(engine, prompts):
     """Drafts are accepted: more than 1.5 tokens a step of at most two, more than 2.5 with a tree."""
     accepted = engine.generate(prompts, 48).stats.mean_accept_length
     assert accepted > (1.5 if engine.config.num_steps == 1 else 2.5)
 
 
+@pytest.mark.cross
 def test_request_abort(engine, prompts):
     """Requests that end in the middle leave the others, and the pool, as they were."""
     coin, wanted = random.Random(0), engine.generate(prompts, 32).output_ids
@@ -90,6 +95,7 @@ def test_logprob_start_len(engine, prompts):
     assert len(output.prompt_logprobs) == len(prompts[0]) - 4 and len(output.logprobs) == 4
 
 
+@pytest.mark.cross
 def test_logprob_match(engine, prompts):
     """Scores of new tokens are those that the same text has as a prompt."""
     for prompt in prompts:
@@ -108,6 +114,7 @@ def submit_all(engine, prompts: list[list[int]], asked: list[dict]) -> list:
     return requests
 
 
+@pytest.mark.cross
 def test_logprob_mixed(engine, prompts):
     """Requests with and without scores, with and without likely tokens, greedy and sampled, side by side."""
     asked = [
@@ -120,6 +127,7 @@ def test_logprob_mixed(engine, prompts):
         assert bool(request.prompt_logprobs) == (each["logprob_start_len"] is not None)
 
 
+@pytest.mark.cross
 def test_penalty_mixed(engine, prompts):
     """Their list of penalties and least lengths, in one batch: each text is that of plain decoding."""
     asked = [

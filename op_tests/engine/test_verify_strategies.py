@@ -24,6 +24,7 @@ def engine_of(draft, target, tree, strategy, **others) -> EAGLEInference:
     return EAGLEInference(draft, target, EAGLEConfig(**sizes, verify_strategy=strategy, **others))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("strategy", ["target_match", "greedy", "rejection"])
 @pytest.mark.parametrize("kind", ["EAGLE-3", "EAGLE-1", "language model", "itself"])
@@ -116,6 +117,7 @@ LOSSLESS = {  # strategy, tree, sampling, where drafts come from
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("case", LOSSLESS)
 def test_lossless_strategies_keep_the_law(case, device):
     """Of a sharp draft near the target: most blocks are kept whole, and of each token the next one depends.
@@ -129,6 +131,7 @@ def test_lossless_strategies_keep_the_law(case, device):
     assert_texts_follow_law(engine, NUM_REQUESTS, sampling, FALSE_ALARM / len(LOSSLESS))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", ["topp", "typical"])
 def test_lossy_strategies_leave_the_law(strategy, device):
     """And are greedy at temperature 0, as far as their rules go."""
@@ -221,6 +224,7 @@ def test_candidates_of_topp(monkeypatch):
     assert candidates([params[0], params[-1]], Features(sampling=True)) == [3, 1]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", ["topp", "target_match", "rejection"])
 @pytest.mark.parametrize("temperature", [0.02, 0.3, 1.0])
 def test_filters_of_a_neighbour_change_nothing(strategy, temperature, device):
@@ -238,6 +242,7 @@ def test_filters_of_a_neighbour_change_nothing(strategy, temperature, device):
     assert text() == text(top_k=3) == text(top_p=0.8) == text(min_p=0.1)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("filters", [{"min_p": 0.5}, {"top_k": 2}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.6}], ids=str)
 def test_topp_takes_no_draft_that_a_filter_leaves_out(filters, device):
     target, draft = Markov(**TOYS, device=device), Markov(**TOYS, seed=1, device=device)
@@ -272,6 +277,7 @@ def test_what_a_strategy_cannot_do(options, params, message):
         EAGLEInference(toy, toy, EAGLEConfig(**options)).submit([1, 2], SamplingParams(**params))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("strategy", "num_warmed"), {"target_match": 6, "greedy": 2, "rejection": 3, "topp": 3, "typical": 2}.items()
 )

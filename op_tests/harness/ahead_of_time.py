@@ -23,9 +23,10 @@ import torch
 OPS = Path(__file__).parent.parent.parent / "eagle_kernels" / "ops"
 PATHS = sorted(f"{file.parent.name}.{file.stem}" for file in OPS.glob("*/*.py") if file.stem != "__init__")
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
-# What is compiled: every variant of a kernel for every target; every variant for one target in turn, and each kernel
-# for every target, in one of the ops that launch it; each kernel once, for one target in turn.
+MAKERS = (("sm_80", "sm_90", "sm_100"), ("gfx942", "gfx950"))
+TARGETS = tuple(target for targets in MAKERS for target in targets)
+# What is compiled: every variant of a kernel for every target; each kernel for one target of each maker in turn; each
+# kernel once, for one target in turn.
 PARTS = ("full", "short", "smoke")
 
 _POINTERS = {
@@ -95,25 +96,24 @@ def _launcher(path: str):
     return getattr(importlib.import_module("eagle_kernels.ops." + path), path.rpartition(".")[2])
 
 
+def _in_turn(by_target: dict[str, _Launch], targets: tuple[str, ...], number: int) -> _Launch | None:
+    """Returns the launch for the number-th of these targets, or the next one that has a launch."""
+    first = number % len(targets)
+    return next((by_target[target] for target in targets[first:] + targets[:first] if target in by_target), None)
+
+
 def _compile(path: str, part: str, cases: str) -> list[dict]:
     turn = PATHS.index(path)
     variants, records = _variants(path, cases)
 
-    def in_turn(by_target: dict[str, _Launch], number: int) -> _Launch:
-        return next(by_target[target] for target in TARGETS[number % len(TARGETS) :] + TARGETS if target in by_target)
-
-    for variants_of_kernel in variants.values():
+    for number, variants_of_kernel in enumerate(variants.values()):
         if part == "full":
             wanted = [launch for by_target in variants_of_kernel for launch in by_target.values()]
         else:
-            wanted = [in_turn(by_target, turn + number) for number, by_target in enumerate(variants_of_kernel)]
-        if part == "short":
-            met = {launch.target for launch in wanted}
             first = {target: launch for by_target in variants_of_kernel[::-1] for target, launch in by_target.items()}
-            others = [launch for target, launch in first.items() if target not in met]
-            records += [_compiled[launch.key] for launch in others if launch.key in _compiled]
-            wanted += [launch for launch in others if launch.key not in _compiled]
-        records += [launch.compile() for launch in wanted[: 1 if part == "smoke" else None]]
+            makers = MAKERS if part == "short" else (TARGETS,)
+            wanted = [_in_turn(first, targets, turn + number) for targets in makers]
+        records += [launch.compile() for launch in wanted if launch is not None]
     return records
 
 
@@ -124,20 +124,11 @@ class _Launch(NamedTuple):
     source: Any
     options: dict
 
-    @property
-    def key(self) -> tuple:
-        return self.source.fn, self.target
-
     def compile(self) -> dict:
         compiled = _compile_source(self.source, self.target, self.options)
         record = {"kernel": self.kernel, "case": self.case, "target": self.target}
         record |= {"shared_bytes": compiled.metadata.shared, "spilled_bytes": _spilled_bytes(compiled)}
-        _compiled[self.key] = record
         return record
-
-
-# in this process, by kernel and target, for whichever op
-_compiled: dict[tuple, dict] = {}
 
 
 def _variants(path: str, cases: str) -> tuple[dict[str, list[dict[str, _Launch]]], list[dict]]:

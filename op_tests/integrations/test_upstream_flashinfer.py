@@ -285,6 +285,7 @@ def test_ragged_prefill(device, backend):
         close(output[rows], attended(query[rows], key[slots], value[slots], kept)[0])
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
 @pytest.mark.parametrize(("batch_size", "length", "num_queries", "page_size", "num_heads", "head_dim"), PREFILL)
 def test_custom_masks(batch_size, length, num_queries, page_size, num_heads, head_dim, soft_cap, device, backend):

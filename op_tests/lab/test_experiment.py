@@ -299,6 +299,7 @@ def test_the_environment_names_extras_of_the_package():
     assert all(f'"{extra}": [' in setup for extra in extras) and {"datasets", "plots", "transformers"} <= set(extras)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
 def test_an_experiment_in_a_file(tmp_path, suffix):
     if suffix == "yaml":

@@ -240,6 +240,7 @@ def test_prompts_without_a_network(run, gpt2, monkeypatch, capsys):
     assert len(prompts.PromptDataset.load("data/prompts_tiny.json")) == 15
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("arguments", [["--n-tokens", "20"], []])
 def test_a_model_is_loaded_and_tried(run, gpt2, arguments, capsys):
     assert loader.main(["--model", "gpt2", "--dtype", "float32", *arguments]) == 0

@@ -77,6 +77,7 @@ def test_compare_adds_plain_decoding(capsys):
     assert table["identical"] == "yes" and table["speedup"].endswith("x")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("policy", "mean", "per_depth"),
     [
@@ -106,6 +107,7 @@ def test_strategies_that_draw_otherwise_are_not_compared(capsys):
         assert split_report(capsys.readouterr().out)[1]["identical"] == told
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("temperature", "remark"), [(0, ""), (0.5, " before the noise")])
 def test_compare_says_where_and_by_what_gap_texts_part(capsys, monkeypatch, temperature, remark):
     generated = EAGLEInference.generate

@@ -79,6 +79,7 @@ def check_text(trees: list[VerifiedTree], prompt: list[int], output: list[int]) 
     assert at == len(output)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_trees_of_a_head_are_the_text_and_the_laws(pair, sampling):
     prompt = pair.tokenizer.encode(CODE)
@@ -128,6 +129,7 @@ def products(tree: VerifiedTree) -> None:
             assert node.path_prob == pytest.approx(above * node.draft_prob, rel=1e-4, abs=1e-12)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("options", "sampling"),
     [
@@ -191,6 +193,7 @@ def test_shares_of_suffix_drafts(lag, device, monkeypatch):
     assert (max(firsts) == 1.0) == (lag == 1) and min(firsts) >= 0.5
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("sampling", "lag"), [({}, 0), ({"temperature": 0.7}, 1)], ids=["greedy", "sampled, the host a step behind"]
 )

@@ -68,6 +68,7 @@ def test_equals_the_definition(part):
     assert any(draft.parents != list(range(-1, len(draft.parents) - 1)) for draft in drafts)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("part", range(2))
 def test_states_with_many_next_tokens_equal_the_definition(part, monkeypatch):
     """Of which only a few are known by rank: here all that have more than one."""
@@ -76,6 +77,7 @@ def test_states_with_many_next_tokens_equal_the_definition(part, monkeypatch):
         compare(seed, 120)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("depth", [4, 16])
 def test_many_next_tokens_stay_in_order(depth, monkeypatch):
     """More than are looked at in one go, while counts rise and responses are removed."""

@@ -20,6 +20,7 @@ REPEATING = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("text", REPEATING)
 def test_texts_that_repeat_themselves_equal_the_definition(text, monkeypatch):
     """Their many matches have bounds of another kind, which no draft's score exceeds."""

@@ -93,6 +93,7 @@ def test_latencies_are_those_of_steps(target, lag, monkeypatch):
     assert decoding._gaps_ms == pytest.approx(2 * [2.0, 2.0, 2.0, 6.0])
 
 
+@pytest.mark.cross
 def test_first_tokens_come_before_steps(target, draft, lag):
     """As soon as the prompts are read; of one that ends there, nothing is stepped, but beside others."""
     engine = make(draft, target)

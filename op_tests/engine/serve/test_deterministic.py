@@ -90,6 +90,7 @@ def test_lossy_rules_are_refused():
         EAGLEConfig(deterministic=1)
 
 
+@pytest.mark.cross
 def test_a_prompt_is_cut_alike_whatever_is_read_beside_it(target, draft, monkeypatch):
     """And the oldest is read first, so that none waits for ever. Engines that are not deterministic read several."""
     monkeypatch.setattr(Stepper, "reads_several", False)

@@ -52,6 +52,7 @@ def test_lost_pages_are_told_and_not_waited_for(target, draft):
         engine.generate([1, 2, 3], 60)
 
 
+@pytest.mark.cross
 def test_what_goes_wrong_for_one_request_is_its_own(target, draft, lag, monkeypatch):
     """In a part of a prompt, and where its tokens are taken."""
     engine = make(draft, target, prefill_chunk=8)
@@ -88,6 +89,7 @@ class Odd(RuntimeError):
         super().__init__(f"{text} {number}")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("broken", ["run", "catch_up"])
 @pytest.mark.parametrize("error", [MemoryError("no room"), Odd("no room", 7)])
 def test_a_step_that_breaks_off_ends_its_requests_alone(target, draft, lag, monkeypatch, error, broken):

@@ -37,6 +37,7 @@ def joined(monkeypatch):
     return seen
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("speculative", [True, False])
 def test_prompts_that_join_are_read_in_the_steps_of_others(target, draft, lag, speculative, joined):
     """Requests of all kinds, whose texts and log-probabilities are those of each alone."""
@@ -65,6 +66,7 @@ def test_prompts_that_join_are_read_in_the_steps_of_others(target, draft, lag, s
     assert sum(rows for _, rows in joined) >= num_read and max(rows for rows, _ in joined) > 1
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_long_prompt_in_parts_and_many_short_ones(lag, page_size, joined):
     """More prompts than a step takes, and one that is longer than a step takes."""
@@ -87,6 +89,7 @@ def test_a_long_prompt_in_parts_and_many_short_ones(lag, page_size, joined):
         assert set(sizes) <= {*JOINT_TOKENS}
 
 
+@pytest.mark.cross
 def test_sliding_windows_beside_steps(lag, joined):
     target = random_llama(seed=3, device=DEVICE)
     for layer, window in zip(target.model.layers, (None, 7)):
@@ -132,6 +135,7 @@ def test_parts_attend_as_they_do_by_themselves(window, device):
     torch.testing.assert_close(other.v_cache, pool.v_cache, rtol=0, atol=0)
 
 
+@pytest.mark.cross
 def test_what_fails_only_beside_a_step_is_no_longer_tried(target, draft, lag, monkeypatch, caplog):
     """After a layer has written its keys."""
     engine = make(draft, target, max_batch=4)
@@ -160,6 +164,7 @@ def test_what_fails_only_beside_a_step_is_no_longer_tried(target, draft, lag, mo
     assert [record.args for record in caplog.records] == [(1, "in a step", "RuntimeError: no such token")]
 
 
+@pytest.mark.cross
 def test_a_prompt_that_cannot_be_read_fails_alone_beside_others(target, draft, lag, monkeypatch):
     engine = make(draft, target, max_batch=4)
     params = SamplingParams(max_new_tokens=20, temperature=0.8, seed=3)
@@ -185,6 +190,7 @@ def test_a_prompt_that_cannot_be_read_fails_alone_beside_others(target, draft, l
     assert pages.num_free == pages.num_pages
 
 
+@pytest.mark.cross
 def test_a_request_that_is_given_up_before_its_part_is_read(target, draft, lag, joined):
     engine = make(draft, target, max_batch=3, max_step_ms=1e6)
     want = engine.generate(prompt_of(4), 6)[0]
@@ -211,6 +217,7 @@ def test_prompts_beside_requests_that_need_no_step(target, draft, lag, joined):
     assert request.output_ids == want
 
 
+@pytest.mark.cross
 def test_requests_that_come_and_go_at_random(target, draft, lag):
     """In any order, with plain steps between; every text is that of the request alone."""
     engine, coin = make(draft, target, max_batch=4), random.Random(5)
@@ -261,6 +268,7 @@ def test_a_pace_of_two_budgets(monkeypatch):
         assert sum(size == settled for size in sizes) >= 92, sizes
 
 
+@pytest.mark.cross
 def test_a_long_prompt_after_reading_several_has_failed(target, draft, lag, monkeypatch, joined):
     """Parts that are read beside steps are cut whatever is known of reading by itself."""
     engine = make(draft, target, max_batch=4, cuda_graph=False)

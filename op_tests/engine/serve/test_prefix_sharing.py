@@ -47,6 +47,7 @@ CROSS = [
 ]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("method", "page_size"), CROSS)
 def test_requests_are_those_without_sharing(method, page_size):
     """With aborts, and a pool that is too small for all that could be kept."""
@@ -115,6 +116,7 @@ def counted(monkeypatch):
     return counting
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("chunk", [8, 2048])
 def test_requests_that_arrive_together_read_once(counted, chunk):
     """The first one reads, the others wait for it: 60 common tokens and 5 of each."""
@@ -144,6 +146,7 @@ def test_drafts_keys_are_not_those_of_plain_decoding(counted):
         assert engine.generate(BASE[:20], 2, speculative=speculative).stats.shared_tokens == shared
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("num_modules", [2, 3])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_modules_draft_as_without_sharing(num_modules, page_size):

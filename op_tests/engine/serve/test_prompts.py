@@ -34,6 +34,7 @@ def note_reading(monkeypatch, target) -> list[int]:
     return sizes
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_prompts_that_wait_together_are_read_at_once(target, draft, lag, page_size, monkeypatch):
     engine = make(draft, target, page_size=page_size, max_batch=7)
@@ -69,6 +70,7 @@ def test_scores_of_prompts_are_queued_before_the_first_token_is_marked(target, d
     assert order.count("mark") in (1, 2) and order.count("score") >= order.count("mark") and order[-1] == "mark"
 
 
+@pytest.mark.cross
 def test_parts_of_several_prompts_at_once(target, draft, lag, monkeypatch):
     """One ends, one goes on and one begins in the same call."""
     prompts = [prompt_of(number) * 2 for number in (4, 9, 2)]
@@ -103,6 +105,7 @@ def test_a_deterministic_engine_reads_one_by_one(target, draft, monkeypatch):
     assert sizes == [3, 2, 1]
 
 
+@pytest.mark.cross
 def test_what_fails_only_together_is_no_longer_tried(target, draft, monkeypatch, caplog):
     """After a layer has written its keys; draws and penalties come once, and the log holds no error alive."""
     engine = make(draft, target, max_batch=7)
@@ -192,6 +195,7 @@ def noting(call, seen):
     return noted
 
 
+@pytest.mark.cross
 def test_a_draft_that_fails_with_several_reads_one_by_one(target, draft, lag, monkeypatch, caplog):
     """From then on; nothing is drawn, counted or said twice."""
     engine = make(draft, target, max_batch=7)
@@ -216,6 +220,7 @@ def test_a_draft_that_fails_with_several_reads_one_by_one(target, draft, lag, mo
     assert [record.args for record in caplog.records] == [(7, "by the draft at once", "RuntimeError: one at a time")]
 
 
+@pytest.mark.cross
 def test_what_fails_after_the_draft_has_read_changes_nothing(target, draft, lag, monkeypatch):
     """A copy for the host that finds no memory: first tokens and scores come once, when the parts are taken again."""
     engine, calls = make(draft, target, max_batch=3), []
@@ -270,6 +275,7 @@ def test_modules_read_again_what_failed_beside_others(target, monkeypatch):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.cross
 def test_a_draft_that_cannot_read_one_of_several_fails_that_one(target, draft, lag, monkeypatch):
     engine = make(draft, target)
     prompts = [prompt_of(1), prompt_of(4), prompt_of(2)]
@@ -308,6 +314,7 @@ def test_requests_that_are_given_up_between_the_parts_of_their_prompts(target, d
     assert pages.num_free == pages.num_pages
 
 
+@pytest.mark.cross
 def test_warmup_reads_prompts_alone_and_at_once(target, draft, monkeypatch):
     """Few rows and many, of one request and of several, may be other kernels."""
     engine, sizes = make(draft, target), note_reading(monkeypatch, target)
@@ -316,6 +323,7 @@ def test_warmup_reads_prompts_alone_and_at_once(target, draft, monkeypatch):
     assert long > 100 and {1, long, 1 + long} <= set(sizes)
 
 
+@pytest.mark.cross
 def test_parts_are_small_beside_others_where_steps_have_a_limit(target, draft, lag, monkeypatch):
     """A limit that no step keeps leaves the least that is read; who is alone is read whole."""
     prompts = [[(7 * at + shift) % 61 for at in range(150)] for shift in (1, 2, 3)]

@@ -19,6 +19,7 @@ def expected(target):
     return [alone(engine, prompt_of(number), PARAMS[number % len(PARAMS)]) for number in range(14)]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_requests_join_and_leave(target, draft, lag, page_size, expected):
     engine = make(draft, target, page_size=page_size)
@@ -42,6 +43,7 @@ def test_requests_join_and_leave(target, draft, lag, page_size, expected):
     assert not engine.session.scheduler.state.is_live.any() and (engine.session.scheduler.state.block_table == -1).all()
 
 
+@pytest.mark.cross
 def test_rows_move_up(target, draft):
     """The first request ends early, the last one goes on in its row; text and speed do not notice."""
     engine = make(draft, target)
@@ -58,6 +60,7 @@ def test_rows_move_up(target, draft):
     assert widths[0] == 3 and widths[-1] == 1
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 def test_prompts_in_parts(target, draft, chunk):
     whole, parts = make(draft, target), make(draft, target, prefill_chunk=chunk)
@@ -67,6 +70,7 @@ def test_prompts_in_parts(target, draft, chunk):
     assert got == want and other.accepted == stats.accepted
 
 
+@pytest.mark.cross
 def test_steps_go_on_while_a_prompt_is_read(target, draft):
     engine = make(draft, target, prefill_chunk=4)
     first = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40))
@@ -94,6 +98,7 @@ def test_an_end_token_of_one_request(target, draft, lag):
     assert requests[1].output_ids == whole
 
 
+@pytest.mark.cross
 def test_stop_strings(target, draft, lag):
     """At every place of the text, within a token and over several; text ends before the string, tokens with it."""
     tokenizer = LetterTokenizer()
@@ -139,6 +144,7 @@ def test_stop_strings_in_what_is_held_back(target, draft, stop, reason, text):
     assert (request.finish_reason, request.text) == (reason, text)
 
 
+@pytest.mark.cross
 def test_a_stop_string_that_never_comes_changes_no_text(target, draft):
     """An end token has a letter, too, and may complete a stop string: text ends before that one."""
     tokenizer = LetterTokenizer()
@@ -157,6 +163,7 @@ def test_a_stop_string_that_never_comes_changes_no_text(target, draft):
             assert stream.output().stats.finish_reasons == ["eos"]
 
 
+@pytest.mark.cross
 def test_abort(target, draft, lag):
     """In line, while its prompt is read, and in mid-flight; the others do not notice."""
     engine = make(draft, target, max_batch=2, prefill_chunk=8)
@@ -210,6 +217,7 @@ def test_another_configuration_waits_for_an_empty_batch(target, draft):
     engine.generate([1], 2, topk=2, page_size=4)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.gpu)])
 def test_many_short_requests_through_a_small_pool(count, device):
     toy = ToyModel(device=device)

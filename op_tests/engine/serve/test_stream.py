@@ -18,6 +18,7 @@ from op_tests.engine.engines import all_of, make, prompt_of
 from op_tests.engine.toys import ToyModel
 
 
+@pytest.mark.cross
 def test_steps_go_on_while_a_stream_reads_its_prompt(target, draft, lag, monkeypatch):
     """Beside who runs; a batch for itself is read without a step between its parts."""
     engine, prompt = make(draft, target, prefill_chunk=4), prompt_of(4) * 3
@@ -90,6 +91,7 @@ def test_a_stream_that_never_begins(target, draft):
     assert not engine.has_work
 
 
+@pytest.mark.cross
 def test_a_request_that_is_aborted_before_its_stream_begins(target, draft, lag):
     """It takes no place in the line, nor a row or pages once it is its turn."""
     engine = make(draft, target, max_batch=2)
@@ -107,6 +109,7 @@ def test_a_request_that_is_aborted_before_its_stream_begins(target, draft, lag):
     assert engine.session.scheduler.pages.num_free == engine.session.scheduler.pages.num_pages
 
 
+@pytest.mark.cross
 def test_a_stream_holds_no_pools_before_and_after(target, draft):
     """It begins with those that the engine has then, and lets go of them when it has ended."""
     engine = make(draft, target)
@@ -147,6 +150,7 @@ def test_a_stream_is_made_under_the_lock(target, draft, monkeypatch):
     stream.close()
 
 
+@pytest.mark.cross
 def test_a_server_loses_no_events_to_streams(target, draft, lag):
     engine = make(draft, target)
     request = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=6))
@@ -155,6 +159,7 @@ def test_a_server_loses_no_events_to_streams(target, draft, lag):
     assert [event.token_id for event in engine.step()] == request.output_ids and not engine.has_work
 
 
+@pytest.mark.cross
 def test_streams_side_by_side(target, draft, lag):
     engine = make(draft, target)
     want = [engine.generate(prompt_of(number), 12)[0] for number in range(5)]
@@ -168,6 +173,7 @@ def test_streams_side_by_side(target, draft, lag):
     assert asyncio.run(read_all()) == want
 
 
+@pytest.mark.cross
 def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag):
     """As where a server's client hangs up."""
     engine, is_stepping, may_go_on = make(draft, target), threading.Event(), threading.Event()
@@ -199,6 +205,7 @@ def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag)
     assert engine.generate(prompt_of(2), 12)[0] == want
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     "rest_of",
     [lambda stream: asyncio.run(all_of(stream)), lambda stream: [event.token_id for event in stream]],
@@ -233,6 +240,7 @@ def test_a_reader_that_is_cancelled_and_goes_on_misses_nothing(target, draft, la
     assert tokens == want and num_cancelled and not engine.has_work
 
 
+@pytest.mark.cross
 def test_a_reader_that_is_cancelled_before_its_turn_keeps_nobody_waiting(target, draft):
     """Where all threads of an event loop are busy."""
     engine, may_go_on = make(draft, target), threading.Event()

@@ -16,6 +16,7 @@ from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import PARAMS, make, mixed_requests, prompt_of, steps_known
 
 
+@pytest.mark.cross
 def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
     """By a clock that only steps move: new ones by seconds, others by 6 ms."""
     clock, seen, step = SimpleNamespace(now_s=0.0), set(), Stepper.step
@@ -42,6 +43,7 @@ def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
             assert engine.session.plain_step_ms[num_requests] == pytest.approx(6.0)
 
 
+@pytest.mark.cross
 def test_warmup_and_workspace(target, draft):
     engine = make(draft, target)
     want = engine.generate(prompt_of(3), 6, temperature=1.0, seeds=2)[0]
@@ -107,6 +109,7 @@ def test_the_workspace_of_the_largest_step(target):
     assert step_bytes(**tree(large), max_spec_batch=0) == 8 * target.vocab_size * target.dtype.itemsize
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("adaptive", [None, "auto"])
 def test_after_a_bare_warmup_no_common_request_is_cold(target, adaptive):
     engine = make(target, target, adaptive=adaptive)

@@ -103,6 +103,7 @@ def size_sweep():
         yield make(16, 4, 1, 16, torch.float16, [length] * batch_size)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(shape, device):
     form = "csr" if SHAPES.index(shape) % 2 else "block_table"
@@ -124,6 +125,7 @@ def test_parts_of_wide_heads(head_dim, device, monkeypatch):
     check(make(head_dim, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), str(head_dim))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("window", [1, 16, 17, 100, 700, 2000])
 def test_window(window, device):
     """Slots before the window may hold anything, and their pages may be gone."""
@@ -150,6 +152,7 @@ def test_sinks(dtype, device):
     assert_close("gqa_decode", "no keys", "lse", result.lse[2], values["sinks"].float())
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("num_scales", [1, 2])
 def test_float8_cache(num_scales, device):
     values = make(64, 4, 2, 16, torch.float16, [300, 17], device=device)
@@ -168,6 +171,7 @@ def test_all_at_once(device):
     check(values, "all at once")
 
 
+@pytest.mark.cross
 @pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.parametrize("batch_size", [1, 2, 9])
 @pytest.mark.parametrize("form", ["block_table", "csr"])
@@ -272,6 +276,7 @@ def test_malformed_csr(device):
     check(values, "malformed indptr")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("max_programs", [ordered.MAX_PROGRAMS, 5])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_requests_that_share_pages_of_a_csr_table(deterministic, max_programs, device, monkeypatch):
@@ -314,6 +319,7 @@ def test_launches_and_nothing_else(device, monkeypatch):
         assert_only_launches("attention.gqa_decode", short, launches=1)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("form", ["block_table", "csr"])
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 def test_page_ids_that_int32_does_not_hold(page_size, form, device):

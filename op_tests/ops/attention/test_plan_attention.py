@@ -85,6 +85,7 @@ def attention(kind, lengths, device, **options):
     }  # fmt: skip
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("multiprocessors", [1, 7, 132])
 @pytest.mark.parametrize("lengths", RAGGED, ids=lambda lengths: f"B={len(lengths)}")
 @pytest.mark.parametrize("kind", ["decode", "tree"])
@@ -97,6 +98,7 @@ def test_attention_with_its_plan_is_attention_without(kind, lengths, multiproces
         assert_equal(kind, str(lengths), field, planned, expected)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("planned", [[1] * 8, [2000] * 8, [0, 700, 64, 1, 64, 0, 900, 1], [5000, 1, 1, 1, 1, 1, 1, 1]])
 @pytest.mark.parametrize("kind", ["decode", "tree"])
 def test_no_key_is_lost_by_a_plan_of_other_lengths(kind, planned, device, monkeypatch):
@@ -107,6 +109,7 @@ def test_no_key_is_lost_by_a_plan_of_other_lengths(kind, planned, device, monkey
         assert_close(kind, str(planned), field, got, expected)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("head_dim", [32, 128, 256])
 @pytest.mark.parametrize("planned", [[1000, *[1] * 7], [1] * 8, [1, 40, 1, 1, 900, 1, 1, 1]], ids=str)
 def test_no_key_is_lost_where_no_request_is_cut(planned, head_dim, device, monkeypatch):
@@ -120,6 +123,7 @@ def test_no_key_is_lost_where_no_request_is_cut(planned, head_dim, device, monke
     assert_close("gqa_decode", str(planned), "lse", got.lse, expected.lse)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
 @pytest.mark.parametrize(("counts", "prefixes"), [([2, 2, 2, 13, 13, 13, 13], [30, 30, 30, 2, 2, 2, 2]),
                                                   ([1, 13, 0, 5], [700, 3, 90, 0])], ids=str)  # fmt: skip
@@ -139,6 +143,7 @@ def test_the_mean_will_do_for_ragged_rows(counts, prefixes, is_separate, device,
     assert_close("tree_attention", str(counts), "output", got.output, expected.output)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("multiprocessors", [1, 3, 8])
 @pytest.mark.parametrize("kind", ["decode", "tree"])
 def test_no_key_is_lost_by_the_plan_of_another_window(kind, multiprocessors, device, monkeypatch):
@@ -176,6 +181,7 @@ def test_slots_past_two_billion_with_the_plan_of_another_window(device, monkeypa
     assert_close("tree_attention", "far", "output", got.output, expected.output)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("kind", ["decode", "tree"])
 def test_deterministic_bits_do_not_depend_on_the_plan(kind, device):
     function, values = attention(kind, RAGGED[0], device, deterministic=True)
@@ -184,6 +190,7 @@ def test_deterministic_bits_do_not_depend_on_the_plan(kind, device):
         assert_equal(kind, "other plan", field, got, expected)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     "plan",
     [[0] * 9, [-5] * 9, [2**31 - 1] * 9, list(range(8, -1, -1)), [0, 2**30, 3, -(2**31), 7, 2**31 - 1, 1, 9, 4],

@@ -184,6 +184,7 @@ def test_queries_beyond_max_query(page_size, device):
         assert_close("prefill_attention", "reference", "output", result.output[rows], expected.output[rows])
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_many_requests(page_size, device):
     """More than a program looks at at once, some of them empty, with one and with several tiles of rows."""
@@ -263,6 +264,7 @@ def test_pages_past_2_31_elements(device):
     assert_equal("prefill_attention", "far pages", "output", result.output, expected.output)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("row", [row for rows in TUNING.values() for row in rows], ids=lambda row: f"{row['max_rows']}")
 def test_every_tuning_row(row, device, monkeypatch):
     """Tiles of many rows, and those of few."""

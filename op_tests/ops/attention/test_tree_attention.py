@@ -158,6 +158,7 @@ def test_splits(device):
     check(make(2, 4, 32, 2, 1, 16, torch.float32, [600, 0, 128], device=device), "splits")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("row", [row for rows in TUNING.values() for row in rows], ids=lambda row: f"{row['max_rows']}")
 def test_every_tuning_row(row, device, monkeypatch):
     """Tiles that only large batches have."""
@@ -279,6 +280,7 @@ def ragged(counts, head_dim, group_size, num_kv_heads, page_size, dtype, prefixe
     return values | paged
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("is_causal", [False, True], ids=["tree", "chain"])
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
 @pytest.mark.parametrize("form", ["block_table", "csr"])
@@ -293,6 +295,7 @@ def test_ragged(form, is_separate, is_causal, device):
     check(values | {"window": 6, "positions": (starts + depths).to(device)}, "ragged, window")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
 @pytest.mark.parametrize("form", ["block_table", "csr"])
 def test_rows_beyond_max_query(form, is_separate, device):
@@ -329,6 +332,7 @@ def test_soft_cap_sinks_and_float8(device):
     check(values, "drafts in the pool")
 
 
+@pytest.mark.cross
 @pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize(("num_query", "prefix"), [(2, 300), (31, 300), (64, 300), (64, 100), (2, 1500)])
@@ -385,6 +389,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.cross
 @pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.parametrize(("shape", "options", "rows"), PATHS, ids=str)
 def test_deterministic_nodes_are_plain_decoding(shape, options, rows, device):

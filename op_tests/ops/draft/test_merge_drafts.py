@@ -52,6 +52,7 @@ def size_sweep():
         yield values
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("num_drafts", "num_others"), [(1, 1), (5, 3), (16, 15), (31, 40), (0, 4), (4, 0)])
 def test_matches_reference(num_drafts, num_others, device):
     values = make(4, num_drafts, num_others, device=device)
@@ -60,6 +61,7 @@ def test_matches_reference(num_drafts, num_others, device):
         check_operation(PATH, values | {"num_speculative_tokens": max(1, most)}, case=f"K={most}")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("vocabulary", [1, 2, 2**40])
 def test_how_much_is_shared(vocabulary, device):
     result, _ = check_operation(PATH, make(6, 20, 20, vocabulary=vocabulary, device=device))

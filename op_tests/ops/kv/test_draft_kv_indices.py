@@ -65,6 +65,7 @@ def test_more_requests_than_a_tile_of_lengths(device):
     check_operation("kv.draft_kv_indices", make(130, 1, 2, 1, 4, device=device))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("sizes", PAIRWISE, ids=str)
 def test_pairwise(sizes, device):
     topk, num_steps, page_size, batch_size = sizes

@@ -277,6 +277,7 @@ def every_value():
     return torch.nn.functional.pad(values, (0, -len(values) % 1024)).view(-1, 1, 1024)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("dtype", [FN, FNUZ], ids=str)
 def test_every_8_bit_float_is_rounded_as_by_pytorch(dtype, device):
     """Nearest, ties to even, limited to the largest value; NaN stays NaN, whatever its sign."""

@@ -80,6 +80,7 @@ def size_sweep():
         yield make(num_rows, 16, 64, torch.float16) | {"x": odd[:, :64]}
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 def test_matches_reference(num_rows, size, device):
@@ -93,6 +94,7 @@ def test_every_number_of_rows(num_rows, device):
     check(make(num_rows, 37, 80, torch.float16, has_bias=True, device=device), f"T = {num_rows}")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("num_rows", [17, 30, 64])
 def test_more_rows_in_fp32(num_rows, device):
     check(make(num_rows, 37, 80, torch.float32, has_bias=True, device=device), f"T = {num_rows}")
@@ -125,6 +127,7 @@ def test_parts_into_a_wider_tensor(device):
     assert wide[..., 24:].isnan().all()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_parts", [None, 2])
 def test_deterministic_rows_are_as_they_are_alone(num_parts, dtype, device):
@@ -266,6 +269,7 @@ def _check_companies(dtype, device):
         assert torch.equal(result, before[company])
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("num_columns", [80, 640, 1100, 4096])
 def test_a_row_in_fp32_is_as_it_is_alone(num_columns, device):
     """Bit by bit, with one tile of columns or several: no compiler chooses which products it fuses with which sums."""
@@ -321,6 +325,7 @@ def test_tuning_changes_rounding_alone(numbers, device, monkeypatch):
         check(make(num_rows, 70, 3000, torch.float16, has_bias=True, device=device), f"T = {num_rows} {numbers}")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     "numbers",
     [

@@ -164,6 +164,7 @@ def whole_numbers(shape, dtype, device):
     return torch.randint(-8, 9, shape).to(device, dtype)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_bits_are_those_of_hugging_face_s_llama(dtype, device):
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")

@@ -46,6 +46,7 @@ def size_sweep():
         yield make(batch_size, 8, slack=slack)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("with_positions", [False, True], ids=["chain", "positions"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

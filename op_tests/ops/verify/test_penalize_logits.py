@@ -119,6 +119,7 @@ def test_numbers_off_any_grid(device):
     check_operation(PATH, values, close=("output",))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("dtype", "temperature", "filters"),
     [
@@ -223,6 +224,7 @@ def test_rows_of_many_slices_and_long_lists(device, monkeypatch):
     check_operation(PATH, values | {"target_logits": wide[:, :205]}, case="slices")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("names", [("min_tokens",), PENALTIES, ("min_tokens", *PENALTIES)], ids="+".join)
 def test_slices_without_drafts_or_end_tokens(names, device, monkeypatch):
     """Drafts are below 9; one slice has them, one the end token, some neither."""

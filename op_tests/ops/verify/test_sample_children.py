@@ -42,6 +42,7 @@ def size_sweep():
         yield make(num_rows, 1000)
 
 
+@pytest.mark.cross
 @REPLACEMENT
 @pytest.mark.parametrize(
     ("num_rows", "vocab_size", "num_children"), [(3, 1, 1), (6, 7, 3), (2, 257, 64), (3, 4096, 5), (2, 9001, 8)]
@@ -111,6 +112,7 @@ def test_greedy_rows_are_a_top_k_tree(device):
     assert torch.equal(repeated.tokens, best[:, :1].expand(5, 4))
 
 
+@pytest.mark.cross
 @REPLACEMENT
 def test_the_key_alone_decides(replacement, device):
     """Not the batch, the row, the number of children, or the integers' type; but the node, position and seed."""

@@ -342,6 +342,7 @@ def filter_rows(vocab_size: int) -> list[tuple]:
     return rows
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("vocab_size", "order"), [(2500, "top_k_first"), (2500, "joint"), (4097, "joint")])
 def test_filters_of_long_rows(vocab_size, order, device):
     rows = filter_rows(vocab_size)
@@ -429,6 +430,7 @@ def test_ties_of_greedy_rows_go_to_the_lowest_id(device):
     assert eagle_kernels.raw.sample_from_logits(**values).tolist() == [3, 1030, 12, 700, 77, 2099]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_slices_of_any_length_give_the_same(dtype, device, monkeypatch):
     """Of one and of many tiles, of rows that are flat, steep, constant, far from 0, almost empty, full of NaN."""

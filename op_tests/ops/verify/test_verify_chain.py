@@ -131,6 +131,7 @@ def test_matches_reference(target, draft, draft_vocab_size, num_tokens, method, 
     assert num_tokens == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("method", METHODS)
 def test_exact_arithmetic_gives_the_reference(method, device):
     """Probabilities on a dyadic grid: sums are exact, whatever their order."""
@@ -191,6 +192,7 @@ SPECIAL = [
 ]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("method", METHODS)
 def test_special_probabilities(method, device):
     values = to_device(make_probs([case[:3] for case in SPECIAL], method), device)
@@ -287,6 +289,7 @@ def deviation_of_two_rounds(method, **options):
     return deviation(method, random_law(2, 8), random_law(2, 8), 3, num_rounds=2, **options)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("method", METHODS)
 def test_the_law_of_two_rounds_is_exactly_the_targets(method):
     """And no coin is looked at twice: block verification knows coins of positions that the next round drafts again."""
@@ -357,6 +360,7 @@ def test_a_draft_temperature_that_is_ignored_is_seen(method):
     assert worst(method, draft=draft, wrong={"claimed": claimed}) > 0.05
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("lanes", [2000, pytest.param(2**20, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("method", METHODS)
 def test_joint_law_of_the_emitted_tokens(method, lanes, device):

@@ -479,6 +479,7 @@ def test_wrong_schemes_are_seen(wrong, monkeypatch):
     assert worst > 0.05
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("tree", ["binary", "duplicates"])
 def test_joint_law_of_the_emitted_tokens(tree, device):
     """Chi-square: a target over four tokens that remembers one, three tokens of text, fresh coins in every lane.

@@ -387,6 +387,7 @@ def test_inputs_of_every_kind(reduced, target, draft, replacement, device):
     check_operation(PATH, values, case=f"{reduced} {target} {draft}")
 
 
+@pytest.mark.cross
 @REPLACEMENT
 @pytest.mark.parametrize("temperature", [None, 1.0], ids=["probabilities", "logits"])
 def test_children_after_rejections(temperature, replacement, device):
@@ -461,6 +462,7 @@ def launches_of(way, spec_steps, num_nodes, has_scan=True):
     return num_levels * (min(WAYS[way], num_nodes - 1) + 1 + has_scan)
 
 
+@pytest.mark.cross
 @REPLACEMENT
 @WAY
 def test_several_slices(way, replacement, device, monkeypatch):
@@ -473,6 +475,7 @@ def test_several_slices(way, replacement, device, monkeypatch):
     check_operation(PATH, {**values, "spec_steps": 1}, case=f"{way} S=1")
 
 
+@pytest.mark.cross
 @WAY
 @pytest.mark.parametrize(
     ("reduced", "kind"), [(40, "logits"), (None, "probs"), (40, "probs")], ids=["reduced", "probs", "reduced probs"]
@@ -484,6 +487,7 @@ def test_several_slices_of_every_kind(reduced, kind, way, device, monkeypatch):
     check_operation(PATH, values, case=f"{way} {reduced} {kind}")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("way", "rounds"), [("all nodes at once", 2), ("all nodes at once", 8), ("level by level", 5)])
 def test_requests_that_end_in_different_rounds(way, rounds, device, monkeypatch):
     """Seven children, of which the first, the third or none is accepted; seven rounds at the most are needed."""
@@ -498,6 +502,7 @@ def test_requests_that_end_in_different_rounds(way, rounds, device, monkeypatch)
     assert accepted.unique().tolist() == [-1, 1, 3]
 
 
+@pytest.mark.cross
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
 @WAY
 @pytest.mark.parametrize("name", ["all of q on a rejected child", "residual of no mass, child of 0"])
@@ -512,6 +517,7 @@ def test_what_several_slices_leave(name, way, device, monkeypatch):
     assert set(output.predicts.view(4, -1)[:, 0].tolist()) <= emitted
 
 
+@pytest.mark.cross
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
 @WAY
 def test_draft_logits_far_below_the_rejected_child_in_slices(way, device, monkeypatch):
@@ -523,6 +529,7 @@ def test_draft_logits_far_below_the_rejected_child_in_slices(way, device, monkey
     assert (output.accept_token_num == 1).all()
 
 
+@pytest.mark.cross
 @WAY
 @pytest.mark.parametrize("fault", ["dead rows", "shared children", "backward links"])
 def test_malformed_trees_in_slices(fault, way, device, monkeypatch):
@@ -540,6 +547,7 @@ def share_children(links):
         links[name][:] = torch.where(following > 0, following, -1)
 
 
+@pytest.mark.cross
 @WAY
 def test_chosen_children_in_slices(way, device, monkeypatch):
     cut(monkeypatch, way, block=2)

@@ -91,6 +91,7 @@ def test_half_precision_logits(dtype, device, monkeypatch):
     check_operation(PATH, make(2, 4, 2, 6, device=device, dtype=dtype), case=str(dtype))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("filters", FILTERS)
 def test_both_ways_of_scanning_give_the_same(filters, device, monkeypatch):
     values = with_processors(make(2, 2, 2, 4, device=device, **FILTERS[filters]), penalties=False)
@@ -148,6 +149,7 @@ def check_everything(values: dict, case: str):
     return output
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("case", "names"),
     [
@@ -197,6 +199,7 @@ def test_penalties_have_the_same_bits_in_every_kernel(vocab_size, num_kept, devi
     assert (logits.gather(1, drawn[:, None])[:, 0] >= edge - 1e-5).all()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("filters", FILTERS)
 def test_padded_vocabulary(filters, way, device):
     values = make(1, 2, 2, 5, device=device, **FILTERS[filters])
@@ -262,6 +265,7 @@ def test_filter_order(order, device, way):
     assert ((output.predicts == 3) == (order == "joint")).all()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("order", ["top_k_first", "joint"])
 def test_log_probabilities_of_flat_rows(order, device):
     """Of thousands of tokens that the filters keep, all are summed; those drawn are the same without the sums."""
@@ -292,6 +296,7 @@ def test_log_probabilities(device):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(without[:3], output))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_commits_as_verify_commit_does(dtype, way, device):
     """With a dead row, whose links are -1, and one that is not live although its links are sound."""
@@ -315,6 +320,7 @@ def test_rows_of_temperature_zero_are_greedy(device):
     assert all(torch.equal(a, b) for a, b in zip(sampled, greedy))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}], ids=str)
 def test_joint_law_of_the_emitted_tokens(filters, device):
     """A target over four tokens that remembers one token; a tree of two levels; chi-square on what three draws emit.
@@ -372,6 +378,7 @@ def test_joint_law_of_the_emitted_tokens(filters, device):
     assert_follows_law(outcome.cpu(), law)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("has_penalties", [False, True])
 def test_neighbours_and_batch_do_not_matter(has_penalties, device, monkeypatch):
     """Greedy, plain and filtered rows in one batch: each gives the same bits alone, and in the batch turned round."""
@@ -402,6 +409,7 @@ def test_neighbours_and_batch_do_not_matter(has_penalties, device, monkeypatch):
     assert torch.equal(turned.logprobs, whole.logprobs.flip(0))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("way", ["levels", "all_rows"])
 @pytest.mark.parametrize("fault", MALFORMED)
 def test_malformed_trees_end_and_accept_nothing_bad(fault, way, device, monkeypatch):
@@ -414,6 +422,7 @@ def test_malformed_trees_end_and_accept_nothing_bad(fault, way, device, monkeypa
         assert output.accept_token_num.sum() == 0
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_special_logits_stay_in_their_row(bad, device, monkeypatch):
     force(monkeypatch, "levels" if bad > 0 else "all_rows")

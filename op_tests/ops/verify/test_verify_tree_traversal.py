@@ -174,6 +174,7 @@ def test_half_precision_and_rows_of_several_tiles(dtype, device):
     check_operation(PATH, values, case=str(dtype))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("batch_size", "topk", "spec_steps", "num_nodes", "vocab_size"),
     [(6, 2, 2, 6, 12), (20, 4, 1, 5, 6)],  # of few tokens and many siblings, later ones decide
@@ -200,6 +201,7 @@ def cut(monkeypatch, block, rounds):
     retune(monkeypatch, op.ROUND_TUNING, rounds=rounds)
 
 
+@pytest.mark.cross
 @ROUNDS
 @pytest.mark.parametrize("kind", ["logits", "probs"])
 def test_several_slices(kind, rounds, device, monkeypatch):
@@ -211,6 +213,7 @@ def test_several_slices(kind, rounds, device, monkeypatch):
     assert output.accept_token_num.sum() > 0
 
 
+@pytest.mark.cross
 @ROUNDS
 def test_requests_that_end_in_different_rounds(rounds, device, monkeypatch):
     """Probabilities on a dyadic grid, few tokens and many siblings: now the first leaf is accepted, now the last."""
@@ -224,6 +227,7 @@ def test_requests_that_end_in_different_rounds(rounds, device, monkeypatch):
     assert accepted.unique().numel() > 2
 
 
+@pytest.mark.cross
 @ROUNDS
 def test_every_node_is_deleted(rounds, device, monkeypatch):
     """Two levels of children that the target does not have: one round for each."""
@@ -236,6 +240,7 @@ def test_every_node_is_deleted(rounds, device, monkeypatch):
     assert output.accept_token_num[0] == 0
 
 
+@pytest.mark.cross
 @ROUNDS
 def test_special_probabilities_in_slices(rounds, device, monkeypatch):
     cut(monkeypatch, 2, rounds)
@@ -536,6 +541,7 @@ def test_children_with_replacement_are_seen(monkeypatch):
     assert worst(name="two", share=0.0, count=8) > 0.05
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("lanes", [1000, pytest.param(2**20, marks=pytest.mark.gpu)])
 def test_joint_law_of_the_emitted_tokens(lanes, device):
     """Chi-square over three tokens of trees [-1, 0, 0, 1], completed by the target.
