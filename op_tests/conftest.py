@@ -55,9 +55,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif item.get_closest_marker("full"):
             item.add_marker(pytest.mark.skip(reason="full cross of shapes, run on a GPU"))
-        elif item.get_closest_marker("cross") and not config.getoption("--crosses"):
+        elif config.getoption("--slow"):
+            continue
+        elif item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="takes long without a GPU, run with --slow"))
+        elif item.get_closest_marker("cross"):
             if item.function in crossed:
-                item.add_marker(pytest.mark.skip(reason="another case of a cross, run on a GPU or with --crosses"))
+                item.add_marker(pytest.mark.skip(reason="another case of a cross, run on a GPU or with --slow"))
             crossed.add(item.function)
 
 
@@ -67,7 +71,7 @@ MISSED = "eagle_kernels/missed"
 
 def pytest_addoption(parser):
     parser.addoption("--missed", action="store_true", help="run what was skipped before for want of a package")
-    parser.addoption("--crosses", action="store_true", help="run all cases of slow tests without a GPU, too")
+    parser.addoption("--slow", action="store_true", help="run without a GPU what takes long there, too")
 
 
 def pytest_configure(config):

@@ -428,7 +428,7 @@ def plant(mutant: Mutant, folder: Path) -> None:
 def failures(tests: list[str], folder: Path) -> tuple[list[str], str]:
     """The tests that failed by an assertion there, and what went wrong otherwise ("" for nothing)."""
     report = folder / "report.xml"
-    options = ("-q", "-p", "no:cacheprovider", "--crosses", f"--junitxml={report}")
+    options = ("-q", "-p", "no:cacheprovider", "--slow", f"--junitxml={report}")
     command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:

@@ -635,6 +635,7 @@ def test_clients_come_and_go():
     assert load.phases("1-25", 38) == [(2, 1), (6, 4), (14, 16), (24, 25), (32, 16), (36, 4), (38, 1)]
 
 
+@pytest.mark.slow
 def test_a_mixed_load_of_a_small_model(capsys, tmp_path, monkeypatch):
     from bench.apps import load
 
@@ -787,6 +788,7 @@ def test_kernels_are_summed_by_name():
     assert sums_us(events) == [("a", 2, 6), ("b", 2, 5.5)]
 
 
+@pytest.mark.slow
 def test_drafters_are_compared_on_code_that_is_edited(capsys, monkeypatch):
     """Also that the text is the edited file, whoever drafts; on a pair of lines, since references are slow."""
     from bench.apps import drafters

@@ -227,6 +227,7 @@ def test_the_plug_in_is_found_as_an_installed_one(tmp_path):
     assert function == "register" and Path(file).is_relative_to(sglang_engine.ROOT)
 
 
+@pytest.mark.slow
 def test_all_systems_on_a_made_sglang(sglang, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(server, "SHORT", 8)
     monkeypatch.setattr(server, "QUICK_LONG", 40)

@@ -22,8 +22,8 @@ def report(nodeid, when="call", longrepr=None):
     return SimpleNamespace(nodeid=nodeid, when=when, longrepr=longrepr, skipped=longrepr is not None)
 
 
-def config(cache, *, is_missed=False, crosses=False, **more):
-    plugins, options = [], {"--missed": is_missed, "--crosses": crosses}
+def config(cache, *, is_missed=False, slow=False, **more):
+    plugins, options = [], {"--missed": is_missed, "--slow": slow}
     manager = SimpleNamespace(register=plugins.append)
     return SimpleNamespace(
         cache=cache, getoption=options.get, args=["op_tests"], pluginmanager=manager, plugins=plugins, **more
@@ -87,10 +87,10 @@ def test_a_checkout_may_have_any_name(name, monkeypatch):
 
 
 def test_of_slow_cases_the_first_runs_without_a_gpu(monkeypatch):
-    """It is the first that no other mark leaves out; all run with --crosses."""
+    """It is the first that no other mark leaves out; all run with --slow."""
     monkeypatch.setattr(conftest.torch.cuda, "is_available", lambda: False)
 
-    def skipped(crosses):
+    def skipped(slow):
         def item(function, *markers):
             added = []
             find = lambda marker: marker if marker in markers else None  # noqa: E731
@@ -100,11 +100,14 @@ def test_of_slow_cases_the_first_runs_without_a_gpu(monkeypatch):
             )  # fmt: skip
 
         one, other = object(), object()
-        items = [item(one, "cross", "full"), *(item(one, "cross") for _ in range(3)), item(other, "cross"), item(None)]
-        conftest.pytest_collection_modifyitems(
-            config(None, crosses=crosses, option=SimpleNamespace(markexpr="smoke")), items
-        )
+        items = [
+            item(one, "cross", "full"),
+            *(item(one, "cross") for _ in range(3)),
+            item(other, "cross"),
+            item(None, "slow"),
+        ]
+        conftest.pytest_collection_modifyitems(config(None, slow=slow, option=SimpleNamespace(markexpr="smoke")), items)
         return [bool(each.added) for each in items]
 
-    assert skipped(False) == [True, False, True, True, False, False]
+    assert skipped(False) == [True, False, True, True, False, True]
     assert skipped(True) == [True, False, False, False, False, False]

@@ -40,6 +40,7 @@ def test_an_example_for_each_kind_of_user():
     assert EXAMPLES == ["own_drafter", "own_server", "paged_server", "seeds"]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_shows_what_it_holds():
     """Texts are the stored ones; of pictures, whose speeds differ, the kind is."""
     pytest.importorskip("matplotlib")

@@ -704,6 +704,7 @@ def test_no_key_makes_words_degenerate():
                 assert not ((word == 0) & (low == 0)).any()
 
 
+@pytest.mark.slow
 def test_instructions_per_token(note):
     """Of a scan, in the PTX for sm_90: what a slice twice as large has more of, its share of hash and bound included;
     and all that a slice of 1024 has, Philox and one turn of looking at 32 tokens in full included."""

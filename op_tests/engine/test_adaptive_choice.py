@@ -101,6 +101,7 @@ def test_perfect_drafts_are_kept(target, text, num_requests):
     assert seen[8] >= 0.8 * seen.total(), seen
 
 
+@pytest.mark.slow
 def test_drafts_that_no_longer_pay_are_given_up(target, text):
     """One engine and one draft, and verification that becomes dear."""
     engine = make(target, text, True)

@@ -162,6 +162,7 @@ def test_generation_up_to_the_last_position(device):
     assert text == engine.generate([1, 2, 3, 4], 20, speculative=False)[0]
 
 
+@pytest.mark.slow
 def test_an_end_token_at_every_depth_ends_the_text_there(target):
     engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=4, temperature=1.0))
     text, _ = engine.generate(PROMPTS[0], 12, seeds=2)

@@ -43,6 +43,7 @@ def test_text_is_plain_text_by_every_exact_strategy(name, strategy, device):
     assert stats.drafted == 0 if name == "naive" else 0 < stats.accepted < stats.drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_drafts_that_come_back_when_the_batch_is_small(name, device):
     """Behind steps without drafts, whose tokens the drafter has to learn of as well."""

@@ -151,6 +151,7 @@ def test_the_application_runs_on_models_of_transformers(run, models, device, cap
     assert target.generate(input_ids, **greedy).tolist() == want.tolist(), "the caller's model generates as before"
 
 
+@pytest.mark.slow
 def test_research_over_widths(run, models, capsys):
     draft, target = models
     run(RESEARCH, draft_model=draft, target_model=target, test_data=[[[1, 2, 3]], [[4, 5]]])

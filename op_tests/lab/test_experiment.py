@@ -161,6 +161,7 @@ def test_every_batch_is_full(tmp_path, monkeypatch):
         widths.clear()
 
 
+@pytest.mark.slow
 def test_other_code_is_measured_anew(tmp_path, monkeypatch):
     """Also where the commit does not tell: files may differ from it, or there is none."""
     runs = watch_runs(monkeypatch)
@@ -176,6 +177,7 @@ def test_no_triton_is_needed(tmp_path, monkeypatch):
     assert read_events(tmp_path / "cells.jsonl", "cell")[0]["versions"]["triton"] is None
 
 
+@pytest.mark.slow
 def test_cells_of_a_group_are_measured_in_turns(tmp_path, monkeypatch, capsys):
     """So that a machine that is slow for a while is so for all of them."""
     runs = watch_runs(monkeypatch)
@@ -190,6 +192,7 @@ def test_cells_of_a_group_are_measured_in_turns(tmp_path, monkeypatch, capsys):
     assert [len(cell["per_run"]) for cell in read_events(tmp_path / "more.jsonl", "cell")] == [7, 7]
 
 
+@pytest.mark.slow
 def test_no_run_compiles(tmp_path, monkeypatch):
     """Whatever was measured in between, and however few requests are left when others have ended."""
     cold, real = [], Meter.run
@@ -206,6 +209,7 @@ def test_no_run_compiles(tmp_path, monkeypatch):
     assert cold == 6 * [0]
 
 
+@pytest.mark.slow
 def test_a_cell_learns_nothing_from_its_runs(tmp_path):
     """Nor from those of others: the second run of a prompt drafts as the first one does."""
     options = ["--domains", "code", "--methods", "suffix", "--max-new-tokens", "24", "--num-runs"]
@@ -222,6 +226,7 @@ def test_prompts_may_leave_room_for_two_tokens(tmp_path):
     assert call(tmp_path / "cells.jsonl", *options, "--max-new-tokens", "2") == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch, capsys):
     """Cells that are there stay as they are; plain decoding is measured again beside those that are left."""
     output, cells = tmp_path / "cells.jsonl", [*CELLS, "--domains", "code", "conversation"]

@@ -168,6 +168,7 @@ def test_numbers_that_are_none(tmp_path):
     page_of(tmp_path / "all", [each | gone | {"accepted_per_depth": [], "phase_ms": {}} for each in experiment()])
 
 
+@pytest.mark.slow
 def test_500_cells(tmp_path, capsys):
     start_s = time.process_time()
     text = page_of(tmp_path, many())
@@ -176,6 +177,7 @@ def test_500_cells(tmp_path, capsys):
     assert len(text.encode()) < 3e6 and text.count("<tr>") > 500
 
 
+@pytest.mark.slow
 def test_the_same_files_each_time(tmp_path):
     contents = []
     for name in "ab":

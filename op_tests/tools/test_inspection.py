@@ -70,6 +70,7 @@ def test_the_embedded_head(capsys):
     ]
 
 
+@pytest.mark.slow
 def test_the_sweep_finds_the_embedded_head_right(capsys):
     """Off by one costs a head acceptance, and nothing else would tell."""
     arguments = ("--target", TARGET, "--sweep", PROMPTS, "--num-prompts", 6, "--max-new-tokens", 32)

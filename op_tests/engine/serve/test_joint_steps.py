@@ -217,7 +217,7 @@ def test_prompts_beside_requests_that_need_no_step(target, draft, lag, joined):
     assert request.output_ids == want
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 def test_requests_that_come_and_go_at_random(target, draft, lag):
     """In any order, with plain steps between; every text is that of the request alone."""
     engine, coin = make(draft, target, max_batch=4), random.Random(5)

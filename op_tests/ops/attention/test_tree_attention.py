@@ -158,7 +158,7 @@ def test_splits(device):
     check(make(2, 4, 32, 2, 1, 16, torch.float32, [600, 0, 128], device=device), "splits")
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [row for rows in TUNING.values() for row in rows], ids=lambda row: f"{row['max_rows']}")
 def test_every_tuning_row(row, device, monkeypatch):
     """Tiles that only large batches have."""

@@ -136,6 +136,7 @@ def test_a_window_that_moves_back_under_the_capacity(device):
     check_operation("kv.draft_kv_indices", values | {"capacity": 512}, case="512")
 
 
+@pytest.mark.slow
 def test_windows_of_long_prefixes(device):
     """The window and the sink are longer than a block; batches longer than a tile of lengths."""
     values = make(1, 1, 3, 1, 10, slack=4000, device=device, window_size=700, sink_size=600, window_counts_drafts=True)
