@@ -1,12 +1,15 @@
-.PHONY: check test test-gpu smoke mutants bench
+.PHONY: check test test-slow test-gpu smoke mutants bench
 
 check:  ## what a review would say first
 	ruff check .
 	ruff format --check .
 	python -m pytest -q op_tests/test_architecture.py op_tests/test_mirror.py
 
-test:  ## everything that runs without a GPU (kernels through Triton's interpreter); with one, everything
+test:  ## what is quick without a GPU (kernels through Triton's interpreter); with one, everything
 	python -m pytest -q -n auto --dist worksteal op_tests
+
+test-slow:  ## what takes long without a GPU, too
+	python -m pytest -q -n auto --dist worksteal --slow op_tests
 
 JOBS ?= 8
 test-gpu:  ## everything on the GPU, full crosses too; refuses to start without one
