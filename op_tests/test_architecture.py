@@ -45,7 +45,6 @@ def calls_and_attributes(tree: ast.Module):
     return (node for node in ast.walk(tree) if isinstance(node, (ast.Call, ast.Attribute)))
 
 
-@pytest.mark.cross
 @pytest.mark.parametrize("law", architecture.LAWS, ids=lambda law: law.__name__)
 def test_the_house_obeys(law):
     violations = list(law(HOUSE))
@@ -232,7 +231,6 @@ def test_references_stand_alone(path):
     assert not foreign, f"{path} imports {foreign}"
 
 
-@pytest.mark.cross
 @pytest.mark.parametrize("path", sources(PACKAGE), ids=lambda p: str(p.relative_to(ROOT)))
 def test_extras_are_imported_lazily(path):
     roots = imported_roots(path, top_level_only=True)

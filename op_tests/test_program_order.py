@@ -48,7 +48,6 @@ def run(path: str, values: dict) -> list[torch.Tensor]:
     return outputs + [value for value in values.values() if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.cross
 @pytest.mark.parametrize("path", PATHS)
 def test_the_order_of_programs_does_not_matter(path):
     """On the op's first case, or on its `order_case()` where that one is large, or only there to be compiled."""

@@ -120,7 +120,6 @@ def test_a_nan_filter_is_off_in_kernel_and_reference(device):
         assert torch.equal(function(**values), plain)
 
 
-@pytest.mark.cross
 @pytest.mark.parametrize("path", PATHS)
 def test_batch_and_lengths_compile_at_most_two_variants(path):
     """A server sees every batch size and length; each must not cost a compilation. An op that needs more says why."""
