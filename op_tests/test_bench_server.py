@@ -210,6 +210,7 @@ def test_stock_engines_get_no_plug_in(tmp_path, monkeypatch):
     assert folders[0] not in told["PYTHONPATH"]
 
 
+@pytest.mark.slow
 def test_the_plug_in_is_found_as_an_installed_one(tmp_path):
     sglang_engine.write_plugin(tmp_path / "plugin")
     told = sglang_engine.environment(
@@ -282,6 +283,7 @@ def test_sglang_s_all_reduce_is_not_taken_for_another(sglang, tmp_path, capsys, 
     assert said.count("| sglang+triton |") == 3 and "| sglang+eagle_kernels |" not in said
 
 
+@pytest.mark.slow
 def test_lines_are_kept_beside_a_gpu(sglang, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
@@ -305,6 +307,7 @@ def test_lines_are_kept_beside_a_gpu(sglang, tmp_path, capsys, monkeypatch):
     assert server_tables.tables(file) == []  # quick ones make no table
 
 
+@pytest.mark.slow
 def test_requests_are_sent_at_once(sglang, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
@@ -419,6 +422,7 @@ def test_without_a_flashinfer_that_fails_the_others_run(sglang, capsys, monkeypa
     assert "from here on the other systems run without FlashInfer" in said and "| sglang+triton |" in said
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_killed_with_what_it_started(sglang, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE", json.dumps({"triton": "hang"}))
     log = tmp_path / "log.txt"
@@ -429,6 +433,7 @@ def test_an_engine_that_hangs_is_killed_with_what_it_started(sglang, tmp_path, m
     assert has_ended(other)
 
 
+@pytest.mark.slow
 def test_an_engine_ends_with_its_caller(sglang, tmp_path, monkeypatch):
     """Also where the caller is killed, and cannot end anything itself."""
     monkeypatch.setenv("FAKE", json.dumps({"triton": "hang"}))

@@ -86,6 +86,7 @@ def table(said):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines() if line[:1] == "|"]
 
 
+@pytest.mark.slow
 def test_equal_texts_pass(texts, capsys, monkeypatch):
     kept = []
     monkeypatch.setattr(server.Bench, "keep", lambda bench, line: kept.append(line))

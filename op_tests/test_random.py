@@ -523,6 +523,7 @@ def grouped_of_many_keys(device) -> Grouped:
     return make_grouped(torch.cat([seeds, 0 * count + 7]), torch.cat([positions, count]), GROUPED_IDS)
 
 
+@pytest.mark.slow
 def test_a_group_has_one_leader_whichever_it_is(grouped):
     leads = grouped.leads.view(-1, 4, 8).cpu()
     assert (leads.sum(dim=2) == 1).all()
@@ -626,7 +627,7 @@ def test_equal_values_go_by_fine_bits_and_then_to_the_lowest_id(device):
         assert ids[by_id[reference.largest(each[None, by_id], fine[None, by_id])]].tolist() == [-pairs[-1][2]]
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["plain", "grouped"])
 def test_ties_are_rare(is_grouped, device, note):
     """The two smallest exponentials of a flat row of 128,256, drawn directly: how often their noise is equal in fp32,

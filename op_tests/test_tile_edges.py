@@ -122,7 +122,7 @@ def pair_of(target: torch.Tensor, draft: torch.Tensor, kind: str) -> dict:
 KINDS = pytest.mark.parametrize("kind", ["probs", "logits", "reduced"])
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("op", [verify_tree_rejection, verify_tree_traversal], ids=lambda op: op.__name__[-9:])
 def test_rejected_children(op, kind, device):

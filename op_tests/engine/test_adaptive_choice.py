@@ -110,7 +110,7 @@ def test_drafts_that_no_longer_pay_are_given_up(target, text):
     assert dear[1] >= 0.9 * dear.total(), dear
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_tree_that_memory_does_not_hold_is_given_up(target, text, is_warm, monkeypatch, caplog):
     """Nobody's text suffers, it is not tried again, and batches that are smaller keep it. What it held is free then."""

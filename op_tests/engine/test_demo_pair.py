@@ -100,7 +100,7 @@ GOLDEN = {
 }
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GOLDEN)
 def test_texts_stay_what_they_are(pair, name):
     """From release to release (test_golden.py) and on every machine: also at temperatures so far from the first one
@@ -216,6 +216,7 @@ def test_silent_faults_leave_the_band(fault, prompts, sound_length, monkeypatch,
         assert not is_in_band(length, measured), f"{fault.__name__} costs nothing that the band shows: {length:.3f}"
 
 
+@pytest.mark.slow
 def test_the_target_as_its_own_draft(pair, prompts):
     """Chains of the target's own argmax are accepted whole."""
     engine = EAGLEInference(CausalDraft(pair.target), pair.target, EAGLEConfig(topk=1, num_steps=4))

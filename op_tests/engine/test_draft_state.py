@@ -130,7 +130,7 @@ def _at_once(monkeypatch):
 in_graphs_too = pytest.mark.parametrize("cuda_graph", [False, pytest.param(True, marks=pytest.mark.gpu)])
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @in_graphs_too
 @pytest.mark.parametrize(
     ("policy", "topk", "page_size"),
@@ -164,7 +164,7 @@ def test_after_steps_whose_drafts_are_drawn(models, cuda_graph):
     assert set(check_steps(models, policy="normal", topk=4, **options)) >= {0, 1, 2}
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @in_graphs_too
 @pytest.mark.parametrize("models", HEADS, indirect=True)
 @pytest.mark.parametrize("topk", [1, 4])

@@ -183,6 +183,7 @@ def test_exactly_max_new_tokens(target, count):
     assert stats.generated_tokens == 3 * count and stats.finish_reasons == ["length"] * 3
 
 
+@pytest.mark.slow
 def test_requests_that_end_early_do_not_disturb_the_others(target, stranger):
     engine = EAGLEInference(stranger, target, EAGLEConfig(topk=3, num_steps=3, temperature=1.0))
     whole, _ = engine.generate(PROMPTS, 20, seeds=[1, 2, 3])

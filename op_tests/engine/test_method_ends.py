@@ -127,7 +127,7 @@ def test_end_tokens_of_the_configuration(name, device):
         assert engine.generate(JUMPERS[0], 12).output_ids == want
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 def test_more_requests_than_pools_and_caches_hold(lag, device):
     """Of five methods: most wait for pages, some are aborted while they wait, are read or run, and the suffix cache
     lets go of the oldest response, that of a request which still runs too."""

@@ -71,6 +71,7 @@ def test_periodic_text_is_drafted_to_the_end(name, lag, device):
     assert stats.mean_accept_length > 0.8 * (1 + config.num_steps)
 
 
+@pytest.mark.slow
 def test_hybrid_is_as_good_as_its_parts(device):
     """The model alone is right, or the history alone is, or neither by itself for the whole path."""
     target, stranger = toys(device)
@@ -320,6 +321,7 @@ def test_a_request_that_fails_before_it_begins_leaves_the_others(device, monkeyp
     assert requests[1].error == "RuntimeError: no memory"
 
 
+@pytest.mark.slow
 def test_random_requests_of_mixed_methods_in_one_batch(device):
     """They come and go, each with its own drafter, sampling and end; on a GPU a thousand of them."""
     coin, count = random.Random(5), 1000 if torch.cuda.is_available() else 30

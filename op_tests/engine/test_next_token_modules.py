@@ -120,7 +120,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("num_modules", [2, 3, 5])

@@ -65,7 +65,7 @@ class Recording(Choice):
         return choice
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_step_is_timed_once_it_has_run(target, number):
     """The first one of its size compiles; after `warmup` none does."""
@@ -245,6 +245,7 @@ def test_the_rate_of_steps_of_several_kinds(target):
     assert (stats.levels, stats.acceptance_rate) == (stats.steps, 1.0) and stats.num_steps == 3
 
 
+@pytest.mark.slow
 def test_the_switch(target):
     """Off and on while requests run; drafts are as good as ever afterwards."""
     engine = make(target, target, topk=1, num_steps=3)
@@ -349,7 +350,7 @@ def test_a_tree_that_has_lost_is_tried_with_more_requests_in_time():
     assert 0 < chosen.index(1) < 5 * PROBE_AFTER and total / total_ms > 0.95 * 4.0 / 9.5
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("node_ms", [0.02, 0.2, 1.0])
 def test_useless_drafts_cost_little_at_any_size(node_ms):
     """Of ever more requests, each of which makes every node dearer, known from the smaller batches or not."""
@@ -512,6 +513,7 @@ def test_texts_that_become_short_again(num_rows, added_ms):
     assert total / total_ms >= 0.97 * max(tokens / step_ms for tokens, step_ms in zip(useless, recorded))
 
 
+@pytest.mark.slow
 def test_automatic_choice_keeps_the_text(target):
     draft = random_llama(hidden_size=16, num_layers=1, seed=1, device=DEVICE)
     engine = make(draft, target, adaptive="auto", topk=4, num_steps=4, num_draft_tokens=16)

@@ -112,7 +112,7 @@ def joined(stream, count: int) -> list[str]:
     return texts
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"n": 2}], ids=str)
 def test_texts_of_several_requests_stream_side_by_side(engine, options):
     """Each is what its tokens are in text, half characters and all."""
@@ -125,6 +125,7 @@ def test_texts_of_several_requests_stream_side_by_side(engine, options):
     assert joined(engine.stream_text(PROMPT, 20, n=3, seeds=4), 3)[0] == texts[0]
 
 
+@pytest.mark.slow
 def test_texts_of_several_requests_end_before_their_stop_strings(engine):
     """Wherever a string begins and ends, in drafts of one step or over several; one text goes on without the others."""
     whole = joined(engine.stream_text(SEVERAL, 40, seeds=[4, 5, 6]), 3)

@@ -209,6 +209,7 @@ def test_an_eagle_head_reads_its_features_and_shares_its_weights(pair):
     assert text == engine.generate([[5, 6, 7], [1]], 8, speculative=False).output_ids
 
 
+@pytest.mark.slow
 def test_a_native_family_through_the_adapter(tmp_path, device):
     make("Llama", {}).save_pretrained(tmp_path)
     native = load_target(tmp_path, device)

@@ -365,6 +365,7 @@ def test_the_options_of_an_app_are_shown(capsys):
     assert run.main(["--help"]) == 0 and "--check-only" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_other_prompts_are_another_setting(tmp_path):
     for text in ("def f(", "def g("):
         PromptDataset([Prompt("code_000", "code", text, 6)]).save(tmp_path / "prompts.json")

@@ -59,6 +59,7 @@ def test_shared_budgets_are_measured(monkeypatch):
     assert 1 < measured["each"] < 5 and 1 < measured["shared"] < 5
 
 
+@pytest.mark.slow
 def test_how_likely_drafts_are_accepted():
     lines = load.likely_drafts(num_prompts=2, new_tokens=40)
     assert [line["from"] for line in lines[:7]] == [*load.LIKELY_FROM[:-1]] and len(lines) == 14

@@ -72,6 +72,7 @@ def test_the_newest_line_of_a_cell_counts_and_k_ascends():
         records.newest_cells([cell(), {name: value for name, value in cell().items() if name != "speedup"}])
 
 
+@pytest.mark.slow
 def test_tables_tell_machines_apart(tmp_path):
     """Where there are several; what all cells share is told once."""
     cells = records.newest_cells([*experiment(), *(each | {"gpu": "Other GPU"} for each in experiment())])
@@ -116,6 +117,7 @@ def test_a_cell_without_its_configuration_is_named():
         records.newest_cells([broken])
 
 
+@pytest.mark.slow
 def test_the_page_has_every_cell_and_its_filters(tmp_path):
     cells = experiment(pairs=("one", "two"), batch_sizes=(1, 16, 2), temperatures=(0.0, 0.5))
     text = page_of(tmp_path, cells)
@@ -237,6 +239,7 @@ def test_long_tables_are_closed_and_can_be_searched():
     assert below.count("th") == 4 + 2 and below.count("td") == 4 * 510 + 2 * 30
 
 
+@pytest.mark.slow
 def test_hashes_say_of_what(tmp_path):
     """A hash of prompts and a cell's own look like a commit."""
     assert records.prompts_text("built in, 24, a680ba01") == "24 built-in prompts (text hash a680ba01)"
@@ -255,6 +258,7 @@ def test_hashes_say_of_what(tmp_path):
     assert about == set(page.options["prompts"][1:]) and len(about) == 2  # a filter compares them
 
 
+@pytest.mark.slow
 def test_it_is_a_page_for_every_reader(tmp_path):
     """A phone, a keyboard, a screen reader, a printer; nothing is fetched from anywhere."""
     text = page_of(tmp_path, experiment())

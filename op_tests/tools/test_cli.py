@@ -170,6 +170,7 @@ def test_json_has_the_text_that_is_printed(capsys, monkeypatch):
     assert printed == PROMPT + text and text.startswith(" ")
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_the_text(capsys):
     texts = []
     for seed in (7, 7, 8):
@@ -180,6 +181,7 @@ def test_a_seed_repeats_the_text(capsys):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.slow
 def test_a_seed_that_was_not_given_is_printed(capsys):
     assert generate("--max-new-tokens", 20, "--temperature", 1) == 0
     text, table = split_report(capsys.readouterr().out)
@@ -518,6 +520,7 @@ def test_a_benchmark_of_one_token_has_no_speedup(tmp_path, capsys):
     assert read_rows(capsys.readouterr().out)["speedup"] == "-"
 
 
+@pytest.mark.slow
 def test_benchmark(tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("import os\n\ndef f(x):\nclass A:\n", encoding="utf-8")

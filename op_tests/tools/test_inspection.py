@@ -83,6 +83,7 @@ def test_the_sweep_finds_the_embedded_head_right(capsys):
     assert report["remarks"] == ["the sweep finds the layer ids right as they are"]
 
 
+@pytest.mark.slow
 def test_the_sweep_names_ids_of_the_other_convention(capsys, tmp_path):
     """The embedded head with its ids beside the sizes, where they number hidden_states."""
     shutil.copytree(DRAFT, tmp_path / "draft")
@@ -101,6 +102,7 @@ def test_the_sweep_names_ids_of_the_other_convention(capsys, tmp_path):
     assert head.aux_layers == (1, 3, 5)
 
 
+@pytest.mark.slow
 def test_the_sweep_of_a_head_that_is_never_accepted_tells_nothing(tmp_path):
     shutil.copytree(DRAFT, tmp_path / "draft")
     noise = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

@@ -114,6 +114,7 @@ def command(*arguments) -> int:
     return main(["benchmark", *map(str, arguments), "--device", "cpu", "--topk", "2", "--num-steps", "2"])
 
 
+@pytest.mark.slow
 def test_the_command_line(file, capsys):
     assert command("--requests", 3, "--input-len", 30, "--output-len", 6, "--json") == 0
     report = json.loads(capsys.readouterr().out)

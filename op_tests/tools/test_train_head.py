@@ -113,6 +113,7 @@ def test_the_loss_falls_and_progress_tells(trained):
     assert record["final_loss"] == pytest.approx(losses[-1], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_trained_head_is_accepted_more_often(trained, target_folder, text_file):
     folder, record, _ = trained
     target = load_target(target_folder)
@@ -264,6 +265,7 @@ def test_validations_of_one_record_are_alike(target_folder, text_file, tmp_path)
     assert list(json.loads(path.read_text())["validations"]) == ["4"]
 
 
+@pytest.mark.slow
 def test_training_in_bf16(target_folder, text_file, tmp_path, capsys):
     """Matrix products in bf16, weights in fp32; the file is bf16, and the head that was measured is it."""
     options = SMALL | {"steps": 30, "validation_prompts": 1, "validation_tokens": 4, "dtype": "bfloat16", "json": True}

@@ -200,6 +200,7 @@ def test_the_files_may_be_read_by_whoever_the_umask_admits(trained):
     assert [(trained / name).stat().st_mode for name in MODEL_FILES] == [usual, usual]
 
 
+@pytest.mark.slow
 def test_acceptance_goes_into_the_record_and_the_card(trained, tmp_path, capsys):
     """Short prompts and few tokens: the tiny pair has 64 positions."""
     pair = tmp_path / "pair"

@@ -79,7 +79,7 @@ def check_text(trees: list[VerifiedTree], prompt: list[int], output: list[int]) 
     assert at == len(output)
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_trees_of_a_head_are_the_text_and_the_laws(pair, sampling):
     prompt = pair.tokenizer.encode(CODE)

@@ -37,7 +37,7 @@ def joined(monkeypatch):
     return seen
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("speculative", [True, False])
 def test_prompts_that_join_are_read_in_the_steps_of_others(target, draft, lag, speculative, joined):
     """Requests of all kinds, whose texts and log-probabilities are those of each alone."""
@@ -268,7 +268,7 @@ def test_a_pace_of_two_budgets(monkeypatch):
         assert sum(size == settled for size in sizes) >= 92, sizes
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 def test_a_long_prompt_after_reading_several_has_failed(target, draft, lag, monkeypatch, joined):
     """Parts that are read beside steps are cut whatever is known of reading by itself."""
     engine = make(draft, target, max_batch=4, cuda_graph=False)

@@ -105,7 +105,7 @@ def test_a_deterministic_engine_reads_one_by_one(target, draft, monkeypatch):
     assert sizes == [3, 2, 1]
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 def test_what_fails_only_together_is_no_longer_tried(target, draft, monkeypatch, caplog):
     """After a layer has written its keys; draws and penalties come once, and the log holds no error alive."""
     engine = make(draft, target, max_batch=7)
@@ -195,7 +195,7 @@ def noting(call, seen):
     return noted
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 def test_a_draft_that_fails_with_several_reads_one_by_one(target, draft, lag, monkeypatch, caplog):
     """From then on; nothing is drawn, counted or said twice."""
     engine = make(draft, target, max_batch=7)
@@ -314,7 +314,7 @@ def test_requests_that_are_given_up_between_the_parts_of_their_prompts(target, d
     assert pages.num_free == pages.num_pages
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 def test_warmup_reads_prompts_alone_and_at_once(target, draft, monkeypatch):
     """Few rows and many, of one request and of several, may be other kernels."""
     engine, sizes = make(draft, target), note_reading(monkeypatch, target)
@@ -323,7 +323,7 @@ def test_warmup_reads_prompts_alone_and_at_once(target, draft, monkeypatch):
     assert long > 100 and {1, long, 1 + long} <= set(sizes)
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 def test_parts_are_small_beside_others_where_steps_have_a_limit(target, draft, lag, monkeypatch):
     """A limit that no step keeps leaves the least that is read; who is alone is read whole."""
     prompts = [[(7 * at + shift) % 61 for at in range(150)] for shift in (1, 2, 3)]

@@ -98,7 +98,7 @@ def test_an_end_token_of_one_request(target, draft, lag):
     assert requests[1].output_ids == whole
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 def test_stop_strings(target, draft, lag):
     """At every place of the text, within a token and over several; text ends before the string, tokens with it."""
     tokenizer = LetterTokenizer()
@@ -217,7 +217,7 @@ def test_another_configuration_waits_for_an_empty_batch(target, draft):
     engine.generate([1], 2, topk=2, page_size=4)
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.gpu)])
 def test_many_short_requests_through_a_small_pool(count, device):
     toy = ToyModel(device=device)

@@ -159,7 +159,7 @@ def test_a_server_loses_no_events_to_streams(target, draft, lag):
     assert [event.token_id for event in engine.step()] == request.output_ids and not engine.has_work
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 def test_streams_side_by_side(target, draft, lag):
     engine = make(draft, target)
     want = [engine.generate(prompt_of(number), 12)[0] for number in range(5)]

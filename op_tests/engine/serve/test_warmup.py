@@ -43,7 +43,7 @@ def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
             assert engine.session.plain_step_ms[num_requests] == pytest.approx(6.0)
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 def test_warmup_and_workspace(target, draft):
     engine = make(draft, target)
     want = engine.generate(prompt_of(3), 6, temperature=1.0, seeds=2)[0]

@@ -207,6 +207,7 @@ def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, length,
         assert not torch.equal(result[0][0], result[1][-1])
 
 
+@pytest.mark.slow
 def test_more_shares_than_an_axis_of_a_grid_has_programs(device, monkeypatch):
     """Deterministic calls of 2048 requests of long tables; here the limit is lower."""
     values = make(32, 1, 1, 16, torch.float16, [300, 0, 129, 700], max_pages=260, device=device)

@@ -143,7 +143,7 @@ def test_the_mean_will_do_for_ragged_rows(counts, prefixes, is_separate, device,
     assert_close("tree_attention", str(counts), "output", got.output, expected.output)
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("multiprocessors", [1, 3, 8])
 @pytest.mark.parametrize("kind", ["decode", "tree"])
 def test_no_key_is_lost_by_the_plan_of_another_window(kind, multiprocessors, device, monkeypatch):
@@ -181,7 +181,7 @@ def test_slots_past_two_billion_with_the_plan_of_another_window(device, monkeypa
     assert_close("tree_attention", "far", "output", got.output, expected.output)
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decode", "tree"])
 def test_deterministic_bits_do_not_depend_on_the_plan(kind, device):
     function, values = attention(kind, RAGGED[0], device, deterministic=True)

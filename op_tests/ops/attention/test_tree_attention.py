@@ -280,7 +280,7 @@ def ragged(counts, head_dim, group_size, num_kv_heads, page_size, dtype, prefixe
     return values | paged
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True], ids=["tree", "chain"])
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
 @pytest.mark.parametrize("form", ["block_table", "csr"])

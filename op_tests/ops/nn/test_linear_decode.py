@@ -325,7 +325,7 @@ def test_tuning_changes_rounding_alone(numbers, device, monkeypatch):
         check(make(num_rows, 70, 3000, torch.float16, has_bias=True, device=device), f"T = {num_rows} {numbers}")
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "numbers",
     [

@@ -430,7 +430,7 @@ def test_ties_of_greedy_rows_go_to_the_lowest_id(device):
     assert eagle_kernels.raw.sample_from_logits(**values).tolist() == [3, 1030, 12, 700, 77, 2099]
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_slices_of_any_length_give_the_same(dtype, device, monkeypatch):
     """Of one and of many tiles, of rows that are flat, steep, constant, far from 0, almost empty, full of NaN."""

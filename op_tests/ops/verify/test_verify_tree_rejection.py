@@ -410,6 +410,7 @@ def test_half_precision_logits_and_strided_rows(dtype, device):
     check_operation(PATH, {**values, "draft_logits": wide[:, :61]}, case=str(dtype))
 
 
+@pytest.mark.slow
 def test_vocabularies_of_several_tiles(device):
     for reduced in (None, 2500):
         check_operation(PATH, make(2, 3, 2, 6, vocab_size=5003, reduced=reduced, device=device), case=f"{reduced}")
@@ -462,7 +463,7 @@ def launches_of(way, spec_steps, num_nodes, has_scan=True):
     return num_levels * (min(WAYS[way], num_nodes - 1) + 1 + has_scan)
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @REPLACEMENT
 @WAY
 def test_several_slices(way, replacement, device, monkeypatch):
@@ -487,7 +488,7 @@ def test_several_slices_of_every_kind(reduced, kind, way, device, monkeypatch):
     check_operation(PATH, values, case=f"{way} {reduced} {kind}")
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "rounds"), [("all nodes at once", 2), ("all nodes at once", 8), ("level by level", 5)])
 def test_requests_that_end_in_different_rounds(way, rounds, device, monkeypatch):
     """Seven children, of which the first, the third or none is accepted; seven rounds at the most are needed."""
@@ -517,7 +518,7 @@ def test_what_several_slices_leave(name, way, device, monkeypatch):
     assert set(output.predicts.view(4, -1)[:, 0].tolist()) <= emitted
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
 @WAY
 def test_draft_logits_far_below_the_rejected_child_in_slices(way, device, monkeypatch):

@@ -104,6 +104,7 @@ def test_both_ways_of_scanning_give_the_same(filters, device, monkeypatch):
     assert results[0].accept_token_num.sum() > 0
 
 
+@pytest.mark.slow
 def test_slices_that_learn_of_each_other_draw_the_same(device, monkeypatch):
     """Rows of two slices below the root: what one slice has found ends the other early, which changes no token.
 

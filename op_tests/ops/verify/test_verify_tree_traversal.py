@@ -213,7 +213,7 @@ def test_several_slices(kind, rounds, device, monkeypatch):
     assert output.accept_token_num.sum() > 0
 
 
-@pytest.mark.cross
+@pytest.mark.slow
 @ROUNDS
 def test_requests_that_end_in_different_rounds(rounds, device, monkeypatch):
     """Probabilities on a dyadic grid, few tokens and many siblings: now the first leaf is accepted, now the last."""
