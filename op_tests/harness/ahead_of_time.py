@@ -105,14 +105,13 @@ def _in_turn(by_target: dict[str, _Launch], targets: tuple[str, ...], number: in
 def _compile(path: str, part: str, cases: str) -> list[dict]:
     turn = PATHS.index(path)
     variants, records = _variants(path, cases)
-
-    for number, variants_of_kernel in enumerate(variants.values()):
+    for variants_of_kernel in variants.values():
         if part == "full":
             wanted = [launch for by_target in variants_of_kernel for launch in by_target.values()]
         else:
             first = {target: launch for by_target in variants_of_kernel[::-1] for target, launch in by_target.items()}
             makers = MAKERS if part == "short" else (TARGETS,)
-            wanted = [_in_turn(first, targets, turn + number) for targets in makers]
+            wanted = [_in_turn(first, targets, turn) for targets in makers]
         records += [launch.compile() for launch in wanted if launch is not None]
     return records
 
