@@ -32,12 +32,18 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config, items):
-    if "smoke" not in config.option.markexpr:  # the suite compiles these kernels anyway
-        config.hook.pytest_deselected(items=[item for item in items if item.name.startswith("test_a_case_compiles[")])
-        items[:] = [item for item in items if not item.name.startswith("test_a_case_compiles[")]
-    # first what takes long, so that no worker is left with it when the others are done
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
-    seen = set()
+    _mark(config, items)
+    # first what takes long, each worker some of it, so that none is left with it when the others are done
+    long = [item for item in items if item.nodeid.startswith(LONG)]
+    others = [item for item in items if not item.nodeid.startswith(LONG)]
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    parts = [slice(worker * len(others) // workers, (worker + 1) * len(others) // workers) for worker in range(workers)]
+    items[:] = [item for worker, part in enumerate(parts) for item in (*long[worker::workers], *others[part])]
+
+
+def _mark(config, items):
+    """The first case of each test of an op as `smoke`; what this machine cannot run, or not soon, as skipped."""
+    seen, crossed = set(), set()
     for item in items:
         if (
             item.get_closest_marker("full") is None
@@ -46,10 +52,8 @@ def pytest_collection_modifyitems(config, items):
         ):
             seen.add(item.function)
             item.add_marker(pytest.mark.smoke)
-    if torch.cuda.is_available():
-        return
-    crossed = set()
-    for item in items:
+        if torch.cuda.is_available():
+            continue
         # markers alone: keywords hold the names of folders, among them that of the checkout
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -16,9 +16,16 @@ from .ops.attention.cases import HEAD_DIMS
 MOST_SPILLED_BYTES = 160
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("path", PATHS)
+def test_a_case_compiles(path):
+    """Each kernel for one target in turn; where there is a GPU, each of its variants for every target."""
+    assert _check_cases(path, "smoke")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_compiles_for_both_makers(path):
-    """Each kernel for one target of each maker; where there is a GPU, each of its variants for every target."""
     compiled = _check_cases(path, "short")
     assert all(compiled & set(targets) for targets in MAKERS)
 
@@ -27,12 +34,6 @@ def test_compiles_for_both_makers(path):
 @pytest.mark.parametrize("path", PATHS)
 def test_every_case_compiles_for_every_target(path):
     assert _check_cases(path, "full") == set(TARGETS)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("path", PATHS)
-def test_a_case_compiles(path):
-    assert _check(path, compile_for_targets(path, "smoke"))
 
 
 @pytest.mark.full

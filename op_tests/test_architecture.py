@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
+import functools
 import sys
 from pathlib import Path
 
@@ -16,7 +15,11 @@ from op_tests.architecture import ROOT, House
 PACKAGE = ROOT / "eagle_kernels"
 HEAVY = {"transformers", "tokenizers", "safetensors", "matplotlib", "tqdm"}  # extras: imported inside functions only
 TOP_LEVEL = {"eagle_kernels", "reference", "op_tests", "bench"}
-HOUSE = House.of_folder(ROOT)
+
+
+@functools.cache
+def house() -> House:
+    return House.of_folder(ROOT)
 
 
 def sources(folder: Path) -> list[Path]:
@@ -36,7 +39,7 @@ def parse(path: Path) -> ast.Module:
 
 def imported_roots(path: Path, *, top_level_only: bool = False) -> set[str]:
     """First components of everything that a file imports."""
-    file = next(file for file in HOUSE.files.values() if ROOT / file.path == path)
+    file = next(file for file in house().files.values() if ROOT / file.path == path)
     lines = {node.lineno for node in parse(path).body} if top_level_only else None
     return {i.module.split(".")[0] for i in file.imports if lines is None or i.line in lines}
 
@@ -47,7 +50,7 @@ def calls_and_attributes(tree: ast.Module):
 
 @pytest.mark.parametrize("law", architecture.LAWS, ids=lambda law: law.__name__)
 def test_the_house_obeys(law):
-    violations = list(law(HOUSE))
+    violations = list(law(house()))
     if violations:
         pytest.fail("\n".join([law.__name__, law.__doc__, *violations]), pytrace=False)
 
@@ -334,75 +337,3 @@ def test_top_level_holds_nothing_else():
     made = ("build", "dist", "data", "__pycache__")
     generated = {name for name in folders if name.endswith(".egg-info") or name in made}
     assert folders - generated == TOP_LEVEL
-
-
-def run_python(code: str, **environment) -> subprocess.CompletedProcess:
-    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True
-    )
-
-
-def test_importing_touches_no_device():
-    code = "import torch, eagle_kernels; assert not torch.cuda.is_initialized()"
-    assert run_python(code).returncode == 0
-
-
-EVERY_OP_WITHOUT_TRITON = """
-import importlib, sys
-sys.modules["triton"] = None
-from op_tests.harness.ahead_of_time import PATHS, module_of_tests
-for path in PATHS:
-    name = path.rpartition(".")[2]
-    launcher = getattr(importlib.import_module("eagle_kernels.ops." + path), name)
-    _, values = next(module_of_tests(path).ahead_of_time_cases())
-    try:
-        launcher(**values)
-    except RuntimeError as error:
-        assert str(error).endswith(f"{name}: the triton backend needs the package triton, which is not installed")
-        print(name)
-"""
-
-
-def test_every_launcher_says_that_triton_is_missing():
-    result = run_python(EVERY_OP_WITHOUT_TRITON)
-    assert result.returncode == 0, result.stderr
-    assert len(result.stdout.split()) == len(list((PACKAGE / "ops").glob("*/[!_]*.py")))
-
-
-WITHOUT_TRITON = """
-import sys
-sys.modules["triton"] = None  # importing it now fails, as on a machine without it
-import torch, eagle_kernels
-logits = torch.tensor([[0.0, 2.0, 1.0]])
-one = torch.ones(1)
-values = (logits, one.long(), one.long(), 0 * one)
-print(eagle_kernels.sample_from_logits(*values).tolist())
-try:
-    eagle_kernels.raw.sample_from_logits(*values)
-except RuntimeError as error:
-    print(error)
-"""
-
-
-def test_works_without_triton():
-    """References run; a kernel launch says in one line what is missing."""
-    result = run_python(WITHOUT_TRITON)
-    assert result.returncode == 0, result.stderr
-    tokens, message = result.stdout.splitlines()
-    assert tokens == "[1]"
-    assert message == (
-        "eagle_kernels.sample_from_logits: the triton backend needs the package triton, which is not installed"
-    )
-
-
-def test_a_forced_backend_is_obeyed_or_refused():
-    code = (
-        "import torch, eagle_kernels as ek; node = torch.zeros(1, 1, dtype=torch.int64)\n"
-        "ek.verify_tree_greedy(node, node, node - 1, node - 1, node, spec_steps=0)"
-    )
-    refused = run_python(code, EAGLE_KERNELS_BACKEND="triton")
-    assert "verify_tree_greedy: the triton backend cannot run on cpu tensors" in refused.stderr
-    assert "must be 'reference' or 'triton', got 'cuda'" in run_python(code, EAGLE_KERNELS_BACKEND="cuda").stderr
-    assert run_python(code, EAGLE_KERNELS_BACKEND="reference").returncode == 0
-    assert run_python(code, EAGLE_KERNELS_BACKEND="triton", TRITON_INTERPRET="1").returncode == 0

@@ -543,6 +543,7 @@ def test_results_make_no_checkout_dirty(tmp_path, monkeypatch):
     assert results.checkout_commit() == f"{commit}-dirty"
 
 
+@pytest.mark.slow
 def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):
     command = ["--app", "generation", "--shape", "small", "--steps", "1", "--prompt-tokens", "3", "--results", "none"]
     assert run.main([*command, "--only", "tree"]) == 0
@@ -685,6 +686,7 @@ def test_requests_of_random_lengths(capsys, tmp_path):
     assert "| small | 5 of 20 + 8 tokens | 2 | plain | 4.00 | 30.50 | 1.00 | 10, 20 | `abc` |" in table
 
 
+@pytest.mark.slow
 def test_what_measuring_costs(capsys, monkeypatch):
     """Each way twice, with and without events; afterwards all is as it was."""
     from bench.apps import profiling

@@ -132,6 +132,7 @@ def test_a_difference_fails(fault, told, texts, capsys, monkeypatch):
     assert told in said and "stock-8/5/32: started in 0 s, served all\n" in said and "chain" not in said
 
 
+@pytest.mark.slow
 def test_a_stock_engine_that_fails_is_told(texts, capsys, monkeypatch):
     monkeypatch.setenv("FAKE_STOCK", "raises")
     assert texts("--row", "attention") == 1

@@ -80,9 +80,7 @@ def test_a_checkout_may_have_any_name(name, monkeypatch):
         )  # fmt: skip
 
     items = [item(), item(name)]
-    conftest.pytest_collection_modifyitems(
-        config(None, is_missed=False, option=SimpleNamespace(markexpr="smoke")), items
-    )
+    conftest.pytest_collection_modifyitems(config(None), items)
     assert [[marker.name for marker in each.added] for each in items] == [[], ["skip"]]
 
 
@@ -106,8 +104,17 @@ def test_of_slow_cases_the_first_runs_without_a_gpu(monkeypatch):
             item(other, "cross"),
             item(None, "slow"),
         ]
-        conftest.pytest_collection_modifyitems(config(None, slow=slow, option=SimpleNamespace(markexpr="smoke")), items)
+        conftest.pytest_collection_modifyitems(config(None, slow=slow), items)
         return [bool(each.added) for each in items]
 
     assert skipped(False) == [True, False, True, True, False, True]
     assert skipped(True) == [True, False, False, False, False, False]
+
+
+def test_each_worker_begins_with_some_of_what_takes_long(monkeypatch):
+    """The tests are shared out in as many parts, one after the other, as there are workers."""
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    long, files = conftest.LONG[0], [*"abcd", conftest.LONG[0], "e", conftest.LONG[0], conftest.LONG[0]]
+    items = [SimpleNamespace(nodeid=file, get_closest_marker=lambda marker: None) for file in files]
+    conftest.pytest_collection_modifyitems(config(None), items)
+    assert [item.nodeid for item in items] == [long, long, "a", "b", long, "c", "d", "e"]

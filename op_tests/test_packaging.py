@@ -104,6 +104,7 @@ def test_uninstalled_from_elsewhere(elsewhere):
     assert reference == ROOT / "reference" / "ops" / "tree" / "build_tree.py"
 
 
+@pytest.mark.slow
 @needs_pip
 def test_editable(checkout, elsewhere, tmp_path):
     python = pip_install(tmp_path / "environment", "--editable", checkout)
@@ -112,6 +113,7 @@ def test_editable(checkout, elsewhere, tmp_path):
     assert reference == checkout / "reference" / "ops" / "tree" / "build_tree.py"
 
 
+@pytest.mark.slow
 @needs_pip
 def test_plain_install(checkout, elsewhere, tmp_path):
     python = pip_install(tmp_path / "environment", checkout)

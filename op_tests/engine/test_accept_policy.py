@@ -53,6 +53,7 @@ def test_rejecting_all_leaves_the_plain_text(draft, target, sampling, topk):
     assert text == plain and stats.accepted == 0 and stats.steps == 3 * 12 and stats.drafted > 3 * 12
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_simulated_rates_are_met(draft, target):
     rates = (0.9, 0.5, 0.1)

@@ -86,6 +86,7 @@ def planted_ms(num_nodes: int) -> float:
     return PLAIN_MS + NODE_MS * (num_nodes - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("num_requests", [1, 3])
 def test_useless_drafts_are_given_up(target, text, num_requests):

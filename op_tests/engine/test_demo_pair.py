@@ -71,6 +71,7 @@ def plain_text(pair, prompts):
     return decode
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -123,6 +124,7 @@ def test_acceptance_is_what_was_measured(pair, prompts, sound_length):
         assert is_in_band(length, MEASURED_ACCEPT_LENGTH), f"{length:.3f}, measured {MEASURED_ACCEPT_LENGTH}"
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("temperature, least", [(0.0, 4.5), (1.0, 3.2)])
 def test_drafting_pays_greedy_and_sampled(pair, prompts, temperature, least):
@@ -205,6 +207,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_silent_faults_leave_the_band(fault, prompts, sound_length, monkeypatch, note):

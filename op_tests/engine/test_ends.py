@@ -87,6 +87,7 @@ def test_every_place_of_a_block_in_graphs(target, prompt_and_text, topk, num_ste
     check_endings(target, prompt_and_text, topk, num_steps, cuda_graph=True, logprobs=logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("cuda_graph", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("topk, num_steps", [(1, 5), (4, 3)])
@@ -101,6 +102,7 @@ def test_end_tokens_of_the_configuration(target, prompt_and_text, topk, num_step
         assert stats.accepted == stats.steps * num_steps
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("cuda_graph", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_several_ends_in_one_block(target, prompt_and_text, cuda_graph):

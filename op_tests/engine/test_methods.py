@@ -131,6 +131,7 @@ def test_masks_of_every_layout(name, mode, device):
     assert [request.output_ids for request in requests] == plain
 
 
+@pytest.mark.slow
 def test_a_head_drafts_first(device):
     target = random_llama(num_layers=8, device=device)
     engine = EAGLEInference(random_head(target), target, EAGLEConfig(**METHODS["hybrid tree"]))
@@ -138,6 +139,7 @@ def test_a_head_drafts_first(device):
     assert engine.generate(PROMPTS, 20).output_ids == plain
 
 
+@pytest.mark.slow
 def test_a_method_changes_from_call_to_call(device):
     """Also between such with and without a model, whose pools differ."""
     target, draft = toys(device)
@@ -194,6 +196,7 @@ def test_requests_of_other_threads_wait_for_a_benchmark(device):
     assert len(cache._responses) == 2
 
 
+@pytest.mark.slow
 def test_a_benchmark_is_told_no_answers(device):
     """Neither by its warm-up nor by the benchmark before it; nor does it tell any."""
     engine, cache = remembering(device)

@@ -141,6 +141,7 @@ def test_drafts_are_those_of_all_rows_computed_anew(tmp_path, device, monkeypatc
     assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 10
 
 
+@pytest.mark.slow
 def test_drafts_after_plain_steps(tmp_path, device, monkeypatch, at_once):
     """Few and many, so that they are read in between, and by steps of other lengths."""
     target, draft = load(tmp_path, 4, device)
@@ -164,6 +165,7 @@ def test_drafts_after_plain_steps(tmp_path, device, monkeypatch, at_once):
     assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 15
 
 
+@pytest.mark.slow
 def test_drafts_after_shorter_chains(tmp_path, device, monkeypatch, at_once):
     """The modules that these do not need read the text all the same."""
     target, draft = load(tmp_path, 3, device)
@@ -204,6 +206,7 @@ def test_text(tmp_path, device, strategy, sampling):
     assert [len(tokens) for tokens in text] == [30] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_one_module_drafts_on(tmp_path, device, num_steps):

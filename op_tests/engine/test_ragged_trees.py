@@ -66,6 +66,7 @@ def test_texts_are_those_of_plain_decoding(target, draft, lag, mean):
         assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("max_batch", [2, 5])
 def test_requests_that_come_and_go(target, draft, lag, max_batch):

@@ -103,6 +103,7 @@ def test_the_rows_of_a_step_are_those_of_its_graph(target, monkeypatch):
     assert len(staying.output_ids) == 30
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("lag", [0, 1])
 def test_which_steps_are_waited_for(target, monkeypatch, lag):

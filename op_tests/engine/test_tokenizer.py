@@ -159,6 +159,7 @@ def test_streamed_text_ends_before_a_stop_string(engine):
         assert stream.output().stats.finish_reasons == ["stop"]
 
 
+@pytest.mark.slow
 def test_text_for_async_for(engine):
     """Side by side, each with the text that it has in a `for`; one that is left early ends there."""
     want = ["".join(engine.stream_text(PROMPT, 20, seeds=seed)) for seed in range(3)]

@@ -32,6 +32,7 @@ def prompts(engine):
     return [engine.tokenizer.encode(text) for text in TEXTS]
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_single_generation(engine, prompts):
     """The text is that of the target alone."""
@@ -114,6 +115,7 @@ def submit_all(engine, prompts: list[list[int]], asked: list[dict]) -> list:
     return requests
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_logprob_mixed(engine, prompts):
     """Requests with and without scores, with and without likely tokens, greedy and sampled, side by side."""
@@ -127,6 +129,7 @@ def test_logprob_mixed(engine, prompts):
         assert bool(request.prompt_logprobs) == (each["logprob_start_len"] is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_penalty_mixed(engine, prompts):
     """Their list of penalties and least lengths, in one batch: each text is that of plain decoding."""

@@ -131,6 +131,7 @@ def test_lossless_strategies_keep_the_law(case, device):
     assert_texts_follow_law(engine, NUM_REQUESTS, sampling, FALSE_ALARM / len(LOSSLESS))
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("strategy", ["topp", "typical"])
 def test_lossy_strategies_leave_the_law(strategy, device):
@@ -141,6 +142,7 @@ def test_lossy_strategies_leave_the_law(strategy, device):
         assert_texts_follow_law(engine, NUM_REQUESTS, {"temperature": 1.0})
 
 
+@pytest.mark.slow
 def test_rejection_takes_more_of_a_draft_that_is_the_target(device):
     """A draft of the same law is never rejected, where a match of two draws would be by chance."""
     target = ToyModel(device=device)
@@ -152,6 +154,7 @@ def test_rejection_takes_more_of_a_draft_that_is_the_target(device):
     assert lengths["rejection"] == 4.0 > 1.5 + lengths["target_match"]
 
 
+@pytest.mark.slow
 def test_typical_takes_a_likely_draft_and_topp_a_candidate(device):
     """One node, one draft: taken or not, by the rule of the strategy."""
     target, draft = (ToyModel(**TOYS, seed=seed, device=device) for seed in range(2))

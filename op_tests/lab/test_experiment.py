@@ -146,6 +146,7 @@ def test_texts_that_end_at_once(tmp_path, monkeypatch):
     assert newest_cells(cells) == cells
 
 
+@pytest.mark.slow
 def test_every_batch_is_full(tmp_path, monkeypatch):
     widths, real = [], measuring.time_requests
 
@@ -255,6 +256,7 @@ def measured(engine, prompts, max_new_tokens, batch_size, num_runs, **options):
     return meter.result()
 
 
+@pytest.mark.slow
 def test_texts_do_not_depend_on_the_batch():
     engine = load_small("any", "cpu", None)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8], [9, 9]]
@@ -304,6 +306,7 @@ def test_the_environment_names_extras_of_the_package():
     assert all(f'"{extra}": [' in setup for extra in extras) and {"datasets", "plots", "transformers"} <= set(extras)
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
 def test_an_experiment_in_a_file(tmp_path, suffix):

@@ -52,6 +52,7 @@ def test_other_tables():
     assert "| 8 clients | plain | 12.5 |" in load.load_table([said, said | {"tokens_per_s": 12.5}])
 
 
+@pytest.mark.slow
 def test_shared_budgets_are_measured(monkeypatch):
     monkeypatch.setattr(load, "SHARED", load.SHARED[:1])
     (measured,) = load.shared_budgets(num_prompts=4, new_tokens=24)

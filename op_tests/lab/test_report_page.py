@@ -221,6 +221,7 @@ def test_a_page_with_nothing_to_draw_needs_no_matplotlib(monkeypatch, tmp_path, 
     assert said in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_long_tables_are_closed_and_can_be_searched():
     """Short ones are open. The first cell of a row is its head, and says on a phone what else tells rows apart."""
     cells = records.newest_cells(many())

@@ -107,6 +107,7 @@ def test_strategies_that_draw_otherwise_are_not_compared(capsys):
         assert split_report(capsys.readouterr().out)[1]["identical"] == told
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize(("temperature", "remark"), [(0, ""), (0.5, " before the noise")])
 def test_compare_says_where_and_by_what_gap_texts_part(capsys, monkeypatch, temperature, remark):
@@ -195,6 +196,7 @@ def test_nothing_is_drawn_at_temperature_0_so_no_seed_is_printed(capsys):
         assert ("seed" in split_report(capsys.readouterr().out)[1]) == (temperature > 0)
 
 
+@pytest.mark.slow
 def test_prompts_come_from_the_line_a_file_and_standard_input(capsys, monkeypatch, tmp_path):
     """They are decoded together, and each text is the one that its prompt has alone."""
     file = tmp_path / "prompts.json"
@@ -483,6 +485,7 @@ def test_a_draft_of_another_target_is_refused(capsys, tmp_path, changes, message
     assert message in complaint(capsys, "--target", tmp_path, "--draft", DRAFT)
 
 
+@pytest.mark.slow
 def test_as_a_program_from_another_folder(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "eagle_kernels", "generate", "def f(", "--max-new-tokens", "8"],

@@ -130,6 +130,7 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.mark.slow
 def test_the_program_on_an_ascii_terminal_is_interrupted(tmp_path):
     """The whole of it, in one process: its environment, its trees, Ctrl-C and what it leaves behind."""
     environment = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "1"}

@@ -102,6 +102,7 @@ def trained(target_folder, text_file, tmp_path_factory):
     return output, json.loads(report.getvalue()), progress.getvalue().splitlines()
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_progress_tells(trained):
     _, record, lines = trained
     steps = [line for line in lines if line.startswith("head ")]

@@ -235,6 +235,7 @@ def test_acceptance_goes_into_the_record_and_the_card(trained, tmp_path, capsys)
     assert json.loads((pair / "training.json").read_text()) == record, "measured again, the same"
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_acceptance_does_not_depend_on_the_batch(trained, tmp_path, monkeypatch, batch_size):
@@ -248,6 +249,7 @@ def test_acceptance_does_not_depend_on_the_batch(trained, tmp_path, monkeypatch,
     assert rows == acceptance.measure_acceptance(pair, torch.device("cpu"), new_tokens=4)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_with_the_same_weights(trained, library, tmp_path):
     checkpoints = tmp_path / "checkpoints"
     # No time at all: every call trains one step, saves, and asks to be called again.

@@ -183,6 +183,7 @@ def show(*arguments, prompt=PROMPT) -> int:
     return main(["show-tree", prompt, *SIZES, "--dtype", "float32", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_the_command_draws_what_the_engine_generates(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     assert show("--steps", 2) == 0

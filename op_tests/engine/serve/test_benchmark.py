@@ -39,6 +39,7 @@ def test_benchmark(target):
         engine.benchmark([])
 
 
+@pytest.mark.slow
 def test_a_benchmark_is_as_wide_as_it_says(target, monkeypatch):
     """Wider than max_batch, no wider than there are prompts; a batch that would wait for itself is refused."""
     widths, step = [], Stepper.step

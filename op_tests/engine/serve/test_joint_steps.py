@@ -66,6 +66,7 @@ def test_prompts_that_join_are_read_in_the_steps_of_others(target, draft, lag, s
     assert sum(rows for _, rows in joined) >= num_read and max(rows for rows, _ in joined) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_long_prompt_in_parts_and_many_short_ones(lag, page_size, joined):
@@ -135,6 +136,7 @@ def test_parts_attend_as_they_do_by_themselves(window, device):
     torch.testing.assert_close(other.v_cache, pool.v_cache, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_what_fails_only_beside_a_step_is_no_longer_tried(target, draft, lag, monkeypatch, caplog):
     """After a layer has written its keys."""

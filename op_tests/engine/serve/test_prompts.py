@@ -34,6 +34,7 @@ def note_reading(monkeypatch, target) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_prompts_that_wait_together_are_read_at_once(target, draft, lag, page_size, monkeypatch):

@@ -43,6 +43,7 @@ def test_requests_join_and_leave(target, draft, lag, page_size, expected):
     assert not engine.session.scheduler.state.is_live.any() and (engine.session.scheduler.state.block_table == -1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_rows_move_up(target, draft):
     """The first request ends early, the last one goes on in its row; text and speed do not notice."""
@@ -70,6 +71,7 @@ def test_prompts_in_parts(target, draft, chunk):
     assert got == want and other.accepted == stats.accepted
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_steps_go_on_while_a_prompt_is_read(target, draft):
     engine = make(draft, target, prefill_chunk=4)

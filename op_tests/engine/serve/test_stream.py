@@ -18,6 +18,7 @@ from op_tests.engine.engines import all_of, make, prompt_of
 from op_tests.engine.toys import ToyModel
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_steps_go_on_while_a_stream_reads_its_prompt(target, draft, lag, monkeypatch):
     """Beside who runs; a batch for itself is read without a step between its parts."""
@@ -109,6 +110,7 @@ def test_a_request_that_is_aborted_before_its_stream_begins(target, draft, lag):
     assert engine.session.scheduler.pages.num_free == engine.session.scheduler.pages.num_pages
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_a_stream_holds_no_pools_before_and_after(target, draft):
     """It begins with those that the engine has then, and lets go of them when it has ended."""
@@ -205,6 +207,7 @@ def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag)
     assert engine.generate(prompt_of(2), 12)[0] == want
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize(
     "rest_of",

@@ -109,6 +109,7 @@ def test_the_workspace_of_the_largest_step(target):
     assert step_bytes(**tree(large), max_spec_batch=0) == 8 * target.vocab_size * target.dtype.itemsize
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("adaptive", [None, "auto"])
 def test_after_a_bare_warmup_no_common_request_is_cold(target, adaptive):
@@ -119,6 +120,7 @@ def test_after_a_bare_warmup_no_common_request_is_cold(target, adaptive):
     assert engine.session.scheduler.num_steps > 16 and engine.session.scheduler.num_cold_steps == 0
 
 
+@pytest.mark.slow
 def test_how_to_warm_less(target):
     """Given params, or sampling among the overrides, it is these alone."""
     for params, options, warmed in (

@@ -176,6 +176,7 @@ def test_empty_batch(device):
     check_operation(PATH, make(0, 8, token_budget=4, device=device))
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("prefer", PREFER)
 def test_the_result_does_not_depend_on_the_cut(prefer, device, cut):

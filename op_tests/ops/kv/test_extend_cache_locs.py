@@ -135,6 +135,7 @@ def test_no_tokens(device):
     assert result.indptr.tolist() == [0, 0, 0, 0] and result.cache_locs.shape == (0,)
 
 
+@pytest.mark.slow
 def test_launches_and_nothing_else(device):
     assert_only_launches("kv.extend_cache_locs", make(3, 20, 5, device=device))
 

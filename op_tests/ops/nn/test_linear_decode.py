@@ -127,6 +127,7 @@ def test_parts_into_a_wider_tensor(device):
     assert wide[..., 24:].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_parts", [None, 2])

@@ -146,6 +146,7 @@ def test_malformed_masks_stay_in_bounds(seed, device):
     assert (output.num_nodes == 1).all()
 
 
+@pytest.mark.slow
 def test_more_scores_than_a_program_reads_at_once(device):
     values = make(40, 64, 1000, device=device)
     check_operation(PATH, values, case="many")

@@ -236,6 +236,7 @@ def test_ends_where_requests_of_the_engine_end(max_new_tokens, device):
     assert reason
 
 
+@pytest.mark.slow
 def test_steps_of_any_length_end_at_the_same_token(device):
     """One text in steps of 1, 3 and 24: a sequence is found wherever the steps part it."""
     values = make(8, 24, row_size=60, device=device)

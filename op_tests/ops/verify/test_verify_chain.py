@@ -309,6 +309,7 @@ class CoinsByPosition(EnumeratedDraws):
         return self._coins[position]
 
 
+@pytest.mark.slow
 def test_coins_that_the_next_round_finds_again_are_seen():
     """By block verification, which looks behind the draft that it ends with; the standard method does not."""
     assert max(deviation_of_two_rounds("block", draws=CoinsByPosition) for _ in range(2)) > 0.005

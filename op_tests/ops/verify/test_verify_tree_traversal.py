@@ -240,6 +240,7 @@ def test_every_node_is_deleted(rounds, device, monkeypatch):
     assert output.accept_token_num[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @ROUNDS
 def test_special_probabilities_in_slices(rounds, device, monkeypatch):
