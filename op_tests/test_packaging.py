@@ -98,6 +98,7 @@ def test_uninstalled_inside_the_checkout():
     assert reference == ROOT / "reference" / "ops" / "tree" / "build_tree.py"
 
 
+@pytest.mark.slow
 def test_uninstalled_from_elsewhere(elsewhere):
     package, reference = use(sys.executable, elsewhere, PYTHONPATH=str(ROOT))
     assert package == ROOT / "eagle_kernels"

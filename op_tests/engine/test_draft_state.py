@@ -156,6 +156,7 @@ def test_after_steps_that_sample(models, topk, cuda_graph):
     assert set(counts) >= {0, 1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @in_graphs_too
 def test_after_steps_whose_drafts_are_drawn(models, cuda_graph):

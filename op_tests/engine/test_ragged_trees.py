@@ -38,6 +38,7 @@ def lag(request, monkeypatch):
     monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_plans_of_many_layers(lag, monkeypatch):
     """Made once a step, for trees of different sizes and for prompts beside them."""

@@ -216,6 +216,7 @@ def test_too_many_end_tokens_to_keep_back():
         engine.generate([1, 2], 3, stop_token_ids=ends, min_new_tokens=1)
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_settings_of_neighbours_mix(engine):
     """Requests that ask for any of all this at once are those that ask alone."""

@@ -503,6 +503,7 @@ def test_slow_steps_at_first_do_not_rule_a_tree_out(num_slow):
     assert sum(chosen[-1000:]) > 900
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize(("num_rows", "added_ms"), [(1, 5.0), (8, 10.0), (64, 12.0)])
 def test_texts_that_become_short_again(num_rows, added_ms):

@@ -16,6 +16,7 @@ SIZES = (1, 2, 4, 8, 16, 32)
 SINGLE, TREE = (1, 1, 2), (4, 3, 16)
 
 
+@pytest.mark.slow
 def test_the_page_holds_what_is_computed(tmp_path, capsys):
     assert theory.main(["--check"]) == 0
     page = tmp_path / "THEORY.md"

@@ -99,6 +99,7 @@ def test_accept_policies(capsys, policy, mean, per_depth):
     assert table["speedup"].endswith("x")
 
 
+@pytest.mark.slow
 def test_strategies_that_draw_otherwise_are_not_compared(capsys):
     fields = {"method": "eagle", "num_speculative_tokens": 2, "verify_strategy": "rejection"}
     options = ("--max-new-tokens", 9, "--compare", "--speculative-config", json.dumps(fields))
@@ -266,6 +267,7 @@ def test_drafts_are_green_on_a_terminal_only(capsys, monkeypatch):
     assert split_report(re.sub(r"\033\[\d+m", "", colored))[0] == split_report(plain)[0]
 
 
+@pytest.mark.slow
 def test_folders_can_be_named(capsys):
     assert generate("--max-new-tokens", 12) == 0
     text = split_report(capsys.readouterr().out)[0]

@@ -229,6 +229,7 @@ def test_a_finished_run_that_is_given_again_keeps_what_it_told(target_folder, te
     assert list(again["validations"]) == ["2"] and again["accuracy_by_depth"] == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_keeps_what_it_told(target_folder, text_file, tmp_path):
     """Every validation is there at the end, also of steps behind which the time was up, and none is made twice."""
     options = SMALL | {"steps": 4, "validate_every": 1, "validation_prompts": 1, "validation_tokens": 2}
@@ -244,6 +245,7 @@ def test_a_run_that_is_cut_keeps_what_it_told(target_folder, text_file, tmp_path
     assert not path.with_suffix(".tmp").exists()
 
 
+@pytest.mark.slow
 def test_validations_of_one_record_are_alike(target_folder, text_file, tmp_path):
     """Those by other prompts are left out, and those of steps that were lost behind the checkpoint are made again."""
     options = SMALL | {"steps": 4, "validate_every": 1, "validation_prompts": 1, "validation_tokens": 2}

@@ -218,6 +218,7 @@ def test_a_seed_that_was_not_given_is_told(capsys):
     assert isinstance(json.loads(capsys.readouterr().out)["seed"], int)
 
 
+@pytest.mark.slow
 def test_svg_files(tmp_path, capsys):
     one, folder = tmp_path / "tree.svg", tmp_path / "steps"
     assert show("--steps", 2, "--svg", one) == 0 and show("--steps", 2, "--svg", folder, "--json") == 0

@@ -278,6 +278,7 @@ def test_a_stop_string(pair):
     assert sentence.startswith("stopped at depth") and sentence.endswith("the end of a stop string")
 
 
+@pytest.mark.slow
 def test_lossy_rules_may_choose_what_they_have_refused(pair):
     """Where two candidates are too few for top_p, none is accepted; the token that is drawn may be a draft."""
     options = {"temperature": 1.0, "top_p": 0.9, "verify_strategy": "topp", "max_candidate_len": 2}

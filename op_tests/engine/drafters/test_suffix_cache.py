@@ -68,6 +68,7 @@ def test_equals_the_definition(part):
     assert any(draft.parents != list(range(-1, len(draft.parents) - 1)) for draft in drafts)
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @pytest.mark.parametrize("part", range(2))
 def test_states_with_many_next_tokens_equal_the_definition(part, monkeypatch):

@@ -16,6 +16,7 @@ from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import PARAMS, make, mixed_requests, prompt_of, steps_known
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
     """By a clock that only steps move: new ones by seconds, others by 6 ms."""

@@ -476,6 +476,7 @@ def test_several_slices(way, replacement, device, monkeypatch):
     check_operation(PATH, {**values, "spec_steps": 1}, case=f"{way} S=1")
 
 
+@pytest.mark.slow
 @pytest.mark.cross
 @WAY
 @pytest.mark.parametrize(
