@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _mark(config, items):
-    """The first case of each test of an op as `smoke`; what this machine cannot run, or not soon, as skipped."""
+    """Marks the first case of each test of an op as `smoke`; skips what this machine cannot run, or not soon."""
     seen, crossed = set(), set()
     for item in items:
         if (

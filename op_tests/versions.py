@@ -30,8 +30,8 @@ def run_smoke_set(version: str | None) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory(prefix="triton-") as folder:
         environment = dict(os.environ)
         if version is not None:
-            options = ("--quiet", "--no-deps", "--no-compile", "--target", folder)
-            subprocess.run([sys.executable, "-m", "pip", "install", *options, f"triton=={version}"], check=True)
+            install = ("-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"triton=={version}")
+            subprocess.run([sys.executable, *install], check=True)
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         about = subprocess.run(
             [sys.executable, "-c", ABOUT], env=environment, check=True, capture_output=True, text=True

@@ -54,7 +54,6 @@ def test_rejecting_all_leaves_the_plain_text(draft, target, sampling, topk):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_simulated_rates_are_met(draft, target):
     rates = (0.9, 0.5, 0.1)
     batch = {"prompts": [[token] for token in range(12)], "seeds": list(range(12)), "max_new_tokens": 24}

@@ -87,7 +87,6 @@ def planted_ms(num_nodes: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("num_requests", [1, 3])
 def test_useless_drafts_are_given_up(target, text, num_requests):
     seen = settle(make(target, text, False), text, num_requests, planted_ms)

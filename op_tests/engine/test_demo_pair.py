@@ -72,7 +72,6 @@ def plain_text(pair, prompts):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_speculative_text_is_plain_text(pair, prompts, plain_text, sampling, batch_size):
@@ -125,7 +124,6 @@ def test_acceptance_is_what_was_measured(pair, prompts, sound_length):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("temperature, least", [(0.0, 4.5), (1.0, 3.2)])
 def test_drafting_pays_greedy_and_sampled(pair, prompts, temperature, least):
     _, stats = pair.generate(prompts[:8], 48, seeds=range(8), temperature=temperature)
@@ -208,7 +206,6 @@ FAULTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_silent_faults_leave_the_band(fault, prompts, sound_length, monkeypatch, note):
     engine = load()

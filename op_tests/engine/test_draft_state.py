@@ -157,7 +157,6 @@ def test_after_steps_that_sample(models, topk, cuda_graph):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @in_graphs_too
 def test_after_steps_whose_drafts_are_drawn(models, cuda_graph):
     """Nothing is left of drafts that were not accepted: later drafts are drawn with the noise of some of them."""

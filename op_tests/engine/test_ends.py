@@ -88,7 +88,6 @@ def test_every_place_of_a_block_in_graphs(target, prompt_and_text, topk, num_ste
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("cuda_graph", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("topk, num_steps", [(1, 5), (4, 3)])
 def test_end_tokens_of_the_configuration(target, prompt_and_text, topk, num_steps, cuda_graph):
@@ -103,7 +102,6 @@ def test_end_tokens_of_the_configuration(target, prompt_and_text, topk, num_step
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("cuda_graph", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_several_ends_in_one_block(target, prompt_and_text, cuda_graph):
     """The first token that ends a request ends it, not the first rule; a token that does both is an end token."""

@@ -354,7 +354,6 @@ def test_random_requests_of_mixed_methods_in_one_batch(device):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_each_request_gets_the_drafts_of_its_own_method(lag, device):
     """Beside others a request accepts what it would accept in a batch of its own method."""
     target, draft = toys(device)

@@ -207,7 +207,6 @@ def test_text(tmp_path, device, strategy, sampling):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_one_module_drafts_on(tmp_path, device, num_steps):
     """Trees as well; of several modules too the first one alone."""

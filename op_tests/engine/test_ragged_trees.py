@@ -39,7 +39,6 @@ def lag(request, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_plans_of_many_layers(lag, monkeypatch):
     """Made once a step, for trees of different sizes and for prompts beside them."""
     monkeypatch.setattr("eagle_kernels.engine.batch.kv_pool._LEAST_PLANNED_LAYERS", 1)
@@ -68,7 +67,6 @@ def test_texts_are_those_of_plain_decoding(target, draft, lag, mean):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("max_batch", [2, 5])
 def test_requests_that_come_and_go(target, draft, lag, max_batch):
     """Also beside prompts that are read in the same pass, and with plain steps between."""

@@ -217,7 +217,6 @@ def test_too_many_end_tokens_to_keep_back():
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_settings_of_neighbours_mix(engine):
     """Requests that ask for any of all this at once are those that ask alone."""
     asked = [

@@ -17,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_a_round_is_fine(monkeypatch, capsys):
-    monkeypatch.setitem(soak.TICKS, "cpu", 8)
+    monkeypatch.setitem(soak.TICKS, "cpu", 20)
     assert soak.main(["--minutes", "0", "--seed", "3", "--device", DEVICE]) == 0
     *so_far, told = capsys.readouterr().out.splitlines()  # a line a minute, and a last one
     assert told.startswith("fine: ") and re.search(r"\b1 rounds", told)

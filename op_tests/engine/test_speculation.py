@@ -104,7 +104,6 @@ def test_the_rows_of_a_step_are_those_of_its_graph(target, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("lag", [0, 1])
 def test_which_steps_are_waited_for(target, monkeypatch, lag):
     """The first, and one after every so many others; where the host is never behind, all."""
@@ -504,7 +503,6 @@ def test_slow_steps_at_first_do_not_rule_a_tree_out(num_slow):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize(("num_rows", "added_ms"), [(1, 5.0), (8, 10.0), (64, 12.0)])
 def test_texts_that_become_short_again(num_rows, added_ms):
     """Long ones make all steps longer; then come short ones, for which drafts are useless."""

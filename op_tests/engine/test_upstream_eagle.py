@@ -33,7 +33,6 @@ def prompts(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_single_generation(engine, prompts):
     """The text is that of the target alone."""
     for prompt in prompts[:2]:
@@ -116,7 +115,6 @@ def submit_all(engine, prompts: list[list[int]], asked: list[dict]) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_logprob_mixed(engine, prompts):
     """Requests with and without scores, with and without likely tokens, greedy and sampled, side by side."""
     asked = [
@@ -130,7 +128,6 @@ def test_logprob_mixed(engine, prompts):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_penalty_mixed(engine, prompts):
     """Their list of penalties and least lengths, in one batch: each text is that of plain decoding."""
     asked = [

@@ -307,7 +307,6 @@ def test_the_environment_names_extras_of_the_package():
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
 def test_an_experiment_in_a_file(tmp_path, suffix):
     if suffix == "yaml":

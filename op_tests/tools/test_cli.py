@@ -109,7 +109,6 @@ def test_strategies_that_draw_otherwise_are_not_compared(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize(("temperature", "remark"), [(0, ""), (0.5, " before the noise")])
 def test_compare_says_where_and_by_what_gap_texts_part(capsys, monkeypatch, temperature, remark):
     generated = EAGLEInference.generate

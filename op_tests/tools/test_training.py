@@ -236,7 +236,6 @@ def test_acceptance_goes_into_the_record_and_the_card(trained, tmp_path, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_acceptance_does_not_depend_on_the_batch(trained, tmp_path, monkeypatch, batch_size):
     pair = tmp_path / "pair"

@@ -69,7 +69,6 @@ def test_equals_the_definition(part):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("part", range(2))
 def test_states_with_many_next_tokens_equal_the_definition(part, monkeypatch):
     """Of which only a few are known by rank: here all that have more than one."""

@@ -67,7 +67,6 @@ def test_prompts_that_join_are_read_in_the_steps_of_others(target, draft, lag, s
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_long_prompt_in_parts_and_many_short_ones(lag, page_size, joined):
     """More prompts than a step takes, and one that is longer than a step takes."""
@@ -137,7 +136,6 @@ def test_parts_attend_as_they_do_by_themselves(window, device):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_what_fails_only_beside_a_step_is_no_longer_tried(target, draft, lag, monkeypatch, caplog):
     """After a layer has written its keys."""
     engine = make(draft, target, max_batch=4)

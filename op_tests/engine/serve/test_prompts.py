@@ -35,7 +35,6 @@ def note_reading(monkeypatch, target) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_prompts_that_wait_together_are_read_at_once(target, draft, lag, page_size, monkeypatch):
     engine = make(draft, target, page_size=page_size, max_batch=7)

@@ -44,7 +44,6 @@ def test_requests_join_and_leave(target, draft, lag, page_size, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_rows_move_up(target, draft):
     """The first request ends early, the last one goes on in its row; text and speed do not notice."""
     engine = make(draft, target)
@@ -72,7 +71,6 @@ def test_prompts_in_parts(target, draft, chunk):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_steps_go_on_while_a_prompt_is_read(target, draft):
     engine = make(draft, target, prefill_chunk=4)
     first = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40))

@@ -19,7 +19,6 @@ from op_tests.engine.toys import ToyModel
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_steps_go_on_while_a_stream_reads_its_prompt(target, draft, lag, monkeypatch):
     """Beside who runs; a batch for itself is read without a step between its parts."""
     engine, prompt = make(draft, target, prefill_chunk=4), prompt_of(4) * 3
@@ -111,7 +110,6 @@ def test_a_request_that_is_aborted_before_its_stream_begins(target, draft, lag):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_a_stream_holds_no_pools_before_and_after(target, draft):
     """It begins with those that the engine has then, and lets go of them when it has ended."""
     engine = make(draft, target)
@@ -208,7 +206,6 @@ def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag)
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize(
     "rest_of",
     [lambda stream: asyncio.run(all_of(stream)), lambda stream: [event.token_id for event in stream]],

@@ -17,7 +17,6 @@ from op_tests.engine.engines import PARAMS, make, mixed_requests, prompt_of, ste
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
     """By a clock that only steps move: new ones by seconds, others by 6 ms."""
     clock, seen, step = SimpleNamespace(now_s=0.0), set(), Stepper.step
@@ -111,7 +110,6 @@ def test_the_workspace_of_the_largest_step(target):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("adaptive", [None, "auto"])
 def test_after_a_bare_warmup_no_common_request_is_cold(target, adaptive):
     engine = make(target, target, adaptive=adaptive)

@@ -177,7 +177,6 @@ def test_empty_batch(device):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("prefer", PREFER)
 def test_the_result_does_not_depend_on_the_cut(prefer, device, cut):
     """The same rows in tensors of other widths and alignments, in blocks and parts of every size."""

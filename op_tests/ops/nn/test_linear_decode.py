@@ -128,7 +128,6 @@ def test_parts_into_a_wider_tensor(device):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_parts", [None, 2])
 def test_deterministic_rows_are_as_they_are_alone(num_parts, dtype, device):

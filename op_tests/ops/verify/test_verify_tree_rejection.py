@@ -477,7 +477,6 @@ def test_several_slices(way, replacement, device, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @WAY
 @pytest.mark.parametrize(
     ("reduced", "kind"), [(40, "logits"), (None, "probs"), (40, "probs")], ids=["reduced", "probs", "reduced probs"]

@@ -241,7 +241,6 @@ def test_every_node_is_deleted(rounds, device, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.cross
 @ROUNDS
 def test_special_probabilities_in_slices(rounds, device, monkeypatch):
     cut(monkeypatch, 2, rounds)
