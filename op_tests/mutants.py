@@ -240,10 +240,10 @@ MUTANTS = [
     ),
     both(
         "min-p relative to 1", _SAMPLED, _PARAMETERS_LAW,
-        [(SHARED + name, "keep &= weight >= ", "keep &= (weight == 1.0) | (weight / tl.sum(weight) >= ")
-         for name in ("filters.py", "edge_search.py")]
-        + [(SHARED + name, "tl.minimum(filters.min_p, 1.0)", "tl.minimum(filters.min_p, 1.0))")
-           for name in ("filters.py", "edge_search.py")],
+        [(SHARED + "filters.py", "keep &= weight >= tl.minimum(filters.min_p, 1.0)",
+          "keep &= (weight == 1.0) | (weight / tl.sum(weight) >= tl.minimum(filters.min_p, 1.0))"),
+         (SHARED + "edge_search.py", "tl.where(filters.min_p > 0.0, tl.minimum(filters.min_p, 1.0), 0.0)",
+          "tl.minimum(filters.min_p * row_mass(summary.chunk_max, summary.chunk_sum, largest, VOCAB_SIZE), 1.0)")],
         [("reference/sampling.py", "(weight >= min_p.clamp(max=1.0)[:, None])", _MIN_P_OF_ONE)],
     ),
     both(
@@ -364,6 +364,16 @@ MUTANTS = [
         "a token kept that top-p does not keep", "sample_from_logits",
         [(f"{SHARED}edge_search.py", "is_open = (filters.top_p < 1.0) & (edge < above)", "is_open = edge > above")],
         of("sample_from_logits", "test_filters_of_long_rows"), "kernel",
+    ),
+    Mutant(
+        "bounds of flat rows with the maxima of other groups", "sample_from_logits",
+        [(f"{SHARED}edge_search.py", "group // (LANES // GROUP)", "group // LANES")],
+        of("sample_from_logits", "test_flat_rows_of_a_large_vocabulary"), "kernel",
+    ),
+    Mutant(
+        "weighing that ends as if all of it lay below", "sample_from_logits",
+        [(f"{SHARED}edge_search.py", "(read - above <= spare)", "(read <= spare)")],
+        of("sample_from_logits", "test_flat_rows_of_a_large_vocabulary"), "kernel",
     ),
     Mutant(
         "mass carried to the next level", _COINS,

@@ -53,6 +53,12 @@ def unsigned_rank(values):
 
 
 @triton.jit
+def rank_value(ranks):
+    """Returns the fp32 values that unsigned ranks were made of."""
+    return bits_value((ranks ^ 0x80000000).to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def ordered_key(values, ids):
     """Returns the keys of fp32 `comparable` values with ids in 0 .. 2^32 - 1."""
     return (ordered_bits(values).to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))

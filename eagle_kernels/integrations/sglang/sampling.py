@@ -217,7 +217,7 @@ def filters(info) -> dict[str, torch.Tensor | None | str]:
     """Returns the temperature and the filters of each request, as our samplers take them."""
     greedy = info.top_ks <= 1
     return {
-        "temperature": torch.where(greedy, 0.0, info.temperatures[:, 0]),
+        "temperature": info.temperatures[:, 0].masked_fill(greedy, 0.0),
         "top_k": info.top_ks if info.need_top_k_sampling else None,
         "top_p": info.top_ps if info.need_top_p_sampling else None,
         "min_p": info.min_ps if info.need_min_p_sampling else None,

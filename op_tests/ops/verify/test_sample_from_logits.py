@@ -391,6 +391,25 @@ def test_edges_are_exact(name, num_kept, device):
     assert_same_tokens(values, tokens)
 
 
+def test_flat_rows_of_a_large_vocabulary(device):
+    """Rows whose winners lie anywhere among 151,936 tokens, of nuclei of nearly all of them, of half and of few.
+
+    Such a winner is found by bounds, more than one tile of them, and what lies above it is weighed block by block.
+    """
+    kinds = [(0.01, 0.95, 0), (0.01, 0.4, 0), (1.5, 0.95, 0), (1.5, 0.1, 0), (1.5, 0.6, 140_000), (3.0, 0.999, 0)]
+    is_slow = device.type == "cpu"
+    kinds, num_each = (kinds[1:4], 1) if is_slow else (kinds, 40)
+    scales, top_p, top_k = (torch.tensor(column).repeat(num_each) for column in zip(*kinds))
+    values = make(len(scales), 151_936, device=device, temperature=0.8)
+    values |= {"logits": (scales[:, None] * torch.randn(len(scales), 151_936)).bfloat16().to(device)}
+    values |= {"top_p": top_p.to(device), "top_k": top_k.to(device)}
+    values["min_p"] = torch.where(torch.arange(len(scales)) % 5 == 4, 1e-3, 0.0).to(device)
+    for order in ORDERS[:1] if is_slow else ORDERS:
+        assert_same_tokens(
+            values | {"filter_order": order}, eagle_kernels.raw.sample_from_logits(**values, filter_order=order)
+        )
+
+
 @pytest.mark.parametrize("num_large", [90, 300])
 def test_gathering_and_searching_agree(num_large, device):
     """Tokens far above all others: whether they are gathered, searched for or not filtered at all does not show.

@@ -4,22 +4,38 @@ An edge is searched for three bits of the float at a time: each pass over the ro
 reach eight ranks at once. That makes up to eleven passes a filter; blocks that cannot reach an edge are passed over.
 
 To draw, no edge of top-p is needed, only for log-probabilities. The winner among all tokens is the winner among those
-that top-p keeps, if it is kept itself, and one pass tells: it weighs what lies above the winner. From above a winner
-that is not kept it is drawn again. So a nucleus of 95 % takes one draw and one such pass in 19 rows of 20.
+that top-p keeps, if it is kept itself, and what lies above it tells. From above a winner that is not kept it is drawn
+again. So a nucleus of 95 % takes one draw in 19 rows of 20. A draw reads few tokens (bounds of their noise tell which
+groups could have the winner), and what lies above a winner is weighed until the answer is certain.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ....primitives.ordering import LOWEST_KEY, noisy_key, noisy_key_id, unsigned_rank
+from ....primitives.ordering import (
+    LOWEST_KEY,
+    NO_NOISE,
+    bits_value,
+    largest_key,
+    noisy_key,
+    noisy_key_id,
+    rank_value,
+    unsigned_rank,
+)
 from ....runtime.language import tl, triton
+from .group_bounds import NO_BOUND, bound_of, may_win, number_bounds
 from .logits import load_scaled
-from .random import add_grouped_gumbel, grouped_words, noise_key
-from .row_summary import CHUNK, row_mass
+from .random import GROUP, add_group_bound, add_grouped_gumbel, group_words, grouped_words, noise_key
+from .row_summary import CHUNK, LANES, NEVER, row_mass
 
 # Tokens that are read at once.
 _BLOCK = tl.constexpr(2048)
+# The same where none is passed over.
+_WIDE_BLOCK = tl.constexpr(8192)
+# Groups whose bounds are held at once, in lines and columns; of each column one group is looked at in a turn.
+_LINES = tl.constexpr(512)
+_COLUMNS = tl.constexpr(32)
 
 
 class _Scanned(NamedTuple):
@@ -55,51 +71,93 @@ def search_row(
     if filters.top_k > 0:
         wanted = filters.top_k.to(tl.float32)
         edge = _search_edge(scanned, edge, above, wanted, VOCAB_SIZE, HAS_PENALTIES, False)
+    least = tl.full([], float("-inf"), tl.float32)  # of the tokens that top-p is a share of
+    mass = tl.zeros([], tl.float32)
     wanted = tl.full([], float("inf"), tl.float32)  # all that reach the edge
     if filters.top_p < 1.0:
         if filters.is_of_all:
             mass = row_mass(summary.chunk_max, summary.chunk_sum, largest, VOCAB_SIZE)
         else:
-            mass = _mass(scanned, edge, VOCAB_SIZE, HAS_PENALTIES)
+            least = rank_value(edge)
+            mass = _mass(scanned, edge, 0.0, VOCAB_SIZE, HAS_PENALTIES)
         # the most likely token weighs 1 and always stays, also for top_p = 0
         wanted = tl.maximum(mass * filters.top_p, 1.1754943508222875e-38)
 
+    # the most likely token weighs 1
+    min_weight = tl.where(filters.min_p > 0.0, tl.minimum(filters.min_p, 1.0), 0.0)
     first_edge = edge
     token = tl.zeros([], tl.int32)
-    kept = tl.zeros([], tl.float32)
     is_open = above > edge  # the most likely token reaches every edge
     while is_open:
-        token, kept = _draw(scanned, filters, noise, edge, VOCAB_SIZE, HAS_PENALTIES)
-        edge = _rank(load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)) + 1
+        token = _winner(scanned, noise, edge, min_weight, VOCAB_SIZE, HAS_PENALTIES)
+        value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+        edge = _rank(value) + 1
         is_open = (filters.top_p < 1.0) & (edge < above)
         if is_open:  # what weighs as much as is wanted lies above the token, which is not kept then
-            is_open = _mass(scanned, edge, VOCAB_SIZE, HAS_PENALTIES) >= wanted
+            is_open = _outweighs(scanned, least, value, mass, wanted, VOCAB_SIZE, HAS_PENALTIES)
+    kept = tl.zeros([], tl.float32)
     if HAS_LOGPROBS:
         if filters.top_p < 1.0:
             edge = _search_edge(scanned, lowest, above, wanted, VOCAB_SIZE, HAS_PENALTIES, True)
-            _, kept = _draw(scanned, filters, noise, tl.maximum(first_edge, edge), VOCAB_SIZE, HAS_PENALTIES)
+            first_edge = tl.maximum(first_edge, edge)
+        kept = _mass(scanned, first_edge, min_weight, VOCAB_SIZE, HAS_PENALTIES)
     return token, kept
 
 
 @triton.jit
-def _draw(scanned, filters, noise, edge, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
-    """Draws a token int32 from those that reach an edge and min-p; returns it and their sum of exponentials."""
+def _winner(scanned, noise, edge, min_weight, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """Draws a token int32 from those that reach a rank and weigh `min_weight`, of which there is one at least.
+
+    The bounds of all groups are computed from what the scan has kept, without reading a logit. In each turn the group
+    with the largest bound of each column is looked at, if it could win, until no group left could.
+    """
+    NUM_GROUPS: tl.constexpr = (VOCAB_SIZE + GROUP - 1) // GROUP
     key = noise_key(noise)
-    lane = tl.arange(0, _BLOCK)
-    best = tl.full([_BLOCK], LOWEST_KEY, tl.int64)
-    kept = tl.zeros([_BLOCK], tl.float32)
-    for start in range(0, VOCAB_SIZE, _BLOCK):
-        if _chunk_rank(scanned.summary, start, VOCAB_SIZE) >= edge:
-            token = start + lane
-            value = load_scaled(scanned.row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-            weight = tl.exp(value - scanned.largest)
-            keep = (token < VOCAB_SIZE) & (_rank(value) >= edge)
-            if filters.min_p > 0.0:
-                keep &= weight >= tl.minimum(filters.min_p, 1.0)
-            kept += tl.where(keep, weight, 0.0)
+    line = tl.arange(0, _LINES)[:, None]
+    column = tl.arange(0, _COLUMNS)
+    lane = tl.arange(0, GROUP)[None, :]
+    best = noisy_key(tl.full([], float("-inf"), tl.float32), NO_NOISE, tl.zeros([], tl.int32))
+    for start in range(0, NUM_GROUPS, _LINES * _COLUMNS):
+        group = start + line * _COLUMNS + column[None, :]
+        # the scan keeps one maximum of several groups
+        shared = scanned.summary.group_rank + group // (LANES // GROUP)
+        largest = bits_value(tl.load(shared, mask=group < NUM_GROUPS, other=NEVER))
+        bounds = number_bounds(add_group_bound(largest, 1.0, group_words(key, group)), line, _LINES)
+        bounds = tl.where(_rank(largest) >= edge, bounds, NO_BOUND)
+        top = tl.max(bounds, axis=0)
+        while may_win(bound_of(tl.max(top), _LINES), best):
+            chosen = start + (top & (_LINES - 1)) * _COLUMNS + column
+            token = chosen[:, None] * GROUP + lane
+            is_wanted = may_win(bound_of(top, _LINES), best)[:, None] & (token < VOCAB_SIZE)
+            value = load_scaled(scanned.row, token, is_wanted, VOCAB_SIZE, HAS_PENALTIES)
+            keep = is_wanted & (_rank(value) >= edge) & (tl.exp(value - scanned.largest) >= min_weight)
             noisy, fine = add_grouped_gumbel(value, grouped_words(key, token))
-            best = tl.maximum(best, tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY))
-    return noisy_key_id(tl.max(best)), tl.sum(kept)
+            keys = tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY)
+            best = tl.maximum(best, largest_key(tl.reshape(keys, [_COLUMNS * GROUP])))
+            bounds = tl.where(bounds == top[None, :], NO_BOUND, bounds)
+            top = tl.max(bounds, axis=0)
+    return noisy_key_id(best)
+
+
+@triton.jit
+def _outweighs(scanned, least, floor, mass, wanted, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """Tells whether the tokens above a value weigh `wanted` together; all those of at least `least` weigh `mass`.
+
+    It reads on until those read weigh so much, or until so much has been read of others that all above do not.
+    """
+    above = tl.zeros([], tl.float32)
+    read = tl.zeros([], tl.float32)
+    # what the rounding of sums could hide is left open
+    spare = mass - wanted + 1e-4 * mass
+    start = tl.zeros([], tl.int32)
+    while (start < VOCAB_SIZE) & (above < wanted) & (read - above <= spare):
+        token = start + tl.arange(0, _WIDE_BLOCK)
+        value = load_scaled(scanned.row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+        weight = tl.where(value >= least, tl.exp(value - scanned.largest), 0.0)
+        read += tl.sum(weight)
+        above += tl.sum(tl.where(value > floor, weight, 0.0))
+        start += _WIDE_BLOCK
+    return above >= wanted
 
 
 @triton.jit
@@ -123,14 +181,16 @@ def _search_edge(
 
 
 @triton.jit
-def _mass(scanned, low, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
-    """Returns what the tokens that reach a rank weigh together, fp32."""
+def _mass(scanned, low, min_weight, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """Returns what the tokens that reach a rank and weigh `min_weight` weigh together, fp32."""
     weights = tl.zeros([_BLOCK], tl.float32)
     for start in range(0, VOCAB_SIZE, _BLOCK):
         if _chunk_rank(scanned.summary, start, VOCAB_SIZE) >= low:
             token = start + tl.arange(0, _BLOCK)
             value = load_scaled(scanned.row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-            weights += tl.where(_rank(value) >= low, tl.exp(value - scanned.largest), 0.0)
+            weight = tl.exp(value - scanned.largest)
+            keep = (_rank(value) >= low) & (weight >= min_weight)
+            weights += tl.where(keep, weight, 0.0)
     return tl.sum(weights)
 
 

@@ -23,7 +23,7 @@ from ....runtime.language import next_power_of_2, tl, triton
 from .edge_search import search_row
 from .logits import load_scaled
 from .random import add_grouped_gumbel, grouped_words, noise_key
-from .row_summary import CHUNK, LANES, row_mass
+from .row_summary import CHUNK, LANES, NEVER, row_mass
 
 # The largest k for which tokens are gathered, and the room for them.
 MAX_TOP_K = tl.constexpr(128)
@@ -33,9 +33,6 @@ MAX_GROUPS = tl.constexpr(NUM_GROUPS_GATHERED)
 MAX_TOKENS = tl.constexpr(NUM_TOKENS_GATHERED)
 # How many tokens are gathered where top-k does not tell.
 DEFAULT_WANTED = tl.constexpr(64)
-
-# The ordered bits of -inf, which cannot be drawn.
-_NEVER = tl.constexpr(-0x7F800001)
 
 
 class Filters(NamedTuple):
@@ -90,7 +87,7 @@ def draw_filtered(
     lane = tl.arange(0, LANES)
     # no alignment: the compiler gives each lane one value and no vector
     group = tl.multiple_of(tl.arange(0, BLOCK_CHUNK)[None, :] * LANES + lane[:, None], [1, 1])
-    group_rank = tl.load(summary.group_rank + group, mask=group < NUM_CHUNKS * LANES, other=_NEVER)
+    group_rank = tl.load(summary.group_rank + group, mask=group < NUM_CHUNKS * LANES, other=NEVER)
     has_top_k = filters.top_k > 0
     wanted = tl.where(has_top_k, filters.top_k, DEFAULT_WANTED)
     num_maxima, smallest, largest, total = _chunk_maxima(summary, NUM_CHUNKS, BLOCK_CHUNK)
@@ -98,7 +95,7 @@ def draw_filtered(
 
     # a value that at least `wanted` tokens reach, and few groups: every chunk reaches the smallest maximum, with too
     # many groups; about half of them reach the mean of all but the largest, with about as many groups as are wanted
-    low, high = tl.where(wanted <= num_maxima, ordered_bits(smallest), _NEVER + 1), ordered_bits(largest)
+    low, high = tl.where(wanted <= num_maxima, ordered_bits(smallest), NEVER + 1), ordered_bits(largest)
     mean = (total - largest) / tl.maximum(num_maxima - 1, 1)
     probe = tl.minimum(tl.maximum(ordered_bits(mean), low), high)
     is_reached = tl.sum(tl.sum((group_rank >= probe).to(tl.int32), axis=0)) >= wanted

@@ -17,6 +17,9 @@ LANES = tl.constexpr(NUM_LANES)
 CHUNK_SIZE = NUM_LANES * NUM_LANES
 CHUNK = tl.constexpr(CHUNK_SIZE)
 
+# The ordered bits of -inf, which cannot be drawn.
+NEVER = tl.constexpr(-0x7F800001)
+
 
 class Summary(NamedTuple):
     """Pointers to what `scan_filtered` keeps of one row, and to the room for what is gathered of it."""

@@ -19,7 +19,6 @@ from ....primitives.ordering import (
     LOWEST_KEY,
     MAX_NOISY_IDS,
     NO_NOISE,
-    bits_value,
     comparable,
     largest_key,
     noisy_key,
@@ -30,6 +29,7 @@ from ....runtime import check, tuning
 from ....runtime.language import next_power_of_2, tl, triton
 from . import logits
 from .filters import MAX_TOKENS, NUM_TOKENS_GATHERED, draw_filtered
+from .group_bounds import NO_BOUND, bound_of, may_win, number_bounds
 from .logits import LARGEST_FINITE, load_processed, load_raw, load_scaled
 from .random import GROUP, LARGEST_GUMBEL, add_group_bound, add_grouped_gumbel, group_words, grouped_words, noise_key
 from .row_summary import CHUNK, CHUNK_SIZE, LANES, NUM_LANES, Summary, row_mass, scan_filtered
@@ -38,9 +38,6 @@ from .row_summary import CHUNK, CHUNK_SIZE, LANES, NUM_LANES, Summary, row_mass,
 SCAN_TUNING = {"default": {"BLOCK_CHUNK": 4, "num_warps": 1}}
 FILTERED_SCAN_TUNING = {"default": {"BLOCK_CHUNK": 4, "num_warps": 4}}
 DRAW_TUNING = {"default": {"num_warps": 8}}
-
-# Below the bits of all bounds, -inf among them: of a group that has been looked at.
-_NO_BOUND = tl.constexpr(-(2**31))
 
 
 class Scratch(NamedTuple):
@@ -206,10 +203,10 @@ def _slice_winner(
             token += TILE
             logit = load_processed(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
         if is_sampled:
-            may_win = True
+            is_open = True
             if index > 0:
-                may_win = _may_win(tl.max(group_max) * row.inverse_temperature + LARGEST_GUMBEL, best)
-            if may_win:
+                is_open = may_win(tl.max(group_max) * row.inverse_temperature + LARGEST_GUMBEL, best)
+            if is_open:
                 best = _best_with_noise(row, key, group_max, first, best, found, VOCAB_SIZE, HAS_PENALTIES)
         else:
             best = tl.maximum(best, _largest_logit(row, group_max, first, VOCAB_SIZE, HAS_PENALTIES))
@@ -239,42 +236,28 @@ def _best_with_noise(row, key, group_max, first, best, found, VOCAB_SIZE: tl.con
     NUM_GROUPS: tl.constexpr = group_max.shape[0]
     group = tl.arange(0, NUM_GROUPS)
     bound = add_group_bound(group_max, row.inverse_temperature, group_words(key, first // GROUP + group))
-    # one integer maximum finds a bound and whose it is: the group's number replaces the lowest bits of the bound's
-    bounds = (ordered_bits(tl.minimum(bound, LARGEST_FINITE)) & -NUM_GROUPS) | group
-    is_open = _may_win(_bound(bounds), best)
+    bounds = number_bounds(bound, group, NUM_GROUPS)
+    is_open = may_win(bound_of(tl.max(bounds), NUM_GROUPS), best)
     lane = tl.arange(0, 32)
     while is_open:
         chosen = tl.zeros([32], tl.int32)
         for quarter in tl.static_range(4):
             is_own = group // (NUM_GROUPS // 4) == quarter
-            top = tl.max(tl.where(is_own, bounds, _NO_BOUND))
+            top = tl.max(tl.where(is_own, bounds, NO_BOUND))
             chosen = tl.where(lane // GROUP == quarter, top & (NUM_GROUPS - 1), chosen)
-            bounds = tl.where(is_own & (bounds == top), _NO_BOUND, bounds)
+            bounds = tl.where(is_own & (bounds == top), NO_BOUND, bounds)
         token = first + chosen * GROUP + lane % GROUP
         value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
         value, fine = add_grouped_gumbel(value, grouped_words(key, token))
         best = tl.maximum(best, largest_key(noisy_key(value, fine, token)))
-        top_bound = _bound(bounds)
-        is_open = _may_win(top_bound, best)
+        top_bound = bound_of(tl.max(bounds), NUM_GROUPS)
+        is_open = may_win(top_bound, best)
         if found.key is not None:
             if found.is_told:
                 found_before = tl.atomic_max(found.key, best, sem="relaxed")
                 if is_open:  # else there is no waiting for the answer
-                    is_open = _may_win(top_bound, tl.maximum(best, found_before))
+                    is_open = may_win(top_bound, tl.maximum(best, found_before))
     return best
-
-
-@triton.jit
-def _bound(bounds):
-    """Returns the largest bound fp32, rounded up: -inf stays, and once all have been looked at it is NaN."""
-    return bits_value(tl.max(bounds) | (bounds.shape[0] - 1))
-
-
-@triton.jit
-def _may_win(bound, best):
-    """Tells whether something below `bound` can reach the key `best`; bounds of large logits are rounded."""
-    value = bits_value((best >> 32).to(tl.int32))
-    return bound + tl.abs(bound) * 1e-6 >= value
 
 
 @triton.jit
