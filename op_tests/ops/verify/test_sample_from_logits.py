@@ -357,21 +357,24 @@ def test_filters_of_long_rows(vocab_size, order, device):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_kept"),
-    [("top_k", 50), ("top_k", 128), ("top_k", 129), ("top_p", 40), ("top_p", 600), ("min_p", 40), ("min_p", 600)],
+    ("name", "num_kept", "vocab_size"),
+    [
+        *(("top_k", num_kept, 1100) for num_kept in (50, 128, 129)),
+        *((name, num_kept, 1100) for name in ("top_p", "min_p") for num_kept in (40, 600)),
+        ("top_p", 90_000, 151_936),
+    ],
 )
-def test_edges_are_exact(name, num_kept, device):
+def test_edges_are_exact(name, num_kept, vocab_size, device):
     """A row so flat that noise decides: its winner is drawn as the last token that is kept, not as the one after it.
 
     One of a pair of rows has it at the edge, the other one behind; both small and large numbers of tokens are kept.
     """
-    vocab_size = 1100
     positions, seeds = torch.arange(40), torch.zeros(40, dtype=torch.int64)
     noise, _ = reference_random.grouped_gumbel(seeds, positions, vocab_size)
     first, second = noise.topk(2, dim=1).values.T
     position = int((first - second > 0.5).nonzero()[0])
     winner = int(noise[position].argmax())
-    by_rank = -1e-4 * torch.arange(vocab_size)
+    by_rank = -0.11 / vocab_size * torch.arange(vocab_size)
     weights = by_rank.double().exp()
     mass = weights.cumsum(0) / weights.sum()
     value = {
@@ -391,20 +394,24 @@ def test_edges_are_exact(name, num_kept, device):
     assert_same_tokens(values, tokens)
 
 
-def test_flat_rows_of_a_large_vocabulary(device):
-    """Rows whose winners lie anywhere among 151,936 tokens, of nuclei of nearly all of them, of half and of few.
+@pytest.mark.parametrize("vocab_size", [20_000, 151_936])
+def test_flat_rows_of_a_large_vocabulary(vocab_size, device):
+    """Rows whose winners lie anywhere, or near the end, of nuclei of nearly all tokens, of half and of few.
 
     Such a winner is found by bounds, more than one tile of them, and what lies above it is weighed block by block.
     """
-    kinds = [(0.01, 0.95, 0), (0.01, 0.4, 0), (1.5, 0.95, 0), (1.5, 0.1, 0), (1.5, 0.6, 140_000), (3.0, 0.999, 0)]
     is_slow = device.type == "cpu"
-    kinds, num_each = (kinds[1:4], 1) if is_slow else (kinds, 40)
-    scales, top_p, top_k = (torch.tensor(column).repeat(num_each) for column in zip(*kinds))
-    values = make(len(scales), 151_936, device=device, temperature=0.8)
-    values |= {"logits": (scales[:, None] * torch.randn(len(scales), 151_936)).bfloat16().to(device)}
-    values |= {"top_p": top_p.to(device), "top_k": top_k.to(device)}
+    # standard deviation, top_p, top_k, and what the last eighth of the tokens has more than all others
+    kinds = [(0.01, 0.95, 0, 0.0), (0.01, 0.4, 0, 0.0), (1.5, 0.1, 0, 0.0), (0.01, 0.9, 0, 20.0)]
+    if vocab_size == 20_000 or not is_slow:
+        kinds += [(1.5, 0.95, 0, 0.0), (0.01, 0.1, 2_000, 0.0), (3.0, 0.999, 0, 0.0)]
+    scales, top_p, top_k, lead = (torch.tensor(column).repeat(1 if is_slow else 40) for column in zip(*kinds))
+    values = make(len(scales), vocab_size, device=device, temperature=0.8)
+    is_last = torch.arange(vocab_size) >= vocab_size - vocab_size // 8
+    logits = scales[:, None] * torch.randn(len(scales), vocab_size) + lead[:, None] * is_last
+    values |= {"logits": logits.bfloat16().to(device), "top_p": top_p.to(device), "top_k": top_k.to(device)}
     values["min_p"] = torch.where(torch.arange(len(scales)) % 5 == 4, 1e-3, 0.0).to(device)
-    for order in ORDERS[:1] if is_slow else ORDERS:
+    for order in ORDERS:
         assert_same_tokens(
             values | {"filter_order": order}, eagle_kernels.raw.sample_from_logits(**values, filter_order=order)
         )
