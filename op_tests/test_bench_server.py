@@ -123,13 +123,14 @@ def test_arguments(tmp_path, capsys):
     assert options.case[:6] == ["plain", "8/5/64", "4/3/8", "4/4/16", "requests plain", "requests 4/2/4"]
     assert options.system == SYSTEMS and SYSTEMS[0] == "sglang+flashinfer" and options.logs.is_dir()
     options.logs.rmdir()
+    assert options.repeats == 3
     options = server.parsed(["--case", "plain", "4/3/8", "--system", "eagle_kernels", "--logs", str(tmp_path)])
     assert (options.case, options.system) == (["plain", "4/3/8"], ["eagle_kernels"])
     ranks = server.parsed(["--tp", "2", "--logs", str(tmp_path)])
     assert (ranks.case, ranks.all_reduce) == (["8B plain", "8B 4/3/8", "32B plain", "32B 4/3/8"], "sglang")
     for wrong in (
         ["--case", "9/9/9"], ["--system", "vllm"], ["--sglang", str(tmp_path / "nowhere")], ["--tp", "0"],
-        ["--tp", "2", "--case", "plain", "8B plain"], ["--all-reduce", "ring"],
+        ["--tp", "2", "--case", "plain", "8B plain"], ["--all-reduce", "ring"], ["--repeats", "0"],
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             server.parsed(wrong)
@@ -163,6 +164,8 @@ def test_an_engine_is_sized_for_its_case(case, tmp_path):
     samples = case.name in ("8/5/64", "4/3/8", "4/4/16", "8B 4/3/8", "32B 4/3/8")
     assert ordered.sampling == (((0.0, 1.0), (0.8, 0.95)) if samples else GREEDY)
     assert "tp_size" not in arguments
+    more = server.Bench(server.parsed(["--logs", str(tmp_path), "--repeats", "11"]), None, {})
+    assert (ordered.repeats, more.order(case, "sglang+triton").repeats) == (3, 11)
     matching = bench.order(case, "sglang+match")
     assert matching.sampling == ordered.sampling[1:] and matching.rule == "match" and ordered.rule is None
     if case.name.startswith(("Qwen3", "32B")):

@@ -128,7 +128,7 @@ class Bench:
         return SHORT, min(long, QUICK_LONG) if self.options.quick else long
 
     def repeats(self) -> int:
-        return 1 if self.options.quick else REPEATS
+        return 1 if self.options.quick else self.options.repeats
 
     def order(self, case: Case, system: str) -> Order:
         """Returns what SGLang is to do."""
@@ -334,6 +334,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         "--all-reduce", choices=ALL_REDUCES, default=ALL_REDUCES[0],
         help="how several GPUs add up: by SGLang's own kernel, where that works, or by NCCL",
     )  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="slopes of which the median counts (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="once and shorter; the tables leave such lines out")
     parser.add_argument("--limit", type=float, help="seconds that an engine of SGLang may take")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for logs of engines (default: a temporary one)")
@@ -345,10 +346,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     check.add_argument("--jobs", type=int, default=1, help="engines that run at once")
     check.add_argument("--dtype", choices=list(ROUNDING), default="float16", help="of models and KV")
     options = parser.parse_args(arguments)
-    if options.jobs < 1:
-        parser.error(f"--jobs: at least 1; got {options.jobs}")
-    if options.tp < 1:
-        parser.error(f"--tp: at least 1; got {options.tp}")
+    for name in ("jobs", "tp", "repeats"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: at least 1; got {getattr(options, name)}")
     options.case = options.case or (names if options.tp == 1 else RANK_CASES)
     if options.tp > 1 and (others := [name for name in options.case if name not in RANK_CASES]):
         parser.error(f"--tp: cases are {', '.join(RANK_CASES)}; got {', '.join(others)}")

@@ -97,6 +97,7 @@ class Engine:
             temperatures=make("temperature", torch.float32)[:, None], top_ks=make("top_k", torch.int32),
             top_ps=make("top_p", torch.float32), min_ps=make("min_p", torch.float32), vocab_size=vocab_size,
             is_all_greedy=all(each.top_k <= 1 for each in params),
+            is_any_greedy=any(each.top_k <= 1 for each in params),
             need_top_k_sampling=any(each.top_k != 1 << 30 for each in params),
             need_top_p_sampling=any(each.top_p != 1 for each in params),
             need_min_p_sampling=any(each.min_p > 0 for each in params), return_sampling_masks=None,
@@ -218,6 +219,17 @@ def test_a_batch_of_different_requests(device):
         assert_same(
             plain([request(number, **changes)], device, rows=[8 - number], last=[1 + number % 5]), [wanted[number]]
         )
+
+
+def test_greedy_requests_take_the_first_of_equal_logits(device):
+    """As SGLang's argmax does, also beside a request that is sampled, which k = 1 alone would not give."""
+    engine = Engine([request(0), request(1, **WANTED["greedy"])], device)
+    engine.table.zero_()  # all but the first tokens are drawn from it
+    for _ in range(4):
+        engine.step()
+    engine.verify([[], []], seed=1)
+    sampled, greedy = (set(text[1:]) for text in engine.texts)
+    assert greedy == {0} != sampled
 
 
 def test_nothing_outside_of_the_grammar(device):

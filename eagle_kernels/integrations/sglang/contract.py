@@ -234,9 +234,9 @@ CONTRACT = (
     Names(_SRT + "managers.schedule_batch.ScheduleBatch",
           ("sampling_info", "forward_mode", "seq_lens", "reqs", "device", "req_pool_indices", "req_pool_indices_cpu")),
     Names(_SRT + "sampling.sampling_batch_info.SamplingBatchInfo", (
-        "is_all_greedy", "acc_additive_penalties", "acc_scaling_penalties", "logit_bias", "penalizer_orchestrator",
-        "temperatures", "top_ks", "top_ps", "min_ps", "need_top_k_sampling", "need_top_p_sampling",
-        "need_min_p_sampling", "vocab_size", "return_sampling_masks",
+        "is_all_greedy", "is_any_greedy", "acc_additive_penalties", "acc_scaling_penalties", "logit_bias",
+        "penalizer_orchestrator", "temperatures", "top_ks", "top_ps", "min_ps", "need_top_k_sampling",
+        "need_top_p_sampling", "need_min_p_sampling", "vocab_size", "return_sampling_masks",
     )),
     # grammars reach verification as bitmasks of the nodes, whichever backend made them
     Names(_SRT + "constrained.base_grammar_backend.GrammarMask", ("grammar", "vocab_mask", "apply")),

@@ -74,7 +74,7 @@ class Requests:
 
     def seeds(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the seeds of these rows."""
-        return self._numbers[0, rows]
+        return self._numbers[0].index_select(0, rows)
 
     def penalize(self, tree: tuple[torch.Tensor, ...], logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns the logits of a tree's nodes, fp32, after the penalties of these rows; each node counts its path.
@@ -215,9 +215,11 @@ def sample(original, runner, logits_output, forward_batch):
 
 def filters(info) -> dict[str, torch.Tensor | None | str]:
     """Returns the temperature and the filters of each request, as our samplers take them."""
-    greedy = info.top_ks <= 1
+    temperature = info.temperatures[:, 0]
+    if info.is_any_greedy:
+        temperature = temperature.masked_fill(info.top_ks <= 1, 0.0)
     return {
-        "temperature": info.temperatures[:, 0].masked_fill(greedy, 0.0),
+        "temperature": temperature,
         "top_k": info.top_ks if info.need_top_k_sampling else None,
         "top_p": info.top_ps if info.need_top_p_sampling else None,
         "min_p": info.min_ps if info.need_min_p_sampling else None,
