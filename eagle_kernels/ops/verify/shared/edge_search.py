@@ -65,7 +65,7 @@ def search_row(
 ):
     """Draws a token int32 from what the filters keep of a row; returns it and, with HAS_LOGPROBS, the kept sum."""
     scanned = _Scanned(row, summary, largest)
-    lowest = tl.full([], 1, tl.uint32)
+    lowest = tl.full([], 0x00800000, tl.uint32)  # the rank of the lowest finite value
     above = unsigned_rank(largest) + 1
     edge = lowest
     if filters.top_k > 0:
