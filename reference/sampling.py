@@ -12,6 +12,7 @@ import torch
 from . import random
 
 GREEDY_BELOW = 1e-5
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 class Processors(NamedTuple):
@@ -86,9 +87,12 @@ def token_bits(words: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """logits / temperature (unscaled where greedy), NaN as -inf, +inf as the largest finite fp32."""
+    """logits / temperature (unscaled where greedy), NaN as -inf, +inf as the largest finite fp32.
+
+    1 / temperature is never 0, so that +inf stays above all other logits.
+    """
     wide = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
-    inverse = torch.where(temperature >= GREEDY_BELOW, 1.0 / temperature, 1.0)
+    inverse = torch.where(temperature >= GREEDY_BELOW, (1.0 / temperature).clamp(min=SMALLEST_NORMAL), 1.0)
     scaled = wide * inverse[:, None]
     return torch.where(scaled.isnan(), float("-inf"), scaled).clamp(max=torch.finfo(torch.float32).max)
 

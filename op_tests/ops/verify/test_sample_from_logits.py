@@ -339,6 +339,9 @@ def filter_rows(vocab_size: int) -> list[tuple]:
     rows += [(normal * 0 + value, 5, 0.9, 0.1, 1.0) for value in (-infinity, infinity, nan)]
     rows += [(half, 50, 0.9, 0.0, 1.0), (half, 0, 1.0, 0.0, 1.0), (top, 2, 1.0, 0.0, 1.0), (top, 0, 0.5, 0.0, 1.0)]
     rows += [(next_to_nan, 0, 0.5, 0.0, 1.0), (next_to_nan, 0, 1.0, 0.0, 1.0), (next_to_nan, 1, 1.0, 0.0, 0.0)]
+    # an infinite temperature makes all tokens alike, but those of +inf
+    rows += [(torch.where(torch.arange(vocab_size) % 64 == 0, infinity, normal), 2000, 0.99, 0.0, infinity)] * 2
+    rows += [(top, 0, 1.0, 0.0, infinity), (normal, 0, 0.5, 0.0, infinity)] * 2
     # fewer tokens than top-k asks for
     rows += [(torch.where(torch.arange(vocab_size) % 4 == 1, 0.01 * normal, -infinity), 1500, 0.1, 0.0, 1.0)] * 4
     return rows

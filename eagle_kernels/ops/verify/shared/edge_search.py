@@ -25,7 +25,7 @@ from ....primitives.ordering import (
 )
 from ....runtime.language import tl, triton
 from .group_bounds import NO_BOUND, bound_of, may_win, number_bounds
-from .logits import load_scaled
+from .logits import SMALLEST_NORMAL, load_scaled
 from .random import GROUP, add_group_bound, add_grouped_gumbel, group_words, grouped_words, noise_key
 from .row_summary import CHUNK, LANES, NEVER, row_mass
 
@@ -73,7 +73,7 @@ def search_row(
         edge = _search_edge(scanned, edge, above, wanted, VOCAB_SIZE, HAS_PENALTIES, False)
     least = tl.full([], float("-inf"), tl.float32)  # of the tokens that top-p is a share of
     mass = tl.zeros([], tl.float32)
-    wanted = tl.full([], float("inf"), tl.float32)  # all that reach the edge
+    wanted = tl.zeros([], tl.float32)
     if filters.top_p < 1.0:
         if filters.is_of_all:
             mass = row_mass(summary.chunk_max, summary.chunk_sum, largest, VOCAB_SIZE)
@@ -81,7 +81,7 @@ def search_row(
             least = rank_value(edge)
             mass = _mass(scanned, edge, 0.0, VOCAB_SIZE, HAS_PENALTIES)
         # the most likely token weighs 1 and always stays, also for top_p = 0
-        wanted = tl.maximum(mass * filters.top_p, 1.1754943508222875e-38)
+        wanted = tl.maximum(mass * filters.top_p, SMALLEST_NORMAL)
 
     # the most likely token weighs 1
     min_weight = tl.where(filters.min_p > 0.0, tl.minimum(filters.min_p, 1.0), 0.0)
@@ -91,7 +91,7 @@ def search_row(
     while is_open:
         token = _winner(scanned, noise, edge, min_weight, VOCAB_SIZE, HAS_PENALTIES)
         value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-        edge = _rank(value) + 1
+        edge = tl.maximum(edge, _rank(value)) + 1
         is_open = (filters.top_p < 1.0) & (edge < above)
         if is_open:  # what weighs as much as is wanted lies above the token, which is not kept then
             is_open = _outweighs(scanned, least, value, mass, wanted, VOCAB_SIZE, HAS_PENALTIES)
@@ -143,7 +143,8 @@ def _winner(scanned, noise, edge, min_weight, VOCAB_SIZE: tl.constexpr, HAS_PENA
 def _outweighs(scanned, least, floor, mass, wanted, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
     """Tells whether the tokens above a value weigh `wanted` together; all those of at least `least` weigh `mass`.
 
-    It reads on until those read weigh so much, or until so much has been read of others that all above do not.
+    It reads on until those above that have been read weigh so much, or until so much of others has been read that all
+    above do not.
     """
     above = tl.zeros([], tl.float32)
     read = tl.zeros([], tl.float32)

@@ -7,7 +7,7 @@ then draws (`draw_filtered`):
   are among those that reach it. By the chunks' maxima such a value is found that few more groups reach. Their tokens
   are gathered, and each is compared with each: how many lie above it, and how much probability;
 * if they are not enough to tell (a nucleus of thousands of tokens, k above MAX_TOP_K, hundreds of equal logits), the
-  edge is searched for in the whole row (`edge_search.py`).
+  edge is searched for in the whole row, and a token that top-p keeps without its edge (`edge_search.py`).
 
 The tokens that a filter keeps are those at or above an edge: tokens that tie with it all stay. A token stays in top-k
 if fewer than k lie above it, in top-p if the tokens above it hold less than top_p of the probability, in min-p if it is

@@ -16,6 +16,7 @@ from ....runtime.language import tl, triton
 from .rows import GREEDY_BELOW
 
 LARGEST_FINITE = tl.constexpr(3.4028234663852886e38)
+SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 NAMES = (
     "repetition_penalty",
@@ -55,9 +56,13 @@ class Row(NamedTuple):
 
 @triton.jit
 def read_temperature(temperature):
-    """Returns 1 / temperature and whether the row is sampled; below 1e-5 (or NaN) it is greedy and not scaled."""
+    """Returns 1 / temperature and whether the row is sampled; below 1e-5 (or NaN) it is greedy and not scaled.
+
+    It is never 0, so that +inf stays above all other logits.
+    """
     is_sampled = temperature >= GREEDY_BELOW
-    return tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0), is_sampled
+    inverse = tl.maximum(tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), SMALLEST_NORMAL)
+    return tl.where(is_sampled, inverse, 1.0), is_sampled
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def scan_filtered(
     token = chunk[:, None, None] * CHUNK + offset[None, :, :]
     is_token = token < VOCAB_SIZE
     logit = load_processed(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
-    # scaling keeps the order (but for +inf at an infinite temperature), so of a group only the maximum is scaled
+    # scaling keeps the order, so of a group only the maximum is scaled
     group_max = tl.max(tl.reshape(logit, [BLOCK_CHUNK, CHUNK // WIDTH, VECTOR, LANES]), axis=3)
     group_max = scaled(row, group_max)
     chunk_max = tl.max(tl.max(group_max, axis=1), axis=1)
