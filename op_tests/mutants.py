@@ -362,7 +362,7 @@ MUTANTS = [
     ),
     Mutant(
         "a token kept that top-p does not keep", "sample_from_logits",
-        [(f"{SHARED}edge_search.py", "is_open = (filters.top_p < 1.0) & (edge < above)", "is_open = edge > above")],
+        [(f"{SHARED}edge_search.py", "is_open = (filters.top_p < 1.0) & (rank >= edge)", "is_open = (edge > above)")],
         of("sample_from_logits", "test_filters_of_long_rows"), "kernel",
     ),
     Mutant(

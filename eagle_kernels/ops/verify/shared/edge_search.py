@@ -91,8 +91,10 @@ def search_row(
     while is_open:
         token = _winner(scanned, noise, edge, min_weight, VOCAB_SIZE, HAS_PENALTIES)
         value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-        edge = tl.maximum(edge, _rank(value)) + 1
-        is_open = (filters.top_p < 1.0) & (edge < above)
+        rank = _rank(value)
+        # the token reaches the edge, as one does; if none did, the loop would not end
+        is_open = (filters.top_p < 1.0) & (rank >= edge) & (rank + 1 < above)
+        edge = rank + 1
         if is_open:  # what weighs as much as is wanted lies above the token, which is not kept then
             is_open = _outweighs(scanned, least, value, mass, wanted, VOCAB_SIZE, HAS_PENALTIES)
     kept = tl.zeros([], tl.float32)
