@@ -1,4 +1,7 @@
-"""From 1e-5 on rows are sampled, below they are greedy: for every op that has a temperature, kernel and reference."""
+"""From 1e-5 on rows are sampled, below they are greedy: for every op that has a temperature, kernel and reference.
+
+At an infinite one all tokens are alike, but for +inf.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,15 @@ def test_where_greedy_begins(op, device):
             assert (tokens == 0).all()
         else:
             assert_follows_law(tokens, PROBS, FALSE_ALARM / len(OPS) / len(SAMPLED))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_infinite_temperature(op, device):
+    logits = 5 * torch.randn(8, 70)
+    logits[range(6), [0, 3, 31, 32, 68, 69]] = float("inf")
+    tokens = draw(op, logits, float("inf")).tolist()
+    assert tokens[:6] == [0, 3, 31, 32, 68, 69]
+    assert draw(op, logits.to(device), float("inf"), eagle_kernels.raw).tolist() == tokens
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

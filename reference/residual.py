@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from . import random
+from .sampling import GREEDY_BELOW, scaled_logits
 
-GREEDY_BELOW = 1e-5
 LARGEST_PROB = 1.001
 
 
@@ -23,8 +23,7 @@ def probs_of_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Te
     if logits.numel() == 0:
         return logits.to(torch.float32)
     is_sampled = (temperature >= GREEDY_BELOW)[:, None]
-    scaled = logits.to(torch.float32) * torch.where(is_sampled, 1.0 / temperature[:, None], 1.0)
-    scaled = torch.where(scaled.isnan(), float("-inf"), scaled).clamp(max=torch.finfo(torch.float32).max)
+    scaled = scaled_logits(logits.to(torch.float32), temperature)
     maximum = scaled.max(dim=1, keepdim=True).values
     weight = torch.exp(scaled - torch.where(maximum == float("-inf"), 0.0, maximum))
     total = weight.sum(dim=1, keepdim=True)

@@ -37,7 +37,7 @@ class Floor(NamedTuple):
 class Case:
     """One set of sizes.
 
-    is_checked: False where the reference is too slow or too large for them.
+    is_checked: False where the reference is too slow or too large for them, or where providers draw other tokens.
     is_headline: one of the few at the head of `results/<gpu>/README.md`.
     """
 

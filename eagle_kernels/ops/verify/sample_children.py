@@ -35,7 +35,7 @@ from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.random import STREAM_DRAFT, add_gumbel, fine_bits, random_block, token_words
-from .shared.rows import inverse_temperature, load_scaled
+from .shared.rows import load_scaled, read_temperature
 from .shared.sampling import check_vocabulary
 
 MAX_CHILDREN = 64
@@ -108,7 +108,7 @@ def _sample_children_slice_kernel(
     node = tl.zeros([], tl.int64) if nodes_ptr is None else tl.load(nodes_ptr + row).to(tl.int64)
     token = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
     row_ptr = draft_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT)
-    scale, is_sampled = inverse_temperature(temperature)
+    scale, is_sampled = read_temperature(temperature)
     scaled = load_scaled(row_ptr, token, token < VOCAB_SIZE, scale)
 
     largest = tl.max(scaled)
@@ -177,7 +177,7 @@ def _sample_children_merge_kernel(
 
     is_drawn = best != LOWEST_KEY
     token = tl.where(is_drawn, noisy_key_id(best), 0)
-    scale, _ = inverse_temperature(tl.load(temperature_ptr + row))
+    scale, _ = read_temperature(tl.load(temperature_ptr + row))
     scaled = load_scaled(draft_logits_ptr + row * stride_logits_row, token, is_drawn, scale)
     logprob = scaled - shift - tl.log(tl.where(row_sum > 0.0, row_sum, 1.0))
     if d2t_ptr is not None:

@@ -27,13 +27,13 @@ import math
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.ordering import LOWEST_KEY, NO_NOISE, comparable, largest_key, noisy_key, noisy_key_id
+from ...primitives.ordering import LOWEST_KEY, NO_NOISE, largest_key, noisy_key, noisy_key_id
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.argmax import slice_key, winner
-from .shared.logits import LARGEST_FINITE, read_temperature
 from .shared.random import STREAM_TARGET, add_grouped_gumbel, grouped_words, random_block
+from .shared.rows import read_temperature, scale_logits
 from .shared.sampling import check_vocabulary
 from .shared.tree_walk import (
     Links,
@@ -52,12 +52,6 @@ from .shared.tree_walk import (
 # Not tuned yet: half a slice of verify_tree_greedy's, as exponentials need registers.
 SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
 WALK_TUNING = {"default": {"num_warps": 1}}
-
-
-@triton.jit
-def _scaled(logits, inverse_temperature):
-    """Returns logits / temperature in fp32 as every sampler sees them: NaN as -inf, +inf as the largest finite."""
-    return tl.minimum(comparable(logits.to(tl.float32) * inverse_temperature), LARGEST_FINITE)
 
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
@@ -91,7 +85,7 @@ def _verify_tree_typical_rows_kernel(
         if is_sampled:
             token = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
             logits = tl.load(row_ptr + token, mask=token < VOCAB_SIZE, other=float("-inf"))
-            values = _scaled(logits, inverse_temperature)
+            values = scale_logits(logits.to(tl.float32), inverse_temperature)
             largest = tl.max(values)
             below = values - tl.where(largest == float("-inf"), 0.0, largest)
             weight = tl.exp(below)
@@ -161,7 +155,7 @@ def _verify_tree_typical_walk_kernel(
             row_ptr = target_logits_ptr + (request * NUM_NODES + current) * stride_logits_row
             logits = tl.load(row_ptr + tree.tokens, mask=is_token, other=float("-inf"))
             largest_here = tl.sum(tl.where(is_here, largest, 0.0))
-            weight = tl.exp(_scaled(logits, inverse_temperature) - largest_here)
+            weight = tl.exp(scale_logits(logits.to(tl.float32), inverse_temperature) - largest_here)
             is_likely = weight > tl.sum(tl.where(is_here, by_epsilon, 0.0))
             is_likely = is_likely | (weight > tl.sum(tl.where(is_here, by_entropy, 0.0)))
             is_accepted = is_token & is_likely & (weight > 0.0) & (depth < 0)
@@ -248,7 +242,7 @@ def _verify_tree_typical_draw_kernel(
         token = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
         row_ptr = target_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT)
         logits = tl.load(row_ptr + token, mask=token < VOCAB_SIZE, other=float("-inf"))
-        values = _scaled(logits, inverse_temperature)
+        values = scale_logits(logits.to(tl.float32), inverse_temperature)
         fine = tl.full([BLOCK_VOCAB], NO_NOISE, tl.uint32)
         if is_sampled:
             key = random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + row) + 1, STREAM, 0)

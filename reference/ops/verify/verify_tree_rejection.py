@@ -156,7 +156,7 @@ def _scores(logits: torch.Tensor | None, probs: torch.Tensor | None, temperature
     """Logarithms float64 [B * N, Vd] of the weights of draft tokens, so that no token's weight underflows."""
     if logits is None:
         return given_probs(probs).to(torch.float64).log()
-    scaled = scaled_logits(logits, temperature).clamp(max=torch.finfo(torch.float32).max).to(torch.float64)
+    scaled = scaled_logits(logits, temperature).to(torch.float64)
     one_hot_scores = probs_of_logits(logits, torch.zeros_like(temperature)).to(torch.float64).log()
     return torch.where((temperature >= GREEDY_BELOW)[:, None], scaled, one_hot_scores)
 

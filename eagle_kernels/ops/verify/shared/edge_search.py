@@ -25,9 +25,10 @@ from ....primitives.ordering import (
 )
 from ....runtime.language import tl, triton
 from .group_bounds import NO_BOUND, bound_of, may_win, number_bounds
-from .logits import SMALLEST_NORMAL, load_scaled
+from .logits import load_scaled
 from .random import GROUP, add_group_bound, add_grouped_gumbel, group_words, grouped_words, noise_key
 from .row_summary import CHUNK, LANES, NEVER, row_mass
+from .rows import SMALLEST_NORMAL
 
 # Tokens that are read at once.
 _BLOCK = tl.constexpr(2048)

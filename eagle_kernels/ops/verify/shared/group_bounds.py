@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ....primitives.ordering import bits_value, ordered_bits
 from ....runtime.language import tl, triton
-from .logits import LARGEST_FINITE
+from .rows import LARGEST_FINITE
 
 # Below all numbered bounds, that of -inf among them: of a group that has been looked at.
 NO_BOUND = tl.constexpr(-(2**31))

@@ -13,10 +13,7 @@ import torch
 from ....primitives.ordering import comparable
 from ....runtime import check
 from ....runtime.language import tl, triton
-from .rows import GREEDY_BELOW
-
-LARGEST_FINITE = tl.constexpr(3.4028234663852886e38)
-SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+from .rows import LARGEST_FINITE, scale_logits
 
 NAMES = (
     "repetition_penalty",
@@ -55,17 +52,6 @@ class Row(NamedTuple):
 
 
 @triton.jit
-def read_temperature(temperature):
-    """Returns 1 / temperature and whether the row is sampled; below 1e-5 (or NaN) it is greedy and not scaled.
-
-    It is never 0, so that +inf stays above all other logits.
-    """
-    is_sampled = temperature >= GREEDY_BELOW
-    inverse = tl.maximum(tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), SMALLEST_NORMAL)
-    return tl.where(is_sampled, inverse, 1.0), is_sampled
-
-
-@triton.jit
 def load_scaled(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
     """Loads the tokens' logits as they are sampled from.
 
@@ -77,7 +63,7 @@ def load_scaled(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.cons
 @triton.jit
 def scaled(row, logit):
     """Returns processed logits as they are sampled from."""
-    return tl.minimum(comparable(logit * row.inverse_temperature), LARGEST_FINITE)
+    return scale_logits(logit, row.inverse_temperature)
 
 
 @triton.jit

@@ -19,7 +19,8 @@ GREEDY_BELOW = tl.constexpr(GREEDY_TEMPERATURE)
 # A given probability may exceed 1 by what rounding in another precision leaves.
 LARGEST_PROB = tl.constexpr(1.001)
 
-_LARGEST_FINITE = tl.constexpr(3.4028234663852886e38)
+LARGEST_FINITE = tl.constexpr(3.4028234663852886e38)
+SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 
 class Row(NamedTuple):
@@ -53,28 +54,37 @@ def in_units(value, UNIT: tl.constexpr):
 @triton.jit
 def open_row(row_ptr, size, temperature, maximum, total, best):
     """Returns the row at row_ptr, with the statistics that `scan_logits` (and `merge_scans`) found at temperature."""
-    scale, is_sampled = inverse_temperature(temperature)
+    scale, is_sampled = read_temperature(temperature)
     return Row(row_ptr, size, scale, maximum, total, tl.where(is_sampled, -1, best))
 
 
 @triton.jit
-def inverse_temperature(temperature):
-    """Returns 1 / temperature and whether the row is sampled; NaN and all below 1e-5 is greedy, and not scaled."""
+def read_temperature(temperature):
+    """Returns 1 / temperature and whether the row is sampled; NaN and all below 1e-5 is greedy, and not scaled.
+
+    1 / temperature is never 0, so that +inf stays above all other logits.
+    """
     is_sampled = temperature >= GREEDY_BELOW
-    return tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0), is_sampled
+    inverse = tl.maximum(tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), SMALLEST_NORMAL)
+    return tl.where(is_sampled, inverse, 1.0), is_sampled
+
+
+@triton.jit
+def scale_logits(logits, scale):
+    """Returns logits as they are sampled from: -inf for NaN, the largest finite number for +inf, 0 for -0."""
+    return tl.minimum(comparable(logits * scale), LARGEST_FINITE)
 
 
 @triton.jit
 def load_scaled(row_ptr, ids, mask, scale):
-    """Returns scaled logits fp32: -inf for NaN and masked lanes, the largest finite number for +inf, 0 for -0."""
-    logit = tl.load(row_ptr + ids, mask=mask, other=float("-inf")).to(tl.float32)
-    return tl.minimum(comparable(logit * scale), _LARGEST_FINITE)
+    """Returns scaled logits fp32 of tokens, -inf for masked lanes."""
+    return scale_logits(tl.load(row_ptr + ids, mask=mask, other=float("-inf")).to(tl.float32), scale)
 
 
 @triton.jit
 def scan_logits(row_ptr, start, stop, temperature, BLOCK_VOCAB: tl.constexpr):
     """Returns maximum, total and best (lowest id int32 of the maximum) of tokens start .. stop - 1 of a row."""
-    scale, _ = inverse_temperature(temperature)
+    scale, _ = read_temperature(temperature)
     lane = tl.arange(0, BLOCK_VOCAB)
     maximum = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)

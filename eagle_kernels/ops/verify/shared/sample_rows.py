@@ -14,8 +14,9 @@ from ....runtime.launch import launch
 from . import logits as processors
 from . import sampling
 from .filters import load_filters
-from .logits import Processors, Row, read_temperature
+from .logits import Processors, Row
 from .random import STREAM_TARGET, Noise
+from .rows import read_temperature
 from .sampling import DRAW_TUNING, Found, Scratch, draw_token, scan_slice
 
 

@@ -18,8 +18,9 @@ from ....runtime.launch import launch
 from . import logits, sampling
 from .accept_policy import Coins, next_node, plant
 from .filters import load_filters
-from .logits import Processors, Row, read_temperature
+from .logits import Processors, Row
 from .random import STREAM_TARGET, Noise
+from .rows import read_temperature
 from .sampled_output import WALK_TUNING, Commit, Output, store_arguments, store_outputs
 from .sampling import DRAW_TUNING, Found, Scratch, draw_token, row_winner, scan_slice, store_slice_key
 from .tree_walk import Links, Path, is_own, load_children, load_nodes, match_child, tree_arguments

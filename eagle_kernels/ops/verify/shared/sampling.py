@@ -30,9 +30,10 @@ from ....runtime.language import next_power_of_2, tl, triton
 from . import logits
 from .filters import MAX_TOKENS, NUM_TOKENS_GATHERED, draw_filtered
 from .group_bounds import NO_BOUND, bound_of, may_win, number_bounds
-from .logits import LARGEST_FINITE, load_processed, load_raw, load_scaled
+from .logits import load_processed, load_raw, load_scaled
 from .random import GROUP, LARGEST_GUMBEL, add_group_bound, add_grouped_gumbel, group_words, grouped_words, noise_key
 from .row_summary import CHUNK, CHUNK_SIZE, LANES, NUM_LANES, Summary, row_mass, scan_filtered
+from .rows import LARGEST_FINITE
 
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_sampled.txt
 SCAN_TUNING = {"default": {"BLOCK_CHUNK": 4, "num_warps": 1}}
