@@ -77,7 +77,7 @@ class Engine:
         return [{"output_ids": [0] * tokens, "meta_info": meta_info} for _ in input_ids]
 
     def shutdown(self):
-        pass
+        print("down", time.monotonic(), flush=True)
 """
 
 
@@ -162,12 +162,12 @@ def test_an_engine_is_sized_for_its_case(case, tmp_path):
     assert tree == list(case.tree or [None] * 3) and ("speculative_algorithm" in arguments) == bool(case.tree)
     assert ordered.draft["draft_vocab_size"] == 32000 and ordered.draft["num_hidden_layers"] == 1
     samples = case.name in ("8/5/64", "4/3/8", "4/4/16", "8B 4/3/8", "32B 4/3/8")
-    assert ordered.sampling == (((0.0, 1.0), (0.8, 0.95)) if samples else GREEDY)
+    assert ordered.sampling == (((0.8, 0.95), (0.0, 1.0)) if samples else GREEDY)
     assert "tp_size" not in arguments
     more = server.Bench(server.parsed(["--logs", str(tmp_path), "--repeats", "11"]), None, {})
     assert (ordered.repeats, more.order(case, "sglang+triton").repeats) == (3, 11)
     matching = bench.order(case, "sglang+match")
-    assert matching.sampling == ordered.sampling[1:] and matching.rule == "match" and ordered.rule is None
+    assert matching.sampling == ordered.sampling[:-1] and matching.rule == "match" and ordered.rule is None
     if case.name.startswith(("Qwen3", "32B")):
         assert ordered.model["architectures"] == ["Qwen3ForCausalLM"] and "rope_scaling" not in ordered.model
         assert ordered.draft["model_type"] == "llama" and ordered.model["vocab_size"] == 151936
@@ -355,8 +355,8 @@ def test_another_acceptance_fails(sglang, capsys, monkeypatch):
     more = ["--case", "8/5/64", "--system", "sglang+triton", "sglang+eagle_kernels"]
     assert call(sglang, *more) == 1
     *_, first, second = capsys.readouterr().out.splitlines()
-    assert first == "8/5/64 B=1 T=0 sglang+eagle_kernels: accepted length 3.920, stock's is 4.000"
-    assert second.startswith("8/5/64 B=1 T=0.8 sglang+eagle_kernels: ")
+    assert first == "8/5/64 B=1 T=0.8 sglang+eagle_kernels: accepted length 3.920, stock's is 4.000"
+    assert second.startswith("8/5/64 B=1 T=0 sglang+eagle_kernels: ")
 
 
 def test_a_stock_system_of_another_draw_is_no_fault():
@@ -371,18 +371,35 @@ def test_a_stock_system_of_another_draw_is_no_fault():
 
 
 def test_engines_start_together_and_are_timed_in_turn(sglang, tmp_path):
+    """One generates at a time, none twice while others wait, and all are there from the first to the last."""
     logs = tmp_path / "together"
     more = ["--case", "plain", "--system", *SYSTEMS[:3], "--flashinfer", str(tmp_path / "flashinfer")]
     assert call(sglang, *more, "--together", "--logs", str(logs)) == 0
-    ups, spans = [], []
+    ups, downs, spans = [], [], []
     for log in logs.iterdir():
         lines = [line.split() for line in log.read_text().splitlines()]
         ups += [float(line[1]) for line in lines if line[0] == "up"]
-        times = [float(text) for line in lines if line[0] == "timed" for text in line[1:]]
-        spans.append((min(times), max(times)))
+        downs += [float(line[1]) for line in lines if line[0] == "down"]
+        spans += [(*map(float, line[1:]), log.name) for line in lines if line[0] == "timed"]
     spans.sort()
-    assert len(spans) == 3 and max(ups) < spans[0][0]
+    assert len(spans) == 3 * 3 * 3 and len(ups) == len(downs) == 3
+    assert max(ups) < spans[0][0] and spans[-1][1] < min(downs)
     assert all(first[1] < second[0] for first, second in pairwise(spans))
+    last = [max(end for _, end, who in spans if who == log.name) for log in logs.iterdir()]
+    assert {who for begin, _, who in spans if begin < min(last)} == {log.name for log in logs.iterdir()}
+
+
+@pytest.mark.slow
+def test_an_engine_s_time_is_its_own(sglang, tmp_path):
+    """The time that it waits for others is not."""
+    installation, records = sglang_engine.Installation(tmp_path / "site"), []
+    for record in sglang_engine.run(
+        order("triton"), installation, tmp_path / "work", tmp_path / "log.txt", 6.0, with_flashinfer=False
+    ):
+        records.append(record["kind"])
+        if record["kind"] in ("started", "done"):
+            time.sleep(6.5)
+    assert records == ["started", "measured", "done"]
 
 
 @pytest.mark.cross

@@ -29,7 +29,7 @@ import statistics
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,25 +79,6 @@ PUBLISHED_OF = {
 }
 
 
-class Turns:
-    """Has engines that started together timed one after the other, when no other is still starting."""
-
-    def __init__(self, num_engines: int):
-        self._barrier = threading.Barrier(num_engines)
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Waits for the turn of an engine that has started, and ends it."""
-        self._barrier.wait()
-        with self._lock:
-            yield
-
-    def passed(self) -> None:
-        """Tells that an engine did not start."""
-        self._barrier.wait()
-
-
 class Bench:
     """Runs systems and keeps their lines; failures are told and counted."""
 
@@ -130,8 +111,8 @@ class Bench:
     def repeats(self) -> int:
         return 1 if self.options.quick else self.options.repeats
 
-    def order(self, case: Case, system: str) -> Order:
-        """Returns what SGLang is to do."""
+    def order(self, case: Case, system: str, turns: Path | None = None) -> Order:
+        """Returns what SGLang is to do. turns: as of `sglang_engine.Order`."""
         model, head = target_config(self.shape(case)), head_config(self.shape(case))
         published = PUBLISHED | PUBLISHED_OF[model["model_type"]]
         return Order(
@@ -140,7 +121,8 @@ class Bench:
             draft=head | published
             | {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": model["hidden_size"]},
             batches=case.batches,
-            sampling=case.sampling_of(system),
+            # sampled first, all systems at the same time: sample and match has nothing else
+            sampling=tuple(sorted(case.sampling_of(system), reverse=True)),
             prompt_tokens=self.prompt_tokens(case),
             lengths=self.lengths(case),
             repeats=self.repeats(),
@@ -148,41 +130,49 @@ class Bench:
             accept=case.accept,
             rule="match" if system == MATCH else None,
             requests=self.requests(case),
+            turns=turns,
             tp=self.options.tp,
             all_reduce=self.options.all_reduce,
         )  # fmt: skip
 
     def run_all_sglang(self, case: Case, systems: Sequence[str]) -> None:
-        """Runs an engine of SGLang for each system."""
+        """Runs an engine of SGLang for each system: one after the other, or all at once, which generate in turn."""
         if not self.options.together:
             for system in systems:
-                self.run_sglang(case, system, Turns(1))
+                self.run_sglang(case, system, threading.Barrier(1), None)
         elif systems:
-            turns = Turns(len(systems))
-            with ThreadPoolExecutor(len(systems)) as pool:
-                list(pool.map(lambda system: self.run_sglang(case, system, turns), systems))
+            all_here = threading.Barrier(len(systems))
+            with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(systems)) as pool:
+                turns = Path(folder) / "turns"
+                list(pool.map(lambda system: self.run_sglang(case, system, all_here, turns), systems))
 
-    def run_sglang(self, case: Case, system: str, turns: Turns) -> None:
-        """Runs one engine of SGLang for all batch sizes and temperatures of a case."""
+    def run_sglang(self, case: Case, system: str, all_here: threading.Barrier, turns: Path | None) -> None:
+        """Runs one engine of SGLang for all batch sizes and temperatures of a case.
+
+        all_here: where engines wait for each other, so that none is timed while another starts or is gone already.
+        turns: as of `sglang_engine.Order`.
+        """
         is_flashinfer = STOCK.get(system) == "flashinfer"
         with_flashinfer = self.flashinfer is not None if is_flashinfer else self.others_use_flashinfer
         log = self.options.logs / f"{re.sub('[^A-Za-z0-9.]', '_', f'{case.name}_{system}')}.txt"
-        start_s, versions, has_started = None, {}, False
+        start_s, versions, meetings = None, {}, ["started", "done"]
         try:
             with contextlib.ExitStack() as ending:
                 folder = tempfile.TemporaryDirectory(prefix="sglang_engine_", ignore_cleanup_errors=True)
                 records = sglang_engine.run(
-                    self.order(case, system), self.installation, Path(ending.enter_context(folder)), log,
+                    self.order(case, system, turns), self.installation, Path(ending.enter_context(folder)), log,
                     self.options.limit, with_flashinfer,
                 )  # fmt: skip
                 for record in ending.enter_context(contextlib.closing(records)):
                     kind = record.pop("kind")
+                    if kind in meetings:
+                        meetings.remove(kind)
+                        all_here.wait()
                     if kind == "started":
-                        start_s, versions, has_started = record["start_s"], record["versions"], True
-                        ending.enter_context(turns.taken())
+                        start_s, versions = record["start_s"], record["versions"]
                     elif kind == "measured":
                         self.record(case, system, record | {"start_s": start_s, "versions": versions})
-                    else:
+                    elif kind == "failed":
                         self.fail(case, system, f"B={record['batch']} T={record['temperature']}: {record['error']}")
         except EngineFailure as failure:
             self.fail(case, system, str(failure))
@@ -190,8 +180,8 @@ class Bench:
                 self.others_use_flashinfer = False
                 print("from here on the other systems run without FlashInfer", flush=True)
         finally:
-            if not has_started:
-                turns.passed()
+            for _ in meetings:
+                all_here.wait()
 
     def run_own(self, case: Case) -> None:
         """Times EAGLEInference; what goes wrong is told."""
@@ -325,7 +315,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--case", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME", help="as listed above")
     parser.add_argument(
-        "--together", action="store_true", help="start a case's engines at once; timed they are in turn"
+        "--together", action="store_true", help="start a case's engines at once; repeats are timed in turn"
     )
     parser.add_argument(
         "--tp", type=int, default=1, help=f"GPUs of an engine; cases of several: {', '.join(RANK_CASES)}"

@@ -124,7 +124,7 @@ def run(row: Row, order: dict, options: argparse.Namespace, installation: Instal
                     served.start_s, served.versions = record["start_s"], record["versions"]
                 elif record["kind"] == "texts":
                     served.waves[record["wave"]] = record["texts"]
-                elif record["kind"] == "served":
+                elif record["kind"] == "done":
                     served.has_ended = True
                 else:
                     served.failure = served.failure or f"wave {record['wave']}: {record['error']}"

@@ -6,12 +6,15 @@ looks for packages.
 
     python sglang_child.py ORDER RECORDS
 
-ORDER is a JSON file: the arguments of `sglang.Engine`, what is to be generated, and the file for which a started engine
-waits. Each record becomes a line of RECORDS at once.
+ORDER is a JSON file: the arguments of `sglang.Engine`, what is to be generated, and the folder in which the caller
+writes a file for each record that the engine waits to be seen: `started`, and `done`. Each record becomes a line of
+RECORDS at once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
 import importlib.metadata
 import json
@@ -47,15 +50,19 @@ def main(order_file: str, records_file: str) -> None:
             records.write(json.dumps({"kind": kind} | fields) + "\n")
             records.flush()
 
-        engine = start(order["engine"], write)
-        while not os.path.exists(order["go"]):
-            time.sleep(POLL_S)
+        def meet(kind: str, **fields) -> None:
+            write(kind, **fields)
+            while not os.path.exists(os.path.join(order["seen"], kind)):
+                time.sleep(POLL_S)
+
+        engine = start(order["engine"], meet)
         if "traffic" in order:
             importlib.import_module("sglang_traffic").serve(engine, order["traffic"], write)
         elif order["requests"]:
             measure_requests(engine, order, write)
         else:
             measure_all(engine, order, write)
+        meet("done")
         engine.shutdown()
 
 
@@ -82,10 +89,11 @@ def measure_requests(engine, order: dict, write) -> None:
     make = lambda length: [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(length)]  # noqa: E731
     prompts = [make(length) for length, _ in order["requests"]]
     parameters = [sampling | {"max_new_tokens": length, "ignore_eos": True} for _, length in order["requests"]]
-    generate(engine, [make(len(prompt)) for prompt in prompts[:running]], WARM_TOKENS, sampling)
-    begin_s = time.perf_counter()
-    outputs = engine.generate(input_ids=prompts, sampling_params=parameters)
-    seconds = time.perf_counter() - begin_s
+    with turn(order):
+        generate(engine, [make(len(prompt)) for prompt in prompts[:running]], WARM_TOKENS, sampling)
+        begin_s = time.perf_counter()
+        outputs = engine.generate(input_ids=prompts, sampling_params=parameters)
+        seconds = time.perf_counter() - begin_s
     tokens = [len(output["output_ids"]) for output in outputs]
     if tokens != [length for _, length in order["requests"]]:
         write("failed", batch=running, **sampling, error="some texts are not as long as was asked for")
@@ -106,8 +114,20 @@ def end_with(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def start(arguments: dict, write):
-    """Starts the engine, and writes how long that took and what it runs with."""
+@contextlib.contextmanager
+def turn(order: dict):
+    """Waits until none of the engines that share a file generates, and lets one of them go first afterwards."""
+    if order["turns"] is None:
+        yield
+        return
+    with open(order["turns"], "a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        yield
+    time.sleep(POLL_S)
+
+
+def start(arguments: dict, meet):
+    """Starts the engine, tells how long that took and what it runs with, and waits until that was seen."""
     begin_s = time.perf_counter()
     import sglang
 
@@ -115,7 +135,7 @@ def start(arguments: dict, write):
     engine = sglang.Engine(**arguments)
     times = {"import_s": round(imported_s - begin_s, 1), "start_s": round(time.perf_counter() - imported_s, 1)}
     backend = getattr(engine.server_args, "attention_backend", None)
-    write("started", **times, attention_backend=backend, versions=versions(sglang))
+    meet("started", **times, attention_backend=backend, versions=versions(sglang))
     return engine
 
 
@@ -140,11 +160,12 @@ def measure(engine, prompts: list[list[int]], sampling: dict, order: dict) -> di
     repeat. The time of a step and the speed are medians over repeats; the accepted length is of all repeats together.
     """
     short, long = order["lengths"]
-    generate(engine, prompts, WARM_TOKENS, sampling)
     slopes, speeds, raw = [], [], []
     for _ in range(order["repeats"]):
-        short_s, short_tokens, short_steps = generate(engine, prompts, short, sampling)
-        long_s, long_tokens, long_steps = generate(engine, prompts, long, sampling)
+        with turn(order):
+            generate(engine, prompts, WARM_TOKENS, sampling)  # each time: it may have waited for others
+            short_s, short_tokens, short_steps = generate(engine, prompts, short, sampling)
+            long_s, long_tokens, long_steps = generate(engine, prompts, long, sampling)
         seconds, tokens = long_s - short_s, long_tokens - short_tokens
         steps = long_steps - short_steps if order["is_speculative"] else tokens
         slopes.append(1e3 * seconds / steps)

@@ -111,7 +111,7 @@ class Order(NamedTuple):
     model, draft: config.json of the target and of the EAGLE-3 head. tree: topk, steps, nodes; None: plain decoding.
     accept: mean tokens of a step that SGLang simulates. sampling: temperatures with their top-p. requests: lengths of
     prompts and texts, which are sent at once in place of batches of equal ones. tp: GPUs of the engine. all_reduce: of
-    ALL_REDUCES, how these add up.
+    ALL_REDUCES, how these add up. turns: a file that engines share of which one generates at a time.
     """
 
     backend: str
@@ -128,6 +128,7 @@ class Order(NamedTuple):
     requests: Sequence[tuple[int, int]] = ()
     tp: int = 1
     all_reduce: str = ALL_REDUCES[0]
+    turns: Path | None = None
 
     asked = "all"  # parts for EAGLE_KERNELS_SGLANG
     scripts = (sglang_child.__file__,)
@@ -203,6 +204,7 @@ class Order(NamedTuple):
             "repeats": self.repeats,
             "is_speculative": self.tree is not None,
             "requests": list(self.requests),
+            "turns": self.turns and str(self.turns),
         }
 
     def write_models(self, folder: Path) -> None:
@@ -266,10 +268,10 @@ def write_plugin(folder: Path) -> None:
 def run(
     order: AnyOrder, installation: Installation, folder: Path, log: Path, limit_s: float, with_flashinfer: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yields the engine's records as they come: `started`, then what was ordered.
+    """Yields the engine's records as they come: `started`, what was ordered, and `done`.
 
     An `Order` gives `measured` or `failed` by batch size and sampling, a `TextOrder` (sglang_texts.py) `texts` by wave.
-    A started engine waits until the next record is asked for.
+    An engine that has started, and one that has done all, wait until the next record is asked for.
 
     All processes of the engine are ended when it is done, after `limit_s`, and when the caller stops early. Raises
     EngineFailure at the limit, for a crash, and where another backend ran than was asked for.
@@ -285,8 +287,9 @@ def run(
     shutil.copyfile(first, script)
     for file in beside:
         shutil.copy(file, script.parent)
-    go_file = folder / "go"
-    asked = order.for_child(folder / "models") | {"go": str(go_file)}
+    seen = folder / "seen"
+    seen.mkdir()
+    asked = order.for_child(folder / "models") | {"seen": str(seen)}
     order_file.write_text(json.dumps(asked, indent=1), encoding="utf-8")
     records_file.write_text("")
     told = environment(order, installation, folder / "plugin", with_flashinfer)
@@ -303,10 +306,10 @@ def run(
                 has_ended = child.poll() is not None  # asked before the last records are read
                 *lines, rest = (rest + records.read()).split("\n")
                 for line in lines:
-                    record = json.loads(line)
+                    record, told_s = json.loads(line), time.monotonic()
                     yield record | _checked(order, record, log)
-                    if record["kind"] == "started":
-                        go_file.touch()
+                    deadline_s += time.monotonic() - told_s  # what the caller took is not the engine's
+                    (seen / record["kind"]).touch()
                 if not has_ended:
                     if time.monotonic() > deadline_s:
                         raise EngineFailure(f"took longer than {limit_s:g} s\n{_told_by(log)}")

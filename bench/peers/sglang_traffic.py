@@ -50,8 +50,6 @@ def serve(engine, traffic: dict, write) -> None:
         engine.loop.run_until_complete(waves())
     except Exception as error:
         write("failed", wave=wave, error=f"{type(error).__name__}: {error}"[:500])
-    else:
-        write("served")
 
 
 async def join(engine, joining: list[dict], requests: list[dict], sampling: dict) -> list[dict]:
