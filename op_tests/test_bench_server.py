@@ -58,6 +58,8 @@ class Engine:
             other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             print("started", other.pid, flush=True)
             time.sleep(600)
+        if self.fault == "late":
+            time.sleep(3)
         print("up", time.monotonic(), flush=True)
 
     def generate(self, input_ids, sampling_params):
@@ -67,6 +69,8 @@ class Engine:
             return outputs[:-1] + [outputs[0]] if self.fault == "short" else outputs
         if self.fault == "hot" and sampling_params["temperature"] > 0:
             raise ValueError("too hot")
+        if self.fault == "stuck":
+            time.sleep(600)
         tokens = sampling_params["max_new_tokens"]
         assert sampling_params["ignore_eos"] and all(0 <= token < 512 for ids in input_ids for token in ids)
         accept = float(os.environ.get("SGLANG_SIMULATE_ACC_LEN", 1)) * (0.98 if self.fault == "accept" else 1)
@@ -394,7 +398,7 @@ def test_engines_start_together_and_are_timed_in_turn(sglang, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_an_engine_s_time_is_its_own(sglang, tmp_path):
-    """The time that it waits for others is not."""
+    """The time for which others keep it waiting is not."""
     installation, records = sglang_engine.Installation(tmp_path / "site"), []
     for record in sglang_engine.run(
         order("triton"), installation, tmp_path / "work", tmp_path / "log.txt", 6.0, with_flashinfer=False
@@ -403,6 +407,17 @@ def test_an_engine_s_time_is_its_own(sglang, tmp_path):
         if record["kind"] in ("started", "done"):
             time.sleep(6.5)
     assert records == ["started", "measured", "done"]
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_in_its_turn_is_the_only_one_that_fails(sglang, capsys, monkeypatch):
+    """Also where those that wait for it took longer to start, and have less time left."""
+    monkeypatch.setenv("FAKE", json.dumps({"triton": "stuck", "eagle_kernels": "late"}))
+    more = ["--case", "8/5/64", "--system", "sglang+triton", "sglang+eagle_kernels", "sglang+match"]
+    assert call(sglang, *more, "--together", "--limit", "8") == 1
+    said = capsys.readouterr().out
+    assert said.count("took longer than 8 s") == 1 and "8/5/64 sglang+triton: took longer" in said
+    assert said.count("| sglang+eagle_kernels |") == 2 and said.count("| sglang+match |") == 1
 
 
 @pytest.mark.cross

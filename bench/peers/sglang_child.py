@@ -67,16 +67,19 @@ def main(order_file: str, records_file: str) -> None:
 
 
 def measure_all(engine, order: dict, write) -> None:
-    """Times all batch sizes and samplings of an order."""
+    """Times all batch sizes of an order by each sampling."""
     source = random.Random(0)
-    for batch in order["batches"]:
-        prompts = [
+    prompts = {
+        batch: [
             [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(order["prompt_tokens"])]
             for _ in range(batch)
         ]
-        for sampling in order["sampling"]:
+        for batch in order["batches"]
+    }
+    for sampling in order["sampling"]:
+        for batch in order["batches"]:
             try:
-                numbers = measure(engine, prompts, sampling, order)
+                numbers = measure(engine, prompts[batch], sampling, order, write)
             except Exception as error:
                 write("failed", batch=batch, **sampling, error=f"{type(error).__name__}: {error}"[:500])
             else:
@@ -89,7 +92,7 @@ def measure_requests(engine, order: dict, write) -> None:
     make = lambda length: [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(length)]  # noqa: E731
     prompts = [make(length) for length, _ in order["requests"]]
     parameters = [sampling | {"max_new_tokens": length, "ignore_eos": True} for _, length in order["requests"]]
-    with turn(order):
+    with turn(order, write):
         generate(engine, [make(len(prompt)) for prompt in prompts[:running]], WARM_TOKENS, sampling)
         begin_s = time.perf_counter()
         outputs = engine.generate(input_ids=prompts, sampling_params=parameters)
@@ -115,13 +118,18 @@ def end_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def turn(order: dict):
-    """Waits until none of the engines that share a file generates, and lets one of them go first afterwards."""
+def turn(order: dict, write):
+    """Waits until none of the engines that share a file generates, and lets one of them go first afterwards.
+
+    Tells when it waits and when it goes on.
+    """
     if order["turns"] is None:
         yield
         return
     with open(order["turns"], "a", encoding="utf-8") as file:
+        write("waits")
         fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        write("goes")
         yield
     time.sleep(POLL_S)
 
@@ -153,7 +161,7 @@ def versions(sglang) -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
-def measure(engine, prompts: list[list[int]], sampling: dict, order: dict) -> dict:
+def measure(engine, prompts: list[list[int]], sampling: dict, order: dict, write) -> dict:
     """Times steps as the slope between two lengths of generation: what both cost, the prompts' part too, cancels.
 
     raw: seconds of the short and of the long generation, and the steps and tokens of a request between them, for each
@@ -162,7 +170,7 @@ def measure(engine, prompts: list[list[int]], sampling: dict, order: dict) -> di
     short, long = order["lengths"]
     slopes, speeds, raw = [], [], []
     for _ in range(order["repeats"]):
-        with turn(order):
+        with turn(order, write):
             generate(engine, prompts, WARM_TOKENS, sampling)  # each time: it may have waited for others
             short_s, short_tokens, short_steps = generate(engine, prompts, short, sampling)
             long_s, long_tokens, long_steps = generate(engine, prompts, long, sampling)

@@ -274,7 +274,8 @@ def run(
     An engine that has started, and one that has done all, wait until the next record is asked for.
 
     All processes of the engine are ended when it is done, after `limit_s`, and when the caller stops early. Raises
-    EngineFailure at the limit, for a crash, and where another backend ran than was asked for.
+    EngineFailure at the limit, for a crash, and where another backend ran than was asked for. The time for which the
+    engine waits, for the caller or for its turn, does not count towards the limit.
 
     folder: for files that an engine needs. log: the file that all its processes print to. with_flashinfer: whether
     SGLang may use FlashInfer.
@@ -301,17 +302,22 @@ def run(
             start_new_session=True,
         )  # fmt: skip
         try:
-            rest, has_ended = "", False
+            rest, has_ended, waits_since_s = "", False, None
             while not has_ended:
                 has_ended = child.poll() is not None  # asked before the last records are read
                 *lines, rest = (rest + records.read()).split("\n")
                 for line in lines:
                     record, told_s = json.loads(line), time.monotonic()
-                    yield record | _checked(order, record, log)
-                    deadline_s += time.monotonic() - told_s  # what the caller took is not the engine's
-                    (seen / record["kind"]).touch()
+                    if record["kind"] == "waits":
+                        waits_since_s = told_s
+                    elif record["kind"] == "goes":
+                        deadline_s, waits_since_s = deadline_s + told_s - waits_since_s, None
+                    else:
+                        yield record | _checked(order, record, log)
+                        deadline_s += time.monotonic() - told_s
+                        (seen / record["kind"]).touch()
                 if not has_ended:
-                    if time.monotonic() > deadline_s:
+                    if waits_since_s is None and time.monotonic() > deadline_s:
                         raise EngineFailure(f"took longer than {limit_s:g} s\n{_told_by(log)}")
                     time.sleep(POLL_S)
             if child.returncode:
