@@ -120,7 +120,7 @@ def filtered_logits(
     if top_p is not None:
         base = torch.where(keep, weight, 0.0) if filter_order == "top_k_first" else weight
         mass = base.sort(dim=1, descending=True, stable=True).values.double().cumsum(1)
-        wanted = (mass[:, -1:] * top_p.double()[:, None]).clamp(min=torch.finfo(torch.float32).tiny)
+        wanted = (mass[:, -1:] * top_p.double()[:, None]).clamp(min=SMALLEST_NORMAL)
         last = (mass < wanted).sum(dim=1, keepdim=True).clamp(max=num_tokens - 1)
         edge = torch.where((top_p < 1)[:, None], ordered.gather(1, last), float("-inf"))
         keep &= scaled >= edge

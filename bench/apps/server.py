@@ -326,7 +326,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=REPEATS, help="slopes of which the median counts (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="once and shorter; the tables leave such lines out")
-    parser.add_argument("--limit", type=float, help="seconds that an engine of SGLang may take")
+    parser.add_argument("--limit", type=float, help="seconds that an engine of SGLang may take, without waiting")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for logs of engines (default: a temporary one)")
     parser.add_argument("--shape", choices=["small"], help="for tests, in place of the cases' own")
     check = parser.add_argument_group("texts", "the plug-in's texts against stock's, of the embedded pair")

@@ -84,7 +84,6 @@ def search_row(
         # the most likely token weighs 1 and always stays, also for top_p = 0
         wanted = tl.maximum(mass * filters.top_p, SMALLEST_NORMAL)
 
-    # the most likely token weighs 1
     min_weight = tl.where(filters.min_p > 0.0, tl.minimum(filters.min_p, 1.0), 0.0)
     first_edge = edge
     token = tl.zeros([], tl.int32)
