@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from ..runtime.placement import is_same_device, read_placement
-from ..runtime.values import is_integer, read_flag
-from .config.eagle_config import CONFIG_FIELDS, EAGLEConfig, read_config, read_line
+from ..runtime.values import read_flag
+from .config.eagle_config import EAGLEConfig, read_config, read_line
 from .models.loading import load_target, read_eos_token_ids
 from .models.pairing import as_draft, as_target, bind_draft, check_trees, load_draft_of, warn_of_rounding
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, load_tokenizer
-from .requests.inputs import Prompts, Seeds, encode_texts, read_prompt, read_prompts
+from .requests.inputs import Prompts, Seeds, encode_texts, read_prompt
 from .requests.request import Request, TokenEvent
-from .requests.sampling_params import SAMPLING_FIELDS, SamplingParams
+from .requests.sampling_params import SamplingParams
 from .serve.benchmark import BenchmarkResult, benchmark
 from .serve.output import GenerationOutput
 from .serve.session import Session
 from .serve.stream import TextStream, TokenStream, open_call
-from .serve.warmup import COMMON_PARAMS, warm_up
+from .serve.warmup import warm_up_call
 from .step.plan import warn_of_eager_steps
 from .step.stepper import Verified
 
@@ -284,19 +284,8 @@ class EAGLEInference:
             ValueError: As for `generate`, or a whole batch does not fit into the pools.
             RuntimeError: The batch is not empty.
         """
-        prompts, _ = read_prompts(prompts, "benchmark: prompts")
-        if not (is_integer(batch_size) and batch_size >= 1):
-            raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
-        if progress is not None:
-            read_flag("benchmark: progress", progress)
-        if "speculative" in overrides:
-            raise ValueError("benchmark: speculative must not be given, since both ways are measured")
-        batch_size = min(batch_size, len(prompts))
-        overrides.setdefault("max_batch", max(self.config.max_batch, batch_size))
-        config, params = self.session.read_call(
-            "benchmark", len(prompts), max_new_tokens, seeds, self.config, overrides
-        )
-        return benchmark(self.session, config, prompts, params, batch_size, progress)
+        call = prompts, max_new_tokens, batch_size, seeds, progress, overrides
+        return benchmark(self.session, self.config, *call)
 
     def warmup(
         self, *params: SamplingParams, speculative: bool = True, most_requests: int | None = None, **overrides: Any
@@ -315,20 +304,7 @@ class EAGLEInference:
             ValueError: An argument breaks its rule.
             RuntimeError: The batch is not empty.
         """
-        read_flag("warmup: speculative", speculative)
-        for other in (each for each in params if not isinstance(each, SamplingParams)):
-            raise ValueError(f"warmup: params must be SamplingParams, got {other!r}")
-        config, sampling = self.session.read_overrides("warmup", self.config, overrides)
-        own = sorted(overrides.keys() - {*CONFIG_FIELDS})
-        if params and own:
-            raise ValueError(f"warmup: {own[0]} must be set in the params that are given, got {overrides[own[0]]!r}")
-        if most_requests is not None and not (is_integer(most_requests) and most_requests >= 1):
-            raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {most_requests!r}")
-        if not params and overrides.keys().isdisjoint(SAMPLING_FIELDS):
-            params = [each for each in COMMON_PARAMS if config.why_not_served(each) is None]
-        params = params or (SamplingParams(**sampling),)
-        with self.session.alone("warmup", config):
-            warm_up(self.session, config, params, most_requests or config.max_batch, speculative)
+        warm_up_call(self.session, self.config, params, speculative, most_requests, overrides)
 
     def workspace_bytes(self, config: EAGLEConfig | None = None) -> dict[str, int]:
         """Returns the bytes that a configuration (None: the engine's) needs in addition to the weights, by purpose:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from ...runtime.values import is_integer, read_flag
 from ..config.eagle_config import EAGLEConfig
+from ..requests.inputs import Prompts, Seeds, read_prompts
 from ..requests.sampling_params import SamplingParams
 from .latency import percentiles, time_requests
 from .output import GenerationStats
@@ -152,6 +154,30 @@ class Decoding:
 
 
 def benchmark(
+    session: Session,
+    config: EAGLEConfig,
+    prompts: Prompts,
+    max_new_tokens: int,
+    batch_size: int,
+    seeds: Seeds,
+    progress: bool | None,
+    overrides: dict[str, Any],
+) -> BenchmarkResult:
+    """Checks the arguments of a call, and measures it."""
+    prompts, _ = read_prompts(prompts, "benchmark: prompts")
+    if not (is_integer(batch_size) and batch_size >= 1):
+        raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
+    if progress is not None:
+        read_flag("benchmark: progress", progress)
+    if "speculative" in overrides:
+        raise ValueError("benchmark: speculative must not be given, since both ways are measured")
+    batch_size = min(batch_size, len(prompts))
+    overrides.setdefault("max_batch", max(config.max_batch, batch_size))
+    config, params = session.read_call("benchmark", len(prompts), max_new_tokens, seeds, config, overrides)
+    return _measure(session, config, prompts, params, batch_size, progress)
+
+
+def _measure(
     session: Session,
     config: EAGLEConfig,
     prompts: Sequence[list[int]],

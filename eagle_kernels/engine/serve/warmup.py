@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ..config.eagle_config import EAGLEConfig
+from ...runtime.values import is_integer, read_flag
+from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..models.protocol import ModelError
-from ..requests.sampling_params import Features, SamplingParams
+from ..requests.sampling_params import SAMPLING_FIELDS, Features, SamplingParams
 from ..step.runner import buckets
 from .scheduler import Scheduler
 from .session import Session
@@ -25,6 +27,31 @@ COMMON_PARAMS = tuple(
     for drawn in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01})
     for logprobs in (False, True)
 )
+
+
+def warm_up_call(
+    session: Session,
+    config: EAGLEConfig,
+    params: Sequence[SamplingParams],
+    speculative: bool,
+    most_requests: int | None,
+    overrides: dict[str, Any],
+) -> None:
+    """Checks the arguments of a call, and prepares the session for it."""
+    read_flag("warmup: speculative", speculative)
+    for other in (each for each in params if not isinstance(each, SamplingParams)):
+        raise ValueError(f"warmup: params must be SamplingParams, got {other!r}")
+    config, sampling = session.read_overrides("warmup", config, overrides)
+    own = sorted(overrides.keys() - {*CONFIG_FIELDS})
+    if params and own:
+        raise ValueError(f"warmup: {own[0]} must be set in the params that are given, got {overrides[own[0]]!r}")
+    if most_requests is not None and not (is_integer(most_requests) and most_requests >= 1):
+        raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {most_requests!r}")
+    if not params and overrides.keys().isdisjoint(SAMPLING_FIELDS):
+        params = [each for each in COMMON_PARAMS if config.why_not_served(each) is None]
+    params = params or (SamplingParams(**sampling),)
+    with session.alone("warmup", config):
+        warm_up(session, config, params, most_requests or config.max_batch, speculative)
 
 
 def warm_up(
