@@ -13,7 +13,7 @@ import torch
 from ..runtime import check
 
 MAX_PAGE_SIZE = 256
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 4, 256
 
 
 def check_row_strides(args: check.Arguments, name: str, value: torch.Tensor, leading: int) -> None:

@@ -43,7 +43,7 @@ from .shared.split_attention import launch_attention
 _ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": (1, 2), "num_warps": 4,
         "num_stages": 3}  # fmt: skip
 # keys of 8 bits cost instructions rather than memory: fewer warps for a tile, and more tiles at a time
-_HOPPER = {"share_keys": 64, "num_stages": 4, "wide": {"programs": (1, 1)},
+_HOPPER = {"share_keys": 64, "num_stages": 4, "wide": {"above": 192, "programs": (1, 1)},
            "float8": {"tile_bytes": 8192, "programs": (4, 4), "num_warps": 2}}  # fmt: skip
 TUNING = {"default": _ROW, "gfx942": _ROW | {"num_stages": 2}, "sm_90": _ROW | _HOPPER}
 
@@ -84,7 +84,7 @@ def gqa_decode(
 ) -> Output:
     """Attends one query token per request to the keys in its pages of the KV cache.
 
-    Symbols: B requests, Hq query heads, Hkv KV heads (Hq is a multiple of Hkv), D elements of a head, 16..256.
+    Symbols: B requests, Hq query heads, Hkv KV heads (Hq is a multiple of Hkv), D elements of a head, 4..256.
     Integers may be int32 or int64. The page table is either `block_table` with `seq_lens`, or `kv_indptr` with
     `kv_indices` and `last_page_len`. Slot t of a request is in its page t // page_size; the query's own key is in its
     last slot.

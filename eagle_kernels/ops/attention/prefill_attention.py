@@ -36,6 +36,7 @@ from ...runtime.launch import launch, launcher
 from .shared import paged_cache
 from .shared.attention import Output, Pool, Queries, Span, attend, request_rows
 from .shared.batch import Batch
+from .shared.columns import load_columns, scale_columns, store_columns
 from .shared.softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes
 
 # See `split_attention`. The first entry is taken whose from_rows rows for a KV head a request has: two
@@ -152,10 +153,8 @@ def _prefill_attention_kernel(
         token = row // GROUP_SIZE
         head = kv_head * GROUP_SIZE + row % GROUP_SIZE
         is_row = token < num_tokens
-        column = tl.arange(0, BLOCK_DIM)
-        in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
         query_row = (first_row + token) * stride_query + head
-        query = tl.load(query_ptr + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
+        query = load_columns(query_ptr, query_row, is_row, HEAD_DIM, BLOCK_DIM)
 
         # positions of the tile's first and last row decide what is read, and what needs no mask
         last_token = tl.minimum(((row_tile + 1) * BLOCK_ROW - 1) // GROUP_SIZE, num_tokens - 1)
@@ -176,22 +175,19 @@ def _prefill_attention_kernel(
             Queries(query, logit_scale, num_before + token, last_slot, None, 0, soft_cap),
             Pool(k_ptr, v_ptr, page_table_ptr, first_page, num_pages, stride_k, stride_v, kv_head),
             Span(begin, stop, common_stop, window, last_position, 0, None),
-            start_rows(BLOCK_ROW, BLOCK_DIM),
+            start_rows(BLOCK_ROW, HEAD_DIM, BLOCK_DIM),
             IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
             BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
         )  # fmt: skip
         if v_scale_ptr is not None:
-            accumulator *= tl.load(v_scale_ptr)
+            accumulator = scale_columns(accumulator, tl.load(v_scale_ptr))
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
             row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
         output, lse = finish_rows(row_max, row_sum, accumulator)
         output_row = (first_row + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
         tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
-        tl.store(
-            output_ptr + output_row[:, None] * HEAD_DIM + column[None, :], output.to(output_ptr.dtype.element_ty),
-            mask=in_bounds,
-        )  # fmt: skip
+        store_columns(output_ptr, output_row, is_row, output, HEAD_DIM)
 
 
 def contract(values: dict) -> Output:
@@ -258,7 +254,7 @@ def prefill_attention(
     """Attends prompts, or chunks of prompts, to themselves and to what comes before them.
 
     Symbols: B requests, T queries and Tk keys of all requests, Hq query heads, Hkv KV heads (Hq is a multiple of Hkv),
-    D elements of a head, 16..256. Integers may be int32 or int64. Keys are either in `key` and `value`, or in a paged
+    D elements of a head, 4..256. Integers may be int32 or int64. Keys are either in `key` and `value`, or in a paged
     cache, whose page table is `block_table` with `seq_lens`, or `kv_indptr` with `kv_indices` and `last_page_len`. The
     queries of a request are at the positions of its last keys.
 

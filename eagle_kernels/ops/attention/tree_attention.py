@@ -62,7 +62,7 @@ TUNING = {
         _MANY | {"max_dim": 128, "tile_bytes": 8192},
         # rows may be empty, but the tensor cores' large instructions are used
         _ROW | {"min_rows": 64, "tile_bytes": 8192, "num_stages": 3,
-                "wide": {"tile_bytes": 16384, "programs": (1, 1), "num_stages": 4}},
+                "wide": {"above": 128, "tile_bytes": 16384, "programs": (1, 1), "num_stages": 4}},
     ),
 }  # fmt: skip
 
@@ -173,7 +173,7 @@ def tree_attention(
     """Attends draft tokens to the prefix in the KV cache and to the draft keys that a tree mask allows.
 
     Symbols: B requests, Nq rows of a request (draft tokens, 1..256), Nk draft keys of a request, Hq query heads, Hkv
-    KV heads (Hq is a multiple of Hkv), D elements of a head, 16..256. Integers may be int32 or int64. The page table
+    KV heads (Hq is a multiple of Hkv), D elements of a head, 4..256. Integers may be int32 or int64. The page table
     is either `block_table` with `seq_lens`, or `kv_indptr` with `kv_indices` and `last_page_len`. With `qo_indptr`
     requests differ in their number of rows, and all T rows come one after another.
 

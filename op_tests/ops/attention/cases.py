@@ -61,6 +61,13 @@ def paged_cache(
     }
 
 
+def with_nan_beside(values: dict) -> dict:
+    """The same keys and values, but the second KV head's are NaN, next to which those of the first one lie."""
+    for name in ("k_cache", "v_cache"):
+        values[name][:, :, 1] = float("nan")
+    return values
+
+
 def beyond_int32(values: dict) -> dict:
     """The same pages at the end of pools of more than 2^31 elements, with block tables that say so."""
     moved = dict(values)
@@ -79,7 +86,8 @@ def fp8_of(device) -> torch.dtype:
     return next(dtype for dtype in kinds if target.has_fp8(torch.device(device), dtype))
 
 
-HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+HEAD_DIMS = (8, 64, 80, 96, 112, 128, 192, 256)
+EVERY_HEAD_DIM = range(4, 257, 2)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 

@@ -27,6 +27,7 @@ from op_tests.harness import (
 )
 
 from .cases import (
+    EVERY_HEAD_DIM,
     FLOAT8,
     beyond_int32,
     fp8_of,
@@ -34,6 +35,7 @@ from .cases import (
     of_every_dtype_and_head_dim,
     paged_cache,
     with_float8,
+    with_nan_beside,
 )
 
 # (head_dim, group, kv heads, page size, dtype, lengths): each value of an axis meets each of the next one at least once
@@ -49,6 +51,8 @@ SHAPES = [
     (256, 4, 2, 16, torch.float16, [70, 5]),
     (256, 1, 1, 8, torch.float32, [66]),
     (64, 20, 1, 16, torch.float32, [50]),  # more heads than a tile of rows
+    (8, 2, 4, 16, torch.float16, [70, 3]),
+    (160, 4, 1, 16, torch.float16, [33]),
 ]
 
 
@@ -73,9 +77,9 @@ NOT_SUPPORTED = {
 
 
 def ahead_of_time_cases():
-    for head_dim, dtype in ((64, torch.float16), (80, torch.bfloat16), (96, torch.float16), (112, torch.float16),
-                            (128, torch.float32), (192, torch.bfloat16), (256, torch.float16), (256, torch.float32),
-                            ):  # fmt: skip
+    for head_dim, dtype in ((8, torch.bfloat16), (64, torch.float16), (80, torch.bfloat16), (96, torch.float16),
+                            (112, torch.float16), (128, torch.float32), (192, torch.bfloat16), (256, torch.float16),
+                            (256, torch.float32)):  # fmt: skip
         yield f"D={head_dim} {dtype}", make(head_dim, 4, 2, 16, dtype, [100])
     yield "D=128 bfloat16 csr", make(128, 8, 1, 1, torch.bfloat16, [100], form="csr")
     everything = make(128, 8, 2, 16, torch.float16, [100]) | {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(16)}
@@ -108,6 +112,13 @@ def size_sweep():
 def test_matches_reference(shape, device):
     form = "csr" if SHAPES.index(shape) % 2 else "block_table"
     check(make(*shape, form=form, device=device), str(shape))
+
+
+def test_every_head_size_reads_its_own_columns_alone(device):
+    for head_dim in EVERY_HEAD_DIM:
+        values = make(head_dim, 2, 2, 4, torch.float32, [5], device=device)
+        actual = check(with_nan_beside(values), f"D={head_dim}")
+        assert actual.output[..., :2, :].isfinite().all(), head_dim
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 3, 5, 264])
@@ -343,7 +354,7 @@ def test_registration(form, device):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query": torch.zeros(2, 4, 257)}, "query must have D in 16..256, got 257"),
+        ({"query": torch.zeros(2, 4, 257)}, "query must have D in 4..256, got 257"),
         ({"query": torch.zeros(2, 5, 64)}, "query must have Hq that is a multiple of Hkv = 2, got 5"),
         ({"query": torch.zeros(2, 4, 64).double()}, "query must have dtype float16 or bfloat16 or float32"),
         ({"query": torch.zeros(2, 4 * 64 + 1)[:, 1:].view(2, 4, 64)}, "query must have strides that are multiples"),

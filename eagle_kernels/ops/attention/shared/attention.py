@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....runtime.language import tl, triton
+from .columns import convert_columns, load_columns
 from .softmax import add_tile, multiply_keys
 
 
@@ -42,7 +43,7 @@ class Pool(NamedTuple):
 class Queries(NamedTuple):
     """A tile of rows: one for each (token, head of the group), heads next to each other."""
 
-    query: Any  # [ROW, DIM], of the type that keys and values are widened to
+    query: Any  # in parts (`columns.py`), of the type that keys and values are widened to
     scale: Any  # [ROW]: of the logits in base 2; includes the scale of the keys
     position: Any  # [ROW] int32; read only with a window
     last_slot: Any  # [ROW]: causal, the last slot that each row sees; None: the mask says, or rows see all
@@ -86,7 +87,6 @@ def attend(
     other rows see of them, do not change a row's bits.
     """
     row_max, row_sum, accumulator = state
-    column = tl.arange(0, BLOCK_DIM)
     begin = span.first // BLOCK_KEY * BLOCK_KEY
     whole_from = span.first  # tiles between these two need no mask
     whole_until = tl.minimum(span.stop, span.common_stop)
@@ -95,17 +95,14 @@ def attend(
         whole_from = tl.maximum(whole_from, tl.maximum(span.last_position, 0) - span.window + 1 - span.origin)
     page = _load_page(pool, span, begin, PAGE_SIZE, BLOCK_KEY)
     for start in range(begin, span.stop, BLOCK_KEY):
-        is_read = _may_read(pool, span, page, start, PAGE_SIZE, BLOCK_KEY)[:, None]
-        if HEAD_DIM < BLOCK_DIM:
-            is_read &= (column < HEAD_DIM)[None, :]
+        is_read = _may_read(pool, span, page, start, PAGE_SIZE, BLOCK_KEY)
         key_row, value_row = _find_rows(pool, page, start, PAGE_SIZE, NUM_KV_HEADS, BLOCK_KEY)
         # one tile ahead: otherwise every tile would wait for its pages before it could load its keys
         page = _load_page(pool, span, start + BLOCK_KEY, PAGE_SIZE, BLOCK_KEY)
-        key_ptr = pool.key_ptr + key_row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :]
-        value_ptr = pool.value_ptr + value_row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :]
-        key = tl.load(key_ptr, mask=is_read, other=0.0)
-        value = tl.load(value_ptr, mask=is_read, other=0.0)
-        key, value = key.to(queries.query.dtype), value.to(queries.query.dtype)
+        key = load_columns(pool.key_ptr, key_row.to(tl.int64), is_read, HEAD_DIM, BLOCK_DIM)
+        value = load_columns(pool.value_ptr, value_row.to(tl.int64), is_read, HEAD_DIM, BLOCK_DIM)
+        key = convert_columns(key, queries.query[0].dtype)
+        value = convert_columns(value, queries.query[0].dtype)
         logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap, IS_WIDENED)
         if (start < whole_from) | (start + BLOCK_KEY > whole_until):
             is_seen = _visible(queries, pool, span, start, PAGE_SIZE, BLOCK_KEY)

@@ -146,7 +146,7 @@ def _attention_kernel(
             finish_share(
                 inputs, Outputs(output_ptr, lse_ptr, partial_output_ptr, partial_lse_ptr), rows, state,
                 rows.is_row & is_first, place.to(tl.int64) * num_query, is_first & is_last,
-                NUM_HEADS=NUM_KV_HEADS * GROUP_SIZE, HEAD_DIM=HEAD_DIM, BLOCK_DIM=BLOCK_DIM,
+                NUM_HEADS=NUM_KV_HEADS * GROUP_SIZE, HEAD_DIM=HEAD_DIM,
             )  # fmt: skip
         block, first_block = stop_block, stop_block
         request += 1

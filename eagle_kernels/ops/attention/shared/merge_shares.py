@@ -95,7 +95,7 @@ def _merge_kernel(
         for tile in range(tl.program_id(1), tl.cdiv(num_tokens * NUM_HEADS, BLOCK_MERGED), tl.num_programs(1)):
             row = tile * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
             is_row = row < num_tokens * NUM_HEADS
-            row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
+            row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM, BLOCK_DIM)
             for start in range(begin, num_parts, BLOCK_PART):
                 part = start + tl.arange(0, BLOCK_PART)
                 is_part = is_row[:, None] & ((part >= 0) & (part < num_parts))[None, :]
@@ -114,7 +114,7 @@ def _merge_kernel(
             tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row & (tl.program_id(2) == 0))
             tl.store(
                 output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
-                output.to(output_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
+                output[0].to(output_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
             )  # fmt: skip
 
 

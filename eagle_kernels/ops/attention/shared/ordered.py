@@ -176,7 +176,7 @@ def _ordered_attention_kernel(
         finish_share(
             inputs, Outputs(output_ptr, lse_ptr, partial_output_ptr, partial_lse_ptr), rows, state, is_sink,
             share.to(tl.int64) * num_query, num_own_shares == 1, NUM_HEADS=NUM_KV_HEADS * GROUP_SIZE,
-            HEAD_DIM=HEAD_DIM, BLOCK_DIM=BLOCK_DIM,
+            HEAD_DIM=HEAD_DIM,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ comes in that slot's lane.
 from __future__ import annotations
 
 from ....runtime.language import tl, triton
+from .columns import convert_columns, load_columns
 from .softmax import add_tile, multiply_keys
 
 
@@ -35,7 +36,7 @@ def attend_path(
     drafts, for a window; None: they are their places.
     """
     row_max, row_sum, accumulator = state
-    lane, node, column = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_NODE), tl.arange(0, BLOCK_DIM)
+    lane, node = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_NODE)
     word = tl.load(mask_ptr + node // 64, mask=(node < num_drafts) & (node // 64 < queries.num_words), other=0)
     is_on_path = ((word >> (node % 64)) & 1).to(tl.int32)
     rank = tl.where(is_on_path > 0, tl.cumsum(is_on_path) - 1, -1)
@@ -53,10 +54,10 @@ def attend_path(
         value_row = key_row
         if pool.stride_value is not None:
             value_row = page * pool.stride_value + row
-        in_bounds = is_read[:, None] & (column < HEAD_DIM)[None, :]
-        key = tl.load(pool.key_ptr + key_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
-        value = tl.load(pool.value_ptr + value_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
-        key, value = key.to(queries.query.dtype), value.to(queries.query.dtype)
+        key = load_columns(pool.key_ptr, key_row, is_read, HEAD_DIM, BLOCK_DIM)
+        value = load_columns(pool.value_ptr, value_row, is_read, HEAD_DIM, BLOCK_DIM)
+        key = convert_columns(key, queries.query[0].dtype)
+        value = convert_columns(value, queries.query[0].dtype)
         logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap, IS_WIDENED)
         is_seen = is_read[None, :]
         if span.window is not None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ....runtime.language import tl, triton
 from .attention import Pool, Queries, Span, attend, request_rows
+from .columns import load_columns, scale_columns, store_columns
 from .paged_cache import request_pages
 from .paths import attend_path
 from .softmax import add_sink, finish_rows, match_keys, start_rows
@@ -122,12 +123,10 @@ def attend_share(
     token = row // GROUP_SIZE
     head = kv_head * GROUP_SIZE + row % GROUP_SIZE
     is_row = row < row_stop if HAS_PATHS else token < num_tokens  # the second form spares registers
-    column = tl.arange(0, BLOCK_DIM)
-    in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
     query_row = (first_row + token) * sizes.stride_query_token + head
     if batch.qo_indptr_ptr is None:
         query_row = request * sizes.stride_query_batch + token.to(tl.int64) * sizes.stride_query_token + head
-    query = tl.load(inputs.query + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
+    query = load_columns(inputs.query, query_row, is_row, HEAD_DIM, BLOCK_DIM)
 
     mask_ptr, last_draft, last_slot, positions_of_drafts_ptr = None, None, None, None
     # without a draft block the query is in the last slot
@@ -167,7 +166,7 @@ def attend_share(
             tl.maximum(begin, keys.first), keys.pool_stop, prefix, sizes.window, last_position, 0,
             positions_of_drafts_ptr,
         ),
-        start_rows(BLOCK_ROW, BLOCK_DIM),
+        start_rows(BLOCK_ROW, HEAD_DIM, BLOCK_DIM),
         IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
         BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
     )  # fmt: skip
@@ -187,14 +186,14 @@ def attend_share(
                 BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM, BLOCK_NODE=BLOCK_NODE,
             )  # fmt: skip
     if v_scale_ptr is not None:
-        accumulator *= tl.load(v_scale_ptr)
+        accumulator = scale_columns(accumulator, tl.load(v_scale_ptr))
     if DRAFTS == "beside":
         drafts_begin = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY
         first_key, first_value = first_row * sizes.stride_draft_key_token, first_row * sizes.stride_draft_value_token
         if batch.qo_indptr_ptr is None:
             first_key = request * sizes.stride_draft_key_batch
             first_value = request * sizes.stride_draft_value_batch
-        query, logit_scale = match_keys(query, sizes.scale, None, query.dtype)
+        query, logit_scale = match_keys(query, sizes.scale, None, query[0].dtype)
         row_max, row_sum, accumulator = attend(
             Queries(query, logit_scale, position, last_draft, mask_ptr, sizes.num_words, sizes.soft_cap),
             Pool(
@@ -223,7 +222,6 @@ def finish_share(
     is_whole,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
 ):
     """Stores the rows' output and lse: a result if the share is_whole, else a partial one.
 
@@ -236,16 +234,11 @@ def finish_share(
         sink = tl.load(inputs.sinks + rows.head, mask=is_sink, other=float("-inf")).to(tl.float32)
         row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink * 1.4426950408889634)
     output, lse = finish_rows(row_max, row_sum, accumulator)
-    column = tl.arange(0, BLOCK_DIM)
-    in_bounds = rows.is_row[:, None] & (column < HEAD_DIM)[None, :]
     if is_whole:
         output_row = (rows.first + rows.token) * NUM_HEADS + rows.head
         tl.store(outputs.lse + output_row, lse * 0.6931471805599453, mask=rows.is_row)
-        tl.store(
-            outputs.output + output_row[:, None] * HEAD_DIM + column[None, :],
-            output.to(outputs.output.dtype.element_ty), mask=in_bounds,
-        )  # fmt: skip
+        store_columns(outputs.output, output_row, rows.is_row, output, HEAD_DIM)
     else:
         partial_row = (first_partial_row + rows.token) * NUM_HEADS + rows.head
         tl.store(outputs.partial_lse + partial_row, lse, mask=rows.is_row)
-        tl.store(outputs.partial_output + partial_row[:, None] * HEAD_DIM + column[None, :], output, mask=in_bounds)
+        store_columns(outputs.partial_output, partial_row, rows.is_row, output, HEAD_DIM)

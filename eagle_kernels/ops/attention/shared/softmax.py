@@ -8,22 +8,30 @@ results merge by their log-sum-exp (Flash-Decoding). Inside a program logits are
 from __future__ import annotations
 
 from ....runtime.language import next_power_of_2, tl, triton
+from .columns import convert_columns, first_columns, num_columns, rest_columns, scale_columns
 
 LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def start_rows(BLOCK_ROW: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Returns the state of rows that have seen no key: largest logit, sum of exponentials, weighted sum of values."""
+def start_rows(BLOCK_ROW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Returns the state of rows that have seen no key: largest logit, sum of exponentials, weighted sum of values.
+
+    The last is a tuple of parts (`columns.py`).
+    """
     row_max = tl.full([BLOCK_ROW], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_ROW], tl.float32)
-    accumulator = tl.zeros([BLOCK_ROW, BLOCK_DIM], tl.float32)
-    return row_max, row_sum, accumulator
+    first = tl.zeros([BLOCK_ROW, BLOCK_DIM], tl.float32)
+    REST: tl.constexpr = rest_columns(HEAD_DIM, BLOCK_DIM)
+    if REST > 0:
+        return row_max, row_sum, (first, tl.zeros([BLOCK_ROW, REST], tl.float32))
+    else:
+        return row_max, row_sum, (first,)
 
 
 @triton.jit
 def match_keys(query, scale, k_scale_ptr, KEY_TYPE: tl.constexpr):
-    """Returns (query [ROW, DIM], scale [ROW] of its logits) for keys of KEY_TYPE, whose own scale is at k_scale_ptr.
+    """Returns (query in parts, scale [ROW] of its logits) for keys of KEY_TYPE, whose own scale is at k_scale_ptr.
 
     8-bit keys are widened to fp16, in one step and without loss. So a bf16 query becomes fp16 too, in rows that are
     brought below 2 by powers of two; fp16 loses at most 2^-24 of the row's largest element.
@@ -31,28 +39,33 @@ def match_keys(query, scale, k_scale_ptr, KEY_TYPE: tl.constexpr):
     if k_scale_ptr is not None:
         # keys that are all 0 may have the scale 0
         scale = tl.maximum(scale * tl.load(k_scale_ptr), 1e-30)
-    scale += tl.zeros([query.shape[0]], tl.float32)
-    if KEY_TYPE.is_fp8() and query.dtype == tl.bfloat16:
-        query = query.to(tl.float32)
-        power = tl.max(tl.abs(query), axis=1).to(tl.int32, bitcast=True) & 0x7F800000
+    scale += tl.zeros([query[0].shape[0]], tl.float32)
+    if KEY_TYPE.is_fp8() and query[0].dtype == tl.bfloat16:
+        query = convert_columns(query, tl.float32)
+        largest = tl.max(tl.abs(query[0]), axis=1)
+        for index in tl.static_range(1, len(query)):
+            largest = tl.maximum(largest, tl.max(tl.abs(query[index]), axis=1))
+        power = largest.to(tl.int32, bitcast=True) & 0x7F800000
         # limited so that the inverse is a normal number too
         power = tl.minimum(tl.maximum(power, 0x00800000), 0x7E000000)
         inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
-        query = (query * inverse[:, None]).to(tl.float16)
+        query = convert_columns(scale_columns(query, inverse[:, None]), tl.float16)
         scale *= power.to(tl.float32, bitcast=True)
     return query, scale
 
 
 @triton.jit
 def multiply_keys(query, key, scale, soft_cap, IS_WIDENED: tl.constexpr):
-    """Returns (logits [ROW, KEY], factors [ROW] to base 2) of rows query [ROW, DIM] and keys [KEY, DIM].
+    """Returns (logits [ROW, KEY], factors [ROW] to base 2) of rows of queries and keys, both in parts.
 
     scale [ROW] includes log2(e) and the scale of the keys. soft_cap (or None): logits become soft_cap * tanh(logits /
     soft_cap). IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
     """
     if IS_WIDENED:
-        query, key = query.to(tl.float32), key.to(tl.float32)
-    logits = tl.dot(query, tl.trans(key), input_precision="ieee")
+        query, key = convert_columns(query, tl.float32), convert_columns(key, tl.float32)
+    logits = tl.dot(query[0], tl.trans(key[0]), input_precision="ieee")
+    for index in tl.static_range(1, len(key)):
+        logits = tl.dot(query[index], tl.trans(key[index]), logits, input_precision="ieee")
     if soft_cap is not None:
         capped = _soft_capped(logits * scale[:, None], soft_cap * 1.4426950408889634)
         return capped, tl.full(scale.shape, 1.0, tl.float32)
@@ -62,7 +75,7 @@ def multiply_keys(query, key, scale, soft_cap, IS_WIDENED: tl.constexpr):
 
 @triton.jit
 def add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED: tl.constexpr):
-    """Returns the state of rows after one more tile: logits [ROW, KEY], -inf for unseen keys, and value [KEY, DIM].
+    """Returns the state of rows after one more tile: logits [ROW, KEY], -inf for unseen keys, and values in parts.
 
     Values that no row sees must be finite (loaded as 0): their weight is 0, but 0 * NaN is NaN.
     """
@@ -73,9 +86,11 @@ def add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED: tl
     decay = tl.exp2(row_max - anchor)
     row_sum = row_sum * decay + tl.sum(weight, axis=1)
     if IS_WIDENED:
-        value = value.to(tl.float32)
-    accumulator = tl.dot(weight.to(value.dtype), value, accumulator * decay[:, None], input_precision="ieee")
-    return new_max, row_sum, accumulator
+        value = convert_columns(value, tl.float32)
+    weight, sums = weight.to(value[0].dtype), ()
+    for index in tl.static_range(len(value)):
+        sums += (tl.dot(weight, value[index], accumulator[index] * decay[:, None], input_precision="ieee"),)
+    return new_max, row_sum, sums
 
 
 @triton.jit
@@ -91,28 +106,31 @@ def add_sink(row_max, row_sum, accumulator, sink):
     new_max = tl.maximum(row_max, sink)
     anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(row_max - anchor)
-    return new_max, row_sum * decay + tl.exp2(sink - anchor), accumulator * decay[:, None]
+    return new_max, row_sum * decay + tl.exp2(sink - anchor), scale_columns(accumulator, decay[:, None])
 
 
 @triton.jit
 def finish_rows(row_max, row_sum, accumulator):
-    """Returns output [ROW, DIM] and lse [ROW], in base 2, of the state; 0 and -inf for rows that saw no key."""
+    """Returns output in parts and lse [ROW], in base 2, of the state; 0 and -inf for rows that saw no key."""
     has_keys = row_max != float("-inf")
     has_keys |= row_sum != 0.0  # NaN logits leave the maximum at -inf
     divisor = tl.where(has_keys, row_sum, 1.0)
-    return accumulator * (1.0 / divisor)[:, None], tl.where(has_keys, row_max + tl.log2(divisor), float("-inf"))
+    lse = tl.where(has_keys, row_max + tl.log2(divisor), float("-inf"))
+    return scale_columns(accumulator, (1.0 / divisor)[:, None]), lse
 
 
 @triton.jit
 def merge_rows(row_max, row_sum, accumulator, lse, output):
-    """Returns the state after partial results of more keys: lse [ROW, PART], in base 2, and output [ROW, PART, DIM]."""
+    """Returns the state after partial results of more keys: lse [ROW, PART], in base 2, and output [ROW, PART, DIM].
+
+    accumulator, one part: of the same columns.
+    """
     new_max = tl.maximum(row_max, tl.max(lse, axis=1))
     anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(row_max - anchor)
     weight = tl.exp2(lse - anchor[:, None])
     row_sum = row_sum * decay + tl.sum(weight, axis=1)
-    accumulator = accumulator * decay[:, None] + tl.sum(weight[:, :, None] * output, axis=1)
-    return new_max, row_sum, accumulator
+    return new_max, row_sum, (accumulator[0] * decay[:, None] + tl.sum(weight[:, :, None] * output, axis=1),)
 
 
 def tile_sizes(num_rows: int, head_dim: int, element_bytes: int, tuned: dict) -> dict:
@@ -121,10 +139,11 @@ def tile_sizes(num_rows: int, head_dim: int, element_bytes: int, tuned: dict) ->
     A tile of keys takes at most `tile_bytes` of shared memory; fp32 products run on the plain floating-point units,
     where more than 16 rows only cost registers.
     """
-    block_dim = max(16, next_power_of_2(head_dim))
+    # a power of two, as all sizes of tiles
+    most_keys = next_power_of_2(tuned["tile_bytes"] // (num_columns(head_dim) * element_bytes) + 1) // 2
     block_row = min(max(tuned["min_rows"], next_power_of_2(num_rows)), tuned["max_rows"])
     return {
         "BLOCK_ROW": block_row if element_bytes <= 2 else 16,
-        "BLOCK_KEY": min(max(16, tuned["tile_bytes"] // (block_dim * element_bytes)), 64),
-        "BLOCK_DIM": block_dim,
+        "BLOCK_KEY": min(max(16, most_keys), 64),
+        "BLOCK_DIM": first_columns(head_dim),
     }

@@ -20,7 +20,7 @@ from .softmax import LOG2_E, tile_sizes
 # A row of an op's TUNING has the compiler's options, and
 #     for tiles       at most max_rows and at least min_rows rows, and tile_bytes of keys
 #     for chunks      at least share_keys keys, and `programs` programs for a multiprocessor, see `chunks.count_chunks`
-#     float8, wide    what differs with keys of 8 bits, and with heads of more than 128 elements
+#     float8, wide    what differs with keys of 8 bits, and with heads of more elements than its `above`
 
 
 def launch_attention(
@@ -48,7 +48,8 @@ def launch_attention(
     if is_ordered:
         tuned = tuning.row(ordered.TUNING, query.device)
     else:
-        tuned = tuned | (tuned.get("wide", {}) if head_dim > 128 else {})
+        wide = tuned.get("wide", {"above": head_dim})
+        tuned = tuned | (wide if head_dim > wide["above"] else {})
         tuned |= tuned.get("float8", {}) if values["k_cache"].dtype in FP8 else {}
 
     def stride(tensor, axis):

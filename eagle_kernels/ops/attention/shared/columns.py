@@ -1,0 +1,77 @@
+"""Heads as tiles of columns: one tile, or two where that is narrower, as 64 + 32 for heads of 80 and not 128.
+
+A device function holds such a tile as a tuple of tensors [ROW, DIM], its parts. Columns past the head are not read and
+count as 0. The first part is at least 16 columns wide, as matrix products need it, the second one 32: with 16 it costs
+decoding more than it saves.
+"""
+
+from __future__ import annotations
+
+from ....runtime.language import constexpr_function, next_power_of_2, tl, triton
+
+
+def first_columns(head_dim: int) -> int:
+    """Returns BLOCK_DIM, the width of the first part; where that is less than `head_dim`, a second one follows."""
+    half = next_power_of_2(head_dim) // 2
+    return half if rest_columns(head_dim, half) < half else max(16, 2 * half)
+
+
+def num_columns(head_dim: int) -> int:
+    """Returns the width of all parts."""
+    return first_columns(head_dim) + rest_columns(head_dim, first_columns(head_dim))
+
+
+@constexpr_function
+def rest_columns(head_dim: int, block_dim: int) -> int:
+    """Returns the width of the second part after one of block_dim columns; 0 if there is none."""
+    return max(32, 1 << (head_dim - block_dim - 1).bit_length()) if head_dim > block_dim else 0
+
+
+@triton.jit
+def load_columns(head_ptr, row, is_row, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Returns the parts of the rows int64 [ROW] of HEAD_DIM elements at head_ptr; 0 for rows that not is_row."""
+    first = _load_part(head_ptr, row, is_row, 0, HEAD_DIM, BLOCK_DIM)
+    REST: tl.constexpr = rest_columns(HEAD_DIM, BLOCK_DIM)
+    if REST > 0:
+        return (first, _load_part(head_ptr, row, is_row, BLOCK_DIM, HEAD_DIM, REST))
+    else:
+        return (first,)
+
+
+@triton.jit
+def _load_part(head_ptr, row, is_row, FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    column = FIRST + tl.arange(0, WIDTH)
+    in_bounds = is_row[:, None]
+    if HEAD_DIM < FIRST + WIDTH:
+        in_bounds &= (column < HEAD_DIM)[None, :]
+    return tl.load(head_ptr + row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
+
+
+@triton.jit
+def store_columns(head_ptr, row, is_row, parts, HEAD_DIM: tl.constexpr):
+    """Stores the parts, in the type that head_ptr has."""
+    first = 0
+    for index in tl.static_range(len(parts)):
+        column = first + tl.arange(0, parts[index].shape[1])
+        in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
+        part = parts[index].to(head_ptr.dtype.element_ty)
+        tl.store(head_ptr + row[:, None] * HEAD_DIM + column[None, :], part, mask=in_bounds)
+        first += parts[index].shape[1]
+
+
+@triton.jit
+def convert_columns(parts, DTYPE: tl.constexpr):
+    """Returns the parts in another type."""
+    converted = ()
+    for index in tl.static_range(len(parts)):
+        converted += (parts[index].to(DTYPE),)
+    return converted
+
+
+@triton.jit
+def scale_columns(parts, factor):
+    """Returns the parts, each times a factor that broadcasts to it."""
+    scaled = ()
+    for index in tl.static_range(len(parts)):
+        scaled += (parts[index] * factor,)
+    return scaled
