@@ -16,7 +16,15 @@ from ..runtime.placement import is_same_device, read_placement
 from ..runtime.values import read_flag
 from .config.eagle_config import EAGLEConfig, read_config, read_line
 from .models.loading import load_target, read_eos_token_ids
-from .models.pairing import as_draft, as_target, bind_draft, check_trees, load_draft_of, warn_of_rounding
+from .models.pairing import (
+    as_draft,
+    as_target,
+    bind_draft,
+    check_trees,
+    choose_draft,
+    load_draft_of,
+    warn_of_rounding,
+)
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, load_tokenizer
 from .requests.inputs import Prompts, Seeds, encode_texts, read_prompt
@@ -102,8 +110,8 @@ class EAGLEInference:
         """Loads an engine from two model folders in Hugging Face layout.
 
         Args:
-            draft: The folder of an EAGLE head or of next-token modules; or, with method="draft_model", of a language
-                model with the target's tokenizer. None: the target's own folder with method="mtp", since published
+            draft: The folder of an EAGLE head, of next-token modules, or of a smaller language model with the target's
+                tokenizer: what it holds decides. None: the target's own folder with method="mtp", since published
                 targets have their modules in them; otherwise for methods without a model.
             target: The target's folder, which also has the end tokens and, if there is one, the tokenizer.
             config: As for the class, or the fields of a server's `--speculative-config`, such as
@@ -116,12 +124,13 @@ class EAGLEInference:
             ValueError: As for the class; a folder that does not hold such a model raises its subclass `ModelError`.
         """
         config, draft = read_line(config, draft)
+        chosen = choose_draft(target, draft, config)
         target_model = load_target(
             target, *read_placement("EAGLEInference.from_pretrained", device, dtype), check_weights=check_weights
         )
         if config.eos_token_ids is None:
-            config = replace(config, eos_token_ids=read_eos_token_ids(target))
-        draft_model = load_draft_of(target_model, target, draft, config, check_weights=check_weights)
+            config = replace(config, eos_token_ids=read_eos_token_ids(target, target_model.vocab_size))
+        draft_model = load_draft_of(target_model, target, chosen, check_weights=check_weights)
         engine = cls(draft_model, target_model, config)
         try:
             engine.session.tokenizer = load_tokenizer(target)

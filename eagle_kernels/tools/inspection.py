@@ -1,4 +1,4 @@
-"""Inspection of a draft head: its properties, its fit to a target, and the target's streams that it was trained on.
+"""Inspection of a draft: its properties, its fit to a target, and the target's streams that a head was trained on.
 
 A head whose auxiliary layer ids follow the wrong convention (off by one) still gives the target's text. Only its
 acceptance shows the fault, so `sweep_aux_layers` measures it with the ids as they are and shifted by one either way.
@@ -6,6 +6,7 @@ acceptance shows the fault, so `sweep_aux_layers` measures it with the ids as th
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,11 +17,13 @@ import torch
 
 from ..engine.config.eagle_config import EAGLEConfig
 from ..engine.inference import EAGLEInference
+from ..engine.models.checkpoint import Checkpoint, read_folder
 from ..engine.models.draft_head import DraftHead
-from ..engine.models.loading import HeadFile, load_draft, load_target, read_head, tell_capture
+from ..engine.models.loading import HeadFile, load_draft, load_target, read_head, read_kind, tell_capture
 from ..engine.models.next_token_modules import NextTokenModules
+from ..engine.models.pairing import tell_sizes
 from ..engine.models.protocol import FINAL_NORM, ModelError, TargetModel
-from ..engine.models.tokenizer import load_tokenizer
+from ..engine.models.tokenizer import check_same_vocabulary, load_tokenizer
 from ..runtime.placement import read_placement
 from ..runtime.values import parse_json
 
@@ -46,10 +49,10 @@ class SweepRow:
 class HeadReport:
     """The report of `inspect`.
 
-    kind                EAGLE-1 includes EAGLE-2, whose network is the same
+    kind                EAGLE-1 includes EAGLE-2, whose network is the same; of a language model its class
     written_aux_layers  the ids in config.json, which number `written_aux_meaning`; None: it has none
     hidden_states       the same streams as hidden_states indices; FINAL_NORM is the stream after the final norm;
-                        None: they depend on the target, and none was given
+                        None: they depend on the target, and none was given; []: a language model reads none
     layer_outputs       the same streams as layers whose output is read, -1 being the embedding
     options             the options that are on
     dtypes, parameters  those in the file; types in the words of safetensors, such as BF16
@@ -110,6 +113,8 @@ class HeadReport:
         return rows + [(f"acceptance, ids {row.shift:+d}", _told(row)) for row in self.sweep]
 
     def _tell_streams(self) -> str:
+        if self.hidden_states == []:
+            return "nothing of its target but the tokens"
         if self.hidden_states is None:
             return "the default streams of its target, hidden_states 2, n // 2, n - 3 of n layers"
         if self.hidden_states == [FINAL_NORM]:
@@ -137,8 +142,13 @@ def inspect_head(
 ) -> HeadReport:
     """Reads the head, compares it with the target and, given prompts, measures the shifted layer ids.
 
+    A language model, which can draft as well, has no layer ids; its weights are not read.
+
     device, dtype  those of the measurement, as in `EAGLEInference.from_pretrained`
     """
+    draft = read_folder("inspect_head: draft", draft)
+    if read_kind(draft) == "language model":
+        return _inspect_language_model(draft, target, prompts)
     file = read_head(draft, check_weights=check_weights)
     report = _describe(Path(draft), file)
     if target is None:
@@ -188,6 +198,50 @@ def _describe(folder: Path, file: HeadFile) -> HeadReport:
     )
 
 
+def _inspect_language_model(draft: Path, target: str | Path | None, prompts: Sequence[str] | None) -> HeadReport:
+    """Returns the report of a language model as a draft, from its names and sizes."""
+    if target is None and prompts is not None:
+        raise ValueError("--sweep needs the target as well: --target TARGET")
+    model, stored = load_target(draft, "meta"), Checkpoint(draft).tensors.values()
+    # a model of transformers has its names in a config of its own
+    config, shape = model.config, model.kv_shape
+    report = HeadReport(
+        folder=str(draft),
+        format="Hugging Face",
+        kind=f"a language model ({type(model).__name__}), which drafts as method draft_model",
+        dtypes=sorted({tensor.dtype for tensor in stored if tensor.is_floating_point}),
+        parameters=sum(math.prod(tensor.shape) for tensor in stored if tensor.is_floating_point),
+        hidden_size=model.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * model.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=model.vocab_size,
+        draft_vocab_size=model.vocab_size,
+        has_embedding=True,
+        has_output=True,
+        max_positions=model.max_length,
+        options=[],
+        written_aux_layers=None,
+        written_aux_meaning="",
+        hidden_states=[],
+        layer_outputs=[],
+    )
+    if target is None:
+        return report
+    report.target, target_model = str(target), load_target(target, "meta")
+    try:
+        if not check_same_vocabulary(draft, target) and model.vocab_size != target_model.vocab_size:
+            report.misfits.append(tell_sizes(draft, model.vocab_size, target_model.vocab_size))
+    except ModelError as error:
+        report.misfits.append(str(error))
+    report.fits = not report.misfits
+    _compare_lengths(report, target_model)
+    if prompts is not None:
+        report.remarks.append("nothing to sweep: a language model reads no streams of the target")
+    return report
+
+
 def _told_modules(head: DraftHead) -> list[str]:
     return [f"num_modules={head.num_modules}"] if isinstance(head, NextTokenModules) else []
 
@@ -207,10 +261,15 @@ def _hold_against(report: HeadReport, head: DraftHead, target: TargetModel) -> N
         head.bind(target)
         for name, value in _streams(head.aux_layers).items():
             setattr(report, name, value)
-    if head.max_length < target.max_length:
+    _compare_lengths(report, target)
+
+
+def _compare_lengths(report: HeadReport, target: TargetModel) -> None:
+    own, theirs = report.max_positions, target.max_length
+    if own < theirs:
+        what = "model" if report.hidden_states == [] else "head"
         report.remarks.append(
-            f"the head was made for {head.max_length} positions, the target for {target.max_length}: requests end at "
-            f"{head.max_length} tokens"
+            f"the {what} was made for {own} positions, the target for {theirs}: requests end at {own} tokens"
         )
 
 

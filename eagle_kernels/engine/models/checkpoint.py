@@ -7,6 +7,7 @@ copied into place in their final dtype, so loading takes the memory of the weigh
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import zipfile
@@ -28,6 +29,26 @@ _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exi
 _LFS_POINTER = b"version https://git-lfs"
 _PIECE = 2**24  # elements
 _LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names in models of transformers
+_MIB = 2**20
+# JSON files that may be large, since they list all tokens or tensors; the others are settings
+_MOST_BYTES = {"tokenizer.json": 512 * _MIB, **{f"{name}.index.json": 512 * _MIB for name in _WEIGHT_FILES}}
+
+# Files of folders that hold no model, or one in another layout: what they tell, and what would work.
+_OTHER_FILES = {
+    "adapter_*": "a LoRA adapter: merge it into its base model (merge_and_unload of peft), and save that",
+    "*.gguf": "GGUF files, which are not read: take the model's safetensors",
+    "medusa_lm_head.*": "Medusa heads, and Medusa heads are not supported yet",
+    "hydra_lm_head.*": "Hydra heads, and Hydra heads are not supported yet",
+    "snapshots/*/config.json": "a cache of the hub: give the folder in snapshots",
+    "*/config.json": "folders of models: give one of them",
+    "model_index.json": "a pipeline of diffusers, not a language model",
+    "consolidated*": "weights in their maker's own layout: take the layout of Hugging Face",
+    "params.json": "weights in their maker's own layout: take the layout of Hugging Face",
+    "*.onnx": "ONNX files, which are not read: take the model's safetensors",
+    "tf_model.h5": "weights of TensorFlow, which are not read: take the model's safetensors",
+    "flax_model.msgpack": "weights of Flax, which are not read: take the model's safetensors",
+    "tokenizer*": "a tokenizer and no model",
+}
 
 
 class StoredTensor(NamedTuple):
@@ -74,7 +95,8 @@ class Checkpoint:
         """Refuses a number of layers that differs from that of the tensors `prefix`0, `prefix`1, ..."""
         count, value = self._layer_counts()[prefix], config.get(field)
         if count and is_integer(value) and value != count:  # other types are refused where they are read
-            raise ModelError(f"config.json: {field} must be {count} to match the tensors {prefix}*, got {shown(value)}")
+            rule = f"must be {count} to match the tensors {brief(prefix)}*"
+            raise ModelError(f"config.json: {field} {rule}, got {shown(value)}")
 
     def check_most_layers(self, config: dict[str, Any]) -> None:
         """Refuses more layers than the longest numbered list of tensors, as transformers' models name both freely."""
@@ -82,7 +104,7 @@ class Checkpoint:
         for prefix, most in self._layer_counts().most_common(1):
             for field, value in ((field, section.get(field)) for section in sections for field in _LAYER_FIELDS):
                 if is_integer(value) and value > most:
-                    rule = f"must be at most {most} to match the tensors {prefix}*"
+                    rule = f"must be at most {most} to match the tensors {brief(prefix)}*"
                     raise ModelError(f"config.json: {field} {rule}, got {shown(value)}")
 
     def _layer_counts(self) -> Counter[str]:
@@ -99,7 +121,7 @@ class Checkpoint:
                 continue  # `fill` refuses these
             numbers = re.sub("[a-z_]+", lambda field: str(getattr(config, field[0])), fields)
             if shape[axis] != sum(math.prod(map(int, term.split("*"))) for term in numbers.split("+")):
-                rule = f"must be {shape[axis]} to match {name} of shape {shape}"
+                rule = f"must be {shape[axis]} to match {name} of shape {shown(shape)}"
                 raise ModelError(f"config.json: {fields} {rule}, got {numbers}")
 
     def fill(self, module: nn.Module, device: torch.device, dtype: torch.dtype, check_weights: bool) -> None:
@@ -117,7 +139,8 @@ class Checkpoint:
             if stored.dtype.startswith(("F4", "F6")):
                 raise ModelError(f"tensor {name} has dtype {stored.dtype}, which is not implemented")
             if stored.shape != list(wanted.shape):
-                raise ModelError(f"tensor {name} has shape {stored.shape}, but config.json says {list(wanted.shape)}")
+                shapes = f"shape {shown(stored.shape)}, but config.json says {list(wanted.shape)}"
+                raise ModelError(f"tensor {name} has {shapes}")
             if stored.is_floating_point != wanted.is_floating_point():
                 raise ModelError(f"tensor {name} must have dtype {wanted.dtype}, got {stored.dtype}")
         check_memory(sum(tensor.nbytes for tensor in expected.values()), device, f"the weights take {{}} as {dtype}")
@@ -132,7 +155,7 @@ class Checkpoint:
     def read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and the tensor on the device, shard by shard; shows its progress on a terminal."""
         for number, file_name in enumerate(self.file_names, start=1):
-            _show(f"loading {number}/{len(self.file_names)} {file_name}")
+            _show(f"loading {number}/{len(self.file_names)} {brief(file_name)}")
             with self._open(file_name, str(device)) as file:
                 for name, stored in self.tensors.items():
                     if stored.file_name == file_name:
@@ -149,10 +172,10 @@ class Checkpoint:
     def _open(self, file_name: str, device: str = "cpu") -> Iterator[Any]:
         path = self.folder / file_name
         if not path.is_file():
-            raise ModelError(f"{file_name}, named by {self.index}, is missing")
+            raise ModelError(f"{brief(file_name)}, named by {self.index}, is missing")
         with path.open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise ModelError(f"{file_name} is only a Git LFS pointer: git lfs pull fetches the file itself")
+                raise ModelError(f"{brief(file_name)} is only a Git LFS pointer: git lfs pull fetches the file itself")
         if file_name.endswith(".bin"):
             yield _PickledFile(path)
             return
@@ -161,7 +184,7 @@ class Checkpoint:
             with package.safe_open(path, framework="pt", device=device) as file:
                 yield file
         except package.SafetensorError as error:
-            raise ModelError(f"{file_name} cannot be read: {first_line(error)}") from None
+            raise ModelError(f"{brief(file_name)} cannot be read: {brief(first_line(error), 200)}") from None
 
 
 def _show(line: str) -> None:
@@ -244,17 +267,52 @@ def naming(folder: Path) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from None
+        raise ModelError(f"{brief(str(folder), 250)}: {error}") from None
+
+
+def brief(name: str, most: int = 80) -> str:
+    """Returns the name of a tensor, file or folder as an error shows it: in one line, and cut where it is long."""
+    text = name if name.isprintable() else repr(name)[1:-1]
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def read_folder(argument: str, folder: Any) -> Path:
+    """Returns the path of a folder that a caller gives; refuses what is no path, and "", which would be any folder."""
+    text = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
+    if not (isinstance(text, str) and text.strip()):
+        raise ValueError(f"{argument} must be the path of a model's folder, got {shown(folder)}")
+    return Path(text)
 
 
 def read_config(folder: Path, *, is_optional: bool = False) -> dict[str, Any]:
-    """Returns the parsed config.json of a folder; tells how to download what looks like a Hugging Face name."""
-    if not folder.is_dir():
+    """Returns the parsed config.json of a folder; a ModelError says what else is there, or how to download a model."""
+    try:
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except OSError:  # a name that is too long, for one
+        is_folder, exists = False, False
+    if exists and not is_folder:
+        what = " of GGUF, which is not read: take the folder with the model's safetensors"
+        rule = what if folder.suffix == ".gguf" else f", not a folder; a model's folder is named, as {folder.parent}"
+        raise ModelError(f"is a file{rule}")
+    if not is_folder:
         name = folder.as_posix()
-        is_of_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and not folder.exists()
+        is_of_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and len(name) <= 200
         advice = f": hf download {name} --local-dir FOLDER makes one" if is_of_hub else ""
         raise ModelError(f"there is no such folder, and nothing is downloaded{advice}")
+    if not is_optional and not (folder / "config.json").is_file():
+        raise ModelError(f"config.json is missing{_what_is_in(folder)}")
     return read_json(folder / "config.json", is_optional=is_optional)
+
+
+def _what_is_in(folder: Path) -> str:
+    """Returns what a folder without a model holds, as the end of an error."""
+    for pattern, told in _OTHER_FILES.items():
+        found = next(iter(sorted(folder.glob(pattern))), None)
+        if found is not None:
+            return f"; the folder holds {told} ({brief(str(found.relative_to(folder)))})"
+    names = sorted(path.name for path in folder.iterdir())
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"; the folder holds {', '.join(brief(name, 40) for name in names[:3])}{more}" if names else "; it is empty"
 
 
 def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
@@ -263,6 +321,7 @@ def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
         if is_optional:
             return {}
         raise ModelError(f"{path.name} is missing")
+    check_file_size(path)
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not JSON, or not even UTF-8
@@ -270,6 +329,13 @@ def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path.name} holds no JSON object")
     return content
+
+
+def check_file_size(path: Path) -> None:
+    """Refuses a JSON file that is larger than any model's, before it is read."""
+    size, most = path.stat().st_size, _MOST_BYTES.get(path.name, 64 * _MIB)
+    if size > most:
+        raise ModelError(f"{path.name} must have at most {most // _MIB} MiB, got {size // _MIB} MiB")
 
 
 def safetensors() -> Any:
@@ -296,14 +362,15 @@ def _file_names(folder: Path) -> tuple[str, list[str]]:
                 # Links may leave the folder: the files of a hub's cache are links.
                 is_inside = len(path.parts) > 0 and not path.anchor and ".." not in path.parts and "\0" not in file
                 if not is_inside or max(map(len, path.parts)) > 255:
-                    fault = f"weight_map must name files inside the folder, got {shown(file)} for {tensor}"
+                    fault = f"weight_map must name files inside the folder, got {shown(file)} for {brief(tensor)}"
                     raise ModelError(f"{index.name}: {fault}")
             return index.name, sorted(set(weight_map.values()))
-    raise ModelError("there is no model.safetensors, model.safetensors.index.json or pytorch_model.bin")
+    wanted = "there is no model.safetensors, model.safetensors.index.json or pytorch_model.bin"
+    raise ModelError(f"{wanted}{_what_is_in(folder)}")
 
 
 def refuse_names(fault: str, names: Sequence[str], advice: str = "") -> None:
     """Raises ModelError when there are tensors with a fault; names the first four."""
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        raise ModelError(f"{fault}: {', '.join(names[:4])}{more}{advice}")
+        raise ModelError(f"{fault}: {', '.join(map(brief, names[:4]))}{more}{advice}")

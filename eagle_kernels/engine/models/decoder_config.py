@@ -1,7 +1,8 @@
 """The config.json of a Hugging Face decoder: a table of the families, and one dataclass that describes them all.
 
 Keys that do not change the computation are ignored; values that change it and are not implemented are refused by name.
-An absent key has the default that the family has in transformers.
+An absent key has the default that the family has in transformers. A null or empty value counts as absent (`stated`);
+what a key would turn on is off where the value is false, 0 or -1 as well (`is_off`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ class Family(NamedTuple):
     defaults: dict[str, Any] = {}  # values of absent keys, where they differ from those of `DecoderConfig`
 
 
-_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+_QWEN = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
 _QWEN2 = Family(qkv_bias=True, sliding="by layer", defaults=_QWEN)
 
 FAMILIES = {
@@ -46,8 +53,27 @@ FAMILIES = {
     "mimo": _QWEN2,
 }
 
+# Keys of models of other families, which the tensors do not tell. What they turn on or multiply by is not implemented.
+OF_OTHER_FAMILIES = {
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb"), 1.0),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "attention_chunk_size")),
+    **dict.fromkeys(("alibi", "use_alibi", "is_encoder_decoder", "add_cross_attention", "parallel_attn"), False),
+    **dict.fromkeys(("use_parallel_residual", "parallel_residual", "use_bidirectional_attention"), False),
+}
+
 # Keys that change the computation, with the one value that is implemented.
-_IMPLEMENTED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
+_IMPLEMENTED = {
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "rotary_pct": 1.0,
+    "quantization_config": None,
+    **OF_OTHER_FAMILIES,
+}
+_SAME = {"swish": "silu"}  # two names of one activation
+
+# Keys whose null is a value of its own in transformers: no window, a key head for each query head, the usual size.
+NULL_IS_A_VALUE = ("sliding_window", "num_key_value_heads", "head_dim")
 
 # Token ids and places in the KV pools are int32. A layer is a Python object: config.json must not ask for millions.
 _LARGEST_SIZE = 2**31 - 1
@@ -67,11 +93,13 @@ _TYPES = {dict: "an object", bool: "true or false", str: "a string"}  # what err
 
 
 def read_value(config: dict[str, Any], name: str, kind: type, file_name: str = "config.json") -> Any:
-    """Returns the value of type `kind` under a key of a JSON file; the type's empty value for an absent or null key."""
+    """Returns the value of type `kind` under a key of a JSON file; the type's empty value where that says nothing."""
     value = config.get(name)
-    if value is not None and not isinstance(value, kind):
+    if is_empty(value):
+        return kind()
+    if not isinstance(value, kind):
         raise ModelError(f"{file_name}: {name} must be {_TYPES[kind]}, got {shown(value)}")
-    return kind() if value is None else value
+    return value
 
 
 def read_size(config: dict[str, Any], name: str) -> int:
@@ -89,12 +117,33 @@ def read_model_type(config: dict[str, Any]) -> str:
     return read_value(config, "model_type", str) or "llama"
 
 
+def is_empty(value: Any) -> bool:
+    """Returns whether a setting says nothing: it is null, or an empty text or list, or an object of such values."""
+    if isinstance(value, dict):
+        return all(map(is_empty, value.values()))
+    return value is None or (isinstance(value, (str, list)) and not value)
+
+
+def is_off(value: Any) -> bool:
+    """Returns whether a setting that would turn something on leaves it off."""
+    return is_empty(value) or not value or (is_integer(value) and value == -1)
+
+
+def stated(config: dict[str, Any], *kept: str) -> dict[str, Any]:
+    """Returns the settings that say something; those named in `kept` also where they are null or empty."""
+    return {name: value for name, value in config.items() if name in kept or not is_empty(value)}
+
+
 def check_implemented(config: dict[str, Any], implemented: dict[str, Any], of: str = "") -> None:
-    """Refuses values other than the implemented one of each key; an absent or null key means the implemented one."""
+    """Refuses values other than the implemented one of each key, which an absent, null or empty one means.
+
+    Where nothing is implemented (None or False), so does any value that is off.
+    """
     for name, only in implemented.items():
         value = config.get(name)
-        if value is not None and value != only:
-            raise ModelError(f"config.json: {name}={shown(value)} is not implemented{of} (only {only!r})")
+        value = _SAME.get(value, value) if isinstance(value, str) else value
+        if not (is_empty(value) or value == only or (not only and is_off(value))):
+            raise ModelError(f"config.json: {name}={shown(config[name])} is not implemented{of} (only {only!r})")
 
 
 def check_fields(config: Any) -> None:
@@ -119,8 +168,8 @@ def check_fields(config: Any) -> None:
 
 
 def _present(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Returns the values of those keys that are neither absent nor null."""
-    return {name: config[name] for name in names if config.get(name) is not None}
+    """Returns the values of those keys that say something."""
+    return stated({name: config.get(name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +203,8 @@ class RopeConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any], max_length: int) -> RopeConfig:
         """Reads a whole config.json; `max_length` is the pretrained length where config.json names no other."""
-        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        section = read_value(config, name, dict)
+        name = "rope_parameters" if is_off(config.get("rope_scaling")) else "rope_scaling"
+        section = {} if is_off(config.get(name)) else stated(read_value(config, name, dict))
         rope_type = section.get("rope_type", section.get("type", "default"))
         nested = [key for key, value in section.items() if isinstance(value, dict)]
         if nested:
@@ -164,7 +213,7 @@ class RopeConfig:
             fault = f"of type {shown(rope_type)} is not implemented (only {', '.join(_ROPE_TYPES)})"
             raise ModelError(f"config.json: {name} {fault}")
         check_implemented(section, {"partial_rotary_factor": 1.0})
-        missing = [key for key in _ROPE_TYPES[rope_type] if section.get(key) is None]
+        missing = [key for key in _ROPE_TYPES[rope_type] if key not in section]
         if missing:
             raise ModelError(f"config.json: {name} of type {rope_type!r} lacks {', '.join(missing)}")
         length = "original_max_position_embeddings"  # one beside the section has precedence over one inside
@@ -232,7 +281,8 @@ class DecoderConfig:
         return cls(**cls._read(config))
 
     @classmethod
-    def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
+    def _read(cls, config: dict[str, Any], *, of_head: bool = False) -> dict[str, Any]:
+        """Returns the fields; of_head: whether they are a head's, whose only window is one that its file states."""
         model_type = read_model_type(config)
         if model_type not in FAMILIES:
             raise ModelError(
@@ -240,7 +290,10 @@ class DecoderConfig:
             )
         check_implemented(config, _IMPLEMENTED)
         family = FAMILIES[model_type]
-        config = family.defaults | config
+        defaults = dict(family.defaults)
+        if of_head:
+            defaults["sliding_window"] = None
+        config = defaults | stated(config, *NULL_IS_A_VALUE)
         values = _present(config, [item.name for item in fields(cls)])
         for item in fields(cls):
             if item.default is MISSING and item.name not in values:
@@ -249,27 +302,42 @@ class DecoderConfig:
             bias = getattr(family, name)
             values[name] = read_value(config, bias, bool) if isinstance(bias, str) else bias
         values["has_qk_norms"] = family.has_qk_norms
-        values["windows"] = _windows(config, family, read_size(config, "num_hidden_layers"))
         values.setdefault("max_position_embeddings", cls.max_position_embeddings)
-        values["rope"] = RopeConfig.from_dict(config, read_size(values, "max_position_embeddings"))
+        max_length = read_size(values, "max_position_embeddings")
+        windows = _windows(config, family, read_size(config, "num_hidden_layers"), max_length, of_head)
+        values["windows"] = windows
+        values["rope"] = RopeConfig.from_dict(config, max_length)
+        _check_scales(config, values)
         return values
 
 
-def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+def _check_scales(config: dict[str, Any], values: dict[str, Any]) -> None:
+    """Refuses scales of the scores other than the usual one, which depends on the size of a head."""
+    size = values.get("head_dim") or read_size(values, "hidden_size") // read_size(values, "num_attention_heads")
+    if is_integer(size) and size > 0:  # another is refused by its own name
+        check_implemented(config, {"attention_multiplier": size**-0.5, "query_pre_attn_scalar": size})
+
+
+def _windows(
+    config: dict[str, Any], family: Family, num_layers: int, max_length: int, of_head: bool
+) -> tuple[int | None, ...]:
     """Returns the window of each layer; None for layers that see every token."""
-    window, first = config.get("sliding_window"), None
-    if family.sliding == "by layer":
-        window = window if read_value(config, "use_sliding_window", bool) else None
-        first = config.get("max_window_layers")
-        if first is not None and not (is_integer(first) and first >= 0):
-            raise ModelError(f"config.json: max_window_layers must be an integer of at least 0, got {shown(first)}")
-    if window is not None:
-        if family.sliding == "none":
-            raise ModelError(f"config.json: sliding_window={shown(window)} is not implemented for this model_type")
-        window = read_size(config, "sliding_window")
-    num_full = num_layers if window is None else min(first or 0, num_layers)
+    use, window = config.get("use_sliding_window", True), config.get("sliding_window")
+    is_on = not is_off(use) and read_value(config | {"use_sliding_window": use}, "use_sliding_window", bool)
+    window = read_size(config, "sliding_window") if is_on and not is_off(window) else None
+    layer_types = config.get("layer_types")
+    first = config.get("max_window_layers", 0) if family.sliding != "all" else 0
+    if not (is_integer(first) and first >= 0):
+        raise ModelError(f"config.json: max_window_layers must be an integer of at least 0, got {shown(first)}")
+    if family.sliding == "none" and window is not None:
+        is_seen = window < max_length and first < num_layers
+        if is_seen and layer_types != ["full_attention"] * num_layers:
+            reader = "heads" if of_head else "this model_type"
+            raise ModelError(f"config.json: sliding_window={shown(window)} is not implemented for {reader}")
+        window = None
+    num_full = num_layers if window is None else min(first, num_layers)
     computed = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
-    layer_types = computed if config.get("layer_types") is None else config["layer_types"]
+    layer_types = computed if is_off(layer_types) else layer_types
     if family.sliding != "by layer" and layer_types != computed:
         raise ModelError(f"config.json: layer_types={shown(layer_types)} is not implemented for this model_type")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
@@ -279,4 +347,6 @@ def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[i
             raise ModelError(f"config.json: layer_types with {shown(layer_type)} is not implemented")
         if layer_type == "sliding_attention" and window is None:
             raise ModelError("config.json: layer_types names sliding_attention, but no sliding window is in use")
+    if window is not None and window >= max_length:
+        window = None  # no position is so far from another
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)

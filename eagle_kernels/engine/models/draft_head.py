@@ -72,9 +72,9 @@ class HeadConfig(DecoderConfig):
     @classmethod
     def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
         flat = flatten(config, cls.kind)
-        values = super()._read(flat)
-        if values["windows"] != (None,):
-            raise ModelError(f"config.json: sliding_window={flat.get('sliding_window')!r} is not implemented for heads")
+        values = super()._read(flat, of_head=True)
+        for window in filter(None, values["windows"]):
+            raise ModelError(f"config.json: sliding_window={window} is not implemented for heads")
         # A family describes its targets, from which heads differ: the head's own file has precedence.
         return values | {name: flat[name] for name in OPTIONS_IN_FILE if name in flat}
 

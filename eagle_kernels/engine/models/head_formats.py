@@ -1,4 +1,4 @@
-"""The published formats of EAGLE heads and next-token modules, and their translation into our names.
+"""What a folder holds, the published formats of heads and next-token modules, and their translation into our names.
 
 Auxiliary layer ids inside `eagle_config` (SpecForge, ModelOpt) name the layers whose *output* is read; ids beside
 `hidden_size` (speculators, vLLM) are hidden_states indices. hidden_states[i] is the input of layer i, which is the
@@ -10,16 +10,39 @@ only more slowly. The official files name no layers. `d2t` holds offsets in ever
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from ...runtime.values import is_integer, shown
-from .checkpoint import StoredTensor
-from .decoder_config import MOST_LAYERS, check_implemented, read_value
+from .checkpoint import StoredTensor, brief
+from .decoder_config import (
+    FAMILIES,
+    MOST_LAYERS,
+    NULL_IS_A_VALUE,
+    OF_OTHER_FAMILIES,
+    check_implemented,
+    is_empty,
+    is_off,
+    read_model_type,
+    read_value,
+    stated,
+)
 from .protocol import FINAL_NORM, ModelError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MODULE_PREFIX = "model.mtp_layers."  # begins the names of next-token modules' tensors, which lie beside the target's
+
+# The method of each kind of draft, and what errors call it.
+METHODS = {"EAGLE-1": "eagle", "EAGLE-3": "eagle", "MTP": "mtp", "language model": "draft_model"}
+CALLED = {"EAGLE-1": "an EAGLE-1 head", "EAGLE-3": "an EAGLE-3 head", "MTP": "next-token modules"}
+CALLED |= {"language model": "a language model"}
+
+# Drafts of other designs: the word in their config.json, or at the beginning of their tensors' names, and their names.
+_NOT_SUPPORTED = {"medusa": "Medusa heads", "hydra": "Hydra heads", "mlp_speculator": "MLP speculators"}
+_FUSIONS = {"fc.weight", "model.fc.weight", "fusion_fc.weight", "model.fusion_fc.weight"}  # names in EAGLE heads
+_IS_EAGLE = re.compile("ForCausalLMEagle|^Eagle.*(ForCausalLM|Speculator|DraftModel)$").search
+_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 # Other names of settings, and our own.
 _SYNONYMS = {
@@ -49,18 +72,16 @@ class HeadFormat(NamedTuple):
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:
-    names = config.get("architectures") or []
+    names = [] if is_off(config.get("architectures")) else config["architectures"]
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ModelError(f"config.json: architectures must be a list of strings, got {shown(names)}")
     return names
 
 
-_SPECFORGE = {"LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"}  # names of its architectures
-
 _FORMATS = (  # the first that fits is taken
     HeadFormat(
         "vLLM speculators",
-        lambda config: config.get("speculators_model_type") is not None,
+        lambda config: not is_off(config.get("speculators_model_type")),
         section="transformer_layer_config",
         tensor_names=(("fusion_fc.", "fc."), ("transformer.", "layers.0.")),
     ),
@@ -75,7 +96,9 @@ _FORMATS = (  # the first that fits is taken
     ),
     HeadFormat(
         "SpecForge/SGLang",
-        lambda config: bool(config.get("eagle_config") or _SPECFORGE.intersection(_architectures(config))),
+        lambda config: bool(
+            read_value(config, "eagle_config", dict) or re.search("ForCausalLMEagle", " ".join(_architectures(config)))
+        ),
         tensor_names=tuple((f"aux_norm_{name}.", f"fc_norm.{i}.") for i, name in enumerate(("low", "mid", "high"))),
     ),
     HeadFormat("official (SafeAILab)", lambda config: True),
@@ -96,24 +119,58 @@ def recognise(config: dict[str, Any]) -> HeadFormat:
     return next(form for form in _FORMATS if form.is_written_by(config))
 
 
-def kind_of(config: dict[str, Any], names: Collection[str]) -> str:
-    """Returns `EAGLE-3`, `EAGLE-1` (which EAGLE-2 shares) or `MTP`, from config.json or, failing that, the tensors."""
+def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
+    """Returns what a folder holds, from config.json or, failing that, the tensors: a key of `METHODS`.
+
+    `EAGLE-1` is EAGLE-2 as well, and `MTP` a target with its own modules. None: another kind of model.
+    """
     if any(name.startswith(MODULE_PREFIX) for name in names):
         return "MTP"
-    declared = config.get("speculators_model_type")
-    if declared not in (None, "eagle", "eagle3"):
-        raise ModelError(f"config.json: speculators_model_type={shown(declared)} is not an EAGLE head")
-    if declared == "eagle3" or any("Eagle3" in name for name in _architectures(config)):
+    refuse_other_drafts(config, names)
+    architectures, declared = _architectures(config), config.get("speculators_model_type")
+    if declared == "eagle3" or any("eagle3" in name.lower() for name in architectures):
         return "EAGLE-3"
     if declared == "eagle":
         return "EAGLE-1"
     if any("hidden_norm." in name for name in names):
         return "EAGLE-3"
-    if config.get("num_nextn_predict_layers"):
-        raise ModelError(f"config.json: num_nextn_predict_layers is set, but no tensor is named {MODULE_PREFIX}*")
-    if not any(name.endswith("fc.weight") for name in names):
-        raise ModelError("this is not an EAGLE head: it has no tensor hidden_norm or fc")
-    return "EAGLE-1"
+    if _FUSIONS.intersection(names) or any(map(_IS_EAGLE, architectures)):
+        return "EAGLE-1"
+    if architectures:
+        is_language_model = any(re.search("CausalLM|LMHead|ConditionalGeneration", name) for name in architectures)
+    else:
+        is_language_model = any(re.search(r"(^|\.)(layers|h|blocks)\.0\.", name) for name in names)
+    return "language model" if is_language_model and is_off(config.get("is_encoder_decoder")) else None
+
+
+def refuse_other_drafts(config: dict[str, Any], names: Collection[str] = ()) -> None:
+    """Raises ModelError for a draft of a design that is not implemented, by its name."""
+    declared = config.get("speculators_model_type")
+    if not is_off(declared) and declared not in ("eagle", "eagle3"):
+        raise ModelError(f"config.json: speculators_model_type={shown(declared)} is not an EAGLE head")
+    told = [*_architectures(config), str(config.get("model_type"))]
+    told += [name for name, value in config.items() if not is_off(value)]
+    for word, called in _NOT_SUPPORTED.items():
+        found = next((each for each in told if each.lower().startswith(word)), None)
+        found = found or next((name for name in names if re.search(rf"(^|\.){word}", name, re.IGNORECASE)), None)
+        if found is not None:
+            raise ModelError(f"holds {called} ({brief(found)}), and {called} are not supported yet")
+    adapter = next((name for name in names if ".lora_A." in name), None)
+    if adapter is not None:
+        raise ModelError(f"holds a LoRA adapter ({brief(adapter)}): merge it into its base model, and save that")
+
+
+def is_of_other_kind(config: dict[str, Any]) -> bool:
+    """Returns whether config.json says for sure that a model of no kind in `METHODS` has no output for texts; a bare
+    `...Model` may have one that is tied to its embedding."""
+    names = _architectures(config)
+    return not is_off(config.get("is_encoder_decoder")) or any(re.search("For[A-Z]", name) for name in names)
+
+
+def tell_other_kind(config: dict[str, Any]) -> str:
+    """Describes a model that is no draft and no language model."""
+    told = (f"{name}={shown(config.get(name))}" for name in ("model_type", "architectures"))
+    return f"a model of another kind ({', '.join(told)})"
 
 
 def rename(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -138,7 +195,7 @@ def rename(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> dic
 def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
     """Returns config.json of any format as one flat object with our names; `aux_layers` are hidden_states indices."""
     section = read_value(config, recognise(config).section, dict)
-    values = config | {key: value for key, value in section.items() if value is not None}
+    values = stated(config, *NULL_IS_A_VALUE) | stated(section)
     for theirs, ours in _SYNONYMS.items():
         value = values.pop(theirs, None)
         if value is None:
@@ -148,14 +205,32 @@ def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
         values[ours] = value
     norms = dict.fromkeys(_MODELOPT_NORMS, kind == "EAGLE-3")
     check_implemented(values, _IMPLEMENTED | _MODELOPT | norms, f" for {kind}")
+    family = _family_of(config, values)
+    if read_model_type(values) not in FAMILIES and family in FAMILIES:
+        # the rest is the target's: what the class of that family reads, the head's does not
+        values = {name: value for name, value in values.items() if name not in (*OF_OTHER_FAMILIES, *_WINDOW)}
+    values["model_type"] = family
     reads_last = kind == "EAGLE-1" or values.get("use_aux_hidden_state") is False
     values["aux_layers"] = (FINAL_NORM,) if reads_last else written_aux_layers(config).indices or None
     return values
 
 
+def _family_of(config: dict[str, Any], values: dict[str, Any]) -> str:
+    """Returns the family of a head's layer, which its architecture names; model_type may be the target's."""
+    declared = read_model_type(values)
+    for name in _architectures(config):
+        family = re.sub("eagle3?|forcausallm|speculator|draftmodel|model", "", name.lower())
+        if family in FAMILIES:
+            return family
+        if not family and declared not in FAMILIES:  # of speculators, or one that every family has
+            return "llama"
+    return declared
+
+
 def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
     """Reads the auxiliary layers that config.json names."""
     inside, beside = read_value(config, "eagle_config", dict).get(LAYER_IDS), config.get(LAYER_IDS)
+    inside, beside = (None if is_off(ids) else ids for ids in (inside, beside))
     ids, offset, meaning = (beside, 0, "hidden_states") if inside is None else (inside, 1, "layer outputs")
     if ids is None:
         return AuxLayers(None, "", ())
@@ -175,7 +250,7 @@ def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]
     """Returns a line for each setting that config.json leaves open or that other programs read differently."""
     if kind != "EAGLE-3":  # the other kinds have none of these options
         return []
-    if form.name == "vLLM speculators" and config.get("norm_before_residual") is None:
+    if form.name == "vLLM speculators" and is_empty(config.get("norm_before_residual")):
         return [
             "config.json does not say norm_before_residual: False is taken, speculators' own default, where vLLM takes "
             "True; write it"

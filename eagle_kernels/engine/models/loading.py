@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,21 @@ from typing import Any, NamedTuple
 import torch
 
 from ...runtime.placement import read_placement
-from ...runtime.values import first_line, is_integer
+from ...runtime.values import first_line, is_integer, plain, shown
 from . import head_formats
-from .checkpoint import Checkpoint, check_memory, naming, read_config, read_json, refuse_names, refuse_not_finite
+from .checkpoint import (
+    Checkpoint,
+    brief,
+    check_memory,
+    naming,
+    read_config,
+    read_folder,
+    read_json,
+    refuse_names,
+    refuse_not_finite,
+)
 from .decoder import Decoder
-from .decoder_config import FAMILIES, DecoderConfig, read_model_type
+from .decoder_config import FAMILIES, DecoderConfig, is_empty, is_off, read_model_type, stated
 from .draft_head import OPTIONS_IN_FILE, DraftHead
 from .eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from .next_token_modules import NextTokenConfig, NextTokenModules
@@ -26,6 +37,8 @@ from .protocol import FINAL_NORM, ModelError, TargetModel
 from .transformers_target import TransformersTarget
 
 DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
+
+_MAY_BE_MISSING = "_keys_to_ignore_on_load_missing"  # a model's patterns of names, in transformers
 
 _logger = logging.getLogger(__name__)
 
@@ -56,17 +69,20 @@ def load_target(
     Raises:
         ModelError: The folder is incomplete, damaged or no target (a ValueError in one line).
     """
-    folder, (device, dtype) = Path(folder), read_placement("load_target", device, dtype, "meta")
+    folder = read_folder("load_target: folder", folder)
+    device, dtype = read_placement("load_target", device, dtype, "meta")
     with naming(folder):
-        content = read_config(folder)
+        content, checkpoint, kind = _open(folder)
+        if head_formats.METHODS.get(kind) == "eagle":
+            swapped = "are draft and target swapped? EAGLEInference takes the draft first"
+            raise ModelError(f"is {head_formats.CALLED[kind]}: a draft, not a target; {swapped}")
+        if kind is None and head_formats.is_of_other_kind(content):
+            raise ModelError(f"is {head_formats.tell_other_kind(content)}, no causal language model")
         if read_model_type(content) not in FAMILIES:
             device = torch.device("cpu") if device.type == "meta" else device
-            return _load_through_transformers(folder, content, device, dtype, check_weights)
-        checkpoint = Checkpoint(folder)
+            return _load_through_transformers(folder, content, checkpoint, device, dtype, check_weights)
         for name in [name for name in checkpoint.tensors if name.startswith(head_formats.MODULE_PREFIX)]:
             del checkpoint.tensors[name]  # they are a draft, see `load_draft`
-        if "fc.weight" in checkpoint.tensors and "model.embed_tokens.weight" not in checkpoint.tensors:
-            raise ModelError("is an EAGLE head (fc.weight, no model.embed_tokens.weight): a draft, not a target")
         checkpoint.check_layers(content, "num_hidden_layers", "model.layers.")
         config = DecoderConfig.from_dict(content)
         checkpoint.check_sizes(config)
@@ -81,16 +97,39 @@ def load_target(
         return target
 
 
+def _open(folder: Path) -> tuple[dict[str, Any], Checkpoint, str | None]:
+    """Returns config.json, the headers of the tensors, and what the folder holds (`head_formats.kind_of`)."""
+    config = read_config(folder)
+    head_formats.refuse_other_drafts(config)  # whose tensors may lie in files that are not read
+    checkpoint = Checkpoint(folder)
+    return config, checkpoint, head_formats.kind_of(config, checkpoint.tensors)
+
+
+def read_kind(folder: Path) -> str:
+    """Returns what the folder of a draft holds, a key of `head_formats.METHODS`; refuses what cannot draft."""
+    with naming(folder):
+        config, _, kind = _open(folder)
+        if kind is None:
+            ways = "drafts are EAGLE heads, next-token modules, and smaller language models with the target's tokens"
+            raise ModelError(f"holds {head_formats.tell_other_kind(config)}, which is no draft: {ways}")
+        return kind
+
+
 def _load_through_transformers(
-    folder: Path, config: dict[str, Any], device: torch.device, dtype: torch.dtype, check_weights: bool
+    folder: Path,
+    config: dict[str, Any],
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    check_weights: bool,
 ) -> TransformersTarget:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
         advice = "other models need transformers: pip install 'eagle_kernels[transformers]'"
         raise ModelError(f"config.json: model_type is none of {', '.join(FAMILIES)}; {advice}") from None
-    checkpoint = Checkpoint(folder)
     checkpoint.check_most_layers(config)
+    _check_tensors(folder, config, checkpoint)
     needed = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values()) * dtype.itemsize
     check_memory(needed, device, f"the weights take {{}} as {dtype}")
     try:
@@ -98,12 +137,51 @@ def _load_through_transformers(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # unchecked files can raise anything in transformers
-        raise ModelError(f"transformers cannot load the model: {type(error).__name__}: {first_line(error)}") from None
+        fault = brief(f"{type(error).__name__}: {first_line(error)}", 200)
+        raise ModelError(f"transformers cannot load the model: {fault}") from None
     refuse_names("missing tensors", sorted(report["missing_keys"]))  # transformers fills these with random numbers
     model = model.to(device)
     if check_weights:
         refuse_not_finite(dict(model.named_parameters()), dtype)
     return TransformersTarget(model)
+
+
+def _check_tensors(folder: Path, config: dict[str, Any], checkpoint: Checkpoint) -> None:
+    """Refuses a folder that lacks tensors of the model that config.json asks for, or has others of their names.
+
+    transformers would fill these with random numbers first, which takes minutes for a large model. Its own renaming is
+    applied; where this version of it has none, or cannot make the model without memory, loading finds the fault.
+    """
+    if not is_off(config.get("quantization_config")):
+        return  # the tensors are those of the quantised model
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
+        known = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(known, trust_remote_code=False)
+        expected, changes = model.state_dict(), get_model_conversion_mapping(model)
+        converters = [change for change in changes if isinstance(change, WeightConverter)]
+        renamings = [change for change in changes if not isinstance(change, WeightConverter)]
+        found = {
+            name: rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+            for name in checkpoint.tensors
+        }
+        optional = "|".join(map("({})".format, getattr(model, _MAY_BE_MISSING, None) or ["$^"]))
+        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    except Exception:
+        return
+    missing = expected.keys() - {name for name, _ in found.values()} - found.keys() - tied
+    missing = sorted(name for name in missing if not re.search(optional, name))
+    advice = f", which a model of model_type={shown(config.get('model_type'))} has"
+    refuse_names("missing tensors", missing, advice)
+    for name, (theirs, converter) in found.items():
+        shape = checkpoint.tensors[name].shape
+        if converter is None and theirs in expected and shape != list(expected[theirs].shape):
+            shapes = f"shape {shown(shape)}, but config.json says {list(expected[theirs].shape)}"
+            raise ModelError(f"tensor {brief(name)} has {shapes}{advice}")
 
 
 class HeadFile(NamedTuple):
@@ -140,7 +218,9 @@ def load_draft(
     Raises:
         ModelError: The folder is incomplete, damaged or no head, or does not fit the target.
     """
-    folder = Path(folder)
+    folder = read_folder("load_draft: folder", folder)
+    if not hasattr(target, "kv_shape"):
+        raise ValueError(f"load_draft: target must be a TargetModel, as load_target returns, got {shown(target)}")
     device, dtype = target.device if device is None else device, target.dtype if dtype is None else dtype
     file = read_head(folder, device, dtype, check_weights=check_weights)
     head, (ids, meaning, _) = file.head, file.written_aux
@@ -152,10 +232,11 @@ def load_draft(
             head.use_aux_layers(aux_layers)
             source = "aux layers given by the caller"
         head.bind(target)
+    name = brief(str(folder), 250)
     told = (file.format_name, file.kind, source, tell_capture(head.aux_layers))
-    _logger.info("%s: %s format, %s, %s = %s", folder, *told)
+    _logger.info("%s: %s format, %s, %s = %s", name, *told)
     for remark in file.remarks:
-        _logger.warning("%s: %s", folder, remark)
+        _logger.warning("%s: %s", name, remark)
     return head
 
 
@@ -173,11 +254,16 @@ def read_head(
     check_weights: bool = True,
 ) -> HeadFile:
     """Loads the head of a folder, with its floating-point tensors converted to `dtype`."""
-    folder, (device, dtype) = Path(folder), read_placement("load_draft", device, dtype)
+    folder = read_folder("load_draft: folder", folder)
+    device, dtype = read_placement("load_draft", device, dtype)
+    kind = read_kind(folder)
     with naming(folder):
-        config = read_config(folder)
-        checkpoint = Checkpoint(folder)
-        kind = head_formats.kind_of(config, checkpoint.tensors)
+        config, checkpoint, _ = _open(folder)
+        if kind == "language model":
+            modules = f"num_nextn_predict_layers is set, but no tensor is named {head_formats.MODULE_PREFIX}*"
+            fault = "" if is_off(config.get("num_nextn_predict_layers")) else f" ({modules})"
+            way = "EAGLEInference.from_pretrained(draft, target) drafts with it"
+            raise ModelError(f"holds a language model, not a draft head{fault}; {way}")
         form = head_formats.NEXT_TOKEN_MODULES if kind == "MTP" else head_formats.recognise(config)
         if kind == "MTP":  # config.json is the target's
             checkpoint.check_layers(config, "num_hidden_layers", "model.layers.")
@@ -186,10 +272,11 @@ def read_head(
         dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
         # The names of the tensors tell options that config.json leaves out.
         seen = {setting: any(name.endswith(end) for name in tensors) for setting, end in OPTIONS_IN_FILE.items()}
-        if kind == "EAGLE-1" and config.get("bias") is None and config.get("fusion_bias") is None:
+        if kind == "EAGLE-1" and is_empty(config.get("bias")) and is_empty(config.get("fusion_bias")):
             seen["fc_bias"] = "fc.bias" in tensors
         config_class, head_class = _CLASSES[kind]
-        settings = config_class.from_dict(seen | config)
+        told = {name: value for name, value in seen.items() if is_empty(config.get(name))}
+        settings = config_class.from_dict(config | told)
         if settings.aux_layers == (FINAL_NORM,) and kind == "EAGLE-3":
             tensors.pop("fc.weight", None)  # SGLang's class always has one, even if it does not use it
         checkpoint.check_sizes(settings)
@@ -223,13 +310,37 @@ def demo_pair() -> tuple[Path, Path]:
     return target, draft
 
 
-def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
-    """Returns the end tokens of a model folder; generation_config.json, which chat models use, has precedence."""
-    folder = Path(folder)
+def read_eos_token_ids(folder: str | Path, vocab_size: int | None = None) -> tuple[int, ...]:
+    """Returns the end tokens of a model folder; generation_config.json, which chat models use, has precedence.
+
+    vocab_size: How many tokens the model has; ids that cannot come are dropped and logged. None: as many as config.json
+    says, and nothing is logged.
+    """
+    folder = read_folder("read_eos_token_ids: folder", folder)
     with naming(folder):
-        config = read_json(folder / "config.json", is_optional=True)
-        eos = (config | read_json(folder / "generation_config.json", is_optional=True)).get("eos_token_id")
-        token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(map(is_integer, token_ids)):
-            raise ModelError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
-    return tuple(token_ids)
+        configs = (read_json(folder / name, is_optional=True) for name in ("config.json", "generation_config.json"))
+        own, chat = map(stated, configs)
+        told = None if vocab_size is None else brief(str(folder), 250)
+        vocab_size = own.get("vocab_size") if vocab_size is None else vocab_size
+        return end_tokens((own | chat).get("eos_token_id"), vocab_size if is_integer(vocab_size) else None, told)
+
+
+def end_tokens(value: Any, vocab_size: int | None, of: str | None) -> tuple[int, ...]:
+    """Returns the ids that an `eos_token_id` of a file or of a model names, each once, without those that cannot come:
+    a small model often has the end token of its family's vocabulary. If `of` is given, they are logged as those of it.
+    """
+    value = plain(value)
+    token_ids = []
+    for token in value if isinstance(value, list) else [value]:
+        token = int(token) if isinstance(token, float) and token.is_integer() else token  # as some writers have it
+        if token is False or is_empty(token):
+            continue
+        if not is_integer(token):
+            raise ModelError(f"eos_token_id must be a token id or a list of them, got {shown(value)}")
+        token_ids.append(token)
+    token_ids = dict.fromkeys(token_ids)
+    strangers = [token for token in token_ids if vocab_size is not None and not 0 <= token < vocab_size]
+    if strangers and of is not None:
+        rule = f"cannot come, as the model's tokens are 0..{vocab_size - 1}, and ends no text"
+        _logger.warning("%s: eos_token_id %s %s", of, shown(strangers), rule)
+    return tuple(token for token in token_ids if token not in strangers)

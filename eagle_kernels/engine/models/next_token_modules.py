@@ -35,9 +35,8 @@ class NextTokenConfig(HeadConfig):
     @classmethod
     def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
         values = super(HeadConfig, cls)._read(config)
-        if any(window is not None for window in values["windows"]):
-            window = config.get("sliding_window")
-            raise ModelError(f"config.json: sliding_window={window!r} is not implemented for next-token modules")
+        for window in filter(None, values["windows"]):
+            raise ModelError(f"config.json: sliding_window={window} is not implemented for next-token modules")
         num_modules = read_size(config, "num_nextn_predict_layers")
         return values | {"windows": (), "aux_layers": (FINAL_NORM,), "num_hidden_layers": num_modules}
 

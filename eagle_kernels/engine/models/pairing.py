@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...runtime.placement import is_same_device, rounds_fp32_matmuls
-from ...runtime.values import plain
 from ..config.drafting_options import MODEL_KINDS
 from ..config.eagle_config import EAGLEConfig
 from .causal_draft import CausalDraft
-from .loading import load_draft, load_target
-from .protocol import DraftModel, TargetModel
+from .checkpoint import brief, read_folder
+from .head_formats import CALLED, METHODS, MODULE_PREFIX
+from .loading import end_tokens, load_draft, load_target, read_kind
+from .protocol import DraftModel, ModelError, TargetModel
 from .tokenizer import check_same_vocabulary
 from .transformers_target import TransformersTarget
+
+_logger = logging.getLogger(__name__)
 
 # models of another library, or what is no model at all, lack some of these
 _DRAFT_MEMBERS = ("forward", "max_length", "kv_shape")
@@ -36,31 +40,69 @@ def as_target(model: Any, config: EAGLEConfig) -> tuple[TargetModel, EAGLEConfig
     _check_members("target_model", "a TargetModel or a model of transformers", target, _TARGET_MEMBERS)
     ends = None if target is model else getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if ends is not None and config.eos_token_ids is None:
-        ends = plain(ends)
-        ends = ends if isinstance(ends, list) else [ends]
-        # a small model often has the end token of its family's vocabulary, which it cannot emit
-        config = replace(config, eos_token_ids=tuple(token for token in ends if 0 <= token < target.vocab_size))
+        config = replace(config, eos_token_ids=end_tokens(ends, target.vocab_size, type(model).__name__))
     return target, config
 
 
-def load_draft_of(
-    target: TargetModel,
-    target_folder: str | Path,
-    folder: str | Path | None,
-    config: EAGLEConfig,
-    *,
-    check_weights: bool,
-) -> DraftModel | None:
-    """Loads the draft that the configuration's method needs: a head, or a language model with the target's tokens."""
-    if folder is None and "mtp" in config.methods:
-        folder = target_folder
-    if folder is None:
+class DraftFolder(NamedTuple):
+    """Names the folder of a draft, and tells what it holds."""
+
+    folder: Path
+    method: str  # one of `MODEL_KINDS`
+    shares_tokens: bool  # whether it is a language model with the target's tokenizer, as far as its files tell
+
+
+def choose_draft(target_folder: str | Path, folder: str | Path | None, config: EAGLEConfig) -> DraftFolder | None:
+    """Returns the draft of two folders, before anything large is read; None for methods without a model.
+
+    What the folder holds decides how it drafts. The target's own holds the modules of method="mtp"; ValueError and
+    ModelError say where there is no draft, or one of another method.
+    """
+    caller = "EAGLEInference.from_pretrained"
+    target_folder = read_folder(f"{caller}: target", target_folder)
+    wanted = [method for method in config.methods if method in MODEL_KINDS]
+    if folder is None and "mtp" not in wanted:
+        if config.needs_model:
+            ways = "an EAGLE head or a smaller language model; 'ngram' and 'suffix' need none"
+            raise ValueError(f"{caller}: draft must be a folder for method={config.method!r}, {ways}, got None")
         return None
-    if "draft_model" not in config.methods:
-        return load_draft(folder, target, check_weights=check_weights)
-    vocab_size = target.vocab_size if check_same_vocabulary(folder, target_folder) else None
-    model = load_target(folder, target.device, target.dtype, check_weights=check_weights)
-    return CausalDraft(model, vocab_size)
+    folder = target_folder if folder is None else read_folder(f"{caller}: draft", folder)
+    kind = read_kind(folder)
+    method = METHODS[kind]
+    if method == "mtp" and "draft_model" in wanted:
+        method = "draft_model"  # a model with modules is a language model as well
+    for other in wanted:
+        if other == "mtp" and method == "draft_model":
+            rule = f"holds no next-token modules, which method='mtp' needs: no tensor is named {MODULE_PREFIX}*"
+            raise ModelError(f"{brief(str(folder), 250)}: {rule}")
+        if other != method:
+            rule = f"method must be {method!r} or None for {brief(str(folder), 250)}, which holds {CALLED[kind]}"
+            raise ValueError(f"{caller}: {rule}, got {other!r}")
+    return DraftFolder(folder, method, method == "draft_model" and check_same_vocabulary(folder, target_folder))
+
+
+def load_draft_of(
+    target: TargetModel, target_folder: str | Path, draft: DraftFolder | None, *, check_weights: bool
+) -> DraftModel | None:
+    """Loads the draft that `choose_draft` returned: a head, or a language model with the target's tokens."""
+    if draft is None:
+        return None
+    if draft.method != "draft_model":
+        return load_draft(draft.folder, target, check_weights=check_weights)
+    model = load_target(draft.folder, target.device, target.dtype, check_weights=check_weights)
+    if not draft.shares_tokens and model.vocab_size != target.vocab_size:
+        raise ModelError(tell_sizes(draft.folder, model.vocab_size, target.vocab_size))
+    _logger.info("%s: a language model, which drafts with the target's tokens", brief(str(draft.folder), 250))
+    return CausalDraft(model, target.vocab_size)
+
+
+def tell_sizes(folder: Path, vocab_size: int, wanted: int) -> str:
+    """Returns an error about a language model in a folder whose ids may not be the target's, and what would work."""
+    rule = f"the draft must have the target's {wanted} tokens, got {vocab_size}"
+    way = "from eagle_kernels.engine.models import causal_draft, loading; EAGLEInference(causal_draft.CausalDraft("
+    way += f"loading.load_target(DRAFT), vocab_size={wanted}), loading.load_target(TARGET))"
+    where = "where they mean the same, a tokenizer.json in both folders tells it, or this line"
+    return f"{brief(str(folder), 100)}: {rule}; {where}: {way}"
 
 
 def as_draft(model: Any) -> DraftModel:
@@ -80,8 +122,11 @@ def bind_draft(draft: DraftModel, target: TargetModel) -> None:
         draft.bind(target)
     if draft.vocab_size != target.vocab_size:
         rule = f"the draft must have the target's {target.vocab_size} tokens, got {draft.vocab_size}"
-        advice = f"engine.models.causal_draft.CausalDraft(model, vocab_size={target.vocab_size}) for other padding"
-        raise ValueError(f"EAGLEInference: {rule}; use {advice}")
+        if not isinstance(draft, CausalDraft):
+            raise ValueError(f"EAGLEInference: {rule}")
+        advice = f"CausalDraft(model, vocab_size={target.vocab_size})"
+        where = "from eagle_kernels.engine.models.causal_draft import CausalDraft"
+        raise ValueError(f"EAGLEInference: {rule}; where only their padding differs, draft with {advice} ({where})")
 
 
 def check_deterministic(config: EAGLEConfig, target: TargetModel) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import filecmp
 import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...runtime.values import first_line, is_integer, shown
-from .checkpoint import naming, read_config, read_json
+from .checkpoint import check_file_size, naming, read_config, read_folder, read_json
 from .decoder_config import read_value
 from .loading import read_eos_token_ids
 from .protocol import ModelError
@@ -176,7 +177,7 @@ class FileDetokenizer:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Returns the tokenizer of a model's `folder`: `ByteTokenizer` if its config names that, else `tokenizer.json`; a
     ModelError says if there is neither."""
-    folder = Path(folder)
+    folder = read_folder("load_tokenizer: folder", folder)
     with naming(folder):
         num_ids = read_config(folder, is_optional=True).get("vocab_size")
     num_ids = num_ids if is_integer(num_ids) else 0
@@ -185,6 +186,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{folder} holds no tokenizer.json, and its config names no ByteTokenizer")
+    with naming(folder):
+        check_file_size(path)
     return FileTokenizer(path, read_eos_token_ids(folder), num_ids)
 
 
@@ -196,11 +199,12 @@ def holds_bytes(folder: Path) -> bool:
 
 
 def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
-    """Refuses two model folders whose ids mean different text; returns False if neither has a tokenizer.json."""
-    first, second = (_vocabulary(Path(each)) for each in (folder, other))
+    """Refuses two model folders whose ids mean different text; returns False if the folders do not tell it."""
+    folders = Path(folder), Path(other)
+    first, second = map(_vocabulary, folders)
     rule = f"{folder} and {other} must have the same tokenizer"
     if first is None and second is None:
-        return False
+        return all(map(holds_bytes, folders)) or any(_is_same_file(name, *folders) for name in _OLD_FILES)
     if first is None or second is None:
         raise ModelError(f"{rule}, but only one of them has a tokenizer.json")
     for token in first.keys() & second.keys():
@@ -210,6 +214,14 @@ def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
     if rest:
         raise ModelError(f"{rule}, but only one of them has {rest[0]!r}")
     return True
+
+
+_OLD_FILES = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")  # of tokenizers without a tokenizer.json
+
+
+def _is_same_file(name: str, *folders: Path) -> bool:
+    paths = [folder / name for folder in folders]
+    return all(path.is_file() for path in paths) and filecmp.cmp(*paths, shallow=False)
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:

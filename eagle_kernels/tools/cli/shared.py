@@ -48,8 +48,11 @@ def load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenize
     config = read_config(arguments)
     if "mtp" in config.methods and arguments.draft is None:
         arguments.draft = arguments.target  # published targets have their modules in them
-    if config.needs_model and (arguments.target is None) != (arguments.draft is None):
-        raise ValueError("--target and --draft must be given together: a head fits only the target it was trained for")
+    if config.needs_model and arguments.target is not None and arguments.draft is None:
+        ways = '--draft HEAD_OR_SMALLER_MODEL, or --speculative-config \'{"method": "ngram"}\', which needs no draft'
+        raise ValueError(f"--target must come with a source of drafts: {ways}")
+    if config.needs_model and arguments.target is None and arguments.draft is not None:
+        raise ValueError("--draft must come with --target MODEL, the model whose text it drafts")
     if not config.needs_model and arguments.draft is not None:
         raise ValueError(f"--draft must not be given for method={config.method!r}, which drafts without a model")
     others = sorted({"mtp", "draft_model"}.intersection(config.methods))
@@ -90,9 +93,8 @@ def as_lines(rows: list[tuple[str, str]]) -> str:
 
 @contextmanager
 def _logging_the_head() -> Iterator[None]:
-    """Logs to stderr which format a head has and how its layer ids were read, since wrong ones do not show in the
-    text."""
-    logger, handler = logging.getLogger(loading.__name__), logging.StreamHandler()
+    """Logs to stderr what drafts, and how a head's layer ids were read, since wrong ones do not show in the text."""
+    logger, handler = logging.getLogger(loading.__package__), logging.StreamHandler()
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

@@ -221,7 +221,7 @@ def _regenerate(
         temperature=options.answer_temperature,
         seed=options.seed,
         batch_size=options.batch_size,
-        end_token_ids=read_eos_token_ids(target_folder),
+        end_token_ids=read_eos_token_ids(target_folder, target.vocab_size),
         deadline=deadline,
     )
     return list(filter(teaches, map(learn_answer, fitting, answers)))
