@@ -49,8 +49,18 @@ def read(**changes) -> DecoderConfig:
         ({"rope_scaling": {"type": "yarn", "beta_slow": 0}}, "beta_slow must be above 0 for rope_type='yarn', got 0"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 0}}, "low_freq_factor must be above 0 for rope_type='llama3'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"differs by layer \(full_attention\)"),
-        ({"sliding_window": 4096}, "sliding_window=4096 is not implemented for this model_type"),
-        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+        ({"sliding_window": 2047}, "sliding_window=2047 is not implemented for this model_type"),
+        ({"sliding_window": 64, "use_sliding_window": "no"}, "use_sliding_window must be true or false, got 'no'"),
+        ({"model_type": "mistral", "sliding_window": -7}, "sliding_window must be a positive integer, got -7"),
+        ({"attention_multiplier": 0.5}, r"attention_multiplier=0.5 is not implemented \(only 0.25\)"),
+        ({"query_pre_attn_scalar": 256}, r"query_pre_attn_scalar=256 is not implemented \(only 16\)"),
+        ({"logit_scale": 2}, r"logit_scale=2 is not implemented \(only 1.0\)"),
+        ({"logit_scale": 0}, r"logit_scale=0 is not implemented \(only 1.0\)"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier=0.22 is not implemented"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 is not implemented \(only None\)"),
+        ({"num_experts": 8}, r"num_experts=8 is not implemented \(only None\)"),
+        ({"alibi": True}, r"alibi=True is not implemented \(only False\)"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor=0 is not implemented"),
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 4}, "layer_types=.* is not implemented"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types must name each of 4 layers"),
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 4}, "'chunked_attention' is not implemented"),
@@ -67,6 +77,42 @@ def test_what_changes_nothing_is_ignored():
     ignored = {"attention_dropout": 0.1, "pretraining_tp": 2, "use_cache": False, "initializer_range": 0.1, "x": {}}
     ignored |= {"qkv_bias": True, "windows": [1], "rope": 3, "has_qk_norms": True}  # our own words, not Hugging Face's
     assert read(**ignored) == read()
+
+
+# Settings that are off, null, empty or say what is so anyway.
+OFF = [
+    *({"sliding_window": window} for window in (None, 0, -1, False, [], 2048, 131072)),
+    {"sliding_window": 9, "use_sliding_window": False, "max_window_layers": 28},
+    {"sliding_window": 9, "layer_types": ["full_attention"] * 4},
+    {"sliding_window": 9, "max_window_layers": 4},
+    *({"rope_scaling": section} for section in ({}, None, [], "", False, {"rope_type": None}, {"type": "default"})),
+    {"rope_parameters": {}, "rope_theta": None},
+    *({name: None} for name in ("attention_bias", "tie_word_embeddings", "rms_norm_eps", "partial_rotary_factor")),
+    *({"quantization_config": section} for section in ({}, None, False, {"bits": None})),
+    *({"layer_types": types} for types in ([], None)),
+    *({"hidden_act": name} for name in ("swish", "silu", None, "")),
+    *({"num_experts": count, "mlp_only_layers": []} for count in (0, None, False)),
+    {"attention_multiplier": 0.25, "query_pre_attn_scalar": 16, "logits_scaling": 1, "embedding_multiplier": 1.0},
+    {"final_logit_softcapping": None, "attn_logit_softcapping": 0.0, "alibi": False, "is_encoder_decoder": None},
+    *({"model_type": name} for name in (None, "", [])),
+    {"architectures": [], "pretraining_tp": 1, "max_window_layers": None, "num_nextn_predict_layers": 0},
+]
+
+
+@pytest.mark.parametrize("change", OFF, ids=str)
+def test_what_is_off_counts_as_absent(change):
+    assert read(**change) == read()
+
+
+@pytest.mark.parametrize("window", [None, 0, -1, False, [], 2048, 10**6])
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
+def test_windows_that_see_everything_are_none(model_type, window):
+    """Also where the family has one by default; null is a value of its own, as in transformers."""
+    on = {"use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 2048}
+    assert read(model_type=model_type, head_dim=16, sliding_window=window, **on).windows == (None,) * 4
+    assert read(model_type=model_type, head_dim=16, sliding_window=2047, **on).windows == (2047,) * 4
+    off = on | {"use_sliding_window": False, "sliding_window": 9}
+    assert read(model_type=model_type, head_dim=16, **off).windows == (None,) * 4
 
 
 def test_defaults_are_the_familys_own():

@@ -163,6 +163,65 @@ def test_refusals_name_what_is_wrong(eagle3, target, tensors, config, message):
     assert "\n" not in str(caught.value) and str(caught.value).startswith(str(eagle3))
 
 
+# Settings that trainers write although they are off or empty.
+OFF = {
+    "window": {"sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28},
+    "no window": {"sliding_window": 0, "use_sliding_window": None, "layer_types": ["full_attention"] * 36},
+    "wide window": {"sliding_window": 96},
+    "empty": {LAYER_IDS: [], "rope_scaling": {}, "quantization_config": {}, "layer_types": [], "hidden_act": "swish"},
+    "null": dict.fromkeys(("attention_bias", "qkv_bias", "norm_output", "use_aux_norm", "tie_word_embeddings", "d2t")),
+    "nothing": {"num_experts": 0, "num_nextn_predict_layers": 0, "logit_scale": 1, "final_logit_softcapping": None},
+}
+
+
+@pytest.mark.parametrize("settings", OFF.values(), ids=OFF)
+@pytest.mark.parametrize("form", WRITERS)
+def test_settings_that_are_off(tmp_path, target, form, settings):
+    """They change nothing, beside the sizes or among them."""
+    for number, tensors in enumerate((heads.eagle1_tensors(), heads.eagle3_tensors())):
+        plain = load_draft(WRITERS[form](tmp_path / f"{number} plain", tensors), target)
+        folder = WRITERS[form](tmp_path / f"{number}", tensors)
+        if form == "vLLM speculators":
+            heads.edit_config(folder, transformer_layer_config=heads.WIDTHS | settings)
+        else:
+            heads.edit_config(folder, **settings)
+        head = load_draft(folder, target)
+        assert head.config == plain.config and head.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("inside", [{}, {LAYER_IDS: []}, {LAYER_IDS: None, "use_aux_hidden_state": None}], ids=str)
+def test_layer_ids_that_name_nothing(eagle3, target, inside):
+    heads.edit_config(eagle3, eagle_config=inside, **{LAYER_IDS: []})
+    assert read_head(eagle3).written_aux.written is None and load_draft(eagle3, target).aux_layers == STREAMS
+
+
+FAMILIES = [  # (what the file says, the refusal)
+    ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "phi3", "sliding_window": 47}, None),
+    ({"architectures": ["Eagle3LlamaForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, None),
+    ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "qwen3_moe", "num_experts": 128}, None),
+    ({"architectures": ["Qwen3ForCausalLMEagle3"], "model_type": "deepseek_v3"}, None),
+    ({"architectures": ["Eagle3DraftModel"], "model_type": "speculator_model"}, None),
+    ({"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}, "model_type='phi3' is not implemented"),
+    ({"architectures": ["Qwen3MoEForCausalLMEagle3"], "model_type": "qwen3_moe"}, "model_type='qwen3_moe' is not"),
+    ({"architectures": [], "model_type": "mistral"}, None),
+    ({"architectures": [], "model_type": "mistral", "sliding_window": 47}, "sliding_window=47 is not implemented for"),
+    ({"model_type": "llama", "sliding_window": 47}, "sliding_window=47 is not implemented for heads"),
+    ({"model_type": "llama", "num_experts": 8}, "num_experts=8 is not implemented"),
+    ({"model_type": "llama", "attention_multiplier": 0.5}, "attention_multiplier=0.5 is not implemented"),
+    ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "phi3", "hidden_act": "gelu"}, "hidden_act='gelu'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), FAMILIES)
+def test_the_architecture_decides_the_family(eagle3, target, settings, message):
+    heads.edit_config(eagle3, **settings)
+    if message is None:
+        assert load_draft(eagle3, target).config.windows == (None,)
+    else:
+        with pytest.raises(ModelError, match=message):
+            load_draft(eagle3, target)
+
+
 def test_every_misfit_is_found(tmp_path, target):
     """Another vocabulary, another width, too few layers: all at once."""
     head = read_head(heads.write_specforge(tmp_path, heads.eagle3_tensors())).head

@@ -326,6 +326,8 @@ def _windows(
     is_on = not is_off(use) and read_value(config | {"use_sliding_window": use}, "use_sliding_window", bool)
     window = read_size(config, "sliding_window") if is_on and not is_off(window) else None
     layer_types = config.get("layer_types")
+    if of_head and isinstance(layer_types, list) and set(map(str, layer_types)) == {"full_attention"}:
+        layer_types = ["full_attention"] * num_layers  # a file may list the target's
     first = config.get("max_window_layers", 0) if family.sliding != "all" else 0
     if not (is_integer(first) and first >= 0):
         raise ModelError(f"config.json: max_window_layers must be an integer of at least 0, got {shown(first)}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,14 +106,19 @@ def _open(folder: Path) -> tuple[dict[str, Any], Checkpoint, str | None]:
     return config, checkpoint, head_formats.kind_of(config, checkpoint.tensors)
 
 
+def _open_draft(folder: Path) -> tuple[dict[str, Any], Checkpoint, str]:
+    """Returns the same of a draft's folder, and refuses what cannot draft."""
+    config, checkpoint, kind = _open(folder)
+    if kind is None:
+        ways = "drafts are EAGLE heads, next-token modules, and smaller language models with the target's tokens"
+        raise ModelError(f"holds {head_formats.tell_other_kind(config)}, which is no draft: {ways}")
+    return config, checkpoint, kind
+
+
 def read_kind(folder: Path) -> str:
     """Returns what the folder of a draft holds, a key of `head_formats.METHODS`; refuses what cannot draft."""
     with naming(folder):
-        config, _, kind = _open(folder)
-        if kind is None:
-            ways = "drafts are EAGLE heads, next-token modules, and smaller language models with the target's tokens"
-            raise ModelError(f"holds {head_formats.tell_other_kind(config)}, which is no draft: {ways}")
-        return kind
+        return _open_draft(folder)[2]
 
 
 def _load_through_transformers(
@@ -146,6 +152,18 @@ def _load_through_transformers(
     return TransformersTarget(model)
 
 
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    from transformers import logging as log
+
+    level = log.get_verbosity()
+    log.set_verbosity_error()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+
+
 def _check_tensors(folder: Path, config: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Refuses a folder that lacks tensors of the model that config.json asks for, or has others of their names.
 
@@ -159,8 +177,8 @@ def _check_tensors(folder: Path, config: dict[str, Any], checkpoint: Checkpoint)
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
-        known = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
+        with _quiet_transformers(), torch.device("meta"):  # loading says the same again
+            known = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             model = AutoModelForCausalLM.from_config(known, trust_remote_code=False)
         expected, changes = model.state_dict(), get_model_conversion_mapping(model)
         converters = [change for change in changes if isinstance(change, WeightConverter)]
@@ -256,9 +274,8 @@ def read_head(
     """Loads the head of a folder, with its floating-point tensors converted to `dtype`."""
     folder = read_folder("load_draft: folder", folder)
     device, dtype = read_placement("load_draft", device, dtype)
-    kind = read_kind(folder)
     with naming(folder):
-        config, checkpoint, _ = _open(folder)
+        config, checkpoint, kind = _open_draft(folder)
         if kind == "language model":
             modules = f"num_nextn_predict_layers is set, but no tensor is named {head_formats.MODULE_PREFIX}*"
             fault = "" if is_off(config.get("num_nextn_predict_layers")) else f" ({modules})"
@@ -329,9 +346,9 @@ def end_tokens(value: Any, vocab_size: int | None, of: str | None) -> tuple[int,
     """Returns the ids that an `eos_token_id` of a file or of a model names, each once, without those that cannot come:
     a small model often has the end token of its family's vocabulary. If `of` is given, they are logged as those of it.
     """
-    value = plain(value)
+    listed = value if isinstance(value, dict) else plain(value)
     token_ids = []
-    for token in value if isinstance(value, list) else [value]:
+    for token in listed if isinstance(listed, list) else [listed]:
         token = int(token) if isinstance(token, float) and token.is_integer() else token  # as some writers have it
         if token is False or is_empty(token):
             continue

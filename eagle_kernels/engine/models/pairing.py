@@ -63,8 +63,9 @@ def choose_draft(target_folder: str | Path, folder: str | Path | None, config: E
     wanted = [method for method in config.methods if method in MODEL_KINDS]
     if folder is None and "mtp" not in wanted:
         if config.needs_model:
-            ways = "an EAGLE head or a smaller language model; 'ngram' and 'suffix' need none"
-            raise ValueError(f"{caller}: draft must be a folder for method={config.method!r}, {ways}, got None")
+            own = ", 'mtp' reads the target's own modules" if read_kind(target_folder) == "MTP" else ""
+            ways = f"of an EAGLE head or a smaller language model ('ngram' and 'suffix' need none{own})"
+            raise ValueError(f"{caller}: draft must be a folder {ways} for method={config.method!r}, got None")
         return None
     folder = target_folder if folder is None else read_folder(f"{caller}: draft", folder)
     kind = read_kind(folder)

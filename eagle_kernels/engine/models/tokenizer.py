@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...runtime.values import first_line, is_integer, shown
-from .checkpoint import check_file_size, naming, read_config, read_folder, read_json
+from .checkpoint import brief, check_file_size, naming, read_config, read_folder, read_json
 from .decoder_config import read_value
 from .loading import read_eos_token_ids
 from .protocol import ModelError
@@ -185,7 +185,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         return ByteTokenizer(num_ids)
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{folder} holds no tokenizer.json, and its config names no ByteTokenizer")
+        raise ModelError(f"{brief(str(folder), 250)} holds no tokenizer.json, and its config names no ByteTokenizer")
     with naming(folder):
         check_file_size(path)
     return FileTokenizer(path, read_eos_token_ids(folder), num_ids)
@@ -202,17 +202,17 @@ def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
     """Refuses two model folders whose ids mean different text; returns False if the folders do not tell it."""
     folders = Path(folder), Path(other)
     first, second = map(_vocabulary, folders)
-    rule = f"{folder} and {other} must have the same tokenizer"
+    rule = " and ".join(brief(str(each), 150) for each in folders) + " must have the same tokenizer"
     if first is None and second is None:
         return all(map(holds_bytes, folders)) or any(_is_same_file(name, *folders) for name in _OLD_FILES)
     if first is None or second is None:
         raise ModelError(f"{rule}, but only one of them has a tokenizer.json")
     for token in first.keys() & second.keys():
         if first[token] != second[token]:
-            raise ModelError(f"{rule}, but {token!r} is {first[token]} in one and {second[token]} in the other")
+            raise ModelError(f"{rule}, but {shown(token)} is {first[token]} in one and {second[token]} in the other")
     rest = sorted(first.keys() ^ second.keys())
     if rest:
-        raise ModelError(f"{rule}, but only one of them has {rest[0]!r}")
+        raise ModelError(f"{rule}, but only one of them has {shown(rest[0])}")
     return True
 
 
