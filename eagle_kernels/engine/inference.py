@@ -110,9 +110,9 @@ class EAGLEInference:
         """Loads an engine from two model folders in Hugging Face layout.
 
         Args:
-            draft: The folder of an EAGLE head, of next-token modules, or of a smaller language model with the target's
-                tokenizer: what it holds decides. None: the target's own folder with method="mtp", since published
-                targets have their modules in them; otherwise for methods without a model.
+            draft: The folder of an EAGLE head, of next-token modules, or of a smaller language model that has the
+                target's tokenizer; what it holds decides how it drafts. None: the target's own folder with
+                method="mtp", since published targets have their modules in them; otherwise for methods without a model.
             target: The target's folder, which also has the end tokens and, if there is one, the tokenizer.
             config: As for the class, or the fields of a server's `--speculative-config`, such as
                 {"method": "mtp", "model": folder}, whose "model" is the draft, where draft is None.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MODULE_PREFIX = "model.mtp_layers."
 HIDDEN, TARGET_VOCAB, DRAFT_VOCAB = 32, 61, 23
 IDS = torch.tensor([[7, 3, 60, 11, 0, 25], [9, 9, 1, 44, 2, 18]])
 HEADS, KV_HEADS, HEAD_DIM, EPS = 4, 2, 16, 1e-5  # deliberately HEADS * HEAD_DIM != HIDDEN

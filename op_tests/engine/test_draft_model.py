@@ -9,9 +9,13 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.causal_draft import CausalDraft
+from eagle_kernels.engine.models.checkpoint import Checkpoint
 from eagle_kernels.engine.models.protocol import ModelError
-from eagle_kernels.tools.training.saving import save_folder
-from op_tests.engine.toys import random_llama
+from op_tests.engine import heads
+from op_tests.engine.engines import write_with_modules
+from op_tests.engine.heads import edit_config
+from op_tests.engine.hostile import refused
+from op_tests.engine.toys import random_llama, write_decoder
 
 CONFIG = EAGLEConfig(method="draft_model", topk=2, num_steps=3, num_draft_tokens=8)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [60, 60, 2]]
@@ -55,14 +59,7 @@ def test_sizes_that_nobody_has_explained(device):
 
 
 def folder_of(model, path, words=None, added=()):
-    config = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False} | {
-        name: getattr(model.config, name)
-        for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "max_position_embeddings",
-        )
-    }  # fmt: skip
-    save_folder(model, config, path)
+    write_decoder(model, path)
     if words is not None:
         added = [{"content": content, "id": number} for content, number in added]
         (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": added}))
@@ -108,5 +105,110 @@ def test_folders_of_other_tokenizers(tmp_path, case):
 def test_folders_without_tokenizers(tmp_path):
     """Nobody knows, so the sizes must be the same."""
     load(tmp_path / "same", None, None, vocab_size=61)
-    with pytest.raises(ValueError, match="must have the target's 61 tokens, got 64"):
+    with pytest.raises(ValueError, match="must have the target's 61 tokens, got 64") as caught:
         load(tmp_path / "other", None, None)
+    line = str(caught.value).partition("or this line: ")[2]  # which can be followed as it is
+    names = {"DRAFT": tmp_path / "other" / "draft", "TARGET": tmp_path / "other" / "target"}
+    engine = eval(line.split("; ")[1], names | {"EAGLEInference": EAGLEInference} | imported(line.split("; ")[0]))
+    assert engine.generate(PROMPTS, 9).output_ids == engine.generate(PROMPTS, 9, speculative=False).output_ids
+
+
+def imported(line) -> dict:
+    """The names that a line of Python imports."""
+    names = {}
+    exec(line, names)
+    return names
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokenizer.model", "vocab.json", "another tokenizer.model"])
+def test_folders_that_tell_their_tokenizer_otherwise(tmp_path, kind):
+    pytest.importorskip("safetensors")
+    target = random_llama()
+    for number, (name, model) in enumerate({"draft": padded(target, 64), "target": target}.items()):
+        folder = folder_of(model, tmp_path / name)
+        if kind == "bytes":
+            edit_config(folder, tokenizer_class="ByteTokenizer")
+        else:
+            (folder / kind.split()[-1]).write_bytes(b"tokens" + bytes(number if "another" in kind else 0))
+    folders = tmp_path / "draft", tmp_path / "target"
+    if "another" in kind:
+        with pytest.raises(ModelError, match="must have the target's 61 tokens, got 64"):
+            EAGLEInference.from_pretrained(*folders, CONFIG, device="cpu")
+        return
+    engine = EAGLEInference.from_pretrained(*folders, CONFIG, device="cpu")
+    text, stats = engine.generate(PROMPTS, 9)
+    assert text == engine.generate(PROMPTS, 9, speculative=False).output_ids and stats.mean_accept_length > 3
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, a smaller language model, a head, modules beside their target, and a model of transformers."""
+    pytest.importorskip("safetensors")
+    root = tmp_path_factory.mktemp("folders")
+    target = random_llama(num_layers=8, vocab_size=heads.TARGET_VOCAB)
+    return {
+        "target": folder_of(target, root / "target"),
+        "small": folder_of(random_llama(num_layers=1, vocab_size=heads.TARGET_VOCAB, seed=3), root / "small"),
+        "head": heads.write_specforge(root / "head", heads.eagle3_tensors()),
+        "modules": write_with_modules(root / "modules", 2),
+    }
+
+
+METHODS = [None, "draft_model", ("draft_model", "ngram")]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_smaller_language_model_drafts_whether_or_not_it_is_said(folders, method, sampling):
+    config = EAGLEConfig(method=method, topk=2, num_steps=3, num_draft_tokens=7, **sampling)
+    engine = EAGLEInference.from_pretrained(folders["small"], folders["target"], config, device="cpu")
+    assert type(engine.draft) is CausalDraft and engine.draft.kv_shape.num_layers == 1
+    text, stats = engine.generate(PROMPTS, 10, seeds=range(3))
+    assert text == engine.generate(PROMPTS, 10, seeds=range(3), speculative=False).output_ids
+    assert stats.drafted > 0
+
+
+def test_a_small_model_of_transformers_drafts_as_well(folders, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=61, n_embd=32, n_head=2, n_layer=2, n_positions=128, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    engine = EAGLEInference.from_pretrained(tmp_path, folders["target"], device="cpu")
+    text, stats = engine.generate(PROMPTS, 9)
+    assert text == engine.generate(PROMPTS, 9, speculative=False).output_ids and stats.drafted > 0
+
+
+# (draft, target, method, the error)
+MISFITS = [
+    ("small", "target", "eagle", "method must be 'draft_model' or None for {draft}, which holds a language model, got"),
+    ("head", "target", "draft_model", "method must be 'eagle' or None for {draft}, which holds an EAGLE-3 head, got"),
+    ("head", "target", ("mtp", "ngram"), "method must be 'eagle' or None for {draft}, which holds an EAGLE-3 head"),
+    ("small", "target", "mtp", "{draft}: holds no next-token modules, which method='mtp' needs: no tensor is named"),
+    (None, "target", "mtp", "{target}: holds no next-token modules, which method='mtp' needs: no tensor is named"),
+    (
+        None,
+        "target",
+        None,
+        "draft must be a folder of an EAGLE head or a smaller language model ('ngram' and",
+    ),
+    (None, "target", "draft_model", "need none) for method='draft_model', got None"),
+    (None, "modules", None, "need none, 'mtp' reads the target's own modules) for method=None, got None"),
+    ("target", "head", None, "{target}: is an EAGLE-3 head: a draft, not a target; are draft and target swapped?"),
+]
+
+
+@pytest.mark.parametrize(("draft", "target", "method", "message"), MISFITS)
+def test_drafts_of_another_method_are_told_before_any_weights(folders, monkeypatch, draft, target, method, message):
+    monkeypatch.setattr(Checkpoint, "read", None)
+    draft, target = folders.get(draft), folders[target]
+    told = refused(EAGLEInference.from_pretrained, draft, target, EAGLEConfig(method=method), device="cpu")
+    assert message.format(draft=draft, target=target) in told
+
+
+def test_what_holds_modules_drafts_with_them_unless_a_language_model_is_asked_for(folders):
+    kinds = {}
+    for method in (None, "mtp", "draft_model"):
+        config = EAGLEConfig.chain(2, method=method)
+        engine = EAGLEInference.from_pretrained(folders["modules"], folders["modules"], config, device="cpu")
+        kinds[method] = engine.draft.method
+        assert engine.generate(PROMPTS, 9).output_ids == engine.generate(PROMPTS, 9, speculative=False).output_ids
+    assert kinds == {None: "mtp", "mtp": "mtp", "draft_model": "draft_model"}

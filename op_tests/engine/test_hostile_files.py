@@ -397,6 +397,61 @@ def test_vocabularies_that_are_compared(tmp_path, row):
         assert message in refused(check_same_vocabulary, tmp_path, tmp_path)
 
 
+SIZES_OF_FILES = [  # (file, most MiB, what reads it)
+    ("config.json", 64, load_target),
+    ("config.json", 64, load_tokenizer),
+    ("generation_config.json", 64, read_eos_token_ids),
+    ("tokenizer_config.json", 64, load_tokenizer),
+    ("tokenizer.json", 512, lambda folder: check_same_vocabulary(folder, folder)),
+    ("model.safetensors.index.json", 512, load_target),
+]
+
+
+@pytest.mark.parametrize(("name", "most", "read"), SIZES_OF_FILES, ids=shown)
+def test_files_that_are_too_large_are_not_read(folder_of, monkeypatch, name, most, read):
+    folder = folder_of("target")
+    if "index" in name:
+        (folder / "model.safetensors").unlink()
+    with (folder / name).open("wb") as file:
+        file.truncate(3 * 2**30)
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, **how: read_text(path, **how) if path.name != name else 1 / 0)
+    assert refused(read, folder) == f"{folder}: {name} must have at most {most} MiB, got 3072 MiB"
+
+
+def test_a_tokenizer_that_is_too_large_is_not_read(folder_of):
+    folder = folder_of("target")
+    edit_config(folder, tokenizer_class=None)
+    with (folder / "tokenizer.json").open("wb") as file:
+        file.truncate(3 * 2**30)
+    assert refused(load_tokenizer, folder) == f"{folder}: tokenizer.json must have at most 512 MiB, got 3072 MiB"
+
+
+NAMES = ["x" * 5000, "a\nb", "model.layers.0.\x1b[31m", "model.layers.\r1.weight", "layers.0.\u2028", "\0"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=shown)
+@pytest.mark.parametrize("kind", ["target", "eagle1", "eagle3", "modules"])
+def test_names_of_tensors_stay_in_one_short_line(folder_of, target, kind, name):
+    folder = folder_of(kind)
+    name = heads.MODULE_PREFIX + name if kind == "modules" else name
+    edit_tensors(folder, **{name: torch.zeros(1)})
+    told = refused(load, folder)
+    assert "unexpected tensors: " in told and told.isprintable()
+
+
+def test_names_of_folders_and_settings_stay_in_one_short_line(folder_of, target):
+    folder = folder_of("target")
+    folder = folder.rename(folder.parent / "a\nb")
+    edit_config(folder, hidden_size=64)
+    assert refused(load_target, folder).startswith(f"{folder.parent}/a\\nb: config.json: hidden_size must be 32")
+    for change in ({"medusa\n": 1}, {"architectures": ["a\n" * 5000]}, {"model_type": "a\n" * 5000}):
+        edit_config(folder, **change)
+        assert refused(load_draft, folder, target).isprintable() and refused(load_target, folder).isprintable()
+        edit_config(folder, **dict.fromkeys(change))
+    assert "xxx...: there is no such folder" in refused(load_target, "x" * 5000)
+
+
 NOT_FINITE = (
     "tensors with NaN or infinite values as torch.float32: {}; check_weights=False (--no-check-weights) loads them"
 )

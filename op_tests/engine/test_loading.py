@@ -11,14 +11,22 @@ import torch
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-from eagle_kernels import EAGLEInference  # noqa: E402
+from eagle_kernels import EAGLEConfig, EAGLEInference  # noqa: E402
 from eagle_kernels.engine.models import checkpoint, loading  # noqa: E402
 from eagle_kernels.engine.models.decoder import Decoder  # noqa: E402
 from eagle_kernels.engine.models.decoder_config import DecoderConfig  # noqa: E402
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead  # noqa: E402
-from eagle_kernels.engine.models.loading import load_draft, load_target  # noqa: E402
+from eagle_kernels.engine.models.loading import (  # noqa: E402
+    end_tokens,
+    load_draft,
+    load_target,
+    read_eos_token_ids,
+)
 from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
+from eagle_kernels.engine.models.tokenizer import load_tokenizer  # noqa: E402
+from eagle_kernels.tools.inspection import inspect_head  # noqa: E402
 from eagle_kernels.tools.training.saving import save_folder  # noqa: E402
+from op_tests.engine.hostile import refused  # noqa: E402
 
 WIDTHS = {
     "model_type": "llama",
@@ -233,6 +241,185 @@ def test_missing_files_are_named(target_folder, tmp_path):
     (target_folder / "config.json").unlink()
     with pytest.raises(ModelError, match="config.json is missing"):
         load_target(target_folder)
+
+
+NO_FOLDERS = [None, "", " ", 3, b"folder", ["folder"]]
+
+
+@pytest.mark.parametrize("value", NO_FOLDERS, ids=repr)
+def test_what_is_no_path_is_named_by_its_argument(target_folder, draft_folder, value):
+    target = load_target(target_folder)
+    calls = {
+        "load_target: folder": lambda: load_target(value),
+        "load_draft: folder": lambda: load_draft(value, target),
+        "load_tokenizer: folder": lambda: load_tokenizer(value),
+        "read_eos_token_ids: folder": lambda: read_eos_token_ids(value),
+        "inspect_head: draft": lambda: inspect_head(value),
+        "EAGLEInference.from_pretrained: target": lambda: EAGLEInference.from_pretrained(draft_folder, value),
+    }
+    if value is not None:
+        calls["EAGLEInference.from_pretrained: draft"] = lambda: EAGLEInference.from_pretrained(value, target_folder)
+    for argument, call in calls.items():
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value) == f"{argument} must be the path of a model's folder, got {value!r}"
+    with pytest.raises(ValueError, match="load_draft: target must be a TargetModel, as load_target returns, got "):
+        load_draft(draft_folder, target_folder)
+
+
+ENDS = {  # what a file or a model names, and the ids that are kept and dropped; None: refused
+    151645: ((), [151645]),
+    -1: ((), [-1]),
+    (2, 151645, 40, 2, 39): ((2, 39), [151645, 40]),
+    (2, None, 2): ((2,), []),
+    2.0: ((2,), []),
+    None: ((), []),
+    False: ((), []),
+    (): ((), []),
+    2.5: None,
+    (2, "x"): None,
+    ((2,),): None,
+}
+
+
+@pytest.mark.parametrize("file_name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(("ends", "wanted"), ENDS.items(), ids=str)
+def test_end_tokens_that_cannot_come(target_folder, caplog, file_name, ends, wanted):
+    """From a folder, as from an object; what the user sets is checked."""
+    (target_folder / file_name).touch()
+    content = (target_folder / file_name).read_text() or "{}"
+    (target_folder / file_name).write_text(json.dumps(json.loads(content) | {"eos_token_id": ends}))
+    config = {"method": "ngram"}
+    if wanted is None:
+        for call in (EAGLEInference.from_pretrained, lambda *_, **__: end_tokens(ends, 40, "a model")):
+            with pytest.raises(ModelError, match="eos_token_id must be a token id or a list of them, got "):
+                call(None, target_folder, config, device="cpu")
+        return
+    kept, dropped = wanted
+    engine = EAGLEInference.from_pretrained(None, target_folder, config, device="cpu")
+    assert engine.config.eos_token_ids == kept == read_eos_token_ids(target_folder) == end_tokens(ends, 40, None)
+    assert len(engine.generate([1, 2], 3)[0]) <= 3
+    fault = f"{target_folder}: eos_token_id {dropped} cannot come, as the model's tokens are 0..39, and ends no text"
+    assert caplog.messages == [fault] * bool(dropped)
+    own = EAGLEConfig(method="ngram", eos_token_ids=(40,))
+    with pytest.raises(ValueError, match=r"eos_token_ids must lie in 0..39, got 40"):
+        EAGLEInference.from_pretrained(None, target_folder, own, device="cpu")
+
+
+def test_an_end_token_that_is_null_is_the_other_files(target_folder):
+    edit_config(target_folder, eos_token_id=7)
+    (target_folder / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert read_eos_token_ids(target_folder) == (7,)
+
+
+def test_end_tokens_of_objects_follow_the_same_rule(caplog):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=40, n_embd=32, n_head=2, n_layer=1, n_positions=32, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    model.generation_config.eos_token_id = [2, 50256, 2]
+    assert EAGLEInference(None, model, EAGLEConfig(method="ngram")).config.eos_token_ids == (2,)
+    assert caplog.messages == [
+        "GPT2LMHeadModel: eos_token_id [50256] cannot come, as the model's tokens are 0..39, and ends no text"
+    ]
+
+
+def write_files(*names, config=None):
+    """A folder's files, all but config.json without content that matters."""
+
+    def write(folder):
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(b"x")
+        if config is not None:
+            (folder / "config.json").write_text(json.dumps(config))
+
+    return write
+
+
+BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+OTHERS = {
+    "medusa": (
+        write_files("medusa_lm_head.pt", config={"medusa_num_heads": 5}),
+        "holds Medusa heads (medusa_num_heads), and Medusa heads are not supported yet",
+    ),
+    "medusa without a config": (write_files("medusa_lm_head.pt"), "Medusa heads are not supported yet"),
+    "hydra": (write_files("hydra_lm_head.pt", config={"hydra_num_heads": 4}), "Hydra heads are not supported yet"),
+    "speculator": (
+        write_files("model.safetensors", config={"model_type": "mlp_speculator"}),
+        "holds MLP speculators (mlp_speculator), and MLP speculators are not supported yet",
+    ),
+    "adapter": (
+        write_files("adapter_config.json", "adapter_model.safetensors"),
+        "config.json is missing; the folder holds a LoRA adapter: merge it into its base model",
+    ),
+    "gguf": (write_files("model-q4.gguf"), "the folder holds GGUF files, which are not read: take the model's"),
+    "gguf with a config": (
+        write_files("model-q4.gguf", config=TARGET),
+        "there is no model.safetensors, model.safetensors.index.json or pytorch_model.bin; the folder holds GGUF files",
+    ),
+    "tokenizer": (write_files("tokenizer.json"), "the folder holds a tokenizer and no model (tokenizer.json)"),
+    "cache": (write_files("snapshots/abc/config.json"), "a cache of the hub: give the folder in snapshots"),
+    "models": (write_files("small/config.json"), "the folder holds folders of models: give one of them (small/"),
+    "pipeline": (write_files("model_index.json"), "a pipeline of diffusers, not a language model"),
+    "notes": (write_files("a", "b", "c", "d", "e"), "config.json is missing; the folder holds a, b, c and 2 more"),
+    "empty": (write_files(), "config.json is missing; it is empty"),
+    "a file": (lambda folder: folder.write_text("x"), "is a file, not a folder; a model's folder is named, as /"),
+    "nothing": (lambda folder: None, "there is no such folder, and nothing is downloaded"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_folders_of_other_kinds_say_what_they_hold(target_folder, tmp_path, case):
+    write, message = OTHERS[case]
+    write(tmp_path / "other")
+    target = load_target(target_folder)
+    for call in (
+        lambda: load_target(tmp_path / "other"),
+        lambda: load_draft(tmp_path / "other", target),
+        lambda: EAGLEInference.from_pretrained(tmp_path / "other", target_folder, device="cpu"),
+        lambda: inspect_head(tmp_path / "other", target_folder),
+    ):
+        told = refused(call)
+        assert told.startswith(f"{tmp_path / 'other'}: ") and message in told
+
+
+def test_a_model_without_an_output_for_texts(target_folder, tmp_path):
+    edit_config(target_folder, **BERT)
+    kind = "a model of another kind (model_type='bert', architectures=['BertForMaskedLM'])"
+    assert refused(load_target, target_folder) == f"{target_folder}: is {kind}, no causal language model"
+    assert f"{target_folder}: holds {kind}, which is no draft: drafts are EAGLE heads, " in refused(
+        EAGLEInference.from_pretrained, target_folder, target_folder, device="cpu"
+    )
+    edit_tensors(target_folder, lambda tensors: tensors.update({"model.layers.0.mlp.lora_A.weight": torch.zeros(1)}))
+    assert "holds a LoRA adapter (model.layers.0.mlp.lora_A.weight)" in refused(load_target, target_folder)
+
+
+def test_draft_and_target_that_are_swapped(target_folder, draft_folder):
+    swapped = "is an EAGLE-3 head: a draft, not a target; are draft and target swapped? EAGLEInference takes the draft"
+    assert swapped in refused(load_target, draft_folder)
+    assert swapped in refused(EAGLEInference.from_pretrained, target_folder, draft_folder, device="cpu")
+    told = refused(load_draft, target_folder, load_target(target_folder))
+    assert "holds a language model, not a draft head; EAGLEInference.from_pretrained(draft, target) drafts" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "deepseek_v3"}, "missing tensors: model.layers.0.self_attn.kv_a_layernorm.weight, "),
+        ({"model_type": "gpt2"}, "missing tensors: transformer.h.0.attn.c_attn.bias, "),
+        (
+            {"model_type": "granite", "intermediate_size": 32},
+            "has shape [16, 24], but config.json says [16, 32], which a model of model_type='granite' has",
+        ),
+    ],
+)
+def test_tensors_of_another_model_are_refused_before_any_is_made(target_folder, monkeypatch, changes, message):
+    """Names and shapes tell; transformers would first fill what is missing with random numbers."""
+    transformers = pytest.importorskip("transformers")
+    edit_config(target_folder, **changes)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+    assert message in refused(load_target, target_folder)
 
 
 def test_faults_below_the_loader_carry_the_folder(target_folder, draft_folder):

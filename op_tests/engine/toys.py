@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from eagle_kernels.engine.models.decoder import Decoder
@@ -11,6 +13,7 @@ from eagle_kernels.engine.models.next_token_modules import NextTokenConfig, Next
 from eagle_kernels.engine.models.protocol import DraftOutput, KVShape, TargetOutput
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.tools.training.causal_attend import causal_attend
+from eagle_kernels.tools.training.saving import save_folder
 from op_tests.engine import heads
 
 
@@ -114,6 +117,15 @@ def random_llama(
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=std)
     return model.to(device)  # so that it is the same model everywhere
+
+
+def write_decoder(model: Decoder, folder: Path, **settings) -> Path:
+    """The folder of a `random_llama`."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+    sizes = {name: getattr(model.config, name) for name in names}
+    save_folder(model, {"model_type": "llama"} | sizes | settings, folder)
+    return folder
 
 
 def random_head(target: Decoder, *, aux_layers=heads.STREAMS, seed=0) -> EagleHead:

@@ -29,7 +29,8 @@ from eagle_kernels.runtime.library import backend
 from eagle_kernels.tools.cli import generate as generate_command
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.training.saving import save_folder
-from op_tests.engine.toys import plain_logits
+from op_tests.engine import heads
+from op_tests.engine.toys import plain_logits, random_llama, write_decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def quicksort(items):\n"
@@ -280,6 +281,29 @@ def test_folders_can_be_named(capsys):
         )
 
 
+@pytest.mark.parametrize("vocab_size", [257, 321])
+@pytest.mark.parametrize("config", [(), ("--speculative-config", '{"method": "draft_model"}')], ids=["unsaid", "said"])
+def test_a_small_language_model_can_be_the_draft(capsys, tmp_path, vocab_size, config):
+    """Its table may be padded: both say that their tokens are bytes."""
+    small = random_llama(num_layers=1, vocab_size=vocab_size)
+    write_decoder(small, tmp_path, tokenizer_class="ByteTokenizer")
+    arguments = ("--target", TARGET, "--draft", tmp_path, "--max-new-tokens", 12, "--compare", *config)
+    assert generate(*arguments, "--device", "cpu") == 0
+    captured = capsys.readouterr()
+    assert captured.err == f"{tmp_path}: a language model, which drafts with the target's tokens\n"
+    assert split_report(captured.out)[1]["identical"] == "yes"
+    if vocab_size == 321:
+        heads.edit_config(tmp_path, tokenizer_class=None)
+        assert f"{tmp_path}: the draft must have the target's 257 tokens, got 321" in complaint(capsys, *arguments)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "naive"])
+def test_some_methods_need_a_target_alone(capsys, method):
+    config = json.dumps({"method": method})
+    assert generate("--target", TARGET, "--speculative-config", config, "--max-new-tokens", 6, "--device", "cpu") == 0
+    assert split_report(capsys.readouterr().out)[1]["tokens"].startswith("6 ")
+
+
 def test_limits_of_the_engine_can_be_given(tmp_path, capsys, monkeypatch):
     seen, prompts = [], tmp_path / "prompts.txt"
     prompts.write_text("def f(")
@@ -338,8 +362,14 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", TARGET], "--target and --draft must be given together"),
-        (["--draft", DRAFT], "--target and --draft must be given together"),
+        (
+            ["--target", TARGET],
+            "--target must come with a source of drafts: --draft HEAD_OR_SMALLER_MODEL, or --speculative-config "
+            """'{"method": "ngram"}', which needs no draft""",
+        ),
+        (["--target", TARGET, "--speculative-config", '{"method": "draft_model"}'], "--target must come with a source"),
+        (["--target", TARGET, "--speculative-config", '{"method": "mtp"}'], f"{TARGET}: holds no next-token modules"),
+        (["--draft", DRAFT], "--draft must come with --target MODEL, the model whose text it drafts"),
         (
             ["--speculative-config", '{"method": "draft_model"}'],
             "--draft must be given for method='draft_model': the embedded pair has an EAGLE head",
@@ -350,10 +380,12 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         ),
         (["--target", "/no/target", "--draft", DRAFT], "/no/target: there is no such folder"),
         (["--target", TARGET, "--draft", "/no/draft"], "/no/draft: there is no such folder"),
-        (["--target", TARGET / "config.json", "--draft", DRAFT], "config.json: there is no such folder"),
+        (["--target", TARGET / "config.json", "--draft", DRAFT], "config.json: is a file, not a folder; a model's"),
+        (["--target", TARGET, "--draft", TARGET / "config.json"], "config.json: is a file, not a folder; a model's"),
+        (["--target", DRAFT, "--draft", TARGET], f"{DRAFT}: is an EAGLE-3 head: a draft, not a target; are draft and"),
         (
-            ["--target", DRAFT, "--draft", TARGET],
-            f"{DRAFT}: is an EAGLE head (fc.weight, no model.embed_tokens.weight)",
+            ["--target", TARGET, "--draft", TARGET, "--speculative-config", '{"method": "eagle"}'],
+            f"method must be 'draft_model' or None for {TARGET}, which holds a language model, got 'eagle'",
         ),
         (["--device", "nonsense"], "--device must be auto, cpu, cuda or cuda:N, got 'nonsense'"),
         (["--device", "meta"], "--device must be auto, cpu, cuda or cuda:N, got 'meta'"),

@@ -18,7 +18,7 @@ from eagle_kernels.tools.inspection import SweepRow, inspect_head, judge, read_p
 from eagle_kernels.tools.training.saving import save_folder
 from op_tests.engine import heads
 from op_tests.engine.heads import TARGET_VOCAB, WRITERS
-from op_tests.engine.toys import random_llama
+from op_tests.engine.toys import random_llama, write_decoder
 
 TARGET, DRAFT = demo_pair()
 PROMPTS = TARGET.parent / "prompts.json"
@@ -154,6 +154,29 @@ def test_heads_of_each_format(tmp_path, small_target, form):
     assert "nothing to sweep: the head reads the target's last feature" in report.remarks
 
 
+def test_a_language_model_is_a_draft_too(tmp_path, capsys, monkeypatch):
+    """By its names and sizes; its tokens must be the target's."""
+    monkeypatch.setattr(Checkpoint, "read", None)
+    small = random_llama(num_layers=1, vocab_size=321)
+    folder = write_decoder(small, tmp_path / "small", tokenizer_class="ByteTokenizer")
+    assert inspect(folder, "--target", TARGET) == 0
+    told = dict(read_rows(capsys.readouterr().out))
+    assert told["kind"] == "a language model (Decoder), which drafts as method draft_model"
+    assert (told["parameters"], told["heads"]) == ("28,320 (BF16)", "2 query, 1 key-value, of 16")
+    assert (told["vocabulary"], told["embedding, lm_head"]) == ("321 of 321 tokens (100%)", "its own, its own")
+    assert (told["reads"], told["fits the target"]) == ("nothing of its target but the tokens", "yes")
+    assert told["remark"] == ("the model was made for 256 positions, the target for 1024: requests end at 256 tokens")
+    heads.edit_config(folder, tokenizer_class=None)
+    report = inspect_head(folder, TARGET, prompts=["a"])
+    assert not report.fits and "the draft must have the target's 257 tokens, got 321" in report.misfits[0]
+    assert report.remarks[-1] == "nothing to sweep: a language model reads no streams of the target"
+    assert inspect_head(folder).fits is None and inspect(folder, "--target", TARGET) == 1
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    capsys.readouterr()
+    assert inspect(folder, "--target", TARGET) == 1
+    assert "only one of them has a tokenizer.json" in dict(read_rows(capsys.readouterr().out))["misfit"]
+
+
 def test_options_and_defaults_without_a_target(tmp_path):
     options = {"norm_output": True, "norm_before_fc": True}
     report = inspect_head(heads.write_official(tmp_path, heads.eagle3_tensors(**options), **options))
@@ -200,7 +223,8 @@ def test_the_sweep_leaves_the_head_as_it_was():
         (["--target", TARGET], "--target must come with the folder of a head"),
         ([DRAFT, "--sweep", PROMPTS], "--sweep needs the target as well: --target"),
         ([DRAFT, "--target", TARGET, "--sweep", "nowhere.txt"], "nowhere.txt: there is no such file of prompts"),
-        ([TARGET], f"{TARGET}: this is not an EAGLE head: it has no"),
+        ([TARGET, "--target", DRAFT], f"{DRAFT}: is an EAGLE-3 head: a draft, not a target; are draft and target"),
+        ([TARGET, "--sweep", PROMPTS], "--sweep needs the target as well: --target"),
     ],
 )
 def test_bad_input_gets_one_line(capsys, arguments, message):
