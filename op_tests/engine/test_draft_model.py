@@ -179,9 +179,14 @@ def test_a_small_model_of_transformers_drafts_as_well(folders, tmp_path):
 
 # (draft, target, method, the error)
 MISFITS = [
-    ("small", "target", "eagle", "method must be 'draft_model' or None for {draft}, which holds a language model, got"),
-    ("head", "target", "draft_model", "method must be 'eagle' or None for {draft}, which holds an EAGLE-3 head, got"),
-    ("head", "target", ("mtp", "ngram"), "method must be 'eagle' or None for {draft}, which holds an EAGLE-3 head"),
+    (
+        "small",
+        "target",
+        "eagle",
+        "method must be 'draft_model' or None for a draft of CausalDraft, got 'eagle'; {draft}",
+    ),
+    ("head", "target", "draft_model", "got 'draft_model'; {draft} holds an EAGLE-3 head"),
+    ("head", "target", ("mtp", "ngram"), "method must be 'eagle' or None for a draft of EagleHead, got 'mtp'; "),
     ("small", "target", "mtp", "{draft}: holds no next-token modules, which method='mtp' needs: no tensor is named"),
     (None, "target", "mtp", "{target}: holds no next-token modules, which method='mtp' needs: no tensor is named"),
     (

@@ -385,7 +385,7 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (["--target", DRAFT, "--draft", TARGET], f"{DRAFT}: is an EAGLE-3 head: a draft, not a target; are draft and"),
         (
             ["--target", TARGET, "--draft", TARGET, "--speculative-config", '{"method": "eagle"}'],
-            f"method must be 'draft_model' or None for {TARGET}, which holds a language model, got 'eagle'",
+            f"or None for a draft of CausalDraft, got 'eagle'; {TARGET} holds a language model",
         ),
         (["--device", "nonsense"], "--device must be auto, cpu, cuda or cuda:N, got 'nonsense'"),
         (["--device", "meta"], "--device must be auto, cpu, cuda or cuda:N, got 'meta'"),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ...primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ...runtime.values import is_fp32, is_integer, shown
-from .checkpoint import StoredSize
+from .checkpoint import StoredSize, brief
 from .protocol import ModelError
 
 
@@ -208,7 +208,8 @@ class RopeConfig:
         rope_type = section.get("rope_type", section.get("type", "default"))
         nested = [key for key, value in section.items() if isinstance(value, dict)]
         if nested:
-            raise ModelError(f"config.json: {name} that differs by layer ({', '.join(nested)}) is not implemented")
+            told = ", ".join(brief(key) for key in nested[:4])
+            raise ModelError(f"config.json: {name} that differs by layer ({told}) is not implemented")
         if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
             fault = f"of type {shown(rope_type)} is not implemented (only {', '.join(_ROPE_TYPES)})"
             raise ModelError(f"config.json: {name} {fault}")

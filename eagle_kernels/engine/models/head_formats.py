@@ -33,10 +33,21 @@ from .protocol import FINAL_NORM, ModelError
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MODULE_PREFIX = "model.mtp_layers."  # begins the names of next-token modules' tensors, which lie beside the target's
 
-# The method of each kind of draft, and what errors call it.
-METHODS = {"EAGLE-1": "eagle", "EAGLE-3": "eagle", "MTP": "mtp", "language model": "draft_model"}
-CALLED = {"EAGLE-1": "an EAGLE-1 head", "EAGLE-3": "an EAGLE-3 head", "MTP": "next-token modules"}
-CALLED |= {"language model": "a language model"}
+
+class Kind(NamedTuple):
+    """Tells how what a folder holds can draft."""
+
+    method: str
+    called: str  # in errors
+    class_name: str  # of the draft that is made of it
+
+
+KINDS = {
+    "EAGLE-1": Kind("eagle", "an EAGLE-1 head", "Eagle1Head"),
+    "EAGLE-3": Kind("eagle", "an EAGLE-3 head", "EagleHead"),
+    "MTP": Kind("mtp", "next-token modules", "NextTokenModules"),
+    "language model": Kind("draft_model", "a language model", "CausalDraft"),
+}
 
 # Drafts of other designs: the word in their config.json, or at the beginning of their tensors' names, and their names.
 _NOT_SUPPORTED = {"medusa": "Medusa heads", "hydra": "Hydra heads", "mlp_speculator": "MLP speculators"}
@@ -120,7 +131,7 @@ def recognise(config: dict[str, Any]) -> HeadFormat:
 
 
 def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
-    """Returns what a folder holds, from config.json or, failing that, the tensors: a key of `METHODS`.
+    """Returns what a folder holds, from config.json or, failing that, the tensors: a key of `KINDS`.
 
     `EAGLE-1` is EAGLE-2 as well, and `MTP` a target with its own modules. None: another kind of model.
     """
@@ -161,7 +172,7 @@ def refuse_other_drafts(config: dict[str, Any], names: Collection[str] = ()) -> 
 
 
 def is_of_other_kind(config: dict[str, Any]) -> bool:
-    """Returns whether config.json says for sure that a model of no kind in `METHODS` has no output for texts; a bare
+    """Returns whether config.json says for sure that a model of no kind in `KINDS` has no output for texts; a bare
     `...Model` may have one that is tied to its embedding."""
     names = _architectures(config)
     return not is_off(config.get("is_encoder_decoder")) or any(re.search("For[A-Z]", name) for name in names)
@@ -187,7 +198,7 @@ def rename(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> dic
             if ours.startswith(theirs):
                 ours = new + ours.removeprefix(theirs)
         if ours in renamed:
-            raise ModelError(f"tensor {name}: another tensor stands for {ours} already")
+            raise ModelError(f"tensor {brief(name)}: another tensor stands for {brief(ours)} already")
         renamed[ours] = stored
     return renamed
 

@@ -74,9 +74,9 @@ def load_target(
     device, dtype = read_placement("load_target", device, dtype, "meta")
     with naming(folder):
         content, checkpoint, kind = _open(folder)
-        if head_formats.METHODS.get(kind) == "eagle":
+        if kind in ("EAGLE-1", "EAGLE-3"):
             swapped = "are draft and target swapped? EAGLEInference takes the draft first"
-            raise ModelError(f"is {head_formats.CALLED[kind]}: a draft, not a target; {swapped}")
+            raise ModelError(f"is {head_formats.KINDS[kind].called}: a draft, not a target; {swapped}")
         if kind is None and head_formats.is_of_other_kind(content):
             raise ModelError(f"is {head_formats.tell_other_kind(content)}, no causal language model")
         if read_model_type(content) not in FAMILIES:
@@ -116,7 +116,7 @@ def _open_draft(folder: Path) -> tuple[dict[str, Any], Checkpoint, str]:
 
 
 def read_kind(folder: Path) -> str:
-    """Returns what the folder of a draft holds, a key of `head_formats.METHODS`; refuses what cannot draft."""
+    """Returns what the folder of a draft holds, a key of `head_formats.KINDS`; refuses what cannot draft."""
     with naming(folder):
         return _open_draft(folder)[2]
 

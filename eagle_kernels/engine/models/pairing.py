@@ -17,7 +17,7 @@ from ..config.drafting_options import MODEL_KINDS
 from ..config.eagle_config import EAGLEConfig
 from .causal_draft import CausalDraft
 from .checkpoint import brief, read_folder
-from .head_formats import CALLED, METHODS, MODULE_PREFIX
+from .head_formats import KINDS, MODULE_PREFIX
 from .loading import end_tokens, load_draft, load_target, read_kind
 from .protocol import DraftModel, ModelError, TargetModel
 from .tokenizer import check_same_vocabulary
@@ -69,7 +69,7 @@ def choose_draft(target_folder: str | Path, folder: str | Path | None, config: E
         return None
     folder = target_folder if folder is None else read_folder(f"{caller}: draft", folder)
     kind = read_kind(folder)
-    method = METHODS[kind]
+    method, called, class_name = KINDS[kind]
     if method == "mtp" and "draft_model" in wanted:
         method = "draft_model"  # a model with modules is a language model as well
     for other in wanted:
@@ -77,8 +77,8 @@ def choose_draft(target_folder: str | Path, folder: str | Path | None, config: E
             rule = f"holds no next-token modules, which method='mtp' needs: no tensor is named {MODULE_PREFIX}*"
             raise ModelError(f"{brief(str(folder), 250)}: {rule}")
         if other != method:
-            rule = f"method must be {method!r} or None for {brief(str(folder), 250)}, which holds {CALLED[kind]}"
-            raise ValueError(f"{caller}: {rule}, got {other!r}")
+            rule = f"method must be {method!r} or None for a draft of {class_name}, got {other!r}"
+            raise ValueError(f"{caller}: {rule}; {brief(str(folder), 250)} holds {called}")
     return DraftFolder(folder, method, method == "draft_model" and check_same_vocabulary(folder, target_folder))
 
 
