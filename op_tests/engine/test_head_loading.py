@@ -177,8 +177,8 @@ OFF = {
 @pytest.mark.parametrize("settings", OFF.values(), ids=OFF)
 @pytest.mark.parametrize("form", WRITERS)
 def test_settings_that_are_off(tmp_path, target, form, settings):
-    """They change nothing, beside the sizes or among them."""
-    for number, tensors in enumerate((heads.eagle1_tensors(), heads.eagle3_tensors())):
+    """They change nothing, beside the sizes or among them; null leaves it to the tensors whether there are biases."""
+    for number, tensors in enumerate((heads.eagle1_tensors(qkv_bias=True), heads.eagle3_tensors())):
         plain = load_draft(WRITERS[form](tmp_path / f"{number} plain", tensors), target)
         folder = WRITERS[form](tmp_path / f"{number}", tensors)
         if form == "vLLM speculators":
@@ -203,7 +203,7 @@ FAMILIES = [  # (what the file says, the refusal)
     ({"architectures": ["Eagle3DraftModel"], "model_type": "speculator_model"}, None),
     ({"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}, "model_type='phi3' is not implemented"),
     ({"architectures": ["Qwen3MoEForCausalLMEagle3"], "model_type": "qwen3_moe"}, "model_type='qwen3_moe' is not"),
-    ({"architectures": [], "model_type": "mistral"}, None),
+    ({"architectures": [], "model_type": "mistral", "max_position_embeddings": 8192}, None),
     ({"architectures": [], "model_type": "mistral", "sliding_window": 47}, "sliding_window=47 is not implemented for"),
     ({"model_type": "llama", "sliding_window": 47}, "sliding_window=47 is not implemented for heads"),
     ({"model_type": "llama", "num_experts": 8}, "num_experts=8 is not implemented"),

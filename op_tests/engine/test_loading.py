@@ -306,10 +306,11 @@ def test_end_tokens_that_cannot_come(target_folder, caplog, file_name, ends, wan
         EAGLEInference.from_pretrained(None, target_folder, own, device="cpu")
 
 
-def test_an_end_token_that_is_null_is_the_other_files(target_folder):
+@pytest.mark.parametrize(("chat", "wanted"), [("null", 7), ("[]", 7), ("5", 5), ("[5]", 5)])
+def test_end_tokens_of_a_chat_come_first_unless_they_say_nothing(target_folder, chat, wanted):
     edit_config(target_folder, eos_token_id=7)
-    (target_folder / "generation_config.json").write_text('{"eos_token_id": null}')
-    assert read_eos_token_ids(target_folder) == (7,)
+    (target_folder / "generation_config.json").write_text(f'{{"eos_token_id": {chat}}}')
+    assert read_eos_token_ids(target_folder) == (wanted,)
 
 
 def test_end_tokens_of_objects_follow_the_same_rule(caplog):
