@@ -195,6 +195,17 @@ def test_layer_ids_that_name_nothing(eagle3, target, inside):
     assert read_head(eagle3).written_aux.written is None and load_draft(eagle3, target).aux_layers == STREAMS
 
 
+def test_a_mapping_without_entries_counts_as_absent(eagle3, tmp_path, target):
+    nothing = {"d2t": torch.zeros(0, dtype=torch.int64), "t2d": torch.zeros(0, dtype=torch.bool)}
+    heads.edit_tensors(eagle3, t2d=nothing["t2d"])
+    assert load_draft(eagle3, target).t2d.sum() == DRAFT_VOCAB
+    heads.edit_tensors(eagle3, **nothing)
+    with pytest.raises(ModelError, match="missing tensors: d2t"):
+        load_draft(eagle3, target)
+    whole = heads.write_official(tmp_path / "whole", heads.eagle1_tensors(embedding=False) | nothing)
+    assert load_draft(whole, target).draft_to_target is None
+
+
 FAMILIES = [  # (what the file says, the refusal)
     ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "phi3", "sliding_window": 47}, None),
     ({"architectures": ["Eagle3LlamaForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, None),

@@ -332,10 +332,12 @@ def test_limits_of_the_engine_can_be_given(tmp_path, capsys, monkeypatch):
             ["train-head", "--target", "a", "--data", "b", "--output", "c", "--aux-layers", "1,x"],
             "--aux-layers: must be layer ids with commas between them, got '1,x'",
         ),
+        (["generate", "a", "--target", ""], "--target: must be the path of a folder, got ''"),
+        (["inspect", " "], "draft: must be the path of a folder, got ' '"),
     ],
-    ids=["rates", "layers"],
+    ids=["rates", "layers", "target", "draft"],
 )
-def test_lists_are_named_by_their_rule(capsys, arguments, message):
+def test_values_are_named_by_their_rule(capsys, arguments, message):
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
@@ -410,6 +412,10 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (
             ["--speculative-config", '{"method": "eagle", "model": 3}'],
             "speculative_config: model must be the folder of a draft, got 3",
+        ),
+        (
+            ["--target", TARGET, "--speculative-config", '{"method": "eagle", "model": ""}'],
+            "speculative_config: model must be the folder of a draft, got ''",
         ),
         (["--speculative-config", "{}"], "speculative_config: method must be given, got None"),
         (

@@ -46,7 +46,7 @@ def take_model(given: Mapping[str, Any], draft: Any = None) -> tuple[dict[str, A
     model = fields.pop("model", None)
     if model is None:
         return fields, draft
-    if not isinstance(model, (str, Path)):
+    if not isinstance(model, (str, Path)) or model == "":
         _fail("model", "be the folder of a draft", model)
     if draft is not None:
         _fail("model", f"be absent where the draft is given as {str(draft)!r}", model)

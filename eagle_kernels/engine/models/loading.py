@@ -285,6 +285,9 @@ def read_head(
         if kind == "MTP":  # config.json is the target's
             checkpoint.check_layers(config, "num_hidden_layers", "model.layers.")
         checkpoint.tensors = tensors = head_formats.rename(form, kind, checkpoint.tensors)
+        for name in ("d2t", "t2d"):
+            if name in tensors and 0 in tensors[name].shape:
+                del tensors[name]  # an empty mapping says nothing
         checkpoint.check_layers(config, "num_nextn_predict_layers", "mtp_layers.")
         dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
         # The names of the tensors tell options that config.json leaves out.

@@ -61,9 +61,9 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
         help="tokens in a page of the KV cache (default: %(default)s)",
     )
     command.add_argument("--eager", action="store_true", help="run without CUDA graphs (default: with them on a GPU)")
-    command.add_argument("--target", type=Path, help="folder of the target model (default: the embedded pair)")
+    command.add_argument("--target", type=read_folder, help="folder of the target model (default: the embedded pair)")
     command.add_argument(
-        "--draft", type=Path, help="folder of the EAGLE head or draft model (default: the embedded pair)"
+        "--draft", type=read_folder, help="folder of the EAGLE head or draft model (default: the embedded pair)"
     )
     command.add_argument(
         "--speculative-config",
@@ -102,6 +102,13 @@ def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
         if others.pop("accept_policy") != EAGLEConfig.accept_policy:
             raise ValueError("give acceptance either by --accept-policy or in --speculative-config, not by both")
     return EAGLEConfig.from_speculative_config(fields, **others)
+
+
+def read_folder(text: str) -> Path:
+    """Returns the path of a folder; refuses "", which would be the one where the command runs."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"must be the path of a folder, got {text!r}")
+    return Path(text)
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -12,14 +12,17 @@ from ..inspection import inspect_head
 from ..training.head_recipe import add_options, read_options
 from ..training.train_head import rows_of, train_head
 from ..training.trainer import EXIT_UNFINISHED, TimeBudgetReached
+from .config import read_folder
 from .shared import add_machine_arguments, as_lines, first_prompts, read_machine
 
 
 def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `inspect`."""
     command.set_defaults(run=_inspect)
-    command.add_argument("draft", type=Path, nargs="?", help="folder of the draft head (default: the embedded pair)")
-    command.add_argument("--target", type=Path, help="folder of the target that the head must fit")
+    command.add_argument(
+        "draft", type=read_folder, nargs="?", help="folder of the head or draft model (default: the embedded pair)"
+    )
+    command.add_argument("--target", type=read_folder, help="folder of the target that it must fit")
     command.add_argument(
         "--sweep",
         default="none",
@@ -33,7 +36,7 @@ def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
 def add_train_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `train-head`."""
     command.set_defaults(run=_train_head)
-    command.add_argument("--target", type=Path, required=True, help="folder of the target model")
+    command.add_argument("--target", type=read_folder, required=True, help="folder of the target model")
     command.add_argument("--data", type=Path, required=True, nargs="+", help="files of training data, .txt or .jsonl")
     command.add_argument(
         "--output", type=Path, required=True, help="folder for the head; the same command continues an interrupted run"
