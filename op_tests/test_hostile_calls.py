@@ -427,11 +427,11 @@ ENGINE = {
     "speculative=1": (lambda e: e.generate([1], 1, speculative=1), "speculative must be True or False, got 1"),
     "speculative='no'": (lambda e: e.stream([1], 1, speculative="no"), "speculative must be True or False, got 'no'"),
     "a warm-up's": (lambda e: e.warmup(speculative=None), "warmup: speculative must be True or False, got None"),
-    "a warm-up of no params": (lambda e: e.warmup("greedy"), "warmup: params must be SamplingParams, got 'greedy'"),
+    "a warm-up of no params": (lambda e: e.warmup("greedy"), "warmup: params must be SamplingParams or a dict"),
     "a bar of 1": (lambda e: e.benchmark([1], 1, progress=1), "benchmark: progress must be True or False, got 1"),
     "truths as tokens": (
         lambda e: e.next_token_logits([True]),
-        "next_token_logits: .* must be integer ids .* holds True",
+        "next_token_logits: .* must be text, integer ids .* holds True",
     ),
     "a token past the end": (
         lambda e: e.next_token_logits([40]),

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..runtime.placement import is_same_device, read_placement
 from ..runtime.values import read_flag
-from .config.eagle_config import EAGLEConfig, read_config, read_line
-from .models.loading import load_target, read_eos_token_ids
+from .config.eagle_config import EAGLEConfig
+from .config.given import read_config, read_line
+from .models.loading import load_target, read_dtype, read_eos_token_ids
 from .models.pairing import (
     as_draft,
     as_target,
@@ -27,11 +28,13 @@ from .models.pairing import (
 )
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, load_tokenizer
-from .requests.inputs import Prompts, Seeds, encode_texts, read_prompt
+from .requests.inputs import DEFAULT_TOKENS, Asked, Prompts, Seeds, encode_texts, read_prompt
+from .requests.names import takes_other_names
 from .requests.request import Request, TokenEvent
-from .requests.sampling_params import SamplingParams
+from .requests.sampling_params import SamplingParams, read_params
 from .serve.benchmark import BenchmarkResult, benchmark
 from .serve.output import GenerationOutput
+from .serve.progress import run
 from .serve.session import Session
 from .serve.stream import TextStream, TokenStream, open_call
 from .serve.warmup import warm_up_call
@@ -39,6 +42,7 @@ from .step.plan import warn_of_eager_steps
 from .step.stepper import Verified
 
 
+@takes_other_names
 class EAGLEInference:
     """Generates the text of a target model faster: a draft proposes token trees, and the target verifies them.
 
@@ -55,7 +59,8 @@ class EAGLEInference:
             None is for methods that draft without a model.
         target_model: Any `TargetModel` (`engine/models/protocol.py`). Here and as the draft, a causal language model of
             transformers is wrapped (`TransformersTarget`), and stays as it was.
-        config: The tree, sampling and limits; None: `EAGLEConfig()`.
+        config: The tree, sampling and limits; None: `EAGLEConfig()`. A dict has its fields; one that has "method" or
+            another field of servers alone is read as by `EAGLEConfig.from_speculative_config`.
         device: Where both models already are; None: the target's device.
         tokenizer: The target's, for stop strings, `stream_text` and the property `tokenizer`.
 
@@ -78,7 +83,7 @@ class EAGLEInference:
         self,
         draft_model: DraftModel | TargetModel | None,
         target_model: TargetModel,
-        config: EAGLEConfig | None = None,
+        config: EAGLEConfig | Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
         tokenizer: Tokenizer | None = None,
     ):
@@ -104,7 +109,7 @@ class EAGLEInference:
         config: EAGLEConfig | Mapping[str, Any] | None = None,
         *,
         device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         check_weights: bool = True,
     ) -> EAGLEInference:
         """Loads an engine from two model folders in Hugging Face layout.
@@ -114,10 +119,10 @@ class EAGLEInference:
                 target's tokenizer; what it holds decides how it drafts. None: the target's own folder with
                 method="mtp", since published targets have their modules in them; otherwise for methods without a model.
             target: The target's folder, which also has the end tokens and, if there is one, the tokenizer.
-            config: As for the class, or the fields of a server's `--speculative-config`, such as
-                {"method": "mtp", "model": folder}, whose "model" is the draft, where draft is None.
+            config: As for the class; in fields of a server's `--speculative-config`, such as
+                {"method": "mtp", "model": folder}, "model" is the draft, where draft is None.
             device: As for the class, but None is the GPU where there is one, else the CPU.
-            dtype: The type of the weights; None: float32.
+            dtype: The type of the weights, such as "bfloat16"; None: float32; "auto": that of the target's config.json.
             check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
 
         Raises:
@@ -125,6 +130,7 @@ class EAGLEInference:
         """
         config, draft = read_line(config, draft)
         chosen = choose_draft(target, draft, config)
+        dtype = read_dtype(target) if dtype == "auto" else dtype
         target_model = load_target(
             target, *read_placement("EAGLEInference.from_pretrained", device, dtype), check_weights=check_weights
         )
@@ -141,21 +147,27 @@ class EAGLEInference:
     def generate(
         self,
         input_ids: Prompts,
-        max_new_tokens: int = 128,
+        max_new_tokens: Asked = DEFAULT_TOKENS,
         *,
+        sampling_params: Asked | None = None,
         n: int = 1,
         seeds: Seeds = None,
         speculative: bool = True,
+        progress: bool | None = None,
         **overrides: Any,
     ) -> GenerationOutput:
         """Generates up to `max_new_tokens` tokens for each prompt.
 
         Args:
-            input_ids: One prompt, [L] token ids, or several: lists of any lengths, or a tensor or array [B, L].
+            input_ids: One prompt, a text or [L] token ids, or several: lists of any lengths, a tensor or array [B, L].
             max_new_tokens: A request ends after its first end token or stop string, or with exactly this many tokens.
+                The next argument may be in its place.
+            sampling_params: `SamplingParams`, or a dict of its fields, for all prompts, or a list of one for each. As
+                with `submit`, they say all about sampling, and no override says anything beside them.
             n: Samples of each prompt, whose seeds are that of the prompt, and those after it.
             seeds: One for all prompts or one for each; None: fresh ones from torch's generator, see `stats.seeds`.
             speculative: False decodes plainly, with the same code and pools.
+            progress: Whether a bar counts the requests that end; None: for several prompts where stderr is a terminal.
             overrides: Fields of `EAGLEConfig` and `SamplingParams` for this call, such as temperature=0.8.
 
         Returns:
@@ -172,18 +184,18 @@ class EAGLEInference:
             >>> engine.tokenizer.decode(output_ids), stats.mean_accept_length
             ('self, size, walk', 3.4)
         """
-        call = "generate", input_ids, max_new_tokens, n, seeds, speculative, overrides
+        call = "generate", input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides
         stream = open_call(self.session, self.config, *call)
-        for _ in stream:
-            pass
+        run(stream, "generate", n, progress)
         stream.time_plain_step()
         return stream.output()
 
     def stream(
         self,
         input_ids: Prompts,
-        max_new_tokens: int = 128,
+        max_new_tokens: Asked = DEFAULT_TOKENS,
         *,
+        sampling_params: Asked | None = None,
         n: int = 1,
         seeds: Seeds = None,
         speculative: bool = True,
@@ -192,8 +204,8 @@ class EAGLEInference:
         """Returns an iterator, for `for` and `async for`, that yields a `TokenEvent` for each token once it is known.
 
         Args:
-            input_ids, max_new_tokens, n, seeds, speculative, overrides: As for `generate`. After the last token, the
-                `output()` of the iterator is what `generate` returns.
+            input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides: As for `generate`. After the
+                last token, the `output()` of the iterator is what `generate` returns.
 
         Raises:
             ValueError, RuntimeError: As for `generate`, here or, where the pools or a step are at fault, at a token.
@@ -202,10 +214,12 @@ class EAGLEInference:
             >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of the example of `generate`
             [115, 101, 108, 102]
         """
-        call = "stream", input_ids, max_new_tokens, n, seeds, speculative, overrides
+        call = "stream", input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides
         return open_call(self.session, self.config, *call)
 
-    def stream_text(self, text: str | Sequence[str], max_new_tokens: int = 128, **options: Any) -> TextStream:
+    def stream_text(
+        self, text: str | Sequence[str], max_new_tokens: Asked = DEFAULT_TOKENS, **options: Any
+    ) -> TextStream:
         """Returns an iterator over the text that follows `text`; `max_new_tokens` and `options`: see `generate`.
 
         It yields pieces of text; of several texts, in a list, or of n samples, a `TextPiece` each.
@@ -216,11 +230,11 @@ class EAGLEInference:
         tokenizer = self.session.tokenizer_for("stream_text needs")
         return TextStream(self.stream(encode_texts(text, tokenizer), max_new_tokens, **options), tokenizer)
 
-    def submit(self, prompt: list[int] | Tensor, params: SamplingParams | None = None) -> Request:
+    def submit(self, prompt: Prompts, params: SamplingParams | Mapping[str, Any] | None = None) -> Request:
         """Adds a request, which joins at the next `step`; one that can never run is returned finished, with `error`.
 
         Args:
-            prompt: [L] token ids.
+            prompt: [L] token ids, or a text.
             params: Sampling and ends of the request; None: the sampling of the configuration and 128 tokens.
 
         Raises:
@@ -234,9 +248,8 @@ class EAGLEInference:
             >>> request
             Request(id=0, 20 prompt tokens, 4 new tokens, finish_reason='length')
         """
-        prompt = read_prompt(prompt, "submit: prompt")
-        if not (params is None or isinstance(params, SamplingParams)):
-            raise ValueError(f"submit: params must be None or SamplingParams, got {params!r}")
+        prompt = read_prompt(prompt, "submit: prompt", self.session.tokenizer_for)
+        params = None if params is None else read_params(params, "submit: params")
         with self.lock:
             request = self.session.submit(self._num_submitted, prompt, params, self.config)
             self._num_submitted += 1
@@ -272,7 +285,7 @@ class EAGLEInference:
     def benchmark(
         self,
         prompts: Prompts,
-        max_new_tokens: int = 128,
+        max_new_tokens: Asked = DEFAULT_TOKENS,
         *,
         batch_size: int = 1,
         seeds: Seeds = 0,
@@ -315,7 +328,7 @@ class EAGLEInference:
         """
         warm_up_call(self.session, self.config, params, speculative, most_requests, overrides)
 
-    def workspace_bytes(self, config: EAGLEConfig | None = None) -> dict[str, int]:
+    def workspace_bytes(self, config: EAGLEConfig | Mapping[str, Any] | None = None) -> dict[str, int]:
         """Returns the bytes that a configuration (None: the engine's) needs in addition to the weights, by purpose:
         kv_cache, rows (state of the batch), step (the largest tensors of a step) and total.
 
@@ -328,13 +341,14 @@ class EAGLEInference:
         """Forgets the keys that are kept of earlier prompts; call it after the weights of a model have changed."""
         self.session.forget_prefixes()
 
-    def next_token_logits(self, token_ids: list[int]) -> Tensor:
-        """Returns the target's logits, [V] fp32, for the token after `token_ids`, [L]: one causal pass, no drafts.
+    def next_token_logits(self, token_ids: Prompts) -> Tensor:
+        """Returns the target's logits, [V] fp32, for the token after `token_ids`, [L], or a text: one causal pass.
 
         Raises:
             ValueError: `token_ids` is not one prompt that the target can read.
         """
-        return self.session.next_token_logits(read_prompt(token_ids, "next_token_logits: token_ids"), self.config)
+        prompt = read_prompt(token_ids, "next_token_logits: token_ids", self.session.tokenizer_for)
+        return self.session.next_token_logits(prompt, self.config)
 
     target: TargetModel = property(attrgetter("session.target"))
     draft: DraftModel | None = property(attrgetter("session.draft"))

@@ -11,17 +11,24 @@ from pathlib import Path
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPE_NAMES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float": torch.float32,
+    "half": torch.float16,
+}  # fmt: skip
 
 
 def read_placement(
-    caller: str, device: str | torch.device | None, dtype: torch.dtype | None, *others: str
+    caller: str, device: str | torch.device | None, dtype: torch.dtype | str | None, *others: str
 ) -> tuple[torch.device, torch.dtype]:
-    """Returns the device and the dtype of the weights. None stands for `choose_device()` and float32."""
-    device = choose_device() if device is None else read_device(f"{caller}: device", device, *others)
-    dtype = torch.float32 if dtype is None else dtype
-    if dtype not in DTYPES:
+    """Returns the device and the dtype of the weights. None stands for `choose_device()`, as "auto", and float32."""
+    is_free = device is None or device == "auto"
+    device = choose_device() if is_free else read_device(f"{caller}: device", device, *others)
+    known = torch.float32 if dtype is None else dtype
+    if isinstance(known, str):
+        known = DTYPE_NAMES.get(known.removeprefix("torch."))
+    if known not in DTYPES:
         raise ValueError(f"{caller}: dtype must be {', '.join(map(str, DTYPES[:-1]))} or {DTYPES[-1]}, got {dtype!r}")
-    return device, dtype
+    return device, known
 
 
 def choose_device(tell: Callable[[str], None] | None = None) -> torch.device:

@@ -7,26 +7,26 @@ from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any
 
-from .values import is_integer
+from .values import is_integer, is_word, scalar
 
 # what a value must do, in words, and whether it does
 Rule = tuple[str, Callable[[Any], bool]]
 
 
-def checked(default: Any, *rules: Rule) -> Any:
-    """Defines a field with rules; None need not keep them where it is the default."""
-    return field(default=default, metadata={"rules": rules})
+def checked(default: Any, *rules: Rule, off: tuple = ()) -> Any:
+    """Defines a field with rules; None need not keep them where it is the default. off: other words for the default."""
+    return field(default=default, metadata={"rules": rules, "off": off})
 
 
-def integer(default: int | None, *rules: Rule) -> Any:
+def integer(default: int | None, *rules: Rule, off: tuple = ()) -> Any:
     """Defines a field of ints, with further rules."""
-    return checked(default, ("be an int or None" if default is None else "be an int", is_integer), *rules)
+    return checked(default, ("be an int or None" if default is None else "be an int", is_integer), *rules, off=off)
 
 
-def number(default: float | None, *rules: Rule) -> Any:
+def number(default: float | None, *rules: Rule, off: tuple = ()) -> Any:
     """Defines a field of finite numbers, with further rules."""
     is_finite: Rule = ("be a finite number", lambda value: -math.inf < value < math.inf)
-    return checked(default, ("be a number", is_number), is_finite, *rules)
+    return checked(default, ("be a number", is_number), is_finite, *rules, off=off)
 
 
 def one_of(*choices: str) -> Any:
@@ -60,7 +60,12 @@ class Validated:
 
     def _check_each_field(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
+            given = getattr(self, each.name)
+            value = scalar(given)
+            if any(is_word(value, word) for word in each.metadata.get("off", ())):
+                value = each.default
+            if value is not given:
+                object.__setattr__(self, each.name, value)
             if value is not None or each.default is not None:
                 for rule, holds in each.metadata.get("rules", ()):
                     self._require(holds(value), each.name, rule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -26,15 +26,48 @@ def is_fp32(value: float) -> bool:
     return value == 0 or _FP32.tiny <= abs(value) <= _FP32.max
 
 
-def plain(value: Any) -> Any:
-    """Returns nested lists of Python numbers for sequences, tensors and arrays; leaves text as it is."""
+def plain(value: Any, depth: int = 4) -> Any:
+    """Returns nested lists of Python numbers for sequences, tensors and arrays, to some depth.
+
+    Text, and what has no order or is read only once, is left as it is; so is a tensor whose values cannot be read.
+    """
     if are_integers(value):
         return list(value)
     if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        return [plain(item) for item in value]
-    return value
+        try:
+            value = value.tolist()
+        except Exception:  # each kind of tensor without values raises another one
+            return value
+        return plain(value, depth) if isinstance(value, list) else value
+    if depth == 0 or isinstance(value, (str, bytes, bytearray, Mapping, Set, Iterator)):
+        return value
+    return [plain(item, depth - 1) for item in value] if isinstance(value, Iterable) else value
+
+
+def scalar(value: Any) -> Any:
+    """Returns the Python number of a scalar of NumPy or torch; anything else as it is."""
+    if getattr(value, "shape", None) != () or not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except Exception:  # as above
+        return value
+
+
+def several(value: Any) -> Any:
+    """Returns one text or number, or several of them in any collection or array, as a tuple; None as it is."""
+    if value is None:
+        return None
+    if isinstance(value, (set, frozenset)):
+        value = list(value)
+    items = plain(value)
+    return tuple(items) if isinstance(items, list) else (items,)
+
+
+def is_word(value: Any, word: Any) -> bool:
+    """Returns whether a value equals a word that has a meaning; both are truths, or neither is."""
+    kinds = (type(None), int, float, str, tuple, list, dict)
+    return isinstance(value, kinds) and isinstance(value, bool) == isinstance(word, bool) and value == word
 
 
 def read_flag(name: str, value: bool) -> bool:
@@ -47,9 +80,9 @@ def read_flag(name: str, value: bool) -> bool:
 def shown(value: Any) -> str:
     """Returns a value as an error shows it: in one line, whatever was passed."""
     try:
-        text = repr(value)
-    except ValueError:  # of ints with thousands of digits
-        text = f"one too long to show, of type {type(value).__name__}"
+        text = " ".join(repr(value).split())
+    except Exception:  # ints with thousands of digits, tensors without values
+        text = f"one that cannot be shown, of type {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -278,8 +278,7 @@ def test_tensors_and_lists(target, stranger):
         ({"input_ids": [1] * 60, "max_length": 64}, "exceed the 64 tokens"),
         ({"input_ids": [1], "max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"input_ids": [1], "seeds": [1, 2]}, "seeds must be one for all or one per prompt, got 2 for 1 prompts"),
-        ({"input_ids": torch.zeros(3)}, "input_ids must be integer ids"),
-        ({"input_ids": [1], "seed": 3}, "generate: takes seeds=, one for all or one per prompt, not seed="),
+        ({"input_ids": torch.zeros(3)}, "input_ids must be text, integer ids"),
         ({"input_ids": [1], "stop_token_ids": (3, 61)}, "SamplingParams: stop_token_ids must lie in 0..60, got 61"),
         ({"input_ids": [1], "eos_token_ids": (-1,)}, "EAGLEConfig: eos_token_ids must lie in 0..60, got -1"),
         ({"input_ids": [1], "top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
@@ -359,21 +358,21 @@ def test_arguments_of_another_kind_are_named(target):
         ((target, foreign), f"{a_target}max_length, got Linear{ways}"),
         ((foreign, target), f"{a_draft}max_length, got Linear{ways}"),
         (("folder", "other"), f"{a_target}forward, got 'other'{ways}"),
-        ((target, target, {"topk": 2}), "config must be None or an EAGLEConfig, got {'topk': 2}"),
+        ((target, target, 3), "config must be None, an EAGLEConfig or a dict, got 3"),
         ((target, target, EAGLEConfig(eos_token_ids=(3, 61))), "eos_token_ids must lie in 0..60, got 61"),
     ):
         with pytest.raises(ValueError, match="(EAGLEInference|EAGLEConfig): " + message):
             EAGLEInference(*models)
-    with pytest.raises(ValueError, match="config must be None or an EAGLEConfig, got 3"):
+    with pytest.raises(ValueError, match="config must be None, an EAGLEConfig or a dict, got 3"):
         EAGLEInference.from_pretrained("folder", "other", 3)
     with pytest.raises(ValueError, match="speculative_config: method must be given, got None"):
-        EAGLEInference.from_pretrained("folder", "other", {})
+        EAGLEInference.from_pretrained("folder", "other", {"num_speculative_tokens": 3})
     engine = EAGLEInference(target, target)
     for call, message in (
-        (lambda: engine.submit([1], {"seed": 1}), "params must be None or SamplingParams, got {'seed': 1}"),
+        (lambda: engine.submit([1], 1), "params must be SamplingParams or a dict of its fields, got 1"),
         (lambda: engine.submit([1], SamplingParams(stop_token_ids=(99,))), "stop_token_ids must lie in 0..60, got 99"),
         (lambda: engine.abort(None), "request must be what submit returned, got None"),
-        (lambda: engine.workspace_bytes({"topk": 2}), "config must be None or an EAGLEConfig, got {'topk': 2}"),
+        (lambda: engine.workspace_bytes(3), "config must be None, an EAGLEConfig or a dict, got 3"),
         (lambda: setattr(engine, "is_speculating", "no"), "is_speculating must be True or False, got 'no'"),
     ):
         with pytest.raises(ValueError, match="(EAGLEInference|SamplingParams|submit|abort): " + message):

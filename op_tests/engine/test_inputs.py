@@ -52,14 +52,16 @@ def test_no_prompt(input_ids):
 
 def test_where_there_must_be_one_prompt():
     assert read_prompt(torch.tensor([1, 2]), "submit: prompt") == [1, 2]
-    with pytest.raises(ValueError, match=r"submit: prompt must be one prompt, \[L\] token ids, got a batch of 2"):
+    with pytest.raises(
+        ValueError, match=r"submit: prompt must be one prompt, a text or \[L\] token ids, got a batch of 2"
+    ):
         read_prompt([[1], [2]], "submit: prompt")
 
 
 @pytest.mark.parametrize(
     ("input_ids", "message"),
     [
-        ("text", "got 'text'; a tokenizer encodes text"),
+        ("text", "got 'text'"),
         (7, "got 7"),
         (["text"], "prompt 0 holds 'text'"),
         ([[1], "text"], "prompt 1 holds 'text'"),
@@ -73,9 +75,8 @@ def test_where_there_must_be_one_prompt():
     ],
 )
 def test_other_prompts_are_refused(input_ids, message):
-    with pytest.raises(
-        ValueError, match=r"^generate: input_ids must be integer ids \[L\] or \[B, L\], (but )?" + message
-    ):
+    rule = r"^generate: input_ids must be text, integer ids \[L\] or \[B, L\] or a list of texts, (but )?"
+    with pytest.raises(ValueError, match=rule + message):
         read_prompts(input_ids)
 
 

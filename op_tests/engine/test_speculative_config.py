@@ -105,7 +105,7 @@ def test_fields_of_servers(fields, config):
 
 
 def test_every_field_is_read():
-    assert {name for fields, _ in READ for name in fields} == set(FIELDS)
+    assert {name for fields, _ in READ for name in fields} >= FIELDS
 
 
 def test_other_fields_come_beside():
@@ -116,7 +116,7 @@ def test_other_fields_come_beside():
 REFUSED = [
     ([], "must be a mapping of fields, got []"),
     ({}, "method must be given, got None"),
-    ({"method": "ngram", "n": 3}, "there is no field n; there are accept_policy, "),
+    ({"method": "ngram", "k": 3}, "there is no field k; there are accept_policy, "),
     ({"method": "ngram", 3: 3}, "there is no field 3; there are "),
     ({"method": ["ngram"]}, "speculative_config: method must be the name of a method, got ['ngram']"),
     ({"method": "ngram", "rejection_sample_method": [1]}, "rejection_sample_method must be 'standard', without"),
@@ -125,7 +125,7 @@ REFUSED = [
         {"method": "mtp", "model": "a"},
         "model must be absent here: EAGLEInference.from_pretrained(None, target, fields) ",
     ),
-    ({"method": "ngram", "quantization": "fp8"}, "quantization must be None or absent, since the server decides it"),
+    ({"method": "ngram", "quantization": "fp8"}, "quantization must be None or absent, since weights "),
     ({"method": "ngram", "num_gpu_block_expand_ratio": 2.0}, "num_gpu_block_expand_ratio must be 1.0 or absent"),
     ({"method": "ngram", "enf_gen_phase_tag": True}, "enf_gen_phase_tag must be False or absent"),
     ({"method": "ngram", "mtp_strategy": "with_ngram"}, "mtp_strategy must be 'default' for method='ngram'"),

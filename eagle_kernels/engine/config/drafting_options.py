@@ -163,6 +163,8 @@ class DraftingOptions(Validated):
         if "hybrid" not in self.methods:
             rule = f"be None or num_steps = {self.num_steps} unless method='hybrid', where n-grams follow"
             self._require(self.num_model_steps in (None, self.num_steps), "num_model_steps", rule)
+            rule = f"be None for method={self.method!r}, which has no model"
+            self._require(self.num_model_steps is None or self.needs_model, "num_model_steps", rule)
             return
         levels = self.num_model_steps
         rule = f"be an int below num_steps = {self.num_steps} for method='hybrid'"

@@ -12,10 +12,11 @@ from ...ops.tree.build_tree import TreeMaskMode
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
 from ...runtime.validated import Rule, above, at_least, checked, integer, is_number, number, one_of
-from ...runtime.values import as_tuples, is_integer
+from ...runtime.values import as_tuples, is_integer, several
+from ..requests.names import takes_other_names
 from ..requests.sampling_params import MIN_P_RULE, TOP_P_RULE
 from .drafting_options import DraftingOptions
-from .speculative_config import check_fields_are_read, read_speculative_config, take_model
+from .speculative_config import check_fields_are_read, read_speculative_config
 
 _FLAG: Rule = ("be True or False", lambda flag: isinstance(flag, bool))
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
@@ -28,6 +29,7 @@ _TREE_FIELDS = ("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens", "n
 _SIMULATED = ("simulated_accept_length", "simulated_accept_lengths", "simulated_accept_rates")
 
 
+@takes_other_names
 @dataclass(frozen=True)
 class EAGLEConfig(DraftingOptions):
     """Holds the tree, the source of drafts, sampling and limits. A value that breaks its rule raises ValueError.
@@ -45,7 +47,7 @@ class EAGLEConfig(DraftingOptions):
             most that one has: the target verifies those drafts of the whole batch whose paths the draft model finds
             most probable, so that sure requests have more of a step than unsure ones. None: each has num_draft_tokens.
         temperature: 0 decodes greedily.
-        top_k, top_p, min_p: Filters of sampling, applied in this order; 0, 1.0 and 0.0 turn them off.
+        top_k, top_p, min_p: Filters of sampling, applied in this order; 0, 1.0 and 0.0 turn them off, as does None.
         eos_token_ids: A request ends with the first of these that it emits. None: those of the target's folder with
             `EAGLEInference.from_pretrained`, otherwise none.
         max_length: Most tokens of a request, prompt included; None: as many as the models were made for.
@@ -128,9 +130,9 @@ class EAGLEConfig(DraftingOptions):
     """
 
     temperature: float = number(0.0, at_least(0))
-    top_k: int = integer(0, at_least(0))
-    top_p: float = number(1.0, TOP_P_RULE)
-    min_p: float = number(0.0, MIN_P_RULE)
+    top_k: int = integer(0, at_least(0), off=(-1, None))
+    top_p: float = number(1.0, TOP_P_RULE, off=(None,))
+    min_p: float = number(0.0, MIN_P_RULE, off=(None,))
     eos_token_ids: tuple[int, ...] | None = None
     max_length: int | None = integer(None, at_least(2))
     page_size: int = integer(16, (f"be a power of two up to {MAX_PAGE_SIZE}", lambda size: size in _PAGE_SIZES))
@@ -151,13 +153,14 @@ class EAGLEConfig(DraftingOptions):
     simulated_accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("method", "eos_token_ids", "adaptive", "simulated_accept_lengths", "simulated_accept_rates"):
+        object.__setattr__(self, "eos_token_ids", several(self.eos_token_ids))
+        for name in ("method", "adaptive", "simulated_accept_lengths", "simulated_accept_rates"):
             object.__setattr__(self, name, as_tuples(getattr(self, name)))
         if any(getattr(self, name) is not None for name in _SIMULATED) and self.accept_policy == "normal":
             object.__setattr__(self, "accept_policy", "simulate")
         self._check_each_field()
-        is_token_list = isinstance(self.eos_token_ids, tuple) and all(map(is_integer, self.eos_token_ids))
-        self._require(self.eos_token_ids is None or is_token_list, "eos_token_ids", "be None or a tuple of token ids")
+        are_tokens = all(map(is_integer, self.eos_token_ids or ()))
+        self._require(are_tokens, "eos_token_ids", "be None or a tuple of token ids")
         self._check_drafting()
         self._check_mask()
         self._check_adaptive()
@@ -367,21 +370,6 @@ class EAGLEConfig(DraftingOptions):
 
 
 CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
-
-
-def read_config(config: Any) -> EAGLEConfig:
-    """Returns the configuration that a caller gives, or the default one for None."""
-    if not (config is None or isinstance(config, EAGLEConfig)):
-        raise ValueError(f"EAGLEInference: config must be None or an EAGLEConfig, got {config!r}")
-    return config or EAGLEConfig()
-
-
-def read_line(config: Any, draft: Any) -> tuple[EAGLEConfig, Any]:
-    """Returns the configuration and the draft's folder; both may come from the fields of a server's configuration."""
-    if not isinstance(config, Mapping):
-        return read_config(config), draft
-    fields, draft = take_model(config, draft)
-    return EAGLEConfig.from_speculative_config(fields), draft
 
 
 def _is_table(value: Any) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...runtime.values import is_integer
+from ...runtime.values import is_integer, is_word
+from ..requests.names import read_names
 from .drafting_options import DraftingOptions
 
 # other names of methods; FastDeploy's enumeration says ngram_match, its documentation ngram
@@ -28,16 +29,9 @@ _OWNED = (
 )
 # names of EAGLEConfig for trees, which servers do not have
 _OF_TREES = ("topk", "num_steps", "num_draft_tokens")
-# fields that are refused unless they say nothing: what they ask for belongs to the server
-_SERVER = {
-    "quantization": None,
-    "num_gpu_block_expand_ratio": 1.0,
-    "enf_gen_phase_tag": False,
-    "enable_draft_logprob": False,
-}
 _OTHERS = ("method", "model", "mtp_strategy", "num_speculative_tokens", "num_model_steps", "benchmark_mode",
            "rejection_sample_method")  # fmt: skip
-FIELDS = tuple(sorted({*_NAMES, *_SAME, *_OF_TREES, *_SERVER, *_OTHERS}))
+FIELDS = frozenset((*_NAMES, *_SAME, *_OF_TREES, *_OTHERS))
 
 
 def take_model(given: Mapping[str, Any], draft: Any = None) -> tuple[dict[str, Any], Any]:
@@ -60,15 +54,10 @@ def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `EAGLEConfig` that a server's fields stand for; see `from_speculative_config` there."""
     if not isinstance(given, Mapping):
         _fail_form(given)
-    unknown = sorted(set(map(str, given)) - set(FIELDS))
-    if unknown:
-        raise ValueError(f"speculative_config: there is no field {unknown[0]}; there are {', '.join(FIELDS)}")
-    for name, nothing in _SERVER.items():
-        if not _is(given.get(name, nothing), nothing):
-            _fail(name, f"be {nothing!r} or absent, since the server decides it", given[name])
     if given.get("model") is not None:
         rule = "be absent here: EAGLEInference.from_pretrained(None, target, fields) loads it"
         _fail("model", rule, given["model"])
+    given = _own(given)
     method = _method(given)
     fields = {"method": method} | _sizes(given, method) | {name: given[name] for name in _SAME if name in given}
     for name, ours in _NAMES.items():
@@ -93,6 +82,7 @@ def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_fields_are_read(given: Mapping[str, Any], made: DraftingOptions) -> None:
     """Raises ValueError for a field that means nothing to the method or strategy that was chosen."""
+    given = _own(given)
     for names, chosen, owners in _OWNED:
         values = made.methods if chosen == "method" else (made.verify_strategy,)
         for name in names:
@@ -100,6 +90,13 @@ def check_fields_are_read(given: Mapping[str, Any], made: DraftingOptions) -> No
             if name in given and given[name] != default and not owners.intersection(values):
                 rule = f"be {default!r} or absent for {chosen}={getattr(made, chosen)!r}, which does not read it"
                 _fail(name, rule, given[name])
+
+
+def _own(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields under the names of `FIELDS`; what a server alone decides is refused unless it says nothing."""
+    given = {str(name): value for name, value in given.items()}
+    has_model = {name: given.pop(name) for name in ("model",) if name in given}  # which is a target elsewhere
+    return read_names("speculative_config", given, FIELDS - {"model"}) | has_model
 
 
 def _method(given: Mapping[str, Any]) -> str:
@@ -126,7 +123,7 @@ def _sizes(given: Mapping[str, Any], method: str) -> dict[str, int]:
         if not (is_integer(count) and count >= 0):
             _fail("num_speculative_tokens", "be an int of at least 0", count)
         for name in (*_OF_TREES, "num_model_steps"):
-            if not _is(given.get(name, 1), 1):
+            if not is_word(given.get(name, 1), 1):
                 _fail(name, "be 1 or absent for method='naive', which has no drafts", given[name])
         return {}
     count, levels = given.get("num_speculative_tokens", 1), given.get("num_model_steps")
@@ -134,6 +131,8 @@ def _sizes(given: Mapping[str, Any], method: str) -> dict[str, int]:
         if not (is_integer(value) and value >= 1):
             _fail(name, "be an int of at least 1", value)
     has_model = method not in ("ngram", "suffix")
+    if "num_speculative_tokens" in given and count < (levels or 1):
+        _fail("num_speculative_tokens", f"be at least num_model_steps = {levels}", count)
     if not has_model and levels not in (None, 1):
         _fail("num_model_steps", f"be 1 or absent for method={method!r}, which has no model", levels)
     tree = {name: given[name] for name in _OF_TREES if name in given}
@@ -162,11 +161,6 @@ def _means_suffix(given: Mapping[str, Any]) -> bool:
     """Returns whether `mtp` stands for suffix decoding: some of its fields say something."""
     is_asked = any(name in given and given[name] != getattr(DraftingOptions, name) for name in _SUFFIX)
     return is_asked and given.get("method") == "mtp" and given.get("mtp_strategy", "default") == "default"
-
-
-def _is(value: Any, wanted: Any) -> bool:
-    """Returns whether two values are equal, and both are truths or neither is."""
-    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
 
 
 def _fail_form(given: Any) -> NoReturn:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...runtime.placement import read_placement
+from ...runtime.placement import DTYPE_NAMES, read_placement
 from ...runtime.values import first_line, is_integer, plain, shown
 from . import head_formats
 from .checkpoint import (
@@ -364,3 +364,15 @@ def end_tokens(value: Any, vocab_size: int | None, of: str | None) -> tuple[int,
         rule = f"cannot come, as the model's tokens are 0..{vocab_size - 1}, and ends no text"
         _logger.warning("%s: eos_token_id %s %s", of, shown(strangers), rule)
     return tuple(token for token in token_ids if token not in strangers)
+
+
+def read_dtype(folder: str | Path) -> str:
+    """Returns the name of the weights' dtype in a model folder's config.json."""
+    folder = Path(folder)
+    with naming(folder):
+        config = read_config(folder)
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        if dtype not in map(str, DTYPE_NAMES):
+            rule = f"name one of {', '.join(DTYPE_NAMES)} for dtype='auto'"
+            raise ModelError(f"config.json: dtype must {rule}, got {dtype!r}")
+    return dtype

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...runtime.values import are_integers, is_integer, plain, shown
 from ..models.tokenizer import Tokenizer
+from .sampling_params import SamplingParams, are_params, read_params
 
-Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
+Prompts = Tensor | str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 Seeds = int | Sequence[int] | Tensor | None
+# how many tokens, or all that requests ask for: of all prompts or of each
+Asked = int | SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
+# of an engine: its tokenizer, for what needs one
+TokenizerFor = Callable[[str], Tokenizer]
 
 
-def read_prompts(input_ids: Prompts, name: str = "generate: input_ids") -> tuple[list[list[int]], bool]:
-    """Returns prompts as lists, at least one, and whether a single one came without a batch axis."""
-    rows = plain(input_ids)
+def read_prompts(
+    input_ids: Prompts, name: str = "generate: input_ids", tokenizer_for: TokenizerFor | None = None
+) -> tuple[list[list[int]], bool]:
+    """Returns prompts as lists of ids, at least one, and whether a single one came without a batch axis."""
+    rows, rule = plain(input_ids), f"{name} must be text, integer ids [L] or [B, L]"
+    if _are_texts(rows) and tokenizer_for is not None:
+        rows = encode_texts(rows, tokenizer_for("a text as a prompt needs"), name)
     if not isinstance(rows, list):
-        raise ValueError(f"{name} must be integer ids [L] or [B, L], got {shown(rows)}; a tokenizer encodes text")
+        raise ValueError(f"{rule} or a list of texts, got {shown(input_ids)}")
     is_single = bool(rows) and not any(isinstance(row, list) for row in rows)
     prompts = [rows] if is_single else rows
     if not prompts:
@@ -28,29 +38,36 @@ def read_prompts(input_ids: Prompts, name: str = "generate: input_ids") -> tuple
             continue
         others = [token for token in prompt if not is_integer(token)] if isinstance(prompt, list) else [prompt]
         if others:
-            held = shown(others[0])
-            raise ValueError(f"{name} must be integer ids [L] or [B, L], but prompt {index} holds {held}")
+            raise ValueError(f"{rule} or a list of texts, but prompt {index} holds {shown(others[0])}")
     return prompts, is_single
 
 
-def read_prompt(token_ids: Sequence[int] | Tensor, name: str) -> list[int]:
+def read_prompt(token_ids: Prompts, name: str, tokenizer_for: TokenizerFor | None = None) -> list[int]:
     """Returns one prompt as a list, which may be empty."""
     rows = plain(token_ids)
-    prompts, is_single = ([rows], True) if rows == [] else read_prompts(rows, name)
+    prompts, is_single = ([rows], True) if rows == [] else read_prompts(token_ids, name, tokenizer_for)
     if not is_single:
-        raise ValueError(f"{name} must be one prompt, [L] token ids, got a batch of {len(prompts)}")
+        raise ValueError(f"{name} must be one prompt, a text or [L] token ids, got a batch of {len(prompts)}")
     return prompts[0]
 
 
-def encode_texts(texts: str | Sequence[str], tokenizer: Tokenizer) -> list[int] | list[list[int]]:
+def encode_texts(
+    texts: str | Sequence[str], tokenizer: Tokenizer, name: str = "stream_text: text"
+) -> list[int] | list[list[int]]:
     """Returns the token ids of one text, or of each of several."""
-    several = [texts] if isinstance(texts, str) else texts
-    if not (isinstance(several, Sequence) and all(isinstance(text, str) for text in several)):
-        raise ValueError(f"stream_text: text must be a string or a list of strings, got {shown(texts)}")
-    prompts = [tokenizer.encode(text) for text in several]
+    texts = plain(texts)
+    if texts != [] and not _are_texts(texts):
+        raise ValueError(f"{name} must be a string or a list of strings, got {shown(texts)}")
+    many = [texts] if isinstance(texts, str) else texts
+    prompts = [tokenizer.encode(text) for text in many]
     if not all(prompts):
-        raise ValueError(f"stream_text: text must hold at least one token, got {several[prompts.index([])]!r}")
+        raise ValueError(f"{name} must hold at least one token, got {many[prompts.index([])]!r}")
     return prompts[0] if isinstance(texts, str) else prompts
+
+
+def _are_texts(value: object) -> bool:
+    is_list = isinstance(value, list) and bool(value)
+    return isinstance(value, str) or is_list and all(isinstance(text, str) for text in value)
 
 
 def read_seeds(seeds: Seeds, count: int, caller: str = "generate", num_samples: int = 1) -> list[int]:
@@ -69,6 +86,14 @@ def read_seeds(seeds: Seeds, count: int, caller: str = "generate", num_samples: 
     return [(seed + sample + 2**63) % 2**64 - 2**63 for seed in seeds for sample in range(num_samples)]
 
 
+class Unset(int):
+    """Marks a number that nobody gave."""
+
+
+# The limit of a call that names none. Where sampling_params say another one, this one was not asked for.
+DEFAULT_TOKENS: int = Unset(128)
+
+
 def read_max_new_tokens(max_new_tokens: int, caller: str = "generate") -> int:
     """Returns the limit, a positive int."""
     max_new_tokens = plain(max_new_tokens)
@@ -76,4 +101,29 @@ def read_max_new_tokens(max_new_tokens: int, caller: str = "generate") -> int:
         raise ValueError(f"{caller}: max_new_tokens must be an int, got {shown(max_new_tokens)}")
     if max_new_tokens < 1:
         raise ValueError(f"{caller}: max_new_tokens must be at least 1, got {max_new_tokens}")
-    return max_new_tokens
+    return int(max_new_tokens)
+
+
+def read_call_params(
+    caller: str, max_new_tokens: Any, sampling_params: Any, count: int, others: Iterable[str]
+) -> list[SamplingParams] | None:
+    """Returns the params of each of `count` prompts, which may be in the place of max_new_tokens; None: there are none.
+
+    others: The fields of sampling that the call names by themselves.
+    """
+    is_in_place = are_params(max_new_tokens)
+    if sampling_params is None and not is_in_place:
+        return None
+    if is_in_place and sampling_params is not None:
+        raise ValueError(f"{caller}: sampling_params must be absent where they are in the place of max_new_tokens")
+    for other in sorted(others):
+        raise ValueError(f"{caller}: {other} must be set in the params that are given, and not beside them")
+    given, name = (max_new_tokens if is_in_place else sampling_params), f"{caller}: sampling_params"
+    many = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    if len(many) != count:
+        raise ValueError(f"{name} must be one for all or one per prompt, got {len(many)} for {count} prompts")
+    params = [read_params(each, name) for each in many]
+    is_limited = not is_in_place and not isinstance(max_new_tokens, Unset)
+    if is_limited and any(each.max_new_tokens != read_max_new_tokens(max_new_tokens, caller) for each in params):
+        raise ValueError(f"{caller}: max_new_tokens must be that of the params that are given, got {max_new_tokens}")
+    return params

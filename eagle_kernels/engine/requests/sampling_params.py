@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...runtime.validated import Rule, Validated, at_least, checked, is_number
-from ...runtime.values import is_integer
+from ...runtime.values import is_integer, several, shown
+from .names import takes_other_names
 
 TOP_P_RULE: Rule = ("lie in (0, 1] (1: off)", lambda share: 0 < share <= 1)
 MIN_P_RULE: Rule = ("lie in 0..1 (0: off)", lambda share: 0 <= share <= 1)
@@ -19,13 +21,16 @@ _LARGEST = torch.finfo(torch.float32).max  # rows hold numbers in fp32
 _FINITE: Rule = ("be a finite int or float", lambda value: is_number(value) and -_LARGEST <= value <= _LARGEST)
 
 
+@takes_other_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Validated):
     """Holds the sampling of one request, and what ends it. A value that breaks its rule raises ValueError.
 
+    Fields may have the names that other engines give them, as max_tokens: `requests/names.py` lists them.
+
     Args:
         temperature: 0 decodes greedily.
-        top_k, top_p, min_p: Filters, applied in this order; 0, 1.0 and 0.0 turn them off.
+        top_k, top_p, min_p: Filters, applied in this order; 0, 1.0 and 0.0 turn them off, as do None and top_k=-1.
         repetition_penalty: Divides the positive logits of tokens in prompt or output, multiplies negative ones; 1: off.
         frequency_penalty: Subtracted from a token's logit once for each time it is in the output; 0: off.
         presence_penalty: Subtracted once from the logit of every token in the output; 0: off.
@@ -33,9 +38,10 @@ class SamplingParams(Validated):
         max_new_tokens: The most new tokens; a request has exactly this many unless something else ends it first.
         min_new_tokens: End tokens and stop_token_ids, at most 64 in all, are not drawn before there are so many new
             tokens, max_new_tokens at most. A stop string ends the request all the same.
-        stop_token_ids: The request ends with the first of these that it emits.
-        stop: The request ends with the token that completes one of these strings, which the text leaves out and the
-            tokens include. Needs the engine's tokenizer.
+        stop_token_ids: The request ends with the first of these that it emits; one id or several.
+        ignore_eos: Whether the configuration's end tokens do not end the request; stop_token_ids do all the same.
+        stop: The request ends with the token that completes this string, or one of several, which the text leaves out
+            and the tokens include. Needs the engine's tokenizer.
         logprobs: Whether to keep the log-probability of every token. True: among the tokens that the filters left, as
             it was drawn (greedy: among all, at temperature 1). "raw": before penalties, temperature and filters.
         top_logprobs: How many of the most likely tokens are kept at the place of every token, with their raw
@@ -47,28 +53,36 @@ class SamplingParams(Validated):
 
     temperature: float = checked(0.0, _FINITE, at_least(0))
     top_k: int = checked(
-        0, ("be an int of at least 0 (0: off), below 2^31", lambda k: is_integer(k) and 0 <= k < 2**31)
+        0, ("be an int of at least 0 (0: off), below 2^31", lambda k: is_integer(k) and 0 <= k < 2**31), off=(-1, None)
     )
-    top_p: float = checked(1.0, _FINITE, TOP_P_RULE)
-    min_p: float = checked(0.0, _FINITE, MIN_P_RULE)
-    repetition_penalty: float = checked(1.0, _FINITE, ("be above 0 (1: off)", lambda penalty: penalty > 0))
-    frequency_penalty: float = checked(0.0, _FINITE)
-    presence_penalty: float = checked(0.0, _FINITE)
+    top_p: float = checked(1.0, _FINITE, TOP_P_RULE, off=(None,))
+    min_p: float = checked(0.0, _FINITE, MIN_P_RULE, off=(None,))
+    repetition_penalty: float = checked(1.0, _FINITE, ("be above 0 (1: off)", lambda penalty: penalty > 0), off=(None,))
+    frequency_penalty: float = checked(0.0, _FINITE, off=(None,))
+    presence_penalty: float = checked(0.0, _FINITE, off=(None,))
     seed: int | None = checked(
         None, ("be None or an int of 64 bits", lambda seed: is_integer(seed) and -(2**63) <= seed < 2**63)
     )
     max_new_tokens: int = checked(128, ("be an int of at least 1", lambda count: is_integer(count) and count >= 1))
-    min_new_tokens: int = checked(0, ("be an int of at least 0", lambda count: is_integer(count) and count >= 0))
+    min_new_tokens: int = checked(
+        0, ("be an int of at least 0", lambda count: is_integer(count) and count >= 0), off=(None,)
+    )
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = checked(False, ("be True or False", lambda flag: isinstance(flag, bool)))
     logprobs: bool | str = checked(
-        False, ("be True, False or 'raw'", lambda kind: isinstance(kind, bool) or kind == "raw")
-    )
+        False,
+        ("be True, False or 'raw'; top_logprobs=N adds the N likeliest tokens",
+         lambda kind: isinstance(kind, bool) or kind == "raw"),
+        off=(None,),
+    )  # fmt: skip
     top_logprobs: int = checked(
-        0, (f"be an int in 0..{MOST_TOP_LOGPROBS}", lambda count: is_integer(count) and 0 <= count <= MOST_TOP_LOGPROBS)
+        0,
+        (f"be an int in 0..{MOST_TOP_LOGPROBS}", lambda count: is_integer(count) and 0 <= count <= MOST_TOP_LOGPROBS),
+        off=(None,),
     )
     logprob_start_len: int | None = checked(
-        None, ("be None or an int of at least 0", lambda start: is_integer(start) and start >= 0)
+        None, ("be None or an int of at least 0", lambda start: is_integer(start) and start >= 0), off=(-1,)
     )
     drafter: str | None = checked(None, ("be None or a method's name", lambda name: isinstance(name, str)))
 
@@ -78,10 +92,9 @@ class SamplingParams(Validated):
             ("stop_token_ids", is_integer, "token ids"),
             ("stop", lambda text: isinstance(text, str) and text != "", "strings that are not empty"),
         ):
-            value = getattr(self, name)
-            is_list = isinstance(value, (tuple, list, set, frozenset)) and all(map(is_kind, value))
-            self._require(is_list, name, f"be a tuple of {kind}")
-            object.__setattr__(self, name, tuple(value))
+            value = several(getattr(self, name)) or ()
+            self._require(all(map(is_kind, value)), name, f"be a tuple of {kind}")
+            object.__setattr__(self, name, value)
         rule = f"be at most max_new_tokens = {self.max_new_tokens}"
         self._require(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", rule)
 
@@ -105,6 +118,22 @@ class SamplingParams(Validated):
 
 
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+
+
+def read_params(params: Any, name: str) -> SamplingParams:
+    """Returns the params that a caller gives, as such or as a mapping of their fields."""
+    if isinstance(params, Mapping):
+        return SamplingParams(**{str(field): value for field, value in params.items()})
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"{name} must be SamplingParams or a dict of its fields, got {shown(params)}")
+    return params
+
+
+def are_params(value: Any) -> bool:
+    """Returns whether a value stands for params, or for several of them."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(are_params, value))
+    return isinstance(value, (SamplingParams, Mapping))
 
 
 class Features(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,13 +12,14 @@ from typing import Any
 
 import torch
 
-from ...runtime.values import is_integer, read_flag
+from ...runtime.values import is_integer, is_word, read_flag, scalar
 from ..config.eagle_config import EAGLEConfig
-from ..requests.inputs import Prompts, Seeds, read_prompts
-from ..requests.sampling_params import SamplingParams
+from ..requests.inputs import Asked, Prompts, Seeds, Unset, read_prompts
+from ..requests.sampling_params import Features, SamplingParams, are_params
 from .latency import percentiles, time_requests
 from .output import GenerationStats
-from .session import Session
+from .progress import progress_bar
+from .session import Session, read_fields
 from .stream import TokenStream, open_stream
 from .warmup import warm_up
 
@@ -157,23 +157,29 @@ def benchmark(
     session: Session,
     config: EAGLEConfig,
     prompts: Prompts,
-    max_new_tokens: int,
+    max_new_tokens: Asked,
     batch_size: int,
     seeds: Seeds,
     progress: bool | None,
     overrides: dict[str, Any],
 ) -> BenchmarkResult:
     """Checks the arguments of a call, and measures it."""
-    prompts, _ = read_prompts(prompts, "benchmark: prompts")
+    prompts, _ = read_prompts(prompts, "benchmark: prompts", session.tokenizer_for)
+    batch_size = scalar(batch_size)
     if not (is_integer(batch_size) and batch_size >= 1):
         raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
     if progress is not None:
         read_flag("benchmark: progress", progress)
     if "speculative" in overrides:
         raise ValueError("benchmark: speculative must not be given, since both ways are measured")
-    batch_size = min(batch_size, len(prompts))
+    batch_size, sampling_params = min(batch_size, len(prompts)), overrides.pop("sampling_params", None)
+    overrides = read_fields("benchmark", config, overrides)
     overrides.setdefault("max_batch", max(config.max_batch, batch_size))
-    config, params = session.read_call("benchmark", len(prompts), max_new_tokens, seeds, config, overrides)
+    if sampling_params is not None or are_params(max_new_tokens):
+        seeds = Unset(0) if is_word(seeds, 0) else seeds  # the default of this method, for those that have none
+    call = max_new_tokens, seeds, config, overrides, 1, sampling_params
+    config, params = session.read_call("benchmark", len(prompts), *call)
+    config = replace(config, temperature=max(each.temperature for each in params))
     return _measure(session, config, prompts, params, batch_size, progress)
 
 
@@ -188,7 +194,7 @@ def _measure(
     """Decodes every batch both ways, one right after the other, so that disturbances of the machine affect both."""
     config = replace(config, share_prefixes=False)  # prompts are decoded several times, and read each time
     batches = [slice(start, start + batch_size) for start in range(0, len(prompts), batch_size)]
-    max_new_tokens, device = params[0].max_new_tokens, session.device
+    max_new_tokens, device = max(each.max_new_tokens for each in params), session.device
 
     def open_batch(batch: slice, speculative: bool, wanted: Sequence[SamplingParams] = params) -> TokenStream:
         together = [list(prompt) for prompt in prompts[batch]]
@@ -201,36 +207,27 @@ def _measure(
                 rule = f"let batches of {max_new_tokens} new tokens fit into the pools and max_batch={config.max_batch}"
                 advice = "kv_cache_bytes makes the pools larger"
                 raise ValueError(f"benchmark: batch_size must {rule}, got {batch_size}; {advice}")
-    most = min(8, max_new_tokens)
-    few = [replace(each, max_new_tokens=most, min_new_tokens=min(each.min_new_tokens, most), seed=0) for each in params]
+    few = []
+    for each in params:
+        most = min(8, each.max_new_tokens)
+        few.append(replace(each, max_new_tokens=most, min_new_tokens=min(each.min_new_tokens, most), seed=0))
+    kinds = list({Features.of([each]): each for each in params}.values())
     for speculative in (True, False):  # compiles, captures and warms up
         with session.alone("benchmark", config):
             for _ in open_batch(batches[0], speculative, few):
                 pass
             if device.type == "cuda":
-                warm_up(session, config, params[:1], batch_size, speculative)
+                warm_up(session, config, kinds, batch_size, speculative)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     runs = {True: Decoding(), False: Decoding()}
     identical = 0
-    with session.alone("benchmark", config):
-        for batch in _progress(batches, progress):
+    with session.alone("benchmark", config), progress_bar("benchmark", len(batches), "batch", progress) as bar:
+        for batch in batches:
             texts = [run.add(partial(open_batch, batch, speculative)) for speculative, run in runs.items()]
             identical += texts[0] == texts[1]
+            bar.update()
     share = identical / len(batches) if config.keeps_text else None
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     results = runs[True].result(), runs[False].result()
     return BenchmarkResult(len(prompts), batch_size, config.max_batch, max_new_tokens, *results, share, peak)
-
-
-def _progress(batches: list[slice], wanted: bool | None):
-    """Returns the batches, with a progress bar if `wanted`; None: only where stderr is a terminal."""
-    if wanted is False or (wanted is None and not sys.stderr.isatty()):
-        return batches
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        if wanted:
-            raise ValueError("benchmark: a progress bar needs tqdm: pip install tqdm") from None
-        return batches
-    return tqdm(batches, unit="batch")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...runtime.values import shown
 from ..batch.kv_pool import KVPool, PrefillAttend
 from ..batch.memory import check_fits, count_pages, workspace_bytes
 from ..batch.state import BatchState
@@ -20,7 +21,8 @@ from ..drafters.suffix_cache import SuffixCache
 from ..models.pairing import check_deterministic, check_method, check_trees
 from ..models.protocol import DraftModel, TargetModel
 from ..models.tokenizer import Tokenizer
-from ..requests.inputs import Seeds, read_max_new_tokens, read_seeds
+from ..requests.inputs import Seeds, Unset, read_call_params, read_max_new_tokens, read_seeds
+from ..requests.names import read_names
 from ..requests.request import Request, StopStrings, TokenEvent
 from ..requests.sampling_params import MOST_ENDS, SAMPLING_FIELDS, SamplingParams
 from ..step.plan import StepPlan, plan_steps
@@ -32,6 +34,8 @@ _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
 # the fields that steps depend on: all but those of single requests, those that determine the pools, and those between
 _OTHER_FIELDS = (*SAMPLING_FIELDS, *_POOL_FIELDS, "eos_token_ids", "max_length", "max_step_ms", "share_prefixes")
 _STEP_FIELDS = tuple(name for name in CONFIG_FIELDS if name not in _OTHER_FIELDS)
+# the fields that a call may override; seeds differ from prompt to prompt
+_CALL_FIELDS = frozenset((*CONFIG_FIELDS, *SAMPLING_FIELDS)) - {"seed"}
 
 
 class Session:
@@ -75,12 +79,10 @@ class Session:
         return self.tokenizer
 
     def read_overrides(self, caller: str, config: EAGLEConfig, overrides: dict[str, Any]) -> tuple[EAGLEConfig, dict]:
-        """Returns the configuration of a call, and what its requests ask for: its sampling and the overrides."""
-        if caller != "warmup" and "seed" in overrides:
-            raise ValueError(f"{caller}: takes seeds=, one for all or one per prompt, not seed=")
-        unknown = sorted(overrides.keys() - ({*CONFIG_FIELDS, *SAMPLING_FIELDS} - {"seed"}))
-        if unknown:
-            raise ValueError(f"{caller}: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
+        """Returns the configuration of a call, and what its requests ask for: its sampling and the overrides.
+
+        overrides: What `read_fields` returns.
+        """
         of_config = {name: value for name, value in overrides.items() if name in CONFIG_FIELDS}
         config = replace(config, **of_config) if of_config else config
         policy = overrides.get("accept_policy", config.accept_policy)
@@ -94,24 +96,41 @@ class Session:
         self,
         caller: str,
         count: int,
-        max_new_tokens: int,
+        max_new_tokens: Any,
         seeds: Seeds,
         config: EAGLEConfig,
         overrides: dict[str, Any],
         num_samples: int = 1,
+        sampling_params: Any = None,
     ) -> tuple[EAGLEConfig, list[SamplingParams]]:
-        """Returns the configuration of a call and the parameters of its requests, which differ in their seeds alone."""
+        """Returns the configuration of a call, and the parameters of its requests, num_samples for each prompt.
+
+        Without params, in the place of max_new_tokens or as sampling_params, requests differ in their seeds alone.
+        """
+        overrides = read_fields(caller, config, overrides)
         config, sampling = self.read_overrides(caller, config, overrides)
-        sampling["max_new_tokens"] = read_max_new_tokens(max_new_tokens, caller)
-        seeds = read_seeds(seeds, count, caller, num_samples)
-        return config, [SamplingParams(**sampling, seed=seed) for seed in seeds]
+        asked = overrides.keys() & {*SAMPLING_FIELDS}
+        params = read_call_params(caller, max_new_tokens, sampling_params, count, asked)
+        if params is None:
+            sampling["max_new_tokens"] = read_max_new_tokens(max_new_tokens, caller)
+            return config, [SamplingParams(**sampling, seed=s) for s in read_seeds(seeds, count, caller, num_samples)]
+        if seeds is not None and not isinstance(seeds, Unset) and any(each.seed is not None for each in params):
+            raise ValueError(f"{caller}: seeds must be None where params have a seed, got {shown(seeds)}")
+        of_prompts = [None] * count if seeds is None else read_seeds(seeds, count, caller)
+        return config, [
+            replace(each, seed=seed)
+            for each, first in zip(params, of_prompts)
+            for seed in read_seeds(first if each.seed is None else each.seed, 1, caller, num_samples)
+        ]
 
     def make_request(self, number: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig) -> Request:
         """Returns a request with this configuration; raises ValueError if its parameters cannot be served."""
         stop = StopStrings(params.stop, self.tokenizer_for("stop strings need"), prompt) if params.stop else None
         self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
-        ends = frozenset(config.eos_token_ids or ()) | frozenset(params.stop_token_ids)
-        reason = config.why_not_served(params)
+        ends = frozenset(() if params.ignore_eos else config.eos_token_ids or ()) | frozenset(params.stop_token_ids)
+        start, reason = params.logprob_start_len, config.why_not_served(params)
+        if start is not None and start >= len(prompt) > 0:
+            reason = f"logprob_start_len must be below the {len(prompt)} tokens of its prompt, got {start}"
         if reason is None and params.min_new_tokens and len(ends) > MOST_ENDS:
             reason = f"min_new_tokens serves at most {MOST_ENDS} end tokens, got {len(ends)}"
         if reason:
@@ -283,6 +302,12 @@ class Session:
         for token in token_ids:
             if not 0 <= token < self.target.vocab_size:
                 raise ValueError(f"{name} must lie in 0..{self.target.vocab_size - 1}, got {token}")
+
+
+def read_fields(caller: str, config: EAGLEConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Returns overrides of a configuration by the names of its fields and of `SamplingParams`; refuses others."""
+    where = " in EAGLEConfig or SamplingParams"
+    return read_names(caller, overrides, _CALL_FIELDS, where=where, temperature=config.temperature)
 
 
 def _pools_of(config: EAGLEConfig) -> tuple:

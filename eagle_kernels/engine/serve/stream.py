@@ -15,10 +15,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ...runtime.values import first_line, is_integer, read_flag
+from ...runtime.values import first_line, is_integer, read_flag, scalar
 from ..config.eagle_config import EAGLEConfig
 from ..models.tokenizer import Tokenizer
-from ..requests.inputs import Prompts, Seeds, read_prompts
+from ..requests.inputs import Asked, Prompts, Seeds, read_prompts
 from ..requests.request import Request, TokenEvent
 from ..requests.sampling_params import Features, SamplingParams
 from ..step.phases import synchronize
@@ -168,8 +168,8 @@ class TokenStream(_Stream[TokenEvent]):
         stats.plain_step_ms = self._session.plain_step_ms.get(stats.num_requests)
         tokens = [list(request.output_ids) for request in requests]
         output = GenerationOutput(tokens[0] if self.is_single else tokens, stats)
-        for name in requests[0].params.scores:
-            asked = [list(getattr(request, name)) for request in requests]
+        for name in {name: None for request in requests for name in request.params.scores}:
+            asked = [list(getattr(each, name)) if name in each.params.scores else None for each in requests]
             setattr(output, name, asked[0] if self.is_single else asked)
         return output
 
@@ -294,7 +294,8 @@ def open_call(
     config: EAGLEConfig,
     caller: str,
     input_ids: Prompts,
-    max_new_tokens: int,
+    max_new_tokens: Asked,
+    sampling_params: Asked | None,
     n: int,
     seeds: Seeds,
     speculative: bool,
@@ -302,10 +303,12 @@ def open_call(
 ) -> TokenStream:
     """Returns the stream of a call with these arguments; see `EAGLEInference.generate`."""
     read_flag(f"{caller}: speculative", speculative)
-    prompts, is_single = read_prompts(input_ids, f"{caller}: input_ids")
+    prompts, is_single = read_prompts(input_ids, f"{caller}: input_ids", session.tokenizer_for)
+    n = scalar(n)
     if not (is_integer(n) and n >= 1):
         raise ValueError(f"{caller}: n must be an int of at least 1, got {n!r}")
-    config, params = session.read_call(caller, len(prompts), max_new_tokens, seeds, config, overrides, n)
+    asked = max_new_tokens, seeds, config, overrides, n, sampling_params
+    config, params = session.read_call(caller, len(prompts), *asked)
     prompts = [prompt for prompt in prompts for _ in range(n)]
     return open_stream(session, prompts, params, config, speculative, is_single and n == 1, caller, n)
 

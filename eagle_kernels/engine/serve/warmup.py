@@ -12,10 +12,10 @@ import torch
 from ...runtime.values import is_integer, read_flag
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..models.protocol import ModelError
-from ..requests.sampling_params import SAMPLING_FIELDS, Features, SamplingParams
+from ..requests.sampling_params import SAMPLING_FIELDS, Features, SamplingParams, read_params
 from ..step.runner import buckets
 from .scheduler import Scheduler
-from .session import Session
+from .session import Session, read_fields
 from .stream import open_stream
 from .threads import few_threads
 
@@ -39,8 +39,8 @@ def warm_up_call(
 ) -> None:
     """Checks the arguments of a call, and prepares the session for it."""
     read_flag("warmup: speculative", speculative)
-    for other in (each for each in params if not isinstance(each, SamplingParams)):
-        raise ValueError(f"warmup: params must be SamplingParams, got {other!r}")
+    params = [read_params(each, "warmup: params") for each in params]
+    overrides = read_fields("warmup", config, overrides)
     config, sampling = session.read_overrides("warmup", config, overrides)
     own = sorted(overrides.keys() - {*CONFIG_FIELDS})
     if params and own:
@@ -68,8 +68,9 @@ def warm_up(
     for wanted in params:
         # Prompts and first tokens only. Steps are run below, one runner after another, since an automatic choice must
         # learn nothing from such prompts.
-        least = min(wanted.min_new_tokens, 1)
-        first = replace(wanted, seed=0, max_new_tokens=1, min_new_tokens=least, stop_token_ids=(), stop=())
+        least, start = min(wanted.min_new_tokens, 1), None if wanted.logprob_start_len is None else 0
+        first = replace(wanted, seed=0, max_new_tokens=1, min_new_tokens=least, logprob_start_len=start)
+        first = replace(first, stop_token_ids=(), stop=())
         # each by itself, and all at once, which may be other kernels
         for together in (*([prompt] for prompt in prompts), prompts):
             _draw_first(session, config, together, [first] * len(together), speculative)

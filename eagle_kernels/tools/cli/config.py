@@ -25,6 +25,9 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--min-p", type=float, default=0.0, help="drop tokens below this share of the best (default: 0)"
     )
+    command.add_argument(
+        "--ignore-eos", action="store_true", help="go on behind end tokens, up to the number of new tokens"
+    )
     command.add_argument("--topk", type=int, help=f"branching of the draft tree (default: {defaults.topk})")
     command.add_argument("--num-steps", type=int, help=f"levels of the draft tree (default: {defaults.num_steps})")
     command.add_argument("--num-draft-tokens", type=int, help="nodes verified in a step, with the root (default: 32)")
@@ -88,6 +91,7 @@ def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
+        eos_token_ids=() if arguments.ignore_eos else None,
         accept_policy=arguments.accept_policy,
         simulated_accept_length=arguments.simulated_accept_length,
         simulated_accept_rates=arguments.simulated_accept_rates,

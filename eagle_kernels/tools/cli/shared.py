@@ -13,11 +13,9 @@ import torch
 from ...engine.inference import EAGLEInference
 from ...engine.models import loading
 from ...engine.models.tokenizer import Tokenizer, load_tokenizer
-from ...runtime.placement import choose_device, read_device
+from ...runtime.placement import DTYPE_NAMES, choose_device, read_device
 from ..inspection import read_prompts_file
 from .config import read_config
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_machine_arguments(command: argparse.ArgumentParser, dtype: str | None = "float32") -> None:
@@ -26,7 +24,9 @@ def add_machine_arguments(command: argparse.ArgumentParser, dtype: str | None = 
         "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)"
     )
     default = dtype or "bfloat16 on GPUs, else float32"
-    command.add_argument("--dtype", choices=_DTYPES, default=dtype, help=f"dtype of the weights (default: {default})")
+    command.add_argument(
+        "--dtype", choices=DTYPE_NAMES, default=dtype, help=f"dtype of the weights (default: {default})"
+    )
     command.add_argument(
         "--check-weights",
         action=argparse.BooleanOptionalAction,
@@ -40,7 +40,7 @@ def read_machine(arguments: argparse.Namespace) -> tuple[torch.device, torch.dty
     """Chooses the device and the dtype of the weights."""
     is_free = arguments.device == "auto"
     device = choose_device(_warn) if is_free else read_device("--device", arguments.device, "auto")
-    return device, _DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    return device, DTYPE_NAMES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
 
 
 def load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenizer]:

@@ -260,11 +260,11 @@ def test_many_short_requests_through_a_small_pool(count, device):
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
         ({"seed": 2**63}, "seed must be None or an int of 64 bits"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an int of at least 1, got 0"),
-        ({"stop": "abc"}, "stop must be a tuple of strings that are not empty, got 'abc'"),
+        ({"stop": b"abc"}, "stop must be a tuple of strings that are not empty, got b'abc'"),
         ({"stop": ("",)}, "stop must be a tuple"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids must be a tuple of token ids"),
-        ({"logprobs": 1}, "logprobs must be True, False or 'raw', got 1"),
-        ({"logprobs": "all"}, "logprobs must be True, False or 'raw', got 'all'"),
+        ({"logprobs": 1}, "logprobs must be True, False or 'raw'; top_logprobs=N adds the N likeliest tokens, got 1"),
+        ({"logprobs": "all"}, "logprobs must be True, False or 'raw'.*, got 'all'"),
     ],
 )
 def test_bad_parameters_are_named(values, message):

@@ -1,0 +1,277 @@
+"""Names that vLLM, SGLang, transformers and OpenAI's interface have for what the engine calls otherwise or has not.
+
+A call takes the names of others where they mean the same, and takes what says nothing where it says nothing. Anything
+else is refused by name. Values are kept under the engine's own names alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeVar
+
+from ...runtime.validated import is_number
+from ...runtime.values import is_word, scalar, shown
+
+Class = TypeVar("Class", bound=type)
+
+# Names of one thing: whatever takes one of them takes all.
+_SAME = (
+    ("max_new_tokens", "max_tokens", "max_completion_tokens"),
+    ("min_new_tokens", "min_tokens"),
+    ("eos_token_ids", "eos_token_id"),
+    ("stop", "stop_strings"),
+    ("top_logprobs", "top_logprobs_num"),
+    ("n", "num_return_sequences"),
+    ("seeds", "seed"),
+    ("progress", "use_tqdm"),
+    ("sampling_params", "params"),
+    ("input_ids", "prompts", "prompt", "inputs", "text", "token_ids", "prompt_token_ids"),
+    ("topk", "speculative_eagle_topk"),
+    ("num_steps", "speculative_num_steps"),
+    ("num_draft_tokens", "speculative_num_draft_tokens"),
+    ("max_batch", "max_num_seqs", "max_running_requests"),
+    ("max_length", "max_model_len", "context_length"),
+    ("page_size", "block_size"),
+    ("share_prefixes", "enable_prefix_caching"),
+    ("draft", "draft_model", "speculative_model", "speculative_draft_model_path", "assistant_model"),
+    ("target", "target_model", "model", "model_path", "pretrained_model_name_or_path"),
+    ("config", "speculative_config"),
+    ("dtype", "torch_dtype"),
+)
+# Names that are taken where they say nothing: at None and at these values. Otherwise: what holds instead.
+_SAYS_NOTHING = (
+    ("num_beams num_beam_groups beam_width", (1,), "there is no beam search"),
+    ("use_beam_search early_stopping", (False,), "there is no beam search"),
+    ("length_penalty", (1,), "there is no beam search"),
+    ("diversity_penalty", (0,), "there is no beam search"),
+    ("n num_return_sequences best_of", (1,), "n of generate, stream and stream_text draws several samples"),
+    ("return_dict_in_generate", (False,), "generate returns output_ids and stats"),
+    ("output_scores output_logits return_logprob", (False,),
+     "logprobs, top_logprobs and logprob_start_len ask for scores"),
+    ("output_attentions output_hidden_states return_hidden_states", (False,),
+     "generate returns tokens and their scores"),
+    ("prompt_logprobs", (), "logprob_start_len=0 scores the prompt, and top_logprobs=N adds the N likeliest tokens"),
+    ("token_ids_logprob logprob_token_ids", (), "top_logprobs=N has the N likeliest tokens"),
+    ("skip_special_tokens", (True,), "output_ids hold special tokens, texts leave them out"),
+    ("spaces_between_special_tokens detokenize", (True, False), "texts leave special tokens out"),
+    ("clean_up_tokenization_spaces", (False,), "texts are what the tokens say"),
+    ("include_stop_str_in_output no_stop_trim", (False,), "output_ids hold the stop string, text leaves it out"),
+    ("stream", (False,), "stream and stream_text of the engine yield tokens and text as they come"),
+    ("streamer", (), "stream and stream_text of the engine yield tokens and text as they come"),
+    ("use_cache", (True,), "keys and values are always kept"),
+    ("attention_mask pad_token_id padding_side", (), "prompts are lists of any lengths, without padding"),
+    ("bos_token_id forced_bos_token_id forced_eos_token_id decoder_start_token_id", (),
+     "a prompt is read as it is, and end tokens are eos_token_ids and stop_token_ids"),
+    ("min_length", (0,), "min_new_tokens counts new tokens alone"),
+    ("generation_config", (), "its fields are arguments of their own"),
+    ("custom_generate stopping_criteria max_time", (), "stream can be left at any token, and submit has abort"),
+    ("logits_processor logits_processors custom_logit_processor custom_params extra_args vllm_xargs", (),
+     "there are the fields of SamplingParams alone"),
+    ("logit_bias bad_words bad_words_ids allowed_token_ids suppress_tokens begin_suppress_tokens sequence_bias",
+     ((), [], {}), "tokens cannot be banned or favoured"),
+    ("no_repeat_ngram_size encoder_no_repeat_ngram_size", (0,),
+     "there are repetition, frequency and presence penalties"),
+    ("encoder_repetition_penalty", (1,), "there are repetition, frequency and presence penalties"),
+    ("typical_p", (1,), "top_k, top_p and min_p filter; EAGLEConfig has verify_strategy='typical'"),
+    ("epsilon_cutoff eta_cutoff top_h penalty_alpha", (0,), "top_k, top_p and min_p filter"),
+    ("renormalize_logits remove_invalid_values", (False,), "log-probabilities are always normalised"),
+    ("guided_decoding structured_outputs response_format json_schema regex ebnf structural_tag stop_regex", (),
+     "there are no grammars; stop takes strings"),
+    ("prompt_lookup_num_tokens num_assistant_tokens", (), "EAGLEConfig.chain(N, method='ngram') has N drafts a step"),
+    ("lora_request lora_path lora_id priority truncate_prompt_tokens prompt_embeds input_embeds inputs_embeds "
+     "image_data multi_modal_data", (), "a request is token ids and SamplingParams"),
+    ("add_special_tokens", (), "pass the token ids of a tokenizer of your own"),
+    ("output_kind", (), "generate returns all tokens, stream each one"),
+    # whole engines
+    ("tensor_parallel_size tp_size pipeline_parallel_size pp_size data_parallel_size dp_size ep_size "
+     "expert_parallel_size draft_tensor_parallel_size decode_context_parallel_size nnodes", (1,),
+     "an engine has one device"),
+    ("device_map", (), "device names the one device of both models"),
+    ("load_in_4bit load_in_8bit trust_remote_code", (False,),
+     "weights are read as they are, and no remote code is run"),
+    ("quantization quantization_config quantize torchao_config", (), "weights have the dtype that dtype names"),
+    ("load_format kv_cache_dtype", ("auto",),
+     "weights and caches have the dtype that dtype names"),
+    ("revision code_revision download_dir cache_dir token", (), "models are folders of this machine"),
+    ("gpu_memory_utilization mem_fraction_static", (), "kv_cache_bytes of EAGLEConfig sets the size of the pools"),
+    ("swap_space cpu_offload_gb", (0,), "models and pools stay on their device"),
+    ("enforce_eager disable_cuda_graph", (False,), "cuda_graph=False of EAGLEConfig turns CUDA graphs off"),
+    ("disable_radix_cache", (False,), "share_prefixes=False of EAGLEConfig reads every prompt anew"),
+    ("max_num_batched_tokens chunked_prefill_size max_prefill_tokens", (),
+     "prefill_chunk of EAGLEConfig is the most prompt tokens read at a time"),
+    ("enable_chunked_prefill", (True,), "prompts are read in chunks, see prefill_chunk of EAGLEConfig"),
+    ("attention_backend attn_implementation sampling_backend moe_backend", ("auto",),
+     "EAGLE_KERNELS_BACKEND names the backend of all ops"),
+    ("speculative_algorithm speculative_algo", (),
+     "method of EAGLEConfig is 'eagle', 'mtp', 'draft_model', 'ngram', ..."),
+    ("num_speculative_tokens num_lookahead_tokens", (),
+     "EAGLEConfig.chain(N) drafts N tokens, and from_speculative_config reads servers' fields"),
+    ("speculative_accept_threshold_single speculative_accept_threshold_acc", (1,),
+     "verify_strategy='typical' and 'topp' are the lossy rules"),
+    ("speculative_token_map", (), "a head has its own vocabulary"),
+    # what servers decide about drafts
+    ("num_gpu_block_expand_ratio", (1.0,), "the server decides it"),
+    ("enf_gen_phase_tag enable_draft_logprob", (False,), "the server decides it"),
+    ("disable_by_batch_size speculative_disable_by_batch_size", (),
+     "max_spec_batch of EAGLEConfig is the most requests with drafts"),
+    ("disable_logprobs disable_mqa_scorer", (True, False), "logprobs of SamplingParams are those of the target"),
+    ("disable_padded_drafter_batch parallel_drafting use_local_argmax_reduction use_heterogeneous_vocab", (False,),
+     "the engine decides how it drafts"),
+    ("draft_load_config", (), "weights are read as they are"),
+    ("speculative_token_tree", (), "topk, num_steps and num_draft_tokens make the tree"),
+    ("posterior_threshold posterior_alpha typical_acceptance_sampler_posterior_threshold "
+     "typical_acceptance_sampler_posterior_alpha", (),
+     "verify_strategy='typical' has typical_epsilon and typical_delta"),
+    ("synthetic_acceptance_rate synthetic_acceptance_rates", (), "simulated_accept_length and _rates of EAGLEConfig"),
+)  # fmt: skip
+_NAMED = {name: names for names in _SAME for name in names}
+_NOTHING = {name: (words, instead) for names, words, instead in _SAYS_NOTHING for name in names.split()}
+# whose names are known: a class or a call, and its own names
+_OWNERS: dict[str, frozenset[str]] = {}
+# those whose names are fields
+_RECORDS = {"speculative_config"}
+
+
+class UnknownName(TypeError, ValueError):
+    """Says that something was named that there is not: a TypeError to Python, and a ValueError as all bad input."""
+
+
+def read_names(
+    owner: str,
+    given: Mapping[str, Any],
+    own: Collection[str],
+    *,
+    where: str = "",
+    placed: Mapping[str, Any] | None = None,
+    is_copy: bool = False,
+    takes_rest: bool = False,
+    temperature: float = 0.0,
+) -> dict[str, Any]:
+    """Returns what was given by the owner's own names.
+
+    Args:
+        owner: What the errors name.
+        given: Values by name.
+        own: The owner's names.
+        where: Words of an error behind a name that there is not.
+        placed: Arguments that were given by position.
+        is_copy: Whether the own names come from a copy, as with `dataclasses.replace`: other names then change it.
+        takes_rest: Whether names that the owner does not know stay as they are, for others to read.
+        temperature: That of the owner, where none is given.
+
+    Raises:
+        UnknownName: There is no such name.
+        ValueError: A name asks for what there is not, or contradicts another name.
+    """
+    read = {name: value for name, value in given.items() if name in own}
+    known = dict(placed or {}) if is_copy else {**(placed or {}), **read}
+    for name, value in given.items():
+        if name in own:
+            continue
+        ours = own_name(name, own)
+        if ours is not None:
+            if ours in known and not _agree(known[ours], value):
+                raise ValueError(
+                    f"{owner}: {name} must agree with {ours} = {shown(known[ours])}, since both mean the same, "
+                    f"got {shown(value)}"
+                )
+            known[ours] = value
+            if ours not in (placed or {}):
+                read[ours] = value
+        elif takes_rest:
+            read[name] = value
+        elif name == "do_sample" and "temperature" in own:
+            _check_do_sample(owner, value, scalar(given.get("temperature", temperature)))
+        elif name in _NOTHING:
+            words, instead = _NOTHING[name]
+            if not any(is_word(value, word) for word in (None, *words)):
+                rule = " or ".join(repr(word) for word in words if word not in ((), [], {})) or "None"
+                raise ValueError(f"{owner}: {name} must be {rule} or absent, since {instead}, got {shown(value)}")
+        else:
+            _fail_unknown(owner, str(name), own, where)
+    return read
+
+
+def takes_other_names(cls: Class) -> Class:
+    """Lets a dataclass, or the methods of a class, be called by the names of others as well."""
+    is_record = is_dataclass(cls)
+    _RECORDS.update([cls.__name__] if is_record else [])
+    methods = {name: kept for name, kept in vars(cls).items() if name == "__init__" or name[0] != "_" and not is_record}
+    for name, kept in methods.items():
+        function = kept.__func__ if isinstance(kept, classmethod) else kept
+        if not inspect.isfunction(function):
+            continue
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        order = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        if is_record or not _NAMED.keys().isdisjoint(order):
+            owner = {"__init__": cls.__name__, "from_pretrained": f"{cls.__name__}.{name}"}.get(name, name)
+            takes_rest = any(each.kind == each.VAR_KEYWORD for each in parameters)
+            reading = _reading(function, owner, order, is_record=is_record, takes_rest=takes_rest)
+            setattr(cls, name, classmethod(reading) if isinstance(kept, classmethod) else reading)
+    return cls
+
+
+def _reading(function: Any, owner: str, order: list[str], *, is_record: bool, takes_rest: bool) -> Any:
+    """Returns a function that is called with its own names, whichever it was called with."""
+    own = frozenset(order)
+    _OWNERS[owner] = own
+
+    @functools.wraps(function)
+    def call(*args: Any, **given: Any) -> Any:
+        if not given.keys() <= own:
+            given = read_names(
+                owner,
+                given,
+                own,
+                placed=dict(zip(order, args[1:])),
+                is_copy=is_record and own <= given.keys(),
+                takes_rest=takes_rest,
+            )
+        return function(*args, **given)
+
+    return call
+
+
+def own_name(name: str, own: Collection[str]) -> str | None:
+    """Returns what the owner calls a thing of this name, if it has it."""
+    return next((ours for ours in _NAMED.get(name, (name,)) if ours in own), None)
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Returns whether two values are the same, as far as that can be told without reading tensors."""
+    one, other = scalar(one), scalar(other)
+    if one is other:
+        return True
+    return type(one) is type(other) and isinstance(one, (int, float, str, tuple, list, dict)) and one == other
+
+
+def _check_do_sample(owner: str, wanted: Any, temperature: Any) -> None:
+    """Checks the flag against the temperature, which alone decides."""
+    if wanted is None or not is_number(temperature):
+        return
+    if not isinstance(wanted, bool):
+        raise ValueError(f"{owner}: do_sample must be True or False, got {shown(wanted)}")
+    if wanted != (temperature > 0):
+        effect = "samples; temperature=0 decodes greedily" if temperature > 0 else "decodes greedily; 1.0 samples"
+        raise ValueError(f"{owner}: do_sample must agree with temperature={temperature}, which {effect}, got {wanted}")
+
+
+def _fail_unknown(owner: str, name: str, own: Collection[str], where: str) -> NoReturn:
+    """Says what might have been meant, or where there is such a name."""
+    kind = "field" if where or owner in _RECORDS else "argument"
+    told = f"{owner}: there is no {kind} {name}{where}"
+    homes = [(home, own_name(name, names)) for home, names in _OWNERS.items() if home != owner]
+    home = next(((home, theirs) for home, theirs in homes if theirs), None)
+    if home is not None:
+        raise UnknownName(f"{told}; {home[0]} has {home[1]}")
+    words = {other: ours for ours in own for other in _NAMED.get(ours, (ours,))}
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
+    close = get_close_matches(snake, words, 1, 0.7)
+    if close:
+        raise UnknownName(f"{told}; did you mean {words[close[0]]}?")
+    raise UnknownName(told if where else f"{told}; there are {', '.join(sorted(own))}")

@@ -1,0 +1,62 @@
+"""Progress bars of calls that take long, for whoever watches a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...runtime.values import read_flag
+from .stream import TokenStream
+
+
+class _NoBar:
+    """Shows nothing."""
+
+    def update(self, count: int = 1) -> None:
+        """Does nothing."""
+
+
+@contextmanager
+def progress_bar(caller: str, total: int, unit: str, wanted: bool | None) -> Iterator[Any]:
+    """Gives a bar, until the block ends or fails; it is shown if `wanted`, for None only on a terminal with tqdm."""
+    if wanted is not None:
+        read_flag(f"{caller}: progress", wanted)
+    if wanted is False or wanted is None and not _is_terminal():
+        yield _NoBar()
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        if wanted:
+            raise ValueError(f"{caller}: progress=True needs tqdm: pip install tqdm") from None
+        yield _NoBar()
+        return
+    with tqdm(total=total, unit=unit, file=sys.stderr) as bar:
+        yield bar
+
+
+def run(stream: TokenStream, caller: str, num_samples: int, wanted: bool | None) -> None:
+    """Reads a stream to its end. Of several prompts, or if `wanted`, a bar counts the requests that have ended."""
+    wanted = False if wanted is None and len(stream.requests) == num_samples else wanted
+    with progress_bar(caller, len(stream.requests), "request", wanted) as bar:
+        if isinstance(bar, _NoBar):
+            for _ in stream:
+                pass
+            return
+        start_s, ended = time.perf_counter(), set()
+        for count, event in enumerate(stream, start=1):
+            if stream.requests[event.request].is_finished and event.request not in ended:
+                ended.add(event.request)
+                speed = count / (time.perf_counter() - start_s)
+                bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
+                bar.update()
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # it is closed
+        return False
