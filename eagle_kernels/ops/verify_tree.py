@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..runtime import check
@@ -91,8 +93,8 @@ def verify_tree(
     if accept_policy == "simulate":
         policy |= {"seeds": seeds, "positions": positions}  # then seeds alone do not ask for sampling
     if all(value is None for value in (temperature, *filters.values())) and (seeds is None or "seeds" in policy):
-        greedy = PUBLIC["verify_tree_greedy"]
-        return greedy(*links, target_predict, target_logits, spec_steps=spec_steps, **policy, out=out)
+        predicted = target_predict, target_logits
+        return _call("verify_tree_greedy", *links, *predicted, spec_steps=spec_steps, **policy, out=out)
     needed = {"target_logits": target_logits, "positions": positions, "seeds": seeds, "temperature": temperature}
     missing = [name for name, value in needed.items() if value is None]
     if missing:
@@ -103,11 +105,24 @@ def verify_tree(
     if out is not None:
         # what is no tensor is named by the op
         out = _with_unasked(check.unpack("verify_tree", out, 3), spec_steps, getattr(target_logits, "device", None))
-    sampled = PUBLIC["verify_tree_sampled"](*links, **needed, **filters, **policy, spec_steps=spec_steps, out=out)
+    sampled = _call("verify_tree_sampled", *links, **needed, **filters, **policy, spec_steps=spec_steps, out=out)
     return VerifyOutput(*sampled[:3])
 
 
 verify_tree.reference = VERIFY_TREE_REFERENCE
+
+
+def _call(op: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls an op, whose errors then name the function that was called."""
+    if torch.compiler.is_compiling():
+        return PUBLIC[op](*args, **kwargs)
+    try:
+        return PUBLIC[op](*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError) as error:
+        text, own = str(error), f"eagle_kernels.{op}:"
+        if not text.startswith(own):
+            raise
+        raise type(error)("eagle_kernels.verify_tree:" + text.removeprefix(own)) from None
 
 
 def _with_unasked(out: tuple, spec_steps: int, device: torch.device | None) -> SampledOutput:

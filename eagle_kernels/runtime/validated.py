@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any
 
-from .values import is_integer, is_word, scalar
+from .values import is_integer, scalar
 
 # what a value must do, in words, and whether it does
 Rule = tuple[str, Callable[[Any], bool]]
@@ -62,7 +62,7 @@ class Validated:
         for each in fields(self):
             given = getattr(self, each.name)
             value = scalar(given)
-            if any(is_word(value, word) for word in each.metadata.get("off", ())):
+            if any(type(value) is type(word) and value == word for word in each.metadata.get("off", ())):
                 value = each.default
             if value is not given:
                 object.__setattr__(self, each.name, value)

@@ -33,13 +33,15 @@ def plain(value: Any, depth: int = 4) -> Any:
     """
     if are_integers(value):
         return list(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return value
     if hasattr(value, "tolist"):
         try:
             value = value.tolist()
         except Exception:  # each kind of tensor without values raises another one
             return value
         return plain(value, depth) if isinstance(value, list) else value
-    if depth == 0 or isinstance(value, (str, bytes, bytearray, Mapping, Set, Iterator)):
+    if depth == 0 or isinstance(value, (str, Mapping, Set, Iterator)):
         return value
     return [plain(item, depth - 1) for item in value] if isinstance(value, Iterable) else value
 

@@ -103,6 +103,7 @@ def _method(given: Mapping[str, Any]) -> str:
     name = given.get("method")
     if not isinstance(name, str):
         _fail("method", "be given" if name is None else "be the name of a method", name)
+    name = "mtp" if name.endswith("_mtp") else name  # vLLM names the family, too
     method = "suffix" if _means_suffix(given) else _METHODS.get(name, name)
     strategy = given.get("mtp_strategy", "default")
     if strategy not in ("default", "with_ngram"):

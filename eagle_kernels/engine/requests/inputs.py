@@ -26,7 +26,8 @@ def read_prompts(
     """Returns prompts as lists of ids, at least one, and whether a single one came without a batch axis."""
     rows, rule = plain(input_ids), f"{name} must be text, integer ids [L] or [B, L]"
     if _are_texts(rows) and tokenizer_for is not None:
-        rows = encode_texts(rows, tokenizer_for("a text as a prompt needs"), name)
+        caller, _, argument = name.partition(": ")
+        rows = encode_texts(rows, tokenizer_for(f"text as {argument} of {caller} needs"), name)
     if not isinstance(rows, list):
         raise ValueError(f"{rule} or a list of texts, got {shown(input_ids)}")
     is_single = bool(rows) and not any(isinstance(row, list) for row in rows)

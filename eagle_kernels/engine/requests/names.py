@@ -88,6 +88,7 @@ _SAYS_NOTHING = (
     ("add_special_tokens", (), "pass the token ids of a tokenizer of your own"),
     ("output_kind", (), "generate returns all tokens, stream each one"),
     # whole engines
+    ("max_model_len context_length", (), "max_length of EAGLEConfig is the most tokens of a request"),
     ("tensor_parallel_size tp_size pipeline_parallel_size pp_size data_parallel_size dp_size ep_size "
      "expert_parallel_size draft_tensor_parallel_size decode_context_parallel_size nnodes", (1,),
      "an engine has one device"),
@@ -265,10 +266,13 @@ def _fail_unknown(owner: str, name: str, own: Collection[str], where: str) -> No
     """Says what might have been meant, or where there is such a name."""
     kind = "field" if where or owner in _RECORDS else "argument"
     told = f"{owner}: there is no {kind} {name}{where}"
-    homes = [(home, own_name(name, names)) for home, names in _OWNERS.items() if home != owner]
-    home = next(((home, theirs) for home, theirs in homes if theirs), None)
-    if home is not None:
-        raise UnknownName(f"{told}; {home[0]} has {home[1]}")
+    homes = {home: own_name(name, names) for home, names in _OWNERS.items() if home != owner}
+    homes = {home: theirs for home, theirs in homes.items() if theirs is not None}
+    records = [home for home in homes if home in _RECORDS]
+    if homes:
+        *others, last = records or [*homes][:1]
+        has = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+        raise UnknownName(f"{told}; {has} {homes[last]}")
     words = {other: ours for ours in own for other in _NAMED.get(ours, (ours,))}
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
     close = get_close_matches(snake, words, 1, 0.7)
