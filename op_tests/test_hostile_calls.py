@@ -312,8 +312,29 @@ def test_verify_tree_returns_three_fields(is_sampled):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, verdict))
     one_line(
         lambda: eagle_kernels.verify_tree(**values, out=tuple(out)[:2]),
-        r"^eagle_kernels\.verify_tree(_greedy)?: out must hold 3 tensors, got 2",
+        r"^eagle_kernels\.verify_tree: out must hold 3 tensors, got 2",
     )
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"spec_steps": -1}, r"spec_steps must lie in 0\.\.1024, got -1"),
+        ({"spec_steps": "2"}, "spec_steps must be an int, got str"),
+        ({"candidates": None}, "candidates must be a tensor, got NoneType"),
+        ({"retrieve_index": torch.zeros(2, 4)}, "retrieve_index must have dtype int32 or int64, got float32"),
+        ({"accept_policy": "none"}, "accept_policy must be one of "),
+        ({"target_logits": torch.zeros(16, 8, requires_grad=True)}, "target_logits must not require grad"),
+    ],
+    ids=str,
+)
+def test_verify_tree_names_itself(is_sampled, change, message):
+    """And not the op that it calls."""
+    values = make_sampled(2, 4, 3, 8)
+    if not is_sampled:
+        values = {name: value for name, value in values.items() if name not in ("positions", "seeds", "temperature")}
+    one_line(lambda: eagle_kernels.verify_tree(**values | change), rf"^eagle_kernels\.verify_tree: {message}")
 
 
 NUM_NODES = 4

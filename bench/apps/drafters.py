@@ -112,7 +112,7 @@ def methods(bench: Bench) -> None:
         engine = EAGLEInference.from_pretrained(head, target, config, device=bench.device, dtype=torch.float32)
         prompts = [engine.tokenizer.encode(text) for text in PAIR_PROMPTS]
         for _ in range(1 if bench.device.type == "cpu" else 2):  # the first one compiles and captures
-            stats = engine.generate(prompts, PAIR_TOKENS, seeds=0, speculative=speculative).stats
+            stats = engine.generate(prompts, PAIR_TOKENS, seeds=0, speculative=speculative, progress=False).stats
         return stats.mean_accept_length, stats.tokens_per_second
 
     _record_methods(bench, "embedded pair, 3 prompts", own, continue_prompts)

@@ -259,7 +259,7 @@ def _pair(num_prompts: int) -> tuple[EAGLEInference, list[list[int]]]:
 def _decode(engine: EAGLEInference, prompts: list, new_tokens: int, temperature: float, tree: tuple) -> GenerationStats:
     fields = dict(zip(("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens"), tree))
     wanted = {"temperature": temperature, "seeds": list(range(len(prompts))), "max_batch": len(prompts)}
-    return engine.generate(prompts, new_tokens, **fields, **wanted).stats
+    return engine.generate(prompts, new_tokens, progress=False, **fields, **wanted).stats
 
 
 @in_style

@@ -287,7 +287,7 @@ def sweep_aux_layers(
             length = None
             if not head.misfits(target):
                 engine = EAGLEInference(head, target, config)
-                length = engine.generate(list(prompts), max_new_tokens)[1].mean_accept_length
+                length = engine.generate(list(prompts), max_new_tokens, progress=False)[1].mean_accept_length
             rows.append(SweepRow(shift, head.aux_layers, length))
     finally:
         head.use_aux_layers(as_they_are)

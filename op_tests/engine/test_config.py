@@ -242,6 +242,11 @@ def test_a_config_cannot_change():
             ({"num_model_steps": 5, "adaptive": adaptive}, "num_model_steps must be None with adaptive, .* got 5")
             for adaptive in ("auto", ((8, (8, 5, 64)), (32, (1, 3, 4))))
         ),
+        ({"num_model_steps": 4}, "num_model_steps must be None or num_steps = 5 unless method='hybrid'"),
+        *(
+            ({"num_model_steps": 5, "method": method}, "num_model_steps must be None for method=.*, which has no model")
+            for method in ("ngram", "suffix", "naive", ("ngram", "naive"))
+        ),
         ({"tree_mask_mode": "dense"}, "tree_mask_mode must be one of"),
         ({"tree_mask_mode": "qlen_only_bitpacking", "num_draft_tokens": 33}, "at most 32 for qlen_only_bitpacking"),
     ],

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+import itertools
 
 import numpy
 import pytest
 import torch
 
 from eagle_kernels.engine.requests.inputs import read_max_new_tokens, read_prompt, read_prompts, read_seeds
+
+NESTED: list = []
+NESTED.append(NESTED)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +40,8 @@ def test_one_prompt(input_ids):
         numpy.array([[1, 2], [3, 4]]),
         [torch.tensor([1, 2]), numpy.array([3, 4])],
         ([numpy.int64(1), 2], (3, 4)),
+        numpy.array([[1, 2], [3, 4], None], dtype=object)[:2],
+        {0: [1, 2], 1: (3, 4)}.values(),
     ],
 )
 def test_several_prompts(input_ids):
@@ -71,6 +77,21 @@ def test_where_there_must_be_one_prompt():
         (torch.tensor([True, False]), "prompt 0 holds True"),
         (numpy.array([True]), "prompt 0 holds True"),
         (torch.zeros(2), "prompt 0 holds 0.0"),
+        ({1, 2}, r"got \{1, 2\}$"),
+        ({"a": [1]}, r"got \{'a': \[1\]\}$"),
+        (b"ab", "got b'ab'$"),
+        (bytearray(b"ab"), "got bytearray"),
+        (memoryview(b"ab"), "got <memory at "),
+        ((token for token in (1, 2)), "got <generator object"),
+        (itertools.count(), r"got count\(0\)$"),
+        ([{1}], r"prompt 0 holds \{1\}$"),
+        ([[1], (token for token in (1, 2))], "prompt 1 holds <generator object"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), r"got tensor\(\.\.\., device='meta', size=\(2,\), dtype="),
+        (torch.tensor([1, 2]).to_sparse(), r"got tensor\(indices=.*\.\.\.$"),
+        (torch.tensor([1j]), r"prompt 0 holds 1j$"),
+        (numpy.array([1, None]), "prompt 0 holds None$"),
+        (numpy.array(["a", "b"]), "prompt 0 holds 'a'"),
+        (NESTED, r"prompt 0 holds \[\[+"),
         (torch.zeros(1, 1, 100, dtype=torch.int64), r"prompt 0 holds \[0, 0, .*\.\.\.$"),
     ],
 )
@@ -78,6 +99,31 @@ def test_other_prompts_are_refused(input_ids, message):
     rule = r"^generate: input_ids must be text, integer ids \[L\] or \[B, L\] or a list of texts, (but )?"
     with pytest.raises(ValueError, match=rule + message):
         read_prompts(input_ids)
+
+
+class Letters:
+    def encode(self, text):
+        return [*map(ord, text)]
+
+
+def test_texts_are_encoded():
+    """By the tokenizer of an engine; a list of texts makes several prompts."""
+    options = "submit: prompt", lambda user: Letters()
+    assert read_prompts("ab", *options) == ([[97, 98]], True) and read_prompt("ab", *options) == [97, 98]
+    for texts in (["ab", "c"], ("ab", "c"), numpy.array(["ab", "c"])):
+        assert read_prompts(texts, *options) == ([[97, 98], [99]], False)
+    assert read_prompts(["ab"], *options) == ([[97, 98]], False)
+    for texts, message in (
+        (["ab", [1]], "submit: prompt must be text, .* but prompt 0 holds 'ab'"),
+        ([["ab"]], "prompt 0 holds 'ab'"),
+        (["a", None], "prompt 0 holds 'a'"),
+        ("", "submit: prompt must hold at least one token, got ''"),
+        (["a", ""], "submit: prompt must hold at least one token, got ''"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_prompts(texts, *options)
+    with pytest.raises(ValueError, match="must be one prompt, a text or .* got a batch of 1"):
+        read_prompt(["ab"], *options)
 
 
 @pytest.mark.parametrize(

@@ -469,6 +469,28 @@ def test_placements_are_checked_by_name(target_folder, draft_folder, placement, 
             load()
 
 
+@pytest.mark.parametrize(
+    ("named", "dtype"),
+    [
+        ("bfloat16", torch.bfloat16),
+        ("half", torch.float16),
+        ("torch.float16", torch.float16),
+        ("float", torch.float32),
+        ("auto", torch.float16),
+    ],
+)
+def test_dtypes_have_names(target_folder, draft_folder, named, dtype):
+    """Those of torch and of vLLM; auto is that of the folder, by either name that transformers gives it."""
+    for field in ("dtype", "torch_dtype"):
+        edit_config(target_folder, **{"dtype": None, "torch_dtype": None, field: "float16"})
+        engine = EAGLEInference.from_pretrained(draft_folder, target_folder, device="auto", **{field: named})
+        assert engine.target.dtype == dtype
+    if named == "auto":
+        edit_config(target_folder, dtype="float8")
+        with pytest.raises(ModelError, match="dtype must name one of float32, .* for dtype='auto', got 'float8'"):
+            EAGLEInference.from_pretrained(draft_folder, target_folder, dtype="auto")
+
+
 def test_on_meta_a_target_is_names_and_sizes(target_folder, draft_folder, monkeypatch):
     monkeypatch.setattr(checkpoint.Checkpoint, "read", None)
     target = load_target(target_folder, "meta")

@@ -195,6 +195,28 @@ def test_bad_values_are_named(engine, options, message):
         engine.generate(PROMPTS[0], 8, **options)
 
 
+@pytest.mark.cross
+@pytest.mark.parametrize("least", [0, 7])
+def test_ends_of_the_configuration_are_ignored(engine, least):
+    """By those requests that say so, in calls, streams and rows beside others; stop_token_ids end them all the same."""
+    options = {"seeds": 3, "temperature": 1.0, "eos_token_ids": ENDS}
+    short = engine.generate(PROMPTS, 12, **options, min_new_tokens=least)
+    assert set(short.stats.finish_reasons) == {"eos"} and all(len(text) <= 12 for text in short.output_ids)
+    whole = engine.generate(PROMPTS, 12, **options, min_new_tokens=least, ignore_eos=True)
+    free = engine.generate(PROMPTS, 12, seeds=3, temperature=1.0)
+    assert whole.output_ids == free.output_ids and set(whole.stats.finish_reasons) == {"length"}
+    assert [e.token_id for e in engine.stream(PROMPTS[0], 12, **options, ignore_eos=True)] == free.output_ids[0]
+    params = [SamplingParams(max_new_tokens=12, temperature=1.0, min_new_tokens=least, ignore_eos=flag, seed=3)
+              for flag in (True, False, True, False)]  # fmt: skip
+    mixed = engine.generate(PROMPTS, params, eos_token_ids=ENDS).output_ids
+    assert mixed == [text[row % 2] for row, text in enumerate(zip(free.output_ids, short.output_ids))]
+    stops = engine.generate(PROMPTS, 12, **options, min_new_tokens=least, ignore_eos=True, stop_token_ids=ENDS)
+    assert stops.output_ids == short.output_ids
+    engine.warmup(SamplingParams(ignore_eos=True, min_new_tokens=least), eos_token_ids=ENDS)
+    result = engine.benchmark(PROMPTS[:2], 9, eos_token_ids=tuple(range(40)), ignore_eos=True)
+    assert result.plain.tokens == result.speculative.tokens == 18
+
+
 def test_errors_name_the_prompt_and_not_the_sample(engine):
     with pytest.raises(ValueError, match="generate: prompt 1 is empty"):
         engine.generate([[1], []], 3, n=4)

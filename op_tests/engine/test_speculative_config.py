@@ -65,6 +65,16 @@ READ = [
                           suffix_decoding_max_cached_requests=100, suffix_decoding_max_spec_factor=2.0,
                           suffix_decoding_min_token_prob=0.2),
     ),
+    (  # vLLM's, of which most says nothing
+        {"method": "eagle3", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1, "max_model_len": None,
+         "revision": None, "enforce_eager": False, "disable_by_batch_size": None, "parallel_drafting": False},
+        EAGLEConfig.chain(3, method="eagle"),
+    ),
+    ({"method": "qwen3_next_mtp", "num_speculative_tokens": 2}, EAGLEConfig.chain(2, method="mtp")),
+    (
+        {"method": "eagle", "speculative_eagle_topk": 2, "speculative_num_steps": 3, "speculative_num_draft_tokens": 6},
+        EAGLEConfig(2, 3, 6, method="eagle"),
+    ),
     ({"method": "naive"}, EAGLEConfig(method="naive")),
     ({"method": "naive", "num_speculative_tokens": 3}, EAGLEConfig(method="naive")),
     ({"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 2}, EAGLEConfig.chain(2, method="mtp")),
@@ -143,6 +153,31 @@ REFUSED = [
         },
         "suffix_decoding_max_tree_depth must be 64 or absent for method='hybrid'",
     ),
+    *(
+        (
+            fields | {"num_speculative_tokens": 1, "num_model_steps": 2},
+            "num_speculative_tokens must be at least num_model_steps = 2, got 1",
+        )
+        for fields in (
+            {"method": "mtp"},
+            {"method": "eagle3"},
+            {"method": "draft_model"},
+            {"method": "hybrid"},
+            {"method": "mtp", "mtp_strategy": "with_ngram"},
+        )
+    ),
+    ({"method": "ngram", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size must be 1 or absent, since an "),
+    ({"method": "ngram", "num_speculativ_tokens": 2}, "num_speculativ_tokens; did you mean num_speculative_tokens?"),
+    (
+        {"method": "ngram", "page_size": 16},
+        "speculative_config: there is no field page_size; EAGLEConfig has page_size",
+    ),
+    (
+        {"method": "ngram", "target": "a"},
+        "speculative_config: there is no field target; EAGLEInference has target_model",
+    ),
+    ({"method": "eagle", "speculative_eagle_topk": 2, "topk": 3}, "speculative_eagle_topk must agree with topk = 3, "),
+    ({"method": "eagle", "max_model_len": 64}, "max_model_len must be None or absent, since max_length of EAGLEConfig"),
     ({"method": "naive", "topk": "abc"}, "topk must be 1 or absent for method='naive', which has no drafts, got 'abc'"),
     (
         {"method": "ngram", "num_model_steps": 3},

@@ -352,6 +352,36 @@ def test_env_prints_versions_and_backend(capsys):
     assert "cuda:0" in rows or rows["gpu"] == "none that torch can use"
 
 
+def test_end_tokens_are_ignored(tmp_path, capsys):
+    """Text goes on behind them, as far as it may."""
+    target = shutil.copytree(TARGET, tmp_path / "target")
+    content = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": ord(" ")}
+    (target / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    models = ("--target", target, "--draft", DRAFT, "--max-new-tokens", 16, "--json")
+    for options, ends, text in (
+        ((), ["eos"], "self, "),
+        (("--ignore-eos", "--top-k", -1), ["length"], "self, size, walk"),
+    ):
+        assert generate(*models, *options, prompt="import os\n\ndef walk(") == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["finish_reasons"], report["text"]) == (ends, text)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--max-tokens", "--max-tokens (did you mean --max-new-tokens?)"),
+        ("--temprature", "--temprature (did you mean --temperature?)"),
+        ("--speculative-eagle-topk=3", "--speculative-eagle-topk=3 (did you mean --topk?)"),
+        ("--colour", "unrecognized arguments: --colour 3"),
+    ],
+)
+def test_unknown_options_are_named(capsys, option, message):
+    with pytest.raises(SystemExit):
+        generate(option, 3)
+    assert message in capsys.readouterr().err
+
+
 def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
     """The one line with which a command is refused."""
     assert generate(*arguments, prompt=prompt) == 1

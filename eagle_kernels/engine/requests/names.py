@@ -243,6 +243,14 @@ def own_name(name: str, own: Collection[str]) -> str | None:
     return next((ours for ours in _NAMED.get(name, (name,)) if ours in own), None)
 
 
+def suggest(name: str, own: Collection[str]) -> str | None:
+    """Returns which of the owner's names a name that it has not may stand for."""
+    words = {other: ours for ours in own for other in _NAMED.get(ours, (ours,))}
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
+    close = get_close_matches(snake, words, 1, 0.7)
+    return words[close[0]] if close else None
+
+
 def _agree(one: Any, other: Any) -> bool:
     """Returns whether two values are the same, as far as that can be told without reading tensors."""
     one, other = scalar(one), scalar(other)
@@ -273,9 +281,7 @@ def _fail_unknown(owner: str, name: str, own: Collection[str], where: str) -> No
         *others, last = records or [*homes][:1]
         has = f"{', '.join(others)} and {last} have" if others else f"{last} has"
         raise UnknownName(f"{told}; {has} {homes[last]}")
-    words = {other: ours for ours in own for other in _NAMED.get(ours, (ours,))}
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
-    close = get_close_matches(snake, words, 1, 0.7)
-    if close:
-        raise UnknownName(f"{told}; did you mean {words[close[0]]}?")
+    meant = suggest(name, own)
+    if meant is not None:
+        raise UnknownName(f"{told}; did you mean {meant}?")
     raise UnknownName(told if where else f"{told}; there are {', '.join(sorted(own))}")

@@ -52,7 +52,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     ]
     report = stats.to_dict()
     if arguments.compare:
-        plain = engine.generate(prompts, arguments.max_new_tokens, seeds=stats.seeds, speculative=False)
+        plain = engine.generate(prompts, arguments.max_new_tokens, seeds=stats.seeds, speculative=False, progress=False)
         stats.plain_step_ms = plain.stats.step_ms
         report = stats.to_dict() | {"plain_tokens_per_second": plain.stats.tokens_per_second}
         for prompt, result, plain_ids in zip(prompts, results, plain.output_ids):
@@ -82,9 +82,9 @@ def warm_up(engine: EAGLEInference, prompts: list[list[int]], arguments: argpars
     if engine.device.type == "cuda":
         few = min(8, arguments.max_new_tokens)
         with engine.session.alone("the warm-up", engine.config):
-            engine.generate(prompts, few, seeds=0)
+            engine.generate(prompts, few, seeds=0, progress=False)
             if arguments.compare:
-                engine.generate(prompts, few, seeds=0, speculative=False)
+                engine.generate(prompts, few, seeds=0, speculative=False, progress=False)
 
 
 def print_texts(

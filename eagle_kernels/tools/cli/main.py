@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from ...engine.requests.names import suggest
 from ...runtime.values import first_line
 from ...runtime.version import __version__
 from .benchmark import add_benchmark_arguments
@@ -52,9 +53,25 @@ def _escaping(stream: TextIO) -> Iterator[None]:
             stream.reconfigure(errors="strict")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says of an unknown option which one may have been meant."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        known, others = super().parse_known_args(args, namespace)
+        for option in others:
+            name, own = (
+                option.partition("=")[0].removeprefix("--"),
+                vars(known).keys() - {"run", "prompt"},
+            )  # which are no options
+            meant = suggest(name, own) if option.startswith("--") else None
+            if meant is not None:
+                self.error(f"unrecognized arguments: {option} (did you mean --{meant.replace('_', '-')}?)")
+        return known, others
+
+
 def _parser() -> argparse.ArgumentParser:
     description = "Speculative decoding with token trees."
-    parser = argparse.ArgumentParser(prog="python -m eagle_kernels", description=description)
+    parser = _Parser(prog="python -m eagle_kernels", description=description)
     parser.add_argument("--version", action="version", version=f"eagle_kernels {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, about, add_arguments in (

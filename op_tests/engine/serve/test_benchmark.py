@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 
 import pytest
 import torch
@@ -37,6 +39,59 @@ def test_benchmark(target):
             engine.benchmark([[1]], batch_size=batch_size)
     with pytest.raises(ValueError, match=r"benchmark: prompts must hold at least one prompt, got \[\]"):
         engine.benchmark([])
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("screen", [Terminal, io.StringIO, lambda: None], ids=["terminal", "pipe", "none"])
+def test_progress(target, monkeypatch, screen):
+    """Several prompts have a bar on a terminal; elsewhere, or for one prompt, a bar is shown where it is wanted."""
+    pytest.importorskip("tqdm")
+    engine = make(target, target, num_steps=2, topk=1)
+    prompts = [prompt_of(number) for number in range(3)]
+    bare = engine.generate(prompts, 5, progress=False).output_ids
+
+    def shown(call, *arguments, **options) -> str:
+        stream = screen()
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stderr", stream)
+            result = call(*arguments, **options)
+        assert call == engine.benchmark or result.output_ids in (bare, bare[0], bare[:1])
+        return stream.getvalue() if stream else ""
+
+    is_terminal, is_open = screen is Terminal, screen() is not None
+    assert ("3/3" in shown(engine.generate, prompts, 5)) == is_terminal
+    assert ("3/3" in shown(engine.benchmark, prompts, 2)) == is_terminal
+    assert shown(engine.generate, prompts, 5, progress=False) == shown(engine.generate, prompts[0], 5) == ""
+    assert shown(engine.generate, prompts[:1], 5) == ""
+    if is_open:
+        text = shown(engine.generate, prompts[0], 5, progress=True)
+        assert "1/1" in text and "tokens/s" in text and text.endswith("\n")
+
+
+def test_progress_ends_with_an_error(target, monkeypatch):
+    """The bar is closed; what is no flag, and a bar without tqdm, are refused before anything runs."""
+    pytest.importorskip("tqdm")
+    engine, stream = make(target, target, num_steps=2, topk=1), Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+
+    def broken(*arguments, **options):
+        raise RuntimeError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target, "forward", broken)
+        with pytest.raises(RuntimeError, match="lost"):
+            engine.generate([[1], [2]], 3)
+    assert stream.getvalue().endswith("\n") and "0/2" in stream.getvalue() and not engine.has_work
+    with pytest.raises(ValueError, match="generate: progress must be True or False, got 1"):
+        engine.generate([1], 3, progress=1)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ValueError, match="generate: progress=True needs tqdm: pip install tqdm"):
+        engine.generate([1], 3, progress=True)
+    assert len(engine.generate([[1], [2]], 3).output_ids) == 2
 
 
 @pytest.mark.slow
