@@ -56,7 +56,8 @@ _ENGINE_PARTS = {
 _NOT_CALLED = ("TokenStream", "TextStream", "Verified", "ModelError", "TreeMaskMode")
 # names of types that only abbreviate; the pages write them out
 _ALIASES = {
-    name: re.sub(r"[a-z_]+(\.[a-z_]+)*\.(?=[A-Z])", "", str(getattr(inputs, name))) for name in ("Prompts", "Seeds")
+    name: re.sub(r"[a-z_]+(\.[a-z_]+)*\.(?=[A-Z])", "", str(getattr(inputs, name)))
+    for name in ("Asked", "Params", "Prompts", "Seeds")
 }
 
 

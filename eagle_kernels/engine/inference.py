@@ -28,7 +28,7 @@ from .models.pairing import (
 )
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, load_tokenizer
-from .requests.inputs import DEFAULT_TOKENS, Asked, Prompts, Seeds, encode_texts, read_prompt
+from .requests.inputs import DEFAULT_TOKENS, Asked, Params, Prompts, Seeds, encode_texts, read_prompt
 from .requests.names import takes_other_names
 from .requests.request import Request, TokenEvent
 from .requests.sampling_params import SamplingParams, read_params
@@ -149,7 +149,7 @@ class EAGLEInference:
         input_ids: Prompts,
         max_new_tokens: Asked = DEFAULT_TOKENS,
         *,
-        sampling_params: Asked | None = None,
+        sampling_params: Params = None,
         n: int = 1,
         seeds: Seeds = None,
         speculative: bool = True,
@@ -195,7 +195,7 @@ class EAGLEInference:
         input_ids: Prompts,
         max_new_tokens: Asked = DEFAULT_TOKENS,
         *,
-        sampling_params: Asked | None = None,
+        sampling_params: Params = None,
         n: int = 1,
         seeds: Seeds = None,
         speculative: bool = True,

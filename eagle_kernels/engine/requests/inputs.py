@@ -14,7 +14,8 @@ from .sampling_params import SamplingParams, are_params, read_params
 
 Prompts = Tensor | str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 Seeds = int | Sequence[int] | Tensor | None
-# how many tokens, or all that requests ask for: of all prompts or of each
+# all that requests ask for, of all prompts or of each; or how many tokens alone
+Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
 Asked = int | SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
 # of an engine: its tokenizer, for what needs one
 TokenizerFor = Callable[[str], Tokenizer]

@@ -18,7 +18,7 @@ import torch
 from ...runtime.values import first_line, is_integer, read_flag, scalar
 from ..config.eagle_config import EAGLEConfig
 from ..models.tokenizer import Tokenizer
-from ..requests.inputs import Asked, Prompts, Seeds, read_prompts
+from ..requests.inputs import Asked, Params, Prompts, Seeds, read_prompts
 from ..requests.request import Request, TokenEvent
 from ..requests.sampling_params import Features, SamplingParams
 from ..step.phases import synchronize
@@ -295,7 +295,7 @@ def open_call(
     caller: str,
     input_ids: Prompts,
     max_new_tokens: Asked,
-    sampling_params: Asked | None,
+    sampling_params: Params,
     n: int,
     seeds: Seeds,
     speculative: bool,
