@@ -149,7 +149,7 @@ def warn_of_rounding(target: TargetModel) -> None:
         warnings.warn(
             "EAGLEInference: torch rounds the inputs of fp32 matmuls (TF32 or less), so speculative and plain text "
             "may differ; torch.set_float32_matmul_precision('highest') avoids this",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
