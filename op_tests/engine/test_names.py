@@ -191,6 +191,8 @@ def test_prompts_and_limits_by_other_names(engine):
         assert engine.generate(**call).output_ids == wanted
     assert engine.generate(PROMPTS, 4, num_return_sequences=2).stats.num_requests == 4
     assert engine.generate(PROMPTS, 4, speculative_num_steps=1).stats.num_steps == 1
+    sampling = EAGLEInference(engine.draft, engine.target, {"temperature": 1.0})
+    assert sampling.generate(PROMPTS, 4, seeds=3, do_sample=True).output_ids == wanted
     request = engine.submit(PROMPTS[0], sampling_params=SamplingParams(max_tokens=4, temperature=1.0, seed=3))
     engine.collect()
     assert request.output_ids == wanted[0]
