@@ -54,6 +54,37 @@ SAME = [
 ]  # fmt: skip
 
 
+# what their own classes have where a caller says nothing
+VLLM = {
+    "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": None, "stop_token_ids": None, "ignore_eos": False,
+    "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "flat_logprobs": False,
+    "detokenize": True, "skip_special_tokens": True, "spaces_between_special_tokens": True, "logit_bias": None,
+    "truncate_prompt_tokens": None, "structured_outputs": None, "allowed_token_ids": None, "extra_args": None,
+    "bad_words": None, "include_stop_str_in_output": False, "skip_reading_prefix_cache": None,
+}  # fmt: skip
+SGLANG = {
+    "max_new_tokens": 16, "stop": None, "stop_token_ids": None, "stop_regex": None, "temperature": 1.0, "top_p": 1.0,
+    "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
+    "min_new_tokens": 0, "n": 1, "json_schema": None, "regex": None, "ebnf": None, "structural_tag": None,
+    "ignore_eos": False, "skip_special_tokens": True, "spaces_between_special_tokens": True, "no_stop_trim": False,
+    "custom_params": None, "stream_interval": None, "logit_bias": None, "sampling_seed": None,
+}  # fmt: skip
+TRANSFORMERS = {
+    "do_sample": True, "num_beams": 1, "num_beam_groups": 1, "early_stopping": False, "use_cache": True,
+    "temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": None, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None,
+    "renormalize_logits": False, "output_scores": False, "return_dict_in_generate": False, "max_new_tokens": 16,
+    "min_new_tokens": None, "max_time": None, "stop_strings": None, "cache_implementation": None,
+    "guidance_scale": None, "attention_mask": None, "pad_token_id": None, "streamer": None, "logits_processor": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("theirs", [VLLM, SGLANG, TRANSFORMERS], ids=["vllm", "sglang", "transformers"])
+def test_what_says_nothing_is_taken(theirs):
+    assert SamplingParams(**theirs) == SamplingParams(temperature=1, max_new_tokens=16)
+
+
 @pytest.mark.parametrize(("theirs", "ours"), SAME)
 def test_params_have_one_form(theirs, ours):
     """Whatever names and types they came in: fields of Python's own types, equal, hashed, copied and pickled alike."""

@@ -24,7 +24,7 @@ READ = [
         EAGLEConfig.chain(1, method="ngram", max_ngram_size=1, min_ngram_size=1),
     ),
     (
-        {"method": "ngram", "prompt_lookup_min": 4},
+        {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": None},
         EAGLEConfig.chain(1, method="ngram", max_ngram_size=4, min_ngram_size=4),
     ),
     (

@@ -27,7 +27,7 @@ _SAME = (
     ("stop", "stop_strings"),
     ("top_logprobs", "top_logprobs_num"),
     ("n", "num_return_sequences"),
-    ("seeds", "seed"),
+    ("seeds", "seed", "sampling_seed"),
     ("progress", "use_tqdm"),
     ("sampling_params", "params"),
     ("input_ids", "prompts", "prompt", "inputs", "text", "token_ids", "prompt_token_ids"),
@@ -64,6 +64,9 @@ _SAYS_NOTHING = (
     ("stream", (False,), "stream and stream_text of the engine yield tokens and text as they come"),
     ("streamer", (), "stream and stream_text of the engine yield tokens and text as they come"),
     ("use_cache", (True,), "keys and values are always kept"),
+    ("cache_implementation cache_config max_cache_len low_memory skip_reading_prefix_cache", (False,),
+     "keys and values are kept in the engine's own pools"),
+    ("compile_config disable_compile continuous_batching_config", (), "warmup compiles what requests will need"),
     ("attention_mask pad_token_id padding_side", (), "prompts are lists of any lengths, without padding"),
     ("bos_token_id forced_bos_token_id forced_eos_token_id decoder_start_token_id", (),
      "a prompt is read as it is, and end tokens are eos_token_ids and stop_token_ids"),
@@ -74,6 +77,10 @@ _SAYS_NOTHING = (
      "there are the fields of SamplingParams alone"),
     ("logit_bias bad_words bad_words_ids allowed_token_ids suppress_tokens begin_suppress_tokens sequence_bias",
      ((), [], {}), "tokens cannot be banned or favoured"),
+    ("exponential_decay_length_penalty guidance_scale watermarking_config token_healing dola_layers constraints "
+     "force_words_ids thinking_token_budget repetition_detection", (), "there are the fields of SamplingParams alone"),
+    ("flat_logprobs skip_clone", (False,), "scores are lists, see Request"),
+    ("output_text_buffer_length", (0,), "text that may begin a stop string is held back as it is"),
     ("no_repeat_ngram_size encoder_no_repeat_ngram_size", (0,),
      "there are repetition, frequency and presence penalties"),
     ("encoder_repetition_penalty", (1,), "there are repetition, frequency and presence penalties"),
@@ -82,11 +89,14 @@ _SAYS_NOTHING = (
     ("renormalize_logits remove_invalid_values", (False,), "log-probabilities are always normalised"),
     ("guided_decoding structured_outputs response_format json_schema regex ebnf structural_tag stop_regex", (),
      "there are no grammars; stop takes strings"),
-    ("prompt_lookup_num_tokens num_assistant_tokens", (), "EAGLEConfig.chain(N, method='ngram') has N drafts a step"),
+    ("prompt_lookup_num_tokens num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
+     "assistant_early_exit assistant_lookbehind assistant_ensemble_weight assistant_tokenizer target_lookbehind "
+     "is_assistant max_matching_ngram_size speculation_type use_mtp draft_sample_method", (),
+     "EAGLEConfig says how drafts are made; chain(N, method='ngram') has N a step"),
     ("lora_request lora_path lora_id priority truncate_prompt_tokens prompt_embeds input_embeds inputs_embeds "
      "image_data multi_modal_data", (), "a request is token ids and SamplingParams"),
     ("add_special_tokens", (), "pass the token ids of a tokenizer of your own"),
-    ("output_kind", (), "generate returns all tokens, stream each one"),
+    ("output_kind stream_interval", (), "generate returns all tokens, stream each one"),
     # whole engines
     ("max_model_len context_length", (), "max_length of EAGLEConfig is the most tokens of a request"),
     ("tensor_parallel_size tp_size pipeline_parallel_size pp_size data_parallel_size dp_size ep_size "
