@@ -74,9 +74,10 @@ def is_word(value: Any, word: Any) -> bool:
 
 def read_flag(name: str, value: bool) -> bool:
     """Returns True or False; refuses 0, "no" and None."""
-    if not isinstance(value, bool):
+    flag = scalar(value)
+    if not isinstance(flag, bool):
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
-    return value
+    return flag
 
 
 def shown(value: Any) -> str:
@@ -104,5 +105,8 @@ def parse_json(text: str) -> Any:
 
 
 def as_tuples(value: Any) -> Any:
-    """Returns lists and sets as tuples, those inside as well; anything else as it is."""
-    return tuple(map(as_tuples, value)) if isinstance(value, (list, tuple, set, frozenset)) else value
+    """Returns lists, sets and arrays as tuples, those inside as well; anything else as it is."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return tuple(map(as_tuples, value))
+    listed = plain(value) if hasattr(value, "tolist") else value
+    return as_tuples(listed) if isinstance(listed, list) else listed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy
 import pytest
 import torch
 
@@ -53,6 +54,11 @@ def test_lists_become_tuples():
     """Steps are found by what is in there, so it must have a hash."""
     for lists, tuples in (
         ({"adaptive": [[8, [1, 3, 4]], [32, None]]}, {"adaptive": ((8, (1, 3, 4)), (32, None))}),
+        (
+            {"adaptive": [[numpy.int64(8), numpy.array([1, 3, 4])]], "page_size": numpy.int32(8)},
+            {"adaptive": ((8, (1, 3, 4)),), "page_size": 8},
+        ),
+        ({"simulated_accept_rates": torch.tensor([1, 1, 0.5, 0, 0])}, {"simulated_accept_rates": (1, 1, 0.5, 0, 0)}),
         ({"simulated_accept_rates": [1, 1, 0.5, 0, 0]}, {"simulated_accept_rates": (1, 1, 0.5, 0, 0)}),
     ):
         assert EAGLEConfig(**lists) == EAGLEConfig(**tuples) and hash(EAGLEConfig(**lists))

@@ -12,7 +12,7 @@ from ...ops.tree.build_tree import TreeMaskMode
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
 from ...runtime.validated import Rule, above, at_least, checked, integer, is_number, number, one_of
-from ...runtime.values import as_tuples, is_integer, several
+from ...runtime.values import as_tuples, is_integer, scalar, several
 from ..requests.names import takes_other_names
 from ..requests.sampling_params import MIN_P_RULE, TOP_P_RULE
 from .drafting_options import DraftingOptions
@@ -181,6 +181,7 @@ class EAGLEConfig(DraftingOptions):
     @classmethod
     def chain(cls, num_drafts: int, **others: Any) -> EAGLEConfig:
         """Returns a chain of `num_drafts` drafts, one below the other; `others` are further fields."""
+        num_drafts = scalar(num_drafts)
         if not is_integer(num_drafts) or num_drafts < 1:
             raise ValueError(f"EAGLEConfig.chain: num_drafts must be an int of at least 1, got {num_drafts!r}")
         return cls(topk=1, num_steps=num_drafts, num_draft_tokens=num_drafts + 1, **others)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...runtime.values import is_integer, is_word
+from ...runtime.values import is_integer, is_word, scalar
 from ..requests.names import read_names
 from .drafting_options import DraftingOptions
 
@@ -94,7 +94,7 @@ def check_fields_are_read(given: Mapping[str, Any], made: DraftingOptions) -> No
 
 def _own(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields under the names of `FIELDS`; what a server alone decides is refused unless it says nothing."""
-    given = {str(name): value for name, value in given.items() if not (value is None and name in _NAMES)}
+    given = {str(name): scalar(value) for name, value in given.items() if not (value is None and name in _NAMES)}
     has_model = {name: given.pop(name) for name in ("model",) if name in given}  # which is a target elsewhere
     return read_names("speculative_config", given, FIELDS - {"model"}) | has_model
 

@@ -169,7 +169,7 @@ def benchmark(
     if not (is_integer(batch_size) and batch_size >= 1):
         raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
     if progress is not None:
-        read_flag("benchmark: progress", progress)
+        progress = read_flag("benchmark: progress", progress)
     if "speculative" in overrides:
         raise ValueError("benchmark: speculative must not be given, since both ways are measured")
     batch_size, sampling_params = min(batch_size, len(prompts)), overrides.pop("sampling_params", None)

@@ -23,7 +23,7 @@ class _NoBar:
 def progress_bar(caller: str, total: int, unit: str, wanted: bool | None) -> Iterator[Any]:
     """Gives a bar, until the block ends or fails; it is shown if `wanted`, for None only on a terminal with tqdm."""
     if wanted is not None:
-        read_flag(f"{caller}: progress", wanted)
+        wanted = read_flag(f"{caller}: progress", wanted)
     if wanted is False or wanted is None and not _is_terminal():
         yield _NoBar()
         return

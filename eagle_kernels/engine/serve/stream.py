@@ -302,7 +302,7 @@ def open_call(
     overrides: dict[str, Any],
 ) -> TokenStream:
     """Returns the stream of a call with these arguments; see `EAGLEInference.generate`."""
-    read_flag(f"{caller}: speculative", speculative)
+    speculative = read_flag(f"{caller}: speculative", speculative)
     prompts, is_single = read_prompts(input_ids, f"{caller}: input_ids", session.tokenizer_for)
     n = scalar(n)
     if not (is_integer(n) and n >= 1):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...runtime.values import is_integer, read_flag
+from ...runtime.values import is_integer, read_flag, scalar
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..models.protocol import ModelError
 from ..requests.sampling_params import SAMPLING_FIELDS, Features, SamplingParams, read_params
@@ -38,13 +38,14 @@ def warm_up_call(
     overrides: dict[str, Any],
 ) -> None:
     """Checks the arguments of a call, and prepares the session for it."""
-    read_flag("warmup: speculative", speculative)
+    speculative = read_flag("warmup: speculative", speculative)
     params = [read_params(each, "warmup: params") for each in params]
     overrides = read_fields("warmup", config, overrides)
     config, sampling = session.read_overrides("warmup", config, overrides)
     own = sorted(overrides.keys() - {*CONFIG_FIELDS})
     if params and own:
         raise ValueError(f"warmup: {own[0]} must be set in the params that are given, got {overrides[own[0]]!r}")
+    most_requests = scalar(most_requests)
     if most_requests is not None and not (is_integer(most_requests) and most_requests >= 1):
         raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {most_requests!r}")
     if not params and overrides.keys().isdisjoint(SAMPLING_FIELDS):

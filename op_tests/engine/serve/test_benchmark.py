@@ -6,6 +6,7 @@ import io
 import json
 import sys
 
+import numpy
 import pytest
 import torch
 
@@ -65,6 +66,7 @@ def test_progress(target, monkeypatch, screen):
     is_terminal, is_open = screen is Terminal, screen() is not None
     assert ("3/3" in shown(engine.generate, prompts, 5)) == is_terminal
     assert ("3/3" in shown(engine.benchmark, prompts, 2)) == is_terminal
+    assert shown(engine.generate, prompts, 5, progress=numpy.False_) == ""
     assert shown(engine.generate, prompts, 5, progress=False) == shown(engine.generate, prompts[0], 5) == ""
     assert shown(engine.generate, prompts[:1], 5) == ""
     if is_open:
