@@ -34,6 +34,8 @@ _SIMULATED = ("simulated_accept_length", "simulated_accept_lengths", "simulated_
 class EAGLEConfig(DraftingOptions):
     """Holds the tree, the source of drafts, sampling and limits. A value that breaks its rule raises ValueError.
 
+    Fields may have the names that other engines give them, as max_num_seqs: `requests/names.py` lists them.
+
     The tree of a step (EAGLE-2) has `num_steps` levels. A level keeps its best `topk` nodes, and `topk` children of
     each are drafted, which makes topk + (num_steps - 1) * topk^2 candidates. The target verifies the root, which is the
     last token of the text, and the best `num_draft_tokens - 1` candidates.
