@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("safetensors")
+
+from eagle_kernels import EAGLEInference
+from eagle_kernels.engine.models.loading import demo_pair
+from eagle_kernels.examples import chat
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "eagle_kernels" / "examples").glob("*.py") if path.stem != "__init__")
@@ -27,8 +32,9 @@ def run(name: str) -> str:
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "chat"])
 def test_an_example_runs(name):
+    """All but the conversation, which wants models with a chat template."""
     if name == "own_server":
         pytest.importorskip("transformers")
     told = run(name)
@@ -37,7 +43,25 @@ def test_an_example_runs(name):
 
 
 def test_an_example_for_each_kind_of_user():
-    assert EXAMPLES == ["own_drafter", "own_server", "paged_server", "seeds"]
+    assert EXAMPLES == ["chat", "own_drafter", "own_server", "paged_server", "seeds"]
+
+
+def test_a_conversation_holds_what_was_said(tmp_path, monkeypatch):
+    """Each question comes with all that was said before, the streamed answers included."""
+    target, draft = demo_pair()
+    shutil.copytree(target, tmp_path / "target")
+    template = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}"
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    said, encode_chat = [], EAGLEInference.encode_chat
+    monkeypatch.setattr(EAGLEInference, "encode_chat", lambda *given: said.append(encode_chat(*given)) or said[-1])
+    engine = EAGLEInference.from_pretrained(draft, tmp_path / "target", device="cpu")
+    answers = "".join(chat.converse(engine, ["import os", "def f("], 12))
+    first, second = (bytes(ids).decode() for ids in said)
+    assert first == "u: import os\n" and second.startswith(f"{first}a: ") and second.endswith("\nu: def f(\n")
+    assert answers.startswith(second.removeprefix(f"{first}a: ").removesuffix("u: def f(\n"))
+    monkeypatch.setattr("sys.argv", ["chat"])
+    with pytest.raises(SystemExit, match="usage: python -m eagle_kernels.examples.chat TARGET DRAFT"):
+        chat.main()
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.placement import is_same_device, read_placement
+from ..runtime.placement import is_same_device
 from ..runtime.values import read_flag
 from .config.eagle_config import EAGLEConfig
 from .config.given import read_config, read_line
-from .models.loading import load_target, read_dtype, read_eos_token_ids
-from .models.pairing import (
-    as_draft,
-    as_target,
-    bind_draft,
-    check_trees,
-    choose_draft,
-    load_draft_of,
-    warn_of_rounding,
-)
+from .models.chat_template import encode_chat
+from .models.pairing import as_draft, as_target, bind_draft, check_trees, load_pair, warn_of_rounding
 from .models.protocol import DraftModel, TargetModel
-from .models.tokenizer import Tokenizer, load_tokenizer
+from .models.tokenizer import Tokenizer
 from .requests.inputs import DEFAULT_TOKENS, Asked, Params, Prompts, Seeds, encode_texts, read_prompt
 from .requests.names import takes_other_names
 from .requests.request import Request, TokenEvent
@@ -62,7 +53,8 @@ class EAGLEInference:
         config: The tree, sampling and limits; None: `EAGLEConfig()`. A dict has its fields; one that has "method" or
             another field of servers alone is read as by `EAGLEConfig.from_speculative_config`.
         device: Where both models already are; None: the target's device.
-        tokenizer: The target's, for stop strings, `stream_text` and the property `tokenizer`.
+        tokenizer: The target's, for stop strings, `stream_text`, `encode_chat` and the property `tokenizer`: one of
+            transformers or of the package `tokenizers`, which is wrapped; a `Tokenizer`; or a folder that holds one.
 
     Attributes:
         target, draft, config, device: Those in use. `draft` may be a wrapper of the given model, or None.
@@ -85,7 +77,7 @@ class EAGLEInference:
         target_model: TargetModel,
         config: EAGLEConfig | Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Any = None,
     ):
         target, self.config = as_target(target_model, read_config(config))
         config, draft = self.config, None if draft_model is None else as_draft(draft_model)
@@ -104,44 +96,37 @@ class EAGLEInference:
     @classmethod
     def from_pretrained(
         cls,
-        draft: str | Path | None,
-        target: str | Path,
+        draft_model: str | Path | None,
+        target_model: str | Path,
         config: EAGLEConfig | Mapping[str, Any] | None = None,
         *,
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
         check_weights: bool = True,
+        tokenizer: Any = None,
     ) -> EAGLEInference:
         """Loads an engine from two model folders in Hugging Face layout.
 
         Args:
-            draft: The folder of an EAGLE head, of next-token modules, or of a smaller language model that has the
+            draft_model: The folder of an EAGLE head, of next-token modules, or of a smaller language model that has the
                 target's tokenizer; what it holds decides how it drafts. None: the target's own folder with
                 method="mtp", since published targets have their modules in them; otherwise for methods without a model.
-            target: The target's folder, which also has the end tokens and, if there is one, the tokenizer.
+            target_model: The target's folder, which also has the end tokens and, if there is one, the tokenizer.
             config: As for the class; in fields of a server's `--speculative-config`, such as
-                {"method": "mtp", "model": folder}, "model" is the draft, where draft is None.
+                {"method": "mtp", "model": folder}, "model" is the draft, where draft_model is None.
             device: As for the class, but None is the GPU where there is one, else the CPU.
             dtype: The type of the weights, such as "bfloat16"; None: float32; "auto": that of the target's config.json.
             check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
+            tokenizer: As for the class; None: that of the target's folder.
 
         Raises:
             ValueError: As for the class; a folder that does not hold such a model raises its subclass `ModelError`.
         """
-        config, draft = read_line(config, draft)
-        chosen = choose_draft(target, draft, config)
-        dtype = read_dtype(target) if dtype == "auto" else dtype
-        target_model = load_target(
-            target, *read_placement("EAGLEInference.from_pretrained", device, dtype), check_weights=check_weights
-        )
-        if config.eos_token_ids is None:
-            config = replace(config, eos_token_ids=read_eos_token_ids(target, target_model.vocab_size))
-        draft_model = load_draft_of(target_model, target, chosen, check_weights=check_weights)
-        engine = cls(draft_model, target_model, config)
-        try:
-            engine.session.tokenizer = load_tokenizer(target)
-        except ValueError as error:  # only text needs one, and says so
-            engine.session.tokenizer_fault = str(error)
+        config, folder = read_line(config, draft_model)
+        draft, target, config = load_pair(folder, target_model, config, device, dtype, check_weights)
+        engine = cls(draft, target, config, tokenizer=tokenizer)
+        if tokenizer is None:
+            engine.session.load_tokenizer(target_model)
         return engine
 
     def generate(
@@ -229,6 +214,22 @@ class EAGLEInference:
         """
         tokenizer = self.session.tokenizer_for("stream_text needs")
         return TextStream(self.stream(encode_texts(text, tokenizer), max_new_tokens, **options), tokenizer)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Returns the token ids of a conversation, as the target's chat template writes it; for several, lists of them.
+
+        Args:
+            messages: Dicts with role and content, such as {"role": "user", "content": "Hello"}; or lists of such.
+            add_generation_prompt: Whether the ids end with what begins the next answer.
+            variables: What else the template reads, such as tools=[...] or enable_thinking=False.
+
+        Raises:
+            ValueError: An argument breaks its rule, there is no template, or it refuses the conversation.
+        """
+        read_flag("encode_chat: add_generation_prompt", add_generation_prompt)
+        return encode_chat(self.session.tokenizer_for("encode_chat needs"), messages, add_generation_prompt, variables)
 
     def submit(self, prompt: Prompts, params: SamplingParams | Mapping[str, Any] | None = None) -> Request:
         """Adds a request, which joins at the next `step`; one that can never run is returned finished, with `error`.

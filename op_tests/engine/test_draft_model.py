@@ -193,7 +193,7 @@ MISFITS = [
         None,
         "target",
         None,
-        "draft must be a folder of an EAGLE head or a smaller language model ('ngram' and",
+        "draft_model must be a folder of an EAGLE head or a smaller language model ('ngram' and",
     ),
     (None, "target", "draft_model", "need none) for method='draft_model', got None"),
     (None, "modules", None, "need none, 'mtp' reads the target's own modules) for method=None, got None"),

@@ -13,7 +13,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.config.drafting_options import METHODS
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.tokenizer import ByteDetokenizer
-from eagle_kernels.tools.cli import shared
+from eagle_kernels.engine.serve import session
 from eagle_kernels.tools.cli.main import main
 from op_tests.engine.engines import write_with_modules
 
@@ -81,7 +81,7 @@ class Letters:
 
 @pytest.mark.parametrize("name", LINES)
 def test_the_command_line_takes_them(name, folder, capsys, monkeypatch):
-    monkeypatch.setattr(shared, "load_tokenizer", lambda folder: Letters())
+    monkeypatch.setattr(session, "load_tokenizer", lambda folder, num_ids: Letters())
     line = ["--target", str(folder), "--speculative-config", json.dumps(fields_of(name, folder))]
     assert (
         main(["generate", "abcabcabc", "--max-new-tokens", "8", "--device", "cpu", "--compare", "--json", *line]) == 0

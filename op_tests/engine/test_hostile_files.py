@@ -30,7 +30,7 @@ from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
 from eagle_kernels.engine.models.tokenizer import check_same_vocabulary, load_tokenizer  # noqa: E402
 from eagle_kernels.tools.cli.main import main  # noqa: E402
 from eagle_kernels.tools.training import answers, trainer  # noqa: E402
-from eagle_kernels.tools.training.chat import chat_format_of, encode_with_spans  # noqa: E402
+from eagle_kernels.tools.training.chat import chat_format_of  # noqa: E402
 from eagle_kernels.tools.training.recipe import Stage  # noqa: E402
 from eagle_kernels.tools.training.saving import save_folder  # noqa: E402
 from op_tests.engine import heads  # noqa: E402
@@ -629,24 +629,28 @@ def test_ids_of_a_models_padding_are_no_text(tokenizer):
 )
 def test_texts_that_are_none(tokenizer, text, message):
     assert refused(tokenizer.encode, text) == message
-    assert refused(encode_with_spans, tokenizer, text, False) == message
+    assert refused(tokenizer.encode_with_spans, text, False) == message
 
 
-def test_a_template_beside_bytes(folder_of):
-    """Also of a tokenizer that transformers cannot make: its reason is whole, where its first line ends in a colon."""
-    pytest.importorskip("transformers")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chat_template": 3}, "chat_template must be a text, or a list of named templates, got 3"),
+        (
+            {"chat_template": [{"name": "a"}]},
+            "chat_template must be a text, or a list of named templates, got {'a': None}",
+        ),
+        (None, "chat_template.jinja cannot be read: 'utf-8' codec can't decode byte 0xff"),
+    ],
+    ids=["number", "no text", "no UTF-8"],
+)
+def test_bad_chat_templates(folder_of, settings, message):
     folder = folder_of("target")
-    settings = {"tokenizer_class": "ByteTokenizer", "chat_template": "{{ messages }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert refused(chat_format_of, folder) == (
-        f"{folder}: transformers, which reads the chat template, cannot read a tokenizer of bytes; remove the "
-        "template, and conversations are written as roles and newlines"
-    )
-    edit_config(folder, tokenizer_class=None)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    told = refused(chat_format_of, folder)
-    assert told.startswith(f"{folder}: transformers, which reads the chat template, finds no tokenizer: ")
-    assert not told.endswith(":")
+    if settings is None:
+        (folder / "chat_template.jinja").write_bytes(b"\xff")
+    else:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert refused(chat_format_of, folder).startswith(f"{folder}: {message}")
 
 
 @pytest.mark.parametrize(

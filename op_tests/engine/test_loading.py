@@ -255,10 +255,12 @@ def test_what_is_no_path_is_named_by_its_argument(target_folder, draft_folder, v
         "load_tokenizer: folder": lambda: load_tokenizer(value),
         "read_eos_token_ids: folder": lambda: read_eos_token_ids(value),
         "inspect_head: draft": lambda: inspect_head(value),
-        "EAGLEInference.from_pretrained: target": lambda: EAGLEInference.from_pretrained(draft_folder, value),
+        "EAGLEInference.from_pretrained: target_model": lambda: EAGLEInference.from_pretrained(draft_folder, value),
     }
     if value is not None:
-        calls["EAGLEInference.from_pretrained: draft"] = lambda: EAGLEInference.from_pretrained(value, target_folder)
+        calls["EAGLEInference.from_pretrained: draft_model"] = lambda: EAGLEInference.from_pretrained(
+            value, target_folder
+        )
     for argument, call in calls.items():
         with pytest.raises(ValueError) as caught:
             call()

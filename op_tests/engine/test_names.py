@@ -21,8 +21,13 @@ PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9]]
 class Letters:
     """A tokenizer for 40 tokens."""
 
+    vocab_size, eos_token_ids = 40, ()
+
     def encode(self, text):
         return [ord(letter) % 40 for letter in text]
+
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
 
     def detokenizer(self, context=()):
         return ByteDetokenizer()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import itertools
 import json
+import os
 import re
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.protocol import ModelError
-from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
+from eagle_kernels.engine.models.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from eagle_kernels.engine.requests.request import StopStrings
 from eagle_kernels.tools.cli.generate import print_texts
 from op_tests.engine.toys import random_llama
 
@@ -36,6 +41,15 @@ def test_bytes_stream_equals_decode(size):
     pieces = [detokenizer.push(token_ids[start : start + size]) for start in range(0, len(token_ids), size)]
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
     assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"), [([0xA5, 0x62], "日b"), ([0x62], "b"), ([0xFF, 0xA5], "\ufffd" * 2), ([], "")]
+)
+def test_a_character_that_the_context_begins(ids, text):
+    """Its end makes it a character of the text; without an end it is the context's, and no part of the text."""
+    detokenizer = ByteTokenizer().detokenizer([0x61, 0xE6, 0x97])
+    assert "".join(detokenizer.push([token_id]) for token_id in ids) + detokenizer.finish() == text
 
 
 def test_broken_bytes_decode_to_the_replacement_character():
@@ -182,6 +196,211 @@ def test_text_for_async_for(engine):
     assert not engine.has_work
 
 
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = [
+    "▁",
+    "▁▁",
+    "▁a",
+    "a",
+    "b",
+    "ab",
+    "aab",
+    "é",
+    "🦅",
+    " x",
+    "x ",
+    "##ing",
+    ".",
+    "'s",
+    "foo</w>",
+    "b</w>c",
+    "<0x4",
+    "<0x+F>",
+]
+BYTE_LEVEL = [*"abéÃ©日ÿ", "Ġ", "Ġthe", "æ", "Ĺ", "¥", "ð", "Ł", "¦", "ħ", "ðŁ", "¦ħ", "æĹ¥"]
+SPECIAL = ["<s>", "</s>", "<|im_end|>"]
+
+
+def made_tokenizer(tokens: list[str], decoder) -> FileTokenizer:
+    """One whose ids are these tokens, three special ones, one that was added, and five of the model alone."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=tokens[0])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens(["日本 x"])
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    return FileTokenizer(tokenizer, (), tokenizer.get_vocab_size() + 5)
+
+
+def decoders_of_models() -> dict:
+    decoders, regex = pytest.importorskip("tokenizers").decoders, pytest.importorskip("tokenizers").Regex
+    spaces, fallback, fuse, several = (
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Sequence,
+    )
+    return {
+        "GPT-2, Qwen, Llama 3": decoders.ByteLevel(),
+        "Llama 2, Mistral": several([spaces, fallback, fuse, decoders.Strip(" ", 1, 0)]),
+        "Gemma": several([spaces, fallback, fuse]),
+        "T5": decoders.Metaspace(),
+        "prepends never": several([fallback, decoders.Metaspace(prepend_scheme="never")]),
+        "prepends first": decoders.Metaspace(prepend_scheme="first"),
+        "BERT": decoders.WordPiece(),
+        "GPT-1": decoders.BPEDecoder(),
+        "wav2vec 2": decoders.CTC(),
+        "none": None,
+        "replaces in the whole": several([fuse, decoders.Replace("aab", "X"), decoders.Replace("ba", "")]),
+        "replaces by pattern": several([decoders.Replace(regex("[ab]+"), "<>"), several([fuse])]),
+        "strips the whole": several([fuse, decoders.Strip("▁", 2, 0)]),
+        "strips tokens": several([decoders.Strip("▁", 1, 0), fallback]),
+        "looks far": several([fuse, decoders.Replace(regex("ab*a"), "-"), decoders.Strip("-", 1, 0)]),
+    }
+
+
+@pytest.mark.parametrize("name", decoders_of_models() if importlib.util.find_spec("tokenizers") else [])
+def test_pieces_are_decode_of_the_whole(name):
+    """Whatever ids come, in whatever pieces, after whatever context. Held back is what some next ids would change."""
+    is_level = name.startswith("GPT-2")
+    tokens = BYTE_LEVEL if is_level else [*WORDS, *BYTES]
+    tokenizer, first = made_tokenizer(tokens, decoders_of_models()[name]), len(WORDS)
+    total, eagle = tokenizer.num_ids, [first + byte for byte in "🦅".encode()]
+    kinds = [
+        range(total),
+        range(18),
+        range(total - 10, total),
+        range(len(tokens) - 256 if not is_level else 7, len(tokens)),
+    ]
+    tails = [(), *((number,) for number in range(18 if is_level else len(WORDS)))]
+    if is_level:
+        tails += [tuple(map(BYTE_LEVEL.index, tail)) for tail in ("Ĺ¥", "Ł¦ħ", "¦ħ")]
+    else:
+        continued = (
+            itertools.product((0x80, 0x90, 0xA0, 0xFF), repeat=1),
+            itertools.product((0x80, 0x90, 0xA0), (0x80,)),
+        )
+        tails += [
+            [first + byte for byte in tail] for tail in (*itertools.chain(*continued), (0x90, 0x80, 0x80), (0x80,) * 3)
+        ]
+
+    def beyond(ids: list[int]) -> str:
+        before, whole = tokenizer.decode(context), tokenizer.decode(context + ids)
+        return whole[len(os.path.commonprefix([before, whole])) :]
+
+    for seed in range(60):
+        random, ids = np.random.default_rng(seed), []
+        for kind in random.integers(0, 5, random.integers(1, 7)):
+            more = eagle if kind == 4 else random.choice(kinds[kind], random.integers(0, 6)).tolist()
+            ids += [token_id % total for token_id in more]
+        context, ids = ids[: (cut := int(random.integers(0, len(ids) + 1)))], ids[cut:]
+        detokenizer, text, place = tokenizer.detokenizer(context), "", 0
+        while place < len(ids):
+            size = int(random.integers(1, 4))
+            text += detokenizer.push(ids[place : place + size])
+            place += size
+            assert text + detokenizer.finish() == beyond(ids[:place]), (seed, context, ids)
+            if name not in ("wav2vec 2", "looks far"):
+                assert text == os.path.commonprefix([beyond([*ids[:place], *tail]) for tail in tails]), (
+                    seed,
+                    context,
+                    ids,
+                )
+
+
+@pytest.mark.parametrize("name", ["GPT-2, Qwen, Llama 3", "Llama 2, Mistral", "bytes"])
+def test_what_cannot_change_goes_out_at_once(name, monkeypatch):
+    """Of a thousand bytes that are no UTF-8, too; nothing is decoded twice."""
+    is_level = name.startswith("GPT-2")
+    if name == "bytes":
+        tokenizer, broken = ByteTokenizer(), 0xFF
+    else:
+        tokenizer = made_tokenizer(BYTE_LEVEL if is_level else [*WORDS, *BYTES], decoders_of_models()[name])
+        broken = BYTE_LEVEL.index("ÿ") if is_level else len(WORDS) + 0xFF
+    monkeypatch.setattr(type(tokenizer), "decode", None)
+    detokenizer = tokenizer.detokenizer()
+    assert [detokenizer.push([broken]) for _ in range(1000)] == ["\N{REPLACEMENT CHARACTER}"] * 1000
+    stops = StopStrings(("\ufffd\ufffd\ufffd",), tokenizer, [])
+    assert [stops.push(broken) for _ in range(3)] == [False, False, True] and stops.text == ""
+
+
+def test_a_broken_run_is_broken_as_a_whole():
+    tokenizer = made_tokenizer([*WORDS, *BYTES], decoders_of_models()["Llama 2, Mistral"])
+    ids = [len(WORDS) + 0xC3, len(WORDS) + 0xA9, len(WORDS) + 0xFF]
+    detokenizer = tokenizer.detokenizer()
+    assert [detokenizer.push([token_id]) for token_id in ids] == ["", "", "\ufffd" * 3] and tokenizer.decode(
+        ids
+    ) == "\ufffd" * 3
+
+
+def shown_and_named(tokenizer, ids: list[int], context: list[int], names: dict[int, str]) -> tuple[str, list]:
+    """The text of some ids, and its characters and the names of special tokens, with the place of each."""
+    units, text = [], ""
+    for count, token_id in enumerate(ids, 1):
+        if token_id in names:
+            units.append((names[token_id], len(text)))
+        now = tokenizer.decode(context + ids[:count])[len(tokenizer.decode(context)) :]
+        units += [(character, place) for place, character in enumerate(now) if place >= len(text)]
+        text = now
+    return text, units
+
+
+def test_stop_strings_against_a_search_in_all_texts():
+    """Strings of letters and special tokens: the first token that completes one, and the earliest place of all."""
+    tokenizer = made_tokenizer([*WORDS, *BYTES], decoders_of_models()["Llama 2, Mistral"])
+    specials = {tokenizer.encode(name)[0]: name for name in SPECIAL}
+    pool = [*map(WORDS.index, ("▁", "▁a", "a", "b", "ab")), *specials, *specials]
+    random, num_found = np.random.default_rng(0), 0
+    for _ in range(800):
+        ids, context = random.choice(pool, 9).tolist(), random.choice(pool, random.integers(0, 3)).tolist()
+        parts = ["a", "b", " ", "<", *SPECIAL]
+        strings = tuple("".join(random.choice(parts, random.integers(1, 6))) for _ in range(random.integers(1, 4)))
+        if random.random() < 0.5:  # most of which is there
+            begin, end = sorted(random.integers(0, 10, 2).tolist())
+            spelled = "".join(specials.get(token_id) or tokenizer.decode([0, token_id]) for token_id in ids[begin:end])
+            strings += (spelled + random.choice(["", "b", "<"]),) if spelled else ()
+        names = {token: name for token, name in specials.items() if any(name in string for string in strings)}
+        expected = None
+        for count in range(1, len(ids) + 1):
+            text, units = shown_and_named(tokenizer, ids[:count], context, names)
+            places = [text.index(string) for string in strings if string in text]
+            for first, last in itertools.combinations(range(len(units) + 1), 2):
+                part = [unit for unit, _ in units[first:last]]
+                if "".join(part) in strings and any(len(unit) > 1 for unit in part):
+                    places.append(units[first][1])
+            if places:
+                expected = count, text[: min(places)]
+                break
+        stops, shown, found = StopStrings(strings, tokenizer, context), "", None
+        for count, token_id in enumerate(ids, 1):
+            if stops.push(token_id):
+                found = count, stops.text
+                break
+            assert len(shown) <= stops.num_certain  # what a stream has shown stays
+            shown = stops.text[: stops.num_certain]
+        assert found == expected and stops.text.startswith(shown), (ids, context, strings)
+        num_found += found is not None
+    assert 200 < num_found < 750
+
+
+@pytest.mark.parametrize(
+    ("before", "stop", "text"),
+    [
+        ("🦅".encode(), "<|im_end|>", "🦅"),  # whole, but another byte could have broken it
+        ("🦅".encode(), "🦅<|im_end|>", ""),
+        (b"\xe6\x97", "<|im_end|>", "\ufffd" * 2),
+        (b"b\xff", "\ufffd<|im_end|>", "b"),
+    ],
+)
+def test_a_special_token_ends_what_is_held_back(before, stop, text):
+    tokenizer = made_tokenizer([*WORDS, *BYTES], decoders_of_models()["Llama 2, Mistral"])
+    stops = StopStrings((stop,), tokenizer, [])
+    ids = [WORDS.index("b") if byte == ord("b") else len(WORDS) + byte for byte in before]
+    assert [stops.push(token_id) for token_id in ids] == [False] * len(ids)
+    assert stops.push(*tokenizer.encode("<|im_end|>")) and stops.text == text
+
+
 @pytest.fixture
 def word_tokenizer(tmp_path):
     """As of Llama 2: spaces belong to the words behind them, and a text's first one is stripped."""
@@ -212,14 +431,16 @@ EAGLE = [3 + byte for byte in "🦅".encode()]
         (3 * EAGLE, " "),  # longer than what is looked at
         ([], ""),
         ([1], ""),
-        (EAGLE[:2], ""),  # half a character, which is nobody's text
+        (EAGLE[:2], " "),  # half a character, of which the prompt's text has the replacement
+        ([FIRST_WORD, *[1] * 20], " "),
     ],
 )
 def test_a_context_is_decoded_with_and_not_told(word_tokenizer, context, space):
     detokenizer = word_tokenizer.detokenizer(context)
     assert detokenizer.push([FIRST_WORD + 1]) == f"{space}w1."
-    assert detokenizer.push([FIRST_WORD + 2, *EAGLE[:2]]) + detokenizer.push(EAGLE[2:]) == " w2.🦅"
-    assert detokenizer.finish() == ""
+    assert detokenizer.push([FIRST_WORD + 2, *EAGLE[:2]]) == " w2."
+    assert detokenizer.push(EAGLE[2:]) == ""  # one more byte that is no UTF-8 would break the whole run
+    assert detokenizer.finish() == "🦅" == detokenizer.push([FIRST_WORD + 3])[0]
 
 
 def test_what_follows_a_prompt_keeps_its_first_space(word_tokenizer, capsys):

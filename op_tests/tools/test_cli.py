@@ -249,6 +249,47 @@ def test_prompts_that_cannot_be_read_are_named(capsys, monkeypatch, arguments, m
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
+@pytest.fixture
+def chat_target(tmp_path) -> Path:
+    """The embedded target with a chat template, in which the system's text stands before the user's."""
+    shutil.copytree(TARGET, tmp_path / "target")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    return tmp_path / "target"
+
+
+def test_chat_prints_answers(capsys, monkeypatch, chat_target):
+    """Of one message or several, from wherever they come: what follows the template's text, without that text."""
+    models = ("--target", str(chat_target), "--draft", str(DRAFT), *FP32, "--max-new-tokens", "12")
+    walk, texts = "import os\n\ndef walk(", {}
+    for prompt in (walk, "def f("):
+        assert generate("--max-new-tokens", 12, "--json", prompt=prompt) == 0
+        texts[prompt] = json.loads(capsys.readouterr().out)["text"]
+    assert main(["generate", *models, "--chat", walk]) == 0
+    assert split_report(capsys.readouterr().out)[0] == texts[walk]
+    assert main(["generate", *models, "--chat", walk[4:], "--system", walk[:4], "--json", "--compare"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["prompt"], report["text"], report["identical"]) == (walk[4:], texts[walk], True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def f("))
+    assert main(["generate", *models, "--chat", walk, "-"]) == 0
+    assert split_report(capsys.readouterr().out)[0] == "\n\n".join(texts.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--chat"],
+            "encode_chat: the model has no chat template, neither chat_template in tokenizer_config.json nor ",
+        ),
+        (["--system", "be brief"], "--system must be given with --chat: other texts are continued as they are"),
+    ],
+)
+def test_chat_needs_a_template_and_is_asked_for(capsys, arguments, message):
+    assert generate(*arguments) == 1
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...runtime.placement import is_same_device, rounds_fp32_matmuls
+from ...runtime.placement import is_same_device, read_placement, rounds_fp32_matmuls
 from ..config.drafting_options import MODEL_KINDS
 from ..config.eagle_config import EAGLEConfig
 from .causal_draft import CausalDraft
 from .checkpoint import brief, read_folder
 from .head_formats import KINDS, MODULE_PREFIX
-from .loading import end_tokens, load_draft, load_target, read_kind
+from .loading import end_tokens, load_draft, load_target, read_dtype, read_eos_token_ids, read_kind
 from .protocol import DraftModel, ModelError, TargetModel
 from .tokenizer import check_same_vocabulary
 from .transformers_target import TransformersTarget
@@ -52,22 +52,40 @@ class DraftFolder(NamedTuple):
     shares_tokens: bool  # whether it is a language model with the target's tokenizer, as far as its files tell
 
 
-def choose_draft(target_folder: str | Path, folder: str | Path | None, config: EAGLEConfig) -> DraftFolder | None:
+def load_pair(
+    draft_folder: str | Path | None,
+    target_folder: str | Path,
+    config: EAGLEConfig,
+    device: str | torch.device | None,
+    dtype: torch.dtype | str | None,
+    check_weights: bool,
+) -> tuple[DraftModel | None, TargetModel, EAGLEConfig]:
+    """Loads the models of two folders; the configuration gets the target's end tokens where it names none."""
+    chosen = _choose_draft(target_folder, draft_folder, config)
+    dtype = read_dtype(target_folder) if dtype == "auto" else dtype
+    place = read_placement("EAGLEInference.from_pretrained", device, dtype)
+    target = load_target(target_folder, *place, check_weights=check_weights)
+    if config.eos_token_ids is None:
+        config = replace(config, eos_token_ids=read_eos_token_ids(target_folder, target.vocab_size))
+    return _load_draft_of(target, chosen, check_weights=check_weights), target, config
+
+
+def _choose_draft(target_folder: str | Path, folder: str | Path | None, config: EAGLEConfig) -> DraftFolder | None:
     """Returns the draft of two folders, before anything large is read; None for methods without a model.
 
     What the folder holds decides how it drafts. The target's own holds the modules of method="mtp"; ValueError and
     ModelError say where there is no draft, or one of another method.
     """
     caller = "EAGLEInference.from_pretrained"
-    target_folder = read_folder(f"{caller}: target", target_folder)
+    target_folder = read_folder(f"{caller}: target_model", target_folder)
     wanted = [method for method in config.methods if method in MODEL_KINDS]
     if folder is None and "mtp" not in wanted:
         if config.needs_model:
             own = ", 'mtp' reads the target's own modules" if read_kind(target_folder) == "MTP" else ""
             ways = f"of an EAGLE head or a smaller language model ('ngram' and 'suffix' need none{own})"
-            raise ValueError(f"{caller}: draft must be a folder {ways} for method={config.method!r}, got None")
+            raise ValueError(f"{caller}: draft_model must be a folder {ways} for method={config.method!r}, got None")
         return None
-    folder = target_folder if folder is None else read_folder(f"{caller}: draft", folder)
+    folder = target_folder if folder is None else read_folder(f"{caller}: draft_model", folder)
     kind = read_kind(folder)
     method, called, class_name = KINDS[kind]
     if method == "mtp" and "draft_model" in wanted:
@@ -82,10 +100,8 @@ def choose_draft(target_folder: str | Path, folder: str | Path | None, config: E
     return DraftFolder(folder, method, method == "draft_model" and check_same_vocabulary(folder, target_folder))
 
 
-def load_draft_of(
-    target: TargetModel, target_folder: str | Path, draft: DraftFolder | None, *, check_weights: bool
-) -> DraftModel | None:
-    """Loads the draft that `choose_draft` returned: a head, or a language model with the target's tokens."""
+def _load_draft_of(target: TargetModel, draft: DraftFolder | None, *, check_weights: bool) -> DraftModel | None:
+    """Loads the draft that `_choose_draft` returned: a head, or a language model with the target's tokens."""
     if draft is None:
         return None
     if draft.method != "draft_model":

@@ -1,33 +1,49 @@
-"""Tokenizers of the demo pair (bytes) and of Hugging Face checkpoints (`tokenizer.json`)."""
+"""Tokenizers of the demo pair (bytes), of Hugging Face checkpoints (`tokenizer.json`), and those of other packages."""
 
 from __future__ import annotations
 
-import codecs
+import copy
 import filecmp
 import operator
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from operator import methodcaller
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ...runtime.values import first_line, is_integer, shown
+from .chat_template import Chats, ChatTemplate, chat_template_of, read_chat_template
 from .checkpoint import brief, check_file_size, naming, read_config, read_folder, read_json
 from .decoder_config import read_value
+from .detokenizer import ByteStep, Chain, ChainDetokenizer, WindowDetokenizer
 from .loading import read_eos_token_ids
 from .protocol import ModelError
 
 
 class Detokenizer(Protocol):
-    """Decodes ids that arrive in pieces; the texts joined equal what `Tokenizer.decode` makes of all ids at once."""
+    """Decodes ids that arrive in pieces.
+
+    The texts joined, `finish` last, are `Tokenizer.decode` of all ids at once. After a context they are what
+    decode(context + ids) has beyond the beginning that it shares with decode(context). So special tokens, which have no
+    text, change nothing, wherever they stand.
+    """
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Returns the text that these ids complete; a character that lacks some bytes waits for the next call."""
+        """Returns the text that these ids make certain; a character that lacks some bytes waits for the next call."""
 
     def finish(self) -> str:
-        """Returns the rest, with U+FFFD for an unfinished character."""
+        """Returns the rest, with U+FFFD for an unfinished character, and changes nothing."""
 
 
 class Tokenizer(Protocol):
-    """Names the members that the engine and the command line use of a tokenizer."""
+    """Names the members that the engine and the command line use of a tokenizer.
+
+    Two more are optional. `special_tokens` maps the ids of special tokens, whose text is not shown, to their names, by
+    which stop strings find them. `encode_chat(messages, add_generation_prompt, **variables)` returns the ids of a
+    conversation, for `EAGLEInference.encode_chat`.
+    """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -42,40 +58,60 @@ class Tokenizer(Protocol):
         """Returns a detokenizer of ids that follow `context`; some tokenizers strip a space at the start of a text."""
 
 
-class ByteTokenizer:
+ReadChat = Callable[[], ChatTemplate | None]
+
+
+def _no_chat() -> None:
+    """Returns the chat template of a tokenizer without one."""
+
+
+class ByteTokenizer(Chats):
     """Encodes text as its bytes in UTF-8, which are ids 0..255; 256 is `<|endoftext|>`, which separates texts.
 
-    num_ids  how many ids the model has, if more
+    num_ids    how many ids the model has, if more
+    read_chat  returns its chat template, if it has one
     """
 
     vocab_size = 257
     eos_token_ids: tuple[int, ...] = (256,)
+    special_tokens: Mapping[int, str] = MappingProxyType({256: "<|endoftext|>"})
 
-    def __init__(self, num_ids: int = 257) -> None:
-        self._num_ids = max(num_ids, self.vocab_size)
+    def __init__(self, num_ids: int = 257, read_chat: ReadChat = _no_chat) -> None:
+        self.num_ids, self.read_chat = max(num_ids, self.vocab_size), read_chat
 
     def encode(self, text: str) -> list[int]:
         return list(_checked_text(text).encode("utf-8"))
 
+    def encode_with_spans(self, text: str, is_marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        ids, spans, begin = [], [], 0
+        for part in re.split(r"(<\|endoftext\|>)" if is_marked else "(?!)", _checked_text(text)):
+            is_mark = is_marked and part == self.special_tokens[256]
+            for piece in [part] if is_mark else part:
+                token_ids = [256] if is_mark else piece.encode("utf-8")
+                ids += token_ids
+                spans += [(begin, begin + len(piece))] * len(token_ids)
+                begin += len(piece)
+        return ids, spans
+
     def decode(self, token_ids: Sequence[int]) -> str:
         detokenizer = ByteDetokenizer()
-        return detokenizer.push(_checked_ids(token_ids, self._num_ids)) + detokenizer.finish()
+        return detokenizer.push(_checked_ids(token_ids, self.num_ids)) + detokenizer.finish()
 
     def detokenizer(self, context: Sequence[int] = ()) -> ByteDetokenizer:
-        return ByteDetokenizer()
+        return ByteDetokenizer(context)
 
 
-class ByteDetokenizer:
+_BYTES = Chain(
+    lambda token_id: chr(token_id) if 0 <= token_id < 256 else None,
+    [partial(ByteStep, methodcaller("encode", "latin-1"))],
+)
+
+
+class ByteDetokenizer(ChainDetokenizer):
     """Decodes the ids of a `ByteTokenizer` (a `Detokenizer`)."""
 
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        return self._decoder.decode(bytes(token_id for token_id in token_ids if token_id < 256))
-
-    def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
+    def __init__(self, context: Sequence[int] = ()) -> None:
+        super().__init__(_BYTES, list, context)
 
 
 def _checked_text(text: str) -> str:
@@ -105,90 +141,146 @@ def _checked_ids(token_ids: Sequence[int], num_ids: int) -> list[int]:
     return items
 
 
-class FileTokenizer:
-    """Encodes by a Hugging Face `tokenizer.json`, through the package `tokenizers`.
+class FileTokenizer(Chats):
+    """Encodes by a `tokenizers.Tokenizer`, such as that of a Hugging Face `tokenizer.json`.
+
+    num_ids    how many ids the model has, if more
+    read_chat  returns its chat template, if it has one
+    """
+
+    def __init__(
+        self, backend: Any, eos_token_ids: tuple[int, ...], num_ids: int = 0, read_chat: ReadChat = _no_chat
+    ) -> None:
+        backend.no_padding()  # some files have settings of training, which would cut a prompt or fill it
+        backend.no_truncation()
+        self._tokenizer, self.read_chat = backend, read_chat
+        self.vocab_size: int = backend.get_vocab_size()
+        self.num_ids = max(num_ids, self.vocab_size)
+        self.eos_token_ids = eos_token_ids
+        added = backend.get_added_tokens_decoder()
+        self.special_tokens = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._chain = Chain.of(backend.decoder, self._token_of)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(_checked_text(text)).ids
+
+    def encode_with_spans(self, text: str, is_marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        encoding = self._tokenizer.encode(_checked_text(text), add_special_tokens=not is_marked)
+        return encoding.ids, encoding.offsets
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(_checked_ids(token_ids, self.num_ids), skip_special_tokens=True)
+
+    def detokenizer(self, context: Sequence[int] = ()) -> ChainDetokenizer:
+        return ChainDetokenizer(self._chain, partial(_checked_ids, num_ids=self.num_ids), context)
+
+    def _token_of(self, token_id: int) -> str | None:
+        if token_id in self.special_tokens or not 0 <= token_id < self.num_ids:
+            return None
+        return self._tokenizer.id_to_token(token_id)
+
+
+class PythonTokenizer(Chats):
+    """Encodes by a tokenizer of transformers that is written in Python.
 
     num_ids  how many ids the model has, if more
     """
 
-    def __init__(self, path: Path, eos_token_ids: tuple[int, ...], num_ids: int = 0) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            raise ModelError(f"reading {path} needs tokenizers: pip install 'eagle_kernels[models]'") from None
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises nothing narrower
-            raise ModelError(f"{path} cannot be read: {first_line(error)}") from None
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
-        self._num_ids = max(num_ids, self.vocab_size)
-        self.eos_token_ids = eos_token_ids
+    def __init__(self, tokenizer: Any, num_ids: int = 0) -> None:
+        self._tokenizer, self.vocab_size = tokenizer, len(tokenizer)
+        self.num_ids = max(num_ids, self.vocab_size)
+        self.eos_token_ids = _end_of(tokenizer)
+        self.special_tokens = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
+        self.read_chat = partial(chat_template_of, tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        return self.encoding_of(text).ids
+        return list(self._tokenizer.encode(_checked_text(text)))
 
-    def encoding_of(self, text: str, **options: Any) -> Any:
-        """Returns the `tokenizers.Encoding` of a text."""
-        return self._tokenizer.encode(_checked_text(text), **options)
+    def encode_with_spans(self, text: str, is_marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        ids = list(self._tokenizer.encode(_checked_text(text), add_special_tokens=not is_marked))
+        return ids, [(0, len(text))] * len(ids)  # it does not tell
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(_checked_ids(token_ids, self._num_ids), skip_special_tokens=True)
+        return self._decode(self._read_ids(token_ids))
 
-    def detokenizer(self, context: Sequence[int] = ()) -> FileDetokenizer:
-        return FileDetokenizer(self, context)
+    def detokenizer(self, context: Sequence[int] = ()) -> WindowDetokenizer:
+        return WindowDetokenizer(self._decode, self._read_ids, self._with_text(context))
 
+    def _read_ids(self, token_ids: Iterable[int]) -> list[int]:
+        return self._with_text(_checked_ids(token_ids, self.num_ids))
 
-_MOST_CONTEXT = 8  # ids: the last ones may be special ones without text, or the bytes of one character
+    def _with_text(self, token_ids: Sequence[int]) -> list[int]:
+        return [each for each in token_ids if 0 <= each < self.vocab_size and each not in self.special_tokens]
 
-
-class FileDetokenizer:
-    """Decodes the ids of a `FileTokenizer` (a `Detokenizer`).
-
-    The text of an id can depend on its neighbours (spaces, multi-byte characters). So recent ids are decoded with and
-    without the new ones: the difference is the new text, unless it ends inside a character.
-    """
-
-    def __init__(self, tokenizer: FileTokenizer, context: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._settled = self._last_text(context)  # ids whose text was returned, as context of the next
-        self._pending: list[int] = []  # ids whose text was not
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        self._pending.extend(token_ids)
-        text = self.finish()  # which leaves the ids pending
-        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._settled, self._pending = self._pending, []
-        return text
-
-    def finish(self) -> str:
-        before = self._tokenizer.decode(self._settled)
-        return self._tokenizer.decode(self._settled + self._pending)[len(before) :]
-
-    def _last_text(self, context: Sequence[int]) -> list[int]:
-        """Returns the last ids whose text is whole characters: half a character would change with the next id."""
-        for size in range(1, min(len(context), _MOST_CONTEXT) + 1):
-            text = self._tokenizer.decode(context[-size:])
-            if text and "\N{REPLACEMENT CHARACTER}" not in text:
-                return list(context[-size:])
-        return []
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+def load_tokenizer(folder: str | Path, num_ids: int = 0) -> Tokenizer:
     """Returns the tokenizer of a model's `folder`: `ByteTokenizer` if its config names that, else `tokenizer.json`; a
-    ModelError says if there is neither."""
+    ModelError says if there is neither. `num_ids`: how many ids the model has, if its config does not say."""
     folder = read_folder("load_tokenizer: folder", folder)
     with naming(folder):
-        num_ids = read_config(folder, is_optional=True).get("vocab_size")
-    num_ids = num_ids if is_integer(num_ids) else 0
+        size = read_config(folder, is_optional=True).get("vocab_size")
+    num_ids = max(num_ids, size if is_integer(size) else 0)
     if holds_bytes(folder):
-        return ByteTokenizer(num_ids)
+        return ByteTokenizer(num_ids, cache(partial(read_chat_template, folder)))
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{brief(str(folder), 250)} holds no tokenizer.json, and its config names no ByteTokenizer")
     with naming(folder):
         check_file_size(path)
-    return FileTokenizer(path, read_eos_token_ids(folder), num_ids)
+    try:
+        import tokenizers
+    except ImportError:
+        fault = f"reading {brief(str(path), 250)} needs tokenizers: pip install 'eagle_kernels[models]'"
+        raise ModelError(fault) from None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise ModelError(f"{brief(str(path), 250)} cannot be read: {first_line(error)}") from None
+    return FileTokenizer(backend, read_eos_token_ids(folder), num_ids, cache(partial(read_chat_template, folder)))
+
+
+_MEMBERS = ("encode", "decode", "detokenizer", "vocab_size", "eos_token_ids")
+
+
+def as_tokenizer(tokenizer: Any, num_ids: int, caller: str) -> Tokenizer:
+    """Returns what keeps the protocol as it is, a wrapper of a tokenizer of transformers or `tokenizers`, and what
+    `load_tokenizer` makes of a folder. `num_ids`: how many ids the model has."""
+    if isinstance(tokenizer, (str, Path)):
+        return load_tokenizer(tokenizer, num_ids)
+
+    def has(*names: str) -> bool:
+        return not isinstance(tokenizer, type) and all(hasattr(tokenizer, name) for name in names)
+
+    if has(*_MEMBERS):
+        if isinstance(tokenizer, Chats):  # ours; the model may have more ids than its folder said
+            tokenizer.num_ids = max(tokenizer.num_ids, num_ids)
+        return tokenizer
+    if has("backend_tokenizer", "special_tokens_map"):  # of transformers
+        backend, chat = tokenizer.backend_tokenizer, partial(chat_template_of, tokenizer)
+        return FileTokenizer(_copy(backend), _end_of(tokenizer), num_ids, chat)
+    if has("all_special_ids", "special_tokens_map", "encode", "decode", "__len__"):
+        return PythonTokenizer(tokenizer, num_ids)
+    if has("id_to_token", "get_added_tokens_decoder", "decoder"):
+        return FileTokenizer(_copy(tokenizer), (), num_ids)
+    lacks = ", ".join(name for name in _MEMBERS if not has(name))
+    rule = f"be a folder, a tokenizer of transformers or tokenizers, or have {lacks}"
+    raise ValueError(f"{caller}: tokenizer must {rule}, got {shown(tokenizer)}")
+
+
+def _copy(backend: Any) -> Any:
+    """Returns a copy, whose settings nobody else changes; the thing itself where parts in Python cannot be copied."""
+    try:
+        return copy.deepcopy(backend)
+    except Exception:  # the package raises nothing narrower
+        return backend
+
+
+def _end_of(tokenizer: Any) -> tuple[int, ...]:
+    """Returns the end token of a tokenizer of transformers."""
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 
 def holds_bytes(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from ...runtime.values import are_integers, is_integer, plain, shown
 from ..models.tokenizer import Tokenizer
 from .sampling_params import SamplingParams, are_params, read_params
 
-Prompts = Tensor | str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+Prompts = Tensor | str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any]
 Seeds = int | Sequence[int] | Tensor | None
 # all that requests ask for, of all prompts or of each; or how many tokens alone
 Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
@@ -25,8 +25,8 @@ def read_prompts(
     input_ids: Prompts, name: str = "generate: input_ids", tokenizer_for: TokenizerFor | None = None
 ) -> tuple[list[list[int]], bool]:
     """Returns prompts as lists of ids, at least one, and whether a single one came without a batch axis."""
-    rows, rule = plain(input_ids), f"{name} must be text, integer ids [L] or [B, L]"
-    if _are_texts(rows) and tokenizer_for is not None:
+    rows, rule = plain(_ids_of(input_ids, name)), f"{name} must be text, integer ids [L] or [B, L]"
+    if _are_texts(rows) and tokenizer_for is not None and not isinstance(input_ids, Mapping):
         caller, _, argument = name.partition(": ")
         rows = encode_texts(rows, tokenizer_for(f"text as {argument} of {caller} needs"), name)
     if not isinstance(rows, list):
@@ -46,11 +46,36 @@ def read_prompts(
 
 def read_prompt(token_ids: Prompts, name: str, tokenizer_for: TokenizerFor | None = None) -> list[int]:
     """Returns one prompt as a list, which may be empty."""
-    rows = plain(token_ids)
-    prompts, is_single = ([rows], True) if rows == [] else read_prompts(token_ids, name, tokenizer_for)
+    rows = plain(_ids_of(token_ids, name))
+    if isinstance(token_ids, Mapping) and isinstance(rows, list) and len(rows) == 1 and isinstance(rows[0], list):
+        rows = rows[0]
+    prompts, is_single = (
+        ([rows], True)
+        if rows == []
+        else read_prompts(rows, name, None if isinstance(token_ids, Mapping) else tokenizer_for)
+    )
     if not is_single:
         raise ValueError(f"{name} must be one prompt, a text or [L] token ids, got a batch of {len(prompts)}")
     return prompts[0]
+
+
+def _ids_of(value: Any, name: str) -> Any:
+    """Returns the `input_ids` of what a tokenizer of transformers made, without padding; anything else as it is."""
+    if not (isinstance(value, Mapping) and "input_ids" in value):
+        return value
+    ids, mask = plain(value["input_ids"]), plain(value.get("attention_mask"))
+    if mask is None or not isinstance(ids, list) or not ids:
+        return ids
+    is_single = not isinstance(ids[0], list)
+    rows, masks = ([ids], [mask]) if is_single else (ids, mask)
+    if not all(isinstance(row, list) for row in rows):
+        return ids  # which is refused
+    if not isinstance(masks, list) or [len(row) for row in rows] != [
+        isinstance(row, list) and len(row) for row in masks
+    ]:
+        raise ValueError(f"{name}: attention_mask must have the shape of input_ids")
+    rows = [[token for token, is_kept in zip(*each) if is_kept] for each in zip(rows, masks)]
+    return rows[0] if is_single else rows
 
 
 def encode_texts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -192,26 +193,91 @@ def twin(error: Exception) -> Exception:
 
 
 class StopStrings:
-    """Searches the text of a request for the strings that end it, in whichever tokens they begin and end."""
+    """Searches the text of a request for the strings that end it, in whichever tokens they begin and end.
+
+    A string may be, or hold, names of special tokens, which have no text. So it is also searched for in the text with
+    these names in their places, of which it must hold whole ones.
+    """
 
     def __init__(self, strings: tuple[str, ...], tokenizer: Tokenizer, prompt: list[int]):
-        self._strings = strings
+        self._strings, self._longest = strings, max(map(len, strings))
         self._detokenizer = tokenizer.detokenizer(prompt)
+        special = getattr(tokenizer, "special_tokens", {})
+        self._names = {token: name for token, name in special.items() if name and any(name in each for each in strings)}
+        self._seen: list[tuple[int, str]] = []  # recent names, and how much text is before each
         self.text = ""
 
     def push(self, token: int) -> bool:
         """Returns whether this token completes a string; the text then ends before the earliest one."""
-        return self._ends(self._detokenizer.push([token]))
+        text = self.text + self._detokenizer.push([token])
+        if token not in self._names:
+            return self._ends(text, text)
+        whole = text + self._detokenizer.finish()  # if the request ends here
+        self._seen.append((len(whole), self._names[token]))
+        return self._ends(text, whole)
 
     def finish(self) -> bool:
         """Returns the same after the last token, for bytes held back, such as those of half a character."""
-        return self._ends(self._detokenizer.finish())
+        text = self.text + self._detokenizer.finish()
+        return self._ends(text, text)
 
-    def _ends(self, piece: str) -> bool:
-        # a string that is completed ends in the piece
-        begin = max(0, len(self.text) - max(map(len, self._strings)) + 1)
-        self.text += piece
-        found = [place for place in (self.text.find(string, begin) for string in self._strings) if place >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+    @property
+    def num_certain(self) -> int:
+        """How many characters stay whatever comes; those behind them could begin a string."""
+        begin = self._begin
+        named, spans = self._named(self.text, begin)
+        return min(self._begun(self.text, begin, []), _unnamed(self._begun(named, begin, spans), spans))
+
+    @property
+    def _begin(self) -> int:
+        """Where a string begins, at the earliest, that what comes may complete."""
+        return max(0, len(self.text) - self._longest + 1)
+
+    def _named(self, text: str, begin: int) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text with the names that are seen behind `begin`, and the range of each in it."""
+        self._seen = [(place, name) for place, name in self._seen if place >= begin]
+        named, spans, done = "", [], 0
+        for place, name in self._seen:
+            if place <= len(text):
+                named += text[done:place] + name
+                spans.append((len(named) - len(name), len(named)))
+                done = place
+        return named + text[done:], spans
+
+    def _begun(self, text: str, begin: int, spans: list[tuple[int, int]]) -> int:
+        """Returns where the first string begins of which the text ends with a part; else the text's length."""
+        places = [len(text)]
+        for string in self._strings:
+            for place in _finds(text, string[0], begin):
+                if string.startswith(text[place:]) and not any(first < place < last for first, last in spans):
+                    places.append(place)
+                    break
+        return min(places)
+
+    def _ends(self, text: str, whole: str) -> bool:
+        """Adds to the text, up to a string; names may also be found in `whole`, which has the text held back, too."""
+        begin = self._begin
+        found = [place for place in (text.find(string, begin) for string in self._strings) if place >= 0]
+        if self._seen:
+            named, spans = self._named(whole, begin)
+            for string in self._strings:
+                for place in _finds(named, string, begin):
+                    end = place + len(string)
+                    is_cut = any(first < edge < last for first, last in spans for edge in (place, end))
+                    if not is_cut and any(place <= first and last <= end for first, last in spans):
+                        found.append(_unnamed(place, spans))
+        self.text = whole[: min(found)] if found else text
         return bool(found)
+
+
+def _finds(text: str, part: str, begin: int) -> Iterator[int]:
+    """Yields the places of a part of a text, from `begin` on."""
+    place = text.find(part, begin)
+    while place >= 0:
+        yield place
+        place = text.find(part, place + 1)
+
+
+def _unnamed(place: int, spans: list[tuple[int, int]]) -> int:
+    """Returns where a place in a text with names is in the text without them."""
+    return place - sum(last - first for first, last in spans if last <= place)

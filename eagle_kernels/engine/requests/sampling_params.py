@@ -41,7 +41,8 @@ class SamplingParams(Validated):
         stop_token_ids: The request ends with the first of these that it emits; one id or several.
         ignore_eos: Whether the configuration's end tokens do not end the request; stop_token_ids do all the same.
         stop: The request ends with the token that completes this string, or one of several, which the text leaves out
-            and the tokens include. Needs the engine's tokenizer.
+            and the tokens include. They may be or hold special tokens, such as "<|im_end|>". Needs the engine's
+            tokenizer.
         logprobs: Whether to keep the log-probability of every token. True: among the tokens that the filters left, as
             it was drawn (greedy: among all, at temperature 1). "raw": before penalties, temperature and filters.
         top_logprobs: How many of the most likely tokens are kept at the place of every token, with their raw
@@ -95,6 +96,8 @@ class SamplingParams(Validated):
             value = several(getattr(self, name)) or ()
             self._require(all(map(is_kind, value)), name, f"be a tuple of {kind}")
             object.__setattr__(self, name, value)
+        is_text = not any("\ud800" <= character <= "\udfff" for text in self.stop for character in text)
+        self._require(is_text, "stop", "hold text that UTF-8 can represent, not half of a surrogate pair")
         rule = f"be at most max_new_tokens = {self.max_new_tokens}"
         self._require(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", rule)
 

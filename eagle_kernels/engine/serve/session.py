@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..drafters.methods import make_drafter, make_reader
 from ..drafters.suffix_cache import SuffixCache
 from ..models.pairing import check_deterministic, check_method, check_trees
 from ..models.protocol import DraftModel, TargetModel
-from ..models.tokenizer import Tokenizer
+from ..models.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from ..requests.inputs import Seeds, Unset, read_call_params, read_max_new_tokens, read_seeds
 from ..requests.names import read_names
 from ..requests.request import Request, StopStrings, TokenEvent
@@ -53,9 +54,12 @@ class Session:
     tokenizer_fault  why there is no tokenizer, if there is none
     """
 
-    def __init__(self, target: TargetModel, draft: DraftModel | None, tokenizer: Tokenizer | None):
+    def __init__(self, target: TargetModel, draft: DraftModel | None, tokenizer: Any):
         self.target, self.draft, self.device = target, draft, target.device
-        self.tokenizer, self.tokenizer_fault = tokenizer, "it was not given"
+        self.tokenizer: Tokenizer | None = None
+        self.tokenizer_fault = "it was not given"
+        if tokenizer is not None:
+            self.tokenizer = as_tokenizer(tokenizer, target.vocab_size, "EAGLEInference")
         self.lock = threading.RLock()
         self.scheduler: Scheduler | None = None
         self.plans: dict[tuple, StepPlan] = {}
@@ -71,6 +75,13 @@ class Session:
         check_method(config, self.draft)
         check_deterministic(config, self.target)
         self._check_tokens("EAGLEConfig: eos_token_ids", config.eos_token_ids or ())
+
+    def load_tokenizer(self, folder: str | Path) -> None:
+        """Takes the tokenizer of the target's folder, if there is one."""
+        try:
+            self.tokenizer = load_tokenizer(folder, self.target.vocab_size)
+        except ValueError as error:  # only text needs one, and says so
+            self.tokenizer_fault = str(error)
 
     def tokenizer_for(self, user: str) -> Tokenizer:
         """Returns the tokenizer; raises ValueError, with what needs it and why there is none, if there is none."""

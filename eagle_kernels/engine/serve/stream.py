@@ -352,27 +352,27 @@ class _Text:
     def __init__(self, request: Request, tokenizer: Tokenizer):
         self._request, self._num_tokens, self._num_shown = request, 0, 0
         self._detokenizer = tokenizer.detokenizer(request.prompt) if request.text is None else None
-        self._held, self._has_ended = max(map(len, request.params.stop), default=1) - 1, False
+        self._has_ended = False
 
     def push(self, token: int) -> str:
         """Returns the text that is certain after one more token."""
         self._num_tokens += 1
         if self._detokenizer is None:
-            return self._new(self._held)
+            return self._new(self._request.is_finished)
         is_last = self._request.is_finished and self._num_tokens == len(self._request.output_ids)
         return self._detokenizer.push([token]) + (self.finish() if is_last else "")
 
     def finish(self) -> str:
         """Returns the rest, once."""
         if self._detokenizer is None:
-            return self._new(0)
+            return self._new(True)
         rest = "" if self._has_ended else self._detokenizer.finish()
         self._has_ended = True
         return rest
 
-    def _new(self, held: int) -> str:
+    def _new(self, ends: bool) -> str:
         text = self._request.text
-        sure = max(self._num_shown, len(text) - (0 if self._request.is_finished else held))
+        sure = max(self._num_shown, len(text) if ends else self._request.stop_strings.num_certain)
         new, self._num_shown = text[self._num_shown : sure], sure
         return new
 

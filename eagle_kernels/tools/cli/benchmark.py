@@ -61,7 +61,8 @@ def _benchmark(arguments: argparse.Namespace) -> int:
 
 def _time_prompts(arguments: argparse.Namespace) -> int:
     texts = first_prompts(arguments.prompts, arguments)
-    engine, tokenizer = load_engine(arguments)
+    engine = load_engine(arguments)
+    tokenizer = engine.session.tokenizer_for("text needs")
     prompts = [encode_prompt(tokenizer, index, text) for index, text in enumerate(texts)]
     result = engine.benchmark(
         prompts, arguments.max_new_tokens, batch_size=arguments.batch_size, seeds=arguments.seed,
@@ -75,7 +76,7 @@ def _time_prompts(arguments: argparse.Namespace) -> int:
 
 
 def _time_requests(arguments: argparse.Namespace) -> int:
-    engine, _ = load_engine(arguments)
+    engine = load_engine(arguments)
     sizes = arguments.input_len, arguments.output_len, arguments.range_ratio
     sampling = engine.config.sampling
     requests = random_requests(arguments.requests, *sizes, engine.target.vocab_size, arguments.seed, **sampling)
@@ -86,7 +87,7 @@ def _time_requests(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> int:
     examples = read_examples(arguments.gsm8k)
     prompts, asked = prompts_of(examples, arguments.num_shots, arguments.num_questions)
-    engine, _ = load_engine(arguments)
+    engine = load_engine(arguments)
     asking = engine, prompts, asked, arguments.max_new_tokens
     runs = _both_ways(engine, lambda way: evaluate(*asking, seeds=arguments.seed, speculative=way))
     texts = [run.texts for run in runs.values()]

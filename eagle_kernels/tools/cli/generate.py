@@ -28,6 +28,10 @@ def add_generate_arguments(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="more prompts: a .json list, or one prompt a line; -: standard input, one a line",
     )
+    command.add_argument(
+        "--chat", action="store_true", help="texts are messages, written by the target's chat template; prints answers"
+    )
+    command.add_argument("--system", metavar="TEXT", help="with --chat: the system message before each text")
     command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens for each text (default: 128)")
     command.add_argument(
         "--compare", action="store_true", help="also decode without drafts, and compare speed and text"
@@ -39,12 +43,16 @@ def add_generate_arguments(command: argparse.ArgumentParser) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     texts = _read_prompts(arguments)
-    engine, tokenizer = load_engine(arguments)
-    prompts = [encode_prompt(tokenizer, index, text) for index, text in enumerate(texts)]
+    engine = load_engine(arguments)
+    tokenizer = engine.session.tokenizer_for("text needs")
+    prompts = [
+        _encode_message(engine, text, arguments.system) if arguments.chat else encode_prompt(tokenizer, index, text)
+        for index, text in enumerate(texts)
+    ]
     # Made before the warm-up, whose limits are smaller: it checks what was asked for.
     stream = engine.stream(prompts, arguments.max_new_tokens, seeds=arguments.seed)
     warm_up(engine, prompts, arguments)
-    written = print_texts(stream, tokenizer, texts, arguments)
+    written = print_texts(stream, tokenizer, texts, arguments, arguments.chat)
     output_ids, stats = stream.output()
     results = [
         {"prompt": prompt, "text": text, "token_ids": token_ids}
@@ -72,9 +80,17 @@ def _read_prompts(arguments: argparse.Namespace) -> list[str]:
     texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
     if arguments.prompts is not None:
         texts += read_prompts_file(arguments.prompts)
+    if arguments.system is not None and not arguments.chat:
+        raise ValueError("--system must be given with --chat: other texts are continued as they are")
     if not texts:
         raise ValueError("there is no prompt; give a text, - for standard input, or --prompts FILE")
     return texts
+
+
+def _encode_message(engine: EAGLEInference, text: str, system: str | None) -> list[int]:
+    """Returns the tokens after which the target answers a message."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return engine.encode_chat([*messages, {"role": "user", "content": text}])
 
 
 def warm_up(engine: EAGLEInference, prompts: list[list[int]], arguments: argparse.Namespace) -> None:
@@ -88,17 +104,22 @@ def warm_up(engine: EAGLEInference, prompts: list[list[int]], arguments: argpars
 
 
 def print_texts(
-    stream: TokenStream, tokenizer: Tokenizer, prompts: list[str], arguments: argparse.Namespace
+    stream: TokenStream,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    arguments: argparse.Namespace,
+    are_answers: bool = False,
 ) -> list[str]:
     """Prints the texts, except with --json, and returns what follows each prompt.
 
-    One text is printed as its tokens are committed, several when all have ended. On a terminal, tokens that were
-    drafted are green.
+    Answers are texts of their own, printed without the prompts. One text is printed as its tokens are committed,
+    several when all have ended. On a terminal, tokens that were drafted are green.
     """
     use_color, streams = sys.stdout.isatty(), not arguments.json and len(prompts) == 1
-    detokenizers = [tokenizer.detokenizer(request.prompt) for request in stream.requests]
+    contexts = [() if are_answers else request.prompt for request in stream.requests]
+    detokenizers = [tokenizer.detokenizer(context) for context in contexts]
     pieces: list[list[str]] = [[] for _ in prompts]
-    shown: list[list[str]] = [[prompt] for prompt in prompts]
+    shown: list[list[str]] = [["" if are_answers else prompt] for prompt in prompts]
     for index, event in enumerate(stream):
         piece = detokenizers[event.request].push([event.token_id])
         pieces[event.request].append(piece)

@@ -12,7 +12,7 @@ import torch
 
 from ...engine.inference import EAGLEInference
 from ...engine.models import loading
-from ...engine.models.tokenizer import Tokenizer, load_tokenizer
+from ...engine.models.tokenizer import Tokenizer
 from ...runtime.placement import DTYPE_NAMES, choose_device, read_device
 from ..inspection import read_prompts_file
 from .config import read_config
@@ -43,7 +43,7 @@ def read_machine(arguments: argparse.Namespace) -> tuple[torch.device, torch.dty
     return device, DTYPE_NAMES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
 
 
-def load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenizer]:
+def load_engine(arguments: argparse.Namespace) -> EAGLEInference:
     """Loads the models that the arguments name, or the embedded pair."""
     config = read_config(arguments)
     if "mtp" in config.methods and arguments.draft is None:
@@ -62,10 +62,9 @@ def load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenize
     draft = draft if config.needs_model else None
     device, dtype = read_machine(arguments)
     with _logging_the_head() if arguments.draft else nullcontext():
-        engine = EAGLEInference.from_pretrained(
+        return EAGLEInference.from_pretrained(
             draft, target, config, device=device, dtype=dtype, check_weights=arguments.check_weights
         )
-    return engine, load_tokenizer(target)
 
 
 def first_prompts(path: str, arguments: argparse.Namespace) -> list[str]:

@@ -36,9 +36,9 @@ def add_tree_arguments(command: argparse.ArgumentParser) -> None:
 
 def _show_tree(arguments: argparse.Namespace) -> int:
     """Draws the steps as they come."""
-    engine, tokenizer = load_engine(arguments)
+    engine = load_engine(arguments)
     _check(engine, arguments)
-    prompt = tokenizer.encode(arguments.prompt)
+    prompt = engine.session.tokenizer_for("text needs").encode(arguments.prompt)
     if not prompt:
         raise ValueError("the prompt is empty; it must hold at least one token")
     (seed,) = read_seeds(arguments.seed, 1)

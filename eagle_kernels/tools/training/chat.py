@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ...engine.models.checkpoint import read_json
-from ...engine.models.protocol import ModelError
-from ...engine.models.tokenizer import FileTokenizer, Tokenizer, holds_bytes
-from ...runtime.values import first_line
+from ...engine.models.chat_template import ChatTemplate, read_chat_template
+from ...engine.models.tokenizer import ByteTokenizer, FileTokenizer
 
-_READER = "transformers, which reads the chat template,"
+FolderTokenizer = ByteTokenizer | FileTokenizer  # what `load_tokenizer` returns
 
 
 class Turn(NamedTuple):
@@ -48,46 +46,31 @@ class PlainFormat:
 
 
 class TemplateFormat:
-    """The chat template of the target's folder, through transformers."""
+    """The chat template of the target's folder."""
 
     is_complete = True
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # unchecked files can raise anything
-            reason = f"finds no tokenizer: {type(error).__name__}: {first_line(error)}"
-            raise ModelError(f"{folder}: {_READER} {reason}") from None
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
 
     def write(self, turns: Sequence[Turn], *, asks: bool = False) -> str:
         roles = {"prompt": "user", "response": "assistant"}
         messages = [{"role": roles.get(turn.role, turn.role), "content": turn.text} for turn in turns]
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
-        except Exception as error:  # templates raise what they like
-            raise ValueError(f"the chat template refuses this conversation: {first_line(error)}") from None
+        return self._template.write(messages, add_generation_prompt=asks)
 
 
 def chat_format_of(folder: Path) -> tuple[ChatFormat, str]:
     """Returns the chat format of the target in this folder, and a description of it."""
-    config = read_json(folder / "tokenizer_config.json", is_optional=True)
-    if not (config.get("chat_template") or (folder / "chat_template.jinja").is_file()):
+    template = read_chat_template(folder)
+    if template is None:
         return PlainFormat(), "roles and newlines (the target has no chat template)"
-    if holds_bytes(folder):
-        plain = "remove the template, and conversations are written as roles and newlines"
-        raise ModelError(f"{folder}: {_READER} cannot read a tokenizer of bytes; {plain}")
-    try:
-        return TemplateFormat(folder), "the target's chat template"
-    except ImportError:
-        return PlainFormat(), "roles and newlines (the target's chat template needs: pip install transformers)"
+    return TemplateFormat(template), "the target's chat template"
 
 
-def encode_turns(turns: Sequence[Turn], chat: ChatFormat, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def encode_turns(turns: Sequence[Turn], chat: ChatFormat, tokenizer: FolderTokenizer) -> tuple[list[int], list[bool]]:
     """Returns the ids, and whether each belongs to an answer or is the token after it, which ends the turn."""
     text, places = _places(turns, chat)
-    ids, spans = encode_with_spans(tokenizer, text, chat.is_complete)
+    ids, spans = tokenizer.encode_with_spans(text, chat.is_complete)
     if not chat.is_complete and turns[-1].is_answer:
         ids, spans = ids + list(tokenizer.eos_token_ids[:1]), spans + [(len(text), len(text))]
     is_answer = [False] * len(ids)
@@ -121,18 +104,6 @@ def _places(turns: Sequence[Turn], chat: ChatFormat) -> tuple[str, list[tuple[in
     raise ValueError("the chat template changes the messages, so answers cannot be found in its text")
 
 
-def encode_prompt(turns: Sequence[Turn], chat: ChatFormat, tokenizer: Tokenizer) -> list[int]:
+def encode_prompt(turns: Sequence[Turn], chat: ChatFormat, tokenizer: FolderTokenizer) -> list[int]:
     """Returns the ids after which the target is to answer."""
-    return encode_with_spans(tokenizer, chat.write(turns, asks=True), chat.is_complete)[0]
-
-
-def encode_with_spans(tokenizer: Tokenizer, text: str, is_complete: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the ids, and for each the characters [begin, end) of the text that it stands for.
-
-    is_complete  the text has its own marks of beginning and end, and gets no others
-    """
-    if isinstance(tokenizer, FileTokenizer):
-        encoding = tokenizer.encoding_of(text, add_special_tokens=not is_complete)
-        return encoding.ids, encoding.offsets
-    ids = tokenizer.encode(text)  # one for each byte
-    return ids, [(index, index + 1) for index, character in enumerate(text) for _ in character.encode("utf-8")]
+    return tokenizer.encode_with_spans(chat.write(turns, asks=True), chat.is_complete)[0]

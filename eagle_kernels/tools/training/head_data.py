@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...engine.models.tokenizer import Tokenizer
 from ...runtime.values import parse_json, shown
-from .chat import ChatFormat, Turn, encode_prompt, encode_turns
+from .chat import ChatFormat, FolderTokenizer, Turn, encode_prompt, encode_turns
 
 TEXT_PROMPT_TOKENS = 64  # the most tokens of a text that are used as a prompt
 ROLES = {
@@ -61,7 +60,7 @@ class Batch(NamedTuple):
 
 
 def read_examples(
-    paths: Sequence[Path], tokenizer: Tokenizer, chat: ChatFormat, window: int, *, needs_answers: bool
+    paths: Sequence[Path], tokenizer: FolderTokenizer, chat: ChatFormat, window: int, *, needs_answers: bool
 ) -> list[Example]:
     """Returns all examples of the files, in order.
 
@@ -109,7 +108,7 @@ def teaches(example: Example) -> bool:
     return bool(example.is_learnt[1:].any())
 
 
-def prompts_of(example: Example, tokenizer: Tokenizer, chat: ChatFormat, most: int) -> list[list[int]]:
+def prompts_of(example: Example, tokenizer: FolderTokenizer, chat: ChatFormat, most: int) -> list[list[int]]:
     """Returns prompts for the target: the turns before each answer of a conversation, which are never cut, or the
     beginning of a text, of at most `most` tokens."""
     if not example.turns:
@@ -154,7 +153,7 @@ def _read_utf8(path: Path) -> str:
 
 
 def _read_line(
-    line: str, tokenizer: Tokenizer, chat: ChatFormat, window: int, needs_answers: bool
+    line: str, tokenizer: FolderTokenizer, chat: ChatFormat, window: int, needs_answers: bool
 ) -> Iterator[Example]:
     try:
         record = parse_json(line)
@@ -201,7 +200,7 @@ def _read_string(record: dict[str, Any], name: str) -> str:
     return value
 
 
-def _text_windows(text: str, tokenizer: Tokenizer, window: int) -> Iterator[Example]:
+def _text_windows(text: str, tokenizer: FolderTokenizer, window: int) -> Iterator[Example]:
     ids = tokenizer.encode(text) + list(tokenizer.eos_token_ids[:1])
     return filter(teaches, _windows_of(ids, torch.ones(len(ids), dtype=torch.bool), window))
 
