@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import math
 import random
 
+import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import eagle_kernels
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.integrations import aiter
 from eagle_kernels.runtime.calls import refuse_overlaps
 from op_tests.engine.toys import ToyModel
 from op_tests.ops.nn.cases import make_linear, make_norm, make_silu
@@ -40,6 +44,213 @@ def signature_of(path: str) -> dict[str, inspect.Parameter]:
 def cases_of(path: str):
     for _, values in module_of_tests(path).ahead_of_time_cases():
         yield {name: value for name, value in values.items() if name != "out"}
+
+
+def smallest_case(path: str) -> dict:
+    """Returns the arguments with the fewest elements; a tensor may be a view of few."""
+    return min(cases_of(path), key=lambda values: sum(tensor.numel() for tensor in tensors_of(values).values()))
+
+
+def tensors_of(values: dict) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def copied(values: dict) -> dict:
+    return values | {name: tensor.clone() for name, tensor in tensors_of(values).items()}
+
+
+def as_tuple(result) -> tuple:
+    return () if result is None else (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def bits(tensors) -> list[torch.Tensor]:
+    """Returns bytes, which are equal for NaN too."""
+    return [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors]
+
+
+@contextlib.contextmanager
+def every_default():
+    """Sets defaults of torch to what computes otherwise, and restores them."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def short_default():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# what a program may have set around its calls
+SURROUNDINGS = {
+    "autocast bfloat16": lambda: torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16),
+    "autocast float16": lambda: torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.float16),
+    "defaults": every_default,
+    "short defaults": short_default,
+    "inference mode": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "modes": lambda: torch.overrides.BaseTorchFunctionMode(),
+}
+
+
+@contextlib.contextmanager
+def everything():
+    with contextlib.ExitStack() as stack:
+        for surrounding in SURROUNDINGS.values():
+            stack.enter_context(surrounding())
+        yield
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_around_a_call_changes_its_bits(path, device):
+    """Of the public function and the launcher, of what they return, write into `out`, and change in place."""
+    name, values = path.rpartition(".")[2], to_device(smallest_case(path), device)
+    for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
+        before = copied(values)
+        expected = as_tuple(wanted := function(**before))
+        for surrounding in SURROUNDINGS.values() if function is getattr(eagle_kernels, name) else (everything,):
+            given, out = copied(values), None
+            if expected:
+                out = tuple(map(torch.empty_like, expected))
+                out = {"out": out[0] if isinstance(wanted, torch.Tensor) else type(wanted)(*out)}
+            with surrounding():
+                found = as_tuple(function(**given, **(out or {})))
+                again = as_tuple(function(**copied(values))) if surrounding is not everything else found
+            assert [tensor.dtype for tensor in again] == [tensor.dtype for tensor in expected]
+            for ours in (found, again):
+                assert len(ours) == len(expected) and all(map(torch.equal, bits(ours), bits(expected)))
+            assert all(map(torch.equal, bits(tensors_of(given).values()), bits(tensors_of(before).values())))
+
+
+def test_a_compiled_call_under_autocast_keeps_its_bits():
+    call = torch.compile(lambda: eagle_kernels.linear_decode(**LINEAR), backend="aot_eager", fullgraph=True)
+    with SURROUNDINGS["autocast bfloat16"]():
+        assert torch.equal(call(), eagle_kernels.linear_decode(**LINEAR))
+    assert torch.equal(call(), eagle_kernels.linear_decode(**LINEAR))
+
+
+def test_the_precision_of_products_is_that_of_the_program_afterwards():
+    """Also where calls in several threads overlap, and after an error."""
+    from eagle_kernels.runtime.surroundings import undisturbed
+
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(ValueError), undisturbed():
+            with undisturbed():
+                pass
+            assert torch.get_float32_matmul_precision() in ("highest", "high")  # newer torch has one for each backend
+            raise ValueError
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+# kinds of tensors that no op takes: what each makes of a sound one
+FOREIGN = {
+    "a list": lambda tensor: tensor.flatten()[:3].tolist(),
+    "an array": lambda tensor: numpy.zeros(3),
+    "nothing dense": lambda tensor: torch.zeros(3, 3).to_sparse(),
+    "compressed rows": lambda tensor: torch.zeros(3, 3).to_sparse_csr(),
+    "nested": lambda tensor: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "jagged": lambda tensor: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+    "oneDNN's": lambda tensor: torch.zeros(3, 3).to_mkldnn(),
+    "complex": lambda tensor: torch.zeros(tensor.shape[:2], dtype=torch.complex64),
+    "quantised": lambda tensor: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
+    "of traces": lambda tensor: FakeTensorMode().from_tensor(tensor),
+    "without data": lambda tensor: tensor.to("meta"),
+}
+
+
+WITHOUT_DATA = ("of traces", "without data")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", PATHS)
+def test_tensors_of_another_kind(path):
+    """One of them among sound ones; an op that takes one tensor alone returns shapes for one without data."""
+    name, values = path.rpartition(".")[2], smallest_case(path)
+    for field, tensor in tensors_of(values).items():
+        for kind, made in FOREIGN.items():
+            for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
+                call = lambda: function(**copied(values) | {field: made(tensor)})  # noqa: B023, E731
+                if len(tensors_of(values)) == 1 and function is getattr(eagle_kernels, name) and kind in WITHOUT_DATA:
+                    assert [found.shape for found in as_tuple(call())] == [
+                        x.shape for x in as_tuple(function(**values))
+                    ]
+                    continue
+                with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+                    call()
+                assert str(caught.value).startswith(f"eagle_kernels.{name}: ") and "\n" not in str(caught.value), kind
+                # the tensor itself, or the first one that does not agree with it
+                assert field in str(caught.value) or "like" in str(caught.value), (field, kind, str(caught.value))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_numbers_beyond_every_size(path):
+    """Named before anything is allocated, looped over or handed to a kernel."""
+    name, values = path.rpartition(".")[2], smallest_case(path)
+    for parameter in signature_of(path).values():
+        kind = str(parameter.annotation).removesuffix(" | None")
+        for number in {"int": (2**40, 2**70), "float": (10**400,)}.get(kind, ()):
+            for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
+                if (parameter.name, number) == ("token_budget", 2**40):
+                    continue  # no size
+                with pytest.raises((ValueError, TypeError)) as caught:
+                    function(**copied(values) | {parameter.name: number})
+                text = str(caught.value)
+                assert text.startswith(f"eagle_kernels.{name}: ") and "\n" not in text and len(text) < 300
+                assert parameter.name in text or "given" in text or "with" in text, text
+
+
+def test_outputs_beyond_the_memory():
+    rows = {"req_pool_indices": torch.arange(2), "req_to_token": torch.arange(40).view(2, 20)}
+    call = lambda: eagle_kernels.draft_kv_indices(  # noqa: E731
+        **rows, seq_lens=torch.tensor([3, 5]), topk=2**30 - 1, num_steps=64, capacity=2**31 - 1
+    )
+    one_line(call, r"draft_kv_indices: out\.kv_\w+ must fit into memory, got shape \[64, 2147483647\]")
+
+
+def test_a_pool_that_overlaps_itself():
+    """Written in place as rows of one page, or as keys and values at once."""
+    key, slots, cache = torch.ones(1, 1, 16), torch.zeros(1, dtype=torch.int64), torch.zeros(2, 4, 1, 16)
+    for function in (eagle_kernels.write_kv, eagle_kernels.raw.write_kv):
+        one_line(lambda: function(key, key, cache, cache, slots), "write_kv: k_cache must not overlap v_cache")  # noqa: B023
+        pages = cache[:1].expand(2, 4, 1, 16)
+        one_line(lambda: function(key, key, pages, cache.clone(), slots), "write_kv: k_cache must not overlap itself")  # noqa: B023
+        both = torch.zeros(2, 2, 4, 1, 16)  # as vLLM lays them out
+        function(key, key, both[:, 0], both[:, 1], slots)
+
+
+# calls of AITER's helpers, and what is said about them
+HELPERS = {
+    "half a number": (lambda: aiter.next_power_of_2(5.5), "next_power_of_2: n must be an int, got float"),
+    "no alignment": (lambda: aiter.pad_to_alignment(PROBS, 0), "pad_to_alignment: alignment must be at least 1, got 0"),
+    "no axis": (lambda: aiter.pad_to_alignment(PROBS, 4, 2), r"pad_to_alignment: dim must lie in -2\.\.1, got 2"),
+    "more than all": (lambda: aiter.fast_topk_torch(PROBS, 17), r"fast_topk_torch: k must lie in 0\.\.16, got 17"),
+    "a vocabulary of 2^40": (
+        lambda: aiter.generate_token_bitmask(torch.zeros(1, 1, dtype=torch.int64), 2**40),
+        r"generate_token_bitmask: vocab_size must lie in 0\.\.2147483647, got 1099511627776",
+    ),
+    "no drafts": (lambda: aiter.compute_tree_statistics(PROBS, 0, 1), "num_draft_tokens must be at least 1, got 0"),
+    "a mask mode": (lambda: aiter.sgl_kernel.layout(9), "tree_mask_mode must be 0, 1 or 2, got 9"),
+    "no models": (lambda: aiter.EAGLEInference(None, None), "EAGLEInference: target_model must be .*, got NoneType"),
+}
+
+
+@pytest.mark.parametrize("case", HELPERS)
+def test_helpers_of_the_facades(case):
+    one_line(*HELPERS[case])
 
 
 # a value of another kind for each kind of host argument; None stands for itself
@@ -280,10 +491,6 @@ def test_gradients_are_not_dropped(case):
             assert values.get("out") is not None or not any(t.requires_grad for t in as_tuple(result))
 
 
-def as_tuple(result) -> tuple:
-    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
-
-
 def test_gradients_are_not_dropped_below_the_public_functions():
     """Of torch.ops, of an op that writes in place, and of what torch.compile makes of a call."""
     weight = NORM["weight"].clone().requires_grad_()
@@ -297,6 +504,74 @@ def test_gradients_are_not_dropped_below_the_public_functions():
     with pytest.raises(Exception, match=r"eagle_kernels\.rms_norm: weight must not require grad"):
         compiled(weight)
     assert torch.equal(compiled(weight.detach()), eagle_kernels.rms_norm(NORM["x"], weight.detach()).output)
+
+
+NO_TANGENTS = "must not carry a tangent, since ops have no derivatives .*, got a dual tensor"
+WITH_TANGENTS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tangents_are_not_dropped(path):
+    """Of every tensor of floats, also below torch.no_grad(), which does not end forward mode."""
+    name, values = path.rpartition(".")[2], smallest_case(path)
+    function = getattr(eagle_kernels, name)
+    for field, tensor in tensors_of(values).items():
+        if tensor.dtype in WITH_TANGENTS:
+            for surrounding in (contextlib.nullcontext, torch.no_grad):
+                with forward_ad.dual_level(), surrounding():
+                    dual = forward_ad.make_dual(tensor.clone(), torch.ones_like(tensor))
+                    call = lambda: function(**values | {field: dual})  # noqa: B023, E731
+                    one_line(call, rf"^eagle_kernels\.{name}: {field} {NO_TANGENTS}")
+    with forward_ad.dual_level():  # none of these is dual
+        function(**copied(values))
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return eagle_kernels.rms_norm(x, NORM["weight"]).output
+
+
+def norm_into(x: torch.Tensor) -> torch.Tensor:
+    out = type(eagle_kernels.rms_norm(NORM["x"], NORM["weight"]))(torch.empty(4, 16), torch.empty(0, 16))
+    return eagle_kernels.rms_norm(x, NORM["weight"], out=out).output
+
+
+def total(function):
+    return lambda x: function(x).sum()
+
+
+# transforms of a function at x
+TRANSFORMS = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "linearize": lambda f, x: torch.func.linearize(f, x),
+    "dual within vmap": lambda f, x: torch.func.vmap(lambda row: torch.func.jvp(f, (row,), (row,)))(x[None]),
+    "vmap of duals": lambda f, x: torch.func.jvp(lambda x: torch.func.vmap(f)(x[None]), (x,), (x,)),
+    "grad": lambda f, x: torch.func.grad(total(f))(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(total(f))(x),
+    "functional jvp": lambda f, x: torch.autograd.functional.jvp(f, x, x),
+    "functional hessian": lambda f, x: torch.autograd.functional.hessian(total(f), x),
+    "backward": lambda f, x: total(f)(x.clone().requires_grad_()).backward(create_graph=True),
+    "checkpoint": lambda f, x: torch.utils.checkpoint.checkpoint(f, x.clone().requires_grad_(), use_reentrant=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", [norm, norm_into])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_do_not_lose_derivatives(transform, function):
+    with pytest.raises(RuntimeError, match=r"no derivatives|Batching rule not implemented for eagle_kernels::rms_norm"):
+        TRANSFORMS[transform](function, NORM["x"])
+
+
+def test_transforms_without_derivatives():
+    rows = torch.stack([NORM["x"], NORM["x"] + 1])
+    assert torch.equal(torch.func.vmap(norm)(rows), torch.stack([norm(row) for row in rows]))
+    assert torch.equal(torch.func.functionalize(norm)(rows[0]), norm(rows[0]))
+    compiled = torch.compile(lambda x: torch.func.jvp(norm, (x,), (x,)), backend="aot_eager")
+    with pytest.raises(Exception, match=r"rms_norm: x must not carry a tangent"):
+        compiled(rows[0])
 
 
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])

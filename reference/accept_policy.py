@@ -62,4 +62,4 @@ def simulated_acceptance(rates: torch.Tensor, seeds: torch.Tensor, root_position
         uniform(seeds, root_positions + depth + 1, STREAM_SIMULATE) * before[depth] < rates[depth]
         for depth in range(len(rates))
     ]
-    return torch.stack(wanted, dim=1) if wanted else torch.zeros(len(seeds), 0, dtype=torch.bool)
+    return torch.stack(wanted, dim=1) if wanted else torch.zeros(len(seeds), 0, dtype=torch.bool, device="cpu")

@@ -33,11 +33,11 @@ def walk(
     """
     device = candidates.device
     batch_size, num_nodes = candidates.shape
-    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32)
+    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
     if unvisited is not None:
         predicts.copy_(unvisited.view(batch_size, num_nodes))
-    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32)
-    accept_token_num = torch.zeros(batch_size, dtype=torch.int32)
+    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32, device="cpu")
+    accept_token_num = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
     most_accepted = spec_steps if most_accepted is None else most_accepted
     tokens, retrieved = candidates.tolist(), retrieve_index.tolist()
     first_child, next_sibling = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
@@ -93,9 +93,9 @@ def write_paths(
 ) -> Output:
     """What a verify op returns for the paths `path_of(request)`, nodes from the root on; dead rows are not asked."""
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
-    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32)
-    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32)
-    accept_token_num = torch.zeros(batch_size, dtype=torch.int32)
+    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
+    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32, device="cpu")
+    accept_token_num = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
     for request in range(batch_size):
         if int(retrieve_index[request, 0]) // num_nodes != request:
             continue

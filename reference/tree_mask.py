@@ -48,7 +48,7 @@ def write_mask(
             cells = buffer.cpu().clone()
         else:
             seq_lens_sum = sum(lengths) if seq_lens_sum is None else seq_lens_sum
-            cells = torch.zeros(num_rows * (seq_lens_sum + batch_size * num_rows), dtype=torch.bool)
+            cells = torch.zeros(num_rows * (seq_lens_sum + batch_size * num_rows), dtype=torch.bool, device="cpu")
         begin = 0
         for length, rows in zip(lengths, visible.cpu()):
             for row in rows:

@@ -72,7 +72,7 @@ class ModelWrapper:
     ) -> tuple[Tensor, Cache | None]:
         """Logits [1, S, V] of input_ids [1, S] behind the cache, and the cache with them in it."""
         cache = past_key_values or Cache(self.target, -(-self.max_length // _PAGE_SIZE))
-        start, count = cache.length, _count_tokens(input_ids, self.max_length - cache.length)
+        start, count = cache.length, _count_tokens(input_ids, self.max_length - cache.length, self.vocab_size)
         cache, positions = cache.longer(count), torch.arange(start, start + count, device=self.device)[None]
         pages = torch.arange(cache.num_pages, dtype=torch.int32, device=self.device)[None]
         attend = PrefillAttend(cache.pool, pages, [(start, count)])
@@ -94,13 +94,17 @@ class ModelWrapper:
         return f"ModelWrapper({type(self.model).__name__}, {size}, vocabulary {self.vocab_size}, {self.device})"
 
 
-def _count_tokens(input_ids: Tensor, room: int) -> int:
+def _count_tokens(input_ids: Tensor, room: int, vocab_size: int) -> int:
     shape = list(input_ids.shape)
     if len(shape) != 2 or shape[0] != 1 or not 1 <= shape[1] <= room:
         raise ValueError(
             f"ModelWrapper.forward: input_ids must be [1, S] with S in 1..{room}, what max_length and the cache leave, "
             f"got shape {shape}"
         )
+    lowest, highest = int(input_ids.min()), int(input_ids.max())
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"ModelWrapper.forward: input_ids must lie in 0..{vocab_size - 1}, got {wrong}")
     return shape[1]
 
 

@@ -65,11 +65,10 @@ class EAGLEInference:
     def __init__(self, draft_model, target_model, config: EAGLEConfig | None = None, device=None):
         self.config = config or EAGLEConfig()
         device = self.config.device if device is None else device
-        if self.config.dtype not in (None, target_model.dtype):
-            raise ValueError(
-                f"EAGLEInference: dtype must be that of the models, {target_model.dtype}, got {self.config.dtype}"
-            )
         self.engine = Engine(draft_model, target_model, self.config.for_engine(), device)
+        if self.config.dtype not in (None, self.engine.target.dtype):
+            rule = f"dtype must be that of the models, {self.engine.target.dtype}"
+            raise ValueError(f"EAGLEInference: {rule}, got {self.config.dtype}")
 
     def generate(
         self,

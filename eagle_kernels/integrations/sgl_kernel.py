@@ -95,6 +95,10 @@ class TreeMaskMode(IntEnum):
     QLEN_ONLY = 1
     QLEN_ONLY_BITPACKING = 2
 
+    @classmethod
+    def _missing_(cls, value):
+        raise ValueError(f"eagle_kernels.integrations.sgl_kernel: tree_mask_mode must be 0, 1 or 2, got {value!r}")
+
 
 def build_tree_kernel_efficient(
     parent_list: torch.Tensor,

@@ -29,3 +29,25 @@ def check_row_strides(args: check.Arguments, name: str, value: torch.Tensor, lea
         rows += max(value.shape[axis] - 1, 0) * value.stride(axis) // max(head_dim, 1)
     if rows >= 2**32:
         args.fail(name, f"span less than 2^32 rows of D = {head_dim} elements", f"{rows} rows")
+
+
+def debug_pages(args: check.Arguments, name: str, num_pages: int, is_read) -> None:
+    """Checks with EAGLE_KERNELS_DEBUG=1 that a table names pages of the pool where is_read(), of its shape, is true.
+
+    A row of block_table that is -1 throughout is no request's: it pads the batch.
+    """
+    table = args.values[name]
+    rule = f"name one of the {num_pages} pages of the pool where it is read"
+
+    def holds() -> torch.Tensor:
+        is_named = (table >= 0) & (table < num_pages) | ~is_read()
+        return is_named | (table == -1).all(-1, keepdim=True) if table.dim() == 2 else is_named
+
+    args.debug(name, rule, holds)
+
+
+def debug_bounds(args: check.Arguments, name: str, most: int) -> None:
+    """Checks with EAGLE_KERNELS_DEBUG=1 that bounds [B + 1] ascend within 0..most."""
+    bounds = args.values[name]
+    steps = lambda: torch.diff(bounds, prepend=torch.zeros_like(bounds[:1]))  # noqa: E731
+    args.debug(name, f"ascend within 0..{most}", lambda: (steps() >= 0) & (bounds <= most))

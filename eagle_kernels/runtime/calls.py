@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import numpy
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import check
 
@@ -44,8 +45,17 @@ def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable
             if type(value) not in exact and (isinstance(value, bool) or not isinstance(value, kinds)):
                 got = repr(value) if kinds == (bool,) else type(value).__name__
                 check.Arguments(op, kwargs).fail(name, rule, got, TypeError)
+            if type(value) is int and not -(2**63) <= value < 2**63:
+                check.Arguments(op, kwargs).fail(name, "lie in -2^63..2^63 - 1", value)
 
     return check_kinds
+
+
+def refuse_without_data(op: str, values: Mapping) -> None:
+    """Raises ValueError where a tensor has only a shape, as those of the device meta and of torch.compile's traces."""
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
+            check.Arguments(op, {}).fail(name, "hold data", "a FakeTensor" if isinstance(value, FakeTensor) else "meta")
 
 
 def checked(function: Callable) -> Callable:
@@ -58,13 +68,16 @@ def checked(function: Callable) -> Callable:
     module, parameters = sys.modules[function.__module__], inspect.signature(function).parameters
     check_kinds, names = host_kinds(function.__name__, parameters), tuple(parameters)
     result_type, in_place = getattr(module, "Output", None), getattr(module, "IN_PLACE", {})
+    mutates = getattr(module, "MUTATES", ())
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         check_kinds(args, kwargs)
-        out = kwargs.get("out")
+        out, inputs = kwargs.get("out"), {**dict(zip(names, args)), **kwargs}
+        inputs.pop("out", None)
+        refuse_without_data(function.__name__, inputs)
+        refuse_shared(function.__name__, inputs, mutates)
         if out is not None:
-            inputs = {name: value for name, value in (*zip(names, args), *kwargs.items()) if name != "out"}
             refuse_overlaps(function.__name__, inputs, out, result_type._fields if result_type else (), in_place)
         return function(*args, **kwargs)
 
@@ -83,7 +96,18 @@ def refuse_overlaps(op: str, inputs: Mapping, out, fields: tuple[str, ...], in_p
         buffers = {
             f"out.{field}": buffer for field, buffer in zip(fields, out if isinstance(out, (tuple, list)) else ())
         }
-    tensors = {**inputs, **buffers}
+    _refuse(op, {**inputs, **buffers}, buffers, in_place)
+
+
+def refuse_shared(op: str, inputs: Mapping, mutates: tuple[str, ...]) -> None:
+    """Raises ValueError where a tensor that an op works on in place shares memory with another one, or with itself."""
+    buffers = {name: inputs[name] for name in mutates if inputs.get(name) is not None}
+    if buffers:
+        _refuse(op, buffers, buffers, {})
+
+
+def _refuse(op: str, tensors: Mapping, buffers: Mapping, in_place: Mapping) -> None:
+    """Raises ValueError where one of the buffers, which are among the tensors, overlaps what it must not."""
     spans = {name: _span(tensor) for name, tensor in tensors.items() if _has_memory(tensor)}
     for name in (name for name in buffers if name in spans):
         buffer, (begin, end) = buffers[name], spans.pop(name)
@@ -105,7 +129,7 @@ def _fail(op: str, name: str, rule: str, got: str):
 
 
 def _has_memory(tensor) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.numel() > 0 and tensor.device.type != "meta"
+    return check.is_dense(tensor) and tensor.numel() > 0 and tensor.device.type != "meta"
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -17,6 +17,9 @@ import torch
 DEBUG = os.environ.get("EAGLE_KERNELS_DEBUG", "0") == "1"
 
 INTEGER = (torch.int32, torch.int64)
+MAX_INT32 = 2**31 - 1
+_MANY_BYTES = 2**30
+_LONGEST_VALUE = 100  # characters of a value in an error
 FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -44,7 +47,10 @@ class Arguments:
         self._sizes: dict[str, tuple[int, str]] = {}
 
     def fail(self, name: str, rule: str, got, kind: type[Exception] = ValueError):
-        raise kind(f"eagle_kernels.{self.op}: {name} must {rule}, got {got}")
+        text = str(got)
+        if len(text) > _LONGEST_VALUE:
+            text = text[:_LONGEST_VALUE] + "..."
+        raise kind(f"eagle_kernels.{self.op}: {name} must {rule}, got {text}")
 
     def size(self, axis: str) -> int:
         """Returns the size bound to a named axis."""
@@ -69,6 +75,11 @@ class Arguments:
             return None
         if not isinstance(value, torch.Tensor):
             self.fail(name, "be a tensor", type(value).__name__, TypeError)
+        if not is_dense(value):
+            layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.").lstrip("_")
+            self.fail(name, "be a dense tensor", f"a {layout} one")
+        if value.is_neg():
+            self.fail(name, "hold its own values, see torch.resolve_neg", "a view that negates another tensor")
         if value.dtype not in dtypes:
             allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
             self.fail(name, f"have dtype {allowed}", str(value.dtype).removeprefix("torch."))
@@ -98,13 +109,16 @@ class Arguments:
                 self.fail(name, rule, f"shape {list(value.shape)} with strides {list(value.stride())}")
             expected *= value.shape[axis]
 
-    def integer(self, name: str, low: int, high: int | None = None) -> int:
-        """Checks and returns an int in low..high (both included)."""
+    def integer(self, name: str, low: int, high: float | None = None) -> int:
+        """Checks and returns an int in low..high (both included); without `high` it is one that int32 holds."""
         value = self.values.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             self.fail(name, "be an int", type(value).__name__, TypeError)
-        if value < low or (high is not None and value > high):
-            self.fail(name, f"be at least {low}" if high is None else f"lie in {low}..{high}", value)
+        most = MAX_INT32 if high is None else high
+        if value < low and high in (None, math.inf):
+            self.fail(name, f"be at least {low}", value)
+        if value < low or value > most:
+            self.fail(name, f"lie in {low}..{most}", value)
         return value
 
     def number(self, name: str, low: float | None = None) -> float:
@@ -132,12 +146,16 @@ class Arguments:
             self.fail(f"exactly one of {' and '.join(names)}", "be given", " and ".join(given) or "none of them")
         return given[0]
 
-    def debug(self, name: str, rule: str, holds) -> None:
-        """Checks `holds()`, a tensor of truths, only with EAGLE_KERNELS_DEBUG=1: it waits for the device."""
+    def debug(self, name: str, rule: str, holds, rows: torch.Tensor | None = None) -> None:
+        """Checks `holds()`, a tensor of truths, only with EAGLE_KERNELS_DEBUG=1: it waits for the device.
+
+        rows: which rows of the argument those of `holds()` are. None: the same.
+        """
         if can_read(self.values[name]):
             wrong = (~holds()).nonzero()
             if len(wrong):
-                at = tuple(wrong[0].tolist())
+                first, *rest = wrong[0].tolist()
+                at = (first if rows is None else int(rows[first]), *rest)
                 self.fail(name, rule, f"{self.values[name][at].item()} at {list(at)}")
 
     def debug_numbers(self, name: str, low: float | None = None) -> None:
@@ -168,16 +186,34 @@ def allocate(op: str, contract, out=None):
     """Returns empty outputs for a contract, or the caller's `out` buffers after checking them against it."""
     single = isinstance(contract, Spec)
     specs = (contract,) if single else contract
+    names = ("out",) if single else [f"out.{field}" for field in contract._fields]
     if out is None:
-        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=spec.device) for spec in specs]
+        buffers = [_empty(op, name, spec) for name, spec in zip(names, specs)]
         return buffers[0] if single else type(contract)(*buffers)
     buffers = (out,) if single else unpack(op, out, len(specs))
-    names = ("out",) if single else [f"out.{field}" for field in contract._fields]
     for name, spec, buffer in zip(names, specs, buffers):
         args = Arguments(op, {name: buffer})
         args.device, args._device_of = spec.device, "the inputs"
         args.tensor(name, spec.shape, (spec.dtype,), contiguous=spec.contiguous)
     return out if single or isinstance(out, type(contract)) else type(contract)(*buffers)
+
+
+def _empty(op: str, name: str, spec: Spec) -> torch.Tensor:
+    """Returns an empty output; on the CPU, raises ValueError where there is no memory for it."""
+    try:
+        return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+    except torch.OutOfMemoryError:  # of a GPU: its own message says what would help
+        raise
+    except (RuntimeError, TypeError, OverflowError, MemoryError):
+        num_bytes = math.prod(spec.shape) * spec.dtype.itemsize
+        Arguments(op, {}).fail(name, "fit into memory", f"shape {list(spec.shape)}, which is {num_bytes} bytes")
+
+
+def check_room(op: str, contract) -> None:
+    """Checks that there is memory for outputs which a reference will allocate by itself."""
+    specs = (contract,) if isinstance(contract, Spec) else contract or ()
+    if sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs) >= _MANY_BYTES:
+        allocate(op, contract)
 
 
 def unpack(op: str, out, count: int) -> tuple:
@@ -189,12 +225,18 @@ def unpack(op: str, out, count: int) -> tuple:
     return buffers
 
 
+def is_dense(value) -> bool:
+    """Tells whether a value is a tensor with strides."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+
+
 def can_read(tensor: torch.Tensor) -> bool:
     """Tells whether checks of a tensor's values are wanted (EAGLE_KERNELS_DEBUG=1 at the first import) and possible.
 
-    They are not while torch.compile traces, where tensors have no values, nor while a CUDA graph is captured.
+    They are not while torch.compile traces or on the device meta, where tensors have no values, nor while a CUDA graph
+    is captured.
     """
-    if not DEBUG or type(tensor) is not torch.Tensor:
+    if not DEBUG or type(tensor) is not torch.Tensor or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

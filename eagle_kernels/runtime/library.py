@@ -6,8 +6,9 @@
   both work under torch.compile (the op's contract infers shapes) and inside CUDA graphs;
 * CPU tensors run the reference, GPU tensors the Triton launcher; EAGLE_KERNELS_BACKEND=reference|triton forces one;
 * a call that the dispatcher would only pass on to the launcher goes straight there, in a tenth of the time;
-* the ops have no derivatives: in grad mode they refuse tensors that require them; the function's attribute `reference`
-  is plain PyTorch, which has them.
+* the ops have no derivatives: they refuse tensors that require them in grad mode, or that carry tangents; the
+  function's attribute `reference` is plain PyTorch, which has them;
+* a reference computes what its kernel does, whatever autocast, default device or matmul precision are around it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import os
 from types import ModuleType
 
 import torch
+from torch.autograd import forward_ad
 
 from . import check
-from .calls import host_kinds, refuse_overlaps
+from .calls import host_kinds, refuse_overlaps, refuse_shared, refuse_without_data
+from .surroundings import undisturbed
 
 _LIBRARY = torch.library.Library("eagle_kernels", "DEF")
 
@@ -68,22 +71,30 @@ def operator(module: ModuleType, reference_module: ModuleType):
         return {**defaults, **dict(zip(names, args)), **kwargs}
 
     def run(values: dict, out=None):
-        device = next(value.device for value in values.values() if isinstance(value, torch.Tensor))
-        if backend(device) == "triton":
+        device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
+        if device is not None and backend(device) == "triton":
             return launcher(**values, out=out) if returns else launcher(**values)
         contract = module.contract({**values, "out": out})
-        if out is not None:
+        refuse_shared(name, values, mutates)
+        if out is None:
+            check.check_room(name, contract)
+        else:
             out = check.allocate(name, contract, out)
             refuse_overlaps(name, values, out, fields, getattr(module, "IN_PLACE", {}))
         # a reference does not take what only a launcher has to be told, such as whether bits may depend on the batch
         values = {name: value for name, value in values.items() if name in reference_names}
-        with torch.no_grad():
+        with undisturbed():
             result = reference(**values, out=out) if "out" in reference_names else reference(**values)
             if out is None:
                 return result
             for target, source in zip(_flat(out), _flat(result)):
                 target.copy_(source)
         return out
+
+    def shapes(values: dict, out=None):
+        """Checks a call whose tensors have only shapes; returns empty outputs of theirs, or `out`."""
+        contract = module.contract({**values, "out": out})
+        return None if contract is None else check.allocate(name, contract, out)
 
     def call(overload, args, kwargs, out=None):
         """Calls the op through the dispatcher; the op's own contract names what the dispatcher refuses."""
@@ -94,7 +105,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
             if torch.is_inference_mode_enabled():
                 return overload(*args, **kwargs)
             return _below_autograd(overload, names, args, kwargs)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError, AssertionError):
             given = {key: value for key, value in kwargs.items() if not key.startswith("out_")}
             try:
                 bound = signature.bind(*args, **given)
@@ -103,6 +114,8 @@ def operator(module: ModuleType, reference_module: ModuleType):
             contract = module.contract({**defaults, **bound.arguments, "out": out})
             if out is not None:
                 check.allocate(name, contract, out)
+            if not _is_watched():
+                refuse_without_data(name, bound.arguments)
             raise
 
     def went_again(args, kwargs) -> tuple:
@@ -127,7 +140,9 @@ def operator(module: ModuleType, reference_module: ModuleType):
     if not returns:
         _LIBRARY.define(f"{name}({declared}) -> ()")
         _implement(name, names, lambda *args, **kwargs: run(bind(args, kwargs)))
-        torch.library.register_fake(f"eagle_kernels::{name}", lambda *args, **kwargs: None, lib=_LIBRARY)
+        torch.library.register_fake(
+            f"eagle_kernels::{name}", lambda *args, **kwargs: shapes(bind(args, kwargs)), lib=_LIBRARY
+        )
         overload = getattr(torch.ops.eagle_kernels, name).default
 
         @functools.wraps(launcher)
@@ -148,18 +163,26 @@ def operator(module: ModuleType, reference_module: ModuleType):
         result = run(bind(args, kwargs))
         return tuple(result) if result_type else result
 
-    def into_buffers(*args, **kwargs):
+    def pop_out(kwargs):
         out = tuple(kwargs.pop("out_" + field) for field in fields)
-        run(bind(args, kwargs), out=result_type(*out) if result_type else out[0])
+        return result_type(*out) if result_type else out[0]
+
+    def into_buffers(*args, **kwargs):
+        out = pop_out(kwargs)
+        run(bind(args, kwargs), out)
 
     def fake(*args, **kwargs):
-        result = check.allocate(name, module.contract(bind(args, kwargs)))
+        result = shapes(bind(args, kwargs))
         return tuple(result) if result_type else result
+
+    def fake_into_buffers(*args, **kwargs):
+        out = pop_out(kwargs)
+        shapes(bind(args, kwargs), out)
 
     _implement(name, names, functional)
     _implement(f"{name}.out", names, into_buffers)
     torch.library.register_fake(f"eagle_kernels::{name}", fake, lib=_LIBRARY)
-    torch.library.register_fake(f"eagle_kernels::{name}.out", lambda *args, **kwargs: None, lib=_LIBRARY)
+    torch.library.register_fake(f"eagle_kernels::{name}.out", fake_into_buffers, lib=_LIBRARY)
     packet = getattr(torch.ops.eagle_kernels, name)
     functional_overload, out_overload = packet.default, packet.out
 
@@ -208,6 +231,7 @@ def _is_watched() -> bool:
     return torch.compiler.is_compiling() or bool(
         _num_dispatch_modes()
         or _num_function_modes()
+        or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd._profiler_enabled()
@@ -229,17 +253,36 @@ def _below_autograd(overload, names: list[str], args: tuple, kwargs: dict):
     microsecond: the dispatcher's way here takes four.
     """
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
-        given = dict(zip(names, args)) | kwargs
-        wrong = next(key for key, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad)
-        if wrong.startswith("out_"):
-            wrong = "out" if wrong == "out_output" else "out." + wrong.removeprefix("out_")
-        op = overload.name().partition("::")[2].partition(".")[0]
-        raise RuntimeError(
-            f"eagle_kernels.{op}: {wrong} must not require grad, since ops have no derivatives (call it "
-            "under torch.no_grad(), or pass tensor.detach()), got requires_grad=True"
-        )
+        _refuse_derivative(
+            overload, names, args, kwargs, lambda tensor: tensor.requires_grad,
+            "not require grad, since ops have no derivatives (call it under torch.no_grad(), or pass "
+            "tensor.detach()), got requires_grad=True",
+        )  # fmt: skip
+    if forward_ad._current_level >= 0:
+        _refuse_derivative(
+            overload, names, args, kwargs, _has_tangent,
+            "not carry a tangent, since ops have no derivatives (pass its primal, or use the function's attribute "
+            "`reference`), got a dual tensor",
+        )  # fmt: skip
     with torch._C._AutoDispatchBelowAutograd():
         return overload(*args, **kwargs)
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _refuse_derivative(overload, names: list[str], args: tuple, kwargs: dict, is_wrong, rule: str) -> None:
+    """Raises RuntimeError that names the first tensor that is wrong, if one is."""
+    given = dict(zip(names, args)) | kwargs
+    for key, value in given.items():
+        if isinstance(value, torch.Tensor) and is_wrong(value):
+            if key.startswith("out_"):
+                key = "out" if key == "out_output" else "out." + key.removeprefix("out_")
+            op = overload.name().partition("::")[2].partition(".")[0]
+            raise RuntimeError(f"eagle_kernels.{op}: {key} must {rule}")
 
 
 def _flat(result) -> tuple:

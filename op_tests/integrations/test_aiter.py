@@ -269,7 +269,7 @@ def test_batches_overrides_and_benchmark(models, device):
         ({"topk": 0}, "topk must lie in 1"),
         ({"num_draft_tokens": 99}, "num_draft_tokens must lie in 2"),
         ({"temperature": -1.0}, "temperature must be at least 0"),
-        ({"tree_mask_mode": 3}, "3 is not a valid TreeMaskMode"),
+        ({"tree_mask_mode": 3}, "tree_mask_mode must be 0, 1 or 2, got 3"),
     ],
 )
 def test_bad_configurations_are_named(change, message):

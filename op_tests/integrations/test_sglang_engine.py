@@ -204,9 +204,11 @@ def test_one_seed_gives_one_text(tree, serve, plain, requests):
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
 
 
-def test_one_draft_by_the_preset(serve, plain, requests, monkeypatch):
-    monkeypatch.setenv("EAGLE_KERNELS_SGLANG_PRESET", "naive")
-    (found,) = serve("preset", [requests[:16]], tells="speculative_num_draft_tokens=2")
+@pytest.mark.parametrize("changes", [{}, {"speculative_algorithm": "NAIVE_EAGLE"}], ids=["the variable", "the name"])
+def test_one_draft_by_the_preset(changes, serve, plain, requests, monkeypatch):
+    if not changes:
+        monkeypatch.setenv("EAGLE_KERNELS_SGLANG_PRESET", "naive")
+    (found,) = serve("preset", [requests[:16]], tells="speculative_num_draft_tokens=2", **changes)
     assert [one["tokens"] for one in found] == [one["tokens"] for one in plain[0][:16]]
     steps = [(len(one["tokens"]) - 1) / one["steps"] for one in found]
     assert max(steps) <= 2 and sum(steps) / 16 > 1.2

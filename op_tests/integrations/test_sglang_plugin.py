@@ -54,6 +54,7 @@ def _fresh(monkeypatch):
     """No part is on, none was used, and no variable is set but that of the rule, which has hooks of its own."""
     monkeypatch.setattr(parts, "_on", set())
     monkeypatch.setattr(parts, "_used", set())
+    monkeypatch.setattr(parts, "_is_naive", False)
     monkeypatch.delenv(parts.VARIABLE, raising=False)
     monkeypatch.setenv(parts.RULE, "match")
     monkeypatch.delenv(plugin.FORCE, raising=False)
@@ -404,6 +405,76 @@ def test_what_the_preset_refuses(started, monkeypatch, value):
     with pytest.raises(ValueError, match=f"{parts.PRESET} needs --speculative-algorithm EAGLE, EAGLE3, NEXTN or STAND"):
         check(arguments(attention_backend="triton", **NAIVE | {"speculative_algorithm": None}))
     told = r"gives steps, topk and draft tokens \(1, 1, 2\), and the server has --speculative-num-steps 3, "
+    with pytest.raises(ValueError, match=told):
+        check(arguments(attention_backend="triton", **NAIVE | {"speculative_num_steps": 3}))
+
+
+def alias(algorithm, draft, trust_remote_code=False, kwargs=None):
+    """SGLang's own resolution of names."""
+    return "EAGLE" if algorithm == "NEXTN" else algorithm
+
+
+class Algorithms:
+    """SGLang's SpeculativeAlgorithm, with the hook around `from_string`."""
+
+    known = ("EAGLE", "EAGLE3", "NGRAM")
+
+    @classmethod
+    def from_string(cls, name):
+        return guards.know_algorithm(Algorithms._from_string, cls, name)
+
+    def _from_string(cls, name):
+        if name.upper() not in cls.known:
+            raise ValueError(f"Unknown speculative algorithm name: {name}")
+        return name.upper()
+
+
+def resolve(algorithm, draft=None, known=Algorithms.known, original=alias, architectures=("LlamaForCausalLM",)):
+    """Returns what an algorithm is resolved to, and the preset that then holds."""
+    config = SimpleNamespace(architectures=list(architectures))
+    modules = {
+        "sglang.srt.speculative.spec_info": {"SpeculativeAlgorithm": type("Known", (Algorithms,), {"known": known})},
+        "sglang.srt.utils.hf_transformers.config": {"get_config": lambda *args, **options: config},
+    }
+    with stub.installed(modules):
+        return guards.resolve_algorithm(original, algorithm, draft, trust_remote_code=False, kwargs={}), parts.preset()
+
+
+HEAD = {"draft": "head", "architectures": ["LlamaForCausalLMEagle3"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ({"algorithm": "NAIVE_EAGLE"}, ("EAGLE", (1, 1, 2))),
+        ({"algorithm": "NAIVE_EAGLE", "draft": "head"}, ("EAGLE", (1, 1, 2))),
+        ({"algorithm": "NAIVE_EAGLE"} | HEAD, ("EAGLE3", (1, 1, 2))),
+        ({"algorithm": "NEXTN"}, ("EAGLE", None)),
+        ({"algorithm": "EAGLE3"} | HEAD, ("EAGLE3", None)),
+        ({"algorithm": None}, (None, None)),
+        # a SGLang that has the name, as an algorithm or as another one's
+        ({"algorithm": "NAIVE_EAGLE", "known": (*Algorithms.known, "NAIVE_EAGLE")}, ("NAIVE_EAGLE", None)),
+        ({"algorithm": "NAIVE_EAGLE", "original": lambda *args, **options: "EAGLE"}, ("EAGLE", None)),
+    ],
+)
+def test_naive_eagle_is_an_algorithm(monkeypatch, given, resolved):
+    """One that holds for the server that names it, and not for the next one in the same process."""
+    monkeypatch.setattr(parts, "_is_naive", True)
+    assert resolve(**given) == resolved
+
+
+def test_naive_eagle_is_known_where_names_are_read():
+    assert Algorithms.from_string("naive_eagle") == "EAGLE"
+    with pytest.raises(ValueError, match="Unknown speculative algorithm name: NAIVE"):
+        Algorithms.from_string("NAIVE")
+
+
+def test_naive_eagle_with_other_drafts_is_refused(started, monkeypatch):
+    monkeypatch.setattr(parts, "_is_naive", True)
+    target = BY_NAME["check_server_args"].target
+    check = started("none", attention_backend="triton").function(target)
+    assert check(arguments(attention_backend="triton", **NAIVE)) == target
+    told = r"--speculative-algorithm NAIVE_EAGLE gives steps, topk and draft tokens \(1, 1, 2\), and the server has "
     with pytest.raises(ValueError, match=told):
         check(arguments(attention_backend="triton", **NAIVE | {"speculative_num_steps": 3}))
 

@@ -109,6 +109,9 @@ def test_a_cut_of_a_cache_is_checked(device):
         said = refused(lambda shape=shape: model.forward(torch.ones(shape, dtype=torch.int64), cache))
         assert said.startswith("ModelWrapper.forward: input_ids must be [1, S] with S in 1..2, ")
         assert said.endswith(f"got shape {list(shape)}")
+    for token in (-1, model.vocab_size):
+        said = refused(lambda token=token: model.forward(torch.tensor([[token]]), cache))
+        assert said == f"ModelWrapper.forward: input_ids must lie in 0..{model.vocab_size - 1}, got {token}"
     model.forward(torch.ones(1, 2, dtype=torch.int64), cache)
 
 

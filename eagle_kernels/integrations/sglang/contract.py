@@ -169,6 +169,8 @@ CONTRACT = (
     Names(_SRT + "configs.model_config.AttentionArch", ("MLA",)),
     Names(_SPEC + "draft_utils.DraftBackendFactory",
           ("draft_model_runner", "draft_attn_backend", "topk", "speculative_num_steps")),
+    Names(_SPEC + "spec_info.SpeculativeAlgorithm", ("EAGLE", "EAGLE3")),
+    Call(_SRT + "utils.hf_transformers.config.get_config", ("model",), ("trust_remote_code",)),
     LastRefusal(_SRT + "arg_groups.speculative_hook._handle_eagle_family",
                 (PAGE_TREES, "{view.attention_backend!r}"), "view.attention_backend not in _PAGE_TREE_SPEC_BACKENDS"),
     # attention.py

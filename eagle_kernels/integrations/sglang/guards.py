@@ -11,14 +11,17 @@ from ...runtime.language import is_interpreting
 from . import hooks
 from .contract import PAGE_TREES
 from .parts import (
+    ALGORITHM,
     NAME,
-    PRESET,
     RULE,
     VARIABLE,
     asked_by,
     backends,
+    logger,
+    note_algorithm,
     note_use,
     preset,
+    preset_asked_by,
     resolved,
     turn_on,
     unused,
@@ -135,7 +138,7 @@ def check_server_args(original, server_args):
         raise ValueError(f"eagle_kernels: {RULE}=match does not support " + "; nor ".join(reasons))
     reason = refusal_of_preset(server_args)
     if reason is not None:
-        raise ValueError(f"eagle_kernels: {PRESET} {reason}")
+        raise ValueError(f"eagle_kernels: {preset_asked_by()} {reason}")
     check_hooks(parts)
     return original(server_args)
 
@@ -153,6 +156,45 @@ def refusal_of_preset(server_args) -> str | None:
         return None
     given = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in zip(names, found))
     return f"gives steps, topk and draft tokens {wanted}, and the server has {given}; leave one of both out"
+
+
+def know_algorithm(original, cls, name):
+    """Takes NAIVE_EAGLE for EAGLE, which it is with one draft, where SGLang does not know the name."""
+    try:
+        return original(cls, name)
+    except ValueError:
+        if name.upper() != ALGORITHM:
+            raise
+        return original(cls, "EAGLE")
+
+
+def resolve_algorithm(original, speculative_algorithm, speculative_draft_model_path, *rest, **options):
+    """Resolves NAIVE_EAGLE to EAGLE, or to EAGLE3 for a head of that kind, and asks for its preset.
+
+    The name is SGLang's where SGLang resolves it itself, or has an algorithm of that name.
+    """
+    note_algorithm(False)
+    found = original(speculative_algorithm, speculative_draft_model_path, *rest, **options)
+    if (found or "").upper() != ALGORITHM:
+        return found
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    if SpeculativeAlgorithm.from_string(ALGORITHM) != SpeculativeAlgorithm.from_string("EAGLE"):
+        return found
+    algorithm = "EAGLE3" if _is_eagle3(speculative_draft_model_path, *rest, **options) else "EAGLE"
+    note_algorithm(True)
+    logger.info("eagle_kernels: %s is %s with one draft in each step", ALGORITHM, algorithm)
+    return original(algorithm, speculative_draft_model_path, *rest, **options)
+
+
+def _is_eagle3(draft: str | None, trust_remote_code: bool = False, kwargs: dict | None = None) -> bool:
+    """Tells whether a draft's config names an EAGLE-3 head."""
+    if not draft:
+        return False
+    from sglang.srt.utils.hf_transformers.config import get_config
+
+    config = get_config(draft, trust_remote_code=trust_remote_code, **(kwargs or {}))
+    return any("eagle3" in name.lower() for name in getattr(config, "architectures", None) or ())
 
 
 def choose_drafts(original, server_args, model_arch):

@@ -48,6 +48,9 @@ _WALK = ("predicts", "accept_index", "accept_token_num", "candidates", "retrieve
 GUARDS = (
     Hook("", "sglang.srt.server_args.ServerArgs.check_server_args", "guards.check_server_args", ("self",)),
     Hook("", "sglang.srt.managers.scheduler.Scheduler.__init__", "guards.start_scheduler", ("self", "server_args")),
+    Hook("", _SPEC + "spec_info.SpeculativeAlgorithm.from_string", "guards.know_algorithm", ("cls", "name")),
+    Hook("", "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias", "guards.resolve_algorithm",
+         ("speculative_algorithm", "speculative_draft_model_path")),
     Hook("", "sglang.srt.arg_groups.speculative_hook._handle_eagle_family", "guards.handle_eagle_family",
          ("server_args",)),
     Hook("", "sglang.srt.arg_groups.speculative_hook._auto_choose_speculative_params", "guards.choose_drafts",

@@ -13,6 +13,8 @@ RULE = "EAGLE_KERNELS_SGLANG_VERIFY"
 PRESET = "EAGLE_KERNELS_SGLANG_PRESET"
 # what a preset gives for --speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens
 PRESETS = {"naive": (1, 1, 2)}
+# the preset as a --speculative-algorithm: the name that SGLang's pull request #7017 gave it
+ALGORITHM = "NAIVE_EAGLE"
 PARTS = {
     "attention": "prefill, decode, tree verification and draft levels",
     "verify": "greedy and sampled verification of trees",
@@ -52,11 +54,22 @@ def is_matching() -> bool:
 
 
 def preset() -> tuple[int, int, int] | None:
-    """Returns the steps, topk and nodes of the preset that EAGLE_KERNELS_SGLANG_PRESET names; None for no preset."""
+    """Returns the steps, topk and nodes of the preset that the variable or the algorithm asks for; None for none."""
     name = os.environ.get(PRESET, "").strip()
     if name and name not in PRESETS:
         raise ValueError(f"eagle_kernels: {PRESET} must be {' or '.join(PRESETS)}; got {name!r}")
-    return PRESETS.get(name)
+    return PRESETS.get(name or ("naive" if _is_naive else ""))
+
+
+def preset_asked_by() -> str:
+    """Returns what asks for the preset, as errors name it."""
+    return f"--speculative-algorithm {ALGORITHM}" if _is_naive else PRESET
+
+
+def note_algorithm(is_naive: bool) -> None:
+    """Notes whether the server arguments that are being resolved in this process ask for NAIVE_EAGLE."""
+    global _is_naive
+    _is_naive = is_naive
 
 
 def asked_by(server_args) -> frozenset[str]:
@@ -89,6 +102,7 @@ def backends(server_args) -> dict[str, str | None]:
     return chosen | ({"draft": draft} if server_args.speculative_algorithm else {})
 
 
+_is_naive = False
 _on: set[str] = set()
 _used: set[str] = set()
 

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 
 from . import contract, hooks
-from .parts import NAME
+from .parts import ALGORITHM, NAME
 from .plugin import is_supported
 from .sources import Sources
 
@@ -32,4 +32,7 @@ def lines() -> list[tuple[str, str]]:
         faults = contract.differences(sources, (contract.of_hook(hook),))
         text = "; ".join(faults) or f"found ({hook.part or 'guard'})"
         rows.append((f"sglang hook {contract.short(hook.target)}", text))
+    is_own = sources.find(f"sglang.srt.speculative.spec_info.SpeculativeAlgorithm.{ALGORITHM}") is not None
+    whose = "SGLang's own" if is_own else "the plug-in's: EAGLE with one draft in each step"
+    rows.append((f"sglang algorithm {ALGORITHM}", whose))
     return rows + [("sglang differs", fault) for fault in contract.differences(sources)]

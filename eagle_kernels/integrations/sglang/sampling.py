@@ -56,7 +56,7 @@ class Requests:
         device = asked.numbers.device
         if self._numbers is None:
             self._numbers = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
-            self._penalties = torch.zeros(3, num_rows, device=device)
+            self._penalties = torch.zeros(3, num_rows, dtype=torch.float32, device=device)
             self._ends = torch.full((num_rows, 1), -1, dtype=torch.int64, device=device)
             self._counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device)
         rows, slots = asked.numbers[0], asked.numbers[2]

@@ -57,6 +57,7 @@ def contract(values: dict) -> Output:
     paged_cache.check_cache(args, query.dtype, "B")
     paged_cache.check_logits(args)
     paged_cache.check_plan(args, batch_size)
+    paged_cache.debug_cache(args, lambda filled: (paged_cache.first_seen(filled - 1, values["window"]), filled))
     return Output(args.spec((batch_size, num_heads, head_dim), query.dtype),
                   args.spec((batch_size, num_heads), torch.float32))  # fmt: skip
 
@@ -119,7 +120,9 @@ def gqa_decode(
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or two forms of a page table,
             or a float8 dtype that the GPU does not have; the message names the argument.
-        Page ids are not checked. Those of keys that are seen must lie within the pool; pages outside it are never read.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that lengths are not negative and at most what the page table holds,
+        that `kv_indptr` ascends within 0..len(kv_indices), and that page ids of keys that are seen lie within the pool.
+        Pages outside it are never read. A row of block_table that is -1 throughout pads the batch.
 
     Source:
         Flash-Decoding, on the online softmax of https://arxiv.org/abs/1805.02867; sinks as in gpt-oss. Page tables are

@@ -59,7 +59,8 @@ def contract(values: dict) -> check.Spec:
     args.integer("num_drafts", 0, 2**20)
     if values["window"] is not None:
         args.integer("window", 1, 2**31 - 1)
-    args.debug("seq_lens", "be at most 2^31 - 2^21", lambda: values["seq_lens"] <= 2**31 - 2**21)
+    lengths = values["seq_lens"]
+    args.debug("seq_lens", "lie in 0..2^31 - 2^21", lambda: (lengths >= 0) & (lengths <= 2**31 - 2**21))
     return args.spec((args.size("B") + 1,), torch.int32)
 
 
@@ -85,7 +86,7 @@ def plan_attention(
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are at most 2^31 - 2^21.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens lie in 0..2^31 - 2^21.
 
     Source:
         Even chunks of all work, as stream-K cuts matrix products, https://arxiv.org/abs/2301.03598; a plan once a step,

@@ -223,7 +223,19 @@ def contract(values: dict) -> Output:
         if values[name] is not None:
             args.fail(name, f"not be given with {'key' if values['key'] is not None else 'k_cache'}", "a tensor")
     paged_cache.check_logits(args)
+    if values["key"] is None:
+        paged_cache.debug_cache(args, lambda filled: _seen_slots(values, filled))
+    elif values["key_indptr"] is not None:
+        paging.debug_bounds(args, "key_indptr", args.size("Tk"))
     return Output(args.spec(tuple(query.shape), query.dtype), args.spec(tuple(query.shape[:2]), torch.float32))
+
+
+def _seen_slots(values: dict, filled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the first slot that each request's rows see, and the end of them; of no rows, no slots."""
+    num_rows = values["qo_indptr"].diff().clamp(min=0)
+    position = filled - num_rows
+    stop = (position + num_rows.clamp(max=values["max_query"])).clamp(min=0) if values["is_causal"] else filled
+    return paged_cache.first_seen(position, values["window"]), torch.where(num_rows > 0, stop, 0)
 
 
 @launcher
@@ -292,9 +304,10 @@ def prefill_attention(
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or two sources of keys or
             forms of a page table, or a float8 dtype that the GPU does not have; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that `qo_indptr` ascends within 0..T, and that no request has more
-        than max_query queries.
-        Page ids are not checked. Those of keys that are seen must lie within the pool; pages outside it are never read.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that `qo_indptr` ascends within 0..T, `key_indptr` within 0..Tk and
+        `kv_indptr` within 0..len(kv_indices), that no request has more than max_query queries, that lengths are not
+        negative and at most what the page table holds, and that page ids of keys that are seen lie within the pool.
+        Pages outside it are never read. A row of block_table that is -1 throughout pads the batch.
 
     Source:
         FlashAttention, https://arxiv.org/abs/2205.14135 and https://arxiv.org/abs/2307.08691; sinks as in gpt-oss. Page

@@ -120,7 +120,23 @@ def contract(values: dict) -> Output:
             args.fail("positions", "be given with window and tree_mask, as a mask does not hold depths", None)
         if positions is not None and num_keys not in (num_query, "T") and values["key_positions"] is None:
             args.fail("key_positions", "be given with window where the numbers of rows and draft keys differ", None)
+    paged_cache.debug_cache(args, lambda filled: _seen_slots(values, filled, num_keys))
     return Output(args.spec(tuple(query.shape), query.dtype), args.spec(tuple(query.shape[:-1]), torch.float32))
+
+
+def _seen_slots(values: dict, filled: torch.Tensor, num_keys) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the first slot that each request's rows see, and the end of them, the draft block's included."""
+    if values["qo_indptr"] is None:
+        counted = most = torch.full_like(filled, num_keys)
+    else:
+        counted = values["qo_indptr"].diff().clamp(min=0).to(torch.int64)
+        most = counted.clamp(max=values["max_query"])
+    prefix, stop = filled, filled
+    if values["draft_key"] is None and values["kv_indptr"] is not None:
+        prefix = (filled - counted).clamp(min=0)
+    elif values["draft_key"] is None:
+        stop = torch.where(filled > 0, filled + most, 0)
+    return paged_cache.first_seen(prefix, values["window"]), torch.where(counted > 0, stop, 0)
 
 
 def _choose_tuning(values: dict, num_query: int) -> dict:
@@ -231,10 +247,12 @@ def tree_attention(
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or two forms of a page table,
             arguments that exclude or need each other as above, or a float8 dtype that the GPU does not have; the
             message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that `qo_indptr` ascends within 0..T, and that no request has more
-        than max_query rows.
-        Page ids are not checked. Those of prefix slots that are seen must lie within the pool; pages outside it are
-        never read. Values of draft keys must be finite, whether a row sees them or not.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that `qo_indptr` ascends within 0..T and `kv_indptr` within
+        0..len(kv_indices), that no request has more than max_query rows, that lengths are not negative and at most what
+        the page table holds, with the draft keys where they are in the pool, and that page ids of slots that are seen
+        lie within the pool. Pages outside it are never read. A row of block_table that is -1 throughout, and one
+        without a prefix, may pad the batch: its draft keys are not checked.
+        Never checked: values of draft keys must be finite, whether a row sees them or not.
 
     Source:
         SpecInfer, https://arxiv.org/abs/2305.09781 (tree attention), on Flash-Decoding; sinks as in gpt-oss. Page

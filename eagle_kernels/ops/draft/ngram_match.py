@@ -250,7 +250,7 @@ def contract(values: dict) -> Output:
     args.integer("max_matches", 1, MAX_MATCHES)
     args.choice("prefer", ("latest", "earliest"))
     if values["token_budget"] is not None:
-        args.integer("token_budget", 0)
+        args.integer("token_budget", 0, math.inf)
     width = args.tensor("token_ids", ("B", "L"), check.INTEGER, contiguous=1).shape[1]
     if width >= 2**30:
         args.fail("token_ids", "have L below 2^30", width)

@@ -221,6 +221,7 @@ def contract(values: dict) -> Output:
             args.fail("free_token_num", "not be given with seq_lens, from which it follows", "a tensor")
         if accept_token_num is None:
             args.fail("seq_lens", "come with accept_token_num, which says how many slots are kept", "a tensor")
+    _debug_values(args, cache_locs, num_nodes)
     capacity, free_capacity = values["capacity"], values["free_capacity"]
     if capacity is None:
         capacity = batch_size * (num_nodes if accept_index is None else args.size("W"))
@@ -238,6 +239,30 @@ def contract(values: dict) -> Output:
         args.integers((free_capacity,), 4, default=torch.int64),
         args.spec((2,), torch.int32),
     )
+
+
+def _debug_values(args: check.Arguments, cache_locs: torch.Tensor, num_nodes: int) -> None:
+    """Checks with EAGLE_KERNELS_DEBUG=1 the lengths of live requests, and the slots of the nodes on their paths."""
+    if not check.DEBUG:
+        return
+    num_drafts, path, seq_lens = (args.values[name] for name in ("accept_token_num", "accept_index", "seq_lens"))
+    width = num_nodes if path is None else path.shape[1]
+    if num_drafts is not None:
+        args.debug("accept_token_num", f"be below the {width} entries of a path", lambda: num_drafts < width)
+    if seq_lens is not None:
+        args.debug("seq_lens", "not be negative", lambda: (seq_lens >= 0) | (num_drafts < 0))
+
+    def holds():
+        depth = torch.arange(width, device=cache_locs.device)
+        first = torch.arange(args.size("B"), device=cache_locs.device)[:, None] * num_nodes
+        is_on_path = True if num_drafts is None else depth <= num_drafts[:, None]
+        node = depth.expand(len(first), -1) if path is None else path - first
+        is_on_path = is_on_path & (node >= 0) & (node < num_nodes)
+        is_read = torch.zeros_like(cache_locs, dtype=torch.bool)
+        is_read[(first + node)[is_on_path]] = True
+        return (cache_locs >= 0) | ~is_read
+
+    args.debug("cache_locs", "hold slots of the pool where they are read", holds)
 
 
 @launcher
@@ -301,6 +326,8 @@ def accepted_cache_locs(
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range, arguments that exclude or need each
             other as above, or a tensor of `out` that overlaps another tensor; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that accept_token_num is less than W, that seq_lens of live requests
+        are not negative, and that slots of accepted nodes are not negative.
 
     Source:
         SGLang's fill_accept_out_cache_loc and fill_front_out_cache_loc (moves), get_src_tgt_cache_loc and

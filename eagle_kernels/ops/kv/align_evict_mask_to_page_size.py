@@ -69,6 +69,7 @@ def contract(values: dict) -> None:
     args.integer("page_size", 1)
     args.tensor("seq_lens", ("B",), check.INTEGER)
     args.tensor("evict_mask", ("B", "N"), (torch.bool,))
+    args.debug("seq_lens", "not be negative", lambda: values["seq_lens"] >= 0)
 
 
 @launcher
@@ -89,6 +90,7 @@ def align_evict_mask_to_page_size(seq_lens: torch.Tensor, evict_mask: torch.Tens
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative.
 
     Source:
         SGLang's align_evict_mask_to_page_size.

@@ -25,7 +25,7 @@ from ...primitives.slots import read_lengths
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.rows import ROW_SIZES, check_rows, find_row, row_arguments
+from .shared.rows import ROW_SIZES, check_rows, debug_rows, find_row, row_arguments
 
 MUTATES = ("req_to_token",)
 
@@ -79,6 +79,11 @@ def contract(values: dict) -> None:
     args.tensor("starts", ("B",), check.INTEGER)
     args.tensor("ends", ("B",), check.INTEGER)
     args.tensor("cache_locs", (None,), check.INTEGER)
+    starts, ends, num_slots = values["starts"], values["ends"], len(values["cache_locs"])
+    debug_rows(args, ("starts", "ends"), lambda: torch.where(ends > starts, ends, 0))
+    args.debug(
+        "ends", f"ask for at most {num_slots} slots", lambda: (ends - starts).clamp(min=0).cumsum(0) <= num_slots
+    )
 
 
 @launcher
@@ -108,7 +113,9 @@ def assign_req_to_token(
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
-        Not checked: requests must not share the columns that they write.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that starts and ends are not negative and lie within the C columns,
+        that req_pool_indices lie in 0..R - 1, and that `cache_locs` holds a slot for every column.
+        Never checked: requests must not share the columns that they write.
 
     Source:
         SGLang's assign_req_to_token_pool.

@@ -37,7 +37,7 @@ from ...primitives.slots import (
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.rows import ROW_SIZES, check_rows, find_row, read_slots, row_arguments
+from .shared.rows import ROW_SIZES, check_rows, debug_rows, find_row, read_slots, row_arguments
 
 
 class Output(NamedTuple):
@@ -131,8 +131,13 @@ def contract(values: dict) -> Output:
     check_keep_unused(args)
     check_rows(args)
     args.tensor("kv_lens", ("B",), check.INTEGER)
+    num_rows = args.size("B") * num_verify_tokens
+    if num_rows > MAX_CAPACITY:
+        args.fail("num_verify_tokens", f"give at most {MAX_CAPACITY} rows in all", num_rows)
+    kv_lens = values["kv_lens"]
+    debug_rows(args, ("kv_lens",), lambda: kv_lens, lambda column: column < kv_lens[:, None])
     return Output(
-        args.spec((args.size("B") * num_verify_tokens + 1,), torch.int32),
+        args.spec((num_rows + 1,), torch.int32),
         args.integers((capacity,), 1),
         args.spec((1,), torch.int32),
     )
@@ -178,6 +183,8 @@ def chain_kv_indices(
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range, `keep_unused` without `out`, or a
             tensor of `out` that overlaps another tensor; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that kv_lens are not negative and end within the C columns,
+        that req_pool_indices lie in 0..R - 1, and that the entries of `req_to_token` that are read are not negative.
 
     Source:
         Naive EAGLE, a pull request for SGLang: its create_draft_kv_indices, for N = 2. Other N are eagle_kernels' own.

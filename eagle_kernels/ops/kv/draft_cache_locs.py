@@ -38,7 +38,16 @@ from ...primitives.slots import MAX_CAPACITY, check_capacity, fill_unused, read_
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.rows import ROW_SIZES, check_rows, find_row, first_draft_column, read_slots, row_arguments
+from .shared.rows import (
+    ROW_SIZES,
+    check_rows,
+    debug_rows,
+    draft_columns,
+    find_row,
+    first_draft_column,
+    read_slots,
+    row_arguments,
+)
 
 
 class Output(NamedTuple):
@@ -150,6 +159,16 @@ def contract(values: dict) -> Output:
     page_size = args.integer("page_size", 1)
     check_rows(args)
     args.tensor("seq_lens", ("B",), check.INTEGER)
+    if args.size("B") * topk > MAX_CAPACITY:
+        args.fail("topk", f"give the B = {args.size('B')} requests at most {MAX_CAPACITY} branches in all", topk)
+    seq_lens = values["seq_lens"]
+    stop, is_draft = draft_columns(seq_lens, topk, num_steps, page_size)
+
+    def is_read(column):
+        is_copied = (column >= (seq_lens // page_size * page_size)[:, None]) & (column < seq_lens[:, None])
+        return is_draft(column) | (is_copied & (topk > 1))
+
+    debug_rows(args, ("seq_lens",), stop, is_read, "leave room for the drafts")
     num_branches = args.size("B") * topk
     if values["capacity"] is not None:
         capacity = check_capacity(args)
@@ -220,6 +239,8 @@ def draft_cache_locs(
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or a tensor of `out` that overlaps
             another tensor; the message names the argument. Without `capacity`, B * (K - 1) * (P - 1) must
             be below 2^31.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative and drafts lie within the C columns,
+        that req_pool_indices lie in 0..R - 1, and that the entries of `req_to_token` that are read are not negative.
 
     Source:
         SGLang's assign_draft_cache_locs_contiguous and, for pages, duplicate_prefix_tail_to_draft_branches. Both in one

@@ -43,7 +43,16 @@ from ...primitives.slots import (
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.rows import ROW_SIZES, check_rows, find_row, first_draft_column, read_slots, row_arguments
+from .shared.rows import (
+    ROW_SIZES,
+    check_rows,
+    debug_rows,
+    draft_columns,
+    find_row,
+    first_draft_column,
+    read_slots,
+    row_arguments,
+)
 
 
 class Output(NamedTuple):
@@ -198,6 +207,19 @@ def contract(values: dict) -> Output:
     check_keep_unused(args)
     check_rows(args)
     args.tensor("seq_lens", ("B",), check.INTEGER)
+    if args.size("B") * topk > MAX_CAPACITY:
+        args.fail("topk", f"give the B = {args.size('B')} requests at most {MAX_CAPACITY} branches in all", topk)
+    seq_lens = values["seq_lens"]
+    stop, is_draft = draft_columns(seq_lens, topk, num_steps, values["page_size"])
+
+    def is_read(column):
+        # a window that counts drafts sees the most of the prefix at the first step
+        is_seen = (
+            column >= seq_lens[:, None] - window_size + int(values["window_counts_drafts"]) if window_size else True
+        )
+        return ((column < seq_lens[:, None]) & (is_seen | (column < values["sink_size"]))) | is_draft(column)
+
+    debug_rows(args, ("seq_lens",), stop, is_read, "leave room for the drafts")
     return Output(
         args.spec((num_steps, args.size("B") * topk + 1), torch.int32, contiguous=1),
         args.integers((num_steps, capacity), 1, contiguous=1),
@@ -261,6 +283,8 @@ def draft_kv_indices(
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range, `sink_size` or
             `window_counts_drafts` without a window, `keep_unused` without `out`, or a tensor of `out` that overlaps
             another tensor; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative and drafts lie within the C columns,
+        that req_pool_indices lie in 0..R - 1, and that the entries of `req_to_token` that are read are not negative.
 
     Source:
         SGLang's generate_draft_decode_kv_indices; with `window_counts_drafts` its

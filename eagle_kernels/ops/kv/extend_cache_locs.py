@@ -36,7 +36,7 @@ from ...primitives.slots import (
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.rows import ROW_SIZES, check_rows, find_row, read_slots, row_arguments
+from .shared.rows import ROW_SIZES, check_rows, debug_rows, find_row, read_slots, row_arguments
 
 
 class Output(NamedTuple):
@@ -137,6 +137,14 @@ def contract(values: dict) -> Output:
         if values["capacity"] is not None:
             args.fail("capacity", "not be given with num_tokens, from which it follows", values["capacity"])
         capacity = args.size("B") * args.integer("num_tokens", 0, MAX_CAPACITY)
+    starts, ends = values["starts"], values["ends"]
+
+    def stop():
+        end = starts.to(torch.int64) + values["num_tokens"] if ends is None else ends
+        return torch.where(end > starts, end, 0)
+
+    names = ("starts",) if ends is None else ("starts", "ends")
+    debug_rows(args, names, stop, lambda column: column >= starts[:, None])
     return Output(
         args.spec((args.size("B") + 1,), torch.int32),
         args.integers((capacity,), 1, default=torch.int64),
@@ -190,6 +198,9 @@ def extend_cache_locs(
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or both of `ends` and
             `num_tokens`, `capacity` with `num_tokens`, `keep_unused` without `out`, or a tensor of `out` that overlaps
             another tensor; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that starts and ends are not negative, that ranges end within the
+        C columns, that req_pool_indices lie in 0..R - 1, and that the entries of `req_to_token` that are read are not
+        negative.
 
     Source:
         SGLang's assign_extend_cache_locs and, for `num_tokens`, its uniform variant. The capacity and `overflow` are

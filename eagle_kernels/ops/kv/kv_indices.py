@@ -29,7 +29,7 @@ from ...primitives.slots import check_capacity, check_keep_unused, fill_unused, 
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.rows import ROW_SIZES, check_rows, find_row, read_slots, row_arguments
+from .shared.rows import ROW_SIZES, check_rows, debug_rows, find_row, read_slots, row_arguments
 
 
 class Output(NamedTuple):
@@ -130,6 +130,15 @@ def contract(values: dict) -> Output:
     check_rows(args)
     args.tensor("seq_lens", ("B",), check.INTEGER)
     args.tensor("starts", ("B",), check.INTEGER, optional=True)
+    lengths, first = values["seq_lens"], 0 if values["starts"] is None else values["starts"]
+    page_size = values["page_size"]
+
+    def is_read(column):
+        start = torch.as_tensor(first, device=column.device).view(-1, 1)
+        return (column % page_size == 0) & (column >= start // page_size * page_size)
+
+    names = ("seq_lens",) if values["starts"] is None else ("starts", "seq_lens")
+    debug_rows(args, names, lambda: torch.where(lengths > 0, first + lengths.to(torch.int64), 0), is_read)
     return Output(
         args.spec((args.size("B") + 1,), torch.int32),
         args.integers((capacity,), 1),
@@ -183,6 +192,9 @@ def kv_indices(
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range, `keep_unused` without `out`, or a
             tensor of `out` that overlaps another tensor; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that lengths and starts are not negative, that tokens end within
+        the C columns, that req_pool_indices lie in 0..R - 1, and that the entries of `req_to_token` that are read are
+        not negative.
 
     Source:
         SGLang's create_flashinfer_kv_indices, which is given kv_indptr; with last_page_len this is FlashInfer's page

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
+from ...primitives.paging import debug_pages
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
@@ -156,6 +157,35 @@ def contract(values: dict) -> None:
     args.tensor("seq_lens", ("B",), check.INTEGER)
     args.tensor("accept_index", ("B", "S + 1"), check.INTEGER)
     args.tensor("accept_token_num", ("B",), check.INTEGER)
+    _debug_values(args)
+
+
+def _debug_values(args: check.Arguments) -> None:
+    """Checks with EAGLE_KERNELS_DEBUG=1 lengths and page ids of requests that move something."""
+    if not check.DEBUG:
+        return
+    values, page_size, num_pages = args.values, args.size("page_size"), args.size("num_pages")
+    table, seq_lens, path, num_drafts = (
+        values[name] for name in ("block_table", "seq_lens", "accept_index", "accept_token_num")
+    )
+    width, num_slots = path.shape[1], table.shape[1] * page_size
+    args.debug("accept_token_num", f"be below the {width} entries of a path", lambda: num_drafts < width)
+    if not check.can_read(table):
+        return
+    depth, request = (torch.arange(size, device=path.device) for size in (width, len(path)))
+    node = path - request[:, None] * values["num_verify_tokens"]
+    is_moved = (depth <= num_drafts[:, None]) & (node >= 0) & (node < values["num_verify_tokens"])
+    is_moved &= (seq_lens != 0)[:, None]  # it may be a row that pads the batch
+    # the slots of a request from which and to which rows are copied, none of which is before the prefix's end
+    places = torch.stack([node, depth.expand_as(node)]).to(torch.int64)
+    used = torch.where(is_moved[None], seq_lens[:, None] + places, -1)
+    is_live = is_moved.any(1)
+    rule = f"leave room for the accepted nodes in the {num_slots} slots of a row of block_table"
+    args.debug("seq_lens", "not be negative", lambda: (seq_lens >= 0) | ~is_live)
+    args.debug("seq_lens", rule, lambda: (used < num_slots).all(2).all(0))
+
+    page = torch.arange(table.shape[1], device=table.device)
+    debug_pages(args, "block_table", num_pages, lambda: (used[..., None] // page_size == page).any(2).any(0))
 
 
 @launcher
@@ -193,7 +223,10 @@ def move_accepted_kv(
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
-        Not checked: requests must not share the pages that they write.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that accept_token_num is less than W, that the accepted nodes of a
+        request lie within its slots, and their pages within the pool. A row of `block_table` that is -1 throughout, and
+        one without a prefix, may pad the batch and is not checked.
+        Never checked: requests must not share the pages that they write.
 
     Source:
         SGLang's move_accept_tokens_to_target_kvcache, which moves by lists of slots; page tables are those of vLLM

@@ -155,6 +155,10 @@ def contract(values: dict) -> check.Spec:
     rotary.check_heads(args, "value", "Hkv", (key.dtype,))
     _check_caches(args, key.dtype)
     check_tokens(args, "slots")
+    slots, num_slots = values["slots"], args.size("num_pages") * args.size("page_size")
+    args.debug(
+        "slots", f"be -1 or one of the {num_slots} slots of the pool", lambda: (slots >= -1) & (slots < num_slots)
+    )
     tables = ("positions", "cos", "sin")
     has_tables = any(values[name] is not None for name in tables)
     if has_tables:
@@ -240,7 +244,8 @@ def write_kv(
             some of the tables, a scale without fp8 caches, an fp8 dtype that the GPU does not have (float8_e4m3fn needs
             sm_89 or later, or gfx950; float8_e4m3fnuz needs gfx942), or an `out` that overlaps a tensor but is not
             `query`; the message names the argument.
-        Not checked: that scales are above 0.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that slots are -1 or lie within the pool.
+        Never checked: that scales are above 0.
 
     Source:
         RoFormer, https://arxiv.org/abs/2104.09864 (rotation), rounded as in Hugging Face's models. Writing in the same

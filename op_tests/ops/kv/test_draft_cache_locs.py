@@ -188,7 +188,7 @@ def test_registration(options, device):
         ({"topk": 0}, "topk must be at least 1, got 0"),
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
         ({"capacity": -1}, "capacity must lie in 0..2147483647, got -1"),
-        ({"page_size": 2**31}, r"capacity must be given where B \* \(topk - 1\) \* \(page_size - 1\) exceeds"),
+        ({"page_size": 2**31 - 1}, r"capacity must be given where B \* \(topk - 1\) \* \(page_size - 1\) exceeds"),
         ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens must have B = 3"),
         ({"seq_lens": torch.zeros(3)}, "seq_lens must have dtype int32 or int64, got float32"),
     ],

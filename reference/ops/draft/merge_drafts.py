@@ -23,9 +23,9 @@ def merge_drafts(
     num_speculative_tokens: int,
 ) -> Output:
     """See eagle_kernels/ops/draft/merge_drafts.py."""
-    merged_tokens = torch.full((len(tokens), num_speculative_tokens), -1)
+    merged_tokens = torch.full((len(tokens), num_speculative_tokens), -1, device="cpu")
     merged_parents = torch.full_like(merged_tokens, -1)
-    num_drafts = torch.zeros(len(tokens), dtype=torch.int32)
+    num_drafts = torch.zeros(len(tokens), dtype=torch.int32, device="cpu")
     rows = zip(*(tensor.tolist() for tensor in (tokens, parents, other_tokens, other_parents, attach)))
     for request, (first_tokens, first_parents, next_tokens, next_parents, root) in enumerate(rows):
         children: dict[tuple[int, int], int] = {}

@@ -30,10 +30,10 @@ def ngram_match(
 ) -> Output:
     """See eagle_kernels/ops/draft/ngram_match.py."""
     device, batch_size = token_ids.device, len(seq_lens)
-    tokens = torch.full((batch_size, num_speculative_tokens), -1)
+    tokens = torch.full((batch_size, num_speculative_tokens), -1, device="cpu")
     parents = torch.full_like(tokens, -1)
-    num_drafts = torch.zeros(batch_size, dtype=torch.int32)
-    match_len = torch.zeros(batch_size, dtype=torch.int32)
+    num_drafts = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
+    match_len = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
     lengths = seq_lens.clamp(0, token_ids.shape[1]).tolist()
     limits = [num_speculative_tokens] * batch_size
     if max_drafts is not None:
@@ -64,15 +64,15 @@ def _matches(history: torch.Tensor, longest: int, shortest: int, prefer: str) ->
     if num_ends < 1:
         return []
     is_match = history[1:] >= 0
-    lengths = torch.zeros(num_ends, dtype=torch.int64)
+    lengths = torch.zeros(num_ends, dtype=torch.int64, device="cpu")
     for size in range(1, min(longest, num_ends) + 1):
         wanted = history[-size]
         # the token size - 1 before each end; the first ends have none
-        is_equal = torch.zeros(num_ends, dtype=torch.bool)
+        is_equal = torch.zeros(num_ends, dtype=torch.bool, device="cpu")
         is_equal[size - 1 :] = (history[: num_ends - size + 1] == wanted) & (wanted >= 0)
         is_match = is_match & is_equal
         lengths += is_match
-    ends = torch.arange(num_ends)
+    ends = torch.arange(num_ends, device="cpu")
     if prefer == "latest":
         ends = ends.flip(0)
     ends = ends[lengths[ends].sort(descending=True, stable=True).indices]

@@ -22,9 +22,9 @@ def reroot_drafts(
     spec_steps: int,
 ) -> Output:
     """See eagle_kernels/ops/draft/reroot_drafts.py."""
-    new_tokens = torch.full((len(tokens), num_speculative_tokens), -1)
+    new_tokens = torch.full((len(tokens), num_speculative_tokens), -1, device="cpu")
     new_parents = torch.full_like(new_tokens, -1)
-    num_drafts = torch.zeros(len(tokens), dtype=torch.int32)
+    num_drafts = torch.zeros(len(tokens), dtype=torch.int32, device="cpu")
     for request, rows in enumerate(zip(tokens.tolist(), parents.tolist(), path.tolist())):
         trie, committed = _trie(*rows[:2]), rows[2]
         root = 0

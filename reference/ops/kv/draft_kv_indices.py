@@ -41,7 +41,7 @@ def draft_kv_indices(
                 prefix, drafts = list(range(seq_len)), list(range(first, first + step + 1))
                 if window_size > 0:
                     seen = len(prefix) + len(drafts) if window_counts_drafts else len(prefix)
-                    in_window = set(range(seen - window_size, seq_len + len(drafts)))
+                    in_window = range(seen - window_size, seq_len + len(drafts))
                     kept = [place for place in range(seq_len) if place < sink_size or place in in_window]
                     drafts = [column for place, column in enumerate(drafts, seq_len) if place in in_window]
                     prefix = kept

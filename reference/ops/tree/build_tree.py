@@ -36,10 +36,10 @@ def build_tree(
 ) -> Output:
     """See eagle_kernels/ops/tree/build_tree.py. The prefix of `prefix_is_set` is True; `out` is read, not written."""
     device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
-    visible = torch.zeros(batch_size, num_nodes, num_nodes, dtype=torch.bool)
-    depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
-    next_token = torch.full((batch_size, num_nodes), -1)
-    next_sibling = torch.full((batch_size, num_nodes), -1)
+    visible = torch.zeros(batch_size, num_nodes, num_nodes, dtype=torch.bool, device="cpu")
+    depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64, device="cpu")
+    next_token = torch.full((batch_size, num_nodes), -1, device="cpu")
+    next_sibling = torch.full((batch_size, num_nodes), -1, device="cpu")
     # a candidate id that does not fit 31 bits names nobody
     slots, kept = (ids.masked_fill(ids >= 2**31 - 1, -1).tolist() for ids in (parent_list, top_scores_index))
     for request in range(batch_size):

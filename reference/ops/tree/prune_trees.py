@@ -38,7 +38,7 @@ def prune_trees(
     best = set(drafts[:most])
 
     new_tokens = torch.full_like(draft_tokens, -1, dtype=torch.int64, device="cpu")
-    new_visible = torch.zeros(batch_size, num_nodes, tree_mask.shape[-1] * 64, dtype=torch.int64)
+    new_visible = torch.zeros(batch_size, num_nodes, tree_mask.shape[-1] * 64, dtype=torch.int64, device="cpu")
     counts = []
     for request in range(batch_size):
         is_kept = [True] + [(request, draft) in best for draft in range(num_nodes - 1)]
@@ -53,7 +53,7 @@ def prune_trees(
             for other, seen in enumerate(kept[: place + 1]):
                 new_visible[request, place, other] = int(visible[request][node][seen])
         counts.append(len(kept))
-    bits = torch.ones(64, dtype=torch.int64) << torch.arange(64)
+    bits = torch.ones(64, dtype=torch.int64, device="cpu") << torch.arange(64, device="cpu")
     words = (new_visible.unflatten(-1, (-1, 64)) * bits).sum(-1)
     device = draft_tokens.device
     return Output(new_tokens.to(device), words.to(device), torch.tensor(counts, dtype=torch.int32, device=device))

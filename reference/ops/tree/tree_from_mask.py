@@ -22,9 +22,9 @@ def tree_from_mask(
     """See eagle_kernels/ops/tree/tree_from_mask.py."""
     device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
     visible = read_mask(tree_mask, seq_lens, num_nodes, tree_mask_mode).tolist()
-    num_ancestors = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
-    next_token = torch.full((batch_size, num_nodes), -1)
-    next_sibling = torch.full((batch_size, num_nodes), -1)
+    num_ancestors = torch.zeros(batch_size, num_nodes, dtype=torch.int64, device="cpu")
+    next_token = torch.full((batch_size, num_nodes), -1, device="cpu")
+    next_sibling = torch.full((batch_size, num_nodes), -1, device="cpu")
     for request in range(batch_size):
         last_child: dict[int, int] = {}
         for node in range(num_nodes):

@@ -32,10 +32,10 @@ def tree_from_parents(
 ) -> Output:
     """See eagle_kernels/ops/tree/tree_from_parents.py. `prefix_is_set`, `out`: see build_tree."""
     device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
-    visible = torch.eye(num_nodes, dtype=torch.bool).repeat(batch_size, 1, 1)
-    depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
-    next_token = torch.full((batch_size, num_nodes), -1)
-    next_sibling = torch.full((batch_size, num_nodes), -1)
+    visible = torch.eye(num_nodes, dtype=torch.bool, device="cpu").repeat(batch_size, 1, 1)
+    depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64, device="cpu")
+    next_token = torch.full((batch_size, num_nodes), -1, device="cpu")
+    next_sibling = torch.full((batch_size, num_nodes), -1, device="cpu")
     tokens = verified_id.to(torch.int64)[:, None].repeat(1, num_nodes)
     drafts, named = draft_tokens.tolist(), parents.tolist()
     for request in range(batch_size):

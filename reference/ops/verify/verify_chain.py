@@ -35,9 +35,9 @@ def verify_chain(
     vocab_size = target_probs.shape[1]
     draft_probs = on_target_ids(given_probs(draft_probs), d2t, vocab_size)
     target_probs = widened(given_probs(target_probs), draft_probs.shape[1])
-    predicts = torch.full((batch_size, num_tokens), -1, dtype=torch.int32)
-    accept_index = torch.full((batch_size, num_tokens), -1, dtype=torch.int32)
-    accept_token_num = torch.zeros(batch_size, dtype=torch.int32)
+    predicts = torch.full((batch_size, num_tokens), -1, dtype=torch.int32, device="cpu")
+    accept_index = torch.full((batch_size, num_tokens), -1, dtype=torch.int32, device="cpu")
+    accept_token_num = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
     tokens = candidates.tolist()
     for request in range(batch_size):
         if not 0 <= tokens[request][0] < 2**31:
@@ -50,8 +50,8 @@ def verify_chain(
             Draws(int(seeds[request])),
             method,
         )
-        predicts[request, : accepted + 1] = torch.tensor(tokens[request][1 : accepted + 1] + [bonus])
-        accept_index[request, : accepted + 1] = request * num_tokens + torch.arange(accepted + 1)
+        predicts[request, : accepted + 1] = torch.tensor(tokens[request][1 : accepted + 1] + [bonus], device="cpu")
+        accept_index[request, : accepted + 1] = request * num_tokens + torch.arange(accepted + 1, device="cpu")
         accept_token_num[request] = accepted
     return Output(predicts.flatten().to(device), accept_index.to(device), accept_token_num.to(device))
 

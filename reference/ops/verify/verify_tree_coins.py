@@ -34,11 +34,11 @@ def verify_tree_coins(
     batch_size, num_nodes = candidates.shape
     probs = target_probs.view(batch_size, num_nodes, -1) if target_probs.dim() == 2 else target_probs
     coins, final_coins = uniform_samples.cpu(), uniform_samples_for_final_sampling.cpu()
-    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32)
+    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
     if keep_unvisited:
         predicts.copy_(out.predicts.view(batch_size, num_nodes))
-    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32)
-    accept_token_num = torch.zeros(batch_size, dtype=torch.int32)
+    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32, device="cpu")
+    accept_token_num = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
     tokens, retrieved = candidates.tolist(), retrieve_index.tolist()
     first_child, next_sibling = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
     for request in range(batch_size):

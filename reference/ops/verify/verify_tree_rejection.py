@@ -45,9 +45,9 @@ def verify_tree_rejection(
     target = torch.nn.functional.pad(target, (0, scores.shape[1] - target.shape[1]))
     is_certain = (~(draft_temperature >= GREEDY_BELOW)).tolist()
 
-    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32)
-    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32)
-    accept_token_num = torch.zeros(batch_size, dtype=torch.int32)
+    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
+    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32, device="cpu")
+    accept_token_num = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
     tokens, retrieved = candidates.tolist(), retrieve_index.tolist()
     first_child, next_sibling = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
     for request in range(batch_size):
@@ -166,6 +166,6 @@ def _by_target_id(scores: torch.Tensor, d2t: torch.Tensor | None, vocab_size: in
     num_rows, num_drafts = scores.shape
     if d2t is None:
         return torch.nn.functional.pad(scores, (0, max(vocab_size - num_drafts, 0)), value=float("-inf"))
-    wide = torch.full((num_rows, vocab_size), float("-inf"), dtype=scores.dtype)
-    wide[:, torch.arange(num_drafts) + d2t.to(torch.int64)] = scores
+    wide = torch.full((num_rows, vocab_size), float("-inf"), dtype=scores.dtype, device="cpu")
+    wide[:, torch.arange(num_drafts, device="cpu") + d2t.to(torch.int64)] = scores
     return wide

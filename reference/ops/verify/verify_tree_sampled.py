@@ -80,7 +80,7 @@ def verify_tree_sampled(
         return temperature[request], filters.rows(request), own
 
     drafts: list[list[int]] = [[] for _ in range(batch_size)]
-    logprobs = torch.full((2, batch_size, num_columns), float("-inf"), device=device)
+    logprobs = torch.full((2, batch_size, num_columns), float("-inf"), dtype=torch.float32, device=device)
     all_drawn = None
     if not processors.has_penalties and draw is None:
         rows = torch.arange(batch_size * num_nodes, device=device)
@@ -106,7 +106,7 @@ def verify_tree_sampled(
         if return_logprobs:
             at = torch.tensor([token], device=device)
             kept = kept_logits(target_logits[row], *own)
-            raw = scaled_logits(target_logits[row], torch.ones(1, device=device))
+            raw = scaled_logits(target_logits[row], torch.ones(1, dtype=torch.float32, device=device))
             logprobs[0, request, len(drafts[request])] = log_probabilities(kept, at)[0]
             logprobs[1, request, len(drafts[request])] = log_probabilities(raw, at)[0]
         return token

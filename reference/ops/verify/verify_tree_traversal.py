@@ -37,9 +37,9 @@ def verify_tree_traversal(
         draft_probs = probs_of_logits(draft_logits, draft_temperature.repeat_interleave(num_nodes))
     draft_probs = on_target_ids(given_probs(draft_probs), d2t, target_probs.shape[1])
     target_probs = widened(given_probs(target_probs), draft_probs.shape[1])
-    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32)
-    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32)
-    accept_token_num = torch.zeros(batch_size, dtype=torch.int32)
+    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
+    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32, device="cpu")
+    accept_token_num = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
     tokens, retrieved = candidates.tolist(), retrieve_index.tolist()
     first_child, next_sibling = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
     for request in range(batch_size):

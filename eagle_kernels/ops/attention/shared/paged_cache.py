@@ -12,7 +12,14 @@ from __future__ import annotations
 import torch
 
 from ....primitives.fp8 import FP8, check_target
-from ....primitives.paging import MAX_HEAD_DIM, MAX_PAGE_SIZE, MIN_HEAD_DIM, check_row_strides
+from ....primitives.paging import (
+    MAX_HEAD_DIM,
+    MAX_PAGE_SIZE,
+    MIN_HEAD_DIM,
+    check_row_strides,
+    debug_bounds,
+    debug_pages,
+)
 from ....runtime import check
 from ....runtime.language import tl, triton
 
@@ -88,6 +95,51 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
             args.fail(name, f"not be given with {form}, the other form of a page table", "a tensor")
 
 
+def debug_cache(args: check.Arguments, slots) -> None:
+    """Checks with EAGLE_KERNELS_DEBUG=1 what a checked page table holds, where it is read.
+
+    slots: for the filled slots of each request, gives the first slot that is read, and the end of them, [B] int64 all.
+    """
+    if not check.DEBUG:
+        return
+    values, page_size, num_pages = args.values, args.size("page_size"), args.size("num_pages")
+
+    def is_read(page, filled, request=slice(None)):
+        first, stop = (slot[request] for slot in slots(filled.to(torch.int64)))
+        return (page >= first // page_size) & (page * page_size < stop) & (first < stop)
+
+    if values["block_table"] is not None:
+        table, lengths = values["block_table"], values["seq_lens"]
+        num_slots = table.shape[1] * page_size
+        rule = f"lie in 0..{num_slots}, the slots of a row of block_table"
+        args.debug("seq_lens", rule, lambda: (lengths >= 0) & (lengths <= num_slots))
+        rule = f"leave room for the draft keys in the {num_slots} slots of a row of block_table"
+        args.debug("seq_lens", rule, lambda: slots(lengths.to(torch.int64))[1] <= num_slots)
+        page = torch.arange(table.shape[1], device=table.device)
+        debug_pages(args, "block_table", num_pages, lambda: is_read(page[:, None], lengths).T)
+        return
+    bounds, table, last = values["kv_indptr"], values["kv_indices"], values["last_page_len"]
+    debug_bounds(args, "kv_indptr", len(table))
+    is_filled = lambda: (last >= 1) & (last <= page_size)  # noqa: E731
+    args.debug("last_page_len", f"lie in 1..{page_size}", lambda: (bounds.diff() == 0) | is_filled())
+
+    def is_read_of_all():
+        entry = torch.arange(len(table), device=table.device)
+        request = torch.searchsorted(bounds.to(torch.int64), entry, right=True) - 1
+        is_owned = (request >= 0) & (request < len(last))
+        request = torch.where(is_owned, request, 0)
+        filled = ((bounds.diff() - 1) * page_size + last).clamp(min=0)
+        return is_owned & is_read(entry - bounds[request], filled, request)
+
+    if len(last):
+        debug_pages(args, "kv_indices", num_pages, is_read_of_all)
+
+
+def first_seen(position: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Returns the first slot that a row at each of these positions sees."""
+    return torch.zeros_like(position) if window is None else (position + 1 - window).clamp(min=0)
+
+
 def check_head_dim(args: check.Arguments) -> None:
     """Checks the axis D, which the query has bound."""
     if not MIN_HEAD_DIM <= args.size("D") <= MAX_HEAD_DIM:
@@ -106,8 +158,7 @@ def check_bounds(args: check.Arguments, num_rows: int) -> int:
     bounds = args.tensor("qo_indptr", (None,), check.INTEGER)
     if len(bounds) == 0:
         args.fail("qo_indptr", "have at least one element", 0)
-    steps = lambda: torch.diff(bounds, prepend=torch.zeros_like(bounds[:1]))  # noqa: E731
-    args.debug("qo_indptr", f"ascend within 0..{num_rows}", lambda: (steps() >= 0) & (bounds <= num_rows))
+    debug_bounds(args, "qo_indptr", num_rows)
     most = args.values["max_query"]
     if check.can_read(bounds) and len(bounds) > 1 and (longest := int(bounds.diff().max())) > most:
         args.fail("qo_indptr", f"give no request more than max_query = {most} rows", longest)

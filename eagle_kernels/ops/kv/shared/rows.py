@@ -49,6 +49,55 @@ def check_rows(args: check.Arguments) -> None:
     args.tensor("req_to_token", ("R", "C"), check.INTEGER, contiguous=1)
 
 
+def debug_rows(args: check.Arguments, lengths: tuple[str, ...], stop, is_read=None, rule: str = "end") -> None:
+    """Checks with EAGLE_KERNELS_DEBUG=1 lengths, and what checked rows hold where they are read.
+
+    lengths: names of the arguments [B] that say which tokens; the last is told where they leave the table, by the rule.
+    stop: stop() gives the end of the columns that each request reads or writes, [B] int64; 0 for none.
+    is_read: is_read(column) tells which of the columns [1, C] a request reads, bool [B, C]. None: they are written.
+    """
+    if not check.DEBUG:
+        return
+    values = args.values
+    rows, table = values["req_pool_indices"], values["req_to_token"]
+    num_rows, num_columns = table.shape
+    for name in lengths:
+        args.debug(name, "not be negative", lambda name=name: values[name] >= 0)
+    args.debug(lengths[-1], f"{rule} within the {num_columns} columns of req_to_token", lambda: stop() <= num_columns)
+    row_exists = lambda: (rows >= 0) & (rows < num_rows) | (stop() <= 0)  # noqa: E731
+    args.debug("req_pool_indices", f"name one of the {num_rows} rows of req_to_token", row_exists)
+    if is_read is None or table.numel() == 0:
+        return
+
+    def holds():
+        column = torch.arange(num_columns, device=table.device)
+        is_wanted = is_read(column[None, :]) & (column < stop()[:, None])
+        return ~is_wanted | (table[rows.clamp(0, num_rows - 1)] >= 0)
+
+    args.debug("req_to_token", "hold slots of the pool where it is read", holds, rows)
+
+
+def draft_columns(seq_lens: torch.Tensor, topk: int, num_steps: int, page_size: int):
+    """Returns what `debug_rows` is to know of drafts in the columns of `first_draft_column`: stop and is_read.
+
+    A request without a prefix may be a row that pads the batch, and has none.
+    """
+
+    def room() -> torch.Tensor:
+        if page_size == 1 or topk == 1:
+            return torch.full_like(seq_lens, num_steps)
+        return (seq_lens % page_size + num_steps + page_size - 1) // page_size * page_size
+
+    def stop() -> torch.Tensor:
+        return torch.where(seq_lens > 0, seq_lens.to(torch.int64) + (topk - 1) * room() + num_steps, 0)
+
+    def is_read(column: torch.Tensor) -> torch.Tensor:
+        place = column - seq_lens[:, None]
+        return (place >= 0) & (place % room()[:, None] < num_steps)
+
+    return stop, is_read
+
+
 def row_arguments(req_pool_indices: torch.Tensor, req_to_token: torch.Tensor) -> dict:
     """Returns the launch arguments that describe checked rows."""
     return {

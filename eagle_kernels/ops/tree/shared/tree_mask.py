@@ -221,6 +221,8 @@ def mask_spec(args: check.Arguments, mode: str, batch_size: int, num_rows: int, 
     past the end are left out, and cells that they do not reach are not written; with EAGLE_KERNELS_DEBUG=1 a wrong sum
     and a buffer that is too short are errors.
     """
+    if args.values.get("seq_lens_sum") is not None:  # also where no mask depends on it
+        args.integer("seq_lens_sum", 0)
     if mode == TreeMaskMode.PACKED:
         return args.spec((batch_size, num_rows, -(-num_keys // 64)), torch.int64)
     if mode == TreeMaskMode.QLEN_ONLY:
@@ -238,9 +240,7 @@ def mask_spec(args: check.Arguments, mode: str, batch_size: int, num_rows: int, 
 def _full_mask_size(args: check.Arguments, batch_size: int, num_nodes: int, out: torch.Tensor | None) -> int:
     """Returns the cells of a FULL_MASK, or of the caller's buffer for it; checks them where lengths can be read."""
     seq_lens, seq_lens_sum = args.values["seq_lens"], args.values["seq_lens_sum"]
-    if seq_lens_sum is not None:
-        args.integer("seq_lens_sum", 0)
-    elif out is None:
+    if seq_lens_sum is None and out is None:
         args.fail("seq_lens_sum", "be given for 'full_mask' without out: the mask's size depends on it", None)
     size = out.numel() if isinstance(out, torch.Tensor) else num_nodes * ((seq_lens_sum or 0) + batch_size * num_nodes)
     if check.can_read(seq_lens):
