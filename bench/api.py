@@ -40,7 +40,8 @@ _FAMILY_OTHERS = {"tree": ("TreeMaskMode",)}
 # the parts of the engine's page: where their names are imported from, and the names; (): all public ones
 _ENGINE_PARTS = {
     "The engine": ("eagle_kernels.engine", ()),
-    "What it returns": ("eagle_kernels.engine.serve.stream", ("TokenStream", "TextStream", "TextPiece")),
+    "What it returns": ("eagle_kernels.engine.serve.stream", ("TokenStream",)),
+    "Streams of text": ("eagle_kernels.engine.serve.text_stream", ("TextStream", "TextPiece")),
     "What on_tree gets": ("eagle_kernels.engine.step.stepper", ("Verified",)),
     "Grammars": ("eagle_kernels.ops.token_bitmask", ("Matcher",)),
     "What a benchmark returns": ("eagle_kernels.engine.serve.benchmark", ("BenchmarkResult", "RunStats")),

@@ -5,11 +5,13 @@ arguments, shapes and results of an op, as it does for every name in `eagle_kern
 `help(eagle_kernels.EAGLEInference)` tells how a model generates.
 """
 
+from .runtime import interrupts  # isort: skip  # first, as the others take seconds
 from . import ops, raw, reference
 from .engine import EAGLEConfig, EAGLEInference, SamplingParams
 from .ops import TreeMaskMode, generate_token_bitmask, verify_tree
 from .runtime.version import __version__
 
+del interrupts
 globals().update({name: getattr(ops, name) for name in ops.OPS})
 __all__ = [
     "EAGLEConfig",

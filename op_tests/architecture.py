@@ -19,6 +19,25 @@ MOST_POSITIONAL = 8
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
 # the backend of CPU tensors, and the public name of the folder
 READ_REFERENCES = {"eagle_kernels/ops/operators.py", "eagle_kernels/__init__.py"}
+# of torch: what makes tensors where and as the process's default device and dtype say, if it is not told otherwise
+FACTORIES = {
+    *(
+        "arange",
+        "asarray",
+        "as_tensor",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "ones",
+        "rand",
+    ),
+    *("randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+}
+# those whose dtype does not depend on the default, for integers and tensors
+OWN_DTYPE = {"arange", "asarray", "as_tensor", "randint", "randperm", "tril_indices", "triu_indices"}
 TESTS_OF_BENCH = (
     "op_tests/test_bench.py",
     "op_tests/test_bench_server.py",
@@ -386,7 +405,40 @@ def tests_stand_alone(house: House) -> Iterator[str]:
                 yield f"{file.path}:{imported.line} imports {target}"
 
 
+def tensors_name_their_kind(house: House) -> Iterator[str]:
+    """Tensors are made on a device and of a dtype that the call names, whatever the process's defaults are.
+
+    A module's own weights are made where its caller wants them, and examples are programs of their own.
+    """
+    for file in house.under("eagle_kernels", "reference"):
+        if file.path.startswith("eagle_kernels/examples/"):
+            continue
+        weights = {
+            id(inner)
+            for node in file.nodes
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".Parameter", ".register_buffer"))
+            for inner in ast.walk(node)
+        }
+        for node in file.nodes:
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or id(node) in weights:
+                continue
+            name, given = node.func.attr, {keyword.arg for keyword in node.keywords}
+            if _touched(node.func) != "torch" or name not in FACTORIES:
+                continue
+            if None in given:  # `**options`, which may hold what a dictionary of the function around it has
+                functions = [scope for scope in file.nodes if isinstance(scope, ast.FunctionDef)]
+                inner = [
+                    list(ast.walk(scope)) for scope in functions if scope.lineno <= node.lineno <= scope.end_lineno
+                ]
+                given |= {key.value for nodes in inner for key in nodes if isinstance(key, ast.Constant)}
+            is_counting = name == "full" and ast.unparse(node.args[1]).lstrip("-").isdigit()  # of int64, always
+            missing = {"device"} | ({"dtype"} if name not in OWN_DTYPE and not is_counting else set())
+            if not missing <= given:
+                yield f"{file.path}:{node.lineno} torch.{name} names no {' and no '.join(sorted(missing - given))}"
+
+
 LAWS = (
+    tensors_name_their_kind,
     no_import_upward,
     no_circle,
     families_apart,

@@ -57,6 +57,28 @@ def test_the_house_obeys(law):
 
 # a law, a house that breaks it, and where
 BROKEN = {
+    "tensors": (
+        architecture.tensors_name_their_kind,
+        {
+            "eagle_kernels/engine/step.py": (
+                "torch.empty(2, device=device)\n"
+                "torch.tensor([1], dtype=torch.int64)\n"
+                "torch.arange(3)\n"
+                "torch.full((2,), 0.5, device=device)\n"
+                "torch.full((2,), -1, device=device), torch.arange(3, device=device)\n"
+                "def make(**more):\n"
+                "    options = {'device': device, 'dtype': dtype}\n"
+                "    return torch.zeros(3, **options)\n"
+                "torch.zeros(3, dtype=dtype, **more)\n"
+                "self.weight = nn.Parameter(torch.ones(3))\n"
+                "tensor.new_zeros(3), torch.zeros_like(tensor), numpy.zeros(3)"
+            ),
+            "eagle_kernels/examples/chat.py": "torch.zeros(3)",
+            "op_tests/toys.py": "torch.zeros(3)",
+            "reference/a.py": "torch.as_tensor(3)",
+        },
+        [*(f"eagle_kernels/engine/step.py:{line}" for line in (1, 2, 3, 4, 9)), "reference/a.py:1"],
+    ),
     "upward": (
         architecture.no_import_upward,
         {

@@ -94,7 +94,8 @@ class Draws:
 
     def choose(self, weights: torch.Tensor, position: int) -> int:
         """A token by its weight, which need not sum to 1, for `position`; 0 where no token has one."""
-        key = [torch.tensor([word], device="cpu") for word in self._words(position, random.STREAM_RESIDUAL, 0)]
+        words = self._words(position, random.STREAM_RESIDUAL, 0)
+        key = [torch.tensor([word], dtype=torch.int64, device="cpu") for word in words]
         words = random.token_words(key, len(weights))
         keys = weights.cpu().to(torch.float32).log() + random.gumbel(words)
         return 0 if keys.max() == float("-inf") else int(random.largest(keys, random.fine_bits(words)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.placement import is_same_device
 from ..runtime.values import read_flag
 from .config.eagle_config import EAGLEConfig
 from .config.given import read_config, read_line
 from .models.chat_template import encode_chat
-from .models.pairing import as_draft, as_target, bind_draft, check_trees, load_pair, warn_of_rounding
+from .models.pairing import as_draft, as_target, bind_draft, check_device, check_trees, load_pair, warn_of_rounding
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer
 from .requests.inputs import DEFAULT_TOKENS, Asked, Params, Prompts, Seeds, encode_texts, read_prompt
@@ -24,17 +22,19 @@ from .requests.names import takes_other_names
 from .requests.request import Request, TokenEvent
 from .requests.sampling_params import SamplingParams, read_params
 from .serve.benchmark import BenchmarkResult, benchmark
+from .serve.lock import EngineLock, Unique
 from .serve.output import GenerationOutput
 from .serve.progress import run
 from .serve.session import Session
-from .serve.stream import TextStream, TokenStream, open_call
+from .serve.stream import TokenStream, open_call
+from .serve.text_stream import TextStream
 from .serve.warmup import warm_up_call
 from .step.plan import warn_of_eager_steps
 from .step.stepper import Verified
 
 
 @takes_other_names
-class EAGLEInference:
+class EAGLEInference(Unique):
     """Generates the text of a target model faster: a draft proposes token trees, and the target verifies them.
 
     The text is the target's own, unless `verify_strategy` is a lossy one. At temperature 0 it has the tokens of plain
@@ -55,6 +55,8 @@ class EAGLEInference:
         device: Where both models already are; None: the target's device.
         tokenizer: The target's, for stop strings, `stream_text`, `encode_chat` and the property `tokenizer`: one of
             transformers or of the package `tokenizers`, which is wrapped; a `Tokenizer`; or a folder that holds one.
+        allow_larger_draft: Whether a language model may draft that has more weights than the target. It is refused
+            otherwise, since other projects name the target first.
 
     Attributes:
         target, draft, config, device: Those in use. `draft` may be a wrapper of the given model, or None.
@@ -78,20 +80,20 @@ class EAGLEInference:
         config: EAGLEConfig | Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
         tokenizer: Any = None,
+        *,
+        allow_larger_draft: bool = False,
     ):
         target, self.config = as_target(target_model, read_config(config))
         config, draft = self.config, None if draft_model is None else as_draft(draft_model)
         self.session = Session(target, draft, tokenizer)
         self.session.check(config)
-        is_device = isinstance(device, (str, torch.device)) and is_same_device(torch.device(device), self.device)
-        if device is not None and not is_device:
-            raise ValueError(f"EAGLEInference: device must be where the models are, on {self.device}, got {device}")
+        check_device(device, target)
+        read_flag("EAGLEInference: allow_larger_draft", allow_larger_draft)
         if draft is not None:
-            bind_draft(draft, target)
+            bind_draft(draft, target, allow_larger_draft)
         check_trees(config, draft)
         warn_of_eager_steps(target, draft, config)
         warn_of_rounding(target)
-        self._num_submitted = 0
 
     @classmethod
     def from_pretrained(
@@ -104,6 +106,7 @@ class EAGLEInference:
         dtype: torch.dtype | str | None = None,
         check_weights: bool = True,
         tokenizer: Any = None,
+        allow_larger_draft: bool = False,
     ) -> EAGLEInference:
         """Loads an engine from two model folders in Hugging Face layout.
 
@@ -118,13 +121,14 @@ class EAGLEInference:
             dtype: The type of the weights, such as "bfloat16"; None: float32; "auto": that of the target's config.json.
             check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
             tokenizer: As for the class; None: that of the target's folder.
+            allow_larger_draft: As for the class.
 
         Raises:
             ValueError: As for the class; a folder that does not hold such a model raises its subclass `ModelError`.
         """
         config, folder = read_line(config, draft_model)
         draft, target, config = load_pair(folder, target_model, config, device, dtype, check_weights)
-        engine = cls(draft, target, config, tokenizer=tokenizer)
+        engine = cls(draft, target, config, tokenizer=tokenizer, allow_larger_draft=allow_larger_draft)
         if tokenizer is None:
             engine.session.load_tokenizer(target_model)
         return engine
@@ -157,7 +161,8 @@ class EAGLEInference:
 
         Returns:
             The new tokens (one list for one prompt, a list of lists for several prompts or samples, those of a prompt
-            next to each other) and the statistics of the call.
+            next to each other) and the statistics of the call; where log-probabilities are asked for, attributes of
+            the result hold them, as in `engine.generate(prompt, logprobs=True).logprobs`.
 
         Raises:
             ValueError: An argument breaks its rule, or a prompt is empty, too long or holds an id that is no token.
@@ -213,7 +218,8 @@ class EAGLEInference:
             ValueError, RuntimeError: As for `stream`; also where there is no tokenizer, or `text` holds no token.
         """
         tokenizer = self.session.tokenizer_for("stream_text needs")
-        return TextStream(self.stream(encode_texts(text, tokenizer), max_new_tokens, **options), tokenizer)
+        tokens = self.stream(encode_texts(text, tokenizer), max_new_tokens, **options)
+        return TextStream(tokens, tokenizer, self.session)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -251,37 +257,28 @@ class EAGLEInference:
         """
         prompt = read_prompt(prompt, "submit: prompt", self.session.tokenizer_for)
         params = None if params is None else read_params(params, "submit: params")
-        with self.lock:
-            request = self.session.submit(self._num_submitted, prompt, params, self.config)
-            self._num_submitted += 1
-        return request
+        return self.session.submit(prompt, params, self.config)
 
     def step(self) -> list[TokenEvent]:
         """Advances all requests; returns the tokens of submitted ones that have become known since the last call."""
-        session = self.session
-        with session.lock:
-            if session.scheduler is not None and session.scheduler.has_work:
-                session.scheduler.step(session.is_speculating)
-            events = list(session.outbox)
-            session.outbox.clear()
-            return events
+        return self.session.step("step")
 
     def collect(self) -> None:
         """Steps until all submitted requests have ended, and drops their events; each `Request` holds its tokens."""
+        self.lock.refuse("collect")
         while self.has_work:
-            self.step()
+            self.session.step("collect")
 
     def abort(self, request: Request) -> None:
-        """Ends a request that `submit` returned, wherever it is; its row and pages are free at once.
+        """Ends a request that `submit` returned, wherever it is; its row and pages are free at once, or after the step
+        if it is called inside one.
 
         Raises:
             ValueError: `request` is no `Request`.
         """
         if not isinstance(request, Request):
             raise ValueError(f"abort: request must be what submit returned, got {request!r}")
-        with self.lock:
-            if self.session.scheduler is not None:
-                self.session.scheduler.abort(request)
+        self.session.abort(request)
 
     def benchmark(
         self,
@@ -361,8 +358,10 @@ class EAGLEInference:
         return self.session.tokenizer_for("the property tokenizer needs")
 
     @property
-    def lock(self) -> threading.RLock:
-        """The lock that each step holds. No request advances while another thread holds it."""
+    def lock(self) -> EngineLock:
+        """The lock that each step holds, used like a `threading.RLock`. While another thread has it, no request
+        advances; inside a step of one's own thread only `submit` and `abort` are allowed.
+        """
         return self.session.lock
 
     @property

@@ -63,12 +63,14 @@ class EAGLEInference:
     """
 
     def __init__(self, draft_model, target_model, config: EAGLEConfig | None = None, device=None):
-        self.config = config or EAGLEConfig()
+        self.config = EAGLEConfig() if config is None else config
+        if not isinstance(self.config, EAGLEConfig):
+            raise ValueError(f"EAGLEInference: config must be None or AITER's EAGLEConfig, got {config!r}")
         device = self.config.device if device is None else device
         self.engine = Engine(draft_model, target_model, self.config.for_engine(), device)
-        if self.config.dtype not in (None, self.engine.target.dtype):
-            rule = f"dtype must be that of the models, {self.engine.target.dtype}"
-            raise ValueError(f"EAGLEInference: {rule}, got {self.config.dtype}")
+        dtype = self.engine.target.dtype
+        if self.config.dtype not in (None, dtype):
+            raise ValueError(f"EAGLEInference: dtype must be that of the models, {dtype}, got {self.config.dtype}")
 
     def generate(
         self,

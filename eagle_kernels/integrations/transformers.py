@@ -70,7 +70,7 @@ def attention(
     first = torch.arange(batch_size, device=query.device)[:, None] * num_keys
     if attention_mask is None:
         table = first + torch.arange(num_keys, device=query.device)
-        lengths = torch.full((batch_size,), num_keys, device=query.device)
+        lengths = torch.full((batch_size,), num_keys, dtype=torch.int64, device=query.device)
         order = None
     else:
         is_token = attention_mask.bool()

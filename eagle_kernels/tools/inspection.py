@@ -321,6 +321,8 @@ def read_prompts_file(path: str | Path) -> list[str]:
         prompts = parse_json(text) if path.suffix == ".json" else text.split("\n")
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file of prompts") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read as a file of prompts: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path}: must be a JSON list of texts, or UTF-8 text: {error}") from None
     if not (isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts)):

@@ -10,12 +10,13 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.checkpoint import Checkpoint
+from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.models.protocol import ModelError
 from op_tests.engine import heads
 from op_tests.engine.engines import write_with_modules
 from op_tests.engine.heads import edit_config
 from op_tests.engine.hostile import refused
-from op_tests.engine.toys import random_llama, write_decoder
+from op_tests.engine.toys import ToyModel, random_head, random_llama, random_modules, write_decoder
 
 CONFIG = EAGLEConfig(method="draft_model", topk=2, num_steps=3, num_draft_tokens=8)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [60, 60, 2]]
@@ -73,7 +74,7 @@ def load(tmp_path, draft_words, target_words, vocab_size=64, **added):
         folder_of(padded(target, vocab_size), tmp_path / "draft", draft_words, **added),
         folder_of(target, tmp_path / "target", target_words),
     )
-    return EAGLEInference.from_pretrained(*folders, CONFIG, device="cpu")
+    return EAGLEInference.from_pretrained(*folders, CONFIG, device="cpu", allow_larger_draft=True)
 
 
 def test_folders_of_one_tokenizer(tmp_path):
@@ -105,8 +106,8 @@ def test_folders_of_other_tokenizers(tmp_path, case):
 def test_folders_without_tokenizers(tmp_path):
     """Nobody knows, so the sizes must be the same."""
     load(tmp_path / "same", None, None, vocab_size=61)
-    with pytest.raises(ValueError, match="must have the target's 61 tokens, got 64") as caught:
-        load(tmp_path / "other", None, None)
+    with pytest.raises(ValueError, match="must have the target's 61 tokens, got 58") as caught:
+        load(tmp_path / "other", None, None, vocab_size=58)
     line = str(caught.value).partition("or this line: ")[2]  # which can be followed as it is
     names = {"DRAFT": tmp_path / "other" / "draft", "TARGET": tmp_path / "other" / "target"}
     engine = eval(line.split("; ")[1], names | {"EAGLEInference": EAGLEInference} | imported(line.split("; ")[0]))
@@ -133,9 +134,9 @@ def test_folders_that_tell_their_tokenizer_otherwise(tmp_path, kind):
     folders = tmp_path / "draft", tmp_path / "target"
     if "another" in kind:
         with pytest.raises(ModelError, match="must have the target's 61 tokens, got 64"):
-            EAGLEInference.from_pretrained(*folders, CONFIG, device="cpu")
+            EAGLEInference.from_pretrained(*folders, CONFIG, device="cpu", allow_larger_draft=True)
         return
-    engine = EAGLEInference.from_pretrained(*folders, CONFIG, device="cpu")
+    engine = EAGLEInference.from_pretrained(*folders, CONFIG, device="cpu", allow_larger_draft=True)
     text, stats = engine.generate(PROMPTS, 9)
     assert text == engine.generate(PROMPTS, 9, speculative=False).output_ids and stats.mean_accept_length > 3
 
@@ -217,3 +218,33 @@ def test_what_holds_modules_drafts_with_them_unless_a_language_model_is_asked_fo
         kinds[method] = engine.draft.method
         assert engine.generate(PROMPTS, 9).output_ids == engine.generate(PROMPTS, 9, speculative=False).output_ids
     assert kinds == {None: "mtp", "mtp": "mtp", "draft_model": "draft_model"}
+
+
+def test_a_swapped_pair_is_refused():
+    small, big = random_llama(), random_llama(num_layers=3)
+    bytes_of = [sum(weight.nbytes for weight in model.parameters()) for model in (big, small)]
+    told = r"got a draft of {:,} bytes and a target of {:,} bytes; the order is .*\(draft_model, target_model\)"
+    for draft in (big, CausalDraft(big)):
+        with pytest.raises(ValueError, match=told.format(*bytes_of)):
+            EAGLEInference(draft, small, CONFIG)
+    EAGLEInference(small, big, CONFIG)
+    assert EAGLEInference(big, small, CONFIG, allow_larger_draft=True).generate([1, 2], 3).output_ids
+    EAGLEInference(random_head(small, aux_layers=(0, 1, 2)), small)
+    EAGLEInference(ToyModel(vocab_size=61, hidden_size=256), small, CONFIG)  # nobody knows how large it is
+    for head in (random_head(small, aux_layers=(0, 1, 2)), random_modules(small, 2), CausalDraft(big)):
+        with pytest.raises(
+            ValueError, match=f"target_model must .* got {type(head).__name__}, which is a draft; the orde"
+        ):
+            EAGLEInference(small, head)
+    with pytest.raises(ValueError, match="allow_larger_draft must be True or False, got 1"):
+        EAGLEInference(small, big, allow_larger_draft=1)
+    with pytest.raises(ValueError, match="target_model must be a TargetModel .* got NoneType"):
+        EAGLEInference(None, None)
+
+
+def test_other_names_of_the_models():
+    target, draft = demo_pair()
+    engine = EAGLEInference.from_pretrained(draft=draft, target=target, device="cpu")
+    assert EAGLEInference(draft=engine.draft, target=engine.target).draft is engine.draft
+    with pytest.raises(ValueError, match="draft must agree with draft_model = None, since both mean the same"):
+        EAGLEInference(draft=engine.draft, draft_model=None, target_model=engine.target)

@@ -407,7 +407,7 @@ SIZES_OF_FILES = [  # (file, most MiB, what reads it)
 ]
 
 
-@pytest.mark.parametrize(("name", "most", "read"), SIZES_OF_FILES, ids=shown)
+@pytest.mark.parametrize(("name", "most", "read"), SIZES_OF_FILES, ids=lambda each: getattr(each, "__name__", each))
 def test_files_that_are_too_large_are_not_read(folder_of, monkeypatch, name, most, read):
     folder = folder_of("target")
     if "index" in name:

@@ -23,7 +23,7 @@ pytest.importorskip("safetensors")
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.runtime import placement
+from eagle_kernels.runtime import interrupts, placement
 from eagle_kernels.tools.cli import environment, heads
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.training import chat, head_data, progress, trainer
@@ -123,6 +123,98 @@ def test_an_interrupt_while_the_command_is_imported(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("eagle_kernels", run_name="__main__")
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "original", "is_command"),
+    [
+        (["-m"], ["python", "-u", "-m", "eagle_kernels", "env"], True),
+        (["/usr/bin/eagle-kernels", "env"], ["python", "/usr/bin/eagle-kernels", "env"], True),
+        (["-m"], ["python", "-m", "pytest", "eagle_kernels"], False),
+        (["-m"], ["python", "-m", "eagle_kernels.tools.training.demo_pair"], False),
+        (["server.py"], ["python", "server.py"], False),
+        ([""], ["python"], False),
+    ],
+)
+def test_only_the_command_ends_at_once_while_it_is_imported(argv, original, is_command):
+    program = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv, sys.orig_argv = {argv}, {original}
+exec(open({str(ROOT / "eagle_kernels/runtime/interrupts.py")!r}).read())
+if {is_command}:
+    signal.raise_signal(signal.SIGINT)
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == ((130, "interrupted\n") if is_command else (0, ""))
+
+
+def test_ctrl_c_while_torch_is_imported():
+    """Before any other module of the package, so that no traceback of another library can come."""
+    with subprocess.Popen(
+        [sys.executable, "-v", "-m", "eagle_kernels", "env"], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        preexec_fn=heed_interrupts, text=True,
+    ) as process:  # fmt: skip
+        for line in process.stderr:
+            if line.startswith("import 'torch._utils'"):
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stderr.read()
+    assert process.returncode == 130 and rest.endswith("interrupted\n") and "Traceback" not in rest
+
+
+def test_a_command_that_runs_may_clean_up_after_ctrl_c(capsys):
+    before = signal.signal(signal.SIGINT, interrupts._end)
+    try:
+        assert main(["env"]) == 0 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_a_program_without_standard_streams(name, monkeypatch, capsys):
+    """As `<&-`, `>&-` and `2>&-` start it, and a program without a console."""
+    small = ["--device", "cpu", "--max-new-tokens", "2"]
+    monkeypatch.setattr(sys, name, None)
+    assert main(["generate", "ab", *small]) == (name == "stdout")
+    assert main(["generate", "-" if name == "stdin" else "ab", "--device", "nope", *small[2:]]) == 1
+    assert getattr(sys, name) is None
+    captured = capsys.readouterr()
+    told = "error: standard output is closed\n"
+    assert captured.err == {"stdout": 2 * told, "stderr": ""}.get(name, captured.err)
+    assert ("tokens: 2" in captured.out) == (name != "stdout") and captured.err.count("\n") <= 2
+    if name == "stdin":
+        assert main(["generate", "--prompts", "-", *small]) == 1
+        assert capsys.readouterr().err == "error: -: holds no prompt\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "command", [["generate", "a", "--device", "cpu", "--max-new-tokens", "2"], ["env"], ["--help"]]
+)
+@pytest.mark.parametrize("buffering", [1, -1])
+def test_a_full_disk_is_told(command, buffering, monkeypatch, capsys):
+    full = open("/dev/full", "w", buffering=buffering)  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+    assert main(command) == 1 and capsys.readouterr().err == "error: standard output: No space left on device\n"
+    with contextlib.suppress(OSError):
+        full.close()
+
+
+def test_files_that_are_no_files(capsys, tmp_path):
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x80")
+    (tmp_path / "full.svg").symlink_to("/dev/full")
+    small = ["--device", "cpu", "--max-new-tokens", "2"]
+    rule = "cannot be read as a file of prompts: Is a directory"
+    assert complaint(capsys, "generate", "--prompts", tmp_path, *small) == f"{tmp_path}: {rule}"
+    assert complaint(capsys, "benchmark", tmp_path, *small) == f"{tmp_path}: {rule}"
+    assert "must be a JSON list of texts, or UTF-8" in complaint(capsys, "benchmark", tmp_path / "bytes.txt", *small)
+    rule = "--svg must be a file that ends with .svg or a folder"
+    assert complaint(capsys, "show-tree", "a", "--svg", "/dev/full", *small) == f"{rule}, got /dev/full"
+    assert main(["show-tree", "a", "--svg", str(tmp_path / "full.svg"), *small]) == 1
+    told = f"error: --svg {tmp_path / 'full.svg'} cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == told
 
 
 def heed_interrupts() -> None:
@@ -232,7 +324,7 @@ def test_from_pretrained_takes_what_the_command_takes(machine, monkeypatch):
         seen.append((*arguments[1:], keywords.get("device"), keywords.get("dtype")))
         raise ValueError("seen")
 
-    for name in ("eagle_kernels.engine.inference.load_target", "eagle_kernels.tools.inspection.load_target"):
+    for name in ("eagle_kernels.engine.models.pairing.load_target", "eagle_kernels.tools.inspection.load_target"):
         monkeypatch.setattr(name, lambda folder, *rest, **others: note(folder, *rest, **others))
     target, draft = demo_pair()
     assert refused(EAGLEInference.from_pretrained, draft, target) == "seen"

@@ -93,7 +93,7 @@ class PrefillAttend(_PoolAttend):
     def __init__(self, pool: KVPool, block_table: Tensor, parts: Sequence[tuple[int, int]]):
         device, most = block_table.device, max(count for _, count in parts)
         if len(parts) == 1:  # filled, as the host would wait for the device to copy it
-            starts, counts = (torch.full((1,), number, device=device) for number in parts[0])
+            starts, counts = (torch.full((1,), number, dtype=torch.int64, device=device) for number in parts[0])
         else:
             starts, counts = to_device(list(zip(*parts)), device)
         slots = ops.find_slots(block_table, starts, count=most, page_size=pool.page_size).slots

@@ -16,7 +16,7 @@ def to_host(tensor: Tensor) -> Tensor:
     """Queues a copy to the host and returns it; on the CPU the tensor itself."""
     if not tensor.is_cuda:
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 

@@ -64,7 +64,7 @@ class HybridDrafter(ModelDrafter):
             probs = places.path_probs(drafted.top_scores_index)
             rows = zip(*(each.tolist() for each in (tree.tokens, tree.parents, tokens, parents, probs)))
             copied = [copy_probs(zip(*row[:2]), zip(*row[2:4]), row[4]) for row in rows]
-            return torch.tensor(copied, device=tokens.device)
+            return torch.tensor(copied, dtype=torch.float32, device=tokens.device)
 
         return Proposal(tree_of(batch, tree.tokens, tree.parents, config), path_probs=path_probs)
 

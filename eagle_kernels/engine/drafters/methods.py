@@ -107,7 +107,8 @@ class MixedDrafter(Drafter):
             tree = tree._replace(**chosen)
 
         def path_probs() -> Tensor:
-            probs = torch.full(tree.retrieve_index[:, 1:].shape, float("nan"), device=method.device)
+            shape, options = tree.retrieve_index[:, 1:].shape, {"dtype": torch.float32, "device": method.device}
+            probs = torch.full(shape, float("nan"), **options)
             for number, proposal in enumerate(proposals):
                 if proposal.path_probs is not None:
                     probs = _choose(method == number, proposal.path_probs(), probs)

@@ -62,7 +62,7 @@ class Candidates:
     def __init__(self, size: int, config: EAGLEConfig, device: torch.device):
         self._topk, self._num_steps = config.topk, config.num_steps
         topk, levels = config.topk, config.num_steps - 1
-        self.scores = torch.empty(size, topk + levels * topk * topk, device=device)
+        self.scores = torch.empty(size, topk + levels * topk * topk, dtype=torch.float32, device=device)
         self.tokens = torch.empty(self.scores.shape, dtype=torch.int64, device=device)
         self.parent_slots = torch.full((size, 1 + levels * topk), -1, device=device)
 
@@ -76,7 +76,7 @@ class Candidates:
         begin = topk + (level - 1) * topk * topk if level else 0
         end = topk + level * topk * topk
         tokens, parents, hidden_rows, parent_slots = torch.empty(4, size, topk, dtype=torch.int64, device=device)
-        scores = torch.empty(size, topk, device=device)
+        scores = torch.empty(size, topk, dtype=torch.float32, device=device)
         ancestors = torch.empty(size, topk, -(-(level + 1) * topk // 64), dtype=torch.int64, device=device)
         if level < self._num_steps - 1:  # the last level's are not read
             parent_slots = self.parent_slots[:, 1 + level * topk : 1 + (level + 1) * topk]

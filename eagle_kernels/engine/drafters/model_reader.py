@@ -18,7 +18,7 @@ from ..batch.batch import Batch, Committed
 from ..batch.kv_pool import PrefillAttend, TreeAttend
 from ..batch.state import CATCH_UP_EVERY, BatchState
 from ..batch.transfer import to_device
-from ..models.protocol import DraftModel
+from ..models.protocol import DraftModel, run_draft
 from .protocol import PromptPart
 
 
@@ -64,7 +64,7 @@ class ModelReader:
             spans = [(start + count - 1, 1) for start, count in (spans[number] for number, _, _ in ends)]
             read, attend = [each[:, lasts] for each in read], PrefillAttend(state.draft_pool, tables[numbers], spans)
             lasts = slice(None)
-        logits, hidden = model.forward(*read, attend, from_target=True)
+        logits, hidden = run_draft(model, *read, attend, from_target=True)
         if ends:
             state.set_draft(rows, logits[0, lasts], hidden[0, lasts])
 
@@ -79,7 +79,8 @@ class ModelReader:
         """
         levels = self.levels(batch)
         positions = levels.positions[:, : committed.tokens.shape[1]]
-        output = self.model.forward(
+        output = run_draft(
+            self.model,
             committed.tokens.clamp(min=0),
             features.flatten(0, 1)[committed.hidden_rows],
             positions,
@@ -100,7 +101,7 @@ class ModelReader:
             model.store(*missed)
             count.zero_()
             return
-        output = model.forward(*missed, from_target=True)
+        output = run_draft(model, *missed, from_target=True)
         last = torch.arange(num_rows, device=first.device) * memory + (count - 1).clamp(min=0)
         for held, read in ((state.draft_logits, output.logits), (state.draft_hidden, output.hidden)):
             held[rows].copy_(torch.where((count > 0)[:, None], read.flatten(0, 1)[last], held[rows]))
@@ -127,7 +128,7 @@ class ModelLevels:
         key_positions = self.positions[:, :depth, None].expand(-1, -1, topk)
         positions = key_positions[:, -1]
         attend = self.attend((depth - 1) * topk, positions, ancestors, key_positions)
-        output = self._model.forward(tokens, hidden, positions, attend, from_target=False)
+        output = run_draft(self._model, tokens, hidden, positions, attend, from_target=False)
         self.hidden = output.hidden
         return output.logits.flatten(0, 1)
 

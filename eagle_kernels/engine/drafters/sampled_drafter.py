@@ -83,5 +83,6 @@ class SampledDrafter(ModelDrafter):
 
 def _own_slots(topk: int, depth: int) -> Tensor:
     """Returns packed words [K, W], by which beam j sees slots j, K + j, 2 K + j, .. of `depth` levels."""
-    bits = pad(torch.eye(topk, dtype=torch.int64).repeat(1, depth), (0, -depth * topk % 64)).view(topk, -1, 64)
-    return (bits << torch.arange(64)).sum(-1)
+    own = torch.eye(topk, dtype=torch.int64, device="cpu").repeat(1, depth)
+    bits = pad(own, (0, -depth * topk % 64)).view(topk, -1, 64)
+    return (bits << torch.arange(64, device="cpu")).sum(-1)

@@ -33,9 +33,9 @@ class Offers:
     matches  [R] int64     length of the longest match at the root
     """
 
-    def __init__(self, num_rows: int, width: int, **options: Any):
+    def __init__(self, num_rows: int, width: int, device: torch.device | str = "cpu", **options: Any):
         sizes = [num_rows * width, num_rows * width, num_rows, num_rows]
-        self.all = torch.full((sum(sizes),), -1, dtype=torch.int64, **options)
+        self.all = torch.full((sum(sizes),), -1, dtype=torch.int64, device=device, **options)
         tokens, parents, self.bases, self.matches = self.all.split(sizes)
         self.tokens, self.parents = tokens.view(num_rows, width), parents.view(num_rows, width)
 
@@ -146,11 +146,13 @@ class SuffixFeed:
     def path_probs(self, path: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
         """Returns `Proposal.path_probs` of drafts [B, N - 1], which lie below `path` [B, T], -1 padded, in the offers
         that were sent last: their shares of what followed the match and the path."""
-        probs = torch.full(tokens.shape, math.nan)
+        options = {"dtype": torch.float32, "device": "cpu"}
+        probs = torch.full(tokens.shape, math.nan, **options)
         paths, tokens, parents = path.tolist(), tokens.tolist(), parents.tolist()
         for row, request in self._sent:
             if row < len(paths) and request in self._made:
                 draft, since = self._made[request].draft, [token for token in paths[row] if token >= 0]
                 known = zip(draft.token_ids, [1 + parent for parent in draft.parents])
-                probs[row] = torch.tensor(copy_probs(zip(tokens[row], parents[row]), known, draft.probs, since))
+                copied = copy_probs(zip(tokens[row], parents[row]), known, draft.probs, since)
+                probs[row] = torch.tensor(copied, **options)
         return probs.to(path.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .protocol import Attend, DraftOutput, TargetModel, takes_rows
+from .protocol import Attend, DraftOutput, TargetModel, run_target, takes_rows
 
 
 class CausalDraft:
@@ -44,5 +44,5 @@ class CausalDraft:
         """See `protocol.DraftModel.forward`; returns `hidden` unread, as the model's whole state is in its KV cache."""
         if self.draft_to_target is not None:  # the text may hold ids that only the target has
             input_ids = input_ids.clamp(max=self.draft_vocab_size - 1)
-        logits = self.model.forward(input_ids, positions, attend).logits
+        logits = run_target(self.model, input_ids, positions, attend).logits
         return DraftOutput(logits[..., : self.draft_vocab_size].contiguous(), hidden)

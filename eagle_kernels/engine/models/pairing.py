@@ -27,6 +27,7 @@ _logger = logging.getLogger(__name__)
 
 # models of another library, or what is no model at all, lack some of these
 _DRAFT_MEMBERS = ("forward", "max_length", "kv_shape")
+_ORDER = "the order is EAGLEInference(draft_model, target_model)"
 _TARGET_MEMBERS = (*_DRAFT_MEMBERS, "vocab_size", "hidden_size", "device", "dtype")
 
 
@@ -36,6 +37,9 @@ def as_target(model: Any, config: EAGLEConfig) -> tuple[TargetModel, EAGLEConfig
     A model of transformers is wrapped. Its texts end where its own `generate` ends them, unless the configuration says
     where.
     """
+    if getattr(model, "token_shift", 0) or getattr(model, "method", None) in MODEL_KINDS:
+        rule = "target_model must be the model whose text is wanted"
+        raise ValueError(f"EAGLEInference: {rule}, got {type(model).__name__}, which is a draft; {_ORDER}")
     target = _of_transformers(model)
     _check_members("target_model", "a TargetModel or a model of transformers", target, _TARGET_MEMBERS)
     ends = None if target is model else getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -129,8 +133,20 @@ def as_draft(model: Any) -> DraftModel:
     return model if hasattr(model, "token_shift") else CausalDraft(model)
 
 
-def bind_draft(draft: DraftModel, target: TargetModel) -> None:
-    """Gives the draft what it borrows from its target; raises ValueError where they are no pair."""
+def _weight_bytes(model: Any) -> int | None:
+    """Returns the bytes of a model's weights, quantised ones in buffers included; None: it does not tell."""
+    while not hasattr(model, "parameters") and hasattr(
+        model, "model"
+    ):  # `CausalDraft` and `TransformersTarget` wrap it
+        model = model.model
+    if not (callable(getattr(model, "parameters", None)) and callable(getattr(model, "buffers", None))):
+        return None
+    quantised = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *quantised))
+
+
+def bind_draft(draft: DraftModel, target: TargetModel, allow_larger_draft: bool) -> None:
+    """Gives the draft what it borrows from its target; raises ValueError where they are no pair, or look swapped."""
     for name, is_same in (("device", is_same_device), ("dtype", operator.eq)):
         of_draft, of_target = getattr(draft, name, None), getattr(target, name)
         if of_draft is not None and not is_same(of_draft, of_target):
@@ -144,6 +160,19 @@ def bind_draft(draft: DraftModel, target: TargetModel) -> None:
         advice = f"CausalDraft(model, vocab_size={target.vocab_size})"
         where = "from eagle_kernels.engine.models.causal_draft import CausalDraft"
         raise ValueError(f"EAGLEInference: {rule}; where only their padding differs, draft with {advice} ({where})")
+    sizes = [_weight_bytes(model) for model in (draft, target)]
+    is_larger = not draft.token_shift and None not in sizes and sizes[0] > sizes[1]  # heads are never targets
+    if is_larger and not allow_larger_draft:
+        rule = "draft_model must have no more weights than target_model, or allow_larger_draft=True be given"
+        got = "a draft of {:,} bytes and a target of {:,} bytes".format(*sizes)
+        raise ValueError(f"EAGLEInference: {rule}, got {got}; {_ORDER}")
+
+
+def check_device(device: Any, target: TargetModel) -> None:
+    """Raises ValueError where a caller names another device than the target's; None names none."""
+    is_device = isinstance(device, (str, torch.device)) and is_same_device(torch.device(device), target.device)
+    if device is not None and not is_device:
+        raise ValueError(f"EAGLEInference: device must be where the models are, on {target.device}, got {device}")
 
 
 def check_deterministic(config: EAGLEConfig, target: TargetModel) -> None:

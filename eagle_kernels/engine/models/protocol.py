@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from ...runtime import check
+from ...runtime.placement import is_same_device
 
 # In `capture`: the stream after the final norm, which is the input of lm_head (Hugging Face's hidden_states[-1]).
 FINAL_NORM = -1
@@ -93,7 +96,8 @@ class TargetOutput(NamedTuple):
     """Holds what a target returns.
 
     Attributes:
-        logits: [B, T, V], [B, 1, V] with `last_only`, or [1, R, V] with `last_rows`.
+        logits: [B, T, V], [B, 1, V] with `last_only`, or [1, R, V] with `last_rows`; in the model's dtype or float32.
+            Rows with NaN give meaningless tokens; with EAGLE_KERNELS_DEBUG=1 they are refused.
         features: [B, T, len(capture)·H]; None if `capture` is empty.
     """
 
@@ -106,6 +110,69 @@ class DraftOutput(NamedTuple):
 
     logits: Tensor
     hidden: Tensor
+
+
+_Output = TypeVar("_Output", TargetOutput, DraftOutput)
+
+
+def checked(model: Any, output: _Output, rows: Sequence[int], width: int, second: int | None) -> _Output:
+    """Returns what a model's forward returned; raises ModelError where it is not what the engine asked for.
+
+    rows: the first sizes of its logits, whose last one is `width`. second: the width of its features or hidden, for all
+    rows that it was given; None: nobody reads them. NaN is looked for with EAGLE_KERNELS_DEBUG=1 alone, since that
+    waits for the device.
+    """
+    kind = "DraftOutput(logits, hidden)" if hasattr(model, "draft_vocab_size") else "TargetOutput(logits, features)"
+
+    def refuse(rule: str, got: str) -> ModelError:
+        model_class = type(getattr(model, "model", model)).__name__
+        return ModelError(f"EAGLEInference: forward of {model_class} must return {kind} {rule}, got {got}")
+
+    if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor)):
+        raise refuse("with tensors in it", _told(output))
+    logits, other = output
+    if logits.shape != (*rows, width):
+        raise refuse(f"with logits {[*rows, width]}", _told(logits))
+    dtype, device = getattr(model, "dtype", None), getattr(model, "device", None)
+    if logits.dtype not in (dtype or logits.dtype, torch.float32) or not logits.is_floating_point():
+        raise refuse(f"with logits in its dtype, {dtype}, or in float32", _told(logits))
+    if device is not None and not is_same_device(logits.device, device):
+        raise refuse(f"with logits on its device, {device}", _told(logits))
+    if second is not None and not (isinstance(other, Tensor) and other.dim() == 3 and other.shape[2] == second):
+        raise refuse(f"whose second tensor has a width of {second}", _told(other))
+    if check.can_read(logits) and logits.isnan().any():
+        raise refuse("without NaN in its logits", f"{int(logits.isnan().sum())} of them")
+    return output
+
+
+def _told(value: Any) -> str:
+    """Tells a value that a model returned."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype} on {value.device}"
+    if isinstance(value, tuple):
+        return f"{type(value).__name__} of {', '.join(map(_told, value)) or 'nothing'}"
+    return "None" if value is None else type(value).__name__
+
+
+def run_target(
+    target: TargetModel, tokens: Tensor, positions: Tensor, attend: Attend, capture: Sequence[int] = (), **which: Any
+) -> TargetOutput:
+    """Runs a target and checks what it returns; which: `last_only` or `last_rows`."""
+    output = target.forward(tokens, positions, attend, capture=capture, **which)
+    size, count = tokens.shape
+    if which.get("last_only"):
+        count = 1
+    elif which.get("last_rows") is not None:
+        count = len(which["last_rows"])
+    return checked(target, output, (size, count), target.vocab_size, len(capture) * target.hidden_size or None)
+
+
+def run_draft(
+    model: DraftModel, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
+) -> DraftOutput:
+    """Runs a draft and checks what it returns."""
+    output = model.forward(tokens, hidden, positions, attend, from_target=from_target)
+    return checked(model, output, tokens.shape, model.draft_vocab_size, None)
 
 
 class TargetModel(Protocol):

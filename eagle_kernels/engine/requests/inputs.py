@@ -100,7 +100,7 @@ def _are_texts(value: object) -> bool:
 def read_seeds(seeds: Seeds, count: int, caller: str = "generate", num_samples: int = 1) -> list[int]:
     """Returns num_samples seeds per prompt, from its own upwards; fresh ones from torch's generator for None."""
     if seeds is None:
-        return torch.randint(-(2**63), 2**63 - 1, (count * num_samples,)).tolist()
+        return torch.randint(-(2**63), 2**63 - 1, (count * num_samples,), device="cpu").tolist()
     seeds = plain(seeds)
     seeds = seeds if isinstance(seeds, list) else [seeds] * count
     for seed in seeds:

@@ -6,7 +6,7 @@ import copy
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..models.tokenizer import Tokenizer
 from .sampling_params import SamplingParams
@@ -81,6 +81,12 @@ class Request:
     def __repr__(self) -> str:
         sizes = f"{len(self.prompt)} prompt tokens, {len(self.output_ids)} new tokens"
         return f"Request(id={self.id}, {sizes}, finish_reason={self.finish_reason!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.is_finished:
+            rule = "must have ended before it is copied or pickled, as the engine fills the original alone"
+            raise TypeError(f"Request: {rule}; its output_ids, list(request.output_ids), may be copied at any time")
+        return vars(self) | {"outbox": None, "exception": None}
 
     @property
     def is_finished(self) -> bool:
@@ -206,6 +212,9 @@ class StopStrings:
         self._names = {token: name for token, name in special.items() if name and any(name in each for each in strings)}
         self._seen: list[tuple[int, str]] = []  # recent names, and how much text is before each
         self.text = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_detokenizer": None}  # of a request that has ended
 
     def push(self, token: int) -> bool:
         """Returns whether this token completes a string; the text then ends before the earliest one."""

@@ -13,7 +13,7 @@ from .stream import TokenStream
 
 def percentile(samples: Sequence[float], percent: float) -> float | None:
     """Returns a percentile, interpolated between the two nearest samples like NumPy's; None without samples."""
-    return torch.tensor(samples, dtype=torch.float64).quantile(percent / 100).item() if samples else None
+    return torch.tensor(samples, dtype=torch.float64, device="cpu").quantile(percent / 100).item() if samples else None
 
 
 def percentiles(samples: Sequence[float]) -> dict[str, float]:

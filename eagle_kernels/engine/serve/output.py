@@ -116,7 +116,8 @@ class GenerationOutput(_TokensAndStats):
         output_ids: The new tokens: list[int] for a single prompt, list[list[int]] for several.
         stats: Counts and times.
         logprobs, top_logprobs, prompt_logprobs, prompt_top_logprobs: As in `Request`, in the same form; None where
-            `SamplingParams` does not ask for them. They are not unpacked.
+            `SamplingParams` does not ask for them. They are not unpacked: `output = engine.generate(...)`, and then
+            `output.logprobs`.
     """
 
     logprobs: list[Any] | None = None
@@ -127,7 +128,20 @@ class GenerationOutput(_TokensAndStats):
     def __repr__(self) -> str:
         stats = self.stats
         counts = f"num_requests={stats.num_requests}, generated_tokens={stats.generated_tokens}"
-        return f"GenerationOutput({counts}, mean_accept_length={stats.mean_accept_length:.2f})"
+        names = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
+        scores = {f".{name}": getattr(self, name) for name in names if getattr(self, name) is not None}
+        told = "".join(f", {name}={_shortened(value)}" for name, value in scores.items())
+        return f"GenerationOutput({counts}, mean_accept_length={stats.mean_accept_length:.2f}{told})"
+
+
+def _shortened(value: Any, most: int = 3) -> str:
+    """Shows the first values of a list, of lists in it fewer, and how many there are."""
+    if isinstance(value, list):
+        told = [_shortened(item, most - 1) for item in value[:most]]
+        return f"[{', '.join(told)}, ... {len(value)} in all]" if len(value) > most else f"[{', '.join(told)}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shortened, value))})"
+    return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
 
 def fields_and_properties(record: Any) -> dict[str, Any]:

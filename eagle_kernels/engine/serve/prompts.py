@@ -15,7 +15,7 @@ from ..batch.prefix_cache import Held
 from ..batch.state import BatchState
 from ..batch.transfer import to_device, to_host
 from ..drafters.protocol import PromptPart
-from ..models.protocol import takes_rows
+from ..models.protocol import run_target, takes_rows
 from ..requests.request import Request
 from ..requests.sampling_params import Features
 from ..step.logprobs import Scores, score
@@ -113,11 +113,12 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
         rows = to_device(rows, device)
         last = {"last_rows": rows} if takes_rows(stepper.target) else {}
     attend = PrefillAttend(state.target_pool, torch.cat([row.block_table for row, _ in parts]), spans)
-    logits, features = stepper.target.forward(
+    logits, features = run_target(
+        stepper.target,
         torch.cat([text[:size] for text, (_, size) in zip(tokens, spans)])[None],
         torch.cat([torch.arange(start, start + size, device=device) for start, size in spans])[None],
         attend,
-        capture=stepper.aux_layers,
+        stepper.aux_layers,
         **last,
     )
     logits = logits[0] if last else logits[0, rows]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -29,7 +29,7 @@ from ..step.stepper import StepResult
 from .launch import Launch
 from .prompts import PartOutput, Row, hand_scores, take_parts
 from .reading import Reading
-from .threads import few_threads
+from .threads import running
 
 _logger = logging.getLogger(__name__)
 
@@ -126,16 +126,14 @@ class Scheduler:
         """Returns whether an empty batch has rows and pages for all of the requests at once."""
         return len(requests) <= len(self._rows) and sum(map(self._pages_for, requests)) <= self.pages.num_pages
 
-    def abort(self, request: Request) -> None:
-        """Ends a request, whether it waits or runs; it keeps its tokens so far."""
-        if request.is_finished:
-            return
-        request.finish_reason = "abort"
-        if request in self._waiting:
-            self._waiting.remove(request)
-        for row in self._rows:
-            if row is not None and row.request is request:
-                self._release(row)
+    def drop(self, requests: Iterable[Request]) -> None:
+        """Ends requests that have not ended, and frees their places in the line, their rows and their pages."""
+        for request in requests:
+            request.finish_reason = request.finish_reason or "abort"
+            if request in self._waiting:
+                self._waiting.remove(request)
+        for row in [row for row in self._rows if row is not None and row.request in requests]:
+            self._release(row)
 
     def step(self, is_speculating: bool = True) -> None:
         """Advances all requests by one step, without drafts if `is_speculating` is off, and hands out their tokens."""
@@ -144,7 +142,7 @@ class Scheduler:
 
     def advance(self, is_speculating: bool = True) -> None:
         """Does the rest of a step after `prepare`."""
-        with few_threads(self.plan.plain.target), torch.inference_mode():
+        with running(self.plan.plain.target):
             num_launched = self.num_steps
             rows = self.stepping
             parts = [(row, size) for row, size in self._parts if row in self._rows]  # some may have been aborted
@@ -170,7 +168,7 @@ class Scheduler:
 
         is_beside: whether others wait for their next step meanwhile.
         """
-        with few_threads(self.plan.plain.target), torch.inference_mode():
+        with running(self.plan.plain.target):
             while self._can_admit():
                 self._admit(self._waiting.popleft())
             if self._waiting and not any(self._rows):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..drafters.methods import make_drafter, make_reader
 from ..drafters.suffix_cache import SuffixCache
 from ..models.pairing import check_deterministic, check_method, check_trees
-from ..models.protocol import DraftModel, TargetModel
+from ..models.protocol import DraftModel, TargetModel, run_target
 from ..models.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from ..requests.inputs import Seeds, Unset, read_call_params, read_max_new_tokens, read_seeds
 from ..requests.names import read_names
@@ -28,8 +28,9 @@ from ..requests.request import Request, StopStrings, TokenEvent
 from ..requests.sampling_params import MOST_ENDS, SAMPLING_FIELDS, SamplingParams
 from ..step.plan import StepPlan, plan_steps
 from ..step.stepper import Verified
+from .lock import EngineLock, Unique
 from .scheduler import Scheduler
-from .threads import few_threads
+from .threads import running
 
 _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
 # the fields that steps depend on: all but those of single requests, those that determine the pools, and those between
@@ -39,11 +40,11 @@ _STEP_FIELDS = tuple(name for name in CONFIG_FIELDS if name not in _OTHER_FIELDS
 _CALL_FIELDS = frozenset((*CONFIG_FIELDS, *SAMPLING_FIELDS)) - {"seed"}
 
 
-class Session:
+class Session(Unique):
     """Holds a target and its draft with one batch of requests.
 
     The engine, streams, warm-up and benchmarks use it, each with the configuration of the call at hand. Code that
-    steps, submits or changes anything holds `lock`.
+    steps, submits or changes anything holds `lock`, and all but `submit` and `abort` with the mark of a step.
 
     scheduler        of the batch; None before the first request. An empty batch gets another if its pools do not suit
     plans            the steps made so far for the pools of this scheduler
@@ -60,7 +61,8 @@ class Session:
         self.tokenizer_fault = "it was not given"
         if tokenizer is not None:
             self.tokenizer = as_tokenizer(tokenizer, target.vocab_size, "EAGLEInference")
-        self.lock = threading.RLock()
+        self.lock = EngineLock()
+        self._num_submitted = 0
         self.scheduler: Scheduler | None = None
         self.plans: dict[tuple, StepPlan] = {}
         self.suffix_caches: dict[tuple[int, int], SuffixCache] = {}
@@ -148,12 +150,20 @@ class Session:
             raise ValueError(f"EAGLEInference: {reason}")
         return Request(number, prompt, params, read_seeds(params.seed, 1)[0], ends, stop_strings=stop)
 
-    def submit(self, number: int, prompt: list[int], params: SamplingParams | None, config: EAGLEConfig) -> Request:
-        """Queues a request, and returns it; one that can never run is returned finished, with `error`."""
+    def submit(self, prompt: list[int], params: SamplingParams | None, config: EAGLEConfig) -> Request:
+        """Queues a request, and returns it; one that can never run is returned finished, with `error`.
+
+        Inside a step, it joins those that the step is for.
+        """
         with self.lock:
-            scheduler = self.scheduler_for(config, speculative=True)
+            if self.lock.is_in_step:
+                scheduler = self.scheduler_for(config, speculative=True, may_change=False)
+            else:
+                with self.changing("submit"):
+                    scheduler = self.scheduler_for(config, speculative=True)
             params = params or SamplingParams(**config.sampling)
-            request = self.make_request(number, prompt, params, config)
+            request = self.make_request(self._num_submitted, prompt, params, config)
+            self._num_submitted += 1
             reason = self.why_unfit(prompt, params.max_new_tokens, config, speculative=True)
             reason = reason or scheduler.why_never(request)
             if reason:
@@ -162,6 +172,29 @@ class Session:
                 request.outbox = self.outbox
                 scheduler.submit(request)
             return request
+
+    def abort(self, *requests: Request) -> None:
+        """Ends requests, wherever they are; inside a step, they keep their rows and pages until its end."""
+        with self.lock:
+            for request in requests:
+                request.finish_reason = request.finish_reason or "abort"
+            if self.scheduler is not None:
+                self.lock.later(partial(self.scheduler.drop, requests))
+
+    def step(self, caller: str) -> list[TokenEvent]:
+        """Advances all requests; returns the events that nobody has collected yet."""
+        with self.lock.step(caller):
+            if self.scheduler is not None and self.scheduler.has_work:
+                self.scheduler.step(self.is_speculating)
+            events = list(self.outbox)
+            self.outbox.clear()
+            return events
+
+    @contextlib.contextmanager
+    def changing(self, caller: str) -> Iterator[None]:
+        """Marks a block that changes the batch as a step of `caller`, and runs it as steps run."""
+        with self.lock.step(caller), running(self.target):
+            yield
 
     def why_unfit(self, prompt: list[int], max_new_tokens: int, config: EAGLEConfig, speculative: bool) -> str | None:
         """Returns why nothing can be generated from a prompt; None if there is no reason."""
@@ -178,20 +211,19 @@ class Session:
             return reason + "the target and max_length allow"
         return reason + f"the draft allows; without drafts (speculative=False or max_spec_batch=0) {plain} are allowed"
 
-    @torch.inference_mode()
     def next_token_logits(self, prompt: list[int], config: EAGLEConfig) -> Tensor:
         """Returns the target's logits, [V] fp32, for the token after a prompt."""
         reason = self.why_unfit(prompt, 0, config, speculative=False)
         if reason:
             raise ValueError(f"next_token_logits: {reason}")
-        tokens = torch.tensor([prompt], device=self.device)
-        positions = torch.arange(len(prompt), device=self.device)[None]
-        num_pages = -(-len(prompt) // config.page_size)
-        pool = KVPool(self.target.kv_shape, num_pages, config.page_size, self.target.dtype, self.device)
-        table = torch.arange(num_pages, dtype=torch.int32, device=self.device)[None]
-        with few_threads(self.target):
+        with self.changing("next_token_logits"):
+            tokens = torch.tensor([prompt], dtype=torch.int64, device=self.device)
+            positions = torch.arange(len(prompt), device=self.device)[None]
+            num_pages = -(-len(prompt) // config.page_size)
+            pool = KVPool(self.target.kv_shape, num_pages, config.page_size, self.target.dtype, self.device)
+            table = torch.arange(num_pages, dtype=torch.int32, device=self.device)[None]
             attend = PrefillAttend(pool, table, [(0, len(prompt))])
-            return self.target.forward(tokens, positions, attend, last_only=True).logits[0, -1].float()
+            return run_target(self.target, tokens, positions, attend, last_only=True).logits[0, -1].float()
 
     def max_length(self, config: EAGLEConfig, speculative: bool) -> int:
         """Returns the most tokens that a request may have, prompt included."""
@@ -200,31 +232,36 @@ class Session:
             limit = min(limit, self.draft.max_length)
         return min(limit, config.max_length or limit)
 
-    def scheduler_for(self, config: EAGLEConfig, speculative: bool) -> Scheduler:
-        """Returns the scheduler of the batch, which uses this configuration from now on."""
-        if self._on_tree is None:  # who looks at trees looks at those of the configuration
+    def scheduler_for(self, config: EAGLEConfig, speculative: bool, may_change: bool = True) -> Scheduler:
+        """Returns the scheduler of the batch, which uses this configuration from now on.
+
+        may_change: False raises RuntimeError where it uses another one now.
+        """
+        on_tree = self._on_tree
+        if on_tree is None:  # who looks at trees looks at those of the configuration
             config = config.on(self.device)
         if speculative:
             check_trees(config, self.draft)
         draft = self._pooled_draft(config)
         if not self._has_pools_for(config):
-            self._require_no_work()
+            self._require_no_work(may_change)
             self._make_pools(config, draft)
-        key = speculative, self._on_tree is not None, *(getattr(config, name) for name in _STEP_FIELDS)
+        key = speculative, on_tree is not None, *(getattr(config, name) for name in _STEP_FIELDS)
         if key not in self.plans:
+            self._require_no_work(may_change)
             cache = self.suffix_cache(config) if "suffix" in config.methods else None
             self.plans[key] = plan_steps(
-                self.target, draft, config, self.scheduler.state, speculative, self.scheduler.lag, cache, self._on_tree
+                self.target, draft, config, self.scheduler.state, speculative, self.scheduler.lag, cache, on_tree
             )
         if (self.scheduler.plan, self.scheduler.max_step_ms) != (self.plans[key], config.max_step_ms):
-            self._require_no_work()
+            self._require_no_work(may_change)
             self.scheduler.use(self.plans[key], config.max_step_ms)
         self.scheduler.reading.shares_prefixes = config.share_prefixes
         return self.scheduler
 
     def forget_prefixes(self) -> None:
         """See `EAGLEInference.forget_prefixes`."""
-        with self.lock:
+        with self.lock.step("forget_prefixes"):
             if self.scheduler is not None:
                 self.scheduler.pages.forget()
 
@@ -241,9 +278,11 @@ class Session:
 
         In the block suffix trees know no earlier requests; afterwards they know none from the block.
         """
+        self.lock.refuse(caller)
         with self.lock:
-            if self.scheduler is not None:
-                self.scheduler.drain()
+            with self.changing(caller):
+                if self.scheduler is not None:
+                    self.scheduler.drain()
             if self.has_work:
                 raise RuntimeError(f"{caller}: the batch must be empty; collect or abort the requests in it")
             remembers = "suffix" in config.methods
@@ -278,7 +317,9 @@ class Session:
                 max_pages = state.block_table.shape[1]
         return workspace_bytes(self.target, self._pooled_draft(config), config, max_pages, num_pages)
 
-    def _require_no_work(self) -> None:
+    def _require_no_work(self, may_change: bool) -> None:
+        if not may_change:
+            raise RuntimeError("submit: a step with another configuration is running; submit between steps")
         if self.scheduler is not None and self.scheduler.has_work:
             raise RuntimeError("EAGLEInference: collect or abort the requests with another configuration first")
 

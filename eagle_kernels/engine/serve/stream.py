@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -11,43 +12,41 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
-
-import torch
+from typing import Any, Generic, TypeVar
 
 from ...runtime import check
 from ...runtime.values import first_line, is_integer, read_flag, scalar
 from ..config.eagle_config import EAGLEConfig
-from ..models.tokenizer import Tokenizer
 from ..requests.inputs import Asked, Params, Prompts, Seeds, read_prompts
 from ..requests.request import Request, TokenEvent
 from ..requests.sampling_params import Features, SamplingParams
 from ..step.phases import synchronize
+from .lock import Unique
 from .output import GenerationOutput, GenerationStats
 from .scheduler import Scheduler
 from .session import Session
-from .threads import few_threads
 
 _logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
 
-class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
+class Stream(Unique, Generic[Item], Iterator[Item], AsyncIterator[Item]):
     """Serves one generator to `for` and `async for`; one thread at a time reads it.
 
     If an `async for` is cancelled in the middle of a step, its thread still finishes the step, and the next reader gets
     the outcome: an item, the end or an error.
     """
 
-    def __init__(self, items: Generator[Item, None, None]):
-        self._items = items
-        # held while a step runs, so an event loop must never wait for it
-        self._turn = threading.Lock()
+    def __init__(self, items: Generator[Item, None, None], session: Session):
+        self._items, self._session = items, session
+        # held while a step runs, so an event loop must never wait for it; code inside the step finds the items running
+        self._turn = threading.RLock()
         # outcomes whose readers were cancelled; complete for whoever holds `_turn`
         self._left: deque[Future[Item | None]] = deque()
 
     def __next__(self) -> Item:
+        self._session.lock.refuse("stream")
         with self._turn:
             item = self._read()
         if item is None:
@@ -55,6 +54,7 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
         return item
 
     async def __anext__(self) -> Item:
+        self._session.lock.refuse("stream")
         outcome = Future()
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._bring, outcome)
@@ -86,17 +86,22 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
         return self._left.popleft().result() if self._left else next(self._items, None)
 
     def close(self) -> None:
-        """Ends the iterator, and drops what nobody has received."""
-        with self._turn:
-            self._items.close()
-            self._left.clear()
+        """Ends the iterator, and drops what nobody has received; one that is being read inside a step ends later."""
+        lock = self._session.lock
+        if not lock.is_foreign and self._turn.acquire(blocking=not lock.is_in_step):
+            try:
+                if not self._items.gi_running:
+                    self._items.close()
+                    self._left.clear()
+            finally:
+                self._turn.release()
 
     async def aclose(self) -> None:
         """Does what `close` does, for `contextlib.aclosing`."""
         await asyncio.to_thread(self.close)
 
 
-class TokenStream(_Stream[TokenEvent]):
+class TokenStream(Stream[TokenEvent]):
     """Yields a `TokenEvent` for each new token of some requests; other requests in the batch advance with them.
 
     `EAGLEInference.stream` makes one. It aborts its requests when it is closed or no longer referenced.
@@ -118,7 +123,6 @@ class TokenStream(_Stream[TokenEvent]):
         num_samples: int = 1,
     ):
         self.requests, self.device, self.is_single = requests, session.device, is_single
-        self._session = session
         find_scheduler = partial(_find_scheduler, session, requests, config, speculative, caller, num_samples)
         steppers = [runner.stepper for runner in find_scheduler().plan.runners]
         self._stats = GenerationStats(
@@ -130,7 +134,7 @@ class TokenStream(_Stream[TokenEvent]):
         )
         # the generator must not refer to the stream, which would then never be freed by itself
         self._plain_steps: list[tuple] = []
-        super().__init__(_events(session, requests, self._stats, find_scheduler, self._plain_steps))
+        super().__init__(_events(session, requests, self._stats, find_scheduler, self._plain_steps, caller), session)
 
     def __repr__(self) -> str:
         ended = sum(request.is_finished for request in self.requests)
@@ -140,13 +144,13 @@ class TokenStream(_Stream[TokenEvent]):
     def close(self) -> None:
         """Ends the iterator, and aborts the requests that have not ended."""
         super().close()
-        for request in self.requests:  # a stream that has not begun has submitted none of them
-            request.finish_reason = request.finish_reason or "abort"
+        if not self._session.lock.is_foreign:
+            self._session.abort(*self.requests)  # a stream that has not begun has submitted none of them
 
     def time_plain_step(self) -> None:
         """Times a plain step of the requests as they were after their prompts, of which nothing is kept."""
         session, count = self._session, len(self.requests)
-        with session.lock, torch.inference_mode(), few_threads(session.target):
+        with session.changing("generate"):
             if self._plain_steps and count not in session.plain_step_ms and not session.scheduler.has_work:
                 session.plain_step_ms[count] = None
                 try:
@@ -193,18 +197,19 @@ def _events(
     stats: GenerationStats,
     find_scheduler: Callable[[], Scheduler],
     plain_steps: list[tuple],
+    caller: str,
 ) -> Iterator[TokenEvent]:
     """Yields the tokens of all requests, in the order in which they become known; see `_plain_step` for the rest."""
     start_s = time.perf_counter()
-    with session.lock:
+    with session.changing(caller):
         scheduler = find_scheduler()  # again, since another stream may have replaced it by now
         scheduler.phase_times.restart()
         for request in requests:
             scheduler.submit(request)
-        first_step = scheduler.num_steps
+        first_step, waiting = scheduler.num_steps, contextlib.nullcontext()
     try:
         while True:  # reads prompts
-            with session.lock:
+            with session.lock.step(caller):
                 # Stops at the first token: steps read prompts as well, and as long as other requests keep
                 # arriving, there might always be another prompt to read.
                 has_token = any(request.has_news for request in requests)
@@ -215,7 +220,7 @@ def _events(
                 if scheduler.is_reading and is_beside:
                     scheduler.advance(session.is_speculating)
         synchronize(session.device)
-        with session.lock:
+        with session.changing(caller):
             # The first tokens are known by now; they need not wait for the first step, which is a timed one.
             scheduler.read_what_is_done()
             # all steps until now were for other requests
@@ -227,7 +232,7 @@ def _events(
             yield from request.collect()
         while not all(request.is_finished for request in requests):
             start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
-            with session.lock:
+            with session.lock.step(caller):
                 # no step is needed if another stream's step has brought something
                 if not any(request.has_news for request in requests):
                     scheduler.step(session.is_speculating)
@@ -242,14 +247,19 @@ def _events(
         for request in requests:
             yield from request.collect()
             request.raise_error()
-    finally:
-        with session.lock:
-            for request in requests:
-                scheduler.abort(request)
-            scheduler.drain()
-            stats.phase_time_ms = scheduler.phase_times.take_ms(stats.batch_steps)
-        if stats.num_draft_tokens == 1 and stats.batch_steps > stats.cold_steps:
-            session.plain_step_ms[stats.num_requests] = stats.warm_step_ms
+        waiting = session.lock
+    finally:  # the garbage collector may come in the middle of a step, and must not wait for another thread's
+        with waiting:
+            session.lock.later(partial(_end, session, scheduler, requests, stats))
+
+
+def _end(session: Session, scheduler: Scheduler, requests: list[Request], stats: GenerationStats) -> None:
+    """Ends the requests of a stream, and completes its statistics."""
+    scheduler.drop(requests)
+    scheduler.drain()
+    stats.phase_time_ms = scheduler.phase_times.take_ms(stats.batch_steps)
+    if stats.num_draft_tokens == 1 and stats.batch_steps > stats.cold_steps:
+        session.plain_step_ms[stats.num_requests] = stats.warm_step_ms
 
 
 def _plain_step(session: Session, scheduler: Scheduler, requests: list[Request]) -> list[tuple]:
@@ -288,7 +298,7 @@ def open_stream(
         if reason:
             raise ValueError(f"{caller}: {reason}".replace("the prompt", f"prompt {index // num_samples}"))
     requests = [session.make_request(index, *each, config) for index, each in enumerate(zip(prompts, params))]
-    with session.lock:
+    with session.changing(caller):
         return TokenStream(session, requests, config, speculative, is_single, caller, num_samples)
 
 
@@ -305,6 +315,7 @@ def open_call(
     overrides: dict[str, Any],
 ) -> TokenStream:
     """Returns the stream of a call with these arguments; see `EAGLEInference.generate`."""
+    session.lock.refuse(caller)
     speculative = read_flag(f"{caller}: speculative", speculative)
     prompts, is_single = read_prompts(input_ids, f"{caller}: input_ids", session.tokenizer_for)
     n = scalar(n)
@@ -314,80 +325,3 @@ def open_call(
     config, params = session.read_call(caller, len(prompts), *asked)
     prompts = [prompt for prompt in prompts for _ in range(n)]
     return open_stream(session, prompts, params, config, speculative, is_single and n == 1, caller, n)
-
-
-class TextPiece(NamedTuple):
-    """Holds new text of one of several requests.
-
-    Attributes:
-        request: The index of its prompt; with n samples, prompt * n + sample.
-        text: The text, of whole characters.
-    """
-
-    request: int
-    text: str
-
-
-class TextStream(_Stream[Any]):
-    """Yields the text of one request, or a `TextPiece` for each new text of several, up to a stop string.
-
-    `EAGLEInference.stream_text` makes one. Text that could begin a stop string is held back until that is certain.
-    """
-
-    def __init__(self, tokens: TokenStream, tokenizer: Tokenizer):
-        self._tokens = tokens
-        pieces = _pieces(tokens, tokenizer)
-        super().__init__((piece.text for piece in pieces) if tokens.is_single else pieces)
-
-    def close(self) -> None:
-        """Ends the iterator, and aborts the requests that have not ended."""
-        super().close()
-        self._tokens.close()
-
-    def output(self) -> GenerationOutput:
-        """Returns the tokens and statistics so far, as `generate` would."""
-        return self._tokens.output()
-
-
-class _Text:
-    """Holds how much of a request's text has been handed out."""
-
-    def __init__(self, request: Request, tokenizer: Tokenizer):
-        self._request, self._num_tokens, self._num_shown = request, 0, 0
-        self._detokenizer = tokenizer.detokenizer(request.prompt) if request.text is None else None
-        self._has_ended = False
-
-    def push(self, token: int) -> str:
-        """Returns the text that is certain after one more token."""
-        self._num_tokens += 1
-        if self._detokenizer is None:
-            return self._new(self._request.is_finished)
-        is_last = self._request.is_finished and self._num_tokens == len(self._request.output_ids)
-        return self._detokenizer.push([token]) + (self.finish() if is_last else "")
-
-    def finish(self) -> str:
-        """Returns the rest, once."""
-        if self._detokenizer is None:
-            return self._new(True)
-        rest = "" if self._has_ended else self._detokenizer.finish()
-        self._has_ended = True
-        return rest
-
-    def _new(self, ends: bool) -> str:
-        text = self._request.text
-        sure = max(self._num_shown, len(text) if ends else self._request.stop_strings.num_certain)
-        new, self._num_shown = text[self._num_shown : sure], sure
-        return new
-
-
-def _pieces(tokens: TokenStream, tokenizer: Tokenizer) -> Generator[TextPiece, None, None]:
-    """Yields the text of each request, without the part that a stop string cuts off."""
-    texts = [_Text(request, tokenizer) for request in tokens.requests]
-    for event in tokens:
-        piece = texts[event.request].push(event.token_id)
-        if piece:
-            yield TextPiece(event.request, piece)
-    for number, text in enumerate(texts):
-        rest = text.finish()
-        if rest:
-            yield TextPiece(number, rest)

@@ -1,4 +1,4 @@
-"""Limits PyTorch's threads during a step on the CPU to as many as the model has work for.
+"""The state of PyTorch in which steps run, whatever the caller's is, and as many threads as the model has work for.
 
 Threads that share an operator wait for each other at its end, and they wait by spinning. If another program occupies
 the core of one of them, the others spin until that thread gets its turn, which takes milliseconds, however short the
@@ -19,7 +19,8 @@ from ..models.protocol import TargetModel
 # weights of a layer that give one thread a millisecond's work, with the 32 rows of a tree
 WEIGHTS_PER_THREAD = 1 << 20
 
-_lock = threading.Lock()
+# reentrant, since a signal handler may run another engine
+_lock = threading.RLock()
 # (calling thread, limit, number of threads before) for each `few_threads` block that is running
 _limits: list[tuple[int, int, int]] = []
 
@@ -30,6 +31,13 @@ def most_threads(target: TargetModel) -> int:
     The number must not depend on rows or load, since the sums of some operators change with the number of threads.
     """
     return max(1, 12 * target.hidden_size**2 // WEIGHTS_PER_THREAD)
+
+
+@contextmanager
+def running(target: TargetModel) -> Iterator[None]:
+    """Runs a block as steps run: in inference mode, in the dtypes of the models, with `few_threads`."""
+    with few_threads(target), torch.inference_mode(), torch._C._DisableAutocast():
+        yield
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from ..step.runner import buckets
 from .scheduler import Scheduler
 from .session import Session, read_fields
 from .stream import open_stream
-from .threads import few_threads
 
 # short and long prompts use different kernels
 _PROMPT_LENGTHS = (1, 512)
@@ -60,7 +59,8 @@ def warm_up(
 ) -> None:
     """Prepares a session for requests like `params`, in any mixture, up to `most_rows` at once."""
     config = replace(config, share_prefixes=False)  # all prompts are read, although they are alike
-    scheduler = session.scheduler_for(config, speculative)
+    with session.changing("warmup"):
+        scheduler = session.scheduler_for(config, speculative)
     # the tokens of one request, if the pool is to hold a request for each of the prompts
     room = scheduler.most_tokens() // len(_PROMPT_LENGTHS) - 2
     limit = min(room, session.max_length(config, speculative) - 2)
@@ -80,7 +80,7 @@ def warm_up(
     for group in mixtures.values():
         if len(group) > 1:
             _draw_first(session, config, [[0]] * len(group), group, speculative)
-    with few_threads(session.target):
+    with session.changing("warmup"):
         warm_steps(scheduler, mixtures, buckets(min(most_rows, scheduler.state.num_rows)))
 
 

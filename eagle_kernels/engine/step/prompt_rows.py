@@ -62,7 +62,8 @@ class PromptRows:
 
     def fill(self, parts: Sequence[Part]) -> None:
         """Writes the parts, at most R with at most P tokens; the host does not wait for the device."""
-        staged = torch.zeros(self.held.shape, dtype=torch.int64, pin_memory=self.held.is_cuda)
+        options = {"dtype": torch.int64, "device": "cpu"}
+        staged = torch.zeros(self.held.shape, **options, pin_memory=self.held.is_cuda)
         *fields, tables = staged.split([*(len(field) for field in self._fields), self._tables.numel()])
         stops = list(itertools.accumulate(part.size for part in parts))
         values = (
@@ -75,9 +76,9 @@ class PromptRows:
             [0, *stops] + [stops[-1]] * (MOST_PARTS - len(parts)),
         )
         for field, numbers in zip(fields, values):
-            field[: len(numbers)] = torch.tensor(numbers)
+            field[: len(numbers)] = torch.tensor(numbers, **options)
         for table, part in zip(tables.view(self._tables.shape), parts):
-            table[: len(part.pages)] = torch.tensor(part.pages)
+            table[: len(part.pages)] = torch.tensor(part.pages, **options)
         self.held.copy_(staged, non_blocking=True)
 
     @property

@@ -21,7 +21,7 @@ from ..batch.kv_pool import DecodeAttend, JointAttend, RaggedAttend, TreeAttend
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.protocol import Drafter, Proposal, Reader, root_only
-from ..models.protocol import ModelError, TargetModel, takes_rows
+from ..models.protocol import ModelError, TargetModel, run_target, takes_rows
 from ..requests.sampling_params import Features
 from .logprobs import Scores, score
 from .packed_nodes import PackedNodes, prune
@@ -196,7 +196,7 @@ class Stepper:
         else:
             attend = DecodeAttend(pool, table, batch.lengths, slots, **options)
         if prompts is None:
-            logits, features = self.target.forward(tokens, positions, attend, capture=self.aux_layers)
+            logits, features = run_target(self.target, tokens, positions, attend, self.aux_layers)
             logits = logits.flatten(0, 1)
         else:
             logits, features = self._run_with(prompts, tokens, positions, attend)
@@ -213,11 +213,12 @@ class Stepper:
         """Returns logits [B * N, V] and features [B, N, F] of nodes [B, N], after a pass that reads prompts as well."""
         shape, num_nodes = tokens.shape, tokens.numel()
         rows = torch.arange(num_nodes, device=tokens.device)
-        logits, features = self.target.forward(
+        logits, features = run_target(
+            self.target,
             torch.cat([tokens.flatten(), prompts.tokens])[None],
             torch.cat([positions.flatten(), prompts.positions])[None],
             JointAttend(attend, prompts.attend()),
-            capture=self.aux_layers,
+            self.aux_layers,
             last_rows=torch.cat([rows, num_nodes + prompts.lasts]),
         )
         ours, theirs = (None, None) if features is None else features.split([num_nodes, prompts.num_tokens], dim=1)

@@ -162,7 +162,7 @@ def ask(requests, rows: list[int], device) -> Asked:
         counted += [[slot, token] for token in request.output_ids] if is_counted else []
     width = max(1, *map(len, ends))
     ends = [each + [-1] * (width - len(each)) for each in ends]
-    make = lambda values, dtype: torch.tensor(values, dtype=dtype).to(device, non_blocking=True)  # noqa: E731
+    make = lambda values, dtype: torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)  # noqa: E731
     counted = make(counted, torch.int64).view(-1, 2).T
     return Asked(
         make(numbers, torch.int64).T, make(penalties, torch.float32).T, make(ends, torch.int64), counted,

@@ -96,7 +96,9 @@ def contract(values: dict) -> check.Spec:
 def _keys_from(num_keys: int, tree_mask: torch.Tensor) -> torch.Tensor:
     """Returns the bits of each word that stand for keys from num_keys on; only the last word has such bits."""
     spare = -1 << num_keys % 64 if num_keys % 64 else 0
-    return tree_mask & torch.tensor([0] * (tree_mask.shape[2] - 1) + [spare], device=tree_mask.device)
+    return tree_mask & torch.tensor(
+        [0] * (tree_mask.shape[2] - 1) + [spare], dtype=torch.int64, device=tree_mask.device
+    )
 
 
 @launcher

@@ -69,6 +69,9 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
         "--draft", type=read_folder, help="folder of the EAGLE head or draft model (default: the embedded pair)"
     )
     command.add_argument(
+        "--allow-larger-draft", action="store_true", help="let a draft model have more weights than the target"
+    )
+    command.add_argument(
         "--speculative-config",
         type=_fields,
         default=None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
 from ...engine.requests.names import suggest
+from ...runtime.interrupts import EXIT_INTERRUPTED, give_back
 from ...runtime.values import first_line
 from ...runtime.version import __version__
 from .benchmark import add_benchmark_arguments
@@ -17,8 +19,6 @@ from .generate import add_generate_arguments
 from .heads import add_inspect_arguments, add_train_arguments
 from .tree import add_tree_arguments
 
-EXIT_INTERRUPTED = 130  # the status that a shell gives a program that SIGINT ended
-
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command.
@@ -26,18 +26,61 @@ def main(argv: list[str] | None = None) -> int:
     Returns 0 on success, 1 with one line on stderr if the input is wrong or the machine cannot do it, and 130 if it was
     interrupted.
     """
+    give_back()
+    with _standard_streams() as lost:
+        try:
+            if "stdout" in lost:
+                raise ValueError("standard output is closed")
+            with _flushing(), _escaping(sys.stdout):
+                arguments = _parser().parse_args(argv)
+                return arguments.run(arguments)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:
+            return 1
+        except (ValueError, OSError, RuntimeError) as error:  # ModelErrors, and out of memory, are among them
+            print(f"error: {_told(error)}", file=sys.stderr)
+            return 1
+
+
+def _told(error: Exception) -> str:
+    """Tells an error in one line, with the file that the system names."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{'a file' if error.filename is None else error.filename}: {error.strerror}"
+    return first_line(error)
+
+
+@contextmanager
+def _standard_streams() -> Iterator[list[str]]:
+    """Puts empty streams in the place of those that the program was started without, as `<&-` and `2>&-` do; yields
+    their names.
+
+    Otherwise every use of them would have to think of it, and files would get their numbers.
+    """
+    lost = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in lost:
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     try:
-        with _escaping(sys.stdout):
-            arguments = _parser().parse_args(argv)
-            return arguments.run(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return 1
-    except (ValueError, OSError, RuntimeError) as error:  # a ModelError is a ValueError, out of memory a RuntimeError
-        print(f"error: {first_line(error)}", file=sys.stderr)
-        return 1
+        yield lost
+    finally:
+        for name in lost:
+            getattr(sys, name).close()
+            setattr(sys, name, None)
+
+
+@contextmanager
+def _flushing() -> Iterator[None]:
+    """Writes out what the block has printed, even where it ends the program, as --help does."""
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise ValueError(f"standard output: {error.strerror}") from None
 
 
 @contextmanager
@@ -67,6 +110,10 @@ class _Parser(argparse.ArgumentParser):
             if meant is not None:
                 self.error(f"unrecognized arguments: {option} (did you mean --{meant.replace('_', '-')}?)")
         return known, others
+
+    def _print_message(self, message: str, file: TextIO | None = None) -> None:
+        """Does not hide that the help could not be written."""
+        (file or sys.stderr).write(message)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -63,7 +63,13 @@ def load_engine(arguments: argparse.Namespace) -> EAGLEInference:
     device, dtype = read_machine(arguments)
     with _logging_the_head() if arguments.draft else nullcontext():
         return EAGLEInference.from_pretrained(
-            draft, target, config, device=device, dtype=dtype, check_weights=arguments.check_weights
+            draft,
+            target,
+            config,
+            device=device,
+            dtype=dtype,
+            check_weights=arguments.check_weights,
+            allow_larger_draft=arguments.allow_larger_draft,
         )
 
 

@@ -60,7 +60,10 @@ def _show_tree(arguments: argparse.Namespace) -> int:
     elif engine.config.temperature > 0:
         print(f"\nseed: {seed}")
     if arguments.svg is not None:
-        _save(arguments.svg, trees)
+        try:
+            _save(arguments.svg, trees)
+        except OSError as error:
+            raise ValueError(f"--svg {arguments.svg} cannot be written: {error.strerror}") from None
     return 0
 
 
@@ -72,7 +75,7 @@ def _check(engine: EAGLEInference, arguments: argparse.Namespace) -> None:
     if policy != "normal":
         raise ValueError(f"--accept-policy must be normal for trees that the target has verified, got {policy}")
     # another suffix names a picture of another kind, not a folder to be made
-    if svg is not None and svg.suffix != ".svg" and (svg.is_file() or svg.suffix and not svg.is_dir()):
+    if svg is not None and svg.suffix != ".svg" and not svg.is_dir() and (svg.suffix or svg.exists()):
         raise ValueError(f"--svg must be a file that ends with .svg or a folder, got {svg}")
     if svg is not None and svg.suffix == ".svg" and not svg.parent.is_dir():
         raise ValueError(f"--svg must be in a folder that exists, got {svg}")

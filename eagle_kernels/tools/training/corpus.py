@@ -80,7 +80,7 @@ def read_corpus(root: Path) -> Corpus:
 def token_stream(files: list[SourceFile]) -> Tensor:
     """Returns the bytes of all files, with `END_OF_TEXT` after each: [tokens] int16, to save memory."""
     total = sum(len(file.contents) + 1 for file in files)
-    stream = torch.empty(total, dtype=torch.int16)
+    stream = torch.empty(total, dtype=torch.int16, device="cpu")
     start = 0
     for file in files:
         end = start + len(file.contents)
@@ -92,7 +92,7 @@ def token_stream(files: list[SourceFile]) -> Tensor:
 
 def windows(stream: Tensor, starts: Tensor, length: int) -> Tensor:
     """Returns stream[start : start + length] for each start [B]: [B, length] int64 on the stream's device."""
-    offsets = starts[:, None] + torch.arange(length)
+    offsets = starts[:, None] + torch.arange(length, device="cpu")
     return stream[offsets.to(stream.device)].long()
 
 

@@ -20,7 +20,7 @@ def evaluation_batches(stream: Tensor, recipe: Recipe, batch_size: int, length: 
     count = min(recipe.evaluation_windows, len(stream) // length)
     if count == 0:
         raise ValueError(f"the held-out files hold {len(stream)} tokens; one window has {length}")
-    starts = torch.linspace(0, len(stream) - length, count, dtype=torch.float64).long()
+    starts = torch.linspace(0, len(stream) - length, count, dtype=torch.float64, device="cpu").long()
     for some in starts.split(batch_size):
         yield windows(stream, some, length)
 
@@ -39,8 +39,8 @@ def held_out_loss(target: Decoder, stream: Tensor, recipe: Recipe) -> float:
 @torch.no_grad()
 def accuracy_by_depth(head: EagleHead, target: Decoder, stream: Tensor, recipe: Recipe) -> list[float]:
     """Returns for each depth the share of held-out rows whose first choice is the target's, after the true tokens."""
-    hits = torch.zeros(recipe.depths, dtype=torch.int64)
-    rows = torch.zeros(recipe.depths, dtype=torch.int64)
+    hits = torch.zeros(recipe.depths, dtype=torch.int64, device="cpu")
+    rows = torch.zeros(recipe.depths, dtype=torch.int64, device="cpu")
     for tokens in evaluation_batches(stream, recipe, recipe.head.batch_size, recipe.window):
         with mixed_precision(stream.device):
             target_logits, features = observe(target, head, tokens)

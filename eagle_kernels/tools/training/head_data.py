@@ -129,8 +129,8 @@ def count_tokens(examples: list[Example], vocab_size: int) -> Tensor:
 def collate(examples: list[Example], shortest: int) -> Batch:
     """Pads the examples to one batch, at least `shortest` tokens wide; causal rows do not see the padding."""
     width = max(shortest, *(len(example.tokens) for example in examples))
-    tokens = torch.zeros(len(examples), width, dtype=torch.int64)
-    is_learnt = torch.zeros(len(examples), width, dtype=torch.bool)
+    tokens = torch.zeros(len(examples), width, dtype=torch.int64, device="cpu")
+    is_learnt = torch.zeros(len(examples), width, dtype=torch.bool, device="cpu")
     for row, example in enumerate(examples):
         tokens[row, : len(example.tokens)] = example.tokens
         is_learnt[row, : len(example.tokens)] = example.is_learnt
@@ -140,7 +140,7 @@ def collate(examples: list[Example], shortest: int) -> Batch:
 def learn_answer(prompt: list[int], answer: list[int]) -> Example:
     """Returns the example of a prompt and the target's answer."""
     is_answer = [False] * len(prompt) + [True] * len(answer)
-    return Example(torch.tensor(prompt + answer, dtype=torch.int32), _before(is_answer))
+    return Example(torch.tensor(prompt + answer, dtype=torch.int32, device="cpu"), _before(is_answer))
 
 
 def _read_utf8(path: Path) -> str:
@@ -202,18 +202,18 @@ def _read_string(record: dict[str, Any], name: str) -> str:
 
 def _text_windows(text: str, tokenizer: FolderTokenizer, window: int) -> Iterator[Example]:
     ids = tokenizer.encode(text) + list(tokenizer.eos_token_ids[:1])
-    return filter(teaches, _windows_of(ids, torch.ones(len(ids), dtype=torch.bool), window))
+    return filter(teaches, _windows_of(ids, torch.ones(len(ids), dtype=torch.bool, device="cpu"), window))
 
 
 def _before(is_answer: list[bool]) -> Tensor:
     """Tells for each token whether the next one is an answer's, [T] bool; False for the last."""
-    return torch.tensor([*is_answer[1:], False])
+    return torch.tensor([*is_answer[1:], False], dtype=torch.bool, device="cpu")
 
 
 def _windows_of(
     ids: list[int], is_learnt: Tensor, window: int, turns: tuple[Turn, ...] | None = None
 ) -> Iterator[Example]:
-    tokens = torch.tensor(ids, dtype=torch.int32)
+    tokens = torch.tensor(ids, dtype=torch.int32, device="cpu")
     for start in range(0, len(ids), window):
         rest = turns and ()
         yield Example(tokens[start : start + window], is_learnt[start : start + window], rest if start else turns)

@@ -29,8 +29,8 @@ class Accuracy:
     """The share of learnt rows, by depth, whose first choice is the target's, since the last report."""
 
     def __init__(self, depths: int, device: torch.device) -> None:
-        self._hits = torch.zeros(depths, device=device)
-        self._rows = torch.zeros(depths, device=device)
+        self._hits = torch.zeros(depths, dtype=torch.float32, device=device)
+        self._rows = torch.zeros(depths, dtype=torch.float32, device=device)
         self.latest: list[float] = []
 
     def watch(self, logits: Iterator[Tensor], head: EagleHead, choices: Tensor, is_learnt: Tensor) -> Iterator[Tensor]:
@@ -93,7 +93,7 @@ def shuffled_pieces(train: list[Example], options: HeadOptions) -> Pieces:
     @lru_cache(maxsize=2)
     def order_of(epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
-        return torch.randperm(len(train), generator=generator).tolist()
+        return torch.randperm(len(train), generator=generator, device="cpu").tolist()
 
     def pieces_of(step: int) -> list[Piece]:
         places = [divmod(place, len(train)) for place in range(step * size, (step + 1) * size)]
@@ -103,6 +103,6 @@ def shuffled_pieces(train: list[Example], options: HeadOptions) -> Pieces:
         counts = [
             sum(int(batch.is_learnt[:, 1 + depth :].sum()) for batch in batches) for depth in range(options.depths)
         ]
-        return [Piece(batch, torch.tensor(counts, dtype=torch.float32).clamp(min=1)) for batch in batches]
+        return [Piece(batch, torch.tensor(counts, dtype=torch.float32, device="cpu").clamp(min=1)) for batch in batches]
 
     return pieces_of

@@ -174,7 +174,10 @@ class Run:
 def random_windows(stream: Tensor, stage: Stage, window: int, seed: int) -> Pieces:
     """Draws all batches: windows [B, window] int64 at random offsets of the stream, one piece a step."""
     starts = torch.randint(
-        len(stream) - window + 1, (stage.steps, stage.batch_size), generator=torch.Generator().manual_seed(seed)
+        len(stream) - window + 1,
+        (stage.steps, stage.batch_size),
+        generator=torch.Generator().manual_seed(seed),
+        device="cpu",
     )
     return lambda step: [windows(stream, starts[step], window)]
 

@@ -121,7 +121,7 @@ def most_frequent(frequency: Tensor, size: int) -> Tensor:
 
 def set_draft_vocabulary(head: EagleHead, target_ids: Tensor) -> None:
     """Writes ascending target ids [Vd] int64 into d2t, as offsets, and t2d."""
-    head.d2t.copy_(target_ids - torch.arange(len(target_ids)))
+    head.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
     head.t2d.zero_()
     head.t2d[target_ids] = True
 
@@ -178,7 +178,7 @@ def lesson_loss(lesson: Lesson, teaches: Tensor, logits: Iterable[Tensor], count
     teaches   [B, T] bool: other rows add 0, but count, as in the published training code
     counts    [depths], the divisors of the sums over the rows of each depth; None: the numbers of all rows
     """
-    loss = torch.zeros((), device=teaches.device)
+    loss = torch.zeros((), dtype=torch.float32, device=teaches.device)
     for depth, depth_logits in enumerate(logits):
         rows = slice(1 + depth, None)
         cross_entropy = -(lesson.probs[:, rows] * depth_logits.log_softmax(-1)).sum(-1)

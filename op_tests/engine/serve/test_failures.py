@@ -8,10 +8,13 @@ import gc
 import weakref
 
 import pytest
+import torch
 
-from eagle_kernels import SamplingParams
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
+from eagle_kernels.engine.models.protocol import ModelError, TargetOutput
 from op_tests.engine.engines import all_of, make, prompt_of
+from op_tests.engine.toys import ToyModel
 
 
 def test_who_cannot_run_fails_alone(target, draft):
@@ -165,3 +168,64 @@ def test_what_has_failed_holds_no_memory(target, draft, monkeypatch, way):
         gc.enable()
     assert request.error == "RuntimeError: out of memory"
     assert "in out_of_memory" in str(origin)
+
+
+class Wrong(ToyModel):
+    """Returns something else from a call on."""
+
+    def __init__(self, change, since=0, **others):
+        super().__init__(**others)
+        self.change, self.since = change, since
+
+    def forward(self, *args, **kwargs):
+        self.since -= 1
+        output = super().forward(*args, **kwargs)
+        return output if self.since >= 0 else self.change(output)
+
+
+def with_logits(change):
+    return lambda output: output._replace(logits=change(output.logits))
+
+
+WRONG = {
+    "none": (lambda output: None, "with tensors in it, got None"),
+    "a tensor": (
+        lambda output: output.logits,
+        r"with tensors in it, got a tensor \[1, 1, 40\] of torch.float32 on cpu",
+    ),
+    "nones": (lambda output: TargetOutput(None, None), "with tensors in it, got TargetOutput of None, None"),
+    "a token less": (with_logits(lambda x: x[..., :-1]), r"with logits \[1, 1, 40\], got a tensor \[1, 1, 39\]"),
+    "a token more": (
+        with_logits(lambda x: torch.cat([x, x[..., :1]], -1)),
+        r"with logits \[1, 1, 40\], .* \[1, 1, 41\]",
+    ),
+    "an axis less": (with_logits(lambda x: x[0]), r"with logits \[1, 1, 40\], got a tensor \[1, 40\]"),
+    "half": (
+        with_logits(torch.Tensor.half),
+        "with logits in its dtype, torch.float32, or in float32, got .* of torch.float16",
+    ),
+    "double": (with_logits(torch.Tensor.double), "with logits in its dtype, .* got a tensor .* of torch.float64"),
+    "integers": (with_logits(torch.Tensor.long), "with logits in its dtype, .* of torch.int64"),
+    "elsewhere": (with_logits(lambda x: x.to("meta")), "with logits on its device, cpu, got a tensor .* on meta"),
+    "NaN": (with_logits(lambda x: x.clone().fill_(float("nan"))), "without NaN in its logits, got 40 of them"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_model_returns_is_checked(name, monkeypatch):
+    """In its prompt and in steps, as a target and as a draft: an error and no text."""
+    change, rule = WRONG[name]
+    if name == "NaN":
+        monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
+    config, fine = EAGLEConfig(topk=2, num_steps=2), ToyModel(seed=1)
+    told = "^EAGLEInference: forward of Wrong must return TargetOutput"
+    with pytest.raises(ModelError, match=rf"{told}\(logits, features\) {rule}"):
+        EAGLEInference(fine, Wrong(change), config).generate([1, 2], 8)
+    engine = EAGLEInference(fine, Wrong(change, since=2), config)
+    with pytest.raises(ModelError, match=told):
+        engine.generate([1, 2], 8)
+    assert not engine.has_work
+    with pytest.raises(ModelError, match=told):
+        EAGLEInference(Wrong(change, since=3), fine, config).generate([1, 2], 8)
+    with pytest.raises(ModelError, match=told):
+        EAGLEInference(None, Wrong(change), EAGLEConfig(method="ngram")).next_token_logits([1, 2])

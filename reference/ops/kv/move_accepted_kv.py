@@ -25,7 +25,7 @@ def move_accepted_kv(
             node = index - request * num_verify_tokens
             if not 0 <= node < num_verify_tokens:
                 continue
-            slots = torch.tensor([seq_len + node, seq_len + depth], device=k_cache.device)
+            slots = torch.tensor([seq_len + node, seq_len + depth], dtype=torch.int64, device=k_cache.device)
             page, place, exists = find_slots(block_table[request], slots, num_pages, page_size)
             if exists.all():
                 for cache in (k_cache, v_cache):

@@ -50,7 +50,8 @@ def verify_chain(
             Draws(int(seeds[request])),
             method,
         )
-        predicts[request, : accepted + 1] = torch.tensor(tokens[request][1 : accepted + 1] + [bonus], device="cpu")
+        emitted = tokens[request][1 : accepted + 1] + [bonus]
+        predicts[request, : accepted + 1] = torch.tensor(emitted, dtype=torch.int64, device="cpu")
         accept_index[request, : accepted + 1] = request * num_tokens + torch.arange(accepted + 1, device="cpu")
         accept_token_num[request] = accepted
     return Output(predicts.flatten().to(device), accept_index.to(device), accept_token_num.to(device))

@@ -90,7 +90,7 @@ def verify_tree_sampled(
     def token_at(request: int, node: int) -> int:
         """Called for the nodes of a request's path, root first."""
         index = request * num_nodes + node
-        row = torch.tensor([index], device=device)
+        row = torch.tensor([index], dtype=torch.int64, device=device)
         if node > 0:
             drafts[request].append(int(candidates[request, node]))
         own_counts = None if counts is None else counts[request : request + 1].clone()
@@ -104,7 +104,7 @@ def verify_tree_sampled(
         else:
             token = int(draw_tokens(target_logits[row], positions[row] + 1, seeds[request : request + 1], *own))
         if return_logprobs:
-            at = torch.tensor([token], device=device)
+            at = torch.tensor([token], dtype=torch.int64, device=device)
             kept = kept_logits(target_logits[row], *own)
             raw = scaled_logits(target_logits[row], torch.ones(1, dtype=torch.float32, device=device))
             logprobs[0, request, len(drafts[request])] = log_probabilities(kept, at)[0]

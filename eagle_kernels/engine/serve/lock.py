@@ -1,0 +1,115 @@
+"""The lock of an engine, which knows whether its thread is in the middle of a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from ...runtime.values import first_line
+
+_logger = logging.getLogger(__name__)
+
+
+class Unique:
+    """Refuses to be copied and pickled: models, pools, threads and locks belong to one object in one process."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        rule = "must not be copied, pickled or sent to another process"
+        advice = "make an EAGLEInference in each process, and send token ids and results"
+        raise TypeError(f"{type(self).__name__}: {rule}; {advice}")
+
+
+class EngineLock(Unique):
+    """A reentrant lock like `threading.RLock`, with marks for the blocks in which the batch is half changed: steps.
+
+    A thread that has the lock may take it again. But code that runs inside a step of its own thread (`on_tree`, a
+    model, a signal handler, what the garbage collector calls) must not step the batch again: `refuse` keeps it out, and
+    `later` puts off what has to be done to the batch.
+
+    A process that was forked has no use of an engine: torch's threads and the thread that had the lock are not in it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._process, self._is_marked = threading.RLock(), os.getpid(), False
+        self._put_off: deque[Callable[[], None]] = deque()
+        # what `threading.Condition` asks of a lock
+        self._is_owned = self._lock._is_owned
+        self._release_save, self._acquire_restore = self._lock._release_save, self._lock._acquire_restore
+
+    @property
+    def is_in_step(self) -> bool:
+        """Tells whether the calling thread is inside a step."""
+        return self._is_marked and self._is_owned()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Tells whether this process was forked from that of the engine."""
+        return self._process != os.getpid()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """See `threading.RLock`; raises RuntimeError in a process that was forked, where it would never return."""
+        if self.is_foreign:
+            rule = f"an engine belongs to the process that made it, {self._process}, and this one was forked from it"
+            advice = "make an engine here, in a process started by 'spawn' (multiprocessing.get_context)"
+            raise RuntimeError(f"EAGLEInference: {rule}; {advice}")
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        """See `threading.RLock`."""
+        self._lock.release()
+        if self._put_off:
+            self.settle()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_) -> None:
+        self.release()
+
+    def refuse(self, caller: str) -> None:
+        """Raises RuntimeError inside a step, in a process that was forked, and inside a transform of torch.func."""
+        if self.is_foreign:
+            self.acquire()
+        if self.is_in_step:
+            rule = "must not be called inside a step of the same engine (from on_tree, a model, a signal handler, ...)"
+            raise RuntimeError(f"{caller}: {rule}, and a step of this engine is running; submit and abort may be")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(f"{caller}: must not run inside a transform of torch.func, such as vmap, grad or jvp")
+
+    @contextmanager
+    def step(self, caller: str) -> Iterator[None]:
+        """Holds the lock for a block that changes the batch; refuses `caller` inside another one."""
+        self.refuse(caller)
+        self._lock.acquire()
+        try:
+            self._is_marked = True
+            yield
+        finally:
+            self._is_marked = False
+            self.release()
+
+    def later(self, function: Callable[[], None]) -> None:
+        """Calls a function as a step of its own: at once or, while a step runs or another thread has the lock, at the
+        end of that. It never waits, so the garbage collector may call it."""
+        if not self.is_foreign:
+            self._put_off.append(function)
+            self.settle()
+
+    def settle(self) -> None:
+        """Does what was put off, unless whoever has the lock will; a caller who has it himself waits for none of it."""
+        while self._put_off and not self.is_in_step and self._lock.acquire(blocking=False):
+            try:
+                self._is_marked = True
+                self._put_off.popleft()()
+            except Exception as error:  # its caller has gone on long ago
+                _logger.warning("EAGLEInference: what waited for the end of a step failed: %s", first_line(error))
+            finally:
+                self._is_marked = False
+                self._lock.release()
