@@ -42,6 +42,7 @@ _ENGINE_PARTS = {
     "The engine": ("eagle_kernels.engine", ()),
     "What it returns": ("eagle_kernels.engine.serve.stream", ("TokenStream",)),
     "Streams of text": ("eagle_kernels.engine.serve.text_stream", ("TextStream", "TextPiece")),
+    "The engine's lock": ("eagle_kernels.engine.serve.lock", ("EngineLock",)),
     "What on_tree gets": ("eagle_kernels.engine.step.stepper", ("Verified",)),
     "Grammars": ("eagle_kernels.ops.token_bitmask", ("Matcher",)),
     "What a benchmark returns": ("eagle_kernels.engine.serve.benchmark", ("BenchmarkResult", "RunStats")),
@@ -54,7 +55,7 @@ _ENGINE_PARTS = {
     ),
 }  # fmt: skip
 # classes that callers do not make; their pages show no call, like those of protocols
-_NOT_CALLED = ("TokenStream", "TextStream", "Verified", "ModelError", "TreeMaskMode")
+_NOT_CALLED = ("TokenStream", "TextStream", "EngineLock", "Verified", "ModelError", "TreeMaskMode")
 # names of types that only abbreviate; the pages write them out
 _ALIASES = {
     name: re.sub(r"[a-z_]+(\.[a-z_]+)*\.(?=[A-Z])", "", str(getattr(inputs, name)))

@@ -17,7 +17,7 @@ from .models.chat_template import encode_chat
 from .models.pairing import as_draft, as_target, bind_draft, check_device, check_trees, load_pair, warn_of_rounding
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer
-from .requests.inputs import DEFAULT_TOKENS, Asked, Params, Prompts, Seeds, encode_texts, read_prompt
+from .requests.inputs import DEFAULT_SEED, DEFAULT_TOKENS, Asked, Params, Prompts, Seeds, read_prompt, read_prompts
 from .requests.names import takes_other_names
 from .requests.request import Request, TokenEvent
 from .requests.sampling_params import SamplingParams, read_params
@@ -150,9 +150,8 @@ class EAGLEInference(Unique):
         Args:
             input_ids: One prompt, a text or [L] token ids, or several: lists of any lengths, a tensor or array [B, L].
             max_new_tokens: A request ends after its first end token or stop string, or with exactly this many tokens.
-                The next argument may be in its place.
-            sampling_params: `SamplingParams`, or a dict of its fields, for all prompts, or a list of one for each. As
-                with `submit`, they say all about sampling, and no override says anything beside them.
+            sampling_params: `SamplingParams`, or a dict of its fields, for all prompts, or a list of one for each; they
+                may stand in the place of max_new_tokens. No override says anything about sampling beside them.
             n: Samples of each prompt, whose seeds are that of the prompt, and those after it.
             seeds: One for all prompts or one for each; None: fresh ones from torch's generator, see `stats.seeds`.
             speculative: False decodes plainly, with the same code and pools.
@@ -207,18 +206,18 @@ class EAGLEInference(Unique):
         call = "stream", input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides
         return open_call(self.session, self.config, *call)
 
-    def stream_text(
-        self, text: str | Sequence[str], max_new_tokens: Asked = DEFAULT_TOKENS, **options: Any
-    ) -> TextStream:
-        """Returns an iterator over the text that follows `text`; `max_new_tokens` and `options`: see `generate`.
+    def stream_text(self, text: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, **options: Any) -> TextStream:
+        """Returns an iterator over the text that follows `text`, a text or any other prompt of `generate`.
 
-        It yields pieces of text; of several texts, in a list, or of n samples, a `TextPiece` each.
+        It yields pieces of text; of several prompts or n samples, a `TextPiece` each. `max_new_tokens` and
+        `options`: as for `generate`.
 
         Raises:
             ValueError, RuntimeError: As for `stream`; also where there is no tokenizer, or `text` holds no token.
         """
         tokenizer = self.session.tokenizer_for("stream_text needs")
-        tokens = self.stream(encode_texts(text, tokenizer), max_new_tokens, **options)
+        prompts, is_single = read_prompts(text, "stream_text: text", self.session.tokenizer_for)
+        tokens = self.stream(prompts[0] if is_single else prompts, max_new_tokens, **options)
         return TextStream(tokens, tokenizer, self.session)
 
     def encode_chat(
@@ -285,8 +284,9 @@ class EAGLEInference(Unique):
         prompts: Prompts,
         max_new_tokens: Asked = DEFAULT_TOKENS,
         *,
+        sampling_params: Params = None,
         batch_size: int = 1,
-        seeds: Seeds = 0,
+        seeds: Seeds = DEFAULT_SEED,
         progress: bool | None = None,
         **overrides: Any,
     ) -> BenchmarkResult:
@@ -295,7 +295,7 @@ class EAGLEInference(Unique):
         The batch must be empty. Suffix trees know no earlier requests, and forget those of the benchmark afterwards.
 
         Args:
-            prompts, max_new_tokens, seeds: As for `generate`.
+            prompts, max_new_tokens, sampling_params, seeds: As for `generate`.
             batch_size: Prompts decoded together. It may exceed max_batch, which is then raised to it.
             progress: Whether a bar is shown; None: only where stderr is a terminal.
             overrides: As for `generate`: `for topk in (2, 4, 8): result = engine.benchmark(prompts, topk=topk)`.
@@ -304,7 +304,7 @@ class EAGLEInference(Unique):
             ValueError: As for `generate`, or a whole batch does not fit into the pools.
             RuntimeError: The batch is not empty.
         """
-        call = prompts, max_new_tokens, batch_size, seeds, progress, overrides
+        call = prompts, max_new_tokens, sampling_params, batch_size, seeds, progress, overrides
         return benchmark(self.session, self.config, *call)
 
     def warmup(

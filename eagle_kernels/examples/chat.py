@@ -28,15 +28,12 @@ def converse(engine: EAGLEInference, questions: Iterable[str], max_new_tokens: i
     messages: list[dict[str, str]] = []
     for question in questions:
         messages.append({"role": "user", "content": question})
-        stream = engine.stream(engine.encode_chat(messages), max_new_tokens)
-        detokenizer, answer = engine.tokenizer.detokenizer(), ""
-        for event in stream:
-            piece = detokenizer.push([event.token_id])
+        answer = ""
+        for piece in engine.stream_text(engine.encode_chat(messages), max_new_tokens):
             answer += piece
             yield piece
-        rest = detokenizer.finish()
-        messages.append({"role": "assistant", "content": answer + rest})
-        yield rest + "\n"
+        messages.append({"role": "assistant", "content": answer})
+        yield "\n"
 
 
 if __name__ == "__main__":

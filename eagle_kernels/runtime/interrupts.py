@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -30,8 +31,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _is_command() -> bool:
     """Tells whether this process is `python -m eagle_kernels` or `eagle-kernels`, in its imports."""
-    if sys.argv[:1] == ["-m"]:
-        return sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] == ["eagle_kernels"]
+    if sys.argv[:1] == ["-m"]:  # while Python looks for the module, whose name follows, perhaps in one word: -mNAME
+        return re.fullmatch(r"(-\w*m)?eagle_kernels", sys.orig_argv[-len(sys.argv)]) is not None
     return bool(sys.argv) and Path(sys.argv[0]).stem == "eagle-kernels"
 
 

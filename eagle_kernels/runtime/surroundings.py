@@ -1,4 +1,4 @@
-"""What a program sets around its calls, and that a reference must not see: a kernel does not see it either."""
+"""Shields references from the caller's torch settings, such as autocast, which kernels never see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Computes as written: without gradients, autocast, default device or modes, and with whole fp32 products."""
+    """Runs a block without gradients, autocast, torch-function modes or reduced fp32 precision."""
     with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction(), _whole_products:
         yield
 
@@ -23,24 +23,25 @@ class _WholeProducts:
     """
 
     def __init__(self):
-        self.lock, self.within, self.found = threading.Lock(), 0, {}
+        # reentrant, since a signal handler may call an op
+        self.lock, self.within, self.found = threading.RLock(), 0, {}
 
     def __enter__(self):
         with self.lock:
-            if self.within == 0:
+            self.within += 1
+            if self.within == 1:
                 self.found = {place: value for place in _PLACES if (value := _get(place)) not in _WHOLE}
                 for place in self.found:
                     _set(place, _WHOLE[0])
-            self.within += 1
 
     def __exit__(self, *_):
         with self.lock:
-            self.within -= 1
-            if self.within == 0:
+            if self.within == 1:
                 for place, value in self.found.items():
                     _set(place, "none")
                     if _get(place) != value:  # else it is what torch.backends.fp32_precision says
                         _set(place, value)
+            self.within -= 1
 
 
 if hasattr(torch._C, "_get_fp32_precision_getter"):

@@ -72,6 +72,23 @@ def is_word(value: Any, word: Any) -> bool:
     return isinstance(value, kinds) and isinstance(value, bool) == isinstance(word, bool) and value == word
 
 
+def is_terminal(stream: Any) -> bool:
+    """Returns whether a stream is a terminal; a program may have closed it, or have none."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # it is closed
+        return False
+
+
+def utf8_fault(text: str) -> str | None:
+    """Returns what UTF-8 cannot represent in a text, such as Python makes of damaged command lines and JSON."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"its character {error.start} is {text[error.start]!r}, half of a surrogate pair"
+    return None
+
+
 def read_flag(name: str, value: bool) -> bool:
     """Returns True or False; refuses 0, "no" and None."""
     flag = scalar(value)

@@ -147,7 +147,7 @@ def test_what_transformers_returns_is_a_prompt(kind):
         (
             [{"role": "u", "content": "\ud800"}],
             {},
-            "encode: text must be UTF-8, its character 18 is '\\ud800', half of",
+            "content of message 0 must be UTF-8, its character 0 is '\\ud800', half of",
         ),
     ],
 )

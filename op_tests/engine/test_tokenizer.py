@@ -157,9 +157,9 @@ def test_text_that_holds_no_token_is_refused(engine):
     for texts in ("", ["the", ""]):
         with pytest.raises(ValueError, match="stream_text: text must hold at least one token, got ''"):
             engine.stream_text(texts, 3)
-    with pytest.raises(ValueError, match="stream_text: text must be a string or a list of strings, got 3"):
+    with pytest.raises(ValueError, match="stream_text: text must be text, integer ids .* or a list of texts, got 3"):
         engine.stream_text(3, 3)
-    with pytest.raises(ValueError, match="input_ids must hold at least one prompt"):
+    with pytest.raises(ValueError, match="stream_text: text must hold at least one prompt"):
         engine.stream_text([], 3)
 
 

@@ -128,9 +128,12 @@ def test_an_interrupt_while_the_command_is_imported(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "original", "is_command"),
     [
-        (["-m"], ["python", "-u", "-m", "eagle_kernels", "env"], True),
+        (["-m", "env"], ["python", "-u", "-m", "eagle_kernels", "env"], True),
+        (["-m", "--version"], ["python", "-um", "eagle_kernels", "--version"], True),
+        (["-m"], ["python", "-meagle_kernels"], True),
         (["/usr/bin/eagle-kernels", "env"], ["python", "/usr/bin/eagle-kernels", "env"], True),
-        (["-m"], ["python", "-m", "pytest", "eagle_kernels"], False),
+        (["-m", "eagle_kernels"], ["python", "-m", "pytest", "eagle_kernels"], False),
+        (["-m"], ["python", "-Bm", "package"], False),
         (["-m"], ["python", "-m", "eagle_kernels.tools.training.demo_pair"], False),
         (["server.py"], ["python", "server.py"], False),
         ([""], ["python"], False),

@@ -39,5 +39,7 @@ def read_line(config: Any, draft: Any) -> tuple[EAGLEConfig, Any]:
 
 
 def is_of_server(fields: Mapping[str, Any]) -> bool:
-    """Returns whether fields are those of a server's configuration."""
-    return "method" in fields or any(name in FIELDS and name not in CONFIG_FIELDS for name in fields)
+    """Returns whether fields are those of a server's configuration; a whole `EAGLEConfig`, as saved, is none."""
+    is_whole = fields.keys() >= set(CONFIG_FIELDS)
+    has_method = fields.get("method") is not None and not is_whole
+    return has_method or any(name in FIELDS and name not in CONFIG_FIELDS for name in fields)

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...runtime.values import first_line, shown
+from ...runtime.values import first_line, shown, utf8_fault
 from .checkpoint import naming, read_json
 from .protocol import ModelError
 
@@ -171,6 +171,9 @@ def _read_messages(messages: Sequence[Any], caller: str) -> list[dict[str, Any]]
         if not (is_content or (content is None and message.get("tool_calls"))):
             rule = "be a text or a list of parts (dicts)"
             raise ValueError(f"{caller}: content of message {index} must {rule}, got {shown(content)}")
+        fault = utf8_fault(content) if isinstance(content, str) else None
+        if fault is not None:
+            raise ValueError(f"{caller}: content of message {index} must be UTF-8, {fault}")
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
@@ -182,10 +185,9 @@ def encode_chat(tokenizer: Any, messages: Any, add_generation_prompt: bool, vari
         raise ValueError(f"encode_chat: {type(tokenizer).__name__} has no method encode_chat; write the prompt as text")
     try:
         prompts = [encode(each, add_generation_prompt, **variables) for each in conversations]
-    except ModelError as error:
-        raise ModelError(f"encode_chat: {error}") from None
     except ValueError as error:
-        raise ValueError(f"encode_chat: {error}") from None
+        kind = ModelError if isinstance(error, ModelError) else ValueError
+        raise kind(f"encode_chat: {str(error).removeprefix('encode: ')}") from None
     if not all(prompts):
         raise ValueError("encode_chat: the chat template writes nothing for this conversation")
     return prompts[0] if is_single else prompts

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.placement import free_memory_bytes
-from ...runtime.values import first_line, is_integer, parse_json, shown
+from ...runtime.values import first_line, is_integer, is_terminal, parse_json, shown
 from .protocol import ModelError
 
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is read, itself or its shards
@@ -189,7 +189,7 @@ class Checkpoint:
 
 def _show(line: str) -> None:
     """Replaces the line that a terminal shows."""
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
 
 

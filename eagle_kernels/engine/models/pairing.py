@@ -135,10 +135,8 @@ def as_draft(model: Any) -> DraftModel:
 
 def _weight_bytes(model: Any) -> int | None:
     """Returns the bytes of a model's weights, quantised ones in buffers included; None: it does not tell."""
-    while not hasattr(model, "parameters") and hasattr(
-        model, "model"
-    ):  # `CausalDraft` and `TransformersTarget` wrap it
-        model = model.model
+    while not hasattr(model, "parameters") and hasattr(model, "model"):
+        model = model.model  # which `CausalDraft` and `TransformersTarget` wrap
     if not (callable(getattr(model, "parameters", None)) and callable(getattr(model, "buffers", None))):
         return None
     quantised = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
@@ -170,9 +168,14 @@ def bind_draft(draft: DraftModel, target: TargetModel, allow_larger_draft: bool)
 
 def check_device(device: Any, target: TargetModel) -> None:
     """Raises ValueError where a caller names another device than the target's; None names none."""
-    is_device = isinstance(device, (str, torch.device)) and is_same_device(torch.device(device), target.device)
-    if device is not None and not is_device:
-        raise ValueError(f"EAGLEInference: device must be where the models are, on {target.device}, got {device}")
+    if device is None or device == "auto":
+        return
+    try:
+        is_device = is_same_device(torch.device(device), target.device)
+    except (RuntimeError, TypeError):
+        is_device = False
+    if not is_device:
+        raise ValueError(f"EAGLEInference: device must be where the models are, on {target.device}, got {device!r}")
 
 
 def check_deterministic(config: EAGLEConfig, target: TargetModel) -> None:

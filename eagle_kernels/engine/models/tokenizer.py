@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from ...runtime.values import first_line, is_integer, shown
+from ...runtime.values import first_line, is_integer, shown, utf8_fault
 from .chat_template import Chats, ChatTemplate, chat_template_of, read_chat_template
 from .checkpoint import brief, check_file_size, naming, read_config, read_folder, read_json
 from .decoder_config import read_value
@@ -117,12 +117,9 @@ class ByteDetokenizer(ChainDetokenizer):
 def _checked_text(text: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"encode: text must be a string, got {shown(text)}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        # Python decodes damaged command lines and JSON to such strings.
-        half = f"its character {error.start} is {text[error.start]!r}, half of a surrogate pair"
-        raise ValueError(f"encode: text must be UTF-8, {half}") from None
+    fault = utf8_fault(text)
+    if fault is not None:
+        raise ValueError(f"encode: text must be UTF-8, {fault}")
     return text
 
 

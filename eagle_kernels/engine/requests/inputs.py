@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.values import are_integers, is_integer, plain, shown
+from ...runtime.values import are_integers, is_integer, plain, scalar, shown
 from ..models.tokenizer import Tokenizer
 from .sampling_params import SamplingParams, are_params, read_params
 
@@ -70,9 +70,8 @@ def _ids_of(value: Any, name: str) -> Any:
     rows, masks = ([ids], [mask]) if is_single else (ids, mask)
     if not all(isinstance(row, list) for row in rows):
         return ids  # which is refused
-    if not isinstance(masks, list) or [len(row) for row in rows] != [
-        isinstance(row, list) and len(row) for row in masks
-    ]:
+    is_mask = isinstance(masks, list) and all(isinstance(row, list) for row in masks)
+    if not (is_mask and list(map(len, rows)) == list(map(len, masks))):
         raise ValueError(f"{name}: attention_mask must have the shape of input_ids")
     rows = [[token for token, is_kept in zip(*each) if is_kept] for each in zip(rows, masks)]
     return rows[0] if is_single else rows
@@ -119,11 +118,13 @@ class Unset(int):
 
 # The limit of a call that names none. Where sampling_params say another one, this one was not asked for.
 DEFAULT_TOKENS: int = Unset(128)
+# the seed of a call that names none
+DEFAULT_SEED: int = Unset(0)
 
 
 def read_max_new_tokens(max_new_tokens: int, caller: str = "generate") -> int:
     """Returns the limit, a positive int."""
-    max_new_tokens = plain(max_new_tokens)
+    max_new_tokens = scalar(max_new_tokens)
     if not is_integer(max_new_tokens):
         raise ValueError(f"{caller}: max_new_tokens must be an int, got {shown(max_new_tokens)}")
     if max_new_tokens < 1:
@@ -143,8 +144,8 @@ def read_call_params(
         return None
     if is_in_place and sampling_params is not None:
         raise ValueError(f"{caller}: sampling_params must be absent where they are in the place of max_new_tokens")
-    for other in sorted(others):
-        raise ValueError(f"{caller}: {other} must be set in the params that are given, and not beside them")
+    if others:
+        raise ValueError(f"{caller}: {min(others)} must be set in the params that are given, and not beside them")
     given, name = (max_new_tokens if is_in_place else sampling_params), f"{caller}: sampling_params"
     many = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(many) != count:

@@ -1,4 +1,4 @@
-"""Names that vLLM, SGLang, transformers and OpenAI's interface have for what the engine calls otherwise or has not.
+"""Maps the argument names of vLLM, SGLang, transformers and OpenAI to the engine's own, and refuses the others.
 
 A call takes the names of others where they mean the same, and takes what says nothing where it says nothing. Anything
 else is refused by name. Values are kept under the engine's own names alone.
@@ -149,7 +149,7 @@ _RECORDS = {"speculative_config"}
 
 
 class UnknownName(TypeError, ValueError):
-    """Says that something was named that there is not: a TypeError to Python, and a ValueError as all bad input."""
+    """Raised for an unknown argument or field: a TypeError, as in Python, and a ValueError, as here."""
 
 
 def read_names(
@@ -184,6 +184,7 @@ def read_names(
     for name, value in given.items():
         if name in own:
             continue
+        value = scalar(value)
         ours = own_name(name, own)
         if ours is not None:
             if ours in known and not _agree(known[ours], value):
@@ -211,7 +212,8 @@ def read_names(
 def takes_other_names(cls: Class) -> Class:
     """Lets a dataclass, or the methods of a class, be called by the names of others as well."""
     is_record = is_dataclass(cls)
-    _RECORDS.update([cls.__name__] if is_record else [])
+    if is_record:
+        _RECORDS.add(cls.__name__)
     methods = {name: kept for name, kept in vars(cls).items() if name == "__init__" or name[0] != "_" and not is_record}
     for name, kept in methods.items():
         function = kept.__func__ if isinstance(kept, classmethod) else kept
@@ -266,7 +268,9 @@ def _agree(one: Any, other: Any) -> bool:
     one, other = scalar(one), scalar(other)
     if one is other:
         return True
-    return type(one) is type(other) and isinstance(one, (int, float, str, tuple, list, dict)) and one == other
+    lists = [list(each) if isinstance(each, (list, tuple)) else [each] for each in (one, other)]
+    kinds = [[type(item) for item in each] for each in lists]
+    return kinds[0] == kinds[1] and {*kinds[0]} <= {int, float, str, dict} and lists[0] == lists[1]
 
 
 def _check_do_sample(owner: str, wanted: Any, temperature: Any) -> None:

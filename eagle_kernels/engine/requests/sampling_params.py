@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...runtime.validated import Rule, Validated, at_least, checked, is_number
-from ...runtime.values import is_integer, several, shown
+from ...runtime.values import is_integer, several, shown, utf8_fault
 from .names import takes_other_names
 
 TOP_P_RULE: Rule = ("lie in (0, 1] (1: off)", lambda share: 0 < share <= 1)
@@ -36,10 +36,10 @@ class SamplingParams(Validated):
         presence_penalty: Subtracted once from the logit of every token in the output; 0: off.
         seed: An int of 64 bits; None: a fresh one, see `Request.seed`.
         max_new_tokens: The most new tokens; a request has exactly this many unless something else ends it first.
-        min_new_tokens: End tokens and stop_token_ids, at most 64 in all, are not drawn before there are so many new
-            tokens, max_new_tokens at most. A stop string ends the request all the same.
+        min_new_tokens: End tokens and stop_token_ids, at most 64 in all, are not drawn until the request has this many
+            new tokens, max_new_tokens at most. A stop string ends the request all the same.
         stop_token_ids: The request ends with the first of these that it emits; one id or several.
-        ignore_eos: Whether the configuration's end tokens do not end the request; stop_token_ids do all the same.
+        ignore_eos: True: the configuration's end tokens do not end the request; stop_token_ids still do.
         stop: The request ends with the token that completes this string, or one of several, which the text leaves out
             and the tokens include. They may be or hold special tokens, such as "<|im_end|>". Needs the engine's
             tokenizer.
@@ -96,7 +96,7 @@ class SamplingParams(Validated):
             value = several(getattr(self, name)) or ()
             self._require(all(map(is_kind, value)), name, f"be a tuple of {kind}")
             object.__setattr__(self, name, value)
-        is_text = not any("\ud800" <= character <= "\udfff" for text in self.stop for character in text)
+        is_text = all(utf8_fault(text) is None for text in self.stop)
         self._require(is_text, "stop", "hold text that UTF-8 can represent, not half of a surrogate pair")
         rule = f"be at most max_new_tokens = {self.max_new_tokens}"
         self._require(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", rule)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...runtime.values import is_integer, is_word, read_flag, scalar
+from ...runtime.values import is_integer, scalar
 from ..config.eagle_config import EAGLEConfig
-from ..requests.inputs import Asked, Prompts, Seeds, Unset, read_prompts
-from ..requests.sampling_params import Features, SamplingParams, are_params
+from ..requests.inputs import Asked, Params, Prompts, Seeds, read_prompts
+from ..requests.sampling_params import Features, SamplingParams
 from .latency import percentiles, time_requests
 from .output import GenerationStats
 from .progress import progress_bar
@@ -158,6 +158,7 @@ def benchmark(
     config: EAGLEConfig,
     prompts: Prompts,
     max_new_tokens: Asked,
+    sampling_params: Params,
     batch_size: int,
     seeds: Seeds,
     progress: bool | None,
@@ -168,15 +169,11 @@ def benchmark(
     batch_size = scalar(batch_size)
     if not (is_integer(batch_size) and batch_size >= 1):
         raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
-    if progress is not None:
-        progress = read_flag("benchmark: progress", progress)
     if "speculative" in overrides:
         raise ValueError("benchmark: speculative must not be given, since both ways are measured")
-    batch_size, sampling_params = min(batch_size, len(prompts)), overrides.pop("sampling_params", None)
+    batch_size = min(batch_size, len(prompts))
     overrides = read_fields("benchmark", config, overrides)
     overrides.setdefault("max_batch", max(config.max_batch, batch_size))
-    if sampling_params is not None or are_params(max_new_tokens):
-        seeds = Unset(0) if is_word(seeds, 0) else seeds  # the default of this method, for those that have none
     call = max_new_tokens, seeds, config, overrides, 1, sampling_params
     config, params = session.read_call("benchmark", len(prompts), *call)
     config = replace(config, temperature=max(each.temperature for each in params))
@@ -226,7 +223,8 @@ def _measure(
         for batch in batches:
             texts = [run.add(partial(open_batch, batch, speculative)) for speculative, run in runs.items()]
             identical += texts[0] == texts[1]
-            bar.update()
+            if bar is not None:
+                bar.update()
     share = identical / len(batches) if config.keeps_text else None
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     results = runs[True].result(), runs[False].result()

@@ -41,7 +41,7 @@ class EngineLock(Unique):
         self._put_off: deque[Callable[[], None]] = deque()
         # what `threading.Condition` asks of a lock
         self._is_owned = self._lock._is_owned
-        self._release_save, self._acquire_restore = self._lock._release_save, self._lock._acquire_restore
+        self._acquire_restore = self._lock._acquire_restore
 
     @property
     def is_in_step(self) -> bool:
@@ -66,6 +66,11 @@ class EngineLock(Unique):
         self._lock.release()
         if self._put_off:
             self.settle()
+
+    def _release_save(self) -> Any:
+        saved = self._lock._release_save()
+        self.settle()
+        return saved
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -96,14 +101,16 @@ class EngineLock(Unique):
             self.release()
 
     def later(self, function: Callable[[], None]) -> None:
-        """Calls a function as a step of its own: at once or, while a step runs or another thread has the lock, at the
-        end of that. It never waits, so the garbage collector may call it."""
+        """Runs a function as its own step: now if possible, otherwise when the current step ends or the lock is free.
+
+        It never blocks, so the garbage collector may call it.
+        """
         if not self.is_foreign:
             self._put_off.append(function)
             self.settle()
 
     def settle(self) -> None:
-        """Does what was put off, unless whoever has the lock will; a caller who has it himself waits for none of it."""
+        """Runs the put-off functions, unless another thread holds the lock and will run them on release."""
         while self._put_off and not self.is_in_step and self._lock.acquire(blocking=False):
             try:
                 self._is_marked = True

@@ -1,4 +1,4 @@
-"""Progress bars of calls that take long, for whoever watches a terminal."""
+"""Progress bars of calls that take long."""
 
 from __future__ import annotations
 
@@ -8,31 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...runtime.values import read_flag
+from ...runtime.values import is_terminal, read_flag
 from .stream import TokenStream
-
-
-class _NoBar:
-    """Shows nothing."""
-
-    def update(self, count: int = 1) -> None:
-        """Does nothing."""
 
 
 @contextmanager
 def progress_bar(caller: str, total: int, unit: str, wanted: bool | None) -> Iterator[Any]:
-    """Gives a bar, until the block ends or fails; it is shown if `wanted`, for None only on a terminal with tqdm."""
+    """Gives a bar of tqdm until the block ends or fails, or None; for `wanted` None only a terminal has a bar."""
     if wanted is not None:
         wanted = read_flag(f"{caller}: progress", wanted)
-    if wanted is False or wanted is None and not _is_terminal():
-        yield _NoBar()
+    if wanted is False or wanted is None and not is_terminal(sys.stderr):
+        yield None
         return
     try:
         from tqdm import tqdm
     except ImportError:
         if wanted:
             raise ValueError(f"{caller}: progress=True needs tqdm: pip install tqdm") from None
-        yield _NoBar()
+        yield None
         return
     with tqdm(total=total, unit=unit, file=sys.stderr) as bar:
         yield bar
@@ -42,7 +35,7 @@ def run(stream: TokenStream, caller: str, num_samples: int, wanted: bool | None)
     """Reads a stream to its end. Of several prompts, or if `wanted`, a bar counts the requests that have ended."""
     wanted = False if wanted is None and len(stream.requests) == num_samples else wanted
     with progress_bar(caller, len(stream.requests), "request", wanted) as bar:
-        if isinstance(bar, _NoBar):
+        if bar is None:
             for _ in stream:
                 pass
             return
@@ -53,10 +46,3 @@ def run(stream: TokenStream, caller: str, num_samples: int, wanted: bool | None)
                 speed = count / (time.perf_counter() - start_s)
                 bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
                 bar.update()
-
-
-def _is_terminal() -> bool:
-    try:
-        return sys.stderr is not None and sys.stderr.isatty()
-    except ValueError:  # it is closed
-        return False

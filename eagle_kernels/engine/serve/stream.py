@@ -151,7 +151,7 @@ class TokenStream(Stream[TokenEvent]):
         """Times a plain step of the requests as they were after their prompts, of which nothing is kept."""
         session, count = self._session, len(self.requests)
         with session.changing("generate"):
-            if self._plain_steps and count not in session.plain_step_ms and not session.scheduler.has_work:
+            if self._plain_steps and count not in session.plain_step_ms and not session.has_work:
                 session.plain_step_ms[count] = None
                 try:
                     time_ms, *conditions = self._plain_steps.pop()
@@ -204,8 +204,12 @@ def _events(
     with session.changing(caller):
         scheduler = find_scheduler()  # again, since another stream may have replaced it by now
         scheduler.phase_times.restart()
-        for request in requests:
-            scheduler.submit(request)
+        try:
+            for request in requests:
+                scheduler.submit(request)
+        except BaseException:  # Ctrl-C: none may stay that nobody would end
+            scheduler.drop(requests)
+            raise
         first_step, waiting = scheduler.num_steps, contextlib.nullcontext()
     try:
         while True:  # reads prompts

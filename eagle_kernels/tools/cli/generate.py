@@ -12,6 +12,7 @@ from ...engine.config.eagle_config import EAGLEConfig
 from ...engine.inference import EAGLEInference, TokenStream
 from ...engine.models.tokenizer import Tokenizer
 from ...engine.serve.output import GenerationStats
+from ...runtime.values import is_terminal
 from ..inspection import read_prompts_file
 from .config import add_config_arguments
 from .shared import add_machine_arguments, as_lines, encode_prompt, load_engine
@@ -115,7 +116,7 @@ def print_texts(
     Answers are texts of their own, printed without the prompts. One text is printed as its tokens are committed,
     several when all have ended. On a terminal, tokens that were drafted are green.
     """
-    use_color, streams = sys.stdout.isatty(), not arguments.json and len(prompts) == 1
+    use_color, streams = is_terminal(sys.stdout), not arguments.json and len(prompts) == 1
     contexts = [() if are_answers else request.prompt for request in stream.requests]
     detokenizers = [tokenizer.detokenizer(context) for context in contexts]
     pieces: list[list[str]] = [[] for _ in prompts]

@@ -102,10 +102,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         known, others = super().parse_known_args(args, namespace)
         for option in others:
-            name, own = (
-                option.partition("=")[0].removeprefix("--"),
-                vars(known).keys() - {"run", "prompt"},
-            )  # which are no options
+            name = option.partition("=")[0].removeprefix("--")
+            own = vars(known).keys() - {"run", "prompt"}  # which are no options
             meant = suggest(name, own) if option.startswith("--") else None
             if meant is not None:
                 self.error(f"unrecognized arguments: {option} (did you mean --{meant.replace('_', '-')}?)")

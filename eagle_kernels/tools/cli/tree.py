@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...engine.inference import EAGLEInference
 from ...engine.requests.inputs import read_seeds
+from ...runtime.values import is_terminal
 from ..trees.svg import trees_svg
 from ..trees.text import can_draw, tree_text
 from ..trees.view import VerifiedTree, verified_trees
@@ -42,7 +43,7 @@ def _show_tree(arguments: argparse.Namespace) -> int:
     if not prompt:
         raise ValueError("the prompt is empty; it must hold at least one token")
     (seed,) = read_seeds(arguments.seed, 1)
-    use_color, trees = sys.stdout.isatty(), []
+    use_color, trees = is_terminal(sys.stdout), []
     width, is_ascii = shutil.get_terminal_size((_WIDTH, 24)).columns, not can_draw(sys.stdout.encoding)
     found = verified_trees(engine, prompt, arguments.max_new_tokens, seeds=seed)
     with contextlib.closing(found):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...engine.models.checkpoint import load_pickled, naming
 from ...engine.models.protocol import ModelError
+from ...runtime.values import is_terminal
 from .corpus import windows
 from .progress import Pace
 from .recipe import Stage
@@ -216,7 +217,7 @@ class Progress:
         self._began = time.monotonic()
         self._pace = Pace()
         self._bar = None
-        if sys.stderr.isatty():
+        if is_terminal(sys.stderr):
             try:
                 from tqdm import tqdm
             except ImportError:

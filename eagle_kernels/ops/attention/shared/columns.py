@@ -29,7 +29,7 @@ def rest_columns(head_dim: int, block_dim: int) -> int:
 
 @triton.jit
 def load_columns(head_ptr, row, is_row, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Returns the parts of the rows int64 [ROW] of HEAD_DIM elements at head_ptr; 0 for rows that not is_row."""
+    """Returns the parts of the rows int64 [ROW] of HEAD_DIM elements at head_ptr; zeros where is_row is False."""
     first = _load_part(head_ptr, row, is_row, 0, HEAD_DIM, BLOCK_DIM)
     REST: tl.constexpr = rest_columns(HEAD_DIM, BLOCK_DIM)
     if REST > 0:
