@@ -140,6 +140,14 @@ def test_a_compiled_call_under_autocast_keeps_its_bits():
     assert torch.equal(call(), eagle_kernels.linear_decode(**LINEAR))
 
 
+def test_an_op_may_be_called_while_another_one_begins():
+    """As a signal handler does: what guards the settings of the process is held then."""
+    from eagle_kernels.runtime import surroundings
+
+    with surroundings._whole_products.lock:
+        assert eagle_kernels.linear_decode(**LINEAR).isfinite().all()
+
+
 def test_the_precision_of_products_is_that_of_the_program_afterwards():
     """Also where calls in several threads overlap, and after an error."""
     from eagle_kernels.runtime.surroundings import undisturbed

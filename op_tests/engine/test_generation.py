@@ -410,10 +410,13 @@ def test_models_must_share_device_and_dtype():
     other.device = torch.device("meta")
     with pytest.raises(ValueError, match="the draft's device must be the target's, cpu, got meta"):
         EAGLEInference(other, toy)
-    with pytest.raises(ValueError, match="device must be where the models are, on cpu, got cuda"):
+    with pytest.raises(ValueError, match="device must be where the models are, on cpu, got 'cuda'"):
         EAGLEInference(toy, toy, device="cuda")
+    with pytest.raises(ValueError, match="device must be where the models are, on cpu, got 'gpu'"):
+        EAGLEInference(toy, toy, device="gpu")
     del other.device, other.dtype  # a draft need not tell
-    assert EAGLEInference(other, toy, device="cpu").device == toy.device
+    for device in ("cpu", "auto", None):
+        assert EAGLEInference(other, toy, device=device).device == toy.device
 
 
 @pytest.mark.parametrize("precision, warns", [("highest", False), ("high", True), (RuntimeError, True)])

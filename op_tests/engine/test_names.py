@@ -55,6 +55,9 @@ SAME = [
     ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
     ({"do_sample": False, "num_beams": 1, "n": 1, "best_of": None, "skip_special_tokens": True,
       "spaces_between_special_tokens": False, "return_dict_in_generate": False, "logits_processors": None}, {}),
+    ({"stop": "q", "stop_strings": ["q"], "num_beams": numpy.int64(1), "early_stopping": numpy.bool_(False)},
+     {"stop": ("q",)}),
+    ({"do_sample": numpy.bool_(False)}, {}),
     ({"top_logprobs_num": 3, "return_logprob": False}, {"top_logprobs": 3}),
 ]  # fmt: skip
 
@@ -200,6 +203,8 @@ def test_models_and_folders_by_other_names(engine):
         ({"method": "ngram", "speculative_eagle_topk": 2, "page_size": 8}, EAGLEConfig(2, method="ngram", page_size=8)),
         ({"method": "ngram", "draft_tensor_parallel_size": 1}, EAGLEConfig.chain(1, method="ngram")),
         ({"num_speculative_tokens": 3}, "speculative_config: method must be given, got None"),
+        (dataclasses.asdict(EAGLEConfig(2, method="ngram")), EAGLEConfig(2, method="ngram")),
+        (dataclasses.asdict(EAGLEConfig(topk=3)), EAGLEConfig(topk=3)),
         ({"topkk": 4}, "EAGLEConfig: there is no field topkk; did you mean topk"),
         ({4: 4}, "EAGLEConfig: there is no field 4; there are accept_policy, "),
         ({"topk": 99}, "EAGLEConfig: topk must lie in 1..16, got 99"),

@@ -255,6 +255,7 @@ def decoders_of_models() -> dict:
         "replaces in the whole": several([fuse, decoders.Replace("aab", "X"), decoders.Replace("ba", "")]),
         "replaces by pattern": several([decoders.Replace(regex("[ab]+"), "<>"), several([fuse])]),
         "strips the whole": several([fuse, decoders.Strip("▁", 2, 0)]),
+        "strips its end": several([fuse, decoders.Strip("▁", 0, 2)]),
         "strips tokens": several([decoders.Strip("▁", 1, 0), fallback]),
         "looks far": several([fuse, decoders.Replace(regex("ab*a"), "-"), decoders.Strip("-", 1, 0)]),
     }

@@ -318,8 +318,11 @@ def test_engines_call_each_other_and_other_threads_wait():
 def test_the_lock_is_one_like_those_of_threading():
     lock = EngineLock()
     told = threading.Condition(lock)
+    waited = []
     with lock, told:
-        assert lock._is_owned() and not told.wait(0.01) and not lock.is_in_step
+        threading.Thread(target=lock.later, args=[lambda: waited.append(1)]).start()
+        assert lock._is_owned() and not told.wait(0.1) and not lock.is_in_step
+        assert waited == [1]  # while the lock was free
     assert not lock._is_owned() and lock.acquire(blocking=False) and lock.acquire(timeout=1)
     lock.release()
     lock.release()
