@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..runtime.values import read_flag
 from .config.eagle_config import EAGLEConfig
-from .config.given import read_config, read_line
+from .config.given import read_config, read_config_and_draft
 from .models.chat_template import encode_chat
 from .models.pairing import as_draft, as_target, bind_draft, check_device, check_trees, load_pair, warn_of_rounding
 from .models.protocol import DraftModel, TargetModel
@@ -126,7 +126,7 @@ class EAGLEInference(Unique):
         Raises:
             ValueError: As for the class; a folder that does not hold such a model raises its subclass `ModelError`.
         """
-        config, folder = read_line(config, draft_model)
+        config, folder = read_config_and_draft(config, draft_model)
         draft, target, config = load_pair(folder, target_model, config, device, dtype, check_weights)
         engine = cls(draft, target, config, tokenizer=tokenizer, allow_larger_draft=allow_larger_draft)
         if tokenizer is None:

@@ -31,7 +31,7 @@ def read_config(config: Any) -> EAGLEConfig:
     return config or EAGLEConfig()
 
 
-def read_line(config: Any, draft: Any) -> tuple[EAGLEConfig, Any]:
+def read_config_and_draft(config: Any, draft: Any) -> tuple[EAGLEConfig, Any]:
     """Returns the configuration and the draft's folder; both may come from the fields of a server's configuration."""
     if isinstance(config, Mapping) and is_of_server(config):
         config, draft = take_model(config, draft)

@@ -49,12 +49,12 @@ class Chats:
     """
 
     num_ids: int
-    read_chat: Callable[[], ChatTemplate | None]
+    read_chat: Callable[[], ChatTemplate | None] | None
 
     @property
     def chat(self) -> ChatTemplate | None:
         """Returns the chat template, or None."""
-        return self.read_chat()
+        return None if self.read_chat is None else self.read_chat()
 
     def encode_with_spans(self, text: str, is_marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids, and for each the characters [begin, end) of the text that it stands for.

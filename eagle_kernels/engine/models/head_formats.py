@@ -172,8 +172,8 @@ def refuse_other_drafts(config: dict[str, Any], names: Collection[str] = ()) -> 
 
 
 def is_of_other_kind(config: dict[str, Any]) -> bool:
-    """Returns whether config.json says for sure that a model of no kind in `KINDS` has no output for texts; a bare
-    `...Model` may have one that is tied to its embedding."""
+    """Returns whether config.json rules out a causal language model. A bare `...Model` does not: its output may be tied
+    to its embedding."""
     names = _architectures(config)
     return not is_off(config.get("is_encoder_decoder")) or any(re.search("For[A-Z]", name) for name in names)
 

@@ -61,10 +61,6 @@ class Tokenizer(Protocol):
 ReadChat = Callable[[], ChatTemplate | None]
 
 
-def _no_chat() -> None:
-    """Returns the chat template of a tokenizer without one."""
-
-
 class ByteTokenizer(Chats):
     """Encodes text as its bytes in UTF-8, which are ids 0..255; 256 is `<|endoftext|>`, which separates texts.
 
@@ -76,7 +72,7 @@ class ByteTokenizer(Chats):
     eos_token_ids: tuple[int, ...] = (256,)
     special_tokens: Mapping[int, str] = MappingProxyType({256: "<|endoftext|>"})
 
-    def __init__(self, num_ids: int = 257, read_chat: ReadChat = _no_chat) -> None:
+    def __init__(self, num_ids: int = 257, read_chat: ReadChat | None = None) -> None:
         self.num_ids, self.read_chat = max(num_ids, self.vocab_size), read_chat
 
     def encode(self, text: str) -> list[int]:
@@ -146,7 +142,7 @@ class FileTokenizer(Chats):
     """
 
     def __init__(
-        self, backend: Any, eos_token_ids: tuple[int, ...], num_ids: int = 0, read_chat: ReadChat = _no_chat
+        self, backend: Any, eos_token_ids: tuple[int, ...], num_ids: int = 0, read_chat: ReadChat | None = None
     ) -> None:
         backend.no_padding()  # some files have settings of training, which would cut a prompt or fill it
         backend.no_truncation()
@@ -268,7 +264,7 @@ def as_tokenizer(tokenizer: Any, num_ids: int, caller: str) -> Tokenizer:
 
 
 def _copy(backend: Any) -> Any:
-    """Returns a copy, whose settings nobody else changes; the thing itself where parts in Python cannot be copied."""
+    """Returns a copy that the caller's changes do not reach, or the original if it has parts that cannot be copied."""
     try:
         return copy.deepcopy(backend)
     except Exception:  # the package raises nothing narrower

@@ -232,14 +232,14 @@ class StopStrings:
 
     @property
     def num_certain(self) -> int:
-        """How many characters stay whatever comes; those behind them could begin a string."""
+        """Returns how many characters no later token can remove: those behind them may begin a stop string."""
         begin = self._begin
         named, spans = self._named(self.text, begin)
         return min(self._begun(self.text, begin, []), _unnamed(self._begun(named, begin, spans), spans))
 
     @property
     def _begin(self) -> int:
-        """Where a string begins, at the earliest, that what comes may complete."""
+        """Returns the earliest place where a string that is not complete yet may begin."""
         return max(0, len(self.text) - self._longest + 1)
 
     def _named(self, text: str, begin: int) -> tuple[str, list[tuple[int, int]]]:

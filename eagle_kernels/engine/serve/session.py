@@ -238,7 +238,7 @@ class Session(Unique):
         may_change: False raises RuntimeError where it uses another one now.
         """
         on_tree = self._on_tree
-        if on_tree is None:  # who looks at trees looks at those of the configuration
+        if on_tree is None:  # on_tree sees the configured trees, not those that a choice takes
             config = config.on(self.device)
         if speculative:
             check_trees(config, self.draft)

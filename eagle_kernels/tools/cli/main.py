@@ -56,7 +56,7 @@ def _standard_streams() -> Iterator[list[str]]:
     """Puts empty streams in the place of those that the program was started without, as `<&-` and `2>&-` do; yields
     their names.
 
-    Otherwise every use of them would have to think of it, and files would get their numbers.
+    Without this, every write would need a check, and the next file would get descriptor 0, 1 or 2.
     """
     lost = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in lost:
