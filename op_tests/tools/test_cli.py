@@ -442,7 +442,7 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         ),
         (["--target", TARGET, "--speculative-config", '{"method": "draft_model"}'], "--target must come with a source"),
         (["--target", TARGET, "--speculative-config", '{"method": "mtp"}'], f"{TARGET}: holds no next-token modules"),
-        (["--draft", DRAFT], "--draft must come with --target MODEL, the model whose text it drafts"),
+        (["--draft", DRAFT], '--draft, or "model" of --speculative-config, must come with --target MODEL'),
         (
             ["--speculative-config", '{"method": "draft_model"}'],
             "--draft must be given for method='draft_model': the embedded pair has an EAGLE head",

@@ -136,7 +136,7 @@ class Checkpoint:
         refuse_names("unexpected tensors", sorted(self.tensors.keys() - expected.keys()))
         for name, stored in self.tensors.items():
             wanted = expected[name]
-            if stored.dtype.startswith(("F4", "F6")):
+            if stored.dtype.startswith(("F4", "F6_")):
                 raise ModelError(f"tensor {name} has dtype {stored.dtype}, which is not implemented")
             if stored.shape != list(wanted.shape):
                 shapes = f"shape {shown(stored.shape)}, but config.json says {list(wanted.shape)}"
@@ -161,6 +161,11 @@ class Checkpoint:
                     if stored.file_name == file_name:
                         yield name, file.get_tensor(stored.name).to(device)
         _show("")
+
+    def check_index(self) -> None:
+        """Refuses an index of shards without `metadata`, which transformers needs."""
+        if self.index is not None and "metadata" not in read_json(self.folder / self.index):
+            raise ModelError(f'{self.index}: metadata is missing, which transformers needs: add "metadata": {{}}')
 
     def get(self, name: str) -> Tensor:
         """Returns one tensor, on the CPU."""
@@ -306,6 +311,9 @@ def read_config(folder: Path, *, is_optional: bool = False) -> dict[str, Any]:
 
 def _what_is_in(folder: Path) -> str:
     """Returns what a folder without a model holds, as the end of an error."""
+    links = [path.name for path in sorted(folder.iterdir()) if path.is_symlink() and not path.exists()]
+    if links:
+        return f"; the folder holds links to files that are missing ({brief(links[0])}): copy it with cp -L"
     for pattern, told in _OTHER_FILES.items():
         found = next(iter(sorted(folder.glob(pattern))), None)
         if found is not None:

@@ -218,10 +218,11 @@ def _faults_of_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> list[
     if aux_layers == (FINAL_NORM,):
         return []
     if not all(0 <= layer <= num_layers for layer in aux_layers):
-        return [f"aux layers {aux_layers} (hidden_states indices) must lie in 0..{num_layers} for this target"]
-    if all(low < high for low, high in pairwise(aux_layers)):
+        fault = f"aux layers {aux_layers} (hidden_states indices) must lie in 0..{num_layers} for this target"
+    elif all(low < high for low, high in pairwise(aux_layers)):
         return []
-    fault = f"aux layers {aux_layers} (hidden_states indices) do not ascend"
-    if aux_layers == usual_aux_layers(num_layers):
+    else:
+        fault = f"aux layers {aux_layers} (hidden_states indices) do not ascend"
+    if aux_layers == usual_aux_layers(num_layers):  # the head's file names none
         fault += "; targets of fewer than 7 layers need explicit eagle_config.eagle_aux_hidden_state_layer_ids"
     return [fault]

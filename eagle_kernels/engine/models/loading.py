@@ -30,7 +30,7 @@ from .checkpoint import (
     refuse_not_finite,
 )
 from .decoder import Decoder
-from .decoder_config import FAMILIES, DecoderConfig, is_empty, is_off, read_model_type, stated
+from .decoder_config import FAMILIES, DecoderConfig, is_empty, is_off, read_model_type, read_value, stated
 from .draft_head import OPTIONS_IN_FILE, DraftHead
 from .eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from .next_token_modules import NextTokenConfig, NextTokenModules
@@ -82,17 +82,24 @@ def load_target(
         if read_model_type(content) not in FAMILIES:
             device = torch.device("cpu") if device.type == "meta" else device
             return _load_through_transformers(folder, content, checkpoint, device, dtype, check_weights)
-        for name in [name for name in checkpoint.tensors if name.startswith(head_formats.MODULE_PREFIX)]:
-            del checkpoint.tensors[name]  # they are a draft, see `load_draft`
+        tensors = checkpoint.tensors
+        for name in [name for name in tensors if name.startswith(head_formats.MODULE_PREFIX)]:
+            del tensors[name]  # they are a draft, see `load_draft`
+        if "embed_tokens.weight" in tensors:  # of a model that was saved without its output
+            own = {name: name if name.startswith("lm_head.") else f"model.{name}" for name in tensors}
+            checkpoint.tensors = tensors = {own[name]: stored for name, stored in tensors.items()}
         checkpoint.check_layers(content, "num_hidden_layers", "model.layers.")
         config = DecoderConfig.from_dict(content)
         checkpoint.check_sizes(config)
+        both = ("model.embed_tokens.weight", "lm_head.weight")
+        if config.tie_word_embeddings and tensors.keys() >= {*both} and device.type != "meta":
+            config.tie_word_embeddings = torch.equal(*map(checkpoint.get, both))  # else they were trained apart
         with torch.device("meta"):
             target = Decoder(config)
         if config.tie_word_embeddings:
             # allocates the shared weight once, and reads it once if the checkpoint holds it twice
             target.lm_head.weight = None
-            checkpoint.tensors.pop("lm_head.weight", None)
+            tensors.pop("lm_head.weight", None)
         checkpoint.fill(target, device, dtype, check_weights)
         target.tie_weights()
         return target
@@ -135,6 +142,7 @@ def _load_through_transformers(
         advice = "other models need transformers: pip install 'eagle_kernels[transformers]'"
         raise ModelError(f"config.json: model_type is none of {', '.join(FAMILIES)}; {advice}") from None
     checkpoint.check_most_layers(config)
+    checkpoint.check_index()
     _check_tensors(folder, config, checkpoint)
     needed = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values()) * dtype.itemsize
     check_memory(needed, device, f"the weights take {{}} as {dtype}")
@@ -192,7 +200,10 @@ def _check_tensors(folder: Path, config: dict[str, Any], checkpoint: Checkpoint)
     except Exception:
         return
     missing = expected.keys() - {name for name, _ in found.values()} - found.keys() - tied
-    missing = sorted(name for name in missing if not re.search(optional, name))
+    joined = [part.strip("^$") for each in converters for part in each.target_patterns]  # of several names each
+    missing = sorted(
+        name for name in missing if not (re.search(optional, name) or any(part in name for part in joined))
+    )
     advice = f", which a model of model_type={shown(config.get('model_type'))} has"
     refuse_names("missing tensors", missing, advice)
     for name, (theirs, converter) in found.items():
@@ -340,6 +351,7 @@ def read_eos_token_ids(folder: str | Path, vocab_size: int | None = None) -> tup
     with naming(folder):
         configs = (read_json(folder / name, is_optional=True) for name in ("config.json", "generation_config.json"))
         own, chat = map(stated, configs)
+        own = stated(read_value(own, "text_config", dict)) | own  # of a model of images and text
         told = None if vocab_size is None else brief(str(folder), 250)
         vocab_size = own.get("vocab_size") if vocab_size is None else vocab_size
         return end_tokens((own | chat).get("eos_token_id"), vocab_size if is_integer(vocab_size) else None, told)

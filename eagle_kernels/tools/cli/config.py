@@ -113,8 +113,13 @@ def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
 
 def read_folder(text: str) -> Path:
     """Returns the path of a folder; refuses "", which would be the one where the command runs."""
+    return read_path(text, "the path of a folder")
+
+
+def read_path(text: str, kind: str = "a path") -> Path:
+    """Returns a path that is not empty."""
     if not text.strip():
-        raise argparse.ArgumentTypeError(f"must be the path of a folder, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be {kind}, got {text!r}")
     return Path(text)
 
 

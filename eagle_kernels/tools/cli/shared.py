@@ -52,7 +52,9 @@ def load_engine(arguments: argparse.Namespace) -> EAGLEInference:
         ways = '--draft HEAD_OR_SMALLER_MODEL, or --speculative-config \'{"method": "ngram"}\', which needs no draft'
         raise ValueError(f"--target must come with a source of drafts: {ways}")
     if config.needs_model and arguments.target is None and arguments.draft is not None:
-        raise ValueError("--draft must come with --target MODEL, the model whose text it drafts")
+        raise ValueError(
+            '--draft, or "model" of --speculative-config, must come with --target MODEL, whose text it drafts'
+        )
     if not config.needs_model and arguments.draft is not None:
         raise ValueError(f"--draft must not be given for method={config.method!r}, which drafts without a model")
     others = sorted({"mtp", "draft_model"}.intersection(config.methods))

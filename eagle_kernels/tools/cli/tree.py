@@ -15,7 +15,7 @@ from ...runtime.values import is_terminal
 from ..trees.svg import trees_svg
 from ..trees.text import can_draw, tree_text
 from ..trees.view import VerifiedTree, verified_trees
-from .config import add_config_arguments
+from .config import add_config_arguments, read_path
 from .shared import add_machine_arguments, load_engine
 
 _WIDTH = 100  # columns, if the terminal does not tell its width
@@ -29,7 +29,7 @@ def add_tree_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens (default: %(default)s)")
     command.add_argument("--seed", type=int, help="seed of the sampling noise (default: a fresh one, which is printed)")
     command.add_argument(
-        "--svg", type=Path, help="also draw to this .svg file, or to one file for each step in this folder"
+        "--svg", type=read_path, help="also draw to this .svg file, or to one file for each step in this folder"
     )
     add_config_arguments(command)
     add_machine_arguments(command)
