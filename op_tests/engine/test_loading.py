@@ -154,12 +154,51 @@ def test_stored_rope_frequencies_are_ignored(target_folder):
     load_target(target_folder)
 
 
-def test_a_tied_output_that_is_stored_as_well_is_not_read(tmp_path):
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_tied_output_that_is_stored_as_well(tmp_path, caplog, is_same):
+    """It is not read twice; where it was trained apart, it is the output, as in transformers."""
     config = TARGET | {"tie_word_embeddings": True}
     save_folder(Decoder(DecoderConfig.from_dict(config)), config, tmp_path)
-    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(40, 16)}))
+    table = safetensors_torch.load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    stored = table.clone() if is_same else table + 1
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": stored}))
     target = load_target(tmp_path)
-    assert target.lm_head.weight is target.get_input_embeddings().weight and target.lm_head.weight.any()
+    assert (target.lm_head.weight is target.get_input_embeddings().weight) == is_same
+    assert torch.equal(target.lm_head.weight, stored.float())
+    told = f"{tmp_path}: lm_head.weight is not the embedding, although config.json ties them: it is used"
+    assert caplog.messages == ([] if is_same else [told])
+
+
+@pytest.mark.parametrize("edit", ["fp64", "no prefix"])
+def test_weights_as_other_programs_save_them(target_folder, edit):
+    def change(tensors):
+        for name, tensor in list(tensors.items()):
+            del tensors[name]
+            tensors[name if edit == "fp64" else name.removeprefix("model.")] = (
+                tensor.double() if edit == "fp64" else tensor
+            )
+
+    expected = load_target(target_folder).state_dict()
+    edit_tensors(target_folder, change)
+    found = load_target(target_folder).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_end_tokens_of_a_model_of_images_and_text(target_folder):
+    edit_config(target_folder, eos_token_id=None, text_config={"eos_token_id": [3, 99], "vocab_size": 40})
+    assert read_eos_token_ids(target_folder, 40) == (3,)
+    edit_config(target_folder, eos_token_id=5)
+    assert read_eos_token_ids(target_folder, 40) == (5,)
+
+
+def test_links_that_lead_nowhere_are_told(target_folder):
+    (target_folder / "config.json").unlink()
+    (target_folder / "config.json").symlink_to("blobs/missing")
+    told = (
+        r"config.json is missing; the folder holds links to files that are missing \(config.json\): copy it with cp -L"
+    )
+    with pytest.raises(ModelError, match=told):
+        load_target(target_folder)
 
 
 def test_parts_of_a_fused_projection_are_stored_apart(target_folder, tmp_path):

@@ -164,7 +164,7 @@ class Checkpoint:
 
     def check_index(self) -> None:
         """Refuses an index of shards without `metadata`, which transformers needs."""
-        if self.index is not None and "metadata" not in read_json(self.folder / self.index):
+        if "metadata" not in (read_json(self.folder / self.index, is_optional=True) or {"metadata": {}}):
             raise ModelError(f'{self.index}: metadata is missing, which transformers needs: add "metadata": {{}}')
 
     def get(self, name: str) -> Tensor:

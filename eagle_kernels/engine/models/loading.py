@@ -93,7 +93,11 @@ def load_target(
         checkpoint.check_sizes(config)
         both = ("model.embed_tokens.weight", "lm_head.weight")
         if config.tie_word_embeddings and tensors.keys() >= {*both} and device.type != "meta":
-            config.tie_word_embeddings = torch.equal(*map(checkpoint.get, both))  # else they were trained apart
+            config.tie_word_embeddings = torch.equal(*map(checkpoint.get, both))
+            if not config.tie_word_embeddings:  # as transformers 5 reads it
+                _logger.warning(
+                    "%s: lm_head.weight is not the embedding, although config.json ties them: it is used", folder
+                )
         with torch.device("meta"):
             target = Decoder(config)
         if config.tie_word_embeddings:
