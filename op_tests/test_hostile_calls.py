@@ -710,13 +710,16 @@ def engine():
 ENGINE = {
     "a NaN temperature": (
         lambda e: e.generate([1], 1, temperature=NAN),
-        "temperature must be a finite number, got nan",
+        "temperature must be a finite int or float, got nan",
     ),
-    "an infinite one": (lambda e: EAGLEConfig(temperature=math.inf), "temperature must be a finite number, got inf"),
+    "an infinite one": (
+        lambda e: EAGLEConfig(temperature=math.inf),
+        "temperature must be a finite int or float, got inf",
+    ),
     "a negative one": (lambda e: EAGLEConfig(temperature=-1), "temperature must be at least 0, got -1"),
     "of a request": (lambda e: SamplingParams(temperature=NAN), "temperature must be a finite int or float, got nan"),
-    "a NaN top_p": (lambda e: EAGLEConfig(top_p=NAN), "top_p must be a finite number, got nan"),
-    "a NaN min_p": (lambda e: EAGLEConfig(min_p=NAN), "min_p must be a finite number, got nan"),
+    "a NaN top_p": (lambda e: EAGLEConfig(top_p=NAN), "top_p must be a finite int or float, got nan"),
+    "a NaN min_p": (lambda e: EAGLEConfig(min_p=NAN), "min_p must be a finite int or float, got nan"),
     "NaN of a typical rule": (
         lambda e: EAGLEConfig(typical_delta=NAN),
         "typical_delta must be a finite number, got nan",
@@ -746,6 +749,11 @@ ENGINE = {
         lambda e: EAGLEInference(e.draft, e.target, device=True),
         "device must be where the models are, on .*, got True",
     ),
+    "check_weights='no'": (
+        lambda e: EAGLEInference.from_pretrained(None, "x", {"method": "ngram"}, check_weights="no"),
+        "from_pretrained: check_weights must be True or False, got 'no'",
+    ),
+    "a million million samples": (lambda e: e.generate([1], 1, n=10**12), "n must be at most 1048576 for 1 prompts"),
     "a server's truths": (
         lambda e: EAGLEConfig.from_speculative_config({"method": "naive", "topk": True}),
         "topk must be 1 or absent for method='naive', which has no drafts, got True",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.values import read_flag
+from ..runtime.values import read_flag, shown
 from .config.eagle_config import EAGLEConfig
 from .config.given import read_config, read_config_and_draft
 from .models.chat_template import encode_chat
@@ -83,7 +83,7 @@ class EAGLEInference(Unique):
         *,
         allow_larger_draft: bool = False,
     ):
-        target, self.config = as_target(target_model, read_config(config))
+        target, self._config = as_target(target_model, read_config(config))
         config, draft = self.config, None if draft_model is None else as_draft(draft_model)
         self.session = Session(target, draft, tokenizer)
         self.session.check(config)
@@ -276,7 +276,7 @@ class EAGLEInference(Unique):
             ValueError: `request` is no `Request`.
         """
         if not isinstance(request, Request):
-            raise ValueError(f"abort: request must be what submit returned, got {request!r}")
+            raise ValueError(f"abort: request must be what submit returned, got {shown(request)}")
         self.session.abort(request)
 
     def benchmark(
@@ -348,6 +348,7 @@ class EAGLEInference(Unique):
         prompt = read_prompt(token_ids, "next_token_logits: token_ids", self.session.tokenizer_for)
         return self.session.next_token_logits(prompt, self.config)
 
+    config: EAGLEConfig = property(attrgetter("_config"))
     target: TargetModel = property(attrgetter("session.target"))
     draft: DraftModel | None = property(attrgetter("session.draft"))
     device: torch.device = property(attrgetter("session.device"))
@@ -389,7 +390,7 @@ class EAGLEInference(Unique):
     @on_tree.setter
     def on_tree(self, function: Callable[[Verified], None] | None) -> None:
         if not (function is None or callable(function)):
-            raise ValueError(f"EAGLEInference: on_tree must be None or a callable, got {function!r}")
+            raise ValueError(f"EAGLEInference: on_tree must be None or a callable, got {shown(function)}")
         self.session.on_tree = function
 
     def __repr__(self) -> str:

@@ -13,8 +13,13 @@ from typing import NamedTuple
 
 import torch
 
+from .values import shown
+
 # Checks of values, which wait for the device; read once, so that a launch that needs no check pays for none.
-DEBUG = os.environ.get("EAGLE_KERNELS_DEBUG", "0") == "1"
+_DEBUG = os.environ.get("EAGLE_KERNELS_DEBUG", "")
+if _DEBUG not in ("", "0", "1"):
+    raise ValueError(f"EAGLE_KERNELS_DEBUG must be 0 or 1, got {shown(_DEBUG)}")
+DEBUG = _DEBUG == "1"
 
 INTEGER = (torch.int32, torch.int64)
 MAX_INT32 = 2**31 - 1

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from .values import is_word, shown
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPE_NAMES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float": torch.float32,
@@ -21,13 +23,15 @@ def read_placement(
     caller: str, device: str | torch.device | None, dtype: torch.dtype | str | None, *others: str
 ) -> tuple[torch.device, torch.dtype]:
     """Returns the device and the dtype of the weights. None stands for `choose_device()`, as "auto", and float32."""
-    is_free = device is None or device == "auto"
+    is_free = device is None or is_word(device, "auto")
     device = choose_device() if is_free else read_device(f"{caller}: device", device, *others)
     known = torch.float32 if dtype is None else dtype
     if isinstance(known, str):
         known = DTYPE_NAMES.get(known.removeprefix("torch."))
-    if known not in DTYPES:
-        raise ValueError(f"{caller}: dtype must be {', '.join(map(str, DTYPES[:-1]))} or {DTYPES[-1]}, got {dtype!r}")
+    if not (isinstance(known, torch.dtype) and known in DTYPES):
+        raise ValueError(
+            f"{caller}: dtype must be {', '.join(map(str, DTYPES[:-1]))} or {DTYPES[-1]}, got {shown(dtype)}"
+        )
     return device, known
 
 
@@ -47,13 +51,17 @@ def read_device(owner: str, name: str | torch.device, *others: str) -> torch.dev
     """Returns the device if this machine has it; `others` are further names that the caller allows."""
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError):
+    except Exception:  # torch raises what the kind of value makes it raise
         device = None
     if device is None or device.type not in ("cpu", "cuda", *others):
-        raise ValueError(f"{owner} must be {', '.join((*others, 'cpu'))}, cuda or cuda:N, got {name!r}")
+        raise ValueError(f"{owner} must be {', '.join((*others, 'cpu'))}, cuda or cuda:N, got {shown(name)}")
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
         reason = why_no_gpu() or f"this machine has {torch.cuda.device_count()} GPUs that torch can use"
         raise ValueError(f"{owner} {name}: {reason}")
+    if device.type == "cpu" and device.index:
+        raise ValueError(f"{owner} must be cpu without a number, of which there is one, got {shown(name)}")
+    if device.type == "cpu":
+        return torch.device("cpu")
     return device
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any
 
-from .values import is_integer, scalar
+from .values import is_integer, scalar, shown
 
 # what a value must do, in words, and whether it does
 Rule = tuple[str, Callable[[Any], bool]]
+# what the tensors that hold such numbers can hold
+IN_64_BITS: Rule = ("fit in 64 bits", lambda value: -(2**63) <= value < 2**63)
 
 
 def checked(default: Any, *rules: Rule, off: tuple = ()) -> Any:
@@ -18,20 +20,29 @@ def checked(default: Any, *rules: Rule, off: tuple = ()) -> Any:
     return field(default=default, metadata={"rules": rules, "off": off})
 
 
+def same_as(record: type, name: str) -> Any:
+    """Defines a field with the default and the rules that another dataclass has for it."""
+    each = next(each for each in fields(record) if each.name == name)
+    return field(default=each.default, metadata=each.metadata)
+
+
 def integer(default: int | None, *rules: Rule, off: tuple = ()) -> Any:
     """Defines a field of ints, with further rules."""
-    return checked(default, ("be an int or None" if default is None else "be an int", is_integer), *rules, off=off)
+    is_int: Rule = ("be an int or None" if default is None else "be an int", is_integer)
+    return checked(default, is_int, *rules, IN_64_BITS, off=off)
 
 
 def number(default: float | None, *rules: Rule, off: tuple = ()) -> Any:
     """Defines a field of finite numbers, with further rules."""
-    is_finite: Rule = ("be a finite number", lambda value: -math.inf < value < math.inf)
+    is_finite: Rule = ("be a finite number", lambda value: abs(value) <= sys.float_info.max)
     return checked(default, ("be a number", is_number), is_finite, *rules, off=off)
 
 
 def one_of(*choices: str) -> Any:
     """Defines a field with some choices, of which the first one is the default."""
-    return checked(choices[0], (f"be one of {list(choices)}", lambda value: value in choices))
+    return checked(
+        choices[0], (f"be one of {list(choices)}", lambda value: isinstance(value, str) and value in choices)
+    )
 
 
 def at_least(least: float) -> Rule:
@@ -56,7 +67,7 @@ class Validated:
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
-            raise ValueError(f"{type(self).__name__}: {name} must {rule}, got {getattr(self, name)!r}")
+            raise ValueError(f"{type(self).__name__}: {name} must {rule}, got {shown(getattr(self, name))}")
 
     def _check_each_field(self) -> None:
         for each in fields(self):

@@ -16,6 +16,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_int64(value: Any) -> bool:
+    """Returns whether a value is an int that tensors of 64 bits hold."""
+    return is_integer(value) and -(2**63) <= value < 2**63
+
+
 def are_integers(values: Any) -> bool:
     """Returns whether a value is a list or tuple of ints alone; a long prompt should take no time that one notices."""
     return isinstance(values, (list, tuple)) and {*map(type, values)} <= {int}
@@ -100,25 +105,56 @@ def read_flag(name: str, value: bool) -> bool:
 def shown(value: Any) -> str:
     """Returns a value as an error shows it: in one line, whatever was passed."""
     try:
-        text = " ".join(repr(value).split())
+        text = repr(value)
     except Exception:  # ints with thousands of digits, tensors without values
         text = f"one that cannot be shown, of type {type(value).__name__}"
+    return one_line(text)
+
+
+def shown_name(name: Any) -> str:
+    """Returns a name that a caller made up, without quotes: in one line, with escapes for what cannot be printed."""
+    return one_line(repr(str(name))[1:-1])
+
+
+def one_line(text: str) -> str:
+    """Returns a text in one line of at most 60 characters."""
+    text = " ".join(text.split())
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def text_of(error: BaseException) -> str:
+    """Returns what an error says; its class where it says nothing, or fails to."""
+    try:
+        return str(error).strip() or type(error).__name__
+    except Exception:  # an error of a caller's own, whose __str__ is at fault
+        return type(error).__name__
 
 
 def first_line(error: Exception) -> str:
     """Returns the first line of an error, and after a colon the next one; its class where it says nothing."""
-    first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+    first, *rest = text_of(error).splitlines()
     first = first.rstrip()
     return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of a JSON text; raises ValueError where it is no JSON, or more than Python can hold."""
+    """Returns the value of a JSON text; raises ValueError where it is no JSON, or more than Python can hold.
+
+    So it does where an object names a field twice: Python would keep the last one alone.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_as_object)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the field {shown_name(twice)} is there more than once")
+    return made
 
 
 def as_tuples(value: Any) -> Any:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import numpy
 import pytest
 import torch
 
-from eagle_kernels import EAGLEConfig
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
+from op_tests.engine.hostile import refused
+from op_tests.engine.toys import ToyModel
 
 SIMULATE = {"accept_policy": "simulate"}
 
@@ -178,6 +181,10 @@ def test_trees_are_known_to_be_good_when_a_config_is_made(method):
 def test_a_config_cannot_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         EAGLEConfig().topk = 4
+    engine = EAGLEInference(None, ToyModel(), {"method": "ngram"})
+    for config in ({"topk": 2}, EAGLEConfig(2), None):
+        with pytest.raises(AttributeError, match="property 'config' of 'EAGLEInference' object has no setter"):
+            engine.config = config
 
 
 @pytest.mark.parametrize(
@@ -191,11 +198,11 @@ def test_a_config_cannot_change():
         ({"topk": True}, "topk must be an int, got True"),
         ({"num_steps": 2.0}, "num_steps must be an int, got 2.0"),
         ({"num_draft_tokens": 4.0}, "num_draft_tokens must be an int or None, got 4.0"),
-        ({"temperature": "1"}, "temperature must be a number, got '1'"),
-        ({"temperature": None}, "temperature must be a number, got None"),
-        ({"top_k": 1.0}, "top_k must be an int, got 1.0"),
-        ({"top_p": "0.9"}, "top_p must be a number, got '0.9'"),
-        ({"min_p": True}, "min_p must be a number, got True"),
+        ({"temperature": "1"}, "temperature must be a finite int or float, got '1'"),
+        ({"temperature": None}, "temperature must be a finite int or float, got None"),
+        ({"top_k": 1.0}, r"top_k must be an int of at least 0 \(0: off\), below 2\^31, got 1.0"),
+        ({"top_p": "0.9"}, "top_p must be a finite int or float, got '0.9'"),
+        ({"min_p": True}, "min_p must be a finite int or float, got True"),
         ({"eos_token_ids": ["a"]}, r"eos_token_ids must be None or a tuple of token ids, got \('a',\)"),
         ({"max_length": "64"}, "max_length must be an int or None, got '64'"),
         ({"page_size": 16.0}, "page_size must be an int, got 16.0"),
@@ -207,7 +214,7 @@ def test_a_config_cannot_change():
         ({"num_draft_tokens": 1}, "num_draft_tokens must lie in 2"),
         ({"num_draft_tokens": 257}, "= 256 for topk=8"),
         ({"temperature": -0.1}, "temperature must be at least 0, got -0.1"),
-        ({"top_k": -2}, "top_k must be at least 0, got -2"),
+        ({"top_k": -2}, r"top_k must be an int of at least 0 \(0: off\), below 2\^31, got -2"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
         ({"min_p": 1.5}, "min_p must lie in 0..1"),
         ({"page_size": 24}, "page_size must be a power of two up to 256, got 24"),
@@ -254,9 +261,25 @@ def test_a_config_cannot_change():
             for method in ("ngram", "suffix", "naive", ("ngram", "naive"))
         ),
         ({"tree_mask_mode": "dense"}, "tree_mask_mode must be one of"),
+        ({"temperature": 1e300}, r"temperature must be a finite int or float, got 1e\+300"),
+        ({"temperature": 10**400}, "temperature must be a finite int or float, got 10*[.]{3}$"),
+        ({"top_k": 2**31}, "top_k must be an int of at least 0 .*, got 2147483648"),
+        ({"max_step_ms": 10**400}, "max_step_ms must be a finite number, got 10*[.]{3}$"),
         ({"tree_mask_mode": "qlen_only_bitpacking", "num_draft_tokens": 33}, "at most 32 for qlen_only_bitpacking"),
     ],
 )
 def test_bad_values_are_named(values, message):
     with pytest.raises(ValueError, match="EAGLEConfig: .*" + message):
         EAGLEConfig(**values)
+
+
+ODD = {"digits": 10**5000, "array": numpy.array(["a", "b"]), "tensor": torch.ones(9, 9), "dict": {0: 1}, "list": [[{}]]}
+
+
+@pytest.mark.parametrize("kind", [EAGLEConfig, SamplingParams])
+@pytest.mark.parametrize("odd", ODD)
+def test_values_of_any_type_are_refused_in_one_line(kind, odd):
+    """By the class that has the field, which is named with the rule."""
+    for field in dataclasses.fields(kind):
+        if (field.name, odd) != ("stop", "array"):  # which is fine
+            assert re.match(rf"{kind.__name__}: \w+ must .*, got ", refused(kind, **{field.name: ODD[odd]})), field.name

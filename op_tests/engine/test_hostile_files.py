@@ -28,6 +28,7 @@ from eagle_kernels.engine.models.decoder_config import DecoderConfig  # noqa: E4
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids, read_head  # noqa: E402
 from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
 from eagle_kernels.engine.models.tokenizer import check_same_vocabulary, load_tokenizer  # noqa: E402
+from eagle_kernels.runtime.values import parse_json  # noqa: E402
 from eagle_kernels.tools.cli.main import main  # noqa: E402
 from eagle_kernels.tools.training import answers, trainer  # noqa: E402
 from eagle_kernels.tools.training.chat import chat_format_of  # noqa: E402
@@ -680,3 +681,15 @@ def test_a_checkpoint_of_training_that_holds_code(tmp_path):
         path.write_bytes(content)
         told = refused(run._restore, Stage("head", 1, 1, 1.0, 0.0, 1.0), module, optimizer)
         assert told.startswith(f"{tmp_path}: head.pt cannot be ") and "weights_only" not in told
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "c": 2, "a": 1}}]'])
+def test_a_field_that_is_there_twice_is_refused(originals, tmp_path, text, capsys):
+    """In the command line and in files: Python would keep the last one alone."""
+    assert refused(parse_json, text) == "the field a is there more than once"
+    with pytest.raises(SystemExit):
+        main(["generate", "a", "--speculative-config", text])
+    assert "(the field a is there more than once)" in capsys.readouterr().err
+    shutil.copytree(originals / "target", tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text(text)
+    assert "config.json" in (told := refused(load_target, tmp_path / "target")) and "the field a is there" in told

@@ -9,7 +9,13 @@ import numpy
 import pytest
 import torch
 
-from eagle_kernels.engine.requests.inputs import read_max_new_tokens, read_prompt, read_prompts, read_seeds
+from eagle_kernels.engine.requests.inputs import (
+    read_max_new_tokens,
+    read_prompt,
+    read_prompts,
+    read_samples,
+    read_seeds,
+)
 
 NESTED: list = []
 NESTED.append(NESTED)
@@ -145,8 +151,10 @@ def test_one_seed_as_a_tensor():
         ([1, None], "seeds must be ints, got None"),
         (True, "seeds must be ints, got True"),
         ([2**63, 0], "seeds must fit in 64 bits"),
+        (10**5000, "seeds must fit in 64 bits, got one that cannot be shown, of type int"),
         ([1], "got 1 for 2 prompts"),
     ],
+    ids=lambda value: type(value).__name__,
 )
 def test_other_seeds_are_refused(seeds, message):
     with pytest.raises(ValueError, match="^generate: " + message + "|" + message + "$"):
@@ -160,3 +168,19 @@ def test_max_new_tokens():
             read_max_new_tokens(value)
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
         read_max_new_tokens(0)
+    with pytest.raises(ValueError, match="max_new_tokens must fit in 64 bits, got one that cannot be shown"):
+        read_max_new_tokens(10**5000)
+
+
+def test_samples():
+    assert read_samples(numpy.int64(3), 2, "generate") == 3 and read_samples(2**19, 2, "generate") == 2**19
+    for n, message in (
+        (0, "generate: n must be an int of at least 1, got 0"),
+        (2**19 + 1, "generate: n must be at most 524288 for 2 prompts, 1048576 requests in all, got 524289"),
+        (10**5000, "generate: n must be at most 524288 for 2 prompts, .* got one that cannot be shown"),
+        (torch.ones(9, 9), r"generate: n must be an int of at least 1, got tensor\(.*\.\.\.$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_samples(n, 2, "generate")
+    with pytest.raises(ValueError, match="input_ids must hold at most 1048576 prompts, got 1048577"):
+        read_samples(1, 2**20 + 1, "generate")

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+from pathlib import Path
 
 import numpy
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.tokenizer import ByteDetokenizer
+from eagle_kernels.engine.requests.names import agree
 from op_tests.engine.toys import ToyModel
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9]]
@@ -59,6 +61,9 @@ SAME = [
      {"stop": ("q",)}),
     ({"do_sample": numpy.bool_(False)}, {}),
     ({"top_logprobs_num": 3, "return_logprob": False}, {"top_logprobs": 3}),
+    ({"top_n_tokens": 3}, {"top_logprobs": 3}),
+    ({"max_new_tokens": None, "max_tokens": 5, "max_completion_tokens": None}, {"max_new_tokens": 5}),
+    ({"stop_token_ids": [4], "stop": ["q"], "stop_strings": numpy.array(["q"])}, {"stop_token_ids": 4, "stop": "q"}),
 ]  # fmt: skip
 
 
@@ -119,6 +124,35 @@ def test_configurations_have_one_form():
     assert EAGLEConfig(**theirs) == ours and hash(EAGLEConfig(**theirs)) == hash(ours)
     assert EAGLEConfig(eos_token_ids=torch.tensor([2, 3])).eos_token_ids == (2, 3)
     assert EAGLEConfig.chain(3, max_num_seqs=4) == EAGLEConfig.chain(3, max_batch=4)
+    assert EAGLEConfig.chain(num_speculative_tokens=3) == EAGLEConfig.chain(3, topk=1, speculative_num_steps=3)
+    assert EAGLEConfig.naive_eagle(block_size=8) == EAGLEConfig(1, 1, 2, page_size=8)
+    assert EAGLEConfig.tree(speculative_eagle_topk=5, num_steps=3) == EAGLEConfig(5, 3, 56)
+    assert EAGLEConfig.tree(method=numpy.array(["ngram", "suffix"])).num_verify_tokens == 41
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        (Path("a"), "a", True),
+        ("a/", Path("a"), True),
+        ("a", "b", False),
+        (torch.float32, "float32", True),
+        ("torch.half", torch.float16, True),
+        (torch.float32, "half", False),
+        ([[1, 2]], torch.tensor([[1, 2]]), True),
+        ([[1, 2]], numpy.array([1, 2]), False),
+        (1, True, False),
+        (1, 1.0, False),
+        (EAGLEConfig(2), EAGLEConfig(2), True),
+        (EAGLEConfig(2), EAGLEConfig(3), False),
+        ({"a": numpy.zeros(2)}, {"a": numpy.zeros(2)}, False),
+        (torch.zeros(2, device="meta"), torch.zeros(2, device="meta"), False),
+        (10**5000, 10**5000, True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_agree_whatever_their_types(one, other, is_same):
+    assert agree(one, other) is agree(other, one) is is_same
 
 
 @pytest.mark.parametrize(
@@ -144,6 +178,15 @@ def test_configurations_have_one_form():
         (lambda e: SamplingParams(do_sample=True), "do_sample must agree with temperature=0.0, which decodes greedily"),
         (lambda e: SamplingParams(do_sample=1), "do_sample must be True or False, got 1"),
         (lambda e: EAGLEConfig(do_sample=False, temperature=1.0), "do_sample must agree with temperature=1.0, which s"),
+        (lambda e: SamplingParams(**{"a\n" * 99: 1}), r"SamplingParams: there is no field a\na\n"),
+        (lambda e: EAGLEConfig(prompt_lookup_max=3), "prompt_lookup_max must be None or absent, since max_ngram"),
+        (lambda e: EAGLEConfig(num_drafts=3), "there is no field num_drafts; EAGLEConfig.chain has num_drafts"),
+        (lambda e: EAGLEConfig.chain(3, topk=2), "EAGLEConfig.chain: topk must be 1 or absent, since chain"),
+        (lambda e: EAGLEConfig.chain(3, speculative_num_steps=2), "num_steps must be 3 or absent, since chain"),
+        (lambda e: EAGLEConfig.chain(3, num_draft_tokens=5), "num_draft_tokens must be 4 or absent, since"),
+        (lambda e: EAGLEConfig.chain(3, colour=2), "EAGLEConfig.chain: there is no field colour; there are"),
+        (lambda e: EAGLEConfig.naive_eagle(topk=2), "naive_eagle: topk must be 1 or absent, since naive"),
+        (lambda e: EAGLEConfig.tree(2, speculative_eagle_topk=3), "tree: speculative_eagle_topk must agree with"),
         (lambda e: EAGLEConfig(max_tokens=3), "EAGLEConfig: there is no field max_tokens; SamplingParams has max_new"),
         (lambda e: EAGLEConfig(num_speculative_tokens=3), "since EAGLEConfig.chain(N) drafts N tokens"),
         (lambda e: EAGLEConfig(4, speculative_eagle_topk=5), "speculative_eagle_topk must agree with topk = 4"),

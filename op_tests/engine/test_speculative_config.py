@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+import numpy
 import pytest
+import torch
 
 from eagle_kernels import EAGLEConfig
 from eagle_kernels.engine.config.speculative_config import FIELDS
+from op_tests.engine.hostile import refused
 
 READ = [
     (
@@ -244,3 +247,54 @@ REFUSED = [
 def test_what_cannot_be_honoured_is_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         EAGLEConfig.from_speculative_config(fields)
+
+
+JOINED = [
+    ({"method": "ngram"}, {"topk": 4}, EAGLEConfig(4, method="ngram")),
+    ({"method": "ngram"}, {"speculative_eagle_topk": 4, "block_size": 8}, EAGLEConfig(4, method="ngram", page_size=8)),
+    ({"method": "ngram"}, {"num_speculative_tokens": 4}, EAGLEConfig.chain(4, method="ngram")),
+    (
+        {"method": "eagle3", "num_speculative_tokens": 3},
+        {"method": "eagle", "topk": 1, "num_steps": 3},
+        EAGLEConfig.chain(3, method="eagle"),
+    ),
+    ({"method": "ngram", "num_speculative_tokens": 3}, {"topk": 4}, "num_speculative_tokens must be absent where topk"),
+    ({"method": "ngram", "topk": 4}, {"speculative_eagle_topk": 5}, "topk must be 4 or absent beside fields that say"),
+    (
+        {"method": "ngram"},
+        {"method": "suffix"},
+        "method must be 'ngram' or absent beside fields that say so, got 'suff",
+    ),
+    ({"method": "ngram", "verify_strategy": "greedy"}, {"verify_strategy": "topp"}, "verify_strategy must be 'greedy'"),
+    ({"method": "ngram", "rejection_sample_method": "standard"}, {"verify_strategy": "topp"}, "without another verify"),
+    (
+        {"method": "ngram", "benchmark_mode": True},
+        {"accept_policy": "normal"},
+        "benchmark_mode must come with no accep",
+    ),
+    (
+        {"method": "ngram", "prompt_lookup_max": 4},
+        {"max_ngram_size": 5},
+        "prompt_lookup_max must agree with max_ngram_",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "others", "wanted"), JOINED)
+def test_further_fields_contradict_none(fields, others, wanted):
+    if isinstance(wanted, str):
+        assert wanted in refused(EAGLEConfig.from_speculative_config, fields, **others)
+    else:
+        assert EAGLEConfig.from_speculative_config(fields, **others) == wanted
+
+
+@pytest.mark.parametrize(
+    "value",
+    [numpy.array(["a", "b"]), torch.zeros(3), torch.zeros(9, 9), 10**5000],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("name", sorted(FIELDS - {"method", "model"}))
+def test_values_of_any_type_are_refused_by_name(name, value):
+    for method in ("mtp", "ngram"):
+        told = refused(EAGLEConfig.from_speculative_config, {"method": method, name: value})
+        assert "must" in told and "got" in told

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import pickle
 import re
 import shutil
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.models import loading
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from eagle_kernels.engine.requests.request import StopStrings
@@ -514,3 +516,13 @@ def test_text_says_why_there_is_no_tokenizer(tmp_path):
         engine.tokenizer.encode("a")
     with pytest.raises(ValueError, match=f"stop strings need the tokenizer of the target: {path} cannot be read: "):
         engine.submit([1], SamplingParams(stop=("a",)))
+
+
+def test_a_tokenizer_goes_to_other_processes(byte_level_folder):
+    """With its chat template, which the copy reads anew."""
+    for folder in (byte_level_folder, loading.demo_pair()[0]):
+        tokenizer = load_tokenizer(folder)
+        copied = pickle.loads(pickle.dumps(tokenizer))
+        assert copied.encode("import os") == tokenizer.encode("import os")
+        assert copied.decode(tokenizer.encode("import os")) == "import os"
+        assert (copied.chat is None) == (tokenizer.chat is None)

@@ -469,10 +469,10 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (["--num-steps", 65], "num_steps must lie in 1..64 for topk=8, got 65"),
         (["--num-draft-tokens", 1000], "num_draft_tokens must lie in 2..min(256,"),
         (["--topk", 1, "--num-draft-tokens", 7], "= 6 for topk=1, num_steps=5 (the root counts), got 7"),
-        (["--max-new-tokens", 0], "max_new_tokens must be at least 1, got 0"),
+        (["--max-new-tokens", 0], "--max-new-tokens must be at least 1, got 0"),
         (["--max-new-tokens", 1024], "exceed the 1024 tokens"),
         (["--temperature", -1], "temperature must be at least 0, got -1.0"),
-        (["--temperature", "nan"], "temperature must be a finite number, got nan"),
+        (["--temperature", "nan"], "temperature must be a finite int or float, got nan"),
         (["--top-p", 0], "top_p must lie in (0, 1]"),
         (["--accept-policy", "simulate"], "accept_policy must come with one of simulated_accept_length, "),
         (
@@ -487,6 +487,10 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (
             ["--target", TARGET, "--speculative-config", '{"method": "eagle", "model": ""}'],
             "speculative_config: model must be the folder of a draft, got ''",
+        ),
+        (
+            ["--max-new-tokens", 4000],
+            "tokens + --max-new-tokens 4000 exceed the 1024 tokens that the target and max_length allow",
         ),
         (["--speculative-config", "{}"], "speculative_config: method must be given, got None"),
         (
@@ -522,7 +526,7 @@ def test_running_out_of_memory_is_one_line(capsys, monkeypatch):
 
 def test_bad_prompts_are_named(capsys):
     assert complaint(capsys, prompt="") == "prompt 0 is empty; it must hold at least one token"
-    assert "prompt 0 of 1020 tokens + max_new_tokens=128 exceed the 1024" in complaint(capsys, prompt="x" * 1020)
+    assert "prompt 0 of 1020 tokens + --max-new-tokens 128 exceed the 1024" in complaint(capsys, prompt="x" * 1020)
 
 
 def test_limits_are_checked_before_the_warm_up(capsys, monkeypatch):
@@ -532,7 +536,7 @@ def test_limits_are_checked_before_the_warm_up(capsys, monkeypatch):
         engine.generate(prompt, 1)
 
     monkeypatch.setattr(generate_command, "warm_up", short_generation)
-    assert "max_new_tokens=128 exceed" in complaint(capsys, prompt="x" * 1024)
+    assert "--max-new-tokens 128 exceed" in complaint(capsys, prompt="x" * 1024)
 
 
 @pytest.mark.parametrize("which", ["target", "draft"])

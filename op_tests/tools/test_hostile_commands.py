@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -196,9 +197,11 @@ def test_a_program_without_standard_streams(name, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "command", [["generate", "a", "--device", "cpu", "--max-new-tokens", "2"], ["env"], ["--help"]]
 )
-@pytest.mark.parametrize("buffering", [1, -1])
+@pytest.mark.parametrize("buffering", [1, -1, 0])
 def test_a_full_disk_is_told(command, buffering, monkeypatch, capsys):
-    full = open("/dev/full", "w", buffering=buffering)  # noqa: SIM115
+    is_raw = buffering == 0  # as with PYTHONUNBUFFERED, where nothing is left to be written at the end
+    full = open("/dev/full", "wb" if is_raw else "w", buffering=buffering)  # noqa: SIM115
+    full = io.TextIOWrapper(full, write_through=True) if is_raw else full
     monkeypatch.setattr(sys, "stdout", full)
     assert main(command) == 1 and capsys.readouterr().err == "error: standard output: No space left on device\n"
     with contextlib.suppress(OSError):
@@ -267,7 +270,7 @@ def test_the_choice_of_the_device(machine, monkeypatch, recwarn):
     told = []
     machine(gpus=2, build="13.0")
     assert placement.read_placement("x", None, None) == (torch.device("cuda"), torch.float32)
-    assert placement.read_placement("x", "cpu", None) == (torch.device("cpu"), torch.float32)
+    assert placement.read_placement("x", "cpu:0", None) == (torch.device("cpu"), torch.float32)
     assert placement.read_placement("x", None, torch.float16) == (torch.device("cuda"), torch.float16)
     assert placement.choose_device(told.append).type == "cuda"
     machine(gpus=0, build=None, files=())
@@ -377,3 +380,26 @@ def test_a_terminal_with_a_bar_gets_no_lines(monkeypatch, capsys):
     for step in (1, 2):
         progress.update(step, torch.tensor(1.0))
     assert pipe.getvalue() == "" and "head" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "message"),
+    [
+        ("cpu:3", None, "x: device must be cpu without a number, of which there is one, got 'cpu:3'"),
+        (torch.ones(9, 9), None, "x: device must be cpu, cuda or cuda:N, got tensor("),
+        (10**5000, None, "x: device must be cpu, cuda or cuda:N, got one that cannot be shown"),
+        ("cpu", numpy.ones(9), "x: dtype must be torch.float32, torch.bfloat16 or torch.float16, got array("),
+        ("cpu", torch.int8, "torch.float16, got torch.int8"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_places_of_any_type_are_refused_in_one_line(device, dtype, message):
+    assert message in refused(placement.read_placement, "x", device, dtype)
+
+
+def test_a_switch_is_on_or_off(monkeypatch):
+    for value, is_on in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("EAGLE_KERNELS_DEBUG", value)
+        assert runpy.run_module("eagle_kernels.runtime.check")["DEBUG"] is is_on
+    monkeypatch.setenv("EAGLE_KERNELS_DEBUG", "yes")
+    assert refused(runpy.run_module, "eagle_kernels.runtime.check") == "EAGLE_KERNELS_DEBUG must be 0 or 1, got 'yes'"

@@ -249,7 +249,7 @@ def test_methods_without_a_model_and_texts_without_a_step(capsys):
         (["--accept-policy", "accept_all"], "--accept-policy must be normal for trees that the target has verified"),
         (["--svg", __file__], "--svg must be a file that ends with .svg or a folder, got"),
         (["--svg", "/no/folder/a.svg"], "--svg must be in a folder that exists, got /no/folder/a.svg"),
-        (["--max-new-tokens", 0], "stream: max_new_tokens must be at least 1, got 0"),
+        (["--max-new-tokens", 0], "--max-new-tokens must be at least 1, got 0"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

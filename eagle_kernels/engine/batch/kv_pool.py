@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..models.protocol import Angles, KVShape
+from ...runtime.values import is_integer, shown
+from ..models.protocol import Angles, KVShape, ModelError
 from .transfer import to_device
 
 # a plan takes a launch, and saves less than a microsecond a layer
@@ -23,7 +24,7 @@ class KVPool:
         size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
         self.k_cache = torch.zeros(size, dtype=dtype, device=device)
         self.v_cache = torch.zeros(size, dtype=dtype, device=device)
-        self.page_size = page_size
+        self.page_size, self.num_layers = page_size, shape.num_layers
 
 
 class _PoolAttend:
@@ -65,7 +66,11 @@ class _PoolAttend:
     def _write(
         self, layer: int, key: Tensor, value: Tensor, angles: Angles | None, query: Tensor | None = None
     ) -> Tensor:
-        rows, pool = (key.flatten(0, 1), value.flatten(0, 1)), self._pool
+        pool = self._pool
+        if not (is_integer(layer) and 0 <= layer < pool.num_layers):  # -1 would be the last one
+            rule = f"lie in 0..{pool.num_layers - 1}, below num_layers of the model's kv_shape"
+            raise ModelError(f"EAGLEInference: layer of attend must {rule}, got {shown(layer)}")
+        rows = key.flatten(0, 1), value.flatten(0, 1)
         rotation = {} if angles is None else angles._asdict()
         if query is not None:
             rotation["query"] = query.flatten(0, 1)

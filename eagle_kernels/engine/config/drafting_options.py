@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from ...ops.draft.ngram_match import MAX_NGRAM
@@ -10,6 +12,7 @@ from ...ops.tree.build_tree import MAX_NODES
 from ...ops.tree.organize_draft_results import MAX_CANDIDATES
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...runtime.validated import Validated, at_least, between, integer, number, one_of
+from ...runtime.values import as_tuples, is_int64, is_integer, is_word, scalar, several, shown
 from ..requests.sampling_params import SamplingParams
 
 # kinds of draft models, each with its method
@@ -86,7 +89,7 @@ class DraftingOptions(Validated):
             rule = f"None or one of the methods {list(self.methods)}"
             if self.method is None:
                 rule = "None for method=None, with which the draft model drafts for all requests"
-            return f"drafter must be {rule}, got {params.drafter!r}"
+            return f"drafter must be {rule}, got {shown(params.drafter)}"
         return None
 
     @property
@@ -100,7 +103,7 @@ class DraftingOptions(Validated):
         if self.methods == ("naive",):
             return True
         others = {"ngram", "suffix", "hybrid"}.intersection(self.methods)
-        return self.needs_model and not others and self.verify_strategy != "rejection"
+        return self.needs_model and not others and not is_word(self.verify_strategy, "rejection")
 
     @property
     def _num_candidates(self) -> int:
@@ -149,10 +152,12 @@ class DraftingOptions(Validated):
 
     def _check_method(self) -> None:
         if not isinstance(self.method, tuple):
-            is_known = self.method is None or self.method in METHODS
+            is_known = self.method is None or isinstance(self.method, str) and self.method in METHODS
             self._require(is_known, "method", f"be None, one of {list(METHODS)} or a tuple of several")
             return
-        is_choice = all(method in METHODS for method in self.method) and 1 < len(self.method) == len(set(self.method))
+        is_choice = all(isinstance(method, str) and method in METHODS for method in self.method) and 1 < len(
+            self.method
+        ) == len(set(self.method))
         self._require(is_choice, "method", f"be a tuple of two or more different methods of {list(METHODS)}")
         is_one = len(set(MODEL_KINDS).intersection(self.method)) < 2
         self._require(is_one, "method", "hold at most one of eagle, mtp and draft_model: there is one draft model")
@@ -173,3 +178,29 @@ class DraftingOptions(Validated):
         self._require(self.num_verify_tokens > 1 + self.topk * levels, "num_draft_tokens", rule)
         rule = "not be 'rejection' for method='hybrid', since n-gram drafts are not sampled"
         self._require(self.verify_strategy != "rejection", "verify_strategy", rule)
+
+
+def default_nodes(wanted: int, topk: Any, num_steps: Any, others: Mapping[str, Any]) -> int:
+    """Returns the nodes of a tree, as many as wanted or all that it has; values are checked elsewhere."""
+    topk, num_steps, method = scalar(topk), scalar(num_steps), as_tuples(others.get("method"))
+    are_sizes = is_integer(topk) and is_integer(num_steps) and min(topk, num_steps) > 0
+    if not (are_sizes and all(name is None or isinstance(name, str) for name in several(method) or ())):
+        return wanted
+    strategy = others.get("verify_strategy", DraftingOptions.verify_strategy)
+    made = DraftingOptions(topk, num_steps, method=method, verify_strategy=strategy)
+    return min(wanted, 1 + made._num_candidates)
+
+
+def is_table(value: Any) -> bool:
+    """Returns whether a value has the form of a table of trees, for ascending numbers of requests."""
+    if not (isinstance(value, tuple) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in value)):
+        return False
+    limits = [most for most, _ in value]
+    is_ascending = all(map(is_int64, limits)) and limits == sorted(set(limits)) and bool(limits) and limits[0] > 0
+    return is_ascending and all(tree is None or is_tree(tree) for _, tree in value)
+
+
+def is_tree(value: Any, most: int = 3) -> bool:
+    """Returns whether a value has the form of a tree: three to `most` numbers, whose rules are checked elsewhere."""
+    is_long = isinstance(value, tuple) and 3 <= len(value) <= most
+    return is_long and all(isinstance(number, (int, float, str, type(None))) for number in value)

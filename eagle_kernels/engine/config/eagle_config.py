@@ -11,12 +11,12 @@ import torch
 from ...ops.tree.build_tree import TreeMaskMode
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
-from ...runtime.validated import Rule, above, at_least, checked, integer, is_number, number, one_of
-from ...runtime.values import as_tuples, is_integer, scalar, several
-from ..requests.names import takes_other_names
-from ..requests.sampling_params import MIN_P_RULE, TOP_P_RULE
-from .drafting_options import DraftingOptions
-from .speculative_config import check_fields_are_read, read_speculative_config
+from ...runtime.validated import Rule, above, at_least, checked, integer, is_number, number, one_of, same_as
+from ...runtime.values import as_tuples, is_int64, is_integer, scalar, several, shown
+from ..requests.names import join_fields, read_names, takes_other_names
+from ..requests.sampling_params import SamplingParams
+from .drafting_options import DraftingOptions, default_nodes, is_table, is_tree
+from .speculative_config import FIELDS, add_fields, check_fields_are_read, read_speculative_config
 
 _FLAG: Rule = ("be True or False", lambda flag: isinstance(flag, bool))
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
@@ -131,10 +131,10 @@ class EAGLEConfig(DraftingOptions):
             ends where the path of first children ends, so trees may accept less; chains (topk=1) do not.
     """
 
-    temperature: float = number(0.0, at_least(0))
-    top_k: int = integer(0, at_least(0), off=(-1, None))
-    top_p: float = number(1.0, TOP_P_RULE, off=(None,))
-    min_p: float = number(0.0, MIN_P_RULE, off=(None,))
+    temperature: float = same_as(SamplingParams, "temperature")
+    top_k: int = same_as(SamplingParams, "top_k")
+    top_p: float = same_as(SamplingParams, "top_p")
+    min_p: float = same_as(SamplingParams, "min_p")
     eos_token_ids: tuple[int, ...] | None = None
     max_length: int | None = integer(None, at_least(2))
     page_size: int = integer(16, (f"be a power of two up to {MAX_PAGE_SIZE}", lambda size: size in _PAGE_SIZES))
@@ -161,7 +161,7 @@ class EAGLEConfig(DraftingOptions):
         if any(getattr(self, name) is not None for name in _SIMULATED) and self.accept_policy == "normal":
             object.__setattr__(self, "accept_policy", "simulate")
         self._check_each_field()
-        are_tokens = all(map(is_integer, self.eos_token_ids or ()))
+        are_tokens = all(map(is_int64, self.eos_token_ids or ()))
         self._require(are_tokens, "eos_token_ids", "be None or a tuple of token ids")
         self._check_drafting()
         self._check_mask()
@@ -178,19 +178,24 @@ class EAGLEConfig(DraftingOptions):
     @classmethod
     def naive_eagle(cls, **others: Any) -> EAGLEConfig:
         """Returns one draft a step, the head's best, which pays even in large batches; `others` are further fields."""
-        return cls(topk=1, num_steps=1, num_draft_tokens=2, **others)
+        return cls._fixing("naive_eagle", 1, others)
 
     @classmethod
     def chain(cls, num_drafts: int, **others: Any) -> EAGLEConfig:
         """Returns a chain of `num_drafts` drafts, one below the other; `others` are further fields."""
         num_drafts = scalar(num_drafts)
         if not is_integer(num_drafts) or num_drafts < 1:
-            raise ValueError(f"EAGLEConfig.chain: num_drafts must be an int of at least 1, got {num_drafts!r}")
-        return cls(topk=1, num_steps=num_drafts, num_draft_tokens=num_drafts + 1, **others)
+            raise ValueError(f"EAGLEConfig.chain: num_drafts must be an int of at least 1, got {shown(num_drafts)}")
+        return cls._fixing("chain", num_drafts, others)
 
     @classmethod
-    def tree(cls, topk: int = 8, num_steps: int = 5, num_draft_tokens: int = 64, **others: Any) -> EAGLEConfig:
-        """Returns a tree of `num_draft_tokens` nodes, root included; `topk`, `num_steps`, `others`: as in the class."""
+    def tree(cls, topk: int = 8, num_steps: int = 5, num_draft_tokens: int | None = None, **others: Any) -> EAGLEConfig:
+        """Returns a tree of `num_draft_tokens` nodes, root included; `topk`, `num_steps`, `others`: as in the class.
+
+        num_draft_tokens: None: 64, or all candidates and the root if they are fewer.
+        """
+        if num_draft_tokens is None:
+            num_draft_tokens = default_nodes(64, topk, num_steps, others)
         return cls(topk=topk, num_steps=num_steps, num_draft_tokens=num_draft_tokens, **others)
 
     @classmethod
@@ -202,14 +207,24 @@ class EAGLEConfig(DraftingOptions):
                 (`speculative_config.FIELDS`). For a tree, give topk, num_steps and num_draft_tokens of this class in
                 place of num_speculative_tokens; without any of these one token is drafted. Other absent fields have
                 this class's defaults; so verify_strategy is `target_match`, not FastDeploy's lossy `topp`.
-            others: Further fields of this class.
+            others: Further fields, of this class or of such a configuration, which must not contradict `fields`.
 
         Raises:
             ValueError: A field is unknown, breaks its rule or contradicts another.
         """
-        made = cls(**read_speculative_config(fields) | others)
+        names = {*CONFIG_FIELDS, *FIELDS} - {"model"}
+        others = read_names("EAGLEConfig.from_speculative_config", others, names)
+        whole = add_fields(fields, others)
+        made = cls(**read_speculative_config(whole), **{name: others[name] for name in others.keys() - FIELDS})
         check_fields_are_read(fields, made)
         return made
+
+    @classmethod
+    def _fixing(cls, name: str, num_drafts: int, others: Mapping[str, Any]) -> EAGLEConfig:
+        """Returns a chain for one of the methods above."""
+        fixed = {"topk": 1, "num_steps": num_drafts, "num_draft_tokens": num_drafts + 1}
+        reason = f"{name} makes a chain of {shown(num_drafts)} {'draft' if num_drafts == 1 else 'drafts'}"
+        return cls(**join_fields(f"EAGLEConfig.{name}", fixed, others, CONFIG_FIELDS, reason))
 
     def on(self, device: torch.device) -> EAGLEConfig:
         """Returns the configuration as a device serves it: a GPU chooses the tree if none is asked for."""
@@ -311,7 +326,8 @@ class EAGLEConfig(DraftingOptions):
 
     def _check_mask(self) -> None:
         modes = [str(mode) for mode in TreeMaskMode]
-        self._require(str(self.tree_mask_mode) in modes, "tree_mask_mode", f"be one of {modes}")
+        is_mode = isinstance(self.tree_mask_mode, str) and str(self.tree_mask_mode) in modes
+        self._require(is_mode, "tree_mask_mode", f"be one of {modes}")
         if self.tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
             self._require(self.num_verify_tokens <= 32, "num_draft_tokens", "be at most 32 for qlen_only_bitpacking")
         if self.tree_mask_mode == TreeMaskMode.FULL_MASK:
@@ -352,7 +368,7 @@ class EAGLEConfig(DraftingOptions):
         rule = "be pairs of a tree (topk, num_steps, num_draft_tokens), and mean_draft_tokens of those that have one, "
         rule += "and a number of at least 1, each tree once"
         is_table = isinstance(lengths, tuple) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in lengths)
-        is_table = is_table and all(_is_tree(tree, 4) and is_number(mean) and mean >= 1 for tree, mean in lengths)
+        is_table = is_table and all(is_tree(tree, 4) and is_number(mean) and mean >= 1 for tree, mean in lengths)
         self._require(is_table and len(dict(lengths)) == len(lengths), name, rule)
         self._require(self.adaptive is not None, name, "come with adaptive; without it give simulated_accept_length")
         wanted, given = set(self._tree_sizes()), set(dict(lengths))
@@ -368,23 +384,8 @@ class EAGLEConfig(DraftingOptions):
         if self.adaptive == "auto":
             return
         rule = "be None, 'auto' or ascending ((most requests, (topk, num_steps, num_draft_tokens) or None), ...)"
-        self._require(_is_table(self.adaptive), "adaptive", rule)
+        self._require(is_table(self.adaptive), "adaptive", rule)
         self._require(self.max_spec_batch is None, "max_spec_batch", "be None where adaptive has a table that says it")
 
 
 CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
-
-
-def _is_table(value: Any) -> bool:
-    """Returns whether a value has the form of a table of trees, for ascending numbers of requests."""
-    if not (isinstance(value, tuple) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in value)):
-        return False
-    limits = [most for most, _ in value]
-    is_ascending = all(map(is_integer, limits)) and limits == sorted(set(limits)) and bool(limits) and limits[0] > 0
-    return is_ascending and all(tree is None or _is_tree(tree) for _, tree in value)
-
-
-def _is_tree(value: Any, most: int = 3) -> bool:
-    """Returns whether a value has the form of a tree: three to `most` numbers, whose rules are checked elsewhere."""
-    is_long = isinstance(value, tuple) and 3 <= len(value) <= most
-    return is_long and not any(isinstance(number, tuple) for number in value)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...runtime.values import is_integer, is_word, scalar
-from ..requests.names import read_names
+from ...runtime.values import is_integer, is_word, scalar, shown
+from ..requests.names import agree, read_names
 from .drafting_options import DraftingOptions
 
 # other names of methods; FastDeploy's enumeration says ngram_match, its documentation ngram
@@ -43,11 +43,28 @@ def take_model(given: Mapping[str, Any], draft: Any = None) -> tuple[dict[str, A
     if not isinstance(model, (str, Path)) or model == "":
         _fail("model", "be the folder of a draft", model)
     if draft is not None:
-        _fail("model", f"be absent where the draft is given as {str(draft)!r}", model)
+        _fail("model", f"be absent where the draft is given as {shown(str(draft))}", model)
     if _means_suffix(fields):
         rule = "be absent with fields of suffix decoding under method='mtp', which mean drafts without a model"
         _fail("model", rule, model)
     return fields, Path(model)
+
+
+def add_fields(given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a server's fields with those of others that such a configuration may have; refuses contradictions.
+
+    What the others say may also be what a given field means, such as num_steps=5 beside num_speculative_tokens=5.
+    """
+    meant, own = read_speculative_config(given), _own(given)
+    is_counted = any(own.get(name) is not None for name in ("num_speculative_tokens", "num_model_steps"))
+    for name in sorted(others.keys() & FIELDS):
+        value = others[name]
+        if agree(meant.get(name), value) and (name in own or name == "method" or name in _OF_TREES and is_counted):
+            continue
+        if name in own and not agree(own[name], value):
+            _fail(name, f"be {shown(own[name])} or absent beside fields that say so", value)
+        own[name] = value
+    return own
 
 
 def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,21 +78,21 @@ def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     method = _method(given)
     fields = {"method": method} | _sizes(given, method) | {name: given[name] for name in _SAME if name in given}
     for name, ours in _NAMES.items():
-        if name in given and fields.setdefault(ours, given[name]) != given[name]:
-            _fail(name, f"agree with {ours} = {fields[ours]!r}, since both mean the same", given[name])
+        if name in given and not agree(fields.setdefault(ours, given[name]), given[name]):
+            _fail(name, f"agree with {ours} = {shown(fields[ours])}, since both mean the same", given[name])
     # vLLM's rule: where one is given the other is the same
     for name, other in zip(_NAMES, reversed(_NAMES.values())):
         if name in given:
             fields.setdefault(other, given[name])
     if "rejection_sample_method" in given:
         name = given["rejection_sample_method"]
-        if name != "standard" or fields.setdefault("verify_strategy", "rejection") != "rejection":
+        if not is_word(name, "standard") or not is_word(fields.setdefault("verify_strategy", "rejection"), "rejection"):
             rule = "be 'standard', without another verify_strategy"
             _fail("rejection_sample_method", rule, name)
     is_benchmark = given.get("benchmark_mode", False)
     if not isinstance(is_benchmark, bool):
         _fail("benchmark_mode", "be true or false", is_benchmark)
-    if is_benchmark and fields.setdefault("accept_policy", "reject_all") != "reject_all":
+    if is_benchmark and not is_word(fields.setdefault("accept_policy", "reject_all"), "reject_all"):
         _fail("benchmark_mode", "come with no accept_policy but 'reject_all', which it means", fields["accept_policy"])
     return fields
 
@@ -87,7 +104,7 @@ def check_fields_are_read(given: Mapping[str, Any], made: DraftingOptions) -> No
         values = made.methods if chosen == "method" else (made.verify_strategy,)
         for name in names:
             default = getattr(DraftingOptions, _NAMES.get(name, name))
-            if name in given and given[name] != default and not owners.intersection(values):
+            if name in given and not agree(given[name], default) and not owners.intersection(values):
                 rule = f"be {default!r} or absent for {chosen}={getattr(made, chosen)!r}, which does not read it"
                 _fail(name, rule, given[name])
 
@@ -106,11 +123,11 @@ def _method(given: Mapping[str, Any]) -> str:
     name = "mtp" if name.endswith("_mtp") else name  # vLLM names the family, too
     method = "suffix" if _means_suffix(given) else _METHODS.get(name, name)
     strategy = given.get("mtp_strategy", "default")
-    if strategy not in ("default", "with_ngram"):
+    if not any(is_word(strategy, word) for word in ("default", "with_ngram")):
         _fail("mtp_strategy", "be 'default' or 'with_ngram'", strategy)
     if strategy == "with_ngram":
         if method not in ("mtp", "eagle", "hybrid"):
-            _fail("mtp_strategy", f"be 'default' for method={name!r}, which drafts without a head", strategy)
+            _fail("mtp_strategy", f"be 'default' for method={shown(name)}, which drafts without a head", strategy)
         return "hybrid"
     if method == "hybrid" and "mtp_strategy" in given:
         _fail("mtp_strategy", "be 'with_ngram' for method='hybrid'", strategy)
@@ -135,7 +152,7 @@ def _sizes(given: Mapping[str, Any], method: str) -> dict[str, int]:
     if "num_speculative_tokens" in given and count < (levels or 1):
         _fail("num_speculative_tokens", f"be at least num_model_steps = {levels}", count)
     if not has_model and levels not in (None, 1):
-        _fail("num_model_steps", f"be 1 or absent for method={method!r}, which has no model", levels)
+        _fail("num_model_steps", f"be 1 or absent for method={shown(method)}, which has no model", levels)
     tree = {name: given[name] for name in _OF_TREES if name in given}
     if tree:
         if "num_speculative_tokens" in given:
@@ -160,13 +177,13 @@ def _sizes(given: Mapping[str, Any], method: str) -> dict[str, int]:
 
 def _means_suffix(given: Mapping[str, Any]) -> bool:
     """Returns whether `mtp` stands for suffix decoding: some of its fields say something."""
-    is_asked = any(name in given and given[name] != getattr(DraftingOptions, name) for name in _SUFFIX)
-    return is_asked and given.get("method") == "mtp" and given.get("mtp_strategy", "default") == "default"
+    is_asked = any(name in given and not agree(given[name], getattr(DraftingOptions, name)) for name in _SUFFIX)
+    return is_asked and is_word(given.get("method"), "mtp") and is_word(given.get("mtp_strategy", "default"), "default")
 
 
 def _fail_form(given: Any) -> NoReturn:
-    raise ValueError(f"speculative_config: must be a mapping of fields, got {given!r}")
+    raise ValueError(f"speculative_config: must be a mapping of fields, got {shown(given)}")
 
 
 def _fail(name: str, rule: str, value: Any) -> NoReturn:
-    raise ValueError(f"speculative_config: {name} must {rule}, got {value!r}")
+    raise ValueError(f"speculative_config: {name} must {rule}, got {shown(value)}")

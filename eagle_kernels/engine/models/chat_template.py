@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,23 @@ def _compiled(source: str) -> tuple[Any, set[str]]:
         raise ModelError(f"the chat template cannot be read: line {error.lineno}: {first_line(error)}") from None
 
 
+class FolderChat:
+    """Returns the chat template of a folder, which is read once. A copy in another process reads it anew."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self) -> ChatTemplate | None:
+        return self._template
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_folder": self._folder}
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        return read_chat_template(self._folder)
+
+
 def read_chat_template(folder: Path) -> ChatTemplate | None:
     """Returns the chat template of a model folder, as transformers would find it; None if there is none."""
     with naming(folder):
@@ -158,7 +175,7 @@ def read_conversations(messages: Any, caller: str) -> tuple[list[list[dict[str, 
 
 def _read_messages(messages: Sequence[Any], caller: str) -> list[dict[str, Any]]:
     if not messages:
-        raise ValueError(f"{caller}: messages must hold at least one message, got {messages!r}")
+        raise ValueError(f"{caller}: messages must hold at least one message, got {shown(messages)}")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(f"{caller}: messages must be {_FORM}, but message {index} is {shown(message)}")

@@ -390,5 +390,5 @@ def read_dtype(folder: str | Path) -> str:
         dtype = config.get("dtype") or config.get("torch_dtype")
         if dtype not in map(str, DTYPE_NAMES):
             rule = f"name one of {', '.join(DTYPE_NAMES)} for dtype='auto'"
-            raise ModelError(f"config.json: dtype must {rule}, got {dtype!r}")
+            raise ModelError(f"config.json: dtype must {rule}, got {shown(dtype)}")
     return dtype

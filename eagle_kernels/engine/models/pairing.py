@@ -6,20 +6,22 @@ import logging
 import operator
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ...runtime.placement import is_same_device, read_placement, rounds_fp32_matmuls
+from ...runtime.placement import DTYPES, is_same_device, read_placement, rounds_fp32_matmuls
+from ...runtime.values import is_integer, is_word, read_flag, scalar, shown
 from ..config.drafting_options import MODEL_KINDS
 from ..config.eagle_config import EAGLEConfig
 from .causal_draft import CausalDraft
 from .checkpoint import brief, read_folder
 from .head_formats import KINDS, MODULE_PREFIX
 from .loading import end_tokens, load_draft, load_target, read_dtype, read_eos_token_ids, read_kind
-from .protocol import DraftModel, ModelError, TargetModel
+from .protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel
 from .tokenizer import check_same_vocabulary
 from .transformers_target import TransformersTarget
 
@@ -27,8 +29,49 @@ _logger = logging.getLogger(__name__)
 
 # models of another library, or what is no model at all, lack some of these
 _DRAFT_MEMBERS = ("forward", "max_length", "kv_shape")
+_ABSENT = object()
 _ORDER = "the order is EAGLEInference(draft_model, target_model)"
 _TARGET_MEMBERS = (*_DRAFT_MEMBERS, "vocab_size", "hidden_size", "device", "dtype")
+
+
+def _is_size(value: Any) -> bool:
+    return is_integer(scalar(value)) and 0 < value < 2**63
+
+
+def _is_offsets(value: Any) -> bool:
+    return value is None or isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype == torch.int64
+
+
+_SIZE = "an int of at least 1", _is_size
+# what models say of themselves (`protocol`): what it must be, in words, and whether it is that
+_ATTRIBUTES = {
+    "vocab_size": _SIZE,
+    "hidden_size": _SIZE,
+    "draft_vocab_size": _SIZE,
+    "max_length": _SIZE,
+    "num_modules": _SIZE,
+    "kv_shape": (
+        "a KVShape(num_layers, num_kv_heads, head_dim) of ints of at least 1",
+        lambda shape: all(_is_size(getattr(shape, name, None)) for name in KVShape._fields),
+    ),
+    "device": ("a torch.device", lambda device: isinstance(device, torch.device)),
+    "dtype": (
+        f"one of {', '.join(map(str, DTYPES))}",
+        lambda dtype: isinstance(dtype, torch.dtype) and dtype in DTYPES,
+    ),
+    "token_shift": ("0 or 1", lambda shift: is_word(shift, 0) or is_word(shift, 1)),
+    "aux_layers": (
+        "a tuple of ints, the target's streams",
+        lambda layers: isinstance(layers, (tuple, list)) and all(map(is_integer, layers)),
+    ),
+    "draft_to_target": ("None or offsets [draft_vocab_size] of torch.int64", _is_offsets),
+    "method": (  # what is no name may be a function of the model's own
+        f"None or one of {list(MODEL_KINDS)}",
+        lambda method: not isinstance(method, str) or method in MODEL_KINDS,
+    ),
+}
+# those that a draft has before it is bound
+_UNBOUND = ("device", "dtype", "token_shift", "method")
 
 
 def as_target(model: Any, config: EAGLEConfig) -> tuple[TargetModel, EAGLEConfig]:
@@ -42,6 +85,7 @@ def as_target(model: Any, config: EAGLEConfig) -> tuple[TargetModel, EAGLEConfig
         raise ValueError(f"EAGLEInference: {rule}, got {type(model).__name__}, which is a draft; {_ORDER}")
     target = _of_transformers(model)
     _check_members("target_model", "a TargetModel or a model of transformers", target, _TARGET_MEMBERS)
+    _check_attributes("target_model", target, _TARGET_MEMBERS[1:])
     ends = None if target is model else getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if ends is not None and config.eos_token_ids is None:
         config = replace(config, eos_token_ids=end_tokens(ends, target.vocab_size, type(model).__name__))
@@ -65,8 +109,9 @@ def load_pair(
     check_weights: bool,
 ) -> tuple[DraftModel | None, TargetModel, EAGLEConfig]:
     """Loads the models of two folders; the configuration gets the target's end tokens where it names none."""
+    read_flag("EAGLEInference.from_pretrained: check_weights", check_weights)
     chosen = _choose_draft(target_folder, draft_folder, config)
-    dtype = read_dtype(target_folder) if dtype == "auto" else dtype
+    dtype = read_dtype(target_folder) if is_word(dtype, "auto") else dtype
     place = read_placement("EAGLEInference.from_pretrained", device, dtype)
     target = load_target(target_folder, *place, check_weights=check_weights)
     if config.eos_token_ids is None:
@@ -130,6 +175,11 @@ def as_draft(model: Any) -> DraftModel:
     """Returns `model` as a draft model: a plain language model, also of transformers, drafts without features."""
     model = _of_transformers(model)
     _check_members("draft_model", "a DraftModel, a TargetModel or a model of transformers", model, _DRAFT_MEMBERS)
+    if not hasattr(model, "token_shift"):
+        members = (*_DRAFT_MEMBERS, "vocab_size")
+        _check_members("draft_model", "a TargetModel", model, members)
+        _check_attributes("draft_model", model, members[1:])
+    _check_attributes("draft_model", model, _UNBOUND)
     return model if hasattr(model, "token_shift") else CausalDraft(model)
 
 
@@ -151,6 +201,11 @@ def bind_draft(draft: DraftModel, target: TargetModel, allow_larger_draft: bool)
             raise ValueError(f"EAGLEInference: the draft's {name} must be the target's, {of_target}, got {of_draft}")
     if hasattr(draft, "bind"):
         draft.bind(target)
+    _check_members(
+        "draft_model", "a DraftModel", draft, ("vocab_size", "draft_vocab_size", "aux_layers", "draft_to_target")
+    )
+    _check_attributes("draft_model", draft, _ATTRIBUTES.keys() - {"hidden_size"})
+    _check_streams(draft, target)
     if draft.vocab_size != target.vocab_size:
         rule = f"the draft must have the target's {target.vocab_size} tokens, got {draft.vocab_size}"
         if not isinstance(draft, CausalDraft):
@@ -168,14 +223,16 @@ def bind_draft(draft: DraftModel, target: TargetModel, allow_larger_draft: bool)
 
 def check_device(device: Any, target: TargetModel) -> None:
     """Raises ValueError where a caller names another device than the target's; None names none."""
-    if device is None or device == "auto":
+    if device is None or is_word(device, "auto"):
         return
     try:
         is_device = is_same_device(torch.device(device), target.device)
-    except (RuntimeError, TypeError):
+    except Exception:  # torch raises what the kind of value makes it raise
         is_device = False
     if not is_device:
-        raise ValueError(f"EAGLEInference: device must be where the models are, on {target.device}, got {device!r}")
+        raise ValueError(
+            f"EAGLEInference: device must be where the models are, on {target.device}, got {shown(device)}"
+        )
 
 
 def check_deterministic(config: EAGLEConfig, target: TargetModel) -> None:
@@ -208,7 +265,7 @@ def check_method(config: EAGLEConfig, draft: DraftModel | None) -> None:
         raise ValueError(f"EAGLEInference: {rule}, got None")
     own = getattr(draft, "method", None)
     for method in config.methods:
-        if own in MODEL_KINDS and method in MODEL_KINDS and method != own:
+        if isinstance(own, str) and method in MODEL_KINDS and method != own:
             rule = f"method must be {own!r} or None for a draft of {type(draft).__name__}"
             raise ValueError(f"EAGLEInference: {rule}, got {method!r}")
 
@@ -239,6 +296,34 @@ def _check_members(name: str, kind: str, model: Any, members: tuple[str, ...]) -
         value = repr(model) if isinstance(model, (str, Path)) else type(model).__name__
         ways = "EAGLEInference.from_pretrained loads folders"
         raise ValueError(f"EAGLEInference: {name} must be {kind}, which has {missing[0]}, got {value}; {ways}")
+
+
+def _check_attributes(name: str, model: Any, attributes: Iterable[str]) -> None:
+    """Raises ValueError where a model says something of itself that it cannot mean; it need not have all of these."""
+    for attribute in attributes:
+        rule, holds = _ATTRIBUTES[attribute]
+        value = getattr(model, attribute, _ABSENT)
+        is_optional = name == "draft_model" and attribute in ("device", "dtype") and value is None
+        if value is not _ABSENT and not is_optional and not holds(value):
+            model_class = type(getattr(model, "model", model)).__name__
+            told = f"{attribute} of {name} ({model_class}) must be {rule}"
+            raise ValueError(f"EAGLEInference: {told}, got {shown(value)}")
+
+
+def _check_streams(draft: DraftModel, target: TargetModel) -> None:
+    """Raises ValueError where a draft reads streams that its target has not, or its offsets do not fit its tokens."""
+    most, offsets, model_class = target.kv_shape.num_layers, draft.draft_to_target, type(draft).__name__
+    if not all(FINAL_NORM <= layer <= most for layer in draft.aux_layers):
+        rule = f"aux_layers of draft_model ({model_class}) must lie in {FINAL_NORM}..{most}, the target's streams"
+        raise ValueError(f"EAGLEInference: {rule}, got {shown(draft.aux_layers)}")
+    if offsets is not None and not is_same_device(offsets.device, target.device):
+        rule = f"draft_to_target of draft_model ({model_class}) must be on {target.device}"
+        raise ValueError(f"EAGLEInference: {rule}, got {offsets.device}")
+    num_offsets = draft.vocab_size if offsets is None else len(offsets)
+    if num_offsets != draft.draft_vocab_size:
+        got = "None" if offsets is None else f"{num_offsets} offsets"
+        rule = f"must be offsets of the {draft.draft_vocab_size} tokens of draft_vocab_size"
+        raise ValueError(f"EAGLEInference: draft_to_target of draft_model ({model_class}) {rule}, got {got}")
 
 
 def _of_transformers(model: Any) -> Any:

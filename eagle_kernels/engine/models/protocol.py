@@ -115,18 +115,26 @@ class DraftOutput(NamedTuple):
 _Output = TypeVar("_Output", TargetOutput, DraftOutput)
 
 
-def checked(model: Any, output: _Output, rows: Sequence[int], width: int, second: int | None) -> _Output:
+def checked(
+    model: Any,
+    kind: type[_Output],
+    output: Any,
+    rows: Sequence[int],
+    width: int,
+    second: tuple[int | None, ...] | None,
+    dtype_of_second: torch.dtype | None = None,
+) -> _Output:
     """Returns what a model's forward returned; raises ModelError where it is not what the engine asked for.
 
-    rows: the first sizes of its logits, whose last one is `width`. second: the width of its features or hidden, for all
-    rows that it was given; None: nobody reads them. NaN is looked for with EAGLE_KERNELS_DEBUG=1 alone, since that
-    waits for the device.
+    rows: the first sizes of its logits, whose last one is `width`. second: the shape of its features or hidden, with
+    None for any size; None: nobody reads them. NaN is looked for with EAGLE_KERNELS_DEBUG=1 alone, since that waits for
+    the device.
     """
-    kind = "DraftOutput(logits, hidden)" if hasattr(model, "draft_vocab_size") else "TargetOutput(logits, features)"
+    wanted = f"{kind.__name__}({', '.join(kind._fields)})"
 
     def refuse(rule: str, got: str) -> ModelError:
         model_class = type(getattr(model, "model", model)).__name__
-        return ModelError(f"EAGLEInference: forward of {model_class} must return {kind} {rule}, got {got}")
+        return ModelError(f"EAGLEInference: forward of {model_class} must return {wanted} {rule}, got {got}")
 
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor)):
         raise refuse("with tensors in it", _told(output))
@@ -138,11 +146,20 @@ def checked(model: Any, output: _Output, rows: Sequence[int], width: int, second
         raise refuse(f"with logits in its dtype, {dtype}, or in float32", _told(logits))
     if device is not None and not is_same_device(logits.device, device):
         raise refuse(f"with logits on its device, {device}", _told(logits))
-    if second is not None and not (isinstance(other, Tensor) and other.dim() == 3 and other.shape[2] == second):
-        raise refuse(f"whose second tensor has a width of {second}", _told(other))
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        raise refuse("with logits without gaps in their last axis", f"strides {list(logits.stride())}")
+    if second is not None:
+        name, sizes = kind._fields[1], other.shape if isinstance(other, Tensor) else ()
+        if len(sizes) != len(second) or any(size not in (None, got) for size, got in zip(second, sizes)):
+            told = str([*second]).replace("None", "H")
+            raise refuse(f"with {name} {told}", _told(other))
+        if other.dtype != dtype_of_second:
+            raise refuse(f"with {name} in {dtype_of_second}", _told(other))
+        if not is_same_device(other.device, logits.device):
+            raise refuse(f"with {name} on {logits.device}", _told(other))
     if check.can_read(logits) and logits.isnan().any():
         raise refuse("without NaN in its logits", f"{int(logits.isnan().sum())} of them")
-    return output
+    return output if isinstance(output, kind) else kind(logits, other)
 
 
 def _told(value: Any) -> str:
@@ -164,7 +181,8 @@ def run_target(
         count = 1
     elif which.get("last_rows") is not None:
         count = len(which["last_rows"])
-    return checked(target, output, (size, count), target.vocab_size, len(capture) * target.hidden_size or None)
+    features = (*tokens.shape, len(capture) * target.hidden_size) if capture else None
+    return checked(target, TargetOutput, output, (size, count), target.vocab_size, features, target.dtype)
 
 
 def run_draft(
@@ -172,7 +190,8 @@ def run_draft(
 ) -> DraftOutput:
     """Runs a draft and checks what it returns."""
     output = model.forward(tokens, hidden, positions, attend, from_target=from_target)
-    return checked(model, output, tokens.shape, model.draft_vocab_size, None)
+    second = (*tokens.shape, None if from_target else hidden.shape[-1])
+    return checked(model, DraftOutput, output, tokens.shape, model.draft_vocab_size, second, hidden.dtype)
 
 
 class TargetModel(Protocol):

@@ -7,14 +7,14 @@ import filecmp
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from ...runtime.values import first_line, is_integer, shown, utf8_fault
-from .chat_template import Chats, ChatTemplate, chat_template_of, read_chat_template
+from .chat_template import Chats, ChatTemplate, FolderChat, chat_template_of
 from .checkpoint import brief, check_file_size, naming, read_config, read_folder, read_json
 from .decoder_config import read_value
 from .detokenizer import ByteStep, Chain, ChainDetokenizer, WindowDetokenizer
@@ -217,7 +217,7 @@ def load_tokenizer(folder: str | Path, num_ids: int = 0) -> Tokenizer:
         size = read_config(folder, is_optional=True).get("vocab_size")
     num_ids = max(num_ids, size if is_integer(size) else 0)
     if holds_bytes(folder):
-        return ByteTokenizer(num_ids, cache(partial(read_chat_template, folder)))
+        return ByteTokenizer(num_ids, FolderChat(folder))
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{brief(str(folder), 250)} holds no tokenizer.json, and its config names no ByteTokenizer")
@@ -232,7 +232,7 @@ def load_tokenizer(folder: str | Path, num_ids: int = 0) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise ModelError(f"{brief(str(path), 250)} cannot be read: {first_line(error)}") from None
-    return FileTokenizer(backend, read_eos_token_ids(folder), num_ids, cache(partial(read_chat_template, folder)))
+    return FileTokenizer(backend, read_eos_token_ids(folder), num_ids, FolderChat(folder))
 
 
 _MEMBERS = ("encode", "decode", "detokenizer", "vocab_size", "eos_token_ids")

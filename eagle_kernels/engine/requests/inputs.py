@@ -17,6 +17,8 @@ Seeds = int | Sequence[int] | Tensor | None
 # all that requests ask for, of all prompts or of each; or how many tokens alone
 Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
 Asked = int | SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
+# of one call: their objects take a few kilobytes each
+MOST_REQUESTS = 2**20
 # of an engine: its tokenizer, for what needs one
 TokenizerFor = Callable[[str], Tokenizer]
 
@@ -87,7 +89,7 @@ def encode_texts(
     many = [texts] if isinstance(texts, str) else texts
     prompts = [tokenizer.encode(text) for text in many]
     if not all(prompts):
-        raise ValueError(f"{name} must hold at least one token, got {many[prompts.index([])]!r}")
+        raise ValueError(f"{name} must hold at least one token, got {shown(many[prompts.index([])])}")
     return prompts[0] if isinstance(texts, str) else prompts
 
 
@@ -106,7 +108,7 @@ def read_seeds(seeds: Seeds, count: int, caller: str = "generate", num_samples: 
         if not is_integer(seed):
             raise ValueError(f"{caller}: seeds must be ints, got {shown(seed)}")
         if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"{caller}: seeds must fit in 64 bits, got {seed}")
+            raise ValueError(f"{caller}: seeds must fit in 64 bits, got {shown(seed)}")
     if len(seeds) != count:
         raise ValueError(f"{caller}: seeds must be one for all or one per prompt, got {len(seeds)} for {count} prompts")
     return [(seed + sample + 2**63) % 2**64 - 2**63 for seed in seeds for sample in range(num_samples)]
@@ -122,13 +124,28 @@ DEFAULT_TOKENS: int = Unset(128)
 DEFAULT_SEED: int = Unset(0)
 
 
+def read_samples(n: Any, count: int, caller: str) -> int:
+    """Returns the number of samples of each of `count` prompts: a positive int, so that all requests fit in memory."""
+    n = scalar(n)
+    if not (is_integer(n) and n >= 1):
+        raise ValueError(f"{caller}: n must be an int of at least 1, got {shown(n)}")
+    if n * count > MOST_REQUESTS:
+        rule = f"n must be at most {MOST_REQUESTS // count} for {count} prompts"
+        if count > MOST_REQUESTS:
+            raise ValueError(f"{caller}: input_ids must hold at most {MOST_REQUESTS} prompts, got {count}")
+        raise ValueError(f"{caller}: {rule}, {MOST_REQUESTS} requests in all, got {shown(n)}")
+    return n
+
+
 def read_max_new_tokens(max_new_tokens: int, caller: str = "generate") -> int:
     """Returns the limit, a positive int."""
     max_new_tokens = scalar(max_new_tokens)
     if not is_integer(max_new_tokens):
         raise ValueError(f"{caller}: max_new_tokens must be an int, got {shown(max_new_tokens)}")
     if max_new_tokens < 1:
-        raise ValueError(f"{caller}: max_new_tokens must be at least 1, got {max_new_tokens}")
+        raise ValueError(f"{caller}: max_new_tokens must be at least 1, got {shown(max_new_tokens)}")
+    if max_new_tokens >= 2**63:
+        raise ValueError(f"{caller}: max_new_tokens must fit in 64 bits, got {shown(max_new_tokens)}")
     return int(max_new_tokens)
 
 
@@ -153,5 +170,7 @@ def read_call_params(
     params = [read_params(each, name) for each in many]
     is_limited = not is_in_place and not isinstance(max_new_tokens, Unset)
     if is_limited and any(each.max_new_tokens != read_max_new_tokens(max_new_tokens, caller) for each in params):
-        raise ValueError(f"{caller}: max_new_tokens must be that of the params that are given, got {max_new_tokens}")
+        raise ValueError(
+            f"{caller}: max_new_tokens must be that of the params that are given, got {shown(max_new_tokens)}"
+        )
     return params

@@ -12,10 +12,12 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from pathlib import PurePath
 from typing import Any, NoReturn, TypeVar
 
+from ...runtime.placement import DTYPE_NAMES
 from ...runtime.validated import is_number
-from ...runtime.values import is_word, scalar, shown
+from ...runtime.values import as_tuples, is_word, scalar, shown, shown_name
 
 Class = TypeVar("Class", bound=type)
 
@@ -24,8 +26,8 @@ _SAME = (
     ("max_new_tokens", "max_tokens", "max_completion_tokens"),
     ("min_new_tokens", "min_tokens"),
     ("eos_token_ids", "eos_token_id"),
-    ("stop", "stop_strings"),
-    ("top_logprobs", "top_logprobs_num"),
+    ("stop", "stop_strings", "stop_sequences"),
+    ("top_logprobs", "top_logprobs_num", "top_n_tokens"),
     ("n", "num_return_sequences"),
     ("seeds", "seed", "sampling_seed"),
     ("progress", "use_tqdm"),
@@ -33,6 +35,7 @@ _SAME = (
     ("input_ids", "prompts", "prompt", "inputs", "text", "token_ids", "prompt_token_ids"),
     ("topk", "speculative_eagle_topk"),
     ("num_steps", "speculative_num_steps"),
+    ("num_drafts", "num_speculative_tokens"),
     ("num_draft_tokens", "speculative_num_draft_tokens"),
     ("max_batch", "max_num_seqs", "max_running_requests"),
     ("max_length", "max_model_len", "context_length"),
@@ -91,8 +94,11 @@ _SAYS_NOTHING = (
      "there are no grammars; stop takes strings"),
     ("prompt_lookup_num_tokens num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
      "assistant_early_exit assistant_lookbehind assistant_ensemble_weight assistant_tokenizer target_lookbehind "
-     "is_assistant max_matching_ngram_size speculation_type use_mtp draft_sample_method", (),
+     "is_assistant speculation_type use_mtp draft_sample_method", (),
      "EAGLEConfig says how drafts are made; chain(N, method='ngram') has N a step"),
+    ("prompt_lookup_max prompt_lookup_min max_matching_ngram_size", (),
+     "max_ngram_size and min_ngram_size of EAGLEConfig are the longest and the shortest match"),
+    ("details decoder_input_details return_full_text watermark", (False,), "generate returns new tokens"),
     ("lora_request lora_path lora_id priority truncate_prompt_tokens prompt_embeds input_embeds inputs_embeds "
      "image_data multi_modal_data", (), "a request is token ids and SamplingParams"),
     ("add_special_tokens", (), "pass the token ids of a tokenizer of your own"),
@@ -161,6 +167,7 @@ def read_names(
     placed: Mapping[str, Any] | None = None,
     is_copy: bool = False,
     takes_rest: bool = False,
+    required: Collection[str] = (),
     temperature: float = 0.0,
 ) -> dict[str, Any]:
     """Returns what was given by the owner's own names.
@@ -173,6 +180,7 @@ def read_names(
         placed: Arguments that were given by position.
         is_copy: Whether the own names come from a copy, as with `dataclasses.replace`: other names then change it.
         takes_rest: Whether names that the owner does not know stay as they are, for others to read.
+        required: The names for which None is an answer; for the others it says nothing.
         temperature: That of the owner, where none is given.
 
     Raises:
@@ -187,11 +195,15 @@ def read_names(
         value = scalar(value)
         ours = own_name(name, own)
         if ours is not None:
-            if ours in known and not _agree(known[ours], value):
-                raise ValueError(
-                    f"{owner}: {name} must agree with {ours} = {shown(known[ours])}, since both mean the same, "
-                    f"got {shown(value)}"
-                )
+            if ours in known and not agree(known[ours], value):
+                says_nothing = ours not in required
+                if value is None and says_nothing:
+                    continue
+                if known[ours] is not None or ours in (placed or {}) or not says_nothing:
+                    raise ValueError(
+                        f"{owner}: {name} must agree with {ours} = {shown(known[ours])}, since both mean the same, "
+                        f"got {shown(value)}"
+                    )
             known[ours] = value
             if ours not in (placed or {}):
                 read[ours] = value
@@ -209,27 +221,45 @@ def read_names(
     return read
 
 
+def join_fields(
+    owner: str, fixed: Mapping[str, Any], others: Mapping[str, Any], own: Collection[str], reason: str
+) -> dict[str, Any]:
+    """Returns the fields that an owner fixes and further ones, by the names in `own`; none may contradict another."""
+    others = read_names(owner, others, own)
+    for name in sorted(fixed.keys() & others.keys()):
+        if not agree(fixed[name], others[name]):
+            rule = f"{name} must be {shown(fixed[name])} or absent, since {reason}"
+            raise ValueError(f"{owner}: {rule}, got {shown(others[name])}")
+    return {**others, **fixed}
+
+
 def takes_other_names(cls: Class) -> Class:
     """Lets a dataclass, or the methods of a class, be called by the names of others as well."""
     is_record = is_dataclass(cls)
     if is_record:
         _RECORDS.add(cls.__name__)
-    methods = {name: kept for name, kept in vars(cls).items() if name == "__init__" or name[0] != "_" and not is_record}
-    for name, kept in methods.items():
+    for name, kept in list(vars(cls).items()):
+        if name != "__init__" and (name[0] == "_" or is_record and not isinstance(kept, classmethod)):
+            continue
         function = kept.__func__ if isinstance(kept, classmethod) else kept
         if not inspect.isfunction(function):
             continue
         parameters = list(inspect.signature(function).parameters.values())[1:]
         order = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-        if is_record or not _NAMED.keys().isdisjoint(order):
-            owner = {"__init__": cls.__name__, "from_pretrained": f"{cls.__name__}.{name}"}.get(name, name)
+        makes_record = is_record and name == "__init__"
+        if makes_record or not _NAMED.keys().isdisjoint(order):
+            owner = cls.__name__ if name == "__init__" else name
+            owner = f"{cls.__name__}.{name}" if isinstance(kept, classmethod) else owner
             takes_rest = any(each.kind == each.VAR_KEYWORD for each in parameters)
-            reading = _reading(function, owner, order, is_record=is_record, takes_rest=takes_rest)
+            required = {each.name for each in parameters if each.default is each.empty}
+            reading = _reading(function, owner, order, required, is_record=makes_record, takes_rest=takes_rest)
             setattr(cls, name, classmethod(reading) if isinstance(kept, classmethod) else reading)
     return cls
 
 
-def _reading(function: Any, owner: str, order: list[str], *, is_record: bool, takes_rest: bool) -> Any:
+def _reading(
+    function: Any, owner: str, order: list[str], required: set[str], *, is_record: bool, takes_rest: bool
+) -> Any:
     """Returns a function that is called with its own names, whichever it was called with."""
     own = frozenset(order)
     _OWNERS[owner] = own
@@ -244,6 +274,7 @@ def _reading(function: Any, owner: str, order: list[str], *, is_record: bool, ta
                 placed=dict(zip(order, args[1:])),
                 is_copy=is_record and own <= given.keys(),
                 takes_rest=takes_rest,
+                required=required,
             )
         return function(*args, **given)
 
@@ -263,14 +294,30 @@ def suggest(name: str, own: Collection[str]) -> str | None:
     return words[close[0]] if close else None
 
 
-def _agree(one: Any, other: Any) -> bool:
-    """Returns whether two values are the same, as far as that can be told without reading tensors."""
-    one, other = scalar(one), scalar(other)
+def agree(one: Any, other: Any) -> bool:
+    """Returns whether two values mean the same, whatever types they came in, as far as that can be told."""
     if one is other:
         return True
-    lists = [list(each) if isinstance(each, (list, tuple)) else [each] for each in (one, other)]
-    kinds = [[type(item) for item in each] for each in lists]
-    return kinds[0] == kinds[1] and {*kinds[0]} <= {int, float, str, dict} and lists[0] == lists[1]
+    one, other = _form(one), _form(other)
+    try:
+        return _kinds(one) == _kinds(other) and bool(one == other)
+    except Exception:  # tensors without values, and what else compares in ways of its own
+        return False
+
+
+def _form(value: Any) -> Any:
+    """Returns one form of values that mean the same: of scalars and sequences, paths, and names of dtypes."""
+    value = as_tuples(scalar(value))
+    if isinstance(value, PurePath):
+        value = str(value)
+    if isinstance(value, str):
+        value = DTYPE_NAMES.get(value.removeprefix("torch."), value.rstrip("/") or value)
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _kinds(value: Any) -> Any:
+    """Returns the types of a value and of those inside: 1 and True are equal, and do not mean the same."""
+    return tuple(map(_kinds, value)) if isinstance(value, tuple) else type(value)
 
 
 def _check_do_sample(owner: str, wanted: Any, temperature: Any) -> None:
@@ -286,8 +333,8 @@ def _check_do_sample(owner: str, wanted: Any, temperature: Any) -> None:
 
 def _fail_unknown(owner: str, name: str, own: Collection[str], where: str) -> NoReturn:
     """Says what might have been meant, or where there is such a name."""
-    kind = "field" if where or owner in _RECORDS else "argument"
-    told = f"{owner}: there is no {kind} {name}{where}"
+    kind = "field" if where or owner.partition(".")[0] in _RECORDS else "argument"
+    told = f"{owner}: there is no {kind} {shown_name(name)}{where}"
     homes = {home: own_name(name, names) for home, names in _OWNERS.items() if home != owner}
     homes = {home: theirs for home, theirs in homes.items() if theirs is not None}
     records = [home for home in homes if home in _RECORDS]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...runtime.values import text_of
 from ..models.tokenizer import Tokenizer
 from .sampling_params import SamplingParams
 
@@ -111,9 +112,13 @@ class Request:
     def fail(self, error: Exception) -> None:
         """Ends the request with an error; the engine calls this."""
         self.finish_reason, self.exception = "error", error
-        self.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        self.error = f"{type(error).__name__}: {text_of(error).partition(chr(10))[0]}"
         # frames would hold the activations and pools of the failed step for as long as the request lives
-        origin = _Origin("\n" + "".join(traceback.format_exception(error)))
+        try:
+            told = "".join(traceback.format_exception(error))
+        except Exception:  # an error of a caller's own, which cannot even be told
+            told = "".join(traceback.format_tb(error.__traceback__))
+        origin = _Origin("\n" + told)
         traceback.clear_frames(error.__traceback__)
         error.__traceback__, error.__context__, error.__cause__ = None, None, origin
 
@@ -193,7 +198,9 @@ def twin(error: Exception) -> Exception:
     try:
         twin = copy.copy(error)
     except Exception:  # the constructor of its class takes other arguments than the error keeps
-        twin = RuntimeError(f"{type(error).__name__}: {error}")
+        twin = None
+    if not isinstance(twin, Exception):
+        twin = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
     twin.__cause__ = error.__cause__  # holds the traceback as text
     return twin
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...runtime.validated import Rule, Validated, at_least, checked, is_number
-from ...runtime.values import is_integer, several, shown, utf8_fault
+from ...runtime.validated import IN_64_BITS, Rule, Validated, at_least, checked, is_number
+from ...runtime.values import is_int64, is_integer, several, shown, utf8_fault
 from .names import takes_other_names
 
 TOP_P_RULE: Rule = ("lie in (0, 1] (1: off)", lambda share: 0 < share <= 1)
@@ -64,9 +64,11 @@ class SamplingParams(Validated):
     seed: int | None = checked(
         None, ("be None or an int of 64 bits", lambda seed: is_integer(seed) and -(2**63) <= seed < 2**63)
     )
-    max_new_tokens: int = checked(128, ("be an int of at least 1", lambda count: is_integer(count) and count >= 1))
+    max_new_tokens: int = checked(
+        128, ("be an int of at least 1", lambda count: is_integer(count) and count >= 1), IN_64_BITS
+    )
     min_new_tokens: int = checked(
-        0, ("be an int of at least 0", lambda count: is_integer(count) and count >= 0), off=(None,)
+        0, ("be an int of at least 0", lambda count: is_integer(count) and count >= 0), IN_64_BITS, off=(None,)
     )
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -74,7 +76,7 @@ class SamplingParams(Validated):
     logprobs: bool | str = checked(
         False,
         ("be True, False or 'raw'; top_logprobs=N adds the N likeliest tokens",
-         lambda kind: isinstance(kind, bool) or kind == "raw"),
+         lambda kind: isinstance(kind, bool) or isinstance(kind, str) and kind == "raw"),
         off=(None,),
     )  # fmt: skip
     top_logprobs: int = checked(
@@ -83,14 +85,14 @@ class SamplingParams(Validated):
         off=(None,),
     )
     logprob_start_len: int | None = checked(
-        None, ("be None or an int of at least 0", lambda start: is_integer(start) and start >= 0), off=(-1,)
+        None, ("be None or an int of at least 0", lambda start: is_integer(start) and start >= 0), IN_64_BITS, off=(-1,)
     )
     drafter: str | None = checked(None, ("be None or a method's name", lambda name: isinstance(name, str)))
 
     def __post_init__(self) -> None:
         self._check_each_field()
         for name, is_kind, kind in (
-            ("stop_token_ids", is_integer, "token ids"),
+            ("stop_token_ids", is_int64, "token ids"),
             ("stop", lambda text: isinstance(text, str) and text != "", "strings that are not empty"),
         ):
             value = several(getattr(self, name)) or ()

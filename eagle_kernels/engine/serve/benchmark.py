@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...runtime.values import is_integer, scalar
+from ...runtime.values import is_integer, scalar, shown
 from ..config.eagle_config import EAGLEConfig
 from ..requests.inputs import Asked, Params, Prompts, Seeds, read_prompts
 from ..requests.sampling_params import Features, SamplingParams
@@ -168,7 +168,7 @@ def benchmark(
     prompts, _ = read_prompts(prompts, "benchmark: prompts", session.tokenizer_for)
     batch_size = scalar(batch_size)
     if not (is_integer(batch_size) and batch_size >= 1):
-        raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
+        raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {shown(batch_size)}")
     if "speculative" in overrides:
         raise ValueError("benchmark: speculative must not be given, since both ways are measured")
     batch_size = min(batch_size, len(prompts))

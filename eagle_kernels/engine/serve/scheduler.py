@@ -334,8 +334,8 @@ class Scheduler:
             yield
         except Exception as error:
             for row in rows:
-                row.request.fail(error if row is rows[0] else twin(error))
                 self._release(row)
+                row.request.fail(error if row is rows[0] else twin(error))
 
     @property
     def _num_unread_steps(self) -> int:

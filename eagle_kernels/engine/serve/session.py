@@ -101,7 +101,7 @@ class Session(Unique):
         policy = overrides.get("accept_policy", config.accept_policy)
         if policy != config.accept_policy:
             rule = "be 'simulate' with simulated_accept_length, _lengths or _rates, also with the engine's"
-            raise ValueError(f"{caller}: accept_policy must {rule}, got {policy!r}")
+            raise ValueError(f"{caller}: accept_policy must {rule}, got {shown(policy)}")
         self.check(config)
         return config, config.sampling | {name: overrides[name] for name in overrides.keys() - of_config.keys()}
 
@@ -202,7 +202,7 @@ class Session(Unique):
             return "the prompt is empty; it must hold at least one token"
         worst = max(prompt) if min(prompt) >= 0 else min(prompt)
         if not 0 <= worst < self.target.vocab_size:
-            return f"token ids must lie in 0..{self.target.vocab_size - 1}, the prompt holds {worst}"
+            return f"token ids must lie in 0..{self.target.vocab_size - 1}, the prompt holds {shown(worst)}"
         limit, plain = (self.max_length(config, is_speculative) for is_speculative in (speculative, False))
         if len(prompt) + max_new_tokens <= limit:
             return None
@@ -353,7 +353,7 @@ class Session(Unique):
         """Raises ValueError for a token that the target cannot emit."""
         for token in token_ids:
             if not 0 <= token < self.target.vocab_size:
-                raise ValueError(f"{name} must lie in 0..{self.target.vocab_size - 1}, got {token}")
+                raise ValueError(f"{name} must lie in 0..{self.target.vocab_size - 1}, got {shown(token)}")
 
 
 def read_fields(caller: str, config: EAGLEConfig, overrides: dict[str, Any]) -> dict[str, Any]:

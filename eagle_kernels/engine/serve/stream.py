@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ...runtime import check
-from ...runtime.values import first_line, is_integer, read_flag, scalar
+from ...runtime.values import first_line, read_flag
 from ..config.eagle_config import EAGLEConfig
-from ..requests.inputs import Asked, Params, Prompts, Seeds, read_prompts
+from ..requests.inputs import Asked, Params, Prompts, Seeds, read_prompts, read_samples
 from ..requests.request import Request, TokenEvent
 from ..requests.sampling_params import Features, SamplingParams
 from ..step.phases import synchronize
@@ -322,9 +322,7 @@ def open_call(
     session.lock.refuse(caller)
     speculative = read_flag(f"{caller}: speculative", speculative)
     prompts, is_single = read_prompts(input_ids, f"{caller}: input_ids", session.tokenizer_for)
-    n = scalar(n)
-    if not (is_integer(n) and n >= 1):
-        raise ValueError(f"{caller}: n must be an int of at least 1, got {n!r}")
+    n = read_samples(n, len(prompts), caller)
     asked = max_new_tokens, seeds, config, overrides, n, sampling_params
     config, params = session.read_call(caller, len(prompts), *asked)
     prompts = [prompt for prompt in prompts for _ in range(n)]

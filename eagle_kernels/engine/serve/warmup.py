@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...runtime.values import is_integer, read_flag, scalar
+from ...runtime.values import is_integer, read_flag, scalar, shown
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..models.protocol import ModelError
 from ..requests.sampling_params import SAMPLING_FIELDS, Features, SamplingParams, read_params
@@ -43,10 +43,10 @@ def warm_up_call(
     config, sampling = session.read_overrides("warmup", config, overrides)
     own = sorted(overrides.keys() - {*CONFIG_FIELDS})
     if params and own:
-        raise ValueError(f"warmup: {own[0]} must be set in the params that are given, got {overrides[own[0]]!r}")
+        raise ValueError(f"warmup: {own[0]} must be set in the params that are given, got {shown(overrides[own[0]])}")
     most_requests = scalar(most_requests)
     if most_requests is not None and not (is_integer(most_requests) and most_requests >= 1):
-        raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {most_requests!r}")
+        raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {shown(most_requests)}")
     if not params and overrides.keys().isdisjoint(SAMPLING_FIELDS):
         params = [each for each in COMMON_PARAMS if config.why_not_served(each) is None]
     params = params or (SamplingParams(**sampling),)

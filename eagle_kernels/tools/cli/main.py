@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from ...engine.requests.names import suggest
 from ...runtime.interrupts import EXIT_INTERRUPTED, give_back
@@ -18,6 +19,9 @@ from .environment import add_environment_arguments
 from .generate import add_generate_arguments
 from .heads import add_inspect_arguments, add_train_arguments
 from .tree import add_tree_arguments
+
+# how an error about a call of the engine begins
+_CALL = re.compile("(stream|generate|benchmark): ")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,9 +35,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             if "stdout" in lost:
                 raise ValueError("standard output is closed")
-            with _flushing(), _escaping(sys.stdout):
+            with _writing(), _escaping(sys.stdout):
                 arguments = _parser().parse_args(argv)
-                return arguments.run(arguments)
+                with _naming_options(vars(arguments)):
+                    return arguments.run(arguments)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return EXIT_INTERRUPTED
@@ -70,17 +75,54 @@ def _standard_streams() -> Iterator[list[str]]:
 
 
 @contextmanager
-def _flushing() -> Iterator[None]:
+def _naming_options(names: Iterable[str]) -> Iterator[None]:
+    """Names options in place of the arguments of the engine's call, which the user of a command did not make."""
+    try:
+        yield
+    except ValueError as error:
+        told = str(error)
+        if not _CALL.match(told):
+            raise
+        options = "|".join(name for name in names if "_" in name)  # others are words of the text as well
+        told = re.sub(rf"\b({options})\b=?", lambda name: f"--{name[1].replace('_', '-')} ", told)
+        told = " ".join(told.removeprefix("stream: ").split())
+        raise ValueError(told.replace("input_ids must", "the prompts must")) from None
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
     """Writes out what the block has printed, even where it ends the program, as --help does."""
+    stream = sys.stdout
+    sys.stdout = _Output(stream)
     try:
         yield
     finally:
         try:
             sys.stdout.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise ValueError(f"standard output: {error.strerror}") from None
+        finally:
+            sys.stdout = stream
+
+
+class _Output:
+    """Names standard output where it cannot be written to; the system names only files that cannot be opened."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._stream, name)
+        if name not in ("write", "flush", "reconfigure"):
+            return attribute
+
+        def call(*args: Any, **given: Any) -> Any:
+            try:
+                return attribute(*args, **given)
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise ValueError(f"standard output: {error.strerror}") from None
+
+        return call
 
 
 @contextmanager

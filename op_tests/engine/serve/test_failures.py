@@ -12,9 +12,10 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
-from eagle_kernels.engine.models.protocol import ModelError, TargetOutput
+from eagle_kernels.engine.models.protocol import KVShape, ModelError, TargetOutput
 from op_tests.engine.engines import all_of, make, prompt_of
-from op_tests.engine.toys import ToyModel
+from op_tests.engine.hostile import refused
+from op_tests.engine.toys import ToyModel, Walker, WalkerHead
 
 
 def test_who_cannot_run_fails_alone(target, draft):
@@ -90,6 +91,37 @@ class Odd(RuntimeError):
 
     def __init__(self, text, number):
         super().__init__(f"{text} {number}")
+
+
+class Mute(RuntimeError):
+    """Cannot be told, copied or shown."""
+
+    def __str__(self):
+        raise RuntimeError("and this neither")
+
+    __repr__ = __copy__ = __str__
+
+
+def test_an_error_that_cannot_be_told_ends_its_requests_alone(target, draft):
+    engine = make(draft, target, max_batch=2)
+    want = engine.generate(prompt_of(3), 9).output_ids
+
+    def fails(verified):
+        raise Mute
+
+    engine.on_tree = fails
+    first, second, waiting = (engine.submit(prompt_of(each), SamplingParams(max_new_tokens=9)) for each in (1, 2, 3))
+    engine.collect()
+    assert [request.error for request in (first, second, waiting)] == [
+        "Mute: Mute",
+        "RuntimeError: Mute: Mute",
+        "Mute: Mute",
+    ]
+    assert "in fails" in str(first.exception.__cause__) and not engine.session.scheduler.state.is_live.any()
+    with pytest.raises(Mute):
+        engine.generate(prompt_of(3), 9)
+    engine.on_tree = None
+    assert engine.generate(prompt_of(3), 9).output_ids == want
 
 
 @pytest.mark.cross
@@ -229,3 +261,86 @@ def test_what_a_model_returns_is_checked(name, monkeypatch):
         EAGLEInference(Wrong(change, since=3), fine, config).generate([1, 2], 8)
     with pytest.raises(ModelError, match=told):
         EAGLEInference(None, Wrong(change), EAGLEConfig(method="ngram")).next_token_logits([1, 2])
+
+
+class WrongHead(WalkerHead):
+    """Returns something else."""
+
+    def forward(self, *args, **kwargs):
+        return self.change(super().forward(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda output: output._replace(hidden=None), r"with hidden \[1, 3, H\], got None"),
+        (
+            lambda output: output._replace(hidden=output.hidden[:, :1]),
+            r"with hidden \[1, 3, H\], got a tensor \[1, 1, 32\]",
+        ),
+        (lambda output: output._replace(hidden=output.hidden.half()), "with hidden in torch.float32, got .*float16"),
+        (
+            lambda output: output._replace(hidden=output.hidden.to("meta")),
+            "with hidden on cpu, got a tensor .* on meta",
+        ),
+        (
+            lambda output: output._replace(logits=output.logits.mT.contiguous().mT),
+            "with logits without gaps in their last axis, got",
+        ),
+        (lambda output: list(output), "with tensors in it, got list"),
+    ],
+)
+def test_what_a_head_returns_is_checked(change, rule):
+    head = WrongHead()
+    head.change = change
+    with pytest.raises(ModelError, match=rf"forward of WrongHead must return DraftOutput\(logits, hidden\) {rule}"):
+        EAGLEInference(head, Walker(), EAGLEConfig(topk=2, num_steps=2)).generate([1, 2, 3], 8)
+    head.change = tuple  # which means the same
+    assert EAGLEInference(head, Walker(), EAGLEConfig(topk=2, num_steps=2)).generate([1, 2, 3], 2)[0] == [4, 5]
+
+
+SIZES = [("max_length", None), ("max_length", 1024.0), ("max_length", 0), ("vocab_size", "40"), ("vocab_size", [40])]
+SHAPES = [
+    ("kv_shape", None),
+    ("kv_shape", (1, 1, 16)),
+    ("kv_shape", KVShape(1, 1, 16.0)),
+    ("kv_shape", KVShape(0, 1, 16)),
+]
+PLACES = [("device", "cpu"), ("dtype", "float32"), ("dtype", torch.float64), ("dtype", torch.ones(9, 9))]
+OF_TARGETS = [("device", None), ("dtype", None), ("hidden_size", None)]
+OF_HEADS = [
+    *(("aux_layers", value) for value in ((99,), (-2,), "abc", None, (1.0,))),
+    *(("token_shift", value) for value in (5, "1", None, True)),
+    *(("draft_to_target", value) for value in ("a", torch.zeros(40), torch.zeros(3, dtype=torch.int64))),
+    ("draft_to_target", torch.zeros(40, dtype=torch.int64, device="meta")),
+    ("draft_vocab_size", 30),
+    ("draft_vocab_size", None),
+    ("num_modules", "2"),
+    ("method", "x"),
+]
+
+
+def test_what_models_say_of_themselves_is_checked():
+    """By the name of the attribute, before anything is computed."""
+    kinds = [(Walker, "target_model", OF_TARGETS), (WalkerHead, "draft_model", OF_HEADS), (Walker, "draft_model", [])]
+    for kind, name, others in kinds:
+        for attribute, value in (*SIZES, *SHAPES, *PLACES, *others):
+            model = kind()
+            setattr(model, attribute, value)
+            models = (None, model) if name == "target_model" else (model, Walker())
+            told = refused(EAGLEInference, *models, {"method": "ngram"} if name == "target_model" else {"topk": 2})
+            attribute = "draft_to_target" if (attribute, value) == ("draft_vocab_size", 30) else attribute
+            assert f"EAGLEInference: {attribute} of {name} ({kind.__name__}) must " in told and ", got " in told
+
+
+@pytest.mark.parametrize("layer", [1, 99, -1, "0", None, 0.0, False])
+def test_layers_of_attend_are_those_of_the_pool(layer):
+    class Other(Walker):
+        def forward(self, tokens, positions, attend, **options):
+            return super().forward(
+                tokens, positions, lambda _, *rows, **given: attend(layer, *rows, **given), **options
+            )
+
+    for draft, target in ((WalkerHead(), Other()), (Other(), Walker())):
+        with pytest.raises(ModelError, match=r"EAGLEInference: layer of attend must lie in 0\.\.0, .* got "):
+            EAGLEInference(draft, target, EAGLEConfig(topk=2, num_steps=2)).generate([1, 2], 8)
