@@ -61,6 +61,11 @@ SOUND = {
         "accepted_cache_locs",
         PATHS | {"cache_locs": INTS([5, -1, 4, -1, -1, -1, 1, 2, 3]), "seq_lens": INTS([3, -9, 0])},
     ),
+    "accepted paths": (
+        "accepted_cache_locs",
+        {"cache_locs": INTS([5, -1, 4, -1, -1, -1, 1, 2, 3]), "num_verify_tokens": 3,
+         "accept_index": INTS([[0, 2, -1], [-1, -1, -1], [6, 7, 8]])},
+    ),
     "evict": ("align_evict_mask_to_page_size",
               {"seq_lens": INTS([3, 0]), "evict_mask": torch.ones(2, 3, dtype=torch.bool), "page_size": 4}),
     "assign": (
@@ -119,7 +124,15 @@ ROW_FAULTS = {
     at("req_to_token", 1, 3, to=-1): SLOT,
 }
 NEGATIVE = "not be negative"
+LARGEST = 2**63 - 1  # whose successor is negative
+NODE = "name one of the 3 nodes of the request's tree where it is read"
+PATH_FAULTS = {at("accept_index", *where, to=node): NODE for *where, node in ((0, 1, 5), (0, 0, 3), (2, 1, -2))} | {
+    at("accept_index", 2, 0, to=LARGEST): NODE,
+    at("accept_index", 0, 1, to=2**40): NODE,
+}
+INT32 = "hold what int32 holds, or out int64, where it is read"
 DRAFT_FAULTS = ROW_FAULTS | {
+    at("seq_lens", 0, to=LARGEST): "leave room for the drafts within the 6 columns of req_to_token",
     at("seq_lens", 0, to=3): "leave room for the drafts within the 6 columns of req_to_token",
     at("seq_lens", 1, to=-1): NEGATIVE,
 }
@@ -137,14 +150,18 @@ FAULTS = {
     "ragged": TABLE_FAULTS | {at("seq_lens", 0, to=11): ROOM.format("draft keys")},
     "plan": {at("seq_lens", 1, to=-1): r"lie in 0..2^31 - 2^21"},
     "write": {at("slots", 1, to=20): "be -1 or one of the 20 slots of the pool", at("slots", 1, to=-2): "be -1 or one"},
-    "move": {
+    "move": PATH_FAULTS | {
+        at("accept_index", 0, 1, to=-1): NODE,
+        at("seq_lens", 0, to=LARGEST): ROOM.format("accepted nodes"),
         at("block_table", 0, 1, to=PAGES): PAGE,
         at("block_table", 0, 1, to=-1): PAGE,
         at("seq_lens", 0, to=-1): NEGATIVE,
         at("seq_lens", 0, to=10): ROOM.format("accepted nodes"),
         at("accept_token_num", 0, to=3): "be below the 3 entries of a path",
     },
-    "accepted": {
+    "accepted paths": PATH_FAULTS,
+    "accepted": PATH_FAULTS | {
+        at("accept_index", 0, 1, to=-1): NODE,
         at("cache_locs", 2, to=-1): "hold slots of the pool where they are read",
         at("seq_lens", 0, to=-1): NEGATIVE,
         at("accept_token_num", 0, to=3): "be below the 3 entries of a path",
@@ -152,24 +169,31 @@ FAULTS = {
     "evict": {at("seq_lens", 0, to=-1): NEGATIVE},
     "assign": {
         at("req_pool_indices", 0, to=2): ROW,
-        at("starts", 0, to=-1): NEGATIVE,
-        at("ends", 0, to=-1): NEGATIVE,
-        at("ends", 0, to=7): COLUMNS,
+        **{at(name, row, to=number): "lie in 0..6, the columns of req_to_token"
+           for name in ("starts", "ends") for row, number in ((0, -1), (0, 7), (1, 2**40), (2, LARGEST))},
         at("ends", 2, to=6): "ask for at most 7 slots",
     },
-    "chain lists": ROW_FAULTS | {at("kv_lens", 0, to=7): COLUMNS, at("kv_lens", 1, to=-1): NEGATIVE},
+    "chain lists": ROW_FAULTS | {
+        at("req_to_token", 1, 2, to=2**40): INT32,
+        at("kv_lens", 0, to=LARGEST): COLUMNS,
+        at("kv_lens", 0, to=7): COLUMNS, at("kv_lens", 1, to=-1): NEGATIVE},
     "draft locs": DRAFT_FAULTS,
     "draft locs on pages": {at("req_to_token", 1, 0, to=-1): SLOT, at("req_to_token", 1, 3, to=-1): SLOT},
-    "draft lists": DRAFT_FAULTS | {at("req_to_token", 1, 0, to=-1): SLOT},
+    "draft lists": DRAFT_FAULTS | {at("req_to_token", 1, 2, to=2**31): INT32, at("req_to_token", 1, 0, to=-1): SLOT},
     "draft lists in a window": {at("req_to_token", 1, 1, to=-1): SLOT, at("req_to_token", 1, 2, to=-1): SLOT},
     "extend": ROW_FAULTS | {
         at("starts", 0, to=-1): NEGATIVE,
         at("ends", 1, to=-1): NEGATIVE,
         at("ends", 0, to=7): COLUMNS,
     },
-    "extend evenly": {at("starts", 0, to=5): COLUMNS, at("req_to_token", 1, 5, to=-1): SLOT},
-    "lists": ROW_FAULTS | {at("seq_lens", 0, to=5): COLUMNS, at("seq_lens", 1, to=-1): NEGATIVE},
-    "lists of pages": {at("req_to_token", 1, 4, to=-1): SLOT},
+    "extend evenly": {
+        at("starts", 0, to=LARGEST): COLUMNS,
+        at("starts", 0, to=5): COLUMNS, at("req_to_token", 1, 5, to=-1): SLOT},
+    "lists": ROW_FAULTS | {
+        at("req_to_token", 1, 2, to=2**40): INT32,
+        at("seq_lens", 0, to=LARGEST): COLUMNS,
+        at("seq_lens", 0, to=5): COLUMNS, at("seq_lens", 1, to=-1): NEGATIVE},
+    "lists of pages": {at("req_to_token", 1, 4, to=2**40): INT32, at("req_to_token", 1, 4, to=-1): SLOT},
 }  # fmt: skip
 
 

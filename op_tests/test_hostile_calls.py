@@ -6,7 +6,9 @@ import contextlib
 import importlib
 import inspect
 import math
+import pickle
 import random
+import signal
 
 import numpy
 import pytest
@@ -36,9 +38,13 @@ def one_line(call, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def module_of_op(path: str):
+    return importlib.import_module("eagle_kernels.ops." + path)
+
+
 def signature_of(path: str) -> dict[str, inspect.Parameter]:
     name = path.rpartition(".")[2]
-    return inspect.signature(getattr(importlib.import_module("eagle_kernels.ops." + path), name)).parameters
+    return inspect.signature(getattr(module_of_op(path), name)).parameters
 
 
 def cases_of(path: str):
@@ -210,7 +216,7 @@ def test_numbers_beyond_every_size(path):
     name, values = path.rpartition(".")[2], smallest_case(path)
     for parameter in signature_of(path).values():
         kind = str(parameter.annotation).removesuffix(" | None")
-        for number in {"int": (2**40, 2**70), "float": (10**400,)}.get(kind, ()):
+        for number in {"int": (2**40, 2**70, 10**5000), "float": (10**400,)}.get(kind, ()):
             for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
                 if (parameter.name, number) == ("token_budget", 2**40):
                     continue  # no size
@@ -219,6 +225,170 @@ def test_numbers_beyond_every_size(path):
                 text = str(caught.value)
                 assert text.startswith(f"eagle_kernels.{name}: ") and "\n" not in text and len(text) < 300
                 assert parameter.name in text or "given" in text or "with" in text, text
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_arguments_that_are_not_read(path):
+    """Those of another mode, in one case of each: they are checked all the same."""
+    name, modes = path.rpartition(".")[2], {}
+    for values in cases_of(path):
+        mode = tuple((field, value is None, value if isinstance(value, str) else "") for field, value in values.items())
+        modes.setdefault(mode, values)
+    fields = [field for field, parameter in signature_of(path).items() if "Tensor" in str(parameter.annotation)]
+    for values in modes.values():
+        for field in fields:
+            for wrong in ("no tensor", [1], torch.zeros((1,) * 9)):
+                if field != "out" or isinstance(wrong, torch.Tensor):
+                    with pytest.raises((ValueError, TypeError)) as caught:
+                        getattr(eagle_kernels, name)(**values | {field: wrong})
+                    assert str(caught.value).startswith(f"eagle_kernels.{name}: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_keyword_that_does_not_exist(path):
+    name, last = path.rpartition(".")[2], [*signature_of(path)][-1]
+    rule = rf"^eagle_kernels\.{name}: got an unexpected keyword argument '{last}s'; did you mean {last}$"
+    for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
+        one_line(lambda: function(**{last + "s": 1}), rule)  # noqa: B023
+        one_line(lambda: function(**smallest_case(path), **{last + "s": 1}), rule)  # noqa: B023
+
+
+@pytest.mark.parametrize("name", eagle_kernels.ops.__all__)
+def test_functions_can_be_sent_to_other_processes(name):
+    for module in (eagle_kernels, eagle_kernels.raw):
+        if function := getattr(module, name, None):
+            assert pickle.loads(pickle.dumps(function)) is function
+
+
+INTS = torch.tensor
+FAR = INTS([2**31 - 1])
+ROW = {"req_pool_indices": INTS([0]), "req_to_token": INTS([[5, 6, 7, 8]])}
+# calls whose lengths say much more than their tables and outputs hold, and what of their results
+BOUNDED = {
+    "plan_attention": ({"seq_lens": INTS([2**31 - 2**21])}, lambda plan: plan.tolist() == [0, 2**26 - 2**16]),
+    "assign_req_to_token": (
+        ROW | {"req_to_token": INTS([[5, 6, 7, 8]]), "starts": INTS([1]), "ends": FAR, "cache_locs": INTS([1, 2])},
+        lambda result: result is None,
+    ),
+    "kv_indices": (
+        ROW | {"seq_lens": FAR, "capacity": 6},
+        lambda listed: listed.kv_indices.tolist() == [5, 6, 7, 8, -1, -1] and listed.overflow.item() == 2**31 - 1,
+    ),
+    "chain_kv_indices": (
+        ROW | {"kv_lens": FAR, "num_verify_tokens": 2, "capacity": 6},
+        lambda listed: listed.kv_indptr.tolist() == [0, 6, 6],
+    ),
+    "draft_kv_indices": (
+        ROW | {"seq_lens": FAR, "topk": 2, "num_steps": 2, "capacity": 3},
+        lambda listed: listed.kv_indices.tolist() == [[5, 6, 7]] * 2,
+    ),
+    "extend_cache_locs": (
+        ROW | {"starts": INTS([3]), "ends": FAR, "capacity": 3},
+        lambda listed: listed.cache_locs.tolist() == [8, -1, -1] and listed.positions.tolist() == [3, 4, 5],
+    ),
+    "draft_cache_locs": (
+        ROW | {"seq_lens": FAR - 1, "topk": 2, "num_steps": 2, "page_size": 2**31 - 1, "capacity": 2},
+        lambda listed: listed.copy_indptr.tolist() == [0, 2] and listed.source_locs.tolist() == [-1, -1],
+    ),
+    "accepted_cache_locs": (
+        {"cache_locs": INTS([5]), "accept_token_num": FAR, "num_verify_tokens": 1, "seq_lens": FAR},
+        lambda listed: listed.source_locs.tolist() == [5],
+    ),
+}
+
+
+@contextlib.contextmanager
+def within(seconds: int):
+    """Raises TimeoutError, which no call does by itself."""
+
+    def ring(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_lengths_beyond_the_outputs_cost_nothing(name):
+    values, holds = BOUNDED[name]
+    with within(5):
+        assert holds(getattr(eagle_kernels, name).reference(**copied(values)))
+
+
+@pytest.mark.parametrize("name", ["kv_indices", "chain_kv_indices", "draft_kv_indices"])
+def test_capacities_beyond_the_memory(name, monkeypatch):
+    """What is promised is not there: all pages of this machine are taken for two."""
+    monkeypatch.setattr("os.sysconf", lambda word: 2 if word == "SC_PHYS_PAGES" else 2**20)
+    values = BOUNDED[name][0] | {"capacity": 2**28}
+    with within(5):
+        rule = (
+            rf"^eagle_kernels\.{name}: out\.kv_indices must fit 8 times into the memory of 2097152 bytes, .* got shape"
+        )
+        one_line(lambda: getattr(eagle_kernels, name)(**values), rule)
+
+
+# slots past int32, for a table or a list of int32
+PAST_INT32 = {
+    "kv_indices": ("req_to_token", ROW | {"seq_lens": INTS([2]), "capacity": 8}),
+    "chain_kv_indices": ("req_to_token", ROW | {"kv_lens": INTS([2]), "num_verify_tokens": 1, "capacity": 8}),
+    "draft_kv_indices": ("req_to_token", ROW | {"seq_lens": INTS([2]), "topk": 1, "num_steps": 1, "capacity": 8}),
+    "extend_cache_locs": ("req_to_token", ROW | {"starts": INTS([0]), "num_tokens": 2}),
+    "draft_cache_locs": ("req_to_token", ROW | {"seq_lens": INTS([0]), "topk": 1, "num_steps": 2}),
+    "accepted_cache_locs": ("cache_locs", {"cache_locs": INTS([3, 4]), "num_verify_tokens": 2,
+                                           "accept_token_num": INTS([1])}),
+    "assign_req_to_token": (
+        "cache_locs", ROW | {"req_to_token": torch.zeros(1, 4, dtype=torch.int32), "starts": INTS([0]),
+                             "ends": INTS([2]), "cache_locs": INTS([3, 4])},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("name", PAST_INT32)
+def test_slots_past_int32(name, debug, monkeypatch):
+    """None is cut short; what is not read may be one, and out may hold int64."""
+    (field, values), function = PAST_INT32[name], getattr(eagle_kernels, name)
+    result = function(**copied(values))
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", debug)
+    wide = values[field].clone()
+    wide.view(-1)[1] = 2**40
+
+    def out_of(dtype) -> dict:
+        if result is None:
+            return {}
+        listed = (
+            x.to(dtype) if f.endswith(("indices", "locs", "positions")) else x for f, x in result._asdict().items()
+        )
+        return {"out": type(result)(*listed)}
+
+    call = lambda: function(**copied(values) | {field: wide}, **out_of(torch.int32))  # noqa: E731
+    one_line(call, rf"^eagle_kernels\.{name}: {field} must hold .*int32.*, got {2**40} at \[(0, )?1\]")
+    if result is not None:
+        listed = function(**values | {field: wide}, **out_of(torch.int64))
+        assert any(2**40 in tensor for tensor in listed)
+    if field == "req_to_token":
+        if not debug:  # a row that does not exist is not read
+            function(**values | {field: wide, "req_pool_indices": INTS([-1])})
+        wide[0, 1], wide[0, 3] = 6, 2**40
+        function(**values | {field: wide})
+
+
+def test_heads_without_elements():
+    empty = lambda *shape: torch.zeros(*shape, 0)  # noqa: E731
+    rows = {"qo_indptr": INTS([0, 3]), "max_query": 3, "is_causal": True}
+    cache = {"k_cache": empty(2, 4, 1), "v_cache": empty(2, 4, 1), "block_table": INTS([[0, 1]]), "seq_lens": INTS([3])}
+    for name, values in {
+        "prefill_attention": rows | {"query": empty(3, 2), "key": empty(3, 1), "value": empty(3, 1)},
+        "tree_attention": rows | cache | {"query": empty(3, 2)},
+        "gqa_decode": cache | {"query": empty(1, 2)},
+    }.items():
+        for module in (eagle_kernels, eagle_kernels.raw):
+            one_line(lambda: getattr(module, name)(**values), rf"^eagle_kernels\.{name}: query must have heads of at ")  # noqa: B023
 
 
 def test_outputs_beyond_the_memory():
@@ -266,7 +436,7 @@ OTHER_KINDS = {
     "int": (True, 1.5, "1"),
     "float": (True, "1", NAN),
     "bool": (1, "yes", None),
-    "str": (3, True),
+    "str": (3, True, 10**5000, torch.ones(5, 5)),
 }
 
 
@@ -445,6 +615,27 @@ def test_buffers_of_another_kind(module):
         one_line(lambda: module.build_tree(**tree, out=buffers), "out.tree_mask must be a tensor, got ")  # noqa: B023
 
 
+@pytest.mark.parametrize("path", [path for path in PATHS if hasattr(module_of_op(path), "MUTATES")])
+def test_inputs_in_the_place_of_what_changes(path):
+    """Each input begins where a tensor begins that the op works on in place."""
+    name, values = path.rpartition(".")[2], smallest_case(path)
+    for changed in module_of_op(path).MUTATES:
+        for field, tensor in tensors_of(values).items():
+            if field != changed and tensor.numel():
+                memory = torch.zeros(
+                    max(tensor.nbytes, values[changed].nbytes) + 64, dtype=torch.uint8
+                ).untyped_storage()
+                at_once = {
+                    each: torch.empty(0, dtype=values[each].dtype).set_(memory, 0, values[each].shape)
+                    for each in (changed, field)
+                }
+                for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
+                    call = lambda: function(**copied(values) | at_once)  # noqa: B023, E731
+                    one_line(
+                        call, rf"^eagle_kernels\.{name}: ({changed}|{field}) must not overlap ({changed}|{field}), "
+                    )
+
+
 def test_overlaps_are_those_of_the_addresses():
     """Random views of one memory, against the set of elements of each."""
     memory, generator, found = torch.zeros(64), random.Random(0), [0, 0]
@@ -607,6 +798,9 @@ def test_verify_tree_returns_three_fields(is_sampled):
         ({"spec_steps": "2"}, "spec_steps must be an int, got str"),
         ({"candidates": None}, "candidates must be a tensor, got NoneType"),
         ({"retrieve_index": torch.zeros(2, 4)}, "retrieve_index must have dtype int32 or int64, got float32"),
+        ({"positions": "junk"}, "positions must be a tensor, got str"),
+        ({"positions": torch.zeros(3, dtype=torch.int64)}, r"positions must have shape \[16\], got \[3\]"),
+        ({"simulated_rate": None}, "got an unexpected keyword argument 'simulated_rate'; did you mean simulated_rates"),
         ({"accept_policy": "none"}, "accept_policy must be one of "),
         ({"target_logits": torch.zeros(16, 8, requires_grad=True)}, "target_logits must not require grad"),
     ],

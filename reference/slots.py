@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 LARGEST = 2**31 - 1
@@ -29,19 +31,23 @@ class Rows:
         return [max(row[column], -1) if 0 <= column < len(row) else -1 for column in columns]
 
 
-def packed(lists: list[list[int]], capacity: int, *, unused=-1) -> tuple[list[int], list[int], int]:
-    """(bounds, entries, overflow): the lists one after another, cut at `capacity`, and what the rest of it holds.
+def packed(
+    counts, capacity: int, read: Callable[[int, int], list[int]], *, unused: int | torch.Tensor = -1, dtype=torch.int64
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(bounds, entries, overflow): lists one after another, cut at `capacity`.
 
-    unused: one number, or as many as there are entries, of which each stays where no list reaches.
+    counts: how many entries each list has, as a list or a tensor. read(index, count) gives the first entries of a list,
+    at most as many as have room. unused: a number, or a tensor whose entries stay where no list reaches.
     """
-    bounds, entries = [0], []
-    for part in lists:
-        entries += part
-        bounds.append(min(len(entries), capacity))
-    needed = len(entries)
-    rest = [unused] * capacity if isinstance(unused, int) else list(unused)
-    entries = entries[:capacity]
-    return bounds, entries + rest[len(entries) :], min(needed, LARGEST) if needed > capacity else 0
+    counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
+    needed = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    bounds = needed.clamp(max=capacity)
+    entries = torch.full((capacity,), unused, dtype=dtype, device="cpu") if isinstance(unused, int) else unused.clone()
+    for index in bounds.diff().nonzero().flatten().tolist():
+        first, last = bounds[index : index + 2].tolist()
+        entries[first:last] = torch.tensor(read(index, last - first), dtype=entries.dtype, device="cpu")
+    total = int(needed[-1])
+    return bounds.to(torch.int32), entries, min(total, LARGEST) if total > capacity else 0
 
 
 def first_draft_column(seq_len: int, branch: int, topk: int, num_steps: int, page_size: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..runtime import check
+from ..runtime.calls import with_kinds
 
 _METHODS = ("accept_token", "rollback", "fill_next_token_bitmask", "is_terminated")
 
@@ -34,6 +35,7 @@ class Matcher(Protocol):
         """Returns whether the grammar has ended, by accepting a stop token."""
 
 
+@with_kinds
 def generate_token_bitmask(
     matchers: Sequence[Matcher | None],
     draft_tokens: Tensor,

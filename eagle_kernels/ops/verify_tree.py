@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from ..runtime import check
+from ..runtime.calls import with_kinds
 from .operators import PUBLIC, VERIFY_TREE_REFERENCE
 from .verify.verify_tree_greedy import Output as VerifyOutput
 from .verify.verify_tree_sampled import Output as SampledOutput
 
 
+@with_kinds
 def verify_tree(
     candidates: torch.Tensor,
     retrieve_index: torch.Tensor,
@@ -94,6 +96,8 @@ def verify_tree(
         policy |= {"seeds": seeds, "positions": positions}  # then seeds alone do not ask for sampling
     if all(value is None for value in (temperature, *filters.values())) and (seeds is None or "seeds" in policy):
         predicted = target_predict, target_logits
+        if "positions" not in policy and positions is not None:
+            _check_positions(candidates, positions)
         return _call("verify_tree_greedy", *links, *predicted, spec_steps=spec_steps, **policy, out=out)
     needed = {"target_logits": target_logits, "positions": positions, "seeds": seeds, "temperature": temperature}
     missing = [name for name, value in needed.items() if value is None]
@@ -110,6 +114,13 @@ def verify_tree(
 
 
 verify_tree.reference = VERIFY_TREE_REFERENCE
+
+
+def _check_positions(candidates: torch.Tensor, positions: torch.Tensor) -> None:
+    """Checks positions where nothing is drawn at them."""
+    args = check.Arguments("verify_tree", {"candidates": candidates, "positions": positions})
+    args.tensor("candidates", ("B", "N"), check.INTEGER)
+    args.tensor("positions", (args.size("B") * args.size("N"),), check.INTEGER)
 
 
 def _call(op: str, *args: Any, **kwargs: Any) -> Any:

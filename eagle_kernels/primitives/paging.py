@@ -22,11 +22,13 @@ def check_row_strides(args: check.Arguments, name: str, value: torch.Tensor, lea
     Kernels count rows in uint32.
     """
     head_dim = value.shape[-1]
+    if head_dim == 0:
+        args.fail(name, "have heads of at least one element", f"shape {list(value.shape)}")
     rows = math.prod(value.shape[leading:-1])
     for axis in range(leading):
         if value.shape[axis] > 1 and value.stride(axis) % head_dim:
             args.fail(name, f"have strides that are multiples of D = {head_dim}", list(value.stride()))
-        rows += max(value.shape[axis] - 1, 0) * value.stride(axis) // max(head_dim, 1)
+        rows += max(value.shape[axis] - 1, 0) * value.stride(axis) // head_dim
     if rows >= 2**32:
         args.fail(name, f"span less than 2^32 rows of D = {head_dim} elements", f"{rows} rows")
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import ParamSpec, TypeVar
 
 import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import check
+from .values import shown
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _KINDS = {
+    "torch.Tensor": ("be a tensor", (torch.Tensor,)),
     "int": ("be an int", (int, torch.SymInt)),
     "float": ("be a number", (int, float, torch.SymInt, torch.SymFloat)),
     "bool": ("be True or False", (bool,)),
@@ -21,9 +28,10 @@ _KINDS = {
 
 
 def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[[tuple, dict], None]:
-    """Returns a check of the kinds of a call's arguments that are no tensors; it raises TypeError, and knows no ranges.
+    """Returns a check of the kinds of a call's arguments; it raises TypeError, and knows no ranges.
 
-    Unlike PyTorch's dispatcher it takes no bool for a number, and no number for a bool.
+    It sees every argument, also one that the op does not read for the others. Unlike PyTorch's dispatcher it takes no
+    bool for a number, and no number for a bool.
     """
     wanted = []
     for index, parameter in enumerate(parameters.values()):
@@ -43,12 +51,35 @@ def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable
                 continue
             # subclasses pass, IntEnum for one; bool has none
             if type(value) not in exact and (isinstance(value, bool) or not isinstance(value, kinds)):
-                got = repr(value) if kinds == (bool,) else type(value).__name__
+                got = shown(value) if kinds == (bool,) else type(value).__name__
                 check.Arguments(op, kwargs).fail(name, rule, got, TypeError)
             if type(value) is int and not -(2**63) <= value < 2**63:
                 check.Arguments(op, kwargs).fail(name, "lie in -2^63..2^63 - 1", value)
 
     return check_kinds
+
+
+def with_kinds(function: Callable[P, R]) -> Callable[P, R]:
+    """Wraps a front door that is no op of its own in checks of the names and kinds of its arguments."""
+    name, parameters = function.__name__, inspect.signature(function).parameters
+    check_kinds = host_kinds(name, parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_names(name, parameters, kwargs)
+        check_kinds(args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def refuse_names(op: str, names: Collection[str], given: Iterable[str]) -> None:
+    """Raises TypeError where a keyword names no argument of an op."""
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f"; did you mean {close[0]}" if close else ""
+            raise TypeError(f"eagle_kernels.{op}: got an unexpected keyword argument {shown(name)}{hint}")
 
 
 def refuse_without_data(op: str, values: Mapping) -> None:
@@ -72,6 +103,7 @@ def checked(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
+        refuse_names(function.__name__, parameters, kwargs)
         check_kinds(args, kwargs)
         out, inputs = kwargs.get("out"), {**dict(zip(names, args)), **kwargs}
         inputs.pop("out", None)
@@ -100,10 +132,10 @@ def refuse_overlaps(op: str, inputs: Mapping, out, fields: tuple[str, ...], in_p
 
 
 def refuse_shared(op: str, inputs: Mapping, mutates: tuple[str, ...]) -> None:
-    """Raises ValueError where a tensor that an op works on in place shares memory with another one, or with itself."""
+    """Raises ValueError where a tensor that an op works on in place shares memory with any other, or with itself."""
     buffers = {name: inputs[name] for name in mutates if inputs.get(name) is not None}
     if buffers:
-        _refuse(op, buffers, buffers, {})
+        _refuse(op, inputs, buffers, {})
 
 
 def _refuse(op: str, tensors: Mapping, buffers: Mapping, in_place: Mapping) -> None:

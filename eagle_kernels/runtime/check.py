@@ -24,6 +24,8 @@ DEBUG = _DEBUG == "1"
 INTEGER = (torch.int32, torch.int64)
 MAX_INT32 = 2**31 - 1
 _MANY_BYTES = 2**30
+# what a reference needs for its outputs, as a multiple of their bytes: copies, and Python's lists of integers
+_TIMES_OUTPUTS, _TIMES_INTEGERS = 2, 8
 _LONGEST_VALUE = 100  # characters of a value in an error
 FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -35,6 +37,10 @@ class Spec(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     contiguous: int | None = None
+
+
+class OfReference(dict):
+    """The arguments of a call that a reference is to compute."""
 
 
 class Arguments:
@@ -52,10 +58,11 @@ class Arguments:
         self._sizes: dict[str, tuple[int, str]] = {}
 
     def fail(self, name: str, rule: str, got, kind: type[Exception] = ValueError):
-        text = str(got)
-        if len(text) > _LONGEST_VALUE:
-            text = text[:_LONGEST_VALUE] + "..."
-        raise kind(f"eagle_kernels.{self.op}: {name} must {rule}, got {text}")
+        raise kind(f"eagle_kernels.{self.op}: {name} must {rule}, got {shown(got, str, _LONGEST_VALUE)}")
+
+    def bind(self, axis: str, size: int, source: str) -> None:
+        """Binds the size of a named axis that follows from an argument, but is none of its axes."""
+        self._sizes.setdefault(axis, (size, source))
 
     def size(self, axis: str) -> int:
         """Returns the size bound to a named axis."""
@@ -140,8 +147,8 @@ class Arguments:
     def choice(self, name: str, options: Sequence[str]) -> str:
         """Checks and returns one of the listed strings."""
         value = self.values.get(name)
-        if value not in options:
-            self.fail(name, "be one of " + ", ".join(repr(str(option)) for option in options), repr(value))
+        if not isinstance(value, str) or value not in options:
+            self.fail(name, "be one of " + ", ".join(repr(str(option)) for option in options), shown(value))
         return value
 
     def exactly_one(self, *names: str) -> str:
@@ -151,12 +158,13 @@ class Arguments:
             self.fail(f"exactly one of {' and '.join(names)}", "be given", " and ".join(given) or "none of them")
         return given[0]
 
-    def debug(self, name: str, rule: str, holds, rows: torch.Tensor | None = None) -> None:
+    def debug(self, name: str, rule: str, holds, rows: torch.Tensor | None = None, of_reference: bool = False) -> None:
         """Checks `holds()`, a tensor of truths, only with EAGLE_KERNELS_DEBUG=1: it waits for the device.
 
-        rows: which rows of the argument those of `holds()` are. None: the same.
+        rows: which rows of the argument those of `holds()` are. None: the same. of_reference: it is always checked
+        for a reference, which reads the values anyway.
         """
-        if can_read(self.values[name]):
+        if can_read(self.values[name], of_reference and isinstance(self.values, OfReference)):
             wrong = (~holds()).nonzero()
             if len(wrong):
                 first, *rest = wrong[0].tolist()
@@ -216,9 +224,21 @@ def _empty(op: str, name: str, spec: Spec) -> torch.Tensor:
 
 def check_room(op: str, contract) -> None:
     """Checks that there is memory for outputs which a reference will allocate by itself."""
-    specs = (contract,) if isinstance(contract, Spec) else contract or ()
-    if sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs) >= _MANY_BYTES:
-        allocate(op, contract)
+    if contract is None:
+        return
+    specs = {"out": contract} if isinstance(contract, Spec) else contract._asdict()
+    sizes = {name: math.prod(spec.shape) * spec.dtype.itemsize for name, spec in specs.items()}
+    if sum(sizes.values()) < _MANY_BYTES:
+        return
+    allocate(op, contract)
+    # systems promise memory that they do not have
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+    times = {name: _TIMES_INTEGERS if spec.dtype in INTEGER else _TIMES_OUTPUTS for name, spec in specs.items()}
+    if sum(size * times[name] for name, size in sizes.items()) > memory:
+        name = max(sizes, key=sizes.get)
+        rule = f"fit {times[name]} times into the memory of {memory} bytes, as the reference needs it"
+        got = f"shape {list(specs[name].shape)}, which is {sizes[name]} bytes"
+        Arguments(op, {}).fail(name if name == "out" else f"out.{name}", rule, got)
 
 
 def unpack(op: str, out, count: int) -> tuple:
@@ -235,13 +255,15 @@ def is_dense(value) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
-def can_read(tensor: torch.Tensor) -> bool:
+def can_read(tensor: torch.Tensor, is_wanted: bool = False) -> bool:
     """Tells whether checks of a tensor's values are wanted (EAGLE_KERNELS_DEBUG=1 at the first import) and possible.
+
+    is_wanted: they are wanted in any case.
 
     They are not while torch.compile traces or on the device meta, where tensors have no values, nor while a CUDA graph
     is captured.
     """
-    if not DEBUG or type(tensor) is not torch.Tensor or tensor.is_meta:
+    if not (DEBUG or is_wanted) or type(tensor) is not torch.Tensor or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -22,7 +22,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import check
-from .calls import host_kinds, refuse_overlaps, refuse_shared, refuse_without_data
+from .calls import host_kinds, refuse_names, refuse_overlaps, refuse_shared, refuse_without_data
 from .surroundings import undisturbed
 
 _LIBRARY = torch.library.Library("eagle_kernels", "DEF")
@@ -66,6 +66,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
     reference_names = inspect.signature(reference).parameters
     check_kinds = host_kinds(name, {p.name: p for p in parameters})
     fields = result_type._fields if result_type else ("output",)
+    buffer_names = {"out_" + field for field in fields}
 
     def bind(args, kwargs) -> dict:
         return {**defaults, **dict(zip(names, args)), **kwargs}
@@ -74,7 +75,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
         device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
         if device is not None and backend(device) == "triton":
             return launcher(**values, out=out) if returns else launcher(**values)
-        contract = module.contract({**values, "out": out})
+        contract = module.contract(check.OfReference(values, out=out))
         refuse_shared(name, values, mutates)
         if out is None:
             check.check_room(name, contract)
@@ -105,8 +106,11 @@ def operator(module: ModuleType, reference_module: ModuleType):
             if torch.is_inference_mode_enabled():
                 return overload(*args, **kwargs)
             return _below_autograd(overload, names, args, kwargs)
-        except (RuntimeError, TypeError, AssertionError):
-            given = {key: value for key, value in kwargs.items() if not key.startswith("out_")}
+        except (RuntimeError, TypeError, AssertionError, ValueError) as error:
+            if str(error).startswith(f"eagle_kernels.{name}:"):
+                raise
+            given = {key: value for key, value in kwargs.items() if key not in buffer_names}
+            refuse_names(name, signature.parameters, given)
             try:
                 bound = signature.bind(*args, **given)
             except TypeError as error:
@@ -150,8 +154,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
             if not went_again(args, kwargs) and not went_straight(args, kwargs):
                 call(overload, args, kwargs)
 
-        public.reference = reference
-        return public
+        return _named(public, reference)
 
     returned = ", ".join(["Tensor"] * len(fields))
     separator = ", " if "*" in declared else ", *, "
@@ -205,7 +208,12 @@ def operator(module: ModuleType, reference_module: ModuleType):
         call(out_overload, args, {**kwargs, **buffer_arguments}, out)
         return result_type(*buffers) if result_type else out
 
-    public.reference = reference
+    return _named(public, reference)
+
+
+def _named(public, reference):
+    """Gives a public function its reference, and the name by which pickle finds it: that of the package."""
+    public.reference, public.__module__ = reference, __name__.partition(".")[0]
     return public
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -102,13 +102,13 @@ def read_flag(name: str, value: bool) -> bool:
     return flag
 
 
-def shown(value: Any) -> str:
-    """Returns a value as an error shows it: in one line, whatever was passed."""
+def shown(value: Any, text_of: Callable[[Any], str] = repr, most: int = 60) -> str:
+    """Returns a value as an error shows it: in one line of at most `most` characters, whatever was passed."""
     try:
-        text = repr(value)
+        text = text_of(value)
     except Exception:  # ints with thousands of digits, tensors without values
         text = f"one that cannot be shown, of type {type(value).__name__}"
-    return one_line(text)
+    return one_line(text, most)
 
 
 def shown_name(name: Any) -> str:
@@ -116,10 +116,10 @@ def shown_name(name: Any) -> str:
     return one_line(repr(str(name))[1:-1])
 
 
-def one_line(text: str) -> str:
-    """Returns a text in one line of at most 60 characters."""
+def one_line(text: str, most: int = 60) -> str:
+    """Returns a text in one line of at most `most` characters."""
     text = " ".join(text.split())
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def text_of(error: BaseException) -> str:

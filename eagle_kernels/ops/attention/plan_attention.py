@@ -52,6 +52,9 @@ def _plan_attention_kernel(
         before = tl.max(stops)
 
 
+MAX_LENGTH = 2**31 - 2**21
+
+
 def contract(values: dict) -> check.Spec:
     """Checks the arguments of `plan_attention` and describes its output."""
     args = check.Arguments("plan_attention", values)
@@ -60,7 +63,11 @@ def contract(values: dict) -> check.Spec:
     if values["window"] is not None:
         args.integer("window", 1, 2**31 - 1)
     lengths = values["seq_lens"]
-    args.debug("seq_lens", "lie in 0..2^31 - 2^21", lambda: (lengths >= 0) & (lengths <= 2**31 - 2**21))
+    args.debug("seq_lens", "lie in 0..2^31 - 2^21", lambda: (lengths >= 0) & (lengths <= MAX_LENGTH))
+    blocks = lambda: (lengths.clamp(0, MAX_LENGTH).to(torch.int64) + values["num_drafts"]) // 32 + 1  # noqa: E731
+    rule = "be at most 2^31 - 2^21, and ask for fewer than 2^31 blocks in all"
+    is_sound = lambda: (lengths <= MAX_LENGTH) & (blocks().cumsum(0) <= check.MAX_INT32)  # noqa: E731
+    args.debug("seq_lens", rule, is_sound, of_reference=True)
     return args.spec((args.size("B") + 1,), torch.int32)
 
 

@@ -43,6 +43,7 @@ from ...primitives.slots import (
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.paths import debug_paths
 
 
 class Output(NamedTuple):
@@ -231,12 +232,20 @@ def contract(values: dict) -> Output:
         free_capacity = batch_size * num_nodes if is_freed else 0
     else:
         check_capacity(args, "free_capacity")
+    lists = [args.integers((room,), position, default=torch.int64)
+             for room, position in ((capacity, 1), (capacity, 2), (free_capacity, 4))]  # fmt: skip
+    if any(listed.dtype == torch.int32 for listed in lists):
+        args.debug(
+            "cache_locs",
+            "hold what int32 holds, or out int64",
+            lambda: cache_locs <= check.MAX_INT32,
+            of_reference=True,
+        )
     return Output(
         args.spec((batch_size + 1,), torch.int32),
-        args.integers((capacity,), 1, default=torch.int64),
-        args.integers((capacity,), 2, default=torch.int64),
+        *lists[:2],
         args.spec((batch_size + 1,), torch.int32),
-        args.integers((free_capacity,), 4, default=torch.int64),
+        lists[2],
         args.spec((2,), torch.int32),
     )
 
@@ -247,8 +256,7 @@ def _debug_values(args: check.Arguments, cache_locs: torch.Tensor, num_nodes: in
         return
     num_drafts, path, seq_lens = (args.values[name] for name in ("accept_token_num", "accept_index", "seq_lens"))
     width = num_nodes if path is None else path.shape[1]
-    if num_drafts is not None:
-        args.debug("accept_token_num", f"be below the {width} entries of a path", lambda: num_drafts < width)
+    debug_paths(args, num_nodes)
     if seq_lens is not None:
         args.debug("seq_lens", "not be negative", lambda: (seq_lens >= 0) | (num_drafts < 0))
 
@@ -326,8 +334,9 @@ def accepted_cache_locs(
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range, arguments that exclude or need each
             other as above, or a tensor of `out` that overlaps another tensor; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that accept_token_num is less than W, that seq_lens of live requests
-        are not negative, and that slots of accepted nodes are not negative.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that accept_token_num is less than W, that accepted nodes are nodes
+        of the request's tree, that seq_lens of live requests are not negative, and that slots of accepted nodes are
+        not negative.
 
     Source:
         SGLang's fill_accept_out_cache_loc and fill_front_out_cache_loc (moves), get_src_tgt_cache_loc and

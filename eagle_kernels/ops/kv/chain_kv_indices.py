@@ -37,7 +37,7 @@ from ...primitives.slots import (
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.rows import ROW_SIZES, check_rows, debug_rows, find_row, read_slots, row_arguments
+from .shared.rows import ROW_SIZES, check_listed, check_rows, debug_rows, find_row, read_slots, row_arguments
 
 
 class Output(NamedTuple):
@@ -135,10 +135,11 @@ def contract(values: dict) -> Output:
     if num_rows > MAX_CAPACITY:
         args.fail("num_verify_tokens", f"give at most {MAX_CAPACITY} rows in all", num_rows)
     kv_lens = values["kv_lens"]
-    debug_rows(args, ("kv_lens",), lambda: kv_lens, lambda column: column < kv_lens[:, None])
+    stop, is_read = lambda: kv_lens, lambda column: column < kv_lens[:, None]
+    debug_rows(args, ("kv_lens",), stop, is_read)
     return Output(
         args.spec((num_rows + 1,), torch.int32),
-        args.integers((capacity,), 1),
+        check_listed(args, args.integers((capacity,), 1), stop, is_read),
         args.spec((1,), torch.int32),
     )
 

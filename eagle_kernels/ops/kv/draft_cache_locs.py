@@ -40,6 +40,7 @@ from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.rows import (
     ROW_SIZES,
+    check_listed,
     check_rows,
     debug_rows,
     draft_columns,
@@ -162,7 +163,7 @@ def contract(values: dict) -> Output:
     if args.size("B") * topk > MAX_CAPACITY:
         args.fail("topk", f"give the B = {args.size('B')} requests at most {MAX_CAPACITY} branches in all", topk)
     seq_lens = values["seq_lens"]
-    stop, is_draft = draft_columns(seq_lens, topk, num_steps, page_size)
+    stop, is_draft, end = draft_columns(seq_lens, topk, num_steps, page_size)
 
     def is_read(column):
         is_copied = (column >= (seq_lens // page_size * page_size)[:, None]) & (column < seq_lens[:, None])
@@ -176,14 +177,17 @@ def contract(values: dict) -> Output:
         capacity = args.size("B") * (topk - 1) * (page_size - 1)
         if capacity > MAX_CAPACITY:
             args.fail("capacity", f"be given where B * (topk - 1) * (page_size - 1) exceeds {MAX_CAPACITY}", None)
+    shape = (num_steps, num_branches) if values["is_step_major"] else (num_branches, num_steps)
+
+    def slots(shape: tuple[int, ...], position: int) -> check.Spec:
+        return check_listed(args, args.integers(shape, position, default=torch.int64), end, is_read)
+
     return Output(
-        args.integers(
-            (num_steps, num_branches) if values["is_step_major"] else (num_branches, num_steps), 0, default=torch.int64
-        ),
+        slots(shape, 0),
         args.integers((num_branches,), 1, default=torch.int64),
         args.spec((args.size("B") + 1,), torch.int32),
-        args.integers((capacity,), 3, default=torch.int64),
-        args.integers((capacity,), 4, default=torch.int64),
+        slots((capacity,), 3),
+        slots((capacity,), 4),
         args.spec((1,), torch.int32),
     )
 

@@ -45,6 +45,7 @@ from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.rows import (
     ROW_SIZES,
+    check_listed,
     check_rows,
     debug_rows,
     draft_columns,
@@ -210,7 +211,7 @@ def contract(values: dict) -> Output:
     if args.size("B") * topk > MAX_CAPACITY:
         args.fail("topk", f"give the B = {args.size('B')} requests at most {MAX_CAPACITY} branches in all", topk)
     seq_lens = values["seq_lens"]
-    stop, is_draft = draft_columns(seq_lens, topk, num_steps, values["page_size"])
+    stop, is_draft, end = draft_columns(seq_lens, topk, num_steps, values["page_size"])
 
     def is_read(column):
         # a window that counts drafts sees the most of the prefix at the first step
@@ -222,7 +223,7 @@ def contract(values: dict) -> Output:
     debug_rows(args, ("seq_lens",), stop, is_read, "leave room for the drafts")
     return Output(
         args.spec((num_steps, args.size("B") * topk + 1), torch.int32, contiguous=1),
-        args.integers((num_steps, capacity), 1, contiguous=1),
+        check_listed(args, args.integers((num_steps, capacity), 1, contiguous=1), end, is_read),
         args.spec((1,), torch.int32),
     )
 

@@ -36,7 +36,7 @@ from ...primitives.slots import (
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.rows import ROW_SIZES, check_rows, debug_rows, find_row, read_slots, row_arguments
+from .shared.rows import ROW_SIZES, check_listed, check_rows, debug_rows, find_row, read_slots, row_arguments
 
 
 class Output(NamedTuple):
@@ -140,14 +140,16 @@ def contract(values: dict) -> Output:
     starts, ends = values["starts"], values["ends"]
 
     def stop():
-        end = starts.to(torch.int64) + values["num_tokens"] if ends is None else ends
-        return torch.where(end > starts, end, 0)
+        first = starts.to(torch.int64).clamp(max=check.MAX_INT32)
+        end = first + values["num_tokens"] if ends is None else ends
+        return torch.where(end > first, end, 0)
 
     names = ("starts",) if ends is None else ("starts", "ends")
-    debug_rows(args, names, stop, lambda column: column >= starts[:, None])
+    is_read = lambda column: column >= starts[:, None]  # noqa: E731
+    debug_rows(args, names, stop, is_read)
     return Output(
         args.spec((args.size("B") + 1,), torch.int32),
-        args.integers((capacity,), 1, default=torch.int64),
+        check_listed(args, args.integers((capacity,), 1, default=torch.int64), stop, is_read),
         args.integers((capacity,), 2, default=torch.int64),
         args.spec((1,), torch.int32),
     )

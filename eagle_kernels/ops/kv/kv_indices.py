@@ -29,7 +29,7 @@ from ...primitives.slots import check_capacity, check_keep_unused, fill_unused, 
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.rows import ROW_SIZES, check_rows, debug_rows, find_row, read_slots, row_arguments
+from .shared.rows import ROW_SIZES, check_listed, check_rows, debug_rows, find_row, read_slots, row_arguments
 
 
 class Output(NamedTuple):
@@ -130,18 +130,23 @@ def contract(values: dict) -> Output:
     check_rows(args)
     args.tensor("seq_lens", ("B",), check.INTEGER)
     args.tensor("starts", ("B",), check.INTEGER, optional=True)
-    lengths, first = values["seq_lens"], 0 if values["starts"] is None else values["starts"]
+    lengths, starts = values["seq_lens"], values["starts"]
     page_size = values["page_size"]
 
     def is_read(column):
-        start = torch.as_tensor(first, device=column.device).view(-1, 1)
-        return (column % page_size == 0) & (column >= start // page_size * page_size)
+        is_first = column % page_size == 0
+        return is_first if starts is None else is_first & (column >= (starts // page_size * page_size)[:, None])
 
-    names = ("seq_lens",) if values["starts"] is None else ("starts", "seq_lens")
-    debug_rows(args, names, lambda: torch.where(lengths > 0, first + lengths.to(torch.int64), 0), is_read)
+    def stop():
+        first, count = (
+            0 if each is None else each.to(torch.int64).clamp(0, check.MAX_INT32) for each in (starts, lengths)
+        )
+        return torch.where(lengths > 0, first + count, 0)
+
+    debug_rows(args, ("seq_lens",) if starts is None else ("starts", "seq_lens"), stop, is_read)
     return Output(
         args.spec((args.size("B") + 1,), torch.int32),
-        args.integers((capacity,), 1),
+        check_listed(args, args.integers((capacity,), 1), stop, is_read, page_size),
         args.spec((args.size("B"),), torch.int32),
         args.spec((1,), torch.int32),
     )

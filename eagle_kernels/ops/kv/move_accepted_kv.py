@@ -33,6 +33,7 @@ from ...primitives.paging import debug_pages
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.paths import debug_paths
 
 MUTATES = ("k_cache", "v_cache")
 
@@ -169,16 +170,16 @@ def _debug_values(args: check.Arguments) -> None:
         values[name] for name in ("block_table", "seq_lens", "accept_index", "accept_token_num")
     )
     width, num_slots = path.shape[1], table.shape[1] * page_size
-    args.debug("accept_token_num", f"be below the {width} entries of a path", lambda: num_drafts < width)
     if not check.can_read(table):
         return
     depth, request = (torch.arange(size, device=path.device) for size in (width, len(path)))
+    debug_paths(args, values["num_verify_tokens"])
     node = path - request[:, None] * values["num_verify_tokens"]
     is_moved = (depth <= num_drafts[:, None]) & (node >= 0) & (node < values["num_verify_tokens"])
     is_moved &= (seq_lens != 0)[:, None]  # it may be a row that pads the batch
     # the slots of a request from which and to which rows are copied, none of which is before the prefix's end
     places = torch.stack([node, depth.expand_as(node)]).to(torch.int64)
-    used = torch.where(is_moved[None], seq_lens[:, None] + places, -1)
+    used = torch.where(is_moved[None], seq_lens[:, None].clamp(max=check.MAX_INT32) + places, -1)
     is_live = is_moved.any(1)
     rule = f"leave room for the accepted nodes in the {num_slots} slots of a row of block_table"
     args.debug("seq_lens", "not be negative", lambda: (seq_lens >= 0) | ~is_live)
@@ -224,8 +225,9 @@ def move_accepted_kv(
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
         Not checked, unless EAGLE_KERNELS_DEBUG=1: that accept_token_num is less than W, that the accepted nodes of a
-        request lie within its slots, and their pages within the pool. A row of `block_table` that is -1 throughout, and
-        one without a prefix, may pad the batch and is not checked.
+        request are nodes of its tree and lie within its slots, and their pages within the pool. A row of `block_table`
+        that is -1 throughout, and one without a prefix, may pad the batch; its slots and pages are not checked, nor is
+        a row of `accept_index` that is -1 throughout.
         Never checked: requests must not share the pages that they write.
 
     Source:

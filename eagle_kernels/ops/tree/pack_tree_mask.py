@@ -21,7 +21,7 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.tree_mask import TreeMaskMode, check_mask, load_keys, mask_spec, row_starts, store_keys
+from .shared.tree_mask import TreeMaskMode, check_lengths, check_mask, load_keys, mask_spec, row_starts, store_keys
 
 TUNING = {"default": {"BLOCK_ROW": 16, "num_warps": 4}}
 
@@ -62,11 +62,12 @@ def _sizes(args: check.Arguments) -> tuple[int, int, int]:
     mode = args.choice("tree_mask_mode", list(TreeMaskMode))
     num_nodes = None if args.values["num_verify_tokens"] is None else args.integer("num_verify_tokens", 1)
     if mode == TreeMaskMode.FULL_MASK:
-        if args.values["seq_lens"] is None:
-            args.fail("seq_lens", "be given for 'full_mask', whose rows begin where the lengths say", None)
-        args.tensor("seq_lens", ("B",), check.INTEGER)
-        args.debug("seq_lens", "not be negative", lambda: args.values["seq_lens"] >= 0)
-    return check_mask(args, mode, num_nodes)
+        check_lengths(args, mode)
+        return check_mask(args, mode, num_nodes)
+    sizes = check_mask(args, mode, num_nodes)
+    args.bind("B", sizes[0], "tree_mask")
+    check_lengths(args, mode)
+    return sizes
 
 
 @launcher

@@ -25,6 +25,7 @@ from ...runtime.launch import launch, launcher
 from .shared.tree_mask import (
     TreeMask,
     TreeMaskMode,
+    check_lengths,
     check_mask,
     fill_prefix,
     load_keys,
@@ -85,11 +86,7 @@ def contract(values: dict) -> check.Spec:
         args.debug("tree_mask", rule, lambda: _keys_from(num_rows, values["tree_mask"]) == 0)
     if num_keys != num_rows and is_square:
         args.fail("num_verify_tokens", f"be Nq = {num_rows} for '{mode}', which has as many rows as keys", num_keys)
-    if mode == TreeMaskMode.FULL_MASK:
-        if values["seq_lens"] is None:
-            args.fail("seq_lens", "be given for 'full_mask', whose rows begin where the lengths say", None)
-        args.tensor("seq_lens", ("B",), check.INTEGER)
-        args.debug("seq_lens", "not be negative", lambda: values["seq_lens"] >= 0)
+    check_lengths(args, mode)
     return mask_spec(args, mode, batch_size, num_rows, num_keys, values.get("out"))
 
 

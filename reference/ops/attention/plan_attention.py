@@ -12,6 +12,6 @@ def plan_attention(
     plan = [0]
     for length in seq_lens.clamp(min=0).tolist():
         # of slots that a row may see: with draft keys the first row is one position past the prefix
-        seen = range(0 if window is None else max(length + (num_drafts > 0) - window, 0), length + num_drafts)
-        plan.append(plan[-1] + max(len({slot // 32 for slot in seen}), 1))
+        first, stop = 0 if window is None else max(length + (num_drafts > 0) - window, 0), length + num_drafts
+        plan.append(plan[-1] + max(-(-stop // 32) - first // 32, 1))
     return torch.tensor(plan, dtype=torch.int32, device=seq_lens.device)

@@ -62,16 +62,20 @@ def accepted_cache_locs(
     if free_capacity is None:
         is_freed = seq_lens is not None or free_token_num is not None
         free_capacity = batch_size * num_verify_tokens if is_freed else 0
-    unused = [out[place].tolist() if keep_unused else -1 for place in (1, 2, 4)]
-    path_indptr, source_locs, path_overflow = packed(sources, capacity, unused=unused[0])
-    _, target_locs, _ = packed(targets, capacity, unused=unused[1])
-    free_indptr, free_locs, free_overflow = packed(freed, free_capacity, unused=unused[2])
+
+    def listed(lists: list[list[int]], room: int, field: str):
+        unused = getattr(out, field) if keep_unused else -1
+        return packed(list(map(len, lists)), room, lambda index, count: lists[index][:count], unused=unused)
+
+    path_indptr, source_locs, path_overflow = listed(sources, capacity, "source_locs")
+    _, target_locs, _ = listed(targets, capacity, "target_locs")
+    free_indptr, free_locs, free_overflow = listed(freed, free_capacity, "free_locs")
     return Output(
-        torch.tensor(path_indptr, dtype=torch.int32, device=device),
-        torch.tensor(source_locs, dtype=torch.int64, device=device),
-        torch.tensor(target_locs, dtype=torch.int64, device=device),
-        torch.tensor(free_indptr, dtype=torch.int32, device=device),
-        torch.tensor(free_locs, dtype=torch.int64, device=device),
+        path_indptr.to(device),
+        source_locs.to(device),
+        target_locs.to(device),
+        free_indptr.to(device),
+        free_locs.to(device),
         torch.tensor([path_overflow, free_overflow], dtype=torch.int32, device=device),
     )
 

@@ -1,4 +1,4 @@
-"""Reference of assign_req_to_token: one slot after another."""
+"""Reference of assign_req_to_token: the slots of one request after another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def assign_req_to_token(
     num_rows, row_size = req_to_token.shape
     slots, taken = cache_locs.tolist(), 0
     for row, first, last in zip(req_pool_indices.tolist(), lengths(starts), lengths(ends)):
-        for column in range(first, last):
-            if 0 <= row < num_rows and column < row_size and taken < len(slots):
-                req_to_token[row, column] = slots[taken]
-            taken += 1
+        if 0 <= row < num_rows:
+            for column, slot in zip(range(first, min(last, row_size)), slots[taken:]):
+                req_to_token[row, column] = slot
+        taken += max(last - first, 0)

@@ -25,17 +25,21 @@ def chain_kv_indices(
     keep_unused: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """See eagle_kernels/ops/kv/chain_kv_indices.py; `out` is read for keep_unused, not written."""
+    """See eagle_kernels/ops/kv/chain_kv_indices.py; `out` gives the dtype and what keep_unused keeps."""
+    dtype = torch.int32 if out is None else out.kv_indices.dtype
     rows, device = Rows(req_pool_indices, req_to_token), kv_lens.device
-    lists = [
-        rows.slots(request, range(kv_len - num_verify_tokens + 1 + token))
-        for request, kv_len in enumerate(lengths(kv_lens))
-        for token in range(num_verify_tokens)
-    ]
-    unused = out.kv_indices.tolist() if keep_unused else -1
-    kv_indptr, entries, overflow = packed(lists, capacity, unused=unused)
+    first_count = torch.tensor(lengths(kv_lens), dtype=torch.int64, device=device)[:, None] - num_verify_tokens + 1
+    counts = (first_count + torch.arange(num_verify_tokens, device=device)).clamp(min=0).flatten()
+    unused = out.kv_indices if keep_unused else -1
+    kv_indptr, entries, overflow = packed(
+        counts,
+        capacity,
+        lambda row, count: rows.slots(row // num_verify_tokens, range(count)),
+        unused=unused,
+        dtype=dtype,
+    )
     return Output(
-        torch.tensor(kv_indptr, dtype=torch.int32, device=device),
-        torch.tensor(entries, dtype=out.kv_indices.dtype if keep_unused else torch.int32, device=device),
+        kv_indptr.to(device),
+        entries.to(device),
         torch.tensor([overflow], dtype=torch.int32, device=device),
     )

@@ -33,28 +33,30 @@ def draft_cache_locs(
     rows, device = Rows(req_pool_indices, req_to_token), seq_lens.device
     if capacity is None:
         capacity = len(rows) * (topk - 1) * (page_size - 1)
-    cache_locs, positions, sources, targets = [], [], [], []
+    cache_locs, positions, counts, copies = [], [], [], []
     for request, seq_len in enumerate(lengths(seq_lens)):
-        copies = []
         for branch in range(topk):
             first = first_draft_column(seq_len, branch, topk, num_steps, page_size)
             cache_locs.append(rows.slots(request, range(first, first + num_steps)))
             positions.append(seq_len)
             if branch > 0 and page_size > 1:
-                in_page = seq_len % page_size
-                source = rows.slots(request, range(seq_len - in_page, seq_len))
-                target = rows.slots(request, range(first - in_page, first))
-                copies += [pair if -1 not in pair else (-1, -1) for pair in zip(source, target)]
-        sources.append([source for source, _ in copies])
-        targets.append([target for _, target in copies])
-    copy_indptr, sources, overflow = packed(sources, capacity)
-    _, targets, _ = packed(targets, capacity)
+                counts.append(seq_len % page_size)
+                copies.append((request, range(seq_len - counts[-1], seq_len), range(first - counts[-1], first)))
+
+    def read(index: int, count: int, side: int) -> list[int]:
+        request, *columns = copies[index]
+        pairs = zip(*(rows.slots(request, of_side[:count]) for of_side in columns))
+        return [-1 if -1 in pair else pair[side] for pair in pairs]
+
+    bounds, sources, overflow = packed(counts, capacity, lambda index, count: read(index, count, 0))
+    _, targets, _ = packed(counts, capacity, lambda index, count: read(index, count, 1))
+    copy_indptr = bounds[:: topk - 1] if copies else torch.zeros(len(rows) + 1, dtype=torch.int32, device=device)
     locs = torch.tensor(cache_locs, dtype=torch.int64, device=device).view(len(rows) * topk, num_steps)
     return Output(
         locs.t().contiguous() if is_step_major else locs,
         torch.tensor(positions, dtype=torch.int64, device=device),
-        torch.tensor(copy_indptr, dtype=torch.int32, device=device),
-        torch.tensor(sources, dtype=torch.int64, device=device),
-        torch.tensor(targets, dtype=torch.int64, device=device),
+        copy_indptr.to(device),
+        sources.to(device),
+        targets.to(device),
         torch.tensor([overflow], dtype=torch.int32, device=device),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -30,29 +31,34 @@ def draft_kv_indices(
     keep_unused: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """See eagle_kernels/ops/kv/draft_kv_indices.py; `out` is read for keep_unused, not written."""
+    """See eagle_kernels/ops/kv/draft_kv_indices.py; `out` gives the dtype and what keep_unused keeps."""
+    dtype = torch.int32 if out is None else out.kv_indices.dtype
     rows, device = Rows(req_pool_indices, req_to_token), seq_lens.device
     kv_indptr, kv_indices, overflow = [], [], 0
     for step in range(num_steps):
-        lists = []
+        lists = []  # (request, the parts of a branch's columns)
         for request, seq_len in enumerate(lengths(seq_lens)):
             for branch in range(topk):
                 first = first_draft_column(seq_len, branch, topk, num_steps, page_size)
-                prefix, drafts = list(range(seq_len)), list(range(first, first + step + 1))
+                parts = [range(seq_len), range(first, first + step + 1)]
                 if window_size > 0:
-                    seen = len(prefix) + len(drafts) if window_counts_drafts else len(prefix)
-                    in_window = range(seen - window_size, seq_len + len(drafts))
-                    kept = [place for place in range(seq_len) if place < sink_size or place in in_window]
-                    drafts = [column for place, column in enumerate(drafts, seq_len) if place in in_window]
-                    prefix = kept
-                lists.append(rows.slots(request, prefix + drafts))
-        unused = out.kv_indices[step].tolist() if keep_unused else -1
-        bounds, entries, overflow = packed(lists, capacity, unused=unused)
+                    seen = seq_len + step + 1 if window_counts_drafts else seq_len
+                    begin = max(seen - window_size, 0)  # of the window, in prefix and drafts together
+                    sinks = range(min(sink_size, begin, seq_len))
+                    parts = [sinks, range(begin, seq_len), range(first + max(begin - seq_len, 0), first + step + 1)]
+                lists.append((request, parts))
+
+        def read(index: int, count: int, lists=lists) -> list[int]:
+            request, parts = lists[index]
+            return rows.slots(request, islice(chain(*parts), count))
+
+        counts = [sum(map(len, parts)) for _, parts in lists]
+        unused = out.kv_indices[step] if keep_unused else -1
+        bounds, entries, overflow = packed(counts, capacity, read, unused=unused, dtype=dtype)
         kv_indptr.append(bounds)
         kv_indices.append(entries)
-    dtype = out.kv_indices.dtype if keep_unused else torch.int32
     return Output(
-        torch.tensor(kv_indptr, dtype=torch.int32, device=device),
-        torch.tensor(kv_indices, dtype=dtype, device=device).view(num_steps, capacity),
+        torch.stack(kv_indptr).to(device),
+        torch.stack(kv_indices).to(device),
         torch.tensor([overflow], dtype=torch.int32, device=device),
     )

@@ -34,14 +34,15 @@ def extend_cache_locs(
         last_tokens = [first + num_tokens for first in first_tokens]
     else:
         last_tokens = lengths(ends)
-    positions = [list(range(first, last)) for first, last in zip(first_tokens, last_tokens)]
-    slots = [rows.slots(request, tokens) for request, tokens in enumerate(positions)]
-    unused = (out.cache_locs.tolist(), out.positions.tolist()) if keep_unused else (-1, 0)
-    indptr, slots, overflow = packed(slots, capacity, unused=unused[0])
-    _, positions, _ = packed(positions, capacity, unused=unused[1])
+    tokens = list(map(range, first_tokens, last_tokens))
+    counts = list(map(len, tokens))
+    unused = (out.cache_locs, out.positions) if keep_unused else (-1, 0)
+    read_slots = lambda request, count: rows.slots(request, tokens[request][:count])  # noqa: E731
+    indptr, slots, overflow = packed(counts, capacity, read_slots, unused=unused[0])
+    _, positions, _ = packed(counts, capacity, lambda request, count: tokens[request][:count], unused=unused[1])
     return Output(
-        torch.tensor(indptr, dtype=torch.int32, device=device),
-        torch.tensor(slots, dtype=torch.int64, device=device),
-        torch.tensor(positions, dtype=torch.int64, device=device),
+        indptr.to(device),
+        slots.to(device),
+        positions.to(device),
         torch.tensor([overflow], dtype=torch.int32, device=device),
     )

@@ -27,20 +27,25 @@ def kv_indices(
     keep_unused: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """See eagle_kernels/ops/kv/kv_indices.py; `out` is read for keep_unused, not written."""
+    """See eagle_kernels/ops/kv/kv_indices.py; `out` gives the dtype and what keep_unused keeps."""
+    dtype = torch.int32 if out is None else out.kv_indices.dtype
     rows, device = Rows(req_pool_indices, req_to_token), seq_lens.device
     first_tokens = [0] * len(rows) if starts is None else lengths(starts)
-    lists, last_page_len = [], []
-    for request, (first, length) in enumerate(zip(first_tokens, lengths(seq_lens))):
-        pages = sorted({token // page_size for token in range(first, first + length)})
-        slots = rows.slots(request, [page * page_size for page in pages])
-        lists.append([slot // page_size for slot in slots])  # rounded down: -1 stays -1
-        last_page_len.append(first + length - pages[-1] * page_size if pages else 0)
-    unused = out.kv_indices.tolist() if keep_unused else -1
-    kv_indptr, entries, overflow = packed(lists, capacity, unused=unused)
+    pages, last_page_len = [], []
+    for first, length in zip(first_tokens, lengths(seq_lens)):
+        stop = first + length
+        pages.append(range(first // page_size, -(-stop // page_size) if length else 0))
+        last_page_len.append(stop - pages[-1][-1] * page_size if length else 0)
+
+    def read(request: int, count: int) -> list[int]:
+        slots = rows.slots(request, [page * page_size for page in pages[request][:count]])
+        return [slot // page_size for slot in slots]  # rounded down: -1 stays -1
+
+    unused = out.kv_indices if keep_unused else -1
+    kv_indptr, entries, overflow = packed(list(map(len, pages)), capacity, read, unused=unused, dtype=dtype)
     return Output(
-        torch.tensor(kv_indptr, dtype=torch.int32, device=device),
-        torch.tensor(entries, dtype=out.kv_indices.dtype if keep_unused else torch.int32, device=device),
+        kv_indptr.to(device),
+        entries.to(device),
         torch.tensor(last_page_len, dtype=torch.int32, device=device),
         torch.tensor([overflow], dtype=torch.int32, device=device),
     )

@@ -20,7 +20,7 @@ def move_accepted_kv(
     """See eagle_kernels/ops/kv/move_accepted_kv.py."""
     num_pages, page_size = k_cache.shape[1:3]
     paths, counts = accept_index.tolist(), accept_token_num.tolist()
-    for request, seq_len in enumerate(seq_lens.tolist()):
+    for request, seq_len in enumerate(seq_lens.to(torch.int64).clamp(max=2**62).tolist()):  # no slots are so far
         for depth, index in enumerate(paths[request][: max(counts[request] + 1, 0)]):
             node = index - request * num_verify_tokens
             if not 0 <= node < num_verify_tokens:

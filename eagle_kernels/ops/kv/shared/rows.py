@@ -63,24 +63,46 @@ def debug_rows(args: check.Arguments, lengths: tuple[str, ...], stop, is_read=No
     num_rows, num_columns = table.shape
     for name in lengths:
         args.debug(name, "not be negative", lambda name=name: values[name] >= 0)
-    args.debug(lengths[-1], f"{rule} within the {num_columns} columns of req_to_token", lambda: stop() <= num_columns)
+    for name in lengths[-1:]:
+        args.debug(name, f"{rule} within the {num_columns} columns of req_to_token", lambda: stop() <= num_columns)
     row_exists = lambda: (rows >= 0) & (rows < num_rows) | (stop() <= 0)  # noqa: E731
     args.debug("req_pool_indices", f"name one of the {num_rows} rows of req_to_token", row_exists)
     if is_read is None or table.numel() == 0:
         return
-
-    def holds():
-        column = torch.arange(num_columns, device=table.device)
-        is_wanted = is_read(column[None, :]) & (column < stop()[:, None])
-        return ~is_wanted | (table[rows.clamp(0, num_rows - 1)] >= 0)
-
+    holds = lambda: ~_is_wanted(args, stop, is_read) | (table[rows.clamp(0, num_rows - 1)] >= 0)  # noqa: E731
     args.debug("req_to_token", "hold slots of the pool where it is read", holds, rows)
 
 
-def draft_columns(seq_lens: torch.Tensor, topk: int, num_steps: int, page_size: int):
-    """Returns what `debug_rows` is to know of drafts in the columns of `first_draft_column`: stop and is_read.
+def check_listed(args: check.Arguments, listed: check.Spec, stop, is_read, unit: int = 1) -> check.Spec:
+    """Returns the spec of a list; checks that it holds the slots that are read, each divided by `unit`, if it is int32.
 
-    A request without a prefix may be a row that pads the batch, and has none.
+    stop, is_read: as in `debug_rows`. Without EAGLE_KERNELS_DEBUG=1 this is checked for references alone.
+    """
+    rows, table = args.values["req_pool_indices"], args.values["req_to_token"]
+    if table.dtype == listed.dtype or listed.dtype == torch.int64 or table.numel() == 0:
+        return listed
+
+    def holds() -> torch.Tensor:
+        is_held = table // unit <= check.MAX_INT32
+        if is_held.all():
+            return is_held
+        row_exists = (rows >= 0) & (rows < len(table))
+        return ~(_is_wanted(args, stop, is_read) & row_exists[:, None]) | is_held[rows.clamp(0, len(table) - 1)]
+
+    args.debug("req_to_token", "hold what int32 holds, or out int64, where it is read", holds, rows, of_reference=True)
+    return listed
+
+
+def _is_wanted(args: check.Arguments, stop, is_read) -> torch.Tensor:
+    """Returns which columns of its row each request reads, bool [B, C]."""
+    column = torch.arange(args.size("C"), device=args.device)
+    return is_read(column[None, :]) & (column < stop()[:, None])
+
+
+def draft_columns(seq_lens: torch.Tensor, topk: int, num_steps: int, page_size: int):
+    """Returns what `debug_rows` is to know of drafts in the columns of `first_draft_column`: stop, is_read, and end.
+
+    A request without a prefix may be a row that pads the batch: it has an end, but its stop is 0.
     """
 
     def room() -> torch.Tensor:
@@ -88,14 +110,17 @@ def draft_columns(seq_lens: torch.Tensor, topk: int, num_steps: int, page_size: 
             return torch.full_like(seq_lens, num_steps)
         return (seq_lens % page_size + num_steps + page_size - 1) // page_size * page_size
 
+    def end() -> torch.Tensor:
+        return seq_lens.to(torch.int64).clamp(0, check.MAX_INT32) + (topk - 1) * room() + num_steps
+
     def stop() -> torch.Tensor:
-        return torch.where(seq_lens > 0, seq_lens.to(torch.int64) + (topk - 1) * room() + num_steps, 0)
+        return torch.where(seq_lens > 0, end(), 0)
 
     def is_read(column: torch.Tensor) -> torch.Tensor:
         place = column - seq_lens[:, None]
         return (place >= 0) & (place % room()[:, None] < num_steps)
 
-    return stop, is_read
+    return stop, is_read, end
 
 
 def row_arguments(req_pool_indices: torch.Tensor, req_to_token: torch.Tensor) -> dict:

@@ -181,6 +181,14 @@ def _fill(
             tl.store(mask_ptr + cell, seen, mask=cell < end[:, None])
 
 
+def check_lengths(args: check.Arguments, mode: str) -> None:
+    """Checks seq_lens, which only a mask of layout FULL_MASK needs, beside a mask of another layout as well."""
+    if mode == TreeMaskMode.FULL_MASK and args.values["seq_lens"] is None:
+        args.fail("seq_lens", "be given for 'full_mask', whose rows begin where the lengths say", None)
+    if args.tensor("seq_lens", ("B",), check.INTEGER, optional=True) is not None:
+        args.debug("seq_lens", "not be negative", lambda: args.values["seq_lens"] >= 0)
+
+
 def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple[int, int, int]:
     """Checks the argument `tree_mask`, a mask of layout `mode`; returns how many (requests, query rows, draft keys).
 
