@@ -43,7 +43,9 @@ def test_tables_of_other_sizes(device, vocab_size, sampling, strategy):
     """The prompt holds an id that the smaller table lacks."""
     target = random_llama(device=device)
     config = EAGLEConfig(method="draft_model", topk=1, num_steps=3, verify_strategy=strategy, **sampling)
-    engine = EAGLEInference(CausalDraft(padded(target, vocab_size), vocab_size=61), target, config)
+    engine = EAGLEInference(
+        CausalDraft(padded(target, vocab_size), vocab_size=61), target, config, allow_larger_draft=True
+    )
     text, stats = engine.generate(PROMPTS, 25, seeds=range(3))
     plain = engine.generate(PROMPTS, 25, seeds=range(3), speculative=False).output_ids
     if not sampling or strategy == "target_match":
