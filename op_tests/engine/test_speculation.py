@@ -14,6 +14,7 @@ from eagle_kernels.engine.batch import state as batch_state
 from eagle_kernels.engine.drafters import model_reader
 from eagle_kernels.engine.serve import scheduler
 from eagle_kernels.engine.serve.reading import JOINT_TOKENS
+from eagle_kernels.engine.serve.threads import running
 from eagle_kernels.engine.step.choice import COLD_AFTER, PROBE_AFTER, PROBE_STEPS, ByBatchSize, Choice, Fastest
 from eagle_kernels.engine.step.phases import TIMED_STEPS
 from eagle_kernels.engine.step.plan import warn_of_eager_steps
@@ -137,8 +138,9 @@ def test_steps_whose_phases_nobody_wants_to_know(target, monkeypatch, lag):
     monkeypatch.setattr("eagle_kernels.engine.step.phases.mark", refuse)
     engine = make(target, target, phase_times=False)
     request = engine.submit([1, 2], SamplingParams(max_new_tokens=30))
-    while not request.is_finished:
-        engine.session.scheduler.step()
+    with running(target):
+        while not request.is_finished:
+            engine.session.scheduler.step()
     assert request.output_ids == text and not engine.session.scheduler.phase_times.held_ms
 
 

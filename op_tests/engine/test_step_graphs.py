@@ -17,6 +17,7 @@ from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.serve.reading import JOINT_TOKENS
+from eagle_kernels.engine.serve.threads import running
 from eagle_kernels.engine.step.runner import StepRunner, bucket_of, buckets
 from eagle_kernels.engine.step.stepper import Stepper
 from eagle_kernels.runtime import launch
@@ -305,8 +306,9 @@ def test_a_step_of_the_scheduler_never_waits(target, draft):
     torch.cuda.set_sync_debug_mode("error")
     try:
         before = engine.session.scheduler.num_steps
-        for _ in range(3):
-            engine.session.scheduler.step()
+        with running(target):
+            for _ in range(3):
+                engine.session.scheduler.step()
         assert engine.session.scheduler.num_steps == before + 3
     finally:
         torch.cuda.set_sync_debug_mode("default")
