@@ -19,7 +19,7 @@ test-gpu:  ## everything on the GPU, full crosses too; refuses to start without 
 smoke:  ## the first case of each test of an op with other versions of triton: make smoke TRITON="3.4.0 3.6.0"
 	python -m op_tests.versions $(TRITON)
 
-mutants:  ## bugs planted in kernel and reference alike, each of which a law test must catch
+mutants:  ## bugs planted one by one, each of which a test of the short suite must catch
 	python -m op_tests.mutants
 
 bench:  ## make bench OP=build_tree

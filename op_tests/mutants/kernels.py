@@ -1,0 +1,67 @@
+"""Bugs of a kernel alone, which kernel = reference sees."""
+
+from __future__ import annotations
+
+from .mutant import ATTENTION, KERNELS, NN, SHARED, Mutant, of
+
+MUTANTS = [
+    Mutant(
+        "a tile's last lane is not masked",
+        [(SHARED + "inverse_cdf.py", "(rejected < start + BLOCK)", "(rejected < start + BLOCK - 1)")],
+        ["op_tests/test_tile_edges.py::test_coins"],
+    ),
+    Mutant(
+        "a path's keys in another order",
+        [(ATTENTION + "shared/paths.py", "place = start + lane",
+          "place = start + BLOCK_KEY - 1 - lane")],
+        ["op_tests/ops/attention/test_tree_attention.py::test_deterministic_nodes_are_plain_decoding"],
+    ),
+    Mutant(
+        "a block planned twice",
+        [(ATTENTION + "shared/chunks.py", "cut_slot(first, stop, block - first_block, BLOCK_KEY), stop",
+          "cut_slot(first, stop, block - first_block - 2, BLOCK_KEY), stop")],
+        ["op_tests/ops/attention/test_gqa_decode.py::test_chunks"],
+    ),
+    Mutant(
+        "the keys past a plan are lost",
+        [(ATTENTION + "shared/chunks.py", "            if not is_last:\n", "            if True:\n")],
+        ["op_tests/ops/attention/test_plan_attention.py::test_no_key_is_lost_by_a_plan_of_other_lengths"],
+    ),
+    Mutant(
+        "a node taken without its parent",
+        [("eagle_kernels/ops/tree/prune_trees.py", "is_best & sees_root & (num_lost == 0)", "is_best & sees_root")],
+        ["op_tests/ops/tree/test_prune_trees.py::test_matches_reference"],
+    ),
+    Mutant(
+        "the last tile of a request is lost",
+        [(ATTENTION + "prefill_attention.py", "return request, stop - 1 - number",
+          "return request, tl.maximum(stop - 2 - number, 0)")],
+        ["op_tests/ops/attention/test_prefill_attention.py::test_many_requests"],
+    ),
+    Mutant(
+        "columns that no part has",
+        [(NN + "shared/many_rows.py", "(part + 1) * NUM_SECTIONS // NUM_PARTS",
+          "(part + 1) * (NUM_SECTIONS // NUM_PARTS)")],
+        ["op_tests/ops/nn/test_linear_decode.py::test_parts"],
+    ),
+    Mutant(
+        "a token kept that top-p does not keep",
+        [(f"{SHARED}edge_search.py", "is_open = (filters.top_p < 1.0) & (rank >= edge)", "is_open = (edge > above)")],
+        of("sample_from_logits", "test_filters_of_long_rows"),
+    ),
+    Mutant(
+        "bounds of flat rows with the maxima of other groups",
+        [(f"{SHARED}edge_search.py", "group // (LANES // GROUP)", "group // LANES")],
+        of("sample_from_logits", "test_flat_rows_of_a_large_vocabulary"),
+    ),
+    Mutant(
+        "weighing that ends as if all of it lay below",
+        [(f"{SHARED}edge_search.py", "(read - above <= spare)", "(read <= spare)")],
+        of("sample_from_logits", "test_flat_rows_of_a_large_vocabulary"),
+    ),
+    Mutant(
+        "mass carried to the next level",
+        [(KERNELS + "verify_tree_coins.py", "mass = tl.where(is_accepted, 0.0, mass)", "mass += 0.0")],
+        of("verify_tree_coins", "test_matches_reference"),
+    ),
+]  # fmt: skip

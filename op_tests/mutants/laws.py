@@ -1,0 +1,216 @@
+"""Bugs that kernel and reference share, which only a law sees; and bugs of what computes the laws."""
+
+from __future__ import annotations
+
+from .mutant import ENUMERATION, LAWS, SHARED, TESTS, Mutant, both, of, rounds
+
+
+def _one_stream(name: str) -> list[tuple[str, str, str]]:
+    streams = {"DRAFT": 1, "ACCEPT": 2, "RESIDUAL": 3}
+    return [(name, f"\nSTREAM_{stream} = {number}\n", f"\nSTREAM_{stream} = 0\n") for stream, number in streams.items()]
+
+
+_COINS, _CHAIN, _SAMPLED = "verify_tree_coins", "verify_chain", "verify_tree_sampled"
+_REJECTION, _TRAVERSAL, _CHILDREN = "verify_tree_rejection", "verify_tree_traversal", "sample_children"
+_COINS_LAW = of(_COINS, "test_the_law_is_the_target_s", "test_joint_law_of_the_emitted_tokens[binary]")
+_CHAIN_LAW = of(_CHAIN, "test_the_law_is_exactly_the_targets") + rounds("standard", "block")
+_REJECTION_LAW = of(_REJECTION, "test_the_law_is_the_targets") + rounds("rejection, without", "rejection, with")
+_TRAVERSAL_LAW = of(_TRAVERSAL, "test_the_law_is_exactly_the_targets") + rounds("traversal")
+_NOISE = [
+    f"op_tests/test_random.py::{name}"
+    for name in ("test_philox_known_answers", "test_neighbouring_keys_are_independent[upper halves of seeds]")
+]
+_GOLDEN = [
+    f"op_tests/test_golden.py::test_tokens_of_ops[{case}]" for case in ("sample_from_logits", "verify_chain, block")
+]
+_NOISE_LAW = [f"{LAWS}test_a_residual_has_noise_of_its_own"]
+_PARAMETERS_LAW = [f"{LAWS}test_every_parameter"]
+_MIN_P_OF_ONE = "(weight == 1.0) | (weight / weight.sum(1, keepdim=True) >= min_p[:, None])"
+_OWN_DRAFT_TEMPERATURE = "draft_temperature = temperature if draft_temperature is None else draft_temperature"
+
+MUTANTS = [
+    # `<=` for `<` has no width: what sees it is a coin on the edge
+    both(
+        "<= for <, coins", _COINS, of(_COINS, "test_comparisons_are_strict"),
+        [("is_covered = coin < tl", "is_covered = coin <= tl")],
+        [("coin < mass / acc", "coin <= mass / acc")],
+    ),
+    both(
+        "<= for <, chain", _CHAIN, of(_CHAIN, "test_coins_at_the_ends"),
+        [("(coin * draft_prob < target", "(coin * draft_prob <= target"), ("(coin < chance)", "(coin <= chance)")],
+        [("accepted) < ratios", "accepted) <= ratios"), ("index - 1) < chance", "index - 1) <= chance")],
+    ),
+    both(
+        "<= for <, rejection", _REJECTION, of(_REJECTION, "test_the_coin_is_compared_strictly"),
+        [(SHARED + "rejection_steps.py", "(coin * draft_prob < target_prob)", "(coin * draft_prob <= target_prob)")],
+        [("child) < target[token]", "child) <= target[token]")],
+    ),
+    both(
+        "<= for <, traversal", _TRAVERSAL, of(_TRAVERSAL, "test_coins_at_the_ends"),
+        [(SHARED + "traversal_steps.py", "(coin >= acceptance)", "(coin > acceptance)")],
+        [("node) < acceptance[node]", "node) <= acceptance[node]")],
+    ),
+    both(
+        "a coin for all levels, coins", _COINS, _COINS_LAW,
+        [("coin = tl.where(is_accepted, child_coin, coin)", "coin = tl.where(is_accepted, coin, coin)")],
+        [("coin_at(path[-1])", "coin_at(0)")],
+    ),
+    both(
+        "a coin for all levels, chain", _CHAIN, _CHAIN_LAW,
+        [
+            ("request * NUM_TOKENS + 1 + draft, mask=is_draft", "request * NUM_TOKENS + 1 + 0 * draft, mask=is_draft"),
+            ("tl.int64), position, draft)", "tl.int64), position, 0 * draft)"),
+        ],
+        [
+            ("(positions[accepted + 1], accepted)", "(positions[1])"),
+            ("(positions[index], index - 1)", "(positions[1])"),
+        ],
+    ),
+    both(
+        "a coin found again in the next round, chain", _CHAIN,
+        of(_CHAIN, "test_the_law_of_two_rounds_is_exactly_the_targets"),
+        [("tl.int64), position, draft)", "tl.int64), position, 0 * draft)")],
+        [
+            ("(positions[accepted + 1], accepted)", "(positions[accepted + 1])"),
+            ("(positions[index], index - 1)", "(positions[index])"),
+        ],
+    ),
+    both(
+        "a coin found again in the next round, traversal", _TRAVERSAL,
+        of(_TRAVERSAL, "test_the_law_of_two_rounds_is_exactly_the_targets"),
+        [(SHARED + "traversal_steps.py", "accepted * _NODES + current)", "current)")],
+        [("(len(path) - 1) * 65536 + node)", "node)")],
+    ),
+    both(
+        "a coin for all children, rejection", _REJECTION, _REJECTION_LAW,
+        [(SHARED + "rejection_steps.py", "accept_coin(node.seed, tl.load(node.positions + child), child)",
+          "accept_coin(node.seed, tl.load(node.positions), 0)")],
+        [("draws.uniform(positions[child], child)", "draws.uniform(positions[0], 0)")],
+    ),
+    both(
+        "residual not subtracted, coins", _COINS, _COINS_LAW,
+        [(SHARED + "inverse_cdf.py", "tl.where(index == token, 0.0, probs)", "tl.where(index < 0, 0.0, probs)")],
+        [("left[[token for token in rejected if 0 <= token < len(probs)]] = 0", "left[:0] = 0")],
+    ),
+    both(
+        "residual not subtracted, chain", _CHAIN, _CHAIN_LAW,
+        [("tl.maximum(share * target - draft_prob, 0.0)", "share * target")],
+        [("weights, _ = subtract(weights, draft_probs[accepted], share)", "weights = share * weights")],
+    ),
+    both(
+        "residual not subtracted, rejection", _REJECTION, _REJECTION_LAW,
+        [
+            (SHARED + "rejection.py", "tl.maximum(target - state.scale * draft, 0.0)", "tl.maximum(target, 0.0)"),
+            (SHARED + "rejection.py", "tl.where(is_gone, 0.0, target)", "tl.where(is_gone, target, target)"),
+        ],
+        [("left = (target - draft).clamp(min=0)", "left = target")],
+    ),
+    both(
+        "no renormalisation, rejection", _REJECTION, _REJECTION_LAW,
+        [(SHARED + "rejection.py", "has_left, new_mass, state.mass", "has_left, 1.0, state.mass")],
+        [("target = left / left.sum()", "target = left")],
+    ),
+    both(
+        "q not renormalised, traversal", _TRAVERSAL, _TRAVERSAL_LAW,
+        [(SHARED + "deletions.py", "(ids == token, 0.0, draft * scale)", "(ids == token, 0.0, draft)")],
+        [("reference/residual.py", "left * (1.0 / mass) if mass > 0 else torch.zeros_like(left)", "left")],
+    ),
+    both(
+        "a duplicate counts twice, coins", _COINS, of(_COINS, "test_the_law_is_the_target_s"),
+        [("tl.where(is_repeated, 0.0, _pick_float(probs, is_child))", "_pick_float(probs, is_child)")],
+        [("0 <= token < len(probs) and token not in rejected", "0 <= token < len(probs)")],
+    ),
+    # the draft's temperature is ignored where children are drawn, or where they are verified
+    both(
+        "draft before warping, sampler", _CHILDREN, of(_CHILDREN, "test_law_of_ordered_pairs"),
+        [
+            ("scale, is_sampled = read_temperature(temperature)", "scale, is_sampled = 1.0, temperature >= 1e-5"),
+            ("scale, _ = read_temperature(tl.load(temperature_ptr + row))", "scale = 1.0"),
+        ],
+        [("scaled_logits(draft_logits, temperature)", "scaled_logits(draft_logits, torch.ones_like(temperature))")],
+    ),
+    both(
+        "draft before warping, rejection", _REJECTION, _REJECTION_LAW,
+        [
+            (SHARED + "prepare_pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
+             'values["temperature"]'),
+        ],
+        [(_OWN_DRAFT_TEMPERATURE, "draft_temperature = temperature")],
+    ),
+    both(
+        "draft before warping, chain", _CHAIN, _CHAIN_LAW,
+        [
+            (SHARED + "prepare_pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
+             'values["temperature"]'),
+        ],
+        [(_OWN_DRAFT_TEMPERATURE, "draft_temperature = temperature")],
+    ),
+    # (a coin and a residual draw of one key have nothing to do with each other: a hash lies between)
+    both(
+        "one stream for all noise", _REJECTION, _NOISE_LAW,
+        _one_stream(SHARED + "random.py"), _one_stream("reference/random.py"),
+    ),
+    both(
+        "draft and residual share a stream", _CHAIN, _NOISE_LAW,
+        [(SHARED + "random.py", "\nSTREAM_RESIDUAL = 3\n", "\nSTREAM_RESIDUAL = 1\n")],
+        [("reference/random.py", "\nSTREAM_RESIDUAL = 3\n", "\nSTREAM_RESIDUAL = 1\n")],
+    ),
+    both(
+        "position not + 1", _SAMPLED, of(_SAMPLED, "test_joint_law_of_the_emitted_tokens[{}]"),
+        [
+            (SHARED + "sampled_levels.py", "tl.load(positions_ptr + node).to(tl.int64) + 1",
+             "tl.load(positions_ptr + node).to(tl.int64)"),
+            ("position_offset=1", "position_offset=0"),
+        ],
+        [("positions + 1", "positions"), ("positions[row] + 1", "positions[row]")],
+    ),
+    both(
+        "min-p relative to 1", _SAMPLED, _PARAMETERS_LAW,
+        [(SHARED + "filters.py", "keep &= weight >= tl.minimum(filters.min_p, 1.0)",
+          "keep &= (weight == 1.0) | (weight / tl.sum(weight) >= tl.minimum(filters.min_p, 1.0))"),
+         (SHARED + "edge_search.py", "tl.where(filters.min_p > 0.0, tl.minimum(filters.min_p, 1.0), 0.0)",
+          "tl.minimum(filters.min_p * row_mass(summary.chunk_max, summary.chunk_sum, largest, VOCAB_SIZE), 1.0)")],
+        [("reference/sampling.py", "(weight >= min_p.clamp(max=1.0)[:, None])", _MIN_P_OF_ONE)],
+    ),
+    both(
+        "penalties forget the drafts before", _SAMPLED, _PARAMETERS_LAW,
+        [(SHARED + "logits.py", "count += (ids == ", "count += 0 * (ids == ")],
+        [("own_counts[0, token] += 1", "own_counts[0, token] += 0")],
+    ),
+    both(
+        "a node's first draw for another's second", _CHILDREN,
+        of(_CHILDREN, "test_nodes_of_one_request_draw_independently"),
+        [("node + child * _NODES", "node + child")],
+        [("nodes.to(torch.int64) + child * 65536", "nodes.to(torch.int64) + child")],
+    ),
+    both(
+        "greedy below 1e-3", _SAMPLED, ["op_tests/test_temperatures.py::test_where_greedy_begins"],
+        [(SHARED + "rows.py", "GREEDY_TEMPERATURE = 1e-5", "GREEDY_TEMPERATURE = 1e-3")],
+        [("reference/sampling.py", "BELOW = 1e-5", "BELOW = 1e-3")],
+    ),
+    both(
+        "the upper half of seeds is ignored", _CHILDREN, _NOISE + _GOLDEN,
+        [(SHARED + "random.py", "seed.to(tl.int64).to(tl.uint64)", "seed.to(tl.uint32).to(tl.uint64)")],
+        [("reference/random.py", "(seed >> 32) & _MASK", "seed & 0")],
+    ),
+    both(
+        "Philox of six rounds", _CHILDREN, _NOISE + _GOLDEN,
+        [(SHARED + "random.py", "(position * 0 + draw).to(tl.uint32),", "(position * 0 + draw).to(tl.uint32), 6,")],
+        [("reference/random.py", "range(10)", "range(6)")],
+    ),
+    Mutant(
+        "distances are 0",
+        [(ENUMERATION, "return 0.5 * sum", "return 0.0 * sum")],
+        [f"{LAWS}test_wrong_schemes_are_seen", *of(_COINS, "test_wrong_schemes_are_seen")],
+    ),
+    Mutant(
+        "a wrong scheme is enumerated",
+        [("op_tests/test_laws.py", "max(control(None))", 'max(control("bonus from p"))')],
+        [f"{LAWS}test_the_controls_are_right_without_their_fault"],
+    ),
+    Mutant(
+        "a wrong scheme is mended",
+        [(f"{TESTS}test_{_REJECTION}.py", 'if fault == "bonus from p" or target', "if target")],
+        of(_REJECTION, "test_wrong_schemes_show"),
+    ),
+]  # fmt: skip
