@@ -18,27 +18,51 @@ REFERENCE_ONLY = {"draw"}
 ONE_SIDED = LAUNCHER_ONLY | REFERENCE_ONLY
 
 
-def op_paths(folder: Path, prefix: str = "") -> set[str]:
+# the four files of an op: a folder each, and what their names begin with
+FOLDERS = {"eagle_kernels/ops": "", "reference/ops": "", "op_tests/ops": "test_", "bench/ops": "bench_"}
+
+
+def op_paths(root: Path, folder: str) -> set[str]:
     """`category.name` of every op file of a folder; other files must not hide among them."""
+    prefix = FOLDERS[folder]
     return {
         f"{path.parent.name}.{path.stem.removeprefix(prefix)}"
-        for path in folder.glob("*/*.py")
+        for path in (root / folder).glob("*/*.py")
         if path.stem != "__init__" and path.stem.startswith(prefix)
     }
 
 
-OPS = sorted(op_paths(ROOT / "eagle_kernels" / "ops"))
+def missing_files(root: Path) -> list[str]:
+    """The files that ops lack, of which one of the other three is there."""
+    ops = sorted(set.union(*(op_paths(root, folder) for folder in FOLDERS)))
+    files = [f"{folder}/{op.replace('.', '/' + prefix)}.py" for op in ops for folder, prefix in FOLDERS.items()]
+    return [file for file in files if not (root / file).is_file()]
 
 
-@pytest.mark.parametrize(
-    ("folder", "prefix"), [("reference/ops", ""), ("op_tests/ops", "test_"), ("bench/ops", "bench_")]
-)
-def test_every_op_is_four_files(folder, prefix):
-    assert sorted(op_paths(ROOT / folder, prefix)) == OPS
+OPS = sorted(op_paths(ROOT, "eagle_kernels/ops"))
+
+
+def test_every_op_is_four_files():
+    missing = missing_files(ROOT)
+    assert not missing, "an op is four files, of which these are missing: " + ", ".join(missing)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_missing_file_is_named(folder, tmp_path):
+    """Whichever of the four it is, and nothing else."""
+    for other, prefix in FOLDERS.items():
+        for name in ("old", "new"):
+            file = tmp_path / other / "tree" / f"{prefix}{name}.py"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    assert missing_files(tmp_path) == []
+    (tmp_path / folder / "tree" / f"{FOLDERS[folder]}new.py").unlink()
+    assert missing_files(tmp_path) == [f"{folder}/tree/{FOLDERS[folder]}new.py"]
 
 
 def test_every_op_is_registered():
-    assert sorted(eagle_kernels.ops.OPS.values()) == OPS
+    differing = set(eagle_kernels.ops.OPS.values()) ^ set(OPS)
+    assert not differing, "in eagle_kernels/ops/registry.py or as a file, not both: " + ", ".join(sorted(differing))
 
 
 @pytest.mark.parametrize("path", OPS)
