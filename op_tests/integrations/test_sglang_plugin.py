@@ -170,7 +170,7 @@ def test_arguments_are_read_as_resolved(framework):
 def test_a_version_outside_of_the_range_is_left_alone(framework, monkeypatch, caplog, version, accepted, force):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     monkeypatch.setenv(plugin.FORCE, force)
-    with caplog.at_level(logging.INFO, "sglang.eagle_kernels"):
+    with caplog.at_level(logging.INFO, "eagle_kernels"):
         plugin.register()
     registers = accepted or force == "1"
     assert set(framework.hooks) == (set(FUNCTIONS) if registers else set())
@@ -221,7 +221,7 @@ def test_a_hook_calls_ours_while_its_part_is_on(started, monkeypatch, hook, valu
 
 
 def test_the_scheduler_says_what_is_on(started, caplog):
-    with caplog.at_level(logging.INFO, "sglang.eagle_kernels"):
+    with caplog.at_level(logging.INFO, "eagle_kernels"):
         started("verify,draft", attention_backend="triton")
     told = [record.getMessage() for record in caplog.records]
     texts = parts.PARTS | parts.MATCH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-logger = logging.getLogger("sglang.eagle_kernels")
+logger = logging.getLogger(__name__)
 
 NAME = "eagle_kernels"  # of the attention backend
 VARIABLE = "EAGLE_KERNELS_SGLANG"

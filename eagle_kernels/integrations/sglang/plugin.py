@@ -12,7 +12,7 @@ import torch
 from . import hooks
 from .parts import NAME, asked_by_variable, is_matching, is_on, note_use, preset
 
-logger = logging.getLogger("sglang.eagle_kernels")
+logger = logging.getLogger(__name__)
 FORCE = "EAGLE_KERNELS_SGLANG_FORCE"
 
 
