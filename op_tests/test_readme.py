@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import re
@@ -182,6 +183,78 @@ def test_every_op_is_listed_by_its_family(family):
     for op, *links in listed:
         files = [Path(link).stem for link in links]
         assert files == [op, op, op, f"test_{op}", f"bench_{op}"]
+
+
+# what every program has, and what tests and benchmarks tell the programs that they start
+NOBODY_SETS = {"PATH", "PYTHONPATH", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER_COUNT"}
+NOBODY_SETS |= {"RANK_LOGS", "SGLANG_IS_FLASHINFER_AVAILABLE"}
+READS = ("os.getenv", "os.environ.get", "os.environ.pop", "os.environ.setdefault")
+TROUBLESHOOTING = ROOT / "eagle_kernels" / "TROUBLESHOOTING.md"
+
+
+def section_of(page: Path, heading: str) -> str:
+    """The text below a heading, to the next one of its level."""
+    return re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[1]
+
+
+def sources_with(pattern: str, *folders: str) -> dict[Path, list[ast.AST]]:
+    """The syntax nodes of each source that holds what the pattern says."""
+    files = {file: file.read_text(encoding="utf-8") for name in folders for file in sorted((ROOT / name).rglob("*.py"))}
+    return {file: list(ast.walk(ast.parse(text))) for file, text in files.items() if re.search(pattern, text)}
+
+
+def variables_read(nodes: list[ast.AST]) -> set[str]:
+    """The names, as regular expressions, of the environment variables that a source reads or sets."""
+    constants = {
+        node.targets[0].id: node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in READS:
+            key = node.args[0]
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            key = node.slice
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
+            key = node.left
+        else:
+            continue
+        key = constants.get(key.id, key) if isinstance(key, ast.Name) else key
+        if isinstance(key, ast.JoinedStr):
+            found.add("".join(part.value if isinstance(part, ast.Constant) else "[A-Z]+" for part in key.values))
+        else:
+            assert isinstance(key, ast.Constant), f"which variable is {ast.unparse(node)}?"
+            found.add(key.value)
+    return found
+
+
+def test_every_environment_variable_is_on_the_page():
+    """Each one that a source reads has a row, and a row that no source needs says who else reads it."""
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \|", section_of(TROUBLESHOOTING, "Environment variables"), re.MULTILINE)
+    told = {name: by for names, by in rows for name in re.findall(r"`(\w+)`", names)}
+    sources = sources_with(r"os\.(environ|getenv)", "eagle_kernels", "bench", "op_tests")
+    read = set().union(*map(variables_read, sources.values())) - NOBODY_SETS
+    assert not [name for name in sorted(read) if not any(re.fullmatch(name, each) for each in told)]
+    strange = [name for name in told if not any(re.fullmatch(each, name) for each in read)]
+    assert all(re.match("by [A-Z]", told[name]) for name in strange), strange
+
+
+def test_every_logger_is_on_the_page():
+    """All are below `eagle_kernels`; the library leaves handlers and levels alone, the command sets its own."""
+    told = re.findall(r"^\| `(.*?)` \|", section_of(TROUBLESHOOTING, "Logs"), re.MULTILINE)
+    names, setting = [], set()
+    for file, nodes in sources_with("logging", "eagle_kernels", "bench").items():
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for node in nodes:
+            called = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+            if called in ("addHandler", "setLevel", "basicConfig", "dictConfig"):
+                setting.add(module)
+            elif called == "getLogger" and module != "eagle_kernels.tools.cli.shared":
+                assert ast.unparse(node.args[0]) == "__name__", f"{module} logs as {ast.unparse(node)}"
+                names.append(module)
+    assert sorted(names) == told
+    assert setting == {"eagle_kernels.tools.cli.shared"}
 
 
 def test_every_folder_with_users_is_on_the_map():

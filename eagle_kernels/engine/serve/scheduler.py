@@ -10,7 +10,6 @@ of that step are dropped.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -30,8 +29,6 @@ from .launch import Launch
 from .prompts import PartOutput, Row, hand_scores, take_parts
 from .reading import Reading
 from .threads import running
-
-_logger = logging.getLogger(__name__)
 
 
 class Scheduler:
