@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -113,7 +114,18 @@ def note(record_property):
     return lambda text: record_property("note", text)
 
 
+def _reason(report) -> str:
+    """Why a test was skipped; of a missing package, that alone."""
+    return report.longrepr[2].removeprefix("Skipped: ").partition(": No module named")[0]
+
+
 def pytest_terminal_summary(terminalreporter):
+    skipped = terminalreporter.stats.get("skipped", ())
+    if skipped and "s" not in terminalreporter.reportchars:  # -rs lists them itself
+        reasons = Counter(_reason(report) for report in skipped)
+        terminalreporter.write_line(f"{len(skipped)} skipped:")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:6} {reason}")
     for reports in terminalreporter.stats.values():
         for report in reports:
             for name, text in getattr(report, "user_properties", ()):

@@ -1,4 +1,4 @@
-"""What is skipped for want of a package is known until it has run."""
+"""What is skipped: for want of a package it is known until it has run, and a run sums up the reasons."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from . import conftest
+
+pytest_plugins = "pytester"
 
 SKIPPED = ("file.py", 3, "Skipped: could not import 'transformers': No module named 'transformers'")
 
@@ -118,3 +120,37 @@ def test_each_worker_begins_with_some_of_what_takes_long(monkeypatch):
     items = [SimpleNamespace(nodeid=file, get_closest_marker=lambda marker: None) for file in files]
     conftest.pytest_collection_modifyitems(config(None), items)
     assert [item.nodeid for item in items] == [long, long, "a", "b", long, "c", "d", "e"]
+
+
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])  # each worker imports torch
+def test_a_run_sums_up_what_it_skipped(pytester, workers):
+    """The most frequent reason first, and nothing of what else was reported is lost."""
+    tests = """
+import pytest
+
+@pytest.mark.skip(reason="needs a moon")
+@pytest.mark.parametrize("case", range(12))
+def test_moon(case): pass
+
+def test_package(): pytest.importorskip("no_such_package")
+@pytest.mark.xfail(reason="known")
+def test_known(): assert 0
+def test_red(): assert 1 == 2
+def test_green(note): note("measured")
+"""
+    pytester.makepyfile(test_one=tests, test_two="import pytest; pytest.skip('whole', allow_module_level=True)")
+    pytester.makefile(".ini", pytest="[pytest]\naddopts = -rfExX")
+    run = pytester.runpytest_inprocess("-q", "-p", "op_tests.conftest", "-p", "xdist", "-n", workers)
+    run.assert_outcomes(passed=1, failed=1, xfailed=1, skipped=14)
+    run.stdout.fnmatch_lines(["14 skipped:", "    12 needs a moon", "     1 *", "     1 *", "*test_green: measured"])
+    run.stdout.fnmatch_lines_random(
+        ["     1 could not import 'no_such_package'", "     1 whole", "XFAIL *", "FAILED *test_red*"]
+    )
+    run.stdout.no_fnmatch_line("SKIPPED*")
+
+
+def test_a_run_that_lists_what_it_skipped_does_not_sum_it_up(pytester):
+    pytester.makepyfile("import pytest\n@pytest.mark.skip(reason='needs a moon')\ndef test_it(): pass")
+    run = pytester.runpytest_inprocess("-q", "-rs", "-p", "op_tests.conftest")
+    run.stdout.fnmatch_lines(["SKIPPED*needs a moon"])
+    run.stdout.no_fnmatch_line("*skipped:")
