@@ -182,6 +182,27 @@ def test_bad_templates(tmp_path, options, message):
         engine_with(None).encode_chat(USER)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ strftime_now.__globals__ }}",
+        "{{ raise_exception.__closure__ }}",
+        "{{ ('%s' | attr('format')).__self__ }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages.append('more') }}",
+        "{% include 'config.json' %}",
+        "{% import 'os' as os %}{{ os.listdir('.') }}",
+    ],
+)
+def test_a_template_reaches_nothing_but_its_messages(tmp_path, source):
+    """Neither Python's classes, nor files, nor what the caller holds."""
+    messages = [dict(message) for message in USER]
+    with pytest.raises(ValueError, match="the chat template (refuses|writes nothing for) this conversation"):
+        engine_with(folder_with(tmp_path, source)).encode_chat(messages)
+    assert messages == USER
+
+
 def test_jinja2_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     engine = engine_with(folder_with(tmp_path, TEMPLATE + "{# another #}"))
