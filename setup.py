@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
 REPOSITORY = "https://github.com/eagle-kernels/eagle_kernels"
@@ -24,6 +25,15 @@ def read_description() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"!\[([^\]]*)\]\((?!http)([^)]+)\)", rf"![\1]({REPOSITORY}/raw/main/\2)", text)
     return re.sub(r"(?<!!)\[([^\]]*)\]\((?!http|#)([^)]+)\)", rf"[\1]({REPOSITORY}/blob/main/\2)", text)
+
+
+class LinkedSdist(sdist):
+    """Writes an archive in which `eagle_kernels/reference` is the link that it is in a checkout, not a second copy."""
+
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, files)
+        link = Path(base_dir, "eagle_kernels", "reference")
+        link.symlink_to("../reference")
 
 
 setup(
@@ -46,12 +56,15 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",  # those with a row in op_tests/README.md
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    license="MIT",
+    license_expression="MIT",
+    license_files=["LICENSE"],
     python_requires=">=3.10",
     # eagle_kernels/reference is a link to ../reference, which is followed: a wheel holds the real files
     packages=find_packages(include=["eagle_kernels", "eagle_kernels.*"]),
@@ -63,12 +76,15 @@ setup(
         "transformers": ["transformers>=4.56"],
         "datasets": ["datasets>=2.14"],  # the laboratory's prompts from the hub, instead of those built in
         "plots": ["matplotlib>=3.6"],
-        "test": ["pytest>=7", "pytest-benchmark>=4", "pytest-xdist>=3.3", "safetensors>=0.4"],
+        # setuptools as in pyproject.toml: tests of the packaging build without a network
+        "test": ["pytest>=7", "pytest-benchmark>=4", "pytest-xdist>=3.3", "safetensors>=0.4", "setuptools>=77.0.3"],
         # Kernels on a machine without a GPU; GPU builds of torch bring their own triton, which must not be replaced.
         # Up to the newest that the smoke set was run with (op_tests/README.md): interpreters differ by minor version.
         # triton 3.6's interpreter turns one-element arrays into ints, which numpy 2.4 refuses.
         "interpreter": ["triton>=3.4,<3.10; platform_system == 'Linux'", "numpy<2.4"],
+        "dev": ["eagle_kernels[test,interpreter]", "ruff==0.17.5", "mypy==2.4.1", "pyright==1.1.414"],
     },
+    cmdclass={"sdist": LinkedSdist},
     entry_points={
         "console_scripts": ["eagle-kernels = eagle_kernels.tools.cli.main:main"],
         "sglang.srt.plugins": ["eagle_kernels = eagle_kernels.integrations.sglang:register"],

@@ -1,4 +1,5 @@
-"""The package in every way people get it: out of a checkout, editable, from a wheel, from a plain `pip install .`.
+"""The package in every way people get it: out of a checkout, editable, from an archive and its wheel, from a plain
+`pip install .`; and what it says about itself.
 
 `eagle_kernels/reference` is a link to `../reference` in a checkout and a folder of real files in a wheel; each case
 imports through it, runs an op on the CPU, and finds the embedded model pair. Nothing is downloaded, and the checkout
@@ -7,22 +8,28 @@ itself is not touched: builds leave folders behind, so they run in a copy.
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import eagle_kernels
+
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("eagle_kernels", "reference", "op_tests", "bench")
 
-needs_pip = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("pip", "setuptools")), reason="needs pip and setuptools"
-)
+# older ones do not know License-Expression
+has_tools = importlib.util.find_spec("pip") and int(importlib.metadata.version("setuptools").partition(".")[0]) >= 77
+needs_pip = pytest.mark.skipif(not has_tools, reason="needs pip and setuptools 77")
 
 USE = """
 import pathlib, sys
@@ -79,11 +86,11 @@ def elsewhere(tmp_path) -> Path:
 def checkout(tmp_path) -> Path:
     """A copy of this checkout, links kept as links."""
     copy = tmp_path / "checkout"
-    ignored = shutil.ignore_patterns("__pycache__")
+    ignored = shutil.ignore_patterns("__pycache__", "results")
     copy.mkdir()
     for name in OURS:
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, copy / name)
     return copy
 
@@ -125,14 +132,24 @@ def test_plain_install(checkout, elsewhere, tmp_path):
 
 
 @needs_pip
-def test_wheel(checkout, elsewhere, tmp_path):
-    build = ("-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--quiet", checkout)
+def test_archive_and_its_wheel(checkout, elsewhere, tmp_path):
+    """In the archive the references are there once, and the link to them is a link; the wheel holds the real files."""
+    build = "from setuptools import build_meta; build_meta.build_sdist(%r)"
+    run(sys.executable, "-c", build % str(tmp_path), folder=checkout)
+    (source,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        links = {member.name.partition("/")[2]: member.linkname for member in archive.getmembers() if member.issym()}
+    assert links == {"eagle_kernels/reference": "../reference"}
+
+    build = ("-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--quiet", source)
     run(sys.executable, *build, "--wheel-dir", tmp_path, folder=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         holds_links = any((entry.external_attr >> 28) == 0o12 for entry in archive.infolist())
+        metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
     assert not holds_links
+    assert "\nLicense-Expression: MIT\n" in metadata and "\nLicense-File: LICENSE\n" in metadata
     roots = {name.split("/")[0] for name in names}
     assert {root for root in roots if not root.endswith(".dist-info")} == {"eagle_kernels"}
     # Followed through the link: every source and every asset, once, and nothing else.
@@ -153,3 +170,67 @@ def test_wheel(checkout, elsewhere, tmp_path):
     assert reference == package / "reference" / "ops" / "tree" / "build_tree.py"
     command = python.with_name("eagle-kernels")
     assert str(package) in run(command, "env", folder=elsewhere)
+
+
+@needs_pip
+@pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="needs a git checkout")
+def test_the_archive_holds_the_whole_repository(tmp_path):
+    """From it one can test and measure as from a checkout. Files of which git knows nothing stay out."""
+
+    def git(*options: str) -> set[str]:
+        return set(run("git", "ls-files", "-z", *options, folder=ROOT).split("\0")) - {""}
+
+    run(sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", tmp_path, folder=ROOT)
+    (listed,) = tmp_path.glob("*/SOURCES.txt")
+    files = set(listed.read_text(encoding="utf-8").splitlines())
+    left_out = {"eagle_kernels/reference"}  # which is a link, and LinkedSdist's part
+    assert git() - files == left_out
+    assert {file for file in files if ".egg-info/" not in file} <= git("-co", "--exclude-standard")
+
+
+def setup_arguments() -> dict:
+    """Those of setup.py that are plain values."""
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    (call,) = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup"]
+    plain = (ast.Constant, ast.List, ast.Dict, ast.Load)
+    return {
+        each.arg: ast.literal_eval(each.value)
+        for each in call.keywords
+        if all(isinstance(node, plain) for node in ast.walk(each.value))
+    }
+
+
+def test_the_citation_is_of_this_version():
+    told = dict(re.findall(r"^([\w-]+): (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE))
+    assert told["version"] == eagle_kernels.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## [{told['version']}] - {told['date-released']}\n" in changes
+    given = setup_arguments()
+    assert (told["title"], told["abstract"], told["license"]) == (
+        given["name"], given["description"], given["license_expression"]
+    )  # fmt: skip
+
+
+def test_the_pythons_are_those_that_were_run():
+    """Classifiers are the rows of the table of versions, of which the oldest is required, and README.md says so."""
+    given = setup_arguments()
+    named = [text.rpartition(" ")[2] for text in given["classifiers"] if re.search(r":: Python :: 3\.\d", text)]
+    rows = (ROOT / "op_tests" / "README.md").read_text(encoding="utf-8")
+    were_run = sorted(set(re.findall(r"^\| (3\.\d+)\.\d+ \|", rows, re.MULTILINE)), key=lambda each: int(each[2:]))
+    assert named == were_run and given["python_requires"] == f">={were_run[0]}"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"Python {were_run[0]} or newer ([run](op_tests/README.md#versions): up to {were_run[-1]})" in readme
+
+
+def test_every_extra_is_explained():
+    extras = setup_arguments()["extras_require"]
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Extras")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(extras)
+
+
+def test_tools_have_one_version_each():
+    """Which is that of the extra `dev`: CI names torch's alone."""
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.findall(r"([\w-]+)==", ci) == ["torch"] and "\npip install -q -e '.[dev]' " in ci
+    pinned = [each.partition("==")[0] for each in setup_arguments()["extras_require"]["dev"] if "==" in each]
+    assert pinned == ["ruff", "mypy", "pyright"]
