@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .figures import ceilings
+from .figures import cold_gb_per_s, roof
 from .records import PLAIN, Curves, crossover, distinct, fastest_labels, is_number, label_of, method_of
 
 Cells = Sequence[dict[str, Any]]
@@ -67,11 +67,11 @@ def throughput(curves: Curves) -> str:
 
 
 def roofline(lines: Sequence[Mapping[str, Any]]) -> str:
-    best = max(lines, key=lambda line: line["gb_per_s"])
-    roof = _listed([f"{name} {ceiling:.0f} GB/s" for name, ceiling in ceilings(lines).items()])
+    best = max(lines, key=cold_gb_per_s)
+    name, ceiling = roof(lines)
     return (
-        f"Scatter plot of {len(lines)} cases: bandwidth against bytes moved. Roof: {roof}. Highest point: "
-        f"{best['gb_per_s']:.0f} GB/s, {best['op']}."
+        f"Scatter plot of {len(lines)} cases: bandwidth against bytes moved. Roof: {name}, {ceiling:.0f} GB/s. Highest "
+        f"point: {cold_gb_per_s(best):.0f} GB/s, {best['op']}."
     )
 
 

@@ -199,7 +199,8 @@ def kernel_table(kernels: Sequence[Mapping[str, Any]]) -> Table:
         Column(
             "of copy",
             _field("share_of_copy", 1, "%", 100.0),
-            meaning="GB/s as a share of what a large copy reaches; over 100% where the data stay in the cache.",
+            meaning="GB/s as a share of torch's copy of a large tensor; over 100% where the data stay in the L2 cache, "
+            "and where a kernel is faster than that copy.",
         ),
         Column(
             "of floor",

@@ -6,7 +6,10 @@ import math
 
 import pytest
 
-from bench.lab import records
+from bench.harness import results
+from bench.lab import figures as drawn
+from bench.lab import gallery, records
+from bench.lab.log import read_lines
 
 from .made_cells import cell, experiment, kernels
 
@@ -102,11 +105,25 @@ def test_throughput_by_preset_and_by_cell():
 
 def test_the_roof_is_the_bandwidth_or_the_shortest_kernel(figures):
     lines = kernels()
-    assert figures.ceilings(lines) == pytest.approx({"large read": 3000.0, "large copy": 2500.0})
+    assert figures.roof(lines) == ("large read", 3000.0)
+    assert figures.roof([line | {"read_gb_per_s": None} for line in lines]) == ("large copy", pytest.approx(2500.0))
+    assert figures.roof([line | {"gpu": "NVIDIA H200"} for line in lines]) == ("memory by its data sheet", 4800.0)
     (axes,) = figures.roofline(lines, "title\nabout").axes
     of_label = {line.get_label(): line for line in axes.lines}
-    assert list(of_label["tree"].get_xdata()) == [1000, 10**6] and list(of_label["tree"].get_ydata()) == [0.5, 500.0]
-    roof = of_label["large copy, 2500 GB/s"]
-    # 2 µs is the shortest: 1000 bytes reach 0.5 GB/s, and 5 MB are enough for all of the bandwidth
-    assert list(roof.get_xdata()) == pytest.approx([1000, 5e6, 1e8])
-    assert list(roof.get_ydata()) == pytest.approx([0.5, 2500.0, 2500.0])
+    assert list(of_label["tree"].get_xdata()) == [1000, 10**6] and list(of_label["tree"].get_ydata()) == [0.25, 250.0]
+    roof = of_label["large read, 3000 GB/s"]
+    # 4 µs is the shortest: 1000 bytes reach 0.25 GB/s, and 12 MB are enough for all of the bandwidth
+    assert list(roof.get_xdata()) == pytest.approx([1000, 1.2e7, 1e8])
+    assert list(roof.get_ydata()) == pytest.approx([0.25, 3000.0, 3000.0])
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA_H100_80GB_HBM3", "NVIDIA_H200"])
+def test_no_point_lies_above_the_roof(gpu):
+    """Of all that the results hold, older runs included; and the picture beside them shows that roof."""
+    folder = results.DIRECTORY / gpu
+    lines = [line for file in folder.glob("*.jsonl") for line in read_lines(file)]
+    lines = gallery.cold_kernels(line for line in lines if line.get("provider") == "eagle_kernels")
+    name, ceiling = drawn.roof(lines)
+    above = [(line["op"], line["case"]) for line in lines if drawn.cold_gb_per_s(line) > ceiling]
+    assert len(lines) >= 40 and above == []
+    assert f"{name}, {ceiling:.0f} GB/s" in (folder / "figures" / "roofline.svg").read_text(encoding="utf-8")
