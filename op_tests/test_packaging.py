@@ -27,8 +27,9 @@ import eagle_kernels
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("eagle_kernels", "reference", "op_tests", "bench")
 
+has_tools = all(importlib.util.find_spec(name) for name in ("pip", "setuptools"))
 # older ones do not know License-Expression
-has_tools = importlib.util.find_spec("pip") and int(importlib.metadata.version("setuptools").partition(".")[0]) >= 77
+has_tools = has_tools and int(importlib.metadata.version("setuptools").partition(".")[0]) >= 77
 needs_pip = pytest.mark.skipif(not has_tools, reason="needs pip and setuptools 77")
 
 USE = """
