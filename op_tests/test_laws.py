@@ -1,8 +1,8 @@
 """Sample and match, enumerated: the shipped reference of verify_tree_sampled emits exactly what the target would.
 
 `verify_tree_sampled` is called as it is, with float64 logits and a `draw` that takes every way in turn; what it emits is
-completed by the target and compared with the target's joint law, which is written down here from the definitions, in
-plain Python, so that a filter that is wrong in kernel and reference alike shows. Wrong schemes are the same call with a
+completed by the target and compared with the target's joint law, which is written down from the definitions
+(sampling_law.py), so that a filter that is wrong in kernel and reference alike shows. Wrong schemes are the same call with a
 `draw` that goes wrong: they must be far off, or enumeration would prove nothing.
 
 Every other scheme is enumerated by the tests of its op, in op_tests/ops/verify:
@@ -21,91 +21,19 @@ The enumeration itself is tested in test_enumeration.py; `python -m op_tests.mut
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
-import math
 
 import pytest
 import torch
 
-from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
+from eagle_kernels.reference.enumeration import EnumeratedDraws, enumerate_outcomes, total_variation
 from eagle_kernels.reference.ops.verify.verify_tree_sampled import verify_tree_sampled
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness.noise_keys import NoiseKeys
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.rounds import DRAFT_TEMPERATURE, SCHEMES, TEMPERATURE, emitted_in_rounds, links_of
-
-INFINITY = float("inf")
-
-
-# the target, from the definitions
-
-
-class Target:
-    """Logits for every prefix, and the law of the next token after processors, temperature and filters."""
-
-    def __init__(self, vocab_size, seed=0, *, impossible=False, **parameters):
-        self.vocab_size, self._seed, self._impossible = vocab_size, seed, impossible
-        self.parameters = {"temperature": 1.0} | parameters
-
-    @functools.cache  # noqa: B019 (a target lives as long as its test)
-    def logits(self, prefix):
-        place = functools.reduce(lambda number, token: number * self.vocab_size + token + 1, prefix, 1)
-        generator = torch.Generator().manual_seed(self._seed * 100_003 + place)
-        logits = 1.5 * torch.randn(self.vocab_size, generator=generator, dtype=torch.float64)
-        if self._impossible:
-            logits[int(torch.randint(self.vocab_size, (), generator=generator))] = -INFINITY
-        return logits
-
-    @functools.cache  # noqa: B019
-    def probs(self, prefix):
-        given = self.parameters
-        counts = list(given.get("output_counts", [0] * self.vocab_size))
-        for token in prefix:
-            counts[token] += 1
-        scores = []
-        for token, score in enumerate(self.logits(prefix).tolist()):
-            if counts[token] > 0 or token in given.get("prompt", ()):
-                penalty = given.get("repetition_penalty", 1.0)
-                score = score / penalty if score > 0 else score * penalty
-            score -= given.get("frequency_penalty", 0.0) * counts[token]
-            score -= given.get("presence_penalty", 0.0) * (counts[token] > 0)
-            score += given.get("logit_bias", [0.0] * self.vocab_size)[token]
-            scores.append(score / given["temperature"])
-        probs = normalised([math.exp(score) for score in scores])
-        kept = list(probs)
-        if "top_k" in given:
-            kept = [prob * (sum(other > prob for other in probs) < given["top_k"]) for prob in probs]
-        base = normalised(kept) if given.get("filter_order") != "joint" else probs
-        if "top_p" in given:
-            above = [sum(other for other in base if other > prob) for prob in base]
-            kept = [prob * (mass < given["top_p"]) for prob, mass in zip(kept, above)]
-        if "min_p" in given:
-            kept = [kept_prob * (prob >= given["min_p"] * max(probs)) for kept_prob, prob in zip(kept, probs)]
-        return normalised(kept)
-
-    def joint(self, text, start=0):
-        """The probability of text[start:] after text[:start]."""
-        return math.prod(self.probs(text[:index])[text[index]] for index in range(start, len(text)))
-
-    def arguments(self):
-        """The parameters as verify_tree_sampled takes them, of one request, float64 where it is exact in that."""
-        values = {}
-        for name, value in self.parameters.items():
-            if name == "prompt":
-                values["prompt_mask"] = torch.tensor([[sum(1 << token for token in value)]], dtype=torch.int32)
-            elif name == "filter_order":
-                values[name] = value
-            elif name in ("top_k", "output_counts"):
-                values[name] = torch.tensor([value])
-            else:
-                values[name] = torch.tensor([value], dtype=torch.float64)
-        return values
-
-
-def normalised(weights):
-    total = sum(weights)
-    return [weight / total for weight in weights]
-
+from op_tests.sampling_law import CASES, Target, arguments, assert_every_exchange_shows, law
 
 # trees: tokens and parents, node 0 the root, whose token is in no prefix
 
@@ -177,9 +105,13 @@ def text_law(tokens, parents, target, *, spec_steps=3, draw=gumbel_max):
     rows = [target.logits(prefix if all(token in known for token in prefix) else ()) for prefix in prefixes]
     logits, zeros = torch.stack(rows), torch.zeros(len(tokens), dtype=torch.int64)
 
+    given = arguments([target.given], target.vocab_size, torch.float64)
+    if "token_bitmask" in given:  # of nodes
+        given["token_bitmask"] = given["token_bitmask"].repeat(len(tokens), 1)
+
     def emitted(source):
         output = verify_tree_sampled(
-            *links, logits, zeros, zeros[:1], **target.arguments(), spec_steps=spec_steps,
+            *links, logits, zeros, zeros[:1], **given, spec_steps=spec_steps,
             draw=lambda kept, request, node: draw(source, kept, node),
         )  # fmt: skip
         path = output.accept_index[0, : int(output.accept_token_num[0]) + 1].tolist()
@@ -247,6 +179,64 @@ def test_the_parameters_matter():
         assert total_variation(plain, text_law(tokens, parents, Target(4, **parameters))) > 0.05
     orders = [text_law(tokens, parents, Target(4, **PARAMETERS[name])) for name in list(PARAMETERS)[4:6]]
     assert total_variation(*orders) > 0.01
+
+
+@pytest.mark.parametrize("filter_order", ["top_k_first", "joint"])
+def test_no_two_steps_can_be_exchanged(filter_order):
+    """Penalties, bias, grammar, temperature and filters, all at once: the law is that of their order alone."""
+    tokens, parents = [0, 2, 5], [-1, 0, 0]
+    targets = [Target(7, first=logits, filter_order=filter_order, **given) for logits, given in CASES]
+    laws = [text_law(tokens, parents, target, spec_steps=1) for target in targets]
+    texts = list(itertools.product(range(7), repeat=2))
+
+    def distance(order):
+        wanted = [
+            {text: target.probs((), order)[text[0]] * target.probs(text[:1], order)[text[1]] for text in texts}
+            for target in targets
+        ]
+        return max(map(total_variation, laws, wanted))
+
+    assert_every_exchange_shows(distance, filter_order=filter_order)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_target_and_draft_have_temperatures_of_their_own(scheme, is_last, monkeypatch):
+    """Whole ops, from logits, for rules that hold drafts against what they were drawn from; beside a greedy request."""
+    name = "verify_chain" if scheme in ("standard", "block") else f"verify_tree_{scheme.partition(',')[0]}"
+    module = importlib.import_module(f"eagle_kernels.reference.ops.verify.{name}")
+    parents = [-1, 0] if name == "verify_chain" else [-1, 0, 0]
+    options = {"replacement": scheme.endswith("with")} if "rejection" in scheme else {"spec_steps": 1}
+    options = {"method": scheme} if name == "verify_chain" else options | {"spec_steps": 1}
+    target, draft = [1.5, -0.5, 0.0, 1.0], [0.0, 2.0, -1.0, 1.0]
+    greedy, own = (0, 1) if is_last else (1, 0)
+
+    def in_batch(row, value):
+        """The request's row, and another one of the greedy request, where its place is."""
+        both = [None, None]
+        both[own], both[greedy] = torch.as_tensor(row), torch.full_like(torch.as_tensor(row), value)
+        return torch.stack(both)
+
+    def emitted(source):
+        monkeypatch.setattr(module, "Draws", lambda seed: EnumeratedDraws(source))
+        weights, tokens = law(draft, {"temperature": 1.8}), [0]
+        for _ in parents[1:]:
+            tokens.append(source.choose([weight / sum(weights) for weight in weights]))
+            if not options.get("replacement"):
+                weights = [weight * (token != tokens[-1]) for token, weight in enumerate(weights)]
+        links = [in_batch(link, -1) for link in links_of(parents)]
+        rows = torch.arange(2 * len(parents)).view(2, -1)
+        tree = (in_batch(tokens, 3), *(() if name == "verify_chain" else (rows, *links)))
+        num_draft_rows = len(parents) - (name == "verify_chain")
+        logits = in_batch([target] * len(parents), 0.0), in_batch([draft] * num_draft_rows, 0.0)
+        output = getattr(module, name)(
+            *tree, *(part.flatten(0, 1) for part in logits), torch.arange(2 * len(parents)), torch.tensor([0, 0]),
+            in_batch(0.7, 0.0), in_batch(1.8, 0.0), **options,
+        )  # fmt: skip
+        return int(output.predicts.view(2, -1)[own, 0])
+
+    found = enumerate_outcomes(emitted)
+    assert total_variation(found, dict(enumerate(law(target, {"temperature": 0.7})))) < 1e-6
 
 
 # several rounds: whatever is random in one may be random in the next as well

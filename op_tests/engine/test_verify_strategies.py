@@ -12,6 +12,7 @@ from eagle_kernels.engine.step.verification import TopP, make_verifier
 from op_tests.engine.engines import steps_known
 from op_tests.engine.toys import Markov, ToyModel, random_eagle1_head, random_head, random_llama
 from op_tests.harness.statistics import FALSE_ALARM, assert_follows_law
+from op_tests.sampling_law import law
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
 STRATEGIES = ("target_match", "greedy", "rejection", "topp", "typical")
@@ -67,21 +68,7 @@ def test_temperatures_that_are_greedy_are_so_everywhere(strategy, temperature, d
 
 def law_of(logits: torch.Tensor, sampling: dict) -> torch.Tensor:
     """Probabilities [V, V] of the next token, by the last one, of logits [V, V]."""
-    rows = []
-    for row in logits.cpu().double() / sampling.get("temperature", 1.0):
-        probs = torch.softmax(row, dim=-1)
-        order = probs.argsort(descending=True, stable=True)
-        kept = torch.ones(len(probs), dtype=torch.bool)
-        if "top_k" in sampling:
-            kept[order[sampling["top_k"] :]] = False
-        probs = torch.where(kept, probs, 0.0) / probs[kept].sum()
-        if "top_p" in sampling:
-            before = probs[order].cumsum(0) - probs[order]
-            kept[order[before >= sampling["top_p"]]] = False
-        probs = torch.where(kept, probs, 0.0)
-        probs[probs < sampling.get("min_p", 0.0) * probs.max()] = 0.0
-        rows.append(probs / probs.sum())
-    return torch.stack(rows)
+    return torch.tensor([law(row, {"temperature": 1.0} | sampling) for row in logits.cpu().double().tolist()])
 
 
 def assert_texts_follow_law(

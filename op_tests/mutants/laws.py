@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import ENUMERATION, LAWS, SHARED, TESTS, Mutant, both, of, rounds
+from .mutant import ENGINE, ENUMERATION, LAWS, SHARED, TESTS, Mutant, both, of, rounds
 
 
 def _one_stream(name: str) -> list[tuple[str, str, str]]:
@@ -27,6 +27,17 @@ _NOISE_LAW = [f"{LAWS}test_a_residual_has_noise_of_its_own"]
 _PARAMETERS_LAW = [f"{LAWS}test_every_parameter"]
 _MIN_P_OF_ONE = "(weight == 1.0) | (weight / weight.sum(1, keepdim=True) >= min_p[:, None])"
 _OWN_DRAFT_TEMPERATURE = "draft_temperature = temperature if draft_temperature is None else draft_temperature"
+
+_ORDER = "test_no_two_steps_can_be_exchanged"
+_KERNELS = "op_tests/test_sampling_law.py::test_no_two_steps_of_a_kernel_can_be_exchanged"
+_EXACT = "op_tests/engine/test_exact_laws.py::"
+_BIAS = """    if processors.logit_bias is not None:
+        bias_ptr = processors.logit_bias + row.request * VOCAB_SIZE
+        logit += tl.load(bias_ptr + ids, mask=mask, other=0.0).to(tl.float32)
+"""
+_REFERENCE_BIAS = """    if processors.logit_bias is not None:
+        logits = logits + processors.logit_bias
+"""
 
 MUTANTS = [
     # `<=` for `<` has no width: what sees it is a coin on the edge
@@ -197,6 +208,33 @@ MUTANTS = [
         "Philox of six rounds", _CHILDREN, _NOISE + _GOLDEN,
         [(SHARED + "random.py", "(position * 0 + draw).to(tl.uint32),", "(position * 0 + draw).to(tl.uint32), 6,")],
         [("reference/random.py", "range(10)", "range(6)")],
+    ),
+    # the order of penalties, temperature and filters: in the engine's own composition, and in ops
+    Mutant(
+        "min-p before top-p, rejection",
+        [(ENGINE + "step/verification.py",
+          """    probs = ops.top_p_renorm(probs, rows.of("top_p"))
+    probs = ops.min_p_renorm(probs, rows.of("min_p"))
+""",
+          """    probs = ops.min_p_renorm(probs, rows.of("min_p"))
+    probs = ops.top_p_renorm(probs, rows.of("top_p"))
+""")],
+        [f"{_EXACT}test_lossless_strategies_have_exactly_the_law", f"{_EXACT}test_lossy_strategies_go_by_the_same_law"],
+    ),
+    both(
+        "the bias before the penalties", "sample_from_logits", [LAWS + _ORDER, _KERNELS],
+        [(SHARED + "logits.py", "    if HAS_PENALTIES:\n        logit = _penalise",
+          _BIAS + "    if HAS_PENALTIES:\n        logit = _penalise"),
+         (SHARED + "logits.py", _BIAS + "    if processors.token", "    if processors.token")],
+        [("reference/sampling.py", "    if processors.has_penalties:\n        zeros",
+          _REFERENCE_BIAS + "    if processors.has_penalties:\n        zeros"),
+         ("reference/sampling.py", _REFERENCE_BIAS + "    if processors.token", "    if processors.token")],
+    ),
+    both(
+        "top-p of all tokens, also after top-k", "sample_from_logits",
+        [LAWS + _ORDER, _KERNELS],
+        [(SHARED + "filters.py", "is_on, (top_k == 0) | IS_JOINT)", "is_on, (top_k == 0) | (top_k > 0))")],
+        [("reference/sampling.py", 'filter_order == "top_k_first" else weight', 'filter_order == "never" else weight')],
     ),
     Mutant(
         "distances are 0",
