@@ -50,6 +50,17 @@ MUTANTS = [
         of("sample_from_logits", "test_filters_of_long_rows"),
     ),
     Mutant(
+        "a nucleus gathered but for a hundredth",
+        [(f"{SHARED}filters.py", "(tl.sum(weight) >= filters.top_p * mass)",
+          "(tl.sum(weight) >= 0.99 * filters.top_p * mass)")],
+        of("sample_from_logits", "test_the_tail_of_a_nucleus_is_drawn"),
+    ),
+    Mutant(
+        "a level on the edge of top-p stays",
+        [(f"{SHARED}filters.py", "mass_above < filters.top_p * mass", "mass_above <= filters.top_p * mass")],
+        of("sample_from_logits", "test_levels_on_the_edge_stay_or_go_as_a_whole"),
+    ),
+    Mutant(
         "bounds of flat rows with the maxima of other groups",
         [(f"{SHARED}edge_search.py", "group // (LANES // GROUP)", "group // LANES")],
         of("sample_from_logits", "test_flat_rows_of_a_large_vocabulary"),

@@ -5,6 +5,8 @@ Penalties, bias and grammar are checked on dyadic values, where arithmetic is ex
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -397,6 +399,78 @@ def test_edges_are_exact(name, num_kept, vocab_size, device):
     tokens = eagle_kernels.raw.sample_from_logits(**values)
     assert (tokens == winner).tolist() == [True, False]
     assert_same_tokens(values, tokens)
+
+
+@pytest.mark.parametrize("slope", [0.02, 0.09])
+def test_the_tail_of_a_nucleus_is_drawn(slope, device):
+    """Its least likely tokens, far behind the others, and not the ones behind them; whatever was gathered first.
+
+    Of each top_p a row whose winner is as far back as any, and one that a token just behind the nucleus would win.
+    """
+    positions = torch.arange(3000)
+    noise, _ = reference_random.grouped_gumbel(torch.zeros_like(positions), positions, 1100)
+    ranked = torch.randperm(1100)
+    row = torch.empty(1100).index_copy(0, ranked, -slope * torch.arange(1100))
+    mass = torch.softmax(row.double(), 0)[ranked].cumsum(0)
+    keys = (row + noise)[:, ranked]  # by rank
+    cases = []
+    for top_p in (0.5, 0.9, 0.99, 0.999, 0.9999):
+        size = 1 + int((mass < top_p).sum())
+        winner, beyond = keys[:, :size].argmax(1), keys.argmax(1)
+        behind = torch.where(beyond >= size, beyond, 2000)
+        cases += [(top_p, position, ranked[winner[position]]) for position in (winner.argmax(), behind.argmin())]
+    top_p, position, expected = zip(*cases)
+    values = make(len(cases), 1100, temperature=1.0) | {"logits": row.repeat(len(cases), 1), "top_p": torch.tensor(top_p)}
+    values |= {"positions": torch.stack(position), "seeds": torch.zeros(len(cases), dtype=torch.int64)}
+    values = {key: value.to(device) for key, value in values.items()}
+    for ops in (eagle_kernels.raw, eagle_kernels):
+        assert ops.sample_from_logits(**values).tolist() == torch.stack(expected).tolist()
+
+
+# of four levels, each half as likely as the one before and of twice as many tokens: a quarter of the mass on each.
+# top_k (in tokens of the first level), top_p, min_p, order, and how many levels stay
+ABOVE = 1.0 + 2.0**-23
+LEVELS = [
+    *((0, 0.25 * number, 0.0, "joint", number) for number in (1, 2, 3)),
+    *((0, 0.25 * number * ABOVE, 0.0, "joint", number + 1) for number in (1, 2, 3)),
+    (1, 1.0, 0.0, "joint", 1), (1.01, 1.0, 0.0, "joint", 2), (3, 1.0, 0.0, "joint", 2), (3.01, 1.0, 0.0, "joint", 3),
+    (0, 1.0, 0.5, "joint", 2), (0, 1.0, 0.5 * ABOVE, "joint", 1), (0, 1.0, 0.125, "joint", 4),
+    (3, 0.25, 0.0, "joint", 1), (3, 0.25 * ABOVE, 0.0, "joint", 2), (3, 0.5 * ABOVE, 0.0, "joint", 2),
+    (3, 0.5, 0.0, "top_k_first", 1), (3, 0.5 * ABOVE, 0.0, "top_k_first", 2),
+    (0, 0.75, 0.25 * ABOVE, "joint", 2), (0, 0.5, 0.25, "joint", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_first", [8, 150])
+def test_levels_on_the_edge_stay_or_go_as_a_whole(num_first, device):
+    """Mass that is just enough is enough, on a grid where it is exact; gathered and searched for.
+
+    Of each case a row whose winner would be another one with a level more, and with a level less.
+    """
+    if device.type == "cuda":
+        pytest.skip("exp is no exact power of two there")
+    level = torch.arange(4).repeat_interleave(num_first * 2 ** torch.arange(4))
+    level = level[torch.randperm(len(level))]
+    row = -level * math.log(2)
+    positions = torch.arange(200)
+    noise, _ = reference_random.grouped_gumbel(torch.zeros_like(positions), positions, len(row))
+    winners = torch.stack([torch.where(level < kept, row, -float("inf")).add(noise).argmax(1) for kept in range(1, 5)])
+    for order in ORDERS:
+        cases = [case for case in LEVELS if case[3] == order]
+        found = []
+        for *_, kept in cases:
+            others = winners[[other - 1 for other in (kept - 1, kept + 1) if 1 <= other <= 4]]
+            found.append(int((others != winners[kept - 1]).all(0).nonzero()[0]))
+        values = make(len(cases), len(row), device=device, temperature=1.0) | {"filter_order": order}
+        values |= {"logits": row.repeat(len(cases), 1), "positions": torch.tensor(found)}
+        values |= {"seeds": torch.zeros(len(cases), dtype=torch.int64)}
+        top_k, top_p, min_p, _, kept = zip(*cases)
+        values |= {"top_k": (num_first * torch.tensor(top_k)).ceil().int(), "top_p": torch.tensor(top_p)}
+        values |= {"min_p": torch.tensor(min_p)}
+        expected = [int(winners[number - 1, position]) for number, position in zip(kept, found)]
+        for ops in (eagle_kernels.raw, eagle_kernels):
+            drawn = ops.sample_from_logits(**values).tolist()
+            assert drawn == expected, [case for case, *tokens in zip(cases, drawn, expected) if len(set(tokens)) > 1]
 
 
 @pytest.mark.parametrize("vocab_size", [20_000, 151_936])

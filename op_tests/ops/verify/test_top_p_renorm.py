@@ -73,6 +73,16 @@ def test_edges_on_a_grid_are_exact(device):
     assert kept.tolist() == [1, 1, 1, 2, 2, 4, 4, 4, 4]
 
 
+def test_edges_on_a_grid_are_exact_in_rows_of_several_slices(device):
+    """Four levels of a quarter of the mass each, by hand: where the bracket meets an edge exactly, too."""
+    levels = torch.tensor([8.0, 4.0, 2.0, 1.0]).repeat_interleave(torch.tensor([600, 1200, 2400, 4800])) * 2.0**-12
+    above = 1.0 + 2.0**-23
+    top_p = [0.25, 0.25 * above, 0.5, 0.5 * above, 0.75, 0.75 * above]
+    probs = torch.stack([levels[torch.randperm(len(levels))] for _ in top_p])
+    kept = (check(make(probs, top_p, device), "four levels") > 0).sum(1)
+    assert kept.tolist() == [600, 1800, 1800, 4200, 4200, 9000]
+
+
 def test_ties_at_the_edge_all_stay(device):
     check(make(renorms.dyadic_probs(3, 1025), [0.25, 0.5, 0.984375], device), "dyadic grid")
 
