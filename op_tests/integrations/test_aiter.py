@@ -14,7 +14,7 @@ from eagle_kernels.integrations.aiter import EAGLEConfig, EAGLEInference, TreeMa
 from op_tests.engine.toys import ToyModel
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.harness.trees import random_drafts
-from op_tests.integrations.oracles import oracle_build, oracle_mask, oracle_verify
+from op_tests.integrations.oracles import oracle_build, oracle_mask, oracle_sample, oracle_verify
 
 SIGNATURES = {
     "build_tree_efficient_triton": "verified_id parent_list top_scores_index draft_tokens seq_lens seq_lens_sum topk "
@@ -162,6 +162,22 @@ def test_verification_writes_in_place(device):
     assert all(got is given for got, given in zip(returned, outputs))
     assert outputs[0].tolist() == [7, -1, 9]
     assert outputs[1].tolist() == [[0, 2]] and outputs[2].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "accepted"), [((0.3, 1.0), 1), ((1.0, 0.3), 1), ((0.5, 0.9), 0), ((0.9, 0.5), 1)]
+)
+def test_each_threshold_of_the_walk_by_coins_has_its_place(thresholds, accepted, device):
+    """A draft of probability 0.4 and a coin of 0.6: the first is for a single token, the second for their sum."""
+    links = [[[0, 1]], [[1, -1]], [[-1, -1]]]
+    tree = [[[5, 2]], *links]
+    probs, coins, last = [[[0.1, 0.2, 0.4, 0.3]] * 2], [[0.6, 0.6]], [0.5]
+    wanted = [0, 0], [[-1, -1]]
+    counts = oracle_sample(wanted, tree, coins, last, probs, *thresholds)
+    outputs = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, 0], [[-1, -1]], [0])]
+    given = [torch.tensor(values, device=device) for values in (*tree, coins, last, probs)]
+    aiter.tree_speculative_sampling_kernel[(1,)](*outputs, *given, None, *thresholds, 4, 2, 2)
+    assert [output.tolist() for output in outputs] == [*wanted, counts] and counts == [accepted]
 
 
 def test_statistics_of_nothing():

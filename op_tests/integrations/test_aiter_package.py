@@ -187,14 +187,16 @@ def test_every_name_of_the_package_is_there(run):
 
 
 def test_kernels_are_launched_with_a_grid(run, device):
-    """They write what the functions around them return; a walk by coins ends at the first refusal."""
+    """They write what the functions around them return; a walk by coins ends at the first refusal. No two numbers are
+    the same, so that none can stand for another."""
     names, as_tensor = run(IMPORTS), lambda *rows: torch.tensor(rows, device=device)
-    drafts = as_tensor([-1, 0, 1]), as_tensor([0, 1, 2]), torch.tensor([3], device=device)  # parents, kept, lengths
+    drafts = as_tensor([-1, 0, 1, 2]), as_tensor([0, 1, 3]), torch.tensor([9], device=device)  # parents, kept, lengths
     mask, positions, *links, candidates = aiter.build_tree_efficient_triton(
-        torch.tensor([5], device=device), *drafts[:2], as_tensor([11, 12, 21]), drafts[2], 3, 2, 2, 4
+        torch.tensor([5], device=device), *drafts[:2], as_tensor([11, 12, 21]), drafts[2], 9, 3, 2, 4
     )
+    assert positions.tolist() == [9, 10, 10, 11] and links[1].tolist() == [[1, 3, -1, -1]]
     written = [torch.ones_like(mask), torch.zeros_like(positions), *map(torch.zeros_like, links)]
-    names["build_tree_kernel_triton"][(1,)](*drafts, *written, 2, 2, 4, 4, 0)
+    names["build_tree_kernel_triton"][(1,)](*drafts, *written, 3, 2, 4, 8, 0)
     assert all(map(torch.equal, written, (mask, positions, *links)))
     candidates, target = candidates.view(1, 4), as_tensor([11, 21, 7, 8])
 

@@ -420,7 +420,10 @@ def test_the_tail_of_a_nucleus_is_drawn(slope, device):
         behind = torch.where(beyond >= size, beyond, 2000)
         cases += [(top_p, position, ranked[winner[position]]) for position in (winner.argmax(), behind.argmin())]
     top_p, position, expected = zip(*cases)
-    values = make(len(cases), 1100, temperature=1.0) | {"logits": row.repeat(len(cases), 1), "top_p": torch.tensor(top_p)}
+    values = make(len(cases), 1100, temperature=1.0) | {
+        "logits": row.repeat(len(cases), 1),
+        "top_p": torch.tensor(top_p),
+    }
     values |= {"positions": torch.stack(position), "seeds": torch.zeros(len(cases), dtype=torch.int64)}
     values = {key: value.to(device) for key, value in values.items()}
     for ops in (eagle_kernels.raw, eagle_kernels):
