@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
 from eagle_kernels.engine.batch.kv_pool import JointAttend, RaggedAttend
 from eagle_kernels.engine.drafters import model_drafter
+from eagle_kernels.engine.drafters.protocol import Proposal
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.step import packed_nodes
 from op_tests.engine.engines import PARAMS, make, prompt_of
@@ -113,6 +115,20 @@ def test_a_step_has_as_many_rows_as_it_may(target, draft, monkeypatch):
     assert any(used == room for _, room, used in rows)
     assert all(min(row) >= 1 and max(row) <= 12 and sum(row) <= 3 * len(row) for row in counts)
     assert any(len(set(row)) > 1 for row in counts)
+
+
+@pytest.mark.parametrize(
+    ("is_live", "num_nodes"),
+    [([1, 0, 0], [2, 1, 1]), ([0, 1, 1], [1, 3, 1]), ([1, 1, 1], [4, 1, 1]), ([0] * 3, [1] * 3)],
+)
+def test_dead_rows_have_no_part_of_the_budget(is_live, num_nodes):
+    """Two nodes for each live row in the mean, of chains of four; dead rows keep their root, and earlier rows of equally
+    probable drafts come first."""
+    none, chain = torch.zeros(3, 4, dtype=torch.int64), torch.tensor([[[1], [3], [7], [15]]] * 3)
+    tree = ops.BuildTreeOutput(chain, none, none, none, none, torch.arange(12))
+    batch = SimpleNamespace(is_live=torch.tensor(is_live, dtype=torch.int32), lengths=torch.full((3,), 9))
+    proposal = Proposal(tree, path_probs=lambda: torch.full((3, 3), 0.5))
+    assert packed_nodes.prune(batch, proposal, 2).num_nodes.tolist() == num_nodes
 
 
 def test_sure_requests_get_more_rows(target, monkeypatch):

@@ -236,6 +236,22 @@ MUTANTS = [
         [(SHARED + "filters.py", "is_on, (top_k == 0) | IS_JOINT)", "is_on, (top_k == 0) | (top_k > 0))")],
         [("reference/sampling.py", 'filter_order == "top_k_first" else weight', 'filter_order == "never" else weight')],
     ),
+    both(
+        "of equal scores the last stay", "tree/prune_trees",
+        ["op_tests/test_ties.py::test_pruning_keeps_the_first_requests_and_nodes"],
+        [("is_equal = is_equal & (earlier < num_equal)",
+          "every = tl.num_programs(0) * (NUM_NODES - 1)\n"
+          "        equal = _count_keys(scores_ptr, every, cut, BLOCK_SCORE)\n"
+          "        equal -= _count_keys(scores_ptr, every, cut + 1, BLOCK_SCORE)\n"
+          "        is_equal = is_equal & (earlier >= equal - num_equal)")],
+        [("    drafts.sort(key", "    drafts.reverse()\n    drafts.sort(key")],
+    ),
+    Mutant(
+        "dead rows have a part of the budget",
+        [(ENGINE + "step/packed_nodes.py", "batch.is_live.sum(0, keepdim=True)",
+          "torch.ones_like(batch.is_live).sum(0, keepdim=True)")],
+        ["op_tests/engine/test_ragged_trees.py::test_dead_rows_have_no_part_of_the_budget"],
+    ),
     Mutant(
         "distances are 0",
         [(ENUMERATION, "return 0.5 * sum", "return 0.0 * sum")],

@@ -10,7 +10,6 @@ KERNELS = "eagle_kernels/ops/verify/"
 SHARED = KERNELS + "shared/"
 ATTENTION = "eagle_kernels/ops/attention/"
 NN = "eagle_kernels/ops/nn/"
-REFERENCES = "reference/ops/verify/"
 ENGINE = "eagle_kernels/engine/"
 INTEGRATIONS = "eagle_kernels/integrations/"
 SGLANG = INTEGRATIONS + "sglang/"
@@ -35,7 +34,8 @@ class Mutant(NamedTuple):
         name: What is wrong.
         edits: (file, old text, new text).
         tests: What must see it, in pytest's words: the narrowest tests that do.
-        op: Of a bug in kernel and reference alike, the op whose test_matches_reference must not see it.
+        op: Of a bug in kernel and reference alike, the op whose test_matches_reference must not see it: "tree/X", or
+            just "X" in the verify family.
     """
 
     name: str
@@ -62,14 +62,22 @@ def both(
     name: str, op: str, tests: list[str], kernel: list[tuple[str, ...]], reference: list[tuple[str, ...]]
 ) -> Mutant:
     """Returns a mutant in kernel and reference; edits of two texts are in the op's own files."""
-    edits = [edit if len(edit) == 3 else (f"{KERNELS}{op}.py", *edit) for edit in kernel]
-    edits += [edit if len(edit) == 3 else (f"{REFERENCES}{op}.py", *edit) for edit in reference]
+    family, own = _family(op)
+    edits = [edit if len(edit) == 3 else (f"eagle_kernels/ops/{family}/{own}.py", *edit) for edit in kernel]
+    edits += [edit if len(edit) == 3 else (f"reference/ops/{family}/{own}.py", *edit) for edit in reference]
     return Mutant(name, edits, tests, op)
 
 
 def of(op: str, *names: str) -> list[str]:
-    """Returns tests of an op of the verify family."""
-    return [f"{TESTS}test_{op}.py::{name}" for name in names]
+    """Returns tests of an op."""
+    family, own = _family(op)
+    return [f"op_tests/ops/{family}/test_{own}.py::{name}" for name in names]
+
+
+def _family(op: str) -> tuple[str, str]:
+    """Returns the family and the name of an op, whose family is verify if it has none."""
+    family, _, own = op.rpartition("/")
+    return family or "verify", own
 
 
 def rounds(*schemes: str) -> list[str]:
