@@ -122,8 +122,7 @@ def test_a_step_has_as_many_rows_as_it_may(target, draft, monkeypatch):
     [([1, 0, 0], [2, 1, 1]), ([0, 1, 1], [1, 3, 1]), ([1, 1, 1], [4, 1, 1]), ([0] * 3, [1] * 3)],
 )
 def test_dead_rows_have_no_part_of_the_budget(is_live, num_nodes):
-    """Two nodes for each live row in the mean, of chains of four; dead rows keep their root, and earlier rows of equally
-    probable drafts come first."""
+    """Two nodes for each live row in the mean, of chains of four; dead rows keep their root."""
     none, chain = torch.zeros(3, 4, dtype=torch.int64), torch.tensor([[[1], [3], [7], [15]]] * 3)
     tree = ops.BuildTreeOutput(chain, none, none, none, none, torch.arange(12))
     batch = SimpleNamespace(is_live=torch.tensor(is_live, dtype=torch.int32), lengths=torch.full((3,), 9))

@@ -28,6 +28,11 @@ MUTANTS = [
         ["op_tests/ops/attention/test_plan_attention.py::test_no_key_is_lost_by_a_plan_of_other_lengths"],
     ),
     Mutant(
+        "shares merged from a window's first on",
+        [(ATTENTION + "shared/merge_shares.py", "begin = -(first_share % BLOCK_PART)", "begin = -(first_share % 1)")],
+        ["op_tests/ops/attention/test_tree_attention.py::test_deterministic_windows_begin_in_any_share"],
+    ),
+    Mutant(
         "a node taken without its parent",
         [("eagle_kernels/ops/tree/prune_trees.py", "is_best & sees_root & (num_lost == 0)", "is_best & sees_root")],
         ["op_tests/ops/tree/test_prune_trees.py::test_matches_reference"],

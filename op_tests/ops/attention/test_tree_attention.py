@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.attention.shared import ordered
 from eagle_kernels.ops.attention.shared.ordered_shares import count_ordered_shares
 from eagle_kernels.ops.attention.tree_attention import TUNING
 from eagle_kernels.reference.ops.attention.tree_attention import tree_attention as reference
@@ -439,6 +440,18 @@ def check_paths(values, options, rows, form, device):
             expected = eagle_kernels.raw.gqa_decode(query, **arguments, deterministic=True)
             assert_equal("tree_attention", f"{b}, {row}", "output", result.output[b, row], expected.output[0])
             assert_equal("tree_attention", f"{b}, {row}", "lse", result.lse[b, row], expected.lse[0])
+
+
+@pytest.mark.usefixtures("sums_in_order")
+def test_deterministic_windows_begin_in_any_share(device, monkeypatch):
+    """The root's window begins in one share, the others' in the next, with more shares than are merged at once: which
+    ones that are goes by the keys' positions, not by where a request's window begins."""
+    monkeypatch.setattr(ordered, "MERGED_SHARES", 4)
+    retune(monkeypatch, ordered.TUNING, share_keys=64)
+    for share in (2, 3):
+        prefix = 64 * (share + 5) - 5
+        values = make(3, 3, 16, 2, 1, 16, torch.float32, [prefix], device=device)
+        check_paths(values, {"window": prefix + 2 - 64 * share}, None, "block_table", device)
 
 
 @pytest.mark.usefixtures("sums_in_order")
