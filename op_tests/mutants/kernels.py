@@ -44,6 +44,12 @@ MUTANTS = [
         ["op_tests/ops/attention/test_prefill_attention.py::test_many_requests"],
     ),
     Mutant(
+        "parts that go by the number of rows",
+        [("eagle_kernels/ops/nn/linear_decode.py", "parts > 1 and (is_best or deterministic)",
+          "parts > 1 and is_best")],
+        ["op_tests/ops/nn/test_linear_decode.py::test_deterministic_rows_have_the_same_parts_whatever_their_number"],
+    ),
+    Mutant(
         "columns that no part has",
         [(NN + "shared/many_rows.py", "(part + 1) * NUM_SECTIONS // NUM_PARTS",
           "(part + 1) * (NUM_SECTIONS // NUM_PARTS)")],

@@ -167,7 +167,7 @@ MUTANTS = [
         [("reference/random.py", "\nSTREAM_RESIDUAL = 3\n", "\nSTREAM_RESIDUAL = 1\n")],
     ),
     both(
-        "position not + 1", _SAMPLED, of(_SAMPLED, "test_joint_law_of_the_emitted_tokens[{}]"),
+        "position not + 1", _SAMPLED, of(_SAMPLED, "test_joint_law_of_the_emitted_tokens"),
         [
             (SHARED + "sampled_levels.py", "tl.load(positions_ptr + node).to(tl.int64) + 1",
              "tl.load(positions_ptr + node).to(tl.int64)"),

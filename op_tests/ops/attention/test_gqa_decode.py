@@ -137,7 +137,7 @@ def test_parts_of_wide_heads(head_dim, device, monkeypatch):
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("window", [1, 16, 17, 100, 700, 2000])
+@pytest.mark.parametrize("window", [100, 1, 16, 17, 700, 2000])
 def test_window(window, device):
     """Slots before the window may hold anything, and their pages may be gone."""
     values = make(32, 2, 1, 16, torch.float32, [700, 0, 1, 130, 64], device=device)
@@ -184,7 +184,7 @@ def test_all_at_once(device):
 
 @pytest.mark.cross
 @pytest.mark.usefixtures("sums_in_order")
-@pytest.mark.parametrize("batch_size", [1, 2, 9])
+@pytest.mark.parametrize("batch_size", [2, 1, 9])
 @pytest.mark.parametrize("form", ["block_table", "csr"])
 @pytest.mark.parametrize(("length", "window"), [(300, None), (900, 700)])
 def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, length, window, device, monkeypatch):

@@ -53,7 +53,7 @@ def size_sweep():
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize(("num_drafts", "num_others"), [(1, 1), (5, 3), (16, 15), (31, 40), (0, 4), (4, 0)])
+@pytest.mark.parametrize(("num_drafts", "num_others"), [(5, 3), (1, 1), (16, 15), (31, 40), (0, 4), (4, 0)])
 def test_matches_reference(num_drafts, num_others, device):
     values = make(4, num_drafts, num_others, device=device)
     check_operation(PATH, values, case=f"M={num_drafts} M2={num_others}")
@@ -62,7 +62,7 @@ def test_matches_reference(num_drafts, num_others, device):
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("vocabulary", [1, 2, 2**40])
+@pytest.mark.parametrize("vocabulary", [2, 1, 2**40])
 def test_how_much_is_shared(vocabulary, device):
     result, _ = check_operation(PATH, make(6, 20, 20, vocabulary=vocabulary, device=device))
     if vocabulary == 2**40:

@@ -29,7 +29,7 @@ from ..attention.cases import in_float64
 PATH = "nn.linear_decode"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # (N, K): below every tile and one more than a tile; not a multiple of 16 bytes; several tiles, the last one partial
-SIZES = ((1, 1), (5, 3), (33, 16), (40, 1025), (65, 1096), (7, 2048), (32, 3000))
+SIZES = ((40, 1025), (1, 1), (5, 3), (33, 16), (65, 1096), (7, 2048), (32, 3000))
 
 
 # tiles of 32, 64 and 256 rows: half of a tile's reading of x is wasted on rows that do not exist
@@ -82,7 +82,7 @@ def size_sweep():
 
 @pytest.mark.cross
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 3, 16])
+@pytest.mark.parametrize("num_rows", [3, 1, 16])
 def test_matches_reference(num_rows, size, device):
     for index, dtype in enumerate(DTYPES):
         has_bias = (num_rows + index) % 2 == 0
@@ -192,6 +192,21 @@ def test_where_parts_are_faster(monkeypatch):
     assert module.is_for(64, wide) and not module.is_for(65, wide)
     assert module.parts_for(64, square[:1000]) == 8 and module.parts_for(64, square[:1000, :300]) == 3
     assert module.parts_for(64, square.float()) is None
+
+
+@pytest.mark.parametrize("machine", many_rows.MACHINES.values(), ids=str)
+def test_deterministic_rows_have_the_same_parts_whatever_their_number(machine, monkeypatch):
+    """As many as the weight has room for, on every machine, also where rows of this number alone would have none."""
+    monkeypatch.setitem(many_rows.MACHINES, "default", machine | {"fast_outputs": 5120})
+    several = set()
+    for num_outputs, num_columns in itertools.product((1, 64, 1000, 4096, 6144), (100, 300, 4096)):
+        weight = torch.empty(num_outputs, num_columns, device="meta", dtype=torch.bfloat16)
+        found = {module.parts_for(num_rows, weight, True) for num_rows in range(1, many_rows.MAX_ROWS + 1)}
+        assert len(found) == 1, (num_outputs, num_columns)
+        usual = {module.parts_for(num_rows, weight) for num_rows in range(1, many_rows.MAX_ROWS + 1)}
+        assert usual <= found | {None}
+        several |= found
+    assert {None, 8} <= several
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])

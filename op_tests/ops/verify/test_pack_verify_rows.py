@@ -19,7 +19,7 @@ from op_tests.harness import (
 
 PATH = "verify.pack_verify_rows"
 # (batch, nodes)
-SHAPES = [(1, 1), (3, 5), (7, 8), (2, 130), (130, 3)]
+SHAPES = [(7, 8), (1, 1), (3, 5), (2, 130), (130, 3)]
 
 
 def make(batch_size, num_nodes, *, slack=5, with_positions=False, dtype=torch.int32, device="cpu"):

@@ -289,7 +289,6 @@ def deviation_of_two_rounds(method, **options):
     return deviation(method, random_law(2, 8), random_law(2, 8), 3, num_rounds=2, **options)
 
 
-@pytest.mark.cross
 @pytest.mark.parametrize("method", METHODS)
 def test_the_law_of_two_rounds_is_exactly_the_targets(method):
     """And no coin is looked at twice: block verification knows coins of positions that the next round drafts again."""
