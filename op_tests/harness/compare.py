@@ -9,6 +9,9 @@ import torch
 # Absolute and relative error allowed per dtype where a result went through float arithmetic of that dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
+# So many times the tolerance a computation in the op's own precision may be off: if it is, it is wrong.
+_MOST_ERROR = 16
+
 _SHOWN = 5
 
 
@@ -30,7 +33,7 @@ def assert_close(
     """Floats: |actual - expected| <= 2 |baseline - expected|max + tolerance of the dtype.
 
     `expected` is float64 where the op can be computed in it; `baseline` is the same computation in the op's own
-    precision, which says how much error that precision brings.
+    precision, which says how much error that precision brings. It has to be near itself, or it would excuse the op.
     """
     if tuple(actual.shape) != tuple(expected.shape):
         raise AssertionError(_head(op, case, name) + f"shape {list(actual.shape)}, expected {list(expected.shape)}")
@@ -38,7 +41,10 @@ def assert_close(
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     allowed = tolerance * (1.0 + expected.abs())
     if baseline is not None:
-        allowed = allowed + 2.0 * (baseline.detach().double().cpu() - expected).abs().nan_to_num(0.0, 0.0, 0.0).max()
+        baseline = baseline.detach().double().cpu()
+        error = (baseline - expected).abs().nan_to_num(0.0, 0.0, 0.0)
+        _report(op, case, f"{name}, baseline", error > _MOST_ERROR * allowed, baseline, expected)
+        allowed = allowed + 2.0 * error.max()
     same_special = (actual.isnan() & expected.isnan()) | (actual == expected)
     wrong = ~((actual - expected).abs() <= allowed) & ~same_special
     _report(op, case, name, wrong, actual, expected)

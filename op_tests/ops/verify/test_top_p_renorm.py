@@ -73,6 +73,13 @@ def test_edges_on_a_grid_are_exact(device):
     assert kept.tolist() == [1, 1, 1, 2, 2, 4, 4, 4, 4]
 
 
+def test_a_sum_that_lacks_the_least_is_not_enough(device):
+    """3/4 of 1, and 3/4 of 1 + 2^-41, of which the first token has a little less."""
+    probs = torch.tensor([[0.25, 0.0, 0.75], [0.25, 2.0**-41, 0.75]])
+    kept = (check(make(probs, 0.75, device), "less than a unit") > 0).sum(1)
+    assert kept.tolist() == [1, 2]
+
+
 def test_edges_on_a_grid_are_exact_in_rows_of_several_slices(device):
     """Four levels of a quarter of the mass each, by hand: where the bracket meets an edge exactly, too."""
     levels = torch.tensor([8.0, 4.0, 2.0, 1.0]).repeat_interleave(torch.tensor([600, 1200, 2400, 4800])) * 2.0**-12

@@ -346,16 +346,16 @@ def test_thresholds_of_the_documented_example(device):
     """A root of probabilities .30 .45 .01 0 .24 with the children 3 and 1, as SGLang's kernel takes it."""
     probs = torch.tensor([0.30, 0.45, 0.01, 0.0, 0.24], dtype=torch.float64)
 
-    def law(**thresholds):
+    def law(tokens=(3, 1), **thresholds):
         first, sibling = plain([-1, 0, 0])
 
         def emitted(source):
             coins = [source.uniform() for _ in first]
             path, bonus = reference.verify_request(
-                [0, 3, 1], first, sibling, probs_at=lambda node: probs, coin_at=coins.__getitem__,
+                [0, *tokens], first, sibling, probs_at=lambda node: probs, coin_at=coins.__getitem__,
                 final_coin=source.uniform(), spec_steps=1, **thresholds,
             )  # fmt: skip
-            return [bonus, 3, 1][path[-1]]
+            return [bonus, *tokens][path[-1]]
 
         found = enumerate_outcomes(emitted)
         return [found.get(token, 0.0) for token in range(5)]
@@ -363,6 +363,10 @@ def test_thresholds_of_the_documented_example(device):
     assert law() == pytest.approx(probs.tolist(), abs=1e-15)
     left = [0.1 * prob / 0.55 for prob in (0.30, 0.0, 0.01, 0.0, 0.24)]
     assert law(threshold_acc=0.5) == pytest.approx([left[0], 0.9, *left[2:]], abs=1e-15)
+    # one threshold is for a child alone, the other one for all that have been tried
+    assert law((0, 1), threshold_single=0.5) == pytest.approx(probs.tolist(), abs=1e-15)
+    assert law((0, 1), threshold_single=0.4) == pytest.approx([0.3, 0.7, 0.0, 0.0, 0.0], abs=1e-15)
+    assert law((0, 1), threshold_acc=0.75) == pytest.approx([0.4, 0.6, 0.0, 0.0, 0.0], abs=1e-15)
     for thresholds in ({"threshold_single": 0.4}, {"threshold_acc": 0.0}, {"threshold_acc": 0.45}):
         assert law(**thresholds) == [0.0, 1.0, 0.0, 0.0, 0.0]
     for coin, threshold_single, accepted in ((0.5, 0.4, [2]), (0.5, 0.5, []), (0.4375, 0.5, [2]), (0.0, 0.0, [2])):
