@@ -129,7 +129,7 @@ def ancestors(node):
 
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("is_graph", [False, True])
-@pytest.mark.parametrize("window", [-1, 3])
+@pytest.mark.parametrize("window", [-1, 1, 3])
 def test_trees(attention, page_size, is_graph, window, device):
     runner, layer = make_runner(device, page_size=page_size), stub.layer(4, 2, 16, sliding_window_size=window)
     backend = attention.EagleKernelsAttnBackend(runner)
@@ -201,8 +201,9 @@ def draft_column(prefix, beam, step, topk, page_size):
 @pytest.mark.parametrize("topk", [1, TOPK])
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("is_graph", [False, True])
-@pytest.mark.parametrize("window", [-1, 3])
+@pytest.mark.parametrize("window", [-1, 0, 1, 3])
 def test_draft_levels(attention, topk, page_size, is_graph, window, device):
+    """Also with windows that end within the drafts."""
     runner = make_runner(device, page_size=page_size, is_draft=True, window=None if window < 0 else window)
     layer = stub.layer(4, 2, 16, sliding_window_size=window)
     levels = attention.DraftLevels(runner, topk, STEPS)

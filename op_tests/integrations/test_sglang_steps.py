@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from eagle_kernels.integrations.sglang import cache_locs, drafting, layers, trees, verification
+from op_tests.harness.trees import random_drafts
 from op_tests.integrations import sglang_stub as stub
+from op_tests.integrations.oracles import oracle_build, oracle_sample, oracle_verify
 
 BATCH, TOPK, STEPS, NODES, VOCAB = 3, 4, 4, 12, 97
 
@@ -120,25 +122,26 @@ def test_what_we_do_not_draft_is_sglangs(change, value, sglang, device):
 
 
 def make_verify_batch(device, **sampling):
-    """Trees of three requests, and logits that follow the first children for a while."""
+    """Trees of three requests, the drafts of two of which the target likes; each has a temperature of its own."""
     table = torch.randn(VOCAB, VOCAB, device=device) * 3
     fields = {
         "acc_additive_penalties": None, "acc_scaling_penalties": None, "logit_bias": None, "is_all_greedy": True,
         "need_top_k_sampling": False, "need_top_p_sampling": False,
-        "temperatures": torch.full((BATCH, 1), 0.8, device=device), "top_ks": None, "top_ps": None,
+        "temperatures": torch.tensor([[0.5], [0.8], [1.3]], device=device), "top_ks": None, "top_ps": None,
     }  # fmt: skip
     seq_lens = torch.tensor([5, 9, 2], device=device)
     parents, index, tokens, _ = draft_as_sglang(make_worker(device, table), make_draft_batch(device, VOCAB))
     mask, positions, *links, nodes = trees.build_tree_kernel_efficient(
         None, torch.arange(BATCH, device=device), parents, index, tokens, seq_lens, 0, TOPK, STEPS, NODES, trees.PACKED
     )
-    logits = torch.randn(BATCH * NODES, VOCAB, device=device)
+    logits = 2 * torch.randn(BATCH * NODES, VOCAB, device=device)
     candidates = nodes.view(BATCH, NODES)
     for request in range(BATCH):
-        node = 0
-        while (child := int(links[1][request, node])) >= 0 and request != 1:
-            logits[request * NODES + node, candidates[request, child]] += 12.0
-            node = child
+        for node in range(NODES):
+            child = int(links[1][request, node])
+            while child >= 0 and request != 1:
+                logits[request * NODES + node, candidates[request, child]] += 11.0
+                child = int(links[2][request, child])
     verify_input = SimpleNamespace(
         draft_token=nodes, draft_token_num=NODES, max_tree_depth=STEPS + 1, retrieve_index=links[0],
         retrieve_next_token=links[1], retrieve_next_sibling=links[2],
@@ -149,93 +152,101 @@ def make_verify_batch(device, **sampling):
     return verify_input, batch, logits
 
 
-def walk(verify_input, accept):
-    """Follows trees by accept(row of logits, child tokens, coin row) -> (index of the child or None, token)."""
-    predicts, paths = torch.zeros(BATCH * NODES, dtype=torch.int32), torch.full((BATCH, STEPS + 1), -1)
-    first, sibling = verify_input.retrieve_next_token.tolist(), verify_input.retrieve_next_sibling.tolist()
-    tokens = verify_input.draft_token.view(BATCH, NODES).tolist()
-    for request in range(BATCH):
-        node = paths[request, 0] = 0
-        for depth in range(1, STEPS + 2):
-            children, child = [], first[request][node]
-            while child >= 0:
-                children.append(child)
-                child = sibling[request][child]
-            chosen, token = accept(request * NODES + node, [tokens[request][c] for c in children], depth == STEPS + 1)
-            predicts[request * NODES + node] = token
-            if chosen is None:
-                break
-            node = paths[request, depth] = children[chosen]
-        own = paths[request] >= 0
-        paths[request, own] += request * NODES
-    return predicts, (paths >= 0).sum(1).int(), paths.int()
+def check_verdict(verdict, verify_input, walk, *arguments) -> list[int]:
+    """Holds a verdict against a walk in plain Python; returns how many drafts were accepted."""
+    size, path = BATCH * NODES, [[-1] * (STEPS + 1) for _ in range(BATCH)]
+    predicts, names = [0] * size, ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+    tree = [verify_input.draft_token.view(BATCH, NODES), *(getattr(verify_input, name) for name in names)]
+    counts = walk(predicts, path, [tensor.tolist() for tensor in tree], *arguments)
+    assert [part.tolist() for part in verdict] == [predicts, [count + 1 for count in counts], path]
+    assert {part.dtype for part in verdict} == {torch.int32}
+    return counts
 
 
-ADJUSTED = {
-    "nothing": lambda device: {},
-    "penalties": lambda device: {
-        "acc_additive_penalties": -4 * torch.rand(BATCH, VOCAB, device=device),
-        "acc_scaling_penalties": 1 + torch.rand(BATCH, VOCAB, device=device),
-    },
-    "bias": lambda device: {"logit_bias": 3 * torch.randn(BATCH, VOCAB, device=device)},
-}
+PENALTIES, BIAS, GRAMMAR = "penalties", "bias", "grammar"
+ADJUSTED = [(), (PENALTIES,), (BIAS,), (PENALTIES, BIAS), (PENALTIES, BIAS, GRAMMAR)]
 
 
-def adjusted(logits, sampling):
-    rows = lambda values: values.repeat_interleave(NODES, 0)  # noqa: E731
+def make_adjustments(names, device):
+    """What the requests of a batch want changed, the fields of a batch and its grammar's mask."""
+    fields = {}
+    if PENALTIES in names:
+        fields |= {
+            "acc_additive_penalties": -3 * torch.rand(BATCH, VOCAB, device=device),
+            "acc_scaling_penalties": 1 + torch.rand(BATCH, VOCAB, device=device),
+        }
+    if BIAS in names:
+        fields |= {"logit_bias": 2 * torch.randn(BATCH, VOCAB, device=device)}
+    allowed = torch.rand(BATCH * NODES, VOCAB, device=device) < (0.7 if GRAMMAR in names else 2.0)
+    return fields, SimpleNamespace(allowed=allowed, apply=lambda rows: rows.masked_fill_(~allowed, float("-inf")))
+
+
+def adjusted(logits, sampling, mask):
+    """SGLang's order: what is added as a penalty, what is multiplied, the bias, the grammar; in float64."""
+    rows = lambda values: values.repeat_interleave(NODES, 0).double()  # noqa: E731
+    logits = logits.double()
     if sampling.acc_additive_penalties is not None:
         logits = logits + rows(sampling.acc_additive_penalties)
         scale = rows(sampling.acc_scaling_penalties)
         logits = torch.where(logits < 0, logits * scale, logits / scale)
-    return logits if sampling.logit_bias is None else logits + rows(sampling.logit_bias)
+    if sampling.logit_bias is not None:
+        logits = logits + rows(sampling.logit_bias)
+    return logits.masked_fill(~mask.allowed, float("-inf"))
 
 
-@pytest.mark.parametrize("name", ADJUSTED)
-def test_greedy_verification(name, sglang, device):
-    verify_input, batch, logits = make_verify_batch(device, **ADJUSTED[name](device))
-    best = adjusted(logits, batch.sampling_info).argmax(-1).tolist()
-
-    def accept(row, tokens, is_full):
-        return (tokens.index(best[row]) if best[row] in tokens and not is_full else None), best[row]
-
-    output = SimpleNamespace(next_token_logits=logits.clone())
-    for ours, wanted in zip(verification.eagle_sample(None, verify_input, batch, output), walk(verify_input, accept)):
-        assert torch.equal(ours.cpu(), wanted)
+@pytest.mark.parametrize("names", ADJUSTED, ids=" ".join)
+def test_greedy_verification(names, sglang, device):
+    fields, mask = make_adjustments(names, device)
+    verify_input, batch, logits = make_verify_batch(device, **fields)
+    best = adjusted(logits, batch.sampling_info, mask).argmax(-1).view(BATCH, NODES).tolist()
+    output = SimpleNamespace(next_token_logits=logits)
+    verdict = verification.eagle_sample(None, verify_input, batch, output, mask)
+    walk = lambda predicts, path, tree: oracle_verify(predicts, path, *tree, best)  # noqa: E731
+    assert sum(check_verdict(verdict, verify_input, walk)) > 1
 
 
-@pytest.mark.parametrize("name", ADJUSTED)
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}], ids=str)
-def test_sampled_verification(name, filters, sglang, device):
-    """Coins of 0.35 for children, 0.6 for the bonus, against the same rule in float64."""
-    sampling = ADJUSTED[name](device) | {"is_all_greedy": False}
-    if "top_k" in filters:
-        top_ks = torch.full((BATCH,), filters["top_k"], dtype=torch.int32, device=device)
-        sampling |= {"need_top_k_sampling": True, "top_ks": top_ks}
-    if "top_p" in filters:
-        sampling |= {"need_top_p_sampling": True, "top_ps": torch.full((BATCH,), filters["top_p"], device=device)}
-    verify_input, batch, logits = make_verify_batch(device, **sampling)
-    probs = (adjusted(logits, batch.sampling_info).double() / 0.8).softmax(-1)
-    if "top_k" in filters:
-        probs = probs * (probs >= probs.topk(filters["top_k"]).values[:, -1:])
+@pytest.mark.parametrize("names", ADJUSTED, ids=" ".join)
+@pytest.mark.parametrize("has_top_p", [False, True])
+@pytest.mark.parametrize("has_top_k", [False, True])
+@pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.2, 0.9), (0.9, 0.3)], ids=str)
+def test_sampled_verification(names, has_top_k, has_top_p, thresholds, sglang, monkeypatch, device):
+    """SGLang's rule of coins in float64, with filters one after another, and other ones for each request."""
+    fields, mask = make_adjustments(names, device)
+    top_ks = torch.tensor([3, 9, 5], dtype=torch.int32, device=device)
+    top_ps = torch.tensor([0.9, 0.5, 0.7], device=device)
+    verify_input, batch, logits = make_verify_batch(
+        device, **fields, is_all_greedy=False, top_ks=top_ks, top_ps=top_ps, need_top_k_sampling=has_top_k,
+        need_top_p_sampling=has_top_p,
+    )  # fmt: skip
+    for name, value in zip(("single", "acc"), thresholds):
+        monkeypatch.setitem(stub.SPEC, f"speculative_accept_threshold_{name}", value)
+    rows = lambda values: values.repeat_interleave(NODES, 0)  # noqa: E731
+    probs = (adjusted(logits, batch.sampling_info, mask) / rows(batch.sampling_info.temperatures)).softmax(-1)
+    if has_top_k:
+        edge = probs.sort(-1, descending=True).values.gather(1, rows(top_ks)[:, None].long() - 1)
+        probs = probs * (probs >= edge)
         probs = probs / probs.sum(-1, keepdim=True)
-    if "top_p" in filters:
+    if has_top_p:
         ordered, order = probs.sort(-1, descending=True)
-        kept = ordered.cumsum(-1) - ordered < filters["top_p"]
-        probs = probs * torch.zeros_like(probs).scatter(1, order, kept.double())
+        is_kept = ordered.cumsum(-1) - ordered < rows(top_ps)[:, None]
+        probs = probs * torch.zeros_like(probs).scatter(1, order, is_kept.double())
         probs = probs / probs.sum(-1, keepdim=True)
 
-    def accept(row, tokens, is_full):
-        left, mass = probs[row].clone(), 0.0
-        for index, token in enumerate(tokens if not is_full else ()):
-            mass += float(probs[row, token])
-            if probs[row, token] > 0 and mass > 0.35:
-                return index, token
-            left[token] = 0.0
-        return None, int((left.cumsum(0) > 0.6 * left.sum()).nonzero()[0])
+    def toss(*, sampling_info, seq_lens, draft_token_num, candidates, device):
+        assert sampling_info is batch.sampling_info and seq_lens is batch.seq_lens and draft_token_num == NODES
+        assert torch.equal(candidates.flatten(), verify_input.draft_token) and device == logits.device
+        return coins, last_coins
 
-    output = SimpleNamespace(next_token_logits=logits.clone())
-    for ours, wanted in zip(verification.eagle_sample(None, verify_input, batch, output), walk(verify_input, accept)):
-        assert torch.equal(ours.cpu(), wanted)
+    monkeypatch.setattr(sglang["sglang.srt.speculative.eagle_utils"], "_verify_coins", toss)
+    walk = lambda predicts, path, *more: oracle_sample((predicts, path), *more)  # noqa: E731
+    counts = []
+    for _ in range(6):
+        coins, last_coins = torch.rand(BATCH, NODES, device=device), torch.rand(BATCH, device=device)
+        output = SimpleNamespace(next_token_logits=logits.clone())
+        verdict = verification.eagle_sample(None, verify_input, batch, output, mask)
+        given = (coins.tolist(), last_coins.tolist(), probs.view(BATCH, NODES, -1).tolist(), *thresholds)
+        counts += check_verdict(verdict, verify_input, walk, *given)
+    assert len(set(counts)) > 1
 
 
 @pytest.mark.parametrize("is_sampled", [False, True])
@@ -283,6 +294,52 @@ def test_what_we_do_not_verify_is_sglangs(change, sglang, monkeypatch, device):
         (verify_input, batch, output, None),
         options,
     )
+
+
+@pytest.mark.parametrize("has_buffer", [False, True])
+@pytest.mark.parametrize("shape", [(3, 4, 4, 12), (2, 8, 5, 70), (2, 3, 1, 4), (2, 1, 3, 4)], ids=str)
+def test_trees_in_packed_words(shape, has_buffer, device):
+    """The links are those of SGLang's op; bit j of a node's words says whether it sees node j."""
+    batch_size, topk, depth, num_nodes = shape
+    parents, kept, tokens = (part.to(device) for part in random_drafts(*shape, vocab_size=VOCAB))
+    seq_lens, roots = torch.arange(3, 3 + batch_size, device=device), torch.arange(batch_size, device=device)
+    buffer = torch.full((batch_size + 2, num_nodes, trees.num_words(num_nodes)), -7, device=device)
+    built = trees.build_tree_kernel_efficient(
+        None, roots, parents, kept, tokens, seq_lens, 0, topk, depth, num_nodes, trees.PACKED,
+        buffer if has_buffer else None,
+    )  # fmt: skip
+    mask, positions, index, *links, nodes = built
+    rows, *expected = oracle_build(parents, kept, seq_lens, topk, depth, num_nodes)
+    bits = mask[..., None] >> torch.arange(64, device=device) & 1
+    assert bits.flatten(2)[..., :num_nodes].flatten(0, 1).bool().tolist() == rows
+    assert [positions.tolist(), *(link.tolist() for link in links)] == expected
+    assert index.flatten().tolist() == list(range(batch_size * num_nodes))
+    assert nodes.tolist() == torch.cat([roots[:, None], tokens], 1).flatten().tolist()
+    if has_buffer:
+        assert mask.data_ptr() == buffer.data_ptr() and (buffer[batch_size:] == -7).all()
+
+
+def test_other_trees_are_sglangs():
+    original, given = lambda *given: given, tuple(range(9))
+    assert trees.build_tree_kernel_efficient(original, *given, 2, "buffer", False) == (*given, 2, "buffer", False)
+    assert trees.build_tree_kernel_efficient(original, *given) == (*given, 0, None, True)
+
+
+def test_walks_along_given_tokens(device):
+    """What SGLang's function of this name returns, with its names."""
+    verify_input, _, logits = make_verify_batch(device)
+    target = logits.argmax(-1).view(BATCH, NODES)
+    predicts = torch.zeros(BATCH * NODES, dtype=torch.int32, device=device)
+    path = torch.full((BATCH, STEPS + 1), -1, dtype=torch.int32, device=device)
+    verdict = verification.verify_tree_greedy_func(
+        None, predicts=predicts, accept_index=path, accept_token_num=predicts.new_empty(BATCH),
+        candidates=verify_input.draft_token.view(BATCH, NODES), retrieve_index=verify_input.retrieve_index,
+        retrieve_next_token=verify_input.retrieve_next_token, target_predict=target, topk=TOPK,
+        retrieve_next_sibling=verify_input.retrieve_next_sibling,
+    )  # fmt: skip
+    assert verdict[0] is predicts and verdict[1] is path
+    walk = lambda predicts, path, tree: oracle_verify(predicts, path, *tree, target.tolist())  # noqa: E731
+    assert sum(check_verdict((predicts, verdict[2] + 1, path), verify_input, walk)) > 1
 
 
 def test_accepted_paths_move_to_the_front(device):

@@ -254,7 +254,8 @@ CONTRACT = (
         "simulate_acc_token_mode", "bs", "spec_steps",
     )),
     # sampling.py
-    Names(_SRT + "managers.schedule_batch.Req", ("rid", "sampling_params", "output_ids", "tokenizer")),
+    Names(_SRT + "managers.schedule_batch.Req",
+          ("rid", "sampling_params", "output_ids", "tokenizer", "eos_token_ids")),
     Names(_SRT + "sampling.sampling_params.SamplingParams", (
         "sampling_seed", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_new_tokens",
         "stop_token_ids",

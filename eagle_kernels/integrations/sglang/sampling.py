@@ -143,10 +143,11 @@ def seed_of(request) -> int:
 
 
 def ends_of(request) -> list[int]:
-    """Returns the tokens that min_new_tokens keeps back."""
-    tokenizer = request.tokenizer
-    ends = set(request.sampling_params.stop_token_ids or ()) | set(tokenizer.additional_stop_token_ids or ())
-    return sorted(ends if tokenizer.eos_token_id is None else ends | {tokenizer.eos_token_id})
+    """Returns the tokens that min_new_tokens keeps back: all at which SGLang ends the request."""
+    of_tokenizer = getattr(request.tokenizer, "additional_stop_token_ids", None)  # of a server without one None
+    lists = (request.sampling_params.stop_token_ids, request.eos_token_ids, of_tokenizer)
+    ends = {getattr(request.tokenizer, "eos_token_id", None)}.union(*(tokens or () for tokens in lists))
+    return sorted(ends - {None})
 
 
 def ask(requests, rows: list[int], device) -> Asked:
