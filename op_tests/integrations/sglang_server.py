@@ -311,9 +311,10 @@ def serve(requests, device, ahead=None, seed: int = 0) -> list[list[int]]:
 
 def ends_of(each) -> set[int]:
     """The tokens at which SGLang ends a request."""
-    tokenizer = each.tokenizer
-    lists = (each.sampling_params.stop_token_ids, each.eos_token_ids, tokenizer.additional_stop_token_ids)
-    return {token for tokens in (*lists, [tokenizer.eos_token_id]) for token in tokens or () if token is not None}
+    lists = [each.sampling_params.stop_token_ids, each.eos_token_ids]
+    if each.tokenizer is not None:
+        lists += [each.tokenizer.additional_stop_token_ids, [each.tokenizer.eos_token_id]]
+    return {token for tokens in lists for token in tokens or () if token is not None}
 
 
 def adjusted(logits: torch.Tensor, each, text: list[int]) -> torch.Tensor:
@@ -357,3 +358,34 @@ def written(requests, length: int = LENGTH) -> list[list[int]]:
         for text, token in zip(texts, drawn.tolist()):
             text.append(token)
     return texts
+
+
+# one step's logits
+
+PENALTIES, BIAS, GRAMMAR = "penalties", "bias", "grammar"
+ADJUSTED = [(), (PENALTIES,), (BIAS,), (PENALTIES, BIAS), (PENALTIES, BIAS, GRAMMAR)]
+
+
+def make_adjustments(names, batch_size: int, num_nodes: int, vocab_size: int, device):
+    """Returns what requests want changed: fields of a SamplingBatchInfo, and the mask of a grammar."""
+    make = lambda: torch.rand(batch_size, vocab_size, device=device)  # noqa: E731
+    fields = {"acc_additive_penalties": None, "acc_scaling_penalties": None, "logit_bias": None}
+    if PENALTIES in names:
+        fields |= {"acc_additive_penalties": -3 * make(), "acc_scaling_penalties": 1 + make()}
+    if BIAS in names:
+        fields |= {"logit_bias": 6 * make() - 3}
+    allowed = make().repeat_interleave(num_nodes, 0) < (0.7 if GRAMMAR in names else 2.0)
+    return fields, SimpleNamespace(allowed=allowed, apply=lambda rows: rows.masked_fill_(~allowed, float("-inf")))
+
+
+def adjusted_nodes(logits: torch.Tensor, sampling, mask) -> torch.Tensor:
+    """Logits float64 of all nodes: what is added as a penalty, what is multiplied, the bias, the grammar."""
+    rows = lambda values: values.repeat_interleave(len(logits) // len(values), 0).double()  # noqa: E731
+    logits = logits.double()
+    if sampling.acc_additive_penalties is not None:
+        logits = logits + rows(sampling.acc_additive_penalties)
+        scale = rows(sampling.acc_scaling_penalties)
+        logits = torch.where(logits < 0, logits * scale, logits / scale)
+    if sampling.logit_bias is not None:
+        logits = logits + rows(sampling.logit_bias)
+    return logits.masked_fill(~mask.allowed, float("-inf"))

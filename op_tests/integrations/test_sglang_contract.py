@@ -1,5 +1,7 @@
 """What the plug-in relies on in SGLang is held against the sources of released versions, which are never imported.
 
+So are the stand-ins of the other tests: of what they compute in SGLang's place, SGLang's own functions run alone.
+
 Plain runs skip this, since a wheel of SGLang is 20 to 40 MB. EAGLE_KERNELS_SGLANG_WHEELS is a folder of wheels, to
 which missing ones are added, or `download` for a temporary one:
 
@@ -8,15 +10,23 @@ which missing ones are added, or `download` for a temporary one:
 
 from __future__ import annotations
 
+import ast
+import builtins
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from eagle_kernels.integrations.sglang import contract, hooks
 from eagle_kernels.integrations.sglang.sources import Sources
+from op_tests.integrations import sglang_server as server
+from op_tests.integrations import sglang_stub as stub
 
 WHEELS = os.environ.get("EAGLE_KERNELS_SGLANG_WHEELS", "")
 if not WHEELS:
@@ -53,3 +63,82 @@ def test_no_two_rules_have_one_name():
 @pytest.mark.parametrize("name", RULES)
 def test_it_holds(sources, name):
     assert RULES[name](sources) is None
+
+
+def define(sources: Sources, module: str, *names: str, **given) -> SimpleNamespace:
+    """Runs the definitions of these names; what else they use is given, or stood in for."""
+    nodes = [node for name in names if (node := sources.find(f"sglang.srt.{module}.{name}")) is not None]
+    used = {node.id for node in ast.walk(ast.Module(nodes, [])) if isinstance(node, ast.Name)}
+    scope = {name: MagicMock() for name in used if not hasattr(builtins, name)}
+    scope |= {"torch": torch, "dataclasses": dataclasses, "is_pin_memory_available": lambda *_: False} | given
+    exec(compile(ast.Module(nodes, []), module, "exec"), scope)  # with the future of this file: annotations are not run
+    return SimpleNamespace(**{node.name: scope[node.name] for node in nodes})
+
+
+def test_filters_of_the_small_server(sources, monkeypatch):
+    made = define(sources, "layers.sampler", "top_k_top_p_min_p_sampling_from_probs_torch")
+    requests = [server.mixed(number) for number in range(60)]
+    params = [each.sampling_params for each in requests]
+    logits, seen = torch.randn(60, server.VOCAB, dtype=torch.float64), []
+    monkeypatch.setattr(torch, "multinomial", lambda probs, num_samples: seen.append(probs) or probs[:, :1].long())
+    wanted = torch.stack([server.kept(row, each) for row, each in zip(logits, params)])
+    probs = torch.stack([row / each.temperature for row, each in zip(logits, params)]).softmax(-1)
+    lists = [torch.tensor([getattr(each, name) for each in params]) for name in ("top_k", "top_p", "min_p")]
+    made.top_k_top_p_min_p_sampling_from_probs_torch(probs.clone(), *lists, True, None, None)
+    kept = torch.zeros_like(probs).scatter(1, probs.argsort(-1, descending=True), seen[0])
+    torch.testing.assert_close(kept / kept.sum(-1, keepdim=True), wanted.softmax(-1), atol=1e-7, rtol=1e-6)
+
+
+def test_ends_of_the_small_server(sources):
+    made = define(sources, "managers.schedule_batch", "Req._check_token_based_finish")
+    for number in range(6):
+        each = server.mixed(number, ignore_eos=False, stop_token_ids={11, 12} if number % 2 else None)
+        each.eos_token_ids, each.tokenizer.additional_stop_token_ids = ({13}, None) if number % 3 else (None, {14})
+        if number == 5:
+            each.tokenizer = None
+        ends = {token for token in range(server.VOCAB) if made._check_token_based_finish(each, [token])}
+        assert ends == server.ends_of(each)
+
+
+def test_batches_of_the_small_server(sources, monkeypatch):
+    """Their fields, when they are made, merged, filtered and copied."""
+    names = ("_rows_to_device_indices", "ProcessorEntry", "merge_bias_tensor", "SamplingBatchInfo")
+    theirs = define(sources, "sampling.sampling_batch_info", *names, TOP_K_ALL=server.TOP_K_ALL).SamplingBatchInfo
+    fields = [field.name for field in dataclasses.fields(server.Info)]
+    assert set(fields) <= {field.name for field in dataclasses.fields(theirs)}
+
+    def run(cls, penalisers):
+        made = []
+        for numbers in ((0, 1, 2), (3, 4), (5,)):
+            requests = [server.mixed(number) for number in numbers]
+            for each in requests:
+                each.custom_logit_processor, each.return_sampling_mask = None, False
+                each.sampling_logprobs_mode, each.sampling_params.custom_params = "full", None
+            made.append(cls.from_schedule_batch(SimpleNamespace(reqs=requests, device="cpu"), server.VOCAB))
+            made[-1].penalizer_orchestrator = penalisers
+        first, second, third = made
+        first.merge_batch(second)
+        first.filter_batch([4, 0, 2], torch.tensor([4, 0, 2]))
+        third.merge_batch(first)
+        return *made, third.copy_for_forward()
+
+    nothing = SimpleNamespace(is_required=False, filter=lambda kept: None, merge=lambda other: None)
+    with stub.installed({"sglang.srt.managers.schedule_batch": {"ScheduleBatch": server.ScheduleBatch}}):
+        pairs = list(zip(run(server.Info, nothing), run(theirs, nothing), strict=True))
+    for ours, original in pairs:
+        for name in set(fields) - {"return_sampling_masks"}:
+            mine, other = getattr(ours, name), getattr(original, name)
+            same = torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
+            assert same, name
+
+
+@pytest.mark.parametrize("names", server.ADJUSTED, ids=" ".join)
+def test_adjustments_of_the_small_server(sources, names):
+    scaled = define(sources, "sampling.penaltylib.repetition_penalty", "apply_scaling_penalties")
+    info = define(sources, "sampling.sampling_batch_info", "SamplingBatchInfo", **vars(scaled)).SamplingBatchInfo
+    fields, mask = server.make_adjustments(names, 3, 1, server.VOCAB, "cpu")
+    logits = 2 * torch.randn(3, server.VOCAB, dtype=torch.float64)
+    wanted = server.adjusted_nodes(logits, SimpleNamespace(**fields), mask)
+    every = dict.fromkeys((field.name for field in dataclasses.fields(info)), None)
+    info(**(every | fields | {"grammar_mask": mask})).apply_logits_bias(logits)
+    torch.testing.assert_close(logits, wanted)

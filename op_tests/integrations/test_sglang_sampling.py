@@ -133,13 +133,15 @@ ENDS = {
 @pytest.mark.parametrize("is_drafting", [False, True])
 def test_nothing_ends_a_request_early(is_drafting, device):
     """Ends are what the request, its model and its tokenizer name; after min_new_tokens they come at once."""
-    requests = [request(number, min_new_tokens=6) for number in range(len(ENDS))]
+    requests = [request(number, min_new_tokens=6) for number in range(len(ENDS) + 1)]
+    requests[-1].tokenizer, requests[-1].eos_token_ids = None, {17}  # of a server without one
     for name, each in zip(ENDS, requests):
         for owner in (each.sampling_params, each, each.tokenizer):
             if hasattr(owner, name):
                 setattr(owner, name, ENDS[name])
+    for each in requests:
         each.sampling_params.logit_bias = dict.fromkeys(ends_of(each), 100.0)
-    texts = speculative(requests, device, [[16] * LENGTH] * 4)[0] if is_drafting else plain(requests, device)
+    texts = speculative(requests, device, [[16] * LENGTH] * 5)[0] if is_drafting else plain(requests, device)
     for each, text in zip(requests, texts):
         assert [token in ends_of(each) for token in text] == [False] * 6 + [True] * (len(text) - 6)
 

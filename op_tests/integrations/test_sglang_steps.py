@@ -12,6 +12,7 @@ from eagle_kernels.integrations.sglang import cache_locs, drafting, layers, tree
 from op_tests.harness.trees import random_drafts
 from op_tests.integrations import sglang_stub as stub
 from op_tests.integrations.oracles import oracle_build, oracle_sample, oracle_verify
+from op_tests.integrations.sglang_server import ADJUSTED, adjusted_nodes, make_adjustments
 
 BATCH, TOPK, STEPS, NODES, VOCAB = 3, 4, 4, 12, 97
 
@@ -163,42 +164,11 @@ def check_verdict(verdict, verify_input, walk, *arguments) -> list[int]:
     return counts
 
 
-PENALTIES, BIAS, GRAMMAR = "penalties", "bias", "grammar"
-ADJUSTED = [(), (PENALTIES,), (BIAS,), (PENALTIES, BIAS), (PENALTIES, BIAS, GRAMMAR)]
-
-
-def make_adjustments(names, device):
-    """What the requests of a batch want changed, the fields of a batch and its grammar's mask."""
-    fields = {}
-    if PENALTIES in names:
-        fields |= {
-            "acc_additive_penalties": -3 * torch.rand(BATCH, VOCAB, device=device),
-            "acc_scaling_penalties": 1 + torch.rand(BATCH, VOCAB, device=device),
-        }
-    if BIAS in names:
-        fields |= {"logit_bias": 2 * torch.randn(BATCH, VOCAB, device=device)}
-    allowed = torch.rand(BATCH * NODES, VOCAB, device=device) < (0.7 if GRAMMAR in names else 2.0)
-    return fields, SimpleNamespace(allowed=allowed, apply=lambda rows: rows.masked_fill_(~allowed, float("-inf")))
-
-
-def adjusted(logits, sampling, mask):
-    """SGLang's order: what is added as a penalty, what is multiplied, the bias, the grammar; in float64."""
-    rows = lambda values: values.repeat_interleave(NODES, 0).double()  # noqa: E731
-    logits = logits.double()
-    if sampling.acc_additive_penalties is not None:
-        logits = logits + rows(sampling.acc_additive_penalties)
-        scale = rows(sampling.acc_scaling_penalties)
-        logits = torch.where(logits < 0, logits * scale, logits / scale)
-    if sampling.logit_bias is not None:
-        logits = logits + rows(sampling.logit_bias)
-    return logits.masked_fill(~mask.allowed, float("-inf"))
-
-
 @pytest.mark.parametrize("names", ADJUSTED, ids=" ".join)
 def test_greedy_verification(names, sglang, device):
-    fields, mask = make_adjustments(names, device)
+    fields, mask = make_adjustments(names, BATCH, NODES, VOCAB, device)
     verify_input, batch, logits = make_verify_batch(device, **fields)
-    best = adjusted(logits, batch.sampling_info, mask).argmax(-1).view(BATCH, NODES).tolist()
+    best = adjusted_nodes(logits, batch.sampling_info, mask).argmax(-1).view(BATCH, NODES).tolist()
     output = SimpleNamespace(next_token_logits=logits)
     verdict = verification.eagle_sample(None, verify_input, batch, output, mask)
     walk = lambda predicts, path, tree: oracle_verify(predicts, path, *tree, best)  # noqa: E731
@@ -211,7 +181,7 @@ def test_greedy_verification(names, sglang, device):
 @pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.2, 0.9), (0.9, 0.3)], ids=str)
 def test_sampled_verification(names, has_top_k, has_top_p, thresholds, sglang, monkeypatch, device):
     """SGLang's rule of coins in float64, with filters one after another, and other ones for each request."""
-    fields, mask = make_adjustments(names, device)
+    fields, mask = make_adjustments(names, BATCH, NODES, VOCAB, device)
     top_ks = torch.tensor([3, 9, 5], dtype=torch.int32, device=device)
     top_ps = torch.tensor([0.9, 0.5, 0.7], device=device)
     verify_input, batch, logits = make_verify_batch(
@@ -221,7 +191,7 @@ def test_sampled_verification(names, has_top_k, has_top_p, thresholds, sglang, m
     for name, value in zip(("single", "acc"), thresholds):
         monkeypatch.setitem(stub.SPEC, f"speculative_accept_threshold_{name}", value)
     rows = lambda values: values.repeat_interleave(NODES, 0)  # noqa: E731
-    probs = (adjusted(logits, batch.sampling_info, mask) / rows(batch.sampling_info.temperatures)).softmax(-1)
+    probs = (adjusted_nodes(logits, batch.sampling_info, mask) / rows(batch.sampling_info.temperatures)).softmax(-1)
     if has_top_k:
         edge = probs.sort(-1, descending=True).values.gather(1, rows(top_ks)[:, None].long() - 1)
         probs = probs * (probs >= edge)
