@@ -43,7 +43,7 @@ def request(number: int, **changes) -> SimpleNamespace:
 
 
 def mixed(number: int, **changes) -> SimpleNamespace:
-    """Returns a request that wants several things at once, others than most."""
+    """Returns a request that wants several things at once, others than most; every second one has no penalty."""
     coin = random.Random(number)
     wanted = {
         "temperature": coin.choice([0.6, 0.8, 1.3]), "top_k": coin.choice([TOP_K_ALL, 4, 9]),
@@ -56,6 +56,8 @@ def mixed(number: int, **changes) -> SimpleNamespace:
     }  # fmt: skip
     if coin.random() < 0.15:
         wanted |= {"temperature": 1.0, "top_k": 1}  # SGLang's greedy
+    if number % 2:
+        wanted |= {name: PARAMS[name] for name in PARAMS if "penalty" in name or name == "min_new_tokens"}
     made = request(number, **(wanted | changes))
     made.last, made.prompt = coin.randrange(VOCAB), coin.randrange(1, 9)
     return made
@@ -135,9 +137,9 @@ class ScheduleBatch(SimpleNamespace):
 class Engine:
     """A batch of requests in rows of the pool, which it reads at once, with the text of each since then."""
 
-    def __init__(self, requests, device, rows=None, *, overlaps: bool = True):
+    def __init__(self, requests, device, rows=None, *, overlaps: bool = True, table=TABLE):
         self.device, self.overlaps = device, overlaps
-        self.table = TABLE.clone().to(device)
+        self.table = table.clone().to(device)
         rows = list(range(len(requests))) if rows is None else rows
         self.rows = torch.tensor(rows, device=device)
         self.batch = ScheduleBatch(
@@ -343,7 +345,7 @@ def kept(logits: torch.Tensor, params) -> torch.Tensor:
     return scaled.masked_fill(~torch.zeros_like(is_kept).scatter(0, order, is_kept), float("-inf"))
 
 
-def written(requests, length: int = LENGTH) -> list[list[int]]:
+def written(requests, length: int = LENGTH, table: torch.Tensor = TABLE) -> list[list[int]]:
     """The texts of requests by SGLang's rules, with the noise of their seeds; greedy ones take the best token."""
     texts = [[] for _ in requests]
     positions = torch.tensor([each.prompt for each in requests])
@@ -352,7 +354,7 @@ def written(requests, length: int = LENGTH) -> list[list[int]]:
     for index in range(length):
         rows = []
         for each, text in zip(requests, texts):
-            logits = adjusted(TABLE[[each.last, *text][-1]].double(), each, text)
+            logits = adjusted(table[[each.last, *text][-1]].double(), each, text)
             rows.append(kept(logits, each.sampling_params))
         drawn = sample_from_logits(torch.stack(rows), positions + index, seeds, temperatures)
         for text, token in zip(texts, drawn.tolist()):

@@ -258,11 +258,12 @@ def make_sample(batch_size, topk, depth, num_nodes, device, spec_steps, is_shuff
     [
         ((3, 1, 1, 1), 0, (1.0, 1.0), False),
         ((3, 1, 5, 6), 5, (1.0, 1.0), True),
-        ((3, 1, 5, 6), 2, (1.0, 0.5), False),
+        ((12, 1, 5, 6), 2, (1.0, 0.5), False),
         ((4, 8, 1, 9), 1, (1.0, 1.0), False),
         ((6, 4, 3, 12), 3, (1.0, 1.0), False),
         ((6, 4, 3, 12), 3, (1.0, 1.0), True),
-        ((6, 4, 3, 12), 3, (0.25, 1.0), False),
+        ((24, 4, 3, 12), 3, (0.25, 1.0), False),
+        ((24, 4, 3, 12), 3, (0.9, 0.5), False),
         ((6, 4, 3, 12), 2, (0.0, 0.0), False),
     ],
     ids=str,
@@ -354,17 +355,32 @@ def test_the_numbers_of_the_mask_modes():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("buffer", ["tree_mask", "positions", "retrive_index", "retrive_next_sibling"])
-def test_a_short_buffer_is_named(buffer, device):
-    values = dict(zip(SIGNATURES["build_tree_kernel_efficient"].split(), make_drafts(2, 4, 3, 8, device)))
-    values |= {"topk": 4, "depth": 3, "draft_token_num": 8, "tree_mask_mode": 1}
-    values |= {name: torch.zeros(16, dtype=torch.int64, device=device) for name in ("tree_mask", "positions")}
-    for name in ("retrive_index", "retrive_next_token", "retrive_next_sibling"):
-        values[name] = torch.zeros(2, 8, dtype=torch.int64, device=device)
-    sgl_kernel.build_tree_kernel_efficient(**values)
+SHORT = {
+    "build_tree_kernel_efficient": "tree_mask positions retrive_index retrive_next_token retrive_next_sibling",
+    "verify_tree_greedy": "predicts",
+    "tree_speculative_sampling_target_only": "predicts",
+    "reconstruct_indices_from_tree_mask": "tree_mask verified_seq_len positions retrive_index retrive_next_token "
+    "retrive_next_sibling",
+}
+
+
+@pytest.mark.parametrize(("name", "buffer"), [(name, each) for name, all in SHORT.items() for each in all.split()])
+def test_a_short_buffer_is_named(name, buffer, device):
+    drafts, (tree, _) = make_drafts(2, 4, 3, 8, device), make_sample(2, 4, 3, 8, device, 3, False)
+    values = dict(zip(("parent_list", "selected_index", "verified_seq_len"), drafts))
+    names = "candidates retrive_index retrive_next_token retrive_next_sibling uniform_samples"
+    values |= dict(zip((*names.split(), "uniform_samples_for_final_sampling", "target_probs"), tree))
+    values |= {"topk": 4, "depth": 3, "draft_token_num": 8, "tree_mask_mode": 1, "batch_size": 2, "draft_probs": None}
+    values |= {"tree_mask": torch.ones(128, dtype=torch.bool, device=device)}
+    values |= {"positions": torch.zeros(16, dtype=torch.int64, device=device)}
+    values |= {"target_predict": torch.zeros(2, 8, dtype=torch.int64, device=device)}
+    for output, shape in (("predicts", (16,)), ("accept_index", (2, 4)), ("accept_token_num", (2,))):
+        values[output] = torch.zeros(shape, dtype=torch.int32, device=device)
+    values = {key: values[key] for key in SIGNATURES[name].split() if key in values}
+    getattr(sgl_kernel, name)(**values)
     values[buffer] = values[buffer][:1]
-    with pytest.raises(ValueError, match=f"build_tree_kernel_efficient: {buffer} must hold at least"):
-        sgl_kernel.build_tree_kernel_efficient(**values)
+    with pytest.raises(ValueError, match=f"sgl_kernel.{name}: {buffer} must hold at least [0-9]+ elements of"):
+        getattr(sgl_kernel, name)(**values)
 
 
 def test_an_empty_batch(device, backend):

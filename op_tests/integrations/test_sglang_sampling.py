@@ -19,6 +19,7 @@ from op_tests.integrations import sglang_stub as stub
 from op_tests.integrations.sglang_server import (
     END,
     LENGTH,
+    TABLE,
     TOP_K_ALL,
     VOCAB,
     Engine,
@@ -146,6 +147,19 @@ def test_nothing_ends_a_request_early(is_drafting, device):
         assert [token in ends_of(each) for token in text] == [False] * 6 + [True] * (len(text) - 6)
 
 
+def test_nothing_else_waits(device):
+    """Of requests with few ends and with many, read in several batches, all other tokens may come at once."""
+    requests = [request(number, min_new_tokens=6, stop_token_ids=set(range(20, 20 + number))) for number in range(5)]
+    for numbers in ([1, 3], [4], [0, 2]):
+        Engine([requests[number] for number in numbers], device, numbers)
+    rows, none = torch.arange(5, device=device), torch.full((5, 1), -1, device=device)
+    tree = (torch.zeros_like(none), rows[:, None], none, none)
+    logits = sampling.REQUESTS.penalize(tree, torch.zeros(5, VOCAB, device=device), rows)
+    assert [set((row == float("-inf")).nonzero()[:, 0].tolist()) for row in logits] == [
+        ends_of(each) for each in requests
+    ]
+
+
 def test_a_batch_of_different_requests(device):
     """Also alone each has the text that it has among the others."""
     wanted = plain([mixed(number) for number in range(9)], device)
@@ -164,16 +178,37 @@ def test_greedy_requests_take_the_first_of_equal_logits(device):
     assert greedy == {0} != sampled
 
 
+@pytest.mark.parametrize("is_drafting", [False, True])
+def test_requests_join_one_by_one(is_drafting, device):
+    """One without penalties is first, so that all that others need is there from when they come."""
+    requests = [mixed(number) for number in (1, 0, 3, 2, 4, 6, 8, 10, 12)]
+    wanted = written(requests)
+    running, steps = Engine(requests[:1], device, rows=[9]), 0
+    while min(map(len, running.texts)) < LENGTH:
+        number = len(running.texts)
+        if number < len(requests):
+            running.merge_batch(Engine([requests[number]], device, rows=[number]))
+        steps += 1
+        running.verify(wanted[: len(running.texts)], steps) if is_drafting else running.step()
+    assert_same(running.texts, wanted)
+
+
 def test_rows_and_counts_are_taken_over(device):
     """A request finds nothing of the one that had its row of the pool, nor of the one that had its slot of counts."""
-    make = lambda: [request(4, frequency_penalty=2.0), request(5)]  # noqa: E731
-    wanted = plain(make(), device)
-    sampling.REQUESTS = sampling.Requests()
+    requests = [request(4, frequency_penalty=2.0), request(5), request(6, frequency_penalty=1.0)]
     plain([request(number, frequency_penalty=3.0, min_new_tokens=50) for number in range(4)], device)
-    assert_same(plain(make(), device, rows=[1, 0]), wanted)
+    assert_same(plain(requests, device, rows=[1, 0, 2]), written(requests))
     assert set(sampling.REQUESTS._slots) == {1, 2, 3}
-    assert_same(plain([request(6, frequency_penalty=1.0)], device, rows=[0]),
-                plain([request(6, frequency_penalty=1.0)], device, rows=[2]))  # fmt: skip
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_logits_of_16_bits(dtype, penalty, device):
+    """They are penalised and sampled in fp32."""
+    requests, table = [request(number, frequency_penalty=penalty) for number in range(3)], TABLE.to(dtype)
+    wanted = written(requests, table=table)
+    assert_same(plain(requests, device, table=table), wanted)
+    assert_same(speculative(requests, device, wanted, table=table)[0], wanted)
 
 
 def test_requests_without_a_seed(device):
