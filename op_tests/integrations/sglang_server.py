@@ -53,6 +53,7 @@ def mixed(number: int, **changes) -> SimpleNamespace:
         "stop_token_ids": coin.choice([None, {11, 12}]),
         "logit_bias": coin.choice([None, {3: 2.0, 9: -5.0, END: 4.0, 11: 4.0}]),
         "allowed": coin.choice([None, None, [token for token in range(VOCAB) if token % 3 != 1]]),
+        "sampling_seed": coin.randrange(2**63),
     }  # fmt: skip
     if coin.random() < 0.15:
         wanted |= {"temperature": 1.0, "top_k": 1}  # SGLang's greedy
@@ -234,7 +235,7 @@ class Engine:
             forward_mode=stub.Mode.TARGET_VERIFY, seq_lens=self.position, sampling_info=self.forward_info(),
             req_pool_indices=self.rows,
         )  # fmt: skip
-        output = SimpleNamespace(next_token_logits=self.table[tokens.flatten()].clone())
+        output = self.output = SimpleNamespace(next_token_logits=self.table[tokens.flatten()].clone())
         mask = SimpleNamespace(apply=lambda logits: self._mask(logits, 8))
         predicts, lengths, paths = verification.eagle_sample(None, verify_input, batch, output, mask)
         assert predicts.min() >= 0  # the draft model reads all of it as tokens
@@ -349,14 +350,15 @@ def written(requests, length: int = LENGTH, table: torch.Tensor = TABLE) -> list
     """The texts of requests by SGLang's rules, with the noise of their seeds; greedy ones take the best token."""
     texts = [[] for _ in requests]
     positions = torch.tensor([each.prompt for each in requests])
-    seeds = torch.tensor([sampling.seed_of(each) for each in requests])
+    given = [each.sampling_params.sampling_seed for each in requests]
+    seeds = [sampling.seed_of(each) if seed is None else seed for each, seed in zip(requests, given)]
     temperatures = torch.tensor([float(each.sampling_params.top_k > 1) for each in requests], dtype=torch.float64)
     for index in range(length):
         rows = []
         for each, text in zip(requests, texts):
             logits = adjusted(table[[each.last, *text][-1]].double(), each, text)
             rows.append(kept(logits, each.sampling_params))
-        drawn = sample_from_logits(torch.stack(rows), positions + index, seeds, temperatures)
+        drawn = sample_from_logits(torch.stack(rows), positions + index, torch.tensor(seeds), temperatures)
         for text, token in zip(texts, drawn.tolist()):
             text.append(token)
     return texts

@@ -235,7 +235,7 @@ def imported_by_steps(monkeypatch) -> dict[str, types.ModuleType]:
                 torch.full(candidates.shape[:1], 0.6, device=candidates.device),
             ),
         },
-        "sglang.srt.utils.async_probe": {"sanitize_nan_logits": lambda logits, msg: None},
+        "sglang.srt.utils.async_probe": {"sanitize_nan_logits": lambda logits, msg: logits.nan_to_num_(-1e30)},
         "sglang.srt.speculative.spec_utils": {"SIMULATE_ACC_LEN": -1.0, "SIMULATE_ACC_TOKEN_MODE": "fixed"},
     }
     names = {".".join(path.split(".")[:size]) for path in modules for size in range(1, path.count(".") + 2)}

@@ -24,6 +24,7 @@ from op_tests.integrations.sglang_server import (
     VOCAB,
     Engine,
     Info,
+    adjusted,
     ends_of,
     kept,
     mixed,
@@ -134,7 +135,7 @@ ENDS = {
 @pytest.mark.parametrize("is_drafting", [False, True])
 def test_nothing_ends_a_request_early(is_drafting, device):
     """Ends are what the request, its model and its tokenizer name; after min_new_tokens they come at once."""
-    requests = [request(number, min_new_tokens=6) for number in range(len(ENDS) + 1)]
+    requests = [request(number, min_new_tokens=6 if number % 2 else 1) for number in range(len(ENDS) + 1)]
     requests[-1].tokenizer, requests[-1].eos_token_ids = None, {17}  # of a server without one
     for name, each in zip(ENDS, requests):
         for owner in (each.sampling_params, each, each.tokenizer):
@@ -142,9 +143,10 @@ def test_nothing_ends_a_request_early(is_drafting, device):
                 setattr(owner, name, ENDS[name])
     for each in requests:
         each.sampling_params.logit_bias = dict.fromkeys(ends_of(each), 100.0)
-    texts = speculative(requests, device, [[16] * LENGTH] * 5)[0] if is_drafting else plain(requests, device)
-    for each, text in zip(requests, texts):
-        assert [token in ends_of(each) for token in text] == [False] * 6 + [True] * (len(text) - 6)
+    for each in requests:
+        (text,) = speculative([each], device, [[16] * LENGTH])[0] if is_drafting else plain([each], device)
+        least = each.sampling_params.min_new_tokens
+        assert [token in ends_of(each) for token in text] == [False] * least + [True] * (len(text) - least)
 
 
 def test_nothing_else_waits(device):
@@ -241,15 +243,15 @@ def test_all_ranks_write_one_text():
     assert texts == plain([mixed(number, sampling_seed=None) for number in range(6)], torch.device("cpu"))
 
 
-@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, -1, 0])
-def test_a_seed_of_any_size_is_served(seed, device):
-    (text,) = plain([request(0, sampling_seed=seed)], device)
-    assert len(text) > LENGTH
-
-
-def test_seeds_are_all_that_texts_differ_by(device):
-    texts = plain([request(0, sampling_seed=seed) for seed in (1, 2, 1)], device)
-    assert texts[0] == texts[2] != texts[1]
+def test_seeds_of_any_size_are_served(device):
+    """They are all that texts differ by, in whichever of their 63 bits they do."""
+    seeds = [1, 1 + (1 << 20), 1 + (1 << 40), 1 + (1 << 62), 0, -1, -2, 1, 1 + (1 << 63)]
+    texts = plain([request(0, sampling_seed=seed) for seed in seeds], device)
+    assert texts[-1] == texts[-2] == texts[0]
+    assert len(set(map(tuple, texts))) == len(seeds) - 2
+    made = [sampling.seed_of(request(number, sampling_seed=None)) for number in range(200)]
+    for bit in range(63):
+        assert 50 < sum(seed >> bit & 1 for seed in made) < 150
 
 
 @pytest.mark.parametrize("is_original", [False, True])
@@ -263,6 +265,16 @@ def test_log_probabilities_are_sglangs(is_original, sglang, device):
     temperatures = torch.tensor([[1.0], [1.0]] if is_original else [[0.5], [2.0]], device=device)
     wanted = (given / temperatures).log_softmax(-1)
     torch.testing.assert_close(engine.logprobs[0], wanted.gather(1, engine.last[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_log_probabilities_of_drafts_are_of_adjusted_logits(dtype, device):
+    requests, table = [mixed(number) for number in range(6)], TABLE.to(dtype)
+    engine = Engine(requests, device, table=table)
+    engine.verify([[]] * 6, seed=1)
+    roots = engine.output.next_token_logits.view(6, 8, VOCAB)[:, 0].cpu()
+    wanted = [adjusted(table[text[0]].double(), each, text[:1]) for each, text in zip(requests, engine.texts)]
+    torch.testing.assert_close(roots, torch.stack(wanted).float())
 
 
 def test_a_draw_is_between_what_sglang_does_before_and_after(sglang, device):

@@ -168,9 +168,11 @@ def check_verdict(verdict, verify_input, walk, *arguments) -> list[int]:
 def test_greedy_verification(names, sglang, device):
     fields, mask = make_adjustments(names, BATCH, NODES, VOCAB, device)
     verify_input, batch, logits = make_verify_batch(device, **fields)
-    best = adjusted_nodes(logits, batch.sampling_info, mask).argmax(-1).view(BATCH, NODES).tolist()
+    wanted = adjusted_nodes(logits, batch.sampling_info, mask)
+    best = wanted.argmax(-1).view(BATCH, NODES).tolist()
     output = SimpleNamespace(next_token_logits=logits)
     verdict = verification.eagle_sample(None, verify_input, batch, output, mask)
+    torch.testing.assert_close(output.next_token_logits, wanted.float())  # log-probabilities are made of them
     walk = lambda predicts, path, tree: oracle_verify(predicts, path, *tree, best)  # noqa: E731
     assert sum(check_verdict(verdict, verify_input, walk)) > 1
 
@@ -180,7 +182,10 @@ def test_greedy_verification(names, sglang, device):
 @pytest.mark.parametrize("has_top_k", [False, True])
 @pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.2, 0.9), (0.9, 0.3)], ids=str)
 def test_sampled_verification(names, has_top_k, has_top_p, thresholds, sglang, monkeypatch, device):
-    """SGLang's rule of coins in float64, with filters one after another, and other ones for each request."""
+    """SGLang's rule of coins in float64, with filters one after another, and other ones for each request.
+
+    Logits that are no numbers are mended before.
+    """
     fields, mask = make_adjustments(names, BATCH, NODES, VOCAB, device)
     top_ks = torch.tensor([3, 9, 5], dtype=torch.int32, device=device)
     top_ps = torch.tensor([0.9, 0.5, 0.7], device=device)
@@ -188,6 +193,7 @@ def test_sampled_verification(names, has_top_k, has_top_p, thresholds, sglang, m
         device, **fields, is_all_greedy=False, top_ks=top_ks, top_ps=top_ps, need_top_k_sampling=has_top_k,
         need_top_p_sampling=has_top_p,
     )  # fmt: skip
+    logits[::2, 5] = -1e30
     for name, value in zip(("single", "acc"), thresholds):
         monkeypatch.setitem(stub.SPEC, f"speculative_accept_threshold_{name}", value)
     rows = lambda values: values.repeat_interleave(NODES, 0)  # noqa: E731
@@ -212,7 +218,7 @@ def test_sampled_verification(names, has_top_k, has_top_p, thresholds, sglang, m
     counts = []
     for _ in range(6):
         coins, last_coins = torch.rand(BATCH, NODES, device=device), torch.rand(BATCH, device=device)
-        output = SimpleNamespace(next_token_logits=logits.clone())
+        output = SimpleNamespace(next_token_logits=logits.masked_fill(logits == -1e30, float("nan")))
         verdict = verification.eagle_sample(None, verify_input, batch, output, mask)
         given = (coins.tolist(), last_coins.tolist(), probs.view(BATCH, NODES, -1).tolist(), *thresholds)
         counts += check_verdict(verdict, verify_input, walk, *given)
@@ -243,6 +249,34 @@ def test_a_grammar_mask_comes_before_the_verdict(sglang, device):
     output = SimpleNamespace(next_token_logits=logits)
     predicts, lengths, paths = verification.eagle_sample(None, verify_input, batch, output, mask)
     assert set(predicts.tolist()) == {0, 7}
+
+
+def test_simulated_acceptance(sglang, device):
+    """SGLang's function for it is told of the verdict, and changes it in place but for the paths, which it returns."""
+    verify_input, batch, logits = make_verify_batch(device)
+    module, told = sglang["sglang.srt.speculative.spec_utils"], []
+    module.SIMULATE_ACC_LEN = 2.5
+
+    def simulate(*, accept_index, predict, num_correct_drafts, **given):
+        told.append((predict.clone(), num_correct_drafts + 1, accept_index))
+        assert torch.equal(given.pop("candidates").flatten(), verify_input.draft_token)
+        assert given == {
+            "target_predict": None, "simulate_acc_len": 2.5, "simulate_acc_token_mode": "fixed", "bs": BATCH,
+            "spec_steps": STEPS,
+        }  # fmt: skip
+        predict.fill_(7)
+        num_correct_drafts.fill_(1)
+        return accept_index[:, :1] + torch.arange(STEPS + 1, device=device)
+
+    module.generate_simulated_accept_index = simulate
+    verify = lambda: verification.eagle_sample(  # noqa: E731
+        None, verify_input, batch, SimpleNamespace(next_token_logits=logits.clone())
+    )
+    predicts, lengths, paths = verify()
+    assert set(predicts.tolist()) == {7} and set(lengths.tolist()) == {2}
+    assert paths.tolist() == [list(range(first, first + STEPS + 1)) for first in range(0, BATCH * NODES, NODES)]
+    module.SIMULATE_ACC_LEN = -1.0
+    assert all(map(torch.equal, told[0], verify()))
 
 
 @pytest.mark.parametrize("change", ["idle", "rejection", "watermark", "simulated"])
