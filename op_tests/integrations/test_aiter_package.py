@@ -11,8 +11,6 @@ import torch
 import eagle_kernels.integrations.aiter as aiter
 from op_tests.integrations.oracles import oracle_build, oracle_verify
 
-transformers = pytest.importorskip("transformers")
-
 MODULES = ("aiter.ops.speculative", "aiter.ops.triton._triton_kernels.eagle")
 
 APPLICATION = """
@@ -125,6 +123,7 @@ def run(monkeypatch, device):
 @pytest.fixture
 def models(device):
     """A draft and a target, plain models of transformers."""
+    transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 60, "n_positions": 160, "n_embd": 32, "n_head": 2, "initializer_range": 0.2}
     sizes |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     made = []
