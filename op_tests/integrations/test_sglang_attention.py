@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from op_tests.integrations import sglang_stub as stub
+from op_tests.ops.attention.cases import fp8_of
 
-TOPK, STEPS, NODES = 3, 3, 7
+NODES = 7
 
 
 @pytest.fixture
@@ -41,9 +42,36 @@ def make_batch(runner, mode, seq_lens, rows=(3, 0, 4), **fields):
     )  # fmt: skip
 
 
-def expected(runner, layer, query, seen, scale=1.0):
+# of a layer: what all of them may have, each alone and in the place of the other
+FEATURES = [
+    {}, {"sliding_window_size": 1}, {"sliding_window_size": 3}, {"logit_cap": 2.0}, {"scaling": 0.4, "sinks": True},
+    {"k_scale": 0.5, "v_scale": 0.25},
+]  # fmt: skip
+
+
+def make_case(device, features, **options):
+    """A runner, and a layer with these features; scales make its pool one of fp8."""
+    features = dict(features)
+    sinks = torch.linspace(-1, 2, 4, device=device) if features.pop("sinks", False) else None
+    scales = {name: torch.tensor(value, device=device) for name, value in features.items() if name[1:] == "_scale"}
+    if scales:
+        options["dtype"] = fp8_of(device)
+    layer = stub.layer(4, 2, 16, **(features | scales))
+    layer.sinks = sinks
+    return make_runner(device, **options), layer
+
+
+def first_seen(layer, position: int) -> int:
+    """The first position that a row sees; SGLang's window counts those before it."""
+    return 0 if layer.sliding_window_size < 0 else max(0, position - layer.sliding_window_size)
+
+
+def expected(runner, layer, query, seen):
     """Softmax attention in float64 of each row of query [T, Hq, D] over the slots that it sees."""
-    k, v = (buffer.double() * scale for buffer in runner.token_to_kv_pool.get_kv_buffer(0))
+    k, v = (
+        buffer.double() * (1.0 if scale is None else scale.double())
+        for buffer, scale in zip(runner.token_to_kv_pool.get_kv_buffer(0), (layer.k_scale, layer.v_scale))
+    )
     group = layer.tp_q_head_num // layer.tp_k_head_num
     result = []
     for row, slots in zip(query.double(), seen):
@@ -51,19 +79,33 @@ def expected(runner, layer, query, seen, scale=1.0):
         logits = torch.einsum("hd,shd->hs", row, keys) * layer.scaling
         if layer.logit_cap > 0:
             logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
-        result.append(torch.einsum("hs,shd->hd", logits.softmax(-1), values))
+        if layer.sinks is not None:
+            logits = torch.cat([logits, layer.sinks.double()[:, None]], 1)
+        result.append(torch.einsum("hs,shd->hd", logits.softmax(-1)[:, : len(slots)], values))
     return torch.stack(result)
 
 
-def run(backend, batch, layer, runner, forward, *, num_rows, out_cache_loc, save=True, dtype=None):
-    """Calls a layer on random rows; returns the query and the output as [T, Hq, D]."""
-    device, dtype = runner.device, dtype or runner.token_to_kv_pool.k.dtype
+def run(backend, batch, layer, runner, forward, *, num_rows, out_cache_loc, save=True):
+    """Calls a layer on random rows; returns the query and the output as [T, Hq, D], and checks what was written.
+
+    save: False for keys that are in the pool already, None for a layer that has none of its own.
+    """
+    device, pool = runner.device, runner.token_to_kv_pool
+    dtype = pool.k.dtype if pool.k.dtype.itemsize > 1 else torch.float16
     make = lambda heads: torch.randn(num_rows, heads * layer.qk_head_dim, device=device).to(dtype)  # noqa: E731
     q = make(layer.tp_q_head_num)
     k, v = (make(layer.tp_k_head_num).view(num_rows, layer.tp_k_head_num, -1) for _ in range(2))
     batch.out_cache_loc = out_cache_loc
-    output = getattr(backend, forward)(q, k, v, layer, batch, save_kv_cache=save)
+    wanted = [buffer.float() for buffer in (pool.k, pool.v)]
+    for buffer, new, scale in zip(wanted, (k, v), (layer.k_scale, layer.v_scale)):
+        if save:
+            buffer[out_cache_loc] = (new if scale is None else new / scale).to(pool.k.dtype).float()
+    options = {} if layer.sinks is None else {"sinks": layer.sinks}
+    given = (q, None, None) if save is None else (q, k, v)
+    output = getattr(backend, forward)(*given, layer, batch, save_kv_cache=save is not False, **options)
     assert output.shape == q.shape
+    for buffer, kept in zip((pool.k, pool.v), wanted):
+        assert torch.equal(buffer.float()[1:], kept[1:])  # slot 0 is for padding
     return q.view(num_rows, -1, layer.qk_head_dim), output.view(num_rows, -1, layer.qk_head_dim)
 
 
@@ -71,24 +113,27 @@ def slots_of(runner, row, *positions):
     return runner.req_to_token_pool.req_to_token[row, list(positions)].long()
 
 
-def close(actual, wanted, tolerance=2e-5):
+def close(actual, wanted):
+    tolerance = 2e-5 if actual.dtype == torch.float32 else 2e-3
     torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("is_graph", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"logit_cap": 2.0}, {"sliding_window_size": 4}], ids=str)
-def test_decode(attention, page_size, is_graph, changes, device):
-    runner, layer = make_runner(device, page_size=page_size), stub.layer(4, 2, 16, **changes)
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_decode(attention, page_size, is_graph, features, device):
+    runner, layer = make_case(device, features, page_size=page_size)
     backend = attention.EagleKernelsAttnBackend(runner)
     lengths, rows = [9, 1, 40], (3, 0, 4)
     batch = make_batch(runner, stub.Mode.DECODE, lengths)
     plan(backend, batch, is_graph)
     slots = torch.stack([slots_of(runner, row, length - 1)[0] for row, length in zip(rows, lengths)])
-    query, output = run(backend, batch, layer, runner, "forward_decode", num_rows=3, out_cache_loc=slots)
-    window = changes.get("sliding_window_size", 1000) + 1
-    seen = [slots_of(runner, row, *range(max(0, n - window), n)) for row, n in zip(rows, lengths)]
-    close(output, expected(runner, layer, query, seen))
+    seen = [slots_of(runner, row, *range(first_seen(layer, n - 1), n)) for row, n in zip(rows, lengths)]
+    for save in (True, False):  # of layers that read what another one wrote
+        query, output = run(
+            backend, batch, layer, runner, "forward_decode", num_rows=3, out_cache_loc=slots, save=save
+        )  # fmt: skip
+        close(output, expected(runner, layer, query, seen))
 
 
 def plan(backend, batch, is_graph):
@@ -104,7 +149,7 @@ def plan(backend, batch, is_graph):
 def test_a_graph_plans_once_for_all_layers_without_a_window(attention, window, monkeypatch, device):
     given, gqa_decode = [], attention.gqa_decode
     monkeypatch.setattr(attention, "gqa_decode", lambda *args, **more: given.append(more) or gqa_decode(*args, **more))
-    runner, layer = make_runner(device), stub.layer(4, 2, 16, sliding_window_size=window)
+    runner, layer = make_case(device, {"sliding_window_size": window})
     backend, lengths = attention.EagleKernelsAttnBackend(runner), [9, 1, 70]
     batch = make_batch(runner, stub.Mode.DECODE, lengths)
     for is_graph in (True, False):
@@ -129,9 +174,9 @@ def ancestors(node):
 
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("is_graph", [False, True])
-@pytest.mark.parametrize("window", [-1, 1, 3])
-def test_trees(attention, page_size, is_graph, window, device):
-    runner, layer = make_runner(device, page_size=page_size), stub.layer(4, 2, 16, sliding_window_size=window)
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_trees(attention, page_size, is_graph, features, device):
+    runner, layer = make_case(device, features, page_size=page_size)
     backend = attention.EagleKernelsAttnBackend(runner)
     lengths, rows = [9, 2, 40], (3, 0, 4)
     words = torch.tensor([sum(1 << node for node in ancestors(last)) for last in range(NODES)], device=device)
@@ -143,41 +188,54 @@ def test_trees(attention, page_size, is_graph, window, device):
     plan(backend, batch, is_graph)
     if is_graph:
         assert backend.verify_mask.fits(3) and not backend.verify_mask.fits(5)
-        backend.verify_mask.buffer[:3] = mask
+        backend.verify_mask.buffer[:3], batch.spec_info.custom_mask = mask, torch.ones_like(mask)
     places = torch.cat([slots_of(runner, row, *range(n, n + NODES)) for row, n in zip(rows, lengths)])
-    query, output = run(backend, batch, layer, runner, "forward_extend", num_rows=3 * NODES, out_cache_loc=places)
     seen = []
     for row, n in zip(rows, lengths):
         for node in range(NODES):
             cells = [(t, t) for t in range(n)] + [(n + other, n + depths[other]) for other in ancestors(node)]
-            first = n + depths[node] - window if window >= 0 else 0
+            first = first_seen(layer, n + depths[node])
             seen.append(slots_of(runner, row, *[slot for slot, position in cells if position >= first]))
-    close(output, expected(runner, layer, query, seen))
+    for save in (True, False, None):
+        query, output = run(
+            backend, batch, layer, runner, "forward_extend", num_rows=3 * NODES, out_cache_loc=places, save=save
+        )  # fmt: skip
+        close(output, expected(runner, layer, query, seen))
 
 
-@pytest.mark.parametrize("prefixes", [[0, 0, 0], [5, 0, 17]], ids=str)
+@pytest.mark.parametrize(("prefixes", "is_told"), [([0, 0, 0], True), ([5, 0, 17], True), ([5, 0, 17], False)], ids=str)
 @pytest.mark.parametrize("page_size", [1, 8])
-def test_prompts_and_chunks(attention, prefixes, page_size, device):
-    runner, layer = make_runner(device, page_size=page_size), stub.layer(4, 2, 16)
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_prompts_and_chunks(attention, prefixes, is_told, page_size, features, device):
+    """The host may not know how long prefixes and chunks are."""
+    runner, layer = make_case(device, features, page_size=page_size)
     backend = attention.EagleKernelsAttnBackend(runner)
     new, rows = [4, 1, 6], (3, 0, 4)
     lengths = [prefix + count for prefix, count in zip(prefixes, new)]
     batch = make_batch(
         runner, stub.Mode.EXTEND, lengths, extend_seq_lens=torch.tensor(new, dtype=torch.int32, device=device),
-        extend_seq_lens_cpu=new, extend_prefix_lens_cpu=prefixes,
+        extend_seq_lens_cpu=new if is_told else None, extend_prefix_lens_cpu=prefixes if is_told else None,
     )  # fmt: skip
     backend.init_forward_metadata(batch)
     spans = list(zip(rows, prefixes, lengths))
     places = torch.cat([slots_of(runner, row, *range(first, last)) for row, first, last in spans])
-    query, output = run(backend, batch, layer, runner, "forward_extend", num_rows=sum(new), out_cache_loc=places)
-    seen = [slots_of(runner, row, *range(t + 1)) for row, first, last in spans for t in range(first, last)]
-    close(output, expected(runner, layer, query, seen))
+    seen = [
+        slots_of(runner, row, *range(first_seen(layer, t), t + 1))
+        for row, first, last in spans
+        for t in range(first, last)
+    ]
+    for save in (True, None):
+        query, output = run(
+            backend, batch, layer, runner, "forward_extend", num_rows=sum(new), out_cache_loc=places, save=save
+        )  # fmt: skip
+        close(output, expected(runner, layer, query, seen))
 
 
 @pytest.mark.parametrize("page_size", [1, 8])
-def test_draft_extend_in_a_graph(attention, page_size, device):
-    runner = make_runner(device, page_size=page_size, is_draft=True)
-    layer, backend = stub.layer(4, 2, 16), attention.EagleKernelsAttnBackend(runner)
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_draft_extend_in_a_graph(attention, page_size, features, device):
+    runner, layer = make_case(device, features, page_size=page_size, is_draft=True)
+    backend = attention.EagleKernelsAttnBackend(runner)
     assert backend.verify_mask is None
     lengths, rows = [9 + NODES, 2 + NODES, 1], (3, 0, 4)  # the last one is padding
     batch = make_batch(runner, stub.Mode.DRAFT_EXTEND_V2, lengths)
@@ -185,32 +243,40 @@ def test_draft_extend_in_a_graph(attention, page_size, device):
     places = torch.cat([slots_of(runner, row, *range(n - NODES, n)) for row, n in zip(rows[:2], lengths)])
     places = torch.cat([places, torch.zeros(NODES, dtype=torch.int64, device=device)])
     query, output = run(backend, batch, layer, runner, "forward_extend", num_rows=3 * NODES, out_cache_loc=places)
-    seen = [slots_of(runner, row, *range(t + 1)) for row, n in zip(rows[:2], lengths) for t in range(n - NODES, n)]
+    seen = [
+        slots_of(runner, row, *range(first_seen(layer, t), t + 1))
+        for row, n in zip(rows[:2], lengths)
+        for t in range(n - NODES, n)
+    ]
     close(output[: 2 * NODES], expected(runner, layer, query[: 2 * NODES], seen))
     assert output[2 * NODES :].isfinite().all()
 
 
-def draft_column(prefix, beam, step, topk, page_size):
+def draft_column(prefix, beam, step, topk, num_steps, page_size):
     """Where SGLang puts a draft: see `draft_kv_indices`."""
     if page_size == 1 or topk == 1:
-        return prefix + beam * STEPS + step
-    own = -(-(prefix % page_size + STEPS) // page_size) * page_size
+        return prefix + beam * num_steps + step
+    own = -(-(prefix % page_size + num_steps) // page_size) * page_size
     return prefix // page_size * page_size + beam * own + prefix % page_size + step
 
 
-@pytest.mark.parametrize("topk", [1, TOPK])
+@pytest.mark.parametrize(
+    ("topk", "num_steps", "features"),
+    [(1, 3, {}), (16, 5, {}), *((2, 3, features) for features in (*FEATURES, {"sliding_window_size": 0}))],
+    ids=str,
+)
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("is_graph", [False, True])
-@pytest.mark.parametrize("window", [-1, 0, 1, 3])
-def test_draft_levels(attention, topk, page_size, is_graph, window, device):
+def test_draft_levels(attention, topk, num_steps, page_size, is_graph, features, device):
     """Also with windows that end within the drafts."""
-    runner = make_runner(device, page_size=page_size, is_draft=True, window=None if window < 0 else window)
-    layer = stub.layer(4, 2, 16, sliding_window_size=window)
-    levels = attention.DraftLevels(runner, topk, STEPS)
-    assert len(levels.attn_backends) == STEPS - 1
+    runner, layer = make_case(device, features, page_size=page_size, is_draft=True, size=320)
+    runner.sliding_window_size = None if layer.sliding_window_size < 0 else layer.sliding_window_size
+    levels = attention.DraftLevels(runner, topk, num_steps)
+    assert len(levels.attn_backends) == num_steps - 1
     lengths, rows = [9, 2, 40], (3, 0, 4)
-    column = lambda *place: draft_column(*place, topk, page_size)  # noqa: E731
-    columns = [[[column(n, beam, step) for step in range(STEPS)] for beam in range(topk)] for n in lengths]
+    beams, steps = range(topk), range(num_steps)
+    columns = [[[draft_column(n, beam, step, topk, num_steps, page_size) for step in steps] for beam in beams]
+               for n in lengths]  # fmt: skip
     places = [torch.stack([slots_of(runner, row, *beam) for beam in own]) for row, own in zip(rows, columns)]
     places = torch.stack(places)
     batch = make_batch(runner, stub.Mode.DECODE, lengths, out_cache_loc=places.flatten())
@@ -221,8 +287,8 @@ def test_draft_levels(attention, topk, page_size, is_graph, window, device):
         query, output = run(backend, batch, layer, runner, "forward_decode", num_rows=3 * topk, out_cache_loc=own)
         seen = []
         for row, n, own in zip(rows, lengths, columns):
-            for beam in range(topk):
+            for beam in beams:
                 cells = [(t, t) for t in range(n)] + [(own[beam][j], n + j) for j in range(step + 1)]
-                first = n + step - window if window >= 0 else 0
+                first = first_seen(layer, n + step)
                 seen.append(slots_of(runner, row, *[slot for slot, position in cells if position >= first]))
         close(output, expected(runner, layer, query, seen))
