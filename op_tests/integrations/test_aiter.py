@@ -215,8 +215,12 @@ def test_sampling_follows_the_filtered_law(device):
     probs = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04], device=device)
     logits = probs.log().expand(8000, -1).contiguous()
     assert_follows_law(aiter.sample_from_logits(logits).cpu(), probs.cpu())
-    kept = aiter.sample_from_logits(logits, temperature=0.5, top_p=0.8, top_k=3).cpu()
-    assert_follows_law(kept, torch.tensor([16 / 25, 9 / 25, 0, 0, 0], dtype=torch.float64))
+    for filters, kept in (
+        ({"temperature": 0.5, "top_p": 0.8, "top_k": 3}, [16, 9, 0, 0, 0]), ({"top_k": 2}, [4, 3, 0, 0, 0]),
+        ({"top_p": 0.8}, [4, 3, 2, 0, 0]), ({"top_p": 0.55, "top_k": 2}, [1, 0, 0, 0, 0]),  # top-p of what top-k keeps
+    ):  # fmt: skip
+        wanted = torch.tensor(kept, dtype=torch.float64) / sum(kept)
+        assert_follows_law(aiter.sample_from_logits(logits, **filters).cpu(), wanted)
     assert aiter.sample_from_logits(logits[:3], temperature=0.0).tolist() == [0, 0, 0]
     torch.manual_seed(1)
     first = aiter.sample_from_logits(logits)
@@ -277,6 +281,40 @@ def test_batches_overrides_and_benchmark(models, device):
     assert stats["total_tokens_generated"] == 8 and stats["speedup"] > 0
     with pytest.raises(ValueError, match="test_data must hold at least one prompt"):
         eagle.benchmark([])
+
+
+def test_what_the_engine_is_told_and_tells(models, monkeypatch):
+    """Choices in the engine's words, those of a call in the place of the configuration's, and its counts by name."""
+    mode = TreeMaskMode.QLEN_ONLY
+    config = EAGLEConfig(3, 2, 5, temperature=0.7, top_p=0.9, top_k=7, tree_mask_mode=mode)
+    told, plain = config.for_engine(), EAGLEConfig().for_engine()
+    assert (told.topk, told.num_steps, told.num_draft_tokens, told.tree_mask_mode) == (3, 2, 5, "qlen_only")
+    assert (told.temperature, told.top_p, told.top_k, told.eos_token_ids) == (0.7, 0.9, 7, ())
+    assert (plain.temperature, plain.top_p, plain.top_k) == (0.0, 1.0, 0)
+
+    eagle, calls = EAGLEInference(models[1], models[1], config), []
+    generate = eagle.engine.generate
+
+    def noted(*given, **more):
+        calls.append((given, more, generate(*given, **more)))
+        return calls[-1][2]
+
+    monkeypatch.setattr(eagle.engine, "generate", noted)
+    prompts = [[1, 2], [3]]
+    _, stats = eagle.generate(prompts, 9)
+    eagle.generate(prompts, 3, 0.0, 0.5, 2)
+    eagle.generate(prompts, 3, top_k=0)
+    given = {"temperature": 0.0, "top_p": 0.5, "top_k": 2}
+    assert [call[:2] for call in calls] == [((prompts, 9), {}), ((prompts, 3), given), ((prompts, 3), {"top_k": 0})]
+    counts = calls[0][2][1]
+    assert counts.steps > counts.batch_steps > 0 < counts.accepted
+    rate = counts.accepted / (counts.steps * 5)
+    assert stats == {
+        "total_tokens_generated": 18, "total_draft_tokens": counts.steps * 4, "total_accepted_tokens": counts.accepted,
+        "total_target_forward": counts.batch_steps, "total_draft_forward": counts.batch_steps * 2,
+        "mean_acceptance_rate": rate, "acceptance_rate": rate, "speedup_ratio": counts.accepted / counts.batch_steps,
+        "speedup": counts.speedup,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -10,30 +10,31 @@ from op_tests.harness import assert_close, assert_equal
 
 
 def normed(x, weight, eps=1e-6):
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    """In float64."""
+    wide = x.double()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
 
 
+@pytest.mark.parametrize("given", [{}, {"eps": 0.3}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["", "gemma_"])
-def test_norms(kind, dtype, device):
+def test_norms(kind, dtype, given, device):
+    """The kernels of SGLang and FlashInfer round once, and norm a sum before it is rounded."""
     x, residual = torch.randn(2, 5, 96, device=device).to(dtype)
     weight = torch.randn(96, device=device).to(dtype)
-    applied = weight.float() + (1.0 if kind else 0.0)
-    expected = normed(x, applied)
+    applied = weight.double() + (1.0 if kind else 0.0)
+    exact, of_sum = normed(x, applied, **given), normed(x.double() + residual.double(), applied, **given)
     norm, add_norm = getattr(sgl_kernel, kind + "rmsnorm"), getattr(sgl_kernel, kind + "fused_add_rmsnorm")
-    assert_close("rmsnorm", kind, "output", norm(x, weight), expected)
+    found = norm(x, weight, **given)
+    assert_close("rmsnorm", kind, "output", found, exact.to(dtype))
     out = torch.empty_like(x)
-    assert norm(x, weight, out=out) is out
-    assert_close("rmsnorm", kind, "out", out, expected)
-    total, exact = x + residual, x.double() + residual.double()
-    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6) * applied
-    before = x.data_ptr(), residual.data_ptr()
-    assert add_norm(x, residual, weight) is None
+    assert norm(x, weight, out=out, **given) is out and torch.equal(out, found)
+    total, before = x + residual, (x.data_ptr(), residual.data_ptr())
+    assert add_norm(x, residual, weight, **given) is None
     assert_equal("fused_add_rmsnorm", kind, "residual", residual, total)
-    assert_close("fused_add_rmsnorm", kind, "input", x, normed(total, applied))
-    if dtype == torch.float16:  # the kernels of SGLang and FlashInfer norm the sum before it is rounded
-        assert (x != exact.half()).double().mean() < 0.02
+    assert_close("fused_add_rmsnorm", kind, "input", x, of_sum.to(dtype))
+    if dtype == torch.float16:
+        assert (found != exact.half()).double().mean() < 0.02 and (x != of_sum.half()).double().mean() < 0.02
     assert before == (x.data_ptr(), residual.data_ptr())
 
 
