@@ -46,7 +46,7 @@ def mixed(number: int, **changes) -> SimpleNamespace:
     """Returns a request that wants several things at once, others than most; every second one has no penalty."""
     coin = random.Random(number)
     wanted = {
-        "temperature": coin.choice([0.6, 0.8, 1.3]), "top_k": coin.choice([TOP_K_ALL, 4, 9]),
+        "temperature": coin.choice([0.6, 0.8, 1.3]), "top_k": coin.choice([TOP_K_ALL, 2, 9]),
         "top_p": coin.choice([1.0, 0.7, 0.9]), "min_p": coin.choice([0.0, 0.05, 0.2]),
         "repetition_penalty": coin.choice([1.0, 1.7, 0.8]), "frequency_penalty": coin.choice([0.0, 1.5, -0.5]),
         "presence_penalty": coin.choice([0.0, 2.0]), "min_new_tokens": coin.choice([0, 0, 9]),
@@ -194,12 +194,13 @@ class Engine:
         if info.logit_bias is not None:
             logits.add_(info.logit_bias)
         greedy = lambda sampler, output, *rest: output.next_token_logits.argmax(-1)  # noqa: E731
-        given = (output, info, self.wants_logprobs, [0], [None], forward_batch.positions)
+        given = (output, info, self.wants_logprobs, "top", "ids", forward_batch.positions)
         return sampling.forward(greedy, runner.sampler, *given)
 
-    def _note_logprobs(self, logprobs, top_nums, token_ids, tokens):
-        self.logprobs.append(logprobs.gather(1, tokens.long()[:, None])[:, 0])
-        return SimpleNamespace(write_output_to=lambda output: None)
+    def _note_logprobs(self, logprobs, top_logprobs_nums, token_ids_logprobs, tokens):
+        assert (top_logprobs_nums, token_ids_logprobs) == ("top", "ids")
+        of_tokens = logprobs.gather(1, tokens.long()[:, None])[:, 0]
+        return SimpleNamespace(write_output_to=lambda output: self.logprobs.append((output, of_tokens)))
 
     def step(self, mode=stub.Mode.DECODE) -> None:
         """Draws the first token after what was read, or decodes plainly."""
@@ -207,7 +208,7 @@ class Engine:
             sampling_info=self.forward_info(), req_pool_indices=self.rows, positions=self.position,
             forward_mode=SimpleNamespace(is_decode=lambda: mode is stub.Mode.DECODE),
         )  # fmt: skip
-        output = SimpleNamespace(next_token_logits=self.table[self.last].clone())
+        output = self.output = SimpleNamespace(next_token_logits=self.table[self.last].clone())
         self.last = sampling.sample(self._sample, self.runner, output, batch).long()
         self.position = self.position + 1
         for text, token in zip(self.texts, self.last.tolist()):

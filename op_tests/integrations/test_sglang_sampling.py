@@ -24,6 +24,7 @@ from op_tests.integrations.sglang_server import (
     VOCAB,
     Engine,
     Info,
+    ScheduleBatch,
     adjusted,
     ends_of,
     kept,
@@ -264,7 +265,9 @@ def test_log_probabilities_are_sglangs(is_original, sglang, device):
     engine.step()
     temperatures = torch.tensor([[1.0], [1.0]] if is_original else [[0.5], [2.0]], device=device)
     wanted = (given / temperatures).log_softmax(-1)
-    torch.testing.assert_close(engine.logprobs[0], wanted.gather(1, engine.last[:, None])[:, 0])
+    ((output, found),) = engine.logprobs
+    assert output is engine.output
+    torch.testing.assert_close(found, wanted.gather(1, engine.last[:, None])[:, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -301,6 +304,19 @@ def test_what_only_sglang_samples(case, device):
     output = SimpleNamespace(next_token_logits=engine.table[:1])
     given = (engine.runner.sampler, output, info, False, [0], [None], engine.position)
     assert sampling.forward(lambda *given, **more: (given, more), *given, **options) == (given, options)
+
+
+def test_batches_without_requests(device):
+    """They ask for nothing, and nothing keeps a batch that SGLang drops."""
+    batch = ScheduleBatch(reqs=[], device=device)
+    info = sampling.from_schedule_batch(lambda cls, batch, size: SimpleNamespace(size=size), Info, batch, VOCAB)
+    copy = sampling.copy_for_forward(lambda info: SimpleNamespace(penalizer_orchestrator=None), info)
+    assert info.size == VOCAB and info.eagle_kernels_asked is copy.eagle_kernels_asked is None
+    assert not sampling.has_penalties(info) and not sampling.has_penalties(copy)
+    batch.reqs = [request(0, presence_penalty=1.0)]
+    assert sampling.has_penalties(info)
+    del batch
+    assert not sampling.has_penalties(info)
 
 
 def test_other_batches_are_sglangs(device):
