@@ -142,3 +142,10 @@ def test_adjustments_of_the_small_server(sources, names):
     every = dict.fromkeys((field.name for field in dataclasses.fields(info)), None)
     info(**(every | fields | {"grammar_mask": mask})).apply_logits_bias(logits)
     torch.testing.assert_close(logits, wanted)
+
+
+def test_slots_of_drafts_in_the_stand_in(sources, monkeypatch):
+    module, name = "speculative.eagle_utils", "per_step_draft_out_cache_loc"
+    ours = getattr(stub.imported_by_steps(monkeypatch)[f"sglang.srt.{module}"], name)
+    given = (torch.randperm(30), 3, 5, 2)
+    assert torch.equal(ours(*given), getattr(define(sources, module, name), name)(*given))

@@ -15,6 +15,7 @@ def _texts(*names: str) -> list[str]:
     return _of("sglang_sampling", *names)
 
 
+_BIAS = "    if sampling.logit_bias is not None:\n        logits.add_(sampling.logit_bias[:, None])\n"
 _RULES = _texts("test_texts_are_those_of_the_rules[True]")
 
 MUTANTS = [
@@ -36,7 +37,8 @@ MUTANTS = [
     Mutant(
         "biases before penalties at nodes",
         [
-            (_VERIFICATION, "    is_counted = is_matching and", "    _adjust(logits.view(batch_size, num_nodes, -1), sampling)\n    is_counted = is_matching and"),
+            (_VERIFICATION, "    is_counted = is_matching and",
+             "    _adjust(logits.view(batch_size, num_nodes, -1), sampling)\n    is_counted = is_matching and"),
             (_VERIFICATION, "batch.req_pool_indices)\n    _adjust(logits.view(batch_size, num_nodes, -1), sampling)\n",
              "batch.req_pool_indices)\n"),
         ],
@@ -45,10 +47,11 @@ MUTANTS = [
     Mutant(
         "SGLang's own penalties after its biases",
         [
-            (_VERIFICATION, "    if sampling.acc_additive_penalties is not None:\n", "    if sampling.logit_bias is not None:\n        logits.add_(sampling.logit_bias[:, None])\n    if sampling.acc_additive_penalties is not None:\n"),
-            (_VERIFICATION, "scale))\n    if sampling.logit_bias is not None:\n        logits.add_(sampling.logit_bias[:, None])\n", "scale))\n"),
+            (_VERIFICATION, "scale))\n" + _BIAS, "scale))\n"),
+            (_VERIFICATION, "    if sampling.acc_additive_penalties is not None:\n",
+             _BIAS + "    if sampling.acc_additive_penalties is not None:\n"),
         ],
-        _of("sglang_steps", "test_sampled_verification"),
+        _of("sglang_steps", "test_greedy_verification"),
     ),
     Mutant(
         "a request that was retracted without its last token",
@@ -80,5 +83,82 @@ MUTANTS = [
         "thresholds of AITER's in each other's place",
         [(INTEGRATIONS + "aiter.py", "(threshold_single, threshold_acc)\n", "(threshold_acc, threshold_single)\n")],
         ["op_tests/integrations/test_aiter.py::test_each_threshold_of_the_walk_by_coins_has_its_place"],
+    ),
+    Mutant(
+        "ends padded with a token",
+        [(_SAMPLING, "torch.nn.functional.pad(self._ends, (0, missing), value=-1)",
+          "torch.nn.functional.pad(self._ends, (0, missing))")],
+        _texts("test_nothing_else_waits"),
+    ),
+    Mutant(
+        "ends of the model that min_new_tokens does not keep back",
+        [(_SAMPLING, "request.eos_token_ids, of_tokenizer", "of_tokenizer")],
+        _texts("test_nothing_ends_a_request_early[False]"),
+    ),
+    Mutant(
+        "a batch as it was when its first request came",
+        [
+            (_SAMPLING, "self._batch = weakref.ref(batch)\n",
+             "self._batch = weakref.ref(batch)\n        self._was = any(map(is_penalised, batch.reqs))\n"),
+            (_SAMPLING, "any(map(is_penalised, batch.reqs))\n\n", "self._was\n\n"),
+        ],
+        _texts("test_requests_join_one_by_one[False]"),
+    ),
+    Mutant(
+        "counts that move when their number grows",
+        [(_SAMPLING, "(0, 0, 0, more)", "(0, 0, more, 0)")],
+        _texts("test_requests_join_one_by_one[False]"),
+    ),
+    Mutant(
+        "seeds of 62 bits",
+        [(_SAMPLING, "return seed % 2**63", "return seed % 2**62")],
+        _texts("test_seeds_of_any_size_are_served"),
+    ),
+    Mutant(
+        "log-probabilities of drafts before penalties",
+        [(_VERIFICATION, "logits = logits_output.next_token_logits = matching", "logits = matching")],
+        _texts("test_log_probabilities_of_drafts_are_of_adjusted_logits"),
+    ),
+    Mutant(
+        "simulated acceptance told of the bonus",
+        [(_VERIFICATION, "num_correct_drafts=num_accepted", "num_correct_drafts=num_accepted + 1")],
+        _of("sglang_steps", "test_simulated_acceptance"),
+    ),
+    Mutant(
+        "scales of keys and values in each other's place",
+        [(_ATTENTION, 'cache["k_scale"], cache["v_scale"] =', 'cache["v_scale"], cache["k_scale"] =')],
+        _of("sglang_attention", "test_decode"),
+    ),
+    Mutant(
+        "words of 63 bits",
+        [(_ATTENTION, "return word - (1 << 64) if word >> 63 else word", "return word & ((1 << 63) - 1)")],
+        _of("sglang_attention", "test_draft_levels"),
+    ),
+    Mutant(
+        "a graph with the mask of its capture",
+        [(_ATTENTION, "self._verify_mask.buffer[:batch_size] if self.is_static else forward_batch", "forward_batch")],
+        _of("sglang_attention", "test_trees"),
+    ),
+    Mutant(
+        "sgl_kernel's thresholds in each other's place",
+        [(INTEGRATIONS + "sgl_kernel.py", "threshold_single=threshold_single,\n        threshold_acc=threshold_acc",
+          "threshold_single=threshold_acc,\n        threshold_acc=threshold_single")],
+        _of("sgl_kernel", "test_sample"),
+    ),
+    Mutant(
+        "a norm without its epsilon",
+        [(INTEGRATIONS + "sglang_elementwise.py", 'options = {"eps": eps, ', "options = {")],
+        _of("sglang_elementwise", "test_norms"),
+    ),
+    Mutant(
+        "AITER's temperature of 0 as none",
+        [(INTEGRATIONS + "aiter_engine.py", "if value is not None}\n        texts", "if value}\n        texts")],
+        _of("aiter", "test_what_the_engine_is_told_and_tells"),
+    ),
+    Mutant(
+        "attention's rows in the order of their tokens",
+        [(INTEGRATIONS + "transformers.py", "torch.empty_like(output).scatter_(1, order.expand_as(output), output)",
+          "output.gather(1, order.expand_as(output))")],
+        _of("transformers", "test_rows"),
     ),
 ]  # fmt: skip
