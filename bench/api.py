@@ -2,7 +2,8 @@
 
 An API page lists the public functions of a family of ops (`eagle_kernels/ops/<family>/API.md`) or of the engine
 (`eagle_kernels/engine/API.md`), from signatures and docstrings. The stubs tell type checkers and editors the names
-that `eagle_kernels`, `eagle_kernels.ops` and `eagle_kernels.raw` make from the registry of ops at import.
+that `eagle_kernels` and its modules `ops`, `raw` and `types` import when they are first used. `ops/schemas.py` tells
+torch the ops, whose files are not imported for that.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from pathlib import Path
 from typing import Protocol
 
 import eagle_kernels
-from eagle_kernels import engine, ops
+from eagle_kernels import engine, ops, raw, types
 from eagle_kernels.engine.requests import inputs
-from eagle_kernels.ops.registry import FAMILIES
+from eagle_kernels.ops.registry import FAMILIES, OPS
+from eagle_kernels.runtime.library import schemas_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_kernels"
 _WRITTEN = "Written by `python -m bench.api` from the docstrings; do not edit."
-_STUB_HEAD = "# Written by `python -m bench.api` from ops/registry.py; do not edit.\n"
+_WITH_REFERENCE = "from ..runtime.library import with_reference as _with_reference\n"
+_STUB_HEAD = "# Written by `python -m bench.api`; do not edit.\n"
 _LISTS = ("Args", "Returns", "Attributes", "Raises")
 _FAMILY_TITLES = {
     "attention": "Attention",
@@ -80,7 +83,7 @@ def generate() -> dict[Path, str]:
     """Returns the whole text of every file."""
     pages = {PACKAGE / "ops" / family / "API.md": _family_page(family) for family in FAMILIES}
     pages[PACKAGE / "engine" / "API.md"] = _engine_page()
-    return pages | _stubs()
+    return pages | _stubs() | {PACKAGE / "ops" / "schemas.py": _schemas()}
 
 
 def module_of(stub: Path) -> str:
@@ -92,7 +95,7 @@ def _family_page(family: str) -> str:
     names = FAMILIES[family] + (("verify_tree",) if family == "verify" else ())
     entries = []
     for name in sorted(names):
-        function = getattr(eagle_kernels, name)
+        function = getattr(ops if name == "verify_tree" else raw, name)  # which need no schemas
         entries.append(f"## {name}\n\n{_signature('eagle_kernels.' + name, function)}\n\n{_markdown(function)}")
         if name in FAMILIES[family]:
             module = importlib.import_module(f"eagle_kernels.ops.{family}.{name}")
@@ -109,7 +112,7 @@ def _family_page(family: str) -> str:
 
 def _outputs(family: str) -> str:
     """Returns the section about the named tuples that the ops of a family return; "" if there are none."""
-    public = {getattr(ops, name): name for name in ops.__all__ if inspect.isclass(getattr(ops, name))}
+    public = {getattr(types, name): name for name in types.__all__}
     items = []
     modules = {name: importlib.import_module(f"eagle_kernels.ops.{family}.{name}") for name in FAMILIES[family]}
     if family == "verify":
@@ -117,7 +120,7 @@ def _outputs(family: str) -> str:
     for name, module in sorted(modules.items()):
         output = getattr(module, "Output", None)
         if output is not None:
-            path = f"eagle_kernels.ops.{public[output]}" if output in public else f"{module.__name__}.Output"
+            path = f"eagle_kernels.types.{public[output]}"
             items.append(f"- [{name}](#{name}): `{path}({', '.join(output._fields)})`")
     if not items:
         return ""
@@ -244,40 +247,64 @@ def _details(module) -> str:
     return "<details><summary>How it works</summary>\n\n" + "\n\n".join(told) + "\n\n</details>"
 
 
-def _stubs() -> dict[Path, str]:
-    """Returns the stubs of the three modules whose names follow from the registry."""
-    launchers = [
-        f"from {{}}{family}.{name} import {name} as {name}\n" for family, names in FAMILIES.items() for name in names
+def _schemas() -> str:
+    lines = [
+        schema for path in OPS.values() for schema in schemas_of(importlib.import_module(f"eagle_kernels.ops.{path}"))
     ]
-    others = sorted({"ops", *eagle_kernels.__all__} - set(ops.OPS))
-    of_ops = sorted(set(ops.__all__) - set(ops.OPS))
+    head = '"""The schemas of all ops. Written by `python -m bench.api` from their signatures; do not edit."""'
+    return f'{head}\n\nSCHEMAS = """\\\n' + "".join(line + "\n" for line in lines) + '""".splitlines()\n'
+
+
+def _stubs() -> dict[Path, str]:
+    """Returns the stubs of the modules that import names when they are first used."""
+    places = {name: f"{family}.{name}" for family, names in FAMILIES.items() for name in names}
+    launchers = {name: f"from .ops.{place} import {name} as {name}\n" for name, place in places.items()}
+    places["verify_tree"] = "front_door"
+    of_ops = [f"from .{place} import {name} as _{name}\n" for name, place in places.items()]
+    of_ops += [f"from ..reference.ops.{OPS.get(name, name)} import {name} as _{name}_reference\n" for name in places]
+    functions = [
+        f'{name} = _with_reference(_{name}, _{name}_reference)\n"""{_summary(name)}"""\n' for name in sorted(places)
+    ]
+    others = [name for name in ops.__all__ if name not in places]
+    public = {"engine", "ops", "types", *eagle_kernels.__all__}
     files = {
-        "ops/__init__.pyi": (
-            [*(_reexport(ops, name) for name in of_ops), *(line.format(".") for line in launchers)],
-            ops.__all__,
-        ),
-        "raw.pyi": ([line.format(".ops.") for line in launchers], eagle_kernels.raw.__all__),
-        "__init__.pyi": (
-            [*(_reexport(eagle_kernels, name) for name in others), *(line.format(".ops.") for line in launchers)],
-            eagle_kernels.__all__,
+        "ops/__init__": (ops, [*of_ops, *(_reexport(ops, name) for name in others), _WITH_REFERENCE], functions),
+        "raw": (raw, launchers.values(), ()),
+        "types": (types, [_reexport(types, name) for name in types.__all__], ()),
+        "__init__": (
+            eagle_kernels,
+            [_reexport(eagle_kernels, name) for name in public - {"__version__"}],
+            ["__version__: str\n"],
         ),
     }
     return {
-        PACKAGE / file: "".join(
-            [_STUB_HEAD, *sorted(lines), "\n__all__ = [\n", *(f'    "{name}",\n' for name in sorted(names)), "]\n"]
+        PACKAGE / f"{file}.pyi": "".join(
+            [
+                _STUB_HEAD,
+                *sorted(imports),
+                *(["\n"] if names else []),
+                *names,
+                "\n__all__ = [\n",
+                *(f'    "{name}",\n' for name in sorted(module.__all__)),
+                "]\n",
+            ]
         )
-        for file, (lines, names) in files.items()
+        for file, (module, imports, names) in files.items()
     }
+
+
+def _summary(name: str) -> str:
+    return inspect.getdoc(getattr(ops if name == "verify_tree" else raw, name)).partition("\n")[0]
 
 
 def _reexport(module, name: str) -> str:
     """Returns the import that brings a name from its file to where it is public."""
+    if module is eagle_kernels and name in ops.__all__:
+        return f"from .ops import {name} as {name}\n"
     value = getattr(module, name)
     if inspect.ismodule(value):
         return f"from . import {name} as {name}\n"
-    if isinstance(value, str):
-        return f"{name}: str\n"
-    home = value.__module__.removeprefix(module.__name__)
+    home = value.__module__.removeprefix(module.__spec__.parent)
     return f"from {home} import {value.__name__} as {name}\n"
 
 

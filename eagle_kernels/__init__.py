@@ -5,23 +5,27 @@ arguments, shapes and results of an op, as it does for every name in `eagle_kern
 `help(eagle_kernels.EAGLEInference)` tells how a model generates.
 """
 
-from .runtime import interrupts  # isort: skip  # first, as the others take seconds
-from . import ops, raw, reference
-from .engine import EAGLEConfig, EAGLEInference, SamplingParams
-from .ops import TreeMaskMode, generate_token_bitmask, verify_tree
+from .runtime import interrupts  # isort: skip  # first, as the others take a second
+from .ops.registry import OPS
+from .runtime.lazy import lazily
 from .runtime.version import __version__
 
+if not interrupts.IS_COMMAND:  # which has no program that looks ops up by name, and must not wait for torch to say so
+    from .ops import operators
+
+    del operators
+
+_HOMES = {
+    "EAGLEConfig": ".engine:EAGLEConfig",
+    "EAGLEInference": ".engine:EAGLEInference",
+    "SamplingParams": ".engine:SamplingParams",
+    "TreeMaskMode": ".ops:TreeMaskMode",
+    "generate_token_bitmask": ".ops:generate_token_bitmask",
+    "raw": ".raw:",
+    "reference": ".reference:",
+    "verify_tree": ".ops:verify_tree",
+    **{name: f".ops:{name}" for name in OPS},
+}
+__all__ = ["__version__", *_HOMES]
+__getattr__, __dir__ = lazily(globals(), {**_HOMES, "engine": ".engine:", "types": ".types:"})
 del interrupts
-globals().update({name: getattr(ops, name) for name in ops.OPS})
-__all__ = [
-    "EAGLEConfig",
-    "EAGLEInference",
-    "SamplingParams",
-    "TreeMaskMode",
-    "__version__",
-    "generate_token_bitmask",
-    "raw",
-    "reference",
-    "verify_tree",
-    *ops.OPS,
-]

@@ -1,4 +1,4 @@
-# Written by `python -m bench.api` from ops/registry.py; do not edit.
+# Written by `python -m bench.api`; do not edit.
 from .ops.attention.gqa_decode import gqa_decode as gqa_decode
 from .ops.attention.plan_attention import plan_attention as plan_attention
 from .ops.attention.prefill_attention import prefill_attention as prefill_attention

@@ -87,11 +87,14 @@ def test_references_run_without_a_usable_triton(tmp_path):
     assert run(USE, path=tmp_path).stdout.splitlines() == ["[1]", NEEDS + missing]
 
 
-def test_the_interpreter_is_asked_for_before_the_import():
+def test_the_interpreter_is_asked_for_before_the_first_kernel():
+    """All kernels run in one way, also those whose files are imported after the environment has changed."""
     pytest.importorskip("triton")
-    late = "import os, eagle_kernels; os.environ['TRITON_INTERPRET'] = '1'\n"
-    assert run(late + USE).stdout.splitlines() == [
-        "[1]",
-        "eagle_kernels.sample_from_logits: TRITON_INTERPRET=1 was set after eagle_kernels was imported, too late "
-        "for its kernels; set it before the first import",
-    ]
+    late = "import os, eagle_kernels; {}os.environ['TRITON_INTERPRET'] = '1'\n"
+    assert run(late.format("") + USE).stdout.splitlines() == ["[1]"]
+    for first in ("build_tree", "sample_from_logits"):
+        assert run(late.format(f"eagle_kernels.{first}; ") + USE).stdout.splitlines() == [
+            "[1]",
+            "eagle_kernels.sample_from_logits: TRITON_INTERPRET=1 was set after the first kernel was imported, too "
+            "late; set it before the first import of eagle_kernels",
+        ]

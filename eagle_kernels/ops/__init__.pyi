@@ -1,59 +1,211 @@
-# Written by `python -m bench.api` from ops/registry.py; do not edit.
-from .attention.gqa_decode import gqa_decode as gqa_decode
-from .attention.plan_attention import plan_attention as plan_attention
-from .attention.prefill_attention import prefill_attention as prefill_attention
-from .attention.tree_attention import tree_attention as tree_attention
-from .draft.merge_drafts import merge_drafts as merge_drafts
-from .draft.ngram_match import ngram_match as ngram_match
-from .draft.reroot_drafts import reroot_drafts as reroot_drafts
-from .kv.accepted_cache_locs import accepted_cache_locs as accepted_cache_locs
-from .kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size as align_evict_mask_to_page_size
-from .kv.assign_req_to_token import assign_req_to_token as assign_req_to_token
-from .kv.chain_kv_indices import chain_kv_indices as chain_kv_indices
-from .kv.draft_cache_locs import draft_cache_locs as draft_cache_locs
-from .kv.draft_kv_indices import draft_kv_indices as draft_kv_indices
-from .kv.extend_cache_locs import extend_cache_locs as extend_cache_locs
-from .kv.find_slots import find_slots as find_slots
-from .kv.kv_indices import kv_indices as kv_indices
-from .kv.move_accepted_kv import move_accepted_kv as move_accepted_kv
-from .kv.write_kv import write_kv as write_kv
-from .nn.linear_decode import linear_decode as linear_decode
-from .nn.rms_norm import rms_norm as rms_norm
-from .nn.rope import rope as rope
-from .nn.silu_and_mul import silu_and_mul as silu_and_mul
+# Written by `python -m bench.api`; do not edit.
+from ..reference.ops.attention.gqa_decode import gqa_decode as _gqa_decode_reference
+from ..reference.ops.attention.plan_attention import plan_attention as _plan_attention_reference
+from ..reference.ops.attention.prefill_attention import prefill_attention as _prefill_attention_reference
+from ..reference.ops.attention.tree_attention import tree_attention as _tree_attention_reference
+from ..reference.ops.draft.merge_drafts import merge_drafts as _merge_drafts_reference
+from ..reference.ops.draft.ngram_match import ngram_match as _ngram_match_reference
+from ..reference.ops.draft.reroot_drafts import reroot_drafts as _reroot_drafts_reference
+from ..reference.ops.kv.accepted_cache_locs import accepted_cache_locs as _accepted_cache_locs_reference
+from ..reference.ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size as _align_evict_mask_to_page_size_reference
+from ..reference.ops.kv.assign_req_to_token import assign_req_to_token as _assign_req_to_token_reference
+from ..reference.ops.kv.chain_kv_indices import chain_kv_indices as _chain_kv_indices_reference
+from ..reference.ops.kv.draft_cache_locs import draft_cache_locs as _draft_cache_locs_reference
+from ..reference.ops.kv.draft_kv_indices import draft_kv_indices as _draft_kv_indices_reference
+from ..reference.ops.kv.extend_cache_locs import extend_cache_locs as _extend_cache_locs_reference
+from ..reference.ops.kv.find_slots import find_slots as _find_slots_reference
+from ..reference.ops.kv.kv_indices import kv_indices as _kv_indices_reference
+from ..reference.ops.kv.move_accepted_kv import move_accepted_kv as _move_accepted_kv_reference
+from ..reference.ops.kv.write_kv import write_kv as _write_kv_reference
+from ..reference.ops.nn.linear_decode import linear_decode as _linear_decode_reference
+from ..reference.ops.nn.rms_norm import rms_norm as _rms_norm_reference
+from ..reference.ops.nn.rope import rope as _rope_reference
+from ..reference.ops.nn.silu_and_mul import silu_and_mul as _silu_and_mul_reference
+from ..reference.ops.tree.build_tree import build_tree as _build_tree_reference
+from ..reference.ops.tree.build_tree_from_scores import build_tree_from_scores as _build_tree_from_scores_reference
+from ..reference.ops.tree.compute_tree_statistics import compute_tree_statistics as _compute_tree_statistics_reference
+from ..reference.ops.tree.organize_draft_results import organize_draft_results as _organize_draft_results_reference
+from ..reference.ops.tree.pack_tree_mask import pack_tree_mask as _pack_tree_mask_reference
+from ..reference.ops.tree.prune_trees import prune_trees as _prune_trees_reference
+from ..reference.ops.tree.select_top_k_tokens import select_top_k_tokens as _select_top_k_tokens_reference
+from ..reference.ops.tree.tree_from_mask import tree_from_mask as _tree_from_mask_reference
+from ..reference.ops.tree.tree_from_parents import tree_from_parents as _tree_from_parents_reference
+from ..reference.ops.tree.unpack_tree_mask import unpack_tree_mask as _unpack_tree_mask_reference
+from ..reference.ops.verify.append_output import append_output as _append_output_reference
+from ..reference.ops.verify.min_p_renorm import min_p_renorm as _min_p_renorm_reference
+from ..reference.ops.verify.pack_verify_rows import pack_verify_rows as _pack_verify_rows_reference
+from ..reference.ops.verify.penalize_logits import penalize_logits as _penalize_logits_reference
+from ..reference.ops.verify.sample_children import sample_children as _sample_children_reference
+from ..reference.ops.verify.sample_from_logits import sample_from_logits as _sample_from_logits_reference
+from ..reference.ops.verify.top_k_renorm import top_k_renorm as _top_k_renorm_reference
+from ..reference.ops.verify.top_p_renorm import top_p_renorm as _top_p_renorm_reference
+from ..reference.ops.verify.verify_chain import verify_chain as _verify_chain_reference
+from ..reference.ops.verify.verify_commit import verify_commit as _verify_commit_reference
+from ..reference.ops.verify.verify_tree_coins import verify_tree_coins as _verify_tree_coins_reference
+from ..reference.ops.verify.verify_tree_greedy import verify_tree_greedy as _verify_tree_greedy_reference
+from ..reference.ops.verify.verify_tree_rejection import verify_tree_rejection as _verify_tree_rejection_reference
+from ..reference.ops.verify.verify_tree_sampled import verify_tree_sampled as _verify_tree_sampled_reference
+from ..reference.ops.verify.verify_tree_topp import verify_tree_topp as _verify_tree_topp_reference
+from ..reference.ops.verify.verify_tree_traversal import verify_tree_traversal as _verify_tree_traversal_reference
+from ..reference.ops.verify.verify_tree_typical import verify_tree_typical as _verify_tree_typical_reference
+from ..reference.ops.verify_tree import verify_tree as _verify_tree_reference
+from ..runtime.library import with_reference as _with_reference
+from .attention.gqa_decode import gqa_decode as _gqa_decode
+from .attention.plan_attention import plan_attention as _plan_attention
+from .attention.prefill_attention import prefill_attention as _prefill_attention
+from .attention.tree_attention import tree_attention as _tree_attention
+from .draft.merge_drafts import merge_drafts as _merge_drafts
+from .draft.ngram_match import ngram_match as _ngram_match
+from .draft.reroot_drafts import reroot_drafts as _reroot_drafts
+from .front_door import verify_tree as _verify_tree
+from .kv.accepted_cache_locs import accepted_cache_locs as _accepted_cache_locs
+from .kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size as _align_evict_mask_to_page_size
+from .kv.assign_req_to_token import assign_req_to_token as _assign_req_to_token
+from .kv.chain_kv_indices import chain_kv_indices as _chain_kv_indices
+from .kv.draft_cache_locs import draft_cache_locs as _draft_cache_locs
+from .kv.draft_kv_indices import draft_kv_indices as _draft_kv_indices
+from .kv.extend_cache_locs import extend_cache_locs as _extend_cache_locs
+from .kv.find_slots import find_slots as _find_slots
+from .kv.kv_indices import kv_indices as _kv_indices
+from .kv.move_accepted_kv import move_accepted_kv as _move_accepted_kv
+from .kv.write_kv import write_kv as _write_kv
+from .nn.linear_decode import linear_decode as _linear_decode
+from .nn.rms_norm import rms_norm as _rms_norm
+from .nn.rope import rope as _rope
+from .nn.silu_and_mul import silu_and_mul as _silu_and_mul
 from .token_bitmask import generate_token_bitmask as generate_token_bitmask
-from .tree.build_tree import build_tree as build_tree
-from .tree.build_tree_from_scores import build_tree_from_scores as build_tree_from_scores
-from .tree.compute_tree_statistics import compute_tree_statistics as compute_tree_statistics
-from .tree.organize_draft_results import organize_draft_results as organize_draft_results
-from .tree.pack_tree_mask import pack_tree_mask as pack_tree_mask
-from .tree.prune_trees import prune_trees as prune_trees
-from .tree.select_top_k_tokens import select_top_k_tokens as select_top_k_tokens
+from .tree.build_tree import build_tree as _build_tree
+from .tree.build_tree_from_scores import build_tree_from_scores as _build_tree_from_scores
+from .tree.compute_tree_statistics import compute_tree_statistics as _compute_tree_statistics
+from .tree.organize_draft_results import organize_draft_results as _organize_draft_results
+from .tree.pack_tree_mask import pack_tree_mask as _pack_tree_mask
+from .tree.prune_trees import prune_trees as _prune_trees
+from .tree.select_top_k_tokens import select_top_k_tokens as _select_top_k_tokens
 from .tree.shared.tree_contract import Output as BuildTreeOutput
 from .tree.shared.tree_mask import TreeMaskMode as TreeMaskMode
-from .tree.tree_from_mask import tree_from_mask as tree_from_mask
-from .tree.tree_from_parents import tree_from_parents as tree_from_parents
-from .tree.unpack_tree_mask import unpack_tree_mask as unpack_tree_mask
-from .verify.append_output import append_output as append_output
-from .verify.min_p_renorm import min_p_renorm as min_p_renorm
-from .verify.pack_verify_rows import pack_verify_rows as pack_verify_rows
-from .verify.penalize_logits import penalize_logits as penalize_logits
-from .verify.sample_children import sample_children as sample_children
-from .verify.sample_from_logits import sample_from_logits as sample_from_logits
+from .tree.tree_from_mask import tree_from_mask as _tree_from_mask
+from .tree.tree_from_parents import tree_from_parents as _tree_from_parents
+from .tree.unpack_tree_mask import unpack_tree_mask as _unpack_tree_mask
+from .verify.append_output import append_output as _append_output
+from .verify.min_p_renorm import min_p_renorm as _min_p_renorm
+from .verify.pack_verify_rows import pack_verify_rows as _pack_verify_rows
+from .verify.penalize_logits import penalize_logits as _penalize_logits
+from .verify.sample_children import sample_children as _sample_children
+from .verify.sample_from_logits import sample_from_logits as _sample_from_logits
 from .verify.shared.tree_walk import Output as VerifyOutput
-from .verify.top_k_renorm import top_k_renorm as top_k_renorm
-from .verify.top_p_renorm import top_p_renorm as top_p_renorm
-from .verify.verify_chain import verify_chain as verify_chain
+from .verify.top_k_renorm import top_k_renorm as _top_k_renorm
+from .verify.top_p_renorm import top_p_renorm as _top_p_renorm
+from .verify.verify_chain import verify_chain as _verify_chain
 from .verify.verify_commit import Output as CommitOutput
-from .verify.verify_commit import verify_commit as verify_commit
-from .verify.verify_tree_coins import verify_tree_coins as verify_tree_coins
-from .verify.verify_tree_greedy import verify_tree_greedy as verify_tree_greedy
-from .verify.verify_tree_rejection import verify_tree_rejection as verify_tree_rejection
-from .verify.verify_tree_sampled import verify_tree_sampled as verify_tree_sampled
-from .verify.verify_tree_topp import verify_tree_topp as verify_tree_topp
-from .verify.verify_tree_traversal import verify_tree_traversal as verify_tree_traversal
-from .verify.verify_tree_typical import verify_tree_typical as verify_tree_typical
-from .verify_tree import verify_tree as verify_tree
+from .verify.verify_commit import verify_commit as _verify_commit
+from .verify.verify_tree_coins import verify_tree_coins as _verify_tree_coins
+from .verify.verify_tree_greedy import verify_tree_greedy as _verify_tree_greedy
+from .verify.verify_tree_rejection import verify_tree_rejection as _verify_tree_rejection
+from .verify.verify_tree_sampled import verify_tree_sampled as _verify_tree_sampled
+from .verify.verify_tree_topp import verify_tree_topp as _verify_tree_topp
+from .verify.verify_tree_traversal import verify_tree_traversal as _verify_tree_traversal
+from .verify.verify_tree_typical import verify_tree_typical as _verify_tree_typical
+
+accepted_cache_locs = _with_reference(_accepted_cache_locs, _accepted_cache_locs_reference)
+"""Lists the slots to copy so that accepted paths become contiguous, and the slots that become free."""
+align_evict_mask_to_page_size = _with_reference(_align_evict_mask_to_page_size, _align_evict_mask_to_page_size_reference)
+"""Clears the eviction marks on the page in which each request's accepted tokens end, in place."""
+append_output = _with_reference(_append_output, _append_output_reference)
+"""Appends the step's tokens to every request's tokens, in place, up to the token that ends the request."""
+assign_req_to_token = _with_reference(_assign_req_to_token, _assign_req_to_token_reference)
+"""Writes the slots of each request's tokens starts..ends - 1 into its row of `req_to_token`, in place."""
+build_tree = _with_reference(_build_tree, _build_tree_reference)
+"""Builds the verification tree of every request: mask, positions and links."""
+build_tree_from_scores = _with_reference(_build_tree_from_scores, _build_tree_from_scores_reference)
+"""Keeps the best candidates of all draft levels and builds the verification tree of every request."""
+chain_kv_indices = _with_reference(_chain_kv_indices, _chain_kv_indices_reference)
+"""Lists the KV slots that each token of a chain attends to, as if every token were a request."""
+compute_tree_statistics = _with_reference(_compute_tree_statistics, _compute_tree_statistics_reference)
+"""Describes the tree of every request from its links: depth, branching, and the number of nodes at each depth."""
+draft_cache_locs = _with_reference(_draft_cache_locs, _draft_cache_locs_reference)
+"""Lists the slots that draft steps write, and the slots to copy before them where branches have pages of their own."""
+draft_kv_indices = _with_reference(_draft_kv_indices, _draft_kv_indices_reference)
+"""Lists the KV slots that each branch attends to at every draft step: the prefix, then the branch's own drafts."""
+extend_cache_locs = _with_reference(_extend_cache_locs, _extend_cache_locs_reference)
+"""Lists slots and positions of a range of every request's tokens, one request after another."""
+find_slots = _with_reference(_find_slots, _find_slots_reference)
+"""Lists slots and positions of `count` tokens of every request, through its page table."""
+gqa_decode = _with_reference(_gqa_decode, _gqa_decode_reference)
+"""Attends one query token per request to the keys in its pages of the KV cache."""
+kv_indices = _with_reference(_kv_indices, _kv_indices_reference)
+"""Lists the slots or pages that every request attends to, one request after another."""
+linear_decode = _with_reference(_linear_decode, _linear_decode_reference)
+"""Returns x @ weight.T + bias for the tokens of a decoding step."""
+merge_drafts = _with_reference(_merge_drafts, _merge_drafts_reference)
+"""Merges two tries of every request into one: the other trie goes below a node of the first."""
+min_p_renorm = _with_reference(_min_p_renorm, _min_p_renorm_reference)
+"""Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalises."""
+move_accepted_kv = _with_reference(_move_accepted_kv, _move_accepted_kv_reference)
+"""Moves the cached keys and values of accepted nodes so that each path is contiguous, in place, in all layers."""
+ngram_match = _with_reference(_ngram_match, _ngram_match_reference)
+"""Drafts what followed earlier occurrences of a request's last tokens in its own text."""
+organize_draft_results = _with_reference(_organize_draft_results, _organize_draft_results_reference)
+"""Keeps the best candidates of every request, over all draft levels."""
+pack_tree_mask = _with_reference(_pack_tree_mask, _pack_tree_mask_reference)
+"""Packs a tree mask of any layout into int64 words, one bit for each draft key: the layout that attention reads."""
+pack_verify_rows = _with_reference(_pack_verify_rows, _pack_verify_rows_reference)
+"""Packs the first nodes of every request into rows without gaps, as a server's forward pass reads them."""
+penalize_logits = _with_reference(_penalize_logits, _penalize_logits_reference)
+"""Penalises the logits of every tree node, and counts the drafts on the node's own path as output."""
+plan_attention = _with_reference(_plan_attention, _plan_attention_reference)
+"""Plans the attention of a batch once for all layers that have the same window."""
+prefill_attention = _with_reference(_prefill_attention, _prefill_attention_reference)
+"""Attends prompts, or chunks of prompts, to themselves and to what comes before them."""
+prune_trees = _with_reference(_prune_trees, _prune_trees_reference)
+"""Prunes the trees of a batch to max_rows nodes in all; the drafts with the highest scores stay."""
+reroot_drafts = _with_reference(_reroot_drafts, _reroot_drafts_reference)
+"""Moves the trie of every request to a later root: keeps the drafts below the tokens committed since it was made."""
+rms_norm = _with_reference(_rms_norm, _rms_norm_reference)
+"""Normalizes each row of `x`, or of `x + residual`, by its root mean square."""
+rope = _with_reference(_rope, _rope_reference)
+"""Rotates queries and keys by the angles of their positions (rotary position embedding)."""
+sample_children = _with_reference(_sample_children, _sample_children_reference)
+"""Draws the children of tree nodes from the draft's distribution, without or with replacement."""
+sample_from_logits = _with_reference(_sample_from_logits, _sample_from_logits_reference)
+"""Draws one token from each row of logits, as plain decoding does."""
+select_top_k_tokens = _with_reference(_select_top_k_tokens, _select_top_k_tokens_reference)
+"""Selects the candidates of one draft level, and the best of them as the beams that the next level expands."""
+silu_and_mul = _with_reference(_silu_and_mul, _silu_and_mul_reference)
+"""Returns silu(gate) * up, of two tensors or of the two halves of one."""
+top_k_renorm = _with_reference(_top_k_renorm, _top_k_renorm_reference)
+"""Keeps the top_k most likely tokens of each row of probabilities, and renormalises."""
+top_p_renorm = _with_reference(_top_p_renorm, _top_p_renorm_reference)
+"""Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalises."""
+tree_attention = _with_reference(_tree_attention, _tree_attention_reference)
+"""Attends draft tokens to the prefix in the KV cache and to the draft keys that a tree mask allows."""
+tree_from_mask = _with_reference(_tree_from_mask, _tree_from_mask_reference)
+"""Reads the tree of every request off its mask: positions and links, for drafters that deliver a mask."""
+tree_from_parents = _with_reference(_tree_from_parents, _tree_from_parents_reference)
+"""Builds the verification tree of every request from the parents of its drafts: mask, positions and links."""
+unpack_tree_mask = _with_reference(_unpack_tree_mask, _unpack_tree_mask_reference)
+"""Writes a packed tree mask in another layout."""
+verify_chain = _with_reference(_verify_chain, _verify_chain_reference)
+"""Verifies chains of drafts that were sampled from a draft distribution, without loss."""
+verify_commit = _with_reference(_verify_commit, _verify_commit_reference)
+"""Computes what a batch continues with after verification: lengths, roots, the draft's inputs and rows to gather."""
+verify_tree = _with_reference(_verify_tree, _verify_tree_reference)
+"""Verifies trees of `build_tree`, greedily or by sampling; both are lossless."""
+verify_tree_coins = _with_reference(_verify_tree_coins, _verify_tree_coins_reference)
+"""Verifies token trees by given coins and the target's probabilities; lossless at the default thresholds."""
+verify_tree_greedy = _with_reference(_verify_tree_greedy, _verify_tree_greedy_reference)
+"""Verifies token trees greedily: follows the target's argmax, or given target ids, from the root down."""
+verify_tree_rejection = _with_reference(_verify_tree_rejection, _verify_tree_rejection_reference)
+"""Verifies token trees whose children were drawn from the draft's distribution, without loss: recursive rejection."""
+verify_tree_sampled = _with_reference(_verify_tree_sampled, _verify_tree_sampled_reference)
+"""Verifies token trees by sample and match: emits the text that plain sampling would have drawn, without loss."""
+verify_tree_topp = _with_reference(_verify_tree_topp, _verify_tree_topp_reference)
+"""LOSSY: Accepts drafts that are among the target's most likely tokens, whatever their probability."""
+verify_tree_traversal = _with_reference(_verify_tree_traversal, _verify_tree_traversal_reference)
+"""Verifies token trees of sampled drafts from their leaves up, without loss: traversal verification."""
+verify_tree_typical = _with_reference(_verify_tree_typical, _verify_tree_typical_reference)
+"""LOSSY: Accepts drafts that the target finds likely enough, by Medusa's rule of typical acceptance."""
+write_kv = _with_reference(_write_kv, _write_kv_reference)
+"""Writes keys and values into the paged cache, and rotates keys and queries on the way."""
 
 __all__ = [
     "BuildTreeOutput",

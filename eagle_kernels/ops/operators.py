@@ -1,14 +1,39 @@
-"""The public functions of all ops, made from their files and their references."""
+"""The public functions of all ops, each made from its file and its reference when it is first asked for.
+
+Importing this module defines the ops for torch, by their schemas: a program that was exported finds them by name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 
-from ..runtime.library import operator
+from ..runtime.library import Op, operator, register, schemas_of
 from .registry import OPS
+from .schemas import SCHEMAS
 
-PUBLIC = {
-    name: operator(import_module(f".{path}", __package__), import_module(f"..reference.ops.{path}", __package__))
-    for name, path in OPS.items()
-}
-VERIFY_TREE_REFERENCE = import_module("..reference.ops.verify_tree", __package__).verify_tree
+_MADE: dict[str, Op] = {}
+
+
+def find(name: str) -> Op:
+    """Returns an op; threads that ask for it at once get the same one."""
+    if name not in _MADE:
+        module = import_module(f".{OPS[name]}", __package__)
+        if not set(schemas_of(module)) <= set(SCHEMAS):
+            raise RuntimeError(f"ops/schemas.py does not have {name} as it is: run python -m bench.api")
+        _MADE.setdefault(name, operator(module, reference_of(OPS[name])))
+    return _MADE[name]
+
+
+def reference_of(path: str) -> Callable:
+    """Returns the reference of an op, or of a front door."""
+    return getattr(import_module(f"..reference.ops.{path}", __package__), path.rpartition(".")[2])
+
+
+def __getattr__(name: str) -> Callable:
+    if name not in OPS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return find(name).function
+
+
+register(SCHEMAS, find)

@@ -1,4 +1,4 @@
-"""Ctrl-C while the command line is imported, which takes seconds: one line instead of a traceback.
+"""Ctrl-C while the command line is imported, which may take seconds: one line instead of a traceback.
 
 `eagle_kernels/__init__.py` imports this module before all others, since `python -m eagle_kernels` imports the package
 before its `__main__`. The command's `main` then calls `give_back`. In any other program nothing happens here.
@@ -36,5 +36,6 @@ def _is_command() -> bool:
     return bool(sys.argv) and Path(sys.argv[0]).stem == "eagle-kernels"
 
 
-if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+IS_COMMAND = _is_command()
+if IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _end)

@@ -25,7 +25,7 @@ _IS_INTERPRETING = wants_interpreter()
 
 
 def is_interpreting() -> bool:
-    """Tells whether kernels run through Triton's interpreter, which is fixed when they are imported."""
+    """Tells whether kernels run through Triton's interpreter, which is fixed when the first one is imported."""
     return _IS_INTERPRETING
 
 

@@ -63,17 +63,18 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
         return
     if language.MISSING:
         raise RuntimeError(f"eagle_kernels.{op}: the triton backend needs {language.MISSING}")
-    if device.type == "cpu":
-        if not language.is_interpreting():
-            if language.wants_interpreter():
-                raise RuntimeError(
-                    f"eagle_kernels.{op}: TRITON_INTERPRET=1 was set after eagle_kernels was imported, too late "
-                    "for its kernels; set it before the first import"
-                )
+    is_late = type(kernel).__name__ == "InterpretedFunction"  # while others are not
+    if not language.is_interpreting() and (is_late or device.type == "cpu"):
+        if language.wants_interpreter() or device.type != "cpu":
             raise RuntimeError(
-                f"eagle_kernels.{op}: the triton backend cannot run on cpu tensors; move them to a GPU, set "
-                "TRITON_INTERPRET=1 before the first import, or use EAGLE_KERNELS_BACKEND=reference"
+                f"eagle_kernels.{op}: TRITON_INTERPRET=1 was set after the first kernel was imported, too late; set it "
+                "before the first import of eagle_kernels"
             )
+        raise RuntimeError(
+            f"eagle_kernels.{op}: the triton backend cannot run on cpu tensors; move them to a GPU, set "
+            "TRITON_INTERPRET=1 before the first import, or use EAGLE_KERNELS_BACKEND=reference"
+        )
+    if device.type == "cpu":
         kernel[grid](**arguments)
         return
     with torch.cuda.device(device):

@@ -1,6 +1,8 @@
 """Registration with torch.library and the choice of backend.
 
-`operator(op_module, reference_module)` turns the launcher of an op file and its reference into one public function:
+`register(schemas, find)` defines all ops by their schemas alone, so that exported programs find them by name; the file
+of an op is imported when it is first used. `operator(op_module, reference)` then turns the launcher in it and the
+reference into one public function:
 
 * `eagle_kernels::build_tree` is functional and allocates, `eagle_kernels::build_tree.out` writes into given buffers;
   both work under torch.compile (the op's contract infers shapes) and inside CUDA graphs;
@@ -16,7 +18,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from collections.abc import Callable, Iterable
 from types import ModuleType
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -24,6 +28,9 @@ from torch.autograd import forward_ad
 from . import check
 from .calls import host_kinds, refuse_names, refuse_overlaps, refuse_shared, refuse_without_data
 from .surroundings import undisturbed
+
+P, ReferenceP = ParamSpec("P"), ParamSpec("ReferenceP")
+R, ReferenceR = TypeVar("R", covariant=True), TypeVar("ReferenceR", covariant=True)
 
 _LIBRARY = torch.library.Library("eagle_kernels", "DEF")
 
@@ -47,15 +54,76 @@ def backend(device: torch.device) -> str:
     return forced or ("triton" if device.type == "cuda" else "reference")
 
 
-def operator(module: ModuleType, reference_module: ModuleType):
-    """Returns the public function of an op, from its op file and its reference.
+class Overload(NamedTuple):
+    """Holds what an overload of an op does."""
+
+    run: Callable
+    fake: Callable  # the same for tensors that have only shapes
+
+
+class Op(NamedTuple):
+    """Holds an op: its public function, the names of its arguments, and its overloads."""
+
+    function: Operator
+    names: list[str]
+    overloads: dict[str, Overload]
+
+
+def register(schemas: Iterable[str], find: Callable[[str], Op]) -> None:
+    """Defines ops by their schemas; what one does is asked of `find(name)` when it is called."""
+    for schema in schemas:
+        _register(schema, find)
+
+
+def _register(schema: str, find: Callable[[str], Op]) -> None:
+    """Registers one implementation of an overload for every device, and none for autograd."""
+    overload_name = schema.partition("(")[0]
+    name, _, suffix = overload_name.partition(".")
+    suffix = suffix or "default"
+
+    def run(*args, **kwargs):
+        return find(name).overloads[suffix].run(*args, **kwargs)
+
+    def fake(*args, **kwargs):
+        return find(name).overloads[suffix].fake(*args, **kwargs)
+
+    def refuse_derivatives(*args, **kwargs):
+        overload = getattr(getattr(torch.ops.eagle_kernels, name), suffix)
+        return _below_autograd(overload, find(name).names, args, kwargs)
+
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(overload_name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(overload_name, refuse_derivatives, "Autograd")
+    torch.library.register_fake(f"eagle_kernels::{overload_name}", fake, lib=_LIBRARY)
+
+
+def schemas_of(module: ModuleType) -> list[str]:
+    """Returns the schemas of the overloads of an op file."""
+    name = module.__name__.rpartition(".")[2]
+    parameters = inspect.signature(getattr(module, name)).parameters
+    result_type, returns = getattr(module, "Output", None), "out" in parameters
+    declared = ", ".join(_declare([p for p in parameters.values() if p.name != "out"], getattr(module, "MUTATES", ())))
+    if not returns:
+        return [f"{name}({declared}) -> ()"]
+    fields = result_type._fields if result_type else ("output",)
+    returned = ", ".join(["Tensor"] * len(fields))
+    separator = ", " if "*" in declared else ", *, "
+    buffers = ", ".join(f"Tensor({chr(ord('z') - i)}!) out_{field}" for i, field in enumerate(fields))
+    return [
+        f"{name}({declared}) -> ({returned})" if result_type else f"{name}({declared}) -> {returned}",
+        f"{name}.out({declared}{separator}{buffers}) -> ()",
+    ]
+
+
+def operator(module: ModuleType, reference: Callable) -> Op:
+    """Returns a registered op, from its op file and its reference.
 
     The op file offers the launcher (named as the file) and `contract(values)`. `MUTATES` names the arguments that an op
     works on in place; one that returns nothing besides has a contract that returns None, and no `out`. `IN_PLACE` names
     for a field of `Output`, or `out`, the arguments that such a buffer may be; nothing else may overlap a buffer.
     """
     name = module.__name__.rpartition(".")[2]
-    launcher, reference = getattr(module, name), getattr(reference_module, name)
+    launcher = getattr(module, name)
     mutates = getattr(module, "MUTATES", ())
     result_type = getattr(module, "Output", None)
     signature = inspect.signature(launcher)
@@ -140,53 +208,31 @@ def operator(module: ModuleType, reference_module: ModuleType):
                 return ()
             raise
 
-    declared = ", ".join(_declare(parameters, mutates))
+    def functional(compute):
+        def compute_it(*args, **kwargs):
+            result = compute(bind(args, kwargs))
+            return tuple(result) if result_type else result
+
+        return compute_it
+
+    def into_buffers(compute):
+        def compute_it(*args, **kwargs):
+            out = tuple(kwargs.pop("out_" + field) for field in fields)
+            compute(bind(args, kwargs), result_type(*out) if result_type else out[0])
+
+        return compute_it
+
+    packet = getattr(torch.ops.eagle_kernels, name)
     if not returns:
-        _LIBRARY.define(f"{name}({declared}) -> ()")
-        _implement(name, names, lambda *args, **kwargs: run(bind(args, kwargs)))
-        torch.library.register_fake(
-            f"eagle_kernels::{name}", lambda *args, **kwargs: shapes(bind(args, kwargs)), lib=_LIBRARY
-        )
-        overload = getattr(torch.ops.eagle_kernels, name).default
+        overload = packet.default
 
         @functools.wraps(launcher)
         def public(*args, **kwargs):
             if not went_again(args, kwargs) and not went_straight(args, kwargs):
                 call(overload, args, kwargs)
 
-        return _named(public, reference)
+        return Op(with_reference(public, reference), names, {"default": Overload(functional(run), functional(shapes))})
 
-    returned = ", ".join(["Tensor"] * len(fields))
-    separator = ", " if "*" in declared else ", *, "
-    buffers = ", ".join(f"Tensor({chr(ord('z') - i)}!) out_{field}" for i, field in enumerate(fields))
-    _LIBRARY.define(f"{name}({declared}) -> ({returned})" if result_type else f"{name}({declared}) -> {returned}")
-    _LIBRARY.define(f"{name}.out({declared}{separator}{buffers}) -> ()")
-
-    def functional(*args, **kwargs):
-        result = run(bind(args, kwargs))
-        return tuple(result) if result_type else result
-
-    def pop_out(kwargs):
-        out = tuple(kwargs.pop("out_" + field) for field in fields)
-        return result_type(*out) if result_type else out[0]
-
-    def into_buffers(*args, **kwargs):
-        out = pop_out(kwargs)
-        run(bind(args, kwargs), out)
-
-    def fake(*args, **kwargs):
-        result = shapes(bind(args, kwargs))
-        return tuple(result) if result_type else result
-
-    def fake_into_buffers(*args, **kwargs):
-        out = pop_out(kwargs)
-        shapes(bind(args, kwargs), out)
-
-    _implement(name, names, functional)
-    _implement(f"{name}.out", names, into_buffers)
-    torch.library.register_fake(f"eagle_kernels::{name}", fake, lib=_LIBRARY)
-    torch.library.register_fake(f"eagle_kernels::{name}.out", fake_into_buffers, lib=_LIBRARY)
-    packet = getattr(torch.ops.eagle_kernels, name)
     functional_overload, out_overload = packet.default, packet.out
 
     @functools.wraps(launcher)
@@ -208,10 +254,27 @@ def operator(module: ModuleType, reference_module: ModuleType):
         call(out_overload, args, {**kwargs, **buffer_arguments}, out)
         return result_type(*buffers) if result_type else out
 
-    return _named(public, reference)
+    overloads = {
+        "default": Overload(functional(run), functional(shapes)),
+        "out": Overload(into_buffers(run), into_buffers(shapes)),
+    }
+    return Op(with_reference(public, reference), names, overloads)
 
 
-def _named(public, reference):
+class Operator(Protocol[P, R, ReferenceP, ReferenceR]):
+    """A public function of an op, with the op's reference."""
+
+    __name__: str
+
+    @property
+    def reference(self) -> Callable[ReferenceP, ReferenceR]: ...
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def with_reference(
+    public: Callable[P, R], reference: Callable[ReferenceP, ReferenceR]
+) -> Operator[P, R, ReferenceP, ReferenceR]:
     """Gives a public function its reference, and the name by which pickle finds it: that of the package."""
     public.reference, public.__module__ = reference, __name__.partition(".")[0]
     return public
@@ -244,14 +307,6 @@ def _is_watched() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd._profiler_enabled()
     )
-
-
-def _implement(name: str, names: list[str], function) -> None:
-    """Registers one implementation for every device, and none for autograd."""
-    op, _, overload_name = name.partition(".")
-    overload = getattr(getattr(torch.ops.eagle_kernels, op), overload_name or "default")
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, lambda *args, **kwargs: _below_autograd(overload, names, args, kwargs), "Autograd")
 
 
 def _below_autograd(overload, names: list[str], args: tuple, kwargs: dict):

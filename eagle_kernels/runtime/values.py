@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
-import torch
-
-_FP32 = torch.finfo(torch.float32)
+# of fp32; the command line imports this file, and not torch
+_TINY, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def is_integer(value: Any) -> bool:
@@ -28,7 +27,7 @@ def are_integers(values: Any) -> bool:
 
 def is_fp32(value: float) -> bool:
     """Returns whether fp32 holds a number: it is finite, and not rounded to 0."""
-    return value == 0 or _FP32.tiny <= abs(value) <= _FP32.max
+    return value == 0 or _TINY <= abs(value) <= _LARGEST
 
 
 def plain(value: Any, depth: int = 4) -> Any:

@@ -1,1 +1,6 @@
 """Building the tree: from draft logits to masks, positions and links."""
+
+from ...runtime.lazy import lazily
+from ..registry import FAMILIES
+
+__getattr__, __dir__ = lazily(globals(), {name: f".{name}:" for name in FAMILIES["tree"]})

@@ -8,18 +8,22 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, TextIO
 
-from ...engine.requests.names import suggest
 from ...runtime.interrupts import EXIT_INTERRUPTED, give_back
 from ...runtime.values import first_line
 from ...runtime.version import __version__
-from .benchmark import add_benchmark_arguments
-from .environment import add_environment_arguments
-from .generate import add_generate_arguments
-from .heads import add_inspect_arguments, add_train_arguments
-from .tree import add_tree_arguments
 
+# each command: what it does, and what adds its arguments, which imports torch and is called when the command is given
+_COMMANDS = {
+    "generate": ("continue texts with speculative decoding", "generate:add_generate_arguments"),
+    "show-tree": ("draw the verified tree of each step, as text and as SVG", "tree:add_tree_arguments"),
+    "benchmark": ("measure speed and acceptance, with and without speculation", "benchmark:add_benchmark_arguments"),
+    "inspect": ("say what a draft head is, and whether it fits a target", "heads:add_inspect_arguments"),
+    "train-head": ("train an EAGLE-3 head for a target", "heads:add_train_arguments"),
+    "env": ("print versions, devices, backend and cache folder", "environment:add_environment_arguments"),
+}
 # how an error about a call of the engine begins
 _CALL = re.compile("(stream|generate|benchmark): ")
 
@@ -30,13 +34,13 @@ def main(argv: list[str] | None = None) -> int:
     Returns 0 on success, 1 with one line on stderr if the input is wrong or the machine cannot do it, and 130 if it was
     interrupted.
     """
-    give_back()
     with _standard_streams() as lost:
         try:
             if "stdout" in lost:
                 raise ValueError("standard output is closed")
             with _writing(), _escaping(sys.stdout):
                 arguments = _parser().parse_args(argv)
+                give_back()
                 with _naming_options(vars(arguments)):
                     return arguments.run(arguments)
         except KeyboardInterrupt:
@@ -139,10 +143,17 @@ def _escaping(stream: TextIO) -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says of an unknown option which one may have been meant."""
+    """Says of an unknown option which one may have been meant; gets the arguments of a command when it is given."""
+
+    home: str | None = None
 
     def parse_known_args(self, args=None, namespace=None):
+        if self.home is not None:
+            (module, _, function), self.home = self.home.partition(":"), None
+            getattr(import_module(f".{module}", __package__), function)(self)
         known, others = super().parse_known_args(args, namespace)
+        if others:
+            from ...engine.requests.names import suggest
         for option in others:
             name = option.partition("=")[0].removeprefix("--")
             own = vars(known).keys() - {"run", "prompt"}  # which are no options
@@ -161,13 +172,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m eagle_kernels", description=description)
     parser.add_argument("--version", action="version", version=f"eagle_kernels {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, about, add_arguments in (
-        ("generate", "continue texts with speculative decoding", add_generate_arguments),
-        ("show-tree", "draw the verified tree of each step, as text and as SVG", add_tree_arguments),
-        ("benchmark", "measure speed and acceptance, with and without speculation", add_benchmark_arguments),
-        ("inspect", "say what a draft head is, and whether it fits a target", add_inspect_arguments),
-        ("train-head", "train an EAGLE-3 head for a target", add_train_arguments),
-        ("env", "print versions, devices, backend and cache folder", add_environment_arguments),
-    ):
-        add_arguments(commands.add_parser(name, help=about))
+    for name, (about, home) in _COMMANDS.items():
+        commands.add_parser(name, help=about).home = home
     return parser

@@ -8,7 +8,8 @@ import torch
 
 from ..runtime import check
 from ..runtime.calls import with_kinds
-from .operators import PUBLIC, VERIFY_TREE_REFERENCE
+from ..runtime.library import with_reference
+from .operators import find, reference_of
 from .verify.verify_tree_greedy import Output as VerifyOutput
 from .verify.verify_tree_sampled import Output as SampledOutput
 
@@ -113,7 +114,7 @@ def verify_tree(
     return VerifyOutput(*sampled[:3])
 
 
-verify_tree.reference = VERIFY_TREE_REFERENCE
+with_reference(verify_tree, reference_of("verify_tree"))
 
 
 def _check_positions(candidates: torch.Tensor, positions: torch.Tensor) -> None:
@@ -126,9 +127,9 @@ def _check_positions(candidates: torch.Tensor, positions: torch.Tensor) -> None:
 def _call(op: str, *args: Any, **kwargs: Any) -> Any:
     """Calls an op, whose errors then name the function that was called."""
     if torch.compiler.is_compiling():
-        return PUBLIC[op](*args, **kwargs)
+        return find(op).function(*args, **kwargs)
     try:
-        return PUBLIC[op](*args, **kwargs)
+        return find(op).function(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
         text, own = str(error), f"eagle_kernels.{op}:"
         if not text.startswith(own):

@@ -1,0 +1,86 @@
+# Written by `python -m bench.api`; do not edit.
+from .engine.models.tokenizer import Detokenizer as Detokenizer
+from .engine.models.tokenizer import Tokenizer as Tokenizer
+from .engine.requests.request import Request as Request
+from .engine.requests.request import TokenEvent as TokenEvent
+from .engine.serve.benchmark import BenchmarkResult as BenchmarkResult
+from .engine.serve.benchmark import RunStats as RunStats
+from .engine.serve.lock import EngineLock as EngineLock
+from .engine.serve.output import GenerationOutput as GenerationOutput
+from .engine.serve.output import GenerationStats as GenerationStats
+from .engine.serve.stream import TokenStream as TokenStream
+from .engine.serve.text_stream import TextPiece as TextPiece
+from .engine.serve.text_stream import TextStream as TextStream
+from .engine.step.stepper import Verified as Verified
+from .ops.attention.shared.attention import Output as AttentionOutput
+from .ops.draft.merge_drafts import Output as MergeDraftsOutput
+from .ops.draft.ngram_match import Output as NgramMatchOutput
+from .ops.draft.reroot_drafts import Output as RerootDraftsOutput
+from .ops.kv.accepted_cache_locs import Output as AcceptedCacheLocsOutput
+from .ops.kv.chain_kv_indices import Output as ChainKVIndicesOutput
+from .ops.kv.draft_cache_locs import Output as DraftCacheLocsOutput
+from .ops.kv.draft_kv_indices import Output as DraftKVIndicesOutput
+from .ops.kv.extend_cache_locs import Output as ExtendCacheLocsOutput
+from .ops.kv.find_slots import Output as FindSlotsOutput
+from .ops.kv.kv_indices import Output as KVIndicesOutput
+from .ops.nn.rms_norm import Output as RMSNormOutput
+from .ops.nn.rope import Output as RopeOutput
+from .ops.token_bitmask import Matcher as Matcher
+from .ops.tree.build_tree_from_scores import Output as BuildTreeFromScoresOutput
+from .ops.tree.compute_tree_statistics import Output as TreeStatisticsOutput
+from .ops.tree.organize_draft_results import Output as OrganizeDraftResultsOutput
+from .ops.tree.prune_trees import Output as PruneTreesOutput
+from .ops.tree.select_top_k_tokens import Output as SelectTopKTokensOutput
+from .ops.tree.shared.tree_contract import Output as BuildTreeOutput
+from .ops.tree.tree_from_mask import Output as TreeFromMaskOutput
+from .ops.verify.append_output import Output as AppendOutput
+from .ops.verify.pack_verify_rows import Output as PackVerifyRowsOutput
+from .ops.verify.sample_children import Output as SampleChildrenOutput
+from .ops.verify.shared.sampled_output import Output as SampledVerifyOutput
+from .ops.verify.shared.tree_walk import Output as VerifyOutput
+from .ops.verify.verify_commit import Output as CommitOutput
+from .runtime.library import Operator as Operator
+
+__all__ = [
+    "AcceptedCacheLocsOutput",
+    "AppendOutput",
+    "AttentionOutput",
+    "BenchmarkResult",
+    "BuildTreeFromScoresOutput",
+    "BuildTreeOutput",
+    "ChainKVIndicesOutput",
+    "CommitOutput",
+    "Detokenizer",
+    "DraftCacheLocsOutput",
+    "DraftKVIndicesOutput",
+    "EngineLock",
+    "ExtendCacheLocsOutput",
+    "FindSlotsOutput",
+    "GenerationOutput",
+    "GenerationStats",
+    "KVIndicesOutput",
+    "Matcher",
+    "MergeDraftsOutput",
+    "NgramMatchOutput",
+    "Operator",
+    "OrganizeDraftResultsOutput",
+    "PackVerifyRowsOutput",
+    "PruneTreesOutput",
+    "RMSNormOutput",
+    "Request",
+    "RerootDraftsOutput",
+    "RopeOutput",
+    "RunStats",
+    "SampleChildrenOutput",
+    "SampledVerifyOutput",
+    "SelectTopKTokensOutput",
+    "TextPiece",
+    "TextStream",
+    "TokenEvent",
+    "TokenStream",
+    "Tokenizer",
+    "TreeFromMaskOutput",
+    "TreeStatisticsOutput",
+    "Verified",
+    "VerifyOutput",
+]
