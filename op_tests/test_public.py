@@ -97,6 +97,16 @@ def test_compiles_into_one_graph_with_a_dynamic_batch(device):
             assert torch.equal(got, want)
 
 
+def test_a_compiled_function_may_use_an_op_first(monkeypatch):
+    """Also where the name has not been asked for before, as in a program that begins with torch.compile."""
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    expected = eagle_kernels.rms_norm(x, weight).output
+    for names in (vars(eagle_kernels), vars(eagle_kernels.ops), eagle_kernels.ops.operators.made):
+        monkeypatch.delitem(names, "rms_norm", raising=False)
+    compiled = torch.compile(lambda x: eagle_kernels.rms_norm(x, weight).output, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), expected) and "rms_norm" in eagle_kernels.ops.operators.made
+
+
 def test_seeds_may_be_int32(device):
     values = make_logits(4, 30, device=device, temperature=1.0)
     values["seeds"] = torch.tensor([-3, 5, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)

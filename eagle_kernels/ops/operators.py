@@ -12,17 +12,17 @@ from ..runtime.library import Op, operator, register, schemas_of
 from .registry import OPS
 from .schemas import SCHEMAS
 
-_MADE: dict[str, Op] = {}
+made: dict[str, Op] = {}
 
 
 def find(name: str) -> Op:
     """Returns an op; threads that ask for it at once get the same one."""
-    if name not in _MADE:
+    if name not in made:
         module = import_module(f".{OPS[name]}", __package__)
         if not set(schemas_of(module)) <= set(SCHEMAS):
             raise RuntimeError(f"ops/schemas.py does not have {name} as it is: run python -m bench.api")
-        _MADE.setdefault(name, operator(module, reference_of(OPS[name])))
-    return _MADE[name]
+        made.setdefault(name, operator(module, reference_of(OPS[name])))
+    return made[name]
 
 
 def reference_of(path: str) -> Callable:
