@@ -20,6 +20,8 @@ from typing import Protocol
 
 import eagle_kernels
 from eagle_kernels import engine, ops, raw, types
+from eagle_kernels.engine.config import eagle_config
+from eagle_kernels.engine.generation import Generation
 from eagle_kernels.engine.requests import inputs
 from eagle_kernels.ops.registry import FAMILIES, OPS
 from eagle_kernels.runtime.library import schemas_of
@@ -43,14 +45,13 @@ _FAMILY_OTHERS = {"tree": ("TreeMaskMode",)}
 # the parts of the engine's page: where their names are imported from, and the names; (): all public ones
 _ENGINE_PARTS = {
     "The engine": ("eagle_kernels.engine", ()),
-    "What it returns": ("eagle_kernels.engine.serve.stream", ("TokenStream",)),
-    "Streams of text": ("eagle_kernels.engine.serve.text_stream", ("TextStream", "TextPiece")),
-    "The engine's lock": ("eagle_kernels.engine.serve.lock", ("EngineLock",)),
-    "What on_tree gets": ("eagle_kernels.engine.step.stepper", ("Verified",)),
-    "Grammars": ("eagle_kernels.ops.token_bitmask", ("Matcher",)),
-    "What a benchmark returns": ("eagle_kernels.engine.serve.benchmark", ("BenchmarkResult", "RunStats")),
+    "Types": (
+        "eagle_kernels.types",
+        ("TokenStream", "TextStream", "TextPiece", "BenchmarkResult", "RunStats", "EngineLock", "Verified",
+         "SamplingFields", "Tokenizer", "Detokenizer", "Matcher"),
+    ),
     "Model folders": ("eagle_kernels.engine.models.loading", ("load_target", "load_draft", "demo_pair")),
-    "Tokenizers": ("eagle_kernels.engine.models.tokenizer", ("load_tokenizer", "Tokenizer", "Detokenizer")),
+    "Tokenizers": ("eagle_kernels.engine.models.tokenizer", ("load_tokenizer",)),
     "Models of your own": (
         "eagle_kernels.engine.models.protocol",
         ("TargetModel", "TargetOutput", "DraftModel", "DraftOutput", "DraftModules", "Attend", "StoringAttend",
@@ -58,12 +59,12 @@ _ENGINE_PARTS = {
     ),
 }  # fmt: skip
 # classes that callers do not make; their pages show no call, like those of protocols
-_NOT_CALLED = ("TokenStream", "TextStream", "EngineLock", "Verified", "ModelError", "TreeMaskMode")
+_NOT_CALLED = ("TokenStream", "TextStream", "EngineLock", "Verified", "SamplingFields", "ModelError", "TreeMaskMode")
 # names of types that only abbreviate; the pages write them out
 _ALIASES = {
     name: re.sub(r"[a-z_]+(\.[a-z_]+)*\.(?=[A-Z])", "", str(getattr(inputs, name)))
     for name in ("Asked", "Params", "Prompts", "Seeds")
-}
+} | {"Tree": str(eagle_config.Tree), "Ids": "list[int] | list[list[int]]"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,7 +156,7 @@ def _page(title: str, parts: Iterable[str]) -> str:
 def _public_methods(cls: type) -> list[tuple[str, Callable]]:
     """Returns the methods and properties that a class of ours defines, in the order of its source."""
     found = []
-    for name, value in vars(cls).items():
+    for name, value in {**(vars(Generation) if Generation in cls.__mro__ else {}), **vars(cls)}.items():
         function = value.fget if isinstance(value, property) else getattr(cls, name)
         if not name.startswith("_") and inspect.isroutine(function) and function.__doc__:
             found.append((name, value if isinstance(value, property) else function))
@@ -182,7 +183,7 @@ def _signature(name: str, value: Callable) -> str:
         is_keyword_only |= parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
         parameters.append(_parameter(parameter))
     returned = signature.return_annotation
-    arrow = "" if returned is inspect.Signature.empty else f" -> {returned}".replace("'", "")
+    arrow = "" if returned is inspect.Signature.empty else f" -> {_spelled(str(returned))}"
     lines = "".join(f"    {parameter},\n" for parameter in parameters)
     return f"```python\n{name}(\n{lines}){arrow}\n```" if parameters else f"```python\n{name}(){arrow}\n```"
 
@@ -193,11 +194,19 @@ def _parameter(parameter: inspect.Parameter) -> str:
     text = str(parameter.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty))
     if kind is not inspect.Parameter.empty:
         kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
-        text += ": " + _ALIASES.get(kind, re.sub(r"ForwardRef\('([^']*)'\)", r"\1", kind).replace("'", ""))
+        text += ": " + _spelled(kind)
     if default is inspect.Parameter.empty:
         return text
     shown = re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", repr(default))
     return f"{text} = {shown}"
+
+
+def _spelled(kind: str) -> str:
+    """Returns an annotation without abbreviations, quotes and parameters of types."""
+    kind = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", kind).replace("'", "").replace("[Ids]", "")
+    for name, meaning in _ALIASES.items():
+        kind = re.sub(rf"\b{name}\b", meaning, kind)
+    return kind
 
 
 def _markdown(value) -> str:

@@ -15,6 +15,7 @@ _HOMES = {
     "Matcher": ".ops.token_bitmask:Matcher",
     "Request": ".engine.requests.request:Request",
     "RunStats": ".engine.serve.benchmark:RunStats",
+    "SamplingFields": ".engine.requests.sampling_params:SamplingFields",
     "TextPiece": ".engine.serve.text_stream:TextPiece",
     "TextStream": ".engine.serve.text_stream:TextStream",
     "TokenEvent": ".engine.requests.request:TokenEvent",

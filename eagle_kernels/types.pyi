@@ -3,6 +3,7 @@ from .engine.models.tokenizer import Detokenizer as Detokenizer
 from .engine.models.tokenizer import Tokenizer as Tokenizer
 from .engine.requests.request import Request as Request
 from .engine.requests.request import TokenEvent as TokenEvent
+from .engine.requests.sampling_params import SamplingFields as SamplingFields
 from .engine.serve.benchmark import BenchmarkResult as BenchmarkResult
 from .engine.serve.benchmark import RunStats as RunStats
 from .engine.serve.lock import EngineLock as EngineLock
@@ -73,6 +74,7 @@ __all__ = [
     "RunStats",
     "SampleChildrenOutput",
     "SampledVerifyOutput",
+    "SamplingFields",
     "SelectTopKTokensOutput",
     "TextPiece",
     "TextStream",

@@ -6,11 +6,13 @@ import doctest
 import importlib
 import inspect
 import re
+import typing
 
 import pytest
 import torch
 
 import eagle_kernels
+from op_tests.harness.typed import is_of
 
 SECTIONS = ("Args", "Returns", "Raises", "Source", "Example")
 # `[B, N] int64.`, also after other words: "None or [B] fp32.", "one of: [B * N, V] fp32, fp16 or bf16."
@@ -74,9 +76,18 @@ def test_every_result_is_told_with_its_shape(name):
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_the_example_runs_and_prints_what_it_shows(name):
+def test_the_example_runs_and_prints_what_it_shows(name, monkeypatch):
+    """With results of the types that are declared."""
     function = getattr(eagle_kernels, name)
+    kind = typing.get_type_hints(function)["return"]
     example = section(function, "Example")
+
+    def checked(*args, **kwargs):
+        result = function(*args, **kwargs)
+        assert is_of(result, kind)
+        return result
+
+    monkeypatch.setattr(eagle_kernels, name, checked)
     test = doctest.DocTestParser().get_doctest(
         example, {"torch": torch, "eagle_kernels": eagle_kernels}, name, None, None
     )

@@ -266,7 +266,7 @@ def verify_tree_greedy(
     )
 
 
-def compute_tree_statistics(accept_lengths: torch.Tensor, num_draft_tokens: int, num_steps: int) -> dict:
+def compute_tree_statistics(accept_lengths: torch.Tensor, num_draft_tokens: int, num_steps: int) -> dict[str, float]:
     """Returns the statistics of one verification, for which it waits; accept_lengths exclude the bonus.
 
     num_steps is accepted and not used, as in AITER. An empty batch gives zeros.

@@ -80,7 +80,7 @@ class EAGLEInference:
         top_p: float | None = None,
         top_k: int | None = None,
         return_stats: bool = True,
-    ) -> tuple[torch.Tensor | list[list[int]], dict | None]:
+    ) -> tuple[torch.Tensor | list[list[int]], dict[str, float] | None]:
         """Continues prompts [B, L]; returns [B, L + max_new_tokens] on their device, and the statistics.
 
         temperature, top_p, top_k override the configuration for this call. Ragged prompts give a list of lists. The
@@ -98,7 +98,7 @@ class EAGLEInference:
             )
         return _appended(input_ids, texts), statistics if return_stats else None
 
-    def benchmark(self, test_data: Iterable, max_new_tokens: int = 100) -> dict:
+    def benchmark(self, test_data: Iterable, max_new_tokens: int = 100) -> dict[str, float]:
         """Returns statistics over all prompts of `test_data`, each an `input_ids`, decoded with and without drafts.
 
         Rates and ratios are means over the prompts.
@@ -113,7 +113,7 @@ class EAGLEInference:
         return {name: value if name.startswith("total_") else value / len(runs) for name, value in sums.items()}
 
 
-def _statistics(stats: GenerationStats) -> dict:
+def _statistics(stats: GenerationStats) -> dict[str, float]:
     """Returns our statistics under AITER's names, with its counts."""
     proposed = stats.steps * stats.num_draft_tokens
     rate = stats.accepted / proposed if proposed else 0.0

@@ -29,8 +29,10 @@ from . import check
 from .calls import host_kinds, refuse_names, refuse_overlaps, refuse_shared, refuse_without_data
 from .surroundings import undisturbed
 
-P, ReferenceP = ParamSpec("P"), ParamSpec("ReferenceP")
-R, ReferenceR = TypeVar("R", covariant=True), TypeVar("ReferenceR", covariant=True)
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+ReferenceP = ParamSpec("ReferenceP")
+ReferenceR = TypeVar("ReferenceR", covariant=True)
 
 _LIBRARY = torch.library.Library("eagle_kernels", "DEF")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import typing
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from eagle_kernels.runtime import check
 
 from .compare import assert_close, assert_equal
 from .poison import Guarded
+from .typed import is_of
 
 
 def check_operation(
@@ -37,6 +39,9 @@ def check_operation(
     known = inspect.signature(reference).parameters
     expected = reference(**{key: value for key, value in values.items() if key in known})
     actual = getattr(module, name)(**values, out=out)
+    for function, result in ((reference, expected), (getattr(module, name), actual)):
+        kind = typing.get_type_hints(function)["return"]
+        assert is_of(result, kind), f"{function.__module__} returns {type(result)}, not {kind}"
     for field, guard in zip(fields, guarded):
         guard.check(name, field)
     for key, before in inputs.items():

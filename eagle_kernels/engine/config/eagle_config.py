@@ -14,10 +14,12 @@ from ...primitives.paging import MAX_PAGE_SIZE
 from ...runtime.validated import Rule, above, at_least, checked, integer, is_number, number, one_of, same_as
 from ...runtime.values import as_tuples, is_int64, is_integer, scalar, several, shown
 from ..requests.names import join_fields, read_names, takes_other_names
-from ..requests.sampling_params import SamplingParams
+from ..requests.sampling_params import SamplingFields, SamplingParams
 from .drafting_options import DraftingOptions, default_nodes, is_table, is_tree
 from .speculative_config import FIELDS, add_fields, check_fields_are_read, read_speculative_config
 
+# topk, num_steps, num_draft_tokens, and mean_draft_tokens of those that have one
+Tree = tuple[int | None, ...]
 _FLAG: Rule = ("be True or False", lambda flag: isinstance(flag, bool))
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
 # What adaptive="auto" tries beside its own tree: (topk, num_steps, num_draft_tokens) of chains, and mean_draft_tokens
@@ -148,10 +150,10 @@ class EAGLEConfig(DraftingOptions):
     cuda_graph: bool | None = checked(None, ("be True, False or None", lambda flag: isinstance(flag, bool)))
     phase_times: bool = checked(True, _FLAG)
     max_spec_batch: int | None = integer(None, at_least(0))
-    adaptive: str | tuple | None = None
+    adaptive: str | tuple[tuple[int, Tree | None], ...] | None = None
     accept_policy: str = one_of(*ACCEPT_POLICIES)
     simulated_accept_length: float | None = number(None)
-    simulated_accept_lengths: tuple | None = None
+    simulated_accept_lengths: tuple[tuple[Tree, float], ...] | None = None
     simulated_accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -267,7 +269,7 @@ class EAGLEConfig(DraftingOptions):
         return max((topk for topk, *_ in sizes), default=self.topk)
 
     @property
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> SamplingFields:
         """The sampling of requests that ask for no other, by the fields' names."""
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 

@@ -194,7 +194,9 @@ def _read_messages(messages: Sequence[Any], caller: str) -> list[dict[str, Any]]
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
-def encode_chat(tokenizer: Any, messages: Any, add_generation_prompt: bool, variables: dict[str, Any]) -> Any:
+def encode_chat(
+    tokenizer: Any, messages: Any, add_generation_prompt: bool, variables: dict[str, Any]
+) -> list[int] | list[list[int]]:
     """Returns the ids of a conversation, or of each of several; see `EAGLEInference.encode_chat`."""
     conversations, is_single = read_conversations(messages, "encode_chat")
     encode = getattr(tokenizer, "encode_chat", None)

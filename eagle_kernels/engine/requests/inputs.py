@@ -12,7 +12,9 @@ from ...runtime.values import are_integers, is_integer, plain, scalar, shown
 from ..models.tokenizer import Tokenizer
 from .sampling_params import SamplingParams, are_params, read_params
 
-Prompts = Tensor | str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any]
+OnePrompt = str | Sequence[int]
+SeveralPrompts = Sequence[str] | Sequence[Sequence[int]]
+Prompts = Tensor | OnePrompt | SeveralPrompts | Mapping[str, Any]
 Seeds = int | Sequence[int] | Tensor | None
 # all that requests ask for, of all prompts or of each; or how many tokens alone
 Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None

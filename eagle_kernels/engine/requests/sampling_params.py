@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -120,6 +120,15 @@ class SamplingParams(Validated):
     def has_penalties(self) -> bool:
         """Whether one of the three penalties has an effect."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+
+class SamplingFields(TypedDict):
+    """Types the fields that a configuration has as well, as `SamplingParams(**config.sampling)` takes them."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
 
 
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))

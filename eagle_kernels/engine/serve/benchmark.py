@@ -80,7 +80,7 @@ class BenchmarkResult:
         plain = self.plain.decode_tokens_per_second
         return self.speculative.decode_tokens_per_second / plain if plain else None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns fields and speedup, ready for JSON."""
         return asdict(self) | {"speedup": self.speedup}
 

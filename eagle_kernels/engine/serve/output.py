@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, overload
+
+# torch brings this package; Python 3.10 itself has no named tuples that are generic
+from typing_extensions import NamedTuple, TypeVar
+
+One = TypeVar("One")
+# the form of the tokens, which type checkers know of most calls
+Ids = TypeVar("Ids", covariant=True, default=list[int] | list[list[int]])
 
 
 @dataclass
@@ -96,20 +103,31 @@ class GenerationStats:
             return None
         return self.mean_accept_length * self.plain_step_ms / self.warm_step_ms
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self.to_dict()[name]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns fields and properties, ready for JSON."""
         return fields_and_properties(self)
 
 
-class _TokensAndStats(NamedTuple):
-    output_ids: list[Any]  # a type checker cannot tell which of the two forms it has
+class _TokensAndStats(NamedTuple, Generic[Ids]):
+    output_ids: Ids
     stats: GenerationStats
 
 
-class GenerationOutput(_TokensAndStats):
+class Scores(Generic[One]):
+    """Types an attribute that is as of one request, or a list of such, as the tokens are."""
+
+    @overload
+    def __get__(self, output: GenerationOutput[list[int]], owner: object) -> One | None: ...
+    @overload
+    def __get__(self, output: GenerationOutput[list[list[int]]], owner: object) -> list[One | None] | None: ...
+    @overload
+    def __get__(self, output: GenerationOutput, owner: object) -> One | list[One | None] | None: ...
+
+
+class GenerationOutput(_TokensAndStats[Ids]):
     """Holds what `generate` returns: `output_ids, stats = engine.generate(...)`.
 
     Attributes:
@@ -120,10 +138,10 @@ class GenerationOutput(_TokensAndStats):
             `output.logprobs`.
     """
 
-    logprobs: list[Any] | None = None
-    top_logprobs: list[Any] | None = None
-    prompt_logprobs: list[Any] | None = None
-    prompt_top_logprobs: list[Any] | None = None
+    logprobs: Scores[list[float]] = None
+    top_logprobs: Scores[list[list[tuple[int, float]]]] = None
+    prompt_logprobs: Scores[list[float | None]] = None
+    prompt_top_logprobs: Scores[list[list[tuple[int, float]] | None]] = None
 
     def __repr__(self) -> str:
         stats = self.stats
@@ -144,6 +162,6 @@ def _shortened(value: Any, most: int = 3) -> str:
     return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
 
-def fields_and_properties(record: Any) -> dict[str, Any]:
+def fields_and_properties(record: object) -> dict[str, object]:
     properties = [name for name, value in vars(type(record)).items() if isinstance(value, property)]
     return {**vars(record), **{name: getattr(record, name) for name in properties}}

@@ -22,13 +22,13 @@ from ..requests.request import Request, TokenEvent
 from ..requests.sampling_params import Features, SamplingParams
 from ..step.phases import synchronize
 from .lock import Unique
-from .output import GenerationOutput, GenerationStats
+from .output import GenerationOutput, GenerationStats, Ids
 from .scheduler import Scheduler
 from .session import Session
 
 _logger = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", covariant=True)
 
 
 class Stream(Unique, Generic[Item], Iterator[Item], AsyncIterator[Item]):
@@ -101,7 +101,7 @@ class Stream(Unique, Generic[Item], Iterator[Item], AsyncIterator[Item]):
         await asyncio.to_thread(self.close)
 
 
-class TokenStream(Stream[TokenEvent]):
+class TokenStream(Stream[TokenEvent], Generic[Ids]):
     """Yields a `TokenEvent` for each new token of some requests; other requests in the batch advance with them.
 
     `EAGLEInference.stream` makes one. It aborts its requests when it is closed or no longer referenced.
@@ -133,7 +133,7 @@ class TokenStream(Stream[TokenEvent]):
             prompt_tokens=sum(len(request.prompt) for request in requests),
         )
         # the generator must not refer to the stream, which would then never be freed by itself
-        self._plain_steps: list[tuple] = []
+        self._plain_steps: list[tuple[Any, ...]] = []
         super().__init__(_events(session, requests, self._stats, find_scheduler, self._plain_steps, caller), session)
 
     def __repr__(self) -> str:
@@ -159,7 +159,7 @@ class TokenStream(Stream[TokenEvent]):
                 except Exception as error:  # a number less is no harm
                     _logger.warning("EAGLEInference: no plain step could be timed: %s", first_line(error))
 
-    def output(self) -> GenerationOutput:
+    def output(self) -> GenerationOutput[Ids]:
         """Returns the tokens and statistics so far, which are complete after the last token."""
         stats, requests = self._stats, self.requests
         counts = [count for request in requests for count in request.accepted]

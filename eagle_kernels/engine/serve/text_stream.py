@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
+
+from typing_extensions import TypeVar
 
 from ..models.tokenizer import Tokenizer
 from ..requests.request import Request
@@ -24,7 +26,10 @@ class TextPiece(NamedTuple):
     text: str
 
 
-class TextStream(Stream[Any]):
+Piece = TypeVar("Piece", covariant=True, default=str | TextPiece)
+
+
+class TextStream(Stream[Piece]):
     """Yields the text of one request, or a `TextPiece` for each new text of several, up to a stop string.
 
     `EAGLEInference.stream_text` makes one. Text that could begin a stop string is held back until that is certain.
@@ -39,6 +44,13 @@ class TextStream(Stream[Any]):
         """Ends the iterator, and aborts the requests that have not ended."""
         super().close()
         self._tokens.close()
+
+    @overload
+    def output(self: TextStream[str]) -> GenerationOutput[list[int]]: ...
+    @overload
+    def output(self: TextStream[TextPiece]) -> GenerationOutput[list[list[int]]]: ...
+    @overload
+    def output(self) -> GenerationOutput: ...
 
     def output(self) -> GenerationOutput:
         """Returns the tokens and statistics so far, as `generate` would."""

@@ -9,9 +9,10 @@ from collections import Counter
 from typing import Any
 
 from ...engine.config.eagle_config import EAGLEConfig
-from ...engine.inference import EAGLEInference, TokenStream
+from ...engine.inference import EAGLEInference
 from ...engine.models.tokenizer import Tokenizer
 from ...engine.serve.output import GenerationStats
+from ...engine.serve.stream import TokenStream
 from ...runtime.values import is_terminal
 from ..inspection import read_prompts_file
 from .config import add_config_arguments

@@ -1,0 +1,208 @@
+"""The calls of an engine that take prompts and return tokens or text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from ..runtime.values import read_flag
+from .config.eagle_config import EAGLEConfig
+from .models.chat_template import encode_chat
+from .requests.inputs import DEFAULT_TOKENS, Asked, OnePrompt, Params, Prompts, Seeds, SeveralPrompts, read_prompts
+from .requests.names import takes_other_names
+from .serve.lock import Unique
+from .serve.output import GenerationOutput
+from .serve.progress import run
+from .serve.session import Session
+from .serve.stream import TokenStream, open_call
+from .serve.text_stream import TextPiece, TextStream
+
+# prompts of which a type checker cannot tell whether there is one, or how many samples there are
+Either = Tensor | Mapping[str, Any] | OnePrompt
+
+
+@takes_other_names
+class Generation(Unique):
+    """Holds `generate`, `stream`, `stream_text` and `encode_chat`; one prompt has a result of its own form.
+
+    Type checkers know the form where they know that there is one prompt, and one sample of it, or that there are more.
+    """
+
+    session: Session
+    _config: EAGLEConfig
+
+    @overload
+    def generate(
+        self, input_ids: OnePrompt, max_new_tokens: Asked = DEFAULT_TOKENS, *,
+        sampling_params: Params = None, n: Literal[1] = 1, seeds: Seeds = None, speculative: bool = True,
+        progress: bool | None = None, **overrides: Any,
+    ) -> GenerationOutput[list[int]]: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, input_ids: Either, max_new_tokens: Asked = DEFAULT_TOKENS, *,
+        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
+        progress: bool | None = None, **overrides: Any,
+    ) -> GenerationOutput: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, input_ids: SeveralPrompts, max_new_tokens: Asked = DEFAULT_TOKENS, *,
+        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
+        progress: bool | None = None, **overrides: Any,
+    ) -> GenerationOutput[list[list[int]]]: ...  # fmt: skip
+
+    def generate(
+        self,
+        input_ids: Prompts,
+        max_new_tokens: Asked = DEFAULT_TOKENS,
+        *,
+        sampling_params: Params = None,
+        n: int = 1,
+        seeds: Seeds = None,
+        speculative: bool = True,
+        progress: bool | None = None,
+        **overrides: Any,
+    ) -> GenerationOutput:
+        """Generates up to `max_new_tokens` tokens for each prompt.
+
+        Args:
+            input_ids: One prompt, a text or [L] token ids, or several: lists of any lengths, a tensor or array [B, L].
+            max_new_tokens: A request ends after its first end token or stop string, or with exactly this many tokens.
+            sampling_params: `SamplingParams`, or a dict of its fields, for all prompts, or a list of one for each; they
+                may stand in the place of max_new_tokens. No override says anything about sampling beside them.
+            n: Samples of each prompt, whose seeds are that of the prompt, and those after it.
+            seeds: One for all prompts or one for each; None: fresh ones from torch's generator, see `stats.seeds`.
+            speculative: False decodes plainly, with the same code and pools.
+            progress: Whether a bar counts the requests that end; None: for several prompts where stderr is a terminal.
+            overrides: Fields of `EAGLEConfig` and `SamplingParams` for this call, such as temperature=0.8.
+
+        Returns:
+            The new tokens (one list for one prompt, a list of lists for several prompts or samples, those of a prompt
+            next to each other) and the statistics of the call; where log-probabilities are asked for, attributes of
+            the result hold them, as in `engine.generate(prompt, logprobs=True).logprobs`.
+
+        Raises:
+            ValueError: An argument breaks its rule, or a prompt is empty, too long or holds an id that is no token.
+            RuntimeError: Other requests, with another configuration, have not ended.
+
+        Example:
+            >>> prompt = engine.tokenizer.encode("import os\\n\\ndef walk(")  # the engine of the class's example
+            >>> output_ids, stats = engine.generate(prompt, 16)
+            >>> engine.tokenizer.decode(output_ids), stats.mean_accept_length
+            ('self, size, walk', 3.4)
+        """
+        call = "generate", input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides
+        stream = open_call(self.session, self._config, *call)
+        run(stream, "generate", n, progress)
+        stream.time_plain_step()
+        return stream.output()
+
+    @overload
+    def stream(
+        self, input_ids: OnePrompt, max_new_tokens: Asked = DEFAULT_TOKENS, *,
+        sampling_params: Params = None, n: Literal[1] = 1, seeds: Seeds = None, speculative: bool = True,
+        **overrides: Any,
+    ) -> TokenStream[list[int]]: ...  # fmt: skip
+
+    @overload
+    def stream(
+        self, input_ids: Either, max_new_tokens: Asked = DEFAULT_TOKENS, *,
+        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
+        **overrides: Any,
+    ) -> TokenStream: ...  # fmt: skip
+
+    @overload
+    def stream(
+        self, input_ids: SeveralPrompts, max_new_tokens: Asked = DEFAULT_TOKENS, *,
+        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
+        **overrides: Any,
+    ) -> TokenStream[list[list[int]]]: ...  # fmt: skip
+
+    def stream(
+        self,
+        input_ids: Prompts,
+        max_new_tokens: Asked = DEFAULT_TOKENS,
+        *,
+        sampling_params: Params = None,
+        n: int = 1,
+        seeds: Seeds = None,
+        speculative: bool = True,
+        **overrides: Any,
+    ) -> TokenStream:
+        """Returns an iterator, for `for` and `async for`, that yields a `TokenEvent` for each token once it is known.
+
+        Args:
+            input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides: As for `generate`. After the
+                last token, the `output()` of the iterator is what `generate` returns.
+
+        Raises:
+            ValueError, RuntimeError: As for `generate`, here or, where the pools or a step are at fault, at a token.
+
+        Example:
+            >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of the example of `generate`
+            [115, 101, 108, 102]
+        """
+        call = "stream", input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides
+        return open_call(self.session, self._config, *call)
+
+    @overload
+    def stream_text(
+        self, text: OnePrompt, max_new_tokens: Asked = DEFAULT_TOKENS, *, n: Literal[1] = 1, **options: Any
+    ) -> TextStream[str]: ...
+
+    @overload
+    def stream_text(
+        self, text: Either, max_new_tokens: Asked = DEFAULT_TOKENS, *, n: int = 1, **options: Any
+    ) -> TextStream: ...
+
+    @overload
+    def stream_text(
+        self, text: SeveralPrompts, max_new_tokens: Asked = DEFAULT_TOKENS, *, n: int = 1, **options: Any
+    ) -> TextStream[TextPiece]: ...
+
+    def stream_text(self, text: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, **options: Any) -> TextStream:
+        """Returns an iterator over the text that follows `text`, a text or any other prompt of `generate`.
+
+        It yields pieces of text; of several prompts or n samples, a `TextPiece` each. `max_new_tokens` and
+        `options`: as for `generate`.
+
+        Raises:
+            ValueError, RuntimeError: As for `stream`; also where there is no tokenizer, or `text` holds no token.
+        """
+        tokenizer = self.session.tokenizer_for("stream_text needs")
+        prompts, is_single = read_prompts(text, "stream_text: text", self.session.tokenizer_for)
+        tokens = self.stream(prompts[0] if is_single else prompts, max_new_tokens, **options)
+        return TextStream(tokens, tokenizer, self.session)
+
+    @overload
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]: ...
+
+    @overload
+    def encode_chat(
+        self, messages: Sequence[Sequence[Mapping[str, Any]]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[list[int]]: ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int] | list[list[int]]:
+        """Returns the token ids of a conversation, as the target's chat template writes it; for several, lists of them.
+
+        Args:
+            messages: Dicts with role and content, such as {"role": "user", "content": "Hello"}; or lists of such.
+            add_generation_prompt: Whether the ids end with what begins the next answer.
+            variables: What else the template reads, such as tools=[...] or enable_thinking=False.
+
+        Raises:
+            ValueError: An argument breaks its rule, there is no template, or it refuses the conversation.
+        """
+        read_flag("encode_chat: add_generation_prompt", add_generation_prompt)
+        return encode_chat(self.session.tokenizer_for("encode_chat needs"), messages, add_generation_prompt, variables)
