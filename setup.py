@@ -67,8 +67,10 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     # eagle_kernels/reference is a link to ../reference, which is followed: a wheel holds the real files
+    # makes an editable install a path, which type checkers and editors follow, and not an import hook
+    package_dir={"": "."},
     packages=find_packages(include=["eagle_kernels", "eagle_kernels.*"]),
-    package_data={"eagle_kernels": ["assets/**/*", "examples/*.ipynb", "py.typed", "*.pyi", "ops/*.pyi"]},
+    package_data={"eagle_kernels": ["assets/**/*", "examples/*.ipynb", "py.typed", "**/*.pyi"]},
     install_requires=["torch>=2.8", "numpy"],  # the first whose own triton is 3.4 or newer, see runtime/language.py
     extras_require={
         "models": ["safetensors>=0.4", "tokenizers>=0.15"],

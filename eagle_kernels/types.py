@@ -9,6 +9,7 @@ _HOMES = {
     # the engine
     "BenchmarkResult": ".engine.serve.benchmark:BenchmarkResult",
     "Detokenizer": ".engine.models.tokenizer:Detokenizer",
+    "DraftHead": ".engine.models.draft_head:DraftHead",
     "EngineLock": ".engine.serve.lock:EngineLock",
     "GenerationOutput": ".engine.serve.output:GenerationOutput",
     "GenerationStats": ".engine.serve.output:GenerationStats",

@@ -1,4 +1,5 @@
 # Written by `python -m bench.api`; do not edit.
+from .engine.models.draft_head import DraftHead as DraftHead
 from .engine.models.tokenizer import Detokenizer as Detokenizer
 from .engine.models.tokenizer import Tokenizer as Tokenizer
 from .engine.requests.request import Request as Request
@@ -53,6 +54,7 @@ __all__ = [
     "CommitOutput",
     "Detokenizer",
     "DraftCacheLocsOutput",
+    "DraftHead",
     "DraftKVIndicesOutput",
     "EngineLock",
     "ExtendCacheLocsOutput",

@@ -57,7 +57,7 @@ from ..ops import verify_tree_coins as _verify_tree_coins
 from ..ops import verify_tree_greedy as _verify_tree_greedy
 from ..ops.tree.build_tree import TreeMaskMode as _Layout
 from ..ops.tree.tree_from_mask import Output as TreeFromMaskOutput
-from .sglang_cache_locs import (  # noqa: F401  (names of this module too)
+from .sglang_cache_locs import (
     align_evict_mask_to_page_size,
     assign_draft_cache_locs_contiguous_func,
     assign_extend_cache_locs_func,
@@ -68,7 +68,7 @@ from .sglang_cache_locs import (  # noqa: F401  (names of this module too)
     get_src_tgt_cache_loc,
     get_target_cache_loc,
 )
-from .sglang_elementwise import (  # noqa: F401
+from .sglang_elementwise import (
     apply_rope_with_cos_sin_cache_inplace,
     fused_add_rmsnorm,
     gemma_fused_add_rmsnorm,
@@ -80,12 +80,44 @@ from .sglang_elementwise import (  # noqa: F401
     top_p_renorm_prob,
     top_p_renorm_probs,
 )
-from .sglang_kv_indices import (  # noqa: F401
+from .sglang_kv_indices import (
     create_draft_kv_indices,
     create_flashinfer_kv_indices_triton,
     generate_draft_decode_kv_indices,
     generate_draft_decode_window_kv_indices,
 )
+
+# those that are imported here are names of this module, too
+__all__ = [
+    "TreeMaskMode",
+    "align_evict_mask_to_page_size",
+    "apply_rope_with_cos_sin_cache_inplace",
+    "assign_draft_cache_locs_contiguous_func",
+    "assign_extend_cache_locs_func",
+    "assign_extend_cache_locs_uniform_func",
+    "assign_req_to_token_pool_func",
+    "build_tree_kernel_efficient",
+    "create_draft_kv_indices",
+    "create_flashinfer_kv_indices_triton",
+    "fill_accept_out_cache_loc_func",
+    "fill_front_out_cache_loc_func",
+    "fused_add_rmsnorm",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
+    "generate_draft_decode_kv_indices",
+    "generate_draft_decode_window_kv_indices",
+    "get_src_tgt_cache_loc",
+    "get_target_cache_loc",
+    "reconstruct_indices_from_tree_mask",
+    "rmsnorm",
+    "silu_and_mul",
+    "top_k_renorm_prob",
+    "top_k_renorm_probs",
+    "top_p_renorm_prob",
+    "top_p_renorm_probs",
+    "tree_speculative_sampling_target_only",
+    "verify_tree_greedy",
+]
 
 
 class TreeMaskMode(IntEnum):

@@ -46,7 +46,7 @@ class Kernel:
     def __init__(self, function: Callable):
         functools.update_wrapper(self, function)
 
-    def __getitem__(self, grid: int | tuple[int, ...]) -> Callable:
+    def __getitem__(self, grid: int | tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self.__wrapped__, grid if isinstance(grid, tuple) else (grid,))
 
 

@@ -33,7 +33,8 @@ def is_of(value: object, kind: object) -> bool:
         return all(is_of(each, arguments[0]) for each in value)
     if origin is dict:
         return all(is_of(name, arguments[0]) and is_of(each, arguments[1]) for name, each in value.items())
-    return not (hasattr(origin, "_fields") and wrong_fields(value))
+    hints = typing.get_type_hints(origin)
+    return not wrong({name: hints[name] for name in getattr(origin, "_fields", ())}, lambda name: getattr(value, name))
 
 
 def wrong_fields(value: object) -> list[str]:
