@@ -297,13 +297,15 @@ def test_every_8_bit_float_is_rounded_as_by_pytorch(dtype, device):
 
 @pytest.mark.parametrize("form", ["scalar", "one", "per head", "none"])
 def test_scales(form, device):
-    """What is read back times its scale is within half a step: 2^-4 of it, or 2^-10 of the scale."""
+    """What is read back times its own scale is within half a step: 2^-4 of it, or 2^-10 of the scale."""
     values = make(16, 1, 3, 64, torch.float32, FN, rotary_dim=0, has_scales=False, slots=[3, 17, 20], device=device)
     scale = {"scalar": torch.tensor(0.02), "one": torch.tensor([0.02]), "per head": torch.tensor([0.01, 0.02, 0.04])}
     scale = scale[form].to(device) if form in scale else None
-    check(values | {"k_scale": scale, "v_scale": scale}, form)
-    factor = torch.ones(1, device=device) if scale is None else scale
+    factors = {"key": torch.ones(1, device=device) if scale is None else scale}
+    factors["value"] = factors["key"] * (1 if scale is None else 4)
+    check(values | ({} if scale is None else {"k_scale": factors["key"], "v_scale": factors["value"]}), form)
     for name, heads in (("k_cache", "key"), ("v_cache", "value")):
+        factor = factors[heads]
         rows = values[name].float().flatten(0, 1)[values["slots"]] * factor.reshape(-1, 1)
         allowed = values[heads].abs() * 2.0**-4 + factor.reshape(-1, 1) * 2.0**-10
         assert ((rows - values[heads]).abs() <= allowed).all()
