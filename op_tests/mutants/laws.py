@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import ENGINE, ENUMERATION, LAWS, SHARED, TESTS, Mutant, both, of, rounds
+from .mutant import ATTENTION, ENGINE, ENUMERATION, LAWS, SHARED, TESTS, Mutant, both, of, rounds
 
 
 def _one_stream(name: str) -> list[tuple[str, str, str]]:
@@ -30,6 +30,7 @@ _OWN_DRAFT_TEMPERATURE = "draft_temperature = temperature if draft_temperature i
 
 _ORDER = "test_no_two_steps_can_be_exchanged"
 _KERNELS = "op_tests/test_sampling_law.py::test_no_two_steps_of_a_kernel_can_be_exchanged"
+_ATTENTION_LAW = ["op_tests/test_attention_law.py::test_all_ops_attend_as_pytorch_does"]
 _EXACT = "op_tests/engine/test_exact_laws.py::"
 _BIAS = """    if processors.logit_bias is not None:
         bias_ptr = processors.logit_bias + row.request * VOCAB_SIZE
@@ -245,6 +246,58 @@ MUTANTS = [
           "        equal -= _count_keys(scores_ptr, every, cut + 1, BLOCK_SCORE)\n"
           "        is_equal = is_equal & (earlier >= equal - num_equal)")],
         [("    drafts.sort(key", "    drafts.reverse()\n    drafts.sort(key")],
+    ),
+    both(
+        "ties to the later beam", "tree/select_top_k_tokens",
+        ["op_tests/test_ties.py::test_drafting_keeps_the_lowest_ids_and_beams"],
+        [("ordered_key(score, flat)", "ordered_key(score, (NUM_BEAMS - 1 - beam) * TOPK + rank)")],
+        [("    order = torch.sort(candidate_scores, dim",
+          "    turned = candidate_scores.view(batch_size, num_beams, topk).flip(1).flatten(1)\n"
+          "    order = torch.sort(turned, dim"),
+         ("    kept = order[:, :topk]\n",
+          "    order = (num_beams - 1 - order // topk) * topk + order % topk\n    kept = order[:, :topk]\n")],
+    ),
+    both(
+        "ties to the highest candidate", "tree/organize_draft_results",
+        ["op_tests/test_ties.py::test_trees_keep_the_lowest_candidates"],
+        [("eagle_kernels/primitives/ordering.py", "(tl.cumsum(is_at_edge.to(tl.int32), 0) <= places_left)",
+          "(tl.sum(is_at_edge.to(tl.int32)) - tl.cumsum(is_at_edge.to(tl.int32), 0) < places_left)")],
+        [("    order = torch.sort(scores, dim", "    order = scores.shape[1] - 1 - torch.sort(scores.flip(1), dim")],
+    ),
+    both(
+        "a share of the mass rounded down", "top_p_renorm",
+        of("top_p_renorm", "test_a_sum_that_lacks_the_least_is_not_enough"),
+        [(SHARED + "threshold.py", "tl.ceil(total.to(tl.float64)", "tl.floor(total.to(tl.float64)")],
+        [(".ceil()", ".floor()")],
+    ),
+    both(
+        "the threshold of a token on the sum", _COINS, of(_COINS, "test_thresholds_of_the_documented_example"),
+        [("(is_covered | (prob >= threshold_single))", "(is_covered | (mass >= threshold_single))")],
+        [("prob >= single", "mass >= single")],
+    ),
+    # attention: what a comparison with a reference of the same mistake does not see
+    both(
+        "scales of keys and values exchanged", "attention/gqa_decode",
+        of("attention/gqa_decode", "test_float8_cache"),
+        [(ATTENTION + "shared/share.py", "k_scale_ptr, v_scale_ptr = inputs.k_scale, inputs.v_scale",
+          "k_scale_ptr, v_scale_ptr = inputs.v_scale, inputs.k_scale")],
+        [("reference/paged_attention.py", "value, k_scale, v_scale, dtype):", "value, v_scale, k_scale, dtype):")],
+    ),
+    both(
+        "scales of written keys and values exchanged", "kv/write_kv", of("kv/write_kv", "test_scales"),
+        [("k_scale_ptr=k_scale,", "k_scale_ptr=v_scale,"), ("v_scale_ptr=v_scale,", "v_scale_ptr=k_scale,")],
+        [("(k_cache, key, k_scale), (v_cache, value, v_scale)", "(k_cache, key, v_scale), (v_cache, value, k_scale)")],
+    ),
+    both(
+        "a window one wider", "attention/gqa_decode", _ATTENTION_LAW,
+        [(ATTENTION + "shared/split_attention.py", 'window, k_scale = values["window"], values["k_scale"]',
+          'window, k_scale = values["window"] and values["window"] + 1, values["k_scale"]')],
+        [("length - window", "length - window - 1")],
+    ),
+    both(
+        "scores over the size of a head", "attention/gqa_decode", _ATTENTION_LAW,
+        [(ATTENTION + "shared/split_attention.py", "head_dim**-0.5", "head_dim**-1.0")],
+        [("reference/paged_attention.py", "query.shape[-1] ** -0.5", "query.shape[-1] ** -1.0")],
     ),
     Mutant(
         "dead rows have a part of the budget",

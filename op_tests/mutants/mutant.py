@@ -22,6 +22,7 @@ _PLACES = {
     "op_tests/": "enumeration",
     "reference/": "reference",
     "eagle_kernels/ops/": "kernel",
+    "eagle_kernels/primitives/": "kernel",
     ENGINE: "engine",
     INTEGRATIONS: "plug-in",
 }
