@@ -285,7 +285,8 @@ MUTANTS = [
     ),
     both(
         "scales of written keys and values exchanged", "kv/write_kv", of("kv/write_kv", "test_scales"),
-        [("k_scale_ptr=k_scale,", "k_scale_ptr=v_scale,"), ("v_scale_ptr=v_scale,", "v_scale_ptr=k_scale,")],
+        [("(k_scale_ptr, head, is_head, stride_k_scale_head)", "(v_scale_ptr, head, is_head, 1 * stride_v_scale_head)"),
+         ("(v_scale_ptr, head, is_head, stride_v_scale_head)", "(k_scale_ptr, head, is_head, stride_k_scale_head)")],
         [("(k_cache, key, k_scale), (v_cache, value, v_scale)", "(k_cache, key, v_scale), (v_cache, value, k_scale)")],
     ),
     both(
