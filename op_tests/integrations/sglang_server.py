@@ -29,7 +29,8 @@ PARAMS = {
     "stop_token_ids": None, "logit_bias": None,
     "allowed": None,  # the tokens of its grammar
 }  # fmt: skip
-TABLE = 2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(7))
+# logits after each token, which likes to come again, so that penalties matter at once
+TABLE = 2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(7)) + 3 * torch.eye(VOCAB)
 
 
 def request(number: int, **changes) -> SimpleNamespace:

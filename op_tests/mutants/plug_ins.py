@@ -98,9 +98,9 @@ MUTANTS = [
     Mutant(
         "a batch as it was when its first request came",
         [
+            (_SAMPLING, "return batch is not None and any(map(is_penalised, batch.reqs))", "return self._was"),
             (_SAMPLING, "self._batch = weakref.ref(batch)\n",
              "self._batch = weakref.ref(batch)\n        self._was = any(map(is_penalised, batch.reqs))\n"),
-            (_SAMPLING, "any(map(is_penalised, batch.reqs))\n\n", "self._was\n\n"),
         ],
         _texts("test_requests_join_one_by_one[False]"),
     ),
