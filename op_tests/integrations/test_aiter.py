@@ -180,6 +180,19 @@ def test_each_threshold_of_the_walk_by_coins_has_its_place(thresholds, accepted,
     assert [output.tolist() for output in outputs] == [*wanted, counts] and counts == [accepted]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((2, 3), "num_speculative_tokens must be the width of accept_index, 3, got 2"),
+        ((3, 2), "num_draft_tokens must be the width of candidates, 4, got 2"),
+    ],
+)
+def test_the_walk_s_sizes_are_checked(sizes, message):
+    tensors = [torch.zeros(shape, dtype=torch.int32) for shape in ((4,), (1, 3), (1,), *[(1, 4)] * 5)]
+    with pytest.raises(ValueError, match=f"verify_tree_greedy_kernel: {message}"):
+        aiter.verify_tree_greedy_kernel[(1,)](*tensors, *sizes)
+
+
 def test_statistics_of_nothing():
     empty = torch.empty(0, dtype=torch.int32)
     assert set(aiter.compute_tree_statistics(empty, 8, 3).values()) == {0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -92,3 +94,23 @@ def test_renorms(device):
     kept = torch.zeros_like(probs).scatter_(1, order, torch.where(is_kept, values, 0.0))
     result = sgl_kernel.top_p_renorm_prob(probs, 0.6)
     assert_close("top_p_renorm_prob", "0.6", "probs", result, kept / kept.sum(-1, keepdim=True))
+
+
+SIGNATURES = {
+    "rmsnorm": "input weight eps=1e-06 out=None enable_pdl=None",
+    "gemma_rmsnorm": "input weight eps=1e-06 out=None enable_pdl=None",
+    "fused_add_rmsnorm": "input residual weight eps=1e-06 enable_pdl=None",
+    "gemma_fused_add_rmsnorm": "input residual weight eps=1e-06 enable_pdl=None",
+    "silu_and_mul": "input out=None",
+    "apply_rope_with_cos_sin_cache_inplace": "positions query key head_size cos_sin_cache is_neox=True "
+    "fused_set_kv_buffer_arg=None enable_pdl=None",
+    "top_k_renorm_prob": "probs top_k", "top_p_renorm_prob": "probs top_p",
+    "top_k_renorm_probs": "probs top_k", "top_p_renorm_probs": "probs top_p",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_names_order_and_defaults_of_arguments(name):
+    parameters = inspect.signature(getattr(sgl_kernel, name)).parameters.values()
+    described = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert described == SIGNATURES[name].split() and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
