@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ _MAX_PLANS = 1024
 # a launcher keeps its signature for type checkers
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T", bound=tuple)
 
 _interceptor: Callable | None = None
 
@@ -51,7 +52,7 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
     run Triton kernels on that device. The kernel's ENABLE_PDL follows from the device; products are fused into sums
     unless `enable_fp_fusion=False` is among the arguments, in every version of Triton.
     """
-    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
+    device = next(value.device for value in _flat(arguments.values()) if isinstance(value, torch.Tensor))
     arguments["ENABLE_PDL"] = target.has_dependent_launch(device)
     if arguments["ENABLE_PDL"]:
         arguments["launch_pdl"] = True  # AMD's compiler does not know the word
@@ -82,6 +83,20 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
     launches = _recording.launches
     if launches is not None:
         launches.append((compiled, grid, [arguments.get(name) for name in kernel.arg_names]))
+
+
+def bundle(kind: type[T], values: dict) -> T:
+    """Returns the arguments of an op that travel together into a kernel, by the names of the named tuple `kind`."""
+    return kind._make(map(values.get, kind._fields))
+
+
+def _flat(values: Iterable) -> Iterator:
+    """Yields the values, and those of bundles one by one."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from value
+        else:
+            yield value
 
 
 def launcher(function: Callable[P, R]) -> Callable[P, R]:

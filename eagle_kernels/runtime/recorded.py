@@ -11,7 +11,7 @@ import torch
 
 class Launch(NamedTuple):
     run: Callable  # launches the compiled kernel
-    arguments_of: Callable  # picks the arguments of `run` out of [stream, *constants, *addresses]
+    arguments_of: Callable  # picks the arguments of `run`, bundles as tuples, out of [stream, *constants, *addresses]
     constants: tuple
 
 
@@ -49,15 +49,31 @@ class Tensors:
             head += [run.launch_cooperative_grid, run.launch_pdl, None, None]
             run = run.launch
         head += [compiled.packed_metadata, None, None, None]  # no hooks
-        values = [*head, *arguments]
-        constants = [value for value in values if not (value is _STREAM or isinstance(value, torch.Tensor))]
-        chosen, num_constants = [], 0
-        for value in values:
+        values, constants = [*head, *arguments], []
+        flat = [value for value in values for value in (value if isinstance(value, tuple) else (value,))]
+        num_constants = sum(not (value is _STREAM or isinstance(value, torch.Tensor)) for value in flat)
+
+        def place(value) -> int:
             if value is _STREAM:
-                chosen.append(0)
-            elif isinstance(value, torch.Tensor):
-                chosen.append(1 + len(constants) + self.index(value))
-            else:
-                num_constants += 1
-                chosen.append(num_constants)
-        return Launch(run, operator.itemgetter(*chosen), tuple(constants))
+                return 0
+            if isinstance(value, torch.Tensor):
+                return 1 + num_constants + self.index(value)
+            constants.append(value)
+            return len(constants)
+
+        places = [tuple(map(place, value)) if isinstance(value, tuple) else place(value) for value in values]
+        return Launch(run, _picker(places), tuple(constants))
+
+
+def _picker(places: list[int | tuple[int, ...]]) -> Callable:
+    """Returns a function that picks these places out of a list, and those of each tuple among them as a tuple."""
+    bundles = [(at, operator.itemgetter(*place)) for at, place in enumerate(places) if isinstance(place, tuple)]
+    pick = operator.itemgetter(*(0 if isinstance(place, tuple) else place for place in places))
+
+    def pick_bundles(values: list) -> list:
+        picked = [*pick(values)]
+        for at, of in bundles:
+            picked[at] = of(values)
+        return picked
+
+    return pick_bundles if bundles else pick

@@ -184,7 +184,9 @@ def _specialisation(kernel, arguments) -> tuple:
     key = [(name, value) for name, value in arguments.items() if name not in {p.name for p in kernel.params}]
     for parameter in kernel.params:
         value = arguments[parameter.name]
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, tuple):
+            key.append((parameter.name, *(getattr(pointer, "dtype", pointer) for pointer in value)))
+        elif isinstance(value, torch.Tensor):
             key.append((parameter.name, value.dtype))
         elif parameter.is_constexpr or not isinstance(value, int):
             key.append((parameter.name, value if parameter.is_constexpr else type(value)))
@@ -200,18 +202,23 @@ def _source(kernel, arguments):
 
     signature, constants, attributes = {}, {}, {}
     names = [parameter.name for parameter in kernel.params]
+
+    def describe(value, place: tuple[int, ...], is_constant: bool):
+        """Returns the type of an argument, or of a pointer of a bundle, in the words of Triton."""
+        if is_constant or value is None:
+            constants[place] = value
+            return "constexpr"
+        if isinstance(value, tuple):
+            return type(value)._make(describe(each, (*place, at), False) for at, each in enumerate(value))
+        if isinstance(value, torch.Tensor):
+            attributes[place] = [["tt.divisibility", 16]]
+            return _POINTERS[value.dtype]
+        if isinstance(value, float):
+            return "fp32"
+        return "i32" if abs(value) < 2**31 else "i64"
+
     for index, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = _POINTERS[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+        signature[parameter.name] = describe(arguments[parameter.name], (index,), parameter.is_constexpr)
     options = {key: value for key, value in arguments.items() if key not in names}
     return ASTSource(kernel, signature, constants, attributes), options
 

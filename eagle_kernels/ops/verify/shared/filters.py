@@ -45,21 +45,27 @@ class Filters(NamedTuple):
     is_of_all: Any
 
 
+class FilterPointers(NamedTuple):
+    """Pointers to the op's arguments of these names; None: not given."""
+
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
 @triton.jit
-def load_filters(
-    top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE: tl.constexpr, IS_JOINT: tl.constexpr
-):
-    """Loads the filters of a request; pointers may be None."""
+def load_filters(filters, request, is_sampled, VOCAB_SIZE: tl.constexpr, IS_JOINT: tl.constexpr):
+    """Loads the Filters of a request, given the FilterPointers."""
     top_k = tl.zeros([], tl.int32)
     top_p = tl.full([], 1.0, tl.float32)
     min_p = tl.zeros([], tl.float32)
-    if top_k_ptr is not None:
-        wide = tl.load(top_k_ptr + request).to(tl.int64)
+    if filters.top_k is not None:
+        wide = tl.load(filters.top_k + request).to(tl.int64)
         top_k = tl.where((wide > 0) & (wide < VOCAB_SIZE), wide, 0).to(tl.int32)
-    if top_p_ptr is not None:
-        top_p = tl.load(top_p_ptr + request)
-    if min_p_ptr is not None:
-        min_p = tl.load(min_p_ptr + request)
+    if filters.top_p is not None:
+        top_p = tl.load(filters.top_p + request)
+    if filters.min_p is not None:
+        min_p = tl.load(filters.min_p + request)
     is_on = is_sampled & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
     return Filters(top_k, top_p, min_p, is_on, (top_k == 0) | IS_JOINT)
 

@@ -10,14 +10,13 @@ import torch
 from ....primitives.dependent_launch import await_predecessor
 from ....runtime import tuning
 from ....runtime.language import tl, triton
-from ....runtime.launch import launch
-from . import logits as processors
+from ....runtime.launch import bundle, launch
 from . import sampling
-from .filters import load_filters
+from .filters import FilterPointers, load_filters
 from .logits import Processors, Row
 from .random import STREAM_TARGET, Noise
 from .rows import read_temperature
-from .sampling import DRAW_TUNING, Found, Scratch, draw_token, scan_slice
+from .sampling import DRAW_TUNING, Found, Share, draw_token, scan_slice
 
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
@@ -27,20 +26,10 @@ def _sample_rows_scan_kernel(
     positions_ptr,
     seeds_ptr,
     temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    repetition_penalty_ptr,
-    frequency_penalty_ptr,
-    presence_penalty_ptr,
-    prompt_mask_ptr,
-    output_counts_ptr,
-    logit_bias_ptr,
-    token_bitmask_ptr,
+    filters,
+    processors,
     # scratch
-    keys_ptr,
-    summary_ptr,
-    gathered_ptr,
+    scratch,
     # sizes
     stride_logits_row,
     ROWS_PER_REQUEST: tl.constexpr,
@@ -59,17 +48,13 @@ def _sample_rows_scan_kernel(
     await_predecessor(ENABLE_PDL)
     index = tl.program_id(0).to(tl.int64)
     request = (tl.program_id(0) // ROWS_PER_REQUEST).to(tl.int64)
-    applied = Processors(
-        repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
-        logit_bias_ptr, token_bitmask_ptr,
-    )  # fmt: skip
     inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
     row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
-    row = Row(row_ptr, applied, request, index, inverse_temperature, None, 0, 0)
+    row = Row(row_ptr, processors, request, index, inverse_temperature, None, 0, 0)
     scan_slice(
-        row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT),
+        row, is_sampled, load_filters(filters, request, is_sampled, VOCAB_SIZE, IS_JOINT),
         Noise(tl.load(seeds_ptr + request), tl.load(positions_ptr + index).to(tl.int64) + POSITION_OFFSET, STREAM),
-        Scratch(keys_ptr, summary_ptr, None, gathered_ptr, index, index), Found(None, False), tl.program_id(1),
+        Share(scratch, index, index), Found(None, False), tl.program_id(1),
         VOCAB_SIZE=VOCAB_SIZE, HAS_FILTERS=HAS_FILTERS, HAS_PENALTIES=HAS_PENALTIES, HAS_LOGPROBS=False,
         VECTOR=VECTOR, BLOCK_CHUNK=BLOCK_CHUNK,
     )  # fmt: skip
@@ -82,20 +67,10 @@ def _sample_rows_draw_kernel(
     positions_ptr,
     seeds_ptr,
     temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    repetition_penalty_ptr,
-    frequency_penalty_ptr,
-    presence_penalty_ptr,
-    prompt_mask_ptr,
-    output_counts_ptr,
-    logit_bias_ptr,
-    token_bitmask_ptr,
+    filters,
+    processors,
     # scratch
-    keys_ptr,
-    summary_ptr,
-    gathered_ptr,
+    scratch,
     # outputs
     tokens_ptr,
     # sizes
@@ -115,17 +90,13 @@ def _sample_rows_draw_kernel(
     await_predecessor(ENABLE_PDL)
     index = tl.program_id(0).to(tl.int64)
     request = (tl.program_id(0) // ROWS_PER_REQUEST).to(tl.int64)
-    applied = Processors(
-        repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
-        logit_bias_ptr, token_bitmask_ptr,
-    )  # fmt: skip
     inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
     row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
-    row = Row(row_ptr, applied, request, index, inverse_temperature, None, 0, 0)
+    row = Row(row_ptr, processors, request, index, inverse_temperature, None, 0, 0)
     token, _, _ = draw_token(
-        row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT),
+        row, load_filters(filters, request, is_sampled, VOCAB_SIZE, IS_JOINT),
         Noise(tl.load(seeds_ptr + request), tl.load(positions_ptr + index).to(tl.int64) + POSITION_OFFSET, STREAM),
-        Scratch(keys_ptr, summary_ptr, None, gathered_ptr, index, index),
+        Share(scratch, index, index),
         VOCAB_SIZE=VOCAB_SIZE, HAS_FILTERS=HAS_FILTERS, HAS_PENALTIES=HAS_PENALTIES, HAS_LOGPROBS=False,
         BLOCK_CHUNK=BLOCK_CHUNK,
     )  # fmt: skip
@@ -148,9 +119,11 @@ def sample_rows(
         "ROWS_PER_REQUEST": rows_per_request,
         "POSITION_OFFSET": position_offset,
         "STREAM": STREAM_TARGET,
-        **sampling.pointers(values),
-        **processors.pointers(values),
-        **sampling.allocate_scratch(values, rows, num_rows),
+        "seeds_ptr": values["seeds"],
+        "temperature_ptr": values["temperature"],
+        "filters": bundle(FilterPointers, values),
+        "processors": bundle(Processors, values),
+        "scratch": sampling.allocate_scratch(values, rows, num_rows),
         **sampling.constants(values, rows),
     }
     launch(

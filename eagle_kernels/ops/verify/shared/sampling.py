@@ -42,12 +42,18 @@ DRAW_TUNING = {"default": {"num_warps": 8}}
 
 
 class Scratch(NamedTuple):
-    """Pointers to what scanning keeps of all rows (see `allocate_scratch`), and where one row has its share of it."""
+    """Pointers to what scanning keeps of all rows; see `allocate_scratch`. None: not needed."""
 
     keys: Any
     summary: Any
     raw: Any
     gathered: Any
+
+
+class Share(NamedTuple):
+    """Where one row has its share of the scratch."""
+
+    scratch: Any
     key_place: Any  # of the slice keys
     place: Any  # of all else
 
@@ -65,7 +71,7 @@ def scan_slice(
     is_sampled,
     filters,
     noise,
-    scratch,
+    share,
     found,
     part,
     VOCAB_SIZE: tl.constexpr,
@@ -75,7 +81,7 @@ def scan_slice(
     VECTOR: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
 ):
-    """Scans slice `part` of a row and keeps what it finds in the scratch.
+    """Scans slice `part` of a row and keeps what it finds in its share of the scratch.
 
     A slice's key is its own largest one, or one that cannot win either way.
     """
@@ -84,10 +90,10 @@ def scan_slice(
         is_plain = ~filters.is_on
     if is_plain:
         key = _slice_winner(row, is_sampled, noise, part, found, VOCAB_SIZE, HAS_PENALTIES, BLOCK_CHUNK)
-        store_slice_key(scratch.keys, scratch.key_place, part, key, VOCAB_SIZE, BLOCK_CHUNK)
+        store_slice_key(share.scratch.keys, share.key_place, part, key, VOCAB_SIZE, BLOCK_CHUNK)
     if HAS_FILTERS or HAS_LOGPROBS:
         if HAS_LOGPROBS or (not is_plain):
-            summary = open_summary(scratch, VOCAB_SIZE)
+            summary = open_summary(share, VOCAB_SIZE)
             needs_sums = filters.is_of_all | HAS_LOGPROBS
             scan_filtered(
                 row, summary, part, needs_sums, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK=BLOCK_CHUNK
@@ -99,7 +105,7 @@ def draw_token(
     row,
     filters,
     noise,
-    scratch,
+    share,
     VOCAB_SIZE: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
@@ -118,17 +124,17 @@ def draw_token(
     if HAS_FILTERS:
         is_plain = ~filters.is_on
         if filters.is_on:
-            summary = open_summary(scratch, VOCAB_SIZE)
+            summary = open_summary(share, VOCAB_SIZE)
             token, log_mass = draw_filtered(row, filters, summary, noise, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS)
     if is_plain:
-        token = row_winner(scratch.keys, scratch.key_place, VOCAB_SIZE, BLOCK_CHUNK)
+        token = row_winner(share.scratch.keys, share.key_place, VOCAB_SIZE, BLOCK_CHUNK)
         if HAS_LOGPROBS:
-            summary = open_summary(scratch, VOCAB_SIZE)
+            summary = open_summary(share, VOCAB_SIZE)
             log_mass = _log_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
     logprob = tl.full([], float("nan"), tl.float32)
     raw_logprob = tl.full([], float("nan"), tl.float32)
     if HAS_LOGPROBS:
-        summary = open_summary(scratch, VOCAB_SIZE)
+        summary = open_summary(share, VOCAB_SIZE)
         logprob = _difference(load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES), log_mass)
         raw_mass = _log_mass(summary.raw_max, summary.raw_sum, VOCAB_SIZE)
         raw_logprob = _difference(load_raw(row, token, token < VOCAB_SIZE), raw_mass)
@@ -136,16 +142,16 @@ def draw_token(
 
 
 @triton.jit
-def open_summary(scratch, VOCAB_SIZE: tl.constexpr):
+def open_summary(share, VOCAB_SIZE: tl.constexpr):
     """Returns the Summary of a row: its share of the scratch."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    groups = scratch.summary + scratch.place * (NUM_CHUNKS * (LANES + 2))
+    groups = share.scratch.summary + share.place * (NUM_CHUNKS * (LANES + 2))
     chunk_max = groups + NUM_CHUNKS * LANES
     raw_max = chunk_max
-    if scratch.raw is not None:
-        raw_max = scratch.raw + scratch.place * (NUM_CHUNKS * 2)
+    if share.scratch.raw is not None:
+        raw_max = share.scratch.raw + share.place * (NUM_CHUNKS * 2)
     # values and ids [MAX_TOKENS] each
-    gathered = scratch.gathered + scratch.place * (2 * MAX_TOKENS)
+    gathered = share.scratch.gathered + share.place * (2 * MAX_TOKENS)
     group_rank = groups.to(tl.pointer_type(tl.int32), bitcast=True)
     ids = (gathered + MAX_TOKENS).to(tl.pointer_type(tl.int32), bitcast=True)
     return Summary(group_rank, chunk_max, chunk_max + NUM_CHUNKS, raw_max, raw_max + NUM_CHUNKS, gathered, ids)
@@ -311,35 +317,24 @@ def _needs_summary(values: dict) -> bool:
     return has_filters(values) or values.get("return_logprobs", False)
 
 
-def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_levels: int = 1) -> dict:
-    """Allocates the scratch and returns it as kernel arguments.
+def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_levels: int = 1) -> Scratch:
+    """Allocates what scanning keeps of the rows (see `open_summary`).
 
     keys int64 [num_levels * num_places, slices]; with filters or log-probabilities summary fp32 [num_places, chunks *
-    34] (group maxima, chunk maxima, chunk sums) and gathered fp32 [num_places, 512] (see `open_summary`).
+    34] (group maxima, chunk maxima, chunk sums) and gathered fp32 [num_places, 512]; with log-probabilities raw fp32
+    [num_places, chunks * 2] (chunk maxima and sums of the logits as the model gave them).
     """
-    device, vocab_size = rows.device, rows.shape[1]
-    num_chunks = -(-vocab_size // CHUNK_SIZE)
-    scratch = {
-        "keys_ptr": torch.empty((num_levels * num_places, num_slices(values, rows)), dtype=torch.int64, device=device)
-    }
-    scratch |= dict.fromkeys(("summary_ptr", "gathered_ptr"))
-    if _needs_summary(values):
-        scratch |= {
-            "summary_ptr": torch.empty((num_places, num_chunks * (NUM_LANES + 2)), dtype=torch.float32, device=device),
-            "gathered_ptr": torch.empty((num_places, 2 * NUM_TOKENS_GATHERED), dtype=torch.float32, device=device),
-        }
-    return scratch
-
-
-def allocate_raw(rows: torch.Tensor, num_places: int) -> torch.Tensor:
-    """Allocates the scratch of raw log-probabilities, fp32 [num_places, chunks * 2]: chunk maxima, chunk sums."""
     num_chunks = -(-rows.shape[1] // CHUNK_SIZE)
-    return torch.empty((num_places, num_chunks * 2), dtype=torch.float32, device=rows.device)
 
+    def allocate(is_needed: bool, width: int):
+        return torch.empty((num_places, width), dtype=torch.float32, device=rows.device) if is_needed else None
 
-def pointers(values: dict) -> dict:
-    """Returns the kernel arguments of seeds, temperature and the filters."""
-    return {f"{name}_ptr": values[name] for name in ("seeds", "temperature", "top_k", "top_p", "min_p")}
+    return Scratch(
+        torch.empty((num_levels * num_places, num_slices(values, rows)), dtype=torch.int64, device=rows.device),
+        allocate(_needs_summary(values), num_chunks * (NUM_LANES + 2)),
+        allocate(values.get("return_logprobs", False), num_chunks * 2),
+        allocate(_needs_summary(values), 2 * NUM_TOKENS_GATHERED),
+    )
 
 
 def constants(values: dict, rows: torch.Tensor) -> dict:
