@@ -67,9 +67,8 @@ def main() -> None:
         print(f"{name:10} {num_files:3} files {num_imports:4} imports among them")
     total = sum(kernels.values(), Counter())
     largest = max(kernels, key=lambda name: kernels[name].total())
-    print(
-        f"{len(kernels)} kernels take {total.total()} arguments {dict(total)}; the most: {largest}, {kernels[largest].total()}"
-    )
+    print(f"{len(kernels)} kernels take {total.total()} arguments, {dict(total)}")
+    print(f"the most: {largest}, {kernels[largest].total()}")
     print(f"{_num_lines(OPS, ROOT / 'reference')} lines of eagle_kernels/ops and reference")
     print(f"{sum(page.stat().st_size for page in (ROOT / 'eagle_kernels').rglob('API.md'))} bytes of API pages")
 
