@@ -31,7 +31,7 @@ KERNEL_FILES = sources(PACKAGE / "ops") + sources(PACKAGE / "primitives")
 # of which the caller says by prefetch_* that the kernel before does not write it
 READ_EARLY = {"few_rows": "weight", "many_rows": "weight"}
 # kernels that read before they wait what the kernel directly before them, of the same op, never writes
-READ_BEFORE = {"merge_shares": {"page_indptr_ptr", "lengths_ptr", "qo_indptr_ptr", "plan_ptr"}}
+READ_BEFORE = {"merge_shares": {"lengths", "qo_indptr"}}
 
 
 def parse(path: Path) -> ast.Module:
@@ -347,9 +347,20 @@ def test_launches_are_by_keyword(path):
             assert len(node.args) == 3, f"{path}:{node.lineno}"
 
 
-def named_pointers(statements: list[ast.stmt]) -> set[str]:
+def named_pointers(kernel: ast.FunctionDef, statements: list[ast.stmt]) -> set[str]:
+    """Pointers, fields of bundles, and bundles handed on: parameters without a type, of which fields are read."""
     nodes = [node for statement in statements for node in ast.walk(statement)]
-    return {node.id for node in nodes if isinstance(node, ast.Name) and node.id.endswith("_ptr")}
+    untyped = {parameter.arg for parameter in kernel.args.args if parameter.annotation is None}
+    methods = {id(node.func) for node in ast.walk(kernel) if isinstance(node, ast.Call)}
+    fields = [
+        node
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in untyped and id(node) not in methods
+    ]
+    bundles, read = {node.value.id for node in fields}, {id(node.value) for node in fields}
+    named = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in read}
+    pointers = {name for name in named if name.endswith("_ptr") or name in bundles}
+    return pointers | {node.attr for node in nodes if node in fields}
 
 
 def stores(statements: list[ast.stmt]) -> set[str]:
@@ -369,7 +380,7 @@ def test_kernels_first_wait_for_the_kernel_before(path):
         first, *others = [ast.unparse(statement) for statement in body]
         if path.stem in READ_BEFORE:
             until = 1 + others.index("await_predecessor(ENABLE_PDL)")
-            assert named_pointers(body[:until]) == READ_BEFORE[path.stem], f"{path}:{function.lineno}"
+            assert named_pointers(function, body[:until]) == READ_BEFORE[path.stem], f"{path}:{function.lineno}"
             assert not stores(body[:until]), f"{path}:{function.lineno}"
             continue
         if path.stem not in READ_EARLY:
@@ -378,7 +389,7 @@ def test_kernels_first_wait_for_the_kernel_before(path):
         told = f"PREFETCH_{READ_EARLY[path.stem].upper()}"
         assert first == f"await_predecessor(ENABLE_PDL and (not {told}))", f"{path}:{function.lineno}"
         until = 1 + others.index(f"await_predecessor(ENABLE_PDL and {told})")
-        pointers = named_pointers(body[1:until])
+        pointers = named_pointers(function, body[1:until])
         named = {pointer.split("_")[0] for pointer in pointers}
         assert named == {READ_EARLY[path.stem]}, f"{path}:{function.lineno} reads {pointers} early"
         assert not stores(body[1:until]), f"{path}:{function.lineno}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 
@@ -45,7 +46,7 @@ def assert_in_bounds():
             store(self, pointers, value, mask, *rest)
 
     def looking_call(self, *args, **arguments):
-        spans[:] = [_span(name, value) for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+        spans[:] = [_span(*each) for each in _tensors(arguments)]
         call(self, *args, **arguments)
         if outside:
             distances = [(min(abs(outside[0] - first), abs(outside[0] - stop)), name) for name, first, stop in spans]
@@ -59,6 +60,15 @@ def assert_in_bounds():
     finally:
         InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
         GridExecutor.__call__ = call
+
+
+def _tensors(arguments: dict) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each argument, and of those in bundles."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, tuple):
+            yield from _tensors({f"{name}.{field}": member for field, member in value._asdict().items()})
 
 
 def _span(name: str, tensor: torch.Tensor) -> tuple[str, int, int]:

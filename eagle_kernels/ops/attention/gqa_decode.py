@@ -5,14 +5,9 @@ Computes
     the last is the query's own. Flash-Decoding: the keys of the batch are cut into even chunks, one for each program
     that runs at once (shared/chunks.py), a request's part of a chunk is attended with an online softmax, and partial
     results merge by their log-sum-exp.
-    soft_cap: logits become soft_cap * tanh(logits / soft_cap), with an error of about soft_cap * 1e-7. window: only the
-    last `window` slots are seen. sinks: a logit per query head that takes probability and has no value (gpt-oss).
-    k_scale, v_scale: factors, at least 0, of the cached keys and values. lse: log of the sum of exp(logits), with the
-    sink.
 Invariants
-    A request without keys has output 0 and lse -inf (or its sink). Slots past the end or before the window are not
-    read, nor are pages outside the pool; page ids of seen slots must lie within it. NaN in a query or in a seen key
-    stays in its request and KV head.
+    Slots past the end or before the window are not read. NaN in a query or in a seen key stays in its request and KV
+    head.
     deterministic: bits depend on the request's own query, keys and length alone, not on the batch, on padding, or on
     the size of the page table; they are those of a tree's node in tree_attention, whose draft block is in the pool.
     Otherwise they also depend on the lengths of the batch, or its plan, which decide how keys are cut. A plan of other
@@ -139,14 +134,12 @@ def gqa_decode(
         3.0
     """
     values = locals()
-    contracted = contract(values)
-    out = check.allocate("gqa_decode", contracted, out)
-    device = query.device
+    out = check.allocate("gqa_decode", contract(values), out)
     launch_attention(
         "gqa_decode",
         values,
         out,
-        tuned=tuning.row(TUNING, device),
+        tuned=tuning.row(TUNING, query.device),
         num_query=1,
         # the newest token is a draft block of one, as it is for the root of a tree
         num_drafts=1 if deterministic else 0,

@@ -5,13 +5,9 @@ Computes
     of its keys: with n queries and m keys, query i is at position m - n + i, and sees the keys up to its own
     (is_causal) or all. FlashAttention (arXiv 2205.14135, 2307.08691): a program keeps a tile of query rows and reads
     the keys once, tile by tile; only tiles on the diagonal and at the edge of a window are masked.
-    soft_cap, sinks, k_scale, v_scale, lse: as in gqa_decode. window: a query at position p sees keys at positions above
-    p - window.
 Invariants
-    A row that sees no key (there are more queries than keys) has output 0 and lse -inf (or its sink). Keys that no row
-    of a tile sees are not read. Of a request of more than max_query queries the first max_query are attended, and give
-    what they give where all are; rows of no request are not written. A row's bits depend on its own request and on
-    max_query alone.
+    Keys that no row of a tile sees are not read. Of a request of more than max_query queries the first max_query give
+    what they give where all are attended. A row's bits depend on its own request and on max_query alone.
 Grid
     (row tiles of all requests, Hkv), one program attends a tile of (token, head of the group) rows of one KV head. The
     host knows only how many tiles there are at most, one more than whole ones for each request; programs find theirs by
@@ -31,12 +27,13 @@ import torch
 from ...primitives import paging
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
-from ...runtime.language import is_interpreting, tl, triton
-from ...runtime.launch import launch, launcher
+from ...runtime.language import tl, triton
+from ...runtime.launch import bundle, launch, launcher
 from .shared import paged_cache
-from .shared.attention import Output, Pool, Queries, Span, attend, request_rows
-from .shared.batch import Batch
+from .shared.attention import Output, Pool, Queries, Span, attend
+from .shared.batch import Batch, Shape, request_rows
 from .shared.columns import load_columns, scale_columns, store_columns
+from .shared.share import Inputs
 from .shared.softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes
 
 # See `split_attention`. The first entry is taken whose from_rows rows for a KV head a request has: two
@@ -45,7 +42,7 @@ _ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, 
 _FEW = {"from_rows": 0, "min_rows": 32, "max_rows": 32}
 _AMD = _ROW | {"tile_bytes": 8192}  # with more, heads past 128 spill half a kB a thread
 # requests that a program looks at at once
-BLOCK_BATCH = 32
+BLOCK_BATCH = tl.constexpr(32)
 TUNING = {
     "default": (_ROW, _ROW | _FEW),
     "sm_90": (_ROW | {"num_stages": 3}, _ROW | _FEW | {"num_stages": 3}),
@@ -55,23 +52,14 @@ TUNING = {
 
 
 @triton.jit
-def _find_tile(
-    qo_indptr_ptr,
-    number,
-    batch_size,
-    num_query,
-    num_rows,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-):
+def _find_tile(batch, number, GROUP_SIZE: tl.constexpr, BLOCK_ROW: tl.constexpr):
     """Returns (request int64, tile of its rows) of a tile among those of all requests; past the last, batch_size."""
     request, before = tl.zeros([], tl.int64), tl.zeros([], tl.int32)
     stop = before + 0x7FFFFFFF  # of the request's tiles
-    for start in range(0, batch_size, BLOCK_BATCH):
+    for start in range(0, batch.batch_size, BLOCK_BATCH):
         each = start + tl.arange(0, BLOCK_BATCH)
-        is_live = each < batch_size
-        _, num_tokens = request_rows(qo_indptr_ptr, each, num_query, num_rows, is_live)
+        is_live = each < batch.batch_size
+        _, num_tokens = request_rows(batch.lengths.qo_indptr, each, batch.num_query, batch.num_rows, is_live)
         stops = before + tl.cumsum(tl.cdiv(num_tokens * GROUP_SIZE, BLOCK_ROW))
         request += tl.sum((is_live & (stops <= number)).to(tl.int32))
         stop = tl.minimum(stop, tl.min(tl.where(stops > number, stops, 0x7FFFFFFF)))
@@ -81,26 +69,15 @@ def _find_tile(
 
 @triton.jit(
     do_not_specialize=[
-        "batch_size", "table_size", "num_pages", "num_query", "num_rows", "num_keys", "window",
-        "stride_page_table_request", "stride_k", "stride_v", "stride_query",
+        "batch_size", "table_size", "num_pages", "num_query", "num_rows", "window",
+        "stride_page_table_request", "stride_k_page", "stride_v_page", "stride_query",
     ]
 )  # fmt: skip
 def _prefill_attention_kernel(
-    # inputs
-    query_ptr,
-    qo_indptr_ptr,
-    k_ptr,
-    v_ptr,
+    inputs,
+    lengths,
     key_indptr_ptr,
-    page_table_ptr,
-    page_indptr_ptr,
-    lengths_ptr,
-    sinks_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    # outputs
-    output_ptr,
-    lse_ptr,
+    out,
     # sizes
     scale,
     soft_cap,
@@ -110,42 +87,30 @@ def _prefill_attention_kernel(
     num_pages,
     num_query,
     num_rows,
-    num_keys,
     stride_page_table_request,
-    stride_k,
-    stride_v,
+    stride_k_page,
+    stride_v_page,
     stride_query,
-    GROUP_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
+    SHAPE: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    IS_WIDENED: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
+    GROUP_SIZE: tl.constexpr = SHAPE.GROUP_SIZE
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
     kv_head = tl.program_id(1)
-    request, row_tile = _find_tile(
-        qo_indptr_ptr, tl.program_id(0), batch_size, num_query, num_rows, GROUP_SIZE=GROUP_SIZE, BLOCK_ROW=BLOCK_ROW,
-        BLOCK_BATCH=BLOCK_BATCH,
-    )  # fmt: skip
+    batch = Batch(lengths, stride_page_table_request, table_size, batch_size, num_query, num_rows, 0, None)
+    request, row_tile = _find_tile(batch, tl.program_id(0), GROUP_SIZE, BLOCK_ROW)
     if request < batch_size:
-        first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
-        if PAGE_SIZE == 0:
-            first_page, length = request_rows(key_indptr_ptr, request, num_keys, num_keys, True)
+        first_row, num_tokens = request_rows(lengths.qo_indptr, request, num_query, num_rows, True)
+        if SHAPE.PAGE_SIZE == 0:  # num_pages: of one key each
+            first_page, length = request_rows(key_indptr_ptr, request, num_pages, num_pages, True)
         else:
-            batch = Batch(
-                page_indptr_ptr, lengths_ptr, None, stride_page_table_request, table_size, batch_size, num_query,
-                num_rows, 0, None,
-            )  # fmt: skip
-            first_page, _, length = paged_cache.request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
-        if k_scale_ptr is not None and not ONE_SCALE:
+            first_page, _, length = paged_cache.request_pages(batch, request, True, SHAPE.PAGE_SIZE)
+        page_table_ptr = inputs.kv_indices if inputs.block_table is None else inputs.block_table
+        k_scale_ptr, v_scale_ptr = inputs.k_scale, inputs.v_scale
+        if k_scale_ptr is not None and not SHAPE.ONE_SCALE:
             k_scale_ptr += kv_head
             v_scale_ptr += kv_head
 
@@ -154,12 +119,12 @@ def _prefill_attention_kernel(
         head = kv_head * GROUP_SIZE + row % GROUP_SIZE
         is_row = token < num_tokens
         query_row = (first_row + token) * stride_query + head
-        query = load_columns(query_ptr, query_row, is_row, HEAD_DIM, BLOCK_DIM)
+        query = load_columns(inputs.query, query_row, is_row, HEAD_DIM)
 
         # positions of the tile's first and last row decide what is read, and what needs no mask
         last_token = tl.minimum(((row_tile + 1) * BLOCK_ROW - 1) // GROUP_SIZE, num_tokens - 1)
         # queries past max_query are not attended, but their keys exist
-        _, num_queries = request_rows(qo_indptr_ptr, request, num_rows, num_rows, True)
+        _, num_queries = request_rows(lengths.qo_indptr, request, num_rows, num_rows, True)
         num_before = length - num_queries
         first_position, last_position = num_before + row_tile * BLOCK_ROW // GROUP_SIZE, num_before + last_token
         begin = tl.zeros([], tl.int32)
@@ -170,24 +135,26 @@ def _prefill_attention_kernel(
         if window is not None:
             # queries before the first key are at positions below 0, where the largest window would wrap around
             begin = tl.minimum(tl.maximum(tl.maximum(first_position, 0) - window + 1, 0), stop)
-        query, logit_scale = match_keys(query, scale, k_scale_ptr, k_ptr.dtype.element_ty)
+        query, logit_scale = match_keys(query, scale, k_scale_ptr, inputs.k_cache.dtype.element_ty)
         row_max, row_sum, accumulator = attend(
             Queries(query, logit_scale, num_before + token, last_slot, None, 0, soft_cap),
-            Pool(k_ptr, v_ptr, page_table_ptr, first_page, num_pages, stride_k, stride_v, kv_head),
+            Pool(
+                inputs.k_cache, inputs.v_cache, page_table_ptr, first_page, num_pages, stride_k_page, stride_v_page,
+                kv_head,
+            ),
             Span(begin, stop, common_stop, window, last_position, 0, None),
-            start_rows(BLOCK_ROW, HEAD_DIM, BLOCK_DIM),
-            IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
-            BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
+            start_rows(BLOCK_ROW, HEAD_DIM),
+            SHAPE,
         )  # fmt: skip
         if v_scale_ptr is not None:
             accumulator = scale_columns(accumulator, tl.load(v_scale_ptr))
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+        if inputs.sinks is not None:
+            sink = tl.load(inputs.sinks + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
             row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
         output, lse = finish_rows(row_max, row_sum, accumulator)
-        output_row = (first_row + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
-        tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
-        store_columns(output_ptr, output_row, is_row, output, HEAD_DIM)
+        output_row = (first_row + token) * (SHAPE.NUM_KV_HEADS * GROUP_SIZE) + head
+        tl.store(out.lse + output_row, lse * 0.6931471805599453, mask=is_row)
+        store_columns(out.output, output_row, is_row, output, HEAD_DIM)
 
 
 def contract(values: dict) -> Output:
@@ -199,7 +166,7 @@ def contract(values: dict) -> Output:
     batch_size = paged_cache.check_bounds(args, args.size("T"))
     if args.exactly_one("key", "k_cache") == "k_cache":
         paged_cache.check_cache(args, query.dtype, batch_size)
-        unused = ("value", "key_indptr")
+        extra = ("value", "key_indptr")
     else:
         paged_cache.check_head_dim(args)
         for name in ("key", "value"):
@@ -209,17 +176,8 @@ def contract(values: dict) -> Output:
         args.tensor("key_indptr", (batch_size + 1,), check.INTEGER, optional=True)
         if values["key_indptr"] is None and args.size("Tk") != args.size("T"):
             args.fail("key_indptr", "be given where the numbers of keys and queries differ", None)
-        unused = (
-            "v_cache",
-            "block_table",
-            "seq_lens",
-            "kv_indptr",
-            "kv_indices",
-            "last_page_len",
-            "k_scale",
-            "v_scale",
-        )
-    for name in unused:
+        extra = ("v_cache", "block_table", "seq_lens", "kv_indptr", "kv_indices", "last_page_len", "k_scale", "v_scale")
+    for name in extra:
         if values[name] is not None:
             args.fail(name, f"not be given with {'key' if values['key'] is not None else 'k_cache'}", "a tensor")
     paged_cache.check_logits(args)
@@ -321,61 +279,45 @@ def prefill_attention(
         [0.0, 1.0, 2.0]
     """
     values = locals()
-    contracted = contract(values)
-    out = check.allocate("prefill_attention", contracted, out)
+    out = check.allocate("prefill_attention", contract(values), out)
     device, (num_heads, head_dim) = query.device, query.shape[1:]
     batch_size = len(qo_indptr) - 1
-    if key is None:
-        cache = paged_cache.cache_arguments(values)
-        cache |= {"k_ptr": cache.pop("k_cache_ptr"), "v_ptr": cache.pop("v_cache_ptr"), "num_keys": 0}
-        cache |= {"stride_k": cache.pop("stride_k_page"), "stride_v": cache.pop("stride_v_page")}
-    else:
-        cache = dict.fromkeys(("page_table_ptr", "page_indptr_ptr", "lengths_ptr")) | {
-            "k_ptr": key,
-            "v_ptr": value,
-            "stride_k": key.stride(0) // head_dim,
-            "stride_v": None if value.stride(0) == key.stride(0) else value.stride(0) // head_dim,
-            "stride_page_table_request": 0,
-            "table_size": 0,
-            "num_pages": 0,
-            "num_keys": len(key),
-            "PAGE_SIZE": 0,
-            "NUM_KV_HEADS": key.shape[1],
-            "HEAD_DIM": head_dim,
-            "IS_CSR": False,
-        }
-    group_size = num_heads // cache["NUM_KV_HEADS"]
+    keys = (k_cache, v_cache) if key is None else (key, value)
+    page_size, num_kv_heads = k_cache.shape[1:3] if key is None else (0, key.shape[1])
+    group_size = num_heads // num_kv_heads
     num_rows = max_query * group_size
     tuned = next(row for row in tuning.row(TUNING, device) if num_rows >= row["from_rows"])
-    tiles = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
-    most_tiles = batch_size * triton.cdiv(num_rows, tiles["BLOCK_ROW"])
-    num_tiles = min(most_tiles, len(query) * group_size // tiles["BLOCK_ROW"] + batch_size)
+    block_row, block_key = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
+    most_tiles = batch_size * triton.cdiv(num_rows, block_row)
+    num_tiles = min(most_tiles, len(query) * group_size // block_row + batch_size)
     launch(
         "prefill_attention",
         _prefill_attention_kernel,
-        (num_tiles, cache["NUM_KV_HEADS"]),
-        query_ptr=query,
-        qo_indptr_ptr=qo_indptr,
+        (num_tiles, num_kv_heads),
+        inputs=bundle(Inputs, values)._replace(k_cache=keys[0], v_cache=keys[1]),
+        lengths=bundle(paged_cache.Lengths, values),
         key_indptr_ptr=qo_indptr if key_indptr is None else key_indptr,
-        sinks_ptr=sinks,
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
-        output_ptr=out.output,
-        lse_ptr=out.lse,
+        out=out,
         scale=(head_dim**-0.5 if sm_scale is None else sm_scale) * LOG2_E,
         soft_cap=None if soft_cap is None else float(soft_cap),
         window=window,
         batch_size=batch_size,
         num_query=max_query,
         num_rows=len(query),
+        **paged_cache.cache_arguments(*keys, kv_indices if block_table is None else block_table),
         stride_query=query.stride(0) // head_dim,
-        GROUP_SIZE=group_size,
+        SHAPE=Shape(
+            GROUP_SIZE=group_size,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=page_size,
+            DRAFTS="",
+            ONE_SCALE=k_scale is None or len(k_scale) == 1,
+            SHARE_TILES=0,
+            BLOCK_KEY=block_key,
+        ),
         IS_CAUSAL=is_causal,
-        IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
-        ONE_SCALE=k_scale is None or len(k_scale) == 1,
-        BLOCK_BATCH=BLOCK_BATCH,
-        **cache,
-        **tiles,
+        BLOCK_ROW=block_row,
         **tuning.compiler_options(tuned),
     )
     return out

@@ -8,19 +8,13 @@ Computes
     no mask, and partial results merge by their log-sum-exp. One op for the target's verification (Nk = Nq = N nodes),
     for the draft's own levels (Nq = K beams see Nk = level * K keys; all of them share one reading of the prefix), and
     for chains.
-    soft_cap, sinks, k_scale, v_scale: as in gqa_decode; the scales are those of the pool, separate draft keys have
-    none. window: a row at position p sees keys at positions above p - window; siblings share a position.
 Invariants
-    A row that sees no key has output 0 and lse -inf (or its sink). Slots past the end are not read, nor those that a
-    row right after the prefix would not see for its window, nor pages outside the pool; page ids of the other slots of
-    the prefix must lie within it. Values of draft keys must be finite, seen or not. NaN in a query or in a key that is
-    read stays in its request and KV head.
-    Ragged: of a request of more than max_query rows, the first max_query are attended, and see as many draft keys at
-    most; rows of no request are not written.
+    Slots past the end are not read, nor those that a row right after the prefix would not see for its window. NaN in a
+    query or in a key that is read stays in its request and KV head. Of a request of more than max_query rows, the first
+    max_query are attended, and see as many draft keys at most.
     deterministic: as in gqa_decode; bits do not depend on Nq, on other rows' masks, or on the number of rows either.
     With draft keys in the pool, a row has the bits of gqa_decode over the prefix and the draft keys that it sees, side
     by side (shared/paths.py): a node those of plain decoding along its path.
-    plan: as in gqa_decode.
 Grid
     (Hkv * row tiles, chunks), one program attends a tile of (token, head of the group) rows of one KV head to a chunk.
     deterministic: (.., shares), one program attends it to a share (shared/ordered.py); past 65535, shares take two
@@ -270,11 +264,8 @@ def tree_attention(
         [2.0, 3.0, 4.0]
     """
     values = locals()
-    contracted = contract(values)
-    out = check.allocate("tree_attention", contracted, out)
-    device = query.device
+    out = check.allocate("tree_attention", contract(values), out)
     num_query = query.shape[1] if qo_indptr is None else max_query
-    drafts = "beside" if draft_key is not None else "behind" if kv_indptr is None else "counted"
     launch_attention(
         "tree_attention",
         values,
@@ -282,6 +273,6 @@ def tree_attention(
         tuned=_choose_tuning(values, num_query),
         num_query=num_query,
         num_drafts=num_query if num_draft_keys is None else num_draft_keys,
-        drafts=drafts,
+        drafts="beside" if draft_key is not None else "behind" if kv_indptr is None else "counted",
     )
     return out

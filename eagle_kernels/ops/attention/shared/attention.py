@@ -26,8 +26,7 @@ class Output(NamedTuple):
 class Pool(NamedTuple):
     """The keys and values of one head and request as a program reads them: in pages, or in rows one after another.
 
-    Without pages (PAGE_SIZE 0) a slot is a row: first_page is the request's first row, and the strides are those of a
-    row.
+    Without a page table a slot is a row: first_page is the request's first row, and the strides are those of a row.
     """
 
     key_ptr: Any
@@ -69,23 +68,13 @@ class Span(NamedTuple):
 
 
 @triton.jit
-def attend(
-    queries,
-    pool,
-    span,
-    state,
-    IS_WIDENED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
+def attend(queries, pool, span, state, SHAPE: tl.constexpr):
     """Returns the rows' state (row_max, row_sum, accumulator) after the span.
 
     Tiles come in the order of their slots and begin at multiples of BLOCK_KEY: the other slots of a tile, and what
     other rows see of them, do not change a row's bits.
     """
+    BLOCK_KEY: tl.constexpr = SHAPE.BLOCK_KEY
     row_max, row_sum, accumulator = state
     begin = span.first // BLOCK_KEY * BLOCK_KEY
     whole_from = span.first  # tiles between these two need no mask
@@ -93,31 +82,33 @@ def attend(
     if span.window is not None:
         # not below 0, where the largest window would wrap around
         whole_from = tl.maximum(whole_from, tl.maximum(span.last_position, 0) - span.window + 1 - span.origin)
-    page = _load_page(pool, span, begin, PAGE_SIZE, BLOCK_KEY)
+    page = _load_page(pool, span, begin, SHAPE)
     for start in range(begin, span.stop, BLOCK_KEY):
-        is_read = _may_read(pool, span, page, start, PAGE_SIZE, BLOCK_KEY)
-        key_row, value_row = _find_rows(pool, page, start, PAGE_SIZE, NUM_KV_HEADS, BLOCK_KEY)
+        is_read = _may_read(pool, span, page, start, SHAPE)
+        key_row, value_row = _find_rows(pool, page, start, SHAPE)
         # one tile ahead: otherwise every tile would wait for its pages before it could load its keys
-        page = _load_page(pool, span, start + BLOCK_KEY, PAGE_SIZE, BLOCK_KEY)
-        key = load_columns(pool.key_ptr, key_row.to(tl.int64), is_read, HEAD_DIM, BLOCK_DIM)
-        value = load_columns(pool.value_ptr, value_row.to(tl.int64), is_read, HEAD_DIM, BLOCK_DIM)
+        page = _load_page(pool, span, start + BLOCK_KEY, SHAPE)
+        key = load_columns(pool.key_ptr, key_row.to(tl.int64), is_read, SHAPE.HEAD_DIM)
+        value = load_columns(pool.value_ptr, value_row.to(tl.int64), is_read, SHAPE.HEAD_DIM)
         key = convert_columns(key, queries.query[0].dtype)
         value = convert_columns(value, queries.query[0].dtype)
-        logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap, IS_WIDENED)
+        logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
         if (start < whole_from) | (start + BLOCK_KEY > whole_until):
-            is_seen = _visible(queries, pool, span, start, PAGE_SIZE, BLOCK_KEY)
+            is_seen = _visible(queries, pool, span, start, SHAPE)
             logits = tl.where(is_seen, logits, float("-inf"))
-        row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED)
+        row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator)
     return row_max, row_sum, accumulator
 
 
 @triton.jit
-def _load_page(pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
+def _load_page(pool, span, start, SHAPE: tl.constexpr):
     """Returns the page id int32 of the tile of slots from `start` on; where tiles may cross pages, one for each slot.
 
     It is -1 where there is nothing to read.
     """
-    if PAGE_SIZE == 0:
+    PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
+    BLOCK_KEY: tl.constexpr = SHAPE.BLOCK_KEY
+    if pool.page_table_ptr is None:
         return tl.zeros([], tl.int32)
     else:
         table_ptr = pool.page_table_ptr + pool.first_page
@@ -143,34 +134,36 @@ def _in_span(span, slot):
 
 
 @triton.jit
-def _may_read(pool, span, page, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
+def _may_read(pool, span, page, start, SHAPE: tl.constexpr):
     """Returns bool [KEY]: slots of the span whose pages lie in the pool; keys and values of others count as 0."""
-    slot = start + tl.arange(0, BLOCK_KEY)
-    if PAGE_SIZE == 0:
+    slot = start + tl.arange(0, SHAPE.BLOCK_KEY)
+    if pool.page_table_ptr is None:
         return _in_span(span, slot)
     else:
         # one comparison: negative ids are large
         is_page = page.to(tl.uint32) < pool.num_pages.to(tl.uint32)
-        if PAGE_SIZE >= BLOCK_KEY:
+        if SHAPE.PAGE_SIZE >= SHAPE.BLOCK_KEY:
             return _in_span(span, slot) & is_page
         else:
             return is_page
 
 
 @triton.jit
-def _find_rows(pool, page, start, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr):
+def _find_rows(pool, page, start, SHAPE: tl.constexpr):
     """Returns where the keys and the values of the tile lie, uint32 [KEY] in rows of HEAD_DIM.
 
     `check_row_strides` ensures that 32 bits are enough.
     """
+    PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
+    BLOCK_KEY: tl.constexpr = SHAPE.BLOCK_KEY
     lane = tl.arange(0, BLOCK_KEY)
-    if PAGE_SIZE == 0:
+    if pool.page_table_ptr is None:
         place, row = (pool.first_page + start + lane).to(tl.uint32), pool.kv_head
     else:
         place = page.to(tl.uint32)
         # with small pages the same in every tile, so that it is computed once
         slot_of_page = lane % PAGE_SIZE if PAGE_SIZE < BLOCK_KEY else start % PAGE_SIZE + lane
-        row = slot_of_page * NUM_KV_HEADS + pool.kv_head
+        row = slot_of_page * SHAPE.NUM_KV_HEADS + pool.kv_head
     key_row = place * pool.stride_key + row
     if pool.stride_value is None:
         return key_row, key_row
@@ -179,15 +172,15 @@ def _find_rows(pool, page, start, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.cons
 
 
 @triton.jit
-def _visible(queries, pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
+def _visible(queries, pool, span, start, SHAPE: tl.constexpr):
     """Returns bool [ROW, KEY]: which rows see which slots of the tile that begins at `start`."""
-    slot = start + tl.arange(0, BLOCK_KEY)
+    slot = start + tl.arange(0, SHAPE.BLOCK_KEY)
     # read again: most tiles need no mask, and so no page here
-    page = _load_page(pool, span, start, PAGE_SIZE, BLOCK_KEY)
-    is_slot = _may_read(pool, span, page, start, PAGE_SIZE, BLOCK_KEY)
+    page = _load_page(pool, span, start, SHAPE)
+    is_slot = _may_read(pool, span, page, start, SHAPE)
     is_seen = is_slot[None, :]
     if queries.mask_ptr is not None:
-        is_seen &= _unpacked(queries, start - span.common_stop, BLOCK_KEY) | (slot < span.common_stop)[None, :]
+        is_seen &= _unpacked(queries, start - span.common_stop, SHAPE.BLOCK_KEY) | (slot < span.common_stop)[None, :]
     elif queries.last_slot is not None:
         is_seen &= slot[None, :] <= queries.last_slot[:, None]
     if span.window is not None:
@@ -216,15 +209,3 @@ def _unpacked(queries, first_bit, BLOCK_KEY: tl.constexpr):
     if BLOCK_KEY > 32:
         half = tl.where((lane < 32)[None, :], half, (word >> 32).to(tl.int32)[:, None])
     return (half << (31 - lane % 32)[None, :]) < 0
-
-
-@triton.jit
-def request_rows(qo_indptr_ptr, request, num_query, num_rows, is_live):
-    """Returns (first row int64 of the flat [rows, heads], tokens int32) of a request's queries; none if not live."""
-    if qo_indptr_ptr is None:
-        return request * num_query, num_query
-    else:
-        first = tl.load(qo_indptr_ptr + request, mask=is_live, other=0).to(tl.int64)
-        last = tl.load(qo_indptr_ptr + request + 1, mask=is_live, other=0).to(tl.int64)
-        first = tl.minimum(tl.maximum(first, 0), num_rows)
-        return first, tl.minimum(tl.maximum(tl.minimum(last, num_rows), first) - first, num_query).to(tl.int32)

@@ -8,50 +8,23 @@ afterwards.
 
 from __future__ import annotations
 
-import torch
-
 from ....primitives.dependent_launch import await_predecessor
 from ....runtime import target, tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
-from .attention import request_rows
-from .batch import Batch, slot_range
+from .batch import Batch, request_rows, slot_range
 from .cuts import BLOCK_SLOTS, chunk_span, count_blocks, cut_slot, find_block, find_cut
-from .merge_shares import launch_merge
-from .share import Inputs, Keys, Outputs, Sizes, attend_share, finish_share
+from .merge_shares import allocate_partial, launch_merge
+from .share import SIZES, Keys, Sizes, attend_share, finish_share
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch_size", "table_size", "num_pages", "num_query", "num_rows", "num_drafts", "num_words", "num_chunks",
-        "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page",
-        "stride_query_batch", "stride_query_token", "stride_draft_key_batch", "stride_draft_key_token",
-        "stride_draft_value_batch", "stride_draft_value_token",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*SIZES, "num_chunks"])
 def _attention_kernel(
-    # inputs
-    query_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    tree_mask_ptr,
-    draft_key_ptr,
-    draft_value_ptr,
-    qo_indptr_ptr,
-    positions_ptr,
-    key_positions_ptr,
-    page_table_ptr,
-    page_indptr_ptr,
-    lengths_ptr,
-    plan_ptr,
-    sinks_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
+    inputs,
+    lengths,
     # outputs
-    output_ptr,
-    lse_ptr,
-    partial_output_ptr,
-    partial_lse_ptr,
+    out,
+    partial,
     # sizes
     scale,
     soft_cap,
@@ -74,79 +47,52 @@ def _attention_kernel(
     stride_draft_key_token,
     stride_draft_value_batch,
     stride_draft_value_token,
-    GROUP_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    IS_WIDENED: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
+    SHAPE: tl.constexpr,
     LEAST_BLOCKS: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Attends one tile of rows of one KV head to one chunk of the keys."""
     await_predecessor(ENABLE_PDL)
-    kv_head = tl.program_id(0) % NUM_KV_HEADS
-    row_tile = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % SHAPE.NUM_KV_HEADS
+    row_tile = tl.program_id(0) // SHAPE.NUM_KV_HEADS
     chunk = tl.program_id(1)
-    batch = Batch(
-        page_indptr_ptr, lengths_ptr, qo_indptr_ptr, stride_page_table_request, table_size, batch_size, num_query,
-        num_rows, num_drafts, reach,
-    )  # fmt: skip
-    inputs = Inputs(
-        query_ptr, k_cache_ptr, v_cache_ptr, tree_mask_ptr, draft_key_ptr, draft_value_ptr, positions_ptr,
-        key_positions_ptr, page_table_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    )  # fmt: skip
+    batch = Batch(lengths, stride_page_table_request, table_size, batch_size, num_query, num_rows, num_drafts, reach)
     sizes = Sizes(
         scale, soft_cap, window, num_pages, num_words, stride_k_page, stride_v_page, stride_query_batch,
         stride_query_token, stride_draft_key_batch, stride_draft_key_token, stride_draft_value_batch,
         stride_draft_value_token,
     )  # fmt: skip
-    cut = find_cut(
-        batch, plan_ptr, num_chunks, LEAST_BLOCKS=LEAST_BLOCKS, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY,
-        PAGE_SIZE=PAGE_SIZE, IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
-    )  # fmt: skip
-    block, chunk_stop = chunk_span(cut, chunk)
-    request, first_block = find_block(
-        batch, plan_ptr, block, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE, IS_CSR=IS_CSR,
-        BLOCK_BATCH=BLOCK_BATCH,
-    )  # fmt: skip
+    block, chunk_stop = chunk_span(find_cut(batch, num_chunks, LEAST_BLOCKS, SHAPE, BLOCK_BATCH), chunk)
+    request, first_block = find_block(batch, block, SHAPE, BLOCK_BATCH)
     while (block < chunk_stop) & (request < batch_size):
-        first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        first, prefix, stop = slot_range(batch, request, SHAPE)
         stop_block = first_block + count_blocks(first, stop)
-        if plan_ptr is not None:
-            stop_block = tl.load(plan_ptr + request + 1)
+        if lengths.plan is not None:
+            stop_block = tl.load(lengths.plan + request + 1)
         is_first, is_last = block <= first_block, stop_block <= chunk_stop
-        _, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
-        if row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE:
-            begin, share_stop = cut_slot(first, stop, block - first_block, BLOCK_KEY), stop
+        _, num_tokens = request_rows(lengths.qo_indptr, request, num_query, num_rows, True)
+        if row_tile * BLOCK_ROW < num_tokens * SHAPE.GROUP_SIZE:
+            begin, share_stop = cut_slot(first, stop, block - first_block, SHAPE.BLOCK_KEY), stop
             if not is_last:
-                share_stop = tl.minimum(cut_slot(first, stop, chunk_stop - first_block, BLOCK_KEY), stop)
+                share_stop = tl.minimum(cut_slot(first, stop, chunk_stop - first_block, SHAPE.BLOCK_KEY), stop)
             pool_stop = share_stop
-            if DRAFTS == "beside":
+            if SHAPE.DRAFTS == "beside":
                 pool_stop = tl.minimum(share_stop, prefix)
             # The same row in every request, which the compiler must not see: it would compute the addresses of a whole
             # tile of rows once for the loop, and keep them in registers that the inner loop needs.
             first_row = tl.where(block < stop_block, row_tile * BLOCK_ROW, 0)
             rows, state = attend_share(
-                inputs, sizes, batch, request, kv_head,
-                row=first_row, row_stop=None, path_token=None,
+                inputs, sizes, batch, request, kv_head, row=first_row, row_stop=None, path_token=None,
                 keys=Keys(begin, share_stop, first, prefix, pool_stop, None),
-                GROUP_SIZE=GROUP_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE,
-                IS_CSR=IS_CSR, DRAFTS=DRAFTS, IS_WIDENED=IS_WIDENED, ONE_SCALE=ONE_SCALE, HAS_PATHS=False,
-                BLOCK_ROW=BLOCK_ROW, BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM, BLOCK_NODE=0,
+                SHAPE=SHAPE, BLOCK_ROW=BLOCK_ROW, BLOCK_NODE=0,
             )  # fmt: skip
             # a chunk has two places for parts of requests: that in which it begins, and that in which it ends
             place = 2 * chunk + is_first.to(tl.int32)
             finish_share(
-                inputs, Outputs(output_ptr, lse_ptr, partial_output_ptr, partial_lse_ptr), rows, state,
-                rows.is_row & is_first, place.to(tl.int64) * num_query, is_first & is_last,
-                NUM_HEADS=NUM_KV_HEADS * GROUP_SIZE, HEAD_DIM=HEAD_DIM,
+                inputs, out, partial, rows, state, rows.is_row & is_first, place.to(tl.int64) * num_query,
+                is_first & is_last, SHAPE=SHAPE,
             )  # fmt: skip
         block, first_block = stop_block, stop_block
         request += 1
@@ -168,22 +114,21 @@ def count_chunks(batch_size: int, num_tiles: int, num_processors: int, programs:
     return next((number for number in numbers if number % (16 * batch_size) == 0), next(alike, most))
 
 
-def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_drafts_beside: int) -> None:
+def launch_chunks(op: str, arguments: dict, tuned: dict, *, most_drafts_beside: int) -> None:
     """Launches the attention and, where a request can have several parts, their merge.
 
-    arguments: of the kernel, but those that are found here. cache: `cache_arguments`. tuned: the op's tuning row.
-    most_drafts_beside: slots of a request that are not in the pool.
+    arguments: of the kernel, but those that are found here. tuned: the op's tuning row. most_drafts_beside: slots of a
+    request that are not in the pool.
     """
-    device = arguments["output_ptr"].device
-    num_heads, head_dim = arguments["output_ptr"].shape[-2:]
-    batch_size, num_query = arguments["batch_size"], arguments["num_query"]
-    num_tiles = cache["NUM_KV_HEADS"] * triton.cdiv(num_query * arguments["GROUP_SIZE"], arguments["BLOCK_ROW"])
+    lengths, shape, batch_size = (arguments[name] for name in ("lengths", "SHAPE", "batch_size"))
+    device = arguments["out"].output.device
+    num_tiles = shape.NUM_KV_HEADS * triton.cdiv(arguments["num_query"] * shape.GROUP_SIZE, arguments["BLOCK_ROW"])
     least_blocks = max(1, tuned["share_keys"] // BLOCK_SLOTS)
     # the most blocks that these page tables have room for; in the CSR form all requests share them
-    slots = cache["table_size"] * cache["PAGE_SIZE"]
+    slots = arguments["table_size"] * shape.PAGE_SIZE
     each = triton.cdiv(slots, BLOCK_SLOTS) + triton.cdiv(most_drafts_beside, BLOCK_SLOTS) + (most_drafts_beside > 0)
     most_blocks = batch_size * max(each, 1)
-    if cache["IS_CSR"]:
+    if lengths.kv_indptr is not None:
         most_blocks = min(most_blocks, each + batch_size * (1 + triton.cdiv(most_drafts_beside, BLOCK_SLOTS)))
     num_processors = target.num_multiprocessors(device)
     num_chunks = count_chunks(batch_size, num_tiles, num_processors, tuned["programs"])
@@ -193,12 +138,8 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
     num_chunks = min(num_chunks, triton.cdiv(most_blocks, least_blocks))
     has_parts = num_chunks > 1 and each > 1
     if not has_parts:
-        arguments["plan_ptr"] = None  # no request is cut then, whatever a plan says
-    partial_shape = (2 * num_chunks if has_parts else 0, num_query, num_heads)
-    partial = {
-        "partial_output_ptr": torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=device),
-        "partial_lse_ptr": torch.empty(partial_shape, dtype=torch.float32, device=device),
-    }
+        arguments["lengths"] = lengths._replace(plan=None)  # no request is cut then, whatever a plan says
+    arguments["partial"] = allocate_partial(arguments, 2 * num_chunks if has_parts else 0)
     launch(
         op,
         _attention_kernel,
@@ -207,20 +148,13 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
         LEAST_BLOCKS=least_blocks,
         BLOCK_BATCH=1 if batch_size == 1 else 32 if batch_size <= 32 else 128,  # one request looks for no others
         **arguments,
-        **cache,
-        **partial,
         **tuning.compiler_options(tuned),
     )
     if has_parts:
         # about as many parts at once as a request has, or all of one alone; more of them leave room for fewer rows
         alone = count_chunks(1, num_tiles, num_processors, tuned["programs"])
-        rows, parts = (4, 16) if num_query > 1 or alone <= 16 else (1, 32)
+        rows, parts = (4, 16) if arguments["num_query"] > 1 or alone <= 16 else (1, 32)
         if num_chunks <= 4 * batch_size:
             rows, parts = 4, 4
-        cutting = {
-            "plan_ptr": arguments["plan_ptr"],
-            "LEAST_BLOCKS": least_blocks,
-            "BLOCK_BATCH": 1 if batch_size == 1 else 128,
-            "SHARE_TILES": 0,
-        }
-        launch_merge(op, num_chunks, rows, parts, arguments | cache | partial, cutting)
+        cutting = {"LEAST_BLOCKS": least_blocks, "BLOCK_BATCH": 1 if batch_size == 1 else 128}
+        launch_merge(op, num_chunks, rows, parts, arguments, **cutting)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from ....runtime.language import constexpr_function, next_power_of_2, tl, triton
 
 
+@constexpr_function
 def first_columns(head_dim: int) -> int:
-    """Returns BLOCK_DIM, the width of the first part; where that is less than `head_dim`, a second one follows."""
+    """Returns the width of the first part; where that is less than `head_dim`, a second one follows."""
     half = next_power_of_2(head_dim) // 2
     return half if rest_columns(head_dim, half) < half else max(16, 2 * half)
 
@@ -22,18 +23,19 @@ def num_columns(head_dim: int) -> int:
 
 
 @constexpr_function
-def rest_columns(head_dim: int, block_dim: int) -> int:
-    """Returns the width of the second part after one of block_dim columns; 0 if there is none."""
-    return max(32, 1 << (head_dim - block_dim - 1).bit_length()) if head_dim > block_dim else 0
+def rest_columns(head_dim: int, first: int) -> int:
+    """Returns the width of the second part after one of `first` columns; 0 if there is none."""
+    return max(32, 1 << (head_dim - first - 1).bit_length()) if head_dim > first else 0
 
 
 @triton.jit
-def load_columns(head_ptr, row, is_row, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def load_columns(head_ptr, row, is_row, HEAD_DIM: tl.constexpr):
     """Returns the parts of the rows int64 [ROW] of HEAD_DIM elements at head_ptr; zeros where is_row is False."""
-    first = _load_part(head_ptr, row, is_row, 0, HEAD_DIM, BLOCK_DIM)
-    REST: tl.constexpr = rest_columns(HEAD_DIM, BLOCK_DIM)
+    FIRST: tl.constexpr = first_columns(HEAD_DIM)
+    REST: tl.constexpr = rest_columns(HEAD_DIM, FIRST)
+    first = _load_part(head_ptr, row, is_row, 0, HEAD_DIM, FIRST)
     if REST > 0:
-        return (first, _load_part(head_ptr, row, is_row, BLOCK_DIM, HEAD_DIM, REST))
+        return (first, _load_part(head_ptr, row, is_row, FIRST, HEAD_DIM, REST))
     else:
         return (first,)
 

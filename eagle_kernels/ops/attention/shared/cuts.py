@@ -28,28 +28,18 @@ def count_blocks(first, stop):
 
 
 @triton.jit
-def _block_stops(
-    batch,
-    plan_ptr,
-    start,
-    before,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-):
+def _block_stops(batch, start, before, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
     """Returns where the blocks of BLOCK_BATCH requests from `start` on end, in the order of the whole batch.
 
     before: how many blocks the requests before have; a plan knows that by itself.
     """
     request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
     is_live = request < batch.batch_size
-    if plan_ptr is None:
-        first, _, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    if batch.lengths.plan is None:
+        first, _, stop = slot_range(batch, request, SHAPE)
         return before + tl.cumsum(tl.where(is_live, count_blocks(first, stop), 0))
     else:
-        return tl.load(plan_ptr + request + 1, mask=is_live, other=0)
+        return tl.load(batch.lengths.plan + request + 1, mask=is_live, other=0)
 
 
 class Cut(NamedTuple):
@@ -97,49 +87,24 @@ def _cut(total, num_chunks, LEAST_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def find_cut(
-    batch,
-    plan_ptr,
-    num_chunks,
-    LEAST_BLOCKS: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-):
+def find_cut(batch, num_chunks, LEAST_BLOCKS: tl.constexpr, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
     """Returns how the blocks of the batch are cut, see `_cut`."""
     total = tl.zeros([], tl.int32)
-    if plan_ptr is None:
+    if batch.lengths.plan is None:
         for start in range(0, batch.batch_size, BLOCK_BATCH):
-            stops = _block_stops(
-                batch, plan_ptr, start, total, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
-                IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
-            )  # fmt: skip
+            stops = _block_stops(batch, start, total, SHAPE, BLOCK_BATCH)
             total = tl.max(stops)
     else:
-        total = tl.load(plan_ptr + batch.batch_size)
+        total = tl.load(batch.lengths.plan + batch.batch_size)
     return _cut(total, num_chunks, LEAST_BLOCKS)
 
 
 @triton.jit
-def find_block(
-    batch,
-    plan_ptr,
-    block,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-):
+def find_block(batch, block, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
     """Returns (request int64, its first block) of a block; request batch_size if there are fewer blocks."""
     request, first_block, before = tl.zeros([], tl.int64), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for start in range(0, batch.batch_size, BLOCK_BATCH):
-        stops = _block_stops(
-            batch, plan_ptr, start, before, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
-            IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
-        )  # fmt: skip
+        stops = _block_stops(batch, start, before, SHAPE, BLOCK_BATCH)
         is_passed = (stops <= block) & (start + tl.arange(0, BLOCK_BATCH) < batch.batch_size)
         request += tl.sum(is_passed.to(tl.int32))
         first_block = tl.maximum(first_block, tl.max(tl.where(is_passed, stops, 0)))
@@ -148,33 +113,19 @@ def find_block(
 
 
 @triton.jit
-def find_parts(
-    batch,
-    plan_ptr,
-    request,
-    num_chunks,
-    LEAST_BLOCKS: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-):
+def find_parts(batch, request, num_chunks, LEAST_BLOCKS: tl.constexpr, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
     """Returns (the chunk in which a request begins, in how many it is), also of a malformed plan chunks that exist."""
     begin, stop, total = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    if plan_ptr is None:
+    if batch.lengths.plan is None:
         for start in range(0, batch.batch_size, BLOCK_BATCH):
-            stops = _block_stops(
-                batch, plan_ptr, start, total, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
-                IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
-            )  # fmt: skip
+            stops = _block_stops(batch, start, total, SHAPE, BLOCK_BATCH)
             other = start + tl.arange(0, BLOCK_BATCH)
             begin = tl.maximum(begin, tl.max(tl.where(other < request, stops, 0)))
             stop = tl.maximum(stop, tl.max(tl.where(other <= request, stops, 0)))
             total = tl.max(stops)
     else:
-        begin, stop = tl.load(plan_ptr + request), tl.load(plan_ptr + request + 1)
-        total = tl.load(plan_ptr + batch.batch_size)
+        begin, stop = tl.load(batch.lengths.plan + request), tl.load(batch.lengths.plan + request + 1)
+        total = tl.load(batch.lengths.plan + batch.batch_size)
     cut = _cut(total, num_chunks, LEAST_BLOCKS)
     first = tl.minimum(tl.maximum(chunk_of(cut, begin), 0), num_chunks - 1)
     return first, tl.minimum(chunk_of(cut, stop - 1) - first + 1, num_chunks - first)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from ....primitives.dependent_launch import await_predecessor
 from ....runtime import tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
-from .attention import request_rows
-from .batch import Batch
+from .attention import Output
+from .batch import Batch, request_rows
+from .columns import first_columns
 from .cuts import find_parts
 from .ordered_shares import count_shares_before, request_shares
 from .softmax import finish_rows, merge_rows, start_rows
@@ -16,33 +19,22 @@ from .softmax import finish_rows, merge_rows, start_rows
 COLUMNS = 128
 # of what the kernel of the shares takes
 MERGE_TAKES = (
-    "page_indptr_ptr", "lengths_ptr", "qo_indptr_ptr", "partial_output_ptr", "partial_lse_ptr", "output_ptr", "lse_ptr",
-    "stride_page_table_request", "table_size", "batch_size", "num_query", "num_rows", "num_drafts", "reach", "DRAFTS",
-    "BLOCK_KEY", "PAGE_SIZE", "IS_CSR", "HEAD_DIM",
+    "lengths", "partial", "out", "table_size", "batch_size", "num_query", "num_rows", "num_drafts", "reach", "SHAPE",
 )  # fmt: skip
 # programs: of all requests together
 MERGE_TUNING = {"default": {"programs": 2048, "num_warps": 4}}
 
 
 @triton.jit(
-    do_not_specialize=[
-        "stride_page_table_request", "table_size", "batch_size", "num_query", "num_rows", "num_drafts", "reach",
-        "num_shares",
-    ]
-)  # fmt: skip
+    do_not_specialize=["table_size", "batch_size", "num_query", "num_rows", "num_drafts", "reach", "num_shares"]
+)
 def _merge_kernel(
     # inputs
-    page_indptr_ptr,
-    lengths_ptr,
-    qo_indptr_ptr,
-    plan_ptr,
-    partial_output_ptr,
-    partial_lse_ptr,
+    lengths,
+    partial,
     # outputs
-    output_ptr,
-    lse_ptr,
+    out,
     # sizes
-    stride_page_table_request,
     table_size,
     batch_size,
     num_query,
@@ -50,15 +42,9 @@ def _merge_kernel(
     num_drafts,
     reach,
     num_shares,
+    SHAPE: tl.constexpr,
     LEAST_BLOCKS: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
-    SHARE_TILES: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_MERGED: tl.constexpr,
     BLOCK_PART: tl.constexpr,
@@ -67,27 +53,24 @@ def _merge_kernel(
     """Merges the shares of a request that has several, BLOCK_MERGED rows (token, head) at a time, some columns each.
 
     Which shares they are follows from the lengths, which the attention before does not write: they are found while it
-    ends. SHARE_TILES: of shares that follow from positions; 0 for even chunks.
+    ends.
     """
-    IS_ORDERED: tl.constexpr = SHARE_TILES > 0
+    IS_ORDERED: tl.constexpr = SHAPE.SHARE_TILES > 0
+    NUM_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS * SHAPE.GROUP_SIZE
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
     request = tl.program_id(0).to(tl.int64)
-    batch = Batch(
-        page_indptr_ptr, lengths_ptr, qo_indptr_ptr, stride_page_table_request, table_size, batch_size, num_query,
-        num_rows, num_drafts, reach,
-    )  # fmt: skip
-    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
+    # no page is looked up
+    batch = Batch(lengths, 0, table_size, batch_size, num_query, num_rows, num_drafts, reach)
+    first_row, num_tokens = request_rows(lengths.qo_indptr, request, num_query, num_rows, True)
     begin = tl.zeros([], tl.int32)
     if IS_ORDERED:
-        first_share, num_parts = request_shares(batch, request, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-        before = count_shares_before(batch, request, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        first_share, num_parts = request_shares(batch, request, SHAPE)
+        before = count_shares_before(batch, request, SHAPE)
         # malformed tables may name more shares than there are: theirs was not stored
         num_parts = tl.minimum(num_parts, num_shares - before)
         begin = -(first_share % BLOCK_PART)  # the same are merged at once wherever a window lets a request begin
     else:
-        before, num_parts = find_parts(
-            batch, plan_ptr, request, num_shares, LEAST_BLOCKS=LEAST_BLOCKS, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY,
-            PAGE_SIZE=PAGE_SIZE, IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
-        )  # fmt: skip
+        before, num_parts = find_parts(batch, request, num_shares, LEAST_BLOCKS, SHAPE, BLOCK_BATCH)
     await_predecessor(ENABLE_PDL)
     if num_parts > 1:
         column = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
@@ -95,7 +78,7 @@ def _merge_kernel(
         for tile in range(tl.program_id(1), tl.cdiv(num_tokens * NUM_HEADS, BLOCK_MERGED), tl.num_programs(1)):
             row = tile * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
             is_row = row < num_tokens * NUM_HEADS
-            row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM, BLOCK_DIM)
+            row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
             for start in range(begin, num_parts, BLOCK_PART):
                 part = start + tl.arange(0, BLOCK_PART)
                 is_part = is_row[:, None] & ((part >= 0) & (part < num_parts))[None, :]
@@ -103,33 +86,42 @@ def _merge_kernel(
                 if not IS_ORDERED:  # see `chunks.py`: the last part of a chunk, and then the first ones
                     place = 2 * place + (part == 0).to(tl.int32)
                 place = place.to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
-                lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
+                lse = tl.load(partial.lse + place, mask=is_part, other=float("-inf"))
                 output = tl.load(
-                    partial_output_ptr + place[:, :, None] * HEAD_DIM + column[None, None, :],
+                    partial.output + place[:, :, None] * HEAD_DIM + column[None, None, :],
                     mask=is_part[:, :, None] & is_column[None, None, :], other=0.0,
                 )  # fmt: skip
                 row_max, row_sum, accumulator = merge_rows(row_max, row_sum, accumulator, lse, output)
             output, lse = finish_rows(row_max, row_sum, accumulator)
             output_row = first_row * NUM_HEADS + row
-            tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row & (tl.program_id(2) == 0))
+            tl.store(out.lse + output_row, lse * 0.6931471805599453, mask=is_row & (tl.program_id(2) == 0))
             tl.store(
-                output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
-                output[0].to(output_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
+                out.output + output_row[:, None] * HEAD_DIM + column[None, :],
+                output[0].to(out.output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
             )  # fmt: skip
 
 
-def launch_merge(op: str, num_shares: int, num_merged: int, num_parts: int, arguments: dict, cutting: dict) -> None:
-    """Launches the merge of the partial results of at most num_shares shares into `output_ptr` and `lse_ptr`.
+def allocate_partial(arguments: dict, num_places: int) -> Output:
+    """Allocates the results of parts, fp32 [places, tokens, heads, D], and their log-sum-exp."""
+    *_, num_heads, head_dim = arguments["out"].output.shape
+    shape, device = (num_places, arguments["num_query"], num_heads), arguments["out"].output.device
+    return Output(
+        torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def launch_merge(op: str, num_shares: int, num_merged: int, num_parts: int, arguments: dict, **cutting: int) -> None:
+    """Launches the merge of the partial results of at most num_shares shares into `out`.
 
     num_merged, num_parts: rows (token, head), and parts of each, that are merged at once. arguments: those that the
-    kernel of the shares took. cutting: how it cut the keys; by even chunks, or by positions alone (SHARE_TILES).
+    kernel of the shares took. cutting: its LEAST_BLOCKS, and the BLOCK_BATCH to find even chunks with.
     """
-    output = arguments["output_ptr"]
-    num_heads, head_dim = output.shape[-2:]
+    *_, num_heads, head_dim = arguments["out"].output.shape
     num_requests = arguments["batch_size"]
-    merging = tuning.row(MERGE_TUNING, output.device)
+    merging = tuning.row(MERGE_TUNING, arguments["out"].output.device)
     row_tiles = triton.cdiv(arguments["num_query"] * num_heads, num_merged)
-    block_dim = min(arguments["BLOCK_DIM"], COLUMNS)
+    block_dim = min(first_columns(head_dim), COLUMNS)
     launch(
         op,
         _merge_kernel,
@@ -139,7 +131,6 @@ def launch_merge(op: str, num_shares: int, num_merged: int, num_parts: int, argu
             triton.cdiv(head_dim, block_dim),
         ),
         num_shares=num_shares,
-        NUM_HEADS=num_heads,
         BLOCK_DIM=block_dim,
         BLOCK_MERGED=num_merged,
         BLOCK_PART=num_parts,

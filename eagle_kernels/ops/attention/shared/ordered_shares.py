@@ -43,44 +43,28 @@ def count_ordered_shares(num_tiles: int, base_tiles: int) -> int:
 
 
 @triton.jit
-def request_shares(
-    batch,
-    request,
-    BASE_TILES: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-):
+def request_shares(batch, request, SHAPE: tl.constexpr):
     """Returns (first share, number of shares) of a request, or of each of several.
 
     The first share is not 0 where a window lets no row see the keys before. There is at least one share, since a
     program has to write the outputs.
     """
-    first, _, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-    first_tile = first // BLOCK_KEY
-    first_share = ordered_share_of(first_tile, BASE_TILES)
-    last_share = ordered_share_of(tl.maximum(tl.cdiv(stop, BLOCK_KEY) - 1, first_tile), BASE_TILES)
+    first, _, stop = slot_range(batch, request, SHAPE)
+    first_tile = first // SHAPE.BLOCK_KEY
+    first_share = ordered_share_of(first_tile, SHAPE.SHARE_TILES)
+    last_share = ordered_share_of(tl.maximum(tl.cdiv(stop, SHAPE.BLOCK_KEY) - 1, first_tile), SHAPE.SHARE_TILES)
     return first_share, tl.where(request < batch.batch_size, last_share - first_share + 1, 0)
 
 
 @triton.jit
-def find_share(
-    batch,
-    share,
-    BASE_TILES: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-):
+def find_share(batch, share, SHAPE: tl.constexpr):
     """Returns (request int64, which of its shares) of share number `share`; request batch_size if there are fewer."""
     found = tl.zeros([], tl.int64)
     passed = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int32)
     for start in range(0, batch.batch_size, BLOCK_BATCH):
         request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-        _, shares = request_shares(batch, request, BASE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        _, shares = request_shares(batch, request, SHAPE)
         is_passed = (before + tl.cumsum(shares) <= share) & (request < batch.batch_size)
         found += tl.sum(is_passed.to(tl.int32))
         passed += tl.sum(tl.where(is_passed, shares, 0))
@@ -89,38 +73,21 @@ def find_share(
 
 
 @triton.jit
-def count_shares_before(
-    batch,
-    request,
-    BASE_TILES: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-):
+def count_shares_before(batch, request, SHAPE: tl.constexpr):
     """Returns how many shares the requests before one have."""
     before = tl.zeros([], tl.int32)
     for start in range(0, request, BLOCK_BATCH):
         other = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-        _, shares = request_shares(batch, other, BASE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        _, shares = request_shares(batch, other, SHAPE)
         before += tl.sum(tl.where(other < request, shares, 0))
     return before
 
 
 @triton.jit
-def find_path_share(
-    batch,
-    request,
-    number,
-    BASE_TILES: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-):
+def find_path_share(batch, request, number, SHAPE: tl.constexpr):
     """Returns (share, which of the request's) of an ordered share: `number` after that in which the prefix ends."""
-    before = count_shares_before(batch, request, BASE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-    first, prefix, _ = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-    first_share = ordered_share_of(first // BLOCK_KEY, BASE_TILES)
-    index = ordered_share_of(prefix // BLOCK_KEY, BASE_TILES) - first_share + number
+    before = count_shares_before(batch, request, SHAPE)
+    first, prefix, _ = slot_range(batch, request, SHAPE)
+    first_share = ordered_share_of(first // SHAPE.BLOCK_KEY, SHAPE.SHARE_TILES)
+    index = ordered_share_of(prefix // SHAPE.BLOCK_KEY, SHAPE.SHARE_TILES) - first_share + number
     return before + index, index

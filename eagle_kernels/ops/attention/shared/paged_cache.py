@@ -9,6 +9,8 @@ given:
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ....primitives.fp8 import FP8, check_target
@@ -24,20 +26,32 @@ from ....runtime import check
 from ....runtime.language import tl, triton
 
 
+class Lengths(NamedTuple):
+    """Pointers to the op's arguments of these names: how many rows and keys requests have; None: not given."""
+
+    qo_indptr: Any
+    seq_lens: Any
+    kv_indptr: Any
+    last_page_len: Any
+    plan: Any
+
+
 @triton.jit
-def request_pages(batch, request, is_live, PAGE_SIZE: tl.constexpr, IS_CSR: tl.constexpr):
+def request_pages(batch, request, is_live, PAGE_SIZE: tl.constexpr):
     """Returns where the page ids of a request start, how many there are, and how many slots are filled.
 
     It does so for one request or for several. batch: a `batch.Batch`. Requests that are not live have no page.
     """
-    length = tl.load(batch.lengths_ptr + request, mask=is_live, other=0).to(tl.int64)
-    if IS_CSR:
-        first = tl.load(batch.page_indptr_ptr + request, mask=is_live, other=0).to(tl.int64)
-        last = tl.load(batch.page_indptr_ptr + request + 1, mask=is_live, other=0).to(tl.int64)
+    lengths = batch.lengths
+    if lengths.kv_indptr is not None:
+        length = tl.load(lengths.last_page_len + request, mask=is_live, other=0).to(tl.int64)
+        first = tl.load(lengths.kv_indptr + request, mask=is_live, other=0).to(tl.int64)
+        last = tl.load(lengths.kv_indptr + request + 1, mask=is_live, other=0).to(tl.int64)
         first = tl.minimum(tl.maximum(first, 0), batch.table_size)
         count = tl.maximum(tl.minimum(last, batch.table_size) - first, 0)
         length += (count - 1) * PAGE_SIZE
     else:
+        length = tl.load(lengths.seq_lens + request, mask=is_live, other=0).to(tl.int64)
         first = request * batch.stride_page_table_request
         count = tl.where(is_live, batch.table_size, 0).to(tl.int64)
     length = tl.maximum(tl.minimum(length, count * PAGE_SIZE), 0)
@@ -181,26 +195,15 @@ def check_plan(args: check.Arguments, batch_size: int) -> None:
     args.tensor("plan", (batch_size + 1,), (torch.int32,), optional=True)
 
 
-def cache_arguments(values: dict) -> dict:
-    """Returns the launch arguments that describe a checked cache and its page table."""
-    k_cache, v_cache, block_table = values["k_cache"], values["v_cache"], values["block_table"]
-    num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
-    is_csr = block_table is None
-    table = values["kv_indices"] if is_csr else block_table
+def cache_arguments(key: torch.Tensor, value: torch.Tensor, table: torch.Tensor | None) -> dict:
+    """Returns the launch arguments that describe checked keys and values, in pages of a table or in rows (None)."""
+    head_dim, is_paged = key.shape[-1], table is not None
+    stride_k, stride_v = key.stride(0) // head_dim, value.stride(0) // head_dim
     return {
-        "k_cache_ptr": k_cache,
-        "v_cache_ptr": v_cache,
-        "page_table_ptr": table,
-        "page_indptr_ptr": values["kv_indptr"],
-        "lengths_ptr": values["last_page_len"] if is_csr else values["seq_lens"],
-        "stride_k_page": k_cache.stride(0) // head_dim,
-        "stride_v_page": None if v_cache.stride(0) == k_cache.stride(0) else v_cache.stride(0) // head_dim,
-        "stride_page_table_request": 0 if is_csr else block_table.stride(0),
+        "stride_k_page": stride_k,
+        "stride_v_page": None if stride_v == stride_k else stride_v,
+        "stride_page_table_request": table.stride(0) if is_paged and table.dim() == 2 else 0,
         # a pool without pages has no slots
-        "table_size": table.shape[-1] if num_pages else 0,
-        "num_pages": num_pages,
-        "PAGE_SIZE": page_size,
-        "NUM_KV_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "IS_CSR": is_csr,
+        "table_size": table.shape[-1] if is_paged and len(key) else 0,
+        "num_pages": len(key),
     }

@@ -14,27 +14,14 @@ from .softmax import add_tile, multiply_keys
 
 
 @triton.jit
-def attend_path(
-    queries,
-    pool,
-    span,
-    state,
-    mask_ptr,
-    num_drafts,
-    IS_WIDENED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-):
+def attend_path(queries, pool, span, state, mask_ptr, num_drafts, SHAPE: tl.constexpr, BLOCK_NODE: tl.constexpr):
     """Returns the state (row_max, row_sum, accumulator) of one node's rows after places span.first..span.stop - 1.
 
     Place p of its path is slot p up to common_stop; then come the drafts that it sees by its words at mask_ptr, in
     ascending order. first is a multiple of BLOCK_KEY; origin: slots before it are not read; positions_ptr: of the
     drafts, for a window; None: they are their places.
     """
+    BLOCK_KEY: tl.constexpr = SHAPE.BLOCK_KEY
     row_max, row_sum, accumulator = state
     lane, node = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_NODE)
     word = tl.load(mask_ptr + node // 64, mask=(node < num_drafts) & (node // 64 < queries.num_words), other=0)
@@ -47,18 +34,18 @@ def attend_path(
         draft = tl.sum(tl.where(is_found, node[None, :], 0), axis=1)
         slot = tl.where(place < span.common_stop, place, span.common_stop + draft)
         is_read = (place >= span.origin) & (place < path_stop)
-        page = tl.load(pool.page_table_ptr + pool.first_page + slot // PAGE_SIZE, mask=is_read, other=-1)
+        page = tl.load(pool.page_table_ptr + pool.first_page + slot // SHAPE.PAGE_SIZE, mask=is_read, other=-1)
         is_read &= (page >= 0) & (page < pool.num_pages)
-        page, row = page.to(tl.int64), slot % PAGE_SIZE * NUM_KV_HEADS + pool.kv_head
+        page, row = page.to(tl.int64), slot % SHAPE.PAGE_SIZE * SHAPE.NUM_KV_HEADS + pool.kv_head
         key_row = page * pool.stride_key + row
         value_row = key_row
         if pool.stride_value is not None:
             value_row = page * pool.stride_value + row
-        key = load_columns(pool.key_ptr, key_row, is_read, HEAD_DIM, BLOCK_DIM)
-        value = load_columns(pool.value_ptr, value_row, is_read, HEAD_DIM, BLOCK_DIM)
+        key = load_columns(pool.key_ptr, key_row, is_read, SHAPE.HEAD_DIM)
+        value = load_columns(pool.value_ptr, value_row, is_read, SHAPE.HEAD_DIM)
         key = convert_columns(key, queries.query[0].dtype)
         value = convert_columns(value, queries.query[0].dtype)
-        logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap, IS_WIDENED)
+        logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
         is_seen = is_read[None, :]
         if span.window is not None:
             position = place
@@ -68,5 +55,5 @@ def attend_path(
                 position = tl.where(is_draft, given, place)
             is_seen &= queries.position[:, None] - position[None, :] < span.window
         logits = tl.where(is_seen, logits, float("-inf"))
-        row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED)
+        row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator)
     return row_max, row_sum, accumulator

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ....runtime.language import tl, triton
-from .attention import Pool, Queries, Span, attend, request_rows
+from .attention import Pool, Queries, Span, attend
+from .batch import Batch, request_rows
 from .columns import load_columns, scale_columns, store_columns
 from .paged_cache import request_pages
 from .paths import attend_path
@@ -17,29 +18,21 @@ from .softmax import add_sink, finish_rows, match_keys, start_rows
 
 
 class Inputs(NamedTuple):
-    """Pointers to what the op was given; None where it has none."""
+    """Pointers to the op's arguments of these names; None: not given."""
 
     query: Any
     k_cache: Any
     v_cache: Any
+    block_table: Any
+    kv_indices: Any
+    sinks: Any
+    k_scale: Any
+    v_scale: Any
     tree_mask: Any
     draft_key: Any
     draft_value: Any
     positions: Any
     key_positions: Any
-    page_table: Any
-    sinks: Any
-    k_scale: Any
-    v_scale: Any
-
-
-class Outputs(NamedTuple):
-    """Pointers to results, and to those of parts: partial_output [places, tokens, heads, HEAD_DIM] and their lse."""
-
-    output: Any
-    lse: Any
-    partial_output: Any
-    partial_lse: Any
 
 
 class Sizes(NamedTuple):
@@ -58,6 +51,10 @@ class Sizes(NamedTuple):
     stride_draft_key_token: Any
     stride_draft_value_batch: Any
     stride_draft_value_token: Any
+
+
+# of both attention kernels, for do_not_specialize
+SIZES = [*Sizes._fields, *Batch._fields[1:]]
 
 
 class Keys(NamedTuple):
@@ -94,46 +91,41 @@ def attend_share(
     row_stop,
     path_token,
     keys,
-    GROUP_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    IS_WIDENED: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
-    HAS_PATHS: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
 ):
     """Returns (Rows, their state (row_max, row_sum, accumulator)) after the Keys.
 
-    row: the first of the BLOCK_ROW rows of `request`. With HAS_PATHS those from row_stop on do not count, and the slots
-    from pool_stop on are read along the path of the token path_token, if it is at least 0.
+    row: the first of the BLOCK_ROW rows of `request`. BLOCK_NODE above 0: those from row_stop on do not count, and the
+    slots from pool_stop on are read along the path of the token path_token, if it is at least 0.
     """
-    first_row, num_tokens = request_rows(batch.qo_indptr_ptr, request, batch.num_query, batch.num_rows, True)
-    first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
+    GROUP_SIZE: tl.constexpr = SHAPE.GROUP_SIZE
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    BLOCK_KEY: tl.constexpr = SHAPE.BLOCK_KEY
+    qo_indptr_ptr = batch.lengths.qo_indptr
+    first_row, num_tokens = request_rows(qo_indptr_ptr, request, batch.num_query, batch.num_rows, True)
+    first_page, _, _ = request_pages(batch, request, True, SHAPE.PAGE_SIZE)
+    page_table_ptr = inputs.kv_indices if inputs.block_table is None else inputs.block_table
     k_scale_ptr, v_scale_ptr = inputs.k_scale, inputs.v_scale
-    if k_scale_ptr is not None and not ONE_SCALE:
+    if k_scale_ptr is not None and not SHAPE.ONE_SCALE:
         k_scale_ptr += kv_head
         v_scale_ptr += kv_head
     row += tl.arange(0, BLOCK_ROW)
     token = row // GROUP_SIZE
     head = kv_head * GROUP_SIZE + row % GROUP_SIZE
-    is_row = row < row_stop if HAS_PATHS else token < num_tokens  # the second form spares registers
+    is_row = row < row_stop if BLOCK_NODE > 0 else token < num_tokens  # the second form spares registers
     query_row = (first_row + token) * sizes.stride_query_token + head
-    if batch.qo_indptr_ptr is None:
+    if qo_indptr_ptr is None:
         query_row = request * sizes.stride_query_batch + token.to(tl.int64) * sizes.stride_query_token + head
-    query = load_columns(inputs.query, query_row, is_row, HEAD_DIM, BLOCK_DIM)
+    query = load_columns(inputs.query, query_row, is_row, HEAD_DIM)
 
-    mask_ptr, last_draft, last_slot, positions_of_drafts_ptr = None, None, None, None
+    mask_ptr, last_draft, last_slot, draft_positions_ptr = None, None, None, None
     # without a draft block the query is in the last slot
     position = keys.prefix - 1 + token * 0
-    if DRAFTS != "":
+    if SHAPE.DRAFTS != "":
         num_keys = batch.num_drafts
-        if batch.qo_indptr_ptr is not None:
+        if qo_indptr_ptr is not None:
             num_keys = num_tokens
         last_draft = token + (num_keys - num_tokens)
         last_slot = keys.prefix + last_draft
@@ -143,11 +135,12 @@ def attend_share(
         if inputs.tree_mask is not None:
             # rows that do not exist have the mask of the first one
             mask_ptr = inputs.tree_mask + (first_row + tl.where(is_row, token, 0)) * sizes.num_words
-        if inputs.key_positions is not None:
+        key_positions_ptr = inputs.positions if inputs.key_positions is None else inputs.key_positions
+        if key_positions_ptr is not None:
             first_key = first_row
-            if batch.qo_indptr_ptr is None:
+            if qo_indptr_ptr is None:
                 first_key = request * batch.num_drafts
-            positions_of_drafts_ptr = inputs.key_positions + first_key
+            draft_positions_ptr = key_positions_ptr + first_key
     last_position = tl.zeros([], tl.int32)
     if sizes.window is not None:
         last_position = tl.max(tl.where(is_row, position, 0))
@@ -155,42 +148,34 @@ def attend_share(
     matched, logit_scale = match_keys(query, sizes.scale, k_scale_ptr, inputs.k_cache.dtype.element_ty)
     queries = Queries(matched, logit_scale, position, last_slot, mask_ptr, sizes.num_words, sizes.soft_cap)
     pool = Pool(
-        inputs.k_cache, inputs.v_cache, inputs.page_table, first_page, sizes.num_pages, sizes.stride_k_page,
+        inputs.k_cache, inputs.v_cache, page_table_ptr, first_page, sizes.num_pages, sizes.stride_k_page,
         sizes.stride_v_page, kv_head,
     )  # fmt: skip
     begin, stop, prefix = keys.begin, keys.stop, keys.prefix
     row_max, row_sum, accumulator = attend(
-        queries,
-        pool,
+        queries, pool,
         Span(
-            tl.maximum(begin, keys.first), keys.pool_stop, prefix, sizes.window, last_position, 0,
-            positions_of_drafts_ptr,
+            tl.maximum(begin, keys.first), keys.pool_stop, prefix, sizes.window, last_position, 0, draft_positions_ptr
         ),
-        start_rows(BLOCK_ROW, HEAD_DIM, BLOCK_DIM),
-        IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
-        BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
+        start_rows(BLOCK_ROW, HEAD_DIM), SHAPE,
     )  # fmt: skip
-    if HAS_PATHS:
+    if BLOCK_NODE > 0:
         if path_token >= 0:
             row_max, row_sum, accumulator = attend_path(
-                queries,
-                pool,
+                queries, pool,
                 Span(
                     tl.maximum(begin, keys.pool_stop), stop, prefix, sizes.window, last_position, keys.first,
-                    positions_of_drafts_ptr,
+                    draft_positions_ptr,
                 ),
-                (row_max, row_sum, accumulator),
-                inputs.tree_mask + (first_row + path_token) * sizes.num_words,
-                keys.num_seen_drafts,
-                IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
-                BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM, BLOCK_NODE=BLOCK_NODE,
+                (row_max, row_sum, accumulator), inputs.tree_mask + (first_row + path_token) * sizes.num_words,
+                keys.num_seen_drafts, SHAPE, BLOCK_NODE,
             )  # fmt: skip
     if v_scale_ptr is not None:
         accumulator = scale_columns(accumulator, tl.load(v_scale_ptr))
-    if DRAFTS == "beside":
+    if SHAPE.DRAFTS == "beside":
         drafts_begin = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY
         first_key, first_value = first_row * sizes.stride_draft_key_token, first_row * sizes.stride_draft_value_token
-        if batch.qo_indptr_ptr is None:
+        if qo_indptr_ptr is None:
             first_key = request * sizes.stride_draft_key_batch
             first_value = request * sizes.stride_draft_value_batch
         query, logit_scale = match_keys(query, sizes.scale, None, query[0].dtype)
@@ -202,33 +187,22 @@ def attend_share(
             ),
             Span(
                 tl.maximum(begin - drafts_begin, 0), stop - drafts_begin, prefix * 0, sizes.window, last_position,
-                prefix, positions_of_drafts_ptr,
+                prefix, draft_positions_ptr,
             ),
-            (row_max, row_sum, accumulator),
-            IS_WIDENED=IS_WIDENED, PAGE_SIZE=0, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
-            BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
+            (row_max, row_sum, accumulator), SHAPE,
         )  # fmt: skip
     return Rows(first_row, token, head, is_row, position), (row_max, row_sum, accumulator)
 
 
 @triton.jit
-def finish_share(
-    inputs,
-    outputs,
-    rows,
-    state,
-    is_sink,
-    first_partial_row,
-    is_whole,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
+def finish_share(inputs, out, partial, rows, state, is_sink, first_partial_row, is_whole, SHAPE: tl.constexpr):
     """Stores the rows' output and lse: a result if the share is_whole, else a partial one.
 
     is_sink: the rows to which the logit of their head's sink is added. It is added to a share, not when shares are
     merged, since one more part must not change a row's bits. first_partial_row: the place of the
     request's first token among the partial results.
     """
+    NUM_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS * SHAPE.GROUP_SIZE
     row_max, row_sum, accumulator = state
     if inputs.sinks is not None:
         sink = tl.load(inputs.sinks + rows.head, mask=is_sink, other=float("-inf")).to(tl.float32)
@@ -236,9 +210,9 @@ def finish_share(
     output, lse = finish_rows(row_max, row_sum, accumulator)
     if is_whole:
         output_row = (rows.first + rows.token) * NUM_HEADS + rows.head
-        tl.store(outputs.lse + output_row, lse * 0.6931471805599453, mask=rows.is_row)
-        store_columns(outputs.output, output_row, rows.is_row, output, HEAD_DIM)
+        tl.store(out.lse + output_row, lse * 0.6931471805599453, mask=rows.is_row)
+        store_columns(out.output, output_row, rows.is_row, output, SHAPE.HEAD_DIM)
     else:
         partial_row = (first_partial_row + rows.token) * NUM_HEADS + rows.head
-        tl.store(outputs.partial_lse + partial_row, lse, mask=rows.is_row)
-        store_columns(outputs.partial_output, partial_row, rows.is_row, output, HEAD_DIM)
+        tl.store(partial.lse + partial_row, lse, mask=rows.is_row)
+        store_columns(partial.output, partial_row, rows.is_row, output, SHAPE.HEAD_DIM)

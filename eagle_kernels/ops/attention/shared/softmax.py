@@ -7,22 +7,25 @@ results merge by their log-sum-exp (Flash-Decoding). Inside a program logits are
 
 from __future__ import annotations
 
-from ....runtime.language import next_power_of_2, tl, triton
+from ....runtime.language import is_interpreting, next_power_of_2, tl, triton
 from .columns import convert_columns, first_columns, num_columns, rest_columns, scale_columns
 
 LOG2_E = 1.4426950408889634
+# whose tl.dot takes bfloat16 for integers
+IS_INTERPRETING = tl.constexpr(is_interpreting())
 
 
 @triton.jit
-def start_rows(BLOCK_ROW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def start_rows(BLOCK_ROW: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Returns the state of rows that have seen no key: largest logit, sum of exponentials, weighted sum of values.
 
     The last is a tuple of parts (`columns.py`).
     """
     row_max = tl.full([BLOCK_ROW], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_ROW], tl.float32)
-    first = tl.zeros([BLOCK_ROW, BLOCK_DIM], tl.float32)
-    REST: tl.constexpr = rest_columns(HEAD_DIM, BLOCK_DIM)
+    FIRST: tl.constexpr = first_columns(HEAD_DIM)
+    REST: tl.constexpr = rest_columns(HEAD_DIM, FIRST)
+    first = tl.zeros([BLOCK_ROW, FIRST], tl.float32)
     if REST > 0:
         return row_max, row_sum, (first, tl.zeros([BLOCK_ROW, REST], tl.float32))
     else:
@@ -55,13 +58,13 @@ def match_keys(query, scale, k_scale_ptr, KEY_TYPE: tl.constexpr):
 
 
 @triton.jit
-def multiply_keys(query, key, scale, soft_cap, IS_WIDENED: tl.constexpr):
+def multiply_keys(query, key, scale, soft_cap):
     """Returns (logits [ROW, KEY], factors [ROW] to base 2) of rows of queries and keys, both in parts.
 
     scale [ROW] includes log2(e) and the scale of the keys. soft_cap (or None): logits become soft_cap * tanh(logits /
-    soft_cap). IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
+    soft_cap).
     """
-    if IS_WIDENED:
+    if IS_INTERPRETING and query[0].dtype == tl.bfloat16:
         query, key = convert_columns(query, tl.float32), convert_columns(key, tl.float32)
     logits = tl.dot(query[0], tl.trans(key[0]), input_precision="ieee")
     for index in tl.static_range(1, len(key)):
@@ -74,7 +77,7 @@ def multiply_keys(query, key, scale, soft_cap, IS_WIDENED: tl.constexpr):
 
 
 @triton.jit
-def add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED: tl.constexpr):
+def add_tile(logits, scale, value, row_max, row_sum, accumulator):
     """Returns the state of rows after one more tile: logits [ROW, KEY], -inf for unseen keys, and values in parts.
 
     Values that no row sees must be finite (loaded as 0): their weight is 0, but 0 * NaN is NaN.
@@ -85,7 +88,7 @@ def add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED: tl
     weight = tl.exp2(logits * scale[:, None] - anchor[:, None])
     decay = tl.exp2(row_max - anchor)
     row_sum = row_sum * decay + tl.sum(weight, axis=1)
-    if IS_WIDENED:
+    if IS_INTERPRETING and value[0].dtype == tl.bfloat16:
         value = convert_columns(value, tl.float32)
     weight, sums = weight.to(value[0].dtype), ()
     for index in tl.static_range(len(value)):
@@ -95,7 +98,10 @@ def add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED: tl
 
 @triton.jit
 def _soft_capped(logits, cap):
-    """Returns cap * tanh(logits / cap), from 1 - 2 / (e^2x + 1), which is tanh(x) at both ends."""
+    """Returns cap * tanh(logits / cap), from 1 - 2 / (e^2x + 1), which is tanh(x) at both ends.
+
+    Its error is about cap * 1e-7.
+    """
     power = tl.exp2(logits * (2.0 * 1.4426950408889634 / cap))
     return cap * (1.0 - 2.0 / (power + 1.0))
 
@@ -133,8 +139,8 @@ def merge_rows(row_max, row_sum, accumulator, lse, output):
     return new_max, row_sum, (accumulator[0] * decay[:, None] + tl.sum(weight[:, :, None] * output, axis=1),)
 
 
-def tile_sizes(num_rows: int, head_dim: int, element_bytes: int, tuned: dict) -> dict:
-    """Returns BLOCK_ROW, BLOCK_KEY, BLOCK_DIM for query rows that share a KV head, within an op's tuning row.
+def tile_sizes(num_rows: int, head_dim: int, element_bytes: int, tuned: dict) -> tuple[int, int]:
+    """Returns BLOCK_ROW and BLOCK_KEY for query rows that share a KV head, within an op's tuning row.
 
     A tile of keys takes at most `tile_bytes` of shared memory; fp32 products run on the plain floating-point units,
     where more than 16 rows only cost registers.
@@ -142,8 +148,4 @@ def tile_sizes(num_rows: int, head_dim: int, element_bytes: int, tuned: dict) ->
     # a power of two, as all sizes of tiles
     most_keys = next_power_of_2(tuned["tile_bytes"] // (num_columns(head_dim) * element_bytes) + 1) // 2
     block_row = min(max(tuned["min_rows"], next_power_of_2(num_rows)), tuned["max_rows"])
-    return {
-        "BLOCK_ROW": block_row if element_bytes <= 2 else 16,
-        "BLOCK_KEY": min(max(16, most_keys), 64),
-        "BLOCK_DIM": first_columns(head_dim),
-    }
+    return block_row if element_bytes <= 2 else 16, min(max(16, most_keys), 64)

@@ -7,14 +7,15 @@ the rows of requests that have several parts (`merge_shares.py`).
 
 from __future__ import annotations
 
-import torch
-
 from ....primitives.fp8 import FP8
 from ....runtime import tuning
-from ....runtime.language import is_interpreting
+from ....runtime.launch import bundle
 from . import ordered
+from .attention import Output
+from .batch import Shape
 from .chunks import launch_chunks
-from .paged_cache import cache_arguments
+from .paged_cache import Lengths, cache_arguments
+from .share import Inputs
 from .softmax import LOG2_E, tile_sizes
 
 # A row of an op's TUNING has the compiler's options, and
@@ -26,74 +27,67 @@ from .softmax import LOG2_E, tile_sizes
 def launch_attention(
     op: str,
     values: dict,
-    out: tuple[torch.Tensor, torch.Tensor],
+    out: Output,
     *,
     tuned: dict,
     num_query: int,
     num_drafts: int,
     drafts: str,
 ) -> None:
-    """Launches the attention that an op's checked arguments describe, into `out`, (output, lse).
+    """Launches the attention that an op's checked arguments describe, into `out`.
 
     values: the op's arguments, None where it has none. tuned: the op's tuning row. num_query: tokens of a request, at
     most. num_drafts: draft keys of a request, if ragged at most. drafts: where they are, see `batch.slot_range`.
     """
     query, draft_key, draft_value = values["query"], values.get("draft_key"), values.get("draft_value")
-    positions, tree_mask, key_positions = (values.get(name) for name in ("positions", "tree_mask", "key_positions"))
-    window, k_scale = values["window"], values["k_scale"]
-    num_heads, head_dim = query.shape[-2:]
-    cache = cache_arguments(values)
-    group_size = num_heads // cache["NUM_KV_HEADS"]
-    is_ordered = values["deterministic"]
+    tree_mask, window = values.get("tree_mask"), values["window"]
+    k_cache, k_scale = values["k_cache"], values["k_scale"]
+    _, page_size, num_kv_heads, head_dim = k_cache.shape
+    group_size, token_axis = query.shape[-2] // num_kv_heads, query.dim() - 3
+    is_csr, is_ordered = values["block_table"] is None, values["deterministic"]
     if is_ordered:
         tuned = tuning.row(ordered.TUNING, query.device)
     else:
         wide = tuned.get("wide", {"above": head_dim})
         tuned = tuned | (wide if head_dim > wide["above"] else {})
-        tuned |= tuned.get("float8", {}) if values["k_cache"].dtype in FP8 else {}
+        tuned |= tuned.get("float8", {}) if k_cache.dtype in FP8 else {}
+    block_row, block_key = tile_sizes(num_query * group_size, head_dim, query.element_size(), tuned)
 
     def stride(tensor, axis):
         """Returns the stride of an axis before the last two, in rows of HEAD_DIM."""
-        return 0 if tensor is None or tensor.dim() < axis + 3 else tensor.stride(axis) // head_dim
+        return 0 if tensor is None else tensor.stride(axis) // head_dim
 
-    token_axis = 0 if query.dim() == 3 else 1
     arguments = {
-        "query_ptr": query,
-        "tree_mask_ptr": tree_mask,
-        "draft_key_ptr": draft_key,
-        "draft_value_ptr": draft_value,
-        "qo_indptr_ptr": values.get("qo_indptr"),
-        "positions_ptr": positions,
-        "key_positions_ptr": positions if key_positions is None else key_positions,
-        "sinks_ptr": values["sinks"],
-        "k_scale_ptr": k_scale,
-        "v_scale_ptr": values["v_scale"],
-        "output_ptr": out[0],
-        "lse_ptr": out[1],
+        "inputs": bundle(Inputs, values),
+        "lengths": bundle(Lengths, values),
+        "out": out,
         "scale": (head_dim**-0.5 if values["sm_scale"] is None else values["sm_scale"]) * LOG2_E,
         "soft_cap": None if values["soft_cap"] is None else float(values["soft_cap"]),
         "window": window,
         "reach": None if window is None else window - (drafts != ""),
-        "batch_size": len(cache["lengths_ptr"]),
+        "batch_size": len(values["last_page_len" if is_csr else "seq_lens"]),
         "num_query": num_query,
-        "num_rows": out[1].numel() // max(num_heads, 1),
+        "num_rows": out.lse.numel() // max(query.shape[-2], 1),
         "num_drafts": num_drafts,
         "num_words": 0 if tree_mask is None else tree_mask.shape[-1],
-        "stride_query_batch": query.stride(0) // head_dim,
-        "stride_query_token": query.stride(token_axis) // head_dim,
+        **cache_arguments(k_cache, values["v_cache"], values["kv_indices" if is_csr else "block_table"]),
+        "stride_query_batch": stride(query, 0),
+        "stride_query_token": stride(query, token_axis),
         "stride_draft_key_batch": stride(draft_key, 0),
         "stride_draft_key_token": stride(draft_key, token_axis),
         "stride_draft_value_batch": stride(draft_value, 0),
         "stride_draft_value_token": stride(draft_value, token_axis),
-        "GROUP_SIZE": group_size,
-        "DRAFTS": drafts,
-        "IS_WIDENED": is_interpreting() and query.dtype == torch.bfloat16,
-        "ONE_SCALE": k_scale is None or len(k_scale) == 1,
-        **tile_sizes(num_query * group_size, head_dim, query.element_size(), tuned),
+        "SHAPE": Shape(
+            GROUP_SIZE=group_size,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=page_size,
+            DRAFTS=drafts,
+            ONE_SCALE=k_scale is None or len(k_scale) == 1,
+            SHARE_TILES=max(1, tuned["share_keys"] // block_key) if is_ordered else 0,
+            BLOCK_KEY=block_key,
+        ),
+        "BLOCK_ROW": block_row,
     }
-    most_drafts_beside = num_drafts if drafts == "beside" else 0
-    if is_ordered:
-        ordered.launch_ordered(op, arguments, cache, tuned, most_drafts_beside=most_drafts_beside)
-    else:
-        arguments["plan_ptr"] = values["plan"]
-        launch_chunks(op, arguments, cache, tuned, most_drafts_beside=most_drafts_beside)
+    launch_parts = ordered.launch_ordered if is_ordered else launch_chunks
+    launch_parts(op, arguments, tuned, most_drafts_beside=num_drafts if drafts == "beside" else 0)
