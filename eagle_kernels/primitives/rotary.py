@@ -28,14 +28,19 @@ MAX_HEAD_DIM = 1024
 
 
 class Tables(NamedTuple):
-    """The tables of angles, and the positions of the tokens in them: what `table_arguments` describes."""
+    """Pointers to the tables of angles, and to the positions of the tokens in them; None: no tables."""
 
-    cos_ptr: Any
-    sin_ptr: Any
+    cos: Any
+    sin: Any
+    positions: Any
+
+
+class TableSizes(NamedTuple):
+    """The sizes of tables that `table_arguments` describes; num_positions: rows of the tables."""
+
+    num_positions: Any
     stride_cos_position: Any
     stride_sin_position: Any
-    num_positions: Any  # rows of the tables
-    positions_ptr: Any
     num_positions_columns: Any
     stride_positions_row: Any
     stride_positions_column: Any
@@ -50,18 +55,16 @@ class Angles(NamedTuple):
 
 
 @triton.jit
-def load_angles(tables, token, ROTARY_DIM: tl.constexpr):
+def load_angles(tables, sizes, token, ROTARY_DIM: tl.constexpr):
     """Returns the angles of one token; without tables (ROTARY_DIM 0) what `move_heads` does not read."""
     if ROTARY_DIM > 0:
         pair = tl.arange(0, next_power_of_2(ROTARY_DIM // 2))
-        place = of_token(
-            token, tables.num_positions_columns, tables.stride_positions_row, tables.stride_positions_column
-        )
-        position = tl.load(tables.positions_ptr + place).to(tl.int64)
-        is_known = (position >= 0) & (position < tables.num_positions)
+        place = of_token(token, sizes.num_positions_columns, sizes.stride_positions_row, sizes.stride_positions_column)
+        position = tl.load(tables.positions + place).to(tl.int64)
+        is_known = (position >= 0) & (position < sizes.num_positions)
         in_bounds = is_known & (pair < ROTARY_DIM // 2)
-        cos = tl.load(tables.cos_ptr + position * tables.stride_cos_position + pair, mask=in_bounds, other=0.0)
-        sin = tl.load(tables.sin_ptr + position * tables.stride_sin_position + pair, mask=in_bounds, other=0.0)
+        cos = tl.load(tables.cos + position * sizes.stride_cos_position + pair, mask=in_bounds, other=0.0)
+        sin = tl.load(tables.sin + position * sizes.stride_sin_position + pair, mask=in_bounds, other=0.0)
         return Angles(cos, sin, is_known)
     else:
         return Angles(0.0, 0.0, False)
@@ -174,9 +177,8 @@ def head_strides(name: str, heads: torch.Tensor) -> dict[str, int]:
 def table_arguments(positions: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None) -> dict:
     """Returns the launch arguments that describe checked tables, or that there are none."""
     return {
+        "tables": Tables(cos, sin, positions),
         **token_arguments("positions", positions),
-        "cos_ptr": cos,
-        "sin_ptr": sin,
         "num_positions": 0 if cos is None else cos.shape[0],
         "stride_cos_position": 0 if cos is None else cos.stride(0),
         "stride_sin_position": 0 if sin is None else sin.stride(0),

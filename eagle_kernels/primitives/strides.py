@@ -47,9 +47,9 @@ def check_tokens(args: check.Arguments, name: str) -> None:
 
 
 def token_arguments(name: str, tensor: torch.Tensor | None) -> dict:
-    """Returns the launch arguments that describe a tensor checked by `check_tokens`, or that there is none."""
+    """Returns the sizes of a tensor checked by `check_tokens`, or of none, as launch arguments."""
     sizes = (1, 0, 0)
     if tensor is not None:
         *rows, num_columns = tensor.shape
         sizes = max(num_columns, 1), tensor.stride(0) if rows else 0, tensor.stride(-1)
-    return {f"{name}_ptr": tensor} | dict(zip(token_sizes(name), sizes))
+    return dict(zip(token_sizes(name), sizes))

@@ -2,20 +2,13 @@
 
 Computes
     Node i of request b, one of N, was verified at slot cache_locs[b * N + i]. The nodes of the path, root first, move
-    to the first of the request's N slots: source_locs lists the slots of the path, target_locs as many from the front
-    (SGLang's fill_accept_out_cache_loc, fill_front_out_cache_loc). A pool that moves nothing needs source_locs alone:
-    the accepted slots where they lie. Without accept_index the tree is a chain, whose path is its first nodes.
-    With seq_lens, the slots after the page of the last accepted token are free: of the request's N slots, in the order
-    of their tokens, all from token ceil((seq_len + a + 1) / P) * P on, for a = accept_token_num and pages of P tokens
-    (SGLang's get_src_tgt_cache_loc and get_target_cache_loc). free_token_num says instead how many of the last slots
-    are free.
+    to the first of the request's N slots: source_locs lists the slots of the path, target_locs as many from the front.
+    A pool that moves nothing needs source_locs alone: the accepted slots where they lie. Without accept_index the tree
+    is a chain, whose path is its first nodes. With seq_lens, the slots after the page of the last accepted token are
+    free.
 Invariants
-    Every output is written whole, except unused tails with keep_unused. What exceeds a capacity is not written, and
-    no bound exceeds it. Path entries outside the request's N nodes are left out, so a dead request, whose entries are
-    -1 or whose accept_token_num is negative, moves nothing. A request whose first entry is left out frees nothing
-    either. Slots below 0 are -1; if one slot of a pair is -1, both are. No target is free, unless free_token_num says
-    so. Along an ascending path a slot is copied from, if at all, no later than it is copied to: the pairs of a request
-    may be moved in order.
+    Nothing is written past a capacity, and no bound exceeds it. No target is free, unless free_token_num says so. Along
+    an ascending path a slot is copied from, if at all, no later than it is copied to.
 Grid
     (max(B, 1),) for B requests, one program lists what belongs to one request and its share of the unused tails.
 Launches
@@ -42,7 +35,7 @@ from ...primitives.slots import (
 )
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
+from ...runtime.launch import bundle, launch, launcher
 from .shared.paths import debug_paths
 
 
@@ -60,11 +53,20 @@ class Output(NamedTuple):
 TUNING = {"default": {"BLOCK_ENTRY": 256, "num_warps": 2}}
 
 
+class Inputs(NamedTuple):
+    """Pointers to the op's arguments of these names; None: not given."""
+
+    cache_locs: Any
+    accept_token_num: Any
+    accept_index: Any
+    seq_lens: Any
+    free_token_num: Any
+
+
 class Paths(NamedTuple):
     """The accepted paths of all requests."""
 
-    accept_index_ptr: Any  # None: chains
-    accept_token_num_ptr: Any  # None: a path has all nodes of accept_index
+    inputs: Any
     width: Any  # the most nodes of a path
     num_nodes: Any  # of each request's tree
 
@@ -72,28 +74,29 @@ class Paths(NamedTuple):
 @triton.jit
 def _read_path(paths, request, depth, is_wanted):
     """Returns the nodes int32 at these depths of the paths of one or several requests, -1 for none."""
-    if paths.accept_index_ptr is None:
+    if paths.inputs.accept_index is None:
         node = (depth + request * 0).to(tl.int64)
     else:
-        index = tl.load(paths.accept_index_ptr + request * paths.width + depth, mask=is_wanted, other=-1)
+        index = tl.load(paths.inputs.accept_index + request * paths.width + depth, mask=is_wanted, other=-1)
         node = index.to(tl.int64) - request * paths.num_nodes
     is_node = is_wanted & (node >= 0) & (node < paths.num_nodes)
-    if paths.accept_token_num_ptr is not None:
-        accepted = tl.load(paths.accept_token_num_ptr + request, mask=is_wanted, other=-1)
+    if paths.inputs.accept_token_num is not None:
+        accepted = tl.load(paths.inputs.accept_token_num + request, mask=is_wanted, other=-1)
         is_node &= depth <= accepted
     return tl.where(is_node, node, -1).to(tl.int32)
 
 
 @triton.jit
-def _count_free(paths, seq_lens_ptr, free_token_num_ptr, request, is_wanted, PAGE_SIZE: tl.constexpr):
+def _count_free(paths, request, is_wanted, PAGE_SIZE: tl.constexpr):
     """Returns how many int32 of the last slots of one or several requests are free."""
+    inputs = paths.inputs
     has_root = is_wanted & (paths.width > 0)
     root = _read_path(paths, request, 0, has_root)
-    if free_token_num_ptr is not None:
-        count = tl.minimum(read_lengths(free_token_num_ptr, request, is_wanted), paths.num_nodes)
-    elif seq_lens_ptr is not None:
-        seq_len = read_lengths(seq_lens_ptr, request, is_wanted)
-        length = seq_len + read_lengths(paths.accept_token_num_ptr, request, is_wanted) + 1
+    if inputs.free_token_num is not None:
+        count = tl.minimum(read_lengths(inputs.free_token_num, request, is_wanted), paths.num_nodes)
+    elif inputs.seq_lens is not None:
+        seq_len = read_lengths(inputs.seq_lens, request, is_wanted)
+        length = seq_len + read_lengths(inputs.accept_token_num, request, is_wanted) + 1
         kept = (length + PAGE_SIZE - 1) // PAGE_SIZE * PAGE_SIZE - seq_len
         count = tl.maximum(paths.num_nodes - kept, 0)
     else:
@@ -103,19 +106,8 @@ def _count_free(paths, seq_lens_ptr, free_token_num_ptr, request, is_wanted, PAG
 
 @triton.jit(do_not_specialize=["batch_size", "path_width", "num_verify_tokens", "capacity", "free_capacity"])
 def _accepted_cache_locs_kernel(
-    # inputs
-    cache_locs_ptr,
-    accept_token_num_ptr,
-    accept_index_ptr,
-    seq_lens_ptr,
-    free_token_num_ptr,
-    # outputs
-    path_indptr_ptr,
-    source_locs_ptr,
-    target_locs_ptr,
-    free_indptr_ptr,
-    free_locs_ptr,
-    overflow_ptr,
+    inputs,
+    out,
     # sizes
     batch_size,
     path_width,
@@ -134,7 +126,7 @@ def _accepted_cache_locs_kernel(
     num_requests = tl.num_programs(0)
     is_live = own < batch_size  # an empty batch has one program, for its bounds and tails
     entry = tl.arange(0, BLOCK_ENTRY)
-    paths = Paths(accept_index_ptr, accept_token_num_ptr, path_width, num_verify_tokens)
+    paths = Paths(inputs, path_width, num_verify_tokens)
 
     # the request's lists begin after those of the requests before it: count their path nodes and free slots, and all
     path_before = tl.zeros([BLOCK_ENTRY], tl.int32)
@@ -150,15 +142,15 @@ def _accepted_cache_locs_kernel(
     free_total = tl.zeros([BLOCK_ENTRY], tl.int32)
     for start in range(0, batch_size, BLOCK_ENTRY):
         request = start + entry
-        counts = _count_free(paths, seq_lens_ptr, free_token_num_ptr, request, request < batch_size, PAGE_SIZE)
+        counts = _count_free(paths, request, request < batch_size, PAGE_SIZE)
         free_before += tl.where(request < own, counts, 0)
         free_total += counts
-    num_free = _count_free(paths, seq_lens_ptr, free_token_num_ptr, own, is_live, PAGE_SIZE)
+    num_free = _count_free(paths, own, is_live, PAGE_SIZE)
     path_begin, all_paths = tl.sum(path_before), tl.sum(path_total)
     free_begin, all_free = tl.sum(free_before), tl.sum(free_total)
 
     # the path: its slots, and as many from the front of the request's
-    own_locs_ptr = cache_locs_ptr + own * num_verify_tokens
+    own_locs_ptr = inputs.cache_locs + own * num_verify_tokens
     num_own = tl.zeros([], tl.int32)
     for start in range(0, tl.where(is_live, path_width, 0), BLOCK_ENTRY):
         depth = start + entry
@@ -170,8 +162,8 @@ def _accepted_cache_locs_kernel(
         exists = (source >= 0) & (target >= 0)
         place = path_begin + rank
         in_bounds = is_node & (place < capacity)
-        tl.store(source_locs_ptr + place, tl.where(exists, source, -1), mask=in_bounds)
-        tl.store(target_locs_ptr + place, tl.where(exists, target, -1), mask=in_bounds)
+        tl.store(out.source_locs + place, tl.where(exists, source, -1), mask=in_bounds)
+        tl.store(out.target_locs + place, tl.where(exists, target, -1), mask=in_bounds)
         num_own += tl.sum(is_node.to(tl.int32))
 
     # free slots: the last ones of the request
@@ -179,19 +171,19 @@ def _accepted_cache_locs_kernel(
         is_free = start + entry < num_free
         slot = tl.load(own_locs_ptr + num_verify_tokens - num_free + start + entry, mask=is_free, other=-1)
         place = free_begin + start + entry
-        tl.store(free_locs_ptr + place, tl.maximum(slot, -1), mask=is_free & (place < free_capacity))
+        tl.store(out.free_locs + place, tl.maximum(slot, -1), mask=is_free & (place < free_capacity))
 
     if not KEEPS_UNUSED:
-        fill_unused(source_locs_ptr, all_paths, capacity, own, num_requests, -1, BLOCK_ENTRY)
-        fill_unused(target_locs_ptr, all_paths, capacity, own, num_requests, -1, BLOCK_ENTRY)
-        fill_unused(free_locs_ptr, all_free, free_capacity, own, num_requests, -1, BLOCK_ENTRY)
-    tl.store(path_indptr_ptr + own + 1, tl.minimum(path_begin + num_own, capacity), mask=is_live)
-    tl.store(free_indptr_ptr + own + 1, tl.minimum(free_begin + num_free, free_capacity), mask=is_live)
+        fill_unused(out.source_locs, all_paths, capacity, own, num_requests, -1, BLOCK_ENTRY)
+        fill_unused(out.target_locs, all_paths, capacity, own, num_requests, -1, BLOCK_ENTRY)
+        fill_unused(out.free_locs, all_free, free_capacity, own, num_requests, -1, BLOCK_ENTRY)
+    tl.store(out.path_indptr + own + 1, tl.minimum(path_begin + num_own, capacity), mask=is_live)
+    tl.store(out.free_indptr + own + 1, tl.minimum(free_begin + num_free, free_capacity), mask=is_live)
     if own == 0:
-        tl.store(path_indptr_ptr, 0)
-        tl.store(free_indptr_ptr, 0)
-        store_overflow(overflow_ptr, all_paths, capacity)
-        store_overflow(overflow_ptr + 1, all_free, free_capacity)
+        tl.store(out.path_indptr, 0)
+        tl.store(out.free_indptr, 0)
+        store_overflow(out.overflow, all_paths, capacity)
+        store_overflow(out.overflow + 1, all_free, free_capacity)
 
 
 def contract(values: dict) -> Output:
@@ -351,24 +343,15 @@ def accepted_cache_locs(
         >>> listed.free_locs.tolist()
         [102, 103, -1, -1]
     """
-    contracted = contract(locals())
-    out = check.allocate("accepted_cache_locs", contracted, out)
+    values = locals()
+    out = check.allocate("accepted_cache_locs", contract(values), out)
     batch_size = cache_locs.shape[0] // num_verify_tokens
     launch(
         "accepted_cache_locs",
         _accepted_cache_locs_kernel,
         (max(batch_size, 1),),
-        cache_locs_ptr=cache_locs,
-        accept_token_num_ptr=accept_token_num,
-        accept_index_ptr=accept_index,
-        seq_lens_ptr=seq_lens,
-        free_token_num_ptr=free_token_num,
-        path_indptr_ptr=out.path_indptr,
-        source_locs_ptr=out.source_locs,
-        target_locs_ptr=out.target_locs,
-        free_indptr_ptr=out.free_indptr,
-        free_locs_ptr=out.free_locs,
-        overflow_ptr=out.overflow,
+        inputs=bundle(Inputs, values),
+        out=out,
         batch_size=batch_size,
         path_width=num_verify_tokens if accept_index is None else accept_index.shape[1],
         num_verify_tokens=num_verify_tokens,

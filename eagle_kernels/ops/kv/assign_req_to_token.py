@@ -2,12 +2,9 @@
 
 Computes
     Tokens starts[b]..ends[b] - 1 of request b get the next ends[b] - starts[b] slots of cache_locs, which holds the
-    slots of all requests one after another (SGLang's assign_req_to_token_pool).
+    slots of all requests one after another.
 Invariants
-    For rows of C columns in a table of R rows: nothing outside the columns starts..ends - 1 of the requests' rows is
-    written. A slot for a column past C or for a row outside 0..R - 1 is skipped, and a column for which cache_locs is
-    too short keeps what it holds. Negative starts and ends count as 0, and a range that ends before it starts is
-    empty. Requests must not share the columns that they write.
+    Nothing outside the columns starts..ends - 1 of the requests' rows is written.
 Grid
     (B, chunks) for B requests, one program writes every chunks-th block of one request's range.
 Launches
@@ -29,13 +26,12 @@ from .shared.rows import ROW_SIZES, check_rows, debug_rows, find_row, row_argume
 
 MUTATES = ("req_to_token",)
 
-TUNING = {"default": {"BLOCK_SLOT": 256, "max_chunks": 32, "num_warps": 4}}
+TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_SLOT": 256, "max_chunks": 32, "num_warps": 4}}
 
 
 @triton.jit(do_not_specialize=[*ROW_SIZES, "num_slots"])
 def _assign_req_to_token_kernel(
-    req_pool_indices_ptr,
-    req_to_token_ptr,
+    rows,
     starts_ptr,
     ends_ptr,
     cache_locs_ptr,
@@ -49,9 +45,7 @@ def _assign_req_to_token_kernel(
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    row_ptr, row_exists = find_row(
-        req_pool_indices_ptr, req_to_token_ptr, request, True, num_rows, stride_req_to_token_row
-    )
+    row = find_row(rows, request, True, num_rows, row_size, stride_req_to_token_row)
     first = read_lengths(starts_ptr, request, True)
     last = read_lengths(ends_ptr, request, True)
     sum_before = tl.zeros([BLOCK_BATCH], tl.int64)
@@ -67,9 +61,9 @@ def _assign_req_to_token_kernel(
     slots = tl.arange(0, BLOCK_SLOT)
     for start in range(tl.program_id(1) * BLOCK_SLOT, stop, tl.num_programs(1) * BLOCK_SLOT):
         entry = start + slots
-        is_slot = row_exists & (entry < stop) & (begin + entry < num_slots)
+        is_slot = row.exists & (entry < stop) & (begin + entry < num_slots)
         slot = tl.load(cache_locs_ptr + begin + entry, mask=is_slot)
-        tl.store(row_ptr + first + entry, slot, mask=is_slot)
+        tl.store(row.ptr + first + entry, slot, mask=is_slot)
 
 
 def contract(values: dict) -> None:
@@ -153,6 +147,5 @@ def assign_req_to_token(
         cache_locs_ptr=cache_locs,
         **row_arguments(req_pool_indices, req_to_token),
         num_slots=num_slots,
-        BLOCK_BATCH=128,
         **tuned,
     )

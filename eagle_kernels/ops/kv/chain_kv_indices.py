@@ -3,13 +3,9 @@
 Computes
     A chain of N tokens is verified by attention that takes one query per request: token n of request b becomes row
     b * N + n, which attends to the slots of the first kv_lens[b] - N + 1 + n tokens of the request, itself the last.
-    With N = 2 these are the indices of naive EAGLE, proposed for SGLang (create_draft_kv_indices with expand_factor 2),
-    where the root and its one draft are decoded as two requests.
+    With N = 2 these are the indices of naive EAGLE, where the root and its one draft are decoded as two requests.
 Invariants
-    Every output is written whole, except the unused tail with keep_unused. Indices past `capacity` are not written,
-    and no bound exceeds it. In a table of R rows and C columns, columns past C and rows outside 0..R - 1 are not read;
-    their entries are -1. A request of fewer than N tokens has empty lists for the first tokens of its chain, which are
-    missing; negative lengths count as 0.
+    No index is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
 Grid
     (max(B * N, 1), chunks) for B requests, one program writes every chunks-th block of one row's indices and its share
     of the unused tail; chunk 0 writes the bound as well.
@@ -48,7 +44,7 @@ class Output(NamedTuple):
     overflow: torch.Tensor
 
 
-TUNING = {"default": {"BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
+TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
 
 
 @triton.jit
@@ -63,13 +59,9 @@ def _count(kv_len, num_tokens, chain_length):
 @triton.jit(do_not_specialize=[*ROW_SIZES, "batch_size", "num_verify_tokens", "capacity"])
 def _chain_kv_indices_kernel(
     # inputs
-    req_pool_indices_ptr,
-    req_to_token_ptr,
+    rows,
     kv_lens_ptr,
-    # outputs
-    kv_indptr_ptr,
-    kv_indices_ptr,
-    overflow_ptr,
+    out,
     # sizes
     num_rows,
     row_size,
@@ -91,9 +83,7 @@ def _chain_kv_indices_kernel(
     token = query % chain_length
     is_live = request < batch_size  # an empty batch has one program, for its bound and tail
 
-    row_ptr, row_exists = find_row(
-        req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row
-    )
+    row = find_row(rows, request, is_live, num_rows, row_size, stride_req_to_token_row)
     kv_len = read_lengths(kv_lens_ptr, request, is_live)
     sum_before = tl.zeros([BLOCK_BATCH], tl.int64)
     sum_total = tl.zeros([BLOCK_BATCH], tl.int64)
@@ -109,18 +99,18 @@ def _chain_kv_indices_kernel(
     index = tl.arange(0, BLOCK_INDEX)
     for start in range(chunk * BLOCK_INDEX, tl.minimum(count, capacity), num_chunks * BLOCK_INDEX):
         column = start + index
-        slot = read_slots(row_ptr, column, column < count, row_exists, row_size)
+        slot = read_slots(row, column, column < count)
         place = begin + column
-        tl.store(kv_indices_ptr + place, slot, mask=(column < count) & (place < capacity))
+        tl.store(out.kv_indices + place, slot, mask=(column < count) & (place < capacity))
     if not KEEPS_UNUSED:
         part = query * num_chunks + chunk
-        fill_unused(kv_indices_ptr, total, capacity, part, tl.num_programs(0) * num_chunks, -1, BLOCK_INDEX)
+        fill_unused(out.kv_indices, total, capacity, part, tl.num_programs(0) * num_chunks, -1, BLOCK_INDEX)
 
     if chunk == 0:
-        tl.store(kv_indptr_ptr + query + 1, tl.minimum(begin + count, capacity).to(tl.int32), mask=is_live)
+        tl.store(out.kv_indptr + query + 1, tl.minimum(begin + count, capacity).to(tl.int32), mask=is_live)
         if query == 0:
-            tl.store(kv_indptr_ptr, 0)
-            store_overflow(overflow_ptr, total, capacity)
+            tl.store(out.kv_indptr, 0)
+            store_overflow(out.overflow, total, capacity)
 
 
 def contract(values: dict) -> Output:
@@ -198,8 +188,7 @@ def chain_kv_indices(
         >>> listed.kv_indices.tolist()  # the root attends to two tokens, its draft to three
         [10, 11, 10, 11, 12, -1]
     """
-    contracted = contract(locals())
-    out = check.allocate("chain_kv_indices", contracted, out)
+    out = check.allocate("chain_kv_indices", contract(locals()), out)
     batch_size, row_size = kv_lens.shape[0], req_to_token.shape[1]
     tuned = dict(tuning.row(TUNING, kv_lens.device))
     num_chunks = max(1, min(tuned.pop("max_chunks"), -(-row_size // tuned["BLOCK_INDEX"])))
@@ -208,15 +197,12 @@ def chain_kv_indices(
         _chain_kv_indices_kernel,
         (max(batch_size * num_verify_tokens, 1), num_chunks),
         kv_lens_ptr=kv_lens,
-        kv_indptr_ptr=out.kv_indptr,
-        kv_indices_ptr=out.kv_indices,
-        overflow_ptr=out.overflow,
+        out=out,
         **row_arguments(req_pool_indices, req_to_token),
         batch_size=batch_size,
         num_verify_tokens=num_verify_tokens,
         capacity=capacity,
         KEEPS_UNUSED=keep_unused,
-        BLOCK_BATCH=128,
         **tuned,
     )
     return out

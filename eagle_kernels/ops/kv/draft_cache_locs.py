@@ -2,9 +2,8 @@
 
 Computes
     The slots of draft tokens 0..num_steps - 1 of branch z = b * K + k, which `draft_kv_indices` lists for reading, for
-    K = topk branches of a request and pages of P tokens: columns seq_len + k * num_steps + j of the request's row if
-    page_size or topk is 1 (SGLang's assign_draft_cache_locs_contiguous). Otherwise every branch has its own pages, and
-    some of the columns are left out:
+    K = topk branches of a request and pages of P tokens. With pages and several branches each branch has its own pages,
+    and some of the columns are left out:
 
         P = 4, num_steps = 5, seq_len = 9, K = 2: p prefix, x draft, . unused, c copy
         p p p p p p p p|p x x x x x . .|c x x x x x . .
@@ -12,13 +11,9 @@ Computes
 
     Attention that reads whole pages then needs the prefix's partial last page in front of every branch except branch
     0, whose first page it is. source_locs and target_locs list what to copy for that: for each branch k >= 1 the
-    seq_len % P slots after the last full page, and the slots in front of the branch (SGLang's
-    duplicate_prefix_tail_to_draft_branches).
+    seq_len % P slots after the last full page, and the slots in front of the branch.
 Invariants
-    Every output is written whole. Copies past `capacity` are not written, and no bound exceeds it. In a table of R rows
-    and C columns, columns past C and rows outside 0..R - 1 are not read; their slots are -1. If one slot of a copy is
-    -1, both are. Copies of a request are listed branch by branch. Negative lengths count as 0. With page_size or topk 1
-    there are no copies.
+    No copy is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
 Grid
     (max(B * K, 1),) for B requests, one program writes what belongs to one branch and its share of the unused tails.
 Launches
@@ -64,7 +59,7 @@ class Output(NamedTuple):
 
 MAX_STEPS = 64
 
-TUNING = {"default": {"BLOCK_SLOT": 256, "num_warps": 1}}
+TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_SLOT": 256, "num_warps": 1}}
 
 
 @triton.jit(
@@ -72,16 +67,9 @@ TUNING = {"default": {"BLOCK_SLOT": 256, "num_warps": 1}}
 )
 def _draft_cache_locs_kernel(
     # inputs
-    req_pool_indices_ptr,
-    req_to_token_ptr,
+    rows,
     seq_lens_ptr,
-    # outputs
-    cache_locs_ptr,
-    positions_ptr,
-    copy_indptr_ptr,
-    source_locs_ptr,
-    target_locs_ptr,
-    overflow_ptr,
+    out,
     # sizes
     num_rows,
     row_size,
@@ -93,7 +81,6 @@ def _draft_cache_locs_kernel(
     TOPK: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BLOCK_STEP: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_SLOT: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
@@ -105,16 +92,14 @@ def _draft_cache_locs_kernel(
     is_live = request < batch_size  # an empty batch has one program, for its bound and tails
 
     seq_len = read_lengths(seq_lens_ptr, request, is_live)
-    row_ptr, row_exists = find_row(
-        req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row
-    )
-    step = tl.arange(0, BLOCK_STEP)
+    row = find_row(rows, request, is_live, num_rows, row_size, stride_req_to_token_row)
+    step = tl.arange(0, next_power_of_2(NUM_STEPS))
     is_step = is_live & (step < NUM_STEPS)
     first_column = first_draft_column(seq_len, rank, TOPK, NUM_STEPS, PAGE_SIZE)
-    slot = read_slots(row_ptr, first_column + step, is_step, row_exists, row_size)
+    slot = read_slots(row, first_column + step, is_step)
     place = branch * stride_cache_locs_branch + step.to(tl.int64) * stride_cache_locs_step
-    tl.store(cache_locs_ptr + place, slot, mask=is_step)
-    tl.store(positions_ptr + branch, seq_len, mask=is_live)
+    tl.store(out.cache_locs + place, slot, mask=is_step)
+    tl.store(out.positions + branch, seq_len, mask=is_live)
 
     # copies of the prefix's partial last page, seq_len % P slots for each branch but the first
     begin = tl.zeros([], tl.int64)
@@ -135,21 +120,21 @@ def _draft_cache_locs_kernel(
         for start in range(0, tl.where(rank > 0, count, 0), BLOCK_SLOT):
             entry = start + slots
             is_copied = entry < count
-            source = read_slots(row_ptr, seq_len - count + entry, is_copied, row_exists, row_size)
-            target = read_slots(row_ptr, first_column - count + entry, is_copied, row_exists, row_size)
+            source = read_slots(row, seq_len - count + entry, is_copied)
+            target = read_slots(row, first_column - count + entry, is_copied)
             exists = (source >= 0) & (target >= 0)
             copy = begin + (rank - 1) * count + entry
             in_bounds = is_copied & (copy < capacity)
-            tl.store(source_locs_ptr + copy, tl.where(exists, source, -1), mask=in_bounds)
-            tl.store(target_locs_ptr + copy, tl.where(exists, target, -1), mask=in_bounds)
-    fill_unused(source_locs_ptr, total, capacity, branch, tl.num_programs(0), -1, BLOCK_SLOT)
-    fill_unused(target_locs_ptr, total, capacity, branch, tl.num_programs(0), -1, BLOCK_SLOT)
+            tl.store(out.source_locs + copy, tl.where(exists, source, -1), mask=in_bounds)
+            tl.store(out.target_locs + copy, tl.where(exists, target, -1), mask=in_bounds)
+    fill_unused(out.source_locs, total, capacity, branch, tl.num_programs(0), -1, BLOCK_SLOT)
+    fill_unused(out.target_locs, total, capacity, branch, tl.num_programs(0), -1, BLOCK_SLOT)
     if rank == 0:
         end = tl.minimum(begin + count * (TOPK - 1), capacity)
-        tl.store(copy_indptr_ptr + request + 1, end.to(tl.int32), mask=is_live)
+        tl.store(out.copy_indptr + request + 1, end.to(tl.int32), mask=is_live)
         if request == 0:
-            tl.store(copy_indptr_ptr, 0)
-            store_overflow(overflow_ptr, total, capacity)
+            tl.store(out.copy_indptr, 0)
+            store_overflow(out.overflow, total, capacity)
 
 
 def contract(values: dict) -> Output:
@@ -258,20 +243,14 @@ def draft_cache_locs(
         >>> listed.source_locs.tolist(), listed.target_locs.tolist()  # with a copy of token 4
         ([4, -1, -1], [8, -1, -1])
     """
-    contracted = contract(locals())
-    out = check.allocate("draft_cache_locs", contracted, out)
+    out = check.allocate("draft_cache_locs", contract(locals()), out)
     batch_size, num_branches = seq_lens.shape[0], seq_lens.shape[0] * topk
     launch(
         "draft_cache_locs",
         _draft_cache_locs_kernel,
         (max(num_branches, 1),),
         seq_lens_ptr=seq_lens,
-        cache_locs_ptr=out.cache_locs,
-        positions_ptr=out.positions,
-        copy_indptr_ptr=out.copy_indptr,
-        source_locs_ptr=out.source_locs,
-        target_locs_ptr=out.target_locs,
-        overflow_ptr=out.overflow,
+        out=out,
         **row_arguments(req_pool_indices, req_to_token),
         batch_size=batch_size,
         capacity=out.source_locs.shape[0],
@@ -280,8 +259,6 @@ def draft_cache_locs(
         TOPK=topk,
         NUM_STEPS=num_steps,
         PAGE_SIZE=page_size,
-        BLOCK_STEP=next_power_of_2(num_steps),
-        BLOCK_BATCH=128,
         **tuning.row(TUNING, seq_lens.device),
     )
     return out

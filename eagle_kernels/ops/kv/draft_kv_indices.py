@@ -2,18 +2,11 @@
 
 Computes
     For draft step s and branch z = b * K + k, the pool slots that the branch attends to: those of the request's seq_len
-    prefix tokens, then of its s + 1 own draft tokens (SGLang's generate_draft_decode_kv_indices), for K = topk branches
-    of a request and pages of P tokens. Draft token j of branch k is in column seq_len + k * num_steps + j of the
-    request's row if page_size or topk is 1; otherwise every branch has its own pages, and the column is
-    seq_len // P * P + k * ceil((seq_len % P + num_steps) / P) * P + seq_len % P + j.
-    A window of W tokens drops what lies before it, except the first sink_size tokens of the prefix:
-    by default              the last W tokens of the prefix stay, and all drafts: the same prefix at every step
-    window_counts_drafts    the last W of prefix and drafts together stay (generate_draft_decode_window_kv_indices): the
-                            window moves on by a token each step, and past the first drafts if W is small
+    prefix tokens, then of its s + 1 own draft tokens, for K = topk branches of a request. A window drops what lies
+    before it, except the first sink_size tokens of the prefix. By default the same prefix stays at every step, and all
+    drafts; with window_counts_drafts the window moves on by a token each step, past the first drafts if it is small.
 Invariants
-    Every output is written whole, except the unused tail with keep_unused. Indices past `capacity` are not written,
-    and no bound exceeds it. In a table of R rows and C columns, columns past C and rows outside 0..R - 1 are not read;
-    their entries are -1. Negative lengths count as 0.
+    No index is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
 Grid
     (max(B * K, 1), chunks, 1) for B requests, one program writes every chunks-th block of one branch's prefix to all
     steps, and its share of the unused tails; chunk 0 writes the branch's draft slots and bounds as well. With
@@ -66,7 +59,7 @@ class Output(NamedTuple):
 
 MAX_STEPS = 64
 
-TUNING = {"default": {"BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
+TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
 
 
 @triton.jit
@@ -90,13 +83,9 @@ def _count(seq_len, num_drafts, window_size, sink_size):
 )  # fmt: skip
 def _draft_kv_indices_kernel(
     # inputs
-    req_pool_indices_ptr,
-    req_to_token_ptr,
+    rows,
     seq_lens_ptr,
-    # outputs
-    kv_indptr_ptr,
-    kv_indices_ptr,
-    overflow_ptr,
+    out,
     # sizes
     num_rows,
     row_size,
@@ -112,7 +101,6 @@ def _draft_kv_indices_kernel(
     PAGE_SIZE: tl.constexpr,
     COUNTS_DRAFTS: tl.constexpr,
     KEEPS_UNUSED: tl.constexpr,
-    BLOCK_STEP: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_INDEX: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
@@ -128,9 +116,7 @@ def _draft_kv_indices_kernel(
     is_live = request < batch_size  # an empty batch has one program, for its bounds and tails
 
     seq_len = read_lengths(seq_lens_ptr, request, is_live)
-    row_ptr, row_exists = find_row(
-        req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row
-    )
+    row = find_row(rows, request, is_live, num_rows, row_size, stride_req_to_token_row)
     num_drafts = first_step + 1
     # a window that ends with the prefix counts no drafts
     window_drafts = num_drafts if COUNTS_DRAFTS else 0
@@ -160,14 +146,14 @@ def _draft_kv_indices_kernel(
         entry = start + index
         column = entry + tl.where(entry < sink.to(tl.uint32), 0, skipped)
         is_entry = entry < num_entries.to(tl.uint32)
-        slot = read_slots(row_ptr, column, is_entry, row_exists, row_size).to(kv_indices_ptr.dtype.element_ty)
+        slot = read_slots(row, column, is_entry).to(out.kv_indices.dtype.element_ty)
         for step in range(first_step, stop_step):
             place = tl.minimum(begin + branch * (step - first_step), capacity).to(tl.uint32) + entry
-            step_ptr = kv_indices_ptr + step * stride_kv_indices_step.to(tl.int64)
+            step_ptr = out.kv_indices + step * stride_kv_indices_step.to(tl.int64)
             tl.store(step_ptr + place, slot, mask=is_entry & (place < capacity.to(tl.uint32)))
 
     for step in range(first_step, stop_step):
-        step_ptr = kv_indices_ptr + step * stride_kv_indices_step.to(tl.int64)
+        step_ptr = out.kv_indices + step * stride_kv_indices_step.to(tl.int64)
         step_begin, step_tail = begin + branch * (step - first_step), tail + num_branches * (step - first_step)
         if not KEEPS_UNUSED:
             # all programs share the unused tail
@@ -177,20 +163,20 @@ def _draft_kv_indices_kernel(
             )  # fmt: skip
         if chunk == 0:
             # draft slots: step s has the branch's draft tokens 0..s, as far as the window reaches back
-            draft = tl.arange(0, BLOCK_STEP)
+            draft = tl.arange(0, next_power_of_2(NUM_STEPS))
             column = first_draft_column(seq_len, branch % TOPK, TOPK, NUM_STEPS, PAGE_SIZE) + draft
             is_draft = is_live & (draft <= step) & (draft >= draft_start)
-            slot = read_slots(row_ptr, column, is_draft, row_exists, row_size)
+            slot = read_slots(row, column, is_draft).to(out.kv_indices.dtype.element_ty)
             place = step_begin + num_entries + draft - draft_start
-            tl.store(step_ptr + place, slot.to(kv_indices_ptr.dtype.element_ty), mask=is_draft & (place < capacity))
+            tl.store(step_ptr + place, slot, mask=is_draft & (place < capacity))
             # bounds
-            bound_ptr = kv_indptr_ptr + step * stride_kv_indptr_step.to(tl.int64)
+            bound_ptr = out.kv_indptr + step * stride_kv_indptr_step.to(tl.int64)
             end = tl.minimum(step_begin + own_count + (step - first_step), capacity)
             tl.store(bound_ptr + branch + 1, end.to(tl.int32), mask=is_live)
             if branch == 0:
                 tl.store(bound_ptr, 0)
                 if step == NUM_STEPS - 1:  # which needs the most
-                    store_overflow(overflow_ptr, step_tail, capacity)
+                    store_overflow(out.overflow, step_tail, capacity)
 
 
 def contract(values: dict) -> Output:
@@ -299,8 +285,7 @@ def draft_kv_indices(
         >>> listed.kv_indices.tolist()  # the prefix 0, 1; drafts 2, 3 of branch 0 and 4, 5 of branch 1
         [[0, 1, 2, 0, 1, 4, -1, -1], [0, 1, 2, 3, 0, 1, 4, 5]]
     """
-    contracted = contract(locals())
-    out = check.allocate("draft_kv_indices", contracted, out)
+    out = check.allocate("draft_kv_indices", contract(locals()), out)
     batch_size, row_size = seq_lens.shape[0], req_to_token.shape[1]
     tuned = dict(tuning.row(TUNING, seq_lens.device))
     most_entries = min(row_size, window_size + sink_size) if window_size else row_size
@@ -310,9 +295,7 @@ def draft_kv_indices(
         _draft_kv_indices_kernel,
         (max(batch_size * topk, 1), num_chunks, num_steps if window_counts_drafts else 1),
         seq_lens_ptr=seq_lens,
-        kv_indptr_ptr=out.kv_indptr,
-        kv_indices_ptr=out.kv_indices,
-        overflow_ptr=out.overflow,
+        out=out,
         **row_arguments(req_pool_indices, req_to_token),
         batch_size=batch_size,
         capacity=capacity,
@@ -326,8 +309,6 @@ def draft_kv_indices(
         PAGE_SIZE=page_size,
         COUNTS_DRAFTS=window_counts_drafts,
         KEEPS_UNUSED=keep_unused,
-        BLOCK_STEP=next_power_of_2(num_steps),
-        BLOCK_BATCH=128,
         **tuned,
     )
     return out

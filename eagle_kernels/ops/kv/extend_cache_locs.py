@@ -2,13 +2,10 @@
 
 Computes
     The slots of the tokens starts[b]..ends[b] - 1 of request b, those of all requests one after another, and the
-    tokens' positions with them (SGLang's assign_extend_cache_locs). With num_tokens every request has that many, from
-    starts[b] on (its uniform variant), as for N nodes to verify after each prefix.
+    tokens' positions with them. With num_tokens every request has that many, from starts[b] on, as for N nodes to
+    verify after each prefix.
 Invariants
-    Every output is written whole, except the unused tail with keep_unused. Entries past `capacity` are not written,
-    and no bound exceeds it. In a table of R rows and C columns, columns past C and rows outside 0..R - 1 are not read;
-    their slots are -1, and their positions are listed all the same. Negative starts and ends count as 0, and a range
-    that ends before it starts is empty.
+    No entry is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
 Grid
     (max(B, 1), chunks) for B requests, one program writes every chunks-th block of one request's range and its share of
     the unused tail; chunk 0 writes the bound as well.
@@ -48,21 +45,16 @@ class Output(NamedTuple):
     overflow: torch.Tensor
 
 
-TUNING = {"default": {"BLOCK_SLOT": 256, "max_chunks": 32, "num_warps": 4}}
+TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_SLOT": 256, "max_chunks": 32, "num_warps": 4}}
 
 
 @triton.jit(do_not_specialize=[*ROW_SIZES, "batch_size", "num_tokens", "capacity"])
 def _extend_cache_locs_kernel(
     # inputs
-    req_pool_indices_ptr,
-    req_to_token_ptr,
+    rows,
     starts_ptr,
     ends_ptr,
-    # outputs
-    indptr_ptr,
-    cache_locs_ptr,
-    positions_ptr,
-    overflow_ptr,
+    out,
     # sizes
     num_rows,
     row_size,
@@ -81,9 +73,7 @@ def _extend_cache_locs_kernel(
     num_chunks = tl.num_programs(1)
     is_live = request < batch_size  # an empty batch has one program, for its bound and tail
 
-    row_ptr, row_exists = find_row(
-        req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row
-    )
+    row = find_row(rows, request, is_live, num_rows, row_size, stride_req_to_token_row)
     first = read_lengths(starts_ptr, request, is_live)
     if ends_ptr is None:
         count = tl.where(is_live, num_tokens, 0).to(tl.int64)
@@ -106,22 +96,22 @@ def _extend_cache_locs_kernel(
     slots = tl.arange(0, BLOCK_SLOT)
     for start in range(chunk * BLOCK_SLOT, tl.minimum(count, capacity), num_chunks * BLOCK_SLOT):
         entry = start + slots
-        slot = read_slots(row_ptr, first + entry, entry < count, row_exists, row_size)
+        slot = read_slots(row, first + entry, entry < count)
         place = begin + entry
         in_bounds = (entry < count) & (place < capacity)
-        tl.store(cache_locs_ptr + place, slot, mask=in_bounds)
-        tl.store(positions_ptr + place, first + entry, mask=in_bounds)
+        tl.store(out.cache_locs + place, slot, mask=in_bounds)
+        tl.store(out.positions + place, first + entry, mask=in_bounds)
     if not KEEPS_UNUSED:
         part = request * num_chunks + chunk
         num_parts = tl.num_programs(0) * num_chunks
-        fill_unused(cache_locs_ptr, total, capacity, part, num_parts, -1, BLOCK_SLOT)
-        fill_unused(positions_ptr, total, capacity, part, num_parts, 0, BLOCK_SLOT)
+        fill_unused(out.cache_locs, total, capacity, part, num_parts, -1, BLOCK_SLOT)
+        fill_unused(out.positions, total, capacity, part, num_parts, 0, BLOCK_SLOT)
 
     if chunk == 0:
-        tl.store(indptr_ptr + request + 1, tl.minimum(begin + count, capacity).to(tl.int32), mask=is_live)
+        tl.store(out.indptr + request + 1, tl.minimum(begin + count, capacity).to(tl.int32), mask=is_live)
         if request == 0:
-            tl.store(indptr_ptr, 0)
-            store_overflow(overflow_ptr, total, capacity)
+            tl.store(out.indptr, 0)
+            store_overflow(out.overflow, total, capacity)
 
 
 def contract(values: dict) -> Output:
@@ -215,8 +205,7 @@ def extend_cache_locs(
         >>> listed.cache_locs.tolist(), listed.positions.tolist()  # tokens 2 and 3 of row 1, then 0 and 1 of row 0
         ([22, 23, 10, 11], [2, 3, 0, 1])
     """
-    contracted = contract(locals())
-    out = check.allocate("extend_cache_locs", contracted, out)
+    out = check.allocate("extend_cache_locs", contract(locals()), out)
     batch_size, capacity = starts.shape[0], out.cache_locs.shape[0]
     tuned = dict(tuning.row(TUNING, starts.device))
     longest = min(req_to_token.shape[1], capacity) if num_tokens is None else num_tokens
@@ -227,16 +216,12 @@ def extend_cache_locs(
         (max(batch_size, 1), num_chunks),
         starts_ptr=starts,
         ends_ptr=ends,
-        indptr_ptr=out.indptr,
-        cache_locs_ptr=out.cache_locs,
-        positions_ptr=out.positions,
-        overflow_ptr=out.overflow,
+        out=out,
         **row_arguments(req_pool_indices, req_to_token),
         batch_size=batch_size,
         num_tokens=num_tokens or 0,
         capacity=capacity,
         KEEPS_UNUSED=keep_unused,
-        BLOCK_BATCH=128,
         **tuned,
     )
     return out

@@ -42,9 +42,7 @@ def _find_slots_kernel(
     # inputs
     block_table_ptr,
     first_ptr,
-    # outputs
-    slots_ptr,
-    positions_ptr,
+    out,
     # sizes
     max_pages,
     stride_block_table_request,
@@ -66,8 +64,8 @@ def _find_slots_kernel(
     position = token
     if max_length is not None:
         position = tl.minimum(token, max_length - 1)
-    tl.store(slots_ptr + request * count + place, slot, mask=in_row)
-    tl.store(positions_ptr + request * count + place, position, mask=in_row)
+    tl.store(out.slots + request * count + place, slot, mask=in_row)
+    tl.store(out.positions + request * count + place, position, mask=in_row)
 
 
 def contract(values: dict) -> Output:
@@ -129,8 +127,7 @@ def find_slots(
         >>> found.positions.tolist()
         [[3, 4, 5, 6, 7, 8]]
     """
-    contracted = contract(locals())
-    out = check.allocate("find_slots", contracted, out)
+    out = check.allocate("find_slots", contract(locals()), out)
     tuned = tuning.row(TUNING, first.device)
     launch(
         "find_slots",
@@ -138,8 +135,7 @@ def find_slots(
         (first.shape[0], triton.cdiv(count, tuned["BLOCK_TOKEN"])),
         block_table_ptr=block_table,
         first_ptr=first,
-        slots_ptr=out.slots,
-        positions_ptr=out.positions,
+        out=out,
         max_pages=block_table.shape[1],
         stride_block_table_request=block_table.stride(0),
         count=count,

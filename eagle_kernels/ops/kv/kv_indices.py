@@ -1,14 +1,10 @@
 """The KV indices of every request one after another, from its row of req_to_token: the CSR form of a page table.
 
 Computes
-    Request b attends to the tokens starts[b]..starts[b] + seq_lens[b] - 1. Its indices are their pool slots
-    (SGLang's create_flashinfer_kv_indices), or with pages of P tokens the ids of the pages that hold them, slot // P,
-    as `gqa_decode`, FlashInfer and SGLang read them: from the page of the first token to that of the last. A page is
-    listed whole, so with pages the attention begins at token starts[b] // P * P.
+    The pool slots of the tokens starts[b]..starts[b] + seq_lens[b] - 1 of request b, or with pages of P tokens the ids
+    of the pages that hold them, slot // P, from the page of the first token to that of the last.
 Invariants
-    Every output is written whole, except the unused tail with keep_unused. Indices past `capacity` are not written,
-    and no bound exceeds it. In a table of R rows and C columns, columns past C and rows outside 0..R - 1 are not read;
-    their entries are -1. Negative lengths and starts count as 0.
+    No index is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
 Grid
     (max(B, 1), chunks) for B requests, one program writes every chunks-th block of one request's indices and its share
     of the unused tail; chunk 0 writes the bound and last_page_len as well.
@@ -25,7 +21,13 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.slots import check_capacity, check_keep_unused, fill_unused, read_lengths, store_overflow
+from ...primitives.slots import (
+    check_capacity,
+    check_keep_unused,
+    fill_unused,
+    read_lengths,
+    store_overflow,
+)
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -41,7 +43,7 @@ class Output(NamedTuple):
     overflow: torch.Tensor
 
 
-TUNING = {"default": {"BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
+TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
 
 
 @triton.jit
@@ -58,15 +60,10 @@ def _read_span(seq_lens_ptr, starts_ptr, request, is_live, PAGE_SIZE: tl.constex
 @triton.jit(do_not_specialize=[*ROW_SIZES, "batch_size", "capacity"])
 def _kv_indices_kernel(
     # inputs
-    req_pool_indices_ptr,
-    req_to_token_ptr,
+    rows,
     seq_lens_ptr,
     starts_ptr,
-    # outputs
-    kv_indptr_ptr,
-    kv_indices_ptr,
-    last_page_len_ptr,
-    overflow_ptr,
+    out,
     # sizes
     num_rows,
     row_size,
@@ -85,9 +82,7 @@ def _kv_indices_kernel(
     num_chunks = tl.num_programs(1)
     is_live = request < batch_size  # an empty batch has one program, for its bound and tail
 
-    row_ptr, row_exists = find_row(
-        req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row
-    )
+    row = find_row(rows, request, is_live, num_rows, row_size, stride_req_to_token_row)
     first_token, length, count = _read_span(seq_lens_ptr, starts_ptr, request, is_live, PAGE_SIZE)
     sum_before = tl.zeros([BLOCK_BATCH], tl.int64)
     sum_total = tl.zeros([BLOCK_BATCH], tl.int64)
@@ -103,22 +98,22 @@ def _kv_indices_kernel(
     for start in range(chunk * BLOCK_INDEX, tl.minimum(count, capacity), num_chunks * BLOCK_INDEX):
         entry = start + index
         column = (first_token // PAGE_SIZE + entry) * PAGE_SIZE
-        slot = read_slots(row_ptr, column, entry < count, row_exists, row_size)
+        slot = read_slots(row, column, entry < count)
         if PAGE_SIZE > 1:
             slot = tl.where(slot >= 0, slot // PAGE_SIZE, -1)
         place = begin + entry
-        tl.store(kv_indices_ptr + place, slot, mask=(entry < count) & (place < capacity))
+        tl.store(out.kv_indices + place, slot, mask=(entry < count) & (place < capacity))
     if not KEEPS_UNUSED:
         part = request * num_chunks + chunk
-        fill_unused(kv_indices_ptr, total, capacity, part, tl.num_programs(0) * num_chunks, -1, BLOCK_INDEX)
+        fill_unused(out.kv_indices, total, capacity, part, tl.num_programs(0) * num_chunks, -1, BLOCK_INDEX)
 
     if chunk == 0:
         last_page_len = tl.where(length > 0, (first_token + length - 1) % PAGE_SIZE + 1, 0)
-        tl.store(kv_indptr_ptr + request + 1, tl.minimum(begin + count, capacity).to(tl.int32), mask=is_live)
-        tl.store(last_page_len_ptr + request, last_page_len.to(tl.int32), mask=is_live)
+        tl.store(out.kv_indptr + request + 1, tl.minimum(begin + count, capacity).to(tl.int32), mask=is_live)
+        tl.store(out.last_page_len + request, last_page_len.to(tl.int32), mask=is_live)
         if request == 0:
-            tl.store(kv_indptr_ptr, 0)
-            store_overflow(overflow_ptr, total, capacity)
+            tl.store(out.kv_indptr, 0)
+            store_overflow(out.overflow, total, capacity)
 
 
 def contract(values: dict) -> Output:
@@ -214,8 +209,7 @@ def kv_indices(
         >>> listed.kv_indptr.tolist(), listed.last_page_len.tolist()
         ([0, 2], [2])
     """
-    contracted = contract(locals())
-    out = check.allocate("kv_indices", contracted, out)
+    out = check.allocate("kv_indices", contract(locals()), out)
     batch_size, row_size = seq_lens.shape[0], req_to_token.shape[1]
     tuned = dict(tuning.row(TUNING, seq_lens.device))
     most_chunks = -(-row_size // (page_size * tuned["BLOCK_INDEX"]))
@@ -225,16 +219,12 @@ def kv_indices(
         (max(batch_size, 1), max(1, min(tuned.pop("max_chunks"), most_chunks))),
         seq_lens_ptr=seq_lens,
         starts_ptr=starts,
-        kv_indptr_ptr=out.kv_indptr,
-        kv_indices_ptr=out.kv_indices,
-        last_page_len_ptr=out.last_page_len,
-        overflow_ptr=out.overflow,
+        out=out,
         **row_arguments(req_pool_indices, req_to_token),
         batch_size=batch_size,
         capacity=capacity,
         PAGE_SIZE=page_size,
         KEEPS_UNUSED=keep_unused,
-        BLOCK_BATCH=128,
         **tuned,
     )
     return out

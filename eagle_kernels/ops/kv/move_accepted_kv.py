@@ -51,13 +51,20 @@ class Table(NamedTuple):
     num_pages: Any  # of the pool
 
 
+class Inputs(NamedTuple):
+    """Pointers to the op's arguments of these names."""
+
+    block_table: Any
+    seq_lens: Any
+    accept_index: Any
+    accept_token_num: Any
+
+
 class Path(NamedTuple):
     """The accepted path of one request."""
 
     request: Any  # int64
-    seq_lens_ptr: Any
-    accept_index_ptr: Any
-    accept_token_num_ptr: Any
+    inputs: Any
     num_depths: Any  # columns of accept_index
     num_nodes: Any  # of the request's tree
 
@@ -69,10 +76,7 @@ class Path(NamedTuple):
 def _move_accepted_kv_kernel(
     k_cache_ptr,
     v_cache_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
+    inputs,
     num_pages,
     table_width,
     num_depths,
@@ -91,8 +95,8 @@ def _move_accepted_kv_kernel(
     request = tl.program_id(0).to(tl.int64)
     layer = (tl.program_id(1) // 2).to(tl.int64)
     column = tl.program_id(2) * BLOCK_COLUMN + tl.arange(0, BLOCK_COLUMN)
-    path = Path(request, seq_lens_ptr, accept_index_ptr, accept_token_num_ptr, num_depths, num_verify_tokens)
-    table = Table(block_table_ptr + request * stride_block_table_request, table_width, num_pages)
+    path = Path(request, inputs, num_depths, num_verify_tokens)
+    table = Table(inputs.block_table + request * stride_block_table_request, table_width, num_pages)
     # two calls rather than a choice of pointers, which would lose what is known about their alignment
     if tl.program_id(1) % 2 == 0:
         _move_path(path, table, k_cache_ptr, layer * stride_k_layer, stride_k_page, column, PAGE_SIZE, ROW_BYTES)
@@ -111,20 +115,13 @@ def _find_pages(table, slot, is_wanted, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _move_path(
-    path,
-    table,
-    cache_ptr,
-    first_row,
-    stride_page,
-    column,
-    PAGE_SIZE: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
+    path, table, cache_ptr, first_row, stride_page, column, PAGE_SIZE: tl.constexpr, ROW_BYTES: tl.constexpr
 ):
     """Moves these columns of a path's rows, depth by depth; first_row and stride_page count rows of ROW_BYTES."""
-    seq_len = tl.load(path.seq_lens_ptr + path.request).to(tl.int64)
-    accepted = tl.load(path.accept_token_num_ptr + path.request).to(tl.int64)
+    seq_len = tl.load(path.inputs.seq_lens + path.request).to(tl.int64)
+    accepted = tl.load(path.inputs.accept_token_num + path.request).to(tl.int64)
     for depth in range(0, tl.minimum(accepted + 1, path.num_depths)):
-        index = tl.load(path.accept_index_ptr + path.request * path.num_depths + depth).to(tl.int64)
+        index = tl.load(path.inputs.accept_index + path.request * path.num_depths + depth).to(tl.int64)
         node = index - path.request * path.num_nodes
         is_moved = (node >= 0) & (node < path.num_nodes) & (node != depth)
         source = seq_len + node
@@ -255,10 +252,7 @@ def move_accepted_kv(
         (block_table.shape[0], 2 * num_layers, -(-row_bytes // block_column)),
         k_cache_ptr=k_cache.view(torch.uint8),
         v_cache_ptr=v_cache.view(torch.uint8),
-        block_table_ptr=block_table,
-        seq_lens_ptr=seq_lens,
-        accept_index_ptr=accept_index,
-        accept_token_num_ptr=accept_token_num,
+        inputs=Inputs(block_table, seq_lens, accept_index, accept_token_num),
         num_pages=num_pages,
         table_width=block_table.shape[1],
         num_depths=accept_index.shape[1],

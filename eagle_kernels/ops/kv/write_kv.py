@@ -3,12 +3,10 @@
 Computes
     k_cache[slots[t]] = key[t], v_cache[slots[t]] = value[t]; slot s is row s % page_size of page s // page_size. With
     tables cos and sin, keys are rotated on their way, and so are queries if there are any: the bits are those of `rope`
-    and a write after it. A cache of 8-bit floats gets elements divided by their scale, rounded to nearest (ties to
-    even) and limited to the largest finite value, so that cache * scale is near the key.
+    and a write after it. A cache of 8-bit floats gets elements divided by their scale (primitives/fp8.py).
 Invariants
-    A slot outside 0..num_pages * page_size - 1, such as -1, is not written, and nothing else in the caches is. A slot
-    that two tokens name holds elements of either. Queries are rotated whatever the slot of their token; `out=query`
-    does it in place. Without 8-bit floats elements keep their bits, NaN as well; with them a NaN stays one.
+    Nothing is written in the caches but the slots of the tokens. Queries are rotated whatever the slot of their token.
+    Without 8-bit floats elements keep their bits, NaN as well.
 Grid
     (T, head tiles), one program moves a few heads of one of T tokens: of keys, of values or of queries.
 Launches
@@ -16,19 +14,18 @@ Launches
 Traffic
     element bytes * T * (2 * Hkv + 2 * Hq) * D, cache element bytes * 2 * T * Hkv * D, and a row of each table a token;
     for Hq query heads and Hkv KV heads of D elements.
-
-float8_e4m3fn needs sm_89 or up, or gfx950; float8_e4m3fnuz needs gfx942. Elsewhere the launcher refuses them before it
-compiles anything (runtime/target.py); references know both everywhere.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 
 from ...primitives import fp8, rotary
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.paging import check_row_strides
-from ...primitives.rotary import Tables, load_angles, move_heads
+from ...primitives.rotary import TableSizes, load_angles, move_heads
 from ...primitives.strides import check_tokens, of_token, token_arguments, token_sizes
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -40,39 +37,46 @@ IN_PLACE = {"out": ("query",)}
 TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
 
 
+class Inputs(NamedTuple):
+    """Pointers to the op's arguments of these names; None: not given."""
+
+    key: Any
+    value: Any
+    query: Any
+    slots: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class Outputs(NamedTuple):
+    """Pointers to the caches, bytes if they hold 8-bit floats, and to the rotated query."""
+
+    k_cache: Any
+    v_cache: Any
+    query: Any
+
+
 @triton.jit(
-    do_not_specialize=[*token_sizes("slots"), *token_sizes("positions"), "num_pages", "num_positions",
-                       "stride_cos_position", "stride_sin_position", "stride_key_token", "stride_key_head",
+    do_not_specialize=[*token_sizes("slots"), *TableSizes._fields, "num_pages", "stride_key_token", "stride_key_head",
                        "stride_value_token", "stride_value_head", "stride_query_token", "stride_query_head",
                        "stride_output_token", "stride_output_head", "stride_k_page", "stride_v_page",
                        "stride_k_scale_head", "stride_v_scale_head"]
 )  # fmt: skip
 def _write_kv_kernel(
-    # inputs
-    key_ptr,
-    value_ptr,
-    query_ptr,
-    slots_ptr,
-    positions_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    # outputs
-    k_cache_ptr,
-    v_cache_ptr,
-    output_ptr,
+    inputs,
+    tables,
+    out,
     # sizes
     num_slots_columns,
     stride_slots_row,
     stride_slots_column,
     num_pages,
-    num_positions_columns,
-    stride_positions_row,
-    stride_positions_column,
     num_positions,
     stride_cos_position,
     stride_sin_position,
+    num_positions_columns,
+    stride_positions_row,
+    stride_positions_column,
     stride_key_token,
     stride_key_head,
     stride_value_token,
@@ -100,40 +104,40 @@ def _write_kv_kernel(
     tile = tl.program_id(1)
     num_kv_tiles = tl.cdiv(NUM_KV_HEADS, BLOCK_HEAD)
     place = of_token(tl.program_id(0), num_slots_columns, stride_slots_row, stride_slots_column)
-    slot = tl.load(slots_ptr + place).to(tl.int64)
+    slot = tl.load(inputs.slots + place).to(tl.int64)
     page = slot // PAGE_SIZE
     is_written = (slot >= 0) & (page < num_pages)
     row_in_page = (slot % PAGE_SIZE) * NUM_KV_HEADS
     block = tl.arange(0, BLOCK_HEAD).to(tl.int64)
-    tables = Tables(
-        cos_ptr, sin_ptr, stride_cos_position, stride_sin_position, num_positions, positions_ptr,
-        num_positions_columns, stride_positions_row, stride_positions_column,
+    sizes = TableSizes(
+        num_positions, stride_cos_position, stride_sin_position, num_positions_columns, stride_positions_row,
+        stride_positions_column,
     )  # fmt: skip
 
     if tile < num_kv_tiles:
         head = tile * BLOCK_HEAD + block
         is_head = (head < NUM_KV_HEADS) & is_written
-        angles = load_angles(tables, tl.program_id(0), ROTARY_DIM)
+        angles = load_angles(tables, sizes, tl.program_id(0), ROTARY_DIM)
         move_heads(
-            key_ptr, k_cache_ptr, token * stride_key_token + head * stride_key_head,
+            inputs.key, out.k_cache, token * stride_key_token + head * stride_key_head,
             page * stride_k_page + row_in_page + head, is_head, angles,
-            _load_scale(k_scale_ptr, head, is_head, stride_k_scale_head),
+            _load_scale(inputs.k_scale, head, is_head, stride_k_scale_head),
             HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=FP8,
         )  # fmt: skip
     elif tile < 2 * num_kv_tiles:
         head = (tile - num_kv_tiles) * BLOCK_HEAD + block
         is_head = (head < NUM_KV_HEADS) & is_written
         move_heads(
-            value_ptr, v_cache_ptr, token * stride_value_token + head * stride_value_head,
+            inputs.value, out.v_cache, token * stride_value_token + head * stride_value_head,
             page * stride_v_page + row_in_page + head, is_head, None,
-            _load_scale(v_scale_ptr, head, is_head, stride_v_scale_head),
+            _load_scale(inputs.v_scale, head, is_head, stride_v_scale_head),
             HEAD_DIM=HEAD_DIM, ROTARY_DIM=0, IS_INTERLEAVED=IS_INTERLEAVED, FP8=FP8,
         )  # fmt: skip
     elif NUM_QUERY_HEADS > 0:
         head = (tile - 2 * num_kv_tiles) * BLOCK_HEAD + block
-        angles = load_angles(tables, tl.program_id(0), ROTARY_DIM)
+        angles = load_angles(tables, sizes, tl.program_id(0), ROTARY_DIM)
         move_heads(
-            query_ptr, output_ptr, token * stride_query_token + head * stride_query_head,
+            inputs.query, out.query, token * stride_query_token + head * stride_query_head,
             token * stride_output_token + head * stride_output_head, head < NUM_QUERY_HEADS, angles, 1.0,
             HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=None,
         )  # fmt: skip
@@ -271,15 +275,13 @@ def write_kv(
         "write_kv",
         _write_kv_kernel,
         (num_tokens, 2 * triton.cdiv(num_kv_heads, block_head) + triton.cdiv(num_query_heads, block_head)),
-        key_ptr=key,
-        value_ptr=value,
-        query_ptr=query,
+        inputs=Inputs(key, value, query, slots, k_scale, v_scale),
+        out=Outputs(
+            k_cache.view(torch.uint8) if is_fp8 else k_cache,
+            v_cache.view(torch.uint8) if is_fp8 else v_cache,
+            None if query is None else out,
+        ),
         **token_arguments("slots", slots),
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
-        k_cache_ptr=k_cache.view(torch.uint8) if is_fp8 else k_cache,
-        v_cache_ptr=v_cache.view(torch.uint8) if is_fp8 else v_cache,
-        output_ptr=None if query is None else out,
         num_pages=k_cache.shape[0],
         stride_k_page=k_cache.stride(0) // head_dim,
         stride_v_page=v_cache.stride(0) // head_dim,

@@ -1,15 +1,10 @@
 """Rotary position embedding of queries and keys.
 
 Computes
-    The first rotary_dim coordinates of each head, in pairs (a, b), become (a cos - b sin, b cos + a sin); the others
-    stay. Pairs are coordinates i and rotary_dim / 2 + i (GPT-NeoX, Llama), or 2 i and 2 i + 1 with is_interleaved
-    (GPT-J). rotary_dim is twice the tables' columns, so partial rotary embedding is a matter of the tables; so is every
-    scaling of frequencies (linear, llama3, yarn with its attention factor).
-    Rounding follows PyTorch's rules of type promotion: tables of the heads' dtype round each product, as in Hugging
-    Face's models; fp32 tables round once, at the end.
+    The turns of primitives/rotary.py. Partial rotary embedding is a matter of the tables, and so is every scaling of
+    frequencies (linear, llama3, yarn with its attention factor).
 Invariants
-    Heads of a token whose position is outside 0..max_positions - 1 are copied as they are. An element depends on its
-    own pair and angle alone. out=Output(query, key) works in place.
+    An element depends on its own pair and angle alone.
     Bits are those of PyTorch's `a * cos - b * sin`: products are not fused into sums.
 Grid
     (T, head tiles), one program rotates a few query heads or a few key heads of one of T tokens.
@@ -28,8 +23,7 @@ import torch
 
 from ...primitives import rotary
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.rotary import Tables, load_angles, move_heads
-from ...primitives.strides import token_sizes
+from ...primitives.rotary import TableSizes, load_angles, move_heads
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -48,21 +42,17 @@ TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
 
 
 @triton.jit(
-    do_not_specialize=[*token_sizes("positions"), "num_positions", "stride_cos_position", "stride_sin_position",
-                       "stride_query_token", "stride_query_head", "stride_key_token", "stride_key_head",
-                       "stride_output_query_token", "stride_output_query_head", "stride_output_key_token",
-                       "stride_output_key_head"]
+    do_not_specialize=[*TableSizes._fields, "stride_query_token", "stride_query_head", "stride_key_token",
+                       "stride_key_head", "stride_output_query_token", "stride_output_query_head",
+                       "stride_output_key_token", "stride_output_key_head"]
 )  # fmt: skip
 def _rope_kernel(
     # inputs
     query_ptr,
     key_ptr,
-    positions_ptr,
-    cos_ptr,
-    sin_ptr,
+    tables,
     # outputs
-    output_query_ptr,
-    output_key_ptr,
+    out,
     # sizes
     num_positions_columns,
     stride_positions_row,
@@ -90,27 +80,23 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * BLOCK_HEAD
     first_key = tl.cdiv(NUM_QUERY_HEADS, BLOCK_HEAD) * BLOCK_HEAD
-    tables = Tables(
-        cos_ptr, sin_ptr, stride_cos_position, stride_sin_position, num_positions, positions_ptr,
+    sizes = TableSizes(
+        num_positions, stride_cos_position, stride_sin_position,
         num_positions_columns, stride_positions_row, stride_positions_column,
     )  # fmt: skip
-    angles = load_angles(tables, tl.program_id(0), ROTARY_DIM)
+    angles = load_angles(tables, sizes, tl.program_id(0), ROTARY_DIM)
     head = first_head.to(tl.int64) + tl.arange(0, BLOCK_HEAD)
     if first_head < first_key:
-        source_row = token * stride_query_token + head * stride_query_head
-        target_row = token * stride_output_query_token + head * stride_output_query_head
-        is_head = head < NUM_QUERY_HEADS
         move_heads(
-            query_ptr, output_query_ptr, source_row, target_row, is_head, angles, 1.0,
+            query_ptr, out.query, token * stride_query_token + head * stride_query_head,
+            token * stride_output_query_token + head * stride_output_query_head, head < NUM_QUERY_HEADS, angles, 1.0,
             HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=None,
         )  # fmt: skip
     else:
         head -= first_key
-        source_row = token * stride_key_token + head * stride_key_head
-        target_row = token * stride_output_key_token + head * stride_output_key_head
-        is_head = head < NUM_KV_HEADS
         move_heads(
-            key_ptr, output_key_ptr, source_row, target_row, is_head, angles, 1.0,
+            key_ptr, out.key, token * stride_key_token + head * stride_key_head,
+            token * stride_output_key_token + head * stride_output_key_head, head < NUM_KV_HEADS, angles, 1.0,
             HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=None,
         )  # fmt: skip
 
@@ -173,8 +159,7 @@ def rope(
         >>> eagle_kernels.rope(heads, heads, torch.tensor([0, 1]), cos, sin).query.tolist()
         [[[1.0, 2.0]], [[-2.0, 1.0]]]
     """
-    contracted = contract(locals())
-    out = check.allocate("rope", contracted, out)
+    out = check.allocate("rope", contract(locals()), out)
     rotary.check_out("rope", **{"out.query": out.query, "out.key": out.key})
     num_tokens, num_query_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -186,8 +171,7 @@ def rope(
         (num_tokens, triton.cdiv(num_query_heads, block_head) + triton.cdiv(num_kv_heads, block_head)),
         query_ptr=query,
         key_ptr=key,
-        output_query_ptr=out.query,
-        output_key_ptr=out.key,
+        out=out,
         NUM_QUERY_HEADS=num_query_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,

@@ -6,6 +6,8 @@ outside 0..R - 1, columns outside 0..C - 1 and entries below 0 are no slots; the
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ....runtime import check
@@ -15,18 +17,33 @@ from ....runtime.language import tl, triton
 ROW_SIZES = ["num_rows", "row_size", "stride_req_to_token_row"]
 
 
-@triton.jit
-def find_row(req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row):
-    """Returns (pointer to the request's row, whether there is one)."""
-    row = tl.load(req_pool_indices_ptr + request, mask=is_live, other=-1).to(tl.int64)
-    return req_to_token_ptr + row * stride_req_to_token_row, (row >= 0) & (row < num_rows)
+class Rows(NamedTuple):
+    """Pointers to the arguments of these names."""
+
+    req_pool_indices: Any
+    req_to_token: Any
+
+
+class Row(NamedTuple):
+    """The row of one request."""
+
+    ptr: Any
+    exists: Any
+    size: Any
 
 
 @triton.jit
-def read_slots(row_ptr, column, is_wanted, row_exists, row_size):
+def find_row(rows, request, is_live, num_rows, row_size, stride_req_to_token_row):
+    """Returns the Row of a request."""
+    row = tl.load(rows.req_pool_indices + request, mask=is_live, other=-1).to(tl.int64)
+    return Row(rows.req_to_token + row * stride_req_to_token_row, (row >= 0) & (row < num_rows), row_size)
+
+
+@triton.jit
+def read_slots(row, column, is_wanted):
     """Returns the pool slots int64 in these columns of a row, -1 where there are none."""
-    in_row = is_wanted & row_exists & (column >= 0) & (column < row_size)
-    return tl.maximum(tl.load(row_ptr + column, mask=in_row, other=-1).to(tl.int64), -1)
+    in_row = is_wanted & row.exists & (column >= 0) & (column < row.size)
+    return tl.maximum(tl.load(row.ptr + column, mask=in_row, other=-1).to(tl.int64), -1)
 
 
 @triton.jit
@@ -126,8 +143,7 @@ def draft_columns(seq_lens: torch.Tensor, topk: int, num_steps: int, page_size: 
 def row_arguments(req_pool_indices: torch.Tensor, req_to_token: torch.Tensor) -> dict:
     """Returns the launch arguments that describe checked rows."""
     return {
-        "req_pool_indices_ptr": req_pool_indices,
-        "req_to_token_ptr": req_to_token,
+        "rows": Rows(req_pool_indices, req_to_token),
         "num_rows": req_to_token.shape[0],
         "row_size": req_to_token.shape[1],
         "stride_req_to_token_row": req_to_token.stride(0),
