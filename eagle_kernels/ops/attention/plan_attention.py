@@ -1,11 +1,10 @@
 """The plan of a batch for attention: where the keys of each request begin among all, counted in blocks.
 
 Computes
-    plan[b] = the blocks of 32 slots that the requests before b have. Request b has those of the slots from the first
-    that its rows see to its last draft key, and at least 1. `gqa_decode` and `tree_attention` cut all blocks into even
-    chunks, one for each program that runs at once; without a plan each of their programs sums up the lengths itself.
+    plan[b] = the blocks of 32 slots that the requests before b have (shared/cuts.py). Request b has those of the slots
+    from the first that its rows see to its last draft key, and at least 1.
 Invariants
-    Every output is written whole. Negative lengths count as 0.
+    Negative lengths count as 0.
 Grid
     (1,), one program sums up all requests, BLOCK_BATCH at a time.
 Launches

@@ -1,17 +1,15 @@
 """Keeps the page in which a request's accepted tokens end, in place: only whole pages can be freed.
 
 Computes
-    evict_mask marks the drafts of a request that are not accepted; k of N are not marked, and the accepted tokens are
-    the first of them, as in a chain. The request's tokens then end in the page that begins at token
-    ceil((seq_len + k) / P - 1) * P, for pages of P tokens; the marks of this page's tokens are cleared (SGLang's
-    align_evict_mask_to_page_size).
+    evict_mask marks the drafts of a request that are not accepted; k of N are not marked. The request's tokens then end
+    in the page that begins at token ceil((seq_len + k) / P - 1) * P, for pages of P tokens; the marks of this page's
+    tokens are cleared.
 
         P = 4, seq_len = 5, k = 2:  page        4 5 6 7|8 9 10
                                     mask            0 0 1|1 1 1    (tokens 5 to 10)
                                     cleared         0 0 0|1 1 1
 Invariants
-    Marks are cleared, never set. Negative lengths count as 0. A request without a token, committed or accepted, has no
-    page to keep.
+    Marks are cleared, never set. A request without a token, committed or accepted, has no page to keep.
 Grid
     (B,) for B requests, one program clears the marks of one request.
 Launches

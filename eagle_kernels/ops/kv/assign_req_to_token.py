@@ -73,23 +73,17 @@ def contract(values: dict) -> None:
     args.tensor("starts", ("B",), check.INTEGER)
     args.tensor("ends", ("B",), check.INTEGER)
     args.tensor("cache_locs", (None,), check.INTEGER)
-    starts, ends, num_slots = values["starts"], values["ends"], len(values["cache_locs"])
+    starts, ends, slots = (values[name] for name in ("starts", "ends", "cache_locs"))
     num_columns = args.size("C")
     for name in ("starts", "ends"):
         lie_within = lambda name=name: (values[name] >= 0) & (values[name] <= num_columns)  # noqa: E731
         args.debug(name, f"lie in 0..{num_columns}, the columns of req_to_token", lie_within)
     debug_rows(args, (), lambda: torch.where(ends > starts, ends, 0))
-    if values["cache_locs"].dtype == torch.int64 and values["req_to_token"].dtype == torch.int32:
-        rule = "hold slots that req_to_token, of int32, holds"
-        args.debug(
-            "cache_locs",
-            rule,
-            lambda: abs(values["cache_locs"].clamp(min=-(2**62))) <= check.MAX_INT32,
-            of_reference=True,
-        )
-    args.debug(
-        "ends", f"ask for at most {num_slots} slots", lambda: (ends - starts).clamp(min=0).cumsum(0) <= num_slots
-    )
+    if slots.dtype == torch.int64 and values["req_to_token"].dtype == torch.int32:
+        are_held = lambda: abs(slots.clamp(min=-(2**62))) <= check.MAX_INT32  # noqa: E731
+        args.debug("cache_locs", "hold slots that req_to_token, of int32, holds", are_held, of_reference=True)
+    are_given = lambda: (ends - starts).clamp(min=0).cumsum(0) <= len(slots)  # noqa: E731
+    args.debug("ends", f"ask for at most {len(slots)} slots", are_given)
 
 
 @launcher

@@ -201,10 +201,9 @@ def contract(values: dict) -> Output:
 
     def is_read(column):
         # a window that counts drafts sees the most of the prefix at the first step
-        is_seen = (
-            column >= seq_lens[:, None] - window_size + int(values["window_counts_drafts"]) if window_size else True
-        )
-        return ((column < seq_lens[:, None]) & (is_seen | (column < values["sink_size"]))) | is_draft(column)
+        first = seq_lens - window_size + int(values["window_counts_drafts"]) if window_size else seq_lens * 0
+        is_seen = (column >= first[:, None]) | (column < values["sink_size"])
+        return ((column < seq_lens[:, None]) & is_seen) | is_draft(column)
 
     debug_rows(args, ("seq_lens",), stop, is_read, "leave room for the drafts")
     return Output(

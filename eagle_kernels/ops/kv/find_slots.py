@@ -2,11 +2,9 @@
 
 Computes
     Token t of request b lies at slot page * page_size + t % page_size, with page = block_table[b, t // page_size].
-    Listed are the tokens first[b]..first[b] + count - 1; with max_length their positions are limited to
-    max_length - 1, which every table of positions has (tokens past it are drafts that are never kept).
+    Positions are limited to those that every table has: tokens past max_length - 1 are drafts that are never kept.
 Invariants
-    Every output is written whole. Entries outside the table are not read. A token's results depend on its own request
-    alone.
+    Entries outside the table are not read. A token's results depend on its own request alone.
 Grid
     (B, chunks) for B requests, one program lists BLOCK_TOKEN tokens of one request.
 Launches

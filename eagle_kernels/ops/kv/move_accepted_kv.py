@@ -1,14 +1,11 @@
 """Moves the KV rows of accepted nodes to the front of the verified block, in place, in all layers at once.
 
 Computes
-    Verification wrote the N nodes of request b's tree at the slots seq_len..seq_len + N - 1. For every depth d of the
-    accepted path, the root included, the row at slot seq_len + (accept_index[b, d] - b * N) moves to slot seq_len + d,
-    in keys and values of every layer; afterwards the path is contiguous and the length may grow by
-    accept_token_num + 1.
+    For every depth d of the accepted path, the root included, the row at slot seq_len + (accept_index[b, d] - b * N)
+    moves to slot seq_len + d, in keys and values of every layer; afterwards the path is contiguous.
 Invariants
-    Rows move bit by bit. Path entries outside the request's N nodes, slots past the block table and page ids outside
-    the pool are skipped; nothing outside a request's slots seq_len..seq_len + W - 1, for W entries of a path, is
-    written. Requests must not share the pages that they write.
+    Rows move bit by bit. Nothing outside a request's slots seq_len..seq_len + W - 1, for W entries of a path, is
+    written.
     There are no races: no two programs touch the same column of a request's rows, and a program walks up the depths in
     one fixed 1-D layout, so each thread reads and writes only its own columns, in program order. Along an ascending
     path source >= destination, so a row that depth d overwrites was read at an earlier depth or is not on the path. A

@@ -56,6 +56,17 @@ class Outputs(NamedTuple):
     query: Any
 
 
+class Shape(NamedTuple):
+    """The constants of a call."""
+
+    PAGE_SIZE: int
+    NUM_KV_HEADS: int
+    NUM_QUERY_HEADS: int
+    HEAD_DIM: int
+    IS_INTERLEAVED: bool
+    FP8: str | None  # the caches' 8-bit float
+
+
 @triton.jit(
     do_not_specialize=[*token_sizes("slots"), *TableSizes._fields, "num_pages", "stride_key_token", "stride_key_head",
                        "stride_value_token", "stride_value_head", "stride_query_token", "stride_query_head",
@@ -89,25 +100,20 @@ def _write_kv_kernel(
     stride_v_page,
     stride_k_scale_head,
     stride_v_scale_head,
-    PAGE_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    NUM_QUERY_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    SHAPE: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    FP8: tl.constexpr,
     BLOCK_HEAD: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    num_kv_tiles = tl.cdiv(NUM_KV_HEADS, BLOCK_HEAD)
+    num_kv_tiles = tl.cdiv(SHAPE.NUM_KV_HEADS, BLOCK_HEAD)
     place = of_token(tl.program_id(0), num_slots_columns, stride_slots_row, stride_slots_column)
     slot = tl.load(inputs.slots + place).to(tl.int64)
-    page = slot // PAGE_SIZE
+    page = slot // SHAPE.PAGE_SIZE
     is_written = (slot >= 0) & (page < num_pages)
-    row_in_page = (slot % PAGE_SIZE) * NUM_KV_HEADS
+    row_in_page = (slot % SHAPE.PAGE_SIZE) * SHAPE.NUM_KV_HEADS
     block = tl.arange(0, BLOCK_HEAD).to(tl.int64)
     sizes = TableSizes(
         num_positions, stride_cos_position, stride_sin_position, num_positions_columns, stride_positions_row,
@@ -116,30 +122,30 @@ def _write_kv_kernel(
 
     if tile < num_kv_tiles:
         head = tile * BLOCK_HEAD + block
-        is_head = (head < NUM_KV_HEADS) & is_written
+        is_head = (head < SHAPE.NUM_KV_HEADS) & is_written
         angles = load_angles(tables, sizes, tl.program_id(0), ROTARY_DIM)
         move_heads(
             inputs.key, out.k_cache, token * stride_key_token + head * stride_key_head,
             page * stride_k_page + row_in_page + head, is_head, angles,
             _load_scale(inputs.k_scale, head, is_head, stride_k_scale_head),
-            HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=FP8,
+            HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8=SHAPE.FP8,
         )  # fmt: skip
     elif tile < 2 * num_kv_tiles:
         head = (tile - num_kv_tiles) * BLOCK_HEAD + block
-        is_head = (head < NUM_KV_HEADS) & is_written
+        is_head = (head < SHAPE.NUM_KV_HEADS) & is_written
         move_heads(
             inputs.value, out.v_cache, token * stride_value_token + head * stride_value_head,
             page * stride_v_page + row_in_page + head, is_head, None,
             _load_scale(inputs.v_scale, head, is_head, stride_v_scale_head),
-            HEAD_DIM=HEAD_DIM, ROTARY_DIM=0, IS_INTERLEAVED=IS_INTERLEAVED, FP8=FP8,
+            HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=0, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8=SHAPE.FP8,
         )  # fmt: skip
-    elif NUM_QUERY_HEADS > 0:
+    elif SHAPE.NUM_QUERY_HEADS > 0:
         head = (tile - 2 * num_kv_tiles) * BLOCK_HEAD + block
         angles = load_angles(tables, sizes, tl.program_id(0), ROTARY_DIM)
         move_heads(
             inputs.query, out.query, token * stride_query_token + head * stride_query_head,
-            token * stride_output_token + head * stride_output_head, head < NUM_QUERY_HEADS, angles, 1.0,
-            HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=None,
+            token * stride_output_token + head * stride_output_head, head < SHAPE.NUM_QUERY_HEADS, angles, 1.0,
+            HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8=None,
         )  # fmt: skip
 
 
@@ -266,9 +272,9 @@ def write_kv(
     fp8.check_target("write_kv", "k_cache", k_cache)
     out = check.allocate("write_kv", contracted, out)
     rotary.check_out("write_kv", out=out)
-    num_tokens, num_kv_heads, head_dim = key.shape
-    num_query_heads = out.shape[1]
-    is_fp8 = k_cache.dtype in fp8.FP8
+    num_tokens, num_query_heads, head_dim = out.shape
+    num_pages, page_size, num_kv_heads, _ = k_cache.shape
+    float8 = str(k_cache.dtype).removeprefix("torch.") if k_cache.dtype in fp8.FP8 else None
     tuned = dict(tuning.row(TUNING, key.device))
     block_head = rotary.tile_of_heads(max(num_query_heads, num_kv_heads), head_dim, tuned.pop("tile_elements"))
     launch(
@@ -277,22 +283,17 @@ def write_kv(
         (num_tokens, 2 * triton.cdiv(num_kv_heads, block_head) + triton.cdiv(num_query_heads, block_head)),
         inputs=Inputs(key, value, query, slots, k_scale, v_scale),
         out=Outputs(
-            k_cache.view(torch.uint8) if is_fp8 else k_cache,
-            v_cache.view(torch.uint8) if is_fp8 else v_cache,
+            k_cache.view(torch.uint8) if float8 else k_cache,
+            v_cache.view(torch.uint8) if float8 else v_cache,
             None if query is None else out,
         ),
         **token_arguments("slots", slots),
-        num_pages=k_cache.shape[0],
+        num_pages=num_pages,
         stride_k_page=k_cache.stride(0) // head_dim,
         stride_v_page=v_cache.stride(0) // head_dim,
-        stride_k_scale_head=_scale_stride(k_scale),
-        stride_v_scale_head=_scale_stride(v_scale),
-        PAGE_SIZE=k_cache.shape[1],
-        NUM_KV_HEADS=num_kv_heads,
-        NUM_QUERY_HEADS=num_query_heads,
-        HEAD_DIM=head_dim,
-        IS_INTERLEAVED=bool(is_interleaved),
-        FP8=str(k_cache.dtype).removeprefix("torch.") if is_fp8 else None,
+        stride_k_scale_head=int(k_scale is not None and k_scale.numel() > 1),  # 0: all heads share one
+        stride_v_scale_head=int(v_scale is not None and v_scale.numel() > 1),
+        SHAPE=Shape(page_size, num_kv_heads, num_query_heads, head_dim, bool(is_interleaved), float8),
         BLOCK_HEAD=block_head,
         enable_fp_fusion=False,
         **rotary.table_arguments(positions, cos, sin),
@@ -303,8 +304,3 @@ def write_kv(
         **tuned,
     )
     return out
-
-
-def _scale_stride(scale: torch.Tensor | None) -> int:
-    """Returns the step from one head's scale to the next one's: 0 if all heads share one."""
-    return int(scale is not None and scale.numel() > 1)

@@ -15,10 +15,10 @@ class Shape(NamedTuple):
     NUM_KV_HEADS: int
     HEAD_DIM: int
     PAGE_SIZE: int  # 0: keys are not in pages
-    DRAFTS: str  # where the draft block is, see `slot_range`
     ONE_SCALE: bool  # for all KV heads
-    SHARE_TILES: int  # tiles of keys of the first ordered shares (`ordered_shares.py`); 0: even chunks
     BLOCK_KEY: int
+    DRAFTS: str = ""  # where the draft block is, see `slot_range`
+    SHARE_TILES: int = 0  # tiles of keys of the first ordered shares (`ordered_shares.py`); 0: even chunks
 
 
 class Batch(NamedTuple):

@@ -114,23 +114,22 @@ def count_chunks(batch_size: int, num_tiles: int, num_processors: int, programs:
     return next((number for number in numbers if number % (16 * batch_size) == 0), next(alike, most))
 
 
-def launch_chunks(op: str, arguments: dict, tuned: dict, *, most_drafts_beside: int) -> None:
+def launch_chunks(op: str, arguments: dict, tuned: dict) -> None:
     """Launches the attention and, where a request can have several parts, their merge.
 
-    arguments: of the kernel, but those that are found here. tuned: the op's tuning row. most_drafts_beside: slots of a
-    request that are not in the pool.
+    arguments: of the kernel, but those that are found here. tuned: the op's tuning row.
     """
     lengths, shape, batch_size = (arguments[name] for name in ("lengths", "SHAPE", "batch_size"))
-    device = arguments["out"].output.device
     num_tiles = shape.NUM_KV_HEADS * triton.cdiv(arguments["num_query"] * shape.GROUP_SIZE, arguments["BLOCK_ROW"])
     least_blocks = max(1, tuned["share_keys"] // BLOCK_SLOTS)
     # the most blocks that these page tables have room for; in the CSR form all requests share them
-    slots = arguments["table_size"] * shape.PAGE_SIZE
-    each = triton.cdiv(slots, BLOCK_SLOTS) + triton.cdiv(most_drafts_beside, BLOCK_SLOTS) + (most_drafts_beside > 0)
+    draft_blocks = triton.cdiv(arguments["num_drafts"], BLOCK_SLOTS) if shape.DRAFTS == "beside" else 0
+    page_blocks = triton.cdiv(arguments["table_size"] * shape.PAGE_SIZE, BLOCK_SLOTS)
+    each = page_blocks + draft_blocks + (draft_blocks > 0)
     most_blocks = batch_size * max(each, 1)
     if lengths.kv_indptr is not None:
-        most_blocks = min(most_blocks, each + batch_size * (1 + triton.cdiv(most_drafts_beside, BLOCK_SLOTS)))
-    num_processors = target.num_multiprocessors(device)
+        most_blocks = min(most_blocks, each + batch_size * (1 + draft_blocks))
+    num_processors = target.num_multiprocessors(arguments["out"].output.device)
     num_chunks = count_chunks(batch_size, num_tiles, num_processors, tuned["programs"])
     if num_chunks < 4:  # the last programs would leave much of the GPU idle: up to four rounds of them
         four_rounds = triton.cdiv(4 * tuned["programs"][1] * num_processors, max(num_tiles, 1))

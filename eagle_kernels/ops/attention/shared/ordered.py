@@ -134,10 +134,10 @@ def _ordered_attention_kernel(
         )
 
 
-def launch_ordered(op: str, arguments: dict, tuned: dict, *, most_drafts_beside: int) -> None:
+def launch_ordered(op: str, arguments: dict, tuned: dict) -> None:
     """Launches the attention and, where a request can have several shares, their merge.
 
-    arguments, tuned, most_drafts_beside: as `chunks.launch_chunks` takes them.
+    arguments, tuned: as `chunks.launch_chunks` takes them.
     """
     lengths, shape = arguments["lengths"]._replace(plan=None), arguments["SHAPE"]
     batch_size, num_query, num_drafts = (arguments[name] for name in ("batch_size", "num_query", "num_drafts"))
@@ -145,11 +145,11 @@ def launch_ordered(op: str, arguments: dict, tuned: dict, *, most_drafts_beside:
     row_tiles = triton.cdiv(num_query * shape.GROUP_SIZE, block_row)
     # the most pages decide how many shares there can be; in the CSR form all requests together have these
     most_tiles = triton.cdiv(arguments["table_size"] * shape.PAGE_SIZE, block_key)
-    draft_tiles = triton.cdiv(most_drafts_beside, block_key)
+    draft_tiles = triton.cdiv(num_drafts, block_key) if shape.DRAFTS == "beside" else 0
     each = count_ordered_shares(most_tiles + draft_tiles, base_tiles)
     num_shares = batch_size * each
     if lengths.kv_indptr is not None:
-        if most_drafts_beside:  # after a tile that the prefix does not fill
+        if draft_tiles:  # after a tile that the prefix does not fill
             most_tiles += batch_size * (1 + draft_tiles)
         num_shares = min(
             batch_size * count_ordered_shares(most_tiles, base_tiles),

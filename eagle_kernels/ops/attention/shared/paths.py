@@ -21,14 +21,13 @@ def attend_path(queries, pool, span, state, mask_ptr, num_drafts, SHAPE: tl.cons
     ascending order. first is a multiple of BLOCK_KEY; origin: slots before it are not read; positions_ptr: of the
     drafts, for a window; None: they are their places.
     """
-    BLOCK_KEY: tl.constexpr = SHAPE.BLOCK_KEY
     row_max, row_sum, accumulator = state
-    lane, node = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_NODE)
+    lane, node = tl.arange(0, SHAPE.BLOCK_KEY), tl.arange(0, BLOCK_NODE)
     word = tl.load(mask_ptr + node // 64, mask=(node < num_drafts) & (node // 64 < queries.num_words), other=0)
     is_on_path = ((word >> (node % 64)) & 1).to(tl.int32)
     rank = tl.where(is_on_path > 0, tl.cumsum(is_on_path) - 1, -1)
     path_stop = span.common_stop + tl.sum(is_on_path)
-    for start in range(span.first, tl.minimum(span.stop, path_stop), BLOCK_KEY):
+    for start in range(span.first, tl.minimum(span.stop, path_stop), SHAPE.BLOCK_KEY):
         place = start + lane
         is_found = rank[None, :] == (place - span.common_stop)[:, None]  # [KEY, NODE]
         draft = tl.sum(tl.where(is_found, node[None, :], 0), axis=1)

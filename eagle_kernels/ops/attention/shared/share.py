@@ -102,7 +102,6 @@ def attend_share(
     """
     GROUP_SIZE: tl.constexpr = SHAPE.GROUP_SIZE
     HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
-    BLOCK_KEY: tl.constexpr = SHAPE.BLOCK_KEY
     qo_indptr_ptr = batch.lengths.qo_indptr
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, batch.num_query, batch.num_rows, True)
     first_page, _, _ = request_pages(batch, request, True, SHAPE.PAGE_SIZE)
@@ -173,7 +172,7 @@ def attend_share(
     if v_scale_ptr is not None:
         accumulator = scale_columns(accumulator, tl.load(v_scale_ptr))
     if SHAPE.DRAFTS == "beside":
-        drafts_begin = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY
+        drafts_begin = tl.cdiv(prefix, SHAPE.BLOCK_KEY) * SHAPE.BLOCK_KEY
         first_key, first_value = first_row * sizes.stride_draft_key_token, first_row * sizes.stride_draft_value_token
         if qo_indptr_ptr is None:
             first_key = request * sizes.stride_draft_key_batch

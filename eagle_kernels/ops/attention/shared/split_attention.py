@@ -25,14 +25,7 @@ from .softmax import LOG2_E, tile_sizes
 
 
 def launch_attention(
-    op: str,
-    values: dict,
-    out: Output,
-    *,
-    tuned: dict,
-    num_query: int,
-    num_drafts: int,
-    drafts: str,
+    op: str, values: dict, out: Output, *, tuned: dict, num_query: int, num_drafts: int, drafts: str
 ) -> None:
     """Launches the attention that an op's checked arguments describe, into `out`.
 
@@ -41,7 +34,7 @@ def launch_attention(
     """
     query, draft_key, draft_value = values["query"], values.get("draft_key"), values.get("draft_value")
     tree_mask, window = values.get("tree_mask"), values["window"]
-    k_cache, k_scale = values["k_cache"], values["k_scale"]
+    k_cache, one_scale = values["k_cache"], values["k_scale"] is None or len(values["k_scale"]) == 1
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     group_size, token_axis = query.shape[-2] // num_kv_heads, query.dim() - 3
     is_csr, is_ordered = values["block_table"] is None, values["deterministic"]
@@ -52,6 +45,7 @@ def launch_attention(
         tuned = tuned | (wide if head_dim > wide["above"] else {})
         tuned |= tuned.get("float8", {}) if k_cache.dtype in FP8 else {}
     block_row, block_key = tile_sizes(num_query * group_size, head_dim, query.element_size(), tuned)
+    share_tiles = max(1, tuned["share_keys"] // block_key) if is_ordered else 0
 
     def stride(tensor, axis):
         """Returns the stride of an axis before the last two, in rows of HEAD_DIM."""
@@ -77,17 +71,8 @@ def launch_attention(
         "stride_draft_key_token": stride(draft_key, token_axis),
         "stride_draft_value_batch": stride(draft_value, 0),
         "stride_draft_value_token": stride(draft_value, token_axis),
-        "SHAPE": Shape(
-            GROUP_SIZE=group_size,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            PAGE_SIZE=page_size,
-            DRAFTS=drafts,
-            ONE_SCALE=k_scale is None or len(k_scale) == 1,
-            SHARE_TILES=max(1, tuned["share_keys"] // block_key) if is_ordered else 0,
-            BLOCK_KEY=block_key,
-        ),
+        "SHAPE": Shape(group_size, num_kv_heads, head_dim, page_size, one_scale, block_key, drafts, share_tiles),
         "BLOCK_ROW": block_row,
     }
     launch_parts = ordered.launch_ordered if is_ordered else launch_chunks
-    launch_parts(op, arguments, tuned, most_drafts_beside=num_drafts if drafts == "beside" else 0)
+    launch_parts(op, arguments, tuned)
