@@ -2,10 +2,8 @@
 
 Computes
     probs / (sum of the kept probs) where kept, else 0. Kept are the tokens with a probability of at least
-    min_p * the largest of the row, a product in fp32, rounded to nearest. The most likely tokens always stay: above 1
-    min_p counts as 1.
+    min_p * the largest of the row, a product in fp32, rounded to nearest.
 Invariants
-    NaN, infinite and negative entries count as 0; a row of nothing else gives 0. Tokens of probability 0 stay 0.
     The sum that divides is one of whole numbers (units of 2^-40 of the power of two at or below the row's largest
     probability, each rounded down): bits do not depend on the batch around a row, nor on tuning.
 Grid
@@ -33,21 +31,18 @@ from .shared.threshold import key_probability
 @triton.jit
 def _min_p_renorm_edge_kernel(
     min_p_ptr,
-    chunk_largest_ptr,
-    state_ptr,
-    sums_ptr,
+    scratch,
     NUM_CHUNKS: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Writes the smallest key of a row that stays, 1 if the filter is off, as a bracket with nothing in it."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     min_p = tl.load(min_p_ptr + row)
-    largest = tl.max(load_chunks(chunk_largest_ptr, row, NUM_CHUNKS, BLOCK_CHUNK))
+    largest = tl.max(load_chunks(scratch.chunk_largest, row, NUM_CHUNKS))
     edge = (tl.minimum(min_p, 1.0) * key_probability(largest)).to(tl.int32, bitcast=True)
     edge = tl.where(min_p > 0.0, tl.maximum(edge, 1), 1)
-    start_row(open_state(state_ptr, sums_ptr, row), edge, edge, largest)
+    start_row(open_state(scratch, row), edge, edge, largest)
 
 
 def contract(values: dict) -> check.Spec:
@@ -86,14 +81,8 @@ def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor 
     """
     out = check.allocate("min_p_renorm", contract(locals()), out)
     work = launch_scan("min_p_renorm", probs, out)
-    launch(
-        "min_p_renorm",
-        _min_p_renorm_edge_kernel,
-        (len(probs),),
-        min_p_ptr=min_p,
-        **work.summary,
-        **tuning.row(BRACKET_TUNING, probs.device),
-    )
+    edge = {name: work.chunks[name] for name in ("scratch", "NUM_CHUNKS")} | tuning.row(BRACKET_TUNING, probs.device)
+    launch("min_p_renorm", _min_p_renorm_edge_kernel, (len(probs),), min_p_ptr=min_p, **edge)
     launch_collect("min_p_renorm", work, None)
     launch_write("min_p_renorm", work)
     return out

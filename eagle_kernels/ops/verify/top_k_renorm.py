@@ -2,10 +2,9 @@
 
 Computes
     probs / (sum of the kept probs) where kept, else 0. Kept are the tokens with a probability of at least the k-th
-    largest one: tokens that tie with it all stay. No sort: the edge is found between two keys that a sample of the row
-    suggests and exact counts confirm (shared/threshold.py).
+    largest one. No sort: the edge is found between two keys that a sample of the row suggests and exact counts confirm
+    (shared/threshold.py).
 Invariants
-    NaN, infinite and negative entries count as 0; a row of nothing else gives 0. Tokens of probability 0 stay 0.
     The sum that divides is one of whole numbers (units of 2^-40 of the power of two at or below the row's largest
     probability, each rounded down): bits do not depend on the batch around a row, nor on tuning.
 Grid
@@ -33,29 +32,25 @@ from .shared.threshold import bracket_by_count, lowest_with_mass
 @triton.jit
 def _top_k_renorm_bracket_kernel(
     top_k_ptr,
-    chunk_largest_ptr,
-    chunk_sample_ptr,
-    state_ptr,
-    sums_ptr,
+    scratch,
     VOCAB_SIZE: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Finds two keys of a row between which the k-th largest lies, all but surely."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(top_k_ptr + row)
-    chunk_largest = load_chunks(chunk_largest_ptr, row, NUM_CHUNKS, BLOCK_CHUNK)
-    chunk_sample = load_chunks(chunk_sample_ptr, row, NUM_CHUNKS, BLOCK_CHUNK)
+    chunk_largest = load_chunks(scratch.chunk_largest, row, NUM_CHUNKS)
+    chunk_sample = load_chunks(scratch.chunk_sample, row, NUM_CHUNKS)
     largest = tl.max(chunk_largest)
     # if the filter is off, everything that has mass is above the bracket
     low = lowest_with_mass(largest)
     high = low
     if (top_k > 0) & (top_k < VOCAB_SIZE):
         low, high = bracket_by_count(chunk_largest, chunk_sample, top_k, tl.full([], 1, tl.int32), largest + 1, CHUNK)
-    start_row(open_state(state_ptr, sums_ptr, row), low, high, largest)
+    start_row(open_state(scratch, row), low, high, largest)
 
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
@@ -63,8 +58,7 @@ def _top_k_renorm_edge_kernel(
     top_k_ptr,
     probs_ptr,
     output_ptr,
-    state_ptr,
-    sums_ptr,
+    scratch,
     stride_probs_row,
     ALIGNMENT: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
@@ -74,7 +68,7 @@ def _top_k_renorm_edge_kernel(
     """Writes the k-th largest key of a row, and the mass that stays."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
-    state = open_state(state_ptr, sums_ptr, row)
+    state = open_state(scratch, row)
     top_k = tl.load(top_k_ptr + row)
     if (top_k > 0) & (top_k < VOCAB_SIZE):
         row_ptr = probs_ptr + tl.multiple_of(row * stride_probs_row, ALIGNMENT)
@@ -121,24 +115,10 @@ def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor, *, out: torch.Tensor 
     out = check.allocate("top_k_renorm", contract(locals()), out)
     device, (num_rows, vocab_size) = probs.device, probs.shape
     work = launch_scan("top_k_renorm", probs, out, has_sample=True)
-    launch(
-        "top_k_renorm",
-        _top_k_renorm_bracket_kernel,
-        (num_rows,),
-        top_k_ptr=top_k,
-        VOCAB_SIZE=vocab_size,
-        CHUNK=work.chunks["CHUNK"],
-        **work.summary,
-        **tuning.row(BRACKET_TUNING, device),
-    )
+    bracket = work.chunks | {"top_k_ptr": top_k, "VOCAB_SIZE": vocab_size} | tuning.row(BRACKET_TUNING, device)
+    launch("top_k_renorm", _top_k_renorm_bracket_kernel, (num_rows,), **bracket)
     launch_collect("top_k_renorm", work, "count")
-    launch(
-        "top_k_renorm",
-        _top_k_renorm_edge_kernel,
-        (num_rows,),
-        top_k_ptr=top_k,
-        **work.rows,
-        **tuning.row(EDGE_TUNING, device),
-    )
+    edge = work.rows | {"top_k_ptr": top_k} | tuning.row(EDGE_TUNING, device)
+    launch("top_k_renorm", _top_k_renorm_edge_kernel, (num_rows,), **edge)
     launch_write("top_k_renorm", work)
     return out

@@ -2,11 +2,9 @@
 
 Computes
     probs / (sum of the kept probs) where kept, else 0. Kept are the tokens with a probability of at least t, the
-    largest one for which they hold top_p of the row's sum: tokens that tie with t all stay, and the most likely token
-    always does. No sort: the edge is found between two keys that a sample of the row suggests and exact sums confirm
-    (shared/threshold.py).
+    largest one for which they hold top_p of the row's sum. No sort: the edge is found between two keys that a sample of
+    the row suggests and exact sums confirm (shared/threshold.py).
 Invariants
-    NaN, infinite and negative entries count as 0; a row of nothing else gives 0. Tokens of probability 0 stay 0.
     Sums are of whole numbers (units of 2^-40 of the power of two at or below the row's largest probability, each
     rounded down), and top_p times such a sum is rounded up from float64: which tokens stay, and the bits of the result,
     depend neither on the batch around a row nor on tuning. Where probabilities lie on a coarse dyadic grid all sums are
@@ -36,23 +34,18 @@ from .shared.threshold import bracket_by_mass, lowest_with_mass, wanted_mass
 @triton.jit
 def _top_p_renorm_bracket_kernel(
     top_p_ptr,
-    chunk_largest_ptr,
-    chunk_sample_ptr,
-    chunk_sum_ptr,
-    state_ptr,
-    sums_ptr,
+    scratch,
     NUM_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Finds two keys of a row between which that of the least likely kept token lies, all but surely."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     top_p = tl.load(top_p_ptr + row)
-    chunk_largest = load_chunks(chunk_largest_ptr, row, NUM_CHUNKS, BLOCK_CHUNK)
-    chunk_sample = load_chunks(chunk_sample_ptr, row, NUM_CHUNKS, BLOCK_CHUNK)
-    chunk_sum = load_chunks(chunk_sum_ptr, row, NUM_CHUNKS, BLOCK_CHUNK)
+    chunk_largest = load_chunks(scratch.chunk_largest, row, NUM_CHUNKS)
+    chunk_sample = load_chunks(scratch.chunk_sample, row, NUM_CHUNKS)
+    chunk_sum = load_chunks(scratch.chunk_sum, row, NUM_CHUNKS)
     largest = tl.max(chunk_largest)
     # if the filter is off, everything that has mass is above the bracket
     low = lowest_with_mass(largest)
@@ -60,7 +53,7 @@ def _top_p_renorm_bracket_kernel(
     if top_p < 1.0:
         wanted = top_p * tl.sum(chunk_sum)
         low, high = bracket_by_mass(chunk_largest, chunk_sample, chunk_sum, wanted, low, largest + 1, CHUNK)
-    start_row(open_state(state_ptr, sums_ptr, row), low, high, largest)
+    start_row(open_state(scratch, row), low, high, largest)
 
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
@@ -68,8 +61,7 @@ def _top_p_renorm_edge_kernel(
     top_p_ptr,
     probs_ptr,
     output_ptr,
-    state_ptr,
-    sums_ptr,
+    scratch,
     stride_probs_row,
     ALIGNMENT: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
@@ -79,7 +71,7 @@ def _top_p_renorm_edge_kernel(
     """Writes the key of the least likely token that stays, and the mass that does."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
-    state = open_state(state_ptr, sums_ptr, row)
+    state = open_state(scratch, row)
     top_p = tl.load(top_p_ptr + row)
     if top_p < 1.0:
         row_ptr = probs_ptr + tl.multiple_of(row * stride_probs_row, ALIGNMENT)
@@ -129,23 +121,10 @@ def top_p_renorm(probs: torch.Tensor, top_p: torch.Tensor, *, out: torch.Tensor 
     out = check.allocate("top_p_renorm", contract(locals()), out)
     device, num_rows = probs.device, len(probs)
     work = launch_scan("top_p_renorm", probs, out, has_sample=True, has_sum=True)
-    launch(
-        "top_p_renorm",
-        _top_p_renorm_bracket_kernel,
-        (num_rows,),
-        top_p_ptr=top_p,
-        CHUNK=work.chunks["CHUNK"],
-        **work.summary,
-        **tuning.row(BRACKET_TUNING, device),
-    )
+    bracket = work.chunks | {"top_p_ptr": top_p} | tuning.row(BRACKET_TUNING, device)
+    launch("top_p_renorm", _top_p_renorm_bracket_kernel, (num_rows,), **bracket)
     launch_collect("top_p_renorm", work, "mass")
-    launch(
-        "top_p_renorm",
-        _top_p_renorm_edge_kernel,
-        (num_rows,),
-        top_p_ptr=top_p,
-        **work.rows,
-        **tuning.row(EDGE_TUNING, device),
-    )
+    edge = work.rows | {"top_p_ptr": top_p} | tuning.row(EDGE_TUNING, device)
+    launch("top_p_renorm", _top_p_renorm_edge_kernel, (num_rows,), **edge)
     launch_write("top_p_renorm", work)
     return out

@@ -88,7 +88,7 @@ def check_flat_rows(monkeypatch, path: str, values: dict) -> None:
     module, states = importlib.import_module(f"eagle_kernels.ops.{path}"), []
 
     def noting(op, kernel, grid, **arguments):
-        states.append(arguments["state_ptr"])
+        states.append(arguments["scratch"].state)
         return launch(op, kernel, grid, **arguments)
 
     launch = module.launch

@@ -1,9 +1,5 @@
 """The state of a row while top_k_renorm, top_p_renorm or min_p_renorm looks for its edge, from step to step.
 
-    state  [R, 4]  int32  LOW (at the end the edge), HIGH, LARGEST, NUM_CANDIDATES
-    sums   [R, 2]  int64  mass of the keys >= HIGH (at the end of the kept ones), and the number of the keys >= HIGH or
-                          the mass of the row
-
 The candidates of a row, the probabilities within its bracket, lie in the row of the output, which is written last.
 `renorm_steps.py` names the steps.
 """
@@ -12,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 from .threshold import fixed_point_mass, largest_reaching, largest_reaching_in_memory, mass_value, probability_keys
 
 STATES = 4
@@ -26,6 +22,17 @@ _STATES = tl.constexpr(STATES)
 _SUMS = tl.constexpr(SUMS)
 
 
+class Scratch(NamedTuple):
+    """Pointers to what the steps hand on of C chunks of each row, and of each row."""
+
+    chunk_largest: Any  # int32 [R, C], keys
+    chunk_sample: Any  # int32 [R, C], keys; None, as the next one: the op's bracket does not need it
+    chunk_sum: Any  # fp32 [R, C]
+    state: Any  # int32 [R, 4]: LOW (at the end the edge), HIGH, LARGEST, NUM_CANDIDATES
+    # int64 [R, 2]: mass of the keys >= HIGH (at the end of the kept ones); the number of these keys or the row's mass
+    sums: Any
+
+
 class State(NamedTuple):
     """Pointers to the state of one row."""
 
@@ -34,15 +41,15 @@ class State(NamedTuple):
 
 
 @triton.jit
-def open_state(state_ptr, sums_ptr, row):
+def open_state(scratch, row):
     """Returns the State of the row with the number `row` int64."""
-    return State(state_ptr + row * _STATES, sums_ptr + row * _SUMS)
+    return State(scratch.state + row * _STATES, scratch.sums + row * _SUMS)
 
 
 @triton.jit
-def load_chunks(chunk_ptr, row, NUM_CHUNKS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
+def load_chunks(chunk_ptr, row, NUM_CHUNKS: tl.constexpr):
     """Returns what the scan wrote of all chunks of a row; 0 where there is no chunk."""
-    chunk = tl.arange(0, BLOCK_CHUNK)
+    chunk = tl.arange(0, next_power_of_2(NUM_CHUNKS))
     return tl.load(chunk_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0)
 
 
@@ -118,9 +125,8 @@ def store_edge(
 
 
 @triton.jit
-def load_edge(state_ptr, sums_ptr, row):
+def load_edge(state):
     """Returns the edge of a row and, fp32, the mass that stays."""
-    words_ptr = state_ptr + row * _STATES
-    edge = tl.load(words_ptr + LOW)
-    mass = tl.load(sums_ptr + row * _SUMS)
-    return edge, mass_value(mass, tl.load(words_ptr + LARGEST))
+    edge = tl.load(state.words_ptr + LOW)
+    mass = tl.load(state.sums_ptr)
+    return edge, mass_value(mass, tl.load(state.words_ptr + LARGEST))

@@ -7,7 +7,7 @@
     write      by slices: kept probabilities divided by their mass, 0 for the others
 
 `threshold.py` explains keys, masses and brackets; `renorm_state.py` says what the steps write about a row for the next
-ones. The scan also writes chunk_largest [R, C] int32, keys, so that later steps read only the chunks they need.
+ones. By the largest keys of chunks later steps read only the chunks they need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ....primitives.dependent_launch import await_predecessor
 from ....runtime import check, tuning
 from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
-from .renorm_state import HIGH, LARGEST, LOW, NUM_CANDIDATES, STATES, SUMS, load_edge, open_state
+from .renorm_state import HIGH, LARGEST, LOW, NUM_CANDIDATES, STATES, SUMS, Scratch, load_edge, open_state
 from .threshold import (
     MAX_VOCAB_SIZE,
     fixed_point_mass,
@@ -48,9 +48,7 @@ MAX_CHUNKS = 8192
 @triton.jit(do_not_specialize=["stride_probs_row"])
 def _renorm_scan_kernel(
     probs_ptr,
-    chunk_largest_ptr,
-    chunk_sample_ptr,
-    chunk_sum_ptr,
+    scratch,
     stride_probs_row,
     ALIGNMENT: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
@@ -68,22 +66,21 @@ def _renorm_scan_kernel(
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     keys = probability_keys(tl.load(probs_ptr + token, mask=token < VOCAB_SIZE, other=0.0))
     place = row * NUM_CHUNKS + chunk
-    tl.store(chunk_largest_ptr + place, tl.max(keys, axis=1), mask=chunk < NUM_CHUNKS)
-    if chunk_sample_ptr is not None:
+    tl.store(scratch.chunk_largest + place, tl.max(keys, axis=1), mask=chunk < NUM_CHUNKS)
+    if scratch.chunk_sample is not None:
         token = chunk * CHUNK + sample_offset(chunk, CHUNK)
         sample = probability_keys(tl.load(probs_ptr + token, mask=token < VOCAB_SIZE, other=0.0))
-        tl.store(chunk_sample_ptr + place, sample, mask=chunk < NUM_CHUNKS)
-    if chunk_sum_ptr is not None:
-        tl.store(chunk_sum_ptr + place, tl.sum(key_probability(keys), axis=1), mask=chunk < NUM_CHUNKS)
+        tl.store(scratch.chunk_sample + place, sample, mask=chunk < NUM_CHUNKS)
+    if scratch.chunk_sum is not None:
+        tl.store(scratch.chunk_sum + place, tl.sum(key_probability(keys), axis=1), mask=chunk < NUM_CHUNKS)
 
 
 @triton.jit
-def _open_slice(chunk_largest_ptr, row, part, lowest, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-                BLOCK_VOCAB: tl.constexpr):  # fmt: skip
+def _open_slice(scratch, row, lowest, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
     """Returns the tokens [chunks, CHUNK] of a slice, which chunks [chunks] have a key >= lowest, whether any has."""
     BLOCK_CHUNK: tl.constexpr = BLOCK_VOCAB // CHUNK
-    chunk = part * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
-    largest = tl.load(chunk_largest_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0)
+    chunk = tl.program_id(1) * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
+    largest = tl.load(scratch.chunk_largest + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     return token, largest >= lowest, tl.max(largest) >= lowest
 
@@ -98,9 +95,7 @@ def _load_keys(row_ptr, token, is_read, VOCAB_SIZE: tl.constexpr):
 def _renorm_collect_kernel(
     probs_ptr,
     output_ptr,
-    chunk_largest_ptr,
-    state_ptr,
-    sums_ptr,
+    scratch,
     stride_probs_row,
     ALIGNMENT: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
@@ -118,14 +113,12 @@ def _renorm_collect_kernel(
     row = tl.program_id(0).to(tl.int64)
     probs_ptr += tl.multiple_of(row * stride_probs_row, ALIGNMENT)
     candidates_ptr = output_ptr + row * VOCAB_SIZE
-    state = open_state(state_ptr, sums_ptr, row)
+    state = open_state(scratch, row)
     low = tl.load(state.words_ptr + LOW)
     high = tl.load(state.words_ptr + HIGH)
     largest = tl.load(state.words_ptr + LARGEST)
     lowest = tl.minimum(low, lowest_with_mass(largest)) if WEIGHT == "mass" else low
-    token, is_read, is_any = _open_slice(
-        chunk_largest_ptr, row, tl.program_id(1), lowest, NUM_CHUNKS, CHUNK, BLOCK_VOCAB
-    )
+    token, is_read, is_any = _open_slice(scratch, row, lowest, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
     if is_any:
         keys = _load_keys(probs_ptr, token, is_read, VOCAB_SIZE)
         mass = fixed_point_mass(keys, largest)
@@ -158,9 +151,7 @@ def _renorm_collect_kernel(
 def _renorm_write_kernel(
     probs_ptr,
     output_ptr,
-    chunk_largest_ptr,
-    state_ptr,
-    sums_ptr,
+    scratch,
     stride_probs_row,
     ALIGNMENT: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
@@ -174,8 +165,8 @@ def _renorm_write_kernel(
     row = tl.program_id(0).to(tl.int64)
     probs_ptr += tl.multiple_of(row * stride_probs_row, ALIGNMENT)
     output_ptr += row * VOCAB_SIZE
-    edge, mass = load_edge(state_ptr, sums_ptr, row)
-    token, is_read, is_any = _open_slice(chunk_largest_ptr, row, tl.program_id(1), edge, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
+    edge, mass = load_edge(open_state(scratch, row))
+    token, is_read, is_any = _open_slice(scratch, row, edge, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
     if is_any:
         keys = _load_keys(probs_ptr, token, is_read, VOCAB_SIZE)
         # a row without mass keeps nothing, and is not divided by it
@@ -199,9 +190,8 @@ def check_renorm(op: str, values: dict, parameter: str, dtypes: tuple) -> check.
 class Work(NamedTuple):
     """The kernel arguments of one call, by what a kernel needs them for."""
 
-    rows: dict  # to read rows and their state, and to write the output
-    chunks: dict  # to leave out chunks of a slice
-    summary: dict  # to find a bracket from what the scan wrote
+    rows: dict  # to read rows and to write the output
+    chunks: dict  # to read what the scan wrote of chunks
 
 
 def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=False, has_sum=False) -> Work:
@@ -213,32 +203,24 @@ def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=F
     chunk = max(MIN_CHUNK_SIZE, next_power_of_2(vocab_size) // MAX_CHUNKS)
     # a multiple of 4, so that the chunks of every row begin at 16 bytes
     num_chunks = triton.cdiv(triton.cdiv(vocab_size, chunk), 4) * 4
+    scratch = Scratch(
+        torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device),
+        torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device) if has_sample else None,
+        torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device) if has_sum else None,
+        torch.empty((num_rows, STATES), dtype=torch.int32, device=device),
+        torch.empty((num_rows, SUMS), dtype=torch.int64, device=device),
+    )
     rows = {
         "probs_ptr": probs,
+        "scratch": scratch,
         "stride_probs_row": probs.stride(0),
         # a divisor of every row's offset, so that loads can be wide
         "ALIGNMENT": math.gcd(probs.stride(0), 16),
         "VOCAB_SIZE": vocab_size,
     }
-    chunks = {
-        "chunk_largest_ptr": torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device),
-        "NUM_CHUNKS": num_chunks,
-        "CHUNK": chunk,
-    }
-    found = {"chunk_sample_ptr": None, "chunk_sum_ptr": None}
-    if has_sample:
-        found["chunk_sample_ptr"] = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
-    if has_sum:
-        found["chunk_sum_ptr"] = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
-    _launch_by_slices(op, _renorm_scan_kernel, SCAN_TUNING, rows | chunks | found)
-    state = {
-        "state_ptr": torch.empty((num_rows, STATES), dtype=torch.int32, device=device),
-        "sums_ptr": torch.empty((num_rows, SUMS), dtype=torch.int64, device=device),
-    }
-    summary = {name: value for name, value in found.items() if value is not None}
-    summary |= {"chunk_largest_ptr": chunks["chunk_largest_ptr"], "NUM_CHUNKS": num_chunks}
-    summary |= {"BLOCK_CHUNK": next_power_of_2(num_chunks)}
-    return Work(rows | state | {"output_ptr": out}, chunks, summary | state)
+    chunks = {"scratch": scratch, "NUM_CHUNKS": num_chunks, "CHUNK": chunk}
+    _launch_by_slices(op, _renorm_scan_kernel, SCAN_TUNING, rows | chunks)
+    return Work(rows | {"output_ptr": out}, chunks)
 
 
 def launch_collect(op: str, work: Work, weight: str | None) -> None:
