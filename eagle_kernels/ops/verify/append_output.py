@@ -1,17 +1,11 @@
 """Appends a step's tokens to every request's tokens, in place, up to the token that ends the request.
 
 Computes
-    The step's tokens of request b are kept one after another until one ends the request: an end token (reason 1), a
-    token that completes a stop sequence (2), or the token that fills the request's room (3); if one token is several
-    of these, the lowest number counts. That token is the last one kept. A stop sequence must end inside the step's
-    tokens; it may begin in the output before them, but not in the prompt. End tokens and stop sequences count from the
-    token that makes the output min_tokens long, that token included.
+    The step's tokens of request b are kept one after another until one ends the request: an end token, a token that
+    completes a stop sequence, or the token that fills the request's room. That token is the last one kept. A stop
+    sequence must end inside the step's tokens; it may begin in the output before them, but not in the prompt.
 Invariants
-    Every output is written whole; in token_ids the kept tokens are written, and nothing else. A request that has no
-    token in this step, is not live, or whose row of token_ids does not exist, is dead: new_num_tokens is its
-    num_tokens, its tokens are -1, num_kept and finish_reason 0. A number that is no id (outside 0..2^31 - 1) ends the
-    step's tokens as -1 does. num_tokens are clamped to 0..L, the size of a row; other numbers below 0 count as 0. A
-    row that is already full keeps nothing and ends with reason 3. Requests must not share a row.
+    In token_ids the kept tokens are written, and nothing else. Numbers of tokens below 0 count as 0.
 Grid
     (B,), one program appends one request's tokens.
 Launches
@@ -23,7 +17,7 @@ Traffic
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +25,7 @@ from ...primitives.dependent_launch import await_predecessor
 from ...primitives.slots import read_lengths
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
-from ...runtime.launch import launch, launcher
+from ...runtime.launch import bundle, launch, launcher
 
 MUTATES = ("token_ids",)
 
@@ -39,6 +33,17 @@ MAX_STOP_TOKENS = 1024
 
 # tile_elements: how many pairs of a token and an id are compared at once
 TUNING = {"default": {"tile_elements": 1024, "num_warps": 1}}
+
+
+class Requests(NamedTuple):
+    """Pointers to what the op is told of each request, [B] each: its arguments of these names; None: not given."""
+
+    num_tokens: Any
+    num_prompt_tokens: Any
+    max_tokens: Any
+    min_tokens: Any
+    is_live: Any
+    rows: Any
 
 
 class Output(NamedTuple):
@@ -55,20 +60,12 @@ class Output(NamedTuple):
 def _append_output_kernel(
     # inputs
     token_ids_ptr,
-    num_tokens_ptr,
-    num_prompt_tokens_ptr,
     tokens_ptr,
-    max_tokens_ptr,
+    requests,
     end_token_ids_ptr,
     stop_sequences_ptr,
-    min_tokens_ptr,
-    is_live_ptr,
-    rows_ptr,
     # outputs
-    new_num_tokens_ptr,
-    kept_tokens_ptr,
-    num_kept_ptr,
-    finish_reason_ptr,
+    out,
     # sizes
     stride_token_ids_row,
     stride_end_token_ids_batch,
@@ -78,7 +75,6 @@ def _append_output_kernel(
     num_stops,
     stop_size,
     NUM_COLUMNS: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
     BLOCK_END: tl.constexpr,
     BLOCK_STEP: tl.constexpr,
     BLOCK_STOP: tl.constexpr,
@@ -87,31 +83,31 @@ def _append_output_kernel(
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_COLUMN)
+    column = tl.arange(0, next_power_of_2(NUM_COLUMNS))
     in_row = column < NUM_COLUMNS
     step_ptr = tokens_ptr + request * NUM_COLUMNS
     token = tl.load(step_ptr + column, mask=in_row, other=-1).to(tl.int64)
-    num_tokens = tl.load(num_tokens_ptr + request)
-    prompt = read_lengths(num_prompt_tokens_ptr, request, True)
+    num_tokens = tl.load(requests.num_tokens + request)
+    prompt = read_lengths(requests.num_prompt_tokens, request, True)
     row = request
-    if rows_ptr is not None:
-        row = tl.load(rows_ptr + request).to(tl.int64)
+    if requests.rows is not None:
+        row = tl.load(requests.rows + request).to(tl.int64)
     is_live = (row >= 0) & (row < num_rows)
-    if is_live_ptr is not None:
-        is_live &= tl.load(is_live_ptr + request) != 0
+    if requests.is_live is not None:
+        is_live &= tl.load(requests.is_live + request) != 0
     row_ptr = token_ids_ptr + row * stride_token_ids_row
     is_token = (token >= 0) & (token < 2147483648)
     count = tl.where(is_live, tl.min(tl.where(is_token, NUM_COLUMNS, column)), 0)
 
-    length = tl.minimum(read_lengths(num_tokens_ptr, request, True), row_size)
+    length = tl.minimum(read_lengths(requests.num_tokens, request, True), row_size)
     room = row_size.to(tl.int64)
-    if max_tokens_ptr is not None:
-        room = tl.minimum(room, read_lengths(max_tokens_ptr, request, True))
+    if requests.max_tokens is not None:
+        room = tl.minimum(room, read_lengths(requests.max_tokens, request, True))
     # for each reason the column of the first token that ends the request, NUM_COLUMNS if there is none
     length_at = tl.minimum(tl.maximum(room - length, 0) - 1, NUM_COLUMNS)
     first = 0  # the column from which on end tokens and stop sequences count
-    if min_tokens_ptr is not None:
-        first = read_lengths(min_tokens_ptr, request, True) - (length - prompt) - 1
+    if requests.min_tokens is not None:
+        first = read_lengths(requests.min_tokens, request, True) - (length - prompt) - 1
     end_at = tl.full([], NUM_COLUMNS, tl.int32)
     if end_token_ids_ptr is not None:
         end_ptr = end_token_ids_ptr + request * stride_end_token_ids_batch
@@ -137,11 +133,11 @@ def _append_output_kernel(
     reason = tl.where(ends_at == end_at, 1, tl.where(ends_at == stop_at, 2, 3))
     is_kept = column < kept
     tl.store(row_ptr + length + column, token.to(token_ids_ptr.dtype.element_ty), mask=is_kept)
-    tl.store(kept_tokens_ptr + request * NUM_COLUMNS + column, tl.where(is_kept, token, -1), mask=in_row)
+    tl.store(out.tokens + request * NUM_COLUMNS + column, tl.where(is_kept, token, -1), mask=in_row)
     new_num_tokens = tl.where(count > 0, length + kept, num_tokens.to(tl.int64))
-    tl.store(new_num_tokens_ptr + request, new_num_tokens.to(num_tokens.dtype))
-    tl.store(num_kept_ptr + request, kept.to(tl.int32))
-    tl.store(finish_reason_ptr + request, tl.where(is_finished, reason, 0))
+    tl.store(out.new_num_tokens + request, new_num_tokens.to(num_tokens.dtype))
+    tl.store(out.num_kept + request, kept.to(tl.int32))
+    tl.store(out.finish_reason + request, tl.where(is_finished, reason, 0))
 
 
 @triton.jit
@@ -269,8 +265,8 @@ def append_output(
         >>> step.num_kept.tolist(), step.finish_reason.tolist()
         ([2], [1])
     """
-    contracted = contract(locals())
-    out = check.allocate("append_output", contracted, out)
+    values = locals()
+    out = check.allocate("append_output", contract(values), out)
     batch_size, num_columns = tokens.shape
     num_ends = 0 if end_token_ids is None else end_token_ids.shape[-1]
     num_stops, stop_size = (0, 0) if stop_sequences is None else stop_sequences.shape[1:]
@@ -284,19 +280,11 @@ def append_output(
         _append_output_kernel,
         (batch_size,),
         token_ids_ptr=token_ids,
-        num_tokens_ptr=num_tokens,
-        num_prompt_tokens_ptr=num_prompt_tokens,
         tokens_ptr=tokens,
-        max_tokens_ptr=max_tokens,
+        requests=bundle(Requests, values),
         end_token_ids_ptr=end_token_ids,
         stop_sequences_ptr=stop_sequences,
-        min_tokens_ptr=min_tokens,
-        is_live_ptr=is_live,
-        rows_ptr=rows,
-        new_num_tokens_ptr=out.new_num_tokens,
-        kept_tokens_ptr=out.tokens,
-        num_kept_ptr=out.num_kept,
-        finish_reason_ptr=out.finish_reason,
+        out=out,
         stride_token_ids_row=token_ids.stride(0),
         stride_end_token_ids_batch=num_ends if num_ends and end_token_ids.dim() == 2 else 0,
         num_rows=token_ids.shape[0],
@@ -305,7 +293,6 @@ def append_output(
         num_stops=num_stops,
         stop_size=stop_size,
         NUM_COLUMNS=num_columns,
-        BLOCK_COLUMN=block_column,
         BLOCK_END=min(next_power_of_2(max(num_ends, 1)), max(tile // block_column, 1)),
         BLOCK_STEP=block_step,
         BLOCK_STOP=min(next_power_of_2(max(num_stops, 1)), max(tile // (block_step * block_window), 1)),
