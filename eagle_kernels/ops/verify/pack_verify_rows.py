@@ -3,12 +3,10 @@
 Computes
     Request b has num_tokens[b] rows, after those of the requests before it: the tokens of its first nodes and their
     positions. row_to_batch and row_to_node name the request and node of each row, so that nothing has to be copied to
-    the host to find out (FastDeploy's virtual padding). The caller packs prompts: a request of 0 tokens has no row.
+    the host to find out (FastDeploy's virtual padding).
 Invariants
-    Every output is written whole. Rows past max_rows are dropped: the first max_rows rows are those that more room
-    would have given, no bound exceeds max_rows, and overflow reports it. num_tokens are clamped to 0..N, the number of
-    nodes. A token below 0 keeps its row, with id 0, and a position below 0 counts as 0, so that a gather by them stays
-    in bounds.
+    The first max_rows rows are those that more room would have given. No token and no position is below 0, so that a
+    gather by them stays in bounds.
 Grid
     (max(B, 1),), one program writes one request's rows, its bound and its share of the unused tail.
 Launches
@@ -49,20 +47,11 @@ TUNING = {"default": {"BLOCK_ROW": 128, "num_warps": 1}}
 @triton.jit(do_not_specialize=["stride_draft_tokens_batch", "stride_positions_batch", "batch_size", "num_nodes",
                                "max_rows"])  # fmt: skip
 def _pack_verify_rows_kernel(
-    # inputs
     draft_tokens_ptr,
     num_tokens_ptr,
     positions_ptr,
     seq_lens_ptr,
-    # outputs
-    input_ids_ptr,
-    row_positions_ptr,
-    row_to_batch_ptr,
-    row_to_node_ptr,
-    cu_seqlens_ptr,
-    num_rows_ptr,
-    overflow_ptr,
-    # sizes
+    out,
     stride_draft_tokens_batch,
     stride_positions_batch,
     batch_size,
@@ -101,22 +90,22 @@ def _pack_verify_rows_kernel(
         else:
             position_ptr = positions_ptr + request * stride_positions_batch + node
             position = tl.load(position_ptr, mask=is_row, other=0).to(tl.int64)
-        tl.store(input_ids_ptr + row, tl.maximum(token, 0), mask=is_row)
-        tl.store(row_positions_ptr + row, tl.maximum(position, 0), mask=is_row)
-        tl.store(row_to_batch_ptr + row, tl.zeros([BLOCK_ROW], tl.int32) + request.to(tl.int32), mask=is_row)
-        tl.store(row_to_node_ptr + row, node.to(tl.int32), mask=is_row)
+        tl.store(out.input_ids + row, tl.maximum(token, 0), mask=is_row)
+        tl.store(out.positions + row, tl.maximum(position, 0), mask=is_row)
+        tl.store(out.row_to_batch + row, tl.zeros([BLOCK_ROW], tl.int32) + request.to(tl.int32), mask=is_row)
+        tl.store(out.row_to_node + row, node.to(tl.int32), mask=is_row)
     part = tl.program_id(0)
     num_parts = tl.num_programs(0)
-    fill_unused(input_ids_ptr, total, max_rows, part, num_parts, 0, BLOCK_ROW)
-    fill_unused(row_positions_ptr, total, max_rows, part, num_parts, 0, BLOCK_ROW)
-    fill_unused(row_to_batch_ptr, total, max_rows, part, num_parts, -1, BLOCK_ROW)
-    fill_unused(row_to_node_ptr, total, max_rows, part, num_parts, -1, BLOCK_ROW)
+    fill_unused(out.input_ids, total, max_rows, part, num_parts, 0, BLOCK_ROW)
+    fill_unused(out.positions, total, max_rows, part, num_parts, 0, BLOCK_ROW)
+    fill_unused(out.row_to_batch, total, max_rows, part, num_parts, -1, BLOCK_ROW)
+    fill_unused(out.row_to_node, total, max_rows, part, num_parts, -1, BLOCK_ROW)
 
-    tl.store(cu_seqlens_ptr + request + 1, tl.minimum(begin + count, max_rows).to(tl.int32), mask=is_request)
+    tl.store(out.cu_seqlens + request + 1, tl.minimum(begin + count, max_rows).to(tl.int32), mask=is_request)
     if request == 0:
-        tl.store(cu_seqlens_ptr, 0)
-        tl.store(num_rows_ptr, tl.minimum(total, max_rows).to(tl.int32))
-        store_overflow(overflow_ptr, total, max_rows)
+        tl.store(out.cu_seqlens, 0)
+        tl.store(out.num_rows, tl.minimum(total, max_rows).to(tl.int32))
+        store_overflow(out.overflow, total, max_rows)
 
 
 def contract(values: dict) -> Output:
@@ -188,8 +177,7 @@ def pack_verify_rows(
         >>> rows.row_to_batch.tolist(), rows.cu_seqlens.tolist()
         ([0, 1, 1, -1], [0, 1, 3])
     """
-    contracted = contract(locals())
-    out = check.allocate("pack_verify_rows", contracted, out)
+    out = check.allocate("pack_verify_rows", contract(locals()), out)
     batch_size, num_nodes = draft_tokens.shape
     launch(
         "pack_verify_rows",
@@ -199,13 +187,7 @@ def pack_verify_rows(
         num_tokens_ptr=num_tokens,
         positions_ptr=positions,
         seq_lens_ptr=seq_lens if positions is None else None,
-        input_ids_ptr=out.input_ids,
-        row_positions_ptr=out.positions,
-        row_to_batch_ptr=out.row_to_batch,
-        row_to_node_ptr=out.row_to_node,
-        cu_seqlens_ptr=out.cu_seqlens,
-        num_rows_ptr=out.num_rows,
-        overflow_ptr=out.overflow,
+        out=out,
         stride_draft_tokens_batch=draft_tokens.stride(0),
         stride_positions_batch=0 if positions is None else positions.stride(0),
         batch_size=batch_size,

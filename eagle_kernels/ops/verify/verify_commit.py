@@ -4,8 +4,7 @@ Computes
     The path of request b is accept_index[b, 0 .. a], a = accept_token_num[b], root first. The target's token at path
     node d is predicts[accept_index[b, d]]: for d < a the accepted draft that follows, for d = a the bonus.
 Invariants
-    Every output is written whole. a is clamped to 0 .. S, S + 1 being the columns of accept_index. A path entry outside
-    the request's N nodes gives a token of -1 and the root's row.
+    Every row that is returned exists, so that gathers by them stay in bounds.
 Grid
     (B,), one program commits one request.
 Launches
@@ -42,28 +41,19 @@ TUNING = {"default": {"num_warps": 1}}
 
 @triton.jit(do_not_specialize=["num_nodes"])
 def _verify_commit_kernel(
-    # inputs
     predicts_ptr,
     accept_index_ptr,
     accept_token_num_ptr,
     seq_lens_ptr,
     is_live_ptr,
-    # outputs
-    new_seq_lens_ptr,
-    bonus_tokens_ptr,
-    accept_lengths_ptr,
-    tokens_ptr,
-    hidden_rows_ptr,
-    last_row_ptr,
-    # sizes
+    out,
     num_nodes,
     NUM_COLUMNS: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    depth = tl.arange(0, BLOCK_COLUMN)
+    depth = tl.arange(0, next_power_of_2(NUM_COLUMNS))
     in_row = depth < NUM_COLUMNS
     offset = request * NUM_COLUMNS + depth
     root_row = request * num_nodes
@@ -78,12 +68,12 @@ def _verify_commit_kernel(
     is_node = (depth <= last) & (index >= root_row) & (index < root_row + num_nodes)
     token = tl.load(predicts_ptr + index, mask=is_node, other=-1).to(tl.int64)
     bonus = tl.sum(tl.where(depth == last, token, 0)) - tl.where(is_live, 0, 1)
-    tl.store(tokens_ptr + offset, token, mask=in_row)
-    tl.store(hidden_rows_ptr + offset, tl.where(is_node, index, root_row), mask=in_row)
-    tl.store(last_row_ptr + request, request * NUM_COLUMNS + tl.maximum(last, 0))
-    tl.store(bonus_tokens_ptr + request, bonus)
-    tl.store(accept_lengths_ptr + request, (last + 1).to(tl.int32))
-    tl.store(new_seq_lens_ptr + request, (seq_len + last + 1).to(seq_len.dtype))
+    tl.store(out.tokens + offset, token, mask=in_row)
+    tl.store(out.hidden_rows + offset, tl.where(is_node, index, root_row), mask=in_row)
+    tl.store(out.last_row + request, request * NUM_COLUMNS + tl.maximum(last, 0))
+    tl.store(out.bonus_tokens + request, bonus)
+    tl.store(out.accept_lengths + request, (last + 1).to(tl.int32))
+    tl.store(out.new_seq_lens + request, (seq_len + last + 1).to(seq_len.dtype))
 
 
 def contract(values: dict) -> Output:
@@ -162,8 +152,7 @@ def verify_commit(
         >>> step.hidden_rows.tolist(), step.last_row.tolist()
         ([[0, 2, 0]], [1])
     """
-    contracted = contract(locals())
-    out = check.allocate("verify_commit", contracted, out)
+    out = check.allocate("verify_commit", contract(locals()), out)
     batch_size, num_columns = accept_index.shape
     launch(
         "verify_commit",
@@ -174,15 +163,9 @@ def verify_commit(
         accept_token_num_ptr=accept_token_num,
         seq_lens_ptr=seq_lens,
         is_live_ptr=is_live,
-        new_seq_lens_ptr=out.new_seq_lens,
-        bonus_tokens_ptr=out.bonus_tokens,
-        accept_lengths_ptr=out.accept_lengths,
-        tokens_ptr=out.tokens,
-        hidden_rows_ptr=out.hidden_rows,
-        last_row_ptr=out.last_row,
+        out=out,
         num_nodes=predicts.shape[0] // max(batch_size, 1),
         NUM_COLUMNS=num_columns,
-        BLOCK_COLUMN=next_power_of_2(num_columns),
         **tuning.row(TUNING, accept_index.device),
     )
     return out
