@@ -9,10 +9,8 @@ Computes
     with replacement        num_children independent draws from q, each with noise of its own.
     `verify_tree_rejection` takes either kind; it must be given the same draft distribution that is drawn from here.
 Invariants
-    Equal logits, seed, position and node give equal children, in whichever row or batch; a smaller num_children gives
-    the first of them. NaN counts as -inf, +inf as the largest finite number; -inf is never drawn. Greedy rows give the
-    num_children largest logits without replacement, the argmax num_children times with replacement; among equal ones
-    the lowest ids win. Their logprobs are those of temperature 1, the scores of a top-k tree.
+    Equal logits, seed, position and node give equal children, in whichever row or batch. +inf counts as the largest
+    finite number. Without replacement greedy rows give the children and the scores of a top-k tree.
 Grid
     (R, slices): one program finds the best children of a slice of a row. Then (R,): one finds the best of a row's
     slices.
@@ -25,7 +23,7 @@ Traffic
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +31,8 @@ from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, NO_NOISE, noisy_key, noisy_key_id
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
-from ...runtime.launch import launch, launcher
+from ...runtime.launch import bundle, launch, launcher
+from .shared.accept_policy import Coins
 from .shared.random import STREAM_DRAFT, add_gumbel, fine_bits, random_block, token_words
 from .shared.rows import load_scaled, read_temperature
 from .shared.sampling import check_vocabulary
@@ -45,6 +44,15 @@ MERGE_TUNING = {"default": {"num_warps": 4}}
 
 # With replacement each draw has a counter of its own: child * this + node.
 _NODES = tl.constexpr(65536)
+_STREAM = tl.constexpr(STREAM_DRAFT)
+
+
+class Scratch(NamedTuple):
+    """Pointers to what is found in slices."""
+
+    keys: Any  # int64 [R, slices, K], of the best token for every child
+    maxima: Any  # fp32 [R, slices]
+    sums: Any  # fp32 [R, slices], of exponentials relative to the maximum
 
 
 class Output(NamedTuple):
@@ -76,35 +84,28 @@ def _store_best(keys, keys_ptr, NUM_CHILDREN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _sample_children_slice_kernel(
-    # inputs
     draft_logits_ptr,
-    positions_ptr,
-    seeds_ptr,
+    coins,
     temperature_ptr,
     nodes_ptr,
-    # scratch
-    partial_keys_ptr,
-    partial_max_ptr,
-    partial_sum_ptr,
-    # sizes
+    scratch,
     stride_logits_row,
     VOCAB_SIZE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     NUM_CHILDREN: tl.constexpr,
     WITH_REPLACEMENT: tl.constexpr,
-    STREAM: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Writes keys [R, slices, K] of a slice's best token for every child, its maximum and its sum of exponentials."""
+    """Finds the best tokens of a slice for every child, its maximum and its sum of exponentials."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     place = row * NUM_SLICES + part
     temperature = tl.load(temperature_ptr + row)
-    seed = tl.load(seeds_ptr + row)
-    position = tl.load(positions_ptr + row)
+    seed = tl.load(coins.seeds + row)
+    position = tl.load(coins.positions + row)
     node = tl.zeros([], tl.int64) if nodes_ptr is None else tl.load(nodes_ptr + row).to(tl.int64)
     token = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
     row_ptr = draft_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT)
@@ -113,17 +114,17 @@ def _sample_children_slice_kernel(
 
     largest = tl.max(scaled)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
-    tl.store(partial_max_ptr + place, largest)
-    tl.store(partial_sum_ptr + place, tl.sum(tl.exp(scaled - shift)))
+    tl.store(scratch.maxima + place, largest)
+    tl.store(scratch.sums + place, tl.sum(tl.exp(scaled - shift)))
 
-    keys_ptr = partial_keys_ptr + place * NUM_CHILDREN
+    keys_ptr = scratch.keys + place * NUM_CHILDREN
     if is_sampled:
         if WITH_REPLACEMENT:
             for child in range(NUM_CHILDREN):
-                noise_key = random_block(seed, position, STREAM, node + child * _NODES)
+                noise_key = random_block(seed, position, _STREAM, node + child * _NODES)
                 tl.store(keys_ptr + child, tl.max(_keys(scaled, token, noise_key, True)))
         else:
-            _store_best(_keys(scaled, token, random_block(seed, position, STREAM, node), True), keys_ptr, NUM_CHILDREN)
+            _store_best(_keys(scaled, token, random_block(seed, position, _STREAM, node), True), keys_ptr, NUM_CHILDREN)
     else:
         keys = _keys(scaled, token, None, False)
         if WITH_REPLACEMENT:
@@ -139,38 +140,33 @@ def _sample_children_merge_kernel(
     draft_logits_ptr,
     temperature_ptr,
     d2t_ptr,
-    partial_keys_ptr,
-    partial_max_ptr,
-    partial_sum_ptr,
-    tokens_ptr,
-    logprobs_ptr,
+    scratch,
+    out,
     stride_logits_row,
     NUM_SLICES: tl.constexpr,
     NUM_CHILDREN: tl.constexpr,
     WITH_REPLACEMENT: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-    BLOCK_CHILD: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Writes ids and log probabilities of the best among the slices' best."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, BLOCK_SLICE)
-    child = tl.arange(0, BLOCK_CHILD)
+    part = tl.arange(0, next_power_of_2(NUM_SLICES))
+    child = tl.arange(0, next_power_of_2(NUM_CHILDREN))
     place = row * NUM_SLICES + part
     is_key = (part < NUM_SLICES)[:, None] & (child < NUM_CHILDREN)[None, :]
-    keys = tl.load(partial_keys_ptr + place[:, None] * NUM_CHILDREN + child[None, :], mask=is_key, other=LOWEST_KEY)
+    keys = tl.load(scratch.keys + place[:, None] * NUM_CHILDREN + child[None, :], mask=is_key, other=LOWEST_KEY)
     if WITH_REPLACEMENT:
         best = tl.max(keys, axis=0)
     else:
-        best = tl.full([BLOCK_CHILD], LOWEST_KEY, tl.int64)
+        best = tl.full(child.shape, LOWEST_KEY, tl.int64)
         for rank in range(NUM_CHILDREN):
             largest = tl.max(tl.max(keys, axis=0), axis=0)
             best = tl.where(child == rank, largest, best)
             keys = tl.where(keys == largest, LOWEST_KEY, keys)
 
-    slice_max = tl.load(partial_max_ptr + place, mask=part < NUM_SLICES, other=float("-inf"))
-    slice_sum = tl.load(partial_sum_ptr + place, mask=part < NUM_SLICES, other=0.0)
+    slice_max = tl.load(scratch.maxima + place, mask=part < NUM_SLICES, other=float("-inf"))
+    slice_sum = tl.load(scratch.sums + place, mask=part < NUM_SLICES, other=0.0)
     row_max = tl.max(slice_max)
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = tl.sum(tl.where(slice_max == float("-inf"), 0.0, slice_sum * tl.exp(slice_max - shift)))
@@ -182,9 +178,9 @@ def _sample_children_merge_kernel(
     logprob = scaled - shift - tl.log(tl.where(row_sum > 0.0, row_sum, 1.0))
     if d2t_ptr is not None:
         token += tl.load(d2t_ptr + token, mask=is_drawn, other=0).to(tl.int64)
-    out = row * NUM_CHILDREN + child
-    tl.store(tokens_ptr + out, tl.where(is_drawn, token, -1), mask=child < NUM_CHILDREN)
-    tl.store(logprobs_ptr + out, tl.where(is_drawn, logprob, float("-inf")), mask=child < NUM_CHILDREN)
+    offset = row * NUM_CHILDREN + child
+    tl.store(out.tokens + offset, tl.where(is_drawn, token, -1), mask=child < NUM_CHILDREN)
+    tl.store(out.logprobs + offset, tl.where(is_drawn, logprob, float("-inf")), mask=child < NUM_CHILDREN)
 
 
 def contract(values: dict) -> Output:
@@ -261,18 +257,21 @@ def sample_children(
         >>> children.tokens.tolist(), children.logprobs.exp().round(decimals=3).tolist()  # greedy
         ([[1, 2]], [[0.5, 0.375]])
     """
-    contracted = contract(locals())
-    out = check.allocate("sample_children", contracted, out)
+    values = locals()
+    out = check.allocate("sample_children", contract(values), out)
     device, (num_rows, vocab_size) = draft_logits.device, draft_logits.shape
     scan = dict(tuning.row(TUNING, device))
     scan["BLOCK_VOCAB"] = min(scan["BLOCK_VOCAB"], next_power_of_2(vocab_size))
     num_slices = triton.cdiv(vocab_size, scan["BLOCK_VOCAB"])
+    scratch = Scratch(
+        torch.empty((num_rows, num_slices, num_children), dtype=torch.int64, device=device),
+        torch.empty((num_rows, num_slices), dtype=torch.float32, device=device),
+        torch.empty((num_rows, num_slices), dtype=torch.float32, device=device),
+    )
     shared = {
         "draft_logits_ptr": draft_logits,
         "temperature_ptr": temperature,
-        "partial_keys_ptr": torch.empty((num_rows, num_slices, num_children), dtype=torch.int64, device=device),
-        "partial_max_ptr": torch.empty((num_rows, num_slices), dtype=torch.float32, device=device),
-        "partial_sum_ptr": torch.empty((num_rows, num_slices), dtype=torch.float32, device=device),
+        "scratch": scratch,
         "stride_logits_row": draft_logits.stride(0),
         "NUM_SLICES": num_slices,
         "NUM_CHILDREN": num_children,
@@ -282,26 +281,14 @@ def sample_children(
         "sample_children",
         _sample_children_slice_kernel,
         (num_rows, num_slices),
-        positions_ptr=positions,
-        seeds_ptr=seeds,
+        coins=bundle(Coins, values),
         nodes_ptr=nodes,
         VOCAB_SIZE=vocab_size,
-        STREAM=STREAM_DRAFT,
         # a divisor of every row's offset, so that loads can be wide
         ALIGNMENT=math.gcd(draft_logits.stride(0), 16),
         **shared,
         **scan,
     )
-    launch(
-        "sample_children",
-        _sample_children_merge_kernel,
-        (num_rows,),
-        d2t_ptr=d2t,
-        tokens_ptr=out.tokens,
-        logprobs_ptr=out.logprobs,
-        BLOCK_SLICE=next_power_of_2(num_slices),
-        BLOCK_CHILD=next_power_of_2(num_children),
-        **shared,
-        **tuning.row(MERGE_TUNING, device),
-    )
+    merge = shared | {"d2t_ptr": d2t, "out": out} | tuning.row(MERGE_TUNING, device)
+    launch("sample_children", _sample_children_merge_kernel, (num_rows,), **merge)
     return out
