@@ -32,7 +32,7 @@ from eagle_kernels.ops.verify.shared.random import (
     token_words,
     uniform,
 )
-from eagle_kernels.ops.verify.shared.sampling import Found, Scratch, scan_slice
+from eagle_kernels.ops.verify.shared.sampling import Found, Scratch, Share, scan_slice
 from eagle_kernels.primitives.ordering import LOWEST_KEY, bits_value, largest_key, noisy_key, noisy_key_id
 from eagle_kernels.reference import random as reference
 from eagle_kernels.runtime.language import tl, triton
@@ -178,12 +178,9 @@ def _key_kernel(values_ptr, fine_ptr, ids_ptr, keys_ptr, largest_ptr, BLOCK: tl.
 def _price_kernel(logits_ptr, seeds_ptr, keys_ptr, scale, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
     """Draws from a slice of a row: all that a scan does for each of its tokens."""
     noise = Noise(tl.load(seeds_ptr), tl.load(seeds_ptr + 1), 0)
-    row = Row(logits_ptr, Processors(None, None, None, None, None, None, None), 0, 0, scale, None, 0, 0)
-    scan_slice(
-        row, True, None, noise, Scratch(keys_ptr, None, None, None, 0, 0), Found(None, False), tl.program_id(0),
-        VOCAB_SIZE=VOCAB_SIZE, HAS_FILTERS=False, HAS_PENALTIES=False, HAS_LOGPROBS=False, VECTOR=8,
-        BLOCK_CHUNK=BLOCK_CHUNK,
-    )  # fmt: skip
+    row = Row(logits_ptr, Processors(None, None, None, None, None, None, None), 0, 0, scale, None, VOCAB_SIZE, False)
+    share = Share(Scratch(keys_ptr, None, None, None), 0, 0)
+    scan_slice(row, True, None, noise, share, Found(None, False), tl.program_id(0), False, BLOCK_CHUNK=BLOCK_CHUNK)
 
 
 def make_words(seeds, positions, ids=IDS, *, stream=STREAM_TARGET, draw=0):

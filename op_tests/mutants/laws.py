@@ -106,7 +106,7 @@ MUTANTS = [
     ),
     both(
         "residual not subtracted, chain", _CHAIN, _CHAIN_LAW,
-        [("tl.maximum(share * target - draft_prob, 0.0)", "share * target")],
+        [("tl.maximum(share * target_prob - draft_prob, 0.0)", "share * target_prob")],
         [("weights, _ = subtract(weights, draft_probs[accepted], share)", "weights = share * weights")],
     ),
     both(
@@ -170,8 +170,8 @@ MUTANTS = [
     both(
         "position not + 1", _SAMPLED, of(_SAMPLED, "test_joint_law_of_the_emitted_tokens"),
         [
-            (SHARED + "sampled_levels.py", "tl.load(positions_ptr + node).to(tl.int64) + 1",
-             "tl.load(positions_ptr + node).to(tl.int64)"),
+            (SHARED + "sampled_levels.py", "tl.load(coins.positions + node).to(tl.int64) + 1",
+             "tl.load(coins.positions + node).to(tl.int64)"),
             ("position_offset=1", "position_offset=0"),
         ],
         [("positions + 1", "positions"), ("positions[row] + 1", "positions[row]")],

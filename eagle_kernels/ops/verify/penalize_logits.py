@@ -2,17 +2,13 @@
 
 Computes
     What `verify_tree_sampled` does to logits before temperature, for all rows and written to memory: for verification
-    by probabilities (the renorms, coins, rejection, traversal), whose ops know nothing of penalties. In this order:
-    repetition penalty (prompt and output), frequency and presence penalties (output), bias, grammar bitmask. Then,
-    which is not part of that op, the end tokens of nodes whose output is shorter than min_tokens and the bad tokens get
-    -inf. The output at a node is what is committed, the root included, and the drafts between the root and the node,
-    the node included: plain decoding would have counted the same. If `verify_tree_sampled` is given the result and no
-    penalties, it draws, bit by bit, what it draws from the logits with them.
+    by probabilities (the renorms, coins, rejection, traversal), whose ops know nothing of penalties. Then, which is not
+    part of that op, the end tokens of nodes whose output is shorter than min_tokens and the bad tokens get -inf. The
+    drafts on a node's path count as output: plain decoding would have counted the same. If `verify_tree_sampled` is
+    given the result and no penalties, it draws, bit by bit, what it draws from the logits with them.
 Invariants
-    All arguments but the tree and its logits are optional. NaN stays NaN where no -inf replaces it. Dead rows, whose
-    root's retrieve_index is not of the request, keep their logits. Malformed links end a path: where they do not lead
-    to the root, the drafts are those from the node on that no link names. Tokens that are no ids count nowhere.
-    `out=target_logits`, if that is fp32, works in place.
+    NaN stays NaN where no -inf replaces it. Malformed links end a path: where they do not lead to the root, the drafts
+    are those from the node on that no link names. Tokens that are no ids count nowhere.
 Grid
     (B * N, slices), one program writes one slice of one node's row.
 Launches
@@ -25,16 +21,16 @@ Traffic
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
-from ...runtime.launch import launch, launcher
-from .shared import logits as processors
-from .shared.logits import Processors, Row, load_counts, process
-from .shared.tree_walk import Links, check_links, find_above, is_own, load_nodes, tree_arguments
+from ...runtime.launch import bundle, launch, launcher
+from .shared.logits import Processors, Row, check_processors, has_penalties, load_counts, process
+from .shared.tree_walk import all_nodes, check_links, find_above, is_own, load_nodes, tree_arguments
 
 IN_PLACE = {"out": ("target_logits",)}
 
@@ -43,29 +39,23 @@ TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 4}}
 _NOT_LISTED = tl.constexpr(9223372036854775807)
 
 
+class Forbidden(NamedTuple):
+    """Pointers to what says which tokens get -inf: the op's arguments of these names; None: not given."""
+
+    min_tokens: Any
+    num_output_tokens: Any
+    end_token_ids: Any
+    bad_token_ids: Any
+
+
 @triton.jit(do_not_specialize=["stride_logits_row", "stride_output_row", "stride_end_token_ids_batch",
                                "stride_bad_token_ids_batch", "num_ends", "num_bad"])  # fmt: skip
 def _penalize_logits_kernel(
-    # inputs
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
+    links,
     target_logits_ptr,
-    repetition_penalty_ptr,
-    frequency_penalty_ptr,
-    presence_penalty_ptr,
-    prompt_mask_ptr,
-    output_counts_ptr,
-    logit_bias_ptr,
-    token_bitmask_ptr,
-    min_tokens_ptr,
-    num_output_tokens_ptr,
-    end_token_ids_ptr,
-    bad_token_ids_ptr,
-    # outputs
+    processors,
+    forbidden,
     output_ptr,
-    # sizes
     stride_logits_row,
     stride_output_row,
     stride_end_token_ids_batch,
@@ -76,7 +66,6 @@ def _penalize_logits_kernel(
     VOCAB_SIZE: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     BLOCK_ID: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
@@ -89,42 +78,40 @@ def _penalize_logits_kernel(
     is_token = ids < VOCAB_SIZE
     row_ptr = target_logits_ptr + tl.multiple_of(place * stride_logits_row, ALIGNMENT)
     logit = tl.load(row_ptr + ids, mask=is_token, other=float("-inf")).to(tl.float32)
-    root = tl.load(retrieve_index_ptr + request * NUM_NODES).to(tl.int64)
+    root = tl.load(links.retrieve_index + request * NUM_NODES).to(tl.int64)
     if is_own(root, request, NUM_NODES):
-        applied = Processors(
-            repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
-            logit_bias_ptr, token_bitmask_ptr,
-        )  # fmt: skip
-        row = Row(row_ptr, applied, request, place, 1.0, None, 0, 0)
         count = tl.zeros([BLOCK_VOCAB], tl.int32)
         if HAS_PENALTIES:
-            count = load_counts(row, ids, is_token, VOCAB_SIZE)
+            count = load_counts(
+                Row(row_ptr, processors, request, place, 1.0, None, VOCAB_SIZE, HAS_PENALTIES), ids, is_token
+            )
         depth = tl.zeros([], tl.int32)
         has_end = False
-        if min_tokens_ptr is not None:
-            end_ptr = end_token_ids_ptr + request * stride_end_token_ids_batch
+        if forbidden.min_tokens is not None:
+            end_ptr = forbidden.end_token_ids + request * stride_end_token_ids_batch
             has_end = _has_any(first, end_ptr, num_ends, BLOCK_VOCAB, BLOCK_ID)
-        if HAS_PENALTIES or min_tokens_ptr is not None:
-            trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-            _, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
-            nodes = tl.arange(0, BLOCK_NODE)
+        if HAS_PENALTIES or forbidden.min_tokens is not None:
+            tree = load_nodes(links, request, NUM_NODES)
+            nodes = all_nodes(NUM_NODES)
             # most slices hold no draft and no end token: which drafts are on the path does not matter to them
-            has_draft = tl.max(((tokens >= first) & (tokens < first + BLOCK_VOCAB)).to(tl.int32)) > 0
+            has_draft = tl.max(((tree.tokens >= first) & (tree.tokens < first + BLOCK_VOCAB)).to(tl.int32)) > 0
             current = tl.where(has_draft | has_end, (place % NUM_NODES).to(tl.int32), 0)
             is_on_path = current > 0  # false for one that is passed on the way to the first of its siblings
             while current > 0:
                 if is_on_path:
                     depth += 1
                     if HAS_PENALTIES:
-                        count += (ids == tl.sum(tl.where(nodes == current, tokens, 0))).to(tl.int32)
-                current, is_on_path = find_above(links, current)
-        logit = process(logit, count, row, ids, is_token, VOCAB_SIZE, HAS_PENALTIES)
-        if min_tokens_ptr is not None:
-            num_output_tokens = tl.load(num_output_tokens_ptr + request).to(tl.int64) + depth
-            if has_end & (num_output_tokens < tl.load(min_tokens_ptr + request).to(tl.int64)):
+                        count += (ids == tl.sum(tl.where(nodes == current, tree.tokens, 0))).to(tl.int32)
+                current, is_on_path = find_above(tree, current)
+        logit = process(
+            logit, count, Row(row_ptr, processors, request, place, 1.0, None, VOCAB_SIZE, HAS_PENALTIES), ids, is_token
+        )
+        if forbidden.min_tokens is not None:
+            num_output_tokens = tl.load(forbidden.num_output_tokens + request).to(tl.int64) + depth
+            if has_end & (num_output_tokens < tl.load(forbidden.min_tokens + request).to(tl.int64)):
                 logit = _forbid(logit, ids, first, end_ptr, num_ends, BLOCK_VOCAB, BLOCK_ID)
-        if bad_token_ids_ptr is not None:
-            bad_ptr = bad_token_ids_ptr + request * stride_bad_token_ids_batch
+        if forbidden.bad_token_ids is not None:
+            bad_ptr = forbidden.bad_token_ids + request * stride_bad_token_ids_batch
             logit = _forbid(logit, ids, first, bad_ptr, num_bad, BLOCK_VOCAB, BLOCK_ID)
     written_ptr = output_ptr + tl.multiple_of(place * stride_output_row, ALIGNMENT)
     tl.store(written_ptr + ids, logit, mask=is_token)
@@ -165,7 +152,7 @@ def contract(values: dict) -> check.Spec:
     batch_size, num_nodes = check_links(args)
     num_rows = batch_size * num_nodes
     args.tensor("target_logits", (num_rows, "V"), check.FLOAT, contiguous=1)
-    processors.check_processors(args, "B", num_rows)
+    check_processors(args, "B", num_rows)
     args.tensor("min_tokens", ("B",), check.INTEGER, optional=True)
     args.tensor("num_output_tokens", ("B",), check.INTEGER, optional=True)
     for name, axis in (("end_token_ids", "E"), ("bad_token_ids", "M")):
@@ -211,8 +198,7 @@ def penalize_logits(
     Args:
         candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
         retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
         target_logits: [B * N, V] fp32, fp16 or bf16. Logits of every node, unit stride along V; of a padded vocabulary
             pass `target_logits[:, :V]`.
         repetition_penalty: None or [B] fp32. Divides positive logits of tokens of the prompt and the output, multiplies
@@ -254,8 +240,7 @@ def penalize_logits(
         [[1.5, 2.0, -2.0], [1.5, 1.5, -2.0]]
     """
     values = locals()
-    contracted = contract(values)
-    out = check.allocate("penalize_logits", contracted, out)
+    out = check.allocate("penalize_logits", contract(values), out)
     num_rows, vocab_size = target_logits.shape
     tuned = dict(tuning.row(TUNING, target_logits.device))
     block_vocab = min(tuned.pop("BLOCK_VOCAB"), next_power_of_2(max(vocab_size, 1)))
@@ -266,12 +251,9 @@ def penalize_logits(
         _penalize_logits_kernel,
         (num_rows, triton.cdiv(vocab_size, block_vocab)),
         **tree_arguments(values),
-        **processors.pointers(values),
         target_logits_ptr=target_logits,
-        min_tokens_ptr=min_tokens,
-        num_output_tokens_ptr=num_output_tokens,
-        end_token_ids_ptr=end_token_ids,
-        bad_token_ids_ptr=bad_token_ids,
+        processors=bundle(Processors, values),
+        forbidden=bundle(Forbidden, values),
         output_ptr=out,
         stride_logits_row=target_logits.stride(0),
         stride_output_row=out.stride(0),
@@ -280,7 +262,7 @@ def penalize_logits(
         num_ends=num_ends,
         num_bad=num_bad,
         VOCAB_SIZE=vocab_size,
-        HAS_PENALTIES=processors.has_penalties(values),
+        HAS_PENALTIES=has_penalties(values),
         # what is known of the offset of every row, so that loads can be wide
         ALIGNMENT=math.gcd(target_logits.stride(0), out.stride(0), 16),
         BLOCK_VOCAB=block_vocab,

@@ -32,8 +32,7 @@ from ...primitives.ordering import LOWEST_KEY, NO_NOISE, noisy_key, noisy_key_id
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import bundle, launch, launcher
-from .shared.accept_policy import Coins
-from .shared.random import STREAM_DRAFT, add_gumbel, fine_bits, random_block, token_words
+from .shared.random import STREAM_DRAFT, Coins, add_gumbel, fine_bits, random_block, token_words
 from .shared.rows import load_scaled, read_temperature
 from .shared.sampling import check_vocabulary
 

@@ -1,16 +1,12 @@
 """Draws one token from each row of logits, as plain decoding does.
 
 Computes
-    argmax over the kept tokens of logits / temperature + Gumbel noise: a sample of the filtered, renormalised softmax.
-    Before it, in this order: repetition penalty (prompt and output), frequency and presence penalties (output), bias,
-    grammar bitmask, temperature, then top-k, top-p and min-p (relative to the most likely token). filter_order says
-    what top-p works on: "top_k_first": what top-k left, renormalised; "joint": all tokens, as top-k does. Edges are
-    exact; tokens that tie with an edge all stay.
+    argmax over the kept tokens of logits / temperature + Gumbel noise: a sample of the filtered, renormalised softmax
+    (`shared/sampling.py`). Edges of filters are exact.
 Invariants
     The noise is keyed by (seed, position, token id) and shared with `verify_tree_sampled`: equal logits, seed and
-    position give the same token, in whichever row, batch or op. NaN counts as -inf; a row of nothing but -inf and NaN
-    gives token 0. Ties of greedy rows go to the lowest id; in sampled rows they hardly occur, as noise in more bits
-    than fp32 has decides them.
+    position give the same token, in whichever row, batch or op. Ties hardly occur in sampled rows, as noise in more
+    bits than fp32 has decides them.
 Grid
     (R, slices), programs that scan a slice of a row each; (R,), programs that draw a token each.
 Launches
@@ -114,7 +110,6 @@ def sample_from_logits(
         [1, 2]
     """
     values = locals()
-    contracted = contract(values)
-    out = check.allocate("sample_from_logits", contracted, out)
+    out = check.allocate("sample_from_logits", contract(values), out)
     sample_rows("sample_from_logits", values, logits, out, rows_per_request=1, position_offset=0)
     return out

@@ -12,18 +12,14 @@ Computes
                     h_i = S_i / (S_i + 1 - r_i) (1 for 0 / 0), h_gamma = r_gamma
                 The drafts up to the last i whose coin is below h_i are accepted (whatever the coins before it); then
                 comes a token from norm((r_i p_i - q_i)+), or from p_gamma.
-    Both emit tokens of the target's distribution if every draft was drawn from its row of q, and if coins, residual
-    draws and drafts are independent. Coins and noise are those of shared/random.py, keyed by seed, position of the
-    token and stream: drafts must be drawn with another stream (STREAM_DRAFT). The block method looks at coins and
-    drafts beyond those that it accepts, at positions for which the next round drafts again: so coins are also keyed by
-    the place in the chain, and drafts must be, too (`sample_children`, nodes).
+    Coins and noise are those of shared/random.py, keyed by seed, position of the token and stream: drafts must be drawn
+    with another stream (STREAM_DRAFT). The block method looks at coins and drafts beyond those that it accepts, at
+    positions for which the next round drafts again: so coins are also keyed by the place in the chain, and drafts must
+    be, too (`sample_children`, nodes).
 Invariants
-    A draft of target probability 0 is never accepted (coin * q < p, strict). A draft that cannot have been drawn from
-    its row (q is 0, NaN, negative or above 1.001, its token is -1 or outside the draft vocabulary) ends the chain
-    before it: then the next token is drawn from p. If rounding leaves no residual it is drawn from p, too. NaN logits
-    count as -inf, +inf as the largest finite number; a sampled row of nothing but -inf gives token 0. A row whose root
-    is no token is dead: predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the
-    batch around it.
+    A draft of target probability 0 is never accepted (coin * q < p, strict). Where a draft cannot have been drawn from
+    its row, or rounding leaves no residual, the next token is drawn from p. +inf counts as the largest finite number; a
+    sampled row of nothing but -inf gives token 0. Results of a request do not depend on the batch around it.
 Grid
     map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,) compares;
     for chains of T tokens mass (B * (T - 1), slices) sums S_i; draw (B, slices) finds the best key of each slice;
@@ -42,12 +38,12 @@ from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
-from ...runtime.launch import launch, launcher
-from .shared.block_verification import block_chances, block_shares, launch_masses
+from ...runtime.launch import bundle, launch, launcher
+from .shared.block_verification import Scratch, block_chances, block_shares, launch_masses
 from .shared.draws import accept_coin, drawn_token, keys_of_words, residual_key
-from .shared.pair import Pair, draft_probs, load_probs
-from .shared.prepare_pair import SLICE_TUNING, check_pair, prepare_pair
-from .shared.random import token_words
+from .shared.pair import Pair, PairRows, draft_probs, load_probs
+from .shared.prepare_pair import SLICE_TUNING, check_pair, pair_arguments, scan_pair
+from .shared.random import Coins, token_words
 from .shared.rows import Rows, in_units, load_row, row_probs
 from .shared.tree_walk import Output, token_ids
 
@@ -59,195 +55,153 @@ FINISH_TUNING = {"default": {"num_warps": 1}}
 
 
 @triton.jit
-def _load_coins(positions_ptr, seed, request, is_draft, NUM_TOKENS: tl.constexpr, BLOCK_TOKEN: tl.constexpr):
+def _load_coins(coins, seed, request, is_draft, NUM_TOKENS: tl.constexpr):
     """Returns the coins [draft] of a chain."""
-    draft = tl.arange(0, BLOCK_TOKEN)
-    position = tl.load(positions_ptr + request * NUM_TOKENS + 1 + draft, mask=is_draft, other=0)
-    return accept_coin(seed + tl.zeros([BLOCK_TOKEN], tl.int64), position, draft)
+    draft = tl.arange(0, next_power_of_2(NUM_TOKENS))
+    position = tl.load(coins.positions + request * NUM_TOKENS + 1 + draft, mask=is_draft, other=0)
+    return accept_coin(seed + tl.zeros(draft.shape, tl.int64), position, draft)
 
 
-@triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
+@triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _verify_chain_walk_kernel(
     candidates_ptr,
-    positions_ptr,
-    seeds_ptr,
-    target_ptr,
-    draft_ptr,
-    temperature_ptr,
-    draft_temperature_ptr,
+    coins,
+    target,
+    draft,
     target_to_draft_ptr,
-    scans_ptr,
-    # scratch
-    ends_ptr,
-    shares_ptr,
-    # sizes
-    num_target_scans,
+    scratch,
     vocab_size,
     draft_vocab_size,
     stride_target,
     stride_draft,
-    IS_BLOCK: tl.constexpr,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
     TARGET_UNIT: tl.constexpr,
     DRAFT_UNIT: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
-    BLOCK_TOKEN: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Writes ends [B, 2]: gamma (-1: dead) and the drafts accepted one by one; for "block" also the r_i, to shares."""
+    """Finds the end of one chain, and the drafts accepted one by one or their shares."""
     await_predecessor(ENABLE_PDL)
-    vocab_size, stride_target = in_units(vocab_size, TARGET_UNIT), in_units(stride_target, TARGET_UNIT)
-    draft_vocab_size, stride_draft = in_units(draft_vocab_size, DRAFT_UNIT), in_units(stride_draft, DRAFT_UNIT)
     request = tl.program_id(0).to(tl.int64)
     root = token_ids(tl.load(candidates_ptr + request * NUM_TOKENS))
     gamma = tl.zeros([], tl.int32)
     accepted = tl.zeros([], tl.int32)
     if NUM_TOKENS > 1:
-        draft = tl.arange(0, BLOCK_TOKEN)
-        is_draft = draft < NUM_TOKENS - 1
-        place = request * NUM_TOKENS + 1 + draft
+        drafts = tl.arange(0, next_power_of_2(NUM_TOKENS))
+        is_draft = drafts < NUM_TOKENS - 1
+        place = request * NUM_TOKENS + 1 + drafts
         token = token_ids(tl.load(candidates_ptr + place, mask=is_draft, other=-1))
-        coin = _load_coins(positions_ptr, tl.load(seeds_ptr + request), request, is_draft, NUM_TOKENS, BLOCK_TOKEN)
-        target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
-        draft_rows = Rows(draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans)
-        row = tl.minimum(draft, NUM_TOKENS - 2)
-        target_row = load_row(
-            target_rows, request, request * NUM_TOKENS + row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, True
-        )
-        draft_row = load_row(
-            draft_rows, request, request * (NUM_TOKENS - 1) + row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS, True
-        )
-        pair = Pair(target_row, draft_row, target_to_draft_ptr)
+        coin = _load_coins(coins, tl.load(coins.seeds + request), request, is_draft, NUM_TOKENS)
+        target_rows = Rows(target, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), 0)
+        draft_rows = Rows(draft, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT), 0)
+        rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, vocab_size)
+        row = tl.minimum(drafts, NUM_TOKENS - 2)
+        target_row = load_row(rows.target, request, request * NUM_TOKENS + row, NUM_SLICES, IS_VECTOR=True)
+        draft_row = load_row(rows.draft, request, request * (NUM_TOKENS - 1) + row, NUM_SLICES, IS_VECTOR=True)
         is_token = is_draft & (token >= 0)
-        target_prob, draft_prob = load_probs(pair, token, is_token, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+        target_prob, draft_prob = load_probs(rows, Pair(target_row, draft_row), token, is_token)
         is_drawn = draft_prob > 0.0
-        gamma = tl.min(tl.where(is_drawn, NUM_TOKENS - 1, draft))
-        if IS_BLOCK:
+        gamma = tl.min(tl.where(is_drawn, NUM_TOKENS - 1, drafts))
+        if scratch.shares is not None:
             shares = block_shares(target_prob, draft_prob, NUM_TOKENS)
-            tl.store(shares_ptr + request * (NUM_TOKENS - 1) + draft, shares, mask=is_draft)
+            tl.store(scratch.shares + request * (NUM_TOKENS - 1) + drafts, shares, mask=is_draft)
         else:
             is_accepted = is_drawn & (coin * draft_prob < target_prob)
-            accepted = tl.min(tl.where(is_accepted, NUM_TOKENS - 1, draft))
-    tl.store(ends_ptr + request * 2, tl.where(root >= 0, gamma, -1))
-    tl.store(ends_ptr + request * 2 + 1, accepted)
+            accepted = tl.min(tl.where(is_accepted, NUM_TOKENS - 1, drafts))
+    tl.store(scratch.ends + request * 2, tl.where(root >= 0, gamma, -1))
+    tl.store(scratch.ends + request * 2 + 1, accepted)
 
 
-@triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
+@triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _verify_chain_draw_kernel(
-    positions_ptr,
-    seeds_ptr,
-    target_ptr,
-    draft_ptr,
-    temperature_ptr,
-    draft_temperature_ptr,
+    coins,
+    target,
+    draft,
     target_to_draft_ptr,
-    scans_ptr,
-    ends_ptr,
-    shares_ptr,
-    masses_ptr,
-    # outputs
-    accepted_ptr,
-    keys_ptr,
-    # sizes
-    num_target_scans,
+    scratch,
     vocab_size,
     draft_vocab_size,
     stride_target,
     stride_draft,
-    IS_BLOCK: tl.constexpr,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
     TARGET_UNIT: tl.constexpr,
     DRAFT_UNIT: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
-    BLOCK_TOKEN: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Writes the best keys of one slice, by the residual and by p, to keys [B, 2, slices]; accepted [B] (-1: dead)."""
+    """Finds how many drafts of a chain are accepted, and draws from one slice, by the residual and by p."""
     await_predecessor(ENABLE_PDL)
-    vocab_size, stride_target = in_units(vocab_size, TARGET_UNIT), in_units(stride_target, TARGET_UNIT)
-    draft_vocab_size, stride_draft = in_units(draft_vocab_size, DRAFT_UNIT), in_units(stride_draft, DRAFT_UNIT)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    seed = tl.load(seeds_ptr + request)
-    gamma = tl.load(ends_ptr + request * 2)
-    accepted = tl.load(ends_ptr + request * 2 + 1)
+    seed = tl.load(coins.seeds + request)
+    gamma = tl.load(scratch.ends + request * 2)
+    accepted = tl.load(scratch.ends + request * 2 + 1)
     share = tl.full([], 1.0, tl.float32)
-    if IS_BLOCK:
+    if scratch.shares is not None:
         if NUM_TOKENS > 1:
-            draft = tl.arange(0, BLOCK_TOKEN)
-            coin = _load_coins(positions_ptr, seed, request, draft < gamma, NUM_TOKENS, BLOCK_TOKEN)
-            chance = block_chances(
-                shares_ptr, masses_ptr, request, gamma, NUM_TOKENS, NUM_SLICES, BLOCK_TOKEN, BLOCK_SLICE
-            )
-            accepted = tl.max(tl.where((draft < gamma) & (coin < chance), draft + 1, 0))
+            drafts = tl.arange(0, next_power_of_2(NUM_TOKENS))
+            coin = _load_coins(coins, seed, request, drafts < gamma, NUM_TOKENS)
+            chance = block_chances(scratch, request, gamma, NUM_TOKENS, NUM_SLICES)
+            accepted = tl.max(tl.where((drafts < gamma) & (coin < chance), drafts + 1, 0))
             if accepted > 0:
-                share = tl.load(shares_ptr + request * (NUM_TOKENS - 1) + accepted - 1)
+                share = tl.load(scratch.shares + request * (NUM_TOKENS - 1) + accepted - 1)
     accepted = tl.where(gamma >= 0, accepted, -1)
     if part == 0:
-        tl.store(accepted_ptr + request, accepted)
+        tl.store(scratch.accepted + request, accepted)
     if accepted >= 0:
         ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-        is_token = ids < vocab_size
-        target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
-        draft_rows = Rows(draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans)
+        target_rows = Rows(target, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), 0)
+        draft_rows = Rows(draft, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT), 0)
+        rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, vocab_size)
         row = request * NUM_TOKENS + accepted
-        target_row = load_row(target_rows, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-        target = row_probs(target_row, ids, is_token, TARGET_IS_PROBS)
+        target_row = load_row(rows.target, request, row, NUM_SLICES)
+        is_token = ids < target_row.size
+        target_prob = row_probs(rows.target, target_row, ids, is_token)
         draft_prob = tl.zeros([BLOCK_VOCAB], tl.float32)
         if accepted < gamma:
             row -= request  # T - 1 a request
-            draft_row = load_row(draft_rows, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-            draft_prob = draft_probs(draft_row, target_to_draft_ptr, ids, is_token, vocab_size, DRAFT_IS_PROBS)
+            draft_prob = draft_probs(
+                rows, load_row(rows.draft, request, row, NUM_SLICES), ids, is_token, target_row.size
+            )
         else:
             share = 1.0
-        noise_key = residual_key(seed, tl.load(positions_ptr + request * NUM_TOKENS + accepted) + 1)
+        noise_key = residual_key(seed, tl.load(coins.positions + request * NUM_TOKENS + accepted) + 1)
         words = token_words(noise_key, ids)
-        left = tl.maximum(share * target - draft_prob, 0.0)
-        keys_ptr += request * 2 * NUM_SLICES + part
+        left = tl.maximum(share * target_prob - draft_prob, 0.0)
+        keys_ptr = scratch.keys + request * 2 * NUM_SLICES + part
         tl.store(keys_ptr, tl.max(keys_of_words(left, ids, words)))
-        tl.store(keys_ptr + NUM_SLICES, tl.max(keys_of_words(target, ids, words)))
+        tl.store(keys_ptr + NUM_SLICES, tl.max(keys_of_words(target_prob, ids, words)))
 
 
 @triton.jit
 def _verify_chain_finish_kernel(
     candidates_ptr,
-    accepted_ptr,
-    keys_ptr,
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
+    scratch,
+    out,
     NUM_TOKENS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
-    BLOCK_TOKEN: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Writes the outputs of one request."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    accepted = tl.load(accepted_ptr + request)
-    slices = tl.arange(0, BLOCK_SLICE)
+    accepted = tl.load(scratch.accepted + request)
+    slices = tl.arange(0, next_power_of_2(NUM_SLICES))
     is_key = (slices < NUM_SLICES) & (accepted >= 0)
-    keys_ptr += request * 2 * NUM_SLICES
+    keys_ptr = scratch.keys + request * 2 * NUM_SLICES
     residual = tl.max(tl.load(keys_ptr + slices, mask=is_key, other=LOWEST_KEY))
     plain = tl.max(tl.load(keys_ptr + NUM_SLICES + slices, mask=is_key, other=LOWEST_KEY))
     bonus = drawn_token(tl.where(residual == LOWEST_KEY, plain, residual))
 
-    index = tl.arange(0, BLOCK_TOKEN)
+    index = tl.arange(0, next_power_of_2(NUM_TOKENS))
     is_token = index < NUM_TOKENS
     place = request * NUM_TOKENS + index
     # every accepted draft is a token of a vocabulary, so int32 holds it
     draft = tl.load(candidates_ptr + place + 1, mask=index < accepted, other=-1).to(tl.int32)
-    tl.store(predicts_ptr + place, tl.where(index == accepted, bonus, draft), mask=is_token)
-    tl.store(accept_index_ptr + place, tl.where(index <= accepted, place, -1).to(tl.int32), mask=is_token)
-    tl.store(accept_token_num_ptr + request, tl.maximum(accepted, 0))
+    tl.store(out.predicts + place, tl.where(index == accepted, bonus, draft), mask=is_token)
+    tl.store(out.accept_index + place, tl.where(index <= accepted, place, -1).to(tl.int32), mask=is_token)
+    tl.store(out.accept_token_num + request, tl.maximum(accepted, 0))
 
 
 def contract(values: dict) -> Output:
@@ -337,62 +291,31 @@ def verify_chain(
         >>> step.predicts.tolist(), step.accept_index.tolist(), step.accept_token_num.tolist()
         ([1, 2, -1], [[0, 1, -1]], [1])
     """
-    contracted = contract(locals())
-    out = check.allocate("verify_chain", contracted, out)
+    values = locals()
+    out = check.allocate("verify_chain", contract(values), out)
     device, (batch_size, num_tokens) = candidates.device, candidates.shape
-    pair = prepare_pair("verify_chain", locals(), num_tokens, num_tokens - 1, None)
-    num_slices = pair["NUM_SLICES"]
-    draws = {"positions_ptr": positions, "seeds_ptr": seeds}
-    sizes = {"NUM_TOKENS": num_tokens, "BLOCK_TOKEN": next_power_of_2(num_tokens)}
-    ends = torch.empty((batch_size, 2), dtype=torch.int32, device=device)
-    keys = torch.empty((batch_size, 2, num_slices), dtype=torch.int64, device=device)
-    accepted = torch.empty((batch_size,), dtype=torch.int32, device=device)
-    shares = masses = None
-    if method == "block":
-        shares = torch.empty((batch_size, num_tokens - 1), dtype=torch.float32, device=device)
-    launch(
-        "verify_chain",
-        _verify_chain_walk_kernel,
-        (batch_size,),
-        candidates_ptr=candidates,
-        ends_ptr=ends,
-        shares_ptr=shares,
-        IS_BLOCK=method == "block",
-        **draws,
-        **pair,
-        **sizes,
-        **tuning.row(WALK_TUNING, device),
+    pair = pair_arguments("verify_chain", values)
+    scan_pair("verify_chain", pair, num_tokens, num_tokens - 1, None)
+    num_slices, is_block = pair["NUM_SLICES"], method == "block"
+
+    def allocate(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty((batch_size, *shape), dtype=dtype, device=device)
+
+    scratch = Scratch(
+        ends=allocate(torch.int32, 2),
+        shares=allocate(torch.float32, num_tokens - 1) if is_block else None,
+        masses=allocate(torch.float32, num_tokens - 1, num_slices) if is_block else None,
+        accepted=allocate(torch.int32),
+        keys=allocate(torch.int64, 2, num_slices),
     )
-    if method == "block":
-        masses = launch_masses(pair, ends, shares)
-    launch(
-        "verify_chain",
-        _verify_chain_draw_kernel,
-        (batch_size, num_slices),
-        ends_ptr=ends,
-        shares_ptr=shares,
-        masses_ptr=masses,
-        accepted_ptr=accepted,
-        keys_ptr=keys,
-        IS_BLOCK=method == "block",
-        **draws,
-        **pair,
-        **sizes,
-        **tuning.row(SLICE_TUNING, device),
-    )
-    launch(
-        "verify_chain",
-        _verify_chain_finish_kernel,
-        (batch_size,),
-        candidates_ptr=candidates,
-        accepted_ptr=accepted,
-        keys_ptr=keys,
-        predicts_ptr=out.predicts,
-        accept_index_ptr=out.accept_index,
-        accept_token_num_ptr=out.accept_token_num,
-        NUM_SLICES=num_slices,
-        BLOCK_SLICE=pair["BLOCK_SLICE"],
-        **sizes,
-        **tuning.row(FINISH_TUNING, device),
-    )
+    shared = {"scratch": scratch, "NUM_TOKENS": num_tokens, "NUM_SLICES": num_slices}
+    draw = shared | pair | {"coins": bundle(Coins, values)}
+    walk = draw | {"candidates_ptr": candidates} | tuning.row(WALK_TUNING, device)
+    launch("verify_chain", _verify_chain_walk_kernel, (batch_size,), **walk)
+    draw |= tuning.row(SLICE_TUNING, device)
+    if is_block:
+        launch_masses(draw)
+    launch("verify_chain", _verify_chain_draw_kernel, (batch_size, num_slices), **draw)
+    finish = shared | {"candidates_ptr": candidates, "out": out} | tuning.row(FINISH_TUNING, device)
+    launch("verify_chain", _verify_chain_finish_kernel, (batch_size,), **finish)
     return out

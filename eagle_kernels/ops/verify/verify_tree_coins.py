@@ -14,14 +14,9 @@ Computes
     target's distribution: threshold_acc = a multiplies the chance that one of the children is accepted by up to 1 / a,
     threshold_single = t takes any child of probability t or more whatever its coin.
 Invariants
-    Every output is written whole, except predicts with keep_unvisited. At most spec_steps = S drafts are accepted.
-    A probability that is NaN, infinite or negative counts as 0, and so does that of a token outside 0 .. V - 1 and of
-    a token that a sibling before carried (SGLang counts it twice, which is lossy). What has probability 0 is never
-    emitted, except by a row without any mass left: it gives V - 1. The bonus is the first token of a positive
-    probability at which the sum passes coin * mass, the last one of them if rounding lets none pass. Links that do not
-    point forward within the tree end the walk (any_order: those to the root or to a node met before do). A row whose
-    root has a retrieve_index outside the request is dead: predicts and accept_index -1, accept_token_num 0. Results of
-    a request do not depend on the batch around it.
+    A token outside 0 .. V - 1 has probability 0. The bonus is the first token of a positive probability at which the
+    sum passes coin * mass, the last one of them if rounding lets none pass. Results of a request do not depend on the
+    batch around it.
 Grid
     walk (B,), one program walks one tree; mass (B, slices), one program sums a slice of the row at which a walk ended,
     in groups; draw (B,), one program finds the group and in it the token.
@@ -42,7 +37,18 @@ from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.inverse_cdf import first_above, residual, token_probs
-from .shared.tree_walk import MET, Links, Output, Walk, check_tree, is_own, load_nodes, store_walk
+from .shared.tree_walk import (
+    MET,
+    Output,
+    Walk,
+    all_nodes,
+    check_tree,
+    is_own,
+    load_nodes,
+    output_arguments,
+    store_walk,
+    tree_arguments,
+)
 
 # One warp walks, and one draws: what they look up lies in its own registers.
 TUNING = {"default": {"num_warps": 1}}
@@ -54,16 +60,11 @@ DRAW_TUNING = {"default": {"num_warps": 1}}
 @triton.jit(do_not_specialize=["stride_probs_request", "stride_probs_node"])
 def _verify_tree_coins_kernel(
     # inputs
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
+    links,
     target_probs_ptr,
     uniform_samples_ptr,
     # outputs
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
+    out,
     ends_ptr,
     # sizes
     threshold_single,
@@ -75,8 +76,6 @@ def _verify_tree_coins_kernel(
     VOCAB_SIZE: tl.constexpr,
     KEEPS_UNVISITED: tl.constexpr,
     ANY_ORDER: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Walks one tree and writes all outputs but the bonus.
@@ -88,31 +87,30 @@ def _verify_tree_coins_kernel(
     """
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    node = tl.arange(0, BLOCK_NODE)
+    node = all_nodes(NUM_NODES)
     is_node = node < NUM_NODES
-    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-    retrieved, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE, ANY_ORDER)
+    retrieved, tokens, steps = load_nodes(links, request, NUM_NODES, ANY_ORDER)
     coins = tl.load(uniform_samples_ptr + request * NUM_NODES + node, mask=is_node, other=0.0)
     row_ptr = target_probs_ptr + request * stride_probs_request
     probs = token_probs(row_ptr, tokens, VOCAB_SIZE)
 
     depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
     is_live = tl.max(depth) == 0
-    predicted = tl.full([BLOCK_NODE], -1, tl.int32)
+    predicted = tl.full(node.shape, -1, tl.int32)
     is_rejected = node < 0
     current = tl.zeros([], dtype=tl.int32)
     accepted = tl.zeros([], dtype=tl.int32)
     mass = tl.zeros([], dtype=tl.float32)
     coin = _pick_float(coins, node == 0)
-    child = tl.where(is_live, tl.sum(tl.where(node == 0, links, 0)) >> 16, 0)
+    child = tl.where(is_live, tl.sum(tl.where(node == 0, steps, 0)) >> 16, 0)
     if SPEC_STEPS > 0:  # triton 3.6 does not compile loads in a loop that it can tell to be never entered
         while child > 0:
             is_child = node == child
-            child_links = tl.sum(tl.where(is_child, links, 0))
+            child_links = tl.sum(tl.where(is_child, steps, 0))
             if ANY_ORDER:  # a node that was met before ends the walk, and is as if it were not there
                 is_child = is_child & (child_links != MET)
                 child_links = tl.where(child_links == MET, 0, child_links)
-                links = tl.where(is_child, MET, links)
+                steps = tl.where(is_child, MET, steps)
             token = tl.sum(tl.where(is_child, tokens, 0))
             child_coin = _pick_float(coins, is_child)
             is_repeated = tl.max((is_rejected & (tokens == token)).to(tl.int32)) > 0
@@ -136,9 +134,7 @@ def _verify_tree_coins_kernel(
                 probs = token_probs(row_ptr + current * stride_probs_node.to(tl.int64), tokens, VOCAB_SIZE)
 
     # the last node's token is not known yet: -1 until it is drawn
-    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
-    walk = Walk(retrieved, predicted, depth)
-    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_DEPTH)
+    store_walk(out, request, Walk(retrieved, predicted, depth), SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED)
     ends_ptr += request * (NUM_NODES + 1)
     tl.store(ends_ptr, tl.where(is_live, current, -1))
     tl.store(ends_ptr + 1 + node, tl.where(is_rejected, tokens, -1), mask=is_node)
@@ -155,7 +151,6 @@ def _verify_tree_coins_mass_kernel(
     VOCAB_SIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
@@ -164,7 +159,7 @@ def _verify_tree_coins_mass_kernel(
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    last, rejected = _load_end(ends_ptr, request, NUM_NODES, BLOCK_NODE)
+    last, rejected = _load_end(ends_ptr, request, NUM_NODES)
     if last >= 0:
         offset = request * stride_probs_request + last * stride_probs_node.to(tl.int64)
         row_ptr = target_probs_ptr + tl.multiple_of(offset, ALIGNMENT)
@@ -189,21 +184,19 @@ def _verify_tree_coins_draw_kernel(
     VOCAB_SIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
-    BLOCK_SUM: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Draws the bonus of one request: first the group, by the sums, then the token within it."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    last, rejected = _load_end(ends_ptr, request, NUM_NODES, BLOCK_NODE)
+    last, rejected = _load_end(ends_ptr, request, NUM_NODES)
     coin = tl.load(uniform_samples_for_final_sampling_ptr + request)
     if last >= 0:
-        group = tl.arange(0, BLOCK_SUM)
+        group = tl.arange(0, next_power_of_2(NUM_GROUPS))
         sums = tl.load(sums_ptr + request * NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0.0)
         reached = tl.cumsum(sums, axis=0)
-        level = coin * tl.sum(tl.where(group == BLOCK_SUM - 1, reached, 0.0))
+        level = coin * tl.sum(tl.where(group == group.shape[0] - 1, reached, 0.0))
         chosen = first_above(group, sums, reached, level)
         token = VOCAB_SIZE - 1
         if chosen >= 0:
@@ -225,9 +218,9 @@ def _pick_float(values, is_lane):
 
 
 @triton.jit
-def _load_end(ends_ptr, request, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr):
+def _load_end(ends_ptr, request, NUM_NODES: tl.constexpr):
     """Loads the node at which a walk ended, -1 for none, and the tokens [node] rejected there, -1 for none."""
-    node = tl.arange(0, BLOCK_NODE)
+    node = all_nodes(NUM_NODES)
     ends_ptr += request * (NUM_NODES + 1)
     return tl.load(ends_ptr), tl.load(ends_ptr + 1 + node, mask=node < NUM_NODES, other=-1)
 
@@ -283,8 +276,7 @@ def verify_tree_coins(
     Args:
         candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
         retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
         target_probs: [B, N, V] or [B * N, V] fp32. Probabilities of every node, unit stride along V. What is NaN,
             infinite or negative counts as 0.
         uniform_samples: [B, N] fp32. Coin of each node in [0, 1), for its children.
@@ -325,8 +317,8 @@ def verify_tree_coins(
         >>> step.predicts.tolist(), step.accept_index.tolist()
         ([2, -1, 1], [[0, 2]])
     """
-    contracted = contract(locals())
-    out = check.allocate("verify_tree_coins", contracted, out)
+    values = locals()
+    out = check.allocate("verify_tree_coins", contract(values), out)
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
     vocab_size = target_probs.shape[-1]
     stride_node = target_probs.stride(-2)
@@ -343,7 +335,6 @@ def verify_tree_coins(
         "stride_probs_node": stride_node,
         "NUM_NODES": num_nodes,
         "VOCAB_SIZE": vocab_size,
-        "BLOCK_NODE": next_power_of_2(num_nodes),
     }
     row = shared | {
         "sums_ptr": sums,
@@ -355,21 +346,12 @@ def verify_tree_coins(
         "verify_tree_coins",
         _verify_tree_coins_kernel,
         (batch_size,),
-        candidates_ptr=candidates,
-        retrieve_index_ptr=retrieve_index,
-        retrieve_next_token_ptr=retrieve_next_token,
-        retrieve_next_sibling_ptr=retrieve_next_sibling,
         uniform_samples_ptr=uniform_samples,
-        predicts_ptr=out.predicts,
-        accept_index_ptr=out.accept_index,
-        accept_token_num_ptr=out.accept_token_num,
         threshold_single=float(threshold_single),
         threshold_acc=max(float(threshold_acc), 1e-9),
-        SPEC_STEPS=spec_steps,
         KEEPS_UNVISITED=keep_unvisited,
         ANY_ORDER=any_order,
-        BLOCK_DEPTH=next_power_of_2(spec_steps + 1),
-        **shared,
+        **(shared | tree_arguments(values) | output_arguments(out)),
         **tuning.row(TUNING, device),
     )
     launch("verify_tree_coins", _verify_tree_coins_mass_kernel, (batch_size, num_slices), **row, **mass)
@@ -380,7 +362,6 @@ def verify_tree_coins(
         uniform_samples_for_final_sampling_ptr=uniform_samples_for_final_sampling,
         predicts_ptr=out.predicts,
         BLOCK_GROUP=mass["BLOCK_GROUP"],
-        BLOCK_SUM=next_power_of_2(num_groups),
         **row,
         **tuning.row(DRAW_TUNING, device),
     )

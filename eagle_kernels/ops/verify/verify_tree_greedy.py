@@ -4,15 +4,10 @@ Computes
     From the root: the target's token at the current node (its argmax) is the next token of plain greedy decoding. If a
     child carries it, that draft is accepted and becomes the current node; else the token ends the walk as the bonus.
     EAGLE (arXiv 2401.15077) with the first-child / next-sibling walk of SGLang.
-    accept_policy: reject_all ends every walk at the root. Under accept_all and simulate planted tokens replace the
-    target's, so that the path of first children is taken to its end, or as deep as coins say. Rows are read as always.
+    accept_policy: under accept_all and simulate planted tokens replace the target's (`accept_policy.py`), so that the
+    path of first children is taken to its end, or as deep as coins say. Rows are read as always.
 Invariants
-    Every output is written whole, except predicts with keep_unvisited. At most spec_steps = S drafts are accepted.
-    Ties go to the lowest id, NaN counts as -inf; a target id outside int32 counts as -1. Links that do not point
-    forward within the tree end the walk (any_order: those to the root or to a node met before do); a token of -1 is
-    never accepted. A row whose root has a retrieve_index outside the request is dead: predicts and accept_index -1,
-    accept_token_num 0. Results of a request do not depend on the batch around it. What is planted is the token of the
-    first child that carries one; where simulate rejects a draft, the smallest id that no child carries.
+    A target id outside int32 counts as -1. Results of a request do not depend on the batch around it.
 Grid
     (B,), one program walks one tree. From logits every row is cut into slices, (rows, slices), one program each:
     all rows, then walk     every node's row is scanned at once
@@ -36,14 +31,16 @@ from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
-from ...runtime.launch import launch, launcher
-from .shared.accept_policy import Coins, check_policy, next_node, plant, plant_path
+from ...runtime.launch import bundle, launch, launcher
+from .shared.accept_policy import check_policy, next_node, plant, plant_path
 from .shared.argmax import slice_key, winner
+from .shared.random import Coins
 from .shared.tree_walk import (
-    Links,
     Output,
     Path,
     Walk,
+    all_depths,
+    all_nodes,
     check_tree,
     find_child,
     follow,
@@ -67,55 +64,39 @@ CHOICE_TUNING = {"default": {"level_bytes": 6 << 20}}
 
 @triton.jit
 def _verify_tree_greedy_kernel(
-    # inputs
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
+    links,
     target_predict_ptr,
     partial_keys_ptr,
-    seeds_ptr,
-    positions_ptr,
-    simulated_rates_ptr,
-    # outputs
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
-    # sizes
+    coins,
+    out,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     ACCEPT_POLICY: tl.constexpr,
     KEEPS_UNVISITED: tl.constexpr,
     ANY_ORDER: tl.constexpr,
     NUM_SLICES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Walks one tree by the target's ids, or by the keys [B, slices, N] of all rows."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    node = tl.arange(0, BLOCK_NODE)
-    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-    tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE, ANY_ORDER)
+    node = all_nodes(NUM_NODES)
+    tree = load_nodes(links, request, NUM_NODES, ANY_ORDER)
     if target_predict_ptr is not None:
         place = request * NUM_NODES + node
         predicted = token_ids(tl.load(target_predict_ptr + place, mask=node < NUM_NODES, other=-1))
     else:
-        keys = tl.full([BLOCK_NODE], LOWEST_KEY, tl.int64)
+        keys = tl.full(node.shape, LOWEST_KEY, tl.int64)
         for part in tl.static_range(NUM_SLICES):
             place = (request * NUM_SLICES + part) * NUM_NODES + node
             keys = tl.maximum(keys, tl.load(partial_keys_ptr + place, mask=node < NUM_NODES, other=LOWEST_KEY))
         predicted = winner(keys)
 
     if ACCEPT_POLICY != "normal":
-        coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
         predicted = plant_path(predicted, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY)
     MOST_ACCEPTED: tl.constexpr = 0 if ACCEPT_POLICY == "reject_all" else SPEC_STEPS
     depth = follow(tree, predicted, request, MOST_ACCEPTED, NUM_NODES, ANY_ORDER)
-    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
-    walk = Walk(tree.retrieved, predicted, depth)
-    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_DEPTH)
+    store_walk(out, request, Walk(tree.retrieved, predicted, depth), SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED)
 
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
@@ -143,14 +124,9 @@ def _verify_tree_greedy_rows_kernel(
 @triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
 def _verify_tree_greedy_level_kernel(
     # inputs
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
+    links,
     target_logits_ptr,
-    seeds_ptr,
-    positions_ptr,
-    simulated_rates_ptr,
+    coins,
     # scratch
     path_ptr,
     partial_keys_ptr,
@@ -165,8 +141,6 @@ def _verify_tree_greedy_level_kernel(
     VOCAB_SIZE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
@@ -178,22 +152,20 @@ def _verify_tree_greedy_level_kernel(
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    slices = tl.arange(0, BLOCK_SLICE)
-    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-    tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
+    slices = tl.arange(0, next_power_of_2(NUM_SLICES))
+    tree = load_nodes(links, request, NUM_NODES)
     place = level * batch_size.to(tl.int64) + request
     above = place - batch_size
     parent = tl.load(path_ptr + above, mask=level > 0, other=-1)
     is_key = (slices < NUM_SLICES) & (level > 0)
     keys = tl.load(partial_keys_ptr + above * NUM_SLICES + slices, mask=is_key, other=LOWEST_KEY)
     if level == 0:
-        own_root = (tl.arange(0, BLOCK_NODE) == 0) & is_own(tree.retrieved, request, NUM_NODES)
+        own_root = (all_nodes(NUM_NODES) == 0) & is_own(tree.retrieved, request, NUM_NODES)
         current = tl.max(own_root.to(tl.int32)) - 1
     else:
         node = tl.maximum(parent, 0)
         token = winner(tl.max(keys))
         if ACCEPT_POLICY != "normal":
-            coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
             token = plant(
                 token, node, level - 1, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY=ACCEPT_POLICY
             )
@@ -212,28 +184,23 @@ def _verify_tree_greedy_level_kernel(
 
 @triton.jit(do_not_specialize=["batch_size"])
 def _verify_tree_greedy_path_kernel(
-    retrieve_index_ptr,
+    links,
     path_ptr,
     partial_keys_ptr,
     planted_ptr,
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
+    out,
     batch_size,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     KEEPS_UNVISITED: tl.constexpr,
     NUM_SLICES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Writes the outputs of one walk from its path [S + 1, B], keys [S + 1, B, slices] and, if any, planted [S, B]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    depth = tl.arange(0, BLOCK_DEPTH)
-    slices = tl.arange(0, BLOCK_SLICE)
+    depth = all_depths(SPEC_STEPS)
+    slices = tl.arange(0, next_power_of_2(NUM_SLICES))
     place = depth.to(tl.int64) * batch_size + request
     path = tl.load(path_ptr + place, mask=depth <= SPEC_STEPS, other=-1)
     is_key = (depth <= SPEC_STEPS)[:, None] & (slices < NUM_SLICES)[None, :]
@@ -242,9 +209,7 @@ def _verify_tree_greedy_path_kernel(
     if planted_ptr is not None:
         is_planted = (path >= 0) & (depth < SPEC_STEPS)
         predicted = tl.where(is_planted, tl.load(planted_ptr + place, mask=is_planted, other=-1), predicted)
-    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
-    walked = Path(path, predicted)
-    store_path(out, retrieve_index_ptr, request, walked, SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE)
+    store_path(out, links, request, Path(path, predicted), SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED)
 
 
 def contract(values: dict) -> Output:
@@ -303,8 +268,7 @@ def verify_tree_greedy(
     Args:
         candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
         retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
         target_predict: None or [B, N] int. The target's token at every node; given instead of target_logits.
         target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. Ties go to the lowest id, NaN counts
             as -inf. Given instead of target_predict.
@@ -347,16 +311,10 @@ def verify_tree_greedy(
         >>> step.accept_index.tolist(), step.accept_token_num.tolist()
         ([[0, 2, -1]], [1])
     """
-    contracted = contract(locals())
-    out = check.allocate("verify_tree_greedy", contracted, out)
+    values = locals()
+    out = check.allocate("verify_tree_greedy", contract(values), out)
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
-    tree = tree_arguments(locals())
-    policy = {
-        "seeds_ptr": seeds,
-        "positions_ptr": positions,
-        "simulated_rates_ptr": simulated_rates,
-        "ACCEPT_POLICY": accept_policy,
-    }
+    walk = tree_arguments(values) | {"coins": bundle(Coins, values), "ACCEPT_POLICY": accept_policy}
     writing = output_arguments(out) | {"KEEPS_UNVISITED": keep_unvisited} | tuning.row(TUNING, device)
     keys = {"partial_keys_ptr": None, "NUM_SLICES": 0}
     if target_logits is not None:
@@ -375,26 +333,25 @@ def verify_tree_greedy(
             "ALIGNMENT": math.gcd(target_logits.stride(0), 16),
         }  # fmt: skip
         if not is_wide:
-            _walk_level_by_level(tree, policy, scan, writing | keys)
+            _walk_level_by_level(walk, scan, writing | keys)
             return out
         launch("verify_tree_greedy", _verify_tree_greedy_rows_kernel, (batch_size * num_nodes, num_slices), **scan)
-    walk = tree | policy | writing | keys | {"target_predict_ptr": target_predict, "ANY_ORDER": any_order}
+    walk |= writing | keys | {"target_predict_ptr": target_predict, "ANY_ORDER": any_order}
     launch("verify_tree_greedy", _verify_tree_greedy_kernel, (batch_size,), **walk)
     return out
 
 
-def _walk_level_by_level(tree: dict, policy: dict, scan: dict, writing: dict) -> None:
+def _walk_level_by_level(walk: dict, scan: dict, writing: dict) -> None:
     """Makes S + 1 launches that step and scan, and one that writes the outputs."""
     device = scan["target_logits_ptr"].device
-    batch_size, spec_steps = len(tree["candidates_ptr"]), writing["SPEC_STEPS"]
+    batch_size, spec_steps = len(walk["links"].candidates), writing["SPEC_STEPS"]
     path, planted = torch.empty((spec_steps + 1, batch_size), dtype=torch.int32, device=device), None
-    if policy["ACCEPT_POLICY"] != "normal":
+    if walk["ACCEPT_POLICY"] != "normal":
         planted = torch.empty((spec_steps, batch_size), dtype=torch.int32, device=device)
     steps = {"path_ptr": path, "planted_ptr": planted, "batch_size": batch_size}
-    steps |= {"BLOCK_SLICE": next_power_of_2(scan["NUM_SLICES"])}
-    step = tree | policy | scan | steps | {"SPEC_STEPS": spec_steps}
+    step = walk | scan | steps | {"SPEC_STEPS": spec_steps}
     for level in range(spec_steps + 1):
         grid = (batch_size, scan["NUM_SLICES"])
         launch("verify_tree_greedy", _verify_tree_greedy_level_kernel, grid, level=level, **step)
-    nodes = {name: tree[name] for name in ("retrieve_index_ptr", "NUM_NODES", "BLOCK_NODE")}
-    launch("verify_tree_greedy", _verify_tree_greedy_path_kernel, (batch_size,), **nodes, **steps, **writing)
+    path = {name: walk[name] for name in ("links", "NUM_NODES")} | steps | writing
+    launch("verify_tree_greedy", _verify_tree_greedy_path_kernel, (batch_size,), **path)

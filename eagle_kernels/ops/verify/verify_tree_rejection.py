@@ -13,22 +13,16 @@ Computes
     drawn as described, from this q. After rejections p is, but for normalisation, (p - a q)+ with the first p and q,
     one number a, and 0 at the rejected tokens: nothing of the vocabulary's size is written to memory.
 Invariants
-    Probabilities are taken as they are, without a temperature; they should sum to 1. NaN logits count as -inf, +inf as
-    the largest finite number, probabilities that are NaN, negative or above 1.001 as 0.
-    A draft temperature below 1e-5, without replacement: the children were not drawn but chosen, as top-k trees are.
-    Each counts as proposed with certainty (q one-hot at it, EAGLE-2's rule), and the draft's rows are not read, be they
-    logits or probabilities.
-    A child with q(t) = 0 was not drawn from q: it ends the list of its siblings and takes nothing from p. So do
-    repeated tokens without replacement and tokens outside the reduced vocabulary. A child without a token (-1, outside
-    the vocabulary) is passed over.
-    Independent draws may be verified without replacement as well: a repeated token costs only the children after it.
+    +inf counts as the largest finite number.
+    Children that were not drawn but chosen count as proposed with certainty: q is one-hot at each (EAGLE-2's rule).
+    A child with q(t) = 0 takes nothing from p. Independent draws may be verified without replacement as well: a
+    repeated token costs only the children after it.
     If p = q but for rounding, (p - q)+ may have no mass, and rejection no probability: the child is then accepted if
     p(t) > 0, else p stays as it was.
     Without replacement q is summed anew after every rejection, and on another scale once the tokens left have less than
     1e-9 of it: if it comes from logits, it does not run out before the vocabulary does.
     A sampled row of the target that is nothing but -inf accepts nothing, and its bonus is token 0; a greedy one has its
-    argmax at token 0. Malformed links and dead rows as in verify_tree_greedy. Results of a request do not depend on the
-    batch around it.
+    argmax at token 0. Results of a request do not depend on the batch around it.
     The coin of a child is keyed by (seed, its position, its node), the bonus by (seed, its position, token).
 Grid
     walk (B,), one program walks one tree. For a vocabulary of one slice that is all. Else rows are read in slices
@@ -51,9 +45,10 @@ import torch
 
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2
-from ...runtime.launch import launcher
-from .shared.prepare_pair import check_pair, pair_arguments, scan_pair, slice_arguments
-from .shared.rejection_rounds import allocate_level_scans, allocate_rounds, launch_level_scan, launch_rounds
+from ...runtime.launch import bundle, launcher
+from .shared.prepare_pair import allocate_scans, check_pair, pair_arguments, scan_pair
+from .shared.random import Coins
+from .shared.rejection_rounds import allocate_rounds, launch_level_scan, launch_rounds
 from .shared.rejection_walk import launch_walk
 from .shared.tree_walk import Output, check_tree, output_arguments, tree_arguments
 
@@ -66,10 +61,10 @@ TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 ROUND_TUNING = {"default": {"rounds": 8, "launch_us": 1.8, "tokens_per_us": 7.0e4}}
 
 
-def goes_by_level(pair: dict, num_rounds: int, spec_steps: int, batch_size: int) -> bool:
+def goes_by_level(target: torch.Tensor, num_rounds: int, spec_steps: int, batch_size: int) -> bool:
     """Tells whether reading the rows of the walks alone, with more launches, takes less time than reading all rows."""
-    model = tuning.row(ROUND_TUNING, pair["target_ptr"].device)
-    num_rows, vocab_size = pair["target_ptr"].shape
+    model = tuning.row(ROUND_TUNING, target.device)
+    num_rows, vocab_size = target.shape
     launches_us, row_us = (num_rounds + 2) * model["launch_us"], vocab_size / model["tokens_per_us"]
     return launches_us + num_rows * row_us > (spec_steps + 1) * (launches_us + batch_size * row_us)
 
@@ -125,8 +120,7 @@ def verify_tree_rejection(
     Args:
         candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
         retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
         target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf. Given instead of
             target_probs.
         draft_logits: None or [B * N, Vd] fp32, fp16 or bf16. Unit stride along Vd, by draft ids. Row of a node: what
@@ -181,41 +175,32 @@ def verify_tree_rejection(
         >>> step.predicts.tolist(), step.accept_index.tolist(), step.accept_token_num.tolist()
         ([2, -1, 3], [[0, 2]], [1])
     """
-    contracted = contract(locals())
-    out = check.allocate("verify_tree_rejection", contracted, out)
-    batch_size, num_nodes = candidates.shape
-    device = candidates.device
-    pair = pair_arguments("verify_tree_rejection", locals())
-    pair |= slice_arguments(pair)
+    values = locals()
+    out = check.allocate("verify_tree_rejection", contract(values), out)
+    device, (batch_size, num_nodes) = candidates.device, candidates.shape
+    pair = pair_arguments("verify_tree_rejection", values)
     # a slice is read by one program as fast as by one program of many
-    num_rounds = (
-        0 if pair["NUM_SLICES"] == 1 else min(tuning.row(ROUND_TUNING, device)["rounds"], max(num_nodes - 1, 1))
-    )
-    by_level = num_rounds > 0 and goes_by_level(pair, num_rounds, spec_steps, batch_size)
-    num_places = 0
-    depth = emitted = scans = None
-    if by_level:
-        num_places = batch_size
-        scans, pair["num_target_scans"] = allocate_level_scans(pair, batch_size)
-        depth = torch.empty((batch_size, num_nodes), dtype=torch.int32, device=device)
-        emitted = torch.empty((batch_size, num_nodes), dtype=torch.int32, device=device)
-    elif num_rounds > 0:
-        num_places = batch_size * num_nodes
-        scans = scan_pair(
-            "verify_tree_rejection", pair, num_nodes, num_nodes, retrieve_next_token, skips_greedy_draft=not replacement
-        )
+    num_rounds = num_places = 0
+    by_level = False
+    if pair["NUM_SLICES"] > 1:
+        num_rounds = min(tuning.row(ROUND_TUNING, device)["rounds"], max(num_nodes - 1, 1))
+        target = target_logits if target_probs is None else target_probs
+        by_level = goes_by_level(target, num_rounds, spec_steps, batch_size)
+        num_places = batch_size if by_level else batch_size * num_nodes
+        if by_level:
+            allocate_scans(pair, batch_size)
+        else:
+            scan_pair("verify_tree_rejection", pair, num_nodes, num_nodes, retrieve_next_token, not replacement)
     shared = {
-        "positions_ptr": positions,
-        "seeds_ptr": seeds,
-        "scans_ptr": scans,
-        "depth_ptr": depth,
+        "coins": bundle(Coins, values),
+        "scratch": allocate_rounds(candidates, num_places, pair["NUM_SLICES"], by_level),
+        "num_places": num_places,
         # the draft may have probability on ids that the target does not have
         "num_ids": max(pair["vocab_size"], pair["draft_vocab_size"]) if d2t is None else pair["vocab_size"],
         "KEEPS_DRAFT": replacement,
         "BY_LEVEL": by_level,
         "SPEC_STEPS": spec_steps,
-        **tree_arguments(locals()),
-        **allocate_rounds(num_places, pair["NUM_SLICES"], device),
+        **tree_arguments(values),
         **pair,
     }
     tile = dict(tuning.row(TUNING, device))
@@ -224,6 +209,6 @@ def verify_tree_rejection(
         if by_level:
             launch_level_scan(shared, level)
         launch_rounds(shared, num_rounds, level)
-        walk = {"round": num_rounds, "level": level, "emitted_ptr": emitted, "HAS_ROUNDS": num_rounds > 0}
-        launch_walk(batch_size, shared | walk | output_arguments(out) | tile)
+        walk = shared | output_arguments(out) | tile | {"round": num_rounds, "level": level}
+        launch_walk(batch_size, walk)
     return out

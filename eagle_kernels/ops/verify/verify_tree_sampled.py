@@ -1,16 +1,13 @@
 """Stochastic verification by sample and match: the text that plain sampling would have drawn.
 
 Computes
-    From the root: draw the token that plain sampling draws at the current node (`sample_from_logits`: penalties, bias,
-    grammar, temperature, top-k, top-p, min-p, Gumbel noise keyed by seed, position and token id). If a child carries
-    it, that draft is accepted and becomes the current node; else the token ends the walk as the bonus. The drafts are a
-    function of the prefix alone (top-k trees), so a child is followed with probability p(child), and the text follows
-    the target's distribution. For distinct siblings the paths, too, have the distribution of the recursive rejection of
-    EAGLE-2 (arXiv 2406.16858) and of SGLang's coin walk. Draft probabilities are not needed. Rows of temperature 0 are
-    greedy. accept_policy and simulated_rates as in verify_tree_greedy.
+    From the root: draw the token that plain sampling draws at the current node (`sample_from_logits`). If a child
+    carries it, that draft is accepted and becomes the current node; else the token ends the walk as the bonus. The
+    drafts are a function of the prefix alone (top-k trees), so a child is followed with probability p(child), and the
+    text follows the target's distribution. For distinct siblings the paths, too, have the distribution of the recursive
+    rejection of EAGLE-2 (arXiv 2406.16858) and of SGLang's coin walk.
 Invariants
-    Equal logits, seed and position give the same token, with or without a tree around it, in any batch. Duplicate
-    siblings are harmless: the first one is followed. Malformed links and dead rows as in verify_tree_greedy.
+    Equal logits, seed and position give the same token, with or without a tree around it, in any batch.
 Grid
     Every row that is read is cut into slices: (rows, slices), one program scans a slice; (rows,), one program draws a
     token; (B,), one program writes a request's outputs.
@@ -36,13 +33,14 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
+from ...runtime.launch import bundle, launch, launcher
 from .shared import logits, sampling
-from .shared.accept_policy import Coins, check_policy, plant_path
+from .shared.accept_policy import check_policy, plant_path
+from .shared.random import Coins
 from .shared.sample_rows import sample_rows
 from .shared.sampled_levels import walk_by_levels
-from .shared.sampled_output import WALK_TUNING, Commit, Output, store_arguments, store_outputs
-from .shared.tree_walk import Links, Path, check_tree, follow, load_nodes, tree_arguments
+from .shared.sampled_output import WALK_TUNING, Output, store_arguments, store_outputs
+from .shared.tree_walk import Path, all_depths, all_nodes, check_tree, follow, load_nodes, tree_arguments
 
 # Microseconds that a level takes besides reading, and microseconds that `programs` draws take, which run at once: with
 # filters, and without (plain_). Then the speed at which rows are scanned.
@@ -54,44 +52,23 @@ CHOICE_TUNING = {
 
 @triton.jit
 def _verify_tree_sampled_walk_kernel(
-    # inputs
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    positions_ptr,
-    seeds_ptr,
-    simulated_rates_ptr,
-    seq_lens_ptr,
-    is_live_ptr,
+    links,
+    coins,
+    commit,
     drawn_ptr,
-    # outputs
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
-    new_seq_lens_ptr,
-    bonus_tokens_ptr,
-    accept_lengths_ptr,
-    tokens_ptr,
-    hidden_rows_ptr,
-    last_row_ptr,
-    # sizes
+    out,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     ACCEPT_POLICY: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Walks one tree by the tokens of all its rows, drawn [B * N], and writes the outputs."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    depth = tl.arange(0, BLOCK_DEPTH)
-    links = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-    tree = load_nodes(links, request, NUM_NODES, BLOCK_NODE)
-    node = tl.arange(0, BLOCK_NODE)
+    depth = all_depths(SPEC_STEPS)
+    tree = load_nodes(links, request, NUM_NODES)
+    node = all_nodes(NUM_NODES)
     predicted = tl.load(drawn_ptr + request * NUM_NODES + node, mask=node < NUM_NODES, other=-1)
-    coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
     predicted = plant_path(predicted, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY)
     MOST_ACCEPTED: tl.constexpr = 0 if ACCEPT_POLICY == "reject_all" else SPEC_STEPS
     node_depth = follow(tree, predicted, request, MOST_ACCEPTED, NUM_NODES)
@@ -99,12 +76,7 @@ def _verify_tree_sampled_walk_kernel(
     is_there = node_depth[None, :] == depth[:, None]
     nodes = tl.max(tl.where(is_there, node[None, :], -1), axis=1)
     tokens = tl.max(tl.where(is_there, predicted[None, :], -1), axis=1)
-    out = Output(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, None, None, new_seq_lens_ptr, bonus_tokens_ptr,
-        accept_lengths_ptr, tokens_ptr, hidden_rows_ptr, last_row_ptr,
-    )  # fmt: skip
-    commit = Commit(seq_lens_ptr, is_live_ptr)
-    store_outputs(out, retrieve_index_ptr, commit, request, Path(nodes, tokens), SPEC_STEPS, NUM_NODES, BLOCK_NODE)
+    store_outputs(out, links, commit, request, Path(nodes, tokens), SPEC_STEPS, NUM_NODES)
 
 
 def contract(values: dict) -> Output:
@@ -189,8 +161,7 @@ def verify_tree_sampled(
     Args:
         candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
         retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
         target_logits: [B * N, V] fp32, fp16 or bf16. Unit stride along V; of a padded vocabulary pass
             `target_logits[:, :V]`. NaN counts as -inf; a row of nothing else gives token 0.
         positions: [B * N] int. Position of each node; the token drawn at a node has position + 1.
@@ -268,8 +239,7 @@ def verify_tree_sampled(
         ([2, -1, 4, -1], [[0, 2, -1]], [1])
     """
     values = locals()
-    contracted = contract(values)
-    out = check.allocate("verify_tree_sampled", contracted, out)
+    out = check.allocate("verify_tree_sampled", contract(values), out)
     needs_path = logits.has_penalties(values) or return_logprobs
     if needs_path or not draws_all_rows(target_logits, len(candidates), spec_steps, sampling.has_filters(values)):
         walk_by_levels(values, out)
@@ -283,10 +253,8 @@ def verify_tree_sampled(
         "verify_tree_sampled",
         _verify_tree_sampled_walk_kernel,
         (len(candidates),),
+        coins=bundle(Coins, values),
         drawn_ptr=drawn,
-        positions_ptr=positions,
-        seeds_ptr=seeds,
-        simulated_rates_ptr=simulated_rates,
         ACCEPT_POLICY=accept_policy,
         **tree_arguments(values),
         **store_arguments(values, out),

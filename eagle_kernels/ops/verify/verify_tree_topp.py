@@ -11,9 +11,7 @@ Computes
     the last node's target_predict is the bonus. A chain gives what FastDeploy gives, and after a window the walk goes
     on at its last node, as in FastDeploy's Python (its kernel skips the next row).
 Invariants
-    At most spec_steps = S drafts are accepted; a window that would lead further is none. A token of -1 is never
-    accepted, an id outside int32 counts as -1. Malformed links and dead rows as in verify_tree_greedy. Results of a
-    request do not depend on the batch around it. End tokens are left to the caller.
+    An id outside int32 counts as -1. Results of a request do not depend on the batch around it.
 Grid
     (B,), one program walks one tree.
 Launches
@@ -31,9 +29,9 @@ from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.tree_walk import (
-    Links,
     Output,
     Walk,
+    all_nodes,
     check_tree,
     find_child,
     is_own,
@@ -52,35 +50,23 @@ TUNING = {"default": {"num_warps": 1}}
 
 @triton.jit
 def _verify_tree_topp_kernel(
-    # inputs
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
+    links,
     candidate_ids_ptr,
     candidate_lens_ptr,
     target_predict_ptr,
-    # outputs
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
-    # sizes
+    out,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     NUM_CANDIDATES: tl.constexpr,
     VERIFY_WINDOW: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    BLOCK_CANDIDATE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     offset = request * NUM_NODES
-    node = tl.arange(0, BLOCK_NODE)
-    rank = tl.arange(0, BLOCK_CANDIDATE)
-    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-    tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
+    node = all_nodes(NUM_NODES)
+    rank = tl.arange(0, next_power_of_2(NUM_CANDIDATES))
+    tree = load_nodes(links, request, NUM_NODES)
     is_node = node < NUM_NODES
     predicted = token_ids(tl.load(target_predict_ptr + offset + node, mask=is_node, other=-1))
     first_candidate = token_ids(tl.load(candidate_ids_ptr + (offset + node) * NUM_CANDIDATES, mask=is_node, other=-1))
@@ -117,9 +103,7 @@ def _verify_tree_topp_kernel(
             predicted = tl.where((node == current) & is_accepted, child_token, predicted)
             current = child
             is_walking = is_accepted & (accepted < SPEC_STEPS)
-    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
-    walk = Walk(tree.retrieved, predicted, depth)
-    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
+    store_walk(out, request, Walk(tree.retrieved, predicted, depth), SPEC_STEPS, NUM_NODES)
 
 
 @triton.jit
@@ -177,8 +161,7 @@ def verify_tree_topp(
     Args:
         candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
         retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
         candidate_ids: [B * N, C] int. The target's most likely tokens at every node, in order.
         candidate_lens: [B * N] int. How many of them, from the first on, are the node's candidates: those that make up
             top-p. More than C: all.
@@ -212,9 +195,8 @@ def verify_tree_topp(
         >>> step.predicts.tolist(), step.accept_index.tolist()
         ([2, -1, 0], [[0, 2]])
     """
-    contracted = contract(locals())
-    out = check.allocate("verify_tree_topp", contracted, out)
-    num_candidates = candidate_ids.shape[1]
+    values = locals()
+    out = check.allocate("verify_tree_topp", contract(values), out)
     launch(
         "verify_tree_topp",
         _verify_tree_topp_kernel,
@@ -222,10 +204,9 @@ def verify_tree_topp(
         candidate_ids_ptr=candidate_ids,
         candidate_lens_ptr=candidate_lens,
         target_predict_ptr=target_predict,
-        NUM_CANDIDATES=num_candidates,
+        NUM_CANDIDATES=candidate_ids.shape[1],
         VERIFY_WINDOW=verify_window,
-        BLOCK_CANDIDATE=next_power_of_2(num_candidates),
-        **tree_arguments(locals()),
+        **tree_arguments(values),
         **output_arguments(out),
         **tuning.row(TUNING, candidates.device),
     )

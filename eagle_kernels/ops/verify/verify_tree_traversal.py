@@ -7,20 +7,14 @@ Computes
     depth-first order is compared with its coin. If the coin is below a, the whole path to the leaf is accepted and the
     next token is drawn from its P. Else the leaf is deleted, and with R = (a P - Q)+ and S its sum, its parent has
         P <- R / S,  a <- S / (S + 1 - a) (1 for 0 / 0),  Q <- Q without the leaf's token, renormalised
-    from then on, and is a leaf itself when no child is left. The root's coin always succeeds.
-    The emitted tokens have the target's distribution if every node's children were drawn from its row of q, in sibling
-    order, each from what those before it left, and if coins, residual draws and drafts are independent. On a chain this
-    is block verification (verify_chain). Coins and noise are those of shared/random.py, keyed by seed, position of the
-    token, node with its depth, and stream: drafts must be drawn with another stream (STREAM_DRAFT), and no two rounds
-    may draw at one position for one node (`sample_children`), as this looks at drafts beyond those that it accepts.
+    from then on, and is a leaf itself when no child is left. The root's coin always succeeds. Coins and noise are those
+    of shared/random.py, keyed by seed, position of the token, node with its depth, and stream: drafts must be drawn
+    with another stream (STREAM_DRAFT), and no two rounds may draw at one position for one node (`sample_children`), as
+    this looks at drafts beyond those that it accepts.
 Invariants
-    Nodes deeper than spec_steps are not looked at. A draft of target probability 0 is never accepted. A child that
-    cannot have been drawn (its probability in its parent's Q is 0, NaN, negative or above 1.001: also a second sibling
-    of the same token, -1, or a token outside the draft vocabulary) is passed over, and so are all nodes below it. If
-    rounding leaves no residual P stays as it was. NaN logits count as -inf, +inf as the largest finite number; a
-    sampled row of nothing but -inf gives token 0. Links that do not point forward within the tree, or point to a node
-    that was met before, end the list of siblings. A row whose root has a retrieve_index outside the request is dead:
-    predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
+    A draft of target probability 0 is never accepted. If rounding leaves no residual P stays as it was. +inf counts as
+    the largest finite number; a sampled row of nothing but -inf gives token 0. A link to a node that was met before
+    ends the list of siblings. Results of a request do not depend on the batch around it.
 Grid
     map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,), one
     program walks one tree. For vocabularies of more than one slice, before the walk: edges (B, N) looks up every node's
@@ -41,12 +35,13 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
+from ...runtime.launch import bundle, launch, launcher
 from .shared.deletions import no_deletion, store_deletion
 from .shared.pair import PairRows
-from .shared.prepare_pair import check_pair, prepare_pair
+from .shared.prepare_pair import check_pair, pair_arguments, scan_pair
+from .shared.random import Coins
 from .shared.rows import Rows, in_units
-from .shared.slices import Found, merge_found, turn
+from .shared.slices import merge_found, turn
 from .shared.traversal_rounds import allocate_rounds, launch_rounds, open_request
 from .shared.traversal_steps import (
     AT_WORDS,
@@ -59,15 +54,7 @@ from .shared.traversal_steps import (
     load_walk,
     settle_found,
 )
-from .shared.tree_walk import (
-    Links,
-    Output,
-    Walk,
-    check_tree,
-    output_arguments,
-    store_walk,
-    tree_arguments,
-)
+from .shared.tree_walk import Output, Walk, all_nodes, check_tree, output_arguments, store_walk, tree_arguments
 
 # One program reads whole rows one after another: as many bytes in flight as one program can have.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
@@ -81,99 +68,65 @@ _NODE_WORDS = tl.constexpr(PATH_WORDS)
 
 @triton.jit(
     do_not_specialize=[
-        "round", "num_places", "num_ids", "num_target_scans", "vocab_size", "draft_vocab_size", "stride_target",
-        "stride_draft",
+        "round", "num_places", "num_ids", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft",
     ]
 )  # fmt: skip
 def _verify_tree_traversal_walk_kernel(
     # inputs
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    positions_ptr,
-    seeds_ptr,
-    target_ptr,
-    draft_ptr,
-    temperature_ptr,
-    draft_temperature_ptr,
+    links,
+    target,
+    draft,
     target_to_draft_ptr,
+    coins,
     # scratch
-    scans_ptr,
-    edges_ptr,
-    deletions_ptr,
-    walks_ptr,
-    sums_ptr,
-    keys_ptr,
+    scratch,
     # outputs
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
+    out,
     # sizes
     round,
     num_places,
     num_ids,
-    num_target_scans,
     vocab_size,
     draft_vocab_size,
     stride_target,
     stride_draft,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
     TARGET_UNIT: tl.constexpr,
     DRAFT_UNIT: tl.constexpr,
-    HAS_ROUNDS: tl.constexpr,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     NUM_SLICES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Walks one tree depth first, from where the rounds have left it, and writes the outputs."""
     await_predecessor(ENABLE_PDL)
-    vocab_size, stride_target = in_units(vocab_size, TARGET_UNIT), in_units(stride_target, TARGET_UNIT)
-    draft_vocab_size, stride_draft = in_units(draft_vocab_size, DRAFT_UNIT), in_units(stride_draft, DRAFT_UNIT)
     num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)
-    node = tl.arange(0, BLOCK_NODE)
-    links = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-    of, is_live = open_request(links, edges_ptr, deletions_ptr, positions_ptr, seeds_ptr, NUM_NODES, BLOCK_NODE)
+    HAS_ROUNDS: tl.constexpr = scratch.walks is not None
+    node = all_nodes(NUM_NODES)
+    of, is_live = open_request(links, scratch, coins, NUM_NODES)
     if HAS_ROUNDS:
         since = turn(round + 1, num_places) + of.request
         WORDS: tl.constexpr = _WORDS + _NODE_WORDS * NUM_NODES
-        at, path = load_walk(walks_ptr + since * WORDS, NUM_NODES, BLOCK_NODE)
-        found = merge_found(Found(sums_ptr, keys_ptr), since, NUM_SLICES, BLOCK_SLICE)
+        at, path = load_walk(scratch.walks + since * WORDS, NUM_NODES)
+        found = merge_found(scratch, since, NUM_SLICES)
     else:
         at, path = first_at(of, is_live), first_path(of.tree)
     current, place, token, parents = at.current, at.accepted, at.token, path.parents
     if at.phase != DONE:
-        target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
-        draft_rows = Rows(
-            draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans
-        )  # fmt: skip
+        target_rows = Rows(target, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), 0)
+        draft_rows = Rows(draft, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT), 0)
         rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, num_ids)
         if HAS_ROUNDS:
-            next_at, next_path, latest = settle_found(
-                rows, of, at, path, found, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
-                TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
-            )  # fmt: skip
+            next_at, next_path, latest = settle_found(rows, of, at, path, found, SPEC_STEPS, NUM_SLICES)
             if latest.slot >= 0:
                 store_deletion(of.deletions_ptr, latest)
         else:
-            next_at, next_path = descend(
-                rows, of, at, path, no_deletion(), SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES,
-                BLOCK_SLICE=BLOCK_SLICE, TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
-            )  # fmt: skip
-        current, place, token, parents = finish_alone(
-            rows, of, next_at, next_path, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
-            BLOCK_VOCAB=BLOCK_VOCAB, TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
-        )  # fmt: skip
+            next_at, next_path = descend(rows, of, at, path, no_deletion(), SPEC_STEPS, NUM_SLICES)
+        current, place, token, parents = finish_alone(rows, of, next_at, next_path, SPEC_STEPS, NUM_SLICES, BLOCK_VOCAB)
 
     # up the path; each node's token follows its parent
-    depth = tl.full([BLOCK_NODE], -1, tl.int32)
-    predicted = tl.full([BLOCK_NODE], -1, tl.int32)
+    depth = tl.full(node.shape, -1, tl.int32)
+    predicted = tl.full(node.shape, -1, tl.int32)
     current = tl.where(is_live, current, -1)
     while current >= 0:
         is_current = node == current
@@ -182,9 +135,7 @@ def _verify_tree_traversal_walk_kernel(
         token = tl.sum(tl.where(is_current, of.tree.tokens, 0))
         current = tl.sum(tl.where(is_current, parents, 0))
         place -= 1
-    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
-    walk = Walk(of.tree.retrieved, predicted, depth)
-    store_walk(out, of.request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
+    store_walk(out, of.request, Walk(of.tree.retrieved, predicted, depth), SPEC_STEPS, NUM_NODES)
 
 
 def contract(values: dict) -> Output:
@@ -228,8 +179,7 @@ def verify_tree_traversal(
     Args:
         candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
         retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
         target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf. Given instead of
             target_probs.
         draft_logits: None or [B * N, Vd] fp32, fp16 or bf16. Unit stride along Vd, by draft ids. Row of a node: what
@@ -277,37 +227,27 @@ def verify_tree_traversal(
         >>> step.predicts.tolist(), step.accept_index.tolist(), step.accept_token_num.tolist()
         ([2, -1, 3], [[0, 2]], [1])
     """
-    contracted = contract(locals())
-    out = check.allocate("verify_tree_traversal", contracted, out)
+    values = locals()
+    out = check.allocate("verify_tree_traversal", contract(values), out)
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
-    pair = prepare_pair("verify_tree_traversal", locals(), num_nodes, num_nodes, retrieve_next_token)
-    vocab_size, draft_vocab_size = pair["vocab_size"], pair["draft_vocab_size"]
+    pair = pair_arguments("verify_tree_traversal", values)
+    scan_pair("verify_tree_traversal", pair, num_nodes, num_nodes, retrieve_next_token)
     # each node but the root can be deleted once; a slice is read by one program as fast as by one program of many
     num_rounds = min(tuning.row(ROUND_TUNING, device)["rounds"], max(num_nodes - 1, 1))
     if pair["NUM_SLICES"] == 1:
         num_rounds = 0
     shared = {
-        "positions_ptr": positions,
-        "seeds_ptr": seeds,
-        "deletions_ptr": torch.empty((batch_size, num_nodes, 4), dtype=torch.int32, device=device),
+        "coins": bundle(Coins, values),
+        "scratch": allocate_rounds(candidates, pair["NUM_SLICES"], num_rounds),
+        "num_places": batch_size,
         # the draft may have probability on ids that the target does not have
-        "num_ids": max(vocab_size, draft_vocab_size) if d2t is None else vocab_size,
+        "num_ids": max(pair["vocab_size"], pair["draft_vocab_size"]) if d2t is None else pair["vocab_size"],
         "SPEC_STEPS": spec_steps,
-        **tree_arguments(locals()),
+        **tree_arguments(values),
         **pair,
     }
     if num_rounds > 0:
-        shared |= allocate_rounds(batch_size, num_nodes, pair["NUM_SLICES"], device)
         launch_rounds(shared, num_rounds)
-    else:
-        shared |= {"edges_ptr": None, "walks_ptr": None, "sums_ptr": None, "keys_ptr": None, "num_places": 0}
-    launch(
-        "verify_tree_traversal",
-        _verify_tree_traversal_walk_kernel,
-        (batch_size,),
-        round=num_rounds,
-        HAS_ROUNDS=num_rounds > 0,
-        **(shared | output_arguments(out)),
-        **tuning.row(TUNING, device),
-    )
+    walk = shared | output_arguments(out) | tuning.row(TUNING, device) | {"round": num_rounds}
+    launch("verify_tree_traversal", _verify_tree_traversal_walk_kernel, (batch_size,), **walk)
     return out

@@ -9,9 +9,9 @@ Computes
     The deepest accepted node ends the path, the lowest index among equally deep ones. The bonus is drawn from p there
     as `sample_from_logits` draws it (same noise, no filters). Greedy requests follow the argmax.
 Invariants
-    A token of probability 0 is never accepted. NaN logits count as -inf; a sampled row of nothing but -inf accepts
-    nothing and its bonus is token 0. A node that several parents list belongs to the first one that accepts it.
-    Malformed links and dead rows as in verify_tree_greedy. A request's results do not depend on the batch around it.
+    A token of probability 0 is never accepted; a sampled row of nothing but -inf accepts nothing and its bonus is token
+    0. A node that several parents list belongs to the first one that accepts it. A request's results do not depend on
+    the batch around it.
 Grid
     rows: (B * N, slices), rows without children are not read; walk: (B,); bonus: (B, slices), then (B,)
 Launches
@@ -23,6 +23,7 @@ Traffic
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,15 +31,15 @@ from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, NO_NOISE, largest_key, noisy_key, noisy_key_id
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
-from ...runtime.launch import launch, launcher
+from ...runtime.launch import bundle, launch, launcher
 from .shared.argmax import slice_key, winner
-from .shared.random import STREAM_TARGET, add_grouped_gumbel, grouped_words, random_block
+from .shared.random import STREAM_TARGET, Coins, add_grouped_gumbel, grouped_words, random_block
 from .shared.rows import read_temperature, scale_logits
 from .shared.sampling import check_vocabulary
 from .shared.tree_walk import (
-    Links,
     Output,
     Walk,
+    all_nodes,
     check_tree,
     follow,
     is_own,
@@ -53,14 +54,24 @@ from .shared.tree_walk import (
 SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
 WALK_TUNING = {"default": {"num_warps": 1}}
 
+_STREAM = tl.constexpr(STREAM_TARGET)
+
+
+class Scratch(NamedTuple):
+    """Pointers to what the launches hand on."""
+
+    keys: Any  # int64 [B, slices, N], of greedy requests
+    sums: Any  # fp32 [B, slices, 3, N], of sampled ones: maximum, sum w and sum w (x - maximum), w = exp(x - maximum)
+    last: Any  # int32 [B], the last node of each path; -1 for a dead row
+    bonus_keys: Any  # int64 [B, slices]
+
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _verify_tree_typical_rows_kernel(
     retrieve_next_token_ptr,
     target_logits_ptr,
     temperature_ptr,
-    partial_keys_ptr,
-    partial_sums_ptr,
+    scratch,
     stride_logits_row,
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
@@ -69,11 +80,7 @@ def _verify_tree_typical_rows_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Summarises one slice of the row of a node with children.
-
-    A greedy request's slice writes its key, to [B, slices, N]; a sampled one's its maximum, sum w and
-    sum w (x - maximum) with w = exp(x - maximum), to [B, slices, 3, N].
-    """
+    """Summarises one slice of the row of a node with children: by its key, or in a sampled request by its sums."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -90,57 +97,47 @@ def _verify_tree_typical_rows_kernel(
             below = values - tl.where(largest == float("-inf"), 0.0, largest)
             weight = tl.exp(below)
             place = (request * NUM_SLICES + part) * (3 * NUM_NODES) + node
-            tl.store(partial_sums_ptr + place, largest)
-            tl.store(partial_sums_ptr + place + NUM_NODES, tl.sum(weight))
+            tl.store(scratch.sums + place, largest)
+            tl.store(scratch.sums + place + NUM_NODES, tl.sum(weight))
             # 0 * -inf is no number
-            tl.store(partial_sums_ptr + place + 2 * NUM_NODES, tl.sum(tl.where(weight > 0.0, weight * below, 0.0)))
+            tl.store(scratch.sums + place + 2 * NUM_NODES, tl.sum(tl.where(weight > 0.0, weight * below, 0.0)))
         else:
             key = slice_key(row_ptr, part, VOCAB_SIZE, BLOCK_VOCAB)
-            tl.store(partial_keys_ptr + (request * NUM_SLICES + part) * NUM_NODES + node, key)
+            tl.store(scratch.keys + (request * NUM_SLICES + part) * NUM_NODES + node, key)
 
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _verify_tree_typical_walk_kernel(
     # inputs
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
+    links,
     target_logits_ptr,
     temperature_ptr,
     epsilon_ptr,
     delta_ptr,
-    # scratch
-    partial_keys_ptr,
-    partial_sums_ptr,
-    last_ptr,
+    scratch,
     # outputs
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
+    out,
     # sizes
     stride_logits_row,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Finds one tree's path; its last node, or -1 for a dead row, goes to last [B]."""
+    """Finds one tree's path."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    node = tl.arange(0, BLOCK_NODE)
+    node = all_nodes(NUM_NODES)
+    BLOCK_NODE: tl.constexpr = node.shape[0]
     inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
-    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-    tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
+    tree = load_nodes(links, request, NUM_NODES)
     has_child = tree.links >= 65536
     predicted = tl.full([BLOCK_NODE], -1, tl.int32)
     parent = tl.full([BLOCK_NODE], -1, tl.int32)
     depth = tl.where((node == 0) & is_own(tree.retrieved, request, NUM_NODES), 0, -1)
     if is_sampled:
-        largest, total, moment = _merge_slices(partial_sums_ptr, request, has_child, NUM_SLICES, NUM_NODES, BLOCK_NODE)
+        largest, total, moment = _merge_slices(scratch.sums, request, has_child, NUM_SLICES, NUM_NODES)
         # min(epsilon, delta * exp(-H)) times the sum of weights: H = ln(total) - moment / total
         divisor = tl.where(total > 0.0, total, 1.0)
         by_epsilon = tl.load(epsilon_ptr + request) * total
@@ -150,7 +147,7 @@ def _verify_tree_typical_walk_kernel(
         while current < BLOCK_NODE:  # parents before children, so in ascending order
             is_here = node == current
             depth_here = tl.sum(tl.where(is_here, depth, 0))
-            is_child = mark_children(tree.links, current)
+            is_child = mark_children(tree, current)
             is_token = is_child & (tree.tokens >= 0) & (tree.tokens < VOCAB_SIZE)
             row_ptr = target_logits_ptr + (request * NUM_NODES + current) * stride_logits_row
             logits = tl.load(row_ptr + tree.tokens, mask=is_token, other=float("-inf"))
@@ -176,33 +173,29 @@ def _verify_tree_typical_walk_kernel(
         keys = tl.full([BLOCK_NODE], LOWEST_KEY, tl.int64)
         for part in tl.static_range(NUM_SLICES):
             place = (request * NUM_SLICES + part) * NUM_NODES + node
-            keys = tl.maximum(keys, tl.load(partial_keys_ptr + place, mask=has_child, other=LOWEST_KEY))
+            keys = tl.maximum(keys, tl.load(scratch.keys + place, mask=has_child, other=LOWEST_KEY))
         predicted = winner(keys)
         depth = follow(tree, predicted, request, SPEC_STEPS, NUM_NODES)
 
     last = tl.min(tl.where((depth == tl.max(depth)) & (depth >= 0), node, BLOCK_NODE))
-    tl.store(last_ptr + request, tl.where(last < BLOCK_NODE, last, -1))
-    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
-    walk = Walk(tree.retrieved, predicted, depth)
-    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
+    tl.store(scratch.last + request, tl.where(last < BLOCK_NODE, last, -1))
+    store_walk(out, request, Walk(tree.retrieved, predicted, depth), SPEC_STEPS, NUM_NODES)
 
 
 @triton.jit
-def _merge_slices(
-    partial_sums_ptr, request, mask, NUM_SLICES: tl.constexpr, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr
-):
+def _merge_slices(sums_ptr, request, mask, NUM_SLICES: tl.constexpr, NUM_NODES: tl.constexpr):
     """Returns the maximum (0 where all is -inf), sum w and sum w (x - maximum) of the whole rows [node].
 
     All are 0 for nodes that are not in mask.
     """
-    node = tl.arange(0, BLOCK_NODE)
-    place = partial_sums_ptr + request * (NUM_SLICES * 3 * NUM_NODES) + node
-    largest = tl.full([BLOCK_NODE], float("-inf"), tl.float32)
+    node = all_nodes(NUM_NODES)
+    place = sums_ptr + request * (NUM_SLICES * 3 * NUM_NODES) + node
+    largest = tl.full(node.shape, float("-inf"), tl.float32)
     for part in range(NUM_SLICES):
         largest = tl.maximum(largest, tl.load(place + part * (3 * NUM_NODES), mask=mask, other=float("-inf")))
     largest = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.zeros([BLOCK_NODE], tl.float32)
-    moment = tl.zeros([BLOCK_NODE], tl.float32)
+    total = tl.zeros(node.shape, tl.float32)
+    moment = tl.zeros(node.shape, tl.float32)
     for part in range(NUM_SLICES):
         slice_place = place + part * (3 * NUM_NODES)
         shift = tl.load(slice_place, mask=mask, other=float("-inf")) - largest
@@ -217,25 +210,22 @@ def _merge_slices(
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _verify_tree_typical_draw_kernel(
     target_logits_ptr,
-    positions_ptr,
-    seeds_ptr,
+    coins,
     temperature_ptr,
-    last_ptr,
-    bonus_keys_ptr,
+    scratch,
     stride_logits_row,
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    STREAM: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Writes the key of the best noisy logit of one slice of the last node's row, to [B, slices]."""
+    """Writes the key of the best noisy logit of one slice of the last node's row."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    last = tl.load(last_ptr + request)
+    last = tl.load(scratch.last + request)
     if last >= 0:
         row = request * NUM_NODES + last
         inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
@@ -245,30 +235,28 @@ def _verify_tree_typical_draw_kernel(
         values = scale_logits(logits.to(tl.float32), inverse_temperature)
         fine = tl.full([BLOCK_VOCAB], NO_NOISE, tl.uint32)
         if is_sampled:
-            key = random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + row) + 1, STREAM, 0)
+            key = random_block(tl.load(coins.seeds + request), tl.load(coins.positions + row) + 1, _STREAM, 0)
             values, fine = add_grouped_gumbel(values, grouped_words(key, token))
         # a row of nothing but -inf gives token 0
         fine = tl.where(values == float("-inf"), NO_NOISE, fine)
-        tl.store(bonus_keys_ptr + request * NUM_SLICES + part, tl.max(noisy_key(values, fine, token)))
+        tl.store(scratch.bonus_keys + request * NUM_SLICES + part, tl.max(noisy_key(values, fine, token)))
 
 
 @triton.jit
 def _verify_tree_typical_bonus_kernel(
-    last_ptr,
-    bonus_keys_ptr,
+    scratch,
     predicts_ptr,
     NUM_NODES: tl.constexpr,
     NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Writes the bonus of one path."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    slices = tl.arange(0, BLOCK_SLICE)
-    last = tl.load(last_ptr + request)
+    slices = tl.arange(0, next_power_of_2(NUM_SLICES))
+    last = tl.load(scratch.last + request)
     is_key = (slices < NUM_SLICES) & (last >= 0)
-    keys = tl.load(bonus_keys_ptr + request * NUM_SLICES + slices, mask=is_key, other=LOWEST_KEY)
+    keys = tl.load(scratch.bonus_keys + request * NUM_SLICES + slices, mask=is_key, other=LOWEST_KEY)
     tl.store(predicts_ptr + request * NUM_NODES + last, noisy_key_id(largest_key(keys)), mask=last >= 0)
 
 
@@ -349,16 +337,17 @@ def verify_tree_typical(
         ([1, 0, -1], [[0, 1]])
     """
     values = locals()
-    contracted = contract(values)
-    out = check.allocate("verify_tree_typical", contracted, out)
+    out = check.allocate("verify_tree_typical", contract(values), out)
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
     scan, walk = tuning.row(SCAN_TUNING, device), tuning.row(WALK_TUNING, device)
     num_slices = triton.cdiv(target_logits.shape[1], scan["BLOCK_VOCAB"])
-    partial_keys = torch.empty((batch_size, num_slices, num_nodes), dtype=torch.int64, device=device)
-    partial_sums = torch.empty((batch_size, num_slices, 3, num_nodes), dtype=torch.float32, device=device)
-    bonus_keys = torch.empty((batch_size, num_slices), dtype=torch.int64, device=device)
-    last = torch.empty((batch_size,), dtype=torch.int32, device=device)
-    sizes = {"NUM_NODES": num_nodes, "NUM_SLICES": num_slices}
+    scratch = Scratch(
+        torch.empty((batch_size, num_slices, num_nodes), dtype=torch.int64, device=device),
+        torch.empty((batch_size, num_slices, 3, num_nodes), dtype=torch.float32, device=device),
+        torch.empty((batch_size,), dtype=torch.int32, device=device),
+        torch.empty((batch_size, num_slices), dtype=torch.int64, device=device),
+    )
+    sizes = {"scratch": scratch, "NUM_NODES": num_nodes, "NUM_SLICES": num_slices}
     rows = sizes | {
         "target_logits_ptr": target_logits,
         "temperature_ptr": temperature,
@@ -366,27 +355,13 @@ def verify_tree_typical(
         "VOCAB_SIZE": target_logits.shape[1],
     }
     scan = rows | scan | {"ALIGNMENT": math.gcd(target_logits.stride(0), 16)}
-    launch(
-        "verify_tree_typical", _verify_tree_typical_rows_kernel, (batch_size * num_nodes, num_slices), **scan,
-        retrieve_next_token_ptr=retrieve_next_token, partial_keys_ptr=partial_keys, partial_sums_ptr=partial_sums,
-    )  # fmt: skip
-    launch(
-        "verify_tree_typical",
-        _verify_tree_typical_walk_kernel,
-        (batch_size,),
-        **(rows | walk | tree_arguments(values) | output_arguments(out)),
-        epsilon_ptr=epsilon,
-        delta_ptr=delta,
-        partial_keys_ptr=partial_keys,
-        partial_sums_ptr=partial_sums,
-        last_ptr=last,
-    )
-    launch(
-        "verify_tree_typical", _verify_tree_typical_draw_kernel, (batch_size, num_slices), **scan,
-        positions_ptr=positions, seeds_ptr=seeds, last_ptr=last, bonus_keys_ptr=bonus_keys, STREAM=STREAM_TARGET,
-    )  # fmt: skip
-    launch(
-        "verify_tree_typical", _verify_tree_typical_bonus_kernel, (batch_size,), **sizes, **walk, last_ptr=last,
-        bonus_keys_ptr=bonus_keys, predicts_ptr=out.predicts, BLOCK_SLICE=next_power_of_2(num_slices),
-    )  # fmt: skip
+    grid = (batch_size * num_nodes, num_slices)
+    first_child = {"retrieve_next_token_ptr": retrieve_next_token}
+    launch("verify_tree_typical", _verify_tree_typical_rows_kernel, grid, **scan, **first_child)
+    step = rows | walk | tree_arguments(values) | output_arguments(out) | {"epsilon_ptr": epsilon, "delta_ptr": delta}
+    launch("verify_tree_typical", _verify_tree_typical_walk_kernel, (batch_size,), **step)
+    draw = scan | {"coins": bundle(Coins, values)}
+    launch("verify_tree_typical", _verify_tree_typical_draw_kernel, (batch_size, num_slices), **draw)
+    bonus = sizes | walk | {"predicts_ptr": out.predicts}
+    launch("verify_tree_typical", _verify_tree_typical_bonus_kernel, (batch_size,), **bonus)
     return out

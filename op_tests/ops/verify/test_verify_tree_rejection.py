@@ -455,7 +455,7 @@ def test_the_faster_way_is_taken(batch_size, tree, is_level, device):
     """As it was measured: bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_rejection.txt."""
     spec_steps, num_nodes = tree
     rows = torch.empty(1, device=device).expand(batch_size * num_nodes, 128256)
-    assert op.goes_by_level({"target_ptr": rows}, min(num_nodes - 1, 8), spec_steps, batch_size) == is_level
+    assert op.goes_by_level(rows, min(num_nodes - 1, 8), spec_steps, batch_size) == is_level
 
 
 def launches_of(way, spec_steps, num_nodes, has_scan=True):

@@ -12,8 +12,6 @@ accepts so much. Planted text is not the target's.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 
 from ....runtime import check
@@ -24,14 +22,6 @@ from .tree_walk import NO_TOKEN, find_child
 STREAM = tl.constexpr(STREAM_SIMULATE)
 
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulate")
-
-
-class Coins(NamedTuple):
-    """Pointers to what `simulate` tosses its coins by: the op's arguments of these names; None: not given."""
-
-    seeds: Any
-    positions: Any
-    simulated_rates: Any
 
 
 def check_policy(args: check.Arguments) -> None:

@@ -110,22 +110,13 @@ def left_after(target, draft, ids, acceptance, token):
 
 
 @triton.jit
-def masses_left(
-    pair,
-    deletions,
-    acceptance,
-    token,
-    num_ids,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-):
-    """Returns target_mass and draft_mass of the deletion of `token` after `deletions`; ids run to num_ids."""
+def masses_left(rows, pair, deletions, acceptance, token, BLOCK_VOCAB: tl.constexpr):
+    """Returns target_mass and draft_mass of the deletion of `token` after `deletions`."""
     target_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
     draft_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
-    for first in range(0, num_ids, BLOCK_VOCAB):
+    for first in range(0, rows.num_ids, BLOCK_VOCAB):
         ids = first + tl.arange(0, BLOCK_VOCAB)
-        target, draft = load_probs(pair, ids, ids < num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+        target, draft = load_probs(rows, pair, ids, ids < rows.num_ids)
         target, draft = apply_deletions(target, draft, ids, deletions)
         target, draft = left_after(target, draft, ids, acceptance, token)
         target_sums += target
@@ -134,20 +125,12 @@ def masses_left(
 
 
 @triton.jit
-def draw_left(
-    pair,
-    deletions,
-    noise_key,
-    num_ids,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-):
+def draw_left(rows, pair, deletions, noise_key, num_ids, BLOCK_VOCAB: tl.constexpr):
     """Draws a token by the P that the deletions leave; ids run to num_ids."""
     best = tl.full([BLOCK_VOCAB], LOWEST_KEY, tl.int64)
     for first in range(0, num_ids, BLOCK_VOCAB):
         ids = first + tl.arange(0, BLOCK_VOCAB)
-        target, draft = load_probs(pair, ids, ids < num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+        target, draft = load_probs(rows, pair, ids, ids < num_ids)
         target, _ = apply_deletions(target, draft, ids, deletions)
         best = tl.maximum(best, draw_keys(target, ids, noise_key))
     return drawn_token(tl.max(best))

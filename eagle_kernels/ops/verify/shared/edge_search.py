@@ -11,8 +11,6 @@ groups could have the winner), and what lies above a winner is weighed until the
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from ....primitives.ordering import (
     LOWEST_KEY,
     NO_NOISE,
@@ -39,14 +37,6 @@ _LINES = tl.constexpr(512)
 _COLUMNS = tl.constexpr(32)
 
 
-class _Scanned(NamedTuple):
-    """A row, what has been kept of it, and its largest value."""
-
-    row: Any
-    summary: Any
-    largest: Any
-
-
 @triton.jit
 def _rank(value):
     """Returns uint32 that order as the values do, 0 for -inf: what cannot be drawn reaches no edge above 0."""
@@ -54,33 +44,23 @@ def _rank(value):
 
 
 @triton.jit
-def search_row(
-    row,
-    filters,
-    summary,
-    noise,
-    largest,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    HAS_LOGPROBS: tl.constexpr,
-):
+def search_row(row, filters, summary, noise, largest, HAS_LOGPROBS: tl.constexpr):
     """Draws a token int32 from what the filters keep of a row; returns it and, with HAS_LOGPROBS, the kept sum."""
-    scanned = _Scanned(row, summary, largest)
     lowest = tl.full([], 0x00800000, tl.uint32)  # the rank of the lowest finite value
     above = unsigned_rank(largest) + 1
     edge = lowest
     if filters.top_k > 0:
         wanted = filters.top_k.to(tl.float32)
-        edge = _search_edge(scanned, edge, above, wanted, VOCAB_SIZE, HAS_PENALTIES, False)
+        edge = _search_edge(row, summary, largest, edge, above, wanted, False)
     least = tl.full([], float("-inf"), tl.float32)  # of the tokens that top-p is a share of
     mass = tl.zeros([], tl.float32)
     wanted = tl.zeros([], tl.float32)
     if filters.top_p < 1.0:
         if filters.is_of_all:
-            mass = row_mass(summary.chunk_max, summary.chunk_sum, largest, VOCAB_SIZE)
+            mass = row_mass(summary.chunk_max, summary.chunk_sum, largest, row.VOCAB_SIZE)
         else:
             least = rank_value(edge)
-            mass = _mass(scanned, edge, 0.0, VOCAB_SIZE, HAS_PENALTIES)
+            mass = _mass(row, summary, largest, edge, 0.0)
         # the most likely token weighs 1 and always stays, also for top_p = 0
         wanted = tl.maximum(mass * filters.top_p, SMALLEST_NORMAL)
 
@@ -89,31 +69,31 @@ def search_row(
     token = tl.zeros([], tl.int32)
     is_open = above > edge  # the most likely token reaches every edge
     while is_open:
-        token = _winner(scanned, noise, edge, min_weight, VOCAB_SIZE, HAS_PENALTIES)
-        value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+        token = _winner(row, summary, largest, noise, edge, min_weight)
+        value = load_scaled(row, token, token < row.VOCAB_SIZE)
         rank = _rank(value)
         # the token reaches the edge, as one does; if none did, the loop would not end
         is_open = (filters.top_p < 1.0) & (rank >= edge) & (rank + 1 < above)
         edge = rank + 1
         if is_open:  # what weighs as much as is wanted lies above the token, which is not kept then
-            is_open = _outweighs(scanned, least, value, mass, wanted, VOCAB_SIZE, HAS_PENALTIES)
+            is_open = _outweighs(row, largest, least, value, mass, wanted)
     kept = tl.zeros([], tl.float32)
     if HAS_LOGPROBS:
         if filters.top_p < 1.0:
-            edge = _search_edge(scanned, lowest, above, wanted, VOCAB_SIZE, HAS_PENALTIES, True)
+            edge = _search_edge(row, summary, largest, lowest, above, wanted, True)
             first_edge = tl.maximum(first_edge, edge)
-        kept = _mass(scanned, first_edge, min_weight, VOCAB_SIZE, HAS_PENALTIES)
+        kept = _mass(row, summary, largest, first_edge, min_weight)
     return token, kept
 
 
 @triton.jit
-def _winner(scanned, noise, edge, min_weight, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+def _winner(row, summary, largest, noise, edge, min_weight):
     """Draws a token int32 from those that reach a rank and weigh `min_weight`, of which there is one at least.
 
     The bounds of all groups are computed from what the scan has kept, without reading a logit. In each turn the group
     with the largest bound of each column is looked at, if it could win, until no group left could.
     """
-    NUM_GROUPS: tl.constexpr = (VOCAB_SIZE + GROUP - 1) // GROUP
+    NUM_GROUPS: tl.constexpr = (row.VOCAB_SIZE + GROUP - 1) // GROUP
     key = noise_key(noise)
     line = tl.arange(0, _LINES)[:, None]
     column = tl.arange(0, _COLUMNS)
@@ -122,17 +102,17 @@ def _winner(scanned, noise, edge, min_weight, VOCAB_SIZE: tl.constexpr, HAS_PENA
     for start in range(0, NUM_GROUPS, _LINES * _COLUMNS):
         group = start + line * _COLUMNS + column[None, :]
         # the scan keeps one maximum of several groups
-        shared = scanned.summary.group_rank + group // (LANES // GROUP)
-        largest = bits_value(tl.load(shared, mask=group < NUM_GROUPS, other=NEVER))
-        bounds = number_bounds(add_group_bound(largest, 1.0, group_words(key, group)), line, _LINES)
-        bounds = tl.where(_rank(largest) >= edge, bounds, NO_BOUND)
+        shared = summary.group_rank + group // (LANES // GROUP)
+        group_max = bits_value(tl.load(shared, mask=group < NUM_GROUPS, other=NEVER))
+        bounds = number_bounds(add_group_bound(group_max, 1.0, group_words(key, group)), line, _LINES)
+        bounds = tl.where(_rank(group_max) >= edge, bounds, NO_BOUND)
         top = tl.max(bounds, axis=0)
         while may_win(bound_of(tl.max(top), _LINES), best):
             chosen = start + (top & (_LINES - 1)) * _COLUMNS + column
             token = chosen[:, None] * GROUP + lane
-            is_wanted = may_win(bound_of(top, _LINES), best)[:, None] & (token < VOCAB_SIZE)
-            value = load_scaled(scanned.row, token, is_wanted, VOCAB_SIZE, HAS_PENALTIES)
-            keep = is_wanted & (_rank(value) >= edge) & (tl.exp(value - scanned.largest) >= min_weight)
+            is_wanted = may_win(bound_of(top, _LINES), best)[:, None] & (token < row.VOCAB_SIZE)
+            value = load_scaled(row, token, is_wanted)
+            keep = is_wanted & (_rank(value) >= edge) & (tl.exp(value - largest) >= min_weight)
             noisy, fine = add_grouped_gumbel(value, grouped_words(key, token))
             keys = tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY)
             best = tl.maximum(best, largest_key(tl.reshape(keys, [_COLUMNS * GROUP])))
@@ -142,7 +122,7 @@ def _winner(scanned, noise, edge, min_weight, VOCAB_SIZE: tl.constexpr, HAS_PENA
 
 
 @triton.jit
-def _outweighs(scanned, least, floor, mass, wanted, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+def _outweighs(row, largest, least, floor, mass, wanted):
     """Tells whether the tokens above a value weigh `wanted` together; all those of at least `least` weigh `mass`.
 
     It reads on until those above that have been read weigh so much, or until so much of others has been read that all
@@ -153,10 +133,10 @@ def _outweighs(scanned, least, floor, mass, wanted, VOCAB_SIZE: tl.constexpr, HA
     # what the rounding of sums could hide is left open
     spare = mass - wanted + 1e-4 * mass
     start = tl.zeros([], tl.int32)
-    while (start < VOCAB_SIZE) & (above < wanted) & (read - above <= spare):
+    while (start < row.VOCAB_SIZE) & (above < wanted) & (read - above <= spare):
         token = start + tl.arange(0, _WIDE_BLOCK)
-        value = load_scaled(scanned.row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-        weight = tl.where(value >= least, tl.exp(value - scanned.largest), 0.0)
+        value = load_scaled(row, token, token < row.VOCAB_SIZE)
+        weight = tl.where(value >= least, tl.exp(value - largest), 0.0)
         read += tl.sum(weight)
         above += tl.sum(tl.where(value > floor, weight, 0.0))
         start += _WIDE_BLOCK
@@ -164,19 +144,11 @@ def _outweighs(scanned, least, floor, mass, wanted, VOCAB_SIZE: tl.constexpr, HA
 
 
 @triton.jit
-def _search_edge(
-    scanned,
-    low,
-    high,
-    wanted,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    IS_MASS: tl.constexpr,
-):
+def _search_edge(row, summary, largest, low, high, wanted, IS_MASS: tl.constexpr):
     """Returns the largest rank that `wanted` tokens reach, or tokens that weigh `wanted` together."""
     while high - low > 1:
         step = (high - low + 7) // 8
-        reaching = _reaching(scanned, low, step, VOCAB_SIZE, HAS_PENALTIES, IS_MASS)
+        reaching = _reaching(row, summary, largest, low, step, IS_MASS)
         chosen = tl.maximum(tl.sum((reaching >= wanted).to(tl.int32)) - 1, 0)
         low += chosen.to(tl.uint32) * step
         high = tl.minimum(high, low + step)
@@ -184,31 +156,31 @@ def _search_edge(
 
 
 @triton.jit
-def _mass(scanned, low, min_weight, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+def _mass(row, summary, largest, low, min_weight):
     """Returns what the tokens that reach a rank and weigh `min_weight` weigh together, fp32."""
     weights = tl.zeros([_BLOCK], tl.float32)
-    for start in range(0, VOCAB_SIZE, _BLOCK):
-        if _chunk_rank(scanned.summary, start, VOCAB_SIZE) >= low:
+    for start in range(0, row.VOCAB_SIZE, _BLOCK):
+        if _chunk_rank(summary, start, row.VOCAB_SIZE) >= low:
             token = start + tl.arange(0, _BLOCK)
-            value = load_scaled(scanned.row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-            weight = tl.exp(value - scanned.largest)
+            value = load_scaled(row, token, token < row.VOCAB_SIZE)
+            weight = tl.exp(value - largest)
             keep = (_rank(value) >= low) & (weight >= min_weight)
             weights += tl.where(keep, weight, 0.0)
     return tl.sum(weights)
 
 
 @triton.jit
-def _reaching(scanned, low, step, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr, IS_MASS: tl.constexpr):
+def _reaching(row, summary, largest, low, step, IS_MASS: tl.constexpr):
     """Returns how many tokens, or what weight of them, reach each of the ranks low, low + step, ...: fp32 [8]."""
     threshold = low + tl.arange(0, 8).to(tl.uint32) * step
     counts = tl.zeros([_BLOCK, 8], tl.float32)
-    for start in range(0, VOCAB_SIZE, _BLOCK):
-        if _chunk_rank(scanned.summary, start, VOCAB_SIZE) >= low:
+    for start in range(0, row.VOCAB_SIZE, _BLOCK):
+        if _chunk_rank(summary, start, row.VOCAB_SIZE) >= low:
             token = start + tl.arange(0, _BLOCK)
-            value = load_scaled(scanned.row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+            value = load_scaled(row, token, token < row.VOCAB_SIZE)
             rank = _rank(value)
             if IS_MASS:
-                weight = tl.exp(value - scanned.largest)
+                weight = tl.exp(value - largest)
                 counts += tl.where(rank[:, None] >= threshold[None, :], weight[:, None], 0.0)
             else:
                 counts += (rank[:, None] >= threshold[None, :]).to(tl.float32)

@@ -71,15 +71,7 @@ def load_filters(filters, request, is_sampled, VOCAB_SIZE: tl.constexpr, IS_JOIN
 
 
 @triton.jit
-def draw_filtered(
-    row,
-    filters,
-    summary,
-    noise,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    HAS_LOGPROBS: tl.constexpr,
-):
+def draw_filtered(row, filters, summary, noise, HAS_LOGPROBS: tl.constexpr):
     """Draws a token int32 from what the filters keep of a row; a row of nothing but -inf gives token 0.
 
     Returns it and, with HAS_LOGPROBS, the log of the kept sum of exponentials.
@@ -87,7 +79,7 @@ def draw_filtered(
     The time goes to the exchange between warps, each step of which waits for the one before. So tiles of what is
     gathered are [LANES, _]: a warp holds whole columns, a lane one value of each, and counts without the other warps.
     """
-    NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
+    NUM_CHUNKS: tl.constexpr = (row.VOCAB_SIZE + CHUNK - 1) // CHUNK
     MOST_CHUNKS: tl.constexpr = next_power_of_2(NUM_CHUNKS)
     BLOCK_CHUNK: tl.constexpr = MOST_CHUNKS if MOST_CHUNKS > LANES else LANES
     lane = tl.arange(0, LANES)
@@ -115,8 +107,8 @@ def draw_filtered(
         column = tl.arange(0, MAX_GROUPS)
         gathered = tl.load(summary.gathered_ids + column, mask=column < num_groups, other=0)
         token = tl.multiple_of(gathered[None, :] * LANES + lane[:, None], [1, 1])
-        is_token = (column < num_groups)[None, :] & (token < VOCAB_SIZE)
-        value = load_scaled(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
+        is_token = (column < num_groups)[None, :] & (token < row.VOCAB_SIZE)
+        value = load_scaled(row, token, is_token)
         rank = ordered_bits(value)
         token_low, num_tokens, place = _raise_edge(rank, low, high, wanted, MAX_TOKENS)
         is_enough = num_tokens <= MAX_TOKENS
@@ -131,14 +123,14 @@ def draw_filtered(
     if is_enough:
         if num_tokens <= MAX_TOKENS // 2:
             chosen, kept_sum, is_enough = _draw_gathered(
-                filters, summary, noise, num_tokens, shift, VOCAB_SIZE, HAS_LOGPROBS, MAX_TOKENS // 2
+                row, filters, summary, noise, num_tokens, shift, HAS_LOGPROBS, MAX_TOKENS // 2
             )
         else:
             chosen, kept_sum, is_enough = _draw_gathered(
-                filters, summary, noise, num_tokens, shift, VOCAB_SIZE, HAS_LOGPROBS, MAX_TOKENS
+                row, filters, summary, noise, num_tokens, shift, HAS_LOGPROBS, MAX_TOKENS
             )
     if (not is_enough) & (largest > float("-inf")):
-        chosen, kept_sum = search_row(row, filters, summary, noise, largest, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS)
+        chosen, kept_sum = search_row(row, filters, summary, noise, largest, HAS_LOGPROBS)
     return tl.where(largest > float("-inf"), chosen, 0), shift + tl.log(kept_sum)
 
 
@@ -204,16 +196,7 @@ def _middle(low, high):
 
 
 @triton.jit
-def _draw_gathered(
-    filters,
-    summary,
-    noise,
-    num_tokens,
-    shift,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_LOGPROBS: tl.constexpr,
-    ROOM: tl.constexpr,
-):
+def _draw_gathered(row, filters, summary, noise, num_tokens, shift, HAS_LOGPROBS: tl.constexpr, ROOM: tl.constexpr):
     """Returns the token drawn from the gathered ones, the weight of those that the filters keep, and whether the
     gathered ones were enough to tell."""
     place = tl.arange(0, ROOM)
@@ -225,7 +208,7 @@ def _draw_gathered(
     has_top_k = filters.top_k > 0
     keep = is_token & (num_above < tl.where(has_top_k, filters.top_k, MAX_TOKENS))
     if filters.is_of_all:
-        mass = row_mass(summary.chunk_max, summary.chunk_sum, shift, VOCAB_SIZE)
+        mass = row_mass(summary.chunk_max, summary.chunk_sum, shift, row.VOCAB_SIZE)
     else:
         mass = tl.sum(tl.where(keep, weight, 0.0))
     is_enough = has_top_k

@@ -15,16 +15,6 @@ from ....runtime import check
 from ....runtime.language import tl, triton
 from .rows import LARGEST_FINITE, scale_logits
 
-NAMES = (
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "prompt_mask",
-    "output_counts",
-    "logit_bias",
-    "token_bitmask",
-)
-
 
 class Processors(NamedTuple):
     """Pointers to the op's arguments of these names; None: not given."""
@@ -38,26 +28,37 @@ class Processors(NamedTuple):
     token_bitmask: Any
 
 
+class Drafts(NamedTuple):
+    """Tokens int32 that count as output as well."""
+
+    tokens: Any  # pointer
+    number: Any
+    stride: Any
+
+
 class Row(NamedTuple):
-    """One row of logits and what its tokens go through."""
+    """One row of logits and what its tokens go through.
+
+    It is made where it is handed on, as is `Noise`: assigned to a variable or returned, constants become numbers.
+    """
 
     logits: Any  # pointer to its first logit
     processors: Any
     request: Any  # row of the penalties, their tensors and the bias
     node: Any  # row of the grammar's bitmask
     inverse_temperature: Any
-    drafts: Any  # tokens int32 that count as output as well: num_drafts of them, stride_draft apart; None: none
-    num_drafts: Any
-    stride_draft: Any
+    drafts: Any  # Drafts; None: none
+    VOCAB_SIZE: Any
+    HAS_PENALTIES: Any  # whether any penalty is given
 
 
 @triton.jit
-def load_scaled(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+def load_scaled(row, ids, mask):
     """Loads the tokens' logits as they are sampled from.
 
     NaN and masked lanes count as -inf, +inf as the largest finite fp32, -0 as 0.
     """
-    return scaled(row, load_processed(row, ids, mask, VOCAB_SIZE, HAS_PENALTIES))
+    return scaled(row, load_processed(row, ids, mask))
 
 
 @triton.jit
@@ -67,26 +68,26 @@ def scaled(row, logit):
 
 
 @triton.jit
-def load_processed(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+def load_processed(row, ids, mask):
     """Loads the tokens' logits fp32 and applies repetition, frequency and presence penalties, bias and grammar."""
     logit = tl.load(row.logits + ids, mask=mask, other=float("-inf")).to(tl.float32)
-    if HAS_PENALTIES:
-        return process(logit, load_counts(row, ids, mask, VOCAB_SIZE), row, ids, mask, VOCAB_SIZE, HAS_PENALTIES)
+    if row.HAS_PENALTIES:
+        return process(logit, load_counts(row, ids, mask), row, ids, mask)
     else:
-        return process(logit, None, row, ids, mask, VOCAB_SIZE, HAS_PENALTIES)
+        return process(logit, None, row, ids, mask)
 
 
 @triton.jit
-def process(logit, count, row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+def process(logit, count, row, ids, mask):
     """Processes the tokens' logits fp32; with penalties `count` says how often each token occurs in the output."""
     processors = row.processors
-    if HAS_PENALTIES:
-        logit = _penalise(logit, count, row, ids, mask, VOCAB_SIZE)
+    if row.HAS_PENALTIES:
+        logit = _penalise(logit, count, row, ids, mask)
     if processors.logit_bias is not None:
-        bias_ptr = processors.logit_bias + row.request * VOCAB_SIZE
+        bias_ptr = processors.logit_bias + row.request * row.VOCAB_SIZE
         logit += tl.load(bias_ptr + ids, mask=mask, other=0.0).to(tl.float32)
     if processors.token_bitmask is not None:
-        is_allowed = _load_bits(processors.token_bitmask, row.node, ids, mask, VOCAB_SIZE)
+        is_allowed = _load_bits(processors.token_bitmask, row.node, ids, mask, row.VOCAB_SIZE)
         logit = tl.where(is_allowed, logit, float("-inf"))
     return logit
 
@@ -99,26 +100,26 @@ def load_raw(row, ids, mask):
 
 
 @triton.jit
-def load_counts(row, ids, mask, VOCAB_SIZE: tl.constexpr):
+def load_counts(row, ids, mask):
     """Counts how often each of the tokens occurs in the output, int32: in the request's counts and the row's drafts."""
     count = tl.zeros(ids.shape, tl.int32)
     if row.processors.output_counts is not None:
-        count = tl.load(row.processors.output_counts + row.request * VOCAB_SIZE + ids, mask=mask, other=0)
+        count = tl.load(row.processors.output_counts + row.request * row.VOCAB_SIZE + ids, mask=mask, other=0)
     if row.drafts is not None:
-        for index in range(row.num_drafts):
-            count += (ids == tl.load(row.drafts + index * row.stride_draft)).to(tl.int32)
+        for index in range(row.drafts.number):
+            count += (ids == tl.load(row.drafts.tokens + index * row.drafts.stride)).to(tl.int32)
     return count
 
 
 @triton.jit
-def _penalise(logit, count, row, ids, mask, VOCAB_SIZE: tl.constexpr):
+def _penalise(logit, count, row, ids, mask):
     """Applies Hugging Face's repetition penalty and OpenAI's frequency and presence penalties."""
     processors = row.processors
     if processors.repetition_penalty is not None:
         penalty = tl.load(processors.repetition_penalty + row.request)
         is_seen = count > 0
         if processors.prompt_mask is not None:
-            is_seen = is_seen | _load_bits(processors.prompt_mask, row.request, ids, mask, VOCAB_SIZE)
+            is_seen = is_seen | _load_bits(processors.prompt_mask, row.request, ids, mask, row.VOCAB_SIZE)
         repeated = tl.where(logit > 0.0, tl.math.div_rn(logit, penalty), logit * penalty)
         logit = tl.where(is_seen, repeated, logit)
     if processors.frequency_penalty is not None:
@@ -159,14 +160,9 @@ def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> 
         args.debug("repetition_penalty", "be a number above 0", lambda: values["repetition_penalty"] > 0)
     args.debug_numbers("frequency_penalty")
     args.debug_numbers("presence_penalty")
-    return any(values[name] is not None for name in NAMES)
+    return any(values[name] is not None for name in Processors._fields)
 
 
 def has_penalties(values: dict) -> bool:
     """Tells whether any penalty is given."""
-    return any(values[name] is not None for name in NAMES[:3])
-
-
-def pointers(values: dict) -> dict:
-    """Returns the kernel arguments of the processors."""
-    return {f"{name}_ptr": values[name] for name in NAMES}
+    return any(values[name] is not None for name in Processors._fields[:3])

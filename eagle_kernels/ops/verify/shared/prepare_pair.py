@@ -14,9 +14,9 @@ import torch
 
 from ....primitives.dependent_launch import await_predecessor
 from ....runtime import check, tuning
-from ....runtime.language import next_power_of_2, tl, triton
+from ....runtime.language import tl, triton
 from ....runtime.launch import launch
-from .rows import GREEDY_BELOW, in_units, store_no_scan, store_scan
+from .rows import GREEDY_BELOW, RowPointers, Rows, in_units, store_no_scan, store_scan
 from .sampling import check_vocabulary
 
 # A slice is a tile: 16 tokens a thread, so that p, q and noise stay in registers.
@@ -53,20 +53,14 @@ def _draft_map_kernel(
 
 @triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _scan_pair_kernel(
-    target_ptr,
-    draft_ptr,
-    temperature_ptr,
-    draft_temperature_ptr,
+    target,
+    draft,
     first_child_ptr,
-    scans_ptr,
-    # sizes
     num_target_scans,
     vocab_size,
     draft_vocab_size,
     stride_target,
     stride_draft,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
     TARGET_ROWS: tl.constexpr,
     DRAFT_ROWS: tl.constexpr,
     SKIPS_GREEDY_DRAFT: tl.constexpr,
@@ -76,7 +70,7 @@ def _scan_pair_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Writes the statistics of one slice of a row of logits to scans [rows, 3, slices]: target rows, then draft rows.
+    """Writes the statistics of one slice of a row of logits to its scan.
 
     first_child_ptr: if it is given, the draft's rows of nodes without a child are not read, as no kernel reads them.
     So are, with SKIPS_GREEDY_DRAFT, those whose draft temperature is greedy.
@@ -84,29 +78,24 @@ def _scan_pair_kernel(
     await_predecessor(ENABLE_PDL)
     scan = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    scans_ptr += scan * (3 * NUM_SLICES)
     if scan < num_target_scans:
-        if not TARGET_IS_PROBS:
-            temperature = tl.load(temperature_ptr + scan // TARGET_ROWS)
-            row_ptr = target_ptr + scan * in_units(stride_target, TARGET_UNIT)
-            store_scan(
-                row_ptr, in_units(vocab_size, TARGET_UNIT), temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB
-            )
+        if target.scans is not None:
+            rows = Rows(target, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), 0)
+            store_scan(rows, scan, tl.load(target.temperature + scan // TARGET_ROWS), part, NUM_SLICES, BLOCK_VOCAB)
     else:
-        if not DRAFT_IS_PROBS:
+        if draft.scans is not None:
+            rows = Rows(draft, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT), 0)
             row = scan - num_target_scans
-            temperature = tl.load(draft_temperature_ptr + row // DRAFT_ROWS)
+            temperature = tl.load(draft.temperature + row // DRAFT_ROWS)
             is_read = part >= 0
             if first_child_ptr is not None:
                 is_read = tl.load(first_child_ptr + row) > 0
             if SKIPS_GREEDY_DRAFT:
                 is_read = is_read & (temperature >= GREEDY_BELOW)
             if is_read:
-                row_ptr = draft_ptr + row * in_units(stride_draft, DRAFT_UNIT)
-                size = in_units(draft_vocab_size, DRAFT_UNIT)
-                store_scan(row_ptr, size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
+                store_scan(rows, row, temperature, part, NUM_SLICES, BLOCK_VOCAB)
             else:
-                store_no_scan(scans_ptr, part, NUM_SLICES)
+                store_no_scan(rows, row, part, NUM_SLICES)
 
 
 def check_pair(args: check.Arguments, num_target_rows: int, num_draft_rows: int) -> None:
@@ -158,32 +147,35 @@ def pair_arguments(op: str, values: dict) -> dict:
     target = values["target_logits"] if values["target_probs"] is None else values["target_probs"]
     draft = values["draft_logits"] if values["draft_probs"] is None else values["draft_probs"]
     draft_temperature = values["draft_temperature"]
+    draft_temperature = values["temperature"] if draft_temperature is None else draft_temperature
     vocab_size, draft_vocab_size = target.shape[1], draft.shape[1]
+    block = tuning.row(SLICE_TUNING, target.device)["BLOCK_VOCAB"]
     return {
-        "target_ptr": target,
-        "draft_ptr": draft,
-        "temperature_ptr": values["temperature"],
-        "draft_temperature_ptr": values["temperature"] if draft_temperature is None else draft_temperature,
-        # without a map any pointer to floats: triton 3.6 has no functions that return a tuple that holds None
-        "target_to_draft_ptr": target if values["d2t"] is None else invert_draft_map(op, values["d2t"], vocab_size),
+        "target": RowPointers(values["target_logits"], values["target_probs"], values["temperature"], None),
+        "draft": RowPointers(values["draft_logits"], values["draft_probs"], draft_temperature, None),
+        "target_to_draft_ptr": None if values["d2t"] is None else invert_draft_map(op, values["d2t"], vocab_size),
         "vocab_size": vocab_size,
         "draft_vocab_size": draft_vocab_size,
         "stride_target": target.stride(0),
         "stride_draft": draft.stride(0),
-        "num_target_scans": len(target) if values["target_probs"] is None else 0,
-        "TARGET_IS_PROBS": values["target_probs"] is not None,
-        "DRAFT_IS_PROBS": values["draft_probs"] is not None,
         # divisors of all sizes and strides
         "TARGET_UNIT": math.gcd(vocab_size, target.stride(0), 16),
         "DRAFT_UNIT": math.gcd(draft_vocab_size, draft.stride(0), 16),
+        "NUM_SLICES": triton.cdiv(max(vocab_size, draft_vocab_size), block),
     }
 
 
-def slice_arguments(pair: dict) -> dict:
-    """Returns how kernels cut the rows of `pair_arguments` into slices."""
-    block = tuning.row(SLICE_TUNING, pair["target_ptr"].device)["BLOCK_VOCAB"]
-    num_slices = triton.cdiv(max(pair["vocab_size"], pair["draft_vocab_size"]), block)
-    return {"NUM_SLICES": num_slices, "BLOCK_SLICE": next_power_of_2(num_slices)}
+def allocate_scans(pair: dict, num_scans: int | None = None) -> tuple[int, int]:
+    """Gives rows of logits room for scans, one for each row or `num_scans`; returns how many target and draft have."""
+    counts = []
+    for name in ("target", "draft"):
+        rows, count = pair[name], 0
+        if rows.logits is not None:
+            count = len(rows.logits) if num_scans is None else num_scans
+            scans = torch.empty((count, 3, pair["NUM_SLICES"]), dtype=torch.int32, device=rows.logits.device)
+            pair[name] = rows._replace(scans=scans)
+        counts.append(count)
+    return tuple(counts)
 
 
 def scan_pair(
@@ -193,34 +185,25 @@ def scan_pair(
     draft_rows: int,
     first_child: torch.Tensor | None,
     skips_greedy_draft: bool = False,
-) -> torch.Tensor | None:
-    """Launches the scan of all rows and returns it, None if no rows hold logits.
+) -> None:
+    """Launches the scan of all rows of logits and puts it into `pair`, which comes from `pair_arguments`.
 
-    pair: `pair_arguments` and `slice_arguments`. target_rows, draft_rows: rows of each request. first_child [draft
-    rows] and skips_greedy_draft: see the scan kernel; without them all rows are read.
+    target_rows, draft_rows: rows of each request. first_child [draft rows] and skips_greedy_draft: see the scan kernel;
+    without them all rows are read.
     """
-    num_scans = pair["num_target_scans"] + (0 if pair["DRAFT_IS_PROBS"] else len(pair["draft_ptr"]))
-    if pair["TARGET_IS_PROBS"] and pair["DRAFT_IS_PROBS"]:
-        return None
-    device, num_slices = pair["target_ptr"].device, pair["NUM_SLICES"]
-    scans = torch.empty((num_scans, 3, num_slices), dtype=torch.int32, device=device)
+    num_target_scans, num_draft_scans = allocate_scans(pair)
+    scanned = [rows.logits for rows in (pair["target"], pair["draft"]) if rows.logits is not None]
+    if not scanned:
+        return
     launch(
         op,
         _scan_pair_kernel,
-        (num_scans, num_slices),
+        (num_target_scans + num_draft_scans, pair["NUM_SLICES"]),
         first_child_ptr=first_child,
-        scans_ptr=scans,
+        num_target_scans=num_target_scans,
         TARGET_ROWS=target_rows,
         DRAFT_ROWS=max(draft_rows, 1),
         SKIPS_GREEDY_DRAFT=skips_greedy_draft,
-        **{name: value for name, value in pair.items() if name not in ("target_to_draft_ptr", "BLOCK_SLICE")},
-        **tuning.row(SLICE_TUNING, device),
+        **{name: value for name, value in pair.items() if name != "target_to_draft_ptr"},
+        **tuning.row(SLICE_TUNING, scanned[0].device),
     )
-    return scans
-
-
-def prepare_pair(op: str, values: dict, target_rows: int, draft_rows: int, first_child: torch.Tensor | None) -> dict:
-    """Launches both steps and returns the arguments of kernels that read the rows (as a Pair); see `scan_pair`."""
-    pair = pair_arguments(op, values)
-    pair |= slice_arguments(pair)
-    return pair | {"scans_ptr": scan_pair(op, pair, target_rows, draft_rows, first_child)}

@@ -60,6 +60,14 @@ class Noise(NamedTuple):
     stream: Any
 
 
+class Coins(NamedTuple):
+    """Pointers to what an op's coins and noise are keyed by: its arguments of these names; None: not given."""
+
+    seeds: Any
+    positions: Any
+    simulated_rates: Any  # see accept_policy.py
+
+
 @triton.jit
 def noise_key(noise):
     """Returns the four words that the noise of a row's tokens is keyed by."""

@@ -35,7 +35,6 @@ class Node(NamedTuple):
     first_child: Any
     positions: Any  # pointer to those of the request's nodes
     seed: Any
-    num_ids: Any  # of all tokens that the target or the draft has
 
 
 class State(NamedTuple):
@@ -66,11 +65,9 @@ def _is_rejected(node, state, ids):
 
 
 @triton.jit
-def load_left(
-    node, state, ids, is_token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr
-):
+def load_left(rows, node, state, ids, is_token, KEEPS_DRAFT: tl.constexpr):
     """Returns what is left of p and q, neither normalised, of a tile of tokens or of a single one."""
-    target, draft = load_probs(node.pair, ids, is_token, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+    target, draft = load_probs(rows, node.pair, ids, is_token)
     target = tl.maximum(target - state.scale * draft, 0.0)
     if not KEEPS_DRAFT:
         is_gone = _is_rejected(node, state, ids)
@@ -80,11 +77,9 @@ def load_left(
 
 
 @triton.jit
-def left_probs(
-    node, state, token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr
-):
+def left_probs(rows, node, state, token, KEEPS_DRAFT: tl.constexpr):
     """Returns p and q of a child's token as the children before it left them, normalised; 0 where nothing is left."""
-    target, draft = load_left(node, state, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+    target, draft = load_left(rows, node, state, token, token >= 0, KEEPS_DRAFT)
     has_mass = state.mass > 0.0
     target = tl.where(has_mass, target / tl.where(has_mass, state.mass, 1.0), 0.0)
     has_draft = state.draft_mass > SMALLEST_MASS
@@ -115,62 +110,47 @@ def masses_after(node, state, new_mass, new_draft_mass, KEEPS_DRAFT: tl.constexp
 
 
 @triton.jit
-def masses_left(
-    node,
-    state,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    KEEPS_DRAFT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-):
+def masses_left(rows, node, state, KEEPS_DRAFT: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
     """Returns the sums of what is left of p and q."""
     target_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
     draft_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
-    for first in range(0, node.num_ids, BLOCK_VOCAB):
+    for first in range(0, rows.num_ids, BLOCK_VOCAB):
         ids = first + tl.arange(0, BLOCK_VOCAB)
-        target, draft = load_left(node, state, ids, ids < node.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        target, draft = load_left(rows, node, state, ids, ids < rows.num_ids, KEEPS_DRAFT)
         target_sums += target
         draft_sums += draft
     return tl.sum(target_sums), tl.sum(draft_sums)
 
 
 @triton.jit
-def rescan_draft(node, state, BLOCK_VOCAB: tl.constexpr):
+def rescan_draft(rows, node, state, BLOCK_VOCAB: tl.constexpr):
     """Returns the largest of the scaled draft logits that are left, and the sum of exponentials relative to it."""
     largest = tl.full([BLOCK_VOCAB], float("-inf"), tl.float32)
-    for first in range(0, node.num_ids, BLOCK_VOCAB):
-        largest = tl.maximum(largest, _load_scores_left(node, state, first + tl.arange(0, BLOCK_VOCAB)))
+    for first in range(0, rows.num_ids, BLOCK_VOCAB):
+        largest = tl.maximum(largest, _load_scores_left(rows, node, state, first + tl.arange(0, BLOCK_VOCAB)))
     maximum = tl.max(largest)
     anchor = tl.where(maximum == float("-inf"), 0.0, maximum)
     sums = tl.zeros([BLOCK_VOCAB], tl.float32)
-    for first in range(0, node.num_ids, BLOCK_VOCAB):
-        sums += tl.exp(_load_scores_left(node, state, first + tl.arange(0, BLOCK_VOCAB)) - anchor)
+    for first in range(0, rows.num_ids, BLOCK_VOCAB):
+        sums += tl.exp(_load_scores_left(rows, node, state, first + tl.arange(0, BLOCK_VOCAB)) - anchor)
     return anchor, tl.sum(sums)
 
 
 @triton.jit
-def _load_scores_left(node, state, ids):
+def _load_scores_left(rows, node, state, ids):
     """Returns scaled draft logits by target ids, -inf for tokens that cannot be drawn any more."""
     row = node.pair.draft
-    places = draft_ids(node.pair.target_to_draft_ptr, ids, ids < node.num_ids, node.pair.target.size)
+    places = draft_ids(rows, ids, ids < rows.num_ids, node.pair.target.size)
     scaled = load_scaled(row.row_ptr, places, (places >= 0) & (places < row.size), row.scale)
     return tl.where(_is_rejected(node, state, ids), float("-inf"), scaled)
 
 
 @triton.jit
-def draw_left(
-    node,
-    state,
-    noise_key,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    KEEPS_DRAFT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-):
+def draw_left(rows, node, state, noise_key, KEEPS_DRAFT: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
     """Draws a token by what is left of p."""
     best = tl.full([BLOCK_VOCAB], LOWEST_KEY, tl.int64)
-    for first in range(0, node.num_ids, BLOCK_VOCAB):
+    for first in range(0, rows.num_ids, BLOCK_VOCAB):
         ids = first + tl.arange(0, BLOCK_VOCAB)
-        target, _ = load_left(node, state, ids, ids < node.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        target, _ = load_left(rows, node, state, ids, ids < rows.num_ids, KEEPS_DRAFT)
         best = tl.maximum(best, draw_keys(target, ids, noise_key))
     return drawn_token(tl.max(best))

@@ -46,35 +46,29 @@ def open_node(
     request,
     current,
     child,
-    noise,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
+    coins,
     KEEPS_DRAFT: tl.constexpr,
     NUM_NODES: tl.constexpr,
     NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
-    HAS_SCANS: tl.constexpr,
 ):
     """Returns the Node with the number `current`, whose first child is `child`, 0 for none; then q is not read.
 
-    noise: pointers to positions and seeds. HAS_SCANS: the rows are scanned already.
+    Rows of more than one slice are scanned already.
     """
-    positions_ptr, seeds_ptr = noise
     first = request * NUM_NODES
     # whether children were chosen, not drawn; a NaN counts as below
-    is_certain = (tl.load(rows.draft.temperature_ptr + request) >= GREEDY_BELOW) == 0
+    is_certain = (tl.load(rows.draft.pointers.temperature + request) >= GREEDY_BELOW) == 0
     if KEEPS_DRAFT:
         is_certain = request < 0
     is_read = (child > 0) & (is_certain == 0)
     row = first + current
-    if HAS_SCANS:
-        pair = load_pair(rows, request, row, is_read, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+    if NUM_SLICES > 1:
+        pair = load_pair(rows, request, row, is_read, NUM_SLICES)
     else:
-        target = scan_row(rows.target, request, row, row >= 0, BLOCK_VOCAB, TARGET_IS_PROBS)
-        draft = scan_row(rows.draft, request, row, is_read, BLOCK_VOCAB, DRAFT_IS_PROBS)
-        pair = Pair(target, draft, rows.target_to_draft_ptr)
-    return Node(pair, is_certain, tree, child, positions_ptr + first, tl.load(seeds_ptr + request), rows.num_ids)
+        target = scan_row(rows.target, request, row, row >= 0, BLOCK_VOCAB)
+        pair = Pair(target, scan_row(rows.draft, request, row, is_read, BLOCK_VOCAB))
+    return Node(pair, is_certain, tree, child, coins.positions + first, tl.load(coins.seeds + request))
 
 
 @triton.jit
@@ -111,7 +105,7 @@ def select_state(condition, first, second):
 
 
 @triton.jit
-def visit(node, state, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr):
+def visit(rows, node, state, KEEPS_DRAFT: tl.constexpr):
     """Visits children from the State's on; returns the State at the first one that is accepted or rejected, or DRAWING.
 
     A State of another phase than VISITING comes back as it is.
@@ -128,8 +122,8 @@ def visit(node, state, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constex
         token = tl.sum(tl.where(is_child, tree.tokens, 0))
         following = tl.sum(tl.where(is_child, tree.links, 0)) & 0xFFFF
         num_seen += 1
-        if (token >= 0) & (token < node.num_ids):
-            target_prob, draft_prob = left_probs(node, state, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        if (token >= 0) & (token < rows.num_ids):
+            target_prob, draft_prob = left_probs(rows, node, state, token, KEEPS_DRAFT)
             coin = accept_coin(node.seed, tl.load(node.positions + child), child)
             is_drawn = draft_prob > 0.0
             is_accepted = (coin * draft_prob < target_prob) & is_drawn
@@ -143,15 +137,7 @@ def visit(node, state, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constex
 
 
 @triton.jit
-def settle(
-    node,
-    state,
-    mass,
-    draft_mass,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    KEEPS_DRAFT: tl.constexpr,
-):
+def settle(rows, node, state, mass, draft_mass, KEEPS_DRAFT: tl.constexpr):
     """Returns the State after the rejection that it is about, given the sums of the pass, and two things more.
 
     Whether the pass has drawn from what is left now; whether what is left of q wants a scale of its own, which one
@@ -165,13 +151,13 @@ def settle(
     is_spent = (mass > 0.0) == 0
     is_accepted = is_spent
     if is_spent:
-        target_prob, _ = left_probs(node, state, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        target_prob, _ = left_probs(rows, node, state, token, KEEPS_DRAFT)
         is_accepted = target_prob > 0.0
     phase = tl.where(is_accepted, DONE, VISITING)
     child = tl.where(is_accepted, state.child, following)
     scale, mass, draft_mass = masses_after(node, state, mass, draft_mass, KEEPS_DRAFT)
     is_small = child < 0
-    if not (KEEPS_DRAFT or DRAFT_IS_PROBS):
+    if not (KEEPS_DRAFT or rows.draft.pointers.probs is not None):
         is_small = (draft_mass < SMALL_SHARE) & (node.is_certain == 0) & (phase == VISITING) & (child > 0)
     after = State(phase, child, state.num_seen, state.num_seen, state.token, scale, mass, draft_mass)
     return after, is_spent == 0, is_small
@@ -206,17 +192,10 @@ def store_state(words_ptr, state):
 
 
 @triton.jit
-def settle_found(
-    node,
-    state,
-    found,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    KEEPS_DRAFT: tl.constexpr,
-):
+def settle_found(rows, node, state, found, KEEPS_DRAFT: tl.constexpr):
     """Returns the State at the next pass, or DONE, given the sums and the key that a pass in slices has found."""
     mass, draft_mass, key = found
-    after, has_drawn, is_small = settle(node, state, mass, draft_mass, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+    after, has_drawn, is_small = settle(rows, node, state, mass, draft_mass, KEEPS_DRAFT)
     is_drawing = state.phase == DRAWING
     drawn = drawn_token(key)
     # what is left as it was is ALONE with its rejection
@@ -227,22 +206,14 @@ def settle_found(
     mass = tl.where(is_small, state.mass, after.mass)
     draft_mass = tl.where(is_small, state.draft_mass, after.draft_mass)
     going = State(phase, child, state.num_seen, num_rejected, drawn, scale, mass, draft_mass)
-    at = visit(node, going, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+    at = visit(rows, node, going, KEEPS_DRAFT)
     is_over = has_drawn & (at.phase == DRAWING)  # the rejected child was the last one
     phase = tl.where(is_over, DONE, at.phase)
     return State(phase, at.child, at.num_seen, at.num_rejected, drawn, at.scale, at.mass, at.draft_mass)
 
 
 @triton.jit
-def finish_alone(
-    node,
-    state,
-    noise_key,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    KEEPS_DRAFT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-):
+def finish_alone(rows, node, state, noise_key, KEEPS_DRAFT: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
     """Takes all steps that are left at a node; returns the accepted child, 0 for none, and the drawn token."""
     maximum, total = node.pair.draft.maximum, node.pair.draft.total
     phase, child, num_seen, num_rejected = state.phase, state.child, state.num_seen, state.num_rejected
@@ -251,12 +222,12 @@ def finish_alone(
         now = _on_scale(node, maximum, total)
         before = State(phase * 0 + REJECTING, child, num_seen, num_rejected, state.token, scale, mass, draft_mass)
         passed = left_to_pass(now, before)
-        new_mass, new_draft_mass = masses_left(now, passed, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
-        after, _, is_small = settle(now, before, new_mass, new_draft_mass, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        new_mass, new_draft_mass = masses_left(rows, now, passed, KEEPS_DRAFT, BLOCK_VOCAB)
+        after, _, is_small = settle(rows, now, before, new_mass, new_draft_mass, KEEPS_DRAFT)
         scale, draft_mass = after.scale, after.draft_mass
-        if not (KEEPS_DRAFT or DRAFT_IS_PROBS):
+        if not (KEEPS_DRAFT or rows.draft.pointers.probs is not None):
             if is_small:
-                new_maximum, new_total = rescan_draft(now, passed, BLOCK_VOCAB)
+                new_maximum, new_total = rescan_draft(rows, now, passed, BLOCK_VOCAB)
                 if new_total > 0.0:
                     scale *= tl.exp(new_maximum - maximum) * (new_total / total)
                     maximum = new_maximum
@@ -265,13 +236,13 @@ def finish_alone(
         after = State(
             after.phase, after.child, num_seen, after.num_rejected, state.token, scale, after.mass, draft_mass
         )  # fmt: skip
-        at = visit(_on_scale(node, maximum, total), after, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        at = visit(rows, _on_scale(node, maximum, total), after, KEEPS_DRAFT)
         phase, child, num_seen, num_rejected, mass = at.phase, at.child, at.num_seen, at.num_rejected, at.mass
     token = state.token
     if phase == DRAWING:
         last = State(phase, child, num_seen, num_rejected, token, scale, mass, draft_mass)
         now = _on_scale(node, maximum, total)
-        token = draw_left(now, last, noise_key, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
+        token = draw_left(rows, now, last, noise_key, KEEPS_DRAFT, BLOCK_VOCAB)
     return child, token
 
 
@@ -280,5 +251,5 @@ def _on_scale(node, maximum, total):
     """Returns the Node with other statistics of the draft's row."""
     draft = node.pair.draft
     row = Row(draft.row_ptr, draft.size, draft.scale, maximum, total, draft.best)
-    pair = Pair(node.pair.target, row, node.pair.target_to_draft_ptr)
-    return Node(pair, node.is_certain, node.tree, node.first_child, node.positions, node.seed, node.num_ids)
+    pair = Pair(node.pair.target, row)
+    return Node(pair, node.is_certain, node.tree, node.first_child, node.positions, node.seed)

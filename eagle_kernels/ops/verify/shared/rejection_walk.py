@@ -20,65 +20,44 @@ from .rejection_steps import (
     visit,
 )
 from .rows import Rows, in_units
-from .slices import Found, merge_found, turn
-from .tree_walk import Links, Output, Walk, is_own, load_nodes, store_walk
+from .slices import merge_found, turn
+from .tree_walk import Walk, all_nodes, is_own, load_nodes, store_walk
 
 _WORDS = tl.constexpr(STATE_WORDS)
 
 
 @triton.jit(
     do_not_specialize=[
-        "round", "level", "num_places", "num_ids", "num_target_scans", "vocab_size", "draft_vocab_size",
-        "stride_target", "stride_draft",
+        "round", "level", "num_places", "num_ids", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft",
     ]
 )  # fmt: skip
 def _verify_tree_rejection_walk_kernel(
     # inputs
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    target_ptr,
-    draft_ptr,
-    positions_ptr,
-    seeds_ptr,
-    temperature_ptr,
-    draft_temperature_ptr,
+    links,
+    target,
+    draft,
     target_to_draft_ptr,
+    coins,
     # scratch
-    scans_ptr,
-    depth_ptr,
-    emitted_ptr,
-    states_ptr,
-    sums_ptr,
-    keys_ptr,
+    scratch,
     # outputs
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
+    out,
     # sizes
     round,
     level,
     num_places,
     num_ids,
-    num_target_scans,
     vocab_size,
     draft_vocab_size,
     stride_target,
     stride_draft,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
     TARGET_UNIT: tl.constexpr,
     DRAFT_UNIT: tl.constexpr,
     KEEPS_DRAFT: tl.constexpr,
-    HAS_ROUNDS: tl.constexpr,
     BY_LEVEL: tl.constexpr,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     NUM_SLICES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
@@ -87,31 +66,29 @@ def _verify_tree_rejection_walk_kernel(
     What the rounds have not done at a node is done here.
     """
     await_predecessor(ENABLE_PDL)
-    vocab_size, stride_target = in_units(vocab_size, TARGET_UNIT), in_units(stride_target, TARGET_UNIT)
-    draft_vocab_size, stride_draft = in_units(draft_vocab_size, DRAFT_UNIT), in_units(stride_draft, DRAFT_UNIT)
     num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)
+    HAS_ROUNDS: tl.constexpr = scratch.states is not None
     request = tl.program_id(0).to(tl.int64)
-    nodes = tl.arange(0, BLOCK_NODE)
+    nodes = all_nodes(NUM_NODES)
     is_node = nodes < NUM_NODES
     first = request * NUM_NODES
     since = turn(round + 1, num_places)
     if HAS_ROUNDS:
         # what the rounds have found of all nodes, so that the walk waits for memory once
         places = request + 0 * nodes if BY_LEVEL else first + nodes
-        words_ptr = states_ptr + (since + places) * _WORDS
+        words_ptr = scratch.states + (since + places) * _WORDS
         phases = tl.load(words_ptr, mask=is_node, other=0)
         children_found = tl.load(words_ptr + 1, mask=is_node, other=0)
         tokens_found = tl.load(words_ptr + 4, mask=is_node, other=0)
-    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-    tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
+    tree = load_nodes(links, request, NUM_NODES)
     depth = tl.where((nodes == 0) & is_own(tree.retrieved, request, NUM_NODES), 0, -1)
-    emitted = tl.full([BLOCK_NODE], -1, tl.int32)
+    emitted = tl.full(nodes.shape, -1, tl.int32)
     # 0 but for BY_LEVEL; with a constant triton 3.6 finds that code for SPEC_STEPS 0 is dead, and fails on it
     accepted = level
     if BY_LEVEL:
         is_later = is_node & (level > 0)
-        depth = tl.where(is_later, tl.load(depth_ptr + first + nodes, mask=is_later, other=-1), depth)
-        emitted = tl.load(emitted_ptr + first + nodes, mask=is_later, other=-1)
+        depth = tl.where(is_later, tl.load(scratch.depth + first + nodes, mask=is_later, other=-1), depth)
+        emitted = tl.load(scratch.emitted + first + nodes, mask=is_later, other=-1)
     current = tl.max(tl.where(depth == accepted, nodes, -1))
     is_walking = current >= 0
     while is_walking:
@@ -129,29 +106,24 @@ def _verify_tree_rejection_walk_kernel(
             token = tl.sum(tl.where(is_current, tokens_found, 0))
         if is_done == 0:
             row = first + current
-            first_scan = request - row if BY_LEVEL else row * 0
-            target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, first_scan)
-            first_draft_scan = first_scan + num_target_scans
-            draft_rows = Rows(
-                draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, first_draft_scan
-            )  # fmt: skip
+            scan = request - row if BY_LEVEL else 0  # by level scans have the numbers of their requests
+            target_rows = Rows(target, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), scan)
+            draft_rows = Rows(draft, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT), scan)
             rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, num_ids)
             node = open_node(
-                rows, tree, request, current, child, (positions_ptr, seeds_ptr), TARGET_IS_PROBS, DRAFT_IS_PROBS,
-                KEEPS_DRAFT=KEEPS_DRAFT, NUM_NODES=NUM_NODES, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
-                BLOCK_VOCAB=BLOCK_VOCAB, HAS_SCANS=HAS_ROUNDS,
+                rows, tree, request, current, child, coins, KEEPS_DRAFT, NUM_NODES, NUM_SLICES=NUM_SLICES,
+                BLOCK_VOCAB=BLOCK_VOCAB,
             )  # fmt: skip
-            fresh = visit(node, first_state(child), TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+            fresh = visit(rows, node, first_state(child), KEEPS_DRAFT)
             if HAS_ROUNDS:
                 place = since + (request if BY_LEVEL else row)
-                left = load_state(states_ptr + place * _WORDS)
-                found = merge_found(Found(sums_ptr, keys_ptr), place, NUM_SLICES, BLOCK_SLICE)
-                settled = settle_found(node, left, found, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+                left = load_state(scratch.states + place * _WORDS)
+                settled = settle_found(rows, node, left, merge_found(scratch, place, NUM_SLICES), KEEPS_DRAFT)
                 at = select_state(is_known, select_state(left.phase == ALONE, left, settled), fresh)
             else:
                 at = fresh
             noise_key = residual_key(node.seed, tl.load(node.positions + current).to(tl.int64) + 1)
-            chosen, token = finish_alone(node, at, noise_key, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
+            chosen, token = finish_alone(rows, node, at, noise_key, KEEPS_DRAFT, BLOCK_VOCAB)
         token = tl.where(chosen > 0, tl.sum(tl.where(nodes == chosen, tree.tokens, 0)), token)
         emitted = tl.where(is_current, token, emitted)
         accepted += (chosen > 0).to(tl.int32)
@@ -160,11 +132,9 @@ def _verify_tree_rejection_walk_kernel(
         current = chosen
     if BY_LEVEL:
         tl.debug_barrier()  # other threads may still read what stood there
-        tl.store(depth_ptr + first + nodes, depth, mask=is_node)
-        tl.store(emitted_ptr + first + nodes, emitted, mask=is_node)
-    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
-    walk = Walk(tree.retrieved, emitted, depth)
-    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
+        tl.store(scratch.depth + first + nodes, depth, mask=is_node)
+        tl.store(scratch.emitted + first + nodes, emitted, mask=is_node)
+    store_walk(out, request, Walk(tree.retrieved, emitted, depth), SPEC_STEPS, NUM_NODES)
 
 
 def launch_walk(batch_size: int, arguments: dict) -> None:

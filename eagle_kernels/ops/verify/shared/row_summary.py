@@ -34,35 +34,26 @@ class Summary(NamedTuple):
 
 
 @triton.jit
-def scan_filtered(
-    row,
-    summary,
-    part,
-    needs_sums,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    HAS_LOGPROBS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-):
+def scan_filtered(row, summary, part, needs_sums, HAS_LOGPROBS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
     """Writes the maxima of the groups and chunks of slice `part` of a row and, if needed, the sums of the chunks.
 
     The kernel has as many warps as BLOCK_CHUNK.
     """
     chunk = part * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
     # [BLOCK_CHUNK, CHUNK / WIDTH, WIDTH]: every warp reads chunks of its own, so no maximum and no sum crosses warps
+    VECTOR: tl.constexpr = 128 // row.logits.dtype.element_ty.primitive_bitwidth  # what one load of 16 bytes reads
     WIDTH: tl.constexpr = LANES * VECTOR
     offset = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     token = chunk[:, None, None] * CHUNK + offset[None, :, :]
-    is_token = token < VOCAB_SIZE
-    logit = load_processed(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
+    is_token = token < row.VOCAB_SIZE
+    logit = load_processed(row, token, is_token)
     # scaling keeps the order, so of a group only the maximum is scaled
     group_max = tl.max(tl.reshape(logit, [BLOCK_CHUNK, CHUNK // WIDTH, VECTOR, LANES]), axis=3)
     group_max = scaled(row, group_max)
     chunk_max = tl.max(tl.max(group_max, axis=1), axis=1)
 
     # all from [BLOCK_CHUNK, LANES], where every warp still holds its chunks
-    NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
+    NUM_CHUNKS: tl.constexpr = (row.VOCAB_SIZE + CHUNK - 1) // CHUNK
     lane = tl.arange(0, LANES)[None, :]
     chunk = chunk[:, None]
     is_first = (chunk < NUM_CHUNKS) & (lane == 0)

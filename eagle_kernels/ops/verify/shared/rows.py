@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ....primitives.ordering import comparable
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 
 # Below this temperature a row is one-hot at its largest logit: logits over it would leave the range of fp32.
 GREEDY_TEMPERATURE = 1e-5
@@ -34,15 +34,22 @@ class Row(NamedTuple):
     best: Any  # the one token of a greedy row, -1 for a row that is sampled
 
 
-class Rows(NamedTuple):
-    """Rows of logits or of probabilities, as an op got them: a tensor [rows, size]."""
+class RowPointers(NamedTuple):
+    """Pointers to rows of logits or of probabilities, as an op got them."""
 
-    rows_ptr: Any
+    logits: Any  # [rows, size]; None: probabilities are given
+    probs: Any  # [rows, size]; None: logits are given
+    temperature: Any  # [B]; None: probabilities need none
+    scans: Any  # int32 [scans, 3, slices], see store_scan; None: no row is scanned in slices
+
+
+class Rows(NamedTuple):
+    """Rows and what is known of them. As it may hold None, no device function returns it."""
+
+    pointers: Any  # RowPointers
     stride: Any  # of a row; this and the size are best `in_units`, so that loads can be wide
     size: Any
-    temperature_ptr: Any  # [B], None for probabilities
-    scans_ptr: Any  # int32 [scans, 3, slices], see store_scan; None if no rows hold logits
-    first_scan: Any  # row r of logits has the scan first_scan + r
+    first_scan: Any  # row r has the scan first_scan + r
 
 
 @triton.jit
@@ -113,67 +120,66 @@ def merge_scans(maxima, totals, bests, AXIS: tl.constexpr):
 
 
 @triton.jit
-def store_scan(row_ptr, size, temperature, scans_ptr, part, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
-    """Scans slice `part` of a row, BLOCK_VOCAB tokens, into the row's scratch scans [3, NUM_SLICES] int32."""
+def store_scan(rows, row, temperature, part, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
+    """Scans slice `part` of the row with the number `row` int64, BLOCK_VOCAB tokens, into the row's scan."""
+    row_ptr = rows.pointers.logits + row * rows.stride
     start = part * BLOCK_VOCAB
-    maximum, total, best = scan_logits(row_ptr, start, tl.minimum(start + BLOCK_VOCAB, size), temperature, BLOCK_VOCAB)
-    tl.store(scans_ptr + part, maximum.to(tl.int32, bitcast=True))
-    tl.store(scans_ptr + NUM_SLICES + part, total.to(tl.int32, bitcast=True))
-    tl.store(scans_ptr + 2 * NUM_SLICES + part, best)
+    stop = tl.minimum(start + BLOCK_VOCAB, rows.size)
+    maximum, total, best = scan_logits(row_ptr, start, stop, temperature, BLOCK_VOCAB)
+    scan_ptr = rows.pointers.scans + (rows.first_scan + row) * (3 * NUM_SLICES) + part
+    tl.store(scan_ptr, maximum.to(tl.int32, bitcast=True))
+    tl.store(scan_ptr + NUM_SLICES, total.to(tl.int32, bitcast=True))
+    tl.store(scan_ptr + 2 * NUM_SLICES, best)
 
 
 @triton.jit
-def store_no_scan(scans_ptr, part, NUM_SLICES: tl.constexpr):
+def store_no_scan(rows, row, part, NUM_SLICES: tl.constexpr):
     """Writes what a slice without a token has: for rows that are not read, whose scans a kernel may yet load."""
-    tl.store(scans_ptr + part, -8388608)  # the bits of -inf
-    tl.store(scans_ptr + NUM_SLICES + part, 0)
-    tl.store(scans_ptr + 2 * NUM_SLICES + part, 2147483647)
+    scan_ptr = rows.pointers.scans + (rows.first_scan + row) * (3 * NUM_SLICES) + part
+    tl.store(scan_ptr, -8388608)  # the bits of -inf
+    tl.store(scan_ptr + NUM_SLICES, 0)
+    tl.store(scan_ptr + 2 * NUM_SLICES, 2147483647)
 
 
 @triton.jit
-def load_row(
-    rows,
-    request,
-    row,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-    IS_PROBS: tl.constexpr,
-    IS_VECTOR: tl.constexpr = False,
-):
+def load_row(rows, request, row, NUM_SLICES: tl.constexpr, IS_VECTOR: tl.constexpr = False):
     """Returns the Row with the number `row` int64, at its request's temperature; IS_VECTOR: a vector of rows."""
-    row_ptr = rows.rows_ptr + row * rows.stride
-    if IS_PROBS:
-        return Row(row_ptr, rows.size, 1.0, 0.0, 1.0, -1)
+    offset = row * rows.stride
+    if rows.pointers.probs is not None:
+        return Row(rows.pointers.probs + offset, rows.size, 1.0, 0.0, 1.0, -1)
     else:
         AXIS: tl.constexpr = 1 if IS_VECTOR else 0
-        part = tl.arange(0, BLOCK_SLICE)
+        part = tl.arange(0, next_power_of_2(NUM_SLICES))
         is_part = part < NUM_SLICES
         place = (rows.first_scan + row) * (3 * NUM_SLICES)
         if IS_VECTOR:
             place = place[:, None]
             part = part[None, :]
             is_part = is_part[None, :]
-        maxima = tl.load(rows.scans_ptr + place + part, mask=is_part, other=-8388608)  # the bits of -inf
-        totals = tl.load(rows.scans_ptr + place + NUM_SLICES + part, mask=is_part, other=0)
-        bests = tl.load(rows.scans_ptr + place + 2 * NUM_SLICES + part, mask=is_part, other=2147483647)
+        scan_ptr = rows.pointers.scans + place + part
+        maxima = tl.load(scan_ptr, mask=is_part, other=-8388608)  # the bits of -inf
+        totals = tl.load(scan_ptr + NUM_SLICES, mask=is_part, other=0)
+        bests = tl.load(scan_ptr + 2 * NUM_SLICES, mask=is_part, other=2147483647)
         maximum, total, best = merge_scans(
             maxima.to(tl.float32, bitcast=True), totals.to(tl.float32, bitcast=True), bests, AXIS
         )
-        return open_row(row_ptr, rows.size, tl.load(rows.temperature_ptr + request), maximum, total, best)
+        temperature = tl.load(rows.pointers.temperature + request)
+        return open_row(rows.pointers.logits + offset, rows.size, temperature, maximum, total, best)
 
 
 @triton.jit
-def scan_row(rows, request, row, is_read, BLOCK_VOCAB: tl.constexpr, IS_PROBS: tl.constexpr):
+def scan_row(rows, request, row, is_read, BLOCK_VOCAB: tl.constexpr):
     """Returns the Row with the number `row` int64, scanned by this program alone, or an empty one if not is_read.
 
     The Rows need no scans.
     """
-    row_ptr = rows.rows_ptr + row * rows.stride
+    offset = row * rows.stride
     size = tl.where(is_read, rows.size, 0)
-    if IS_PROBS:
-        return Row(row_ptr, size, 1.0, 0.0, 1.0, -1)
+    if rows.pointers.probs is not None:
+        return Row(rows.pointers.probs + offset, size, 1.0, 0.0, 1.0, -1)
     else:
-        temperature = tl.load(rows.temperature_ptr + request)
+        row_ptr = rows.pointers.logits + offset
+        temperature = tl.load(rows.pointers.temperature + request)
         maximum, total, best = scan_logits(row_ptr, 0, size, temperature, BLOCK_VOCAB)
         return open_row(row_ptr, size, temperature, maximum, total, best)
 
@@ -185,14 +191,14 @@ def _anchor(maximum):
 
 
 @triton.jit
-def row_probs(row, ids, is_token, IS_PROBS: tl.constexpr):
-    """Returns the probabilities fp32 of tokens, 0 where is_token is false or the row ends before `ids`.
+def row_probs(rows, row, ids, is_token):
+    """Returns the probabilities fp32 of tokens in one of the Rows, 0 where is_token is false or the row is shorter.
 
     Given probabilities that are NaN, negative or above 1.001 count as 0. In a row of logits none of which is above -inf
-    all are 0, except that a greedy row has token 0. `row` holds one row, or one for each token.
+    all are 0, except that a greedy row has token 0. `row` holds one Row, or one for each token.
     """
     is_token = is_token & (ids >= 0) & (ids < row.size)
-    if IS_PROBS:
+    if rows.pointers.probs is not None:
         probs = tl.load(row.row_ptr + ids, mask=is_token, other=0.0).to(tl.float32)
         return tl.where((probs > 0.0) & (probs <= LARGEST_PROB), probs, 0.0)
     else:

@@ -14,23 +14,21 @@ from ....runtime.launch import bundle, launch
 from . import sampling
 from .filters import FilterPointers, load_filters
 from .logits import Processors, Row
-from .random import STREAM_TARGET, Noise
+from .random import STREAM_TARGET, Coins, Noise
 from .rows import read_temperature
 from .sampling import DRAW_TUNING, Found, Share, draw_token, scan_slice
+
+_STREAM = tl.constexpr(STREAM_TARGET)
 
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _sample_rows_scan_kernel(
-    # inputs
     logits_ptr,
-    positions_ptr,
-    seeds_ptr,
+    coins,
     temperature_ptr,
     filters,
     processors,
-    # scratch
     scratch,
-    # sizes
     stride_logits_row,
     ROWS_PER_REQUEST: tl.constexpr,
     POSITION_OFFSET: tl.constexpr,
@@ -39,8 +37,6 @@ def _sample_rows_scan_kernel(
     HAS_PENALTIES: tl.constexpr,
     IS_JOINT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    STREAM: tl.constexpr,
-    VECTOR: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
@@ -50,30 +46,23 @@ def _sample_rows_scan_kernel(
     request = (tl.program_id(0) // ROWS_PER_REQUEST).to(tl.int64)
     inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
     row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
-    row = Row(row_ptr, processors, request, index, inverse_temperature, None, 0, 0)
     scan_slice(
-        row, is_sampled, load_filters(filters, request, is_sampled, VOCAB_SIZE, IS_JOINT),
-        Noise(tl.load(seeds_ptr + request), tl.load(positions_ptr + index).to(tl.int64) + POSITION_OFFSET, STREAM),
-        Share(scratch, index, index), Found(None, False), tl.program_id(1),
-        VOCAB_SIZE=VOCAB_SIZE, HAS_FILTERS=HAS_FILTERS, HAS_PENALTIES=HAS_PENALTIES, HAS_LOGPROBS=False,
-        VECTOR=VECTOR, BLOCK_CHUNK=BLOCK_CHUNK,
+        Row(row_ptr, processors, request, index, inverse_temperature, None, VOCAB_SIZE, HAS_PENALTIES), is_sampled,
+        load_filters(filters, request, is_sampled, VOCAB_SIZE, IS_JOINT),
+        Noise(tl.load(coins.seeds + request), tl.load(coins.positions + index).to(tl.int64) + POSITION_OFFSET, _STREAM),
+        Share(scratch, index, index), Found(None, False), tl.program_id(1), HAS_FILTERS, BLOCK_CHUNK=BLOCK_CHUNK,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _sample_rows_draw_kernel(
-    # inputs
     logits_ptr,
-    positions_ptr,
-    seeds_ptr,
+    coins,
     temperature_ptr,
     filters,
     processors,
-    # scratch
     scratch,
-    # outputs
     tokens_ptr,
-    # sizes
     stride_logits_row,
     ROWS_PER_REQUEST: tl.constexpr,
     POSITION_OFFSET: tl.constexpr,
@@ -82,7 +71,6 @@ def _sample_rows_draw_kernel(
     HAS_PENALTIES: tl.constexpr,
     IS_JOINT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    STREAM: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
@@ -92,13 +80,11 @@ def _sample_rows_draw_kernel(
     request = (tl.program_id(0) // ROWS_PER_REQUEST).to(tl.int64)
     inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
     row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
-    row = Row(row_ptr, processors, request, index, inverse_temperature, None, 0, 0)
     token, _, _ = draw_token(
-        row, load_filters(filters, request, is_sampled, VOCAB_SIZE, IS_JOINT),
-        Noise(tl.load(seeds_ptr + request), tl.load(positions_ptr + index).to(tl.int64) + POSITION_OFFSET, STREAM),
-        Share(scratch, index, index),
-        VOCAB_SIZE=VOCAB_SIZE, HAS_FILTERS=HAS_FILTERS, HAS_PENALTIES=HAS_PENALTIES, HAS_LOGPROBS=False,
-        BLOCK_CHUNK=BLOCK_CHUNK,
+        Row(row_ptr, processors, request, index, inverse_temperature, None, VOCAB_SIZE, HAS_PENALTIES),
+        load_filters(filters, request, is_sampled, VOCAB_SIZE, IS_JOINT),
+        Noise(tl.load(coins.seeds + request), tl.load(coins.positions + index).to(tl.int64) + POSITION_OFFSET, _STREAM),
+        Share(scratch, index, index), HAS_FILTERS, BLOCK_CHUNK,
     )  # fmt: skip
     tl.store(tokens_ptr + index, token.to(tokens_ptr.dtype.element_ty))
 
@@ -114,24 +100,16 @@ def sample_rows(
     num_rows, device = len(rows), rows.device
     shared = {
         "logits_ptr": rows,
-        "positions_ptr": values["positions"],
         "stride_logits_row": rows.stride(0),
         "ROWS_PER_REQUEST": rows_per_request,
         "POSITION_OFFSET": position_offset,
-        "STREAM": STREAM_TARGET,
-        "seeds_ptr": values["seeds"],
+        "coins": bundle(Coins, values),
         "temperature_ptr": values["temperature"],
         "filters": bundle(FilterPointers, values),
         "processors": bundle(Processors, values),
         "scratch": sampling.allocate_scratch(values, rows, num_rows),
         **sampling.constants(values, rows),
     }
-    launch(
-        op,
-        _sample_rows_scan_kernel,
-        (num_rows, sampling.num_slices(values, rows)),
-        **shared,
-        VECTOR=sampling.vector_size(rows),
-        num_warps=sampling.scan_tuning(values, device)["num_warps"],
-    )
+    scan = shared | {"num_warps": sampling.scan_tuning(values, device)["num_warps"]}
+    launch(op, _sample_rows_scan_kernel, (num_rows, sampling.num_slices(values, rows)), **scan)
     launch(op, _sample_rows_draw_kernel, (num_rows,), **shared, tokens_ptr=tokens, **tuning.row(DRAW_TUNING, device))

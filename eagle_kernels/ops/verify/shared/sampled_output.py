@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....runtime.language import tl, triton
+from ....runtime.launch import bundle
 from .tree_walk import output_arguments, store_path
 
 # One warp walks, or reads a path, and writes: what it looks up lies in its own registers.
@@ -37,21 +38,12 @@ class Commit(NamedTuple):
 
 
 @triton.jit
-def store_outputs(
-    out,
-    retrieve_index_ptr,
-    commit,
-    request,
-    path,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-):
+def store_outputs(out, links, commit, request, path, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr):
     """Writes the outputs of a walk, all but log-probabilities, from its Path."""
     depth = tl.arange(0, path.nodes.shape[0])
     in_row = depth <= SPEC_STEPS
     is_visited = path.nodes >= 0
-    store_path(out, retrieve_index_ptr, request, path, SPEC_STEPS, NUM_NODES, False, BLOCK_NODE)
+    store_path(out, links, request, path, SPEC_STEPS, NUM_NODES)
     if commit.seq_lens is not None:
         if commit.is_live is not None:
             is_visited = is_visited & (tl.load(commit.is_live + request) != 0)
@@ -59,7 +51,7 @@ def store_outputs(
         seq_len = tl.load(commit.seq_lens + request)
         last = tl.maximum(num_emitted - 1, 0)
         root_row = request * NUM_NODES
-        row = tl.load(retrieve_index_ptr + root_row + path.nodes, mask=is_visited, other=0).to(tl.int64)
+        row = tl.load(links.retrieve_index + root_row + path.nodes, mask=is_visited, other=0).to(tl.int64)
         column = request * (SPEC_STEPS + 1) + depth
         bonus = tl.sum(tl.where(is_visited & (depth == last), path.tokens, 0)) - tl.where(num_emitted > 0, 0, 1)
         tl.store(out.new_seq_lens + request, (seq_len + num_emitted).to(seq_len.dtype))
@@ -72,13 +64,4 @@ def store_outputs(
 
 def store_arguments(values: dict, out: Output) -> dict:
     """Returns the kernel arguments that `store_outputs` writes by."""
-    return output_arguments(out) | {
-        "seq_lens_ptr": values["seq_lens"],
-        "is_live_ptr": values["is_live"],
-        "new_seq_lens_ptr": out.new_seq_lens,
-        "bonus_tokens_ptr": out.bonus_tokens,
-        "accept_lengths_ptr": out.accept_lengths,
-        "tokens_ptr": out.tokens,
-        "hidden_rows_ptr": out.hidden_rows,
-        "last_row_ptr": out.last_row,
-    }
+    return output_arguments(out) | {"commit": bundle(Commit, values)}

@@ -67,77 +67,53 @@ class Found(NamedTuple):
 
 @triton.jit
 def scan_slice(
-    row,
-    is_sampled,
-    filters,
-    noise,
-    share,
-    found,
-    part,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    HAS_LOGPROBS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
+    row, is_sampled, filters, noise, share, found, part, HAS_FILTERS: tl.constexpr, BLOCK_CHUNK: tl.constexpr
 ):
     """Scans slice `part` of a row and keeps what it finds in its share of the scratch.
 
     A slice's key is its own largest one, or one that cannot win either way.
     """
+    HAS_LOGPROBS: tl.constexpr = share.scratch.raw is not None
     is_plain = not HAS_FILTERS
     if HAS_FILTERS:
         is_plain = ~filters.is_on
     if is_plain:
-        key = _slice_winner(row, is_sampled, noise, part, found, VOCAB_SIZE, HAS_PENALTIES, BLOCK_CHUNK)
-        store_slice_key(share.scratch.keys, share.key_place, part, key, VOCAB_SIZE, BLOCK_CHUNK)
+        key = _slice_winner(row, is_sampled, noise, part, found, BLOCK_CHUNK)
+        store_slice_key(share.scratch.keys, share.key_place, part, key, row.VOCAB_SIZE, BLOCK_CHUNK)
     if HAS_FILTERS or HAS_LOGPROBS:
         if HAS_LOGPROBS or (not is_plain):
-            summary = open_summary(share, VOCAB_SIZE)
+            summary = open_summary(share, row.VOCAB_SIZE)
             needs_sums = filters.is_of_all | HAS_LOGPROBS
-            scan_filtered(
-                row, summary, part, needs_sums, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK=BLOCK_CHUNK
-            )
+            scan_filtered(row, summary, part, needs_sums, HAS_LOGPROBS, BLOCK_CHUNK)
 
 
 @triton.jit
-def draw_token(
-    row,
-    filters,
-    noise,
-    share,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    HAS_LOGPROBS: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-):
-    """Draws the token int32 of a scanned row; returns it and its log-probabilities, processed and raw.
-
-    Those are NaN without HAS_LOGPROBS.
+def draw_token(row, filters, noise, share, HAS_FILTERS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
+    """Draws the token int32 of a scanned row; returns it and its log-probabilities, processed and raw, else NaN.
 
     NaN logits count as -inf, ties of greedy rows go to the lowest id, a row of nothing but -inf gives token 0.
     """
+    HAS_LOGPROBS: tl.constexpr = share.scratch.raw is not None
     token = tl.zeros([], tl.int32)
     log_mass = tl.zeros([], tl.float32)
     is_plain = not HAS_FILTERS
     if HAS_FILTERS:
         is_plain = ~filters.is_on
         if filters.is_on:
-            summary = open_summary(share, VOCAB_SIZE)
-            token, log_mass = draw_filtered(row, filters, summary, noise, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS)
+            summary = open_summary(share, row.VOCAB_SIZE)
+            token, log_mass = draw_filtered(row, filters, summary, noise, HAS_LOGPROBS)
     if is_plain:
-        token = row_winner(share.scratch.keys, share.key_place, VOCAB_SIZE, BLOCK_CHUNK)
+        token = row_winner(share.scratch.keys, share.key_place, row.VOCAB_SIZE, BLOCK_CHUNK)
         if HAS_LOGPROBS:
-            summary = open_summary(share, VOCAB_SIZE)
-            log_mass = _log_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
+            summary = open_summary(share, row.VOCAB_SIZE)
+            log_mass = _log_mass(summary.chunk_max, summary.chunk_sum, row.VOCAB_SIZE)
     logprob = tl.full([], float("nan"), tl.float32)
     raw_logprob = tl.full([], float("nan"), tl.float32)
     if HAS_LOGPROBS:
-        summary = open_summary(share, VOCAB_SIZE)
-        logprob = _difference(load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES), log_mass)
-        raw_mass = _log_mass(summary.raw_max, summary.raw_sum, VOCAB_SIZE)
-        raw_logprob = _difference(load_raw(row, token, token < VOCAB_SIZE), raw_mass)
+        summary = open_summary(share, row.VOCAB_SIZE)
+        logprob = _difference(load_scaled(row, token, token < row.VOCAB_SIZE), log_mass)
+        raw_mass = _log_mass(summary.raw_max, summary.raw_sum, row.VOCAB_SIZE)
+        raw_logprob = _difference(load_raw(row, token, token < row.VOCAB_SIZE), raw_mass)
     return token, logprob, raw_logprob
 
 
@@ -180,16 +156,7 @@ def row_winner(keys_ptr, key_place, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.co
 
 
 @triton.jit
-def _slice_winner(
-    row,
-    is_sampled,
-    noise,
-    part,
-    found,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-):
+def _slice_winner(row, is_sampled, noise, part, found, BLOCK_CHUNK: tl.constexpr):
     """Returns the noisy key of the largest noisy logit of a slice; greedy rows have no noise.
 
     Of all tokens only the maximum of each group of eight is taken; what is looked at in full are the groups that could
@@ -200,7 +167,7 @@ def _slice_winner(
     first = part * (BLOCK_CHUNK * CHUNK)
     token = first + tl.arange(0, TILE)
     best = noisy_key(tl.full([], float("-inf"), tl.float32), NO_NOISE, first)
-    logit = load_processed(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+    logit = load_processed(row, token, token < row.VOCAB_SIZE)
     key = noise_key(noise)
     for index in tl.static_range(BLOCK_CHUNK * CHUNK // TILE):
         # a maximum passes NaN over where it can
@@ -208,32 +175,32 @@ def _slice_winner(
         group_max = tl.where(group_max == group_max, group_max, float("-inf"))
         if (index + 1) * TILE < BLOCK_CHUNK * CHUNK:  # read while this tile is computed
             token += TILE
-            logit = load_processed(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+            logit = load_processed(row, token, token < row.VOCAB_SIZE)
         if is_sampled:
             is_open = True
             if index > 0:
                 is_open = may_win(tl.max(group_max) * row.inverse_temperature + LARGEST_GUMBEL, best)
             if is_open:
-                best = _best_with_noise(row, key, group_max, first, best, found, VOCAB_SIZE, HAS_PENALTIES)
+                best = _best_with_noise(row, key, group_max, first, best, found)
         else:
-            best = tl.maximum(best, _largest_logit(row, group_max, first, VOCAB_SIZE, HAS_PENALTIES))
+            best = tl.maximum(best, _largest_logit(row, group_max, first))
         first += TILE
     return best
 
 
 @triton.jit
-def _largest_logit(row, group_max, first, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+def _largest_logit(row, group_max, first):
     """Returns the noisy key of the largest logit of the groups from token `first` on, without noise."""
     NUM_GROUPS: tl.constexpr = group_max.shape[0]
     bits = ordered_bits(tl.minimum(comparable(group_max), LARGEST_FINITE))
     group = tl.min(tl.where(bits == tl.max(bits), tl.arange(0, NUM_GROUPS), NUM_GROUPS))
     token = first + group * GROUP + tl.arange(0, GROUP)
-    value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+    value = load_scaled(row, token, token < row.VOCAB_SIZE)
     return tl.max(noisy_key(value, NO_NOISE, token))
 
 
 @triton.jit
-def _best_with_noise(row, key, group_max, first, best, found, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+def _best_with_noise(row, key, group_max, first, best, found):
     """Returns the largest of `best` and the noisy keys of the groups from token `first` on.
 
     In each turn 32 tokens are looked at: of each quarter of the groups the one with the largest bound, until no bound
@@ -254,7 +221,7 @@ def _best_with_noise(row, key, group_max, first, best, found, VOCAB_SIZE: tl.con
             chosen = tl.where(lane // GROUP == quarter, top & (NUM_GROUPS - 1), chosen)
             bounds = tl.where(is_own & (bounds == top), NO_BOUND, bounds)
         token = first + chosen * GROUP + lane % GROUP
-        value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+        value = load_scaled(row, token, token < row.VOCAB_SIZE)
         value, fine = add_grouped_gumbel(value, grouped_words(key, token))
         best = tl.maximum(best, largest_key(noisy_key(value, fine, token)))
         top_bound = bound_of(tl.max(bounds), NUM_GROUPS)
@@ -358,8 +325,3 @@ def scan_tuning(values: dict, device: torch.device) -> dict:
 def num_slices(values: dict, rows: torch.Tensor) -> int:
     """Returns the number of programs that scan one row."""
     return -(-rows.shape[1] // (scan_tuning(values, rows.device)["BLOCK_CHUNK"] * CHUNK_SIZE))
-
-
-def vector_size(rows: torch.Tensor) -> int:
-    """Returns the number of logits that one load of 16 bytes reads."""
-    return 16 // rows.element_size()

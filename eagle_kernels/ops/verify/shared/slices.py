@@ -9,28 +9,16 @@ buffers (`turn`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 
 from ....primitives.ordering import LOWEST_KEY, largest_key
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 
 
-class Found(NamedTuple):
-    """Scratch of one buffer."""
-
-    sums_ptr: Any  # fp32 [rows, 2, slices]
-    keys_ptr: Any  # int64 [rows, slices]
-
-
-def allocate_found(num_rows: int, num_slices: int, device: torch.device) -> dict:
-    """Returns the kernel arguments of both buffers."""
-    return {
-        "sums_ptr": torch.empty((2, num_rows, 2, num_slices), dtype=torch.float32, device=device),
-        "keys_ptr": torch.empty((2, num_rows, num_slices), dtype=torch.int64, device=device),
-        "num_places": num_rows,
-    }
+def allocate_found(num_rows: int, num_slices: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scratch of both buffers: sums fp32 [2, rows, 2, slices] and keys int64 [2, rows, slices]."""
+    sums = torch.empty((2, num_rows, 2, num_slices), dtype=torch.float32, device=device)
+    return sums, torch.empty((2, num_rows, num_slices), dtype=torch.int64, device=device)
 
 
 @triton.jit
@@ -40,30 +28,32 @@ def turn(round, num_rows):
 
 
 @triton.jit
-def store_found(found, row, part, target, draft, keys, NUM_SLICES: tl.constexpr):
+def store_found(scratch, row, part, target, draft, keys, NUM_SLICES: tl.constexpr):
     """Writes the sums of two tiles of numbers, and the largest key of a third."""
-    sums_ptr = found.sums_ptr + row * (2 * NUM_SLICES) + part
-    tl.store(sums_ptr, tl.sum(target))
-    tl.store(sums_ptr + NUM_SLICES, tl.sum(draft))
-    tl.store(found.keys_ptr + row * NUM_SLICES + part, largest_key(keys))
+    _store_slice(scratch, row, part, tl.sum(target), tl.sum(draft), largest_key(keys), NUM_SLICES)
 
 
 @triton.jit
-def store_nothing(found, row, part, NUM_SLICES: tl.constexpr):
+def store_nothing(scratch, row, part, NUM_SLICES: tl.constexpr):
     """Writes what a slice that is not read has: the next launch loads it before it knows that it has no use for it."""
-    sums_ptr = found.sums_ptr + row * (2 * NUM_SLICES) + part
-    tl.store(sums_ptr, 0.0)
-    tl.store(sums_ptr + NUM_SLICES, 0.0)
-    tl.store(found.keys_ptr + row * NUM_SLICES + part, LOWEST_KEY)
+    _store_slice(scratch, row, part, 0.0, 0.0, LOWEST_KEY, NUM_SLICES)
 
 
 @triton.jit
-def merge_found(found, row, NUM_SLICES: tl.constexpr, BLOCK_SLICE: tl.constexpr):
+def _store_slice(scratch, row, part, target, draft, key, NUM_SLICES: tl.constexpr):
+    sums_ptr = scratch.sums + row * (2 * NUM_SLICES) + part
+    tl.store(sums_ptr, target)
+    tl.store(sums_ptr + NUM_SLICES, draft)
+    tl.store(scratch.keys + row * NUM_SLICES + part, key)
+
+
+@triton.jit
+def merge_found(scratch, row, NUM_SLICES: tl.constexpr):
     """Returns both sums and the largest key of a whole row."""
-    part = tl.arange(0, BLOCK_SLICE)
+    part = tl.arange(0, next_power_of_2(NUM_SLICES))
     is_part = part < NUM_SLICES
-    sums_ptr = found.sums_ptr + row * (2 * NUM_SLICES) + part
+    sums_ptr = scratch.sums + row * (2 * NUM_SLICES) + part
     target = tl.load(sums_ptr, mask=is_part, other=0.0)
     draft = tl.load(sums_ptr + NUM_SLICES, mask=is_part, other=0.0)
-    keys = tl.load(found.keys_ptr + row * NUM_SLICES + part, mask=is_part, other=LOWEST_KEY)
+    keys = tl.load(scratch.keys + row * NUM_SLICES + part, mask=is_part, other=LOWEST_KEY)
     return tl.sum(target), tl.sum(draft), tl.max(keys)

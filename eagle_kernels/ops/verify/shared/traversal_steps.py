@@ -24,6 +24,7 @@ from .deletions import (
 )
 from .draws import accept_coin, draw_keys, drawn_token, residual_key
 from .pair import load_pair, load_probs
+from .tree_walk import all_nodes
 
 # Phases of a walk.
 DONE = tl.constexpr(0)  # the token after the path is drawn
@@ -103,18 +104,7 @@ def first_path(tree):
 
 
 @triton.jit
-def descend(
-    rows,
-    of,
-    at,
-    path,
-    latest,
-    SPEC_STEPS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-):
+def descend(rows, of, at, path, latest, SPEC_STEPS: tl.constexpr, NUM_SLICES: tl.constexpr):
     """Goes on from a node to the next pass; returns At and Path there. A walk that is DONE stays where it is."""
     tree, edges = of.tree, of.edges
     nodes = tl.arange(0, tree.links.shape[0])
@@ -135,10 +125,8 @@ def descend(
             draft_prob = tl.sum(tl.where(is_child, edges.draft, 0.0))
             if tl.sum(tl.where(is_child, edges.parents, 0)) != current:
                 row = of.first_row + current
-                pair = load_pair(
-                    rows, of.request, row, child > 0, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS
-                )
-                target_prob, draft_prob = load_probs(pair, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+                pair = load_pair(rows, of.request, row, child > 0, NUM_SLICES)
+                target_prob, draft_prob = load_probs(rows, pair, token, token >= 0)
             deletions = deletions_of(of.deletions_ptr, base, top, latest)
             target_prob, draft_prob = apply_deletions(target_prob, draft_prob, token, deletions)
             is_drawn = draft_prob > 0.0
@@ -185,18 +173,7 @@ def settle(at, target_mass, draft_mass):
 
 
 @triton.jit
-def settle_found(
-    rows,
-    of,
-    at,
-    path,
-    found,
-    SPEC_STEPS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-):
+def settle_found(rows, of, at, path, found, SPEC_STEPS: tl.constexpr, NUM_SLICES: tl.constexpr):
     """Returns At and Path at the next pass, or DONE, and the Latest, given what a pass in slices has found."""
     target_mass, draft_mass, key = found
     after, latest = settle(at, target_mass, draft_mass)
@@ -208,10 +185,7 @@ def settle_found(
     slot = tl.where(is_deleting, latest.slot, -1)
     latest = Latest(slot, latest.acceptance, target_mass, draft_mass, latest.token)
     going = At(phase, at.current, at.child, at.accepted, acceptance, at.base, top, token)
-    to, path = descend(
-        rows, of, going, path, latest, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
-        TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
-    )  # fmt: skip
+    to, path = descend(rows, of, going, path, latest, SPEC_STEPS, NUM_SLICES)
     # accepted where the child was deleted: the pass has drawn already, if it has left anything
     has_drawn = (to.phase == DRAWING) & (to.current == at.current) & (target_mass > 0.0)
     phase = tl.where(has_drawn, DONE, to.phase)
@@ -220,18 +194,7 @@ def settle_found(
 
 
 @triton.jit
-def finish_alone(
-    rows,
-    of,
-    at,
-    path,
-    SPEC_STEPS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-):
+def finish_alone(rows, of, at, path, SPEC_STEPS: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
     """Takes all steps that are left; returns the accepted node, its depth, the token after it, and all parents."""
     nothing = no_deletion()
     phase, current, child, accepted = at.phase, at.current, at.child, at.accepted
@@ -239,55 +202,37 @@ def finish_alone(
     parents, acceptances, bases, is_entered = path.parents, path.acceptances, path.bases, path.is_entered
     while phase == DELETING:
         row = of.first_row + current
-        pair = load_pair(
-            rows, of.request, row, current >= 0, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS
-        )  # fmt: skip
+        pair = load_pair(rows, of.request, row, current >= 0, NUM_SLICES)
         before = deletions_of(of.deletions_ptr, base, top, nothing)
-        target_mass, draft_mass = masses_left(
-            pair, before, acceptance, token, rows.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, BLOCK_VOCAB
-        )
+        target_mass, draft_mass = masses_left(rows, pair, before, acceptance, token, BLOCK_VOCAB)
         here = At(phase, current, child, accepted, acceptance, base, top, token)
         after, latest = settle(here, target_mass, draft_mass)
         store_deletion(of.deletions_ptr, latest)
         to, passed = descend(
-            rows, of, after, Path(parents, acceptances, bases, is_entered), nothing, SPEC_STEPS=SPEC_STEPS,
-            NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE, TARGET_IS_PROBS=TARGET_IS_PROBS,
-            DRAFT_IS_PROBS=DRAFT_IS_PROBS,
-        )  # fmt: skip
+            rows, of, after, Path(parents, acceptances, bases, is_entered), nothing, SPEC_STEPS, NUM_SLICES
+        )
         phase, current, child, accepted = to.phase, to.current, to.child, to.accepted
         acceptance, base, top, token = to.acceptance, to.base, to.top, to.token
         parents, acceptances, bases = passed.parents, passed.acceptances, passed.bases
         is_entered = passed.is_entered
     if phase == DRAWING:
         row = of.first_row + current
-        pair = load_pair(rows, of.request, row, top > base, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+        pair = load_pair(rows, of.request, row, top > base, NUM_SLICES)
         noise_key = residual_key(of.seed, tl.load(of.positions + current).to(tl.int64) + 1)
         deletions = deletions_of(of.deletions_ptr, base, top, nothing)
         # no token of the draft's alone has a P
-        token = draw_left(
-            pair, deletions, noise_key, pair.target.size, TARGET_IS_PROBS, DRAFT_IS_PROBS, BLOCK_VOCAB
-        )  # fmt: skip
+        token = draw_left(rows, pair, deletions, noise_key, pair.target.size, BLOCK_VOCAB)
     return current, accepted, token, parents
 
 
 @triton.jit
-def pass_tile(
-    rows,
-    of,
-    at,
-    latest,
-    ids,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-):
+def pass_tile(rows, of, at, latest, ids, NUM_SLICES: tl.constexpr):
     """Returns what a pass sums of a tile of tokens (what the deletion leaves of P and Q), and the keys of its draw."""
     is_deleting = at.phase == DELETING
     reads_draft = is_deleting | (at.top > at.base)
     row = of.first_row + at.current
-    pair = load_pair(rows, of.request, row, reads_draft, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
-    target, draft = load_probs(pair, ids, ids < rows.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+    pair = load_pair(rows, of.request, row, reads_draft, NUM_SLICES)
+    target, draft = load_probs(rows, pair, ids, ids < rows.num_ids)
     deletions = deletions_of(of.deletions_ptr, at.base, at.top, latest)
     target, draft = apply_deletions(target, draft, ids, deletions)
     target_left, draft_left = left_after(target, draft, ids, at.acceptance, at.token)
@@ -297,7 +242,7 @@ def pass_tile(
 
 
 @triton.jit
-def load_walk(words_ptr, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr):
+def load_walk(words_ptr, NUM_NODES: tl.constexpr):
     """Loads At and Path from the words [8 + 4 N] of a walk."""
     at = At(
         tl.load(words_ptr),
@@ -309,7 +254,7 @@ def load_walk(words_ptr, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr):
         tl.load(words_ptr + 6),
         tl.load(words_ptr + 7),
     )
-    node = tl.arange(0, BLOCK_NODE)
+    node = all_nodes(NUM_NODES)
     is_node = node < NUM_NODES
     words_ptr += _AT_WORDS + node
     parents = tl.load(words_ptr, mask=is_node, other=-1)
@@ -320,7 +265,7 @@ def load_walk(words_ptr, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr):
 
 
 @triton.jit
-def store_walk_words(words_ptr, at, path, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr):
+def store_walk_words(words_ptr, at, path, NUM_NODES: tl.constexpr):
     """Writes At and Path to the words of a walk."""
     tl.store(words_ptr, at.phase)
     tl.store(words_ptr + 1, at.current)
@@ -330,7 +275,7 @@ def store_walk_words(words_ptr, at, path, NUM_NODES: tl.constexpr, BLOCK_NODE: t
     tl.store(words_ptr + 5, at.base)
     tl.store(words_ptr + 6, at.top)
     tl.store(words_ptr + 7, at.token)
-    node = tl.arange(0, BLOCK_NODE)
+    node = all_nodes(NUM_NODES)
     is_node = node < NUM_NODES
     words_ptr += _AT_WORDS + node
     tl.store(words_ptr, path.parents, mask=is_node)

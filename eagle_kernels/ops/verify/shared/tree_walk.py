@@ -8,6 +8,7 @@ import torch
 
 from ....runtime import check
 from ....runtime.language import next_power_of_2, tl, triton
+from ....runtime.launch import bundle
 
 MAX_NODES = 1024
 
@@ -70,7 +71,7 @@ def check_tree(args: check.Arguments) -> Output:
 
 def check_links(args: check.Arguments) -> tuple[int, int]:
     """Checks the trees themselves; returns how many there are, and how many nodes each has."""
-    for name in ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"):
+    for name in Links._fields:
         args.tensor(name, ("B", "N"), check.INTEGER)
     batch_size, num_nodes = args.size("B"), args.size("N")
     if not 1 <= num_nodes <= MAX_NODES:
@@ -80,27 +81,24 @@ def check_links(args: check.Arguments) -> tuple[int, int]:
 
 def tree_arguments(values: dict) -> dict:
     """Returns the kernel arguments that `load_nodes` reads the op's trees by."""
-    num_nodes = values["candidates"].shape[1]
-    return {
-        "candidates_ptr": values["candidates"],
-        "retrieve_index_ptr": values["retrieve_index"],
-        "retrieve_next_token_ptr": values["retrieve_next_token"],
-        "retrieve_next_sibling_ptr": values["retrieve_next_sibling"],
-        "NUM_NODES": num_nodes,
-        "BLOCK_NODE": next_power_of_2(num_nodes),
-    }
+    return {"links": bundle(Links, values), "NUM_NODES": values["candidates"].shape[1]}
 
 
-def output_arguments(out: Output) -> dict:
+def output_arguments(out: NamedTuple) -> dict:
     """Returns the kernel arguments that `store_walk` and `store_path` write the outputs by."""
-    num_depths = out.accept_index.shape[1]
-    return {
-        "predicts_ptr": out.predicts,
-        "accept_index_ptr": out.accept_index,
-        "accept_token_num_ptr": out.accept_token_num,
-        "SPEC_STEPS": num_depths - 1,
-        "BLOCK_DEPTH": next_power_of_2(num_depths),
-    }
+    return {"out": out, "SPEC_STEPS": out.accept_index.shape[1] - 1}
+
+
+@triton.jit
+def all_nodes(NUM_NODES: tl.constexpr):
+    """Returns the numbers [node] of a tree's nodes, rounded up to a power of two."""
+    return tl.arange(0, next_power_of_2(NUM_NODES))
+
+
+@triton.jit
+def all_depths(SPEC_STEPS: tl.constexpr):
+    """Returns the depths [depth] that a path may have, rounded up to a power of two of them."""
+    return tl.arange(0, next_power_of_2(SPEC_STEPS + 1))
 
 
 @triton.jit
@@ -117,7 +115,7 @@ def is_own(retrieved, request, NUM_NODES: tl.constexpr):
 
 
 @triton.jit
-def load_nodes(links, request, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr, ANY_ORDER: tl.constexpr = False):
+def load_nodes(links, request, NUM_NODES: tl.constexpr, ANY_ORDER: tl.constexpr = False):
     """Loads one request's Tree, given the Links.
 
     All nodes are read at once, so that a walk waits for memory a single time. `Tree.links` holds the first child in its
@@ -126,7 +124,7 @@ def load_nodes(links, request, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr
     may point to any node but the root, and the caller that follows it looks out for cycles. A node whose retrieve_index
     is not of this request ends the list in which it is met: it carries no token and has no sibling.
     """
-    node = tl.arange(0, BLOCK_NODE)
+    node = all_nodes(NUM_NODES)
     is_node = node < NUM_NODES
     offset = request * NUM_NODES + node
     retrieved = tl.load(links.retrieve_index + offset, mask=is_node, other=-1).to(tl.int64)
@@ -158,41 +156,41 @@ def find_child(tree, node, token):
 
 
 @triton.jit
-def mark_children(links, node):
-    """Tells which nodes [node] are children of `node`; links as in Tree."""
-    nodes = tl.arange(0, links.shape[0])
+def mark_children(tree, node):
+    """Tells which nodes [node] are children of `node`."""
+    nodes = tl.arange(0, tree.links.shape[0])
     is_child = nodes < 0
-    child = tl.sum(tl.where(nodes == node, links, 0)) >> 16
+    child = tl.sum(tl.where(nodes == node, tree.links, 0)) >> 16
     while child > 0:
         is_here = nodes == child
         is_child = is_child | is_here
-        child = tl.sum(tl.where(is_here, links, 0)) & 0xFFFF
+        child = tl.sum(tl.where(is_here, tree.links, 0)) & 0xFFFF
     return is_child
 
 
 @triton.jit
-def find_above(links, node):
-    """Returns the node whose links, as in Tree, name `node` (-1 if none does), and whether it is its parent.
+def find_above(tree, node):
+    """Returns the node whose links name `node` (-1 if none does), and whether it is its parent.
 
     If it is not the parent, it is a sibling before `node`. In sound trees one node names each but the root; else the
     first that does counts, and as parent if it does both. It always stands before `node`, so going up ends.
     """
-    nodes = tl.arange(0, links.shape[0])
-    NONE: tl.constexpr = 2 * links.shape[0]
-    key = tl.where(links >> 16 == node, 2 * nodes, tl.where(links & 0xFFFF == node, 2 * nodes + 1, NONE))
+    nodes = tl.arange(0, tree.links.shape[0])
+    NONE: tl.constexpr = 2 * tree.links.shape[0]
+    key = tl.where(tree.links >> 16 == node, 2 * nodes, tl.where(tree.links & 0xFFFF == node, 2 * nodes + 1, NONE))
     first = tl.min(key)
     return tl.where(first < NONE, first >> 1, -1), first & 1 == 0
 
 
 @triton.jit
-def load_children(links, request, parent, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr):
+def load_children(links, request, parent, NUM_NODES: tl.constexpr):
     """Returns the tokens int32 [node] of the children of `parent`, -1 for all other nodes; parent -1 has none.
 
     This follows the Links in memory, and each read waits for the one before: for a program that has the time.
     """
     first = request * NUM_NODES
-    node = tl.arange(0, BLOCK_NODE)
-    tokens = tl.full([BLOCK_NODE], -1, tl.int32)
+    node = all_nodes(NUM_NODES)
+    tokens = tl.full(node.shape, -1, tl.int32)
     above = parent.to(tl.int64)
     child = tl.load(links.retrieve_next_token + first + parent, mask=parent >= 0, other=-1).to(tl.int64)
     while (child > above) & (child < NUM_NODES):
@@ -249,13 +247,7 @@ def follow(
 
 @triton.jit
 def store_walk(
-    out,
-    request,
-    walk,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    KEEPS_UNVISITED: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
+    out, request, walk, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, KEEPS_UNVISITED: tl.constexpr = False
 ):
     """Writes the three outputs of a verify op from its Walk."""
     is_visited = walk.depth >= 0
@@ -263,31 +255,24 @@ def store_walk(
     _store_predicts(out.predicts, request, walk.predicted, is_visited, NUM_NODES, KEEPS_UNVISITED)
     path_ptr = out.accept_index + request * (SPEC_STEPS + 1)
     tl.store(path_ptr + walk.depth, walk.retrieved.to(tl.int32), mask=is_visited)
-    column = tl.arange(0, BLOCK_DEPTH)
-    tl.store(path_ptr + column, tl.full([BLOCK_DEPTH], -1, tl.int32), mask=(column > last) & (column <= SPEC_STEPS))
+    column = all_depths(SPEC_STEPS)
+    tl.store(path_ptr + column, tl.full(column.shape, -1, tl.int32), mask=(column > last) & (column <= SPEC_STEPS))
     tl.store(out.accept_token_num + request, tl.maximum(last, 0))
 
 
 @triton.jit
 def store_path(
-    out,
-    retrieve_index_ptr,
-    request,
-    path,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    KEEPS_UNVISITED: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
+    out, links, request, path, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, KEEPS_UNVISITED: tl.constexpr = False
 ):
     """Writes the three outputs of a verify op from its Path."""
-    node = tl.arange(0, BLOCK_NODE)
+    node = all_nodes(NUM_NODES)
     depth = tl.arange(0, path.nodes.shape[0])
     is_visited = path.nodes >= 0
     # [depth, node]
     at_node = tl.where(is_visited[:, None] & (path.nodes[:, None] == node[None, :]), path.tokens[:, None], -1)
     tokens = tl.max(at_node, axis=0)  # of a visited row, so never negative
     _store_predicts(out.predicts, request, tokens, tokens >= 0, NUM_NODES, KEEPS_UNVISITED)
-    retrieved = tl.load(retrieve_index_ptr + request * NUM_NODES + path.nodes, mask=is_visited, other=-1)
+    retrieved = tl.load(links.retrieve_index + request * NUM_NODES + path.nodes, mask=is_visited, other=-1)
     tl.store(out.accept_index + request * (SPEC_STEPS + 1) + depth, retrieved.to(tl.int32), mask=depth <= SPEC_STEPS)
     tl.store(out.accept_token_num + request, tl.maximum(tl.sum(is_visited.to(tl.int32)) - 1, 0))
 
