@@ -18,8 +18,8 @@ MUTANTS = [
     ),
     Mutant(
         "a block planned twice",
-        [(ATTENTION + "shared/chunks.py", "cut_slot(first, stop, block - first_block, BLOCK_KEY), stop",
-          "cut_slot(first, stop, block - first_block - 2, BLOCK_KEY), stop")],
+        [(ATTENTION + "shared/chunks.py", "cut_slot(first, stop, block - first_block, SHAPE.BLOCK_KEY), stop",
+          "cut_slot(first, stop, block - first_block - 2, SHAPE.BLOCK_KEY), stop")],
         ["op_tests/ops/attention/test_gqa_decode.py::test_chunks"],
     ),
     Mutant(

@@ -33,7 +33,7 @@ _KERNELS = "op_tests/test_sampling_law.py::test_no_two_steps_of_a_kernel_can_be_
 _ATTENTION_LAW = ["op_tests/test_attention_law.py::test_all_ops_attend_as_pytorch_does"]
 _EXACT = "op_tests/engine/test_exact_laws.py::"
 _BIAS = """    if processors.logit_bias is not None:
-        bias_ptr = processors.logit_bias + row.request * VOCAB_SIZE
+        bias_ptr = processors.logit_bias + row.request * row.VOCAB_SIZE
         logit += tl.load(bias_ptr + ids, mask=mask, other=0.0).to(tl.float32)
 """
 _REFERENCE_BIAS = """    if processors.logit_bias is not None:
@@ -224,8 +224,8 @@ MUTANTS = [
     ),
     both(
         "the bias before the penalties", "sample_from_logits", [LAWS + _ORDER, _KERNELS],
-        [(SHARED + "logits.py", "    if HAS_PENALTIES:\n        logit = _penalise",
-          _BIAS + "    if HAS_PENALTIES:\n        logit = _penalise"),
+        [(SHARED + "logits.py", "    if row.HAS_PENALTIES:\n        logit = _penalise",
+          _BIAS + "    if row.HAS_PENALTIES:\n        logit = _penalise"),
          (SHARED + "logits.py", _BIAS + "    if processors.token", "    if processors.token")],
         [("reference/sampling.py", "    if processors.has_penalties:\n        zeros",
           _REFERENCE_BIAS + "    if processors.has_penalties:\n        zeros"),
@@ -285,14 +285,14 @@ MUTANTS = [
     ),
     both(
         "scales of written keys and values exchanged", "kv/write_kv", of("kv/write_kv", "test_scales"),
-        [("(k_scale_ptr, head, is_head, stride_k_scale_head)", "(v_scale_ptr, head, is_head, 1 * stride_v_scale_head)"),
-         ("(v_scale_ptr, head, is_head, stride_v_scale_head)", "(k_scale_ptr, head, is_head, stride_k_scale_head)")],
+        [("(inputs.k_scale, head, is_head, stride_k", "(inputs.v_scale, head, is_head, 1 * stride_v"),
+         ("(inputs.v_scale, head, is_head, stride_v", "(inputs.k_scale, head, is_head, stride_k")],
         [("(k_cache, key, k_scale), (v_cache, value, v_scale)", "(k_cache, key, v_scale), (v_cache, value, k_scale)")],
     ),
     both(
         "a window one wider", "attention/gqa_decode", _ATTENTION_LAW,
-        [(ATTENTION + "shared/split_attention.py", 'window, k_scale = values["window"], values["k_scale"]',
-          'window, k_scale = values["window"] and values["window"] + 1, values["k_scale"]')],
+        [(ATTENTION + "shared/split_attention.py", 'tree_mask, window = values.get("tree_mask"), values["window"]',
+          'tree_mask, window = values.get("tree_mask"), values["window"] and values["window"] + 1')],
         [("length - window", "length - window - 1")],
     ),
     both(
