@@ -17,11 +17,13 @@ from eagle_kernels import EAGLEConfig, SamplingParams, ops
 from eagle_kernels.engine.batch.row_sampling import RowSampling
 from eagle_kernels.engine.drafters.protocol import Proposal
 from eagle_kernels.engine.requests.sampling_params import Features
+from eagle_kernels.engine.step.stepper import Verified
 from eagle_kernels.engine.step.verification import make_verifier
 from eagle_kernels.reference.enumeration import EnumeratedDraws, completed, enumerate_outcomes, total_variation
 from eagle_kernels.reference.ops.verify import verify_tree_rejection
 from eagle_kernels.reference.ops.verify.verify_tree_sampled import verify_tree_sampled
 from eagle_kernels.reference.random import grouped_gumbel
+from eagle_kernels.tools.trees.recorder import TreeRecorder
 from op_tests.rounds import links_of
 from op_tests.sampling_law import CASES, ORDER, Target, assert_every_exchange_shows, law
 
@@ -51,8 +53,8 @@ class Rows:
         return self.sampling.arguments(features, slice(None))
 
 
-def verify(strategy, givens, trees, logits, *, parents, seeds=(0,), draft_logits=None, **options):
-    """The verdict of a strategy on trees of tokens [B, N]."""
+def verify(strategy, givens, trees, logits, *, parents, seeds=(0,), draft_logits=None, on_tree=None, **options):
+    """The verdict of a strategy on trees of tokens [B, N]; on_tree is shown it."""
     trees = torch.tensor(trees)
     size = len(trees)
     depths = [0]
@@ -64,7 +66,11 @@ def verify(strategy, givens, trees, logits, *, parents, seeds=(0,), draft_logits
     tree = ops.BuildTreeOutput(None, positions, rows, *links, trees.flatten())
     batch, config = Rows(givens, seeds), EAGLEConfig(verify_strategy=strategy, **options)
     verifier = make_verifier(config, max(depths), torch.device("cpu"))
-    return verifier.verify(batch, Proposal(tree, draft_logits), logits, Features.of(batch.params))
+    given = batch, Proposal(tree, draft_logits), logits, Features.of(batch.params)
+    committed = verifier.verify(*given)
+    if on_tree is not None:
+        on_tree(Verified(*given, committed))
+    return committed
 
 
 def emitted_by(strategy, target, children, source):
@@ -113,6 +119,31 @@ def law_of_two(target, order):
         (one, other): target.probs((), order)[one] * target.probs((one,), order)[other]
         for one, other in itertools.product(range(VOCAB), repeat=2)
     }
+
+
+def test_what_is_recorded_of_a_tree_is_the_law():
+    """The target's probabilities of the drafts and of its own choice, as a person is shown them."""
+    root, after = [], []
+    for logits, given in CASES:
+        target = Target(VOCAB, first=logits, **{key: given[key] for key in {*STEPS, "prompt", "output_counts"}})
+        tokens, parents = [0, *range(VOCAB)], [-1] + [0] * VOCAB
+        rows = torch.stack([target.logits(prefix) for prefix in ((), *((token,) for token in range(VOCAB)))]).float()
+        seen = []
+        verify("target_match", [target.given], [tokens], rows, parents=parents, on_tree=seen.append)
+        recorder = TreeRecorder()
+        recorder(seen[0])
+        (tree,) = recorder.trees
+        root.append([tree.target_probs[node] for node in range(1, VOCAB + 1)])
+        first, second = tree.brought
+        after.append((target, first, second, tree.choice_probs[1]))
+
+    def distance(order):
+        wanted = [target.probs((), order) for target, *_ in after]
+        return max(sum(abs(p - q) for p, q in zip(*rows)) / 2 for rows in zip(root, wanted))
+
+    assert_every_exchange_shows(distance, STEPS, tolerance=1e-5)
+    for target, first, second, prob in after:
+        assert prob == pytest.approx(target.probs((first,))[second], abs=1e-5)
 
 
 EPSILON, DELTA = 0.2, 0.6

@@ -292,6 +292,18 @@ def test_sample(shape, spec_steps, thresholds, is_shuffled, device, backend):
     assert (draft_probs == 0.5).all()
 
 
+@pytest.mark.parametrize(
+    ("thresholds", "accepted"), [((0.3, 1.0), 1), ((1.0, 0.3), 1), ((0.5, 0.9), 0), ((0.9, 0.5), 1)]
+)
+def test_each_threshold_has_its_place(thresholds, accepted, device, backend):
+    """A draft of probability 0.4 and a coin of 0.6: the first is for a single token, the second for their sum."""
+    tree = [[[5, 2]], [[0, 1]], [[1, -1]], [[-1, -1]], [[0.6, 0.6]], [0.5], [[[0.1, 0.2, 0.4, 0.3]] * 2]]
+    outputs = [torch.full(shape, -1, dtype=torch.int32, device=device) for shape in ((2,), (1, 2), (1,))]
+    inputs = (torch.tensor(values, device=device) for values in tree)
+    sgl_kernel.tree_speculative_sampling_target_only(*outputs, *inputs, None, *thresholds)
+    assert outputs[2].tolist() == [accepted]
+
+
 # masks to links
 
 

@@ -225,6 +225,17 @@ def test_sampled_verification(names, has_top_k, has_top_p, thresholds, sglang, m
     assert len(set(counts)) > 1
 
 
+def test_each_threshold_has_its_place(sglang, monkeypatch, device):
+    """The server's two thresholds, as the walk by coins is given them."""
+    monkeypatch.setitem(stub.SPEC, "speculative_accept_threshold_single", 0.3)
+    monkeypatch.setitem(stub.SPEC, "speculative_accept_threshold_acc", 0.7)
+    walk_by_coins, given = verification.verify_tree_coins, {}
+    monkeypatch.setattr(verification, "verify_tree_coins", lambda *a, **o: given.update(o) or walk_by_coins(*a, **o))
+    verify_input, batch, logits = make_verify_batch(device, is_all_greedy=False)
+    verification.eagle_sample(None, verify_input, batch, SimpleNamespace(next_token_logits=logits))
+    assert (given["threshold_single"], given["threshold_acc"]) == (0.3, 0.7)
+
+
 @pytest.mark.parametrize("has_attention_ranks", [False, True])
 @pytest.mark.parametrize("is_sampled", [False, True])
 def test_ranks_get_the_first_ones_draws_in_one_message(is_sampled, has_attention_ranks, sglang, monkeypatch, device):
