@@ -183,6 +183,16 @@ def test_the_first_of_siblings_of_one_token_is_followed(device):
         assert output.accept_index.tolist() == [[0, 1], [4, 5]], op
 
 
+@pytest.mark.parametrize("tied", [list(range(1000)), list(range(0, 1000, 7)), [999, 3, 500]], ids=lambda ids: len(ids))
+def test_top_log_probabilities_are_those_of_the_lowest_ids(tied, device):
+    """Also where more tokens tie than are told; the first one is what a greedy request emits."""
+    logits = torch.zeros(2, 1000, device=device)
+    logits[:, tied] = 1.0
+    rest = [token for token in range(1000) if token not in tied]
+    top = score(logits, torch.zeros(2, dtype=torch.int64, device=device), True)
+    assert top.top_ids.tolist() == [(sorted(tied) + rest)[:20]] * 2
+
+
 def test_top_log_probabilities_have_the_lowest_ids_first():
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 2.0, 0.0]])
     top = score(logits, torch.tensor([4]), True)
