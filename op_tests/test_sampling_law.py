@@ -18,7 +18,6 @@ from op_tests.harness import check_operation, to_device
 from op_tests.sampling_law import CASES, ORDER, arguments, assert_every_exchange_shows, can_matter, exchanged, law
 
 FILTERS = ("top_k", "top_p", "min_p")
-FILTER_ORDERS = pytest.mark.parametrize("filter_order", ["top_k_first", "joint"])
 
 
 def telling_rows(filter_order: str, places: list[int], vocab_size: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
@@ -64,7 +63,7 @@ def inputs_of(cases: list[int], filter_order: str, places: list[int], vocab_size
     return scattered(logits, places, vocab_size, float("-inf")), given
 
 
-@FILTER_ORDERS
+@pytest.mark.parametrize("filter_order", ["top_k_first", "joint"])
 @pytest.mark.parametrize(
     ("op", "places"),
     [

@@ -30,7 +30,6 @@ from op_tests.sampling_law import CASES, ORDER, Target, assert_every_exchange_sh
 VOCAB = 7
 # what a request can ask for
 STEPS = tuple(name for name in ORDER if name in SamplingParams.__dataclass_fields__)
-PENALTIES = STEPS[:3]
 
 
 class Rows:

@@ -1,4 +1,4 @@
-"""Bugs that kernel and reference share, which only a law sees; and bugs of what computes the laws."""
+"""Bugs that only a law sees: those that kernel and reference share, of what the engine makes of ops, and of laws."""
 
 from __future__ import annotations
 
