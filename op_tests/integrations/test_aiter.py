@@ -110,6 +110,8 @@ def test_organize(device):
     assert aiter.organize_draft_results(nested, *lists[1:], 5)[1].tolist() == [[0, 1, 2, 4]]
     one_step = aiter.organize_draft_results(*([step[0]] for step in lists), 2)
     assert [tensor.tolist() for tensor in one_step] == [[[]], [[0]], [[11]]]
+    two_steps = aiter.organize_draft_results(*(step[:2] for step in lists), 4)
+    assert [tensor.tolist() for tensor in two_steps] == [[[-1, 0, 1]], [[0, 1, 2]], [[11, 12, 21]]]
 
 
 # verification and counts
@@ -193,6 +195,14 @@ def test_the_walk_s_sizes_are_checked(sizes, message):
         aiter.verify_tree_greedy_kernel[(1,)](*tensors, *sizes)
 
 
+def test_statistics_of_a_batch():
+    counts = aiter.compute_tree_statistics(torch.tensor([3, 0, 1, 3], dtype=torch.int32), 8, 3)
+    assert counts == {
+        "mean_accept_length": 1.75, "max_accept_length": 3, "min_accept_length": 0, "acceptance_rate": 1.75 / 8,
+        "total_proposed": 32, "total_accepted": 7, "batch_size": 4,
+    }  # fmt: skip
+
+
 def test_statistics_of_nothing():
     empty = torch.empty(0, dtype=torch.int32)
     assert set(aiter.compute_tree_statistics(empty, 8, 3).values()) == {0}
@@ -208,6 +218,8 @@ def test_fast_topk_orders_ties_by_index(device):
     values, indices = aiter.fast_topk_torch(scores, 3)
     assert values.tolist() == [[3.0, 3.0, 2.0], [0.0, 0.0, 0.0]] and indices.tolist() == [[1, 2, 3], [0, 1, 2]]
     assert aiter.fast_topk_torch(scores, 1, dim=0)[1].tolist() == [[0, 0, 0, 0]]
+    scores = torch.arange(3000, device=device).remainder(3).float()
+    assert aiter.fast_topk_torch(scores, 1500)[1].tolist() == [*range(2, 3000, 3), *range(1, 1500, 3)]
 
 
 @pytest.mark.parametrize("shape", [(3, 50), (2, 4, 50)], ids=str)
