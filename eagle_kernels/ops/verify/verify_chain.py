@@ -177,7 +177,8 @@ def _verify_chain_draw_kernel(
 @triton.jit
 def _verify_chain_finish_kernel(
     candidates_ptr,
-    scratch,
+    accepted_ptr,
+    keys_ptr,
     out,
     NUM_TOKENS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
@@ -186,10 +187,10 @@ def _verify_chain_finish_kernel(
     """Writes the outputs of one request."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    accepted = tl.load(scratch.accepted + request)
+    accepted = tl.load(accepted_ptr + request)
     slices = tl.arange(0, next_power_of_2(NUM_SLICES))
     is_key = (slices < NUM_SLICES) & (accepted >= 0)
-    keys_ptr = scratch.keys + request * 2 * NUM_SLICES
+    keys_ptr += request * 2 * NUM_SLICES
     residual = tl.max(tl.load(keys_ptr + slices, mask=is_key, other=LOWEST_KEY))
     plain = tl.max(tl.load(keys_ptr + NUM_SLICES + slices, mask=is_key, other=LOWEST_KEY))
     bonus = drawn_token(tl.where(residual == LOWEST_KEY, plain, residual))
@@ -308,14 +309,15 @@ def verify_chain(
         accepted=allocate(torch.int32),
         keys=allocate(torch.int64, 2, num_slices),
     )
-    shared = {"scratch": scratch, "NUM_TOKENS": num_tokens, "NUM_SLICES": num_slices}
-    draw = shared | pair | {"coins": bundle(Coins, values)}
-    walk = draw | {"candidates_ptr": candidates} | tuning.row(WALK_TUNING, device)
+    tokens = {"candidates_ptr": candidates, "NUM_TOKENS": num_tokens}
+    draw = pair | {"coins": bundle(Coins, values), "scratch": scratch, "NUM_TOKENS": num_tokens}
+    walk = draw | tokens | tuning.row(WALK_TUNING, device)
     launch("verify_chain", _verify_chain_walk_kernel, (batch_size,), **walk)
     draw |= tuning.row(SLICE_TUNING, device)
     if is_block:
         launch_masses(draw)
     launch("verify_chain", _verify_chain_draw_kernel, (batch_size, num_slices), **draw)
-    finish = shared | {"candidates_ptr": candidates, "out": out} | tuning.row(FINISH_TUNING, device)
+    finish = tokens | {"accepted_ptr": scratch.accepted, "keys_ptr": scratch.keys, "out": out, "NUM_SLICES": num_slices}
+    finish |= tuning.row(FINISH_TUNING, device)
     launch("verify_chain", _verify_chain_finish_kernel, (batch_size,), **finish)
     return out
