@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ def test_the_docstring_tells_what_a_reader_needs(path):
 def test_a_tuning_table_has_a_default(path):
     """Its own, or of what it shares."""
     module = importlib.import_module("eagle_kernels.ops." + path)
-    shared = [value for value in vars(module).values() if ".shared." in getattr(value, "__name__", "")]
+    names = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in vars(module).values()}
+    shared = [sys.modules[name] for name in names if ".shared." in name]
     tables = [value for each in (module, *shared) for name, value in vars(each).items() if name.endswith("TUNING")]
     assert tables and all("default" in table for table in tables)
