@@ -5,10 +5,7 @@ Computes
     beams (one root at level 0) proposes the topk most probable tokens of its draft logits; the topk best of these
     candidates are expanded next.
 Invariants
-    A beam's candidates are ordered by logit, then by ascending id; beams by score, then by ascending flat id. NaN
-    counts as -inf, +inf as the largest finite fp32, -0.0 equals 0.0. A row of -inf alone proposes ids 0 .. topk - 1
-    with score -inf. Results of a row do not depend on the batch around it (except hidden_rows, which count its rows).
-    draft_to_target is not checked for range.
+    -0.0 equals 0.0. Results of a row do not depend on the batch around it (except hidden_rows, which count its rows).
 Grid
     One program scans some chunks of 1024 ids of a row, one warp each; then (B,), one program selects for one request,
     one warp for each beam.
@@ -28,10 +25,10 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, bits_value, comparable, ordered_bits, ordered_key
-from ...runtime import check, tuning
+from ...runtime import check
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.selection import CHUNK_SIZE, LANES, NUM_LANES, Scan, largest_in_rows, scan_chunks
+from .shared.selection import NUM_LANES, largest_in_rows, scan_rows
 
 
 class Output(NamedTuple):
@@ -49,65 +46,21 @@ class Output(NamedTuple):
 
 MAX_TOPK = 16
 
-# bench/results/NVIDIA_H100_80GB_HBM3/tuning/select_top_k_tokens.txt
-TUNING = {"default": {"BLOCK_CHUNK": 4}}
-
-
-@triton.jit(do_not_specialize=["stride_logits_row", "num_vectors", "num_chunks"])
-def _select_top_k_tokens_scan_kernel(
-    logits_ptr,
-    group_max_ptr,
-    chunk_max_ptr,
-    chunk_sum_ptr,
-    stride_logits_row,
-    num_vectors,
-    num_chunks,
-    VECTOR: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    await_predecessor(ENABLE_PDL)
-    num_blocks = tl.cdiv(num_chunks, BLOCK_CHUNK)
-    row = (tl.program_id(0) // num_blocks).to(tl.int64)
-    first_chunk = tl.program_id(0) % num_blocks * BLOCK_CHUNK
-    row_ptr = logits_ptr + row * stride_logits_row * VECTOR
-    scan = Scan(
-        group_max_ptr + row * num_chunks * LANES, chunk_max_ptr + row * num_chunks, chunk_sum_ptr + row * num_chunks,
-        num_chunks,
-    )  # fmt: skip
-    scan_chunks(row_ptr, num_vectors, scan, first_chunk, VECTOR, BLOCK_CHUNK)
-
 
 @triton.jit(
-    do_not_specialize=[
-        "stride_logits_row",
-        "vocab_size",
-        "num_chunks",
-        "level",
-        "num_input_words",
-        "stride_candidate_scores_request",
-        "stride_candidate_tokens_request",
-        "stride_parent_slots_request",
-    ]
-)
+    do_not_specialize=["stride_logits_row", "vocab_size", "num_chunks", "level", "num_input_words",
+                       "stride_candidate_scores_request", "stride_candidate_tokens_request",
+                       "stride_parent_slots_request"]
+)  # fmt: skip
 def _select_top_k_tokens_kernel(
     # inputs
     logits_ptr,
-    group_max_ptr,
-    chunk_max_ptr,
-    chunk_sum_ptr,
+    scan,
     beam_scores_ptr,
     beam_ancestors_ptr,
     draft_to_target_ptr,
     # outputs
-    scores_ptr,
-    tokens_ptr,
-    parents_ptr,
-    hidden_rows_ptr,
-    parent_slots_ptr,
-    candidate_scores_ptr,
-    candidate_tokens_ptr,
-    ancestors_ptr,
+    out,
     # sizes
     stride_logits_row,
     vocab_size,
@@ -120,12 +73,11 @@ def _select_top_k_tokens_kernel(
     TOPK: tl.constexpr,
     NUM_BEAMS: tl.constexpr,
     BLOCK_SLOT: tl.constexpr,
-    BLOCK_BEAM: tl.constexpr,
-    BLOCK_TOPK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
+    BLOCK_BEAM: tl.constexpr = next_power_of_2(NUM_BEAMS)
     # until [candidate] below: [rank, beam, lane], the same in all lanes
     beam = tl.arange(0, BLOCK_BEAM)[None, :, None]
     is_beam = beam < NUM_BEAMS
@@ -133,16 +85,14 @@ def _select_top_k_tokens_kernel(
     beam_score = tl.zeros([1, BLOCK_BEAM, 1], tl.float32)
     if beam_scores_ptr is not None:
         beam_score = tl.load(beam_scores_ptr + row, mask=is_beam, other=0.0)
-    scan = Scan(group_max_ptr, chunk_max_ptr, chunk_sum_ptr, num_chunks)
     bits, token, row_max, log_sum = largest_in_rows(
-        logits_ptr, stride_logits_row, vocab_size, scan, row, is_beam,
-        COUNT=TOPK, BLOCK_COUNT=BLOCK_TOPK, BLOCK_SLOT=BLOCK_SLOT,
-    )  # fmt: skip
+        logits_ptr, stride_logits_row, vocab_size, num_chunks, scan, row, is_beam, COUNT=TOPK, BLOCK_SLOT=BLOCK_SLOT
+    )
     # the maximum first: its difference from the best logits is exact or nearly so
     score = comparable((bits_value(bits) - row_max) - log_sum + beam_score)
 
     # [candidate]
-    NUM_CANDIDATES: tl.constexpr = BLOCK_TOPK * BLOCK_BEAM
+    NUM_CANDIDATES: tl.constexpr = next_power_of_2(TOPK) * BLOCK_BEAM
     score = bits_value(tl.reshape(tl.max(ordered_bits(score), axis=2), [NUM_CANDIDATES]))
     token = tl.reshape(tl.max(token, axis=2), [NUM_CANDIDATES]).to(tl.int64)
     candidate = tl.arange(0, NUM_CANDIDATES)
@@ -163,20 +113,20 @@ def _select_top_k_tokens_kernel(
     place = tl.sum((key[:, None] > key[None, :]).to(tl.int32), axis=0)
     is_kept = is_candidate & (place < TOPK)
     kept = request * TOPK + place
-    tl.store(candidate_scores_ptr + request * stride_candidate_scores_request + flat, score, mask=is_candidate)
-    tl.store(candidate_tokens_ptr + request * stride_candidate_tokens_request + flat, token, mask=is_candidate)
-    tl.store(scores_ptr + kept, score, mask=is_kept)
-    tl.store(tokens_ptr + kept, token, mask=is_kept)
-    tl.store(parents_ptr + kept, beam, mask=is_kept)
-    tl.store(hidden_rows_ptr + kept, request * NUM_BEAMS + beam, mask=is_kept)
+    tl.store(out.candidate_scores + request * stride_candidate_scores_request + flat, score, mask=is_candidate)
+    tl.store(out.candidate_tokens + request * stride_candidate_tokens_request + flat, token, mask=is_candidate)
+    tl.store(out.scores + kept, score, mask=is_kept)
+    tl.store(out.tokens + kept, token, mask=is_kept)
+    tl.store(out.parents + kept, beam, mask=is_kept)
+    tl.store(out.hidden_rows + kept, request * NUM_BEAMS + beam, mask=is_kept)
     # candidates of the levels before: TOPK and, from level 1 on, TOPK * TOPK of each
     first_candidate = tl.where(level > 0, TOPK + (level - 1) * TOPK * TOPK, 0)
-    tl.store(parent_slots_ptr + request * stride_parent_slots_request + place, flat + first_candidate, mask=is_kept)
+    tl.store(out.parent_slots + request * stride_parent_slots_request + place, flat + first_candidate, mask=is_kept)
     slot = level * TOPK + place
     num_words = tl.cdiv((level + 1) * TOPK, 64)
     for word in range(0, num_words):
         own = tl.where(slot // 64 == word, tl.full([NUM_CANDIDATES], 1, tl.int64) << (slot % 64), 0)
-        tl.store(ancestors_ptr + kept * num_words + word, words | own, mask=is_kept)
+        tl.store(out.ancestors + kept * num_words + word, words | own, mask=is_kept)
         if beam_ancestors_ptr is not None:
             words = tl.load(beam_words_ptr + word + 1, mask=is_kept & (word + 1 < num_input_words), other=0)
 
@@ -287,46 +237,21 @@ def select_top_k_tokens(
         ([[0, 2]], [[2, 4]])
     """
     out = check.allocate("select_top_k_tokens", contract(locals()), out)
-    device, (num_rows, vocab_size) = logits.device, logits.shape
-    scan = tuning.row(TUNING, device)
-    num_chunks = triton.cdiv(vocab_size, CHUNK_SIZE)
-    vector = 16 // logits.element_size()
-    if vocab_size % vector or logits.stride(0) % vector:
-        vector = 1  # rows start anywhere
-    group_max = torch.empty((num_rows, num_chunks * NUM_LANES), dtype=logits.dtype, device=device)
-    chunk_max = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
-    chunk_sum = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
-    launch(
-        "select_top_k_tokens",
-        _select_top_k_tokens_scan_kernel,
-        (num_rows * triton.cdiv(num_chunks, scan["BLOCK_CHUNK"]),),
-        logits_ptr=logits,
-        group_max_ptr=group_max,
-        chunk_max_ptr=chunk_max,
-        chunk_sum_ptr=chunk_sum,
-        stride_logits_row=logits.stride(0) // vector,
-        num_vectors=vocab_size // vector,
-        num_chunks=num_chunks,
-        VECTOR=vector,
-        num_warps=scan["BLOCK_CHUNK"],
-        **scan,
-    )
+    scan = scan_rows("select_top_k_tokens", logits)
+    num_chunks = scan.chunk_max.shape[1]
     num_beams = 1 if level == 0 else topk
-    block_beam = next_power_of_2(num_beams)
     launch(
         "select_top_k_tokens",
         _select_top_k_tokens_kernel,
         (out.scores.shape[0],),
         logits_ptr=logits,
-        group_max_ptr=group_max,
-        chunk_max_ptr=chunk_max,
-        chunk_sum_ptr=chunk_sum,
+        scan=scan,
         beam_scores_ptr=scores,
         beam_ancestors_ptr=ancestors,
         draft_to_target_ptr=draft_to_target,
-        **{f"{name}_ptr": tensor for name, tensor in out._asdict().items()},
+        out=out,
         stride_logits_row=logits.stride(0),
-        vocab_size=vocab_size,
+        vocab_size=logits.shape[1],
         num_chunks=num_chunks,
         level=level,
         num_input_words=0 if ancestors is None else ancestors.shape[2],
@@ -336,8 +261,6 @@ def select_top_k_tokens(
         TOPK=topk,
         NUM_BEAMS=num_beams,
         BLOCK_SLOT=next_power_of_2(triton.cdiv(num_chunks, NUM_LANES)),
-        BLOCK_BEAM=block_beam,
-        BLOCK_TOPK=next_power_of_2(topk),
-        num_warps=block_beam,
+        num_warps=next_power_of_2(num_beams),
     )
     return out
