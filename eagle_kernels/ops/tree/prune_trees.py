@@ -1,15 +1,13 @@
 """Prunes the trees of a batch to a number of rows in all: the drafts whose paths are worth most stay.
 
 Computes
-    Every request keeps its root, and the max_rows - B drafts with the highest scores of the whole batch stay, equal
-    ones in the order of requests and nodes. A draft stays only if all of its ancestors do, as is the case by itself
-    where scores fall along paths, such as the path probabilities of EAGLE-2 (arXiv 2406.16858). So a request of sure
-    drafts gets more of a step than one of unsure drafts, and the load decides by max_rows how many there are in all.
-    Nodes that stay move together, in their order, and so do the bits of their masks; `tree_from_mask` gives the links
+    The max_rows - B drafts with the highest scores of the whole batch stay, equal ones in the order of requests and
+    nodes, where all of their ancestors do. That is the case by itself where scores fall along paths, such as the path
+    probabilities of EAGLE-2 (arXiv 2406.16858). So a request of sure drafts gets more of a step than one of unsure
+    drafts, and the load decides by max_rows how many there are in all. Of what stays `tree_from_mask` gives the links
     and positions, `pack_verify_rows` the rows of the target's forward pass.
 Invariants
-    Every output is written whole. A draft with a score of NaN or -inf never stays, nor one that does not see its root.
-    num_nodes lie in 1..N, and their sum is at most max_rows.
+    A draft that does not see its root never stays. The sum of num_nodes is at most max_rows.
 Grid
     (1,), one program finds the lowest score that stays, by bisection of its bits; (B,), one program prunes a tree.
 Launches
@@ -26,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
+from ...primitives.ordering import ordered_bits
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
@@ -50,8 +49,7 @@ NEVER = tl.constexpr(-(2**31))
 def _load_keys(scores_ptr, place, is_place):
     """Returns int32 keys in the order of the scores; NEVER for NaN and -inf."""
     score = tl.load(scores_ptr + place, mask=is_place, other=float("-inf")) + 0.0  # -0.0 is 0.0
-    bits = score.to(tl.int32, bitcast=True)
-    return tl.where(score > float("-inf"), bits ^ ((bits >> 31) & 0x7FFFFFFF), NEVER)
+    return tl.where(score > float("-inf"), ordered_bits(score), NEVER)
 
 
 @triton.jit
@@ -124,13 +122,10 @@ def _prune_trees_kernel(
     scores_ptr,
     cut_ptr,
     # outputs
-    new_tokens_ptr,
-    new_mask_ptr,
-    num_nodes_ptr,
+    out,
     # sizes
     stride_draft_tokens_batch,
     NUM_NODES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
     BLOCK_SCORE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
@@ -138,6 +133,7 @@ def _prune_trees_kernel(
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     cut, num_equal = tl.load(cut_ptr), tl.load(cut_ptr + 1)
+    BLOCK_NODE: tl.constexpr = next_power_of_2(NUM_NODES, 16)
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
     first = request * (NUM_NODES - 1)
@@ -150,7 +146,7 @@ def _prune_trees_kernel(
     is_best = (key > cut) | is_equal | (node == 0)
 
     WORDS: tl.constexpr = (NUM_NODES + 63) // 64
-    scratch_ptr = new_tokens_ptr + request * NUM_NODES
+    scratch_ptr = out.draft_tokens + request * NUM_NODES
     masks_ptr = tree_mask_ptr + request * NUM_NODES * WORDS
     _share(scratch_ptr, is_best.to(tl.int32), NUM_NODES, BLOCK_NODE)
     num_lost = tl.zeros([BLOCK_NODE], tl.int32)
@@ -166,7 +162,7 @@ def _prune_trees_kernel(
     rank = tl.where(is_kept, tl.cumsum(is_kept.to(tl.int32)) - 1, -1)
     _share(scratch_ptr, rank, NUM_NODES, BLOCK_NODE)
     is_left = is_node & (node >= count)
-    new_masks_ptr = new_mask_ptr + request * NUM_NODES * WORDS
+    new_masks_ptr = out.tree_mask + request * NUM_NODES * WORDS
     for new_word in tl.static_range(WORDS):
         bits = tl.zeros([BLOCK_NODE], tl.int64)
         for word in tl.static_range(new_word, WORDS):  # nodes move forward
@@ -182,7 +178,7 @@ def _prune_trees_kernel(
     token = tl.load(draft_tokens_ptr + request * stride_draft_tokens_batch + node, mask=is_kept, other=0)
     tl.store(scratch_ptr + rank, token.to(tl.int64), mask=is_kept)
     tl.store(scratch_ptr + node, tl.full([BLOCK_NODE], -1, tl.int64), mask=is_left)
-    tl.store(num_nodes_ptr + request, count)
+    tl.store(out.num_nodes + request, count)
 
 
 def contract(values: dict) -> Output:
@@ -273,7 +269,6 @@ def prune_trees(
         BLOCK_SCORE=row["BLOCK_SCORE"],
         num_warps=row["num_warps"],
     )
-    block_node = max(16, next_power_of_2(num_nodes))
     launch(
         "prune_trees",
         _prune_trees_kernel,
@@ -282,13 +277,10 @@ def prune_trees(
         tree_mask_ptr=tree_mask,
         scores_ptr=scores,
         cut_ptr=cut,
-        new_tokens_ptr=out.draft_tokens,
-        new_mask_ptr=out.tree_mask,
-        num_nodes_ptr=out.num_nodes,
+        out=out,
         stride_draft_tokens_batch=draft_tokens.stride(0),
         NUM_NODES=num_nodes,
-        BLOCK_NODE=block_node,
         BLOCK_SCORE=row["BLOCK_SCORE"],
-        num_warps=min(max(block_node // row["nodes_per_warp"], 4), row["most_warps"]),
+        num_warps=min(max(next_power_of_2(num_nodes) // row["nodes_per_warp"], 4), row["most_warps"]),
     )
     return out
