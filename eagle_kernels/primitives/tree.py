@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from ..runtime.language import tl, triton
+from ..runtime.language import ceil_log2, tl, triton
 
 
 @triton.jit
-def depths(parents, NUM_ROUNDS: tl.constexpr):
-    """Returns the hops of every node to the end of its path, by pointer doubling; parents [node], -1 ends a path."""
-    depth = (parents >= 0).to(tl.int32)
+def path_sums(values, parents, NUM_NODES: tl.constexpr):
+    """Returns the sum of values int32 along every node's path, by pointer doubling; parents [node], -1 ends a path."""
     hop = parents
-    for _ in tl.static_range(NUM_ROUNDS):
+    for _ in tl.static_range(ceil_log2(NUM_NODES)):
         safe_hop = tl.maximum(hop, 0)
-        depth = tl.where(hop >= 0, depth + tl.gather(depth, safe_hop, 0), depth)
+        values += tl.where(hop >= 0, tl.gather(values, safe_hop, 0), 0)
         hop = tl.where(hop >= 0, tl.gather(hop, safe_hop, 0), -1)
-    return depth
+    return values
 
 
 @triton.jit
-def ancestor_word(ancestors, parents, NUM_ROUNDS: tl.constexpr):
+def depths(parents, NUM_NODES: tl.constexpr):
+    """Returns the hops of every node to the end of its path."""
+    return path_sums((parents >= 0).to(tl.int32), parents, NUM_NODES)
+
+
+@triton.jit
+def ancestor_word(ancestors, parents, NUM_NODES: tl.constexpr):
     """Returns one word of every node's ancestor set, closed upwards by pointer doubling; a parent of -1 ends a path."""
     hop = parents
-    for _ in tl.static_range(NUM_ROUNDS):
+    for _ in tl.static_range(ceil_log2(NUM_NODES)):
         safe_hop = tl.maximum(hop, 0)
         ancestors = tl.where(hop >= 0, ancestors | tl.gather(ancestors, safe_hop, 0), ancestors)
         hop = tl.where(hop >= 0, tl.gather(hop, safe_hop, 0), -1)

@@ -1,21 +1,18 @@
 """Looks up what followed the last tokens earlier in a request's own text: drafts without a model.
 
 Computes
-    h is the history: token_ids[b, :seq_len], then draft_tokens[b] up to the first negative one; its last token is the
-    root of the drafts. A negative token equals nothing, itself included, and ends a continuation. The match length of
-    an end position e < len(h) - 1 is the largest n <= max_ngram_size with h[e - n + 1 .. e] = the last n tokens; e is a
-    match if that is at least min_ngram_size and h[e + 1] is not negative. The first max_matches of these are taken, by
-    descending match length, equal ones by position as `prefer` says. Each continues with spec_steps tokens,
-    h[e + 1], h[e + 2], ..., past the end of h with the continuation itself from its beginning on, again and again (as
-    LZ77 copies). The continuations are merged, in order, into a trie below the root. Its nodes are numbered as they are
-    made, and none is made past num_speculative_tokens or max_drafts[b].
-    token_budget: rows in order take what they want while the roots of all live rows stay reserved. Row i has
-    min(want_i, max(0, budget - live rows - sum of want_j, j < i)) drafts, the first of its trie. Tokens of
-    draft_tokens are not counted.
+    h is the history: token_ids[b, :seq_len], then draft_tokens[b] up to the first negative one. The match length of an
+    end position e < len(h) - 1 is the largest n <= max_ngram_size with h[e - n + 1 .. e] = the last n tokens, none of
+    them negative; e is a match if that is at least min_ngram_size and h[e + 1] is not negative. The first max_matches
+    of these are taken, by descending match length, equal ones by position as `prefer` says. Each continues with
+    h[e + 1], h[e + 2], ... up to a negative token, past the end of h with the continuation itself from its beginning
+    on, again and again (as LZ77 copies). The continuations are merged, in order, into a trie, whose nodes are numbered
+    as they are made.
+    token_budget: row i has the first min(want_i, max(0, budget - live rows - sum of want_j, j < i)) drafts of its trie.
 Invariants
-    Every output is written whole. Tokens past seq_len and past a row's drafts do not matter. Parents precede their
-    children, siblings differ. The result does not depend on the width of token_ids, on how a row is cut into parts, or,
-    without a token_budget, on other rows. Dead rows have no drafts.
+    Tokens past seq_len and past a row's drafts do not matter. Parents precede their children, siblings differ. The
+    result does not depend on the width of token_ids, on how a row is cut into parts, or, without a token_budget, on
+    other rows.
 Grid
     (B, parts), one program scans one part of a row's history, in blocks; (B,), one program merges the matches of a
     row's parts and makes the trie; with token_budget (B,), one program cuts one trie.
@@ -39,6 +36,7 @@ from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.ngram import (
     History,
+    Text,
     add_difference,
     as_row_token,
     end_keys,
@@ -54,7 +52,7 @@ from .shared.ngram import (
     take_first,
     zeros_as_bits,
 )
-from .shared.token_budget import cut_to_budget
+from .shared.token_budget import cut_to_budget, erase_drafts
 
 
 class Output(NamedTuple):
@@ -84,9 +82,7 @@ MERGE_TUNING = {"default": {"BLOCK_KEY": 256, "num_warps": 2}}
 @triton.jit(do_not_specialize=["stride_token_ids_request", "width", "min_ngram_size", "max_ngram_size"])
 def _ngram_match_scan_kernel(
     # inputs
-    token_ids_ptr,
-    seq_lens_ptr,
-    draft_tokens_ptr,
+    text,
     # scratch
     keys_ptr,
     # sizes
@@ -94,13 +90,10 @@ def _ngram_match_scan_kernel(
     width,
     min_ngram_size,
     max_ngram_size,
-    ALIGNMENT: tl.constexpr,
     NUM_GIVEN: tl.constexpr,
     MAX_MATCHES: tl.constexpr,
     IS_LATEST: tl.constexpr,
     VECTOR: tl.constexpr,
-    BLOCK_GIVEN: tl.constexpr,
-    BLOCK_MATCH: tl.constexpr,
     BLOCK_TOKEN: tl.constexpr,
     BLOCK_NGRAM: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
@@ -110,11 +103,9 @@ def _ngram_match_scan_kernel(
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     num_parts = tl.num_programs(1)
-    row_ptr = token_ids_ptr + tl.multiple_of(request * stride_token_ids_request, ALIGNMENT)
-    committed, length = history_lengths(seq_lens_ptr, draft_tokens_ptr, request, width, NUM_GIVEN, BLOCK_GIVEN)
-    history = History(row_ptr, None, committed, length)
-    if draft_tokens_ptr is not None:
-        history = History(row_ptr, draft_tokens_ptr + request * NUM_GIVEN, committed, length)
+    row_ptr = text.token_ids + tl.multiple_of(request * stride_token_ids_request, VECTOR)
+    committed, length = history_lengths(text, request, width, NUM_GIVEN)
+    history = History(row_ptr, text.draft_tokens, request * NUM_GIVEN, committed, length)
     # whole vectors: the compiler sees that the bound is a multiple of them, and loads vectors
     num_vectors = committed // VECTOR
     num_blocks = tl.cdiv(num_vectors * VECTOR, BLOCK_TOKEN)
@@ -122,9 +113,9 @@ def _ngram_match_scan_kernel(
     first_block = part * blocks_of_part
     last_block = tl.minimum(first_block + blocks_of_part, num_blocks)
 
-    last, is_last = as_row_token(load_token(history, length - 1), token_ids_ptr)
+    last, is_last = as_row_token(load_token(history, length - 1), row_ptr)
     last_block = tl.where(is_last, last_block, first_block)
-    slot = tl.arange(0, BLOCK_MATCH)
+    slot = tl.arange(0, next_power_of_2(MAX_MATCHES))
     kept = tl.where(slot < MAX_MATCHES, 0, 2**62).to(tl.int64)
     # only longer matches are of use from now on: blocks come in the order of preference
     worst_size = min_ngram_size - 1
@@ -155,7 +146,7 @@ def _ngram_match_scan_kernel(
                 if size <= worst_size:  # exclude all that differ where this one does
                     difference = add_difference(difference, history, position, size)
                     ends &= zeros_as_bits(difference, VECTOR)
-                kept = keep_if_better(kept, key, BLOCK_MATCH)
+                kept = keep_if_better(kept, key)
                 worst_size = tl.maximum((tl.min(kept) >> 32).to(tl.int32), worst_size)
                 place, ends = take_first(ends, VECTOR, IS_LATEST)
         done += 1
@@ -169,17 +160,12 @@ def _ngram_match_scan_kernel(
 )  # fmt: skip
 def _ngram_match_merge_kernel(
     # inputs
-    token_ids_ptr,
-    seq_lens_ptr,
-    draft_tokens_ptr,
+    text,
     max_drafts_ptr,
     # scratch
     keys_ptr,
     # outputs
-    tokens_ptr,
-    parents_ptr,
-    num_drafts_ptr,
-    match_len_ptr,
+    out,
     # sizes
     stride_token_ids_request,
     width,
@@ -192,51 +178,42 @@ def _ngram_match_merge_kernel(
     NUM_GIVEN: tl.constexpr,
     MAX_MATCHES: tl.constexpr,
     IS_LATEST: tl.constexpr,
-    BLOCK_GIVEN: tl.constexpr,
-    BLOCK_MATCH: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Picks a row's matches among those of its parts and those that end in its last few tokens; makes the trie."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    row_ptr = token_ids_ptr + request * stride_token_ids_request
-    committed, length = history_lengths(seq_lens_ptr, draft_tokens_ptr, request, width, NUM_GIVEN, BLOCK_GIVEN)
-    history = History(row_ptr, None, committed, length)
-    if draft_tokens_ptr is not None:
-        history = History(row_ptr, draft_tokens_ptr + request * NUM_GIVEN, committed, length)
-    slot = tl.arange(0, BLOCK_MATCH)
+    row_ptr = text.token_ids + request * stride_token_ids_request
+    committed, length = history_lengths(text, request, width, NUM_GIVEN)
+    history = History(row_ptr, text.draft_tokens, request * NUM_GIVEN, committed, length)
+    slot = tl.arange(0, next_power_of_2(MAX_MATCHES))
     kept = tl.where(slot < MAX_MATCHES, 0, 2**62).to(tl.int64)
     first_key_ptr = keys_ptr + request * num_parts * MAX_MATCHES
     for start in range(0, num_parts * MAX_MATCHES, BLOCK_KEY):
         index = start + tl.arange(0, BLOCK_KEY)
         key = tl.load(first_key_ptr + index, mask=index < num_parts * MAX_MATCHES, other=0)
-        kept = keep_best(kept, key, MAX_MATCHES, BLOCK_MATCH)
-    tail = committed // vector * vector + tl.arange(0, BLOCK_TAIL)
+        kept = keep_best(kept, key, MAX_MATCHES)
+    # the tokens that fill no vector, and the given drafts after them
+    tail = committed // vector * vector + tl.arange(0, next_power_of_2(NUM_GIVEN + 4))
     last_token = load_token(history, length - 1)
     is_match = (tail < length - 1) & (last_token >= 0)
     is_match = is_match & (load_tokens(history, tail, is_match) == last_token)
     size = match_lengths(history, tail, is_match, max_ngram_size)
     key = end_keys(history, tail, size, min_ngram_size, IS_LATEST)
-    kept = keep_best(kept, key, MAX_MATCHES, BLOCK_MATCH)
+    kept = keep_best(kept, key, MAX_MATCHES)
 
     limit = tl.full([], NUM_DRAFTS, tl.int64)
     if max_drafts_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(max_drafts_ptr + request).to(tl.int64), 0), limit)
     first = request * NUM_DRAFTS
     count, longest = merge_paths(
-        history, tl.where(slot < MAX_MATCHES, kept, 0), spec_steps, limit.to(tl.int32), tokens_ptr + first,
-        parents_ptr + first, IS_LATEST=IS_LATEST, BLOCK_MATCH=BLOCK_MATCH, BLOCK_NODE=BLOCK_NODE,
+        history, tl.where(slot < MAX_MATCHES, kept, 0), spec_steps, limit.to(tl.int32), out.tokens + first,
+        out.parents + first, IS_LATEST, BLOCK_NODE=next_power_of_2(NUM_DRAFTS),
     )  # fmt: skip
-    node = tl.arange(0, BLOCK_NODE)
-    is_padding = (node >= count) & (node < NUM_DRAFTS)
-    nothing = tl.full([BLOCK_NODE], -1, tl.int64)
-    tl.store(tokens_ptr + first + node, nothing, mask=is_padding)
-    tl.store(parents_ptr + first + node, nothing, mask=is_padding)
-    tl.store(num_drafts_ptr + request, count)
-    tl.store(match_len_ptr + request, longest)
+    erase_drafts(out, request, count, NUM_DRAFTS, NUM_DRAFTS)
+    tl.store(out.num_drafts + request, count)
+    tl.store(out.match_len + request, longest)
 
 
 def contract(values: dict) -> Output:
@@ -325,39 +302,32 @@ def ngram_match(
         >>> drafts.match_len.tolist()
         [2]
     """
-    contracted = contract(locals())
-    out = check.allocate("ngram_match", contracted, out)
+    out = check.allocate("ngram_match", contract(locals()), out)
     (batch_size, width), device = token_ids.shape, token_ids.device
     scan, merge = tuning.row(SCAN_TUNING, device), tuning.row(MERGE_TUNING, device)
     num_parts = _num_parts(batch_size, width, scan)
     vector = 16 // token_ids.element_size()
     if token_ids.data_ptr() % 16 or token_ids.stride(0) % vector:
         vector = 1
-    num_given = 0 if draft_tokens is None else draft_tokens.shape[1]
-    has_budget = token_budget is not None
-    wanted = torch.empty(batch_size, dtype=torch.int32, device=device) if has_budget else out.num_drafts
+    wanted = out
+    if token_budget is not None:
+        wanted = out._replace(num_drafts=torch.empty(batch_size, dtype=torch.int32, device=device))
     shared = {
-        "token_ids_ptr": token_ids,
-        "seq_lens_ptr": seq_lens,
-        "draft_tokens_ptr": draft_tokens,
+        "text": Text(token_ids, seq_lens, draft_tokens),
         "keys_ptr": torch.empty((batch_size, num_parts, max_matches), dtype=torch.int64, device=device),
         "stride_token_ids_request": token_ids.stride(0),
         "width": width,
         "min_ngram_size": min_ngram_size,
         "max_ngram_size": max_ngram_size,
-        "NUM_GIVEN": num_given,
+        "NUM_GIVEN": 0 if draft_tokens is None else draft_tokens.shape[1],
         "MAX_MATCHES": max_matches,
         "IS_LATEST": prefer == "latest",
-        "BLOCK_GIVEN": next_power_of_2(max(num_given, 1)),
-        "BLOCK_MATCH": next_power_of_2(max_matches),
     }
-    block_node = next_power_of_2(num_speculative_tokens)
     launch(
         "ngram_match",
         _ngram_match_scan_kernel,
         (batch_size, num_parts),
         **shared,
-        ALIGNMENT=vector,
         VECTOR=vector,
         BLOCK_TOKEN=scan["BLOCK_TOKEN"],
         BLOCK_NGRAM=next_power_of_2(max_ngram_size),
@@ -369,21 +339,15 @@ def ngram_match(
         (batch_size,),
         **shared,
         max_drafts_ptr=max_drafts,
-        tokens_ptr=out.tokens,
-        parents_ptr=out.parents,
-        num_drafts_ptr=wanted,
-        match_len_ptr=out.match_len,
+        out=wanted,
         num_parts=num_parts,
         vector=vector,
         spec_steps=min(spec_steps or num_speculative_tokens, num_speculative_tokens),
         NUM_DRAFTS=num_speculative_tokens,
-        BLOCK_NODE=block_node,
-        # the tokens that fill no vector, and the given drafts after them
-        BLOCK_TAIL=next_power_of_2(num_given + 4),
         **merge,
     )
-    if has_budget:
-        cut_to_budget("ngram_match", seq_lens, wanted, out.tokens, out.parents, out.num_drafts, token_budget)
+    if token_budget is not None:
+        cut_to_budget("ngram_match", seq_lens, wanted.num_drafts, out, token_budget)
     return out
 
 

@@ -2,13 +2,10 @@
 
 Computes
     A drafter on the host is a step behind the device: while it looks for drafts, the tokens of that step are verified.
-    From the root path[b] leads down, each token to the first child that carries it. If the whole path is in the trie,
-    the node at its end is the new root; its drafts are the first num_speculative_tokens of its descendants at most
-    spec_steps below it, in their order. If not, there are none. A path ends at its first negative token; an empty one
-    stays at the root.
+    The new trie has the first num_speculative_tokens descendants of the node at the end of the path, at most spec_steps
+    below it. A path ends at its first negative token; an empty one stays at the root.
 Invariants
-    Every output is written whole. Parents precede their children. A node whose parent does not precede it, or whose
-    token is negative, does not exist, and neither do nodes below it.
+    Parents precede their children.
 Grid
     (B,), one program moves one trie.
 Launches
@@ -29,6 +26,7 @@ from ...primitives.tree import ancestor_word, depths
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.token_budget import erase_drafts
 
 
 class Output(NamedTuple):
@@ -52,21 +50,17 @@ def _reroot_drafts_kernel(
     parents_ptr,
     path_ptr,
     # outputs
-    new_tokens_ptr,
-    new_parents_ptr,
-    num_drafts_ptr,
+    out,
     # sizes
     path_size,
     spec_steps,
     NUM_DRAFTS: tl.constexpr,
     NUM_KEPT: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_KEPT: tl.constexpr,
-    NUM_ROUNDS: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
+    BLOCK_NODE: tl.constexpr = next_power_of_2(NUM_DRAFTS + 1, 16)
     node = tl.arange(0, BLOCK_NODE)
     is_draft = (node > 0) & (node <= NUM_DRAFTS)
     offset = request * NUM_DRAFTS + node - 1
@@ -75,8 +69,7 @@ def _reroot_drafts_kernel(
     parent = tl.where((named >= 0) & (named < node) & (token >= 0), named, -1).to(tl.int32)
 
     # BLOCK_NODE: the path has left the trie
-    root = 0
-    place = 0
+    root, place = 0, 0
     committed = tl.full([], 0, tl.int64)
     while (place < path_size) & (committed >= 0) & (root < BLOCK_NODE):
         committed = tl.load(path_ptr + request * path_size + place).to(tl.int64)
@@ -86,24 +79,19 @@ def _reroot_drafts_kernel(
 
     # paths that end at the new root
     below = tl.where(node == root, -1, parent)
-    depth = depths(below, NUM_ROUNDS)
-    is_under = ancestor_word((node == root).to(tl.int32), below, NUM_ROUNDS) != 0
+    depth = depths(below, NUM_DRAFTS + 1)
+    is_under = ancestor_word((node == root).to(tl.int32), below, NUM_DRAFTS + 1) != 0
     is_kept = is_under & (depth > 0) & (depth <= spec_steps)
     # the number of the root is 0, and that of nodes that are not kept too
-    number = tl.cumsum(is_kept.to(tl.int32), 0)
-    number = tl.where(is_kept, number, 0)
+    number = tl.where(is_kept, tl.cumsum(is_kept.to(tl.int32), 0), 0)
     new_parent = tl.gather(number, tl.maximum(parent, 0), 0)
     first = request * NUM_KEPT
     is_written = is_kept & (number <= NUM_KEPT)
-    tl.store(new_tokens_ptr + first + number - 1, token, mask=is_written)
-    tl.store(new_parents_ptr + first + number - 1, new_parent.to(tl.int64), mask=is_written)
+    tl.store(out.tokens + first + number - 1, token, mask=is_written)
+    tl.store(out.parents + first + number - 1, new_parent.to(tl.int64), mask=is_written)
     count = tl.minimum(tl.max(number), NUM_KEPT)
-    tl.store(num_drafts_ptr + request, count)
-    index = tl.arange(0, BLOCK_KEPT)
-    is_padding = (index >= count) & (index < NUM_KEPT)
-    nothing = tl.full([BLOCK_KEPT], -1, tl.int64)
-    tl.store(new_tokens_ptr + first + index, nothing, mask=is_padding)
-    tl.store(new_parents_ptr + first + index, nothing, mask=is_padding)
+    tl.store(out.num_drafts + request, count)
+    erase_drafts(out, request, count, NUM_KEPT, NUM_KEPT)
 
 
 def contract(values: dict) -> Output:
@@ -166,10 +154,8 @@ def reroot_drafts(
         >>> moved.parents.tolist()
         [[0, 1, -1, -1]]
     """
-    contracted = contract(locals())
-    out = check.allocate("reroot_drafts", contracted, out)
+    out = check.allocate("reroot_drafts", contract(locals()), out)
     batch_size, num_drafts = tokens.shape
-    block_node = max(16, next_power_of_2(num_drafts + 1))
     launch(
         "reroot_drafts",
         _reroot_drafts_kernel,
@@ -177,16 +163,11 @@ def reroot_drafts(
         tokens_ptr=tokens,
         parents_ptr=parents,
         path_ptr=path,
-        new_tokens_ptr=out.tokens,
-        new_parents_ptr=out.parents,
-        num_drafts_ptr=out.num_drafts,
+        out=out,
         path_size=path.shape[1],
         spec_steps=min(spec_steps, MAX_DRAFTS),
         NUM_DRAFTS=num_drafts,
         NUM_KEPT=num_speculative_tokens,
-        BLOCK_NODE=block_node,
-        BLOCK_KEPT=next_power_of_2(num_speculative_tokens),
-        NUM_ROUNDS=num_drafts.bit_length(),
-        num_warps=max(block_node // tuning.row(TUNING, tokens.device)["nodes_per_warp"], 1),
+        num_warps=max(next_power_of_2(num_drafts + 1) // tuning.row(TUNING, tokens.device)["nodes_per_warp"], 1),
     )
     return out

@@ -5,14 +5,11 @@ Computes
     holds candidate id = top_scores_index[i - 1]; slot id // topk of parent_list names the parent's candidate id, slot
     0 is the root. Ancestor sets follow by pointer doubling, ceil(log2 N) rounds.
 Invariants
-    Every output is written whole. A node whose parent is missing or does not precede it is linked to nothing; its mask
-    row holds the root and itself, its position is seq_len, and nodes below it count their depth from there. A candidate
-    id outside 0 .. 2^31 - 2 counts as missing. Reads stay within the row.
+    Nodes below one whose parent is missing or does not precede it count their depth from there.
     any_order, for selections in any order as SGLang allows them: the parent is the first node of its candidate id,
-    earlier or later, so links may lead backwards and form cycles. A node sees the nodes that it meets on its way up, at
-    most spec_steps with itself, and the root; its position is seq_len + their number. A missing parent ends the way.
-    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
-    cells of a longer one that they do not reach are not written.
+    earlier or later. A node sees the nodes that it meets on its way up, at most spec_steps with itself, and the root;
+    its position is seq_len + their number. A missing parent ends the way.
+    Reads stay within the row, and writes within a FULL_MASK whose size contradicts seq_lens.
 Grid
     (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches
@@ -26,15 +23,15 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
-from .shared.tree_building import Candidates, Tree, store_tree
-from .shared.tree_contract import MAX_NODES, TUNING, Output, candidates_tree_contract, tree_arguments, tree_grid
+from ...runtime import check
+from ...runtime.language import next_power_of_2, tl, triton
+from ...runtime.launch import launcher
+from .shared.tree_building import Candidates, store_tree
+from .shared.tree_contract import Output, candidates_tree_contract, count_candidates, launch_trees
 from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 
-@triton.jit(do_not_specialize=["batch_size", "parent_width", "mask_size"])
+@triton.jit(do_not_specialize=["parent_width", "mask_size"])
 def _build_tree_kernel(
     # inputs
     verified_id_ptr,
@@ -43,62 +40,39 @@ def _build_tree_kernel(
     draft_tokens_ptr,
     seq_lens_ptr,
     # outputs
-    tree_mask_ptr,
-    positions_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    tree_tokens_ptr,
+    out,
     # sizes
-    batch_size,
     parent_width,
     mask_size,
     TOPK: tl.constexpr,
     NUM_NODES: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
     MASK_MODE: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_FILL: tl.constexpr,
-    NUM_ROUNDS: tl.constexpr,
     MAX_HOPS: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    mask = TreeMask(tree_mask_ptr, seq_lens_ptr, batch_size, mask_size)
+    mask = TreeMask(out.tree_mask, seq_lens_ptr, mask_size)
     if tl.program_id(1) == 0:
-        node = tl.arange(0, BLOCK_NODE)
+        node = tl.arange(0, next_power_of_2(NUM_NODES, 8))
         is_draft = (node > 0) & (node < NUM_NODES)
         draft_offset = request * (NUM_NODES - 1) + node - 1
         candidate = tl.load(top_scores_index_ptr + draft_offset, mask=is_draft, other=-1).to(tl.int64)
         draft_token = tl.load(draft_tokens_ptr + draft_offset, mask=is_draft, other=0).to(tl.int64)
         candidates = Candidates(candidate, draft_token, verified_id_ptr, parent_list_ptr, parent_width)
-        tree = Tree(
-            positions_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr, tree_tokens_ptr
-        )
-        store_tree(
-            request, candidates, mask, tree, TOPK=TOPK, NUM_NODES=NUM_NODES, NUM_WORDS=NUM_WORDS, MASK_MODE=MASK_MODE,
-            BLOCK_NODE=BLOCK_NODE, BLOCK_BATCH=BLOCK_BATCH, NUM_ROUNDS=NUM_ROUNDS, MAX_HOPS=MAX_HOPS,
-        )  # fmt: skip
+        store_tree(request, candidates, mask, out, TOPK, NUM_NODES, MASK_MODE, MAX_HOPS)
     elif MASK_MODE == "full_mask":
-        fill_prefix(
-            mask, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, NUM_NODES=NUM_NODES, IS_ALIGNED=IS_ALIGNED,
-            BLOCK_BATCH=BLOCK_BATCH, BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
-        )  # fmt: skip
+        fill_prefix(mask, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, NUM_NODES, IS_ALIGNED)
 
 
 def contract(values: dict) -> Output:
     """Checks the arguments of `build_tree` and describes its outputs."""
     args = check.Arguments("build_tree", values)
-    num_nodes = args.integer("num_verify_tokens", 1, MAX_NODES)
-    output = candidates_tree_contract(args, num_nodes)
-    args.tensor("top_scores_index", ("B", num_nodes - 1), check.INTEGER)
-    args.tensor("draft_tokens", ("B", num_nodes - 1), check.INTEGER)
-    num_candidates = values["topk"] + (values["spec_steps"] - 1) * values["topk"] ** 2
-    args.debug("top_scores_index", "name a candidate", lambda: values["top_scores_index"] < num_candidates)
+    output = candidates_tree_contract(args)
+    for name in ("top_scores_index", "draft_tokens"):
+        args.tensor(name, ("B", values["num_verify_tokens"] - 1), check.INTEGER)
+    args.debug("top_scores_index", "name a candidate", lambda: values["top_scores_index"] < count_candidates(values))
     return output
 
 
@@ -139,7 +113,7 @@ def build_tree(
         prefix_is_set: "full_mask" only: the prefix columns of `out.tree_mask` already hold True and are not written.
         any_order: `top_scores_index` need not ascend. Links may then lead backwards and form cycles, which
             `verify_tree_greedy` and `verify_tree_coins` follow with the same argument.
-        out: six tensors to write into. A "full_mask" may be longer than needed.
+        out: six tensors to write into. A "full_mask" may be longer than needed: the rest is not written.
 
     Returns:
         A named tuple, every element of which is written:
@@ -154,7 +128,8 @@ def build_tree(
         retrieve_next_token: [B, N] int64. First child of each node, -1 for none.
         retrieve_next_sibling: [B, N] int64. Next sibling of each node, -1 for none; siblings ascend.
         draft_tokens: [B * N] int64. verified_id, then draft_tokens.
-        A node whose parent is missing is linked to nothing, and sees itself and the root.
+        A node whose parent is missing or does not precede it is linked to nothing, sees itself and the root, and has
+        the root's position.
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
@@ -171,27 +146,18 @@ def build_tree(
         >>> tree.retrieve_next_token.tolist()
         [[1, 3, 4, -1, -1]]
     """
-    contracted = contract(locals())
-    out = check.allocate("build_tree", contracted, out)
-    launch(
+    values = locals()
+    out = check.allocate("build_tree", contract(values), out)
+    launch_trees(
         "build_tree",
         _build_tree_kernel,
-        tree_grid(seq_lens.shape[0], num_verify_tokens, tree_mask_mode, prefix_is_set),
-        verified_id_ptr=verified_id,
+        values,
+        out,
         parent_list_ptr=parent_list,
         top_scores_index_ptr=top_scores_index,
         draft_tokens_ptr=draft_tokens,
-        seq_lens_ptr=seq_lens,
-        tree_mask_ptr=out.tree_mask,
-        positions_ptr=out.positions,
-        retrieve_index_ptr=out.retrieve_index,
-        retrieve_next_token_ptr=out.retrieve_next_token,
-        retrieve_next_sibling_ptr=out.retrieve_next_sibling,
-        tree_tokens_ptr=out.draft_tokens,
-        batch_size=seq_lens.shape[0],
         parent_width=parent_list.shape[1],
         TOPK=topk,
         MAX_HOPS=spec_steps if any_order else 0,
-        **tree_arguments(out.tree_mask, num_verify_tokens, tree_mask_mode, tuning.row(TUNING, seq_lens.device)),
     )
     return out

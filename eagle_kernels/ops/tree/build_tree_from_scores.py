@@ -1,17 +1,11 @@
 """Reranks the candidates of all draft levels and turns the best ones into a token tree: both ops in one launch.
 
 Computes
-    organize_draft_results, then build_tree: EAGLE-2 (arXiv 2406.16858, sections 4.2 and 4). Candidates are kept by
-    descending score, equal ones by ascending flat id. A child never scores above its parent and has a higher id, so no
-    child is kept without its parent, and none precedes it.
+    organize_draft_results, then build_tree: EAGLE-2 (arXiv 2406.16858, sections 4.2 and 4).
 Invariants
-    Those of both ops: every output is written whole, NaN counts as -inf, -0.0 equals 0.0, a node whose parent is
-    missing or does not precede it is linked to nothing. A request has at most 4096 candidates.
-    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
-    cells of a longer one that they do not reach are not written.
+    Those of both ops. No child is kept without its parent, and none precedes it.
 Grid
-    (B, 1), one program ranks candidates and builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix
-    columns.
+    That of build_tree; the program that builds a tree ranks its candidates first.
 Launches
     1
 Traffic
@@ -27,12 +21,12 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import is_among_best
-from ...runtime import check, tuning
-from ...runtime.language import next_power_of_2, tl, triton
-from ...runtime.launch import launch, launcher
-from .shared.ranking import RANKING_TUNING, candidates_contract, ranking_warps
-from .shared.tree_building import Candidates, Tree, store_tree
-from .shared.tree_contract import MAX_NODES, TUNING, candidates_tree_contract, tree_arguments, tree_grid
+from ...runtime import check
+from ...runtime.language import ceil_log2, next_power_of_2, tl, triton
+from ...runtime.launch import launcher
+from .shared.ranking import candidates_contract, ranking_warps
+from .shared.tree_building import Candidates, store_tree
+from .shared.tree_contract import candidates_tree_contract, count_candidates, launch_trees
 from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 
@@ -49,7 +43,7 @@ class Output(NamedTuple):
 
 
 @triton.jit(
-    do_not_specialize=["batch_size", "parent_width", "mask_size", "num_candidates", "stride_candidate_scores_request",
+    do_not_specialize=["parent_width", "mask_size", "num_candidates", "stride_candidate_scores_request",
                        "stride_candidate_tokens_request"]
 )  # fmt: skip
 def _build_tree_from_scores_kernel(
@@ -60,15 +54,8 @@ def _build_tree_from_scores_kernel(
     parent_list_ptr,
     seq_lens_ptr,
     # outputs
-    tree_mask_ptr,
-    positions_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    tree_tokens_ptr,
-    top_scores_index_ptr,
+    out,
     # sizes
-    batch_size,
     parent_width,
     mask_size,
     num_candidates,
@@ -76,21 +63,14 @@ def _build_tree_from_scores_kernel(
     stride_candidate_tokens_request,
     TOPK: tl.constexpr,
     NUM_NODES: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
     MASK_MODE: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_FILL: tl.constexpr,
     BLOCK_CANDIDATE: tl.constexpr,
-    SEARCH_ROUNDS: tl.constexpr,
-    NUM_ROUNDS: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    mask = TreeMask(tree_mask_ptr, seq_lens_ptr, batch_size, mask_size)
+    mask = TreeMask(out.tree_mask, seq_lens_ptr, mask_size)
     if tl.program_id(1) == 0:
         flat = tl.arange(0, BLOCK_CANDIDATE)
         is_candidate = flat < num_candidates
@@ -100,42 +80,33 @@ def _build_tree_from_scores_kernel(
         num_kept_to_here = tl.cumsum(is_kept.to(tl.int32), 0)
 
         # node i is the first candidate with i kept ones up to it: a binary search for each node
+        BLOCK_NODE: tl.constexpr = next_power_of_2(NUM_NODES, 8)
         node = tl.arange(0, BLOCK_NODE)
         is_draft = (node > 0) & (node < NUM_NODES)
         candidate = tl.zeros([BLOCK_NODE], tl.int32)
-        for halving in tl.static_range(SEARCH_ROUNDS):
+        for halving in tl.static_range(ceil_log2(BLOCK_CANDIDATE)):
             probe = candidate + (BLOCK_CANDIDATE >> (halving + 1))
             candidate = tl.where(tl.gather(num_kept_to_here, probe - 1, 0) < node, probe, candidate)
         candidate = tl.where(is_draft, candidate, -1).to(tl.int64)
         tokens_row_ptr = candidate_tokens_ptr + request * stride_candidate_tokens_request
         draft_token = tl.load(tokens_row_ptr + candidate, mask=is_draft, other=0).to(tl.int64)
-        tl.store(top_scores_index_ptr + request * (NUM_NODES - 1) + node - 1, candidate, mask=is_draft)
+        tl.store(out.top_scores_index + request * (NUM_NODES - 1) + node - 1, candidate, mask=is_draft)
         candidates = Candidates(candidate, draft_token, verified_id_ptr, parent_list_ptr, parent_width)
-        tree = Tree(
-            positions_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr, tree_tokens_ptr
-        )
-        store_tree(
-            request, candidates, mask, tree, TOPK=TOPK, NUM_NODES=NUM_NODES, NUM_WORDS=NUM_WORDS, MASK_MODE=MASK_MODE,
-            BLOCK_NODE=BLOCK_NODE, BLOCK_BATCH=BLOCK_BATCH, NUM_ROUNDS=NUM_ROUNDS,
-        )  # fmt: skip
+        store_tree(request, candidates, mask, out, TOPK, NUM_NODES, MASK_MODE)
     elif MASK_MODE == "full_mask":
-        fill_prefix(
-            mask, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, NUM_NODES=NUM_NODES, IS_ALIGNED=IS_ALIGNED,
-            BLOCK_BATCH=BLOCK_BATCH, BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
-        )  # fmt: skip
+        fill_prefix(mask, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, NUM_NODES, IS_ALIGNED)
 
 
 def contract(values: dict) -> Output:
     """Checks the arguments of `build_tree_from_scores` and describes its outputs."""
     args = check.Arguments("build_tree_from_scores", values)
-    num_nodes = args.integer("num_verify_tokens", 1, MAX_NODES)
-    tree = candidates_tree_contract(args, num_nodes)
+    tree = candidates_tree_contract(args)
     num_candidates = candidates_contract(args)
-    topk, spec_steps = values["topk"], values["spec_steps"]
-    if num_candidates != topk + (spec_steps - 1) * topk * topk:
-        rule = f"have topk + (spec_steps - 1) * topk^2 = {topk + (spec_steps - 1) * topk * topk} candidates"
+    wanted = count_candidates(values)
+    if num_candidates != wanted:
+        rule = f"have topk + (spec_steps - 1) * topk^2 = {wanted} candidates"
         args.fail("candidate_scores", rule, num_candidates)
-    return Output(*tree, args.spec((args.size("B"), num_nodes - 1), torch.int64))
+    return Output(*tree, args.spec((args.size("B"), values["num_verify_tokens"] - 1), torch.int64))
 
 
 @launcher
@@ -173,7 +144,7 @@ def build_tree_from_scores(
         num_verify_tokens: N, 1..256 and at most C + 1.
         tree_mask_mode: layout of the mask, one of `TreeMaskMode`; see `tree_mask` below.
         prefix_is_set: "full_mask" only: the prefix columns of `out.tree_mask` already hold True and are not written.
-        out: seven tensors to write into. A "full_mask" may be longer than needed.
+        out: seven tensors to write into. A "full_mask" may be longer than needed: the rest is not written.
 
     Returns:
         A named tuple, every element of which is written:
@@ -214,38 +185,23 @@ def build_tree_from_scores(
         >>> tree.retrieve_next_token.tolist()
         [[1, 3, 4, -1, -1]]
     """
-    contracted = contract(locals())
-    out = check.allocate("build_tree_from_scores", contracted, out)
+    values = locals()
+    out = check.allocate("build_tree_from_scores", contract(values), out)
     block_candidate = next_power_of_2(candidate_scores.shape[1])
-    device = seq_lens.device
-    arguments = tree_arguments(out.tree_mask, num_verify_tokens, tree_mask_mode, tuning.row(TUNING, device))
-    # never fewer warps than ranking takes
-    num_ranking_warps = ranking_warps(block_candidate, tuning.row(RANKING_TUNING, device))
-    arguments["num_warps"] = max(arguments["num_warps"], num_ranking_warps)
-    launch(
+    launch_trees(
         "build_tree_from_scores",
         _build_tree_from_scores_kernel,
-        tree_grid(seq_lens.shape[0], num_verify_tokens, tree_mask_mode, prefix_is_set),
-        verified_id_ptr=verified_id,
+        values,
+        out,
+        ranking_warps(block_candidate, seq_lens.device),
         candidate_scores_ptr=candidate_scores,
         candidate_tokens_ptr=candidate_tokens,
         parent_list_ptr=parent_list,
-        seq_lens_ptr=seq_lens,
-        tree_mask_ptr=out.tree_mask,
-        positions_ptr=out.positions,
-        retrieve_index_ptr=out.retrieve_index,
-        retrieve_next_token_ptr=out.retrieve_next_token,
-        retrieve_next_sibling_ptr=out.retrieve_next_sibling,
-        tree_tokens_ptr=out.draft_tokens,
-        top_scores_index_ptr=out.top_scores_index,
-        batch_size=seq_lens.shape[0],
         parent_width=parent_list.shape[1],
         num_candidates=candidate_scores.shape[1],
         stride_candidate_scores_request=candidate_scores.stride(0),
         stride_candidate_tokens_request=candidate_tokens.stride(0),
         TOPK=topk,
         BLOCK_CANDIDATE=block_candidate,
-        SEARCH_ROUNDS=block_candidate.bit_length() - 1,
-        **arguments,
     )
     return out

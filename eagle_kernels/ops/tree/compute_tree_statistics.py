@@ -1,14 +1,11 @@
 """Describes token trees from their links: how deep, how wide, how many nodes at each depth.
 
 Computes
-    A node is linked if it is the root or a linked node names it, as its first child or its next sibling. Per request:
-    the largest depth, the number of linked nodes and of leaves among them, the most children that a node has, and the
-    number of nodes at each depth. With the accepted drafts of a verify op this gives acceptance by depth: of the trees
-    with nodes_per_depth[:, d] > 0, the share with accept_token_num >= d.
+    Sums along the paths that links make. With the accepted drafts of a verify op they give acceptance by depth: of the
+    trees with nodes_per_depth[:, d] > 0, the share with accept_token_num >= d.
 Invariants
-    As in the verify ops a link must point forward, into the tree, and the root has no sibling; other links do not
-    exist. A node that is named more than once belongs to the lowest node that names it, to its child link first. So
-    malformed trees end as well. A dead row, all links -1, is a lone root.
+    As in the verify ops the root has no sibling. A node that is named more than once belongs to the lowest node that
+    names it, to its child link first. So malformed trees end as well.
 Grid
     (B,), one program describes one tree.
 Launches
@@ -24,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.tree import depths
+from ...primitives.tree import depths, path_sums
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
@@ -52,20 +49,15 @@ _ROOT = tl.constexpr(1 << 16)
 def _compute_tree_statistics_kernel(
     retrieve_next_token_ptr,
     retrieve_next_sibling_ptr,
-    depths_ptr,
-    num_linked_ptr,
-    num_leaves_ptr,
-    max_branching_ptr,
-    nodes_per_depth_ptr,
+    out,
     num_depths,
     NUM_NODES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    NUM_ROUNDS: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
+    BLOCK_NODE: tl.constexpr = next_power_of_2(NUM_NODES, 16)
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
     child = tl.load(retrieve_next_token_ptr + request * NUM_NODES + node, mask=is_node, other=-1)
@@ -82,25 +74,20 @@ def _compute_tree_statistics_kernel(
     is_child = is_named & (link % 2 == 0)
 
     # a path leads through siblings too, and only its child links lead down
-    path_sum = is_child.to(tl.int32) + tl.where(node == 0, _ROOT, 0)
-    hop = before
-    for _ in tl.static_range(NUM_ROUNDS):
-        safe_hop = tl.maximum(hop, 0)
-        path_sum += tl.where(hop >= 0, tl.gather(path_sum, safe_hop, 0), 0)
-        hop = tl.where(hop >= 0, tl.gather(hop, safe_hop, 0), -1)
+    path_sum = path_sums(is_child.to(tl.int32) + tl.where(node == 0, _ROOT, 0), before, NUM_NODES)
     is_linked = path_sum >= _ROOT
     depth = tl.where(is_linked, path_sum - _ROOT, -1)
-    place = depths(tl.where(is_child, -1, before), NUM_ROUNDS) + 1
+    place = depths(tl.where(is_child, -1, before), NUM_NODES) + 1
     is_leaf = is_linked & (child < 0)
 
-    tl.store(depths_ptr + request, tl.max(depth))
-    tl.store(num_linked_ptr + request, tl.sum(is_linked.to(tl.int32)))
-    tl.store(num_leaves_ptr + request, tl.sum(is_leaf.to(tl.int32)))
-    tl.store(max_branching_ptr + request, tl.max(tl.where(is_linked & (node > 0), place, 0)))
+    tl.store(out.depths + request, tl.max(depth))
+    tl.store(out.num_linked + request, tl.sum(is_linked.to(tl.int32)))
+    tl.store(out.num_leaves + request, tl.sum(is_leaf.to(tl.int32)))
+    tl.store(out.max_branching + request, tl.max(tl.where(is_linked & (node > 0), place, 0)))
     for start in range(0, num_depths, BLOCK_DEPTH):
         level = start + tl.arange(0, BLOCK_DEPTH)
         count = tl.sum((depth[:, None] == level[None, :]).to(tl.int32), axis=0)
-        tl.store(nodes_per_depth_ptr + request * num_depths + level, count, mask=level < num_depths)
+        tl.store(out.nodes_per_depth + request * num_depths + level, count, mask=level < num_depths)
 
 
 def contract(values: dict) -> Output:
@@ -159,27 +146,19 @@ def compute_tree_statistics(
         >>> statistics.depths.tolist(), statistics.num_leaves.tolist(), statistics.max_branching.tolist()
         ([2], [2], [2])
     """
-    contracted = contract(locals())
-    out = check.allocate("compute_tree_statistics", contracted, out)
+    out = check.allocate("compute_tree_statistics", contract(locals()), out)
     batch_size, num_nodes = retrieve_next_token.shape
     row = tuning.row(TUNING, retrieve_next_token.device)
-    block_node = max(16, next_power_of_2(num_nodes))
     launch(
         "compute_tree_statistics",
         _compute_tree_statistics_kernel,
         (batch_size,),
         retrieve_next_token_ptr=retrieve_next_token,
         retrieve_next_sibling_ptr=retrieve_next_sibling,
-        depths_ptr=out.depths,
-        num_linked_ptr=out.num_linked,
-        num_leaves_ptr=out.num_leaves,
-        max_branching_ptr=out.max_branching,
-        nodes_per_depth_ptr=out.nodes_per_depth,
+        out=out,
         num_depths=spec_steps + 1,
         NUM_NODES=num_nodes,
-        BLOCK_NODE=block_node,
         BLOCK_DEPTH=row["BLOCK_DEPTH"],
-        NUM_ROUNDS=(num_nodes - 1).bit_length(),
-        num_warps=max(block_node // row["nodes_per_warp"], row["min_warps"]),
+        num_warps=max(next_power_of_2(num_nodes) // row["nodes_per_warp"], row["min_warps"]),
     )
     return out

@@ -1,11 +1,10 @@
 """Reranks the candidates of all draft levels and keeps the best ones as the nodes of the verification tree.
 
 Computes
-    EAGLE-2 (arXiv 2406.16858, section 4.2): the num_verify_tokens - 1 candidates of the highest score, over all levels,
-    in ascending order of flat id, which puts parents before children. Equal scores go to the lower id. A child never
+    EAGLE-2 (arXiv 2406.16858, section 4.2). The ascending order of flat ids puts parents before children; a child never
     scores above its parent and has a higher id, so the kept set is closed under parents.
 Invariants
-    NaN counts as -inf, -0.0 equals 0.0. There are at most 4096 candidates, since one program holds a row.
+    -0.0 equals 0.0. One program holds a row, which limits the candidates.
 Grid
     (B,), one program selects for one request.
 Launches
@@ -22,11 +21,11 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import is_among_best
-from ...runtime import check, tuning
+from ...runtime import check
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.ranking import MAX_CANDIDATES as MAX_CANDIDATES  # which the engine has to know as well
-from .shared.ranking import RANKING_TUNING, candidates_contract, ranking_warps
+from .shared.ranking import candidates_contract, ranking_warps
 
 
 class Output(NamedTuple):
@@ -37,18 +36,13 @@ class Output(NamedTuple):
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_candidates",
-        "num_kept",
-        "stride_candidate_scores_request",
-        "stride_candidate_tokens_request",
-    ]
-)
+    do_not_specialize=["num_candidates", "num_kept", "stride_candidate_scores_request",
+                       "stride_candidate_tokens_request"]
+)  # fmt: skip
 def _organize_draft_results_kernel(
     candidate_scores_ptr,
     candidate_tokens_ptr,
-    top_scores_index_ptr,
-    draft_tokens_ptr,
+    out,
     num_candidates,
     num_kept,
     stride_candidate_scores_request,
@@ -60,14 +54,13 @@ def _organize_draft_results_kernel(
     request = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK_CANDIDATE)
     is_candidate = candidate < num_candidates
-    score = tl.load(
-        candidate_scores_ptr + request * stride_candidate_scores_request + candidate, mask=is_candidate, other=0.0
-    )
+    scores_row_ptr = candidate_scores_ptr + request * stride_candidate_scores_request
+    score = tl.load(scores_row_ptr + candidate, mask=is_candidate, other=0.0)
     is_kept = is_among_best(score, is_candidate, num_kept)
     kept_offset = request * num_kept + tl.cumsum(is_kept.to(tl.int32), 0) - 1
     token = tl.load(candidate_tokens_ptr + request * stride_candidate_tokens_request + candidate, mask=is_kept, other=0)
-    tl.store(top_scores_index_ptr + kept_offset, candidate, mask=is_kept)
-    tl.store(draft_tokens_ptr + kept_offset, token, mask=is_kept)
+    tl.store(out.top_scores_index + kept_offset, candidate, mask=is_kept)
+    tl.store(out.draft_tokens + kept_offset, token, mask=is_kept)
 
 
 def contract(values: dict) -> Output:
@@ -124,8 +117,7 @@ def organize_draft_results(
         >>> best.draft_tokens.tolist()
         [[11, 12, 21, 23]]
     """
-    contracted = contract(locals())
-    out = check.allocate("organize_draft_results", contracted, out)
+    out = check.allocate("organize_draft_results", contract(locals()), out)
     batch_size, num_candidates = candidate_scores.shape
     if num_verify_tokens == 1:
         return out
@@ -136,13 +128,12 @@ def organize_draft_results(
         (batch_size,),
         candidate_scores_ptr=candidate_scores,
         candidate_tokens_ptr=candidate_tokens,
-        top_scores_index_ptr=out.top_scores_index,
-        draft_tokens_ptr=out.draft_tokens,
+        out=out,
         num_candidates=num_candidates,
         num_kept=num_verify_tokens - 1,
         stride_candidate_scores_request=candidate_scores.stride(0),
         stride_candidate_tokens_request=candidate_tokens.stride(0),
         BLOCK_CANDIDATE=block_candidate,
-        num_warps=ranking_warps(block_candidate, tuning.row(RANKING_TUNING, candidate_scores.device)),
+        num_warps=ranking_warps(block_candidate, candidate_scores.device),
     )
     return out

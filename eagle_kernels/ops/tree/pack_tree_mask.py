@@ -1,9 +1,9 @@
 """Packs a tree mask of any layout into words, a bit per draft key: the form that attention reads.
 
 Computes
-    Bit j % 64 of word j // 64 of a row is set where the row sees draft key j; the bits past the last key are 0.
+    Each row's cells, or the words of its layout, as words of 64 bits.
 Invariants
-    The output is written whole. Cells of a FULL_MASK that is too short for its lengths count as not set.
+    Reads stay within a FULL_MASK that is too short for its lengths.
 Grid
     (B, row blocks), one program packs a block of rows.
 Launches
@@ -26,26 +26,24 @@ from .shared.tree_mask import TreeMaskMode, check_lengths, check_mask, load_keys
 TUNING = {"default": {"BLOCK_ROW": 16, "num_warps": 4}}
 
 
-@triton.jit(do_not_specialize=["batch_size", "mask_size"])
+@triton.jit(do_not_specialize=["mask_size"])
 def _pack_tree_mask_kernel(
     tree_mask_ptr,
     seq_lens_ptr,
     output_ptr,
-    batch_size,
     mask_size,
     NUM_ROWS: tl.constexpr,
     NUM_KEYS: tl.constexpr,
     MASK_MODE: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
     is_row = row < NUM_ROWS
-    source = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, MASK_MODE, BLOCK_BATCH)
-    target = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, "packed", BLOCK_BATCH)
+    source = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, MASK_MODE)
+    target = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, "packed")
     for word in range((NUM_KEYS + 63) // 64):
         seen = load_keys(tree_mask_ptr, source, is_row, word, mask_size, NUM_KEYS, MASK_MODE)
         store_keys(output_ptr, target, is_row, word, seen, mask_size, NUM_KEYS, "packed")
@@ -54,20 +52,15 @@ def _pack_tree_mask_kernel(
 def contract(values: dict) -> check.Spec:
     """Checks the arguments of `pack_tree_mask` and describes its output."""
     args = check.Arguments("pack_tree_mask", values)
-    return mask_spec(args, TreeMaskMode.PACKED, *_sizes(args))
-
-
-def _sizes(args: check.Arguments) -> tuple[int, int, int]:
-    """Checks the arguments and returns (requests, query rows, draft keys)."""
     mode = args.choice("tree_mask_mode", list(TreeMaskMode))
-    num_nodes = None if args.values["num_verify_tokens"] is None else args.integer("num_verify_tokens", 1)
-    if mode == TreeMaskMode.FULL_MASK:
+    num_nodes = None if values["num_verify_tokens"] is None else args.integer("num_verify_tokens", 1)
+    if mode == TreeMaskMode.FULL_MASK:  # the lengths say how many requests there are
         check_lengths(args, mode)
-        return check_mask(args, mode, num_nodes)
     sizes = check_mask(args, mode, num_nodes)
-    args.bind("B", sizes[0], "tree_mask")
-    check_lengths(args, mode)
-    return sizes
+    if mode != TreeMaskMode.FULL_MASK:
+        args.bind("B", sizes[0], "tree_mask")
+        check_lengths(args, mode)
+    return mask_spec(args, TreeMaskMode.PACKED, *sizes)
 
 
 @launcher
@@ -113,9 +106,10 @@ def pack_tree_mask(
         >>> eagle_kernels.pack_tree_mask(tree_mask).tolist()
         [[[1], [3], [5]]]
     """
-    args = check.Arguments("pack_tree_mask", locals())
-    batch_size, num_rows, num_keys = _sizes(args)
-    out = check.allocate("pack_tree_mask", mask_spec(args, TreeMaskMode.PACKED, batch_size, num_rows, num_keys), out)
+    out = check.allocate("pack_tree_mask", contract(locals()), out)
+    batch_size, num_rows, num_words = out.shape
+    if num_verify_tokens is None:
+        num_verify_tokens = 64 * num_words if tree_mask_mode == TreeMaskMode.PACKED else tree_mask.shape[-1]
     row = tuning.row(TUNING, tree_mask.device)
     launch(
         "pack_tree_mask",
@@ -124,12 +118,10 @@ def pack_tree_mask(
         tree_mask_ptr=tree_mask,
         seq_lens_ptr=seq_lens,
         output_ptr=out,
-        batch_size=batch_size,
         mask_size=tree_mask.numel(),
         NUM_ROWS=num_rows,
-        NUM_KEYS=num_keys,
+        NUM_KEYS=num_verify_tokens,
         MASK_MODE=str(tree_mask_mode),
-        BLOCK_BATCH=128,
         **row,
     )
     return out

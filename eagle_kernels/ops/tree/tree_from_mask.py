@@ -1,14 +1,13 @@
 """Turns ancestor masks into trees: positions and first-child / next-sibling links, for drafters that deliver a mask.
 
 Computes
-    With M[t, j]: node t sees node j, and j < t (other bits are ignored, the diagonal too):
+    With M[t, j]: node t sees node j, and j < t:
         depth(t) = how many j are seen; parent(t) = the largest of them, -1 if there is none;
         first child of t = the smallest k with M[k, t], which in a sound mask is a child;
         next sibling of t = the smallest k > t with parent(k) = parent(t), -1 if t has no parent.
     This is what n-gram and suffix drafting need (SGLang's reconstruct_indices_from_tree_mask).
 Invariants
-    Every output is written whole. Links point forward or are -1, so walks along them end, whatever the mask. Cells of
-    a FULL_MASK that is too short for its lengths count as not set.
+    Links point forward or are -1, so walks along them end, whatever the mask.
 Grid
     (B,), one program reads one mask.
 Launches
@@ -44,28 +43,23 @@ class Output(NamedTuple):
 TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_128": 8, "min_warps": 4}}
 
 
-@triton.jit(do_not_specialize=["batch_size", "mask_size"])
+@triton.jit(do_not_specialize=["mask_size"])
 def _tree_from_mask_kernel(
     tree_mask_ptr,
     seq_lens_ptr,
-    positions_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    batch_size,
+    out,
     mask_size,
     NUM_NODES: tl.constexpr,
     MASK_MODE: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
+    BLOCK_NODE: tl.constexpr = next_power_of_2(NUM_NODES, 16)
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
     node_offset = request * NUM_NODES + node
-    row_start = row_starts(seq_lens_ptr, request, node, batch_size, NUM_NODES, NUM_NODES, MASK_MODE, BLOCK_BATCH)
+    row_start = row_starts(seq_lens_ptr, request, node, NUM_NODES, NUM_NODES, MASK_MODE)
 
     depth = tl.zeros([BLOCK_NODE], dtype=tl.int32)
     parent = tl.full([BLOCK_NODE], -1, tl.int32)
@@ -78,17 +72,14 @@ def _tree_from_mask_kernel(
         parent = tl.maximum(parent, tl.max(tl.where(seen, ancestor[None, :], -1), axis=1))
         first_child = tl.min(tl.where(seen, node[:, None], NUM_NODES), axis=0)
         first_child = tl.where(first_child < NUM_NODES, first_child, -1)
-        tl.store(
-            retrieve_next_token_ptr + request * NUM_NODES + ancestor,
-            first_child.to(tl.int64),
-            mask=ancestor < NUM_NODES,
-        )
+        children_ptr = out.retrieve_next_token + request * NUM_NODES
+        tl.store(children_ptr + ancestor, first_child.to(tl.int64), mask=ancestor < NUM_NODES)
 
     if BLOCK_NODE <= 128:
         next_sibling = _first_later(parent, node, parent, node, NUM_NODES)
     else:  # all pairs at once would not fit into registers: 64 parents at a time, by way of the output
         next_sibling = tl.full([BLOCK_NODE], NUM_NODES, tl.int32)
-        parents_ptr = retrieve_next_sibling_ptr + request * NUM_NODES
+        parents_ptr = out.retrieve_next_sibling + request * NUM_NODES
         tl.store(parents_ptr + node, parent.to(tl.int64), mask=is_node)
         tl.debug_barrier()
         for start in range(0, NUM_NODES, 64):
@@ -99,9 +90,9 @@ def _tree_from_mask_kernel(
         tl.debug_barrier()  # all have been read
     next_sibling = tl.where(next_sibling < NUM_NODES, next_sibling, -1)
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
-    tl.store(positions_ptr + node_offset, seq_len + depth, mask=is_node)
-    tl.store(retrieve_index_ptr + node_offset, node_offset, mask=is_node)
-    tl.store(retrieve_next_sibling_ptr + node_offset, next_sibling.to(tl.int64), mask=is_node)
+    tl.store(out.positions + node_offset, seq_len + depth, mask=is_node)
+    tl.store(out.retrieve_index + node_offset, node_offset, mask=is_node)
+    tl.store(out.retrieve_next_sibling + node_offset, next_sibling.to(tl.int64), mask=is_node)
 
 
 @triton.jit
@@ -177,28 +168,20 @@ def tree_from_mask(
         >>> tree.retrieve_next_token.tolist(), tree.retrieve_next_sibling.tolist()
         ([[1, 3, 4, -1, -1]], [[-1, 2, -1, -1, -1]])
     """
-    contracted = contract(locals())
-    out = check.allocate("tree_from_mask", contracted, out)
+    out = check.allocate("tree_from_mask", contract(locals()), out)
     row = tuning.row(TUNING, seq_lens.device)
-    block_node = max(16, next_power_of_2(num_verify_tokens))
+    block_node = next_power_of_2(num_verify_tokens)
+    nodes_per_warp = row["nodes_per_warp" if block_node <= 128 else "nodes_per_warp_past_128"]
     launch(
         "tree_from_mask",
         _tree_from_mask_kernel,
         (seq_lens.shape[0],),
         tree_mask_ptr=tree_mask,
         seq_lens_ptr=seq_lens,
-        positions_ptr=out.positions,
-        retrieve_index_ptr=out.retrieve_index,
-        retrieve_next_token_ptr=out.retrieve_next_token,
-        retrieve_next_sibling_ptr=out.retrieve_next_sibling,
-        batch_size=seq_lens.shape[0],
+        out=out,
         mask_size=tree_mask.numel(),
         NUM_NODES=num_verify_tokens,
         MASK_MODE=str(tree_mask_mode),
-        BLOCK_NODE=block_node,
-        BLOCK_BATCH=128,
-        num_warps=max(
-            block_node // row["nodes_per_warp" if block_node <= 128 else "nodes_per_warp_past_128"], row["min_warps"]
-        ),
+        num_warps=max(block_node // nodes_per_warp, row["min_warps"]),
     )
     return out

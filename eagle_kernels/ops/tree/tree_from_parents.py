@@ -1,16 +1,11 @@
 """Turns tokens and their parents into a token tree: mask, positions and links, for drafters that name parents.
 
 Computes
-    Draft j is node j + 1, and parents[b, j] is the node that it follows: 0 is the root, -1 says that there is no such
-    node. A node is linked if a path of parents leads from it to the root, every step to an earlier node, over tokens
-    that are not negative. Linked nodes get a mask, a depth, a first child and a next sibling. Ancestor sets follow by
-    pointer doubling, ceil(log2 N) rounds for N nodes. This is what n-gram and suffix drafting need.
+    Ancestor sets by pointer doubling, ceil(log2 N) rounds for N nodes; a node is linked if the root is among its own.
+    Linked nodes get a mask, a depth, a first child and a next sibling. This is what n-gram and suffix drafting need.
 Invariants
-    Every output is written whole. A node that is not linked is no node's child or sibling. Of the tree it sees itself
-    alone. It has the root's position and the root's token, so that tables of embeddings are read in range.
-    Siblings with the same token stay two nodes.
-    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
-    cells of a longer one that they do not reach are not written.
+    A node that is not linked has the root's token, so that tables of embeddings are read in range.
+    Writes stay within a FULL_MASK whose size contradicts seq_lens.
 Grid
     (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches
@@ -24,15 +19,15 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
-from .shared.tree_building import Tree, store_links
-from .shared.tree_contract import MAX_NODES, TUNING, Output, tree_arguments, tree_contract, tree_grid
+from ...runtime import check
+from ...runtime.language import next_power_of_2, tl, triton
+from ...runtime.launch import launcher
+from .shared.tree_building import store_links
+from .shared.tree_contract import Output, launch_trees, tree_contract
 from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 
-@triton.jit(do_not_specialize=["batch_size", "mask_size"])
+@triton.jit(do_not_specialize=["mask_size"])
 def _tree_from_parents_kernel(
     # inputs
     verified_id_ptr,
@@ -40,31 +35,19 @@ def _tree_from_parents_kernel(
     parents_ptr,
     seq_lens_ptr,
     # outputs
-    tree_mask_ptr,
-    positions_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    tree_tokens_ptr,
+    out,
     # sizes
-    batch_size,
     mask_size,
     NUM_NODES: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
     MASK_MODE: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_FILL: tl.constexpr,
-    NUM_ROUNDS: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    mask = TreeMask(tree_mask_ptr, seq_lens_ptr, batch_size, mask_size)
+    mask = TreeMask(out.tree_mask, seq_lens_ptr, mask_size)
     if tl.program_id(1) == 0:
-        node = tl.arange(0, BLOCK_NODE)
+        node = tl.arange(0, next_power_of_2(NUM_NODES, 8))
         is_node = node < NUM_NODES
         is_draft = is_node & (node > 0)
         draft_offset = request * (NUM_NODES - 1) + node - 1
@@ -74,30 +57,20 @@ def _tree_from_parents_kernel(
         root_token = tl.load(verified_id_ptr + request).to(tl.int64)
 
         offset = request * NUM_NODES + node
-        tl.store(retrieve_index_ptr + offset, offset, mask=is_node)
+        tl.store(out.retrieve_index + offset, offset, mask=is_node)
         parent = tl.where((named >= 0) & (named < node) & (token >= 0), named, -1).to(tl.int32)
-        tree = Tree(
-            positions_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr, tree_tokens_ptr
-        )
-        is_linked = store_links(
-            request, parent, seq_len, mask, tree, KEEP_LOOSE=False, NUM_NODES=NUM_NODES, NUM_WORDS=NUM_WORDS,
-            MASK_MODE=MASK_MODE, BLOCK_NODE=BLOCK_NODE, BLOCK_BATCH=BLOCK_BATCH, NUM_ROUNDS=NUM_ROUNDS,
-        )  # fmt: skip
-        tl.store(tree_tokens_ptr + offset, tl.where(is_linked & is_draft, token, root_token), mask=is_node)
+        is_linked = store_links(request, parent, seq_len, mask, out, NUM_NODES, MASK_MODE, KEEP_LOOSE=False)
+        tl.store(out.draft_tokens + offset, tl.where(is_linked & is_draft, token, root_token), mask=is_node)
     elif MASK_MODE == "full_mask":
-        fill_prefix(
-            mask, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, NUM_NODES=NUM_NODES, IS_ALIGNED=IS_ALIGNED,
-            BLOCK_BATCH=BLOCK_BATCH, BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
-        )  # fmt: skip
+        fill_prefix(mask, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, NUM_NODES, IS_ALIGNED)
 
 
 def contract(values: dict) -> Output:
     """Checks the arguments of `tree_from_parents` and describes its outputs."""
     args = check.Arguments("tree_from_parents", values)
-    num_nodes = args.integer("num_verify_tokens", 1, MAX_NODES)
-    output = tree_contract(args, num_nodes)
-    args.tensor("draft_tokens", ("B", num_nodes - 1), check.INTEGER)
-    args.tensor("parents", ("B", num_nodes - 1), check.INTEGER)
+    output = tree_contract(args)
+    for name in ("draft_tokens", "parents"):
+        args.tensor(name, ("B", values["num_verify_tokens"] - 1), check.INTEGER)
     return output
 
 
@@ -129,7 +102,7 @@ def tree_from_parents(
         num_verify_tokens: N, 1..256.
         tree_mask_mode: layout of the mask, one of `TreeMaskMode`; see `tree_mask` below.
         prefix_is_set: "full_mask" only: the prefix columns of `out.tree_mask` already hold True and are not written.
-        out: six tensors to write into. A "full_mask" may be longer than needed.
+        out: six tensors to write into. A "full_mask" may be longer than needed: the rest is not written.
 
     Returns:
         A named tuple, every element of which is written:
@@ -165,23 +138,9 @@ def tree_from_parents(
         >>> tree.draft_tokens.tolist()  # the last node is padding
         [9, 11, 12, 21, 9]
     """
-    contracted = contract(locals())
-    out = check.allocate("tree_from_parents", contracted, out)
-    launch(
-        "tree_from_parents",
-        _tree_from_parents_kernel,
-        tree_grid(seq_lens.shape[0], num_verify_tokens, tree_mask_mode, prefix_is_set),
-        verified_id_ptr=verified_id,
-        draft_tokens_ptr=draft_tokens,
-        parents_ptr=parents,
-        seq_lens_ptr=seq_lens,
-        tree_mask_ptr=out.tree_mask,
-        positions_ptr=out.positions,
-        retrieve_index_ptr=out.retrieve_index,
-        retrieve_next_token_ptr=out.retrieve_next_token,
-        retrieve_next_sibling_ptr=out.retrieve_next_sibling,
-        tree_tokens_ptr=out.draft_tokens,
-        batch_size=seq_lens.shape[0],
-        **tree_arguments(out.tree_mask, num_verify_tokens, tree_mask_mode, tuning.row(TUNING, seq_lens.device)),
+    values = locals()
+    out = check.allocate("tree_from_parents", contract(values), out)
+    launch_trees(
+        "tree_from_parents", _tree_from_parents_kernel, values, out, draft_tokens_ptr=draft_tokens, parents_ptr=parents
     )
     return out

@@ -1,11 +1,9 @@
 """Writes packed tree masks in the layout that another attention kernel reads.
 
 Computes
-    A row sees draft key j where bit j % 64 of its word j // 64 is set; FULL_MASK rows see all of the prefix too.
+    Each row's bits as cells, or as the words of its layout.
 Invariants
-    The output is written whole.
-    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
-    cells of a longer one that they do not reach are not written.
+    Writes stay within a FULL_MASK whose size contradicts seq_lens.
 Grid
     (B, row blocks), one program writes a block of rows.
 Launches
@@ -39,12 +37,11 @@ TUNING = {"default": {"BLOCK_ROW": 16, "BLOCK_FILL": 64, "num_warps": 4}}
 FULL_MASK_TUNING = {"default": {"BLOCK_ROW": 1, "BLOCK_FILL": 512, "num_warps": 4}}
 
 
-@triton.jit(do_not_specialize=["batch_size", "mask_size"])
+@triton.jit(do_not_specialize=["mask_size"])
 def _unpack_tree_mask_kernel(
     tree_mask_ptr,
     seq_lens_ptr,
     output_ptr,
-    batch_size,
     mask_size,
     NUM_ROWS: tl.constexpr,
     NUM_KEYS: tl.constexpr,
@@ -52,20 +49,19 @@ def _unpack_tree_mask_kernel(
     IS_ALIGNED: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
     is_row = row < NUM_ROWS
-    source = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, "packed", BLOCK_BATCH)
-    target = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, MASK_MODE, BLOCK_BATCH)
+    source = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, "packed")
+    target = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, MASK_MODE)
     if MASK_MODE == "full_mask":
-        mask = TreeMask(output_ptr, seq_lens_ptr, batch_size, mask_size)
+        mask = TreeMask(output_ptr, seq_lens_ptr, mask_size)
         fill_prefix(
-            mask, request, tl.program_id(1), tl.num_programs(1), NUM_NODES=NUM_KEYS, IS_ALIGNED=IS_ALIGNED,
-            BLOCK_BATCH=BLOCK_BATCH, BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
+            mask, request, tl.program_id(1), tl.num_programs(1), NUM_KEYS, IS_ALIGNED,
+            BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
         )  # fmt: skip
     for word in range((NUM_KEYS + 63) // 64):
         seen = load_keys(tree_mask_ptr, source, is_row, word, mask_size, NUM_KEYS, "packed")
@@ -93,9 +89,8 @@ def contract(values: dict) -> check.Spec:
 def _keys_from(num_keys: int, tree_mask: torch.Tensor) -> torch.Tensor:
     """Returns the bits of each word that stand for keys from num_keys on; only the last word has such bits."""
     spare = -1 << num_keys % 64 if num_keys % 64 else 0
-    return tree_mask & torch.tensor(
-        [0] * (tree_mask.shape[2] - 1) + [spare], dtype=torch.int64, device=tree_mask.device
-    )
+    words = [0] * (tree_mask.shape[2] - 1) + [spare]
+    return tree_mask & torch.tensor(words, dtype=torch.int64, device=tree_mask.device)
 
 
 @launcher
@@ -121,7 +116,7 @@ def unpack_tree_mask(
         num_verify_tokens: Nk. None: as many draft keys as rows. The `ancestors` of `select_top_k_tokens` are not
             square: give i * K for the beams that draft level i, or their keys from K on are cut off without a word.
         tree_mask_mode: layout of the result, one of `TreeMaskMode`.
-        out: a tensor to write into. A "full_mask" may be longer than needed.
+        out: a tensor to write into. A "full_mask" may be longer than needed: the rest is not written.
 
     Returns:
         What each row sees, written whole:
@@ -149,8 +144,7 @@ def unpack_tree_mask(
         ...     torch.tensor([[[1], [3]]]), torch.tensor([2]), 2, tree_mask_mode="full_mask").int().tolist()
         [1, 1, 1, 0, 1, 1, 1, 1]
     """
-    contracted = contract(locals())
-    out = check.allocate("unpack_tree_mask", contracted, out)
+    out = check.allocate("unpack_tree_mask", contract(locals()), out)
     batch_size, num_rows, _ = tree_mask.shape
     is_full = tree_mask_mode == TreeMaskMode.FULL_MASK
     row = tuning.row(FULL_MASK_TUNING if is_full else TUNING, tree_mask.device)
@@ -161,13 +155,11 @@ def unpack_tree_mask(
         tree_mask_ptr=tree_mask,
         seq_lens_ptr=seq_lens,
         output_ptr=out,
-        batch_size=batch_size,
         mask_size=out.numel(),
         NUM_ROWS=num_rows,
         NUM_KEYS=num_rows if num_verify_tokens is None else num_verify_tokens,
         MASK_MODE=str(tree_mask_mode),
         IS_ALIGNED=is_full and out.data_ptr() % 16 == 0,
-        BLOCK_BATCH=128,
         **row,
     )
     return out

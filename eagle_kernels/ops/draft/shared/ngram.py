@@ -12,34 +12,36 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
+
+
+class Text(NamedTuple):
+    """Pointers to what makes the texts of all requests, arguments of the op; None: not given."""
+
+    token_ids: Any
+    seq_lens: Any
+    draft_tokens: Any
 
 
 class History(NamedTuple):
     """A request's text: tokens of a row, then those of drafts that count as history."""
 
     row_ptr: Any
-    drafts_ptr: Any  # None: no drafts
+    drafts: Any  # pointer to those of all requests; None: no drafts
+    first_draft: Any  # int64
     committed: Any  # tokens of the row, int32
     length: Any  # of both, int32; 0 for dead rows
 
 
 @triton.jit
-def history_lengths(
-    seq_lens_ptr,
-    draft_tokens_ptr,
-    request,
-    width,
-    NUM_GIVEN: tl.constexpr,
-    BLOCK_GIVEN: tl.constexpr,
-):
+def history_lengths(text, request, width, NUM_GIVEN: tl.constexpr):
     """Returns (tokens of a request's row, tokens of its history), int32; its drafts end at the first negative one."""
-    seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
+    seq_len = tl.load(text.seq_lens + request).to(tl.int64)
     committed = tl.minimum(tl.maximum(seq_len, 0), width).to(tl.int32)
     length = committed
-    if draft_tokens_ptr is not None:
-        place = tl.arange(0, BLOCK_GIVEN)
-        draft = tl.load(draft_tokens_ptr + request * NUM_GIVEN + place, mask=place < NUM_GIVEN, other=-1)
+    if text.draft_tokens is not None:
+        place = tl.arange(0, next_power_of_2(NUM_GIVEN))
+        draft = tl.load(text.draft_tokens + request * NUM_GIVEN + place, mask=place < NUM_GIVEN, other=-1)
         num_given = tl.min(tl.where(draft < 0, place, NUM_GIVEN))
         length = tl.where(committed > 0, committed + num_given, 0)
     return committed, length
@@ -47,24 +49,17 @@ def history_lengths(
 
 @triton.jit
 def load_token(history, position):
-    """Returns the token at one position, int64; -1 before the text."""
-    token = tl.load(history.row_ptr + position, mask=(position >= 0) & (position < history.committed), other=-1)
-    token = token.to(tl.int64)
-    if history.drafts_ptr is not None:
-        place = position - history.committed
-        draft = tl.load(history.drafts_ptr + place, mask=(place >= 0) & (position < history.length), other=-1)
-        token = tl.where(place >= 0, draft.to(tl.int64), token)
-    return token
+    """Returns the token at one position up to the end of the text, int64; -1 before the text."""
+    return load_tokens(history, position, position >= 0)
 
 
 @triton.jit
 def load_tokens(history, position, is_wanted):
     """Returns the tokens at several positions of the text, int64; -1 where none is wanted."""
-    token = tl.load(history.row_ptr + position, mask=is_wanted & (position < history.committed), other=-1)
-    token = token.to(tl.int64)
-    if history.drafts_ptr is not None:
+    token = tl.load(history.row_ptr + position, mask=is_wanted & (position < history.committed), other=-1).to(tl.int64)
+    if history.drafts is not None:
         place = position - history.committed
-        draft = tl.load(history.drafts_ptr + place, mask=is_wanted & (place >= 0), other=-1)
+        draft = tl.load(history.drafts + history.first_draft + place, mask=is_wanted & (place >= 0), other=-1)
         token = tl.where(place >= 0, draft.to(tl.int64), token)
     return token
 
@@ -178,8 +173,9 @@ def _key_end(key, IS_LATEST: tl.constexpr):
 
 
 @triton.jit
-def keep_if_better(kept, key, BLOCK_MATCH: tl.constexpr):
+def keep_if_better(kept, key):
     """Returns kept [BLOCK_MATCH] with a key in the place of its worst one, if it is better."""
+    BLOCK_MATCH: tl.constexpr = kept.shape[0]
     slot = tl.arange(0, BLOCK_MATCH)
     worst = tl.min(kept)
     place = tl.min(tl.where(kept == worst, slot, BLOCK_MATCH))
@@ -187,12 +183,12 @@ def keep_if_better(kept, key, BLOCK_MATCH: tl.constexpr):
 
 
 @triton.jit
-def keep_best(kept, key, MAX_MATCHES: tl.constexpr, BLOCK_MATCH: tl.constexpr):
+def keep_best(kept, key, MAX_MATCHES: tl.constexpr):
     """Returns the best keys of both, in no order: kept [BLOCK_MATCH], where slots not to be used hold huge ones."""
     best = tl.max(key)
     num_taken = 0
     while (num_taken < MAX_MATCHES) & (best > tl.min(kept)):
-        kept = keep_if_better(kept, best, BLOCK_MATCH)
+        kept = keep_if_better(kept, best)
         key = tl.where(key == best, 0, key)
         best = tl.max(key)
         num_taken += 1
@@ -201,22 +197,15 @@ def keep_best(kept, key, MAX_MATCHES: tl.constexpr, BLOCK_MATCH: tl.constexpr):
 
 @triton.jit
 def merge_paths(
-    history,
-    key,
-    spec_steps,
-    limit,
-    tokens_ptr,
-    parents_ptr,
-    IS_LATEST: tl.constexpr,
-    BLOCK_MATCH: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-):
+    history, key, spec_steps, limit, tokens_ptr, parents_ptr, IS_LATEST: tl.constexpr, BLOCK_NODE: tl.constexpr
+):  # fmt: skip
     """Writes tokens and parents of the trie of what follows the matches `key` [BLOCK_MATCH], its first `limit` nodes.
 
     Returns (how many nodes, length of the best match), int32. A path shares with the earlier paths the longest
     beginning that it has in common with one of them; its other nodes are new and numbered in a row. So a whole path is
     merged at once, from its tokens, that length, and the places of the nodes of earlier paths.
     """
+    BLOCK_MATCH: tl.constexpr = key.shape[0]
     slot = tl.arange(0, BLOCK_MATCH)
     step = tl.arange(0, BLOCK_NODE)
     # best first; keys of no match, 0, come last

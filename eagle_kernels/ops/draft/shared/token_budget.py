@@ -1,6 +1,8 @@
-"""Cuts the tries of a batch to what a budget of verified tokens leaves them."""
+"""Cuts tries: ends their rows, and leaves those of a batch what a budget of verified tokens has for them."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -12,20 +14,27 @@ from ....runtime.launch import launch
 BUDGET_TUNING = {"default": {"BLOCK_BATCH": 256, "num_warps": 1}}
 
 
+@triton.jit
+def erase_drafts(out, request, first, last, NUM_DRAFTS: tl.constexpr):
+    """Writes -1 as the drafts first .. last - 1 of a request's NUM_DRAFTS."""
+    place = tl.arange(0, next_power_of_2(NUM_DRAFTS))
+    is_erased = (place >= first) & (place < last)
+    nothing = tl.full(place.shape, -1, tl.int64)
+    tl.store(out.tokens + request * NUM_DRAFTS + place, nothing, mask=is_erased)
+    tl.store(out.parents + request * NUM_DRAFTS + place, nothing, mask=is_erased)
+
+
 @triton.jit(do_not_specialize=["batch_size", "token_budget"])
 def _ngram_match_budget_kernel(
     # inputs
     seq_lens_ptr,
     wanted_ptr,
     # outputs
-    tokens_ptr,
-    parents_ptr,
-    num_drafts_ptr,
+    out,
     # sizes
     batch_size,
     token_budget,
     NUM_DRAFTS: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
@@ -41,40 +50,25 @@ def _ngram_match_budget_kernel(
     room = tl.maximum(tl.maximum(token_budget - tl.sum(num_live), 0) - tl.sum(before), 0)
     wanted = tl.load(wanted_ptr + request)
     granted = tl.minimum(wanted.to(tl.int64), room).to(tl.int32)
-    tl.store(num_drafts_ptr + request, granted)
-    node = tl.arange(0, BLOCK_NODE)
-    is_cut = (node >= granted) & (node < wanted)
-    nothing = tl.full([BLOCK_NODE], -1, tl.int64)
-    tl.store(tokens_ptr + request * NUM_DRAFTS + node, nothing, mask=is_cut)
-    tl.store(parents_ptr + request * NUM_DRAFTS + node, nothing, mask=is_cut)
+    tl.store(out.num_drafts + request, granted)
+    erase_drafts(out, request, granted, wanted, NUM_DRAFTS)
 
 
-def cut_to_budget(
-    op: str,
-    seq_lens: torch.Tensor,
-    wanted: torch.Tensor,
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    num_drafts: torch.Tensor,
-    token_budget: int,
-) -> None:
-    """Cuts the tries `tokens`, `parents` [B, M] of wanted [B] drafts each, and writes num_drafts [B], what is left.
+def cut_to_budget(op: str, seq_lens: torch.Tensor, wanted: torch.Tensor, out: NamedTuple, token_budget: int) -> None:
+    """Cuts the tries out.tokens, out.parents [B, M] of wanted [B] drafts each; writes out.num_drafts, what is left.
 
     token_budget: the most tokens that the batch verifies, the root of every live row counted.
     """
-    batch_size, most_drafts = tokens.shape
+    batch_size, most_drafts = out.tokens.shape
     launch(
         op,
         _ngram_match_budget_kernel,
         (batch_size,),
         seq_lens_ptr=seq_lens,
         wanted_ptr=wanted,
-        tokens_ptr=tokens,
-        parents_ptr=parents,
-        num_drafts_ptr=num_drafts,
+        out=out,
         batch_size=batch_size,
         token_budget=token_budget,
         NUM_DRAFTS=most_drafts,
-        BLOCK_NODE=next_power_of_2(most_drafts),
-        **tuning.row(BUDGET_TUNING, tokens.device),
+        **tuning.row(BUDGET_TUNING, wanted.device),
     )

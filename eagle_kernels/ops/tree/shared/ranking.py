@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ....runtime import check
+from ....runtime import check, tuning
 
 MAX_CANDIDATES = 4096
 
 # Few candidates are counted by one warp, which waits for no other; more than four warps wait longer than they count.
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
-RANKING_TUNING = {"default": {"candidates_per_warp": 128, "max_warps": 4}}
+TUNING = {"default": {"candidates_per_warp": 128, "max_warps": 4}}
 
 
 def candidates_contract(args: check.Arguments) -> int:
@@ -23,6 +23,7 @@ def candidates_contract(args: check.Arguments) -> int:
     return num_candidates
 
 
-def ranking_warps(block_candidate: int, tuned: dict) -> int:
+def ranking_warps(block_candidate: int, device: torch.device) -> int:
     """Returns the warps of a program that ranks this many candidates."""
+    tuned = tuning.row(TUNING, device)
     return min(max(block_candidate // tuned["candidates_per_warp"], 1), tuned["max_warps"])

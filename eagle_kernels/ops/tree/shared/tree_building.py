@@ -2,8 +2,7 @@
 
 A tree is one vector over its nodes, so all nodes are handled at once: parents and links by comparing all nodes with
 all nodes (tiles that are reduced along their first axis, which keeps the result in the layout of the vectors), ancestor
-sets by pointer doubling on packed words. With MAX_HOPS above 0 nodes may be in any order: parents may come after their
-children or form cycles, and every node walks up that many steps at most.
+sets by pointer doubling on packed words.
 """
 
 from __future__ import annotations
@@ -20,19 +19,9 @@ class Candidates(NamedTuple):
 
     ids: Any  # [node] int64, the root's has no meaning
     tokens: Any  # [node] int64
-    verified_id_ptr: Any
-    parent_list_ptr: Any
+    verified_id: Any  # pointer, as is
+    parent_list: Any
     parent_width: Any
-
-
-class Tree(NamedTuple):
-    """The outputs of a kernel that writes trees, except their masks (`TreeMask`)."""
-
-    positions_ptr: Any
-    retrieve_index_ptr: Any
-    next_token_ptr: Any
-    next_sibling_ptr: Any
-    tokens_ptr: Any
 
 
 @triton.jit
@@ -40,31 +29,23 @@ def store_tree(
     request,
     candidates,
     mask,
-    tree,
+    out,
     TOPK: tl.constexpr,
     NUM_NODES: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
     MASK_MODE: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    NUM_ROUNDS: tl.constexpr,
     MAX_HOPS: tl.constexpr = 0,
 ):
-    """Writes all that `build_tree` returns for one request."""
-    node = tl.arange(0, BLOCK_NODE)
+    """Writes all that `build_tree` returns for one request to its outputs `out`, of which `mask` is one."""
+    node = tl.arange(0, candidates.ids.shape[0])
     is_node = node < NUM_NODES
     offset = request * NUM_NODES + node
     # first the loads and stores that wait for nothing, so that they run while the parents are found
-    seq_len = tl.load(mask.seq_lens_ptr + request).to(tl.int64)
-    root_token = tl.load(candidates.verified_id_ptr + request).to(tl.int64)
-    parent = _find_parents(request, candidates, MAX_HOPS > 0, TOPK, NUM_NODES, BLOCK_NODE)
-    tl.store(tree.tokens_ptr + offset, tl.where(node == 0, root_token, candidates.tokens), mask=is_node)
-    tl.store(tree.retrieve_index_ptr + offset, offset, mask=is_node)
-
-    store_links(
-        request, parent, seq_len, mask, tree, KEEP_LOOSE=True, NUM_NODES=NUM_NODES, NUM_WORDS=NUM_WORDS,
-        MASK_MODE=MASK_MODE, BLOCK_NODE=BLOCK_NODE, BLOCK_BATCH=BLOCK_BATCH, NUM_ROUNDS=NUM_ROUNDS, MAX_HOPS=MAX_HOPS,
-    )  # fmt: skip
+    seq_len = tl.load(mask.seq_lens + request).to(tl.int64)
+    root_token = tl.load(candidates.verified_id + request).to(tl.int64)
+    parent = _find_parents(request, candidates, MAX_HOPS > 0, TOPK, NUM_NODES)
+    tl.store(out.draft_tokens + offset, tl.where(node == 0, root_token, candidates.tokens), mask=is_node)
+    tl.store(out.retrieve_index + offset, offset, mask=is_node)
+    store_links(request, parent, seq_len, mask, out, NUM_NODES, MASK_MODE, KEEP_LOOSE=True, MAX_HOPS=MAX_HOPS)
 
 
 @triton.jit
@@ -73,22 +54,20 @@ def store_links(
     parent,
     seq_len,
     mask,
-    tree,
-    KEEP_LOOSE: tl.constexpr,
+    out,
     NUM_NODES: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
     MASK_MODE: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    NUM_ROUNDS: tl.constexpr,
+    KEEP_LOOSE: tl.constexpr,
     MAX_HOPS: tl.constexpr = 0,
 ):
     """Writes links, mask and positions of one request from its parents int32 [node], each an earlier node or -1.
 
     KEEP_LOOSE: nodes that no path joins to the root still see it, and are linked among themselves; otherwise they see
     themselves alone and are linked to nothing. Returns which nodes a path joins to the root.
-    MAX_HOPS, with KEEP_LOOSE: parents may be any nodes; a depth counts steps up, the last one to a missing parent too.
+    MAX_HOPS, with KEEP_LOOSE: parents may be any nodes, and a way up has at most that many steps, which a depth counts,
+    the last one to a missing parent too.
     """
+    BLOCK_NODE: tl.constexpr = parent.shape[0]
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
     offset = request * NUM_NODES + node
@@ -101,21 +80,19 @@ def store_links(
     first_child = tl.where(first_child < BLOCK_NODE, first_child, -1)
     next_sibling = tl.where(next_sibling < BLOCK_NODE, next_sibling, -1)
     if KEEP_LOOSE:
-        tl.store(tree.next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
-        tl.store(tree.next_sibling_ptr + offset, next_sibling.to(tl.int64), mask=is_node)
+        tl.store(out.retrieve_next_token + offset, first_child.to(tl.int64), mask=is_node)
+        tl.store(out.retrieve_next_sibling + offset, next_sibling.to(tl.int64), mask=is_node)
 
-    mask_row = row_starts(
-        mask.seq_lens_ptr, request, node, mask.batch_size, NUM_NODES, NUM_NODES, MASK_MODE, BLOCK_BATCH
-    )
+    mask_row = row_starts(mask.seq_lens, request, node, NUM_NODES, NUM_NODES, MASK_MODE)
     depth = tl.full([BLOCK_NODE], -1, tl.int32)
     is_linked = node == 0
-    for word in tl.static_range(NUM_WORDS):
+    for word in tl.static_range((NUM_NODES + 63) // 64):
         bit = node - word * 64
         own = tl.where((bit >= 0) & (bit < 64), tl.full([BLOCK_NODE], 1, tl.int64) << (bit & 63), 0)
         if MAX_HOPS > 0:
             ancestors, depth = way_up(parent, word, MAX_HOPS)
         else:
-            ancestors = ancestor_word(own, parent, NUM_ROUNDS)
+            ancestors = ancestor_word(own, parent, NUM_NODES)
             if word == 0:
                 is_linked = (ancestors & 1) != 0
             if not KEEP_LOOSE:
@@ -124,8 +101,8 @@ def store_links(
         if KEEP_LOOSE and word == 0:
             ancestors |= 1
         if (MASK_MODE == "packed") or (MASK_MODE == "qlen_only_bitpacking"):
-            value = ancestors.to(mask.mask_ptr.dtype.element_ty)
-            tl.store(mask.mask_ptr + mask_row + word, value, mask=is_node)
+            value = ancestors.to(mask.mask.dtype.element_ty)
+            tl.store(mask.mask + mask_row + word, value, mask=is_node)
         else:
             column = tl.arange(0, 64)
             cell = mask_row[:, None] + word * 64 + column[None, :]
@@ -133,35 +110,31 @@ def store_links(
             in_bounds = is_node[:, None] & (word * 64 + column < NUM_NODES)[None, :]
             if MASK_MODE == "full_mask":  # lengths that do not fit the mask must not lead out of it
                 in_bounds = in_bounds & (cell >= 0) & (cell < mask.size)
-            tl.store(mask.mask_ptr + cell, visible, mask=in_bounds)
-    tl.store(tree.positions_ptr + offset, seq_len + depth, mask=is_node)
+            tl.store(mask.mask + cell, visible, mask=in_bounds)
+    tl.store(out.positions + offset, seq_len + depth, mask=is_node)
     if not KEEP_LOOSE:
         # only here, and from the links of all nodes: compilers would move what follows from paths to where all nodes
         # are compared, and follow the paths there many times. A linked node's children and siblings are linked too
         first_child = tl.where(is_linked, first_child, -1)
         next_sibling = tl.where(is_linked, next_sibling, -1)
-        tl.store(tree.next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
-        tl.store(tree.next_sibling_ptr + offset, next_sibling.to(tl.int64), mask=is_node)
+        tl.store(out.retrieve_next_token + offset, first_child.to(tl.int64), mask=is_node)
+        tl.store(out.retrieve_next_sibling + offset, next_sibling.to(tl.int64), mask=is_node)
     return is_linked
 
 
 @triton.jit
 def _find_parents(
-    request,
-    candidates,
-    ANY_ORDER: tl.constexpr,
-    TOPK: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-):
+    request, candidates, ANY_ORDER: tl.constexpr, TOPK: tl.constexpr, NUM_NODES: tl.constexpr
+):  # fmt: skip
     """Returns parents [node]: slot -> the parent's candidate id -> the first node with it, -1 if there is none.
 
     Without ANY_ORDER the parent must be an earlier node.
     """
-    row_ptr = candidates.parent_list_ptr + request * candidates.parent_width
+    row_ptr = candidates.parent_list + request * candidates.parent_width
+    candidate = candidates.ids
+    BLOCK_NODE: tl.constexpr = candidate.shape[0]
     node = tl.arange(0, BLOCK_NODE)
     is_draft = (node > 0) & (node < NUM_NODES)
-    candidate = candidates.ids
     # ids in 32 bits: comparisons of all nodes with all nodes are half as wide
     candidate = tl.where(is_draft & (candidate >= 0) & (candidate < 2147483647), candidate, -1).to(tl.int32)
     slot = candidate // TOPK

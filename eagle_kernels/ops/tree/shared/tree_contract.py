@@ -1,4 +1,4 @@
-"""What the ops that build trees have in common on the host: checks, outputs, tuning rows and launch arguments."""
+"""What the ops that build trees have in common on the host: checks, outputs, tuning rows and the launch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from ....runtime import check
+from ....runtime import check, tuning
 from ....runtime.language import next_power_of_2
+from ....runtime.launch import launch
 from .tree_mask import TreeMaskMode, mask_spec
 
 MAX_NODES = 256
@@ -16,10 +17,7 @@ MAX_NODES = 256
 # nodes that many warps do not find the registers they need.
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
 TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_64": 32}}
-BLOCK_BATCH = 128
-# Prefixes are filled some rows and words at a time; more programs than FILL_PROGRAMS would wait for each other.
-BLOCK_ROW = 4
-BLOCK_FILL = 128
+# More programs that fill prefixes would wait for each other.
 FILL_PROGRAMS = 1024
 
 
@@ -34,22 +32,26 @@ class Output(NamedTuple):
     draft_tokens: torch.Tensor
 
 
-def candidates_tree_contract(args: check.Arguments, num_nodes: int) -> Output:
+def count_candidates(values: dict) -> int:
+    """Returns the candidates of all levels: topk of level 0, topk of each beam of another."""
+    return values["topk"] + (values["spec_steps"] - 1) * values["topk"] ** 2
+
+
+def candidates_tree_contract(args: check.Arguments) -> Output:
     """Checks what all ops that build trees of candidates take, and describes the tree."""
     topk = args.integer("topk", 1)
     spec_steps = args.integer("spec_steps", 1)
-    output = tree_contract(args, num_nodes)
-    num_candidates = topk + (spec_steps - 1) * topk * topk
-    if num_nodes - 1 > num_candidates:
-        rule = f"be at most 1 + topk + (spec_steps - 1) * topk^2 = {1 + num_candidates}"
-        args.fail("num_verify_tokens", rule, num_nodes)
+    output = tree_contract(args)
+    num_nodes, most_nodes = args.values["num_verify_tokens"], 1 + count_candidates(args.values)
+    if num_nodes > most_nodes:
+        args.fail("num_verify_tokens", f"be at most 1 + topk + (spec_steps - 1) * topk^2 = {most_nodes}", num_nodes)
     args.tensor("parent_list", ("B", topk * (spec_steps - 1) + 1), check.INTEGER)
     return output
 
 
-def tree_contract(args: check.Arguments, num_nodes: int) -> Output:
+def tree_contract(args: check.Arguments) -> Output:
     """Checks what all ops that build trees take, the batch and the mask's layout, and describes the tree."""
-    values = args.values
+    values, num_nodes = args.values, args.integer("num_verify_tokens", 1, MAX_NODES)
     mode = args.choice("tree_mask_mode", list(TreeMaskMode))
     if values["prefix_is_set"] and (mode != TreeMaskMode.FULL_MASK or values.get("out") is None):
         args.fail("prefix_is_set", "come with 'full_mask' and an out buffer that holds the prefix", True)
@@ -63,30 +65,29 @@ def tree_contract(args: check.Arguments, num_nodes: int) -> Output:
     return Output(mask, flat, node, node, node, flat)
 
 
-def tree_grid(batch_size: int, num_nodes: int, mode: str, prefix_is_set: bool) -> tuple[int, int]:
-    """Returns a grid of one program for each tree, and for a FULL_MASK of those that fill prefixes.
+def launch_trees(op: str, kernel, values: dict, out: Output, num_warps: int = 1, **arguments) -> None:
+    """Launches a kernel that stores the trees `out`: a program for each, and for a FULL_MASK those that fill prefixes.
 
-    These are enough for a GPU, and at most one for each row.
+    These are enough for a GPU, and at most one for each row. values: the op's arguments. num_warps: the fewest.
     """
-    if mode != TreeMaskMode.FULL_MASK or prefix_is_set:
-        return batch_size, 1
-    return batch_size, 1 + min(num_nodes, max(1, FILL_PROGRAMS // max(batch_size, 1)))
-
-
-def tree_arguments(tree_mask: torch.Tensor, num_nodes: int, mode: str, tuned: dict) -> dict:
-    """Returns the launch arguments of a kernel that stores trees: sizes, constants and the number of warps."""
-    block_node = max(8, next_power_of_2(num_nodes))
+    (batch_size, num_nodes), mode = out.retrieve_index.shape, values["tree_mask_mode"]
+    is_full = mode == TreeMaskMode.FULL_MASK
+    num_fillers = 0
+    if is_full and not values["prefix_is_set"]:
+        num_fillers = min(num_nodes, max(1, FILL_PROGRAMS // max(batch_size, 1)))
+    tuned, block_node = tuning.row(TUNING, out.positions.device), next_power_of_2(num_nodes)
     nodes_per_warp = tuned["nodes_per_warp" if block_node <= 64 else "nodes_per_warp_past_64"]
-    return {
-        "mask_size": tree_mask.numel(),
-        "NUM_NODES": num_nodes,
-        "NUM_WORDS": -(-num_nodes // 64),
-        "MASK_MODE": str(mode),
-        "IS_ALIGNED": mode == TreeMaskMode.FULL_MASK and tree_mask.data_ptr() % 16 == 0,
-        "BLOCK_NODE": block_node,
-        "BLOCK_BATCH": BLOCK_BATCH,
-        "BLOCK_ROW": BLOCK_ROW,
-        "BLOCK_FILL": BLOCK_FILL,
-        "NUM_ROUNDS": (num_nodes - 1).bit_length(),
-        "num_warps": max(block_node // nodes_per_warp, 1),
-    }
+    launch(
+        op,
+        kernel,
+        (batch_size, 1 + num_fillers),
+        verified_id_ptr=values["verified_id"],
+        seq_lens_ptr=values["seq_lens"],
+        out=out,
+        mask_size=out.tree_mask.numel(),
+        NUM_NODES=num_nodes,
+        MASK_MODE=str(mode),
+        IS_ALIGNED=is_full and out.tree_mask.data_ptr() % 16 == 0,
+        num_warps=max(block_node // nodes_per_warp, num_warps),
+        **arguments,
+    )

@@ -1,13 +1,7 @@
 """The layouts of a tree mask, and functions that read and write rows of any of them.
 
-A row says which of the Nk draft keys one of the Nq query rows sees. Keys come in words of 64, whatever the layout.
-
-    packed                int64 [B, Nq, ceil(Nk / 64)], bit j % 64 of word j // 64: draft key j
-    full_mask             bool, flat: per request N rows of seq_len + N cells, the committed prefix first (Nq = Nk = N)
-    qlen_only             bool [B, Nq, Nk], or flat with Nq = Nk = N
-    qlen_only_bitpacking  uint8 / uint16 / uint32 [B, N], bit j: draft key j (Nq = Nk = N)
-
-As inputs, masks of cells may be uint8 too, where any value but 0 is set.
+A row says which of the Nk draft keys one of the Nq query rows sees. Keys come in words of 64, whatever the layout. The
+layouts are those of `pack_tree_mask`.
 """
 
 from __future__ import annotations
@@ -43,37 +37,31 @@ class TreeMaskMode(str, Enum):
 class TreeMask(NamedTuple):
     """A tree mask of any layout as kernels take it, with what determines where its rows start."""
 
-    mask_ptr: Any
-    seq_lens_ptr: Any  # read for FULL_MASK only
-    batch_size: Any
+    mask: Any
+    seq_lens: Any  # read for FULL_MASK only
     size: Any  # elements
 
 
+# lengths that are read at once
+_BLOCK_BATCH = tl.constexpr(128)
 _CELL = (torch.bool, torch.uint8)
 _SMALL_WORD_BITS = {torch.uint8: 8, torch.uint16: 16, torch.uint32: 32}
 
 
 @triton.jit
-def full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES: tl.constexpr, BLOCK_BATCH: tl.constexpr):
+def _full_mask_start(seq_lens_ptr, request, NUM_NODES: tl.constexpr):
     """Returns where the block of `request` starts in the flat FULL_MASK: the cells of all requests before it."""
-    length_before = tl.zeros([BLOCK_BATCH], dtype=tl.int64)
-    for start in range(0, batch_size, BLOCK_BATCH):
-        other = start + tl.arange(0, BLOCK_BATCH)
+    length_before = tl.zeros([_BLOCK_BATCH], dtype=tl.int64)
+    for start in range(0, request.to(tl.int32), _BLOCK_BATCH):
+        other = start + tl.arange(0, _BLOCK_BATCH)
         length_before += tl.load(seq_lens_ptr + other, mask=other < request, other=0).to(tl.int64)
     return NUM_NODES * (tl.sum(length_before) + request * NUM_NODES)
 
 
 @triton.jit
 def row_starts(
-    seq_lens_ptr,
-    request,
-    row,
-    batch_size,
-    NUM_ROWS: tl.constexpr,
-    NUM_KEYS: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-):
+    seq_lens_ptr, request, row, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, MASK_MODE: tl.constexpr
+):  # fmt: skip
     """Returns where the draft keys of each row start: its first word, or its first cell after the prefix (int64)."""
     index = request * NUM_ROWS + row.to(tl.int64)
     if MASK_MODE == "packed":
@@ -84,7 +72,7 @@ def row_starts(
         start = index * NUM_KEYS
     else:
         seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
-        start = full_mask_start(seq_lens_ptr, request, batch_size, NUM_KEYS, BLOCK_BATCH)
+        start = _full_mask_start(seq_lens_ptr, request, NUM_KEYS)
         start += row * (seq_len + NUM_KEYS) + seq_len
     return start
 
@@ -133,20 +121,22 @@ def fill_prefix(
     num_parts,
     NUM_NODES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_FILL: tl.constexpr,
+    BLOCK_ROW: tl.constexpr = 4,
+    BLOCK_FILL: tl.constexpr = 128,
 ):
-    """Fills one of num_parts of the rows of a FULL_MASK `mask`: every node sees the whole committed prefix."""
-    seq_len = tl.maximum(tl.load(mask.seq_lens_ptr + request).to(tl.int64), 0)
-    request_begin = full_mask_start(mask.seq_lens_ptr, request, mask.batch_size, NUM_NODES, BLOCK_BATCH)
+    """Fills one of num_parts of the rows of a FULL_MASK `mask`: every node sees the whole committed prefix.
+
+    It writes BLOCK_ROW rows at a time, and of each BLOCK_FILL words.
+    """
+    seq_len = tl.maximum(tl.load(mask.seq_lens + request).to(tl.int64), 0)
+    request_begin = _full_mask_start(mask.seq_lens, request, NUM_NODES)
     for first_row in range(part * BLOCK_ROW, NUM_NODES, num_parts * BLOCK_ROW):
         row = first_row + tl.arange(0, BLOCK_ROW)
         row_begin = request_begin + row * (seq_len + NUM_NODES)
         begin = tl.minimum(tl.maximum(row_begin, 0), mask.size)
         end = tl.maximum(tl.minimum(row_begin + seq_len, mask.size), begin)
         end = tl.where(row < NUM_NODES, end, begin)
-        _fill(mask.mask_ptr, begin, end, tl.minimum(seq_len, mask.size), IS_ALIGNED, BLOCK_ROW, BLOCK_FILL)
+        _fill(mask.mask, begin, end, tl.minimum(seq_len, mask.size), IS_ALIGNED, BLOCK_ROW, BLOCK_FILL)
 
 
 @triton.jit
@@ -207,14 +197,12 @@ def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple
             args.fail("tree_mask", f"hold {num_nodes} x {num_nodes} cells per request", f"{size} cells")
         return size // (num_nodes * num_nodes), num_nodes, num_nodes
     if mode == TreeMaskMode.QLEN_ONLY:
-        keys = "Nk" if num_nodes is None else num_nodes
-        return tuple(args.tensor("tree_mask", ("B", "Nq", keys), _CELL).shape)
+        return tuple(args.tensor("tree_mask", ("B", "Nq", num_nodes or "Nk"), _CELL).shape)
     if mode == TreeMaskMode.PACKED:
         words = None if num_nodes is None else -(-num_nodes // 64)
         batch_size, num_rows, num_words = args.tensor("tree_mask", ("B", "Nq", words), (torch.int64,)).shape
-        return batch_size, num_rows, 64 * num_words if num_nodes is None else num_nodes
-    nodes = "N" if num_nodes is None else num_nodes
-    words = args.tensor("tree_mask", ("B", nodes), tuple(_SMALL_WORD_BITS))
+        return batch_size, num_rows, num_nodes or 64 * num_words
+    words = args.tensor("tree_mask", ("B", num_nodes or "N"), tuple(_SMALL_WORD_BITS))
     if words.shape[1] > _SMALL_WORD_BITS[words.dtype]:
         dtype = str(words.dtype).removeprefix("torch.")
         args.fail("tree_mask", f"have words of at least {words.shape[1]} bits, one per node", dtype)
@@ -240,9 +228,8 @@ def mask_spec(args: check.Arguments, mode: str, batch_size: int, num_rows: int, 
     for dtype, bits in _SMALL_WORD_BITS.items():
         if num_keys <= bits:
             return args.spec((batch_size, num_keys), dtype)
-    return args.fail(
-        "num_verify_tokens", "be at most 32 for 'qlen_only_bitpacking' ('packed' has no such limit)", num_keys
-    )
+    rule = "be at most 32 for 'qlen_only_bitpacking' ('packed' has no such limit)"
+    return args.fail("num_verify_tokens", rule, num_keys)
 
 
 def _full_mask_size(args: check.Arguments, batch_size: int, num_nodes: int, out: torch.Tensor | None) -> int:
