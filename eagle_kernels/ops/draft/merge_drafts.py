@@ -5,8 +5,7 @@ Computes
     empty trie one after another: one whose parent is not in it is left out, one whose parent has a child of its token
     already becomes that child, any other becomes the next node, until there are num_speculative_tokens of them.
 Invariants
-    Every output is written whole. Parents precede their children, siblings differ. A node whose parent does not precede
-    it, or whose token is negative, does not exist, and neither do nodes below it.
+    Parents precede their children, siblings differ.
 Grid
     (B,), one program merges the tries of one row, a node at a time.
 Launches
@@ -42,8 +41,15 @@ MAX_DRAFTS = 255
 TUNING = {"default": {"num_warps": 1}}
 
 
+class Drafts(NamedTuple):
+    """Pointers to the tries of all requests, node i + 1 at place i of a row."""
+
+    tokens: Any
+    parents: Any
+
+
 class Trie(NamedTuple):
-    """The nodes of a trie, its root not among them: node i + 1 is at place i."""
+    """The nodes of one trie, likewise."""
 
     tokens: Any  # [BLOCK_KEPT] int64
     parents: Any  # [BLOCK_KEPT] int32
@@ -51,17 +57,15 @@ class Trie(NamedTuple):
 
 
 @triton.jit
-def _insert(
-    trie, tokens_ptr, parents_ptr, root, NUM_DRAFTS: tl.constexpr, NUM_KEPT: tl.constexpr, BLOCK_NODE: tl.constexpr,
-    BLOCK_KEPT: tl.constexpr,
-):  # fmt: skip
-    """Puts the nodes of one row of another trie below node `root` (-1: nowhere).
+def _insert(trie, drafts, request, root, NUM_DRAFTS: tl.constexpr, NUM_KEPT: tl.constexpr):
+    """Puts the drafts of a request below node `root` (-1: nowhere).
 
-    Returns the trie with them, and of each node of the row, root first, its node there (-1: none).
+    Returns the trie with them, and of each of their nodes, root first, its node there (-1: none).
     """
     kept_tokens, kept_parents, count = trie
-    node = tl.arange(0, BLOCK_NODE)
-    place = tl.arange(0, BLOCK_KEPT)
+    tokens_ptr, parents_ptr = drafts.tokens + request * NUM_DRAFTS, drafts.parents + request * NUM_DRAFTS
+    node = tl.arange(0, next_power_of_2(NUM_DRAFTS + 1))
+    place = tl.arange(0, kept_tokens.shape[0])
     moved = tl.where(node == 0, root, -1)
     for index in range(NUM_DRAFTS):
         token = tl.load(tokens_ptr + index).to(tl.int64)
@@ -82,41 +86,30 @@ def _insert(
 @triton.jit
 def _merge_drafts_kernel(
     # inputs
-    tokens_ptr,
-    parents_ptr,
-    other_tokens_ptr,
-    other_parents_ptr,
+    drafts,
+    others,
     attach_ptr,
     # outputs
-    merged_tokens_ptr,
-    merged_parents_ptr,
-    num_drafts_ptr,
+    out,
     # sizes
     NUM_DRAFTS: tl.constexpr,
     NUM_OTHERS: tl.constexpr,
     NUM_KEPT: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_OTHER: tl.constexpr,
-    BLOCK_KEPT: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
+    BLOCK_KEPT: tl.constexpr = next_power_of_2(NUM_KEPT)
     trie = Trie(tl.full([BLOCK_KEPT], -1, tl.int64), tl.full([BLOCK_KEPT], -1, tl.int32), tl.full([], 0, tl.int32))
-    first, other = request * NUM_DRAFTS, request * NUM_OTHERS
-    trie, moved = _insert(
-        trie, tokens_ptr + first, parents_ptr + first, 0, NUM_DRAFTS, NUM_KEPT, BLOCK_NODE, BLOCK_KEPT
-    )
+    trie, moved = _insert(trie, drafts, request, 0, NUM_DRAFTS, NUM_KEPT)
     attach = tl.load(attach_ptr + request).to(tl.int64)
-    root = tl.max(tl.where(tl.arange(0, BLOCK_NODE) == attach, moved, -1))
-    trie, _ = _insert(
-        trie, other_tokens_ptr + other, other_parents_ptr + other, root, NUM_OTHERS, NUM_KEPT, BLOCK_OTHER, BLOCK_KEPT
-    )
+    root = tl.max(tl.where(tl.arange(0, moved.shape[0]) == attach, moved, -1))
+    trie, _ = _insert(trie, others, request, root, NUM_OTHERS, NUM_KEPT)
     place = tl.arange(0, BLOCK_KEPT)
     offset = request * NUM_KEPT + place
-    tl.store(merged_tokens_ptr + offset, trie.tokens, mask=place < NUM_KEPT)
-    tl.store(merged_parents_ptr + offset, trie.parents.to(tl.int64), mask=place < NUM_KEPT)
-    tl.store(num_drafts_ptr + request, trie.count)
+    tl.store(out.tokens + offset, trie.tokens, mask=place < NUM_KEPT)
+    tl.store(out.parents + offset, trie.parents.to(tl.int64), mask=place < NUM_KEPT)
+    tl.store(out.num_drafts + request, trie.count)
 
 
 def contract(values: dict) -> Output:
@@ -181,27 +174,18 @@ def merge_drafts(
         >>> merged.parents.tolist()
         [[0, 1, 0, 1, -1, -1]]
     """
-    contracted = contract(locals())
-    out = check.allocate("merge_drafts", contracted, out)
-    num_drafts, num_others = tokens.shape[1], other_tokens.shape[1]
+    out = check.allocate("merge_drafts", contract(locals()), out)
     launch(
         "merge_drafts",
         _merge_drafts_kernel,
         (tokens.shape[0],),
-        tokens_ptr=tokens,
-        parents_ptr=parents,
-        other_tokens_ptr=other_tokens,
-        other_parents_ptr=other_parents,
+        drafts=Drafts(tokens, parents),
+        others=Drafts(other_tokens, other_parents),
         attach_ptr=attach,
-        merged_tokens_ptr=out.tokens,
-        merged_parents_ptr=out.parents,
-        num_drafts_ptr=out.num_drafts,
-        NUM_DRAFTS=num_drafts,
-        NUM_OTHERS=num_others,
+        out=out,
+        NUM_DRAFTS=tokens.shape[1],
+        NUM_OTHERS=other_tokens.shape[1],
         NUM_KEPT=num_speculative_tokens,
-        BLOCK_NODE=next_power_of_2(num_drafts + 1),
-        BLOCK_OTHER=next_power_of_2(num_others + 1),
-        BLOCK_KEPT=next_power_of_2(num_speculative_tokens),
         **tuning.row(TUNING, tokens.device),
     )
     return out
