@@ -1,17 +1,10 @@
 """Root mean square norm of rows, with the addition of a residual before it.
 
 Computes
-    y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32. With a residual, x is x + residual, rounded to
-    its dtype, and is returned as well: the stream that the next layer adds to.
-    round_sum: y is that of the rounded sum, as where a model adds and then norms; otherwise of the sum in fp32, as in
-        the fused kernels of SGLang and FlashInfer.
-    sums_parts: x is the sum of parts, in order, rounded to the dtype of the weight: what `linear_decode` with num_parts
-        leaves to be added.
-    round_normalized: x / sqrt(...) is rounded to the dtype of x before the weight multiplies it, as in Hugging Face's
-        norms of Llama, Qwen and Mistral; otherwise y is rounded once, as in Gemma (with weight_offset = 1) and OLMo 2.
+    y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32. With a residual, x is x + residual, which is
+    returned as well: the stream that the next layer adds to.
 Invariants
-    A row's bits depend on that row alone, so a NaN stays in its row. Any of the outputs may be any of the inputs, but
-    not parts (`out=Output(x, residual)` works in place): a program reads its row before it writes.
+    A row's bits depend on that row alone, so a NaN stays in its row. A program reads its row before it writes.
 Grid
     (T, heads) for T tokens, one program normalizes one row; heads is 1 where x has none.
 Launches
@@ -59,8 +52,7 @@ def _rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     # outputs
-    output_ptr,
-    sum_ptr,
+    out,
     # sizes
     eps,
     weight_offset,
@@ -79,15 +71,14 @@ def _rms_norm_kernel(
     NUM_PARTS: tl.constexpr,
     IS_SUM_ROUNDED: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
-    BLOCK_HIDDEN: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, BLOCK_HIDDEN)
+    column = tl.arange(0, next_power_of_2(HIDDEN_SIZE))
     is_column = column < HIDDEN_SIZE
-    dtype = output_ptr.dtype.element_ty
+    dtype = out.output.dtype.element_ty
 
     x_row_ptr = x_ptr + (token * stride_x_token + head * stride_x_head) * X_UNIT
     x = tl.load(x_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
@@ -102,7 +93,7 @@ def _rms_norm_kernel(
         residual = tl.load(residual_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
         x += residual
         total = x.to(dtype)
-        sum_row_ptr = sum_ptr + (token * stride_sum_token + head * stride_sum_head) * UNIT
+        sum_row_ptr = out.residual + (token * stride_sum_token + head * stride_sum_head) * UNIT
         tl.store(sum_row_ptr + column, total, mask=is_column)
         if IS_SUM_ROUNDED:
             x = total.to(tl.float32)
@@ -112,7 +103,7 @@ def _rms_norm_kernel(
     if IS_ROUNDED:
         normalized = normalized.to(dtype).to(tl.float32)
     output = normalized * (weight_offset + weight)
-    output_row_ptr = output_ptr + (token * stride_output_token + head * stride_output_head) * UNIT
+    output_row_ptr = out.output + (token * stride_output_token + head * stride_output_head) * UNIT
     tl.store(output_row_ptr + column, output.to(dtype), mask=is_column)
 
 
@@ -201,8 +192,7 @@ def rms_norm(
         >>> [round(element, 3) for element in result.output[0].tolist()]
         [0.2, 1.4]
     """
-    contracted = contract(locals())
-    out = check.allocate("rms_norm", contracted, out)
+    out = check.allocate("rms_norm", contract(locals()), out)
     num_parts = len(x) if sums_parts else 0
     unit = row_unit(*([out.output] if residual is None else [out.output, residual, out.residual]))
     x_unit = row_unit(x)
@@ -222,8 +212,7 @@ def rms_norm(
         x_ptr=x,
         residual_ptr=residual,
         weight_ptr=weight,
-        output_ptr=out.output,
-        sum_ptr=None if residual is None else out.residual,
+        out=out,
         eps=float(eps),
         weight_offset=float(weight_offset),
         UNIT=unit,
@@ -232,7 +221,6 @@ def rms_norm(
         NUM_PARTS=num_parts,
         IS_SUM_ROUNDED=bool(round_sum) or residual is None,  # one kernel for both where no sum is made
         IS_ROUNDED=bool(round_normalized),
-        BLOCK_HIDDEN=block_hidden,
         num_warps=min(max(block_hidden // tuned["columns_per_warp"], 1), tuned["max_warps"]),
         **strides,
     )
