@@ -1,19 +1,17 @@
 """A linear layer for the tokens of a decoding step: the weights are read once, as fast as memory gives them.
 
 Computes
-    x @ weight.T + bias, with products and sums in fp32 (no TF32), rounded once. With num_parts, the sums of as many
-    parts of the columns, unrounded, for an op that adds them up: `rms_norm`.
+    x @ weight.T + bias, with products and sums in fp32 (no TF32), rounded once.
 Invariants
-    A row's bits depend on no other row, so a NaN stays in its row, and in fp32 not on the number of rows. In fp16 and
-    bf16 one row, 2 to 16 rows, and more are summed in orders of their own, so their last bits may differ;
+    In fp16 and bf16 one row, 2 to 16 rows, and more are summed in orders of their own, so their last bits may differ;
     deterministic: all are summed as many rows are.
     An output's bits depend on no other row of weight. Sums are made in one order, without atomics.
-    out may not overlap x. With prefetch_weight the kernel directly before this one in the stream may write x and bias,
-    but not weight (primitives/dependent_launch.py).
+    With prefetch_weight the kernel directly before this one in the stream may write x and bias, but not weight
+    (primitives/dependent_launch.py).
 Grid
     (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to end;
-    in fp32 (output blocks * blocks of 4 rows,); past 16 rows (output blocks * blocks of rows * parts,).
-    shared/few_rows.py: up to 16 rows, and fp32. shared/many_rows.py: up to 256 rows, parts, and where it is faster.
+    in fp32 (output blocks * blocks of 4 rows,); past 16 rows, and where it is faster, (output blocks * blocks of rows *
+    parts,).
 Launches
     1
 Traffic
@@ -28,6 +26,7 @@ import torch
 from ...runtime import check
 from ...runtime.launch import launcher
 from .shared import few_rows, many_rows
+from .shared.layer import Layer
 
 MAX_ROWS = many_rows.MAX_ROWS
 MAX_SINGLE_ROWS = few_rows.MAX_SINGLE_ROWS
@@ -130,9 +129,10 @@ def linear_decode(
         [[1.0, 2.0, 13.0]]
     """
     out = check.allocate("linear_decode", contract(locals()), out)
+    layer = Layer(x, weight, bias, out)
     is_few = len(x) <= few_rows.MAX_ROWS and not many_rows.is_best(len(x), weight)
     if x.dtype == torch.float32 or is_few and num_parts is None and not deterministic:
-        few_rows.launch_few_rows(x, weight, bias, out, prefetch_weight)
+        few_rows.launch_few_rows(layer, prefetch_weight)
     else:
-        many_rows.launch_many_rows(x, weight, bias, out, prefetch_weight)
+        many_rows.launch_many_rows(layer, prefetch_weight)
     return out

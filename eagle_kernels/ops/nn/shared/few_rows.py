@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
-from ....primitives.strides import row_unit
 from ....runtime import tuning
-from ....runtime.language import is_interpreting, next_power_of_2, tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
+from .layer import SIZES, Layer, choose_tuning, layer_arguments, multiply
 
 # MAX_ROWS: in fp16 and bf16, on the tensor cores. MAX_SINGLE_ROWS: in fp32, which these do not have.
 MAX_ROWS = 16
+ROWS = tl.constexpr(MAX_ROWS)
 MAX_SINGLE_ROWS = 64
 # rows of a program without the tensor cores: their sums must fit into registers
 PLAIN_ROWS = 4
@@ -30,40 +31,29 @@ _HOPPER = _MANY | {"block_output": 16, "block_column": 512, "num_stages": 4}
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/linear_decode.txt
 TUNING = {
     "default": (_ONE, _MANY),
-    "sm_90": (
-        _ONE | {"block_output": 4, "block_column": 2048, "num_warps": 8},
-        _HOPPER,  # more than 5,119 outputs go to many_rows
-    ),
+    # more than 5,119 outputs go to many_rows
+    "sm_90": (_ONE | {"block_output": 4, "block_column": 2048, "num_warps": 8}, _HOPPER),
 }
 # In fp32 all rows get the same entry, the first that allows the number of columns.
 _SINGLE = {"most_columns": 2**31, "uses_dot": False, "block_output": 8, "block_column": 512, "num_warps": 4,
            "num_stages": 2}  # fmt: skip
 SINGLE_TUNING = {
     "default": (_SINGLE,),
-    "sm_90": (
-        _SINGLE | {"most_columns": 512, "block_column": 256, "num_warps": 1},
-        _SINGLE,
-    ),
+    "sm_90": (_SINGLE | {"most_columns": 512, "block_column": 256, "num_warps": 1}, _SINGLE),
 }
 
 
 @triton.jit
-def _load_weight(weight_row_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Loads a tile of weights. Nothing reads them again later, so they leave the caches first."""
+def _load(row_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, EVICTION: tl.constexpr):
+    """Loads a tile of weights, or the part of one row of x that meets it.
+
+    EVICTION: weights leave the caches first, as nothing reads them again later.
+    """
     if IS_EVEN:
-        return tl.load(weight_row_ptr + start + column, eviction_policy="evict_first")
+        return tl.load(row_ptr + start + column, eviction_policy=EVICTION)
     else:
         is_column = start + column < NUM_COLUMNS
-        return tl.load(weight_row_ptr + start + column, mask=is_column, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _load_row(x_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Loads the part of one row of x that meets a tile of weights."""
-    if IS_EVEN:
-        return tl.load(x_ptr + start + column)
-    else:
-        return tl.load(x_ptr + start + column, mask=start + column < NUM_COLUMNS, other=0.0)
+        return tl.load(row_ptr + start + column, mask=is_column, other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -86,7 +76,7 @@ def _add_products(
     """
     sums = ()
     for index in tl.static_range(len(totals)):
-        x = _load_row(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN)[None, :]
+        x = _load(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN, "")[None, :]
         if VECTOR == 4:
             weights, xs = _neighbours(weight), _neighbours(tl.broadcast_to(x, weight.shape))
             products = weights[0] * xs[0]
@@ -100,23 +90,16 @@ def _add_products(
     return sums
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_outputs", "stride_x_row", "stride_weight_output", "stride_output_row"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=SIZES)
 def _linear_decode_plain_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    output_ptr,
+    layer,
     num_rows,
     num_outputs,
     stride_x_row,
     stride_weight_output,
     stride_output_row,
     UNIT: tl.constexpr,
-    VECTOR: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     BLOCK_OUTPUT: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr,
@@ -134,17 +117,20 @@ def _linear_decode_plain_kernel(
     # past the end the last row again: cheaper than a mask on every load
     weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
     column = tl.arange(0, BLOCK_COLUMN)
-    weight_row_ptr = weight_ptr + (weight_row * stride_weight_output * UNIT)[:, None]
-    first_weight = _load_weight(weight_row_ptr, 0, column[None, :], NUM_COLUMNS, IS_EVEN)
+    IS_EVEN: tl.constexpr = NUM_COLUMNS % BLOCK_COLUMN == 0
+    weight_row_ptr = layer.weight + (weight_row * stride_weight_output * UNIT)[:, None]
+    first_weight = _load(weight_row_ptr, 0, column[None, :], NUM_COLUMNS, IS_EVEN, "evict_first")
     await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
 
+    # neighbours that a thread loads at once
+    VECTOR: tl.constexpr = 128 // layer.x.dtype.element_ty.primitive_bitwidth
     x_ptrs, totals = (), ()
     for index in tl.static_range(BLOCK_ROW):
         row = tl.minimum(first_row + index, num_rows - 1).to(tl.int64)  # as above
-        x_ptrs += (x_ptr + row * stride_x_row * UNIT,)
+        x_ptrs += (layer.x + row * stride_x_row * UNIT,)
         totals += (tl.zeros([BLOCK_OUTPUT, BLOCK_COLUMN // VECTOR], tl.float32),)
     for start in tl.range(BLOCK_COLUMN, NUM_COLUMNS, BLOCK_COLUMN, num_stages=NUM_STAGES):
-        weight = _load_weight(weight_row_ptr, start, column[None, :], NUM_COLUMNS, IS_EVEN)
+        weight = _load(weight_row_ptr, start, column[None, :], NUM_COLUMNS, IS_EVEN, "evict_first")
         totals = _add_products(totals, weight, x_ptrs, start, column, NUM_COLUMNS, IS_EVEN, VECTOR)
     # last, so that the loop has started to load its tiles before anything waits for x
     totals = _add_products(totals, first_weight, x_ptrs, 0, column, NUM_COLUMNS, IS_EVEN, VECTOR)
@@ -153,11 +139,11 @@ def _linear_decode_plain_kernel(
     for index in tl.static_range(BLOCK_ROW):
         row = first_row + index
         result = tl.sum(totals[index], axis=1)
-        if bias_ptr is not None:
-            result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)
-        output_row_ptr = output_ptr + tl.cast(row, tl.int64) * stride_output_row
+        if layer.bias is not None:
+            result += tl.load(layer.bias + output, mask=is_output, other=0.0).to(tl.float32)
+        output_row_ptr = layer.output + tl.cast(row, tl.int64) * stride_output_row
         is_stored = is_output & (row < num_rows)
-        tl.store(output_row_ptr + output, result.to(output_ptr.dtype.element_ty), mask=is_stored)
+        tl.store(output_row_ptr + output, result.to(layer.output.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit
@@ -169,26 +155,9 @@ def _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS: tl.constexpr, IS_E
     return tl.load(x_row_ptr + start + column, mask=is_read, other=0.0)
 
 
-@triton.jit
-def _multiply(x, weight, total, IS_WIDENED: tl.constexpr):
-    """Returns total [PART, ROW, OUTPUT] plus x [PART, ROW, COLUMN] times weight [PART, OUTPUT, COLUMN].
-
-    IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
-    """
-    if IS_WIDENED:
-        x, weight = x.to(tl.float32), weight.to(tl.float32)
-    weight = tl.permute(weight, (0, 2, 1))
-    return tl.dot(x, weight, total, input_precision="ieee")
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "num_outputs", "stride_x_row", "stride_weight_output", "stride_output_row"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=SIZES)
 def _linear_decode_rows_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    output_ptr,
+    layer,
     num_rows,
     num_outputs,
     stride_x_row,
@@ -196,9 +165,6 @@ def _linear_decode_rows_kernel(
     stride_output_row,
     UNIT: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    IS_WIDENED: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
     BLOCK_OUTPUT: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr,
@@ -206,7 +172,7 @@ def _linear_decode_rows_kernel(
     PREFETCH_WEIGHT: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Multiplies up to BLOCK_ROW rows on the tensor cores. Every warp has columns of its own, a part, which keeps all
+    """Multiplies up to ROWS rows on the tensor cores. Every warp has columns of its own, a part, which keeps all
     warps busy with few outputs; the parts' sums are added up last."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
     output = tl.program_id(0) * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
@@ -214,92 +180,63 @@ def _linear_decode_rows_kernel(
     weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
     part, lane = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_COLUMN)
     column = part[:, None, None] * BLOCK_COLUMN + lane[None, None, :]
-    weight_row_ptr = weight_ptr + (weight_row * stride_weight_output * UNIT)[None, :, None]
-    first_weight = _load_weight(weight_row_ptr, 0, column, NUM_COLUMNS, IS_EVEN)
+    STEP: tl.constexpr = NUM_PARTS * BLOCK_COLUMN
+    IS_EVEN: tl.constexpr = NUM_COLUMNS % STEP == 0
+    weight_row_ptr = layer.weight + (weight_row * stride_weight_output * UNIT)[None, :, None]
+    first_weight = _load(weight_row_ptr, 0, column, NUM_COLUMNS, IS_EVEN, "evict_first")
     await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
 
-    row = tl.arange(0, BLOCK_ROW)
+    row = tl.arange(0, ROWS)
     is_row = (row < num_rows)[None, :, None]
-    x_row_ptr = x_ptr + (row.to(tl.int64) * stride_x_row * UNIT)[None, :, None]
-    total = tl.zeros([NUM_PARTS, BLOCK_ROW, BLOCK_OUTPUT], tl.float32)
-    STEP: tl.constexpr = NUM_PARTS * BLOCK_COLUMN
+    x_row_ptr = layer.x + (row.to(tl.int64) * stride_x_row * UNIT)[None, :, None]
+    total = tl.zeros([NUM_PARTS, ROWS, BLOCK_OUTPUT], tl.float32)
     for start in tl.range(STEP, NUM_COLUMNS, STEP, num_stages=NUM_STAGES):
-        weight = _load_weight(weight_row_ptr, start, column, NUM_COLUMNS, IS_EVEN)
+        weight = _load(weight_row_ptr, start, column, NUM_COLUMNS, IS_EVEN, "evict_first")
         x = _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS, IS_EVEN)
-        total = _multiply(x, weight, total, IS_WIDENED)
+        total = multiply(x, weight, total)
     # last, as above
     x = _load_rows(x_row_ptr, is_row, 0, column, NUM_COLUMNS, IS_EVEN)
-    result = tl.sum(_multiply(x, first_weight, total, IS_WIDENED), axis=0)
+    result = tl.sum(multiply(x, first_weight, total), axis=0)
 
     is_output = output < num_outputs
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    output_row_ptr = output_ptr + (row.to(tl.int64) * stride_output_row)[:, None]
+    if layer.bias is not None:
+        result += tl.load(layer.bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    output_row_ptr = layer.output + (row.to(tl.int64) * stride_output_row)[:, None]
     is_stored = (row < num_rows)[:, None] & is_output[None, :]
-    tl.store(output_row_ptr + output[None, :], result.to(output_ptr.dtype.element_ty), mask=is_stored)
+    tl.store(output_row_ptr + output[None, :], result.to(layer.output.dtype.element_ty), mask=is_stored)
 
 
-def _choose_tuning(x: torch.Tensor, num_outputs: int) -> dict:
-    """Returns the first entry that fits the sizes."""
-    num_rows, num_columns = x.shape
-    if x.dtype == torch.float32:
-        return next(row for row in tuning.row(SINGLE_TUNING, x.device) if num_columns <= row["most_columns"])
-    *rows, last = tuning.row(TUNING, x.device)
-    for row in rows:
-        if num_rows <= row["max_rows"] and num_outputs >= row["least_outputs"]:
-            return row
-    return last
-
-
-def launch_few_rows(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, prefetch_weight: bool
-) -> None:
+def launch_few_rows(layer: Layer, prefetch_weight: bool) -> None:
     """Launches one of the kernels above."""
-    (num_rows, num_columns), num_outputs = x.shape, weight.shape[0]
-    tuned = _choose_tuning(x, num_outputs)
-    unit = row_unit(x, weight)
-    block_output = tuned["block_output"]
+    (num_rows, num_columns), num_outputs = layer.x.shape, layer.weight.shape[0]
+    if layer.x.dtype == torch.float32:
+        entries = tuning.row(SINGLE_TUNING, layer.x.device)
+        tuned = next(entry for entry in entries if num_columns <= entry["most_columns"])
+    else:
+        tuned = choose_tuning(TUNING, layer)
+    num_blocks, num_warps = triton.cdiv(num_outputs, tuned["block_output"]), tuned["num_warps"]
     step = min(tuned["block_column"], next_power_of_2(num_columns))
-    arguments = {
-        "x_ptr": x,
-        "weight_ptr": weight,
-        "bias_ptr": bias,
-        "output_ptr": out,
-        "num_rows": num_rows,
-        "num_outputs": num_outputs,
-        "stride_x_row": x.stride(0) // unit,
-        "stride_weight_output": weight.stride(0) // unit,
-        "stride_output_row": out.stride(0),
-        "UNIT": unit,
-        "NUM_COLUMNS": num_columns,
-        "BLOCK_OUTPUT": block_output,
+    arguments = layer_arguments(layer) | {
+        "BLOCK_OUTPUT": tuned["block_output"],
         "NUM_STAGES": tuned["num_stages"],
         "PREFETCH_WEIGHT": prefetch_weight,
-        "num_warps": tuned["num_warps"],
+        "num_warps": num_warps,
     }
-    num_blocks = triton.cdiv(num_outputs, block_output)
     if tuned["uses_dot"]:
-        block_column = max(step // tuned["num_warps"], 16)  # tensor cores take no fewer
         launch(
             "linear_decode",
             _linear_decode_rows_kernel,
             (num_blocks if num_rows else 0,),
-            IS_EVEN=num_columns % (tuned["num_warps"] * block_column) == 0,
-            IS_WIDENED=is_interpreting() and x.dtype == torch.bfloat16,
-            BLOCK_ROW=MAX_ROWS,
-            NUM_PARTS=tuned["num_warps"],
-            BLOCK_COLUMN=block_column,
+            NUM_PARTS=num_warps,
+            BLOCK_COLUMN=max(step // num_warps, 16),  # tensor cores take no fewer
             **arguments,
         )
     else:
-        block_column = max(step, 16 // x.element_size())
         launch(
             "linear_decode",
             _linear_decode_plain_kernel,
             (num_blocks * triton.cdiv(num_rows, PLAIN_ROWS),),
-            VECTOR=16 // x.element_size(),
-            IS_EVEN=num_columns % block_column == 0,
             BLOCK_ROW=1 if num_rows == 1 else PLAIN_ROWS,
-            BLOCK_COLUMN=block_column,
+            BLOCK_COLUMN=max(step, 16 // layer.x.element_size()),
             **arguments,
         )

@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
-from ....primitives.strides import row_unit
 from ....runtime import tuning
-from ....runtime.language import is_interpreting, tl, triton
+from ....runtime.language import tl, triton
 from ....runtime.launch import launch
+from .layer import SIZES, Layer, choose_tuning, layer_arguments, multiply
 
 MAX_ROWS = 256
 MAX_PARTS = 8
@@ -70,28 +70,9 @@ def _load_tile(row_ptrs, is_row, columns, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl
     return tl.load(row_ptrs[:, None] + columns[None, :], mask=is_read, other=0.0, eviction_policy=EVICTION)
 
 
-@triton.jit
-def _multiply(weight, x, total, IS_WIDENED: tl.constexpr):
-    """Returns total [OUTPUT, ROW] plus weight [OUTPUT, COLUMN] times x [ROW, COLUMN].
-
-    IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
-    """
-    if IS_WIDENED:
-        weight, x = weight.to(tl.float32), x.to(tl.float32)
-    return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_rows", "num_outputs", "outputs_each", "stride_x_row", "stride_weight_output", "stride_output_row",
-        "stride_output_part",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*SIZES, "outputs_each", "stride_output_part"])
 def _linear_decode_tiles_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    output_ptr,
+    layer,
     num_rows,
     num_outputs,
     outputs_each,
@@ -102,8 +83,6 @@ def _linear_decode_tiles_kernel(
     UNIT: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    IS_WIDENED: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     BLOCK_OUTPUT: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr,
@@ -128,14 +107,15 @@ def _linear_decode_tiles_kernel(
     output = block * outputs_each + lane
     is_output = (lane < outputs_each) & (output < num_outputs)
     columns = first + tl.arange(0, BLOCK_COLUMN)
-    weight_row_ptrs = weight_ptr + output.to(tl.int64) * stride_weight_output * UNIT
+    IS_EVEN: tl.constexpr = NUM_COLUMNS % BLOCK_COLUMN == 0
+    weight_row_ptrs = layer.weight + output.to(tl.int64) * stride_weight_output * UNIT
     if PREFETCH_WEIGHT:
         first_weight = _load_tile(weight_row_ptrs, is_output, columns, NUM_COLUMNS, IS_EVEN, "evict_first")
     await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
 
     row = row_block * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
     is_row = row < num_rows
-    x_row_ptrs = x_ptr + row.to(tl.int64) * stride_x_row * UNIT
+    x_row_ptrs = layer.x + row.to(tl.int64) * stride_x_row * UNIT
     if PREFETCH_WEIGHT:
         first_x = _load_tile(x_row_ptrs, is_row, columns, NUM_COLUMNS, IS_EVEN, "evict_last")
     total = tl.zeros([BLOCK_OUTPUT, BLOCK_ROW], tl.float32)
@@ -145,15 +125,15 @@ def _linear_decode_tiles_kernel(
         tile = columns + (index + TILES_LAST) % num_tiles * BLOCK_COLUMN
         weight = _load_tile(weight_row_ptrs, is_output, tile, NUM_COLUMNS, IS_EVEN, "evict_first")
         x = _load_tile(x_row_ptrs, is_row, tile, NUM_COLUMNS, IS_EVEN, "evict_last")
-        total = _multiply(weight, x, total, IS_WIDENED)
+        total = multiply(weight, x, total)
     if PREFETCH_WEIGHT:
-        total = _multiply(first_weight, first_x, total, IS_WIDENED)
+        total = multiply(first_weight, first_x, total)
 
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + output, mask=is_output & (part == 0), other=0.0).to(tl.float32)[:, None]
-    output_ptrs = output_ptr + part.to(tl.int64) * stride_output_part + output[:, None]
+    if layer.bias is not None:
+        total += tl.load(layer.bias + output, mask=is_output & (part == 0), other=0.0).to(tl.float32)[:, None]
+    output_ptrs = layer.output + part.to(tl.int64) * stride_output_part + output[:, None]
     output_ptrs += (row.to(tl.int64) * stride_output_row)[None, :]
-    tl.store(output_ptrs, total.to(output_ptr.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+    tl.store(output_ptrs, total.to(layer.output.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
 def is_fast(num_rows: int, device: torch.device) -> bool:
@@ -178,56 +158,29 @@ def parts_of(weight: torch.Tensor) -> int:
     return min(max(parts, 1), most_parts(num_columns))
 
 
-def _choose_tuning(num_rows: int, num_outputs: int, device: torch.device) -> dict:
-    """Returns the first entry that fits the sizes."""
-    for row in tuning.row(TUNING, device):
-        if num_rows <= row["max_rows"] and num_outputs >= row["least_outputs"]:
-            return row
-    raise AssertionError("the last entry fits all sizes")
-
-
-def launch_many_rows(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    prefetch_weight: bool,
-) -> None:
-    """Launches the kernel above into out [T, N], or [parts, T, N] fp32."""
-    (num_rows, num_columns), num_outputs = x.shape, weight.shape[0]
-    tuned = _choose_tuning(num_rows, num_outputs, x.device)
+def launch_many_rows(layer: Layer, prefetch_weight: bool) -> None:
+    """Launches the kernel above into an output [T, N], or [parts, T, N] fp32."""
+    num_rows, num_outputs, out = layer.x.shape[0], layer.weight.shape[0], layer.output
+    tuned = choose_tuning(TUNING, layer)
     num_parts, num_row_blocks = 1 if out.dim() == 2 else len(out), triton.cdiv(num_rows, tuned["block_row"])
-    block_output, programs = tuned["block_output"], tuning.row(MACHINES, x.device)["programs"]
+    block_output, programs = tuned["block_output"], tuning.row(MACHINES, out.device)["programs"]
     # as even as possible over all SMs, in as few rounds as there must be
     copies = max(num_parts * num_row_blocks, 1)  # programs of a block of outputs
     rounds = triton.cdiv(max(num_outputs, 1) * copies, block_output * programs)
     outputs_each = triton.cdiv(max(num_outputs, 1), max(rounds * programs // copies, 1))
     outputs_each = min(triton.cdiv(outputs_each, 16) * 16, block_output)
-    unit = row_unit(x, weight)
     launch(
         "linear_decode",
         _linear_decode_tiles_kernel,
         (triton.cdiv(num_outputs, outputs_each) * num_parts * num_row_blocks,),
-        x_ptr=x,
-        weight_ptr=weight,
-        bias_ptr=bias,
-        output_ptr=out,
-        num_rows=num_rows,
-        num_outputs=num_outputs,
         outputs_each=outputs_each,
-        stride_x_row=x.stride(0) // unit,
-        stride_weight_output=weight.stride(0) // unit,
-        stride_output_row=out.stride(-2),
         stride_output_part=out.stride(0) if out.dim() == 3 else 0,
-        UNIT=unit,
-        NUM_COLUMNS=num_columns,
         NUM_PARTS=num_parts,
-        IS_EVEN=num_columns % tuned["block_column"] == 0,
-        IS_WIDENED=is_interpreting() and x.dtype == torch.bfloat16,
         BLOCK_ROW=tuned["block_row"],
         BLOCK_OUTPUT=block_output,
         BLOCK_COLUMN=tuned["block_column"],
         NUM_STAGES=tuned["num_stages"],
         PREFETCH_WEIGHT=bool(prefetch_weight and tuned["prefetched"]),
         num_warps=tuned["num_warps"],
+        **layer_arguments(layer),
     )
