@@ -2,11 +2,8 @@
 
 Computes
     silu(gate) * up with silu(g) = g / (1 + exp(-g)), in fp32.
-    round_activation: silu is rounded to the dtype before the product, as PyTorch rounds `F.silu(gate) * up`; otherwise
-        the product alone is rounded, as in the fused kernels of SGLang and FlashInfer.
 Invariants
-    An element depends on its own gate and up alone, NaN as well. out may be gate or up, or the first half of the packed
-    tensor: a program reads what it overwrites, and no other program does.
+    An element depends on its own gate and up alone, NaN as well. No program reads what another one overwrites.
 Grid
     (T, column blocks) for T tokens, one program makes one block of a row.
 Launches
