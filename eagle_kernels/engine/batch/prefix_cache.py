@@ -22,7 +22,8 @@ class Prefix(NamedTuple):
     kind    what reads the prompt beside the target: keys of one draft are not those of another
     ahead   tokens after a page's that its keys depend on
     most    tokens of the prompt that may be shared at most
-    unit    of which the number of shared tokens must be a multiple
+    unit    of which the number of shared tokens must be a multiple. If it is not 1, it is a multiple of the page size,
+            and so is `most`: who found a part of a unit would write its pages again, while others use them
     """
 
     prompt: Sequence[int]
@@ -118,7 +119,7 @@ class PrefixCache:
 
     def note_read(self, held: Held, num_tokens: int) -> None:
         """Notes that so many tokens of the prompt have been read."""
-        num_pages = (num_tokens + 1 - max(held.prefix.ahead, 1)) // self._page_size
+        num_pages = max(0, num_tokens + 1 - max(held.prefix.ahead, 1)) // self._page_size
         for page in held.shared[held.num_ready : num_pages]:
             page.is_read = True
 

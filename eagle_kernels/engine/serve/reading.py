@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 
 from ..batch.prefix_cache import Prefix
@@ -64,9 +65,9 @@ class Reading:
         ahead, is_deterministic = 0 if reader is None else reader.ahead, self._plan.plain.config.deterministic
         unit = 1
         if is_deterministic:  # bits depend on where prompts are cut: whole chunks have the same in all of them
-            unit, past = self._prefill_chunk, max(ahead, 1)
+            unit, past = math.lcm(self._prefill_chunk, self._state.target_pool.page_size), max(ahead, 1)
             prompt = prompt[: (len(prompt) - past) // unit * unit + past]
-        return Prefix(prompt, (is_deterministic, reader and type(reader), ahead), ahead, most, unit)
+        return Prefix(prompt, (is_deterministic, reader and type(reader), ahead), ahead, most - most % unit, unit)
 
     @property
     def _joint_sizes(self) -> list[int]:
