@@ -77,6 +77,39 @@ class WalkerHead(Walker):
         return DraftOutput(output.logits + hidden @ self.head, output.features + hidden)
 
 
+class RowWalker(Walker):
+    """A `Walker` of which several prompts, and prompts beside the rows of a step, are one batch."""
+
+    def forward(self, input_ids, positions, attend, *, capture=(), last_only=False, last_rows=None):
+        output = super().forward(input_ids, positions, attend, capture=capture, last_only=last_only)
+        return output if last_rows is None else output._replace(logits=output.logits[:, last_rows])
+
+
+class WalkerModules(Walker):
+    """Next-token modules that count as a `Walker` does; each has a layer of attention of its own."""
+
+    token_shift, aux_layers, draft_to_target = 1, (1,), None
+
+    def __init__(self, num_modules, vocab_size=40, walk=28, **others):
+        super().__init__(vocab_size, walk, **others)
+        self.num_modules, self.draft_vocab_size = num_modules, vocab_size
+        self.kv_shape = self.kv_shape._replace(num_layers=num_modules)
+
+    def advance(self, input_ids, hidden, positions, attend, *, module):
+        hidden = self.embedding[input_ids] + self.position[positions] + hidden / 2
+        query = (hidden @ self.query).unflatten(-1, (self.num_heads, -1))
+        key, value = (hidden @ self.key)[..., None, :], (hidden @ self.value)[..., None, :]
+        hidden = hidden + attend(module, query, key, value).flatten(-2) @ self.output
+        return hidden + self.sure[input_ids] @ self.head.T
+
+    def project(self, hidden):
+        return hidden @ self.head
+
+    def forward(self, input_ids, hidden, positions, attend, *, from_target):
+        hidden = self.advance(input_ids, hidden, positions, attend, module=0)
+        return DraftOutput(self.project(hidden), hidden)
+
+
 class Markov:
     """Its next token depends on the last one alone, so that every place of a long text is a draw from a known law.
 

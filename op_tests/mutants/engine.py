@@ -5,6 +5,10 @@ from __future__ import annotations
 from .mutant import ENGINE, Mutant
 
 _DRAFTER = ENGINE + "drafters/sampled_drafter.py"
+_PAGES, _READING = ENGINE + "batch/prefix_cache.py", ENGINE + "serve/reading.py"
+_HELD = ["op_tests/engine/serve/test_pages.py::test_pages_hold_what_their_requests_would_have_written"]
+_ALL_SHARED = ["op_tests/engine/serve/test_pages.py::test_all_that_is_known_is_shared"]
+_SHARING = "op_tests/engine/serve/test_prefix_sharing.py::test_"
 
 
 def _law(*cases: str) -> list[str]:
@@ -66,5 +70,57 @@ MUTANTS = [
         [(_DRAFTER, "self._parents.repeat(size, 1), self._config",
           "torch.where(tokens == tokens[:, -1:], 0, self._parents.repeat(size, 1)), self._config")],
         _inspected("rejection, tree"),
+    ),
+    Mutant(
+        "room that kept pages of the same prompt take",
+        [(_PAGES, " - sum(not page.users for page in found)", "")],
+        _HELD,
+    ),
+    Mutant(
+        "pages that are known by one token after them",
+        [(_PAGES, "(stop + prefix.ahead) * width", "(stop + min(prefix.ahead, 1)) * width")],
+        [*_HELD, _SHARING + "trees_are_those_without_sharing[3 modules-4-7]"],
+    ),
+    Mutant(
+        "pages that are read before the tokens after them are",
+        [(_PAGES, "max(0, num_tokens + 1 - max(held.prefix.ahead, 1)) // self._page_size",
+          "num_tokens // self._page_size")],
+        [*_HELD, _SHARING + "modules_read_on_where_another_request_ends[3-1-1]"],
+    ),
+    Mutant(
+        "all pages but the last are read by a first token",
+        [(_PAGES, "max(0, num_tokens + 1 - max(held.prefix.ahead, 1)) //",
+          "(num_tokens + 1 - max(held.prefix.ahead, 1)) //")],
+        [*_HELD, _SHARING + "modules_read_on_where_another_request_ends[3-1-1]"],
+    ),
+    Mutant(
+        "a share of a chunk that was evicted in part",
+        [(_PAGES, "return num_tokens - num_tokens % held.prefix.unit", "return num_tokens")],
+        _HELD + _ALL_SHARED,
+    ),
+    Mutant(
+        "a prompt that is scored finds a part of a chunk",
+        [(_READING, "most - most % unit", "most")],
+        _HELD,
+    ),
+    Mutant(
+        "the token before the first that is scored is shared",
+        [(_READING, "max(first, 1) - 1 ", "max(first, 1) ")],
+        [*_HELD, _SHARING + "scores_of_a_prompt_are_read_for"],
+    ),
+    Mutant(
+        "keys of whatever draft has read",
+        [(_READING, "(is_deterministic, reader and type(reader), ahead)", "(is_deterministic, ahead)")],
+        [*_HELD, _SHARING + "drafts_keys_are_not_those_of_plain_decoding[draft_model]"],
+    ),
+    Mutant(
+        "the first pages go before those that need them",
+        [(_PAGES, "for page in reversed(held.shared):", "for page in held.shared:")],
+        _HELD,
+    ),
+    Mutant(
+        "a page with an unknown one above it",
+        [(_PAGES, "this one may share less\n                break", "this one may share less\n                pass")],
+        _HELD,
     ),
 ]  # fmt: skip

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import defaultdict
+from functools import partial
 
 import pytest
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.prefix_cache import Prefix, PrefixCache
 from eagle_kernels.engine.requests.request import Request
-from op_tests.engine.methods import engine_of
+from eagle_kernels.engine.step.stepper import Stepper
+from op_tests.engine.methods import PROVEN, SIZES, engine_of
 from op_tests.engine.serve.conftest import DEVICE
-from op_tests.engine.toys import random_llama, random_modules
+from op_tests.engine.toys import RowWalker, Walker, WalkerHead, WalkerModules
 
 METHODS = ("eagle", "draft_model", "mtp", "ngram tree", "suffix tree", "hybrid chain", "hybrid tree", "naive")
 NUM_REQUESTS = 42  # for each method and page size: 1,008
@@ -140,30 +143,100 @@ def test_the_token_after_a_page_counts_where_a_draft_reads_it(counted):
         assert engine.generate(other, 1).stats.shared_tokens == shared, method
 
 
-def test_drafts_keys_are_not_those_of_plain_decoding(counted):
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_drafts_keys_are_not_those_of_plain_decoding(counted, method):
     """Which has read none; each shares with its own kind."""
-    engine, _ = counted()
+    engine, _ = counted(method)
     for speculative, shared in ((False, 0), (True, 0), (False, 16), (True, 16)):
         assert engine.generate(BASE[:20], 2, speculative=speculative).stats.shared_tokens == shared
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("num_modules", [2, 3])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_modules_draft_as_without_sharing(num_modules, page_size):
-    """They read several tokens ahead, and again what lacked some: every draft is the same."""
-    target = random_llama(device=DEVICE)
-    drafts: dict[bool, list] = {True: [], False: []}
-    for is_shared, seen in drafts.items():
-        modules = random_modules(target, num_modules)
-        config = EAGLEConfig.chain(num_modules, method="mtp", page_size=page_size, share_prefixes=is_shared)
-        engine = EAGLEInference(modules, target, config)
-        engine.generate(BASE[:30], 1)
-        engine.on_tree = lambda step, seen=seen: seen.append(step.proposal.tree.draft_tokens.tolist())
-        for length in (30, 29, 17, 30 - num_modules, 31):
-            stats = engine.generate((BASE[:30] + [5])[:length], 6).stats
-            assert (stats.shared_tokens > 8) == is_shared
-    assert drafts[True] == drafts[False] and drafts[True]
+DRAFTERS = {
+    "eagle": WalkerHead, "draft_model": Walker, "hybrid tree": Walker, "ngram tree": None,
+    "2 modules": partial(WalkerModules, 2), "3 modules": partial(WalkerModules, 3), "drawn": WalkerHead,
+}  # fmt: skip
+OPTIONS = {
+    "2 modules": EAGLEConfig.chain(2, method="mtp"), "3 modules": EAGLEConfig.chain(3, method="mtp"),
+    "drawn": EAGLEConfig(topk=2, num_steps=3, verify_strategy="rejection"),
+}  # fmt: skip
+
+
+def trees_by_request(engine, monkeypatch) -> dict[int, list]:
+    """Will hold the trees of each request's steps: tokens, positions and links."""
+    run, trees = Stepper._run_target, defaultdict(list)
+
+    def watched(stepper, batch, proposal, prompts):
+        tree = proposal.tree
+        parts = tree.draft_tokens, tree.positions, tree.retrieve_next_token, tree.retrieve_next_sibling
+        lists = [part.view(len(batch), -1).tolist() for part in parts]
+        for row in engine.session.scheduler.stepping:
+            trees[row.request.id].append([part[row.index] for part in lists])
+        return run(stepper, batch, proposal, prompts)
+
+    monkeypatch.setattr(Stepper, "_run_target", watched)
+    return trees
+
+
+@pytest.mark.parametrize(
+    ("drafter", "page_size", "chunk"),
+    [
+        pytest.param(drafter, *sizes, marks=[] if number % 2 == place else pytest.mark.slow)
+        for number, drafter in enumerate(DRAFTERS)
+        for place, sizes in enumerate(((1, 2048), (4, 7)))
+    ],
+)
+def test_trees_are_those_without_sharing(drafter, page_size, chunk, monkeypatch):
+    """Of all drafters but suffix trees, which learn of others, with evictions and aborts; text alone would not tell."""
+    coin, kind = random.Random(f"{drafter} {page_size}"), DRAFTERS[drafter]
+    config = OPTIONS.get(drafter) or EAGLEConfig(**PROVEN[drafter])
+    config = dataclasses.replace(config, page_size=page_size, prefill_chunk=chunk, max_batch=4, max_length=64)
+    target, draft = RowWalker(**SIZES, device=DEVICE), kind and kind(**SIZES, seed=1, device=DEVICE)
+    prompts = prompts_of(coin, 24)
+    asked = [SamplingParams(max_new_tokens=coin.randrange(1, 7), seed=number, temperature=float(drafter == "drawn"))
+             for number in range(len(prompts))]  # fmt: skip
+    plain = EAGLEInference(draft, target, dataclasses.replace(config, share_prefixes=False))
+    wanted = trees_by_request(plain, monkeypatch)
+    for each in zip(prompts, asked):
+        plain.submit(*each)
+    plain.collect()
+    engine = EAGLEInference(draft, target, config)
+    engine = EAGLEInference(draft, target, dataclasses.replace(config, kv_cache_bytes=small_pool(engine, 2)))
+    trees, requests = trees_by_request(engine, monkeypatch), []
+    for each in zip(prompts, asked):
+        requests.append(engine.submit(*each))
+        for _ in range(coin.randrange(3)):
+            engine.step()
+        alive = [request for request in requests if not request.is_finished]
+        if alive and coin.random() < 0.3:
+            engine.abort(coin.choice(alive))
+    engine.collect()
+    check_pages(engine)
+    aborted = [request for request in requests if request.finish_reason == "abort"]
+    num_shared, num_steps = sum(request.shared_tokens for request in requests), sum(map(len, trees.values()))
+    assert aborted and num_shared > 50 and num_steps > 15
+    for request in requests:
+        got, want = trees[request.id], wanted[request.id]
+        assert got == (want[: len(got)] if request in aborted else want), request
+
+
+@pytest.mark.parametrize(("num_modules", "page_size", "chunk"), [(3, 1, 1), (3, 1, 5), (2, 2, 6)])
+def test_modules_read_on_where_another_request_ends(num_modules, page_size, chunk, monkeypatch):
+    """Keys of its last rows lacked tokens: whoever reads on makes these anew, wherever in its prompt it is given up."""
+    config = EAGLEConfig.chain(num_modules, method="mtp", page_size=page_size, prefill_chunk=chunk, max_batch=2)
+    target, draft = (kind(**SIZES, device=DEVICE) for kind in (RowWalker, partial(WalkerModules, num_modules, seed=1)))
+    engine, asked = EAGLEInference(draft, target, config), SamplingParams(max_new_tokens=4)
+    trees = trees_by_request(engine, monkeypatch)
+    for num_steps in range(min(5, 17 // chunk + 1)):
+        first, other = engine.submit(BASE[:17], asked), engine.submit(BASE[:17], asked)
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort(first)
+        engine.collect()
+        engine.forget_prefixes()
+        alone = engine.submit(BASE[:17], asked)
+        engine.collect()
+        engine.forget_prefixes()
+        assert trees[other.id] == trees[alone.id] != []
 
 
 @pytest.mark.parametrize("is_failure", [False, True], ids=["aborted", "failed"])
@@ -195,15 +268,23 @@ def test_another_request_reads_on_if_the_first_one_ends(counted, is_failure, mon
     check_pages(engine)
 
 
-def test_scores_of_a_prompt_are_read_for(counted):
-    """Pages before the first token that is scored are shared, those behind it are read again."""
-    engine, _ = counted()
-    wanted = engine.generate(BASE[:30], 2, logprob_start_len=13, share_prefixes=False)
-    for start, shared in ((0, 0), (1, 0), (13, 12), (29, 28)):
-        output = engine.generate(BASE[:30], 2, logprob_start_len=start)
-        assert output.stats.shared_tokens == shared if start != 0 else True
-        if start == 13:
-            assert output.prompt_logprobs == pytest.approx(wanted.prompt_logprobs, abs=1e-4)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_scores_of_a_prompt_are_read_for(counted, page_size):
+    """From whatever token on: pages that end before the one in front of it are shared, all others are read again."""
+    engine, _ = counted(page_size=page_size, prefill_chunk=9)
+    asked = {"logprob_start_len": 0, "top_logprobs": 2}
+    wanted = engine.generate(BASE[:23], 2, **asked, share_prefixes=False)
+    engine.generate(BASE[:23], 2)
+    for start in range(23):
+        output = engine.generate(BASE[:23], 2, **asked | {"logprob_start_len": start})
+        assert output.stats.shared_tokens == max(start - 1, 0) // page_size * page_size
+        assert output.output_ids == wanted.output_ids and len(output.prompt_logprobs) == 23 - start
+        begin = max(start, 1)  # the first token has no score
+        own, likely = (scores[begin - start :] for scores in (output.prompt_logprobs, output.prompt_top_logprobs))
+        assert own == pytest.approx(wanted.prompt_logprobs[begin:], abs=1e-4)
+        assert [[token for token, _ in top] for top in likely] == [
+            [token for token, _ in top] for top in wanted.prompt_top_logprobs[begin:]
+        ]
         check_pages(engine)
 
 
