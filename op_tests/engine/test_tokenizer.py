@@ -19,9 +19,10 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models import loading
 from eagle_kernels.engine.models.protocol import ModelError
-from eagle_kernels.engine.models.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
 from eagle_kernels.engine.requests.request import StopStrings
 from eagle_kernels.tools.cli.generate import print_texts
+from op_tests.engine.made_tokenizers import BYTE_LEVEL, BYTES, WORDS, decoders_of_models, made_tokenizer
 from op_tests.engine.toys import random_llama
 
 TEXTS = ["", "def f(x):\n    return x\n", "naïve — 日本語 🦅", "a\x00b"]
@@ -198,70 +199,6 @@ def test_text_for_async_for(engine):
     assert not engine.has_work
 
 
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-WORDS = [
-    "▁",
-    "▁▁",
-    "▁a",
-    "a",
-    "b",
-    "ab",
-    "aab",
-    "é",
-    "🦅",
-    " x",
-    "x ",
-    "##ing",
-    ".",
-    "'s",
-    "foo</w>",
-    "b</w>c",
-    "<0x4",
-    "<0x+F>",
-]
-BYTE_LEVEL = [*"abéÃ©日ÿ", "Ġ", "Ġthe", "æ", "Ĺ", "¥", "ð", "Ł", "¦", "ħ", "ðŁ", "¦ħ", "æĹ¥"]
-SPECIAL = ["<s>", "</s>", "<|im_end|>"]
-
-
-def made_tokenizer(tokens: list[str], decoder) -> FileTokenizer:
-    """One whose ids are these tokens, three special ones, one that was added, and five of the model alone."""
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=tokens[0])
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.add_tokens(["日本 x"])
-    if decoder is not None:
-        tokenizer.decoder = decoder
-    return FileTokenizer(tokenizer, (), tokenizer.get_vocab_size() + 5)
-
-
-def decoders_of_models() -> dict:
-    decoders, regex = pytest.importorskip("tokenizers").decoders, pytest.importorskip("tokenizers").Regex
-    spaces, fallback, fuse, several = (
-        decoders.Replace("▁", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Sequence,
-    )
-    return {
-        "GPT-2, Qwen, Llama 3": decoders.ByteLevel(),
-        "Llama 2, Mistral": several([spaces, fallback, fuse, decoders.Strip(" ", 1, 0)]),
-        "Gemma": several([spaces, fallback, fuse]),
-        "T5": decoders.Metaspace(),
-        "prepends never": several([fallback, decoders.Metaspace(prepend_scheme="never")]),
-        "prepends first": decoders.Metaspace(prepend_scheme="first"),
-        "BERT": decoders.WordPiece(),
-        "GPT-1": decoders.BPEDecoder(),
-        "wav2vec 2": decoders.CTC(),
-        "none": None,
-        "replaces in the whole": several([fuse, decoders.Replace("aab", "X"), decoders.Replace("ba", "")]),
-        "replaces by pattern": several([decoders.Replace(regex("[ab]+"), "<>"), several([fuse])]),
-        "strips the whole": several([fuse, decoders.Strip("▁", 2, 0)]),
-        "strips tokens": several([decoders.Strip("▁", 1, 0), fallback]),
-        "looks far": several([fuse, decoders.Replace(regex("ab*a"), "-"), decoders.Strip("-", 1, 0)]),
-    }
-
-
 @pytest.mark.parametrize("name", decoders_of_models() if importlib.util.find_spec("tokenizers") else [])
 def test_pieces_are_decode_of_the_whole(name):
     """Whatever ids come, in whatever pieces, after whatever context. Held back is what some next ids would change."""
@@ -345,73 +282,6 @@ def test_a_broken_run_is_broken_as_a_whole():
     assert [detokenizer.push([token_id]) for token_id in ids] == ["", "", "\ufffd" * 3] and tokenizer.decode(
         ids
     ) == "\ufffd" * 3
-
-
-def shown_and_named(tokenizer, ids: list[int], context: list[int], names: dict[int, str]) -> tuple[str, list]:
-    """The text of some ids, and its characters and the names of special tokens, with the place of each."""
-    units, text = [], ""
-    for count, token_id in enumerate(ids, 1):
-        if token_id in names:
-            units.append((names[token_id], len(text)))
-        now = tokenizer.decode(context + ids[:count])[len(tokenizer.decode(context)) :]
-        units += [(character, place) for place, character in enumerate(now) if place >= len(text)]
-        text = now
-    return text, units
-
-
-def test_stop_strings_against_a_search_in_all_texts():
-    """Strings of letters and special tokens: the first token that completes one, and the earliest place of all."""
-    tokenizer = made_tokenizer([*WORDS, *BYTES], decoders_of_models()["Llama 2, Mistral"])
-    specials = {tokenizer.encode(name)[0]: name for name in SPECIAL}
-    pool = [*map(WORDS.index, ("▁", "▁a", "a", "b", "ab")), *specials, *specials]
-    random, num_found = np.random.default_rng(0), 0
-    for _ in range(800):
-        ids, context = random.choice(pool, 9).tolist(), random.choice(pool, random.integers(0, 3)).tolist()
-        parts = ["a", "b", " ", "<", *SPECIAL]
-        strings = tuple("".join(random.choice(parts, random.integers(1, 6))) for _ in range(random.integers(1, 4)))
-        if random.random() < 0.5:  # most of which is there
-            begin, end = sorted(random.integers(0, 10, 2).tolist())
-            spelled = "".join(specials.get(token_id) or tokenizer.decode([0, token_id]) for token_id in ids[begin:end])
-            strings += (spelled + random.choice(["", "b", "<"]),) if spelled else ()
-        names = {token: name for token, name in specials.items() if any(name in string for string in strings)}
-        expected = None
-        for count in range(1, len(ids) + 1):
-            text, units = shown_and_named(tokenizer, ids[:count], context, names)
-            places = [text.index(string) for string in strings if string in text]
-            for first, last in itertools.combinations(range(len(units) + 1), 2):
-                part = [unit for unit, _ in units[first:last]]
-                if "".join(part) in strings and any(len(unit) > 1 for unit in part):
-                    places.append(units[first][1])
-            if places:
-                expected = count, text[: min(places)]
-                break
-        stops, shown, found = StopStrings(strings, tokenizer, context), "", None
-        for count, token_id in enumerate(ids, 1):
-            if stops.push(token_id):
-                found = count, stops.text
-                break
-            assert len(shown) <= stops.num_certain  # what a stream has shown stays
-            shown = stops.text[: stops.num_certain]
-        assert found == expected and stops.text.startswith(shown), (ids, context, strings)
-        num_found += found is not None
-    assert 200 < num_found < 750
-
-
-@pytest.mark.parametrize(
-    ("before", "stop", "text"),
-    [
-        ("🦅".encode(), "<|im_end|>", "🦅"),  # whole, but another byte could have broken it
-        ("🦅".encode(), "🦅<|im_end|>", ""),
-        (b"\xe6\x97", "<|im_end|>", "\ufffd" * 2),
-        (b"b\xff", "\ufffd<|im_end|>", "b"),
-    ],
-)
-def test_a_special_token_ends_what_is_held_back(before, stop, text):
-    tokenizer = made_tokenizer([*WORDS, *BYTES], decoders_of_models()["Llama 2, Mistral"])
-    stops = StopStrings((stop,), tokenizer, [])
-    ids = [WORDS.index("b") if byte == ord("b") else len(WORDS) + byte for byte in before]
-    assert [stops.push(token_id) for token_id in ids] == [False] * len(ids)
-    assert stops.push(*tokenizer.encode("<|im_end|>")) and stops.text == text
 
 
 @pytest.fixture

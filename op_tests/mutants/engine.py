@@ -8,6 +8,7 @@ _DRAFTER = ENGINE + "drafters/sampled_drafter.py"
 _PAGES, _READING = ENGINE + "batch/prefix_cache.py", ENGINE + "serve/reading.py"
 _HELD = ["op_tests/engine/serve/test_pages.py::test_pages_hold_what_their_requests_would_have_written"]
 _ALL_SHARED = ["op_tests/engine/serve/test_pages.py::test_all_that_is_known_is_shared"]
+_STOPS = "op_tests/engine/test_stop_strings.py::test_texts_and_streams_end_where_a_search_says"
 _SHARING = "op_tests/engine/serve/test_prefix_sharing.py::test_"
 
 
@@ -122,5 +123,39 @@ MUTANTS = [
         "a page with an unknown one above it",
         [(_PAGES, "this one may share less\n                break", "this one may share less\n                pass")],
         _HELD,
+    ),
+    Mutant(
+        "a text that ends before the last string that it holds",
+        [(ENGINE + "requests/request.py", "whole[: min(found)] if found", "whole[: max(found)] if found")],
+        [_STOPS],
+    ),
+    Mutant(
+        "strings are searched as far back as the shortest is long",
+        [(ENGINE + "requests/request.py", "strings, max(map(len, strings))", "strings, min(map(len, strings))")],
+        [_STOPS],
+    ),
+    Mutant(
+        "text is held back for the shortest string",
+        [(ENGINE + "requests/request.py", "        begin = self._begin\n        named, spans = self._named(self.text, begin)",
+          "        begin = max(0, len(self.text) - min(map(len, self._strings)) + 1)\n"
+          "        named, spans = self._named(self.text, begin)")],
+        [_STOPS],
+    ),
+    Mutant(
+        "special tokens between words swallow a space",
+        [(ENGINE + "models/detokenizer.py", "self._pending += self._read_ids(token_ids)",
+          "self._pending += list(token_ids)")],
+        [_STOPS + "[in Python]"],
+    ),
+    Mutant(
+        "special tokens are words without text",
+        [(ENGINE + "models/detokenizer.py", "[token for token in tokens if token is not None]",
+          "[token or '' for token in tokens]")],
+        [_STOPS],
+    ),
+    Mutant(
+        "a character that the prompt began is lost",
+        [(ENGINE + "models/detokenizer.py", "whole[len(os.path.commonprefix([before, whole])) :]", "whole[len(before) :]")],
+        [_STOPS + "[in Python]"],
     ),
 ]  # fmt: skip

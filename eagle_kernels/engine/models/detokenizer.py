@@ -355,5 +355,5 @@ class WindowDetokenizer:
         return self._text(len(self._pending))
 
     def _text(self, count: int) -> str:
-        before = self._decode(self._settled)
-        return self._decode(self._settled + self._pending[:count])[len(before) :]
+        before, whole = self._decode(self._settled), self._decode(self._settled + self._pending[:count])
+        return whole[len(os.path.commonprefix([before, whole])) :]  # less than `before`: it may end inside a character
