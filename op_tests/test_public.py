@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 
 import pytest
@@ -99,12 +100,19 @@ def test_compiles_into_one_graph_with_a_dynamic_batch(device):
 
 def test_a_compiled_function_may_use_an_op_first(monkeypatch):
     """Also where the name has not been asked for before, as in a program that begins with torch.compile."""
-    x, weight = torch.randn(3, 8), torch.rand(8)
-    expected = eagle_kernels.rms_norm(x, weight).output
-    for names in (vars(eagle_kernels), vars(eagle_kernels.ops), eagle_kernels.ops.operators.made):
-        monkeypatch.delitem(names, "rms_norm", raising=False)
-    compiled = torch.compile(lambda x: eagle_kernels.rms_norm(x, weight).output, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), expected) and "rms_norm" in eagle_kernels.ops.operators.made
+    ops, node, logits = eagle_kernels.ops, torch.zeros(1, 1, dtype=torch.int64), torch.randn(1, 8)
+
+    def verify(logits):
+        return eagle_kernels.verify_tree(node, node, node - 1, node - 1, logits, spec_steps=0).predicts
+
+    expected = verify(logits)
+    for names in (vars(eagle_kernels), vars(ops)):
+        monkeypatch.delitem(names, "verify_tree", raising=False)
+    monkeypatch.setattr(ops.operators, "made", {})
+    monkeypatch.setattr(ops, "front_door", None, raising=False)
+    monkeypatch.delitem(sys.modules, "eagle_kernels.ops.front_door")
+    assert torch.equal(torch.compile(verify, fullgraph=True, backend="aot_eager")(logits), expected)
+    assert {*ops.operators.made} == {"verify_tree_greedy", "verify_tree_sampled"}
 
 
 def test_seeds_may_be_int32(device):

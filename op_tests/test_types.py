@@ -21,7 +21,7 @@ from typing_extensions import is_typeddict
 import eagle_kernels
 from eagle_kernels.engine.models.loading import demo_pair
 from op_tests import calls_of_the_engine
-from op_tests.harness.typed import is_of, wrong_fields
+from op_tests.harness.typed import fields_of, is_of, wrong_fields
 
 ROOT = Path(__file__).parent.parent
 CALLS = ROOT / "op_tests" / "calls_of_all_ops.py"
@@ -166,7 +166,7 @@ def test_results_have_public_names():
     """What a public function returns, and what its fields are, is importable from a public module."""
     names = {value for _, value in public() if inspect.isclass(value)}
     for path, value in public():
-        told = typing.get_type_hints(value) if inspect.isclass(value) else {}  # of fields
+        told = fields_of(value) if inspect.isclass(value) else {}
         for name in members(value) if inspect.isclass(value) else [value.__name__]:
             function = getattr(value, name, None) if inspect.isclass(value) else value
             function = getattr(function, "fget", None) or function
@@ -174,8 +174,7 @@ def test_results_have_public_names():
                 told[name] = typing.get_type_hints(function)["return"]
         for name, kind in told.items():
             ours = {each for each in classes_in(kind) if each.__module__.startswith("eagle_kernels")} - names
-            if not name.startswith("_"):
-                assert {each.__name__ for each in ours} <= ENGINE_OWN, f"{path}: {name} is {ours}"
+            assert {each.__name__ for each in ours} <= ENGINE_OWN, f"{path}: {name} is {ours}"
 
 
 def classes_in(kind: object) -> set[type]:

@@ -13,6 +13,8 @@ from .operators import find, reference_of
 from .verify.verify_tree_greedy import Output as VerifyOutput
 from .verify.verify_tree_sampled import Output as SampledOutput
 
+_OPS = {op: find(op).function for op in ("verify_tree_greedy", "verify_tree_sampled")}
+
 
 @with_kinds
 def verify_tree(
@@ -127,9 +129,9 @@ def _check_positions(candidates: torch.Tensor, positions: torch.Tensor) -> None:
 def _call(op: str, *args: Any, **kwargs: Any) -> Any:
     """Calls an op, whose errors then name the function that was called."""
     if torch.compiler.is_compiling():
-        return find(op).function(*args, **kwargs)
+        return _OPS[op](*args, **kwargs)
     try:
-        return find(op).function(*args, **kwargs)
+        return _OPS[op](*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
         text, own = str(error), f"eagle_kernels.{op}:"
         if not text.startswith(own):

@@ -17,7 +17,7 @@ def is_of(value: object, kind: object) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(is_of(value, each) for each in arguments)
     if is_typeddict(origin):
-        hints = typing.get_type_hints(origin)
+        hints = fields_of(origin)
         return type(value) is dict and hints.keys() == value.keys() and not wrong(hints, value.get)
     if origin is collections.abc.Callable:
         return callable(value)
@@ -33,20 +33,25 @@ def is_of(value: object, kind: object) -> bool:
         return all(is_of(each, arguments[0]) for each in value)
     if origin is dict:
         return all(is_of(name, arguments[0]) and is_of(each, arguments[1]) for name, each in value.items())
-    hints = typing.get_type_hints(origin)
+    hints = fields_of(origin)
     return not wrong({name: hints[name] for name in getattr(origin, "_fields", ())}, lambda name: getattr(value, name))
 
 
 def wrong_fields(value: object) -> list[str]:
     """Returns the public fields and properties of an object that are not what their annotations say."""
     cls = type(value)
-    hints = typing.get_type_hints(cls)
+    hints = fields_of(cls)
     for name in dir(cls):
         function = getattr(getattr(cls, name), "fget", None)
         if isinstance(function, types.FunctionType):
             hints[name] = typing.get_type_hints(function)["return"]
-    public = {name: kind for name, kind in hints.items() if not name.startswith("_")}
-    return wrong(public, lambda name: getattr(value, name))
+    return wrong(hints, lambda name: getattr(value, name))
+
+
+def fields_of(cls: type) -> dict[str, object]:
+    """Returns the types of the public fields of a class."""
+    hints = typing.get_type_hints(cls, localns={"KW_ONLY": object})  # no type, which Python 3.10 refuses
+    return {name: kind for name, kind in hints.items() if not name.startswith("_")}
 
 
 def wrong(hints: dict[str, object], read) -> list[str]:

@@ -27,7 +27,7 @@ def verify_tree(
     simulated_rates: torch.Tensor | None = None,
     spec_steps: int,
 ) -> Output:
-    """See eagle_kernels/ops/verify_tree.py."""
+    """See eagle_kernels/ops/front_door.py."""
     links = (candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)
     options = {"spec_steps": spec_steps, "accept_policy": accept_policy, "simulated_rates": simulated_rates}
     asks_for_sampling = any(value is not None for value in (temperature, top_k, top_p, min_p))
