@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 
 import torch
 
@@ -10,6 +11,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.requests.sampling_params import Features
+from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine import heads
 
 PARAMS = [
@@ -71,6 +73,24 @@ def mixed_requests(engine, coin: random.Random, count: int) -> None:
             engine.step()
     engine.is_speculating = True
     engine.collect()
+
+
+def trees_by_request(engine, monkeypatch) -> dict[int, list]:
+    """Will hold the trees of each request's steps: tokens, positions and links."""
+    run, trees = Stepper._run_target, defaultdict(list)
+
+    def watched(stepper, batch, proposal, prompts):
+        tree = proposal.tree
+        parts = tree.draft_tokens, tree.positions, tree.retrieve_next_token, tree.retrieve_next_sibling
+        lists = [part.view(len(batch), -1).tolist() for part in parts]
+        scheduler = engine.session.scheduler
+        is_its_own = scheduler is not None and batch.state is scheduler.state
+        for row in scheduler.stepping if is_its_own else ():
+            trees[row.request.id].append([part[row.index] for part in lists])
+        return run(stepper, batch, proposal, prompts)
+
+    monkeypatch.setattr(Stepper, "_run_target", watched)
+    return trees
 
 
 def steps_known(runner) -> set[Features]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.prefix_cache import Prefix, PrefixCache
 from eagle_kernels.engine.requests.request import Request
-from eagle_kernels.engine.step.stepper import Stepper
+from op_tests.engine.engines import trees_by_request
 from op_tests.engine.methods import PROVEN, SIZES, engine_of
 from op_tests.engine.serve.conftest import DEVICE
 from op_tests.engine.toys import RowWalker, Walker, WalkerHead, WalkerModules
@@ -159,22 +158,6 @@ OPTIONS = {
     "2 modules": EAGLEConfig.chain(2, method="mtp"), "3 modules": EAGLEConfig.chain(3, method="mtp"),
     "drawn": EAGLEConfig(topk=2, num_steps=3, verify_strategy="rejection"),
 }  # fmt: skip
-
-
-def trees_by_request(engine, monkeypatch) -> dict[int, list]:
-    """Will hold the trees of each request's steps: tokens, positions and links."""
-    run, trees = Stepper._run_target, defaultdict(list)
-
-    def watched(stepper, batch, proposal, prompts):
-        tree = proposal.tree
-        parts = tree.draft_tokens, tree.positions, tree.retrieve_next_token, tree.retrieve_next_sibling
-        lists = [part.view(len(batch), -1).tolist() for part in parts]
-        for row in engine.session.scheduler.stepping:
-            trees[row.request.id].append([part[row.index] for part in lists])
-        return run(stepper, batch, proposal, prompts)
-
-    monkeypatch.setattr(Stepper, "_run_target", watched)
-    return trees
 
 
 @pytest.mark.parametrize(

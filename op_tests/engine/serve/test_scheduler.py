@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from functools import partial
 
 import pytest
+import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.batch.state import BatchState
 from eagle_kernels.engine.serve.scheduler import host_lag
-from op_tests.engine.engines import PARAMS, alone, make, prompt_of
-from op_tests.engine.toys import LetterTokenizer, ToyModel
+from op_tests.engine.engines import PARAMS, alone, make, prompt_of, trees_by_request
+from op_tests.engine.methods import MIXED, PROVEN, SIZES
+from op_tests.engine.serve.conftest import DEVICE
+from op_tests.engine.toys import (
+    LetterTokenizer,
+    RowWalker,
+    ToyModel,
+    Walker,
+    WalkerHead,
+    plain_logits,
+    random_head,
+    random_modules,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +56,119 @@ def test_requests_join_and_leave(target, draft, lag, page_size, expected):
     pages = engine.session.scheduler.pages
     assert pages.num_free == pages.num_pages
     assert not engine.session.scheduler.state.is_live.any() and (engine.session.scheduler.state.block_table == -1).all()
+
+
+ENDS, TOKENIZER = (17, 18), LetterTokenizer()
+
+
+def random_params(coin: random.Random, prompt: list[int], number: int, drafters: tuple) -> SamplingParams:
+    """Some of all that a request may ask for."""
+    kinds = {
+        "temperature": (0.0, 0.7, 1.3), "top_k": (0, 0, 8), "top_p": (1.0, 1.0, 0.9), "min_p": (0.0, 0.0, 0.05),
+        "repetition_penalty": (1.0, 1.0, 1.4), "frequency_penalty": (0.0, 0.6), "presence_penalty": (0.0, 0.0, 0.9),
+        "stop_token_ids": ((), (), (coin.randrange(20), coin.randrange(20))), "ignore_eos": (False, True),
+        "stop": ((), (), ("".join(chr(64 + coin.randrange(20)) for _ in range(coin.choice((1, 2)))), "~~")),
+        "logprobs": (False, True, "raw"), "top_logprobs": (0, 0, 3),
+        "logprob_start_len": (None, None, coin.randrange(len(prompt))), "drafter": drafters,
+    }  # fmt: skip
+    count = coin.randrange(1, 13)
+    asked = {name: coin.choice(values) for name, values in kinds.items()}
+    least = coin.choice((0, 0, coin.randrange(1 + count)))
+    return SamplingParams(max_new_tokens=count, min_new_tokens=least, seed=coin.choice((7, number)), **asked)
+
+
+def check_scores(engine, request) -> None:
+    """Raw ones, of the output and the prompt, against a pass over the whole text by itself."""
+    params, start = request.params, len(request.prompt)
+    text = request.prompt + request.output_ids
+    if not request.output_ids:  # it was given up before
+        return
+    logprobs = plain_logits(engine, text[:-1]).log_softmax(-1)
+    rows = [(range(start, len(text)), request.logprobs if params.logprobs == "raw" else [], request.top_logprobs)]
+    if params.logprob_start_len is not None:
+        own, top, begin = request.prompt_logprobs, request.prompt_top_logprobs, max(params.logprob_start_len, 1)
+        skipped = begin - params.logprob_start_len
+        rows.append((range(begin, start), own[skipped:], top[skipped:]))
+    for places, own, top in rows:
+        if own:
+            assert own == pytest.approx([logprobs[place - 1, text[place]].item() for place in places], abs=1e-3)
+        if params.top_logprobs:
+            assert {len(likely) for likely in top} <= {params.top_logprobs}
+            for place, likely in zip(places, top, strict=True):
+                assert [logprob for _, logprob in likely] == pytest.approx(
+                    logprobs[place - 1].topk(len(likely)).values.tolist(), abs=1e-3
+                )
+
+
+BUSY = {
+    "head": (WalkerHead, PROVEN["eagle"]),
+    "several methods": (Walker, MIXED | {"suffix_decoding_max_cached_requests": 0}),
+    "shared rows": (WalkerHead, PROVEN["eagle"] | {"mean_draft_tokens": 4}),
+    "drawn": (WalkerHead, {"topk": 2, "num_steps": 3, "verify_strategy": "rejection"}),
+}
+
+
+@pytest.mark.parametrize("name", BUSY)
+def test_requests_of_all_kinds_are_those_alone(name, monkeypatch):
+    """Text, scores and trees, wherever rows move to, and whoever begins, ends or is given up beside them."""
+    kind, config = BUSY[name]
+    if name == "shared rows":  # a step late
+        monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 1)
+    coin, drafters = random.Random(name), config.get("method", (None,)) if name == "several methods" else (None,)
+    target, draft = RowWalker(**SIZES, device=DEVICE), kind(**SIZES, seed=1, device=DEVICE)
+    config = EAGLEConfig(**config, max_batch=5, page_size=4, prefill_chunk=7, eos_token_ids=ENDS, max_length=64)
+    engines = [EAGLEInference(draft, target, config, tokenizer=TOKENIZER) for _ in range(2)]
+    trees = [trees_by_request(engine, monkeypatch) for engine in engines]
+    requests, aborted, moves, move = [], set(), [], BatchState.move
+    monkeypatch.setattr(BatchState, "move", lambda state, *rows: moves.append(rows) or move(state, *rows))
+    for number in range(24):
+        prompt = [coin.randrange(20) for _ in range(coin.randrange(1, 24))]
+        params = random_params(coin, prompt, number, drafters)
+        if name == "drawn":
+            params = dataclasses.replace(params, logprobs=False)
+        requests.append(engines[0].submit(prompt, params))
+        for _ in range(coin.choice((0, 0, 0, 8))):  # several begin together, and most end before others come
+            engines[0].step()
+        alive = [request for request in requests if not request.is_finished]
+        if alive and coin.random() < 0.2:
+            victim = coin.choice(alive)
+            aborted.add(victim)
+            engines[0].abort(victim)
+    engines[0].collect()
+    assert len(moves) > 3
+    for request in requests:
+        single, count = engines[1].submit(request.prompt, request.params), len(request.output_ids)
+        engines[1].collect()
+        assert request.error is single.error is None
+        assert request.output_ids == single.output_ids[:count], request.params
+        assert request.logprobs == pytest.approx(single.logprobs[:count], abs=1e-3)
+        if request.params.drafter != "suffix" and name != "shared rows":  # which go by others, too
+            seen = trees[0][request.id]
+            assert seen == trees[1][single.id][: len(seen)], request.params
+        if request not in aborted:
+            ended, alone = ((each.finish_reason, each.text, count) for each in (request, single))
+            assert ended == alone and count == len(single.output_ids), request.params
+        check_scores(engines[0], request)
+    if len(drafters) > 1:
+        assert all((sum(each.accepted) == 0) for each in requests if each.params.drafter == "naive")
+        assert {each.params.drafter for each in requests if sum(each.accepted)} == {*drafters} - {"naive"}
+
+
+@pytest.mark.parametrize("draft", [partial(random_modules, num_modules=2), partial(random_head, aux_layers=(0, 1, 2))])
+def test_all_that_belongs_to_a_row_moves_with_it(target, draft):
+    """Whatever tensors there are with a row for each request, by how they look."""
+    engine = make(draft(target), target, method="hybrid", num_model_steps=2, topk=1, max_batch=5)
+    engine.generate(prompt_of(1), 3, repetition_penalty=1.2, min_new_tokens=2)
+    state = engine.session.scheduler.state
+    held = [*vars(state).values(), *vars(state.sampling).values(), *state.sampling.numbers.values()]
+    held += [tensor for kept in state.kept.values() for tensor in kept]
+    tensors = [each for each in held if torch.is_tensor(each) and len(each) == state.num_rows]
+    assert len(tensors) >= 20
+    with torch.inference_mode():
+        for tensor in tensors:
+            tensor.copy_(torch.arange(state.num_rows).view(-1, *(1 for _ in tensor.shape[1:])))
+        state.move(3, 1)
+    assert all((tensor[1] == 3).all() for tensor in tensors)
 
 
 @pytest.mark.slow
