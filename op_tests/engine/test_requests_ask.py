@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.step.logprobs import score
 from op_tests.engine.engines import make
-from op_tests.engine.toys import ToyModel
+from op_tests.engine.toys import Markov, ToyModel
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [4], list(range(30))]
 ENDS = tuple(range(20))
@@ -114,6 +116,36 @@ def test_likely_tokens_without_other_scores(engine):
     assert requests[1].top_logprobs == [top[:1] for top in requests[2].top_logprobs]
 
 
+@pytest.mark.parametrize("size", [3, 20, 40])
+def test_of_equally_likely_tokens_the_lowest_ids_come_first(size):
+    """Of all tokens, not of those alone that are shown, as a stable sort has them; also where none or few may come."""
+    logits = torch.randint(0, 3, (2, 50, size)).float()
+    logits[0, :3] = torch.tensor([[0.0], [-torch.inf], [torch.nan]])
+    logits[0, 3, ::2] = -torch.inf
+    scores = score(logits, torch.zeros(2, 50, dtype=torch.int64), True)
+    ordered = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    count = min(20, size)
+    is_number = ~logits.isnan().any(-1) & (logits > -torch.inf).any(-1)
+    assert torch.equal(scores.top_ids[is_number], ordered.indices[..., :count][is_number])
+    torch.testing.assert_close(scores.top_logprobs[is_number], ordered.values[..., :count][is_number])
+    assert (scores.top_ids >= 0).all() and (scores.top_ids < size).all()
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_likely_tokens_of_a_text_with_ties(speculative):
+    """Its own tokens, the first one included, and those of the prompt."""
+    target = Markov(vocab_size=50, max_length=128)
+    target.table = target.table.round()
+    draft = Markov(vocab_size=50, max_length=128, seed=1, near=target)
+    engine = make(draft, target, method="draft_model")
+    asked = {"top_logprobs": 20, "logprob_start_len": 0, "speculative": speculative}
+    output = engine.generate([3, 1, 4, 1], 12, temperature=1.0, seeds=1, **asked)
+    text = [3, 1, 4, 1, *output.output_ids]
+    order = target.table.log_softmax(-1).sort(dim=-1, descending=True, stable=True).indices[:, :20].tolist()
+    likely = [*output.prompt_top_logprobs[1:], *output.top_logprobs]
+    assert [[token for token, _ in top] for top in likely] == [order[token] for token in text[:-1]]
+
+
 @pytest.mark.cross
 @pytest.mark.parametrize("chunk", [3, 8, 64])
 @pytest.mark.parametrize("start", [0, 1, 4, 29])
@@ -151,8 +183,9 @@ def test_scores_of_a_prompt_beside_running_requests(target):
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [3, 1])
 def test_samples_are_requests_with_the_seeds_that_follow(engine, count):
+    """Of each prompt one after another, whether the seeds are the call's or in the params of each prompt."""
     options, first = {"temperature": 1.0, "logprobs": True, "top_k": 20}, [2**63 - 1, -1]
     output = engine.generate(PROMPTS[1:3], 6, n=count, seeds=first, **options)
     seeds = [(seed + sample + 2**63) % 2**64 - 2**63 for seed in first for sample in range(count)]
@@ -163,6 +196,10 @@ def test_samples_are_requests_with_the_seeds_that_follow(engine, count):
         assert single.output_ids == tokens and single.logprobs == pytest.approx(own, abs=1e-4)
     single = engine.generate(PROMPTS[1], 6, n=count, seeds=first[0], **options).output_ids
     assert single == (output.output_ids[0] if count == 1 else output.output_ids[:count])
+    params = [SamplingParams(max_new_tokens=6, seed=seed, **options) for seed in first]
+    assert engine.generate(PROMPTS[1:3], params, n=count).output_ids == output.output_ids
+    params = [dataclasses.replace(each, seed=None) for each in params]
+    assert engine.generate(PROMPTS[1:3], params, n=count, seeds=first).output_ids == output.output_ids
 
 
 @pytest.mark.cross

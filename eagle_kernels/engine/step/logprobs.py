@@ -14,7 +14,7 @@ class Scores(NamedTuple):
     """Holds the log-probabilities of tokens, and the most likely tokens, those first.
 
     logprobs      [..] fp32
-    top_ids       [.., K] int64; of equally likely tokens the lowest ids are taken, and come first
+    top_ids       [.., K] int64; of equally likely ones, the lowest ids come first
     top_logprobs  [.., K] fp32; both None where nobody asked
     """
 
@@ -29,12 +29,8 @@ def score(logits: Tensor, tokens: Tensor, has_top: bool) -> Scores:
     own = logprobs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
     if not has_top:
         return Scores(own)
+    # torch.topk takes any of equal values. Here no two are: the larger the bits of a number below 0, the less it is
     size = logits.shape[-1]
-    most = min(MOST_TOP_LOGPROBS, size)
-    edge = logprobs.topk(most, dim=-1).values[..., -1:]
-    # torch takes any of the tokens that tie with the last one: whole numbers tell them apart
-    rank = (logprobs > edge).to(torch.int32) + (logprobs >= edge).to(torch.int32)
-    rank = rank * size - torch.arange(size, dtype=torch.int32, device=logits.device)
-    ids = rank.topk(most, dim=-1).indices.sort(dim=-1).values
-    values, order = logprobs.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-    return Scores(own, ids.gather(-1, order), values)
+    order = -(logprobs.view(torch.int32) & 0x7FFFFFFF).to(torch.int64) * size - torch.arange(size, device=logits.device)
+    ids = order.topk(min(MOST_TOP_LOGPROBS, size), dim=-1).indices
+    return Scores(own, ids, logprobs.gather(-1, ids))
