@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -320,6 +322,62 @@ def test_a_change_of_the_texts_is_noticed():
     assert chosen[-1] == 1
     _, _, chosen = simulate(choice, 60, (6.0, 9.0), (1.0, 1.0))
     assert chosen[-1] == 0
+
+
+def num_wrong(chosen, step_ms, tokens) -> int:
+    """How many steps were more than a tenth slower than the best ones."""
+    speeds = [count / ms for count, ms in zip(tokens, step_ms)]
+    return sum(speeds[number] < 0.9 * max(speeds) for number in chosen)
+
+
+USUAL = (6.0, 7.0, 9.0), (1.0, 1.5, 4.0)
+
+
+@pytest.mark.parametrize("before", [20, 300, 4000])
+@pytest.mark.parametrize(
+    "after", [((6.0, 7.0, 60.0), USUAL[1]), ((6.0, 7.0, 14.0), (1.0, 1.5, 2.0)), (USUAL[0], (1.0, 1.5, 1.0))], ids=str
+)
+def test_what_becomes_worse_is_left_soon(before, after):
+    """A tree that was best for however long: its steps take longer, or its drafts are wrong, or both."""
+    choice = Fastest((1, 10, 10), None)
+    simulate(choice, before, *USUAL)
+    *_, chosen = simulate(choice, 3000, *after)
+    assert chosen[0] == 2 and num_wrong(chosen, *after) <= 90
+
+
+def test_what_becomes_better_is_found_in_time():
+    """Trees whose times and tokens all change, three times: the best one or its like has nine steps of ten."""
+    coin, num_steps, wrong = random.Random(0), 6000, []
+    for _ in range(6):
+        choice = Fastest((1, 10, 10, 10), None)
+        for _ in range(3):
+            step_ms = [*itertools.accumulate((coin.uniform(1, 2) for _ in range(3)), operator.mul, initial=6.0)]
+            tokens = [1.0, *sorted(coin.uniform(1, 5) for _ in range(3))]
+            *_, chosen = simulate(choice, num_steps, step_ms, tokens)
+            wrong.append(num_wrong(chosen, step_ms, tokens) / num_steps)
+    assert statistics.fmean(wrong) < 0.1 and statistics.median(wrong) < 0.02, wrong
+
+
+@pytest.mark.parametrize(("old", "new"), itertools.permutations(range(1, 4), 2))
+def test_any_tree_may_become_the_best(old, new):
+    """The drafts of one are right for a while, then those of another."""
+    choice, step_ms = Fastest((1, 4, 4, 4), None), (6.0, 6.5, 7.0, 7.5)
+    tokens = [tuple(3.0 if number == best else 1.0 for number in range(4)) for best in (old, new)]
+    simulate(choice, 1000, step_ms, tokens[0])
+    *_, chosen = simulate(choice, 2000, step_ms, tokens[1])
+    assert num_wrong(chosen, step_ms, tokens[1]) <= 2 * PROBE_AFTER
+
+
+@pytest.mark.parametrize(("step_ms", "tokens"), [USUAL, ((6.0, 9.0), (1.0, 4.0)), ((6.0, 9.0), (1.0, 1.2))])
+def test_one_busy_step_decides_nothing(step_ms, tokens):
+    """Any one of the first, of whichever tree, that takes ten times as long."""
+    for busy in range(20):
+        choice, chosen = Fastest((1, 4, 10)[: len(tokens)], None), []
+        for number in range(500):
+            chosen.append(choice.choose(4))
+            slow = 10 if number == busy else 1
+            choice.note(chosen[-1], 4, slow * step_ms[chosen[-1]], tokens[chosen[-1]])
+        assert num_wrong(chosen, step_ms, tokens) <= 4 * len(tokens), busy
 
 
 def test_sizes_are_judged_apart():

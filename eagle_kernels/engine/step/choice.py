@@ -19,6 +19,9 @@ FREE_ROWS = 256
 COLD_AFTER = 128
 # The least weight of a new step time in the mean; a GPU takes about the same time for the same work.
 TIME_WEIGHT = 0.25
+# A machine that is busy makes steps longer and none shorter. So a step that took so many times the mean counts as one of
+# that time, and after one that took as many times less nothing is left of the mean.
+OUTLIER = 2.0
 # Tokens per step are averaged over this many rows, but at least this many steps, since rows may share a text.
 TOKEN_ROWS, TOKEN_STEPS = 64, 16
 # A tree that was slower than this share of a smaller tree's speed is not measured as soon as the batch grows, since
@@ -134,8 +137,9 @@ class Fastest(Choice):
             self._tokens[number] = _mean(self._tokens.get(number, tokens), tokens, weight)
         if step_ms is not None:
             self._num_timed[key] += 1
-            weight = max(1 / self._num_timed[key], TIME_WEIGHT)
-            self._step_ms[key] = _mean(self._step_ms.get(key, step_ms), step_ms, weight)
+            mean_ms, weight = self._step_ms.get(key, step_ms), max(1 / self._num_timed[key], TIME_WEIGHT)
+            weight = 1.0 if step_ms * OUTLIER < mean_ms else weight
+            self._step_ms[key] = _mean(mean_ms, min(step_ms, OUTLIER * mean_ms), weight)
             self._least_ms[key] = min(self._least_ms.get(key, step_ms), step_ms)
         if self._probe is not None and self._probe[:2] == key:
             left = self._probe[2] - 1
