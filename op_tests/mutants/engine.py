@@ -8,6 +8,11 @@ _DRAFTER = ENGINE + "drafters/sampled_drafter.py"
 _PAGES, _READING = ENGINE + "batch/prefix_cache.py", ENGINE + "serve/reading.py"
 _HELD = ["op_tests/engine/serve/test_pages.py::test_pages_hold_what_their_requests_would_have_written"]
 _ALL_SHARED = ["op_tests/engine/serve/test_pages.py::test_all_that_is_known_is_shared"]
+_REQUEST, _DETOKENIZER = ENGINE + "requests/request.py", ENGINE + "models/detokenizer.py"
+_ROWS, _CHOICE = ENGINE + "batch/row_sampling.py", ENGINE + "step/choice.py"
+_BUSY = "op_tests/engine/serve/test_scheduler.py::test_requests_of_all_kinds_are_those_alone"
+_MOVED = "op_tests/engine/serve/test_scheduler.py::test_all_that_belongs_to_a_row_moves_with_it"
+_ASKED, _CHOSEN = "op_tests/engine/test_requests_ask.py::test_", "op_tests/engine/test_speculation.py::test_"
 _STOPS = "op_tests/engine/test_stop_strings.py::test_texts_and_streams_end_where_a_search_says"
 _SHARING = "op_tests/engine/serve/test_prefix_sharing.py::test_"
 
@@ -26,7 +31,7 @@ MUTANTS = [
     Mutant(
         "the last token of the prompt before",
         [(ENGINE + "serve/prompts.py", "(*inner, size - 1)", "(*inner, size - 2)")],
-        ["op_tests/engine/serve/test_prompts.py::test_prompts_that_wait_together_are_read_at_once"],
+        [_BUSY],
     ),
     Mutant(
         "scores of prompts after the mark",
@@ -43,7 +48,7 @@ MUTANTS = [
     Mutant(
         "a prompt with the logits of the step beside it",
         [(ENGINE + "step/stepper.py", "num_nodes + prompts.lasts", "prompts.lasts")],
-        ["op_tests/engine/serve/test_joint_steps.py::test_prompts_that_join_are_read_in_the_steps_of_others"],
+        [_BUSY],
     ),
     Mutant(
         "a queue of prompts that never ends",
@@ -126,36 +131,92 @@ MUTANTS = [
     ),
     Mutant(
         "a text that ends before the last string that it holds",
-        [(ENGINE + "requests/request.py", "whole[: min(found)] if found", "whole[: max(found)] if found")],
+        [(_REQUEST, "whole[: min(found)] if found", "whole[: max(found)] if found")],
         [_STOPS],
     ),
     Mutant(
         "strings are searched as far back as the shortest is long",
-        [(ENGINE + "requests/request.py", "strings, max(map(len, strings))", "strings, min(map(len, strings))")],
+        [(_REQUEST, "strings, max(map(len, strings))", "strings, min(map(len, strings))")],
         [_STOPS],
     ),
     Mutant(
         "text is held back for the shortest string",
-        [(ENGINE + "requests/request.py", "        begin = self._begin\n        named, spans = self._named(self.text, begin)",
+        [(_REQUEST, "        begin = self._begin\n        named, spans = self._named(self.text, begin)",
           "        begin = max(0, len(self.text) - min(map(len, self._strings)) + 1)\n"
           "        named, spans = self._named(self.text, begin)")],
         [_STOPS],
     ),
     Mutant(
         "special tokens between words swallow a space",
-        [(ENGINE + "models/detokenizer.py", "self._pending += self._read_ids(token_ids)",
+        [(_DETOKENIZER, "self._pending += self._read_ids(token_ids)",
           "self._pending += list(token_ids)")],
         [_STOPS + "[in Python]"],
     ),
     Mutant(
         "special tokens are words without text",
-        [(ENGINE + "models/detokenizer.py", "[token for token in tokens if token is not None]",
+        [(_DETOKENIZER, "[token for token in tokens if token is not None]",
           "[token or '' for token in tokens]")],
         [_STOPS],
     ),
     Mutant(
         "a character that the prompt began is lost",
-        [(ENGINE + "models/detokenizer.py", "whole[len(os.path.commonprefix([before, whole])) :]", "whole[len(before) :]")],
+        [(_DETOKENIZER, "whole[len(os.path.commonprefix([before, whole])) :]", "whole[len(before) :]")],
         [_STOPS + "[in Python]"],
+    ),
+    Mutant(
+        "a least length that stays behind when its row moves",
+        [(_ROWS, "self.output_counts, self.minimums]", "self.output_counts]")],
+        [_BUSY, _MOVED],
+    ),
+    Mutant(
+        "the state of a draft that stays behind when its row moves",
+        [(ENGINE + "batch/state.py", "self.num_behind, self.draft_hidden]", "self.num_behind]")],
+        [_BUSY, _MOVED],
+    ),
+    Mutant(
+        "the method of a row's request before",
+        [(ENGINE + "batch/state.py", "self.methods, self.history]", "self.history]")],
+        [_BUSY + "[several methods]", _MOVED],
+    ),
+    Mutant(
+        "counts of a row's request before",
+        [(_ROWS, "            self.output_counts[row] = 0\n", "")],
+        [_BUSY],
+    ),
+    Mutant(
+        "first tokens with the scores of what end tokens were taken from",
+        [(ENGINE + "step/stepper.py", "return _result(logits, torch.arange(", "return _result(kept, torch.arange(")],
+        [_BUSY],
+    ),
+    Mutant(
+        "samples of all prompts take turns at seeds",
+        [(ENGINE + "requests/inputs.py", "for seed in seeds for sample in range(num_samples)]",
+          "for sample in range(num_samples) for seed in seeds]")],
+        [_ASKED + "samples_are_requests_with_the_seeds_that_follow[itself-3]"],
+    ),
+    Mutant(
+        "likely tokens in whatever order torch.topk has them",
+        [(ENGINE + "step/logprobs.py", "ids = order.topk(", "ids = logprobs.topk(")],
+        [_ASKED + "of_equally_likely_tokens_the_lowest_ids_come_first", _ASKED + "likely_tokens_of_a_text_with_ties"],
+    ),
+    Mutant(
+        "a mean of all step times there ever were",
+        [(_CHOICE, "max(1 / self._num_timed[key], TIME_WEIGHT)", "1 / self._num_timed[key]")],
+        [_CHOSEN + "what_becomes_worse_is_left_soon"],
+    ),
+    Mutant(
+        "one step alone rules a tree out",
+        [(_CHOICE, "if self._num_timed[key] > 1)", "if self._num_timed[key] > 0)")],
+        [_CHOSEN + "one_busy_step_decides_nothing"],
+    ),
+    Mutant(
+        "a busy step counts as it is",
+        [(_CHOICE, "min(step_ms, OUTLIER * mean_ms), weight", "step_ms, weight")],
+        [_CHOSEN + "one_busy_step_decides_nothing"],
+    ),
+    Mutant(
+        "a small tree that has lost is never tried again",
+        [(_CHOICE, "else self._num_unseen[key] + 1", "else self._num_unseen[key] + (number > 1)")],
+        [_CHOSEN + "any_tree_may_become_the_best"],
     ),
 ]  # fmt: skip
