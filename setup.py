@@ -31,9 +31,9 @@ class LinkedSdist(sdist):
     """Writes an archive in which `eagle_kernels/reference` is the link that it is in a checkout, not a second copy."""
 
     def make_release_tree(self, base_dir, files):
-        super().make_release_tree(base_dir, files)
-        link = Path(base_dir, "eagle_kernels", "reference")
-        link.symlink_to("../reference")
+        files = {file.removeprefix("./") for file in files}  # of the packages, which package_dir says are in "."
+        super().make_release_tree(base_dir, sorted(f for f in files if not f.startswith("eagle_kernels/reference/")))
+        Path(base_dir, "eagle_kernels", "reference").symlink_to("../reference")
 
 
 setup(

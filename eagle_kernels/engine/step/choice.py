@@ -19,8 +19,8 @@ FREE_ROWS = 256
 COLD_AFTER = 128
 # The least weight of a new step time in the mean; a GPU takes about the same time for the same work.
 TIME_WEIGHT = 0.25
-# A machine that is busy makes steps longer and none shorter. So a step that took so many times the mean counts as one of
-# that time, and after one that took as many times less nothing is left of the mean.
+# A busy machine makes steps longer, never shorter. So a step that took more than this many times the mean counts as one
+# that took as many times, and a step that took as many times less replaces the mean.
 OUTLIER = 2.0
 # Tokens per step are averaged over this many rows, but at least this many steps, since rows may share a text.
 TOKEN_ROWS, TOKEN_STEPS = 64, 16
