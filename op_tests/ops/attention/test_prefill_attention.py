@@ -195,7 +195,7 @@ def test_queries_beyond_max_query(page_size, device):
         assert_close("prefill_attention", "reference", "output", result.output[rows], expected.output[rows])
 
 
-@pytest.mark.slow
+@pytest.mark.cross
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_many_requests(page_size, device):
     """More than a program looks at at once, some of them empty, with one and with several tiles of rows."""
