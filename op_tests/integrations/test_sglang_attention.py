@@ -35,11 +35,12 @@ def make_runner(device, *, page_size=1, dtype=torch.float32, heads=(4, 2, 16), w
 
 def make_batch(runner, mode, seq_lens, rows=(3, 0, 4), **fields):
     device = runner.device
-    return SimpleNamespace(
-        forward_mode=mode, batch_size=len(seq_lens), seq_lens=torch.tensor(seq_lens, device=device),
-        req_pool_indices=torch.tensor(rows[: len(seq_lens)], device=device), seq_lens_sum=sum(seq_lens),
-        spec_info=None, **fields,
-    )  # fmt: skip
+    base = {
+        "forward_mode": mode, "batch_size": len(seq_lens), "seq_lens": torch.tensor(seq_lens, device=device),
+        "req_pool_indices": torch.tensor(rows[: len(seq_lens)], device=device), "seq_lens_sum": sum(seq_lens),
+        "spec_info": None,
+    }  # fmt: skip
+    return SimpleNamespace(**(base | fields))
 
 
 # of a layer: what all of them may have, each alone and in the place of the other
@@ -47,6 +48,8 @@ FEATURES = [
     {}, {"sliding_window_size": 1}, {"sliding_window_size": 3}, {"logit_cap": 2.0}, {"scaling": 0.4, "sinks": True},
     {"k_scale": 0.5, "v_scale": 0.25},
 ]  # fmt: skip
+# with short requests, and with requests that fill their rows of the pool
+CASES = pytest.mark.parametrize(("features", "is_full"), [*((each, False) for each in FEATURES), ({}, True)], ids=str)
 
 
 def make_case(device, features, **options):
@@ -120,11 +123,11 @@ def close(actual, wanted):
 
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("is_graph", [False, True])
-@pytest.mark.parametrize("features", FEATURES, ids=str)
-def test_decode(attention, page_size, is_graph, features, device):
+@CASES
+def test_decode(attention, page_size, is_graph, features, is_full, device):
     runner, layer = make_case(device, features, page_size=page_size)
     backend = attention.EagleKernelsAttnBackend(runner)
-    lengths, rows = [9, 1, 40], (3, 0, 4)
+    lengths, rows = [128, 128, 127] if is_full else [9, 1, 40], (3, 0, 4)
     batch = make_batch(runner, stub.Mode.DECODE, lengths)
     plan(backend, batch, is_graph)
     slots = torch.stack([slots_of(runner, row, length - 1)[0] for row, length in zip(rows, lengths)])
@@ -138,7 +141,7 @@ def test_decode(attention, page_size, is_graph, features, device):
 
 def plan(backend, batch, is_graph):
     if is_graph:
-        backend.init_cuda_graph_state(4, 4 * NODES)
+        backend.init_cuda_graph_state(len(batch.seq_lens), len(batch.seq_lens) * NODES)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
     else:
@@ -174,11 +177,11 @@ def ancestors(node):
 
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("is_graph", [False, True])
-@pytest.mark.parametrize("features", FEATURES, ids=str)
-def test_trees(attention, page_size, is_graph, features, device):
+@CASES
+def test_trees(attention, page_size, is_graph, features, is_full, device):
     runner, layer = make_case(device, features, page_size=page_size)
     backend = attention.EagleKernelsAttnBackend(runner)
-    lengths, rows = [9, 2, 40], (3, 0, 4)
+    lengths, rows = [128 - NODES, 128 - NODES, 120 - NODES] if is_full else [9, 2, 40], (3, 0, 4)
     words = torch.tensor([sum(1 << node for node in ancestors(last)) for last in range(NODES)], device=device)
     depths = [len(ancestors(node)) - 1 for node in range(NODES)]
     positions = torch.tensor([n + depth for n in lengths for depth in depths], device=device)
@@ -207,7 +210,7 @@ def test_trees(attention, page_size, is_graph, features, device):
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_prompts_and_chunks(attention, prefixes, is_told, page_size, features, device):
-    """The host may not know how long prefixes and chunks are."""
+    """The host may not know how long prefixes and chunks are, nor their sum."""
     runner, layer = make_case(device, features, page_size=page_size)
     backend = attention.EagleKernelsAttnBackend(runner)
     new, rows = [4, 1, 6], (3, 0, 4)
@@ -215,6 +218,7 @@ def test_prompts_and_chunks(attention, prefixes, is_told, page_size, features, d
     batch = make_batch(
         runner, stub.Mode.EXTEND, lengths, extend_seq_lens=torch.tensor(new, dtype=torch.int32, device=device),
         extend_seq_lens_cpu=new if is_told else None, extend_prefix_lens_cpu=prefixes if is_told else None,
+        seq_lens_sum=sum(lengths) if is_told else None,
     )  # fmt: skip
     backend.init_forward_metadata(batch)
     spans = list(zip(rows, prefixes, lengths))
@@ -261,24 +265,35 @@ def draft_column(prefix, beam, step, topk, num_steps, page_size):
 
 
 @pytest.mark.parametrize(
-    ("topk", "num_steps", "features"),
-    [(1, 3, {}), (16, 5, {}), *((2, 3, features) for features in (*FEATURES, {"sliding_window_size": 0}))],
+    ("topk", "num_steps", "features", "is_full"),
+    [
+        (1, 3, {}, False),
+        (16, 5, {}, False),
+        (1, 3, {}, True),
+        (2, 3, {}, True),
+        *((2, 3, features, False) for features in (*FEATURES, {"sliding_window_size": 0})),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("is_graph", [False, True])
-def test_draft_levels(attention, topk, num_steps, page_size, is_graph, features, device):
-    """Also with windows that end within the drafts."""
+def test_draft_levels(attention, topk, num_steps, page_size, is_graph, features, is_full, device):
+    """Also with windows that end within the drafts, and where drafts on pages of their own reach past the row."""
     runner, layer = make_case(device, features, page_size=page_size, is_draft=True, size=320)
     runner.sliding_window_size = None if layer.sliding_window_size < 0 else layer.sliding_window_size
     levels = attention.DraftLevels(runner, topk, num_steps)
     assert len(levels.attn_backends) == num_steps - 1
     lengths, rows = [9, 2, 40], (3, 0, 4)
-    beams, steps = range(topk), range(num_steps)
-    columns = [[[draft_column(n, beam, step, topk, num_steps, page_size) for step in steps] for beam in beams]
-               for n in lengths]  # fmt: skip
-    places = [torch.stack([slots_of(runner, row, *beam) for beam in own]) for row, own in zip(rows, columns)]
-    places = torch.stack(places)
+    steps, beams = range(num_steps), range(topk)
+    if is_full and levels.is_scattered:  # some drafts lie in pages that the row has no columns for
+        lengths, places = [318, 318, 317], slots_of(runner, 1, *range(3 * levels.num_keys)).view(3, topk, num_steps)
+    else:
+        lengths = [320 - levels.num_keys] * 3 if is_full else lengths
+        columns = [
+            [draft_column(n, beam, step, topk, num_steps, page_size) for beam in beams for step in steps]
+            for n in lengths
+        ]
+        places = torch.stack([slots_of(runner, row, *own).view(topk, -1) for row, own in zip(rows, columns)])
     batch = make_batch(runner, stub.Mode.DECODE, lengths, out_cache_loc=places.flatten())
     plan(levels, batch, is_graph)
     for step, backend in enumerate(levels.attn_backends):
@@ -286,9 +301,8 @@ def test_draft_levels(attention, topk, num_steps, page_size, is_graph, features,
         own = places[..., step].flatten()
         query, output = run(backend, batch, layer, runner, "forward_decode", num_rows=3 * topk, out_cache_loc=own)
         seen = []
-        for row, n, own in zip(rows, lengths, columns):
-            for beam in beams:
-                cells = [(t, t) for t in range(n)] + [(own[beam][j], n + j) for j in range(step + 1)]
-                first = first_seen(layer, n + step)
-                seen.append(slots_of(runner, row, *[slot for slot, position in cells if position >= first]))
+        for row, n, own in zip(rows, lengths, places):
+            first = first_seen(layer, n + step)
+            prefix, drafts = slots_of(runner, row, *range(first, n)), slice(max(0, first - n), step + 1)
+            seen += [torch.cat([prefix, own[beam, drafts]]) for beam in beams]
         close(output, expected(runner, layer, query, seen))

@@ -268,13 +268,13 @@ def test_simulated_acceptance(sglang, device):
     """SGLang's function for it is told of the verdict, and changes it in place but for the paths, which it returns."""
     verify_input, batch, logits = make_verify_batch(device)
     module, told = sglang["sglang.srt.speculative.spec_utils"], []
-    module.SIMULATE_ACC_LEN = 2.5
+    module.SIMULATE_ACC_LEN = 1.0
 
     def simulate(*, accept_index, predict, num_correct_drafts, **given):
         told.append((predict.clone(), num_correct_drafts + 1, accept_index))
         assert torch.equal(given.pop("candidates").flatten(), verify_input.draft_token)
         assert given == {
-            "target_predict": None, "simulate_acc_len": 2.5, "simulate_acc_token_mode": "fixed", "bs": BATCH,
+            "target_predict": None, "simulate_acc_len": 1.0, "simulate_acc_token_mode": "fixed", "bs": BATCH,
             "spec_steps": STEPS,
         }  # fmt: skip
         predict.fill_(7)
@@ -292,25 +292,32 @@ def test_simulated_acceptance(sglang, device):
     assert all(map(torch.equal, told[0], verify()))
 
 
-@pytest.mark.parametrize("change", ["idle", "rejection", "watermark", "simulated"])
+@pytest.mark.parametrize("change", ["idle", "rejection", "watermark", "simulated", "more"])
 def test_what_we_do_not_verify_is_sglangs(change, sglang, monkeypatch, device):
     verify_input, batch, logits = make_verify_batch(device)
-    options = {}
+    options, more = {}, ()
     if change == "idle":
         batch.forward_mode = stub.Mode.IDLE
     elif change == "rejection":
         monkeypatch.setitem(stub.SPEC, "speculative_use_rejection_sampling", True)
     elif change == "watermark":
         options = {"watermark_state": "a state", "watermark_full_mask": True}
+    elif change == "more":
+        more = ("what newer versions have",)
     else:
         module = sglang["sglang.srt.speculative.spec_utils"]
         module.SIMULATE_ACC_LEN, module.SIMULATE_ACC_TOKEN_MODE = 2.0, "real-draft-token"
     output = SimpleNamespace(next_token_logits=logits)
     original = lambda *given, **more: (given, more)  # noqa: E731
-    assert verification.eagle_sample(original, verify_input, batch, output, None, **options) == (
-        (verify_input, batch, output, None),
-        options,
-    )
+    given = (verify_input, batch, output, None, *more)
+    assert verification.eagle_sample(original, *given, **options) == (given, options)
+
+
+def test_what_says_nothing_leaves_verification_to_us(sglang, device):
+    verify_input, batch, logits = make_verify_batch(device)
+    sglang["sglang.srt.speculative.spec_utils"].SIMULATE_ACC_TOKEN_MODE = "real-draft-token"  # of no simulation
+    output, options = SimpleNamespace(next_token_logits=logits), {"watermark_state": None, "watermark_full_mask": True}
+    assert len(verification.eagle_sample(None, verify_input, batch, output, **options)) == 3
 
 
 @pytest.mark.parametrize("has_buffer", [False, True])
