@@ -241,6 +241,7 @@ class Engine:
         mask = SimpleNamespace(apply=lambda logits: self._mask(logits, 8))
         predicts, lengths, paths = verification.eagle_sample(None, verify_input, batch, output, mask)
         assert predicts.min() >= 0  # the draft model reads all of it as tokens
+        assert paths.shape == (size, STEPS + 1) and lengths.tolist() == (paths >= 0).sum(1).tolist()
         for row, length in enumerate(lengths.tolist()):
             self.texts[row] += predicts[paths[row, :length].long()].tolist()
         self.last = torch.tensor([text[-1] for text in self.texts], device=self.device)
