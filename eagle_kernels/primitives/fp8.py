@@ -14,13 +14,14 @@ import torch
 from ..runtime import check, target
 from ..runtime.language import tl, triton
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+BIAS = {torch.float8_e4m3fn: 7, torch.float8_e4m3fnuz: 8}
+FP8 = tuple(BIAS)
 
 
 @triton.jit
-def encode_e4m3(value, IS_FNUZ: tl.constexpr):
+def encode_e4m3(value, BIAS: tl.constexpr):
     """Returns fp32 values as bytes uint8: to nearest, ties to even, at most the largest finite value; NaN stays NaN."""
-    BIAS: tl.constexpr = 8 if IS_FNUZ else 7
+    IS_FNUZ: tl.constexpr = BIAS == 8
     LARGEST: tl.constexpr = 240.0 if IS_FNUZ else 448.0
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
     STEPS_OF_ONE: tl.constexpr = 2.0 ** (2 + BIAS)  # subnormal numbers are equally far apart

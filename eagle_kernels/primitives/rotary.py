@@ -89,13 +89,13 @@ def _rotate(first, second, cos, sin):
 
 
 @triton.jit
-def _store(place_ptr, value, mask, scale, FP8: tl.constexpr):
+def _store(place_ptr, value, mask, scale, FP8_BIAS: tl.constexpr):
     """Stores value, or value / scale as bytes of an 8-bit float."""
-    if FP8 is None:
+    if FP8_BIAS == 0:
         tl.store(place_ptr, value, mask=mask)
     else:
         value = tl.math.div_rn(value.to(tl.float32), scale)
-        tl.store(place_ptr, encode_e4m3(value, FP8 == "float8_e4m3fnuz"), mask=mask)
+        tl.store(place_ptr, encode_e4m3(value, FP8_BIAS), mask=mask)
 
 
 @triton.jit
@@ -110,11 +110,11 @@ def move_heads(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8_BIAS: tl.constexpr,
 ):
     """Moves heads [HEAD] from row source_row to row target_row, both int64, a row being HEAD_DIM elements.
 
-    scale: [HEAD, 1] or a number. FP8: name of the 8-bit float to write; None: elements keep their dtype, unscaled.
+    scale: [HEAD, 1] or a number. FP8_BIAS: of the 8-bit float to write; 0: elements keep their dtype, unscaled.
     Source and target may be the same: a program reads an element before it writes there, and no other program reads it.
     """
     source_ptr += source_row[:, None] * HEAD_DIM
@@ -130,13 +130,13 @@ def move_heads(
         first = tl.load(source_ptr + first_column, mask=in_bounds)  # [HEAD, PAIR]
         second = tl.load(source_ptr + second_column, mask=in_bounds)
         turned_first, turned_second = _rotate(first, second, angles.cos[None, :], angles.sin[None, :])
-        _store(target_ptr + first_column, tl.where(angles.is_known, turned_first, first), in_bounds, scale, FP8)
-        _store(target_ptr + second_column, tl.where(angles.is_known, turned_second, second), in_bounds, scale, FP8)
+        _store(target_ptr + first_column, tl.where(angles.is_known, turned_first, first), in_bounds, scale, FP8_BIAS)
+        _store(target_ptr + second_column, tl.where(angles.is_known, turned_second, second), in_bounds, scale, FP8_BIAS)
     if ROTARY_DIM < HEAD_DIM:
         column = ROTARY_DIM + tl.arange(0, next_power_of_2(HEAD_DIM - ROTARY_DIM))[None, :]
         in_bounds = is_head & (column < HEAD_DIM)
         value = tl.load(source_ptr + column, mask=in_bounds)  # [HEAD, column]
-        _store(target_ptr + column, value, in_bounds, scale, FP8)
+        _store(target_ptr + column, value, in_bounds, scale, FP8_BIAS)
 
 
 def check_heads(args: check.Arguments, name: str, heads: str, dtypes) -> torch.Tensor:

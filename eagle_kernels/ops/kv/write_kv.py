@@ -64,7 +64,7 @@ class Shape(NamedTuple):
     NUM_QUERY_HEADS: int
     HEAD_DIM: int
     IS_INTERLEAVED: bool
-    FP8: str | None  # the caches' 8-bit float
+    FP8_BIAS: int  # of the caches' 8-bit float; 0: they hold elements of the keys' dtype
 
 
 @triton.jit(
@@ -128,7 +128,8 @@ def _write_kv_kernel(
             inputs.key, out.k_cache, token * stride_key_token + head * stride_key_head,
             page * stride_k_page + row_in_page + head, is_head, angles,
             _load_scale(inputs.k_scale, head, is_head, stride_k_scale_head),
-            HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8=SHAPE.FP8,
+            HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED,
+            FP8_BIAS=SHAPE.FP8_BIAS,
         )  # fmt: skip
     elif tile < 2 * num_kv_tiles:
         head = (tile - num_kv_tiles) * BLOCK_HEAD + block
@@ -137,7 +138,7 @@ def _write_kv_kernel(
             inputs.value, out.v_cache, token * stride_value_token + head * stride_value_head,
             page * stride_v_page + row_in_page + head, is_head, None,
             _load_scale(inputs.v_scale, head, is_head, stride_v_scale_head),
-            HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=0, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8=SHAPE.FP8,
+            HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=0, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8_BIAS=SHAPE.FP8_BIAS,
         )  # fmt: skip
     elif SHAPE.NUM_QUERY_HEADS > 0:
         head = (tile - 2 * num_kv_tiles) * BLOCK_HEAD + block
@@ -145,7 +146,7 @@ def _write_kv_kernel(
         move_heads(
             inputs.query, out.query, token * stride_query_token + head * stride_query_head,
             token * stride_output_token + head * stride_output_head, head < SHAPE.NUM_QUERY_HEADS, angles, 1.0,
-            HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8=None,
+            HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8_BIAS=0,
         )  # fmt: skip
 
 
@@ -274,7 +275,7 @@ def write_kv(
     rotary.check_out("write_kv", out=out)
     num_tokens, num_query_heads, head_dim = out.shape
     num_pages, page_size, num_kv_heads, _ = k_cache.shape
-    float8 = str(k_cache.dtype).removeprefix("torch.") if k_cache.dtype in fp8.FP8 else None
+    fp8_bias = fp8.BIAS.get(k_cache.dtype, 0)
     tuned = dict(tuning.row(TUNING, key.device))
     block_head = rotary.tile_of_heads(max(num_query_heads, num_kv_heads), head_dim, tuned.pop("tile_elements"))
     launch(
@@ -283,8 +284,8 @@ def write_kv(
         (num_tokens, 2 * triton.cdiv(num_kv_heads, block_head) + triton.cdiv(num_query_heads, block_head)),
         inputs=Inputs(key, value, query, slots, k_scale, v_scale),
         out=Outputs(
-            k_cache.view(torch.uint8) if float8 else k_cache,
-            v_cache.view(torch.uint8) if float8 else v_cache,
+            k_cache.view(torch.uint8) if fp8_bias else k_cache,
+            v_cache.view(torch.uint8) if fp8_bias else v_cache,
             None if query is None else out,
         ),
         **token_arguments("slots", slots),
@@ -293,7 +294,7 @@ def write_kv(
         stride_v_page=v_cache.stride(0) // head_dim,
         stride_k_scale_head=int(k_scale is not None and k_scale.numel() > 1),  # 0: all heads share one
         stride_v_scale_head=int(v_scale is not None and v_scale.numel() > 1),
-        SHAPE=Shape(page_size, num_kv_heads, num_query_heads, head_dim, bool(is_interleaved), float8),
+        SHAPE=Shape(page_size, num_kv_heads, num_query_heads, head_dim, bool(is_interleaved), fp8_bias),
         BLOCK_HEAD=block_head,
         enable_fp_fusion=False,
         **rotary.table_arguments(positions, cos, sin),

@@ -90,14 +90,14 @@ def _rope_kernel(
         move_heads(
             query_ptr, out.query, token * stride_query_token + head * stride_query_head,
             token * stride_output_query_token + head * stride_output_query_head, head < NUM_QUERY_HEADS, angles, 1.0,
-            HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=None,
+            HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8_BIAS=0,
         )  # fmt: skip
     else:
         head -= first_key
         move_heads(
             key_ptr, out.key, token * stride_key_token + head * stride_key_head,
             token * stride_output_key_token + head * stride_output_key_head, head < NUM_KV_HEADS, angles, 1.0,
-            HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=None,
+            HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8_BIAS=0,
         )  # fmt: skip
 
 

@@ -95,8 +95,14 @@ def check(values, case="", out=None):
 
 
 # what an architecture has no type for is refused
-NOT_SUPPORTED = {("float8_e4m3fn", name) for name in ("sm_80", "gfx942")} | {
-    ("float8_e4m3fnuz", name) for name in ("sm_80", "sm_90", "sm_100", "gfx950")
+NOT_SUPPORTED = {
+    (f"{dtype}{scales}", name)
+    for dtype, names in {
+        "float8_e4m3fn": ("sm_80", "gfx942"),
+        "float8_e4m3fnuz": ("sm_80", "sm_90", "sm_100", "gfx950"),
+    }.items()
+    for name in names
+    for scales in ("", " without scales")
 }
 
 
@@ -106,7 +112,9 @@ def ahead_of_time_cases():
     yield "float16 interleaved", make(*shape, torch.float16, torch.float16, is_interleaved=True, rotary_dim=64)
     yield "float32 without tables", make(1, 4, 2, 80, torch.float32, torch.float32, rotary_dim=0)
     for dtype in (FN, FNUZ):
-        yield str(dtype).removeprefix("torch."), make(*shape, torch.bfloat16, dtype, table_dtype=torch.float32)
+        name = str(dtype).removeprefix("torch.")
+        yield name, make(*shape, torch.bfloat16, dtype, table_dtype=torch.float32)
+        yield f"{name} without scales", make(*shape, torch.bfloat16, dtype, has_scales=False)
 
 
 def order_case():
