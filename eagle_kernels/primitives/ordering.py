@@ -14,6 +14,7 @@ only then by ascending id (`noisy_key`):
 
 from __future__ import annotations
 
+from ..runtime import check
 from ..runtime.language import tl, triton
 
 # Below the keys of all pairs: it marks lanes without a pair.
@@ -127,3 +128,11 @@ def is_among_best(values, is_present, count):
     is_at_edge = order == edge
     places_left = count - tl.sum(is_above.to(tl.int32))
     return is_above | (is_at_edge & (tl.cumsum(is_at_edge.to(tl.int32), 0) <= places_left))
+
+
+def check_vocabulary(args: check.Arguments, name: str, axis: str = "V") -> None:
+    """Checks that a row of logits offers a token, and that the keys which tokens are drawn by have room for all ids."""
+    if args.size(axis) == 0:
+        args.fail(name, "have at least one token a row", list(args.values[name].shape))
+    if args.size(axis) > MAX_NOISY_IDS:
+        args.fail(name, f"have at most {MAX_NOISY_IDS} tokens a row", list(args.values[name].shape))

@@ -28,13 +28,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.ordering import LOWEST_KEY, NO_NOISE, noisy_key, noisy_key_id
+from ...primitives.ordering import LOWEST_KEY, NO_NOISE, check_vocabulary, noisy_key, noisy_key_id
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import bundle, launch, launcher
 from .shared.random import STREAM_DRAFT, Coins, add_gumbel, fine_bits, random_block, token_words
 from .shared.rows import load_scaled, read_temperature
-from .shared.sampling import check_vocabulary
 
 MAX_CHILDREN = 64
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 
+from ...primitives.ordering import check_vocabulary
 from ...runtime import check
 from ...runtime.launch import launcher
 from .shared import logits as processors
@@ -34,7 +35,7 @@ def contract(values: dict) -> check.Spec:
     args.tensor("logits", ("R", "V"), check.FLOAT, contiguous=1)
     args.tensor("positions", ("R",), check.INTEGER)
     sampling.check_parameters(args, "R")
-    sampling.check_vocabulary(args, "logits")
+    check_vocabulary(args, "logits")
     processors.check_processors(args, "R", "R")
     return args.spec((args.size("R"),), torch.int64)
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
+from ...primitives.ordering import check_vocabulary
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import bundle, launch, launcher
@@ -88,7 +89,7 @@ def contract(values: dict) -> Output:
     args.tensor("target_logits", (num_rows, "V"), check.FLOAT, contiguous=1)
     args.tensor("positions", (num_rows,), check.INTEGER)
     sampling.check_parameters(args, "B")
-    sampling.check_vocabulary(args, "target_logits")
+    check_vocabulary(args, "target_logits")
     logits.check_processors(args, "B", num_rows)
     check_policy(args)
     seq_lens = args.tensor("seq_lens", ("B",), check.INTEGER, optional=True)

@@ -28,14 +28,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.ordering import LOWEST_KEY, NO_NOISE, largest_key, noisy_key, noisy_key_id
+from ...primitives.ordering import LOWEST_KEY, NO_NOISE, check_vocabulary, largest_key, noisy_key, noisy_key_id
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import bundle, launch, launcher
 from .shared.argmax import slice_key, winner
 from .shared.random import STREAM_TARGET, Coins, add_grouped_gumbel, grouped_words, random_block
 from .shared.rows import read_temperature, scale_logits
-from .shared.sampling import check_vocabulary
 from .shared.tree_walk import (
     Output,
     Walk,

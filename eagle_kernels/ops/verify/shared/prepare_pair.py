@@ -13,11 +13,11 @@ import math
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
+from ....primitives.ordering import check_vocabulary
 from ....runtime import check, tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .rows import GREEDY_BELOW, RowPointers, Rows, in_units, store_no_scan, store_scan
-from .sampling import check_vocabulary
 
 # A slice is a tile: 16 tokens a thread, so that p, q and noise stay in registers.
 SLICE_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}

@@ -17,7 +17,6 @@ import torch
 
 from ....primitives.ordering import (
     LOWEST_KEY,
-    MAX_NOISY_IDS,
     NO_NOISE,
     comparable,
     largest_key,
@@ -265,14 +264,6 @@ def check_parameters(args: check.Arguments, axis: str) -> None:
 
 
 FILTER_ORDERS = ("top_k_first", "joint")
-
-
-def check_vocabulary(args: check.Arguments, name: str, axis: str = "V") -> None:
-    """Checks that a row of logits offers a token, and that the keys which tokens are drawn by have room for all ids."""
-    if args.size(axis) == 0:
-        args.fail(name, "have at least one token a row", list(args.values[name].shape))
-    if args.size(axis) > MAX_NOISY_IDS:
-        args.fail(name, f"have at most {MAX_NOISY_IDS} tokens a row", list(args.values[name].shape))
 
 
 def has_filters(values: dict) -> bool:
