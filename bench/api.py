@@ -37,6 +37,8 @@ _FAMILY_TITLES = {
     "draft": "Drafting without a model",
     "kv": "KV cache",
     "nn": "Layers",
+    "rejection": "Rejection",
+    "sampling": "Sampling",
     "tree": "Token trees",
     "verify": "Verification",
 }
@@ -99,8 +101,7 @@ def _family_page(family: str) -> str:
         function = getattr(ops if name == "verify_tree" else raw, name)  # which need no schemas
         entries.append(f"## {name}\n\n{_signature('eagle_kernels.' + name, function)}\n\n{_markdown(function)}")
         if name in FAMILIES[family]:
-            module = importlib.import_module(f"eagle_kernels.ops.{family}.{name}")
-            entries[-1] += f"\n\n{_details(module)}\n\nKernel: [{name}.py]({name}.py)"
+            entries[-1] += f"\n\nHow it works: [{name}.py]({name}.py)"
     for name in _FAMILY_OTHERS.get(family, ()):
         value = getattr(eagle_kernels, name)
         entries.append(f"## {name}\n\n{_signature('eagle_kernels.' + name, value)}\n\n{_markdown(value)}")
@@ -174,6 +175,10 @@ def _signature(name: str, value: Callable) -> str:
         signature = inspect.signature(value)
     except ValueError:  # a NamedTuple's __new__ tells nothing on some versions of Python
         return f"```python\n{name}\n```"
+    if name.startswith("eagle_kernels.") and inspect.isfunction(
+        value
+    ):  # an op, whose list of arguments tells the types
+        return f"```python\n{_untyped(name, signature)}\n```"
     parameters, is_keyword_only = [], False
     for parameter in signature.parameters.values():
         if parameter.name.startswith("_"):
@@ -186,6 +191,13 @@ def _signature(name: str, value: Callable) -> str:
     arrow = "" if returned is inspect.Signature.empty else f" -> {_spelled(str(returned))}"
     lines = "".join(f"    {parameter},\n" for parameter in parameters)
     return f"```python\n{name}(\n{lines}){arrow}\n```" if parameters else f"```python\n{name}(){arrow}\n```"
+
+
+def _untyped(name: str, signature: inspect.Signature) -> str:
+    """Returns the call of an op in lines of 120 characters."""
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    call = name + str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    return textwrap.fill(call, 120, subsequent_indent=" " * 4, break_on_hyphens=False)
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
@@ -247,13 +259,6 @@ def _prose(text: str) -> str:
     """Returns paragraphs; a block whose columns are aligned by spaces stays as it is."""
     blocks = text.strip().split("\n\n")
     return "\n\n".join(f"```text\n{block}\n```" if re.search(r"\S {2,}\S", block) else block for block in blocks)
-
-
-def _details(module) -> str:
-    """Returns how an op works: the sections of its module's docstring."""
-    sections = re.split(r"^([A-Z][a-z]+)\n(?=    )", inspect.getdoc(module) or "", flags=re.MULTILINE)
-    told = [f"**{head}**\n\n{_prose(inspect.cleandoc(body))}" for head, body in zip(sections[1::2], sections[2::2])]
-    return "<details><summary>How it works</summary>\n\n" + "\n\n".join(told) + "\n\n</details>"
 
 
 def _schemas() -> str:

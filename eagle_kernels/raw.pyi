@@ -21,6 +21,16 @@ from .ops.nn.linear_decode import linear_decode as linear_decode
 from .ops.nn.rms_norm import rms_norm as rms_norm
 from .ops.nn.rope import rope as rope
 from .ops.nn.silu_and_mul import silu_and_mul as silu_and_mul
+from .ops.rejection.sample_children import sample_children as sample_children
+from .ops.rejection.verify_chain import verify_chain as verify_chain
+from .ops.rejection.verify_tree_rejection import verify_tree_rejection as verify_tree_rejection
+from .ops.rejection.verify_tree_traversal import verify_tree_traversal as verify_tree_traversal
+from .ops.sampling.min_p_renorm import min_p_renorm as min_p_renorm
+from .ops.sampling.penalize_logits import penalize_logits as penalize_logits
+from .ops.sampling.sample_from_logits import sample_from_logits as sample_from_logits
+from .ops.sampling.top_k_renorm import top_k_renorm as top_k_renorm
+from .ops.sampling.top_p_renorm import top_p_renorm as top_p_renorm
+from .ops.sampling.verify_tree_sampled import verify_tree_sampled as verify_tree_sampled
 from .ops.tree.build_tree import build_tree as build_tree
 from .ops.tree.build_tree_from_scores import build_tree_from_scores as build_tree_from_scores
 from .ops.tree.compute_tree_statistics import compute_tree_statistics as compute_tree_statistics
@@ -32,21 +42,11 @@ from .ops.tree.tree_from_mask import tree_from_mask as tree_from_mask
 from .ops.tree.tree_from_parents import tree_from_parents as tree_from_parents
 from .ops.tree.unpack_tree_mask import unpack_tree_mask as unpack_tree_mask
 from .ops.verify.append_output import append_output as append_output
-from .ops.verify.min_p_renorm import min_p_renorm as min_p_renorm
 from .ops.verify.pack_verify_rows import pack_verify_rows as pack_verify_rows
-from .ops.verify.penalize_logits import penalize_logits as penalize_logits
-from .ops.verify.sample_children import sample_children as sample_children
-from .ops.verify.sample_from_logits import sample_from_logits as sample_from_logits
-from .ops.verify.top_k_renorm import top_k_renorm as top_k_renorm
-from .ops.verify.top_p_renorm import top_p_renorm as top_p_renorm
-from .ops.verify.verify_chain import verify_chain as verify_chain
 from .ops.verify.verify_commit import verify_commit as verify_commit
 from .ops.verify.verify_tree_coins import verify_tree_coins as verify_tree_coins
 from .ops.verify.verify_tree_greedy import verify_tree_greedy as verify_tree_greedy
-from .ops.verify.verify_tree_rejection import verify_tree_rejection as verify_tree_rejection
-from .ops.verify.verify_tree_sampled import verify_tree_sampled as verify_tree_sampled
 from .ops.verify.verify_tree_topp import verify_tree_topp as verify_tree_topp
-from .ops.verify.verify_tree_traversal import verify_tree_traversal as verify_tree_traversal
 from .ops.verify.verify_tree_typical import verify_tree_typical as verify_tree_typical
 
 __all__ = [

@@ -27,6 +27,8 @@ from .ops.kv.find_slots import Output as FindSlotsOutput
 from .ops.kv.kv_indices import Output as KVIndicesOutput
 from .ops.nn.rms_norm import Output as RMSNormOutput
 from .ops.nn.rope import Output as RopeOutput
+from .ops.rejection.sample_children import Output as SampleChildrenOutput
+from .ops.sampling.shared.sampled_output import Output as SampledVerifyOutput
 from .ops.token_bitmask import Matcher as Matcher
 from .ops.tree.build_tree_from_scores import Output as BuildTreeFromScoresOutput
 from .ops.tree.compute_tree_statistics import Output as TreeStatisticsOutput
@@ -37,10 +39,8 @@ from .ops.tree.shared.tree_contract import Output as BuildTreeOutput
 from .ops.tree.tree_from_mask import Output as TreeFromMaskOutput
 from .ops.verify.append_output import Output as AppendOutput
 from .ops.verify.pack_verify_rows import Output as PackVerifyRowsOutput
-from .ops.verify.sample_children import Output as SampleChildrenOutput
-from .ops.verify.shared.sampled_output import Output as SampledVerifyOutput
-from .ops.verify.shared.tree_walk import Output as VerifyOutput
 from .ops.verify.verify_commit import Output as CommitOutput
+from .primitives.tree_walk import Output as VerifyOutput
 from .runtime.library import Operator as Operator
 
 __all__ = [

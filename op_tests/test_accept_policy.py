@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.sampling import verify_tree_sampled as sampled
 from eagle_kernels.ops.verify import verify_tree_greedy as op
-from eagle_kernels.ops.verify import verify_tree_sampled as sampled
 from eagle_kernels.reference.accept_policy import simulated_acceptance
 from eagle_kernels.runtime import launch
 from op_tests.harness import assert_only_launches, check_operation, check_registration, to_device
@@ -85,7 +85,7 @@ def test_sampled_walks_reach_it_too(shape, policy, filters, way, device, monkeyp
     numbers["positions"] = torch.arange(values["candidates"].numel())
     values |= {name: values.get(name, value.to(device)) for name, value in numbers.items()}
     values["seq_lens"] = torch.arange(batch_size, device=device) + 5
-    output, _ = check_operation("verify.verify_tree_sampled", values, case=f"{shape} {policy} {way}")
+    output, _ = check_operation("sampling.verify_tree_sampled", values, case=f"{shape} {policy} {way}")
     if policy != "simulate":
         assert output.accept_token_num.tolist() == wished_depths(values)
 
@@ -182,7 +182,7 @@ def test_rejecting_all_keeps_the_targets_token(way, form, device, monkeypatch):
         normal = eagle_kernels.raw.verify_tree_sampled(**values)
         assert normal.accept_token_num.sum() > 0
         values["accept_policy"] = "reject_all"
-        output, _ = check_operation("verify.verify_tree_sampled", values, case=way)
+        output, _ = check_operation("sampling.verify_tree_sampled", values, case=way)
         assert_rejected(output, normal, values)
 
 
@@ -294,7 +294,7 @@ def test_front_door(policy, device):
         "seeds": torch.arange(3, device=device), "temperature": torch.ones(3, device=device), "accept_policy": policy,
         "simulated_rates": values.get("simulated_rates"),
     }  # fmt: skip
-    output, _ = check_operation("verify.verify_tree_sampled", sampling, case=policy)
+    output, _ = check_operation("sampling.verify_tree_sampled", sampling, case=policy)
     got = eagle_kernels.verify_tree(**sampling)
     assert all(torch.equal(a, b) for a, b in zip(got, output))
     wanted = {"accept_all": output.accept_token_num.min() > 0, "reject_all": output.accept_token_num.max() == 0}

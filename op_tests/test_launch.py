@@ -157,7 +157,7 @@ def test_one_tensor_in_two_places_is_not_taken_for_one_argument(device):
 @pytest.mark.gpu
 def test_allocated_scratch_is_fresh_in_every_call(device):
     """Two results of an op with workspaces must not share memory."""
-    _, values = next(iter(module_of_tests("verify.verify_tree_sampled").ahead_of_time_cases()))
+    _, values = next(iter(module_of_tests("sampling.verify_tree_sampled").ahead_of_time_cases()))
     values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
     results = [eagle_kernels.raw.verify_tree_sampled(**values) for _ in range(3)]
     assert len({result.predicts.data_ptr() for result in results}) == 3

@@ -27,8 +27,9 @@ import itertools
 import pytest
 import torch
 
+from eagle_kernels.ops.registry import OPS
 from eagle_kernels.reference.enumeration import EnumeratedDraws, enumerate_outcomes, total_variation
-from eagle_kernels.reference.ops.verify.verify_tree_sampled import verify_tree_sampled
+from eagle_kernels.reference.ops.sampling.verify_tree_sampled import verify_tree_sampled
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness.noise_keys import NoiseKeys
 from op_tests.harness.statistics import assert_follows_law
@@ -204,7 +205,7 @@ def test_no_two_steps_can_be_exchanged(filter_order):
 def test_target_and_draft_have_temperatures_of_their_own(scheme, is_last, monkeypatch):
     """Whole ops, from logits, for rules that hold drafts against what they were drawn from; beside a greedy request."""
     name = "verify_chain" if scheme in ("standard", "block") else f"verify_tree_{scheme.partition(',')[0]}"
-    module = importlib.import_module(f"eagle_kernels.reference.ops.verify.{name}")
+    module = importlib.import_module(f"eagle_kernels.reference.ops.{OPS[name]}")
     parents = [-1, 0] if name == "verify_chain" else [-1, 0, 0]
     options = {"replacement": scheme.endswith("with")} if "rejection" in scheme else {"spec_steps": 1}
     options = {"method": scheme} if name == "verify_chain" else options | {"spec_steps": 1}

@@ -13,8 +13,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from eagle_kernels.ops.verify.shared.logits import Processors, Row
-from eagle_kernels.ops.verify.shared.random import (
+from eagle_kernels.ops.sampling.shared.logits import Processors, Row
+from eagle_kernels.ops.sampling.shared.sampling import Found, Scratch, Share, scan_slice
+from eagle_kernels.primitives.ordering import LOWEST_KEY, bits_value, largest_key, noisy_key, noisy_key_id
+from eagle_kernels.primitives.random import (
     LARGEST_GUMBEL,
     STREAM_ACCEPT,
     STREAM_DRAFT,
@@ -32,8 +34,6 @@ from eagle_kernels.ops.verify.shared.random import (
     token_words,
     uniform,
 )
-from eagle_kernels.ops.verify.shared.sampling import Found, Scratch, Share, scan_slice
-from eagle_kernels.primitives.ordering import LOWEST_KEY, bits_value, largest_key, noisy_key, noisy_key_id
 from eagle_kernels.reference import random as reference
 from eagle_kernels.runtime.language import tl, triton
 from op_tests.harness.statistics import assert_follows_law

@@ -101,7 +101,7 @@ def test_the_renormalising_filters_in_their_order(device):
     given = to_device(arguments([{name: each[name] for name in steps} for _, each in CASES], 7), device)
     probs = torch.softmax(logits / given["temperature"][:, None], -1)
     for name in FILTERS:
-        probs, _ = check_operation(f"verify.{name}_renorm", {"probs": probs, name: given[name]})
+        probs, _ = check_operation(f"sampling.{name}_renorm", {"probs": probs, name: given[name]})
 
     def distance(order):
         wanted = [law(logits, {name: each[name] for name in steps}, order) for logits, each in CASES]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from eagle_kernels.engine.step.logprobs import score
+from eagle_kernels.ops.registry import OPS
 from op_tests.harness import check_operation, to_device
 
 VOCAB = 5000
@@ -68,7 +69,7 @@ def test_a_greedy_walk_follows_the_lowest_id(op, dtype, device):
     for drafts, is_taken in ((LOWEST, True), (HIGHEST, False)):
         values = to_device(one_draft(drafts) | WALKS[op](logits), device)
         skipped = ("logprobs", "raw_logprobs") if op == "verify_tree_sampled" else ()
-        output, _ = check_operation(f"verify.{op}", values, skip=skipped)
+        output, _ = check_operation(OPS[op], values, skip=skipped)
         assert output.accept_token_num.tolist() == [int(is_taken)] * len(TIES)
         assert output.predicts.view(-1, 2).tolist() == [[token, token if is_taken else -1] for token in LOWEST]
 
@@ -79,7 +80,7 @@ def test_a_greedy_chain_follows_the_lowest_id(method, device):
     both = {"target_logits": logits.repeat_interleave(2, 0), "draft_logits": logits, "method": method}
     for drafts, is_taken in ((LOWEST, True), (HIGHEST, False)):
         values = {"candidates": one_draft(drafts)["candidates"]} | both | greedy(both["target_logits"])
-        output, _ = check_operation("verify.verify_chain", to_device(values, device))
+        output, _ = check_operation("rejection.verify_chain", to_device(values, device))
         assert output.accept_token_num.tolist() == [int(is_taken)] * len(TIES)
         assert output.predicts.view(-1, 2).tolist() == [[token, token if is_taken else -1] for token in LOWEST]
 
@@ -87,9 +88,9 @@ def test_a_greedy_chain_follows_the_lowest_id(method, device):
 def test_greedy_draws_take_the_lowest_ids(device):
     logits = tied_logits(device)
     values = to_device({"logits": logits} | greedy(logits), device)
-    assert check_operation("verify.sample_from_logits", values)[0].tolist() == LOWEST
+    assert check_operation("sampling.sample_from_logits", values)[0].tolist() == LOWEST
     values = to_device({"draft_logits": logits, "num_children": 2} | greedy(logits), device)
-    output, _ = check_operation("verify.sample_children", values, close=("logprobs",))
+    output, _ = check_operation("rejection.sample_children", values, close=("logprobs",))
     assert output.tokens.tolist() == [sorted(tied)[:2] for tied in TIES]
 
 
@@ -179,7 +180,7 @@ def test_the_first_of_siblings_of_one_token_is_followed(device):
     for op, values in cases.items():
         skipped = ("logprobs", "raw_logprobs") if op == "verify_tree_sampled" else ()
         values = to_device(tree | values, device) | {"spec_steps": 1}
-        output, _ = check_operation(f"verify.{op}", values, case=op, skip=skipped)
+        output, _ = check_operation(OPS[op], values, case=op, skip=skipped)
         assert output.accept_index.tolist() == [[0, 1], [4, 5]], op
 
 

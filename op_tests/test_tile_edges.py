@@ -10,17 +10,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle_kernels.ops.verify import (
-    penalize_logits,
-    sample_children,
-    verify_tree_coins,
-    verify_tree_greedy,
-    verify_tree_rejection,
-    verify_tree_traversal,
-    verify_tree_typical,
-)
-from eagle_kernels.ops.verify.shared import prepare_pair, renorm_steps, sampling
-from eagle_kernels.ops.verify.shared.row_summary import CHUNK_SIZE
+from eagle_kernels.ops.registry import OPS
+from eagle_kernels.ops.rejection import sample_children, verify_tree_rejection, verify_tree_traversal
+from eagle_kernels.ops.rejection.shared import prepare_pair
+from eagle_kernels.ops.sampling import penalize_logits
+from eagle_kernels.ops.sampling.shared import renorm_steps, sampling
+from eagle_kernels.ops.sampling.shared.row_summary import CHUNK_SIZE
+from eagle_kernels.ops.verify import verify_tree_coins, verify_tree_greedy, verify_tree_typical
 from eagle_kernels.reference import random
 from eagle_kernels.runtime import tuning
 from op_tests.harness import check_operation, to_device
@@ -146,7 +142,7 @@ def test_rejected_children(op, kind, device):
         "temperature": torch.ones(len(cases)),
         "spec_steps": 1,
     }  # fmt: skip
-    output = run("verify." + op.__name__.rpartition(".")[2], values, device)
+    output = run(OPS[op.__name__.rpartition(".")[2]], values, device)
     assert output.accept_token_num.sum() == 0
     assert output.predicts.view(-1, 3)[:, 0].tolist() == list(expected)
 
@@ -173,7 +169,7 @@ def test_chain(method, kind, device):
         "temperature": torch.ones(2 * len(at_edges)),
         "method": method,
     }
-    output = run("verify.verify_chain", values, device)
+    output = run("rejection.verify_chain", values, device)
     assert output.predicts.view(-1, 3)[:, :2].tolist() == [[inner, -1] for _ in at_edges] + [[e, e] for e in at_edges]
 
 
@@ -211,10 +207,10 @@ def test_what_a_grammar_allows(op, filters, device):
     for name, value in FILTERS[filters].items():
         values[name] = torch.full((num_rows,), value, dtype=torch.int32 if name == "top_k" else torch.float32)
     if op == "sample_from_logits":
-        tokens = run("verify.sample_from_logits", values | {"logits": logits}, device)
+        tokens = run("sampling.sample_from_logits", values | {"logits": logits}, device)
     else:
         values |= stars([[]] * num_rows) | {"target_logits": logits, "spec_steps": 0}
-        tokens = run("verify.verify_tree_sampled", values, device, skip=("logprobs", "raw_logprobs")).predicts
+        tokens = run("sampling.verify_tree_sampled", values, device, skip=("logprobs", "raw_logprobs")).predicts
     assert tokens[:-1].tolist() == at_edges and tokens[-1] not in at_edges
 
 
@@ -231,7 +227,7 @@ def test_drawn_children(device):
         "temperature": torch.ones(len(rows)),
         "num_children": len(at_edges) + 1,
     }
-    tokens = run("verify.sample_children", values, device, close=("logprobs",)).tokens
+    tokens = run("rejection.sample_children", values, device, close=("logprobs",)).tokens
     assert tokens[:-1, 0].tolist() == at_edges and (tokens[:-1, 1:] == -1).all()
     assert sorted(tokens[-1].tolist()) == [-1, *at_edges]
 
@@ -247,7 +243,7 @@ def test_renorms(name, value, device):
     probs = rows_of([dict.fromkeys(at_edges, 2.0**-6) | {edge: 0.5} for edge in at_edges], size)
     dtype = torch.int32 if name == "top_k" else torch.float32
     values = {"probs": probs, name: torch.full((len(at_edges),), value, dtype=dtype)}
-    output = run(f"verify.{name}_renorm", values, device)
+    output = run(f"sampling.{name}_renorm", values, device)
     assert torch.equal(output.cpu(), rows_of([{edge: 1.0} for edge in at_edges], size))
 
 
@@ -271,7 +267,7 @@ def test_penalties(device):
         "grammar": {"token_bitmask": allowed_tokens([rest] * num_nodes, size)},
     }
     for name, change in changes.items():
-        output = run("verify.penalize_logits", tree | {"target_logits": logits} | change, device, case=name)
+        output = run("sampling.penalize_logits", tree | {"target_logits": logits} | change, device, case=name)
         assert (output != 4.0).nonzero()[:, 1].view(num_nodes, -1).tolist() == [at_edges] * num_nodes
     # one draft in a tree, and so in its tile
     num_trees = len(at_edges)
@@ -279,7 +275,7 @@ def test_penalties(device):
         "target_logits": logits[:1].repeat(2 * num_trees, 1),
         "frequency_penalty": one.repeat(num_trees),
     }
-    output = run("verify.penalize_logits", values, device)
+    output = run("sampling.penalize_logits", values, device)
     assert (output != 4.0).nonzero().tolist() == [[2 * tree + 1, edge] for tree, edge in enumerate(at_edges)]
 
 

@@ -1,4 +1,4 @@
-"""Tokens planted in the place of the target's (see eagle_kernels/ops/verify/shared/accept_policy.py)."""
+"""Tokens planted in the place of the target's (see eagle_kernels/primitives/accept_policy.py)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from eagle_kernels.reference.enumeration import (
     text_law,
     total_variation,
 )
-from eagle_kernels.reference.ops.verify.verify_chain import verify_request
+from eagle_kernels.reference.ops.rejection.verify_chain import verify_request
 
 from .marked_page import update
 from .predictions import CONTEXT_TOKENS, GB_PER_S, intensity, measured_cells, measured_lines, of_cells, of_presets

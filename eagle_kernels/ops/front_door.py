@@ -10,8 +10,8 @@ from ..runtime import check
 from ..runtime.calls import with_kinds
 from ..runtime.library import with_reference
 from .operators import find, reference_of
+from .sampling.verify_tree_sampled import Output as SampledOutput
 from .verify.verify_tree_greedy import Output as VerifyOutput
-from .verify.verify_tree_sampled import Output as SampledOutput
 
 _OPS = {op: find(op).function for op in ("verify_tree_greedy", "verify_tree_sampled")}
 

@@ -20,8 +20,8 @@ from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.step.stepper import Verified
 from eagle_kernels.engine.step.verification import make_verifier
 from eagle_kernels.reference.enumeration import EnumeratedDraws, completed, enumerate_outcomes, total_variation
-from eagle_kernels.reference.ops.verify import verify_tree_rejection
-from eagle_kernels.reference.ops.verify.verify_tree_sampled import verify_tree_sampled
+from eagle_kernels.reference.ops.rejection import verify_tree_rejection
+from eagle_kernels.reference.ops.sampling.verify_tree_sampled import verify_tree_sampled
 from eagle_kernels.reference.random import grouped_gumbel
 from eagle_kernels.tools.trees.recorder import TreeRecorder
 from op_tests.rounds import links_of

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
+from eagle_kernels.ops.sampling import verify_tree_sampled as sampled
 from eagle_kernels.ops.verify import verify_tree_greedy as greedy
-from eagle_kernels.ops.verify import verify_tree_sampled as sampled
 from eagle_kernels.runtime import launch
 from eagle_kernels.runtime.language import MISSING
 from op_tests.engine.toys import ToyModel

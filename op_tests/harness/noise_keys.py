@@ -26,14 +26,9 @@ import eagle_kernels
 from eagle_kernels import ops
 from eagle_kernels.engine.step import verification
 from eagle_kernels.reference import accept_policy, random
-from eagle_kernels.reference.ops.verify import (
-    verify_chain,
-    verify_tree_rejection,
-    verify_tree_sampled,
-    verify_tree_topp,
-    verify_tree_traversal,
-    verify_tree_typical,
-)
+from eagle_kernels.reference.ops.rejection import verify_chain, verify_tree_rejection, verify_tree_traversal
+from eagle_kernels.reference.ops.sampling import verify_tree_sampled
+from eagle_kernels.reference.ops.verify import verify_tree_topp, verify_tree_typical
 
 STREAMS = {getattr(random, name): name.removeprefix("STREAM_") for name in dir(random) if name.startswith("STREAM_")}
 # all ops that make noise

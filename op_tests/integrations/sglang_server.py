@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from eagle_kernels.integrations.sglang import sampling, verification
-from eagle_kernels.reference.ops.verify.sample_from_logits import sample_from_logits
+from eagle_kernels.reference.ops.sampling.sample_from_logits import sample_from_logits
 from op_tests.integrations import sglang_stub as stub
 
 VOCAB, STEPS, LENGTH, END, PROMPT, ROWS = 61, 3, 24, 5, 4, 50

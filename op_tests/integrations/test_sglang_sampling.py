@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eagle_kernels.integrations.sglang import parts, sampling
-from eagle_kernels.reference.ops.verify.sample_from_logits import sample_from_logits
+from eagle_kernels.reference.ops.sampling.sample_from_logits import sample_from_logits
 from op_tests.integrations import sglang_stub as stub
 from op_tests.integrations.sglang_server import (
     END,

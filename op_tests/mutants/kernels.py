@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .mutant import ATTENTION, KERNELS, NN, SHARED, Mutant, of
+from .mutant import ATTENTION, NN, SAMPLING, VERIFY, Mutant, of
 
 MUTANTS = [
     Mutant(
         "a tile's last lane is not masked",
-        [(SHARED + "inverse_cdf.py", "(rejected < start + BLOCK)", "(rejected < start + BLOCK - 1)")],
+        [(VERIFY + "shared/inverse_cdf.py", "(rejected < start + BLOCK)", "(rejected < start + BLOCK - 1)")],
         ["op_tests/test_tile_edges.py::test_coins"],
     ),
     Mutant(
@@ -57,33 +57,34 @@ MUTANTS = [
     ),
     Mutant(
         "a token kept that top-p does not keep",
-        [(f"{SHARED}edge_search.py", "is_open = (filters.top_p < 1.0) & (rank >= edge)", "is_open = (edge > above)")],
+        [(SAMPLING + "shared/edge_search.py", "is_open = (filters.top_p < 1.0) & (rank >= edge)",
+          "is_open = (edge > above)")],
         of("sample_from_logits", "test_filters_of_long_rows"),
     ),
     Mutant(
         "a nucleus gathered but for a hundredth",
-        [(f"{SHARED}filters.py", "(tl.sum(weight) >= filters.top_p * mass)",
+        [(SAMPLING + "shared/filters.py", "(tl.sum(weight) >= filters.top_p * mass)",
           "(tl.sum(weight) >= 0.99 * filters.top_p * mass)")],
         of("sample_from_logits", "test_the_tail_of_a_nucleus_is_drawn"),
     ),
     Mutant(
         "a level on the edge of top-p stays",
-        [(f"{SHARED}filters.py", "mass_above < filters.top_p * mass", "mass_above <= filters.top_p * mass")],
+        [(SAMPLING + "shared/filters.py", "mass_above < filters.top_p * mass", "mass_above <= filters.top_p * mass")],
         of("sample_from_logits", "test_levels_on_the_edge_stay_or_go_as_a_whole"),
     ),
     Mutant(
         "bounds of flat rows with the maxima of other groups",
-        [(f"{SHARED}edge_search.py", "group // (LANES // GROUP)", "group // LANES")],
+        [(SAMPLING + "shared/edge_search.py", "group // (LANES // GROUP)", "group // LANES")],
         of("sample_from_logits", "test_flat_rows_of_a_large_vocabulary"),
     ),
     Mutant(
         "weighing that ends as if all of it lay below",
-        [(f"{SHARED}edge_search.py", "(read - above <= spare)", "(read <= spare)")],
+        [(SAMPLING + "shared/edge_search.py", "(read - above <= spare)", "(read <= spare)")],
         of("sample_from_logits", "test_flat_rows_of_a_large_vocabulary"),
     ),
     Mutant(
         "mass carried to the next level",
-        [(KERNELS + "verify_tree_coins.py", "mass = tl.where(is_accepted, 0.0, mass)", "mass += 0.0")],
+        [(VERIFY + "verify_tree_coins.py", "mass = tl.where(is_accepted, 0.0, mass)", "mass += 0.0")],
         of("verify_tree_coins", "test_matches_reference"),
     ),
 ]  # fmt: skip

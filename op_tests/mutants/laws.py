@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from .mutant import ATTENTION, ENGINE, ENUMERATION, LAWS, SHARED, TESTS, Mutant, both, of, rounds
+from .mutant import (
+    ATTENTION,
+    ENGINE,
+    ENUMERATION,
+    LAWS,
+    PRIMITIVES,
+    REJECTION,
+    SAMPLING,
+    VERIFY,
+    Mutant,
+    both,
+    of,
+    rounds,
+)
 
 
 def _one_stream(name: str) -> list[tuple[str, str, str]]:
@@ -54,12 +67,13 @@ MUTANTS = [
     ),
     both(
         "<= for <, rejection", _REJECTION, of(_REJECTION, "test_the_coin_is_compared_strictly"),
-        [(SHARED + "rejection_steps.py", "(coin * draft_prob < target_prob)", "(coin * draft_prob <= target_prob)")],
+        [(REJECTION + "shared/rejection_steps.py",
+          "(coin * draft_prob < target_prob)", "(coin * draft_prob <= target_prob)")],
         [("child) < target[token]", "child) <= target[token]")],
     ),
     both(
         "<= for <, traversal", _TRAVERSAL, of(_TRAVERSAL, "test_coins_at_the_ends"),
-        [(SHARED + "traversal_steps.py", "(coin >= acceptance)", "(coin > acceptance)")],
+        [(REJECTION + "shared/traversal_steps.py", "(coin >= acceptance)", "(coin > acceptance)")],
         [("node) < acceptance[node]", "node) <= acceptance[node]")],
     ),
     both(
@@ -90,18 +104,18 @@ MUTANTS = [
     both(
         "a coin found again in the next round, traversal", _TRAVERSAL,
         of(_TRAVERSAL, "test_the_law_of_two_rounds_is_exactly_the_targets"),
-        [(SHARED + "traversal_steps.py", "accepted * _NODES + current)", "current)")],
+        [(REJECTION + "shared/traversal_steps.py", "accepted * _NODES + current)", "current)")],
         [("(len(path) - 1) * 65536 + node)", "node)")],
     ),
     both(
         "a coin for all children, rejection", _REJECTION, _REJECTION_LAW,
-        [(SHARED + "rejection_steps.py", "accept_coin(node.seed, tl.load(node.positions + child), child)",
+        [(REJECTION + "shared/rejection_steps.py", "accept_coin(node.seed, tl.load(node.positions + child), child)",
           "accept_coin(node.seed, tl.load(node.positions), 0)")],
         [("draws.uniform(positions[child], child)", "draws.uniform(positions[0], 0)")],
     ),
     both(
         "residual not subtracted, coins", _COINS, _COINS_LAW,
-        [(SHARED + "inverse_cdf.py", "tl.where(index == token, 0.0, probs)", "tl.where(index < 0, 0.0, probs)")],
+        [(VERIFY + "shared/inverse_cdf.py", "tl.where(index == token, 0.0, probs)", "tl.where(index < 0, 0.0, probs)")],
         [("left[[token for token in rejected if 0 <= token < len(probs)]] = 0", "left[:0] = 0")],
     ),
     both(
@@ -112,19 +126,20 @@ MUTANTS = [
     both(
         "residual not subtracted, rejection", _REJECTION, _REJECTION_LAW,
         [
-            (SHARED + "rejection.py", "tl.maximum(target - state.scale * draft, 0.0)", "tl.maximum(target, 0.0)"),
-            (SHARED + "rejection.py", "tl.where(is_gone, 0.0, target)", "tl.where(is_gone, target, target)"),
+            (REJECTION + "shared/rejection.py",
+             "tl.maximum(target - state.scale * draft, 0.0)", "tl.maximum(target, 0.0)"),
+            (REJECTION + "shared/rejection.py", "tl.where(is_gone, 0.0, target)", "tl.where(is_gone, target, target)"),
         ],
         [("left = (target - draft).clamp(min=0)", "left = target")],
     ),
     both(
         "no renormalisation, rejection", _REJECTION, _REJECTION_LAW,
-        [(SHARED + "rejection.py", "has_left, new_mass, state.mass", "has_left, 1.0, state.mass")],
+        [(REJECTION + "shared/rejection.py", "has_left, new_mass, state.mass", "has_left, 1.0, state.mass")],
         [("target = left / left.sum()", "target = left")],
     ),
     both(
         "q not renormalised, traversal", _TRAVERSAL, _TRAVERSAL_LAW,
-        [(SHARED + "deletions.py", "(ids == token, 0.0, draft * scale)", "(ids == token, 0.0, draft)")],
+        [(REJECTION + "shared/deletions.py", "(ids == token, 0.0, draft * scale)", "(ids == token, 0.0, draft)")],
         [("reference/residual.py", "left * (1.0 / mass) if mass > 0 else torch.zeros_like(left)", "left")],
     ),
     both(
@@ -144,7 +159,8 @@ MUTANTS = [
     both(
         "draft before warping, rejection", _REJECTION, _REJECTION_LAW,
         [
-            (SHARED + "prepare_pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
+            (REJECTION + "shared/prepare_pair.py",
+             'values["temperature"] if draft_temperature is None else draft_temperature',
              'values["temperature"]'),
         ],
         [(_OWN_DRAFT_TEMPERATURE, "draft_temperature = temperature")],
@@ -152,7 +168,8 @@ MUTANTS = [
     both(
         "draft before warping, chain", _CHAIN, _CHAIN_LAW,
         [
-            (SHARED + "prepare_pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
+            (REJECTION + "shared/prepare_pair.py",
+             'values["temperature"] if draft_temperature is None else draft_temperature',
              'values["temperature"]'),
         ],
         [(_OWN_DRAFT_TEMPERATURE, "draft_temperature = temperature")],
@@ -160,17 +177,17 @@ MUTANTS = [
     # (a coin and a residual draw of one key have nothing to do with each other: a hash lies between)
     both(
         "one stream for all noise", _REJECTION, _NOISE_LAW,
-        _one_stream(SHARED + "random.py"), _one_stream("reference/random.py"),
+        _one_stream(PRIMITIVES + "random.py"), _one_stream("reference/random.py"),
     ),
     both(
         "draft and residual share a stream", _CHAIN, _NOISE_LAW,
-        [(SHARED + "random.py", "\nSTREAM_RESIDUAL = 3\n", "\nSTREAM_RESIDUAL = 1\n")],
+        [(PRIMITIVES + "random.py", "\nSTREAM_RESIDUAL = 3\n", "\nSTREAM_RESIDUAL = 1\n")],
         [("reference/random.py", "\nSTREAM_RESIDUAL = 3\n", "\nSTREAM_RESIDUAL = 1\n")],
     ),
     both(
         "position not + 1", _SAMPLED, of(_SAMPLED, "test_joint_law_of_the_emitted_tokens"),
         [
-            (SHARED + "sampled_levels.py", "tl.load(coins.positions + node).to(tl.int64) + 1",
+            (SAMPLING + "shared/sampled_levels.py", "tl.load(coins.positions + node).to(tl.int64) + 1",
              "tl.load(coins.positions + node).to(tl.int64)"),
             ("position_offset=1", "position_offset=0"),
         ],
@@ -178,15 +195,15 @@ MUTANTS = [
     ),
     both(
         "min-p relative to 1", _SAMPLED, _PARAMETERS_LAW,
-        [(SHARED + "filters.py", "keep &= weight >= tl.minimum(filters.min_p, 1.0)",
+        [(SAMPLING + "shared/filters.py", "keep &= weight >= tl.minimum(filters.min_p, 1.0)",
           "keep &= (weight == 1.0) | (weight / tl.sum(weight) >= tl.minimum(filters.min_p, 1.0))"),
-         (SHARED + "edge_search.py", "tl.where(filters.min_p > 0.0, tl.minimum(filters.min_p, 1.0), 0.0)",
+         (SAMPLING + "shared/edge_search.py", "tl.where(filters.min_p > 0.0, tl.minimum(filters.min_p, 1.0), 0.0)",
           "tl.minimum(filters.min_p * row_mass(summary.chunk_max, summary.chunk_sum, largest, VOCAB_SIZE), 1.0)")],
         [("reference/sampling.py", "(weight >= min_p.clamp(max=1.0)[:, None])", _MIN_P_OF_ONE)],
     ),
     both(
         "penalties forget the drafts before", _SAMPLED, _PARAMETERS_LAW,
-        [(SHARED + "logits.py", "count += (ids == ", "count += 0 * (ids == ")],
+        [(SAMPLING + "shared/logits.py", "count += (ids == ", "count += 0 * (ids == ")],
         [("own_counts[0, token] += 1", "own_counts[0, token] += 0")],
     ),
     both(
@@ -197,17 +214,17 @@ MUTANTS = [
     ),
     both(
         "greedy below 1e-3", _SAMPLED, ["op_tests/test_temperatures.py::test_where_greedy_begins"],
-        [(SHARED + "rows.py", "GREEDY_TEMPERATURE = 1e-5", "GREEDY_TEMPERATURE = 1e-3")],
+        [(PRIMITIVES + "rows.py", "GREEDY_TEMPERATURE = 1e-5", "GREEDY_TEMPERATURE = 1e-3")],
         [("reference/sampling.py", "BELOW = 1e-5", "BELOW = 1e-3")],
     ),
     both(
         "the upper half of seeds is ignored", _CHILDREN, _NOISE + _GOLDEN,
-        [(SHARED + "random.py", "seed.to(tl.int64).to(tl.uint64)", "seed.to(tl.uint32).to(tl.uint64)")],
+        [(PRIMITIVES + "random.py", "seed.to(tl.int64).to(tl.uint64)", "seed.to(tl.uint32).to(tl.uint64)")],
         [("reference/random.py", "(seed >> 32) & _MASK", "seed & 0")],
     ),
     both(
         "Philox of six rounds", _CHILDREN, _NOISE + _GOLDEN,
-        [(SHARED + "random.py", "(position * 0 + draw).to(tl.uint32),", "(position * 0 + draw).to(tl.uint32), 6,")],
+        [(PRIMITIVES + "random.py", "(position * 0 + draw).to(tl.uint32),", "(position * 0 + draw).to(tl.uint32), 6,")],
         [("reference/random.py", "range(10)", "range(6)")],
     ),
     # the order of penalties, temperature and filters: in the engine's own composition, and in ops
@@ -224,9 +241,9 @@ MUTANTS = [
     ),
     both(
         "the bias before the penalties", "sample_from_logits", [LAWS + _ORDER, _KERNELS],
-        [(SHARED + "logits.py", "    if row.HAS_PENALTIES:\n        logit = _penalise",
+        [(SAMPLING + "shared/logits.py", "    if row.HAS_PENALTIES:\n        logit = _penalise",
           _BIAS + "    if row.HAS_PENALTIES:\n        logit = _penalise"),
-         (SHARED + "logits.py", _BIAS + "    if processors.token", "    if processors.token")],
+         (SAMPLING + "shared/logits.py", _BIAS + "    if processors.token", "    if processors.token")],
         [("reference/sampling.py", "    if processors.has_penalties:\n        zeros",
           _REFERENCE_BIAS + "    if processors.has_penalties:\n        zeros"),
          ("reference/sampling.py", _REFERENCE_BIAS + "    if processors.token", "    if processors.token")],
@@ -234,11 +251,11 @@ MUTANTS = [
     both(
         "top-p of all tokens, also after top-k", "sample_from_logits",
         [LAWS + _ORDER, _KERNELS],
-        [(SHARED + "filters.py", "is_on, (top_k == 0) | IS_JOINT)", "is_on, (top_k == 0) | (top_k > 0))")],
+        [(SAMPLING + "shared/filters.py", "is_on, (top_k == 0) | IS_JOINT)", "is_on, (top_k == 0) | (top_k > 0))")],
         [("reference/sampling.py", 'filter_order == "top_k_first" else weight', 'filter_order == "never" else weight')],
     ),
     both(
-        "of equal scores the last stay", "tree/prune_trees",
+        "of equal scores the last stay", "prune_trees",
         ["op_tests/test_ties.py::test_pruning_keeps_the_first_requests_and_nodes"],
         [("is_equal = is_equal & (earlier < num_equal)",
           "every = tl.num_programs(0) * (NUM_NODES - 1)\n"
@@ -248,7 +265,7 @@ MUTANTS = [
         [("    drafts.sort(key", "    drafts.reverse()\n    drafts.sort(key")],
     ),
     both(
-        "ties to the later beam", "tree/select_top_k_tokens",
+        "ties to the later beam", "select_top_k_tokens",
         ["op_tests/test_ties.py::test_drafting_keeps_the_lowest_ids_and_beams"],
         [("ordered_key(score, flat)", "ordered_key(score, (NUM_BEAMS - 1 - beam) * TOPK + rank)")],
         [("    order = torch.sort(candidate_scores, dim",
@@ -258,7 +275,7 @@ MUTANTS = [
           "    order = (num_beams - 1 - order // topk) * topk + order % topk\n    kept = order[:, :topk]\n")],
     ),
     both(
-        "ties to the highest candidate", "tree/organize_draft_results",
+        "ties to the highest candidate", "organize_draft_results",
         ["op_tests/test_ties.py::test_trees_keep_the_lowest_candidates"],
         [("eagle_kernels/primitives/ordering.py", "(tl.cumsum(is_at_edge.to(tl.int32), 0) <= places_left)",
           "(tl.sum(is_at_edge.to(tl.int32)) - tl.cumsum(is_at_edge.to(tl.int32), 0) < places_left)")],
@@ -267,7 +284,7 @@ MUTANTS = [
     both(
         "a share of the mass rounded down", "top_p_renorm",
         of("top_p_renorm", "test_a_sum_that_lacks_the_least_is_not_enough"),
-        [(SHARED + "threshold.py", "tl.ceil(total.to(tl.float64)", "tl.floor(total.to(tl.float64)")],
+        [(SAMPLING + "shared/threshold.py", "tl.ceil(total.to(tl.float64)", "tl.floor(total.to(tl.float64)")],
         [(".ceil()", ".floor()")],
     ),
     both(
@@ -277,26 +294,26 @@ MUTANTS = [
     ),
     # attention: what a comparison with a reference of the same mistake does not see
     both(
-        "scales of keys and values exchanged", "attention/gqa_decode",
-        of("attention/gqa_decode", "test_float8_cache"),
+        "scales of keys and values exchanged", "gqa_decode",
+        of("gqa_decode", "test_float8_cache"),
         [(ATTENTION + "shared/share.py", "k_scale_ptr, v_scale_ptr = inputs.k_scale, inputs.v_scale",
           "k_scale_ptr, v_scale_ptr = inputs.v_scale, inputs.k_scale")],
         [("reference/paged_attention.py", "value, k_scale, v_scale, dtype):", "value, v_scale, k_scale, dtype):")],
     ),
     both(
-        "scales of written keys and values exchanged", "kv/write_kv", of("kv/write_kv", "test_scales"),
+        "scales of written keys and values exchanged", "write_kv", of("write_kv", "test_scales"),
         [("(inputs.k_scale, head, is_head, stride_k", "(inputs.v_scale, head, is_head, 1 * stride_v"),
          ("(inputs.v_scale, head, is_head, stride_v", "(inputs.k_scale, head, is_head, stride_k")],
         [("(k_cache, key, k_scale), (v_cache, value, v_scale)", "(k_cache, key, v_scale), (v_cache, value, k_scale)")],
     ),
     both(
-        "a window one wider", "attention/gqa_decode", _ATTENTION_LAW,
+        "a window one wider", "gqa_decode", _ATTENTION_LAW,
         [(ATTENTION + "shared/split_attention.py", 'tree_mask, window = values.get("tree_mask"), values["window"]',
           'tree_mask, window = values.get("tree_mask"), values["window"] and values["window"] + 1')],
         [("length - window", "length - window - 1")],
     ),
     both(
-        "scores over the size of a head", "attention/gqa_decode", _ATTENTION_LAW,
+        "scores over the size of a head", "gqa_decode", _ATTENTION_LAW,
         [(ATTENTION + "shared/split_attention.py", "head_dim**-0.5", "head_dim**-1.0")],
         [("reference/paged_attention.py", "query.shape[-1] ** -0.5", "query.shape[-1] ** -1.0")],
     ),
@@ -318,7 +335,7 @@ MUTANTS = [
     ),
     Mutant(
         "a wrong scheme is mended",
-        [(f"{TESTS}test_{_REJECTION}.py", 'if fault == "bonus from p" or target', "if target")],
+        [(f"op_tests/ops/rejection/test_{_REJECTION}.py", 'if fault == "bonus from p" or target', "if target")],
         of(_REJECTION, "test_wrong_schemes_show"),
     ),
 ]  # fmt: skip

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from eagle_kernels.ops.registry import OPS
+
 ROOT = Path(__file__).parents[2]
-KERNELS = "eagle_kernels/ops/verify/"
-SHARED = KERNELS + "shared/"
+PRIMITIVES = "eagle_kernels/primitives/"
+REJECTION = "eagle_kernels/ops/rejection/"
+SAMPLING = "eagle_kernels/ops/sampling/"
+VERIFY = "eagle_kernels/ops/verify/"
 ATTENTION = "eagle_kernels/ops/attention/"
 NN = "eagle_kernels/ops/nn/"
 ENGINE = "eagle_kernels/engine/"
 INTEGRATIONS = "eagle_kernels/integrations/"
 SGLANG = INTEGRATIONS + "sglang/"
-TESTS = "op_tests/ops/verify/"
 LAWS = "op_tests/test_laws.py::"
 ENUMERATION = "reference/enumeration.py"
 # whose bug it is, by the file that is edited; the first that fits
@@ -35,8 +38,7 @@ class Mutant(NamedTuple):
         name: What is wrong.
         edits: (file, old text, new text).
         tests: What must see it, in pytest's words: the narrowest tests that do.
-        op: Of a bug in kernel and reference alike, the op whose test_matches_reference must not see it: "tree/X", or
-            just "X" in the verify family.
+        op: Of a bug in kernel and reference alike, the op whose test_matches_reference must not see it.
     """
 
     name: str
@@ -63,22 +65,16 @@ def both(
     name: str, op: str, tests: list[str], kernel: list[tuple[str, ...]], reference: list[tuple[str, ...]]
 ) -> Mutant:
     """Returns a mutant in kernel and reference; edits of two texts are in the op's own files."""
-    family, own = _family(op)
-    edits = [edit if len(edit) == 3 else (f"eagle_kernels/ops/{family}/{own}.py", *edit) for edit in kernel]
-    edits += [edit if len(edit) == 3 else (f"reference/ops/{family}/{own}.py", *edit) for edit in reference]
+    place = OPS[op].replace(".", "/")
+    edits = [edit if len(edit) == 3 else (f"eagle_kernels/ops/{place}.py", *edit) for edit in kernel]
+    edits += [edit if len(edit) == 3 else (f"reference/ops/{place}.py", *edit) for edit in reference]
     return Mutant(name, edits, tests, op)
 
 
 def of(op: str, *names: str) -> list[str]:
     """Returns tests of an op."""
-    family, own = _family(op)
+    family, _, own = OPS[op].partition(".")
     return [f"op_tests/ops/{family}/test_{own}.py::{name}" for name in names]
-
-
-def _family(op: str) -> tuple[str, str]:
-    """Returns the family and the name of an op, whose family is verify if it has none."""
-    family, _, own = op.rpartition("/")
-    return family or "verify", own
 
 
 def rounds(*schemes: str) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..tree import Output
+from .sampling.verify_tree_sampled import verify_tree_sampled
 from .verify.verify_tree_greedy import verify_tree_greedy
-from .verify.verify_tree_sampled import verify_tree_sampled
 
 
 def verify_tree(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...ops.tree.build_tree import TreeMaskMode
-from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
+from ...primitives.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
 from ...runtime.validated import Rule, above, at_least, checked, integer, is_number, number, one_of, same_as
 from ...runtime.values import as_tuples, is_int64, is_integer, scalar, several, shown

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...ops.verify.shared.rows import GREEDY_TEMPERATURE
+from ...primitives.rows import GREEDY_TEMPERATURE
 from ..batch.batch import Batch, Committed
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.protocol import Proposal

@@ -33,11 +33,7 @@ import math
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...runtime import check, tuning
-from ...runtime.language import next_power_of_2, tl, triton
-from ...runtime.launch import launch, launcher
-from .shared.inverse_cdf import first_above, residual, token_probs
-from .shared.tree_walk import (
+from ...primitives.tree_walk import (
     MET,
     Output,
     Walk,
@@ -49,6 +45,10 @@ from .shared.tree_walk import (
     store_walk,
     tree_arguments,
 )
+from ...runtime import check, tuning
+from ...runtime.language import next_power_of_2, tl, triton
+from ...runtime.launch import launch, launcher
+from .shared.inverse_cdf import first_above, residual, token_probs
 
 # One warp walks, and one draws: what they look up lies in its own registers.
 TUNING = {"default": {"num_warps": 1}}

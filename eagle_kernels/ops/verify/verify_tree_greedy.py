@@ -27,15 +27,11 @@ import math
 
 import torch
 
+from ...primitives.accept_policy import check_policy, next_node, plant, plant_path
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
-from ...runtime import check, tuning
-from ...runtime.language import next_power_of_2, tl, triton
-from ...runtime.launch import bundle, launch, launcher
-from .shared.accept_policy import check_policy, next_node, plant, plant_path
-from .shared.argmax import slice_key, winner
-from .shared.random import Coins
-from .shared.tree_walk import (
+from ...primitives.random import Coins
+from ...primitives.tree_walk import (
     Output,
     Path,
     Walk,
@@ -52,6 +48,10 @@ from .shared.tree_walk import (
     token_ids,
     tree_arguments,
 )
+from ...runtime import check, tuning
+from ...runtime.language import next_power_of_2, tl, triton
+from ...runtime.launch import bundle, launch, launcher
+from .shared.argmax import slice_key, winner
 
 # One warp walks: what it looks up lies in its own registers.
 TUNING = {"default": {"num_warps": 1}}

@@ -25,10 +25,7 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...runtime import check, tuning
-from ...runtime.language import next_power_of_2, tl, triton
-from ...runtime.launch import launch, launcher
-from .shared.tree_walk import (
+from ...primitives.tree_walk import (
     Output,
     Walk,
     all_nodes,
@@ -41,6 +38,9 @@ from .shared.tree_walk import (
     token_ids,
     tree_arguments,
 )
+from ...runtime import check, tuning
+from ...runtime.language import next_power_of_2, tl, triton
+from ...runtime.launch import launch, launcher
 
 MAX_CANDIDATES = 1024
 

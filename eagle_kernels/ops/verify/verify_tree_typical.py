@@ -29,13 +29,9 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, NO_NOISE, check_vocabulary, largest_key, noisy_key, noisy_key_id
-from ...runtime import check, tuning
-from ...runtime.language import next_power_of_2, tl, triton
-from ...runtime.launch import bundle, launch, launcher
-from .shared.argmax import slice_key, winner
-from .shared.random import STREAM_TARGET, Coins, add_grouped_gumbel, grouped_words, random_block
-from .shared.rows import read_temperature, scale_logits
-from .shared.tree_walk import (
+from ...primitives.random import STREAM_TARGET, Coins, add_grouped_gumbel, grouped_words, random_block
+from ...primitives.rows import read_temperature, scale_logits
+from ...primitives.tree_walk import (
     Output,
     Walk,
     all_nodes,
@@ -48,6 +44,10 @@ from .shared.tree_walk import (
     store_walk,
     tree_arguments,
 )
+from ...runtime import check, tuning
+from ...runtime.language import next_power_of_2, tl, triton
+from ...runtime.launch import bundle, launch, launcher
+from .shared.argmax import slice_key, winner
 
 # Not tuned yet: half a slice of verify_tree_greedy's, as exponentials need registers.
 SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}

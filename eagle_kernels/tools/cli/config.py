@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...engine.config.eagle_config import EAGLEConfig
 from ...engine.config.speculative_config import take_model
-from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
+from ...primitives.accept_policy import ACCEPT_POLICIES
 from ...runtime.values import parse_json, shown
 
 

@@ -1,0 +1,120 @@
+"""verify_tree_rejection; the target is all but decided, on a deepest path or on tokens that no child carries."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from bench.harness import Benchmark, Case
+from bench.harness.inputs import (
+    LARGE_VOCABULARY,
+    ODD_BATCH,
+    VOCABULARY,
+    accepted_tree,
+    decisive_logits,
+    of_vocabulary,
+    parents,
+)
+from bench.run import main
+
+
+def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, is_accepted, replacement):
+    values = accepted_tree(device, batch_size, topk, spec_steps, num_nodes, vocab_size)
+    winners = values.pop("target_predict").flatten()
+    if not is_accepted:
+        winners = torch.randint(vocab_size, (len(winners),), device=device)
+    values["target_logits"] = decisive_logits(winners, vocab_size)
+    values["draft_logits"] = torch.empty_like(values["target_logits"]).normal_()
+    values["seeds"] = torch.randint(2**60, (batch_size,), device=device)
+    values["temperature"] = torch.ones(batch_size, device=device)
+    return values | {"spec_steps": spec_steps, "replacement": replacement}
+
+
+def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size, is_accepted, replacement):
+    """One read of the target's visited rows, and of the draft's where they have children."""
+    visited = spec_steps + 1 if is_accepted else 1
+    return batch_size * (2 * visited - is_accepted) * vocab_size * 2
+
+
+def prepare_torch(values):
+    """Level by level and sibling by sibling, all requests at once; lists of children are made once."""
+    candidates = values["candidates"]
+    device, (batch_size, num_nodes) = candidates.device, candidates.shape
+    parent = parents(values["retrieve_next_token"], values["retrieve_next_sibling"]).tolist()
+    lists = [[[c for c in range(num_nodes) if row[c] == node] for node in range(num_nodes)] for row in parent]
+    width = max(len(one) for rows in lists for one in rows)
+    children = torch.tensor([[one + [-1] * (width - len(one)) for one in rows] for rows in lists], device=device)
+    request = torch.arange(batch_size, device=device)
+    spec_steps, temperature = values["spec_steps"], values["temperature"][:, None]
+
+    def run():
+        current = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        alive = torch.ones(batch_size, dtype=torch.bool, device=device)
+        predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device=device)
+        accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32, device=device)
+        for level in range(spec_steps + 1):
+            row = request * num_nodes + current
+            accept_index[:, level] = torch.where(alive, row, -1)
+            target = torch.softmax(values["target_logits"][row].float() / temperature, -1)
+            draft = torch.softmax(values["draft_logits"][row].float() / temperature, -1)
+            chosen = torch.zeros_like(current)
+            for rank in range(width if level < spec_steps else 0):
+                child = children[request, current, rank]
+                token = candidates[request, child.clamp(min=0)]
+                is_open = alive & (child >= 0) & (chosen == 0)
+                coin = torch.rand(batch_size, device=device)
+                accepts = coin * draft[request, token] < target[request, token]
+                chosen = torch.where(is_open & accepts, child, chosen)
+                rejects = (is_open & ~accepts)[:, None]
+                left = (target - draft).clamp(min=0)
+                target = torch.where(rejects, left / left.sum(-1, keepdim=True), target)
+                if not values["replacement"]:
+                    rest = draft.scatter(1, token[:, None], 0.0)
+                    draft = torch.where(rejects, rest / rest.sum(-1, keepdim=True), draft)
+            bonus = (target / torch.empty_like(target).exponential_()).argmax(-1)
+            token = torch.where(chosen > 0, candidates[request, chosen], bonus)
+            predicts[request, current] = torch.where(alive, token.int(), predicts[request, current])
+            alive = alive & (chosen > 0)
+            current = torch.where(alive, chosen, current)
+        accepted = (accept_index >= 0).sum(1, dtype=torch.int32) - 1
+        return {"predicts": predicts.flatten(), "accept_index": accept_index, "accept_token_num": accepted}
+
+    return run
+
+
+def _case(batch_size, tree, is_accepted, replacement=False, vocab_size=VOCABULARY):
+    topk, spec_steps, num_nodes = tree
+    sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
+    # the reference reads every row
+    is_checked = batch_size * num_nodes <= 64
+    kind = f"{'full depth' if is_accepted else 'none accepted'}{', with replacement' if replacement else ''}"
+    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {kind}{of_vocabulary(vocab_size)}"
+    sizes |= {"vocab_size": vocab_size, "is_accepted": is_accepted, "replacement": replacement}
+    return Case(name, sizes, is_checked)
+
+
+BENCHMARK = Benchmark(
+    path="rejection.verify_tree_rejection",
+    cases=[
+        *(
+            _case(batch_size, tree, is_accepted, replacement)
+            for replacement in (False, True)
+            for is_accepted in (True, False)
+            for tree in ((4, 3, 8), (8, 5, 64))
+            for batch_size in (1, 8, 32)
+        ),
+        *(_case(ODD_BATCH, (4, 3, 8), is_accepted, vocab_size=LARGE_VOCABULARY) for is_accepted in (True, False)),
+    ],
+    small_cases=[
+        _case(2, (4, 3, 8), is_accepted, replacement, vocab_size=300)
+        for is_accepted in (True, False)
+        for replacement in (False, True)
+    ],
+    make=make,
+    count_bytes=count_bytes,
+    providers={"torch": prepare_torch},
+)
+
+if __name__ == "__main__":
+    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,0 +1,6 @@
+"""Verifying drafts that were drawn: by rejection, along the tree or a chain, and the drawing of children."""
+
+from ...runtime.lazy import lazily
+from ..registry import FAMILIES
+
+__getattr__, __dir__ = lazily(globals(), {name: f".{name}:" for name in FAMILIES["rejection"]})

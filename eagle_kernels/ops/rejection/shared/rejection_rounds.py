@@ -1,0 +1,269 @@
+"""The launches of verify_tree_rejection that read rows in slices: many programs make a pass over one row.
+
+In a round every node that is not done makes one pass (`rejection_steps.py`). All programs of a node first settle what
+the round before found, visit children, and then pass over their slice; the first one hands the node's State on. After a
+fixed number of rounds a program finishes what is left alone, which is seldom more than the merging of the last round.
+
+Nodes do not depend on each other, so either all nodes of the trees make their rounds at once, or, where that is too
+much to read, only the one that each walk has reached, level by level. The bits are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ....primitives.dependent_launch import await_predecessor
+from ....primitives.rows import GREEDY_BELOW, Rows, in_units, store_no_scan, store_scan
+from ....primitives.tree_walk import all_nodes, is_own, load_nodes
+from ....runtime import tuning
+from ....runtime.language import tl, triton
+from ....runtime.launch import launch
+from .draws import draw_keys, residual_key
+from .pair import PairRows
+from .prepare_pair import SLICE_TUNING
+from .rejection import load_left
+from .rejection_steps import (
+    ALONE,
+    DONE,
+    DRAWING,
+    REJECTING,
+    STATE_WORDS,
+    first_state,
+    left_to_pass,
+    load_state,
+    open_node,
+    settle_found,
+    store_state,
+    visit,
+)
+from .slices import allocate_found, merge_found, store_found, store_nothing, turn
+
+_WORDS = tl.constexpr(STATE_WORDS)
+
+
+class Scratch(NamedTuple):
+    """Pointers to what launches hand on. A place is a node, or level by level the one that a request has reached."""
+
+    states: Any  # int32 [2, places, 8], see store_state; None, as are the next two: there are no rounds
+    sums: Any  # see allocate_found
+    keys: Any
+    depth: Any  # int32 [B, N], level by level only: of the nodes on the path, else -1
+    emitted: Any  # int32 [B, N], likewise: the tokens after them
+
+
+@triton.jit
+def reached_node(scratch, links, request, level, NUM_NODES: tl.constexpr):
+    """Returns the node of a level at which the walk has arrived, -1 if it has ended."""
+    node = all_nodes(NUM_NODES)
+    first = request * NUM_NODES
+    depth = tl.load(scratch.depth + first + node, mask=(node < NUM_NODES) & (level > 0), other=-1)
+    root = tl.load(links.retrieve_index + first).to(tl.int64)
+    start = tl.where(is_own(root, request, NUM_NODES), 0, -1)
+    return tl.where(level == 0, start, tl.max(tl.where(depth == level, node, -1)))
+
+
+@triton.jit
+def load_node(links, request, current, NUM_NODES: tl.constexpr):
+    """Loads the request's Tree; also returns a node's first child, and whether the node is the request's own.
+
+    No walk comes to a node of another request.
+    """
+    tree = load_nodes(links, request, NUM_NODES)
+    is_node = all_nodes(NUM_NODES) == current
+    child = tl.sum(tl.where(is_node, tree.links, 0)) >> 16
+    return tree, child, tl.max((is_node & is_own(tree.retrieved, request, NUM_NODES)).to(tl.int32)) > 0
+
+
+@triton.jit(do_not_specialize=["level", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
+def _verify_tree_rejection_scan_kernel(
+    links,
+    target,
+    draft,
+    scratch,
+    level,
+    vocab_size,
+    draft_vocab_size,
+    stride_target,
+    stride_draft,
+    TARGET_UNIT: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr,
+    KEEPS_DRAFT: tl.constexpr,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Writes the statistics of one slice of both rows of the node that a walk has reached.
+
+    The scans have the numbers of their requests.
+    """
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    temperature = tl.load(target.temperature + request)
+    draft_temperature = tl.load(draft.temperature + request)
+    node = reached_node(scratch, links, request, level, NUM_NODES)
+    row = request * NUM_NODES + tl.maximum(node, 0)
+    if target.scans is not None:
+        rows = Rows(target, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), request - row)
+        if node >= 0:
+            store_scan(rows, row, temperature, part, NUM_SLICES, BLOCK_VOCAB)
+        else:
+            store_no_scan(rows, row, part, NUM_SLICES)
+    if draft.scans is not None:
+        rows = Rows(draft, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT), request - row)
+        is_read = (node >= 0) & (level < SPEC_STEPS) & (tl.load(links.retrieve_next_token + row) > 0)
+        if not KEEPS_DRAFT:
+            is_read = is_read & (draft_temperature >= GREEDY_BELOW)
+        if is_read:
+            store_scan(rows, row, draft_temperature, part, NUM_SLICES, BLOCK_VOCAB)
+        else:
+            store_no_scan(rows, row, part, NUM_SLICES)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "round", "level", "num_places", "num_ids", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft",
+    ]
+)  # fmt: skip
+def _verify_tree_rejection_round_kernel(
+    # inputs
+    links,
+    target,
+    draft,
+    target_to_draft_ptr,
+    coins,
+    # scratch
+    scratch,
+    # sizes
+    round,
+    level,
+    num_places,
+    num_ids,
+    vocab_size,
+    draft_vocab_size,
+    stride_target,
+    stride_draft,
+    TARGET_UNIT: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr,
+    KEEPS_DRAFT: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    BY_LEVEL: tl.constexpr,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Makes one pass over one slice of the rows of a place's node; its State is handed on from round to round."""
+    await_predecessor(ENABLE_PDL)
+    num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)
+    place = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    to = turn(round, num_places) + place
+    since = turn(round + 1, num_places) + place
+    if BY_LEVEL:
+        request = place
+        current = reached_node(scratch, links, request, level, NUM_NODES)
+    else:
+        request = place // NUM_NODES
+        current = (place % NUM_NODES).to(tl.int32)
+    is_open = current >= 0
+    # Loads do not wait for the State, which tells whether they are needed: programs wait for memory once less. Level by
+    # level most of them have nothing to do, and leave first.
+    if not BY_LEVEL:
+        tree, child, is_own_node = load_node(links, request, current, NUM_NODES)
+        is_open = is_own_node
+    if IS_FIRST:
+        state = first_state(tl.zeros([], tl.int32) if BY_LEVEL else child)
+    else:
+        state = load_state(scratch.states + since * _WORDS)
+        is_open = is_open & (state.phase != DONE) & (state.phase != ALONE)
+    if is_open | (not BY_LEVEL):
+        if BY_LEVEL:
+            tree, child, is_own_node = load_node(links, request, current, NUM_NODES)
+            child = tl.where(level < SPEC_STEPS, child, 0)
+            is_open &= is_own_node
+        row = request * NUM_NODES + current
+        scan = request - row if BY_LEVEL else 0  # by level scans have the numbers of their requests
+        target_rows = Rows(target, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), scan)
+        draft_rows = Rows(draft, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT), scan)
+        rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, num_ids)
+        node = open_node(
+            rows, tree, request, current, child, coins, KEEPS_DRAFT, NUM_NODES, NUM_SLICES=NUM_SLICES,
+            BLOCK_VOCAB=BLOCK_VOCAB,
+        )  # fmt: skip
+        if not IS_FIRST:
+            found = merge_found(scratch, since, NUM_SLICES)
+        if is_open:
+            if IS_FIRST:
+                at = visit(rows, node, first_state(child) if BY_LEVEL else state, KEEPS_DRAFT)
+            else:
+                at = settle_found(rows, node, state, found, KEEPS_DRAFT)
+            if part == 0:
+                store_state(scratch.states + to * _WORDS, at)
+            if (at.phase == REJECTING) | (at.phase == DRAWING):
+                ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+                target_left, draft_left = load_left(rows, node, left_to_pass(node, at), ids, ids < num_ids, KEEPS_DRAFT)
+                noise_key = residual_key(node.seed, tl.load(node.positions + current).to(tl.int64) + 1)
+                keys = draw_keys(target_left, ids, noise_key)
+                store_found(scratch, to, part, target_left, draft_left, keys, NUM_SLICES)
+            else:
+                store_nothing(scratch, to, part, NUM_SLICES)
+        else:
+            _hand_on(scratch, to, part, state, NUM_SLICES)
+    else:
+        _hand_on(scratch, to, part, state, NUM_SLICES)
+
+
+@triton.jit
+def _hand_on(scratch, to, part, state, NUM_SLICES: tl.constexpr):
+    """Writes what a slice has whose node makes no pass: nothing, and the State as it was."""
+    store_nothing(scratch, to, part, NUM_SLICES)
+    if part == 0:
+        store_state(scratch.states + to * _WORDS, state)
+
+
+def allocate_rounds(candidates: torch.Tensor, num_places: int, num_slices: int, by_level: bool) -> Scratch:
+    """Allocates what rounds hand on; nothing for 0 places."""
+    if num_places == 0:
+        return Scratch(None, None, None, None, None)
+    device, depth, emitted = candidates.device, None, None
+    if by_level:
+        depth, emitted = (torch.empty(candidates.shape, dtype=torch.int32, device=device) for _ in range(2))
+    states = torch.empty((2, num_places, STATE_WORDS), dtype=torch.int32, device=device)
+    return Scratch(states, *allocate_found(num_places, num_slices, device), depth, emitted)
+
+
+def launch_rounds(shared: dict, num_rounds: int, level: int) -> None:
+    """Launches all rounds of all nodes, or with BY_LEVEL of those that the walks have reached at a level."""
+    tuned = tuning.row(SLICE_TUNING, shared["links"].candidates.device)
+    for round in range(num_rounds):
+        launch(
+            "verify_tree_rejection",
+            _verify_tree_rejection_round_kernel,
+            (shared["num_places"], shared["NUM_SLICES"]),
+            round=round,
+            level=level,
+            IS_FIRST=round == 0,
+            **shared,
+            **tuned,
+        )
+
+
+def launch_level_scan(shared: dict, level: int) -> None:
+    """Launches the scan of the rows of the nodes that the walks have reached at a level."""
+    if shared["target"].scans is None and shared["draft"].scans is None:
+        return
+    names = _verify_tree_rejection_scan_kernel.arg_names
+    launch(
+        "verify_tree_rejection",
+        _verify_tree_rejection_scan_kernel,
+        (shared["num_places"], shared["NUM_SLICES"]),
+        level=level,
+        **{name: value for name, value in shared.items() if name in names},
+        **tuning.row(SLICE_TUNING, shared["links"].candidates.device),
+    )

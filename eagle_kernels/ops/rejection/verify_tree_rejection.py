@@ -1,0 +1,214 @@
+"""Verifies trees whose children were drawn from the draft's distribution: recursive rejection.
+
+Computes
+    At each node, with p the target's and q the draft's distribution there, the children t in sibling order:
+    accept t if coin * q(t) < p(t) (strictly, so a token of p = 0 never); on rejection p <- norm((p - q)+), and
+    without replacement     q(t) <- 0, q <- norm(q): the children were drawn one after the other, each from what those
+                            before it had left (`sample_children`). Recursive rejection sampling: RSD (arXiv
+                            2402.14160, Alg. 2), Sequoia (arXiv 2402.12374, Alg. 2)
+    with replacement        q stays; the children are independent draws, and two may be alike. Multi-step speculative
+                            sampling: SpecInfer (arXiv 2305.09781, Alg. 2), EAGLE-1 (arXiv 2401.15077, Alg. 1)
+    If no child is accepted, a token drawn from what is left of p ends the walk as the bonus; at a leaf, and after
+    spec_steps drafts, one drawn from the node's p. The emitted text has the target's distribution if the children were
+    drawn as described, from this q. After rejections p is, but for normalisation, (p - a q)+ with the first p and q,
+    one number a, and 0 at the rejected tokens: nothing of the vocabulary's size is written to memory.
+Invariants
+    +inf counts as the largest finite number.
+    Children that were not drawn but chosen count as proposed with certainty: q is one-hot at each (EAGLE-2's rule).
+    A child with q(t) = 0 takes nothing from p. Independent draws may be verified without replacement as well: a
+    repeated token costs only the children after it.
+    If p = q but for rounding, (p - q)+ may have no mass, and rejection no probability: the child is then accepted if
+    p(t) > 0, else p stays as it was.
+    Without replacement q is summed anew after every rejection, and on another scale once the tokens left have less than
+    1e-9 of it: if it comes from logits, it does not run out before the vocabulary does.
+    A sampled row of the target that is nothing but -inf accepts nothing, and its bonus is token 0; a greedy one has its
+    argmax at token 0. Results of a request do not depend on the batch around it.
+    The coin of a child is keyed by (seed, its position, its node), the bonus by (seed, its position, token).
+Grid
+    walk (B,), one program walks one tree. For a vocabulary of one slice that is all. Else rows are read in slices
+    before: scan (rows of logits, slices) finds every row's maximum and sum; a round (nodes, slices) takes each node to
+    its next rejection, and sums and draws from what that leaves (`rejection_rounds.py`). What comes of a node does not
+    depend on the path to it, so all nodes make their rounds at once; where they are too many to read, only those at
+    which the walks have arrived, level by level. Shapes alone decide, and both give the same bits.
+Launches
+    1: walk; for more than one slice R + 2 with R = min(N - 1, 8) rounds, at least 1 (R + 1 without logits); level by
+    level S + 1 times as many; one more for d2t, whose inverse int32 [V] is made first
+Traffic
+    Rows of all nodes (of visited ones only, level by level): those of the target, and the draft's where there are
+    children, once each for statistics, which probabilities need not have, and once for each rejected child, or for a
+    draw where no child is rejected. Extra memory: 32 bytes per slice and node, and 64 per node.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives.random import Coins
+from ...primitives.tree_walk import Output, check_tree, output_arguments, tree_arguments
+from ...runtime import check, tuning
+from ...runtime.language import next_power_of_2
+from ...runtime.launch import bundle, launcher
+from .shared.prepare_pair import allocate_scans, check_pair, pair_arguments, scan_pair
+from .shared.rejection_rounds import allocate_rounds, launch_level_scan, launch_rounds
+from .shared.rejection_walk import launch_walk
+
+# One program reads whole rows one after another: as many bytes in flight as one program can have.
+TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
+
+# The most rounds that are launched; children rejected after them are a program's alone. Then what decides between all
+# nodes at once and level by level: microseconds of a launch, and tokens of a node's rows, all rounds together, in one.
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_rejection.txt
+ROUND_TUNING = {"default": {"rounds": 8, "launch_us": 1.8, "tokens_per_us": 7.0e4}}
+
+
+def goes_by_level(target: torch.Tensor, num_rounds: int, spec_steps: int, batch_size: int) -> bool:
+    """Tells whether reading the rows of the walks alone, with more launches, takes less time than reading all rows."""
+    model = tuning.row(ROUND_TUNING, target.device)
+    num_rows, vocab_size = target.shape
+    launches_us, row_us = (num_rounds + 2) * model["launch_us"], vocab_size / model["tokens_per_us"]
+    return launches_us + num_rows * row_us > (spec_steps + 1) * (launches_us + batch_size * row_us)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `verify_tree_rejection` and describes its outputs."""
+    args = check.Arguments("verify_tree_rejection", values)
+    output = check_tree(args)
+    num_rows = args.size("B") * args.size("N")
+    check_pair(args, num_rows, num_rows)
+    args.tensor("temperature", ("B",), (torch.float32,))  # read whatever the rows are
+    if values["d2t"] is not None:
+        token = range(args.size("V"))
+        args.debug("d2t", "lead to tokens of the target", lambda: _lead_into(values["d2t"], token))
+    return output
+
+
+def _lead_into(d2t: torch.Tensor, tokens: range) -> torch.Tensor:
+    """Tells of each draft token whether d2t maps it to one of `tokens`."""
+    target = torch.arange(len(d2t), device=d2t.device) + d2t
+    return (target >= tokens.start) & (target < tokens.stop)
+
+
+@launcher
+def verify_tree_rejection(
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_logits: torch.Tensor | None,
+    draft_logits: torch.Tensor | None,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+    draft_temperature: torch.Tensor | None = None,
+    target_probs: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None,
+    d2t: torch.Tensor | None = None,
+    *,
+    spec_steps: int,
+    replacement: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """Verifies token trees whose children were drawn from the draft's distribution, without loss: recursive rejection.
+
+    At each node a child t is accepted if coin * q(t) < p(t), p being the target's and q the draft's distribution; if it
+    is rejected, p becomes what q leaves of it, and the next sibling is compared. If none is accepted, the bonus is
+    drawn from what is left of p. The text follows the target's distribution if the children were drawn from this q, in
+    sibling order, with the noise of `sample_children` or any other that is independent of this op's.
+    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V and Vd vocabularies of target and
+    draft (1..2^20), S = spec_steps. Integers may be int32 or int64.
+
+    Args:
+        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
+        retrieve_index: [B, N] int. b * N + i for node i of request b.
+        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
+        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf. Given instead of
+            target_probs.
+        draft_logits: None or [B * N, Vd] fp32, fp16 or bf16. Unit stride along Vd, by draft ids. Row of a node: what
+            its children were drawn from. Given instead of draft_probs.
+        positions: [B * N] int. Position of each node; the token emitted after it has position + 1.
+        seeds: [B] int. Seed of each request.
+        temperature: [B] fp32. Of target_logits; below 1e-5 a row is one-hot at its argmax. Needed with probabilities,
+            too.
+        draft_temperature: None or [B] fp32. Of draft_logits. None: temperature. Below 1e-5, without replacement,
+            children count as chosen, as those of top-k trees are, and neither draft_logits nor draft_probs are read.
+        target_probs: None or [B * N, V] fp32. Unit stride along V, used as they are. This op does not filter: for
+            top-k, top-p or min-p pass rows from the renorm ops.
+        draft_probs: None or [B * N, Vd] fp32. Likewise, by draft ids.
+        d2t: None or [Vd] int. Target id minus draft id, one to one, for a reduced vocabulary. None: the ids are the
+            same.
+        spec_steps: S, 0..1024: the most drafts that can be accepted.
+        replacement: how the children were drawn, as in `sample_children`. If not set, each was drawn from what those
+            before it left of q; else independently.
+        out: three tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        predicts: [B * N] int32. The token that follows every node of the path, -1 elsewhere.
+        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
+        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
+        A child that cannot have been drawn (q(t) is 0, NaN, negative or above 1.001; a repeated token without
+        replacement) ends the list of its siblings; one without a token of the vocabulary is passed over. A link that
+        does not point forward within the tree counts as none. A row whose root has a retrieve_index outside the request
+        is dead, with predicts and accept_index -1, accept_token_num 0.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or both or neither of logits and
+            probs of the target or of the draft; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperatures are numbers of at least 0, and that d2t leads to
+        tokens of the target.
+        Whether probabilities sum to 1 is never checked.
+
+    Source:
+        Without replacement: RSD, https://arxiv.org/abs/2402.14160, algorithm 2; Sequoia,
+        https://arxiv.org/abs/2402.12374, algorithm 2. With replacement: SpecInfer, https://arxiv.org/abs/2305.09781,
+        algorithm 2; EAGLE, https://arxiv.org/abs/2401.15077, algorithm 1. Links as in SGLang; coins and noise are
+        eagle_kernels' own.
+
+    Example:
+        >>> tree = (torch.tensor([[0, 1, 2]]), torch.arange(3)[None],  # two children of the root, of tokens 1 and 2
+        ...         torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]]))
+        >>> p = torch.eye(4)[[2, 0, 3]]  # the target is sure of 2 after the root, and of 3 after that
+        >>> q = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).repeat(3, 1)
+        >>> step = eagle_kernels.verify_tree_rejection(
+        ...     *tree, None, None, torch.tensor([5, 6, 6]), torch.tensor([1]), torch.tensor([1.0]), target_probs=p,
+        ...     draft_probs=q, spec_steps=1)
+        >>> step.predicts.tolist(), step.accept_index.tolist(), step.accept_token_num.tolist()
+        ([2, -1, 3], [[0, 2]], [1])
+    """
+    values = locals()
+    out = check.allocate("verify_tree_rejection", contract(values), out)
+    device, (batch_size, num_nodes) = candidates.device, candidates.shape
+    pair = pair_arguments("verify_tree_rejection", values)
+    # a slice is read by one program as fast as by one program of many
+    num_rounds = num_places = 0
+    by_level = False
+    if pair["NUM_SLICES"] > 1:
+        num_rounds = min(tuning.row(ROUND_TUNING, device)["rounds"], max(num_nodes - 1, 1))
+        target = target_logits if target_probs is None else target_probs
+        by_level = goes_by_level(target, num_rounds, spec_steps, batch_size)
+        num_places = batch_size if by_level else batch_size * num_nodes
+        if by_level:
+            allocate_scans(pair, batch_size)
+        else:
+            scan_pair("verify_tree_rejection", pair, num_nodes, num_nodes, retrieve_next_token, not replacement)
+    shared = {
+        "coins": bundle(Coins, values),
+        "scratch": allocate_rounds(candidates, num_places, pair["NUM_SLICES"], by_level),
+        "num_places": num_places,
+        # the draft may have probability on ids that the target does not have
+        "num_ids": max(pair["vocab_size"], pair["draft_vocab_size"]) if d2t is None else pair["vocab_size"],
+        "KEEPS_DRAFT": replacement,
+        "BY_LEVEL": by_level,
+        "SPEC_STEPS": spec_steps,
+        **tree_arguments(values),
+        **pair,
+    }
+    tile = dict(tuning.row(TUNING, device))
+    tile["BLOCK_VOCAB"] = min(tile["BLOCK_VOCAB"], next_power_of_2(shared["num_ids"]))
+    for level in range(spec_steps + 1) if by_level else (0,):
+        if by_level:
+            launch_level_scan(shared, level)
+        launch_rounds(shared, num_rounds, level)
+        walk = shared | output_arguments(out) | tile | {"round": num_rounds, "level": level}
+        launch_walk(batch_size, walk)
+    return out

@@ -1,0 +1,6 @@
+"""Sampling: which drafts the target accepts when it draws, the draw itself, and what filters and penalties leave."""
+
+from ...runtime.lazy import lazily
+from ..registry import FAMILIES
+
+__getattr__, __dir__ = lazily(globals(), {name: f".{name}:" for name in FAMILIES["sampling"]})

@@ -1,0 +1,82 @@
+"""Exact laws of verifiers whose drafts are sampled: random targets and drafts that remember the whole text so far."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from eagle_kernels.reference.enumeration import (
+    EnumeratedDraws,
+    enumerate_outcomes,
+)
+from eagle_kernels.reference.ops.rejection import verify_chain as reference
+
+
+def random_law(vocab_size: int, depth: int, *, sharpness: float = 1.5, zeros: int = 0) -> dict[tuple, torch.Tensor]:
+    """The distribution float64 [V] of the next token after every text of at most `depth` tokens.
+
+    zeros: how many tokens, at random, have probability 0.
+    """
+    law = {}
+    for length in range(depth + 1):
+        for text in itertools.product(range(vocab_size), repeat=length):
+            weights = torch.softmax(sharpness * torch.randn(vocab_size, dtype=torch.float64), dim=0)
+            weights[torch.randperm(vocab_size)[:zeros]] = 0
+            law[text] = weights / weights.sum()
+    return law
+
+
+def near(law: dict[tuple, torch.Tensor], share: float) -> dict[tuple, torch.Tensor]:
+    """A draft that mixes the target with another law."""
+    vocab_size = len(law[()])
+    other = random_law(vocab_size, max(map(len, law)))
+    return {text: share * law[text] + (1 - share) * other[text] for text in law}
+
+
+def dyadic_probs(num_rows: int, vocab_size: int, grid: int = 64) -> torch.Tensor:
+    """Random probabilities fp32 [num_rows, V] that are multiples of 1 / grid, some of them 0: their sums are exact."""
+    probs = torch.zeros(num_rows, vocab_size)
+    ones = torch.ones(num_rows, grid)
+    favoured = torch.randint(vocab_size, (num_rows, 4)).gather(1, torch.randint(4, (num_rows, grid)))
+    anywhere = torch.randint(vocab_size, (num_rows, grid))
+    return probs.scatter_add_(1, torch.where(torch.rand(num_rows, grid) < 0.7, favoured, anywhere), ones) / grid
+
+
+def draft_map(vocab_size: int, draft_vocab_size: int) -> torch.Tensor:
+    """A random d2t [Vd]: target id - draft id, ascending in the target id as the heads have it."""
+    kept = torch.randperm(vocab_size)[:draft_vocab_size].sort().values
+    return kept - torch.arange(draft_vocab_size)
+
+
+def emitted_by_a_chain(
+    method, target, draft, num_drafts, *, claimed=None, propose=None, num_rounds=1, draws=EnumeratedDraws
+):
+    """Returns the exact law of what verify_chain's reference emits, and the expected number of accepted drafts.
+
+    claimed: the draft distributions that the verifier is told, by default the true ones. propose(probs, source): how
+    drafts are drawn. num_rounds: each drafts on from where the one before ended. draws(source): what all rounds of one
+    request draw from.
+    """
+    claimed = claimed or draft
+    propose = propose or (lambda probs, source: source.choose(probs))
+
+    def run(source):
+        text, of_request = (), draws(source)
+        for _ in range(num_rounds):
+            prefixes = [text]
+            for _ in range(num_drafts):
+                prefixes.append((*prefixes[-1], propose(draft[prefixes[-1]], source)))
+            accepted, bonus = reference.verify_request(
+                [0, *prefixes[-1][len(text) :]],
+                torch.stack([target[prefix] for prefix in prefixes]),
+                torch.stack([claimed[prefix] for prefix in prefixes[:-1]]),
+                [len(prefix) for prefix in prefixes],
+                of_request,
+                method,
+            )
+            text = (*prefixes[accepted], bonus)
+        return text
+
+    law = enumerate_outcomes(run)
+    return law, sum(probability * (len(text) - num_rounds) for text, probability in law.items())

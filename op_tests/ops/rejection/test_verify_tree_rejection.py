@@ -1,0 +1,808 @@
+"""verify_tree_rejection: its reference has exactly the target's law, wrong schemes do not, and the kernel equals it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.ops.rejection import verify_tree_rejection as op
+from eagle_kernels.ops.rejection.shared import prepare_pair
+from eagle_kernels.reference import random as reference_random
+from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
+from eagle_kernels.reference.ops.rejection.verify_tree_rejection import children, normalised, verify_request, without
+from eagle_kernels.reference.ops.rejection.verify_tree_rejection import verify_tree_rejection as verify
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness.retune import retune
+from op_tests.harness.statistics import assert_follows_law
+from op_tests.ops.verify.cases import MALFORMED, make_tree
+
+PATH = "rejection.verify_tree_rejection"
+SHAPES = [(2, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 32)]
+REPLACEMENT = pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
+INFINITY = float("inf")
+
+
+def make(
+    batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, replacement=False, reduced=None, probs=False,
+    dtype=torch.float32, device="cpu",
+):  # fmt: skip
+    """A tree whose children are draws of the draft, which is not far from the target; row 1 has a greedy target.
+
+    reduced: the size of the draft's vocabulary, if it has one of its own.
+    """
+    links, positions = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=vocab_size)
+    num_rows = batch_size * num_nodes
+    target = 2.0 * torch.randn(num_rows, vocab_size)
+    draft = target + torch.randn(num_rows, vocab_size)
+    ids = torch.arange(vocab_size) if reduced is None else torch.randperm(vocab_size)[:reduced].sort().values
+    draft = draft[:, ids]
+    temperature = torch.tensor([0.9, 0.0, 1.0, 1.3]).repeat(batch_size)[:batch_size].contiguous()
+    draft_temperature = torch.tensor([1.0, 1.0, 0.8, 0.7]).repeat(batch_size)[:batch_size].contiguous()
+    draw_children(links, draft, draft_temperature, replacement, ids)
+    values = {
+        **links,
+        "target_logits": target.to(dtype),
+        "draft_logits": draft.to(dtype),
+        "positions": positions,
+        "seeds": torch.randint(-(2**62), 2**62, (batch_size,)),
+        "temperature": temperature,
+        "draft_temperature": draft_temperature,
+    }
+    if reduced is not None:
+        values["d2t"] = ids - torch.arange(reduced)
+    if probs:
+        for name, scale in (("target", temperature), ("draft", draft_temperature)):
+            logits = values[f"{name}_logits"].float() / scale.clamp(min=0.01).repeat_interleave(num_nodes)[:, None]
+            values |= {f"{name}_logits": None, f"{name}_probs": torch.softmax(logits, -1)}
+    return to_device(values, device) | {"spec_steps": spec_steps, "replacement": replacement}
+
+
+def draw_children(links, draft_logits, draft_temperature, replacement, ids):
+    """Replaces the candidates by draws of their parents' rows."""
+    batch_size, num_nodes = links["candidates"].shape
+    first, sibling = links["retrieve_next_token"].tolist(), links["retrieve_next_sibling"].tolist()
+    for request, node in itertools.product(range(batch_size), range(num_nodes)):
+        drawn = list(children(first[request], sibling[request], node))
+        if drawn:
+            row = draft_logits[request * num_nodes + node] / draft_temperature[request]
+            tokens = torch.multinomial(torch.softmax(row, 0), len(drawn), replacement=replacement)
+            links["candidates"][request, drawn] = ids[tokens]
+
+
+def ahead_of_time_cases():
+    yield "bf16", make(2, 4, 3, 8, dtype=torch.bfloat16)
+    yield "fp32, wide, with replacement", make(2, 8, 5, 64, dtype=torch.float32, replacement=True)
+    yield "fp16, reduced vocabulary", make(2, 8, 5, 64, dtype=torch.float16, reduced=20)
+    yield "probabilities, reduced vocabulary", make(2, 4, 3, 8, probs=True, reduced=20, replacement=True)
+    yield "slices", make(1, 4, 3, 8, vocab_size=9000, dtype=torch.bfloat16)
+    yield (
+        "slices of probs, reduced, with replacement",
+        make(1, 2, 2, 4, vocab_size=9001, probs=True, reduced=4500, replacement=True),
+    )
+    yield "slices, level by level", make(160, 8, 1, 9, vocab_size=5000)
+    yield "S=0 N=1 V=2", make(2, 1, 1, 1, vocab_size=2) | {"spec_steps": 0}
+
+
+def order_case():
+    """Two slices, which make rounds."""
+    return make(2, 2, 2, 5, vocab_size=4200)
+
+
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield make(batch_size, 4, 3, 8)
+
+
+# the law: exact enumeration of the shipped reference
+
+TREES = {  # parent of each node
+    "root alone": [-1],
+    "two children": [-1, 0, 0],
+    "three children": [-1, 0, 0, 0],
+    "chain": [-1, 0, 1, 2],
+    "ragged": [-1, 0, 0, 1, 1, 2],
+    "full": [-1, 0, 0, 1, 1, 2, 2],
+    "one deep branch": [-1, 0, 0, 1, 3],
+}
+
+
+class Language:
+    """Target and draft distributions float64 for every prefix: random, with some zeros, the same at every call."""
+
+    def __init__(self, vocab_size, seed, zeros=0):
+        self.vocab_size = vocab_size
+        self._seed, self._zeros = seed, zeros
+
+    def target(self, prefix):
+        return self._probs(prefix, 1)
+
+    def draft(self, prefix):
+        return self._probs(prefix, 2)
+
+    @functools.cache  # noqa: B019 (a language lives as long as its test)
+    def _probs(self, prefix, which):
+        place = functools.reduce(lambda number, token: number * self.vocab_size + token + 1, prefix, which)
+        generator = torch.Generator().manual_seed(self._seed * 100_003 + place)
+        probs = torch.rand(self.vocab_size, generator=generator, dtype=torch.float64) ** 2 + 0.02
+        probs[torch.randperm(self.vocab_size, generator=generator)[: self._zeros]] = 0.0
+        return probs / probs.sum()
+
+
+class Drawn:
+    """The tokens of a tree's nodes, each drawn when it is first asked for, after its earlier siblings."""
+
+    def __init__(self, parents, language, replacement, source, top_k=False):
+        self._parents, self._language, self._source = parents, language, source
+        self._replacement, self._top_k = replacement, top_k
+        self._tokens = {}
+
+    def prefix(self, node):
+        return () if node == 0 else self.prefix(self._parents[node]) + (self[node],)
+
+    def __getitem__(self, node):
+        if node not in self._tokens:
+            parent = self._parents[node]
+            probs = self._language.draft(self.prefix(parent)).clone()
+            for sibling in [other for other in range(node) if self._parents[other] == parent]:
+                if not self._replacement and self[sibling] >= 0:
+                    probs[self[sibling]] = 0.0
+            if probs.sum() == 0:
+                self._tokens[node] = -1
+            else:
+                self._tokens[node] = int(probs.argmax()) if self._top_k else self._source.choose(probs / probs.sum())
+        return self._tokens[node]
+
+
+class Draws:
+    """What the reference draws from, handed on to the enumeration."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def uniform(self, position, draw):
+        return self._source.uniform()
+
+    def choose(self, probs, position):
+        return self._source.choose(probs)
+
+
+def links_of(parents):
+    first, sibling = [-1] * len(parents), [-1] * len(parents)
+    for node in range(len(parents) - 1, 0, -1):
+        sibling[node] = first[parents[node]]
+        first[parents[node]] = node
+    return first, sibling
+
+
+def depth_of(parents):
+    depth = [0]
+    for parent in parents[1:]:
+        depth.append(depth[parent] + 1)
+    return max(depth)
+
+
+def law_of(parents, language, *, replacement, verify=verify_request, top_k=False, certain=False):
+    """The law of (the number of accepted drafts, depth + 1 tokens): what is emitted, completed by plain sampling."""
+    first, sibling = links_of(parents)
+    length = depth_of(parents) + 1
+
+    def outcome(source):
+        tokens = Drawn(parents, language, replacement, source, top_k)
+        path, bonus = verify(
+            tokens, first, sibling, [0] * len(parents),
+            target_at=lambda node: language.target(tokens.prefix(node)),
+            scores_at=lambda node: language.draft(tokens.prefix(node)).log(),
+            children_are_certain=certain, spec_steps=length - 1, replacement=replacement, draws=Draws(source),
+        )  # fmt: skip
+        text = [*(tokens[node] for node in path[1:]), bonus]
+        while len(text) < length:
+            text.append(source.choose(language.target(tuple(text))))
+        return len(path) - 1, tuple(text)
+
+    return enumerate_outcomes(outcome)
+
+
+def text_law(law):
+    texts = {}
+    for (_, text), probability in law.items():
+        texts[text] = texts.get(text, 0.0) + probability
+    return texts
+
+
+def plain_law(language, length):
+    law = {}
+    for text in itertools.product(range(language.vocab_size), repeat=length):
+        law[text] = 1.0
+        for place, token in enumerate(text):
+            law[text] *= float(language.target(text[:place])[token])
+    return law
+
+
+def distance(parents, language, **scheme):
+    """Total variation between what the tree emits and plain sampling."""
+    return total_variation(text_law(law_of(parents, language, **scheme)), plain_law(language, depth_of(parents) + 1))
+
+
+@REPLACEMENT
+@pytest.mark.parametrize(
+    ("tree", "vocab_size"),
+    [(tree, 3) for tree in TREES] + [("three children", 4), ("two children", 4), ("three children", 2)],
+)
+def test_the_law_is_the_targets(tree, vocab_size, replacement):
+    assert distance(TREES[tree], Language(vocab_size, seed=vocab_size), replacement=replacement) < 1e-12
+
+
+@REPLACEMENT
+@pytest.mark.parametrize("tree", ["three children", "ragged"])
+def test_the_law_is_the_targets_where_probabilities_are_zero(tree, replacement):
+    """Also where the draft's support is smaller than the number of children, which then are fewer."""
+    for seed in range(3):
+        assert distance(TREES[tree], Language(3, seed, zeros=1), replacement=replacement) < 1e-12
+
+
+@pytest.mark.parametrize("tree", ["three children", "ragged"])
+def test_the_law_is_the_targets_for_chosen_children(tree):
+    """Draft temperature 0: the children are the draft's best tokens, each proposed with certainty."""
+    assert distance(TREES[tree], Language(3, seed=5), replacement=False, top_k=True, certain=True) < 1e-12
+
+
+def test_as_many_children_as_tokens_accept_always():
+    law = law_of([-1, 0, 0, 0, 1, 1, 1], Language(3, seed=7), replacement=False)
+    one = sum(probability for (accepted, _), probability in law.items() if accepted == 0)
+    assert one < 1e-15
+    chain = law_of([-1, 0], Language(1, seed=7), replacement=False)
+    assert chain == {(1, (0, 0)): 1.0}
+
+
+def test_acceptance_is_what_the_formula_says():
+    """One child: sum min(p, q). More children never accept less."""
+    language = Language(4, seed=9)
+    rates = []
+    for parents in ([-1, 0], [-1, 0, 0], [-1, 0, 0, 0]):
+        law = law_of(parents, language, replacement=False)
+        rates.append(sum(probability for (accepted, _), probability in law.items() if accepted))
+    assert abs(rates[0] - float(torch.minimum(language.target(()), language.draft(())).sum())) < 1e-12
+    assert rates[0] < rates[1] < rates[2] < 1.0
+
+
+def wrong_request(
+    tokens, first_child, next_sibling, positions, *, target_at, scores_at, fault, replacement, draws, **unused
+):
+    """The recursion with one mistake, on a tree of one level."""
+    target, scores = target_at(0), scores_at(0)
+    original, draft = target, normalised(scores)
+    for child in children(first_child, next_sibling, 0):
+        token = tokens[child]
+        if not draft[token] > 0:
+            break
+        if draws.uniform(0, child) < target[token] / draft[token]:
+            return [0, child], draws.choose(target_at(child), 1)
+        left = (target - draft).clamp(min=0)
+        if fault != "residual not subtracted":
+            target = left / left.sum() if fault != "no renormalisation" else left
+        if fault == "q not renormalised":
+            draft = draft.clone()
+            draft[token] = 0
+        elif not replacement and fault != "q keeps the rejected token":
+            scores = without(scores, token)
+            draft = normalised(scores)
+    if fault == "bonus from p" or target.sum() <= 0:
+        target = original
+    return [0], draws.choose(target / target.sum(), 1)
+
+
+# target and draft of the examples: far from each other, as a small draft model is at a high temperature
+class Far(Language):
+    def target(self, prefix):
+        return torch.tensor([0.1, 0.3, 0.6], dtype=torch.float64)
+
+    def draft(self, prefix):
+        return torch.tensor([0.6, 0.05, 0.35], dtype=torch.float64)
+
+
+def test_the_wrong_schemes_are_right_without_their_mistake():
+    """So that what the negative controls show is the mistake."""
+    scheme = functools.partial(wrong_request, fault=None)
+    for replacement in (False, True):
+        assert distance([-1, 0, 0], Far(3, 0), replacement=replacement, verify=scheme) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("fault", "replacement"),
+    [
+        ("residual not subtracted", True),
+        ("no renormalisation", True),
+        ("bonus from p", True),
+        ("residual not subtracted", False),
+        ("no renormalisation", False),
+        ("bonus from p", False),
+        ("q not renormalised", False),
+        ("q keeps the rejected token", False),
+    ],
+)
+def test_wrong_schemes_show(fault, replacement):
+    scheme = functools.partial(wrong_request, fault=fault)
+    assert distance([-1, 0, 0], Far(3, 0), replacement=replacement, verify=scheme) > 0.05
+
+
+def test_top_k_children_are_no_draws():
+    """The scheme most often found: the draft's best tokens, verified as if they had been drawn."""
+    assert distance([-1, 0, 0], Far(3, 0), replacement=False, top_k=True) > 0.05
+    assert distance([-1, 0, 0], Far(3, 0), replacement=False, top_k=True, certain=True) < 1e-12
+
+
+def test_the_scheme_must_fit_the_children():
+    """Draws without replacement verified as independent ones are wrong; the other way round only accepts less.
+
+    A token that comes again ends the list, and one that does not is a draw from what the ones before it left.
+    """
+
+    def as_with(*tree, replacement, **values):
+        return verify_request(*tree, replacement=True, **values)
+
+    def as_without(*tree, replacement, **values):
+        return verify_request(*tree, replacement=False, **values)
+
+    assert distance([-1, 0, 0], Far(3, 0), replacement=False, verify=as_with) > 0.05
+    assert distance([-1, 0, 0, 0], Far(3, 0), replacement=True, verify=as_without) < 1e-12
+
+
+# the kernel: equal to the reference
+
+
+@REPLACEMENT
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, replacement, device):
+    values = make(*shape, replacement=replacement, device=device)
+    output, _ = check_operation(PATH, values, case=f"{shape}")
+    assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
+
+
+@pytest.mark.parametrize(
+    ("reduced", "target", "draft", "replacement"),
+    [
+        (None, "logits", "probs", False),
+        (None, "probs", "logits", True),
+        (None, "probs", "probs", False),
+        (20, "logits", "logits", True),
+        (20, "probs", "probs", False),
+        (20, "probs", "probs", True),
+        (61, "logits", "probs", True),
+        (61, "probs", "logits", False),
+    ],
+)
+def test_inputs_of_every_kind(reduced, target, draft, replacement, device):
+    sizes = {"reduced": reduced, "replacement": replacement, "device": device}
+    seed = torch.random.get_rng_state()
+    kinds = {}
+    for kind in ("logits", "probs"):
+        torch.random.set_rng_state(seed)
+        kinds[kind] = {"target_probs": None, "draft_probs": None} | make(3, 4, 2, 9, probs=kind == "probs", **sizes)
+    values = dict(kinds[draft])
+    values |= {name: kinds[target][name] for name in ("target_logits", "target_probs")}
+    check_operation(PATH, values, case=f"{reduced} {target} {draft}")
+
+
+@pytest.mark.cross
+@REPLACEMENT
+@pytest.mark.parametrize("temperature", [None, 1.0], ids=["probabilities", "logits"])
+def test_children_after_rejections(temperature, replacement, device):
+    """Distributions with which first, later and no children are about as likely to be accepted."""
+    target, draft = torch.tensor([3.0, 6.0, 8.0, 9.0, 9.0, 2.0]), torch.tensor([10.0, 4.0, 4.0, 3.0, 1.0, 7.0])
+    values = one_level([0, 1, 2, 3], (target / 37.0).tolist(), (draft / 29.0).tolist(), num_requests=12)
+    if temperature is not None:
+        values |= {"draft_logits": values["draft_probs"].log(), "target_logits": values["target_probs"].log()}
+        values |= {"draft_probs": None, "target_probs": None}
+    output, _ = check_operation(PATH, to_device(values, device) | {"replacement": replacement})
+    path = output.accept_index[:, 1]
+    assert len(set(torch.where(path >= 0, path % 5, -1).tolist())) > 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_logits_and_strided_rows(dtype, device):
+    values = make(4, 4, 3, 8, device=device, dtype=dtype)
+    wide = torch.full((32, 80), 30.0, dtype=dtype, device=device)
+    wide[:, :61] = values["draft_logits"]
+    check_operation(PATH, {**values, "draft_logits": wide[:, :61]}, case=str(dtype))
+
+
+@pytest.mark.slow
+def test_vocabularies_of_several_tiles(device):
+    for reduced in (None, 2500):
+        check_operation(PATH, make(2, 3, 2, 6, vocab_size=5003, reduced=reduced, device=device), case=f"{reduced}")
+
+
+def test_draft_logits_padded_past_the_vocabulary(device):
+    """Tokens that the target does not have carry probability of q, and are never accepted."""
+    values = make(4, 4, 3, 8, device=device)
+    padded = torch.nn.functional.pad(values["draft_logits"], (0, 7), value=2.0)
+    values["candidates"][:, 1] = 64
+    output, _ = check_operation(PATH, {**values, "draft_logits": padded}, case="padded")
+    assert (output.accept_index[:, 1].cpu() % 8 != 1).all() and output.predicts.max() < 61
+
+
+# --- vocabularies of several slices ---
+
+# rounds at the most
+WAYS = {"all nodes at once": 8, "level by level": 8, "too few rounds": 1}
+WAY = pytest.mark.parametrize("way", WAYS)
+
+
+def cut(monkeypatch, way, block=32, rounds=None):
+    """Makes slices small, and the launcher go one of the WAYS."""
+    retune(monkeypatch, prepare_pair.SLICE_TUNING, BLOCK_VOCAB=block, num_warps=1)
+    retune(monkeypatch, op.ROUND_TUNING, rounds=rounds or WAYS[way])
+    monkeypatch.setattr(op, "goes_by_level", lambda *_: way == "level by level")
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "tree", "is_level"),
+    [
+        (1, (3, 8), False),
+        (4, (3, 8), False),
+        (8, (3, 8), True),
+        (32, (3, 8), True),
+        (1, (5, 64), True),
+        (8, (5, 64), True),
+    ],
+    ids=str,
+)
+def test_the_faster_way_is_taken(batch_size, tree, is_level, device):
+    """As it was measured: bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_rejection.txt."""
+    spec_steps, num_nodes = tree
+    rows = torch.empty(1, device=device).expand(batch_size * num_nodes, 128256)
+    assert op.goes_by_level(rows, min(num_nodes - 1, 8), spec_steps, batch_size) == is_level
+
+
+def launches_of(way, spec_steps, num_nodes, has_scan=True):
+    num_levels = spec_steps + 1 if way == "level by level" else 1
+    return num_levels * (min(WAYS[way], num_nodes - 1) + 1 + has_scan)
+
+
+@pytest.mark.slow
+@REPLACEMENT
+@WAY
+def test_several_slices(way, replacement, device, monkeypatch):
+    cut(monkeypatch, way)
+    values = make(3, 3, 2, 6, vocab_size=45, replacement=replacement, device=device)
+    assert_only_launches(PATH, values, launches_of(way, 2, 6))
+    output, _ = check_operation(PATH, values, case=way)
+    assert output.accept_token_num.sum() > 0
+    # walks that end above the leaves
+    check_operation(PATH, {**values, "spec_steps": 1}, case=f"{way} S=1")
+
+
+@pytest.mark.slow
+@WAY
+@pytest.mark.parametrize(
+    ("reduced", "kind"), [(40, "logits"), (None, "probs"), (40, "probs")], ids=["reduced", "probs", "reduced probs"]
+)
+def test_several_slices_of_every_kind(reduced, kind, way, device, monkeypatch):
+    cut(monkeypatch, way)
+    values = make(2, 3, 2, 6, vocab_size=46, reduced=reduced, probs=kind == "probs", device=device)
+    assert_only_launches(PATH, values, launches_of(way, 2, 6, kind == "logits") + (reduced is not None))
+    check_operation(PATH, values, case=f"{way} {reduced} {kind}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "rounds"), [("all nodes at once", 2), ("all nodes at once", 8), ("level by level", 5)])
+def test_requests_that_end_in_different_rounds(way, rounds, device, monkeypatch):
+    """Seven children, of which the first, the third or none is accepted; seven rounds at the most are needed."""
+    cut(monkeypatch, way, 16, rounds)
+    tokens = [0, 1, 33, 20, 5, 17, 36]
+    target, draft = torch.zeros(2, 40)
+    target[[0, 1, 20, 33, 39]] = torch.tensor([2.0, 1.0, 2.0, 3.0, 8.0]) / 16
+    draft[[0, 1, 33, 20, 5, 17, 36]] = torch.tensor([8.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0]) / 16
+    values = one_level(tokens, target.tolist(), draft.tolist(), num_requests=6, device=device)
+    output, _ = check_operation(PATH, values, case=f"{way} {rounds}")
+    accepted = torch.where(output.accept_index[:, 1] >= 0, output.accept_index[:, 1] % 8, -1)
+    assert accepted.unique().tolist() == [-1, 1, 3]
+
+
+@pytest.mark.cross
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
+@WAY
+@pytest.mark.parametrize("name", ["all of q on a rejected child", "residual of no mass, child of 0"])
+def test_what_several_slices_leave(name, way, device, monkeypatch):
+    """Where nothing is left of p or q, the next step differs."""
+    cut(monkeypatch, way, block=2)
+    tokens, target, draft, accepted, emitted = SPECIAL[name]
+    values = one_level(tokens, target, draft, device=device)
+    output, _ = check_operation(PATH, values, case=name)
+    path = output.accept_index[:, 1]
+    assert set(torch.where(path >= 0, path % (len(tokens) + 1), -1).tolist()) <= accepted
+    assert set(output.predicts.view(4, -1)[:, 0].tolist()) <= emitted
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
+@WAY
+def test_draft_logits_far_below_the_rejected_child_in_slices(way, device, monkeypatch):
+    cut(monkeypatch, way, block=2)
+    logits = torch.tensor([0.0, -95.0, -95.5, -96.0, -400.0, -401.0])
+    values = one_level([0, 1, 2, 3, 4, 5], [0.0, 0.0, 0.2, 0.0, 0.3, 0.5], [0.0] * 6)
+    values |= {"draft_probs": None, "draft_logits": logits.expand(len(values["target_probs"]), -1).contiguous()}
+    output, _ = check_operation(PATH, to_device(values, device), case=way)
+    assert (output.accept_token_num == 1).all()
+
+
+@pytest.mark.cross
+@WAY
+@pytest.mark.parametrize("fault", ["dead rows", "shared children", "backward links"])
+def test_malformed_trees_in_slices(fault, way, device, monkeypatch):
+    cut(monkeypatch, way)
+    values = make(3, 2, 2, 5, vocab_size=47)
+    MALFORMED.get(fault, share_children)({key: values[key] for key in list(values)[:4]})
+    check_operation(PATH, to_device(values, device), case=fault)
+
+
+def share_children(links):
+    """Every node names the next one as child and as sibling: the depth of a node is the path's."""
+    num_nodes = links["candidates"].shape[1]
+    following = torch.arange(1, num_nodes + 1) % num_nodes
+    for name in ("retrieve_next_token", "retrieve_next_sibling"):
+        links[name][:] = torch.where(following > 0, following, -1)
+
+
+@pytest.mark.cross
+@WAY
+def test_chosen_children_in_slices(way, device, monkeypatch):
+    cut(monkeypatch, way, block=2)
+    values = one_level([1, 3], [0.4, 0.3, 0.2, 0.1], [0.25] * 4, num_requests=6)
+    values["draft_temperature"] = torch.tensor([0.0, 1.0]).repeat(3)
+    values |= {"draft_probs": None, "draft_logits": values["draft_probs"].log()}
+    check_operation(PATH, to_device(values, device), case=way)
+
+
+def one_level(tokens, target, draft, *, num_requests=4, device="cpu", **changes):
+    """Many requests with one tree of one level and other seeds; rows of probabilities for the root."""
+    num_nodes = len(tokens) + 1
+    node = torch.arange(num_nodes)
+    links = {
+        "candidates": torch.tensor([0, *tokens]),
+        "retrieve_next_token": torch.where(node == 0, 1 if num_nodes > 1 else -1, -1),
+        "retrieve_next_sibling": torch.where((node > 0) & (node < num_nodes - 1), node + 1, -1),
+    }
+    values = {name: link.repeat(num_requests, 1) for name, link in links.items()}
+    values["retrieve_index"] = torch.arange(num_requests * num_nodes).view(num_requests, num_nodes)
+    rows = num_requests * num_nodes
+    values |= {
+        "target_logits": None,
+        "draft_logits": None,
+        "positions": torch.full((rows,), 5),
+        "seeds": torch.arange(num_requests),
+        "temperature": torch.ones(num_requests),
+        "target_probs": torch.tensor(target).expand(rows, -1).contiguous(),
+        "draft_probs": torch.tensor(draft).expand(rows, -1).contiguous(),
+    }
+    return to_device(values | changes, device) | {"spec_steps": 1, "replacement": False}
+
+
+# tokens of the children, target, draft -> what may come of it: which child is accepted, the token that follows the root
+SPECIAL = {
+    "one-hot on the child": ([2], [0.0, 0.0, 1.0, 0.0], [0.25, 0.25, 0.25, 0.25], {1}, {2}),
+    "one-hot off the child": ([2], [0.0, 1.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25], {-1}, {1}),
+    "one-hot on the second child": ([2, 1], [0.0, 1.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25], {2}, {1}),
+    "disjoint supports": ([2, 3], [0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5], {-1}, {0, 1}),
+    "equal": ([2, 3], [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], {1}, {2}),
+    "child of probability 0": ([3], [0.5, 0.25, 0.25, 0.0], [0.0, 0.25, 0.25, 0.5], {-1}, {0}),
+    "all of q on a rejected child": ([0, 2], [0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], {1, -1}, {0, 1}),
+    "no draw of the draft": ([0, 1], [0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5], {-1}, {0, 1}),
+    # p below q everywhere (it sums to less than 1): nothing of it is left, so the child is accepted
+    "residual of no mass": ([0], [0.25, 0.25, 0.0, 0.0], [0.5, 0.25, 0.25, 0.0], {1}, {0}),
+    # but not a child of probability 0: p stays as it was
+    "residual of no mass, child of 0": ([2], [0.25, 0.25, 0.0, 0.0], [0.5, 0.25, 0.25, 0.0], {-1}, {0, 1}),
+    # ends the list where it cannot have been drawn, else it is rejected again
+    "a repeated token": ([0, 0, 1], [0.25, 0.75, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], {1, 3, -1}, {0, 1}),
+    "no target": ([0], [0.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], {-1}, {0}),
+    "no child": ([], [0.5, 0.5, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], {-1}, {0, 1}),
+    "tokens that are none": ([-1, 4, 1], [0.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], {3}, {1}),
+}
+
+
+@REPLACEMENT
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_distributions(name, replacement, device):
+    tokens, target, draft, accepted, emitted = SPECIAL[name]
+    values = {**one_level(tokens, target, draft, device=device), "replacement": replacement}
+    output, _ = check_operation(PATH, values, case=name)
+    num_nodes = len(tokens) + 1
+    path = output.accept_index[:, 1]
+    assert set(torch.where(path >= 0, path % num_nodes, -1).tolist()) <= accepted
+    assert set(output.predicts.view(-1, num_nodes)[:, 0].tolist()) <= emitted
+
+
+def test_the_coin_is_compared_strictly(device):
+    """p(t) equal to the coin rejects, the next larger number accepts; coin 0 does not accept p = 0."""
+    seeds = torch.arange(4)
+    coins = reference_random.uniform(seeds, torch.full((4,), 5), reference_random.STREAM_ACCEPT, 1)
+    for edge, is_accepted in ((coins, False), (torch.nextafter(coins, torch.tensor(2.0)), True)):
+        values = one_level([0], [0.5, 0.5], [1.0, 0.0])
+        values["target_probs"] = torch.stack([edge, 1.0 - edge], 1).repeat_interleave(2, 0).contiguous()
+        output, _ = check_operation(PATH, to_device(values, device), case=f"{is_accepted}")
+        assert (output.accept_token_num == int(is_accepted)).all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # at rejected tokens, whose place is masked
+def test_draft_logits_far_below_the_rejected_child(device):
+    """What is left of q is less than fp32's smallest number, but a distribution: its children remain children.
+
+    They are all of its tokens, so one of them is accepted.
+    """
+    tokens, target = [0, 1, 2, 3, 4, 5], [0.0, 0.0, 0.2, 0.0, 0.3, 0.5]
+    values = one_level(tokens, target, [0.0] * 6, num_requests=8)
+    logits = torch.tensor([0.0, -95.0, -95.5, -96.0, -400.0, -401.0])
+    values |= {"draft_probs": None, "draft_logits": logits.expand(len(values["target_probs"]), -1).contiguous()}
+    output, _ = check_operation(PATH, to_device(values, device))
+    assert (output.accept_token_num == 1).all()
+    assert set((output.accept_index[:, 1] % 7).tolist()) == {5, 6}
+
+
+def test_chosen_children_need_no_draft(device):
+    """Draft temperature 0, without replacement: what the draft's rows hold does not matter."""
+    values = one_level([1, 3], [0.4, 0.3, 0.2, 0.1], [0.25] * 4, num_requests=8)
+    values["draft_temperature"] = torch.zeros(8)
+    values["draft_probs"].fill_(float("nan"))
+    output, _ = check_operation(PATH, to_device(values, device))
+    followed = output.predicts.view(-1, 3)[:, 0]
+    assert torch.equal(output.accept_token_num == 1, (followed == 1) | (followed == 3))
+    assert len(set(followed.tolist())) > 2
+
+
+def test_greedy_everywhere_is_greedy_verification(device):
+    values = make(2, 4, 3, 8, device=device)
+    values |= {name: torch.zeros(2, device=device) for name in ("temperature", "draft_temperature")}
+    output, _ = check_operation(PATH, values)
+    links = [values[name] for name in list(values)[:4]]
+    greedy = eagle_kernels.raw.verify_tree_greedy(*links, target_logits=values["target_logits"], spec_steps=3)
+    assert all(torch.equal(got, want) for got, want in zip(output, greedy))
+
+
+@REPLACEMENT
+def test_equal_distributions_accept_every_first_child(replacement, device):
+    values = make(4, 4, 3, 8, replacement=replacement, device=device)
+    values["draft_logits"] = values["target_logits"].clone()
+    values["temperature"] = values["draft_temperature"].clone()
+    output, _ = check_operation(PATH, values)
+    first = values["retrieve_next_token"].cpu()
+    for request in range(4):
+        node, path = 0, []
+        while node >= 0 and len(path) <= 3:
+            path.append(request * 8 + node)
+            node = int(first[request, node])
+        assert output.accept_index[request].tolist() == path + [-1] * (4 - len(path))
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_trees_end_and_accept_nothing_bad(fault, device):
+    values = make(3, 4, 3, 8)
+    MALFORMED[fault]({key: values[key] for key in list(values)[:4]})
+    output, _ = check_operation(PATH, to_device(values, device), case=fault)
+    assert output.predicts.max() < 61
+    if fault in ("tokens of -1", "out-of-vocabulary tokens", "dead rows", "backward links", "links past the tree"):
+        assert output.accept_token_num.sum() == 0
+
+
+@pytest.mark.parametrize("which", ["target_logits", "draft_logits"])
+@pytest.mark.parametrize("bad", [float("nan"), INFINITY, -INFINITY])
+def test_special_logits_stay_in_their_row(bad, which, device):
+    values = make(3, 4, 3, 8)
+    clean = verify(**values)
+    values[which][0:8, ::2] = bad
+    values[which][16:24] = bad
+    output, _ = check_operation(PATH, to_device(values, device), case=f"{which} {bad}")
+    assert output.predicts.max() < 61
+    assert torch.equal(output.accept_index[1].cpu(), clean.accept_index[1])
+
+
+def test_neighbours_and_batch_do_not_matter(device):
+    values = make(4, 4, 3, 8, device=device, reduced=20)
+    whole = eagle_kernels.raw.verify_tree_rejection(**values)
+    for row in (0, 3):
+        alone = {}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and name != "d2t":
+                per_request = value.shape[0] // 4
+                value = value[row * per_request : (row + 1) * per_request].contiguous()
+            alone[name] = value
+        alone["retrieve_index"] = alone["retrieve_index"] - row * 8
+        output = eagle_kernels.raw.verify_tree_rejection(**alone)
+        assert torch.equal(output.predicts, whole.predicts[row * 8 : row * 8 + 8])
+        assert torch.equal(output.accept_token_num, whole.accept_token_num[row : row + 1])
+
+
+@REPLACEMENT
+@pytest.mark.parametrize("lanes", [300, pytest.param(1 << 20, marks=pytest.mark.gpu)])
+def test_joint_law_of_drafting_and_verifying(lanes, replacement, device):
+    """sample_children draws two levels of two, verify_tree_rejection verifies: chi-square on the first three tokens.
+
+    Target and draft remember one token; the emitted text is completed to three tokens by plain sampling.
+    """
+    vocab_size, temperature = 3, 0.9
+    target = torch.tensor([[0.0, 1.0, 0.5], [1.0, 0.0, 2.0], [0.5, 0.5, -1.0]])
+    draft = torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.5, 1.0], [0.5, 2.0, 0.0]])
+    target, draft = target.to(device), draft.to(device)
+    seeds = torch.arange(lanes, device=device)
+
+    def drawn(parent_tokens, position, node):
+        return eagle_kernels.sample_children(
+            draft[parent_tokens], torch.full((lanes,), position, device=device), seeds,
+            torch.full((lanes,), 1.3, device=device), torch.full((lanes,), node, device=device),
+            num_children=2, replacement=replacement,
+        ).tokens  # fmt: skip
+
+    root = torch.zeros(lanes, 1, dtype=torch.int64, device=device)
+    level = drawn(root[:, 0], 11, 0)
+    tokens = torch.cat([root, level, drawn(level[:, 0], 12, 1), drawn(level[:, 1], 12, 2)], 1)
+    first, sibling = (torch.tensor(links, device=device).repeat(lanes, 1) for links in links_of(TREES["full"]))
+    output = eagle_kernels.verify_tree_rejection(
+        tokens, torch.arange(lanes * 7, device=device).view(lanes, 7), first, sibling,
+        target[tokens].flatten(0, 1), draft[tokens].flatten(0, 1),
+        torch.tensor([10, 11, 11, 12, 12, 12, 12], device=device).repeat(lanes), seeds,
+        torch.full((lanes,), temperature, device=device), torch.full((lanes,), 1.3, device=device),
+        spec_steps=2, replacement=replacement,
+    )  # fmt: skip
+    step = torch.softmax(target.double() / temperature, -1)
+    count = output.accept_token_num.long() + 1
+    text = torch.zeros(lanes, 3, dtype=torch.int64, device=device)
+    for index in range(3):
+        node = output.accept_index[:, index].clamp(min=0).long()
+        plain = torch.multinomial(step[text[:, index - 1] if index else root[:, 0]], 1)[:, 0]
+        text[:, index] = torch.where(index < count, output.predicts[node].long(), plain)
+    law = torch.tensor([step[0, a] * step[a, b] * step[b, c] for a, b, c in itertools.product(range(3), repeat=3)])
+    assert_follows_law(((text[:, 0] * vocab_size + text[:, 1]) * vocab_size + text[:, 2]).cpu(), law)
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches(PATH, make(3, 4, 3, 8, device=device))
+    assert_only_launches(PATH, make(3, 4, 3, 8, reduced=20, device=device), launches=2)
+
+
+def test_registration(device):
+    check_registration("verify_tree_rejection", make(2, 2, 2, 4, reduced=20, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
+        ({"draft_probs": torch.zeros(16, 61)}, "exactly one of draft_logits and draft_probs must be given"),
+        ({"target_logits": None}, "exactly one of target_logits and target_probs must be given, got none of them"),
+        ({"temperature": torch.zeros(2, dtype=torch.float64)}, "temperature must have dtype float32, got float64"),
+        ({"d2t": torch.zeros(3, dtype=torch.int64)}, "d2t must have Vd = 61 in axis 0"),
+        ({"spec_steps": -1}, "spec_steps must lie in 0..1024, got -1"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    with pytest.raises(ValueError, match="eagle_kernels.verify_tree_rejection: " + message):
+        eagle_kernels.raw.verify_tree_rejection(**{**make(2, 4, 3, 8), **change})
+
+
+@pytest.mark.gpu
+@REPLACEMENT
+@pytest.mark.parametrize("reduced", [None, 8000])
+def test_large_vocabulary(reduced, replacement, device):
+    values = make(
+        8, 8, 5, 64, vocab_size=32000, reduced=reduced, replacement=replacement, device=device, dtype=torch.bfloat16
+    )
+    output, _ = check_operation(PATH, values, case=f"{reduced}")
+    assert output.accept_token_num.sum() > 0
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 4, 3, 16, device=device)
+    out = eagle_kernels.raw.verify_tree_rejection(**values)
+    live = [tensor.clone() for tensor in out]
+
+    def kill_rows():
+        for key in ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "candidates"):
+            values[key][3:] = -1
+
+    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_rejection(**values, out=out), change=kill_rows)
+    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
+    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

@@ -1,0 +1,635 @@
+"""verify_tree_traversal: equal to its reference, whose emitted text has exactly the target's law; block's on chains."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.ops.rejection import verify_tree_traversal as op
+from eagle_kernels.ops.rejection.shared import prepare_pair
+from eagle_kernels.reference.enumeration import (
+    EnumeratedDraws,
+    completed,
+    enumerate_outcomes,
+    text_law,
+    total_variation,
+)
+from eagle_kernels.reference.ops.rejection import verify_tree_traversal as reference
+from eagle_kernels.reference.residual import Draws
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness.retune import retune
+from op_tests.harness.statistics import assert_follows_law
+from op_tests.ops.rejection.laws import draft_map, dyadic_probs, emitted_by_a_chain, near, random_law
+from op_tests.ops.verify.cases import MALFORMED, make_tree
+
+PATH = "rejection.verify_tree_traversal"
+LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+SHAPES = [(2, 1, 1, 1), (2, 1, 4, 5), (2, 4, 1, 5), (2, 3, 3, 8)]
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch, device):
+    """The interpreter takes its time by the lane; a launch of few small tiles is soon done."""
+    if device.type == "cpu":
+        for table in (op.TUNING, prepare_pair.SLICE_TUNING):
+            monkeypatch.setitem(table, "default", {"BLOCK_VOCAB": 64, "num_warps": 4})
+        monkeypatch.setitem(prepare_pair.MAP_TUNING, "default", {"BLOCK_TARGET": 32, "BLOCK_DRAFT": 32, "num_warps": 4})
+
+
+def children_of(links, request, node):
+    child = int(links["retrieve_next_token"][request, node])
+    while child > 0:
+        yield child
+        child = int(links["retrieve_next_sibling"][request, child])
+
+
+def draw_children(links, probs, known):
+    """Redraws each node's children from its row of probs [B * N, Vd], without replacement; known [Vd]: target ids."""
+    batch_size, num_nodes = links["candidates"].shape
+    for request, node in itertools.product(range(batch_size), range(num_nodes)):
+        children = list(children_of(links, request, node))
+        if children:
+            row = probs[request * num_nodes + node].double() + 1e-12  # a one-hot row has no second child
+            drawn = torch.multinomial(row, len(children))
+            links["candidates"][request, children] = known[drawn].to(links["candidates"].dtype)
+
+
+def make(
+    batch_size=2,
+    topk=3,
+    spec_steps=3,
+    num_nodes=8,
+    vocab_size=61,
+    draft_vocab_size=None,
+    *,
+    dtype=torch.float32,
+    target="logits",
+    draft="logits",
+    device="cpu",
+):
+    """Random trees whose drafts are drawn from drafts near the target."""
+    links, positions = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=vocab_size)
+    d2t = None if draft_vocab_size is None else draft_map(vocab_size, draft_vocab_size)
+    known = torch.arange(vocab_size) if d2t is None else torch.arange(draft_vocab_size) + d2t
+    logits = 2 * torch.randn(batch_size * num_nodes, vocab_size)
+    draft_logits = (logits[:, known] + torch.randn(len(logits), len(known))).to(dtype)
+    logits = logits.to(dtype)
+    temperature = torch.tensor([1.0, 0.7, 1.3, 0.0]).repeat(batch_size)[:batch_size].contiguous()
+    draft_temperature = temperature * 0.9
+    draft_probs = reference.probs_of_logits(draft_logits, draft_temperature.repeat_interleave(num_nodes))
+    target_probs = reference.probs_of_logits(logits, temperature.repeat_interleave(num_nodes))
+    draw_children(links, draft_probs, known)
+    values = links | {
+        "target_logits": logits if target == "logits" else None,
+        "draft_logits": draft_logits if draft == "logits" else None,
+        "positions": positions,
+        "seeds": torch.randint(-(2**62), 2**62, (batch_size,)),
+        "temperature": temperature,
+        "draft_temperature": draft_temperature,
+        "target_probs": None if target == "logits" else target_probs,
+        "draft_probs": None if draft == "logits" else draft_probs,
+        "d2t": d2t,
+    }
+    return to_device(values, device) | {"spec_steps": spec_steps}
+
+
+def make_small(trees):
+    """One request for each (tokens, parents, target rows, draft rows) over four tokens; missing rows are flat."""
+    num_nodes = max(len(tokens) for tokens, *_ in trees)
+    values = {name: torch.full((len(trees), num_nodes), -1) for name in LINKS}
+    values["retrieve_index"] = torch.arange(len(trees) * num_nodes).view(len(trees), num_nodes)
+    probs = {name: torch.full((len(trees), num_nodes, 4), 0.25) for name in ("target_probs", "draft_probs")}
+    for request, (tokens, parents, target, draft) in enumerate(trees):
+        values["candidates"][request, : len(tokens)] = torch.tensor(tokens)
+        links = links_of(parents)
+        values["retrieve_next_token"][request, : len(tokens)] = torch.tensor(links[0])
+        values["retrieve_next_sibling"][request, : len(tokens)] = torch.tensor(links[1])
+        for name, rows in (("target_probs", target), ("draft_probs", draft)):
+            for node, row in rows.items():
+                probs[name][request, node] = torch.tensor(row)
+    return values | {
+        "target_logits": None,
+        "draft_logits": None,
+        "positions": torch.arange(7, 7 + len(trees) * num_nodes),
+        "seeds": torch.arange(len(trees)),
+        "temperature": None,
+        "spec_steps": 3,
+        **{name: rows.flatten(0, 1) for name, rows in probs.items()},
+    }
+
+
+def links_of(parents):
+    """first_child and next_sibling of the nodes with these parents (-1: the root)."""
+    first_child, next_sibling, latest = [-1] * len(parents), [-1] * len(parents), {}
+    for node, parent in enumerate(parents):
+        if parent >= 0 and parent in latest:
+            next_sibling[latest[parent]] = node
+        elif parent >= 0:
+            first_child[parent] = node
+        latest[parent] = node
+    return first_child, next_sibling
+
+
+def ahead_of_time_cases():
+    yield "fp32", make(2, 8, 5, 64, 300)
+    yield "fp16, draft probs", make(2, 4, 3, 8, 300, 100, draft="probs", dtype=torch.float16)
+    yield "bf16, reduced", make(2, 8, 5, 64, 300, 100, dtype=torch.bfloat16)
+    yield "probs", make(2, 4, 3, 8, 300, target="probs", draft="probs")
+    yield "slices", make(1, 4, 3, 8, 9000, dtype=torch.bfloat16)
+    yield "slices of probs, reduced", make(1, 2, 2, 4, 9001, 4500, target="probs", draft="probs")
+    yield "S=0 N=1 V=2", make(2, 1, 1, 1, 2) | {"spec_steps": 0}
+
+
+def order_case():
+    """Two slices, which make rounds, and draws of which the first ones are seldom accepted."""
+    return make(3, 3, 2, 7, 4200)
+
+
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield make(batch_size, 2, 2, 4, 61, 40)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, device):
+    output, _ = check_operation(PATH, make(*shape, device=device), case=str(shape))
+    assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
+
+
+@pytest.mark.parametrize(("target", "draft"), [("logits", "probs"), ("probs", "logits"), ("probs", "probs")])
+def test_reduced_vocabulary_and_given_probabilities(target, draft, device):
+    values = make(2, 3, 2, 6, 61, 40, target=target, draft=draft, device=device)
+    check_operation(PATH, values, case=f"{target} {draft}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_and_rows_of_several_tiles(dtype, device):
+    values = make(1, 3, 2, 5, 67, 66, dtype=dtype, device=device)
+    storage = torch.zeros(len(values["target_logits"]), 70, dtype=dtype, device=device)
+    storage[:, :67] = values["target_logits"]
+    values["target_logits"] = storage[:, :67]  # a padded vocabulary
+    check_operation(PATH, values, case=str(dtype))
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize(
+    ("batch_size", "topk", "spec_steps", "num_nodes", "vocab_size"),
+    [(6, 2, 2, 6, 12), (20, 4, 1, 5, 6)],  # of few tokens and many siblings, later ones decide
+)
+def test_exact_arithmetic_gives_the_reference(batch_size, topk, spec_steps, num_nodes, vocab_size, device):
+    """Probabilities on a dyadic grid: sums are exact, whatever their order."""
+    values = make(batch_size, topk, spec_steps, num_nodes, vocab_size, target="probs", draft="probs")
+    values["target_probs"] = dyadic_probs(batch_size * num_nodes, vocab_size, 16)
+    values["draft_probs"] = dyadic_probs(batch_size * num_nodes, vocab_size, 16)
+    draw_children(values, values["draft_probs"], torch.arange(vocab_size))
+    output, _ = check_operation(PATH, to_device(values, device), case="dyadic")
+    assert output.accept_token_num.unique().numel() > 1
+    assert (output.accept_index[:, 1] % num_nodes > 1).any(), "no second child was accepted"
+
+
+# --- vocabularies of several slices: rounds, as many as there are nodes, or too few ---
+
+ROUNDS = pytest.mark.parametrize("rounds", [24, 1])
+
+
+def cut(monkeypatch, block, rounds):
+    """Makes slices small, and the rounds as many."""
+    retune(monkeypatch, prepare_pair.SLICE_TUNING, BLOCK_VOCAB=block, num_warps=1)
+    retune(monkeypatch, op.ROUND_TUNING, rounds=rounds)
+
+
+@pytest.mark.cross
+@ROUNDS
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_several_slices(kind, rounds, device, monkeypatch):
+    cut(monkeypatch, 32, rounds)
+    values = make(3, 3, 3, 8, 75, 50, target=kind, draft=kind, device=device)
+    launches = min(rounds, 7) + 3 + (kind == "logits")
+    assert_only_launches(PATH, values, launches)
+    output, _ = check_operation(PATH, values, case=f"{kind} {rounds}")
+    assert output.accept_token_num.sum() > 0
+
+
+@pytest.mark.slow
+@ROUNDS
+def test_requests_that_end_in_different_rounds(rounds, device, monkeypatch):
+    """Probabilities on a dyadic grid, few tokens and many siblings: now the first leaf is accepted, now the last."""
+    cut(monkeypatch, 4, rounds)
+    values = make(12, 4, 1, 5, 10, target="probs", draft="probs")
+    values["target_probs"] = dyadic_probs(60, 10, 16)
+    values["draft_probs"] = dyadic_probs(60, 10, 16)
+    draw_children(values, values["draft_probs"], torch.arange(10))
+    output, _ = check_operation(PATH, to_device(values, device), case=f"{rounds}")
+    accepted = torch.where(output.accept_index[:, 1] >= 0, output.accept_index[:, 1] % 5, -1)
+    assert accepted.unique().numel() > 2
+
+
+@pytest.mark.cross
+@ROUNDS
+def test_every_node_is_deleted(rounds, device, monkeypatch):
+    """Two levels of children that the target does not have: one round for each."""
+    cut(monkeypatch, 2, rounds)
+    tree = ([9, 0, 1, 0, 1, 0], [-1, 0, 0, 1, 1, 2])
+    target = {0: [0.0625, 0.0625, 0.5, 0.375], 1: [0.0, 0.0, 0.5, 0.5], 2: [0.0, 0.0, 0.25, 0.75]}
+    draft = {0: [0.5, 0.25, 0.25, 0.0], 1: [0.5, 0.25, 0.125, 0.125], 2: HALVES}
+    values = make_small([(*tree, {**target, 0: OTHER_HALVES}, draft), (*tree, target, draft), (*tree, target, draft)])
+    output, _ = check_operation(PATH, to_device(values, device), case=f"{rounds}")
+    assert output.accept_token_num[0] == 0
+
+
+@pytest.mark.slow
+@ROUNDS
+def test_special_probabilities_in_slices(rounds, device, monkeypatch):
+    cut(monkeypatch, 2, rounds)
+    check_operation(PATH, to_device(make_small([case[:4] for case in SPECIAL]), device), case=f"special {rounds}")
+
+
+@pytest.mark.parametrize("fault", ["dead rows", "sibling cycle", "shared"])
+def test_malformed_trees_in_slices(fault, device, monkeypatch):
+    cut(monkeypatch, 32, 24)
+    values = make(2, 2, 3, 6, 45)
+    if fault == "shared":
+        values["retrieve_next_sibling"].copy_(values["retrieve_next_token"])
+    else:
+        MALFORMED[fault]({key: values[key] for key in LINKS})
+    check_operation(PATH, to_device(values, device), case=fault)
+
+
+ONE_HOT = [0.0, 0.0, 1.0, 0.0]
+HALVES = [0.5, 0.5, 0.0, 0.0]
+OTHER_HALVES = [0.0, 0.0, 0.5, 0.5]
+FLAT = [0.25] * 4
+NAN = float("nan")
+TWO, CHAIN = [-1, 0, 0], [-1, 0, 1]
+
+# tokens, parents, target rows, draft rows -> accepted nodes, what the token after may be
+SPECIAL = [
+    ([9, 2, 1], TWO, {0: ONE_HOT, 1: HALVES}, {0: FLAT}, [1], {0, 1}),  # one-hot on the first child
+    ([9, 1, 2], TWO, {0: ONE_HOT, 2: HALVES}, {0: FLAT}, [2], {0, 1}),  # on the second
+    ([9, 0, 1], TWO, {0: ONE_HOT}, {0: FLAT}, [], {2}),  # on no child
+    ([9, 0, 1], TWO, {0: OTHER_HALVES}, {0: HALVES}, [], {2, 3}),  # disjoint
+    ([9, 0, 3], CHAIN, {0: HALVES, 1: OTHER_HALVES, 2: ONE_HOT}, {0: HALVES, 1: OTHER_HALVES}, [1, 2], {2}),  # p = q
+    ([9, 0, 3], CHAIN, {0: ONE_HOT, 1: HALVES}, {0: HALVES, 1: FLAT}, [], {2}),  # p(child) = 0, and all below it
+    ([9, 2, 0], CHAIN, {0: ONE_HOT, 1: ONE_HOT}, {0: FLAT, 1: HALVES}, [1], {2}),  # only the leaf is rejected
+    ([9, 0, 2], TWO, {0: [0.0, 0.5, 0.5, 0.0]}, {0: [1.0, 0.0, 0.0, 0.0]}, [], {1, 2}),  # Q is exhausted
+    ([9, 0, 1], TWO, {0: [0.0, 0.0, 0.5, 0.5]}, {0: [1.0] * 4}, [], {2, 3}),  # no residual: p
+    ([9, 0, 0], TWO, {0: ONE_HOT}, {0: HALVES}, [], {2}),  # a second sibling of one token
+    ([9, 3, 2], TWO, {0: ONE_HOT, 2: ONE_HOT}, {0: [0.5, 0.0, 0.5, 0.0]}, [2], {2}),  # q(child) = 0: passed over
+    ([9, 3, 2], TWO, {0: ONE_HOT, 2: ONE_HOT}, {0: [0.5, 0.0, 0.5, NAN]}, [2], {2}),
+    ([9, 3, 2], TWO, {0: ONE_HOT, 2: ONE_HOT}, {0: [0.5, 0.0, 0.5, 1.5]}, [2], {2}),
+    ([9, -1, 2], TWO, {0: ONE_HOT, 2: ONE_HOT}, {0: FLAT}, [2], {2}),
+    ([9, 2**30, 2], TWO, {0: ONE_HOT, 2: ONE_HOT}, {0: FLAT}, [2], {2}),
+    ([9, 3, 2], CHAIN, {0: ONE_HOT, 1: ONE_HOT}, {0: ONE_HOT}, [], {2}),  # nor is anything below it accepted
+    ([9, 2], [-1, 0], {0: [0.0] * 4}, {0: FLAT}, [], {0}),  # a row without mass
+    ([9], [-1], {0: [NAN, 0.0, 0.0, 1.0]}, {}, [], {3}),
+]
+
+
+def test_special_probabilities(device):
+    values = to_device(make_small([case[:4] for case in SPECIAL]), device)
+    output, _ = check_operation(PATH, values, case="special")
+    predicts = output.predicts.view(len(SPECIAL), -1)
+    for row, (tokens, parents, *_, path, bonus) in enumerate(SPECIAL):
+        want = [row * 3 + node for node in (0, *path)]
+        assert output.accept_index[row].tolist() == (want + [-1] * 4)[:4], f"row {row}: {tokens} {parents}"
+        assert int(predicts[row, (0, *path)[-1]]) in bonus, f"row {row}: {tokens} {parents}"
+        assert (predicts[row] >= 0).sum() == len(path) + 1
+
+
+# what seeds give node 1 of depth 1 at position 8
+COINS = {19481284: 0.0, 4350746: 1 - 2.0**-24}
+
+
+def test_coins_at_the_ends(device):
+    """The least coin accepts nothing that has probability 0, the largest refuses nothing that is certain."""
+    trees = [([9, 0], [-1, 0], {0: target}, {0: HALVES}) for target in (ONE_HOT, HALVES)]
+    for seed, coin in COINS.items():
+        assert Draws(seed).uniform(8, 65536 + 1) == coin
+        values = make_small(trees)
+        values["seeds"].fill_(seed)
+        values["positions"] = torch.tensor([7, 8, 7, 8])
+        output, _ = check_operation(PATH, to_device(values, device), case=str(coin))
+        assert output.accept_token_num.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
+def test_special_logits_stay_in_their_row(bad, device):
+    values = make(2, 2, 2, 4, device=device)
+    clean = eagle_kernels.raw.verify_tree_traversal(**values)
+    values["target_logits"][4] = bad
+    values["target_logits"][5, ::2] = bad
+    values["draft_logits"][4, ::2] = bad
+    output, _ = check_operation(PATH, values, case=str(bad))
+    assert output.predicts.max() < 61
+    assert torch.equal(output.accept_index[0], clean.accept_index[0])
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_trees_end_and_accept_nothing_bad(fault, device):
+    values = make(2, 2, 3, 6)
+    MALFORMED[fault]({key: values[key] for key in LINKS})
+    output, _ = check_operation(PATH, to_device(values, device), case=fault)
+    if fault in ("tokens of -1", "out-of-vocabulary tokens", "dead rows", "backward links", "links past the tree"):
+        assert output.accept_token_num.sum() == 0
+
+
+def test_links_that_share_nodes_are_walked_once(device):
+    """Every node names the next one as child and as sibling: 2^N ways down."""
+    values = make(1, 1, 5, 6)
+    values["retrieve_next_sibling"].copy_(values["retrieve_next_token"])
+    check_operation(PATH, to_device(values, device), case="shared")
+    values = make(1, 1, 29, 30, 8, target="probs", draft="probs")
+    values["retrieve_next_sibling"].copy_(values["retrieve_next_token"])
+    eagle_kernels.reference.ops.rejection.verify_tree_traversal.verify_tree_traversal(**values)
+
+
+def test_temperature_zero_follows_the_argmax(device):
+    values = make(2, 2, 2, 6, device=device)
+    values["temperature"].zero_()
+    values["target_logits"] = values["target_logits"].round()
+    argmax = torch.tensor([int((row == row.max()).nonzero()[0]) for row in values["target_logits"]]).view(2, 6)
+    last = {request: list(children_of(values, request, 0))[-1] for request in range(2)}
+    for request, node in last.items():
+        values["candidates"][request, node] = argmax[request, 0]
+        for other in children_of(values, request, 0):
+            if other != node:
+                values["candidates"][request, other] = (argmax[request, 0] + 1) % 61
+    output, _ = check_operation(PATH, values, case="greedy")
+    for request, node in last.items():
+        assert output.accept_index[request, 1] == request * 6 + node
+        path = output.accept_index[request, : output.accept_token_num[request] + 1] - request * 6
+        assert output.predicts.view(2, 6)[request, path].tolist() == argmax[request, path.cpu()].tolist()
+
+
+def test_no_deeper_than_spec_steps(device):
+    values = make(2, 2, 3, 7, device=device)
+    output, _ = check_operation(PATH, values | {"spec_steps": 1}, case="S = 1")
+    assert output.accept_index.shape == (2, 2)
+    output, _ = check_operation(PATH, values | {"spec_steps": 0}, case="S = 0")
+    assert output.accept_token_num.tolist() == [0, 0]
+
+
+def test_neighbours_and_batch_do_not_matter(device):
+    values = make(2, 2, 2, 5, device=device)
+    whole = eagle_kernels.raw.verify_tree_traversal(**values)
+    for row in range(2):
+        alone = {}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                per_request = value.shape[0] // 2
+                value = value[row * per_request : (row + 1) * per_request].contiguous()
+            alone[name] = value
+        alone["retrieve_index"] = alone["retrieve_index"] - row * 5
+        output = eagle_kernels.raw.verify_tree_traversal(**alone)
+        assert torch.equal(output.predicts, whole.predicts[row * 5 : row * 5 + 5])
+        assert torch.equal(output.accept_token_num, whole.accept_token_num[row : row + 1])
+
+
+# --- the law ---
+
+
+def emitted_law(parents, target, draft, *, claimed=None, propose=None, then=(), draws=EnumeratedDraws):
+    """The exact law of what the shipped reference emits, and the expected number of accepted drafts.
+
+    claimed: the draft distributions that the verifier is told, by default the true ones. propose(probs, source): how
+    a child is drawn from what its elder siblings left. then: the parents of the trees of further rounds, each going on
+    from where the one before ended. draws(source): what all rounds of one request draw from.
+    """
+    trees = (parents, *then)
+    claimed = claimed or draft
+    propose = propose or (lambda probs, source: source.choose(probs))
+
+    def run(source):
+        text, of_request = (), draws(source)
+        for parents in trees:
+            texts, left = [text], {}
+            for parent in parents[1:]:
+                probs = left.get(parent, draft[texts[parent]])
+                token = propose(probs, source)
+                probs = probs.clone()
+                probs[token] = 0
+                left[parent] = probs / probs.sum() if probs.sum() > 0 else probs
+                texts.append((*texts[parent], token))
+            path, bonus = reference.verify_request(
+                [0, *(text[-1] for text in texts[1:])],
+                *links_of(parents),
+                torch.stack([target[text] for text in texts]),
+                torch.stack([claimed[text] for text in texts]),
+                [len(text) for text in texts],
+                of_request,
+                len(parents),
+            )
+            text = (*texts[path[-1]], bonus)
+        return text
+
+    law = enumerate_outcomes(run)
+    return law, sum(probability * (len(text) - len(trees)) for text, probability in law.items())
+
+
+def depth_of(parents):
+    depth = [0] * len(parents)
+    for node, parent in enumerate(parents[1:], start=1):
+        depth[node] = depth[parent] + 1
+    return max(depth)
+
+
+def deviation(parents, target, draft, *, then=(), **options):
+    emitted, _ = emitted_law(parents, target, draft, then=then, **options)
+    length = sum(depth_of(tree) + 1 for tree in (parents, *then))
+    return total_variation(completed(emitted, target, length), text_law(target, length))
+
+
+TREES = {
+    "two": (4, [-1, 0, 0]),
+    "chain": (3, [-1, 0, 1, 2]),
+    "all": (3, [-1, 0, 0, 0]),
+    "first": (3, [-1, 0, 0, 1, 1]),
+    "second": (3, [-1, 0, 0, 2, 2]),
+    "both": (3, [-1, 0, 0, 1, 2]),
+    "ragged": (2, [-1, 0, 0, 1, 1, 3]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_law_is_exactly_the_targets(name):
+    vocab_size, parents = TREES[name]
+    target = random_law(vocab_size, depth_of(parents))
+    assert deviation(parents, target, near(target, 0.5)) < 1e-12
+    assert deviation(parents, random_law(vocab_size, depth_of(parents), zeros=1), target) < 1e-12
+
+
+def deviation_of_two_rounds(**options):
+    """First a chain; nodes 2 and 3 of the tree of the next round lie at positions that they had in the chain."""
+    return deviation([-1, 0, 1, 2], random_law(2, 7), random_law(2, 7), then=([-1, 0, 0, 1],), **options)
+
+
+def test_the_law_of_two_rounds_is_exactly_the_targets():
+    """And no coin is looked at twice: of a leaf's coin something is known when its position is drafted again."""
+    assert deviation_of_two_rounds() < 1e-12
+
+
+class CoinsByNode(EnumeratedDraws):
+    """One coin for a node at a position, whatever its depth."""
+
+    def __init__(self, source):
+        super().__init__(source)
+        self._coins = {}
+
+    def uniform(self, position, draw=0):
+        key = position, draw % 65536
+        if key not in self._coins:
+            self._coins[key] = super().uniform(*key)
+        return self._coins[key]
+
+
+def test_coins_that_the_next_round_finds_again_are_seen():
+    assert max(deviation_of_two_rounds(draws=CoinsByNode) for _ in range(3)) > 0.005
+
+
+def test_children_that_exhaust_the_draft_are_always_accepted():
+    target = random_law(3, 1)
+    _, accepted = emitted_law([-1, 0, 0, 0], target, random_law(3, 1))
+    assert abs(accepted - 1) < 1e-12
+
+
+def test_a_chain_is_block_verification():
+    """Not the law of the text alone: how much of it is accepted as well."""
+    for num_drafts in (1, 2, 3):
+        target = random_law(3, num_drafts)
+        draft = near(target, 0.5)
+        traversal, _ = emitted_law(list(range(-1, num_drafts)), target, draft)
+        assert total_variation(traversal, emitted_by_a_chain("block", target, draft, num_drafts)[0]) < 1e-12
+
+
+def test_a_tree_accepts_no_less_than_its_first_path():
+    for _ in range(4):
+        target = random_law(3, 2)
+        draft = near(target, 0.5)
+        accepted = [emitted_law(parents, target, draft)[1] for parents in ([-1, 0, 1], [-1, 0, 0, 1, 1])]
+        assert accepted[1] > accepted[0]
+
+
+def worst(draft=None, name="both", share=0.3, count=3, **wrong):
+    """The largest deviation over a few targets."""
+    vocab_size, parents = TREES[name]
+    targets = [random_law(vocab_size, depth_of(parents)) for _ in range(count)]
+    return max(deviation(parents, target, draft or near(target, share), **wrong) for target in targets)
+
+
+def test_a_residual_that_is_not_subtracted_is_seen(monkeypatch):
+    monkeypatch.setattr(reference, "subtract", lambda target, draft, acceptance: (target, target.sum()))
+    assert worst() > 0.05
+
+
+def test_largest_children_are_seen():
+    """p / q is for drafts that were sampled."""
+    assert worst(propose=lambda probs, source: int(probs.argmax())) > 0.05
+
+
+def test_a_draft_temperature_that_is_ignored_is_seen():
+    draft = random_law(3, 2)
+    claimed = {text: probs**0.4 / (probs**0.4).sum() for text, probs in draft.items()}
+    assert worst(draft, claimed=claimed) > 0.05
+
+
+def test_children_with_replacement_are_seen(monkeypatch):
+    """Q must lose the tokens that are deleted."""
+    monkeypatch.setattr(reference, "remove", lambda draft, token: draft)
+    assert worst(name="two", share=0.0, count=8) > 0.05
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("lanes", [1000, pytest.param(2**20, marks=pytest.mark.gpu)])
+def test_joint_law_of_the_emitted_tokens(lanes, device):
+    """Chi-square over three tokens of trees [-1, 0, 0, 1], completed by the target.
+
+    The kernel's with a GPU, else the reference's, whose tokens the kernel has: the interpreter takes its time.
+    """
+    vocab_size, parents = 4, [-1, 0, 0, 1]
+    table = torch.softmax(1.5 * torch.randn(vocab_size, vocab_size), dim=-1)
+    draft_table = 0.5 * table + 0.5 * torch.softmax(1.5 * torch.randn(vocab_size, vocab_size), dim=-1)
+    tokens = torch.zeros(lanes, 4, dtype=torch.int64)
+    tokens[:, 1:3] = torch.multinomial(draft_table[tokens[:, 0]], 2)
+    tokens[:, 3] = torch.multinomial(draft_table[tokens[:, 1]], 1)[:, 0]
+    first_child, next_sibling = links_of(parents)
+    output = eagle_kernels.verify_tree_traversal(
+        tokens.to(device),
+        torch.arange(lanes * 4, device=device).view(lanes, 4),
+        torch.tensor(first_child, device=device).repeat(lanes, 1),
+        torch.tensor(next_sibling, device=device).repeat(lanes, 1),
+        table[tokens].flatten(0, 1).log().to(device),
+        draft_table[tokens].flatten(0, 1).log().to(device),
+        torch.tensor([5, 6, 6, 7], device=device).repeat(lanes),
+        torch.arange(lanes, device=device),
+        torch.ones(lanes, device=device),
+        spec_steps=2,
+    )
+    predicts, path = output.predicts.view(lanes, 4).cpu().long(), output.accept_index.cpu().long()
+    emitted, last = [], torch.zeros(lanes, dtype=torch.int64)
+    for index in range(3):
+        plain = torch.multinomial(table[last], 1)[:, 0]
+        node = path[:, index].clamp(min=0) % 4
+        last = torch.where(path[:, index] >= 0, predicts.gather(1, node[:, None])[:, 0], plain)
+        emitted.append(last)
+    step = table.double()
+    law = torch.tensor(
+        [step[0, a] * step[a, b] * step[b, c] for a, b, c in itertools.product(range(vocab_size), repeat=3)]
+    )
+    assert_follows_law((emitted[0] * vocab_size + emitted[1]) * vocab_size + emitted[2], law / law.sum())
+
+
+# --- the house rules ---
+
+
+@pytest.mark.parametrize(
+    ("options", "launches"),
+    [({"target": "probs", "draft": "probs"}, None), ({}, 2), ({"draft_vocab_size": 40}, 3)],
+)
+def test_launches_and_nothing_else(options, launches, device):
+    assert_only_launches(PATH, make(**options, device=device), launches)
+
+
+def test_registration(device):
+    check_registration("verify_tree_traversal", make(2, 2, 2, 4, 61, 40, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
+        ({"draft_logits": torch.zeros(14, 61)}, r"draft_logits must have shape \[16, Vd\], got \[14, 61\]"),
+        ({"draft_logits": None}, "exactly one of draft_logits and draft_probs must be given, got none of them"),
+        ({"temperature": None}, "temperature must be a tensor, got NoneType"),
+        ({"draft_probs": torch.zeros(16, 61)}, "exactly one of draft_logits and draft_probs must be given"),
+        ({"seeds": torch.zeros(3, dtype=torch.int64)}, "seeds must have B = 2 in axis 0"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    kind = TypeError if "NoneType" in message else ValueError
+    with pytest.raises(kind, match="eagle_kernels.verify_tree_traversal: " + message):
+        eagle_kernels.raw.verify_tree_traversal(**{**make(), **change})
+
+
+@pytest.mark.gpu
+def test_large_vocabulary(device):
+    values = make(32, 8, 5, 64, 32000, 8000, dtype=torch.bfloat16, device=device)
+    output, _ = check_operation(PATH, values, case="large")
+    assert output.accept_token_num.sum() > 0
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 4, 3, 16, 500, device=device)
+    out = eagle_kernels.raw.verify_tree_traversal(**values)
+    live = [tensor.clone() for tensor in out]
+
+    def kill_rows():
+        for key in LINKS:
+            values[key][3:] = -1
+
+    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_traversal(**values, out=out), change=kill_rows)
+    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
+    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

@@ -1,0 +1,108 @@
+"""What the tests of the three renormalising filters share: rows of every kind, and an oracle that sorts in float64."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from eagle_kernels.ops.sampling.shared.renorm_state import NUM_CANDIDATES
+from eagle_kernels.ops.sampling.shared.threshold import MAX_VOCAB_SIZE
+from op_tests.harness import assert_close, assert_equal, check_operation
+
+# a row in several slices, and of more candidates than one program holds
+LONG = 9000
+
+
+def random_probs(num_rows: int, vocab_size: int, *, scale: float = 2.0, dtype=torch.float32) -> torch.Tensor:
+    """Softmax of normal logits with this standard deviation."""
+    return torch.softmax(scale * torch.randn(num_rows, vocab_size), dim=1).to(dtype)
+
+
+def dyadic_probs(num_rows: int, vocab_size: int) -> torch.Tensor:
+    """Few distinct values on a coarse grid: ties everywhere, sums without rounding, and not 1."""
+    return torch.randint(0, 9, (num_rows, vocab_size)) * 2.0**-12
+
+
+def misleading_probs(vocab_size: int) -> torch.Tensor:
+    """Two rows whose samples (one id in 32) tell nothing of the rest: light where all else is heavy, and reversed."""
+    chunk = torch.arange(vocab_size) // 32
+    is_sampled = torch.arange(vocab_size) % 32 == (chunk * 11 + 5) % 32
+    heavy, light = 1.0 + torch.rand(2, vocab_size), 1e-3 * torch.rand(2, vocab_size)
+    return torch.where(torch.stack([~is_sampled, is_sampled]), heavy, light) / vocab_size
+
+
+def peculiar_probs() -> torch.Tensor:
+    """One-hot, sparse, zero, uniform, subnormal, huge and steep rows, zeros of both signs; 40 ids."""
+    rows = torch.zeros(8, 40)
+    rows[0, 17] = 1.0
+    rows[1, 3::7] = torch.rand(6)
+    rows[3] = 1 / 40
+    rows[4] = 1e-45 * torch.arange(40)
+    rows[5] = 1e36 * torch.rand(40)
+    rows[6] = 2.0 ** -torch.arange(40)
+    rows[7, 1::2] = -0.0
+    rows[7, 5] = 0.25
+    return rows
+
+
+def large_peculiar_probs(vocab_size: int = 128256) -> torch.Tensor:
+    """Rows that mislead the sample (the first two and the last two), uniform, sparse and of few distinct values."""
+    lying = misleading_probs(vocab_size)
+    sparse = torch.zeros(1, vocab_size)
+    sparse[0, ::9973] = 0.5
+    coarse = torch.rand(1, vocab_size).bfloat16().float()
+    return torch.cat([lying, torch.full((1, vocab_size), 0.25), sparse, coarse, lying])
+
+
+def spoil(probs: torch.Tensor) -> None:
+    """Makes rows 1 and 2 bad: all of the first, entries of the second."""
+    nan, inf = float("nan"), float("inf")
+    probs[1] = torch.tensor([nan, inf, -inf, -1.0]).repeat(len(probs[1]))[: len(probs[1])]
+    probs[2, 5::3] = probs[1, 5::3]
+
+
+def strided(probs: torch.Tensor, row_stride: int, start: int) -> torch.Tensor:
+    """The same rows within wider ones of NaN."""
+    wide = torch.full((len(probs), row_stride), float("nan"), dtype=probs.dtype, device=probs.device)
+    return wide[:, start : start + probs.shape[1]].copy_(probs)
+
+
+def check(path: str, values: dict, case: str) -> torch.Tensor:
+    """Launcher and reference agree in every bit; returns what they agree on."""
+    return check_operation(path, values, case=case)[0]
+
+
+def assert_as_oracle(op: str, case: str, probs: torch.Tensor, actual: torch.Tensor, keeps) -> None:
+    """Support exactly, values closely: `keeps(row index, float64 row)` tells which tokens of a row stay."""
+    clean = torch.nan_to_num(probs.cpu().double(), nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0.0)
+    for index, row in enumerate(clean):
+        keep = keeps(index, row) & (row > 0)
+        want = torch.where(keep, row / torch.where(keep, row, 0.0).sum().clamp(min=1e-300), 0.0)
+        assert_equal(op, f"{case}, row {index}", "support", actual[index].cpu() > 0, keep)
+        assert_close(op, f"{case}, row {index}", "values", actual[index].cpu(), want)
+
+
+def check_flat_rows(monkeypatch, path: str, values: dict) -> None:
+    """All of a row lies within a thousandth of its largest value; the bracket holds a part of it even so."""
+    module, states = importlib.import_module(f"eagle_kernels.ops.{path}"), []
+
+    def noting(op, kernel, grid, **arguments):
+        states.append(arguments["scratch"].state)
+        return launch(op, kernel, grid, **arguments)
+
+    launch = module.launch
+    monkeypatch.setattr(module, "launch", noting)
+    check(path, values, "flat")
+    num_candidates = states[-1][:, int(NUM_CANDIDATES.value)]
+    assert int(num_candidates.min()) > 0 and int(num_candidates.max()) < values["probs"].shape[1] // 2, num_candidates
+
+
+def bad_inputs(parameter: str, dtype_rule: str) -> list:
+    return [
+        ({"probs": torch.zeros(3, 0)}, rf"probs must have 1..{MAX_VOCAB_SIZE} tokens a row, got \[3, 0\]"),
+        ({"probs": torch.zeros(20, 3).T}, "probs must be contiguous in its last 1 axes"),
+        ({"probs": torch.zeros(3, 20, dtype=torch.float64)}, "probs must have dtype float16 or bfloat16 or float32"),
+        ({parameter: torch.zeros(2, dtype=torch.float64)}, f"{parameter} must have dtype {dtype_rule}, got float64"),
+        ({parameter: 1}, f"{parameter} must be a tensor, got int"),
+    ]

@@ -1,0 +1,144 @@
+"""min_p_renorm: the reference's bits, an oracle in float64, edges that round, peculiar rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import eagle_kernels
+from op_tests.harness import assert_only_launches, check_registration, replay_in_graph, to_device
+
+from . import renorms
+
+PATH = "sampling.min_p_renorm"
+
+
+def make(probs, min_p, device="cpu"):
+    min_p = torch.as_tensor(min_p, dtype=torch.float32).expand(len(probs)).contiguous()
+    return to_device({"probs": probs, "min_p": min_p}, device)
+
+
+def ahead_of_time_cases():
+    yield "fp32", make(renorms.random_probs(2, 512), [0.1, 0.0])
+    yield "bf16, odd size", make(renorms.random_probs(2, 301, dtype=torch.bfloat16), [0.1, 0.0])
+    yield "fp16, V=128256", make(torch.rand(1, 128256).half(), 0.1)
+
+
+def size_sweep():
+    for num_rows in (1, 2, 3, 16, 17, 64, 257):
+        yield make(torch.rand(num_rows, 1000), 0.1)
+
+
+def check(values, case):
+    """As the reference, and as an oracle that rounds the edge once, from float64 to fp32."""
+    actual = renorms.check(PATH, values, case)
+    min_p = values["min_p"].tolist()
+
+    def keeps(index, row):
+        if not min_p[index] > 0:
+            return row > 0
+        return row >= (min(min_p[index], 1.0) * row.max()).float().double()
+
+    renorms.assert_as_oracle("min_p_renorm", case, values["probs"], actual, keeps)
+    return actual
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 300, 1025, renorms.LONG])
+def test_matches_reference(vocab_size, device):
+    min_p = [0.0, -1.0, 1e-3, 0.1, 0.9, 1.0, 2.0, float("nan"), float("inf")]
+    check(make(renorms.random_probs(9, vocab_size), min_p, device), f"V={vocab_size}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype, device):
+    actual = check(make(renorms.random_probs(3, 300, dtype=dtype), [0.01, 0.2, 1.0], device), str(dtype))
+    assert actual.dtype == torch.float32
+
+
+def test_edges_on_a_grid_are_exact(device):
+    above = 2.0**-23
+    min_p = [0.0, 1e-45, 0.25, 0.25 + above, 0.5, 0.5 + above, 1.0, 2.0]
+    probs = torch.tensor([[0.125, 0.5, 0.125, 0.25]]) * (3 * 2.0**-20) ** (torch.arange(8)[:, None] % 2)
+    kept = (check(make(probs, min_p, device), "grid") > 0).sum(1)
+    assert kept.tolist() == [4, 4, 4, 2, 2, 1, 1, 1]
+
+
+def test_the_edge_is_rounded_to_nearest(device):
+    """0.7 times 16 values, rounded up or down: the float that it gives stays, the one below goes."""
+    largest = torch.rand(16, 1) + 0.5
+    edge = (torch.tensor(0.7).double() * largest.double()).float()
+    below = torch.nextafter(edge, torch.zeros_like(edge))
+    kept = check(make(torch.cat([largest, edge, below], dim=1), 0.7, device), "edge") > 0
+    assert kept.tolist() == [[True, True, False]] * 16
+
+
+def test_peculiar_rows(device):
+    for min_p in (1e-30, 0.5, 1.0):
+        check(make(renorms.peculiar_probs(), min_p, device), f"min_p={min_p}")
+    check(make(renorms.dyadic_probs(3, 1025), [0.125, 0.5, 1.0], device), "dyadic grid")
+
+
+def test_bad_entries_count_as_zero(device):
+    values = make(renorms.random_probs(4, 70), [0.3, 0.3, 0.0, 0.8], device)
+    clean = eagle_kernels.raw.min_p_renorm(**values)
+    renorms.spoil(values["probs"])
+    actual = check(values, "spoilt")
+    assert torch.equal(actual[[0, 3]], clean[[0, 3]])
+    assert not actual[1].any() and not actual[2, 5::3].any()
+
+
+def test_strided_rows(device):
+    values = make(renorms.random_probs(3, 300), [0.1, 0.5, 0.0], device)
+    want = eagle_kernels.raw.min_p_renorm(**values)
+    for row_stride, start in ((512, 0), (512, 64), (301, 1)):
+        values["probs"] = renorms.strided(values["probs"], row_stride, start)
+        assert torch.equal(eagle_kernels.raw.min_p_renorm(**values), want)
+
+
+def test_a_row_does_not_depend_on_its_batch(device):
+    values = make(renorms.random_probs(4, 1025), [0.1, 0.5, 0.0, 0.02], device)
+    want = eagle_kernels.raw.min_p_renorm(**values)
+    alone = {key: value[3:4] for key, value in values.items()}
+    assert torch.equal(eagle_kernels.raw.min_p_renorm(**alone), want[3:4])
+    assert eagle_kernels.raw.min_p_renorm(**{key: value[:0] for key, value in values.items()}).shape == (0, 1025)
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches(PATH, make(renorms.random_probs(3, 20), 0.1, device))
+
+
+def test_registration(device):
+    check_registration("min_p_renorm", make(renorms.random_probs(3, 20), 0.1, device))
+
+
+@pytest.mark.parametrize(("change", "message"), renorms.bad_inputs("min_p", "float32"))
+def test_bad_input_is_named(change, message):
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.min_p_renorm: " + message):
+        eagle_kernels.raw.min_p_renorm(**make(torch.rand(3, 20), 0.1) | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [128256, 262144, 128255])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
+def test_large_rows(vocab_size, scale, device):
+    min_p = torch.tensor([0.0, 1e-6, 1e-3, 0.02, 0.1, 0.5, 1.0, 2.0]).repeat(8)
+    renorms.check(PATH, make(renorms.random_probs(64, vocab_size, scale=scale), min_p, device), f"scale={scale}")
+
+
+@pytest.mark.gpu
+def test_repeated_runs_have_equal_bits(device):
+    values = make(renorms.random_probs(64, 128256, scale=1.0), torch.tensor([0.0, 0.01]).repeat(32), device)
+    want = eagle_kernels.raw.min_p_renorm(**values)
+    for _ in range(100):
+        assert torch.equal(eagle_kernels.raw.min_p_renorm(**values), want)
+
+
+@pytest.mark.gpu
+def test_graph_replay(device):
+    values, other = (make(renorms.random_probs(8, 32000), torch.rand(8), device) for _ in range(2))
+    out = eagle_kernels.raw.min_p_renorm(**values)
+    replay_in_graph(
+        lambda: eagle_kernels.raw.min_p_renorm(**values, out=out),
+        change=lambda: [values[key].copy_(other[key]) for key in values],
+    )
+    assert torch.equal(out, eagle_kernels.raw.min_p_renorm(**other))

@@ -1,0 +1,382 @@
+"""penalize_logits against its reference, against verify_tree_sampled's own penalties bit by bit, and by hand."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+import eagle_kernels
+from op_tests.harness import (
+    Guarded,
+    assert_close,
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    retune,
+    to_device,
+)
+from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_sampled, make_tree, with_processors
+
+PATH = "sampling.penalize_logits"
+MODULE = importlib.import_module("eagle_kernels.ops." + PATH)
+LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+PROCESSORS = (*PENALTIES, "prompt_mask", "output_counts", "logit_bias", "token_bitmask")
+LENGTHS = ("min_tokens", "num_output_tokens", "end_token_ids")
+# (batch, K, S, N)
+SHAPES = [(1, 1, 1, 1), (2, 1, 4, 5), (1, 8, 1, 9), (3, 2, 2, 4), (1, 4, 5, 20)]
+
+
+def make(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, dtype=torch.float32, index_dtype=torch.int64,
+         is_shared=False, device="cpu"):  # fmt: skip
+    """Random trees whose drafts repeat, and everything that can be given, on a dyadic grid."""
+    links, _ = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=min(vocab_size, 9), dtype=index_dtype)
+    values = with_processors(dict(links) | {"target_logits": follow_tree(links, vocab_size, dtype=dtype)})
+    request = torch.arange(batch_size)
+    ends = torch.tensor([[3, -1, 7], [-1, 5, 3]])[request % 2]
+    bad = torch.tensor([[11, 11, -1, 2], [2**40, 60, 8, -1], [-1, -1, -1, -1]])[request % 3]
+    values |= {
+        "min_tokens": (4 + request % 3).to(index_dtype),
+        "num_output_tokens": (2 + request % 2).to(index_dtype),
+        "end_token_ids": ends.to(index_dtype),
+        "bad_token_ids": (bad % 2**31).where(bad >= 0, -1).to(index_dtype),
+    }
+    if is_shared:
+        values["end_token_ids"], values["bad_token_ids"] = (
+            values[name][0] for name in ("end_token_ids", "bad_token_ids")
+        )
+    return to_device(values, device)
+
+
+def only(values, *names):
+    return {name: values[name] for name in (*LINKS, "target_logits", *names)}
+
+
+def ahead_of_time_cases():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        yield str(dtype), make(2, 8, 5, 64, dtype=dtype)
+    plain = make(2, 4, 3, 8, dtype=torch.bfloat16, index_dtype=torch.int32, is_shared=True)
+    yield "penalties alone", only(plain, *PENALTIES[1:], "output_counts")
+    yield "lengths alone", only(plain, *LENGTHS)
+
+
+def order_case():
+    return make(2, 2, 2, 4)
+
+
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield make(batch_size, 4, 3, 8)
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["lists", "one list"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, is_shared, device):
+    values = make(*shape, is_shared=is_shared, index_dtype=torch.int32 if is_shared else torch.int64, device=device)
+    check_operation(PATH, values, case=f"{shape} {is_shared}")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (),
+        ("repetition_penalty",),
+        ("repetition_penalty", "prompt_mask"),
+        ("frequency_penalty",),
+        ("presence_penalty", "output_counts"),
+        ("logit_bias",),
+        ("token_bitmask",),
+        LENGTHS,
+        ("bad_token_ids",),
+    ],
+    ids="+".join,
+)
+def test_each_alone(names, device):
+    values = only(make(2, 2, 2, 4, device=device), *names)
+    output, _ = check_operation(PATH, values, case=str(names))
+    assert torch.equal(output, values["target_logits"]) == (not names), "nothing was changed, so nothing was proved"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_logits(dtype, device):
+    output, _ = check_operation(PATH, make(1, 2, 2, 4, dtype=dtype, device=device), case=str(dtype))
+    assert output.dtype == torch.float32
+
+
+def test_numbers_off_any_grid(device):
+    """Where products round; the reference's frequency penalty rounds twice, in one of very many."""
+    values = make(2, 2, 2, 4, device=device)
+    values |= {
+        "target_logits": torch.randn(8, 61, device=device),
+        "repetition_penalty": torch.tensor([1.3, 0.7], device=device),
+        "frequency_penalty": torch.tensor([0.3, -0.1], device=device),
+        "presence_penalty": torch.tensor([0.1, 0.7], device=device),
+    }
+    check_operation(PATH, values, close=("output",))
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "filters"),
+    [
+        (torch.float32, 0.0, {}),
+        (torch.float32, 0.7, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}),
+        (torch.bfloat16, 0.0, {"top_k": 20}),
+        (torch.bfloat16, 0.7, {}),
+    ],
+    ids=str,
+)
+def test_sampled_verification_needs_no_penalties_behind_it(dtype, temperature, filters, device):
+    """The same tokens and paths, of numbers off any grid. Log-probabilities are sums of the same numbers, in an order
+    that the compiler chooses for each of the two."""
+    values = with_processors(make_sampled(3, 2, 2, 5, device=device, **filters))
+    noise = torch.randn(values["target_logits"].shape, device=device)
+    values |= {
+        "target_logits": (values["target_logits"] + noise).to(dtype),
+        "temperature": torch.full((3,), temperature, device=device),
+        "repetition_penalty": torch.tensor([1.3, 0.9, 1.1], device=device),
+        "frequency_penalty": torch.tensor([0.3, 0.7, 0.123], device=device),
+        "presence_penalty": torch.tensor([0.1, 0.9, 0.456], device=device),
+        "return_logprobs": True,
+    }
+    no_links = torch.full_like(values["retrieve_next_token"], -1)
+    inside = eagle_kernels.raw.verify_tree_sampled(**values)
+    logits = eagle_kernels.raw.penalize_logits(
+        **{name: values[name] for name in (*LINKS, "target_logits", *PROCESSORS)}
+    )
+    plain = {name: value for name, value in values.items() if name not in PROCESSORS} | {"target_logits": logits}
+    outside = eagle_kernels.raw.verify_tree_sampled(**plain)
+    assert inside.accept_token_num.sum() > 0, "drafts that nobody accepts are counted by nobody"
+    for name in ("predicts", "accept_index", "accept_token_num"):
+        assert torch.equal(getattr(inside, name), getattr(outside, name)), name
+    assert_close("verify_tree_sampled", str(dtype), "logprobs", inside.logprobs, outside.logprobs)
+    committed = eagle_kernels.raw.penalize_logits(**only(values, *PROCESSORS) | {"retrieve_next_token": no_links})
+    assert not torch.equal(committed, logits), "no draft changes anything, so nothing was proved of them"
+
+
+def chain(logits, device, **options):
+    """A chain of three, 5 the root, then 3 and 3, whose nodes have the same logits; the penalised ones."""
+    values = {
+        "candidates": torch.tensor([[5, 3, 3]]),
+        "retrieve_index": torch.arange(3)[None],
+        "retrieve_next_token": torch.tensor([[1, 2, -1]]),
+        "retrieve_next_sibling": torch.full((1, 3), -1),
+        "target_logits": torch.tensor([logits] * 3),
+    }
+    values |= {name: torch.tensor([value]) for name, value in options.items()}
+    words = {name: values[name].int() for name in ("prompt_mask", "output_counts") if name in values}
+    output, _ = check_operation(PATH, to_device(values | words, device), case=str(options))
+    return output.tolist()
+
+
+def test_drafts_on_the_path_count_as_output(device):
+    """The root does not, as it is in output_counts where there are any."""
+    logits = [1.0, 1.0, 1.0, 4.0, 1.0, 2.0]
+    frequent = chain(logits, device, frequency_penalty=0.5)
+    assert [row[3] for row in frequent] == [4.0, 3.5, 3.0] and [row[5] for row in frequent] == [2.0, 2.0, 2.0]
+    present = chain(logits, device, presence_penalty=0.5, output_counts=[0, 0, 0, 0, 0, 1])
+    assert [row[3] for row in present] == [4.0, 3.5, 3.5] and [row[5] for row in present] == [1.5, 1.5, 1.5]
+    repeated = chain([-1.0] * 3 + [4.0, -2.0, 2.0], device, repetition_penalty=2.0, prompt_mask=[1 << 4])
+    assert repeated == [[-1.0] * 3 + [4.0, -4.0, 2.0]] + [[-1.0] * 3 + [2.0, -4.0, 2.0]] * 2
+
+
+def test_siblings_do_not_count(device):
+    """Two branches below the root, tokens 1 and 2, and 3 below the second: each counts what is above it alone."""
+    values = {
+        "candidates": torch.tensor([[0, 1, 2, 3]]),
+        "retrieve_index": torch.arange(4)[None],
+        "retrieve_next_token": torch.tensor([[1, -1, 3, -1]]),
+        "retrieve_next_sibling": torch.tensor([[-1, 2, -1, -1]]),
+        "target_logits": torch.zeros(4, 4),
+        "presence_penalty": torch.ones(1),
+    }
+    output, _ = check_operation(PATH, to_device(values, device))
+    assert output.tolist() == [[0, 0, 0, 0], [0, -1, 0, 0], [0, 0, -1, 0], [0, 0, -1, -1]]
+
+
+@pytest.mark.parametrize(("min_tokens", "held"), [(0, 0), (7, 0), (8, 1), (9, 2), (10, 3), (2**40, 3)])
+def test_end_tokens_wait_for_min_tokens(min_tokens, held, device):
+    """Seven are committed: at the nodes the output is 7, 8 and 9 tokens long, and what is drawn comes behind."""
+    never = float("-inf")
+    options = {"min_tokens": min_tokens, "num_output_tokens": 7, "end_token_ids": [2, -1]}
+    rows = chain([1.0, 1.0, 5.0, 1.0], device, **options)
+    assert [row[2] for row in rows] == [never] * held + [5.0] * (3 - held)
+    assert all(row[0] == row[1] == row[3] == 1.0 for row in rows)
+
+
+def test_bad_tokens_are_never_drawn(device):
+    rows = chain([1.0, 1.0, 5.0, 1.0], device, bad_token_ids=[2, 0, -1, 2, 9])
+    assert rows == [[float("-inf"), 1.0, float("-inf"), 1.0]] * 3
+
+
+def test_rows_of_many_slices_and_long_lists(device, monkeypatch):
+    """A vocabulary that fills no slice and no word, and lists of more than one block; wide logits of a padded one."""
+    retune(monkeypatch, MODULE.TUNING, BLOCK_VOCAB=64)
+    values = make(1, 2, 2, 4, vocab_size=205, device=device)
+    values["bad_token_ids"] = torch.randint(-1, 210, (1, 150), device=device)
+    values["end_token_ids"] = torch.arange(60, 200, device=device)
+    wide = torch.full((4, 224), 1e4, device=device)
+    wide[:, :205] = values["target_logits"]
+    check_operation(PATH, values | {"target_logits": wide[:, :205]}, case="slices")
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("names", [("min_tokens",), PENALTIES, ("min_tokens", *PENALTIES)], ids="+".join)
+def test_slices_without_drafts_or_end_tokens(names, device, monkeypatch):
+    """Drafts are below 9; one slice has them, one the end token, some neither."""
+    retune(monkeypatch, MODULE.TUNING, BLOCK_VOCAB=16)
+    values = make(2, 2, 4, 9, device=device)
+    lengths = {"min_tokens": torch.tensor([9, 8]), "num_output_tokens": torch.tensor([6, 7]),
+               "end_token_ids": torch.tensor([40])} if "min_tokens" in names else {}  # fmt: skip
+    others = {name: None for name in LENGTHS} | lengths
+    values = to_device(only(values, *PROCESSORS) if PENALTIES[0] in names else only(values), device)
+    output, _ = check_operation(PATH, values | to_device(others, device), case=str(names))
+    if lengths:
+        held = output[:, 40] == float("-inf")
+        assert held.any() and not held.all(), "every node is as deep as every other one, as far as this can tell"
+
+
+def test_in_place_and_into_wider_rows(device):
+    """`out` is the logits themselves, a slice of padded ones: what stands behind them is left alone."""
+    values = make(2, 2, 2, 4, device=device)
+    expected = eagle_kernels.raw.penalize_logits(**values)
+    guard = Guarded((8, 70), torch.float32, device)
+    guard.tensor[:, :61] = values["target_logits"]
+    beside = guard.tensor[:, 61:].clone()
+    given = guard.tensor[:, :61]
+    result = eagle_kernels.raw.penalize_logits(**values | {"target_logits": given}, out=given)
+    assert result is given
+    assert_equal("penalize_logits", "in place", "output", result, expected)
+    assert_equal("penalize_logits", "in place", "beside", guard.tensor[:, 61:], beside)
+    guard.check("penalize_logits", "output")
+
+
+def test_special_logits(device):
+    values = make(2, 2, 2, 4, device=device)
+    for row, bad in ((1, float("nan")), (2, float("inf")), (3, float("-inf"))):
+        values["target_logits"][row] = bad
+        values["target_logits"][4 + row, 7] = bad
+    check_operation(PATH, values, case="special")
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_trees_end(fault, device):
+    values = make(3, 2, 2, 4, device=device)
+    MALFORMED[fault](only_links(values))
+    output, _ = check_operation(PATH, values, case=fault)
+    if fault in ("dead rows", "rows of another request"):
+        alive = 1 if fault == "rows of another request" else None  # the request in the middle stays itself
+        dead = [request for request in range(3) if request != alive]
+        rows = torch.arange(12, device=device).view(3, 4)[dead].flatten()
+        assert torch.equal(output[rows], values["target_logits"][rows])
+
+
+def only_links(values):
+    return {name: values[name] for name in LINKS}
+
+
+def test_links_that_name_a_node_twice(device):
+    """Whatever links say, kernel and reference count the same, and the nodes before the fault are as they were."""
+    values = only(make(4, 2, 3, 7, device=device), "frequency_penalty")
+    for name in LINKS[2:]:
+        values[name] = torch.randint(-2, 9, (4, 7), device=device)
+    values["retrieve_index"][:, 1:][torch.rand(4, 6, device=device) < 0.1] = -1
+    check_operation(PATH, values, case="random links")
+
+
+def test_requests_do_not_see_each_other(device):
+    """Each alone gives what it gives in the batch, also beside a dead one."""
+    values = make(4, 2, 2, 4, device=device)
+    values["retrieve_index"][2] = -1
+    together = eagle_kernels.raw.penalize_logits(**values).view(4, 4, 61)
+    for request in range(4):
+        own = {name: value.unflatten(0, (4, -1))[request] for name, value in values.items()}
+        own["retrieve_index"] = torch.where(own["retrieve_index"] >= 0, own["retrieve_index"] - 4 * request, -1)
+        assert_equal(
+            "penalize_logits", str(request), "alone", eagle_kernels.raw.penalize_logits(**own), together[request]
+        )
+
+
+def test_empty_batch(device):
+    values = {name: value[:0] for name, value in make(1, 4, 3, 8, device=device).items()}
+    output, _ = check_operation(PATH, values, case="empty")
+    assert output.shape == (0, 61)
+
+
+def test_serves_verification_by_probabilities(device):
+    """What the renorms and the coin walk are given: no bad token is ever emitted."""
+    values = make(1, 2, 2, 4, device=device)
+    values["bad_token_ids"] = torch.arange(30, device=device)
+    logits = eagle_kernels.raw.penalize_logits(**values)
+    probs = eagle_kernels.raw.top_p_renorm(torch.softmax(logits, -1), torch.full((4,), 0.9, device=device))
+    coins, final = torch.rand(1, 4, device=device), torch.rand(1, device=device)
+    verdict = eagle_kernels.raw.verify_tree_coins(
+        *(values[name] for name in LINKS), probs.view(1, 4, 61), coins, final, spec_steps=2
+    )
+    emitted = verdict.predicts[verdict.predicts >= 0]
+    assert len(emitted) >= 1 and emitted.min() >= 30
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches(PATH, make(2, 4, 3, 8, device=device))
+
+
+def test_registration(device):
+    check_registration("penalize_logits", make(2, 2, 2, 4, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_logits": torch.zeros(61, 16).t()}, "target_logits must be contiguous in its last 1 axes"),
+        ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
+        ({"target_logits": torch.zeros(16, 61).double()}, "target_logits must have dtype"),
+        ({"candidates": torch.zeros(2, 7).long()}, "retrieve_index must have N = 7"),
+        ({"frequency_penalty": torch.ones(3)}, "frequency_penalty must have B = 2"),
+        ({"prompt_mask": torch.zeros(2, 3).int()}, r"prompt_mask must have shape \[B, 2\], got \[2, 3\]"),
+        ({"repetition_penalty": None}, "prompt_mask must come with repetition_penalty"),
+        (dict.fromkeys((*PENALTIES, "prompt_mask")), "output_counts must come with a penalty"),
+        (
+            {"end_token_ids": None},
+            "min_tokens, num_output_tokens and end_token_ids must be given together, got only min_tokens",
+        ),
+        ({"bad_token_ids": torch.zeros(3, 2).long()}, "bad_token_ids must have B = 2 in axis 0"),
+        ({"bad_token_ids": torch.zeros(2)}, "bad_token_ids must have dtype int32 or int64, got float32"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = to_device(make(2, 4, 3, 8) | change, device)
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.penalize_logits: " + message):
+        eagle_kernels.raw.penalize_logits(**values)
+
+
+def test_debug_mode_checks_values(monkeypatch):
+    values = make(2, 2, 2, 4) | {"repetition_penalty": torch.tensor([1.0, 0.0])}
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
+    with pytest.raises(ValueError, match=r"repetition_penalty must be a number above 0, got 0.0 at \[1\]"):
+        eagle_kernels.penalize_logits(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 4, 3, 8, vocab_size=5000, device=device)
+    out = eagle_kernels.raw.penalize_logits(**values)
+    before = out.clone()
+    replay_in_graph(
+        lambda: eagle_kernels.raw.penalize_logits(**values, out=out),
+        change=lambda: values["retrieve_index"][3:].fill_(-1),
+    )
+    assert torch.equal(out[:24], before[:24]) and torch.equal(out[24:], values["target_logits"][24:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_rows(dtype, device):
+    values = make(4, 8, 5, 64, vocab_size=128256, dtype=dtype, device=device)
+    output = eagle_kernels.raw.penalize_logits(**values)
+    expected = eagle_kernels.reference.ops.sampling.penalize_logits.penalize_logits(**values)
+    assert_close("penalize_logits", str(dtype), "output", output, expected)
