@@ -21,12 +21,10 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from . import check, language, target
+from . import check, language, target, triton_3_6
 from .calls import checked
 from .recorded import Tensors
 
-# Compiled kernels are called as these versions of Triton call them; with any other one nothing is ever planned.
-_PLANNED_TRITON_VERSIONS = ("3.6.",)
 # A launcher forgets its plans beyond this number; sizes that change at every call would fill the memory.
 _MAX_PLANS = 1024
 
@@ -241,7 +239,7 @@ class _Plan:
 
 @functools.cache
 def _knows_triton() -> bool:
-    return language.MISSING is None and language.triton.__version__.startswith(_PLANNED_TRITON_VERSIONS)
+    return language.MISSING is None and language.triton.__version__.startswith(triton_3_6.VERSIONS)
 
 
 def _can_plan() -> bool:
@@ -251,9 +249,7 @@ def _can_plan() -> bool:
         return False
     if _recording.launches is not None or torch.compiler.is_compiling():
         return False
-    runtime = language.triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return not (getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    return not triton_3_6.has_hooks(language.triton.knobs)
 
 
 def _all_aligned(pointers: list) -> bool:

@@ -124,143 +124,156 @@ def operator(module: ModuleType, reference: Callable) -> Op:
     works on in place; one that returns nothing besides has a contract that returns None, and no `out`. `IN_PLACE` names
     for a field of `Output`, or `out`, the arguments that such a buffer may be; nothing else may overlap a buffer.
     """
-    name = module.__name__.rpartition(".")[2]
-    launcher = getattr(module, name)
-    mutates = getattr(module, "MUTATES", ())
-    result_type = getattr(module, "Output", None)
-    signature = inspect.signature(launcher)
-    returns = "out" in signature.parameters
-    parameters = [p for p in signature.parameters.values() if p.name != "out"]
-    names = [p.name for p in parameters]
-    defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-    reference_names = inspect.signature(reference).parameters
-    check_kinds = host_kinds(name, {p.name: p for p in parameters})
-    fields = result_type._fields if result_type else ("output",)
-    buffer_names = {"out_" + field for field in fields}
+    op = _Operator(module, reference)
+    return Op(with_reference(op.public(), reference), op.names, op.overloads())
 
-    def bind(args, kwargs) -> dict:
-        return {**defaults, **dict(zip(names, args)), **kwargs}
 
-    def run(values: dict, out=None):
+class _Operator:
+    """What the public function of an op does, and its overloads."""
+
+    def __init__(self, module: ModuleType, reference: Callable):
+        self._op = name = module.__name__.rpartition(".")[2]
+        self._module, self._reference = module, reference
+        self._launcher = getattr(module, name)
+        self._result_type = getattr(module, "Output", None)
+        self._fields = self._result_type._fields if self._result_type else ("output",)
+        self._signature = inspect.signature(self._launcher)
+        self._returns = "out" in self._signature.parameters
+        parameters = {key: each for key, each in self._signature.parameters.items() if key != "out"}
+        self.names = list(parameters)
+        self._defaults = {key: p.default for key, p in parameters.items() if p.default is not inspect.Parameter.empty}
+        self._check_kinds = host_kinds(name, parameters)
+        self._reference_names = inspect.signature(reference).parameters
+        self._packet = getattr(torch.ops.eagle_kernels, name)
+
+    def overloads(self) -> dict[str, Overload]:
+        """Returns what the registered overloads do."""
+        found = {"default": Overload(self._functional(self._run), self._functional(self._infer))}
+        if self._returns:
+            found["out"] = Overload(self._into_buffers(self._run), self._into_buffers(self._infer))
+        return found
+
+    def public(self) -> Callable:
+        """Returns the public function. The quickest of three ways comes first: a plan, the launcher, the dispatcher."""
+        went_again, went_straight, result_type = self._went_again, self._went_straight, self._result_type
+        functional_overload, fields = self._packet.default, self._fields
+
+        @functools.wraps(self._launcher)
+        def returns_nothing(*args, **kwargs):
+            if not went_again(args, kwargs) and not went_straight(args, kwargs):
+                self._dispatch(functional_overload, args, kwargs)
+
+        @functools.wraps(self._launcher)
+        def returns_output(*args, **kwargs):
+            done = went_again(args, kwargs)
+            if done:
+                return done[0]
+            out = kwargs.pop("out", None)
+            if out is None:
+                result = went_straight(args, kwargs)
+                if result:
+                    return result[0]
+                result = self._dispatch(functional_overload, args, kwargs)
+                return result_type(*result) if result_type else result
+            buffers = check.unpack(self._op, out, len(fields)) if result_type else (out,)
+            if type(out) is (result_type or torch.Tensor) and went_straight(args, kwargs, out, buffers):
+                return out
+            buffer_arguments = {"out_" + field: buffer for field, buffer in zip(fields, buffers)}
+            self._dispatch(self._packet.out, args, {**kwargs, **buffer_arguments}, out)
+            return result_type(*buffers) if result_type else out
+
+        return returns_output if self._returns else returns_nothing
+
+    def _went_again(self, args, kwargs) -> tuple:
+        """Makes a call that looks like the one before; returns (its result,), or () if it must not be made here."""
+        is_free = not _is_watched() and os.environ.get("EAGLE_KERNELS_BACKEND", "") in ("", "triton")
+        return self._launcher.again(args, kwargs) if is_free else ()
+
+    def _went_straight(self, args, kwargs, out=None, buffers=()) -> tuple:
+        """Calls the launcher and returns (its result,), if nobody else waits for the call; otherwise ()."""
+        if not _goes_straight(args, kwargs, buffers):
+            return ()
+        try:
+            return (self._launcher(*args, **kwargs) if out is None else self._launcher(*args, **kwargs, out=out),)
+        except TypeError:
+            try:
+                self._signature.bind(*args, **kwargs)
+            except TypeError:  # `_dispatch` names what does not fit
+                return ()
+            raise
+
+    def _dispatch(self, overload, args, kwargs, out=None):
+        """Calls the op through the dispatcher; the op's own contract names what the dispatcher refuses."""
+        self._check_kinds(args, kwargs)
+        if torch.compiler.is_compiling():
+            return overload(*args, **kwargs)
+        try:
+            if torch.is_inference_mode_enabled():
+                return overload(*args, **kwargs)
+            return _below_autograd(overload, self.names, args, kwargs)
+        except (RuntimeError, TypeError, AssertionError, ValueError) as error:
+            if not str(error).startswith(f"eagle_kernels.{self._op}:"):
+                self._refuse(args, kwargs, out)
+            raise
+
+    def _refuse(self, args, kwargs, out) -> None:
+        """Raises an error that names the argument at fault, if the op's contract finds one."""
+        buffer_names = {"out_" + field for field in self._fields}
+        given = {key: value for key, value in kwargs.items() if key not in buffer_names}
+        refuse_names(self._op, self._signature.parameters, given)
+        try:
+            bound = self._signature.bind(*args, **given)
+        except TypeError as error:
+            raise TypeError(f"eagle_kernels.{self._op}: {error}") from None
+        contract = self._module.contract({**self._defaults, **bound.arguments, "out": out})
+        if out is not None:
+            check.allocate(self._op, contract, out)
+        if not _is_watched():
+            refuse_without_data(self._op, bound.arguments)
+
+    def _run(self, values: dict, out=None):
+        """Computes by the backend of the tensors' device."""
         device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
         if device is not None and backend(device) == "triton":
-            return launcher(**values, out=out) if returns else launcher(**values)
-        contract = module.contract(check.OfReference(values, out=out))
-        refuse_shared(name, values, mutates)
+            return self._launcher(**values, out=out) if self._returns else self._launcher(**values)
+        contract = self._module.contract(check.OfReference(values, out=out))
+        refuse_shared(self._op, values, getattr(self._module, "MUTATES", ()))
         if out is None:
-            check.check_room(name, contract)
+            check.check_room(self._op, contract)
         else:
-            out = check.allocate(name, contract, out)
-            refuse_overlaps(name, values, out, fields, getattr(module, "IN_PLACE", {}))
+            out = check.allocate(self._op, contract, out)
+            refuse_overlaps(self._op, values, out, self._fields, getattr(self._module, "IN_PLACE", {}))
         # a reference does not take what only a launcher has to be told, such as whether bits may depend on the batch
-        values = {name: value for name, value in values.items() if name in reference_names}
+        values = {name: value for name, value in values.items() if name in self._reference_names}
         with undisturbed():
-            result = reference(**values, out=out) if "out" in reference_names else reference(**values)
+            result = self._reference(**values, **({"out": out} if "out" in self._reference_names else {}))
             if out is None:
                 return result
             for target, source in zip(_flat(out), _flat(result)):
                 target.copy_(source)
         return out
 
-    def shapes(values: dict, out=None):
+    def _infer(self, values: dict, out=None):
         """Checks a call whose tensors have only shapes; returns empty outputs of theirs, or `out`."""
-        contract = module.contract({**values, "out": out})
-        return None if contract is None else check.allocate(name, contract, out)
+        contract = self._module.contract({**values, "out": out})
+        return None if contract is None else check.allocate(self._op, contract, out)
 
-    def call(overload, args, kwargs, out=None):
-        """Calls the op through the dispatcher; the op's own contract names what the dispatcher refuses."""
-        check_kinds(args, kwargs)
-        if torch.compiler.is_compiling():
-            return overload(*args, **kwargs)
-        try:
-            if torch.is_inference_mode_enabled():
-                return overload(*args, **kwargs)
-            return _below_autograd(overload, names, args, kwargs)
-        except (RuntimeError, TypeError, AssertionError, ValueError) as error:
-            if str(error).startswith(f"eagle_kernels.{name}:"):
-                raise
-            given = {key: value for key, value in kwargs.items() if key not in buffer_names}
-            refuse_names(name, signature.parameters, given)
-            try:
-                bound = signature.bind(*args, **given)
-            except TypeError as error:
-                raise TypeError(f"eagle_kernels.{name}: {error}") from None
-            contract = module.contract({**defaults, **bound.arguments, "out": out})
-            if out is not None:
-                check.allocate(name, contract, out)
-            if not _is_watched():
-                refuse_without_data(name, bound.arguments)
-            raise
-
-    def went_again(args, kwargs) -> tuple:
-        """Makes a call that looks like the one before; returns (its result,), or () if it must not be made here."""
-        is_free = not _is_watched() and os.environ.get("EAGLE_KERNELS_BACKEND", "") in ("", "triton")
-        return launcher.again(args, kwargs) if is_free else ()
-
-    def went_straight(args, kwargs, out=None, buffers=()) -> tuple:
-        """Calls the launcher and returns (its result,), if nobody else waits for the call; otherwise ()."""
-        if not _goes_straight(args, kwargs, buffers):
-            return ()
-        try:
-            return (launcher(*args, **kwargs) if out is None else launcher(*args, **kwargs, out=out),)
-        except TypeError:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError:  # `call` names what does not fit
-                return ()
-            raise
-
-    def functional(compute):
+    def _functional(self, compute: Callable) -> Callable:
         def compute_it(*args, **kwargs):
-            result = compute(bind(args, kwargs))
-            return tuple(result) if result_type else result
+            result = compute(self._bind(args, kwargs))
+            return tuple(result) if self._result_type else result
 
         return compute_it
 
-    def into_buffers(compute):
+    def _into_buffers(self, compute: Callable) -> Callable:
         def compute_it(*args, **kwargs):
-            out = tuple(kwargs.pop("out_" + field) for field in fields)
-            compute(bind(args, kwargs), result_type(*out) if result_type else out[0])
+            out = tuple(kwargs.pop("out_" + field) for field in self._fields)
+            compute(self._bind(args, kwargs), self._result_type(*out) if self._result_type else out[0])
 
         return compute_it
 
-    packet = getattr(torch.ops.eagle_kernels, name)
-    if not returns:
-        overload = packet.default
-
-        @functools.wraps(launcher)
-        def public(*args, **kwargs):
-            if not went_again(args, kwargs) and not went_straight(args, kwargs):
-                call(overload, args, kwargs)
-
-        return Op(with_reference(public, reference), names, {"default": Overload(functional(run), functional(shapes))})
-
-    functional_overload, out_overload = packet.default, packet.out
-
-    @functools.wraps(launcher)
-    def public(*args, **kwargs):
-        done = went_again(args, kwargs)
-        if done:
-            return done[0]
-        out = kwargs.pop("out", None)
-        if out is None:
-            result = went_straight(args, kwargs)
-            if result:
-                return result[0]
-            result = call(functional_overload, args, kwargs)
-            return result_type(*result) if result_type else result
-        buffers = check.unpack(name, out, len(fields)) if result_type else (out,)
-        if type(out) is (result_type or torch.Tensor) and went_straight(args, kwargs, out, buffers):
-            return out
-        buffer_arguments = {"out_" + field: buffer for field, buffer in zip(fields, buffers)}
-        call(out_overload, args, {**kwargs, **buffer_arguments}, out)
-        return result_type(*buffers) if result_type else out
-
-    overloads = {
-        "default": Overload(functional(run), functional(shapes)),
-        "out": Overload(into_buffers(run), into_buffers(shapes)),
-    }
-    return Op(with_reference(public, reference), names, overloads)
+    def _bind(self, args, kwargs) -> dict:
+        return {**self._defaults, **dict(zip(self.names, args)), **kwargs}
 
 
 class Operator(Protocol[P, R, ReferenceP, ReferenceR]):

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from .triton_3_6 import launch_of
+
 
 class Launch(NamedTuple):
     run: Callable  # launches the compiled kernel
@@ -42,12 +44,7 @@ class Tensors:
         return len(self._tensors) - 1
 
     def launch(self, compiled, grid: tuple[int, ...], arguments: list) -> Launch:
-        run, head = compiled.run, [*(*grid, 1, 1)[:3], _STREAM, compiled.function]
-        if type(run).__name__ == "CudaLauncher" and not (run.global_scratch_size or run.profile_scratch_size):
-            # what CudaLauncher itself calls when a kernel needs no scratch memory
-            head += [run.launch_cooperative_grid, run.launch_pdl, None, None]
-            run = run.launch
-        head += [compiled.packed_metadata, None, None, None]  # no hooks
+        run, head = launch_of(compiled, grid, _STREAM)
         values, constants = [*head, *arguments], []
         flat = [value for value in values for value in (value if isinstance(value, tuple) else (value,))]
         num_constants = sum(not (value is _STREAM or isinstance(value, torch.Tensor)) for value in flat)
