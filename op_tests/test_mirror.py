@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -101,3 +102,13 @@ def test_a_tuning_table_has_a_default(path):
     shared = [sys.modules[name] for name in names if ".shared." in name]
     tables = [value for each in (module, *shared) for name, value in vars(each).items() if name.endswith("TUNING")]
     assert tables and all("default" in table for table in tables)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "eagle_kernels" / "ops").rglob("*.py")), ids=lambda path: path.stem)
+def test_a_tuning_table_says_what_it_is_for(path):
+    """In a comment above it, or above the tables and the rows that stand between."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        if re.match(r"[A-Z_]*TUNING = ", line):
+            between = (above for above in reversed(lines[:number]) if not re.match(r"_?[A-Z_]+ = | +[\"}]", above))
+            assert next(between).startswith("#"), line

@@ -41,8 +41,8 @@ from .shared.softmax import LOG2_E, add_sink, finish_rows, match_keys, start_row
 _ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2}
 _FEW = {"from_rows": 0, "min_rows": 32, "max_rows": 32}
 _AMD = _ROW | {"tile_bytes": 8192}  # with more, heads past 128 spill half a kB a thread
-# requests that a program looks at at once
-BLOCK_BATCH = tl.constexpr(32)
+BLOCK_BATCH = tl.constexpr(32)  # requests that a program looks at at once
+# for prompts and chunks; for a few rows, as of a tree
 TUNING = {
     "default": (_ROW, _ROW | _FEW),
     "sm_90": (_ROW | {"num_stages": 3}, _ROW | _FEW | {"num_stages": 3}),

@@ -50,6 +50,7 @@ class Output(NamedTuple):
     overflow: torch.Tensor
 
 
+# A program lists what belongs to a request, so many entries at a time.
 TUNING = {"default": {"BLOCK_ENTRY": 256, "num_warps": 2}}
 
 

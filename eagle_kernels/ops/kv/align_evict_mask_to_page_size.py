@@ -30,6 +30,7 @@ from ...runtime.launch import launch, launcher
 
 MUTATES = ("evict_mask",)
 
+# A program clears a request's marks, so many tokens at a time.
 TUNING = {"default": {"BLOCK_TOKEN": 128, "num_warps": 1}}
 
 

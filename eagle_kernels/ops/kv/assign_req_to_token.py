@@ -26,6 +26,7 @@ from .shared.rows import ROW_SIZES, check_rows, debug_rows, find_row, row_argume
 
 MUTATES = ("req_to_token",)
 
+# Up to max_chunks programs write a request's list, block by block, after each has summed up the requests before it.
 TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_SLOT": 256, "max_chunks": 32, "num_warps": 4}}
 
 

@@ -44,6 +44,7 @@ class Output(NamedTuple):
     overflow: torch.Tensor
 
 
+# Up to max_chunks programs write a request's list, block by block, after each has summed up the requests before it.
 TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
 
 

@@ -59,6 +59,7 @@ class Output(NamedTuple):
 
 MAX_STEPS = 64
 
+# A program lists a branch's slots, block by block, after it has summed up the requests before it.
 TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_SLOT": 256, "num_warps": 1}}
 
 

@@ -59,6 +59,7 @@ class Output(NamedTuple):
 
 MAX_STEPS = 64
 
+# Up to max_chunks programs write a request's list, block by block, after each has summed up the requests before it.
 TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
 
 

@@ -32,6 +32,7 @@ class Output(NamedTuple):
     positions: torch.Tensor
 
 
+# A program lists so many tokens of one request.
 TUNING = {"default": {"BLOCK_TOKEN": 128, "num_warps": 1}}
 
 

@@ -38,6 +38,7 @@ MAX_HIDDEN = 65536
 MAX_PARTS = 8
 IN_PLACE = {"output": ("x", "residual"), "residual": ("x", "residual")}
 
+# A row stays in registers: 16 columns a thread, until warps would wait for each other.
 TUNING = {"default": {"columns_per_warp": 512, "max_warps": 16}}
 
 

@@ -37,6 +37,7 @@ from ...runtime.launch import bundle, launch, launcher
 
 MAX_CHILDREN = 64
 
+# Slices of a row, each for a program: 16 tokens a thread stay in registers. Then one program merges their best keys.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 MERGE_TUNING = {"default": {"num_warps": 4}}
 

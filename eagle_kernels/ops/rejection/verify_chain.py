@@ -50,6 +50,7 @@ from .shared.prepare_pair import SLICE_TUNING, check_pair, pair_arguments, scan_
 # All statistics of one chain are merged in registers.
 MAX_TOKENS = 256
 
+# A program merges the slices of a chain's nodes, then one warp writes what was accepted.
 WALK_TUNING = {"default": {"num_warps": 4}}
 FINISH_TUNING = {"default": {"num_warps": 1}}
 

@@ -35,7 +35,7 @@ from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import check_vocabulary
 from ...primitives.random import Coins
 from ...primitives.tree_walk import Path, all_depths, all_nodes, check_tree, follow, load_nodes, tree_arguments
-from ...runtime import check, tuning
+from ...runtime import check, target, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import bundle, launch, launcher
 from .shared import logits, sampling
@@ -43,11 +43,10 @@ from .shared.sample_rows import sample_rows
 from .shared.sampled_levels import walk_by_levels
 from .shared.sampled_output import WALK_TUNING, Output, store_arguments, store_outputs
 
-# Microseconds that a level takes besides reading, and microseconds that `programs` draws take, which run at once: with
-# filters, and without (plain_). Then the speed at which rows are scanned.
+# An H100's: microseconds that a level takes besides reading, and microseconds of as many draws as the GPU has
+# multiprocessors, with filters and without (plain_); then the speed at which rows are scanned.
 CHOICE_TUNING = {
-    "default": {"level_us": 8.5, "draw_us": 7.0, "plain_level_us": 3.0, "plain_draw_us": 1.5, "programs": 132,
-                "bytes_per_us": 2.2e6},
+    "default": {"level_us": 8.5, "draw_us": 7.0, "plain_level_us": 3.0, "plain_draw_us": 1.5, "bytes_per_us": 2.2e6},
 }  # fmt: skip
 
 
@@ -117,7 +116,8 @@ def draws_all_rows(target_logits: torch.Tensor, batch_size: int, spec_steps: int
     model = tuning.row(CHOICE_TUNING, target_logits.device)
     prefix = "" if has_filters else "plain_"
     row_us = vocab_size * target_logits.element_size() / model["bytes_per_us"]
-    all_us = num_rows * row_us + model[prefix + "draw_us"] * -(-num_rows // model["programs"])
+    rounds = triton.cdiv(num_rows, target.num_multiprocessors(target_logits.device))
+    all_us = num_rows * row_us + model[prefix + "draw_us"] * rounds
     return all_us <= (spec_steps + 1) * (batch_size * row_us + model[prefix + "level_us"])
 
 

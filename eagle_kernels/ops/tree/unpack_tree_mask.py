@@ -32,6 +32,7 @@ from .shared.tree_mask import (
     store_keys,
 )
 
+# A program unpacks so many rows of one tree.
 TUNING = {"default": {"BLOCK_ROW": 16, "BLOCK_FILL": 64, "num_warps": 4}}
 # Rows are as long as the context: each has a program, since a small batch would leave most of the GPU idle.
 FULL_MASK_TUNING = {"default": {"BLOCK_ROW": 1, "BLOCK_FILL": 512, "num_warps": 4}}

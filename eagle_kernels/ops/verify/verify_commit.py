@@ -36,6 +36,7 @@ class Output(NamedTuple):
     last_row: torch.Tensor
 
 
+# One warp commits a request: paths are short.
 TUNING = {"default": {"num_warps": 1}}
 
 

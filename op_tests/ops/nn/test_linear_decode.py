@@ -11,7 +11,7 @@ import eagle_kernels
 from eagle_kernels.ops.nn import linear_decode as module
 from eagle_kernels.ops.nn.shared import few_rows, many_rows
 from eagle_kernels.reference.ops.nn.linear_decode import linear_decode as reference
-from eagle_kernels.runtime import launch
+from eagle_kernels.runtime import launch, target
 from op_tests.harness import (
     assert_close,
     assert_equal,
@@ -148,7 +148,7 @@ def test_deterministic_rows_are_as_they_are_alone(num_parts, dtype, device):
 def test_which_kernel_is_taken(device, monkeypatch):
     """Which the CPU's whole numbers cannot tell: deterministic rows all take that of many."""
     for architecture in many_rows.MACHINES:
-        monkeypatch.setitem(many_rows.MACHINES, architecture, {"programs": 3, "fast_rows": 0, "fast_outputs": 9})
+        monkeypatch.setitem(many_rows.MACHINES, architecture, {"fast_rows": 0, "fast_outputs": 9})
     kernels = []
     with launch.intercept(lambda op, kernel, grid, arguments: kernels.append(kernel.__name__)):
         for num_rows, num_outputs, options in (
@@ -166,7 +166,8 @@ def test_every_entry_of_many_rows(rows, device, monkeypatch):
     monkeypatch.setattr(launch, "_can_plan", lambda: False)
     for architecture in many_rows.TUNING:
         monkeypatch.setitem(many_rows.TUNING, architecture, (rows | {"least_outputs": 0},))
-        monkeypatch.setitem(many_rows.MACHINES, architecture, {"programs": 3, "fast_rows": 0, "fast_outputs": 0})
+        monkeypatch.setitem(many_rows.MACHINES, architecture, {"fast_rows": 0, "fast_outputs": 0})
+    monkeypatch.setattr(target, "num_multiprocessors", lambda device: 3)
     for num_rows, num_outputs, num_parts in ((13, 70, None), (13, 300, None), (200, 70, 2)):
         num_rows = min(num_rows, rows["max_rows"])
         values = make(num_rows, num_outputs, 300, torch.float16, has_bias=True, device=device)
@@ -185,7 +186,7 @@ def test_how_many_rows_it_is_for():
 
 
 def test_where_parts_are_faster(monkeypatch):
-    monkeypatch.setitem(many_rows.MACHINES, "default", {"programs": 132, "fast_rows": 64, "fast_outputs": 5120})
+    monkeypatch.setitem(many_rows.MACHINES, "default", {"fast_rows": 64, "fast_outputs": 5120})
     square, wide = (torch.empty(size, 4096, device="meta", dtype=torch.bfloat16) for size in (4096, 6144))
     assert [module.parts_for(rows, square) for rows in (16, 17, 64, 65)] == [None, 2, 2, None]
     assert not module.is_for(64, square) and module.parts_for(64, wide) is None
@@ -194,10 +195,13 @@ def test_where_parts_are_faster(monkeypatch):
     assert module.parts_for(64, square.float()) is None
 
 
-@pytest.mark.parametrize("machine", many_rows.MACHINES.values(), ids=str)
-def test_deterministic_rows_have_the_same_parts_whatever_their_number(machine, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_multiprocessors", "fast_rows"), [(80, 0), *((number, 64) for number in (114, 132))], ids=str
+)
+def test_deterministic_rows_have_the_same_parts_whatever_their_number(num_multiprocessors, fast_rows, monkeypatch):
     """As many as the weight has room for, on every machine, also where rows of this number alone would have none."""
-    monkeypatch.setitem(many_rows.MACHINES, "default", machine | {"fast_outputs": 5120})
+    monkeypatch.setitem(many_rows.MACHINES, "default", {"fast_rows": fast_rows, "fast_outputs": 5120})
+    monkeypatch.setattr(target, "num_multiprocessors", lambda device: num_multiprocessors)
     several = set()
     for num_outputs, num_columns in itertools.product((1, 64, 1000, 4096, 6144), (100, 300, 4096)):
         weight = torch.empty(num_outputs, num_columns, device="meta", dtype=torch.bfloat16)

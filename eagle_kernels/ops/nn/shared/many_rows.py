@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
-from ....runtime import tuning
+from ....runtime import target, tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .layer import SIZES, Layer, choose_tuning, layer_arguments, multiply
@@ -53,11 +53,11 @@ TUNING = {
         _TILE | {"block_row": 128, "block_output": 128, "num_warps": 8, "num_stages": 4},
     ),
 }
-# programs: how many run at once. fast_rows: up to how many rows this is faster than cuBLAS. fast_outputs: from how many
-# outputs on it is faster than few_rows for 2 to 16 rows.
+# fast_rows: up to how many rows this is faster than cuBLAS. fast_outputs: from how many outputs on it is faster than
+# few_rows for 2 to 16 rows. Where neither was measured it is never preferred.
 MACHINES = {
-    "default": {"programs": 128, "fast_rows": 0, "fast_outputs": 2**31},
-    "sm_90": {"programs": 132, "fast_rows": 64, "fast_outputs": 5120},
+    "default": {"fast_rows": 0, "fast_outputs": 2**31},
+    "sm_90": {"fast_rows": 64, "fast_outputs": 5120},
 }
 
 
@@ -153,7 +153,7 @@ def most_parts(num_columns: int) -> int:
 
 def parts_of(weight: torch.Tensor) -> int:
     """Returns the parts that give each SM a program."""
-    (num_outputs, num_columns), programs = weight.shape, tuning.row(MACHINES, weight.device)["programs"]
+    (num_outputs, num_columns), programs = weight.shape, target.num_multiprocessors(weight.device)
     parts = programs // triton.cdiv(max(num_outputs, 1), _TILE["block_output"])
     return min(max(parts, 1), most_parts(num_columns))
 
@@ -163,7 +163,7 @@ def launch_many_rows(layer: Layer, prefetch_weight: bool) -> None:
     num_rows, num_outputs, out = layer.x.shape[0], layer.weight.shape[0], layer.output
     tuned = choose_tuning(TUNING, layer)
     num_parts, num_row_blocks = 1 if out.dim() == 2 else len(out), triton.cdiv(num_rows, tuned["block_row"])
-    block_output, programs = tuned["block_output"], tuning.row(MACHINES, out.device)["programs"]
+    block_output, programs = tuned["block_output"], target.num_multiprocessors(out.device)
     # as even as possible over all SMs, in as few rounds as there must be
     copies = max(num_parts * num_row_blocks, 1)  # programs of a block of outputs
     rounds = triton.cdiv(max(num_outputs, 1) * copies, block_output * programs)

@@ -42,6 +42,7 @@ from .traversal_steps import (
 _WORDS = tl.constexpr(AT_WORDS)
 _NODE_WORDS = tl.constexpr(PATH_WORDS)
 
+# One program settles a request between rounds: what it looks up lies in the registers of one warp.
 EDGE_TUNING = {"default": {"num_warps": 1}}
 
 
