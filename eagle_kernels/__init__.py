@@ -27,5 +27,5 @@ _HOMES = {
     **{name: f".ops:{name}" for name in OPS},
 }
 __all__ = ["__version__", *_HOMES]
-__getattr__, __dir__ = lazily(globals(), {**_HOMES, "engine": ".engine:", "types": ".types:"})
+__getattr__, __dir__ = lazily(__name__, {**_HOMES, "engine": ".engine:", "types": ".types:"})
 del interrupts

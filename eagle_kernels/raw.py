@@ -4,4 +4,4 @@ from .ops.registry import OPS
 from .runtime.lazy import lazily
 
 __all__ = sorted(OPS)
-__getattr__, __dir__ = lazily(globals(), {name: f".ops.{path}:{name}" for name, path in OPS.items()})
+__getattr__, __dir__ = lazily(__name__, {name: f".ops.{path}:{name}" for name, path in OPS.items()})

@@ -53,4 +53,4 @@ _HOMES = {
     "VerifyOutput": ".ops.verify.verify_tree_greedy:Output",
 }
 __all__ = list(_HOMES)
-__getattr__, __dir__ = lazily(globals(), _HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -17,4 +17,4 @@ _HOMES = {
     **{name: f".operators:{name}" for name in OPS},
 }
 __all__ = list(_HOMES)
-__getattr__, __dir__ = lazily(globals(), {**_HOMES, **{family: f".{family}:" for family in FAMILIES}})
+__getattr__, __dir__ = lazily(__name__, {**_HOMES, **{family: f".{family}:" for family in FAMILIES}})

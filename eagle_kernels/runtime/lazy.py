@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 
-def lazily(names: dict[str, Any], homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns the functions `__getattr__` and `__dir__` of a module.
+def lazily(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns the functions `__getattr__` and `__dir__` of a module, given by its `__name__`.
 
-    names: the module's `globals()`. homes: where each name is, as `.ops.registry:OPS`; `.raw:` is a module itself.
+    homes: where each name is, as `.ops.registry:OPS`; `.raw:` is a module itself.
     """
 
     def get(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {names['__name__']!r} has no attribute {name!r}")
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, attribute = homes[name].partition(":")
-        value = import_module(home, names["__package__"])
-        names[name] = value = getattr(value, attribute) if attribute else value
+        value = import_module(home, sys.modules[module].__package__)
+        value = getattr(value, attribute) if attribute else value
+        setattr(sys.modules[module], name, value)  # so that this is not asked again
         return value
 
-    return get, lambda: sorted({*names, *homes})
+    return get, lambda: sorted({*vars(sys.modules[module]), *homes})

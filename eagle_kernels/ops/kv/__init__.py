@@ -3,4 +3,4 @@
 from ...runtime.lazy import lazily
 from ..registry import FAMILIES
 
-__getattr__, __dir__ = lazily(globals(), {name: f".{name}:" for name in FAMILIES["kv"]})
+__getattr__, __dir__ = lazily(__name__, {name: f".{name}:" for name in FAMILIES["kv"]})
