@@ -367,15 +367,15 @@ def test_the_coins_of_sglang_get_filled_buffers(is_bare):
 
 def test_the_pipeline_of_a_server_agrees():
     """The filters in their order and the coin walk of SGLang's contract, each by a reference, from the fp32 logits."""
-    benchmark, ops, calls = BENCHMARKS["verify_tree_sampled"], reference.ops.verify, []
+    benchmark, ops, calls = BENCHMARKS["verify_tree_sampled"], reference.ops, []
 
     def top_k_renorm(probs, top_k):
         calls.append("top_k")
-        return ops.top_k_renorm.top_k_renorm(probs, top_k)
+        return ops.sampling.top_k_renorm.top_k_renorm(probs, top_k)
 
     def top_p_renorm(probs, top_p):
         calls.append("top_p")
-        return ops.top_p_renorm.top_p_renorm(probs, top_p)
+        return ops.sampling.top_p_renorm.top_p_renorm(probs, top_p)
 
     def prepare(values):
         def op(*arguments):
@@ -383,7 +383,7 @@ def test_the_pipeline_of_a_server_agrees():
             tree, (coins, final_coins, target_probs) = walked[:4], walked[4:]
             assert target_probs.dtype == torch.float32 and draft_probs.shape == target_probs.shape
             assert not draft_probs.any() and (outputs[0] == -1).all()
-            made = ops.verify_tree_coins.verify_tree_coins(
+            made = ops.verify.verify_tree_coins.verify_tree_coins(
                 *tree, target_probs, coins, final_coins, spec_steps=values["spec_steps"]
             )
             for output, made_output in zip(outputs, made):

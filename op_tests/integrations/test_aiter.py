@@ -173,7 +173,7 @@ def test_each_threshold_of_the_walk_by_coins_has_its_place(thresholds, accepted,
     """A draft of probability 0.4 and a coin of 0.6: the first is for a single token, the second for their sum."""
     links = [[[0, 1]], [[1, -1]], [[-1, -1]]]
     tree = [[[5, 2]], *links]
-    probs, coins, last = [[[0.1, 0.2, 0.4, 0.3]] * 2], [[0.6, 0.6]], [0.5]
+    probs, coins, last = [[[0.1, 0.2, 0.4, 0.3]] * 2], [[0.6, 0.6]], [0.45]
     wanted = [0, 0], [[-1, -1]]
     counts = oracle_sample(wanted, tree, coins, last, probs, *thresholds)
     outputs = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, 0], [[-1, -1]], [0])]

@@ -284,7 +284,9 @@ def test_a_draw_is_between_what_sglang_does_before_and_after(sglang, device):
     """Before it SGLang mends logits that are no numbers, after it it lets ranks agree; both in place."""
     engine = Engine([request(0), request(1)], device)
     sampler = sglang["sglang.srt.layers.sampler"].Sampler
-    sampler._preprocess_logits = lambda sampler, logits, info: logits.fill_(-9.0).index_fill_(1, torch.tensor(7), 9.0)
+    sampler._preprocess_logits = lambda sampler, logits, info: logits.fill_(-9.0).index_fill_(
+        1, torch.tensor(7, device=logits.device), 9.0
+    )
     sampler._sync_token_ids_across_tp = lambda sampler, tokens, info: tokens.add_(20)
     engine.step()
     assert engine.last.tolist() == [27, 27]
