@@ -127,11 +127,7 @@ def _outputs(family: str) -> str:
             items.append(f"- [{name}](#{name}): `{path}({', '.join(output._fields)})`")
     if not items:
         return ""
-    told = (
-        "A named tuple of tensors: what an op returns, and what its `out` takes. Any tuple or list of as many tensors\n"
-    )
-    told += "serves as `out`, too. The fields are described under the op's *Returns*.\n\n"
-    return "## Output\n\n" + told + "\n".join(items)
+    return "## Output\n\nThe named tuples that the ops return.\n\n" + "\n".join(items)
 
 
 def _engine_page() -> str:
