@@ -164,8 +164,8 @@ def extend_cache_locs(
         starts: [B] int. First token of each range; negative ones count as 0.
         ends: None or [B] int. One past the last token of each range; a range that ends before it starts is empty.
         num_tokens: instead of `ends`: tokens of every range, at least 0.
-        capacity: room for all ranges, with `ends` only; the sum of their lengths is enough. With `num_tokens` every
-            range has room.
+        capacity: room for all ranges, with `ends` only; the sum of their lengths is enough. With `num_tokens` it is
+            num_tokens * B.
         keep_unused: unused tails of the lists in `out` stay as they are.
         out: four tensors to write into.
 
