@@ -109,7 +109,8 @@ def _family_page(family: str) -> str:
     entries += [outputs] if outputs else []
     others = (*_FAMILY_OTHERS.get(family, ()), *(("Output",) if outputs else ()))
     links = " · ".join(f"[{name}](#{name.lower()})" for name in (*sorted(names), *others))
-    return _page(f"{_FAMILY_TITLES[family]}: API", [links, *entries])
+    rules = "See also [what holds for all ops](../README.md#what-holds-for-all-ops)."
+    return _page(f"{_FAMILY_TITLES[family]}: API", [rules, links, *entries])
 
 
 def _outputs(family: str) -> str:
@@ -126,11 +127,7 @@ def _outputs(family: str) -> str:
             items.append(f"- [{name}](#{name}): `{path}({', '.join(output._fields)})`")
     if not items:
         return ""
-    told = (
-        "A named tuple of tensors: what an op returns, and what its `out` takes. Any tuple or list of as many tensors\n"
-    )
-    told += "serves as `out`, too. The fields are described under the op's *Returns*.\n\n"
-    return "## Output\n\n" + told + "\n".join(items)
+    return "## Output\n\nThe named tuples that the ops return.\n\n" + "\n".join(items)
 
 
 def _engine_page() -> str:
@@ -197,6 +194,7 @@ def _untyped(name: str, signature: inspect.Signature) -> str:
     """Returns the call of an op in lines of 120 characters."""
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     call = name + str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    call = re.sub(r"<\w+\.\w+: ([^>]*)>", r"\1", call)  # members of an Enum, for which their value serves
     return textwrap.fill(call, 120, subsequent_indent=" " * 4, break_on_hyphens=False)
 
 

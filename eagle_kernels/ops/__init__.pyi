@@ -137,7 +137,7 @@ kv_indices = _with_reference(_kv_indices, _kv_indices_reference)
 linear_decode = _with_reference(_linear_decode, _linear_decode_reference)
 """Returns x @ weight.T + bias for the tokens of a decoding step."""
 merge_drafts = _with_reference(_merge_drafts, _merge_drafts_reference)
-"""Merges two tries of every request into one: the other trie goes below a node of the first."""
+"""Merges two tries of every request: the other one goes below a node of the first."""
 min_p_renorm = _with_reference(_min_p_renorm, _min_p_renorm_reference)
 """Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalises."""
 move_accepted_kv = _with_reference(_move_accepted_kv, _move_accepted_kv_reference)
@@ -159,7 +159,7 @@ prefill_attention = _with_reference(_prefill_attention, _prefill_attention_refer
 prune_trees = _with_reference(_prune_trees, _prune_trees_reference)
 """Prunes the trees of a batch to max_rows nodes in all; the drafts with the highest scores stay."""
 reroot_drafts = _with_reference(_reroot_drafts, _reroot_drafts_reference)
-"""Moves the trie of every request to a later root: keeps the drafts below the tokens committed since it was made."""
+"""Moves the trie of every request to a later root: keeps what is below the tokens committed since."""
 rms_norm = _with_reference(_rms_norm, _rms_norm_reference)
 """Normalizes each row of `x`, or of `x + residual`, by its root mean square."""
 rope = _with_reference(_rope, _rope_reference)

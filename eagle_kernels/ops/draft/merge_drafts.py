@@ -137,33 +137,28 @@ def merge_drafts(
     num_speculative_tokens: int,
     out: Output | None = None,
 ) -> Output:
-    """Merges two tries of every request into one: the other trie goes below a node of the first.
-
-    Symbols: B requests, M and M2 drafts of the two tries, K = num_speculative_tokens. Integers may be int32 or int64.
-    Draft j of a trie is its node j + 1; node 0 is the root, which has no draft.
+    """Merges two tries of every request: the other one goes below a node of the first.
 
     Args:
-        tokens: [B, M] int, M <= 255. Tokens of nodes 1..M of the first trie; a negative one is padding.
-        parents: [B, M] int. Node that each of them follows, as `tree_from_parents` takes it: 0 is the root, -1 padding.
-        other_tokens: [B, M2] int, M2 <= 255. The same of the other trie.
-        other_parents: [B, M2] int. The same of the other trie.
-        attach: [B] int. Node of the first trie that becomes the root of the other one. If there is no such node, or if
-            it was not kept, the other trie is left out.
-        num_speculative_tokens: K, the most drafts that are kept, 1..255. The first trie comes first.
+        tokens: [B, M] int, M <= 255. Tokens of nodes 1..M of the first trie.
+        parents: [B, M] int. Their parents, 0 for the root; -1 padded.
+        other_tokens, other_parents: [B, M2] int, M2 <= 255. The same of the other trie.
+        attach: [B] int. Node of the first trie that is the other one's root. If it is not kept, neither is that trie.
+        num_speculative_tokens: K, the most drafts kept, 1..255, the first trie's first.
         out: three tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        tokens: [B, K] int64. Tokens of nodes 1..K of the new trie, -1 padded. Siblings have different tokens.
-        parents: [B, K] int64. Node that each of them follows, 0 for the root; -1 padded.
-        num_drafts: [B] int32. Drafts of the new trie.
-        A node whose parent does not precede it, or whose token is negative, is left out with all nodes below it.
+        A named tuple:
+        tokens: [B, K] int64. Tokens of the new trie, -1 padded. Siblings differ.
+        parents: [B, K] int64. Their parents, -1 padded.
+        num_drafts: [B] int32. Their number.
+        Nodes with a negative token or without an earlier parent are left out, with all below them.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
-        eagle_kernels' own. FastDeploy's hybrid of MTP and n-gram drafts (mtp_strategy "with_ngram") appends to a chain.
+        eagle_kernels' own. FastDeploy's hybrid of MTP and n-gram drafts appends to a chain.
 
     Example:
         >>> merged = eagle_kernels.merge_drafts(
@@ -171,8 +166,6 @@ def merge_drafts(
         ...     torch.tensor([0]), num_speculative_tokens=6)
         >>> merged.tokens.tolist()  # both tries have a 5 below the root; 8 follows it
         [[5, 6, 7, 8, -1, -1]]
-        >>> merged.parents.tolist()
-        [[0, 1, 0, 1, -1, -1]]
     """
     out = check.allocate("merge_drafts", contract(locals()), out)
     launch(

@@ -4,11 +4,10 @@ Computes
     h is the history: token_ids[b, :seq_len], then draft_tokens[b] up to the first negative one. The match length of an
     end position e < len(h) - 1 is the largest n <= max_ngram_size with h[e - n + 1 .. e] = the last n tokens, none of
     them negative; e is a match if that is at least min_ngram_size and h[e + 1] is not negative. The first max_matches
-    of these are taken, by descending match length, equal ones by position as `prefer` says. Each continues with
-    h[e + 1], h[e + 2], ... up to a negative token, past the end of h with the continuation itself from its beginning
-    on, again and again (as LZ77 copies). The continuations are merged, in order, into a trie, whose nodes are numbered
-    as they are made.
-    token_budget: row i has the first min(want_i, max(0, budget - live rows - sum of want_j, j < i)) drafts of its trie.
+    of these are taken, by descending match length, equal ones by position as `prefer` says. Each continues with h[e +
+    1], h[e + 2], ... up to a negative token, past the end of h with the continuation itself from its beginning on,
+    again and again (as LZ77 copies). The trie's nodes are numbered as they are made. token_budget: row i has the first
+    min(want_i, max(0, budget - live rows - sum of want_j, j < i)) drafts of its trie.
 Invariants
     Tokens past seq_len and past a row's drafts do not matter. Parents precede their children, siblings differ. The
     result does not depend on the width of token_ids, on how a row is cut into parts, or, without a token_budget, on
@@ -260,48 +259,45 @@ def ngram_match(
 ) -> Output:
     """Drafts what followed earlier occurrences of a request's last tokens in its own text.
 
-    Symbols: B requests, M = num_speculative_tokens. Integers may be int32 or int64. The history of a request is its
-    tokens, then its drafts. A place where its last n tokens occurred before, and were followed by another token, is a
-    match; longer matches come first. What followed a match goes on for spec_steps tokens, past the end of the history
-    with its own beginning again. These continuations are merged, in order, into a trie below the last token, the root.
+    A match is an earlier place of the last n tokens of a request's history: `token_ids`, then `draft_tokens`. Longer
+    matches come first. The spec_steps tokens after each, past the end of the history its beginning again, are merged
+    into a trie below the last token, the root.
 
     Args:
-        token_ids: [B, L] int, L < 2^30. Prompt and output; a negative token matches nothing. Rows may be strided.
-        seq_lens: [B] int. Tokens of each request, of which at most L count. 0 or less is a dead row, without drafts.
-        draft_tokens: None or [B, D] int, D <= 255. Drafts that already count as history, -1 padded.
-        max_drafts: None or [B] int. Most drafts of each request; 0 or less is none.
+        token_ids: [B, L] int, L < 2^30. Prompt and output; negative tokens match nothing. Rows may be strided.
+        seq_lens: [B] int. Tokens of each request, limited to L; 0 or less is a dead row.
+        draft_tokens: None or [B, D] int, D <= 255. Drafts that count as history, -1 padded.
+        max_drafts: None or [B] int. The most drafts of each request; 0 or less is none.
         num_speculative_tokens: M, the most drafts of any request, 1..255.
-        spec_steps: most drafts of a path, at least 1. None: M.
-        max_ngram_size: how many last tokens a match has at most, 1..32.
-        min_ngram_size: how many it has at least, 1..max_ngram_size.
-        max_matches: 1 drafts a chain; more, up to 16, draft a tree.
-        prefer: "latest" or "earliest": which of the matches of one length comes first.
-        token_budget: most tokens that the batch verifies (None: no limit), with the root of every live row, without
-            `draft_tokens`. Rows take their drafts in order.
+        spec_steps: the most drafts of a path, at least 1. None: M.
+        max_ngram_size: the largest n, 1..32.
+        min_ngram_size: the smallest n, 1..max_ngram_size.
+        max_matches: 1 drafts a chain; more, up to 16, a tree.
+        prefer: "latest" or "earliest", the first of equally long matches.
+        token_budget: the most tokens that the batch verifies, roots of live rows included, `draft_tokens` not. Rows
+            take theirs in order. None: no limit.
         out: four tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        tokens: [B, M] int64. Drafts, -1 padded. Draft j is node j + 1 of the trie; siblings have different tokens.
-        parents: [B, M] int64. Node that each draft follows, as `tree_from_parents` takes it, 0 the root; -1 padded.
+        A named tuple:
+        tokens: [B, M] int64. Tokens of nodes 1..M of the trie, -1 padded. Siblings differ.
+        parents: [B, M] int64. Their parents, 0 for the root; -1 padded.
         num_drafts: [B] int32. Drafts of each request.
-        match_len: [B] int32. Length of the first match, however many of its drafts are left; 0 for no match.
+        match_len: [B] int32. Length n of the first match, 0 for none, however many drafts are left.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
-        Prompt lookup. Of the longest matches "earliest" takes the one of transformers' PromptLookupCandidateGenerator,
-        "latest" that of vLLM's n-gram speculator on the GPU. draft_tokens follow FastDeploy's hybrid of MTP and n-gram
-        drafts, token_budget its ngram_match. Tries, and continuations past the end, are eagle_kernels' own.
+        Prompt lookup. Of the longest matches "earliest" takes that of transformers' PromptLookupCandidateGenerator,
+        "latest" that of vLLM's n-gram speculator on the GPU. draft_tokens and token_budget are as in FastDeploy. The
+        rest is eagle_kernels' own.
 
     Example:
         >>> drafts = eagle_kernels.ngram_match(
         ...     torch.tensor([[1, 2, 3, 4, 1, 2]]), torch.tensor([6]), num_speculative_tokens=5, max_ngram_size=3)
         >>> drafts.tokens.tolist()  # the text began with 1 2 as well
         [[3, 4, 1, 2, 3]]
-        >>> drafts.match_len.tolist()
-        [2]
     """
     out = check.allocate("ngram_match", contract(locals()), out)
     (batch_size, width), device = token_ids.shape, token_ids.device

@@ -3,7 +3,7 @@
 Computes
     A drafter on the host is a step behind the device: while it looks for drafts, the tokens of that step are verified.
     The new trie has the first num_speculative_tokens descendants of the node at the end of the path, at most spec_steps
-    below it. A path ends at its first negative token; an empty one stays at the root.
+    below it.
 Invariants
     Parents precede their children.
 Grid
@@ -118,29 +118,26 @@ def reroot_drafts(
     spec_steps: int,
     out: Output | None = None,
 ) -> Output:
-    """Moves the trie of every request to a later root: keeps the drafts below the tokens committed since it was made.
-
-    Symbols: B requests, M drafts of a trie, K = num_speculative_tokens. Integers may be int32 or int64. Draft j of a
-    trie is its node j + 1; node 0 is the root, which has no draft.
+    """Moves the trie of every request to a later root: keeps what is below the tokens committed since.
 
     Args:
-        tokens: [B, M] int, M <= 1023. Tokens of nodes 1..M; a negative one is padding.
-        parents: [B, M] int. Node that each of them follows, as `tree_from_parents` takes it: 0 is the root, -1 padding.
-        path: [B, T] int. Tokens committed since the trie was made, -1 padded. They lead down from the root, each to the
-            first child that carries it, to the new root.
-        num_speculative_tokens: K, the most drafts that are kept, 1..1023.
-        spec_steps: how far below the new root they may be, at least 1.
+        tokens: [B, M] int, M <= 1023. Tokens of nodes 1..M.
+        parents: [B, M] int. Their parents, 0 for the root; -1 padded.
+        path: [B, T] int. Those tokens, up to the first negative one. They lead down from the root to the new one, each
+            to the first child that carries it.
+        num_speculative_tokens: K, the most drafts kept, 1..1023.
+        spec_steps: the most levels kept, at least 1.
         out: three tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        tokens: [B, K] int64. Tokens of nodes 1..K of the new trie, in their old order, -1 padded.
-        parents: [B, K] int64. Node that each of them follows, 0 for the new root; -1 padded.
-        num_drafts: [B] int32. Drafts of the new trie; 0 where the path leaves the old one.
-        A node whose parent does not precede it, or whose token is negative, is left out with all nodes below it.
+        A named tuple:
+        tokens: [B, K] int64. Tokens of the new trie, in their old order, -1 padded.
+        parents: [B, K] int64. Their parents, -1 padded.
+        num_drafts: [B] int32. Their number; 0 where the path leaves the old trie.
+        Nodes with a negative token or without an earlier parent are left out, with all below them.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
         eagle_kernels' own.
@@ -151,8 +148,6 @@ def reroot_drafts(
         ...     num_speculative_tokens=4, spec_steps=4)
         >>> moved.tokens.tolist()  # 5 was committed; 7 follows it, and 8 follows 7
         [[7, 8, -1, -1]]
-        >>> moved.parents.tolist()
-        [[0, 1, -1, -1]]
     """
     out = check.allocate("reroot_drafts", contract(locals()), out)
     batch_size, num_drafts = tokens.shape

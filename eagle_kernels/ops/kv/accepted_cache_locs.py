@@ -3,9 +3,6 @@
 Computes
     Node i of request b, one of N, was verified at slot cache_locs[b * N + i]. The nodes of the path, root first, move
     to the first of the request's N slots: source_locs lists the slots of the path, target_locs as many from the front.
-    A pool that moves nothing needs source_locs alone: the accepted slots where they lie. Without accept_index the tree
-    is a chain, whose path is its first nodes. With seq_lens, the slots after the page of the last accepted token are
-    free.
 Invariants
     Nothing is written past a capacity, and no bound exceeds it. No target is free, unless free_token_num says so. Along
     an ascending path a slot is copied from, if at all, no later than it is copied to.
@@ -279,66 +276,55 @@ def accepted_cache_locs(
 ) -> Output:
     """Lists the slots to copy so that accepted paths become contiguous, and the slots that become free.
 
-    Symbols: B requests, N = num_verify_tokens nodes of a tree, its root (node 0) included, W entries of a path,
-    P = page_size. Integers may be int32 or int64. The path of a request moves to the first of the request's N slots.
+    The path of a request moves to the first of its N slots. `source_locs` alone serves a pool that moves nothing.
 
     Args:
-        cache_locs: [B * N] int. Slots of the nodes of each request, node 0 first: those of its tokens from
-            seq_len on. At most 2^31 - 1024 in all. Slots below 0 count as -1.
-        accept_token_num: None or [B] int. Accepted drafts of each request, the root and the bonus token not counted:
-            the path has this many nodes and one more. Negative for a dead request. None: the path has the nodes of
-            `accept_index`.
-        accept_index: None or [B, W] int. Nodes of each path, root first, as b * N + node; -1 padded. Entries outside
-            the request's N nodes are left out. None: each tree is a chain, whose path is its first nodes (W = N); this
-            needs `accept_token_num`. B * W is at most 2^31 - 1024.
-        seq_lens: None or [B] int. Committed tokens of each request before this step. With it, the slots on pages after
-            that of the last accepted token are free, which are those of the tokens from
-            `ceil((seq_len + accept_token_num + 1) / P) * P` on. Needs `accept_token_num`. None: nothing is free.
+        cache_locs: [B * N] int. Slots of each request's tokens from seq_len on, its root's first; at most 2^31 - 1024
+            in all. Slots below 0 count as -1.
+        accept_token_num: None or [B] int. Accepted drafts, the root and the bonus not counted: the path has one node
+            more. Negative for a dead request. None: `accept_index` tells the path.
+        accept_index: None or [B, W] int, of at most 2^31 - 1024 entries. Nodes of each path, root first, as b * N +
+            node; -1 padded. Entries outside the request's N nodes are left out. None: each tree is a chain, whose path
+            is its first nodes (W = N); this needs `accept_token_num`.
+        seq_lens: None or [B] int. Committed tokens before this step. With it, the slots on pages after that of the last
+            accepted token are free: those of tokens from `ceil((seq_len + accept_token_num + 1) / P) * P` on. Needs
+            `accept_token_num`. None: nothing is free.
         free_token_num: None or [B] int. Instead of `seq_lens`: how many of each request's last slots are free, clamped
             to 0..N.
-        num_verify_tokens: N, at least 1.
-        page_size: P, at least 1. Tokens of a page of the pool.
-        capacity: room for the slots of all paths, at least 0. None: B * W, which is always enough.
-        free_capacity: room for all free slots, at least 0. None: B * N, which is always enough; 0 without `seq_lens`
-            and `free_token_num`.
-        keep_unused: with `out` only: the lists' unused tails stay as they are, instead of -1.
+        num_verify_tokens: N, nodes of a tree, at least 1.
+        page_size: P, tokens of a page, at least 1.
+        capacity: room for the slots of all paths. None: B * W, which is always enough.
+        free_capacity: room for all free slots. None: B * N, which is always enough, or 0 where nothing is free.
+        keep_unused: unused tails of the lists in `out` stay as they are.
         out: six tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written, except unused tails with `keep_unused`:
-        path_indptr: [B + 1] int32. Request b has the entries path_indptr[b]..path_indptr[b + 1] - 1 of the next two
-            lists. No bound exceeds `capacity`.
-        source_locs: [capacity] int64, or int32 if `out` holds int32. Slots of the paths, to copy from; -1 in the unused
-            tail.
-        target_locs: [capacity] int64, or int32 if `out` holds int32. Slots to copy to; -1 in the unused tail.
-        free_indptr: [B + 1] int32. Request b has the entries free_indptr[b]..free_indptr[b + 1] - 1 of `free_locs`. No
-            bound exceeds `free_capacity`.
-        free_locs: [free_capacity] int64, or int32 if `out` holds int32. Free slots; -1 in the unused tail.
-        overflow: [2] int32. The room that paths and free slots need if it exceeds `capacity` and `free_capacity`, else
-            0. What exceeds these is not written.
-        A dead request, whose entries are -1 or whose accept_token_num is negative, moves and frees nothing; nor
-        does a request free anything whose first entry is left out. If one slot of a pair is -1, both are. For an
-        ascending path the pairs of a request may be copied in order.
+        A named tuple, whose int64 is int32 where `out` holds int32:
+        path_indptr: [B + 1] int32. Where each request's entries of the next two lists begin and end.
+        source_locs: [capacity] int64. Slots of the paths, to copy from, -1 padded.
+        target_locs: [capacity] int64. Slots to copy to, -1 padded. If one slot of a pair is -1, both are.
+        free_indptr: [B + 1] int32. Where each request's entries of `free_locs` begin and end.
+        free_locs: [free_capacity] int64. Free slots, -1 padded.
+        overflow: [2] int32. The room that paths and free slots need if it exceeds their capacity, where lists and
+            bounds end; else 0.
+        A dead request, whose entries are -1 or whose accept_token_num is negative, moves and frees nothing; one whose
+        first entry is left out frees nothing. The pairs of an ascending path may be copied in order.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, arguments that exclude or need each
-            other as above, or a tensor of `out` that overlaps another tensor; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that accept_token_num is less than W, that accepted nodes are nodes
-        of the request's tree, that seq_lens of live requests are not negative, and that slots of accepted nodes are
-        not negative.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also refuses an accept_token_num of W or more, accepted nodes outside the request's tree,
+        negative seq_lens of live requests and negative slots of accepted nodes.
 
     Source:
         SGLang's fill_accept_out_cache_loc and fill_front_out_cache_loc (moves), get_src_tgt_cache_loc and
-        get_target_cache_loc (free slots). Both in one launch, chains, capacities and `overflow` are eagle_kernels' own.
+        get_target_cache_loc (free slots). Both in one launch, and chains, are eagle_kernels' own.
 
     Example:
         >>> listed = eagle_kernels.accepted_cache_locs(
         ...     torch.tensor([100, 101, 102, 103]), torch.tensor([1]), torch.tensor([[0, 2]]), torch.tensor([5]),
         ...     num_verify_tokens=4)
-        >>> listed.source_locs.tolist(), listed.target_locs.tolist()  # nodes 0 and 2 move to the first two slots
-        ([100, 102], [100, 101])
-        >>> listed.free_locs.tolist()
-        [102, 103, -1, -1]
+        >>> listed.source_locs.tolist(), listed.free_locs.tolist()  # nodes 0 and 2 move to slots 100 and 101
+        ([100, 102], [102, 103, -1, -1])
     """
     values = locals()
     out = check.allocate("accepted_cache_locs", contract(values), out)

@@ -1,9 +1,8 @@
 """Keeps the page in which a request's accepted tokens end, in place: only whole pages can be freed.
 
 Computes
-    evict_mask marks the drafts of a request that are not accepted; k of N are not marked. The request's tokens then end
-    in the page that begins at token ceil((seq_len + k) / P - 1) * P, for pages of P tokens; the marks of this page's
-    tokens are cleared.
+    k of a request's N drafts are not marked. Its tokens then end in the page that begins at token ceil((seq_len + k) /
+    P - 1) * P, for pages of P tokens; the marks of this page's tokens are cleared.
 
         P = 4, seq_len = 5, k = 2:  page        4 5 6 7|8 9 10
                                     mask            0 0 1|1 1 1    (tokens 5 to 10)
@@ -75,21 +74,18 @@ def contract(values: dict) -> None:
 def align_evict_mask_to_page_size(seq_lens: torch.Tensor, evict_mask: torch.Tensor, *, page_size: int) -> None:
     """Clears the eviction marks on the page in which each request's accepted tokens end, in place.
 
-    Symbols: B requests, N drafts of a request, P = page_size. Integers may be int32 or int64.
-
     Args:
-        seq_lens: [B] int. Committed tokens of each request before this step. Negative lengths count as 0.
+        seq_lens: [B] int. Committed tokens before this step; negative ones count as 0.
         evict_mask: [B, N] bool, in place. True where the slot of token seq_len + i is to be freed. The tokens that are
             not marked are accepted, and counted as if they were the first ones, as in a chain.
-        page_size: P, at least 1. Tokens of a page of the pool.
+        page_size: tokens of a page, at least 1.
 
     Returns:
-        None. Marks are cleared in `evict_mask`, never set. A request without a token, committed or accepted, keeps its
-        marks.
+        None. No mark is set. A request without a token, committed or accepted, keeps its marks.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also refuses negative seq_lens.
 
     Source:
         SGLang's align_evict_mask_to_page_size.

@@ -1,8 +1,7 @@
 """Writes newly allocated slots into the rows of req_to_token, in place: the inverse of `extend_cache_locs`.
 
 Computes
-    Tokens starts[b]..ends[b] - 1 of request b get the next ends[b] - starts[b] slots of cache_locs, which holds the
-    slots of all requests one after another.
+    Tokens starts[b]..ends[b] - 1 of request b get the next ends[b] - starts[b] slots of cache_locs.
 Invariants
     Nothing outside the columns starts..ends - 1 of the requests' rows is written.
 Grid
@@ -97,26 +96,21 @@ def assign_req_to_token(
 ) -> None:
     """Writes the slots of each request's tokens starts..ends - 1 into its row of `req_to_token`, in place.
 
-    Symbols: B requests, a table of R rows and C columns, T slots. Integers may be int32 or int64.
-
     Args:
-        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
-        req_to_token: [R, C] int, in place. Pool slot of every token: column t of a row is the slot of token t. Rows may
-            be strided.
-        starts: [B] int. First token of each request that gets a slot.
-        ends: [B] int. One past the last token that gets a slot.
+        req_pool_indices: [B] int. Each request's row of `req_to_token`.
+        req_to_token: [R, C] int, in place. Pool slot of token t of a row in column t. Rows may be strided.
+        starts: [B] int. First token of each request that gets a slot; negative ones count as 0.
+        ends: [B] int. One past the last token that gets a slot; a range that ends before it starts is empty.
         cache_locs: [T] int. Slots of all requests, one request after another.
 
     Returns:
-        None. Only the columns starts..ends - 1 of the requests' rows are written. A slot for a column past C or for a
-        row outside 0..R - 1 is skipped, and a column for which `cache_locs` is too short keeps what it holds. Negative
-        starts and ends count as 0, and a range that ends before it starts is empty.
+        None. Slots for places outside the table are skipped, and a column for which `cache_locs` is too short keeps
+        what it holds. Nothing checks that requests share no column that they write.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that starts and ends are not negative and lie within the C columns,
-        that req_pool_indices lie in 0..R - 1, and that `cache_locs` holds a slot for every column.
-        Never checked: requests must not share the columns that they write.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also refuses starts and ends outside 0..C, rows outside the table, and `cache_locs`
+        without a slot for every column.
 
     Source:
         SGLang's assign_req_to_token_pool.

@@ -1,9 +1,8 @@
 """KV indices that make one request of every token of a chain: each token's list ends with the token itself.
 
 Computes
-    A chain of N tokens is verified by attention that takes one query per request: token n of request b becomes row
-    b * N + n, which attends to the slots of the first kv_lens[b] - N + 1 + n tokens of the request, itself the last.
-    With N = 2 these are the indices of naive EAGLE, where the root and its one draft are decoded as two requests.
+    A chain of N tokens is verified by attention that takes one query per request. With N = 2 these are the indices of
+    naive EAGLE, where the root and its one draft are decoded as two requests.
 Invariants
     No index is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
 Grid
@@ -148,35 +147,29 @@ def chain_kv_indices(
 ) -> Output:
     """Lists the KV slots that each token of a chain attends to, as if every token were a request.
 
-    Symbols: B requests, N = num_verify_tokens tokens of a chain, its root included, a table of R rows and C columns.
-    Integers may be int32 or int64. Token n of request b's chain becomes row b * N + n. It attends to the first
-    kv_lens[b] - N + 1 + n tokens of the request, of which it is the last.
+    Token n of request b's chain becomes row b * N + n. It attends to the first kv_lens[b] - N + 1 + n tokens of the
+    request, of which it is the last.
 
     Args:
-        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
-        req_to_token: [R, C] int. Pool slot of every token: column t of a row is the slot of token t. Rows may be
-            strided.
-        kv_lens: [B] int. Tokens of each request, the chain's N included. Negative lengths count as 0.
-        num_verify_tokens: N, at least 1.
-        capacity: room for all indices, at least 0. N * (sum of kv_lens) is always enough.
-        keep_unused: with `out` only: the unused tail of `kv_indices` stays as it is, instead of -1.
+        req_pool_indices: [B] int. Each request's row of `req_to_token`.
+        req_to_token: [R, C] int. Pool slot of token t of a row in column t. Rows may be strided.
+        kv_lens: [B] int. Tokens of each request, the chain's N included; negative ones count as 0.
+        num_verify_tokens: N, tokens of a chain, its root included, at least 1.
+        capacity: room for all indices. N * (sum of kv_lens) is always enough.
+        keep_unused: the unused tail of `out.kv_indices` stays as it is.
         out: three tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written, except the unused tail with `keep_unused`:
-        kv_indptr: [B * N + 1] int32. Row r has the entries kv_indptr[r]..kv_indptr[r + 1] - 1 of `kv_indices`. No bound
-            exceeds `capacity`.
-        kv_indices: [capacity] int32, or int64 if `out` holds int64. Pool slots; -1 for rows and columns outside the
-            table, for entries of it below 0, and in the unused tail.
-        overflow: [1] int32. The room that is needed if it exceeds `capacity`, else 0. Indices past `capacity` are not
-            written.
-        A request of fewer than N tokens has empty lists for the first tokens of its chain.
+        A named tuple:
+        kv_indptr: [B * N + 1] int32. Where the entries of each row in `kv_indices` begin and end. A request of fewer
+            than N tokens has none for the first tokens of its chain.
+        kv_indices: [capacity] int32, or int64 if `out` holds int64. Pool slots, -1 padded; -1 also where the table has
+            none.
+        overflow: [1] int32. The room needed if it exceeds `capacity`, where lists and bounds end; else 0.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, `keep_unused` without `out`, or a
-            tensor of `out` that overlaps another tensor; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that kv_lens are not negative and end within the C columns,
-        that req_pool_indices lie in 0..R - 1, and that the entries of `req_to_token` that are read are not negative.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also refuses negative kv_lens and entries, and places outside the table.
 
     Source:
         Naive EAGLE, a pull request for SGLang: its create_draft_kv_indices, for N = 2. Other N are eagle_kernels' own.
@@ -184,8 +177,6 @@ def chain_kv_indices(
     Example:
         >>> listed = eagle_kernels.chain_kv_indices(
         ...     torch.tensor([0]), torch.tensor([[10, 11, 12, 13]]), torch.tensor([3]), num_verify_tokens=2, capacity=6)
-        >>> listed.kv_indptr.tolist()
-        [0, 2, 5]
         >>> listed.kv_indices.tolist()  # the root attends to two tokens, its draft to three
         [10, 11, 10, 11, 12, -1]
     """

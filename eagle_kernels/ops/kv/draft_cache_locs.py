@@ -9,9 +9,9 @@ Computes
         p p p p p p p p|p x x x x x . .|c x x x x x . .
           whole pages  |   branch 0    |   branch 1
 
-    Attention that reads whole pages then needs the prefix's partial last page in front of every branch except branch
-    0, whose first page it is. source_locs and target_locs list what to copy for that: for each branch k >= 1 the
-    seq_len % P slots after the last full page, and the slots in front of the branch.
+    Attention that reads whole pages then needs the prefix's partial last page in front of every branch except branch 0,
+    whose first page it is: for each branch k >= 1 the seq_len % P slots after the last full page are copied to those in
+    front of the branch.
 Invariants
     No copy is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
 Grid
@@ -193,48 +193,39 @@ def draft_cache_locs(
 ) -> Output:
     """Lists the slots that draft steps write, and the slots to copy before them where branches have pages of their own.
 
-    Symbols: B requests, K = topk branches of each, P = page_size, a table of R rows and C columns. Integers may be
-    int32 or int64. Draft j of branch k is in column seq_len + k * num_steps + j of the request's row if P or K is 1.
-    Otherwise each branch has pages of its own: the column is
-    `seq_len // P * P + k * ceil((seq_len % P + num_steps) / P) * P + seq_len % P + j`, and branches k >= 1 need a
-    copy of the prefix's partial last page in front of them.
+    Draft j of branch k is in column seq_len + k * num_steps + j of the request's row if P or K is 1. Otherwise it is in
+    column `seq_len // P * P + k * ceil((seq_len % P + num_steps) / P) * P + seq_len % P + j`: each branch has pages of
+    its own, and branches k >= 1 need a copy of the prefix's partial last page in front of them.
 
     Args:
-        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
-        req_to_token: [R, C] int. Pool slot of every token: column t of a row is the slot of token t. Rows may be
-            strided.
-        seq_lens: [B] int. Tokens of each request's prefix. Negative lengths count as 0.
-        topk: K, at least 1.
+        req_pool_indices: [B] int. Each request's row of `req_to_token`.
+        req_to_token: [R, C] int. Pool slot of token t of a row in column t. Rows may be strided.
+        seq_lens: [B] int. Tokens of each prefix; negative ones count as 0.
+        topk: K, branches of a request, at least 1.
         num_steps: draft steps, 1..64.
-        page_size: P, at least 1. Tokens of a page of the pool.
-        capacity: room for all copies, at least 0. (K - 1) * (sum of seq_lens % P) is enough, and none are made if P or
-            K is 1. None: B * (K - 1) * (P - 1), which is always enough.
-        is_step_major: lays `cache_locs` out step by step, so that the slots of one step lie together.
+        page_size: P, tokens of a page, at least 1.
+        capacity: room for all copies. (K - 1) * (sum of seq_lens % P) is enough; none are made if P or K is 1. None:
+            enough for any lengths, B * (K - 1) * (P - 1), which must be below 2^31.
+        is_step_major: `cache_locs` is [num_steps, B * K].
         out: six tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        cache_locs: [B * K, num_steps] int64, or int32 if `out` holds int32; [num_steps, B * K] if `is_step_major`.
-            Slots of the drafts of branch b * K + k; -1 for rows and columns outside the table, and for entries below 0.
-        positions: [B * K] int64, or int32 if `out` holds int32. seq_len, the position of each branch's first draft.
-        copy_indptr: [B + 1] int32. Request b has the entries copy_indptr[b]..copy_indptr[b + 1] - 1 of the next two
-            lists, branch by branch. No bound exceeds `capacity`.
-        source_locs: [capacity] int64, or int32 if `out` holds int32. Slots to copy from; -1 in the unused tail.
-        target_locs: [capacity] int64, or int32 if `out` holds int32. Slots to copy to; -1 in the unused tail.
-        overflow: [1] int32. The room that the copies need if it exceeds `capacity`, else 0. Copies past `capacity` are
-            not written.
-        If one slot of a copy is -1, both are.
+        A named tuple, whose int64 is int32 where `out` holds int32:
+        cache_locs: [B * K, num_steps] int64. Slots of branch b * K + k; -1 where the table has none.
+        positions: [B * K] int64. seq_len, the position of each branch's first draft.
+        copy_indptr: [B + 1] int32. Where the copies of each request begin and end in the next two lists, branch by
+            branch.
+        source_locs: [capacity] int64. Slots to copy from, -1 padded.
+        target_locs: [capacity] int64. Slots to copy to, -1 padded. If one slot of a copy is -1, both are.
+        overflow: [1] int32. The room needed if it exceeds `capacity`, where lists and bounds end; else 0.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or a tensor of `out` that overlaps
-            another tensor; the message names the argument. Without `capacity`, B * (K - 1) * (P - 1) must
-            be below 2^31.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative and drafts lie within the C columns,
-        that req_pool_indices lie in 0..R - 1, and that the entries of `req_to_token` that are read are not negative.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also refuses negative seq_lens and entries, and places outside the table.
 
     Source:
         SGLang's assign_draft_cache_locs_contiguous and, for pages, duplicate_prefix_tail_to_draft_branches. Both in one
-        launch, capacity and `overflow` are eagle_kernels' own.
+        launch is eagle_kernels' own.
 
     Example:
         >>> listed = eagle_kernels.draft_cache_locs(

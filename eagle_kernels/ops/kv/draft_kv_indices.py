@@ -14,8 +14,8 @@ Grid
 Launches
     1
 Traffic
-    K * (index bytes * sum of the prefix tokens kept) read, with window_counts_drafts once a step;
-    4 B * num_steps * (capacity + B * K + 1) written.
+    K * (index bytes * sum of the prefix tokens kept) read, with window_counts_drafts once a step; 4 B * num_steps *
+    (capacity + B * K + 1) written.
 """
 
 from __future__ import annotations
@@ -232,56 +232,44 @@ def draft_kv_indices(
 ) -> Output:
     """Lists the KV slots that each branch attends to at every draft step: the prefix, then the branch's own drafts.
 
-    Symbols: B requests, K = topk branches of each, P = page_size, a table of R rows and C columns. Integers may be
-    int32 or int64. Draft j of branch k is in column seq_len + k * num_steps + j of the request's row if P or K is 1.
-    Otherwise each branch has pages of its own, and the column is
-    `seq_len // P * P + k * ceil((seq_len % P + num_steps) / P) * P + seq_len % P + j`.
+    The drafts' columns are those of `draft_cache_locs`.
 
     Args:
-        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
-        req_to_token: [R, C] int. Pool slot of every token: column t of a row is the slot of token t. Rows may be
-            strided.
-        seq_lens: [B] int. Tokens of each request's prefix. Negative lengths count as 0.
-        topk: K, at least 1.
+        req_pool_indices: [B] int. Each request's row of `req_to_token`.
+        req_to_token: [R, C] int. Pool slot of token t of a row in column t. Rows may be strided.
+        seq_lens: [B] int. Tokens of each prefix; negative ones count as 0.
+        topk: K, branches of a request, at least 1.
         num_steps: draft steps, 1..64.
-        capacity: room for the indices of one step, at least 0. K * (sum of seq_lens + B * num_steps) is always enough;
-            with a window, so is K * B * (window_size + sink_size + num_steps).
-        page_size: P, at least 1. Tokens of a page of the pool. It decides where a branch's drafts are; the indices are
-            slots of tokens, not ids of pages, all the same.
-        window_size: how many of the prefix's last tokens are seen; drafts are always seen. 0: no window, all tokens are
-            seen.
-        sink_size: how many of the first tokens of the prefix are seen as well, although they lie before the window. 0
-            without a window.
-        window_counts_drafts: the window holds the last `window_size` tokens of prefix and drafts together, so it moves
-            on by a token each step. Only with a window.
-        keep_unused: with `out` only: the unused tails of `kv_indices` stay as they are, instead of -1.
+        capacity: room for the indices of one step. K * (sum of seq_lens + B * num_steps) is always enough; with a
+            window, so is K * B * (window_size + sink_size + num_steps).
+        page_size: P, tokens of a page, at least 1. It decides where drafts are; the indices are slots all the same.
+        window_size: how many of the prefix's last tokens are seen, beside all drafts. 0: all of them.
+        sink_size: with a window, how many of the prefix's first tokens are seen as well.
+        window_counts_drafts: the window, which it needs, holds the last `window_size` tokens of prefix and drafts, and
+            moves on by a token each step.
+        keep_unused: unused tails of `out.kv_indices` stay as they are.
         out: three tensors to write into. Rows of the first two may be strided.
 
     Returns:
-        A named tuple, every element of which is written, except unused tails with `keep_unused`:
-        kv_indptr: [num_steps, B * K + 1] int32. The list of branch z = b * K + k at step s begins in kv_indices[s] at
-            kv_indptr[s, z] and ends before kv_indptr[s, z + 1]. No bound exceeds `capacity`.
-        kv_indices: [num_steps, capacity] int32, or int64 if `out` holds int64. Pool slots; -1 for rows and columns
-            outside the table, for entries of it below 0, and in the unused tails.
-        overflow: [1] int32. The room that the last step needs, the most of all steps, if it exceeds `capacity`, else 0.
-            Indices past `capacity` are not written.
+        A named tuple:
+        kv_indptr: [num_steps, B * K + 1] int32. Where the list of branch b * K + k begins and ends in `kv_indices` of
+            each step.
+        kv_indices: [num_steps, capacity] int32, or int64 if `out` holds int64. Pool slots, -1 padded; -1 also where the
+            table has none.
+        overflow: [1] int32. The room that the last step needs if it exceeds `capacity`, where lists and bounds end;
+            else 0.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, `sink_size` or
-            `window_counts_drafts` without a window, `keep_unused` without `out`, or a tensor of `out` that overlaps
-            another tensor; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative and drafts lie within the C columns,
-        that req_pool_indices lie in 0..R - 1, and that the entries of `req_to_token` that are read are not negative.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also refuses negative seq_lens and entries, and places outside the table.
 
     Source:
         SGLang's generate_draft_decode_kv_indices; with `window_counts_drafts` its
-        generate_draft_decode_window_kv_indices. The capacity and `overflow` are eagle_kernels' own.
+        generate_draft_decode_window_kv_indices.
 
     Example:
         >>> listed = eagle_kernels.draft_kv_indices(
         ...     torch.tensor([0]), torch.arange(8)[None], torch.tensor([2]), topk=2, num_steps=2, capacity=8)
-        >>> listed.kv_indptr.tolist()
-        [[0, 3, 6], [0, 4, 8]]
         >>> listed.kv_indices.tolist()  # the prefix 0, 1; drafts 2, 3 of branch 0 and 4, 5 of branch 1
         [[0, 1, 2, 0, 1, 4, -1, -1], [0, 1, 2, 3, 0, 1, 4, 5]]
     """

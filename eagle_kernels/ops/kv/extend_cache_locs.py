@@ -2,8 +2,7 @@
 
 Computes
     The slots of the tokens starts[b]..ends[b] - 1 of request b, those of all requests one after another, and the
-    tokens' positions with them. With num_tokens every request has that many, from starts[b] on, as for N nodes to
-    verify after each prefix.
+    tokens' positions with them.
 Invariants
     No entry is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
 Grid
@@ -160,44 +159,30 @@ def extend_cache_locs(
 ) -> Output:
     """Lists slots and positions of a range of every request's tokens, one request after another.
 
-    Symbols: B requests, a table of R rows and C columns. Integers may be int32 or int64. Ranges either end before
-    `ends`, which needs `capacity`, or have `num_tokens` tokens each.
-
     Args:
-        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
-        req_to_token: [R, C] int. Pool slot of every token: column t of a row is the slot of token t. Rows may be
-            strided.
-        starts: [B] int. First token of each range. Negative starts count as 0.
-        ends: None or [B] int. One past the last token of each range. Negative ends count as 0; a range that ends before
-            it starts is empty.
+        req_pool_indices: [B] int. Each request's row of `req_to_token`.
+        req_to_token: [R, C] int. Pool slot of token t of a row in column t. Rows may be strided.
+        starts: [B] int. First token of each range; negative ones count as 0.
+        ends: None or [B] int. One past the last token of each range; a range that ends before it starts is empty.
         num_tokens: instead of `ends`: tokens of every range, at least 0.
-        capacity: room for all ranges, at least 0. Needed with `ends`, and only there; the sum of their lengths is
-            enough. With `num_tokens` it is B * num_tokens.
-        keep_unused: with `out` only: the unused tails stay as they are, instead of -1 and 0.
+        capacity: room for all ranges, with `ends` only; the sum of their lengths is enough. With `num_tokens` it is
+            num_tokens * B.
+        keep_unused: unused tails of the lists in `out` stay as they are.
         out: four tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written, except unused tails with `keep_unused`:
-        indptr: [B + 1] int32. Request b has the entries indptr[b]..indptr[b + 1] - 1 of the next two lists. No bound
-            exceeds `capacity`.
-        cache_locs: [capacity] int64, or int32 if `out` holds int32. Pool slots; -1 for rows and columns outside the
-            table, for entries of it below 0, and in the unused tail.
-        positions: [capacity] int64, or int32 if `out` holds int32. Positions of the tokens; in the unused tail 0, which
-            every table of positions has.
-        overflow: [1] int32. The room that is needed if it exceeds `capacity`, else 0. Entries past `capacity` are not
-            written.
+        A named tuple, whose int64 is int32 where `out` holds int32:
+        indptr: [B + 1] int32. Where each request's entries of the next two lists begin and end.
+        cache_locs: [capacity] int64. Pool slots, -1 padded; -1 also where the table has none.
+        positions: [capacity] int64. Positions of the tokens; in the unused tail 0, which every table of positions has.
+        overflow: [1] int32. The room needed if it exceeds `capacity`, where lists and bounds end; else 0.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or both of `ends` and
-            `num_tokens`, `capacity` with `num_tokens`, `keep_unused` without `out`, or a tensor of `out` that overlaps
-            another tensor; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that starts and ends are not negative, that ranges end within the
-        C columns, that req_pool_indices lie in 0..R - 1, and that the entries of `req_to_token` that are read are not
-        negative.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also refuses negative starts, ends and entries, and places outside the table.
 
     Source:
-        SGLang's assign_extend_cache_locs and, for `num_tokens`, its uniform variant. The capacity and `overflow` are
-        eagle_kernels' own.
+        SGLang's assign_extend_cache_locs and, for `num_tokens`, its uniform variant.
 
     Example:
         >>> listed = eagle_kernels.extend_cache_locs(

@@ -2,7 +2,6 @@
 
 Computes
     Token t of request b lies at slot page * page_size + t % page_size, with page = block_table[b, t // page_size].
-    Positions are limited to those that every table has: tokens past max_length - 1 are drafts that are never kept.
 Invariants
     Entries outside the table are not read. A token's results depend on its own request alone.
 Grid
@@ -92,29 +91,23 @@ def find_slots(
 ) -> Output:
     """Lists slots and positions of `count` tokens of every request, through its page table.
 
-    Symbols: B requests. Integers may be int32 or int64. Token t of request b is at slot
-    block_table[b, t // page_size] * page_size + t % page_size.
-
     Args:
-        block_table: [B, max_pages] int. Page ids of each request; below 0: no page. Rows may be strided.
+        block_table: [B, max_pages] int. Page ids of each request; below 0: no page. Token t is on page t // page_size.
+            Rows may be strided. Nothing checks that the pool has the pages.
         first: [B] int. First token of each request that is listed.
         count: tokens listed for every request, 0..2^20.
-        page_size: tokens of a page of the pool, at least 1.
-        max_length: at least 1; positions are limited to max_length - 1, the last row of a table of positions. None:
-            positions are not limited.
+        page_size: tokens of a page, at least 1.
+        max_length: rows of the table of positions, at least 1: tokens past it are drafts that are never kept, and get
+            its last position. None: no limit.
         out: two tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        slots: [B, count] int64. Slots of the tokens first..first + count - 1; -1 for a token without a page: below 0,
-            past the page table, or at a page id below 0.
-        positions: [B, count] int64. The numbers of the tokens, at most max_length - 1. Those of tokens below 0 are
-            negative.
+        A named tuple:
+        slots: [B, count] int64. page * page_size + t % page_size; -1 for a token below 0 or without a page.
+        positions: [B, count] int64. The tokens first..first + count - 1, at most max_length - 1; also negative ones.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or a tensor of `out` that overlaps
-            another tensor; the message names the argument.
-        Page ids are not checked against the size of the pool.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
         eagle_kernels' own; page tables are those of vLLM (block_table).
@@ -123,8 +116,6 @@ def find_slots(
         >>> found = eagle_kernels.find_slots(torch.tensor([[7, 2]]), torch.tensor([3]), count=6, page_size=4)
         >>> found.slots.tolist()  # token 3 is the last one on page 7, token 8 is past the page table
         [[31, 8, 9, 10, 11, -1]]
-        >>> found.positions.tolist()
-        [[3, 4, 5, 6, 7, 8]]
     """
     out = check.allocate("find_slots", contract(locals()), out)
     tuned = tuning.row(TUNING, first.device)

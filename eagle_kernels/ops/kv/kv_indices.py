@@ -162,44 +162,33 @@ def kv_indices(
 ) -> Output:
     """Lists the slots or pages that every request attends to, one request after another.
 
-    Symbols: B requests, P = page_size, a table of R rows and C columns. Integers may be int32 or int64. Request b
-    attends to its tokens starts[b]..starts[b] + seq_lens[b] - 1.
-
     Args:
-        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
-        req_to_token: [R, C] int. Pool slot of every token: column t of a row is the slot of token t. Rows may be
-            strided. With P > 1 the tokens P * i..P * i + P - 1 of a request lie in the P slots of one page, in order;
-            only the first of them is read.
-        seq_lens: [B] int. How many tokens each request attends to. Negative lengths count as 0.
-        starts: None or [B] int. First of these tokens. Negative starts count as 0. None: 0.
-        capacity: room for all indices, at least 0. The sum of seq_lens is always enough, with P > 1 so is
-            (sum of seq_lens) / P + 2 * B.
-        page_size: P, at least 1. With 1 slots are listed, with more the ids of pages, slot // P. Pages are listed
-            whole, so the attention then begins at token starts // P * P.
-        keep_unused: with `out` only: the unused tail of `kv_indices` stays as it is, instead of -1.
+        req_pool_indices: [B] int. Each request's row of `req_to_token`.
+        req_to_token: [R, C] int. Pool slot of token t of a row in column t. Rows may be strided. With P > 1 the tokens
+            P * i..P * i + P - 1 of a request lie in the P slots of one page, in order; only the first of them is read.
+        seq_lens: [B] int. How many tokens each request attends to; negative ones count as 0.
+        starts: None or [B] int. First of these tokens; negative ones count as 0. None: 0.
+        capacity: room for all indices. (sum of seq_lens) / P + 2 * B is always enough, as is the sum alone.
+        page_size: P, tokens of a page. 1 lists slots, more list the ids of whole pages, slot // P, so that the
+            attention begins at token starts // P * P.
+        keep_unused: the unused tail of `out.kv_indices` stays as it is.
         out: four tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written, except the unused tail with `keep_unused`:
-        kv_indptr: [B + 1] int32. Request b has the entries kv_indptr[b]..kv_indptr[b + 1] - 1 of `kv_indices`. No bound
-            exceeds `capacity`.
-        kv_indices: [capacity] int32, or int64 if `out` holds int64. Slots or page ids; -1 for rows and columns outside
-            the table, for entries of it below 0, and in the unused tail.
-        last_page_len: [B] int32. Tokens on each request's last page up to its last token, 1..P; 0 for a request without
-            tokens.
-        overflow: [1] int32. The room that is needed if it exceeds `capacity`, else 0. Indices past `capacity` are not
-            written.
+        A named tuple:
+        kv_indptr: [B + 1] int32. Where each request's entries of `kv_indices` begin and end.
+        kv_indices: [capacity] int32, or int64 if `out` holds int64. Slots or page ids, -1 padded; -1 also where the
+            table has none.
+        last_page_len: [B] int32. Tokens on each request's last page up to its last token, 1..P; 0 if there is none.
+        overflow: [1] int32. The room needed if it exceeds `capacity`, where lists and bounds end; else 0.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, `keep_unused` without `out`, or a
-            tensor of `out` that overlaps another tensor; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that lengths and starts are not negative, that tokens end within
-        the C columns, that req_pool_indices lie in 0..R - 1, and that the entries of `req_to_token` that are read are
-        not negative.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also refuses negative seq_lens, starts and entries, and places outside the table.
 
     Source:
         SGLang's create_flashinfer_kv_indices, which is given kv_indptr; with last_page_len this is FlashInfer's page
-        table. The capacity and `overflow` are eagle_kernels' own.
+        table.
 
     Example:
         >>> listed = eagle_kernels.kv_indices(
@@ -207,8 +196,6 @@ def kv_indices(
         ...     capacity=3, page_size=4)
         >>> listed.kv_indices.tolist()  # slots 8 to 11 are page 2, slots 4 to 7 page 1
         [2, 1, -1]
-        >>> listed.kv_indptr.tolist(), listed.last_page_len.tolist()
-        ([0, 2], [2])
     """
     out = check.allocate("kv_indices", contract(locals()), out)
     batch_size, row_size = seq_lens.shape[0], req_to_token.shape[1]

@@ -2,14 +2,13 @@
 
 Computes
     For every depth d of the accepted path, the root included, the row at slot seq_len + (accept_index[b, d] - b * N)
-    moves to slot seq_len + d, in keys and values of every layer; afterwards the path is contiguous.
+    moves to slot seq_len + d, in keys and values of every layer.
 Invariants
-    Rows move bit by bit. Nothing outside a request's slots seq_len..seq_len + W - 1, for W entries of a path, is
-    written.
-    There are no races: no two programs touch the same column of a request's rows, and a program walks up the depths in
-    one fixed 1-D layout, so each thread reads and writes only its own columns, in program order. Along an ascending
-    path source >= destination, so a row that depth d overwrites was read at an earlier depth or is not on the path. A
-    path that does not ascend moves the same way, depth by depth.
+    Nothing outside a request's slots seq_len..seq_len + W - 1, for W entries of a path, is written. There are no races:
+    no two programs touch the same column of a request's rows, and a program walks up the depths in one fixed 1-D
+    layout, so each thread reads and writes only its own columns, in program order. Along an ascending path source >=
+    destination, so a row that depth d overwrites was read at an earlier depth or is not on the path. A path that does
+    not ascend moves the same way, depth by depth.
 Grid
     (B, 2 * L, column blocks) for B requests and L layers, one program moves one range of columns of the keys or values
     of one layer and request.
@@ -197,37 +196,32 @@ def move_accepted_kv(
 ) -> None:
     """Moves the cached keys and values of accepted nodes so that each path is contiguous, in place, in all layers.
 
-    Symbols: B requests, N = num_verify_tokens nodes of a tree, its root (node 0) included, W entries of a path, L
-    layers, Hkv KV heads of D elements. Integers may be int32 or int64. Node i of a request is at slot seq_len + i; slot
-    t is in the request's page t // page_size.
+    Node i of a request is at slot seq_len + i; slot t is on the request's page t // page_size.
 
     Args:
         k_cache, v_cache: [L, num_pages, page_size, Hkv, D] fp16, bf16, fp32, fp8 (float8_e4m3fn, float8_e5m2 or their
-            fnuz forms), uint8 or int8, in place. Both of one shape and dtype; page_size is at least 1. The axes L and
-            num_pages may be strided by multiples of Hkv * D.
+            fnuz forms), uint8 or int8, in place; L layers. Both of one shape and dtype; page_size is at least 1. The
+            axes L and num_pages may be strided by multiples of Hkv * D.
         block_table: [B, max_pages] int. Page ids of each request. Rows may be strided.
-        seq_lens: [B] int. Committed tokens of each request before this step.
+        seq_lens: [B] int. Committed tokens before this step.
         accept_index: [B, W] int. Nodes of each path, root first, as b * N + node; -1 padded.
-        accept_token_num: [B] int. Accepted drafts of each request, the root and the bonus token not counted: the first
-            accept_token_num + 1 entries are moved. Negative for a dead request, which moves nothing.
-        num_verify_tokens: N, at least 1.
+        accept_token_num: [B] int. Accepted drafts, the root and the bonus not counted: one entry more is moved.
+            Negative for a dead request.
+        num_verify_tokens: N, nodes of a tree, at least 1.
 
     Returns:
-        None. In `k_cache` and `v_cache`, the rows of a path's entry d are copied bit by bit to
-        slot seq_len + d, one entry after another. Entries outside the request's N nodes are skipped, as are slots past
-        the block table and page ids outside the pool.
+        None. The rows of a path's entry d are copied bit by bit to slot seq_len + d, one entry after another. Entries
+        outside the request's N nodes, slots past the block table and page ids outside the pool are skipped. Nothing
+        checks that requests share no page that they write.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that accept_token_num is less than W, that the accepted nodes of a
-        request are nodes of its tree and lie within its slots, and their pages within the pool. A row of `block_table`
-        that is -1 throughout, and one without a prefix, may pad the batch; its slots and pages are not checked, nor is
-        a row of `accept_index` that is -1 throughout.
-        Never checked: requests must not share the pages that they write.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also refuses an accept_token_num of W or more, accepted nodes outside the request's tree
+        or its slots, pages outside the pool, and negative seq_lens. Rows that are -1 throughout and requests without a
+        prefix may pad the batch.
 
     Source:
-        SGLang's move_accept_tokens_to_target_kvcache, which moves by lists of slots; page tables are those of vLLM
-        (block_table).
+        SGLang's move_accept_tokens_to_target_kvcache, which moves by lists of slots.
 
     Example:
         >>> k_cache = torch.arange(4.0).view(1, 1, 4, 1, 1)  # slot t holds t
@@ -235,8 +229,8 @@ def move_accepted_kv(
         >>> eagle_kernels.move_accepted_kv(
         ...     k_cache, v_cache, torch.tensor([[0]]), torch.tensor([1]), torch.tensor([[0, 2]]), torch.tensor([1]),
         ...     num_verify_tokens=3)
-        >>> k_cache.flatten().tolist(), v_cache.flatten().tolist()  # node 2, at slot 3, is now at slot 2 as well
-        ([0.0, 1.0, 3.0, 3.0], [10.0, 11.0, 13.0, 13.0])
+        >>> k_cache.flatten().tolist()  # node 2, at slot 3, is now at slot 2 as well
+        [0.0, 1.0, 3.0, 3.0]
     """
     contract(locals())
     num_layers, num_pages, page_size, num_heads, head_dim = k_cache.shape

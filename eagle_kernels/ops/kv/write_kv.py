@@ -224,51 +224,45 @@ def write_kv(
 ) -> torch.Tensor:
     """Writes keys and values into the paged cache, and rotates keys and queries on the way.
 
-    Symbols: T tokens, Hq query heads, Hkv KV heads, D elements of a head, 1..1024. Integers may be int32 or int64.
-    Without `positions`, `cos` and `sin` nothing is rotated.
-
     Args:
-        key, value: [T, Hkv, D] fp16, bf16 or fp32, both of one dtype. Tokens and heads may be strided by multiples of
-            D, as in a fused projection.
-        k_cache, v_cache: [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `key`, or fp8: float8_e4m3fn or
-            float8_e4m3fnuz. In place; both of one shape and dtype; page_size is at least 1. Pages may be strided by
-            multiples of D.
-        slots: [T] int, or [B, T / B] with any strides. page * page_size + offset of each token. A token whose slot is
+        key, value: [T, Hkv, D] fp16, bf16 or fp32, both of one dtype; T tokens, D in 1..1024. Tokens and heads may be
+            strided by multiples of D.
+        k_cache, v_cache: [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `key`, or fp8: float8_e4m3fn (sm_89 or
+            later, gfx950) or float8_e4m3fnuz (gfx942). Both of one shape and dtype, in place; page_size is at least 1.
+            Pages may be strided by multiples of D.
+        slots: [T] int, or [B, T / B] with any strides. page * page_size + offset of each token. A token with a slot
             outside the pool, such as -1, is not written.
         query: None or [T, Hq, D] fp16, bf16 or fp32, as `key`, strided likewise. Needs the three tables below.
         positions: None or [T] int, or [B, T / B] with any strides. Row of `cos` and `sin` for each token; heads of a
             token whose position is outside the tables are not rotated.
         cos, sin: None or [max_positions, rotary_dim / 2] fp32, or fp16 or bf16 as `key`; both of one dtype. Cosine and
-            sine of each pair's angle, as in `rope`; rotary_dim / 2 is 1..D / 2. Rows may be strided.
+            sine of each pair's angle, as in `rope`; rotary_dim / 2 is 1..D / 2. Rows may be strided. Without the three
+            tables nothing is rotated.
         is_interleaved: pairs are the coordinates 2 i and 2 i + 1 (GPT-J) instead of i and rotary_dim / 2 + i (GPT-NeoX,
             Llama).
-        k_scale, v_scale: None, or [], [1] or [Hkv] fp32, above 0. What keys and values are divided by, one number for
-            all heads or one for each; only with fp8 caches. None: 1.
+        k_scale, v_scale: None, or [], [1] or [Hkv] fp32. What keys and values are divided by, one number for all heads
+            or one for each; only with fp8 caches. Nothing checks that it is above 0. None: 1.
         out: a tensor to write into, strided by multiples of D. It may be `query` itself.
 
     Returns:
-        [T, Hq, D] fp16, bf16 or fp32, as `key`. The rotated query; without `query` [T, 0, D]. `k_cache` and `v_cache`
-        change in the slots of the tokens only; a slot that two tokens have holds elements of either. Elements for an
-        fp8 cache are rounded to nearest and limited to its largest finite value; NaN stays NaN.
+        [T, Hq, D] fp16, bf16 or fp32, as `key`. The rotated query; without `query` [T, 0, D]. A slot that two tokens
+        have holds elements of either. Elements for an fp8 cache are rounded to nearest and limited to its largest
+        finite value; NaN stays NaN.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, a `query` without tables or only
-            some of the tables, a scale without fp8 caches, an fp8 dtype that the GPU does not have (float8_e4m3fn needs
-            sm_89 or later, or gfx950; float8_e4m3fnuz needs gfx942), or an `out` that overlaps a tensor but is not
-            `query`; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that slots are -1 or lie within the pool.
-        Never checked: that scales are above 0.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also refuses slots outside the pool other than -1.
 
     Source:
-        RoFormer, https://arxiv.org/abs/2104.09864 (rotation), rounded as in Hugging Face's models. Writing in the same
-        launch is eagle_kernels' own.
+        RoFormer, https://arxiv.org/abs/2104.09864 (rotation), rounded as in Hugging Face's models. The one launch is
+        eagle_kernels' own.
 
     Example:
         >>> k_cache, v_cache = torch.zeros(2, 2, 1, 1), torch.zeros(2, 2, 1, 1)  # two pages of two slots
-        >>> key, value = torch.tensor([5.0, 6.0, 7.0]).view(3, 1, 1), torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
+        >>> key = value = torch.tensor([5.0, 6.0, 7.0]).view(3, 1, 1)
         >>> _ = eagle_kernels.write_kv(key, value, k_cache, v_cache, torch.tensor([3, 0, -1]))
-        >>> k_cache.flatten().tolist(), v_cache.flatten().tolist()
-        ([6.0, 0.0, 0.0, 5.0], [2.0, 0.0, 0.0, 1.0])
+        >>> k_cache.flatten().tolist()
+        [6.0, 0.0, 0.0, 5.0]
     """
     contracted = contract(locals())
     fp8.check_target("write_kv", "k_cache", k_cache)

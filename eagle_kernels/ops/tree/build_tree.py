@@ -2,14 +2,11 @@
 
 Computes
     For every node its parent (EAGLE-2, arXiv 2406.16858, section 4; the flat candidate ids of SGLang): node i >= 1
-    holds candidate id = top_scores_index[i - 1]; slot id // topk of parent_list names the parent's candidate id, slot
-    0 is the root. Ancestor sets follow by pointer doubling, ceil(log2 N) rounds.
+    holds candidate id = top_scores_index[i - 1]; slot id // topk of parent_list names the parent's candidate id, slot 0
+    is the root. Ancestor sets follow by pointer doubling, ceil(log2 N) rounds; any_order walks up step by step.
 Invariants
-    Nodes below one whose parent is missing or does not precede it count their depth from there.
-    any_order, for selections in any order as SGLang allows them: the parent is the first node of its candidate id,
-    earlier or later. A node sees the nodes that it meets on its way up, at most spec_steps with itself, and the root;
-    its position is seq_len + their number. A missing parent ends the way.
-    Reads stay within the row, and writes within a FULL_MASK whose size contradicts seq_lens.
+    Nodes below one whose parent is missing or does not precede it count their depth from there. Reads stay within the
+    row, and writes within a FULL_MASK whose size contradicts seq_lens.
 Grid
     (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches
@@ -95,44 +92,38 @@ def build_tree(
 ) -> Output:
     """Builds the verification tree of every request: mask, positions and links.
 
-    Symbols: B requests, N = num_verify_tokens nodes of a tree, its root (node 0) included, K = topk, S = spec_steps.
-    Integers may be int32 or int64.
-
     Args:
-        verified_id: [B] int. Token of the root: the last committed one, which is not yet in the target's KV cache.
+        verified_id: [B] int. Token of the root, the last committed one.
         parent_list: [B, K * (S - 1) + 1] int. Candidate id of the parent that each slot stands for; slot 0 is the root.
-        top_scores_index: [B, N - 1] int. Candidate ids of nodes 1..N-1, ascending (any order with `any_order`). The
-            parent of candidate `id` is in slot `id // K`. Ids outside 0..2^31 - 2 count as missing.
+        top_scores_index: [B, N - 1] int. Candidate ids of nodes 1..N-1, ascending. The parent of candidate `id` is in
+            slot `id // K`. Ids outside 0..2^31 - 2 count as missing.
         draft_tokens: [B, N - 1] int. Tokens of nodes 1..N-1.
-        seq_lens: [B] int. Committed tokens of each request, the root not counted.
-        seq_lens_sum: their sum, a host integer. Needed by "full_mask" without `out`, whose size it gives.
-        topk: K, the branching that candidates were drafted with.
-        spec_steps: S, the number of levels that candidates were drafted with.
-        num_verify_tokens: N, 1..256.
-        tree_mask_mode: layout of the mask, one of `TreeMaskMode`; see `tree_mask` below.
-        prefix_is_set: "full_mask" only: the prefix columns of `out.tree_mask` already hold True and are not written.
-        any_order: `top_scores_index` need not ascend. Links may then lead backwards and form cycles, which
-            `verify_tree_greedy` and `verify_tree_coins` follow with the same argument.
-        out: six tensors to write into. A "full_mask" may be longer than needed: the rest is not written.
+        seq_lens: [B] int. Committed tokens, the root not counted.
+        seq_lens_sum: their sum, for a "full_mask" without `out`.
+        topk: K, the branching of the draft.
+        spec_steps: S, the levels of the draft.
+        num_verify_tokens: N, nodes of a tree, 1..256 and at most 1 + K + (S - 1) * K^2.
+        tree_mask_mode: a `TreeMaskMode`.
+        prefix_is_set: the prefix of the "full_mask" in `out` already holds True and is not written.
+        any_order: `top_scores_index` need not ascend, and parents may come later. A node sees the root and its way up,
+            itself and at most S - 1 more nodes, and its position counts them. Links may lead backwards and form cycles,
+            which `verify_tree_greedy` and `verify_tree_coins` follow with the same argument.
+        out: six tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        tree_mask: what each node sees: itself and its ancestors.
-            "packed": [B, N, ceil(N / 64)] int64. Bit j of row i: node i sees node j.
-            "full_mask": [sum of N * (seq_len + N)] bool, the rows of one request after those of another; True in the
-                prefix. Where its size contradicts seq_lens, it holds what fits.
-            "qlen_only": [B, N, N] bool.
-            "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, for N <= 8, 16 or 32.
+        A named tuple:
+        tree_mask: [B, N, ceil(N / 64)] int64 if packed. What each node sees: itself and its ancestors.
         positions: [B * N] int64. seq_len + depth.
         retrieve_index: [B, N] int64. b * N + i.
         retrieve_next_token: [B, N] int64. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int64. Next sibling of each node, -1 for none; siblings ascend.
+        retrieve_next_sibling: [B, N] int64. Next sibling, -1 for none; siblings ascend.
         draft_tokens: [B * N] int64. verified_id, then draft_tokens.
-        A node whose parent is missing or does not precede it is linked to nothing, sees itself and the root, and has
-        the root's position.
+        A node whose parent is missing, or comes later without `any_order`, is no node's child. It sees itself and the
+        root and has the root's position, with `any_order` the one after it.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also checks top_scores_index, seq_lens, seq_lens_sum and the size of a "full_mask".
 
     Source:
         EAGLE-2, https://arxiv.org/abs/2406.16858, section 4; candidate ids as in SGLang.
@@ -143,8 +134,6 @@ def build_tree(
         ...     torch.tensor([[11, 12, 21, 23]]), torch.tensor([4]), topk=2, spec_steps=3, num_verify_tokens=5)
         >>> tree.tree_mask.flatten().tolist()  # of each node itself and its ancestors, as bits
         [1, 3, 5, 11, 21]
-        >>> tree.retrieve_next_token.tolist()
-        [[1, 3, 4, -1, -1]]
     """
     values = locals()
     out = check.allocate("build_tree", contract(values), out)

@@ -1,7 +1,7 @@
 """Reranks the candidates of all draft levels and turns the best ones into a token tree: both ops in one launch.
 
 Computes
-    organize_draft_results, then build_tree: EAGLE-2 (arXiv 2406.16858, sections 4.2 and 4).
+    organize_draft_results, then build_tree.
 Invariants
     Those of both ops. No child is kept without its parent, and none precedes it.
 Grid
@@ -127,63 +127,49 @@ def build_tree_from_scores(
 ) -> Output:
     """Keeps the best candidates of all draft levels and builds the verification tree of every request.
 
-    Symbols: B requests, N = num_verify_tokens nodes of a tree, its root (node 0) included, K = topk, S = spec_steps,
-    C = K + (S - 1) * K^2 candidates, at most 4096. Integers may be int32 or int64.
+    It does the work of `organize_draft_results` and `build_tree` in one launch.
 
     Args:
-        verified_id: [B] int. Token of the root: the last committed one, which is not yet in the target's KV cache.
-        candidate_scores: [B, C] fp32. Scores of the candidates, level after level: K of level 0, then K^2 of every
-            other one. A candidate's flat id is its column. NaN counts as -inf. Rows may be strided.
-        candidate_tokens: [B, C] int. Tokens of the candidates. Rows may be strided.
+        verified_id: [B] int. Token of the root, the last committed one.
+        candidate_scores: [B, C] fp32, C = K + (S - 1) * K^2 <= 4096. Scores of the candidates, by flat id. NaN counts
+            as -inf. Rows may be strided.
+        candidate_tokens: [B, C] int. Their tokens. Rows may be strided.
         parent_list: [B, K * (S - 1) + 1] int. Candidate id of the parent that each slot stands for; slot 0 is the root.
-            The parent of candidate `id` is in slot `id // K`.
-        seq_lens: [B] int. Committed tokens of each request, the root not counted.
-        seq_lens_sum: their sum, a host integer. Needed by "full_mask" without `out`, whose size it gives.
-        topk: K, the branching that candidates were drafted with.
-        spec_steps: S, the number of levels that candidates were drafted with.
-        num_verify_tokens: N, 1..256 and at most C + 1.
-        tree_mask_mode: layout of the mask, one of `TreeMaskMode`; see `tree_mask` below.
-        prefix_is_set: "full_mask" only: the prefix columns of `out.tree_mask` already hold True and are not written.
-        out: seven tensors to write into. A "full_mask" may be longer than needed: the rest is not written.
+        seq_lens: [B] int. Committed tokens, the root not counted.
+        seq_lens_sum: their sum, for a "full_mask" without `out`.
+        topk: K, the branching of the draft.
+        spec_steps: S, the levels of the draft.
+        num_verify_tokens: N, nodes of a tree, 1..256 and at most C + 1.
+        tree_mask_mode: a `TreeMaskMode`.
+        prefix_is_set: the prefix of the "full_mask" in `out` already holds True and is not written.
+        out: seven tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        tree_mask: what each node sees: itself and its ancestors.
-            "packed": [B, N, ceil(N / 64)] int64. Bit j of row i: node i sees node j.
-            "full_mask": [sum of N * (seq_len + N)] bool, the rows of one request after those of another; True in the
-                prefix. Where its size contradicts seq_lens, it holds what fits.
-            "qlen_only": [B, N, N] bool.
-            "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, for N <= 8, 16 or 32.
+        A named tuple:
+        tree_mask: [B, N, ceil(N / 64)] int64 if packed. What each node sees: itself and its ancestors.
         positions: [B * N] int64. seq_len + depth.
         retrieve_index: [B, N] int64. b * N + i.
         retrieve_next_token: [B, N] int64. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int64. Next sibling of each node, -1 for none; siblings ascend.
+        retrieve_next_sibling: [B, N] int64. Next sibling, -1 for none; siblings ascend.
         draft_tokens: [B * N] int64. verified_id, then the tokens of the candidates that are kept.
-        top_scores_index: [B, N - 1] int64. Flat ids of these candidates, ascending: nodes 1..N-1. Of equal scores the
-            lower id is kept.
-        A node whose parent is missing is linked to nothing, and sees itself and the root.
+        top_scores_index: [B, N - 1] int64. Their flat ids, ascending: nodes 1..N-1. Of equal scores the lower id is
+            kept.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, more than 32 nodes with
-            "qlen_only_bitpacking", or `prefix_is_set` without a "full_mask" in `out`; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative, that seq_lens_sum is their sum, and
-        that a "full_mask" in `out` is long enough.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also checks seq_lens, seq_lens_sum and the size of a "full_mask".
 
     Source:
-        EAGLE-2, https://arxiv.org/abs/2406.16858, sections 4.2 (reranking) and 4; candidate ids as in SGLang, whose
-        organize_draft_results and build_tree_kernel_efficient do the same in two steps.
+        EAGLE-2, https://arxiv.org/abs/2406.16858, sections 4.2 (reranking) and 4. SGLang has two steps for it,
+        organize_draft_results and build_tree_kernel_efficient.
 
     Example:
         >>> tree = eagle_kernels.build_tree_from_scores(
         ...     torch.tensor([9]), torch.tensor([[0.6, 0.3, 0.42, 0.12, 0.27, 0.02]]),
         ...     torch.tensor([[11, 12, 21, 22, 23, 24]]), torch.tensor([[-1, 0, 1]]), torch.tensor([4]),
         ...     topk=2, spec_steps=2, num_verify_tokens=5)
-        >>> tree.top_scores_index.tolist()  # the candidates of scores 0.6, 0.3, 0.42 and 0.27
-        [[0, 1, 2, 4]]
-        >>> tree.draft_tokens.tolist()
+        >>> tree.draft_tokens.tolist()  # the root, then the candidates of scores 0.6, 0.3, 0.42 and 0.27
         [9, 11, 12, 21, 23]
-        >>> tree.retrieve_next_token.tolist()
-        [[1, 3, 4, -1, -1]]
     """
     values = locals()
     out = check.allocate("build_tree_from_scores", contract(values), out)

@@ -112,28 +112,26 @@ def compute_tree_statistics(
 ) -> Output:
     """Describes the tree of every request from its links: depth, branching, and the number of nodes at each depth.
 
-    Symbols: B requests, N nodes of a tree (1..256), its root (node 0) included, S = spec_steps. Integers may be int32
-    or int64. A node is linked if it is the root, or if a linked node names it as its first child or its next sibling;
-    other nodes are not counted.
+    A node is linked if it is the root, or if a linked node names it as its first child or next sibling; other nodes are
+    not counted.
 
     Args:
-        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
-        spec_steps: S, the last depth that has a column of `nodes_per_depth`, 0..256.
+        retrieve_next_token: [B, N] int, N in 1..256. First child of each node, -1 for none.
+        retrieve_next_sibling: [B, N] int. Next sibling, -1 for none.
+        spec_steps: S, the last depth of `nodes_per_depth`, 0..256.
         out: five tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
+        A named tuple:
         depths: [B] int32. Depth of the deepest linked node; the root's is 0.
         num_linked: [B] int32. Linked nodes, the root included.
         num_leaves: [B] int32. Linked nodes without a child.
-        max_branching: [B] int32. The most children that a linked node has, 0 for a lone root.
-        nodes_per_depth: [B, S + 1] int32. Column d: linked nodes at depth d. Nodes deeper than S are in no column.
-        A link that does not point forward, or that leaves the tree, counts as none. A row whose links are all -1 is a
-        lone root.
+        max_branching: [B] int32. The most children of a linked node, 0 for a lone root.
+        nodes_per_depth: [B, S + 1] int32. Linked nodes at each depth up to S.
+        A link that does not point forward, or that leaves the tree, counts as none.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
         eagle_kernels' own; the links are those of SGLang's trees.
@@ -143,8 +141,6 @@ def compute_tree_statistics(
         ...     torch.tensor([[1, 3, 4, -1, -1]]), torch.tensor([[-1, 2, -1, -1, -1]]), spec_steps=3)
         >>> statistics.nodes_per_depth.tolist()  # the root, its children 1 and 2, and theirs, 3 and 4
         [[1, 2, 2, 0]]
-        >>> statistics.depths.tolist(), statistics.num_leaves.tolist(), statistics.max_branching.tolist()
-        ([2], [2], [2])
     """
     out = check.allocate("compute_tree_statistics", contract(locals()), out)
     batch_size, num_nodes = retrieve_next_token.shape

@@ -1,8 +1,8 @@
 """Reranks the candidates of all draft levels and keeps the best ones as the nodes of the verification tree.
 
 Computes
-    EAGLE-2 (arXiv 2406.16858, section 4.2). The ascending order of flat ids puts parents before children; a child never
-    scores above its parent and has a higher id, so the kept set is closed under parents.
+    A stable selection. The ascending order of flat ids puts parents before children; a child never scores above its
+    parent and has a higher id, so the kept set is closed under parents.
 Invariants
     -0.0 equals 0.0. One program holds a row, which limits the candidates.
 Grid
@@ -84,29 +84,26 @@ def organize_draft_results(
 ) -> Output:
     """Keeps the best candidates of every request, over all draft levels.
 
-    Symbols: B requests, N = num_verify_tokens nodes of a tree, its root included, C candidates of a request, at most
-    4096; with branching K and S levels that is K + (S - 1) * K^2. Integers may be int32 or int64.
-
     Args:
-        candidate_scores: [B, C] fp32. Scores of the candidates, level after level: K of level 0, then K^2 of every
-            other one. A candidate's flat id is its column. NaN counts as -inf. Rows may be strided.
-        candidate_tokens: [B, C] int. Tokens of the candidates. Rows may be strided.
-        num_verify_tokens: N, 1..C + 1.
+        candidate_scores: [B, C] fp32, C <= 4096. Scores of the candidates, level after level: K of level 0, K^2 of
+            every other one. A candidate's flat id is its column. NaN counts as -inf. Rows may be strided.
+        candidate_tokens: [B, C] int. Their tokens. Rows may be strided.
+        num_verify_tokens: N, nodes of a tree, 1..C + 1.
         out: two tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
+        A named tuple:
         top_scores_index: [B, N - 1] int64. Flat ids of the N - 1 candidates of the highest scores, ascending. Of equal
             scores the lower id is kept.
         draft_tokens: [B, N - 1] int64. Their tokens.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
         EAGLE-2, https://arxiv.org/abs/2406.16858, section 4.2 (reranking); SGLang's organize_draft_results. That one
-        takes a list with a tensor for each level. Concatenate these along axis 1, or let `select_top_k_tokens` write
-        its levels into slices of one buffer. Its third result, parent_list, comes from `select_top_k_tokens` here.
+        takes a tensor for each level: concatenate these along axis 1, or let `select_top_k_tokens` write into slices of
+        one buffer. That op also gives its third result, parent_list.
 
     Example:
         >>> best = eagle_kernels.organize_draft_results(
@@ -114,8 +111,6 @@ def organize_draft_results(
         ...     num_verify_tokens=5)
         >>> best.top_scores_index.tolist()  # the candidates of scores 0.6, 0.3, 0.42 and 0.27
         [[0, 1, 2, 4]]
-        >>> best.draft_tokens.tolist()
-        [[11, 12, 21, 23]]
     """
     out = check.allocate("organize_draft_results", contract(locals()), out)
     batch_size, num_candidates = candidate_scores.shape

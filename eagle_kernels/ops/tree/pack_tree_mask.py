@@ -75,32 +75,25 @@ def pack_tree_mask(
 ) -> torch.Tensor:
     """Packs a tree mask of any layout into int64 words, one bit for each draft key: the layout that attention reads.
 
-    Symbols: B requests, each with Nq query rows and Nk draft keys. Layouts whose masks are square have Nq = Nk = N.
+    Masks have Nq query rows and Nk draft keys. "packed" and "qlen_only" need not be square; elsewhere Nq = Nk = N.
 
     Args:
-        tree_mask: what each row sees, in the layout `tree_mask_mode`. In uint8, every value but 0 is set.
-            "qlen_only": [B, Nq, Nk] bool or uint8, or flat, [B * N * N] with `num_verify_tokens`.
-            "full_mask": [sum of N * (seq_len + N)] bool or uint8, the rows of one request after those of another. The
-                prefix is not read. Cells past the end of a mask that is too short count as not set.
-            "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, of at least N bits. Bit j: the row sees key j.
-            "packed": [B, Nq, W] int64. W = ceil(Nk / 64); without `num_verify_tokens` Nk = 64 * W.
-        seq_lens: None or [B] int. Committed tokens of each request, the root not counted; int32 or int64. Needed by
-            "full_mask", otherwise ignored.
-        num_verify_tokens: Nk. Needed by "full_mask" and by a flat "qlen_only", whose shapes do not tell it.
-        tree_mask_mode: layout of `tree_mask`, one of `TreeMaskMode`.
+        tree_mask: [B, Nq, Nk] bool or uint8 for "qlen_only", [B, Nq, W] int64 for "packed". What each row sees, in the
+            layout `tree_mask_mode`.
+        seq_lens: None or [B] int. For "full_mask" only: committed tokens, the root not counted.
+        num_verify_tokens: Nk. Needed by "full_mask" and by a flat "qlen_only". None for "packed": 64 * W.
+        tree_mask_mode: a `TreeMaskMode`.
         out: a tensor to write into.
 
     Returns:
-        [B, Nq, ceil(Nk / 64)] int64, written whole. Bit j % 64 of word j // 64: the row sees draft key j. Bits from Nk
-        on are 0.
+        [B, Nq, ceil(Nk / 64)] int64. Bit j % 64 of word j // 64: the row sees draft key j. Bits from Nk on are 0.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or no `num_verify_tokens` or
-            `seq_lens` where the layout needs them; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also checks seq_lens.
 
     Source:
-        "packed" is eagle_kernels' own; the other layouts are SGLang's (FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING).
+        "packed" is eagle_kernels' own; the other layouts are SGLang's.
 
     Example:
         >>> tree_mask = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)

@@ -3,9 +3,7 @@
 Computes
     The max_rows - B drafts with the highest scores of the whole batch stay, equal ones in the order of requests and
     nodes, where all of their ancestors do. That is the case by itself where scores fall along paths, such as the path
-    probabilities of EAGLE-2 (arXiv 2406.16858). So a request of sure drafts gets more of a step than one of unsure
-    drafts, and the load decides by max_rows how many there are in all. Of what stays `tree_from_mask` gives the links
-    and positions, `pack_verify_rows` the rows of the target's forward pass.
+    probabilities of EAGLE-2 (arXiv 2406.16858).
 Invariants
     A draft that does not see its root never stays. The sum of num_nodes is at most max_rows.
 Grid
@@ -217,31 +215,30 @@ def prune_trees(
 ) -> Output:
     """Prunes the trees of a batch to max_rows nodes in all; the drafts with the highest scores stay.
 
-    Symbols: B requests, N nodes of a tree before, its root (node 0) included.
+    So sure drafts get more of a step than unsure ones. `tree_from_mask` then gives links and positions,
+    `pack_verify_rows` the target's rows.
 
     Args:
-        draft_tokens: [B, N] int32 or int64. The root, then the drafts; ancestors come before their descendants.
+        draft_tokens: [B, N] int, N nodes of a tree. The root, then the drafts; ancestors come before their descendants.
             Requests may be strided.
-        tree_mask: [B, N, ceil(N / 64)] int64. Bit j % 64 of word j // 64 of row i: node i sees node j. Bits of later
-            nodes are ignored.
-        scores: [B, N - 1] fp32. What each draft is worth with all above it, such as the logarithm of its path's
-            probability. NaN and -inf: it never stays.
-        max_drafts: None or [1] int. How many drafts stay at most, as the load decides on the device; below 0 counts as
-            0. None, or more than max_rows - B: max_rows - B.
-        max_rows: nodes of all requests that stay at most, at least B.
+        tree_mask: [B, N, ceil(N / 64)] int64, packed. Bits of later nodes are ignored.
+        scores: [B, N - 1] fp32. What each draft is worth with all above it, such as its path's log-probability. NaN and
+            -inf: it never stays.
+        max_drafts: None or [1] int. The most drafts that stay, as the load decides on the device, limited to
+            0..max_rows - B. None: max_rows - B.
+        max_rows: the most nodes of all requests that stay, at least B.
         out: three tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
+        A named tuple:
         draft_tokens: [B, N] int64. Tokens of the nodes that stay, in their order, -1 padded.
         tree_mask: [B, N, ceil(N / 64)] int64. Their masks, 0 padded, with bits of the nodes that stay.
-        num_nodes: [B] int32. How many nodes of each request stay, at least 1.
-        Fewer than max_rows stay in all if there are fewer drafts with a score, or if an ancestor of one has a lower
-        score, which does not stay; a draft without its ancestors does not, either.
+        num_nodes: [B] int32. Nodes of each request that stay, at least 1.
+        A draft stays with all of its ancestors only, equal scores in the order of requests and nodes. So fewer than
+        max_rows stay where an ancestor has a lower score than its descendant, or where few drafts have a score.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, such as a max_rows below B; the
-            message names the argument.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
         eagle_kernels' own; scores as in EAGLE-2, https://arxiv.org/abs/2406.16858, compared across requests.

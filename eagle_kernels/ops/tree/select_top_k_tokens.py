@@ -182,53 +182,45 @@ def select_top_k_tokens(
 ) -> Output:
     """Selects the candidates of one draft level, and the best of them as the beams that the next level expands.
 
-    Symbols: B requests, K = topk beams of a request and candidates of a beam, Vd draft vocabulary, S levels in all.
-    A candidate's id, its flat id, counts the candidates of all levels: K of level 0, then K^2 of every other one.
+    A candidate's flat id counts the candidates of all S levels: K of level 0, then K^2 of every other one.
 
     Args:
-        logits: [B * K, Vd] fp16, bf16 or fp32, but [B, Vd] at level 0. Draft logits; row b * K + j is beam j of request
-            b. NaN counts as -inf, +inf as the largest finite fp32. Rows may be strided.
-        scores: None or [B, K] fp32. Log-probabilities of the beams, as the level before returned them. None at level 0.
-        ancestors: None or [B, K, W] int64, ceil(level * K / 64) <= W <= ceil((level + 1) * K / 64). Draft keys that
-            each beam sees, its own among them, as the level before returned them. None at level 0.
+        logits: [B * K, Vd] fp16, bf16 or fp32, but [B, Vd] at level 0. Draft logits over Vd ids; row b * K + j is beam
+            j of request b. NaN counts as -inf, +inf as the largest finite fp32. Rows may be strided.
+        scores: None or [B, K] fp32. The `scores` of the level before. None at level 0, and only there.
+        ancestors: None or [B, K, W] int64, ceil(level * K / 64) <= W <= ceil((level + 1) * K / 64). The `ancestors` of
+            the level before. None at level 0, and only there.
         draft_to_target: None or [Vd] int64. Offsets: target id = draft id + draft_to_target[draft id]. None: the draft
-            model has the target's ids.
-        topk: K, 1..16 and at most Vd.
-        level: 0 for the logits of the roots, i for those of the beams that level i - 1 returned.
-        out: eight tensors to write into. Rows of candidate_scores, candidate_tokens and parent_slots may be strided:
-            they may be slices of buffers for all levels, as `build_tree_from_scores` takes them. In a buffer
-            parent_list [B, K * (S - 1) + 1] slot 0 is the root, and level i has the slots from 1 + i * K on.
+            model has the target's ids. Nothing checks that the results are the target's.
+        topk: K, beams of a request and candidates of a beam, 1..16 and at most Vd.
+        level: 0 for the logits of the roots, i for those of the beams of level i - 1.
+        out: eight tensors to write into. Rows of candidate_scores, candidate_tokens and parent_slots may be strided, as
+            slices of buffers for all levels.
 
     Returns:
-        A named tuple, every element of which is written:
+        A named tuple:
         scores: [B, K] fp32. Log-probabilities of the paths to the new beams, descending.
         tokens: [B, K] int64. Target ids of the new beams' tokens, which stand at the root's position + level + 1.
         parents: [B, K] int64. Beam that each new beam comes from; 0, the root, at level 0.
-        hidden_rows: [B, K] int64. That beam's row of logits and of hidden states: b * K + parent, b at level 0.
-        parent_slots: [B, K] int64. Candidate ids of the new beams; they fill slots 1 + level * K on of `parent_list`,
-            which has none for the last level.
+        hidden_rows: [B, K] int64. That beam's row of logits and of hidden states.
+        parent_slots: [B, K] int64. Candidate ids of the new beams: slots from 1 + level * K on of `parent_list`, which
+            has none for the last level.
         candidate_scores: [B, C] fp32, where C is K at level 0 and K^2 at the others. In the order beam * K + rank.
         candidate_tokens: [B, C] int64. Target ids of their tokens.
         ancestors: [B, K, ceil((level + 1) * K / 64)] int64. New beam j becomes draft key level * K + j, and sees its
-            parent's draft keys and its own, besides the text and the root. Bit s % 64 of word s // 64: draft key s;
-            `unpack_tree_mask` makes booleans of them, if it is given num_verify_tokens = (level + 1) * K.
-        Equal logits are ordered by ascending id, equal scores by ascending flat id. A row of -inf alone proposes ids
-        0..K-1 with score -inf.
+            parent's draft keys and its own, besides the text and the root. Bit s % 64 of word s // 64: draft key s.
+            `unpack_tree_mask` makes booleans of them, with num_verify_tokens = (level + 1) * K.
+        Of equal logits or scores the lower id is first. A row of -inf alone proposes ids 0..K-1 with score -inf.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, `scores` or `ancestors` at level 0,
-            or none at another level; the message names the argument.
-        Whether draft_to_target leads to ids of the target's vocabulary is never checked.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
         EAGLE-2, https://arxiv.org/abs/2406.16858, section 4.1 (expansion); candidate ids as in SGLang's
-        select_top_k_tokens, which multiplies probabilities where this op adds their logarithms. draft_to_target is the
-        `d2t` of EAGLE-3 checkpoints.
+        select_top_k_tokens, which multiplies probabilities. draft_to_target is the `d2t` of EAGLE-3 checkpoints.
 
     Example:
         >>> root = eagle_kernels.select_top_k_tokens(torch.tensor([[0.6, 0.3, 0.1]]).log(), topk=2, level=0)
-        >>> root.tokens.tolist()
-        [[0, 1]]
         >>> logits = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.2, 0.7]]).log()
         >>> level = eagle_kernels.select_top_k_tokens(logits, root.scores, root.ancestors, topk=2, level=1)
         >>> level.candidate_scores.exp().mul(100).round().tolist()  # 0.6 * 0.7, 0.6 * 0.2, 0.3 * 0.7, 0.3 * 0.2

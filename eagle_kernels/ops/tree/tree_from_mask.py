@@ -5,7 +5,6 @@ Computes
         depth(t) = how many j are seen; parent(t) = the largest of them, -1 if there is none;
         first child of t = the smallest k with M[k, t], which in a sound mask is a child;
         next sibling of t = the smallest k > t with parent(k) = parent(t), -1 if t has no parent.
-    This is what n-gram and suffix drafting need (SGLang's reconstruct_indices_from_tree_mask).
 Invariants
     Links point forward or are -1, so walks along them end, whatever the mask.
 Grid
@@ -129,33 +128,25 @@ def tree_from_mask(
 ) -> Output:
     """Reads the tree of every request off its mask: positions and links, for drafters that deliver a mask.
 
-    Symbols: B requests, N = num_verify_tokens nodes of a tree, its root (node 0) included.
-
     Args:
-        tree_mask: which nodes each node sees, in the layout `tree_mask_mode`. Only earlier nodes are its ancestors, so
-            what it sees of itself and of later nodes is ignored. In uint8, every value but 0 is set.
-            "packed": [B, N, ceil(N / 64)] int64. Bit j % 64 of word j // 64 of row i: node i sees node j.
-            "full_mask": [sum of N * (seq_len + N)] bool or uint8, the rows of one request after those of another. The
-                prefix is not read. Cells past the end of a mask that is too short count as not set.
-            "qlen_only": [B, N, N] bool or uint8, or flat, [B * N * N].
-            "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, of at least N bits. Bit j: the node sees node j.
-        seq_lens: [B] int. Committed tokens of each request, the root not counted; int32 or int64.
-        num_verify_tokens: N, 1..256.
-        tree_mask_mode: layout of `tree_mask`, one of `TreeMaskMode`.
+        tree_mask: [B, N, ceil(N / 64)] int64 if packed. Which nodes each node sees, in the layout `tree_mask_mode`.
+            Only earlier nodes are its ancestors: what it sees of itself and of later nodes is ignored.
+        seq_lens: [B] int. Committed tokens, the root not counted.
+        num_verify_tokens: N, nodes of a tree, 1..256.
+        tree_mask_mode: a `TreeMaskMode`.
         out: four tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
+        A named tuple:
         positions: [B * N] int64. seq_len + depth, which is the number of ancestors.
         retrieve_index: [B, N] int64. b * N + i.
         retrieve_next_token: [B, N] int64. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int64. Next sibling of each node, -1 for none; siblings ascend.
-        The parent of a node is the last of its ancestors. A node without ancestors has no siblings, and its position is
-        seq_len.
+        retrieve_next_sibling: [B, N] int64. Next sibling, -1 for none; siblings ascend.
+        The parent of a node is the last of its ancestors. A node without ancestors has no siblings.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also checks seq_lens.
 
     Source:
         SGLang's reconstruct_indices_from_tree_mask, which takes "qlen_only" alone; "packed" is eagle_kernels' own.
@@ -163,8 +154,6 @@ def tree_from_mask(
     Example:
         >>> tree = eagle_kernels.tree_from_mask(
         ...     torch.tensor([[[1], [3], [5], [11], [21]]]), torch.tensor([4]), num_verify_tokens=5)
-        >>> tree.positions.tolist()
-        [4, 5, 5, 6, 6]
         >>> tree.retrieve_next_token.tolist(), tree.retrieve_next_sibling.tolist()
         ([[1, 3, 4, -1, -1]], [[-1, 2, -1, -1, -1]])
     """

@@ -2,9 +2,8 @@
 
 Computes
     Ancestor sets by pointer doubling, ceil(log2 N) rounds for N nodes; a node is linked if the root is among its own.
-    Linked nodes get a mask, a depth, a first child and a next sibling. This is what n-gram and suffix drafting need.
+    Linked nodes get a mask, a depth, a first child and a next sibling.
 Invariants
-    A node that is not linked has the root's token, so that tables of embeddings are read in range.
     Writes stay within a FULL_MASK whose size contradicts seq_lens.
 Grid
     (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
@@ -89,42 +88,33 @@ def tree_from_parents(
 ) -> Output:
     """Builds the verification tree of every request from the parents of its drafts: mask, positions and links.
 
-    Symbols: B requests, N = num_verify_tokens nodes of a tree, its root (node 0) included. Integers may be int32 or
-    int64. Draft j is node j + 1. A node is linked if its parents lead to the root, every step to an earlier node, over
-    tokens that are not negative.
+    A node is linked if its parents lead to the root, every step to an earlier node, over tokens that are not negative.
 
     Args:
-        verified_id: [B] int. Token of the root: the last committed one, which is not yet in the target's KV cache.
+        verified_id: [B] int. Token of the root, the last committed one.
         draft_tokens: [B, N - 1] int. Tokens of nodes 1..N-1; a negative one is padding.
         parents: [B, N - 1] int. Node that each of them follows: 0 is the root, -1 is padding.
-        seq_lens: [B] int. Committed tokens of each request, the root not counted.
-        seq_lens_sum: their sum, a host integer. Needed by "full_mask" without `out`, whose size it gives.
-        num_verify_tokens: N, 1..256.
-        tree_mask_mode: layout of the mask, one of `TreeMaskMode`; see `tree_mask` below.
-        prefix_is_set: "full_mask" only: the prefix columns of `out.tree_mask` already hold True and are not written.
-        out: six tensors to write into. A "full_mask" may be longer than needed: the rest is not written.
+        seq_lens: [B] int. Committed tokens, the root not counted.
+        seq_lens_sum: their sum, for a "full_mask" without `out`.
+        num_verify_tokens: N, nodes of a tree, 1..256.
+        tree_mask_mode: a `TreeMaskMode`.
+        prefix_is_set: the prefix of the "full_mask" in `out` already holds True and is not written.
+        out: six tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        tree_mask: what each node sees: itself and its ancestors.
-            "packed": [B, N, ceil(N / 64)] int64. Bit j of row i: node i sees node j.
-            "full_mask": [sum of N * (seq_len + N)] bool, the rows of one request after those of another; True in the
-                prefix. Where its size contradicts seq_lens, it holds what fits.
-            "qlen_only": [B, N, N] bool.
-            "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, for N <= 8, 16 or 32.
+        A named tuple:
+        tree_mask: [B, N, ceil(N / 64)] int64 if packed. What each node sees: itself and its ancestors.
         positions: [B * N] int64. seq_len + depth.
         retrieve_index: [B, N] int64. b * N + i.
         retrieve_next_token: [B, N] int64. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int64. Next sibling of each node, -1 for none; siblings ascend.
+        retrieve_next_sibling: [B, N] int64. Next sibling, -1 for none; siblings ascend.
         draft_tokens: [B * N] int64. verified_id, then draft_tokens.
-        A node that is not linked, padding for one, has no links, sees no other node (not even the root), and has the
-        root's position and token. Siblings with the same token stay two nodes.
+        A node that is not linked, such as padding, has no links and sees itself alone. It has the root's position, and
+        its token, so that tables of embeddings are read in range. Siblings with the same token stay two nodes.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, more than 32 nodes with
-            "qlen_only_bitpacking", or `prefix_is_set` without a "full_mask" in `out`; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative, that seq_lens_sum is their sum, and
-        that a "full_mask" in `out` is long enough.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also checks seq_lens, seq_lens_sum and the size of a "full_mask".
 
     Source:
         eagle_kernels' own; the results are those of SGLang's build_tree_kernel_efficient.
@@ -133,8 +123,6 @@ def tree_from_parents(
         >>> tree = eagle_kernels.tree_from_parents(
         ...     torch.tensor([9]), torch.tensor([[11, 12, 21, -1]]), torch.tensor([[0, 0, 1, -1]]), torch.tensor([4]),
         ...     num_verify_tokens=5)
-        >>> tree.tree_mask.flatten().tolist()  # of each node itself and its ancestors, as bits
-        [1, 3, 5, 11, 16]
         >>> tree.draft_tokens.tolist()  # the last node is padding
         [9, 11, 12, 21, 9]
     """

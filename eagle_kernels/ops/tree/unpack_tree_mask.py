@@ -106,44 +106,32 @@ def unpack_tree_mask(
 ) -> torch.Tensor:
     """Writes a packed tree mask in another layout.
 
-    Symbols: B requests, each with Nq query rows and Nk draft keys. Layouts whose masks are square have Nq = Nk = N.
+    Masks have Nq query rows and Nk draft keys. "packed" and "qlen_only" need not be square; elsewhere Nq = Nk = N.
 
     Args:
-        tree_mask: [B, Nq, ceil(Nk / 64)] int64. Bit j % 64 of word j // 64: the row sees draft key j. Bits from Nk on
-            are ignored.
-        seq_lens: None or [B] int. Committed tokens of each request, the root not counted; int32 or int64. Needed by
-            "full_mask", otherwise ignored.
-        seq_lens_sum: their sum, a host integer. Needed by "full_mask" without `out`, whose size it gives.
-        num_verify_tokens: Nk. None: as many draft keys as rows. The `ancestors` of `select_top_k_tokens` are not
-            square: give i * K for the beams that draft level i, or their keys from K on are cut off without a word.
-        tree_mask_mode: layout of the result, one of `TreeMaskMode`.
-        out: a tensor to write into. A "full_mask" may be longer than needed: the rest is not written.
+        tree_mask: [B, Nq, ceil(Nk / 64)] int64, packed. Bits from Nk on are ignored.
+        seq_lens: None or [B] int. For "full_mask" only: committed tokens, the root not counted.
+        seq_lens_sum: their sum, for a "full_mask" without `out`.
+        num_verify_tokens: Nk. None: Nq. Give i * K for the `ancestors` of the beams that draft level i, or their keys
+            from K on are cut off without a word.
+        tree_mask_mode: layout of the result, a `TreeMaskMode`.
+        out: a tensor to write into.
 
     Returns:
-        What each row sees, written whole:
-        "qlen_only": [B, Nq, Nk] bool.
-        "full_mask": [sum of N * (seq_len + N)] bool, the rows of one request after those of another; True in the
-            prefix. Where its size contradicts seq_lens, it holds what fits.
-        "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, for N <= 8, 16 or 32. Bit j: the row sees key j.
-        "packed": [B, Nq, ceil(Nk / 64)] int64. A copy, in which the bits from Nk on are 0.
+        [B, Nq, Nk] bool for "qlen_only", [B, Nq, ceil(Nk / 64)] int64 for "packed", with bits from Nk on 0. What each
+        row sees.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, "full_mask" without `seq_lens` or
-            with neither `seq_lens_sum` nor `out`, Nk other than Nq where the layout is square, or more than 32 keys
-            with "qlen_only_bitpacking"; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative, that seq_lens_sum is their sum, that
-        a "full_mask" in `out` is long enough, and that rows of a layout that need not be square see no key from Nq on
-        if num_verify_tokens is None.
+        ValueError, TypeError: an argument breaks a rule above.
+        EAGLE_KERNELS_DEBUG=1 also checks seq_lens, seq_lens_sum and the size of a "full_mask", and without
+        num_verify_tokens that no row sees a key from Nq on.
 
     Source:
-        "packed" is eagle_kernels' own; the other layouts are SGLang's (FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING).
+        "packed" is eagle_kernels' own; the other layouts are SGLang's.
 
     Example:
         >>> eagle_kernels.unpack_tree_mask(torch.tensor([[[1], [3], [5]]])).int().tolist()
         [[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]
-        >>> eagle_kernels.unpack_tree_mask(
-        ...     torch.tensor([[[1], [3]]]), torch.tensor([2]), 2, tree_mask_mode="full_mask").int().tolist()
-        [1, 1, 1, 0, 1, 1, 1, 1]
     """
     out = check.allocate("unpack_tree_mask", contract(locals()), out)
     batch_size, num_rows, _ = tree_mask.shape

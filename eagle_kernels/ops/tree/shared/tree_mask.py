@@ -1,7 +1,6 @@
 """The layouts of a tree mask, and functions that read and write rows of any of them.
 
-A row says which of the Nk draft keys one of the Nq query rows sees. Keys come in words of 64, whatever the layout. The
-layouts are those of `pack_tree_mask`.
+A row says which of the Nk draft keys one of the Nq query rows sees. Keys come in words of 64, whatever the layout.
 """
 
 from __future__ import annotations
@@ -16,13 +15,21 @@ from ....runtime.language import tl, triton
 
 
 class TreeMaskMode(str, Enum):
-    """Names the layouts of a tree mask; the plain strings are accepted everywhere as well.
+    """Names the layouts of a tree mask, which says what each node sees; plain strings serve as well.
+
+    In `out` a "full_mask" may be longer than needed, and the rest is not written; without `out`, seq_lens_sum gives its
+    size. Where the size contradicts seq_lens, the mask holds what fits.
+
+    Ops that read a mask take uint8 for bool (every value but 0 is set), a flat "qlen_only" [B * N * N], and words of
+    more than N bits. They do not read the prefix, and cells past the end of a "full_mask" count as not set.
 
     Attributes:
-        PACKED: "packed": one bit for each pair of nodes, in int64 words. The default.
-        FULL_MASK: "full_mask": one bool for each node and each token before it, the prefix included.
-        QLEN_ONLY: "qlen_only": one bool for each pair of nodes.
-        QLEN_ONLY_BITPACKING: "qlen_only_bitpacking": one uint8, uint16 or uint32 for each node, at most 32 nodes.
+        PACKED: "packed", the default: [B, N, ceil(N / 64)] int64. Bit j % 64 of word j // 64 of row i: node i sees j.
+        FULL_MASK: "full_mask": [sum of N * (seq_len + N)] bool, the rows of one request after those of another; True in
+            the prefix.
+        QLEN_ONLY: "qlen_only": [B, N, N] bool.
+        QLEN_ONLY_BITPACKING: "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, for N <= 8, 16 or 32. Bit j of the
+            word of node i: it sees j.
     """
 
     PACKED = "packed"
