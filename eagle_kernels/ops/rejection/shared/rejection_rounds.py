@@ -42,6 +42,9 @@ from .slices import allocate_found, merge_found, store_found, store_nothing, tur
 
 _WORDS = tl.constexpr(STATE_WORDS)
 
+# Without replacement: so few registers that two programs fit in a multiprocessor, which costs no spills.
+REGISTER_TUNING = {"default": {}, "sm_90": {"maxnreg": 128}}
+
 
 class Scratch(NamedTuple):
     """Pointers to what launches hand on. A place is a node, or level by level the one that a request has reached."""
@@ -240,7 +243,8 @@ def allocate_rounds(candidates: torch.Tensor, num_places: int, num_slices: int, 
 
 def launch_rounds(shared: dict, num_rounds: int, level: int) -> None:
     """Launches all rounds of all nodes, or with BY_LEVEL of those that the walks have reached at a level."""
-    tuned = tuning.row(SLICE_TUNING, shared["links"].candidates.device)
+    device = shared["links"].candidates.device
+    tuned = tuning.row(SLICE_TUNING, device) | ({} if shared["KEEPS_DRAFT"] else tuning.row(REGISTER_TUNING, device))
     for round in range(num_rounds):
         launch(
             "verify_tree_rejection",

@@ -61,6 +61,9 @@ def _select_top_k_tokens_scan_kernel(
     num_blocks = tl.cdiv(num_chunks, BLOCK_CHUNK)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_row * VECTOR
+    # found before the row is read: after it they would take registers from the logits
+    group_max_ptr = scan.group_max + row * num_chunks * LANES
+    chunk_max_ptr, chunk_sum_ptr = scan.chunk_max + row * num_chunks, scan.chunk_sum + row * num_chunks
     chunk = tl.program_id(0) % num_blocks * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
     # [BLOCK_CHUNK, CHUNK / WIDTH, WIDTH]: every warp reads chunks of its own, so no maximum and no sum crosses warps
     WIDTH: tl.constexpr = LANES * VECTOR
@@ -80,10 +83,9 @@ def _select_top_k_tokens_scan_kernel(
     chunk = chunk[:, None]
     is_first = (chunk < num_chunks) & (lane == 0)
     group_max = tl.reshape(group_max, [BLOCK_CHUNK, LANES])
-    first = row * num_chunks
-    tl.store(scan.group_max + first * LANES + chunk * LANES + lane, group_max, mask=chunk < num_chunks)
-    tl.store(scan.chunk_max + first + chunk + lane, chunk_max[:, None], mask=is_first)
-    tl.store(scan.chunk_sum + first + chunk + lane, chunk_sum[:, None], mask=is_first)
+    tl.store(group_max_ptr + chunk * LANES + lane, group_max, mask=chunk < num_chunks)
+    tl.store(chunk_max_ptr + chunk + lane, chunk_max[:, None], mask=is_first)
+    tl.store(chunk_sum_ptr + chunk + lane, chunk_sum[:, None], mask=is_first)
 
 
 def scan_rows(op: str, logits: torch.Tensor) -> Scan:
