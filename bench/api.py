@@ -29,6 +29,8 @@ from eagle_kernels.runtime.library import schemas_of
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_kernels"
 _WRITTEN = "Written by `python -m bench.api` from the docstrings; do not edit."
+# what Raises says of most ops, told once
+_ARGUMENT_RAISES = "ValueError, TypeError: an argument breaks a rule above."
 _WITH_REFERENCE = "from ..runtime.library import with_reference as _with_reference\n"
 _STUB_HEAD = "# Written by `python -m bench.api`; do not edit.\n"
 _LISTS = ("Args", "Returns", "Attributes", "Raises")
@@ -100,8 +102,6 @@ def _family_page(family: str) -> str:
     for name in sorted(names):
         function = getattr(ops if name == "verify_tree" else raw, name)  # which need no schemas
         entries.append(f"## {name}\n\n{_signature('eagle_kernels.' + name, function)}\n\n{_markdown(function)}")
-        if name in FAMILIES[family]:
-            entries[-1] += f"\n\nHow it works: [{name}.py]({name}.py)"
     for name in _FAMILY_OTHERS.get(family, ()):
         value = getattr(eagle_kernels, name)
         entries.append(f"## {name}\n\n{_signature('eagle_kernels.' + name, value)}\n\n{_markdown(value)}")
@@ -109,28 +109,28 @@ def _family_page(family: str) -> str:
     entries += [outputs] if outputs else []
     others = (*_FAMILY_OTHERS.get(family, ()), *(("Output",) if outputs else ()))
     links = " · ".join(f"[{name}](#{name.lower()})" for name in (*sorted(names), *others))
-    return _page(f"{_FAMILY_TITLES[family]}: API", [links, *entries])
+    files = "An argument that breaks a rule raises ValueError or TypeError. How an op works stands at the top of its\n"
+    files += "file, to which [README.md](README.md) links."
+    return _page(f"{_FAMILY_TITLES[family]}: API", [files, links, *entries])
 
 
 def _outputs(family: str) -> str:
     """Returns the section about the named tuples that the ops of a family return; "" if there are none."""
     public = {getattr(types, name): name for name in types.__all__}
-    items = []
+    makers: dict[str, list[str]] = {}
     modules = {name: importlib.import_module(f"eagle_kernels.ops.{family}.{name}") for name in FAMILIES[family]}
     if family == "verify":
         modules["verify_tree"] = modules["verify_tree_greedy"]  # the same results
     for name, module in sorted(modules.items()):
         output = getattr(module, "Output", None)
         if output is not None:
-            path = f"eagle_kernels.types.{public[output]}"
-            items.append(f"- [{name}](#{name}): `{path}({', '.join(output._fields)})`")
-    if not items:
+            call = f"`eagle_kernels.types.{public[output]}({', '.join(output._fields)})`"
+            makers.setdefault(call, []).append(f"`{name}`")
+    if not makers:
         return ""
-    told = (
-        "A named tuple of tensors: what an op returns, and what its `out` takes. Any tuple or list of as many tensors\n"
-    )
-    told += "serves as `out`, too. The fields are described under the op's *Returns*.\n\n"
-    return "## Output\n\n" + told + "\n".join(items)
+    told = "Ops return named tuples of tensors, and take them, or any tuple or list of as many, as `out`. *Returns*\n"
+    told += "tells the fields.\n\n"
+    return "## Output\n\n" + told + "\n".join(f"- {call}: {', '.join(names)}" for call, names in makers.items())
 
 
 def _engine_page() -> str:
@@ -227,7 +227,9 @@ def _markdown(value) -> str:
     parts = re.split(r"^([A-Z][a-z]+):\n(?=    )", text, flags=re.MULTILINE)
     written = [_prose(parts[0])]
     for head, body in zip(parts[1::2], parts[2::2]):
-        body = textwrap.dedent(body).strip()
+        body = textwrap.dedent(body).strip().removeprefix(_ARGUMENT_RAISES).strip()
+        if not body:
+            continue
         if head == "Example":
             written.append(f"**Example**\n\n```python\n{body}\n```")
         elif head in _LISTS:
@@ -239,19 +241,19 @@ def _markdown(value) -> str:
 
 def _entries(body: str) -> str:
     """Returns the entries `name: text` as list items; what else stands there stays as it is."""
+    name = r'[*"`]*[\w.]+["`]*'
     # an indented name is in quotes; without them it would be a sentence with a colon in it
-    item = re.compile(r'^(    (?=")|(?=[\w"*]))([\w, ."*`]+?): ')
+    item = re.compile(rf'^(    (?=")|(?=[\w"*`]))({name}(?:, {name})*): ')
     lines = []
     for line in body.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2  # half of that of the docstring
         match = item.match(line)
         if match:
-            indent, names = match.groups()
-            quoted = ", ".join(f"`{name}`" for name in names.replace("`", "").split(", "))
-            lines.append(f"{indent}- {quoted}: {line[match.end() :]}")
-        else:
-            if lines and line[:1].strip() and lines[-1][:1] in ("-", " "):
-                lines.append("")  # a paragraph after a list, not part of its last item
-            lines.append(line)
+            names = match[2].replace("`", "").split(", ")
+            line = f"- {', '.join(f'`{name}`' for name in names)}: {line[match.end() :]}"
+        elif line[:1].strip() and lines and lines[-1][:1] in ("-", " "):
+            lines.append("")  # a paragraph after a list, not part of its last item
+        lines.append(" " * depth + line.strip())
     return "\n".join(lines)
 
 
