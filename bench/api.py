@@ -9,6 +9,7 @@ torch the ops, whose files are not imported for that.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import inspect
 import re
@@ -29,8 +30,14 @@ from eagle_kernels.runtime.library import schemas_of
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_kernels"
 _WRITTEN = "Written by `python -m bench.api` from the docstrings; do not edit."
+# what Raises says of most functions, told once at the top of a page
+_ARGUMENT_RAISES = re.compile(
+    "ValueError, TypeError: an argument breaks a rule above.|ValueError: An argument breaks its rule."
+)
 _WITH_REFERENCE = "from ..runtime.library import with_reference as _with_reference\n"
 _STUB_HEAD = "# Written by `python -m bench.api`; do not edit.\n"
+# a space at which no line of a signature ends
+_WITHIN = "\0"
 _LISTS = ("Args", "Returns", "Attributes", "Raises")
 _FAMILY_TITLES = {
     "attention": "Attention",
@@ -49,8 +56,8 @@ _ENGINE_PARTS = {
     "The engine": ("eagle_kernels.engine", ()),
     "Types": (
         "eagle_kernels.types",
-        ("TokenStream", "TextStream", "TextPiece", "BenchmarkResult", "RunStats", "EngineLock", "Verified",
-         "SamplingFields", "Tokenizer", "Detokenizer", "Matcher"),
+        ("TokenStream", "TextStream", "TextPiece", "BenchmarkResult", "RunStats", "Verified", "Tokenizer",
+         "Detokenizer", "Matcher"),
     ),
     "Model folders": ("eagle_kernels.engine.models.loading", ("load_target", "load_draft", "demo_pair")),
     "Tokenizers": ("eagle_kernels.engine.models.tokenizer", ("load_tokenizer",)),
@@ -61,12 +68,24 @@ _ENGINE_PARTS = {
     ),
 }  # fmt: skip
 # classes that callers do not make; their pages show no call, like those of protocols
-_NOT_CALLED = ("TokenStream", "TextStream", "EngineLock", "Verified", "SamplingFields", "ModelError", "TreeMaskMode")
-# names of types that only abbreviate; the pages write them out
+_NOT_CALLED = ("TokenStream", "TextStream", "Verified", "ModelError", "TreeMaskMode")
+# classes that callers read and do not make; their pages show no defaults
+_RESULTS = ("GenerationOutput", "GenerationStats", "Request", "TokenEvent", "TextPiece", "BenchmarkResult", "RunStats")
+# members that only the engine and its tools call
+_OWN = {
+    "EAGLEConfig": ("on", "trees_for", "most_beams", "sampling", "keeps_text", "may_speculate", "simulated_rates"),
+    "BenchmarkResult": ("rows",),
+    "Request": ("has_news", "fail", "raise_error", "push", "score_prompt", "stop_strings", "outbox", "exception"),
+    "SamplingParams": ("has_filters", "has_penalties", "scores"),
+    "TokenStream": ("device", "is_single", "time_plain_step"),
+}  # fmt: skip
+# names of types that only abbreviate, which the engine's page explains
 _ALIASES = {
     name: re.sub(r"[a-z_]+(\.[a-z_]+)*\.(?=[A-Z])", "", str(getattr(inputs, name)))
     for name in ("Asked", "Params", "Prompts", "Seeds")
-} | {"Tree": str(eagle_config.Tree), "Ids": "list[int] | list[list[int]]"}
+}
+# the same, written out where they stand
+_SHORT_ALIASES = {"Tree": str(eagle_config.Tree), "Ids": "list[int] | list[list[int]]"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,8 +119,6 @@ def _family_page(family: str) -> str:
     for name in sorted(names):
         function = getattr(ops if name == "verify_tree" else raw, name)  # which need no schemas
         entries.append(f"## {name}\n\n{_signature('eagle_kernels.' + name, function)}\n\n{_markdown(function)}")
-        if name in FAMILIES[family]:
-            entries[-1] += f"\n\nHow it works: [{name}.py]({name}.py)"
     for name in _FAMILY_OTHERS.get(family, ()):
         value = getattr(eagle_kernels, name)
         entries.append(f"## {name}\n\n{_signature('eagle_kernels.' + name, value)}\n\n{_markdown(value)}")
@@ -109,42 +126,62 @@ def _family_page(family: str) -> str:
     entries += [outputs] if outputs else []
     others = (*_FAMILY_OTHERS.get(family, ()), *(("Output",) if outputs else ()))
     links = " · ".join(f"[{name}](#{name.lower()})" for name in (*sorted(names), *others))
-    rules = "See also [what holds for all ops](../README.md#what-holds-for-all-ops)."
+    rules = "[What holds for all ops](../README.md#what-holds-for-all-ops) is told once: integers, layout, padding, errors.\n"
+    rules += "How an op works stands at the top of its file, to which [README.md](README.md) links."
     return _page(f"{_FAMILY_TITLES[family]}: API", [rules, links, *entries])
 
 
 def _outputs(family: str) -> str:
     """Returns the section about the named tuples that the ops of a family return; "" if there are none."""
     public = {getattr(types, name): name for name in types.__all__}
-    items = []
+    makers: dict[str, list[str]] = {}
     modules = {name: importlib.import_module(f"eagle_kernels.ops.{family}.{name}") for name in FAMILIES[family]}
     if family == "verify":
         modules["verify_tree"] = modules["verify_tree_greedy"]  # the same results
     for name, module in sorted(modules.items()):
         output = getattr(module, "Output", None)
         if output is not None:
-            path = f"eagle_kernels.types.{public[output]}"
-            items.append(f"- [{name}](#{name}): `{path}({', '.join(output._fields)})`")
-    if not items:
+            call = f"`eagle_kernels.types.{public[output]}({', '.join(output._fields)})`"
+            makers.setdefault(call, []).append(f"`{name}`")
+    if not makers:
         return ""
-    return "## Output\n\nThe named tuples that the ops return.\n\n" + "\n".join(items)
+    listed = "\n".join(f"- {call}: {', '.join(names)}" for call, names in makers.items())
+    return "## Output\n\nThe named tuples that the ops return.\n\n" + listed
 
 
 def _engine_page() -> str:
     links, entries = [], []
     for title, (module, names) in _ENGINE_PARTS.items():
         names = names or engine.__all__
-        links.append(f"{title}: " + " · ".join(f"[{name}](#{name.lower()})" for name in names))
+        links.append(f"{title} (`{module}`): " + " · ".join(f"[{name}](#{name.lower()})" for name in names))
         home = importlib.import_module(module)
         for name in names:
             value = getattr(home, name)
-            entries.append(f"## {name}\n\n{_signature(f'{module}.{name}', value)}\n\n{_markdown(value)}")
+            call = _signature(name, value)
+            entries += [f"## {name}", *([call] if call.startswith("```") else []), _markdown(value)]
             if inspect.isclass(value):
-                entries += [
-                    f"### {name}.{method}\n\n{_signature(f'{name}.{method}', function)}\n\n{_markdown(function)}"
-                    for method, function in _public_methods(value)
-                ]
-    return _page("The engine: API", [*links, *entries])
+                entries += _members(name, value)
+    told = (
+        "An argument that breaks its rule raises ValueError, whose message names it. In signatures, "
+        + ", ".join(f"`{name}` is `{kind}`" for name, kind in _ALIASES.items())
+        + "."
+    )
+    return _page("The engine: API", [*links, textwrap.fill(told, 120, break_on_hyphens=False), *entries])
+
+
+def _members(name: str, cls: type) -> list[str]:
+    """Returns the section of each method that has sections of its own; before them one list of the other members."""
+    items, entries = [], []
+    for member, value in _public_methods(cls):
+        text = _markdown(value)
+        if member in _OWN.get(name, ()):
+            continue
+        if re.search(r"^\*\*[A-Z]", text, re.MULTILINE):
+            entries.append(f"### {name}.{member}\n\n{_signature(member, value)}\n\n{text}")
+        else:
+            text = text.replace("\n\n", "\n").replace("\n", "\n  ")
+            items.append(f"- `{_call(member, value).replace(_WITHIN, ' ')}`: {text}")
+    return ["**Members**\n\n" + "\n".join(items), *entries] if items else entries
 
 
 def _page(title: str, parts: Iterable[str]) -> str:
@@ -162,50 +199,72 @@ def _public_methods(cls: type) -> list[tuple[str, Callable]]:
 
 
 def _signature(name: str, value: Callable) -> str:
+    """Returns a call as code, in lines of 120 characters that end between arguments."""
+    call = _call(name, value)
+    if call.startswith("class "):
+        return f"`{call}`"
+    lines = textwrap.fill(call, 120, subsequent_indent=" " * 4, break_on_hyphens=False)
+    return f"```python\n{lines.replace(_WITHIN, ' ')}\n```"
+
+
+def _call(name: str, value: Callable) -> str:
+    """Returns how something is called, on one line, with _WITHIN for the spaces within an argument."""
     if isinstance(value, property):
-        return f"```python\n{name}: {value.fget.__annotations__.get('return', 'Any')}\n```"
-    if inspect.isclass(value) and (Protocol in value.__bases__ or value.__name__ in _NOT_CALLED):
-        if "__call__" not in vars(value):
-            return f"```python\nclass {name}\n```"
-        value = value.__call__
+        return f"{name}: {_spelled(value.fget.__annotations__.get('return', 'Any'))}"
+    if inspect.isclass(value):
+        if "__call__" in vars(value):
+            value = value.__call__
+        elif Protocol in value.__bases__ or value.__name__ in _NOT_CALLED or _fields(value):
+            return f"class {name}"
     try:
         signature = inspect.signature(value)
     except ValueError:  # a NamedTuple's __new__ tells nothing on some versions of Python
-        return f"```python\n{name}\n```"
-    if name.startswith("eagle_kernels.") and inspect.isfunction(
-        value
-    ):  # an op, whose list of arguments tells the types
-        return f"```python\n{_untyped(name, signature)}\n```"
+        return name
+    if name.startswith("eagle_kernels.") and inspect.isfunction(value):  # its list of arguments tells the types
+        return _untyped(name, signature)
     parameters, is_keyword_only = [], False
     for parameter in signature.parameters.values():
-        if parameter.name.startswith("_"):
+        if parameter.name.startswith("_") or parameter.name == "self":
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword_only:
             parameters.append("*")
         is_keyword_only |= parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        parameters.append(_parameter(parameter))
+        parameters.append(_parameter(parameter).replace(" ", _WITHIN))
     returned = signature.return_annotation
-    arrow = "" if returned is inspect.Signature.empty else f" -> {_spelled(str(returned))}"
-    lines = "".join(f"    {parameter},\n" for parameter in parameters)
-    return f"```python\n{name}(\n{lines}){arrow}\n```" if parameters else f"```python\n{name}(){arrow}\n```"
+    has_result = returned not in (inspect.Signature.empty, None, "None")
+    arrow = f" -> {_spelled(str(returned))}".replace(" ", _WITHIN) if has_result else ""
+    return f"{name}({', '.join(parameters)}){arrow}"
+
+
+def _fields(value: Callable) -> dict[str, str]:
+    """Returns the fields of a class by name, with type and default, if its docstring has an entry for each."""
+    if value.__name__ in _NOT_CALLED or not (dataclasses.is_dataclass(value) or hasattr(value, "_fields")):
+        return {}
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except ValueError:  # as in `_call`
+        return {}
+    parameters = [each for each in parameters if not each.name.startswith("_")]
+    has_default = value.__name__ not in _RESULTS
+    told = inspect.getdoc(value)
+    is_told = all(re.search(rf"^    ([\w, ]+, )?{each.name}(, [\w, ]+)?: ", told, re.MULTILINE) for each in parameters)
+    return {each.name: _parameter(each, has_default) for each in parameters} if is_told else {}
 
 
 def _untyped(name: str, signature: inspect.Signature) -> str:
-    """Returns the call of an op in lines of 120 characters."""
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     call = name + str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-    call = re.sub(r"<\w+\.\w+: ([^>]*)>", r"\1", call)  # members of an Enum, for which their value serves
-    return textwrap.fill(call, 120, subsequent_indent=" " * 4, break_on_hyphens=False)
+    return re.sub(r"<\w+\.\w+: ([^>]*)>", r"\1", call)  # members of an Enum, for which their value serves
 
 
-def _parameter(parameter: inspect.Parameter) -> str:
+def _parameter(parameter: inspect.Parameter, has_default: bool = True) -> str:
     """Returns a parameter as it stands in a signature, its default as Python writes it."""
     kind, default = parameter.annotation, parameter.default
     text = str(parameter.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty))
     if kind is not inspect.Parameter.empty:
         kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
         text += ": " + _spelled(kind)
-    if default is inspect.Parameter.empty:
+    if default is inspect.Parameter.empty or not has_default:
         return text
     shown = re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", repr(default))
     return f"{text} = {shown}"
@@ -214,7 +273,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
 def _spelled(kind: str) -> str:
     """Returns an annotation without abbreviations, quotes and parameters of types."""
     kind = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", kind).replace("'", "").replace("[Ids]", "")
-    for name, meaning in _ALIASES.items():
+    for name, meaning in _SHORT_ALIASES.items():
         kind = re.sub(rf"\b{name}\b", meaning, kind)
     return kind
 
@@ -222,34 +281,43 @@ def _spelled(kind: str) -> str:
 def _markdown(value) -> str:
     """Returns a docstring with its sections as lists, and its example as code."""
     text = inspect.getdoc(value) or ""
+    shown = _fields(value) if inspect.isclass(value) else {}
+    own = _OWN.get(value.__name__, ()) if inspect.isclass(value) else ()
     parts = re.split(r"^([A-Z][a-z]+):\n(?=    )", text, flags=re.MULTILINE)
     written = [_prose(parts[0])]
     for head, body in zip(parts[1::2], parts[2::2]):
-        body = textwrap.dedent(body).strip()
+        body = _ARGUMENT_RAISES.sub("", textwrap.dedent(body)).strip()
+        if not body:
+            continue
         if head == "Example":
             written.append(f"**Example**\n\n```python\n{body}\n```")
         elif head in _LISTS:
-            written.append(f"**{head}**\n\n{_entries(body)}")
+            written.append(f"**{head}**\n\n{_entries(body, shown, own)}")
         else:
             written.append(f"**{head}**\n\n{_prose(body)}")
     return "\n\n".join(part for part in written if part)
 
 
-def _entries(body: str) -> str:
-    """Returns the entries `name: text` as list items; what else stands there stays as it is."""
+def _entries(body: str, shown: dict[str, str], own: Sequence[str]) -> str:
+    """Returns the entries `name: text` as list items; what else stands there stays as it is.
+
+    shown: what a name is replaced by. own: names whose entries are left out.
+    """
+    name = r'[*"`]*[\w.]+["`]*'
     # an indented name is in quotes; without them it would be a sentence with a colon in it
-    item = re.compile(r'^(    (?=")|(?=[\w"*]))([\w, ."*`]+?): ')
-    lines = []
+    item = re.compile(rf'^(    (?=")|(?=[\w"*`]))({name}(?:, {name})*): ')
+    lines, is_left_out = [], False
     for line in body.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2  # half of that of the docstring
         match = item.match(line)
         if match:
-            indent, names = match.groups()
-            quoted = ", ".join(f"`{name}`" for name in names.replace("`", "").split(", "))
-            lines.append(f"{indent}- {quoted}: {line[match.end() :]}")
-        else:
-            if lines and line[:1].strip() and lines[-1][:1] in ("-", " "):
-                lines.append("")  # a paragraph after a list, not part of its last item
-            lines.append(line)
+            names = match[2].replace("`", "").split(", ")
+            is_left_out = names[0] in own
+            line = f"- {', '.join(f'`{shown.get(name, name)}`' for name in names)}: {line[match.end() :]}"
+        elif line[:1].strip() and lines and lines[-1][:1] in ("-", " "):
+            lines.append("")  # a paragraph after a list, not part of its last item
+        if not is_left_out:
+            lines.append(" " * depth + line.strip())
     return "\n".join(lines)
 
 

@@ -15,8 +15,9 @@ import eagle_kernels
 from op_tests.harness.typed import is_of
 
 SECTIONS = ("Args", "Returns", "Raises", "Source", "Example")
-# `[B, N] int64.`, also after other words: "None or [B] fp32.", "one of: [B * N, V] fp32, fp16 or bf16."
-SHAPE = r"\[[^\]]*\](, [^.]*)? (int|fp|bf|fp8|bool|uint|any)"
+# `[B, N] int64.`, also after other words: "None or [B] fp32.", "one of: [B * N, V] fp32, fp16 or bf16.", or as another
+# argument: "[B, V], dtype of `logits`."
+SHAPE = r"\[[^\]]*\]((, [^.]*)? (int|fp|bf|fp8|bool|uint|any)|, dtype of `)"
 PUBLIC = [*eagle_kernels.ops.OPS, "verify_tree"]
 
 

@@ -71,8 +71,8 @@ class Generation(Unique):
         Args:
             input_ids: One prompt, a text or [L] token ids, or several: lists of any lengths, a tensor or array [B, L].
             max_new_tokens: A request ends after its first end token or stop string, or with exactly this many tokens.
-            sampling_params: `SamplingParams`, or a dict of its fields, for all prompts, or a list of one for each; they
-                may stand in the place of max_new_tokens. No override says anything about sampling beside them.
+            sampling_params: `SamplingParams`, or a dict of its fields, for all prompts, or a list of one for each; also
+                in the place of max_new_tokens. Overrides beside them say nothing about sampling.
             n: Samples of each prompt, whose seeds are that of the prompt, and those after it.
             seeds: One for all prompts or one for each; None: fresh ones from torch's generator, see `stats.seeds`.
             speculative: False decodes plainly, with the same code and pools.
@@ -80,13 +80,12 @@ class Generation(Unique):
             overrides: Fields of `EAGLEConfig` and `SamplingParams` for this call, such as temperature=0.8.
 
         Returns:
-            The new tokens (one list for one prompt, a list of lists for several prompts or samples, those of a prompt
-            next to each other) and the statistics of the call; where log-probabilities are asked for, attributes of
-            the result hold them, as in `engine.generate(prompt, logprobs=True).logprobs`.
+            The new tokens, a list for one prompt, a list of lists for several prompts or samples, those of a prompt
+            next to each other; the statistics of the call; and log-probabilities that are asked for, as attributes.
 
         Raises:
             ValueError: An argument breaks its rule, or a prompt is empty, too long or holds an id that is no token.
-            RuntimeError: Other requests, with another configuration, have not ended.
+            RuntimeError: Requests with another configuration have not ended.
 
         Example:
             >>> prompt = engine.tokenizer.encode("import os\\n\\ndef walk(")  # the engine of the class's example
@@ -197,7 +196,7 @@ class Generation(Unique):
         """Returns the token ids of a conversation, as the target's chat template writes it; for several, lists of them.
 
         Args:
-            messages: Dicts with role and content, such as {"role": "user", "content": "Hello"}; or lists of such.
+            messages: Dicts such as {"role": "user", "content": "Hello"}; or lists of such.
             add_generation_prompt: Whether the ids end with what begins the next answer.
             variables: What else the template reads, such as tools=[...] or enable_thinking=False.
 

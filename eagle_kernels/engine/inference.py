@@ -33,32 +33,32 @@ from .step.stepper import Verified
 class EAGLEInference(Generation):
     """Generates the text of a target model faster: a draft proposes token trees, and the target verifies them.
 
-    The text is the target's own, unless `verify_strategy` is a lossy one. At temperature 0 it has the tokens of plain
-    decoding. Sampled text is drawn with the noise of plain decoding, so one seed gives one text, with and without
-    drafts, if logits do not depend on how many rows are computed together (fp32 in practice; bf16 may part near-ties).
+    The text is the target's own, unless `verify_strategy` is a lossy one: at temperature 0 that of plain decoding.
+    Sampled text is drawn with the noise of plain decoding, so one seed gives one text, with and without drafts, if
+    logits do not depend on how many rows are computed together (fp32 in practice; bf16 may part near-ties).
 
-    An engine is used in three ways: `generate` returns the whole text; `stream` yields it token by token; and `submit`,
-    `step` and `collect` serve requests that join and leave between steps. All share one batch and one pool of pages.
-    On the CPU a step uses only as many of PyTorch's threads as the target has work for, and then restores their number.
+    `generate` returns the whole text; `stream` yields it token by token; `submit`, `step` and `collect` serve requests
+    that join and leave between steps. All share one batch and one pool of pages. On the CPU a step uses only as many of
+    PyTorch's threads as the target has work for, and then restores their number.
 
     Args:
-        draft_model: An EAGLE head or any `DraftModel`. A plain language model drafts without features of the target.
-            None is for methods that draft without a model.
-        target_model: Any `TargetModel` (`engine/models/protocol.py`). Here and as the draft, a causal language model of
-            transformers is wrapped (`TransformersTarget`), and stays as it was.
+        draft_model: An EAGLE head or any `DraftModel`; a plain language model drafts without features of the target.
+            None is for methods without a model.
+        target_model: Any `TargetModel`. Here and as the draft, a causal language model of transformers is wrapped
+            (`TransformersTarget`), and stays as it was.
         config: The tree, sampling and limits; None: `EAGLEConfig()`. A dict has its fields; one that has "method" or
             another field of servers alone is read as by `EAGLEConfig.from_speculative_config`.
         device: Where both models already are; None: the target's device.
-        tokenizer: The target's, for stop strings, `stream_text`, `encode_chat` and the property `tokenizer`: one of
-            transformers or of the package `tokenizers`, which is wrapped; a `Tokenizer`; or a folder that holds one.
-        allow_larger_draft: Whether a language model may draft that has more weights than the target. It is refused
+        tokenizer: The target's, for stop strings, `stream_text` and `encode_chat`: a `Tokenizer`; one of transformers
+            or of the package `tokenizers`, which is wrapped; or a folder that holds one.
+        allow_larger_draft: Whether the draft may be a language model with more weights than the target: refused
             otherwise, since other projects name the target first.
 
     Attributes:
         target, draft, config, device: Those in use. `draft` may be a wrapper of the given model, or None.
 
     Raises:
-        ValueError: An argument breaks its rule, or models and configuration do not fit; the message names it.
+        ValueError: An argument breaks its rule, or models and configuration do not fit.
 
     Example:
         >>> from eagle_kernels.engine.models.loading import demo_pair
@@ -107,15 +107,15 @@ class EAGLEInference(Generation):
         """Loads an engine from two model folders in Hugging Face layout.
 
         Args:
-            draft_model: The folder of an EAGLE head, of next-token modules, or of a smaller language model that has the
-                target's tokenizer; what it holds decides how it drafts. None: the target's own folder with
-                method="mtp", since published targets have their modules in them; otherwise for methods without a model.
-            target_model: The target's folder, which also has the end tokens and, if there is one, the tokenizer.
-            config: As for the class; in fields of a server's `--speculative-config`, such as
-                {"method": "mtp", "model": folder}, "model" is the draft, where draft_model is None.
+            draft_model: The folder of an EAGLE head, of next-token modules, or of a smaller language model with the
+                target's tokenizer; what it holds decides how it drafts. None: no model, or with method="mtp" the
+                target's own folder, where published targets have their modules.
+            target_model: The target's folder, with the end tokens and, if there is one, the tokenizer.
+            config: As for the class; "model" in fields of a server's `--speculative-config`, such as
+                {"method": "mtp", "model": folder}, is the draft where draft_model is None.
             device: As for the class, but None is the GPU where there is one, else the CPU.
             dtype: The type of the weights, such as "bfloat16"; None: float32; "auto": that of the target's config.json.
-            check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
+            check_weights: As for `load_target`.
             tokenizer: As for the class; None: that of the target's folder.
             allow_larger_draft: As for the class.
 
@@ -138,7 +138,7 @@ class EAGLEInference(Generation):
 
         Raises:
             ValueError: An argument breaks its rule, or the configuration does not serve such params.
-            RuntimeError: Requests of `generate` or `stream`, with another configuration, have not ended.
+            RuntimeError: As for `generate`.
 
         Example:
             >>> request = engine.submit(prompt, eagle_kernels.SamplingParams(max_new_tokens=4))
@@ -162,11 +162,10 @@ class EAGLEInference(Generation):
             self.session.step("collect")
 
     def abort(self, request: Request) -> None:
-        """Ends a request that `submit` returned, wherever it is; its row and pages are free at once, or after the step
-        if it is called inside one.
+        """Ends a submitted request; its row and pages are free at once, or, inside a step, after it.
 
         Raises:
-            ValueError: `request` is no `Request`.
+            ValueError: An argument breaks its rule.
         """
         if not isinstance(request, Request):
             raise ValueError(f"abort: request must be what submit returned, got {shown(request)}")
@@ -185,13 +184,13 @@ class EAGLEInference(Generation):
     ) -> BenchmarkResult:
         """Decodes the prompts with and without speculation, and compares speed, acceptance and latencies.
 
-        The batch must be empty. Suffix trees know no earlier requests, and forget those of the benchmark afterwards.
+        The batch must be empty. Suffix trees know no earlier requests, and forget its own afterwards.
 
         Args:
             prompts, max_new_tokens, sampling_params, seeds: As for `generate`.
-            batch_size: Prompts decoded together. It may exceed max_batch, which is then raised to it.
+            batch_size: Prompts decoded together; max_batch is raised to it.
             progress: Whether a bar is shown; None: only where stderr is a terminal.
-            overrides: As for `generate`: `for topk in (2, 4, 8): result = engine.benchmark(prompts, topk=topk)`.
+            overrides: As for `generate`.
 
         Raises:
             ValueError: As for `generate`, or a whole batch does not fit into the pools.
@@ -206,12 +205,12 @@ class EAGLEInference(Generation):
         """Compiles and captures what requests like `params` will need; afterwards no step of theirs compiles anything.
 
         Args:
-            params: Kinds of requests, which may later come in any mixture. Without any: greedy, sampled, and sampled
-                with filters, each with and without logprobs, as far as `verify_strategy` serves them. Penalties,
-                min_new_tokens and top_logprobs need params that have them. `warmup(SamplingParams())` makes a sixth of
-                the graphs, those of greedy requests.
+            params: Kinds of requests, which may later come in any mixture. None given: greedy, sampled, and sampled
+                with filters, each with and without logprobs, as far as `verify_strategy` serves them; not those with
+                penalties, min_new_tokens or top_logprobs. `warmup(SamplingParams())` makes a sixth of the graphs, those
+                of greedy requests.
             speculative, overrides: As for `generate`. Overrides that name sampling prepare for such calls alone.
-            most_requests: Most requests at once; None: max_batch of the configuration.
+            most_requests: Most requests at once; None: max_batch.
 
         Raises:
             ValueError: An argument breaks its rule.
@@ -220,11 +219,12 @@ class EAGLEInference(Generation):
         warm_up_call(self.session, self.config, params, speculative, most_requests, overrides)
 
     def workspace_bytes(self, config: EAGLEConfig | Mapping[str, Any] | None = None) -> dict[str, int]:
-        """Returns the bytes that a configuration (None: the engine's) needs in addition to the weights, by purpose:
-        kv_cache, rows (state of the batch), step (the largest tensors of a step) and total.
+        """Returns the bytes that a configuration needs beside the weights; None: the engine's.
+
+        They are kv_cache, rows (state of the batch), step (the largest tensors of a step) and total.
 
         Raises:
-            ValueError: `config` is no `EAGLEConfig`, or its method does not fit the draft model.
+            ValueError: An argument breaks its rule.
         """
         return self.session.workspace_bytes(self.config if config is None else read_config(config))
 
@@ -236,7 +236,7 @@ class EAGLEInference(Generation):
         """Returns the target's logits, [V] fp32, for the token after `token_ids`, [L], or a text: one causal pass.
 
         Raises:
-            ValueError: `token_ids` is not one prompt that the target can read.
+            ValueError: An argument breaks its rule.
         """
         prompt = read_prompt(token_ids, "next_token_logits: token_ids", self.session.tokenizer_for)
         return self.session.next_token_logits(prompt, self.config)
@@ -248,13 +248,15 @@ class EAGLEInference(Generation):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer. An engine without one raises a ValueError that says why there is none."""
+        """The target's tokenizer; ValueError says why there is none."""
         return self.session.tokenizer_for("the property tokenizer needs")
 
     @property
     def lock(self) -> EngineLock:
-        """The lock that each step holds, used like a `threading.RLock`. While another thread has it, no request
-        advances; inside a step of one's own thread only `submit` and `abort` are allowed.
+        """The lock that each step holds, used like a `threading.RLock`; RuntimeError in a forked process.
+
+        While another thread has it, no request advances; inside a step of one's own thread only `submit` and `abort`
+        are allowed.
         """
         return self.session.lock
 

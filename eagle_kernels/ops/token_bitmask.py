@@ -47,30 +47,28 @@ def generate_token_bitmask(
 ) -> Tensor:
     """Returns what each request's grammar allows after every node of its tree, as one bit per token.
 
-    The walk goes through each tree depth first, with the request's matcher. It runs on the CPU, where it can overlap
-    the target's forward pass on a GPU; all tensors are there.
+    The walk goes through each tree depth first, with the request's matcher. It runs on the CPU, where all tensors are,
+    and can overlap the target's forward pass on a GPU.
 
     Symbols: B requests, N nodes of a tree, its root included.
 
     Args:
         matchers: One per request; None allows everything. A matcher has accepted the committed tokens and the root, and
             is left in that state, even after an error. It must be able to roll back as many tokens as the tree is deep.
-        draft_tokens: [B, N] or [B * N], int32 or int64. Tokens of the nodes, root included, as `build_tree` returns
-            them.
-        retrieve_next_token: [B, N] int32 or int64. First child of each node; a link that does not point forward is
+        draft_tokens: [B, N] or [B * N], int32 or int64. Tokens of the nodes, as `build_tree` returns them.
+        retrieve_next_token: [B, N] int32 or int64. First child of each node.
+        retrieve_next_sibling: [B, N] int32 or int64. Next sibling of each node. Links that do not point forward are
             ignored.
-        retrieve_next_sibling: [B, N] int32 or int64. Next sibling of each node; likewise.
         vocab_size: V, the width of the target's logits.
         out: [B * N, ceil(V / 32)] int32. The tensor to write into, which may be pinned.
 
     Returns:
-        [B * N, ceil(V / 32)] int32. Bit v % 32 of word v // 32 is set if token v may follow the node. A row has all
-        bits set, those from V on included, without a grammar, after the end of the grammar (what follows a stop token
-        is cut off), and at a node that cannot be accepted: the grammar refuses its token or one above it, or nothing
-        links to it.
+        [B * N, ceil(V / 32)] int32. Bit v % 32 of word v // 32 is set if token v may follow the node. All bits of a row
+        are set, those from V on included, without a grammar, after its end (what follows a stop token is cut off), and
+        at a node that cannot be accepted: the grammar refuses its token or one above it, or nothing links to it.
 
     Raises:
-        ValueError, TypeError: An argument has a wrong shape, dtype or device, a matcher is missing or lacks a method.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Example:
         >>> class EvenTokens:  # a grammar; xgrammar's GrammarMatcher has the same four methods
@@ -78,9 +76,8 @@ def generate_token_bitmask(
         ...     def rollback(self, num_tokens): pass
         ...     def fill_next_token_bitmask(self, bitmask, index): bitmask[index] = 0b0101
         ...     def is_terminated(self): return False
-        >>> first_child, next_sibling = torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]])
-        >>> eagle_kernels.generate_token_bitmask(
-        ...     [EvenTokens()], torch.tensor([[0, 2, 3]]), first_child, next_sibling, vocab_size=4)
+        >>> tokens, first_child, sibling = torch.tensor([[[0, 2, 3]], [[1, -1, -1]], [[-1, 2, -1]]])
+        >>> eagle_kernels.generate_token_bitmask([EvenTokens()], tokens, first_child, sibling, vocab_size=4)
         tensor([[ 5],
                 [ 5],
                 [-1]], dtype=torch.int32)

@@ -60,9 +60,9 @@ def load_target(
     """Loads a target, frozen and in eval mode.
 
     Args:
-        folder: A model in Hugging Face layout: a decoder of one of `decoder_config.FAMILIES`, or another causal
-            language model, which is loaded through transformers (`transformers_target.py`).
-        device: Where its weights go. On "meta" a decoder has names and sizes, and its weights are not read; a model of
+        folder: A model in Hugging Face layout: a decoder of `decoder_config.FAMILIES`, or another causal language
+            model, which is loaded through transformers.
+        device: Where its weights go. On "meta" a decoder's weights have names and sizes, and are not read; a model of
             transformers goes onto the CPU instead.
         dtype: The type that its weights are converted to.
         check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.

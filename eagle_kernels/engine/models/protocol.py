@@ -38,23 +38,22 @@ class Angles(NamedTuple):
 class Attend(Protocol):
     """Writes the keys and values of the new tokens into the KV pool, and attends to all tokens that each row sees.
 
-    The engine supplies this function. Prefill, tree verification, draft levels and training differ only in it.
+    The engine supplies this function. Prefill, tree verification, draft levels and training differ only in it. Its
+    attribute `deterministic`, if there is one and it is True, asks that the model compute each row's bits from the row
+    alone.
 
     Args:
         layer: Index of the layer, below `KVShape.num_layers`.
         query: [B, T, Hq, D], in the model's dtype.
         key, value: [B, T, Hkv, D], in the model's dtype.
-        window: Sliding window of the layer: a row at position p sees keys at positions above p - window. None: all.
+        window: A row at position p sees keys at positions above p - window. None: all.
         angles: RoPE for query and key, applied in the launch that writes them. None: they are complete already.
-        sm_scale: Factor of query keyᵀ; None: 1 / sqrt(D). Our own models need neither this nor the next two.
-        soft_cap: Replaces each score by soft_cap · tanh(score / soft_cap); None: scores stay as they are.
-        sinks: [Hq]. A score for each query head that takes part in the softmax without a value; None: there is none.
+        sm_scale: Factor of query keyᵀ; None: 1 / sqrt(D).
+        soft_cap: Replaces each score by soft_cap · tanh(score / soft_cap); None: off.
+        sinks: [Hq]. A score of each query head that takes part in the softmax without a value; None: there is none.
 
     Returns:
         [B, T, Hq, D]: softmax(query keyᵀ · sm_scale) value. Query head h reads key-value head h // (Hq // Hkv).
-
-    It may have an attribute `deterministic`; if that is True, the model computes each row's bits from the row alone,
-    whatever the other rows and their number.
     """
 
     def __call__(
@@ -97,7 +96,7 @@ class TargetOutput(NamedTuple):
 
     Attributes:
         logits: [B, T, V], [B, 1, V] with `last_only`, or [1, R, V] with `last_rows`; in the model's dtype or float32.
-            Rows with NaN give meaningless tokens; with EAGLE_KERNELS_DEBUG=1 they are refused.
+            Rows with NaN give meaningless tokens, and are refused with EAGLE_KERNELS_DEBUG=1.
         features: [B, T, len(capture)·H]; None if `capture` is empty.
     """
 
@@ -198,14 +197,13 @@ class TargetModel(Protocol):
     """Computes the distribution of the text, which speculation does not change.
 
     A draft head without an embedding calls `get_input_embeddings() -> nn.Embedding`, and one without an output
-    `get_output_embeddings() -> nn.Linear` (Hugging Face's names); other drafts need neither. A model whose forward
-    waits for the device sets `can_be_captured = False`; its steps are not captured as CUDA graphs. One that follows
-    `Attend.deterministic` sets `can_be_deterministic = True`.
+    `get_output_embeddings() -> nn.Linear`, Hugging Face's names. A model whose forward waits for the device sets
+    `can_be_captured = False`; its steps are not captured as CUDA graphs. One that follows `Attend.deterministic` sets
+    `can_be_deterministic = True`.
 
-    `forward` may have another argument, `last_rows: Tensor | None = None`, [R] int64: the rows of a batch of one whose
-    logits [1, R, V] to compute. Prompts of several requests are then read at once, one after another in those rows, or
-    behind the rows of a step, and `attend` tells them apart; without it they are read one by one. Steps with it are
-    captured, too: it must not make the forward wait for the device.
+    `forward` may take `last_rows: Tensor | None = None`, [R] int64: the rows of a batch of one whose logits [1, R, V]
+    to compute, without waiting for the device. Prompts of several requests are then read at once, one after another
+    or after the rows of a step, and `attend` tells them apart; without it they are read one by one.
 
     Attributes:
         vocab_size, hidden_size: V and H.
@@ -237,11 +235,11 @@ class TargetModel(Protocol):
 
         Args:
             input_ids: [B, T] int64. The tokens.
-            positions: [B, T] int64. The absolute position of each row; nodes of a tree may share one.
+            positions: [B, T] int64. Absolute positions; nodes of a tree may share one.
             attend: To be called once for each layer.
             capture: Residual streams to return as features, concatenated in this order. 0 is the embedding's output
-                and i the output of layer i - 1, all before the final norm; FINAL_NORM is the stream after it.
-            last_only: Whether to compute the logits of the last row alone, as a prompt needs no others.
+                and i that of layer i - 1, all before the final norm; FINAL_NORM is the stream after it.
+            last_only: Whether to compute the logits of the last row alone.
         """
 
 
@@ -258,17 +256,17 @@ class DraftModel(Protocol):
         draft_vocab_size: Vd, the width of the logits.
         max_length: Positions that the draft was made for.
         kv_shape: Sizes of the KV pool.
-        aux_layers: The target's `capture` that gives the features of the draft; () if it reads none.
+        aux_layers: The target's `capture` for the features of the draft; () if it reads none.
         draft_to_target: [Vd] int64 *offsets*: target id = draft id + draft_to_target[draft id]. None if Vd = V.
-        token_shift: 1 for EAGLE: the row of token t_i has the feature of t_{i-1} and draft position i - 1, so t_0 has
-            no row. 0 for a plain language model: t_i has position i.
+        token_shift: 1 for EAGLE: the row of token t_i has the feature of t_{i-1} and draft position i - 1; t_0 has no
+            row. 0 for a plain language model: t_i has position i.
         device, dtype: Optional, compared with the target's.
         method: Optional, compared with the configuration's: "eagle", "mtp" or "draft_model".
         reads_several: Optional, whether `forward` and `store` take rows of several requests as a batch of one, one
-            request after another, as `attend` tells them apart. Prompts are then read at once.
+            after another, as `attend` tells them apart. Prompts are then read at once.
         store: Optional, `store(input_ids, hidden, positions, attend: StoringAttend) -> None`, for a draft of a single
             layer, whose keys depend on no attention. It writes what `forward(..., from_target=True)` writes and
-            computes nothing else, which keeps the draft ready during plain decoding at little cost.
+            computes nothing else: the draft stays ready during plain decoding at little cost.
     """
 
     vocab_size: int
@@ -291,7 +289,7 @@ class DraftModel(Protocol):
             input_ids: [B, T] int64. Tokens of the target's vocabulary.
             hidden: [B, T, F]. With `from_target` the target's features, F = len(aux_layers)·H of the target; otherwise
                 the `DraftOutput.hidden` of each row's parent.
-            positions: [B, T] int64. Draft positions, which are token index - token_shift.
+            positions: [B, T] int64. Draft positions: token index - token_shift.
             attend: To be called once for each layer.
             from_target: Which of the two `hidden` is; their widths may be equal.
         """

@@ -26,8 +26,8 @@ class Detokenizer(Protocol):
     """Decodes ids that arrive in pieces.
 
     The texts joined, `finish` last, are `Tokenizer.decode` of all ids at once. After a context they are what
-    decode(context + ids) has beyond the beginning that it shares with decode(context). So special tokens, which have no
-    text, change nothing, wherever they stand.
+    decode(context + ids) has beyond its common beginning with decode(context). So special tokens, which have no text,
+    change nothing, wherever they stand.
     """
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -40,8 +40,8 @@ class Detokenizer(Protocol):
 class Tokenizer(Protocol):
     """Names the members that the engine and the command line use of a tokenizer.
 
-    Two more are optional. `special_tokens` maps the ids of special tokens, whose text is not shown, to their names, by
-    which stop strings find them. `encode_chat(messages, add_generation_prompt, **variables)` returns the ids of a
+    Two more are optional: `special_tokens` maps ids of special tokens, whose text is not shown, to the names by which
+    stop strings find them; `encode_chat(messages, add_generation_prompt, **variables)` returns the ids of a
     conversation, for `EAGLEInference.encode_chat`.
     """
 
@@ -210,8 +210,10 @@ class PythonTokenizer(Chats):
 
 
 def load_tokenizer(folder: str | Path, num_ids: int = 0) -> Tokenizer:
-    """Returns the tokenizer of a model's `folder`: `ByteTokenizer` if its config names that, else `tokenizer.json`; a
-    ModelError says if there is neither. `num_ids`: how many ids the model has, if its config does not say."""
+    """Returns the tokenizer of a model's `folder`: `ByteTokenizer` if its config names that, else `tokenizer.json`.
+
+    ModelError says if there is neither. `num_ids`: how many ids the model has, if its config does not say.
+    """
     folder = read_folder("load_tokenizer: folder", folder)
     with naming(folder):
         size = read_config(folder, is_optional=True).get("vocab_size")

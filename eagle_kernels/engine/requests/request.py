@@ -36,8 +36,8 @@ class Request:
     """Holds a request as `EAGLEInference.submit` returns it; the engine fills it while it steps.
 
     Attributes:
-        id: Its number among the submitted requests of an engine; in a stream, the index of its prompt
-            or, with n samples, prompt * n + sample.
+        id: Its number among the submitted ones; in a stream, the index of its prompt or, with n samples,
+            prompt * n + sample.
         prompt: [L] token ids.
         params: Sampling and ends, as asked for.
         seed: The seed in use.
@@ -47,12 +47,12 @@ class Request:
         top_logprobs: (token, raw log-probability) of the most likely tokens in the place of each, likewise.
         prompt_logprobs, prompt_top_logprobs: The same, raw, of the prompt's tokens from logprob_start_len on, once they
             have been read; None for its first token.
-        shared_tokens: How many of the prompt's first tokens were not read for it, as another request's were the same.
+        shared_tokens: How many of the prompt's first tokens were read for another request with the same.
         finish_reason: "eos" (one of end_token_ids), "stop" (a stop string), "length", "abort", "error"; None: not yet.
         error: Why it failed.
         accepted: How many drafts each of its steps accepted.
-        levels: How many drafts all its steps could have accepted, each by its own tree.
-        drafted: How many drafts were verified in all its steps; with mean_draft_tokens, of a request in the mean.
+        levels: How many its steps could have accepted, each by its own tree.
+        drafted: How many were verified in its steps; with mean_draft_tokens, of a request in the mean.
         stop_strings, outbox, exception: The engine's own.
     """
 

@@ -26,29 +26,27 @@ _FINITE: Rule = ("be a finite int or float", lambda value: is_number(value) and 
 class SamplingParams(Validated):
     """Holds the sampling of one request, and what ends it. A value that breaks its rule raises ValueError.
 
-    Fields may have the names that other engines give them, as max_tokens: `requests/names.py` lists them.
+    Fields may have other engines' names, as max_tokens (`requests/names.py`).
 
     Args:
         temperature: 0 decodes greedily.
-        top_k, top_p, min_p: Filters, applied in this order; 0, 1.0 and 0.0 turn them off, as do None and top_k=-1.
+        top_k, top_p, min_p: Filters, in this order; 0, 1.0 and 0.0, None, or top_k=-1 turn them off.
         repetition_penalty: Divides the positive logits of tokens in prompt or output, multiplies negative ones; 1: off.
         frequency_penalty: Subtracted from a token's logit once for each time it is in the output; 0: off.
         presence_penalty: Subtracted once from the logit of every token in the output; 0: off.
         seed: An int of 64 bits; None: a fresh one, see `Request.seed`.
-        max_new_tokens: The most new tokens; a request has exactly this many unless something else ends it first.
+        max_new_tokens: New tokens of a request, unless something else ends it first.
         min_new_tokens: End tokens and stop_token_ids, at most 64 in all, are not drawn until the request has this many
-            new tokens, max_new_tokens at most. A stop string ends the request all the same.
+            new tokens, max_new_tokens at most. Stop strings end it all the same.
         stop_token_ids: The request ends with the first of these that it emits; one id or several.
-        ignore_eos: True: the configuration's end tokens do not end the request; stop_token_ids still do.
+        ignore_eos: Whether the configuration's end tokens do not end the request; stop_token_ids still do.
         stop: The request ends with the token that completes this string, or one of several, which the text leaves out
-            and the tokens include. They may be or hold special tokens, such as "<|im_end|>". Needs the engine's
-            tokenizer.
-        logprobs: Whether to keep the log-probability of every token. True: among the tokens that the filters left, as
-            it was drawn (greedy: among all, at temperature 1). "raw": before penalties, temperature and filters.
-        top_logprobs: How many of the most likely tokens are kept at the place of every token, with their raw
-            log-probabilities; 0..20.
-        logprob_start_len: From this token of the prompt on, the prompt's tokens have raw log-probabilities, too, and
-            top_logprobs; None: none has. Such a prompt is read between steps, not within them.
+            and the tokens include. It may hold special tokens, such as "<|im_end|>". Needs the engine's tokenizer.
+        logprobs: Whether to keep each token's log-probability. True: among the tokens that the filters left, as it was
+            drawn (greedy: among all, at temperature 1). "raw": before penalties, temperature and filters.
+        top_logprobs: How many of the most likely tokens are kept at each place, with raw log-probabilities; 0..20.
+        logprob_start_len: From this token on, the prompt's tokens have raw log-probabilities and top_logprobs, too;
+            None: none has. Such a prompt is read between steps, not within them.
         drafter: The method that drafts for this request, if the configuration has several; None: the first.
     """
 

@@ -30,14 +30,14 @@ class RunStats:
 
     Attributes:
         tokens: New tokens of all requests.
-        tokens_per_second: New tokens per second of the whole time, prompts included.
+        tokens_per_second: These per second of the whole time, prompts included.
         decode_tokens_per_second: Tokens after the first of each request, per second after the prompts.
         mean_accept_length: Mean tokens of a request's step, bonus token included.
         accepted_per_depth: [num_steps]. Share of the steps in which the draft at depth 1, 2, ... was accepted.
         step_ms: Mean wall time of a step of a batch.
         phase_ms: Device time of the draft, verify, sample and bookkeeping of a step.
         ttft_ms: Time to first token: p50, p95, p99 over the requests.
-        inter_token_ms: Time between tokens, likewise; the tokens of a step share the time since the step before.
+        inter_token_ms: Time between tokens, likewise; tokens of a step share the time since the step before.
     """
 
     tokens: int
@@ -57,12 +57,12 @@ class BenchmarkResult:
 
     Attributes:
         prompts: Number of prompts.
-        batch_size: Prompts decoded together, at most as many as there are; the last batch may be smaller.
+        batch_size: Prompts decoded together, at most; the last batch may be smaller.
         max_batch: Rows of the pools, raised to batch_size if needed.
         max_new_tokens: Most new tokens of a prompt.
         speculative, plain: The figures of decoding with and without drafts.
         identical: Share of the batches whose texts agree; None if they differ by design.
-        peak_memory_bytes: Most memory that torch held on the GPU, over both ways, which share pools; None on the CPU.
+        peak_memory_bytes: Most memory that torch held on the GPU in both; None on the CPU.
     """
 
     prompts: int

@@ -27,12 +27,10 @@ class Unique:
 
 
 class EngineLock(Unique):
-    """A reentrant lock like `threading.RLock`, with marks for the blocks in which the batch is half changed: steps.
+    """A reentrant lock like `threading.RLock`, with marks for steps, the blocks in which the batch is half changed.
 
-    A thread that has the lock may take it again. But code that runs inside a step of its own thread (`on_tree`, a
-    model, a signal handler, what the garbage collector calls) must not step the batch again: `refuse` keeps it out, and
-    `later` puts off what has to be done to the batch.
-
+    Code that runs inside a step of its own thread (`on_tree`, a model, a signal handler, what the garbage collector
+    calls) must not step the batch again: `refuse` keeps it out, and `later` puts off what has to be done to the batch.
     A process that was forked has no use of an engine: torch's threads and the thread that had the lock are not in it.
     """
 

@@ -17,30 +17,29 @@ Ids = TypeVar("Ids", covariant=True, default=list[int] | list[list[int]])
 class GenerationStats:
     """Holds the counts and times of one `generate` call; `stats["name"]` reads fields and properties alike.
 
-    A *step* is one verification of one request, so a batch of 3 makes 3 steps at once. The first token after the prompt
-    comes from the prefill and belongs to no step. Acceptance counts what verification accepted, even if an end token
-    or the token limit then cut the text short.
+    A *step* is one verification of one request, so a batch of 3 makes 3 steps at once. The first new token comes from
+    the prefill and belongs to no step. Acceptance counts what verification accepted, even if the text ended before.
 
     Attributes:
-        num_requests: Requests of the call: its prompts, or their samples.
+        num_requests: Its prompts, or their samples.
         num_steps, num_draft_tokens: Levels and nodes of the tree, the largest if there are several.
-        seeds: The seed of each request, also where the engine chose it.
+        seeds: Those of the requests, also where the engine chose them.
         prompt_tokens, generated_tokens: Tokens of all prompts, and new tokens of all requests.
-        shared_tokens: Tokens of prompts that were not read again, as an earlier prompt began with the same.
+        shared_tokens: Prompt tokens not read again, as an earlier prompt began with the same.
         steps: Steps of all requests.
         batch_steps: Steps of the batch.
-        levels: Drafts that the steps could have accepted: for each step the levels of its tree, or its number of drafts
-            if that is smaller; 0 for a plain step.
+        levels: Drafts that the steps could have accepted: of each the levels of its tree, or its drafts if they are
+            fewer; 0 of a plain step.
         drafted: Drafts verified; steps * (num_draft_tokens - 1) if the tree stays the same.
         accepted: Drafts accepted.
-        accepted_per_depth: [num_steps]. The number of steps in which the draft at depth 1, 2, ... was accepted.
+        accepted_per_depth: [num_steps]. Steps in which the draft at depth 1, 2, ... was accepted.
         finish_reasons: One for each request, as in `Request`.
         prefill_time_s, decode_time_s: Wall time until the prompts were read, and of the steps after that.
         cold_steps, cold_time_s: Of these, the steps that compiled or captured something, and their time.
         phase_time_ms: Device time of draft, verify, sample and bookkeeping.
-        plain_step_ms: Time of a plain decoding step with as many requests: the mean of the latest call with
-            speculative=False; until there is one, the device's time of a step after the prompts of the first call of
-            `generate` with drafts. None without either, if other requests ran beside that call, or if it failed.
+        plain_step_ms: Time of a plain step with as many requests: the mean of the latest call with speculative=False,
+            or else the device's time of a step after the prompts of the first `generate` with drafts. None without
+            either, if other requests ran beside that call, or if it failed.
     """
 
     num_requests: int
@@ -92,7 +91,7 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all requests per second after the prefill, without their first ones, which the prefill brings."""
+        """Tokens of all requests per second after the prefill, without those that it brings."""
         decoded = self.generated_tokens - self.num_requests
         return decoded / self.decode_time_s if self.decode_time_s else 0.0
 
@@ -131,11 +130,10 @@ class GenerationOutput(_TokensAndStats[Ids]):
     """Holds what `generate` returns: `output_ids, stats = engine.generate(...)`.
 
     Attributes:
-        output_ids: The new tokens: list[int] for a single prompt, list[list[int]] for several.
+        output_ids: The new tokens of one prompt, or of each of several.
         stats: Counts and times.
-        logprobs, top_logprobs, prompt_logprobs, prompt_top_logprobs: As in `Request`, in the same form; None where
-            `SamplingParams` does not ask for them. They are not unpacked: `output = engine.generate(...)`, and then
-            `output.logprobs`.
+        logprobs, top_logprobs, prompt_logprobs, prompt_top_logprobs: As in `Request`, in the form of output_ids; None
+            where `SamplingParams` does not ask for them. They are not unpacked: `engine.generate(...).logprobs`.
     """
 
     logprobs: Scores[list[float]] = None

@@ -1,17 +1,15 @@
-"""Attention of one query token per request over a paged KV cache, with grouped query heads.
+"""Attention of one query token per request over a paged KV cache: Flash-Decoding with grouped query heads.
 
 Computes
-    output = softmax(sm_scale * query . key) . value per request and query head over the slots 0..length - 1, of which
-    the last is the query's own. Flash-Decoding: the keys of the batch are cut into even chunks, one for each program
-    that runs at once (shared/chunks.py), a request's part of a chunk is attended with an online softmax, and partial
-    results merge by their log-sum-exp.
+    softmax(sm_scale * query . key) . value per request and query head. The keys of the batch are cut into even chunks,
+    one for each program that runs at once (shared/chunks.py). A request's part of a chunk is attended with an online
+    softmax, and partial results merge by their log-sum-exp.
 Invariants
     Slots past the end or before the window are not read. NaN in a query or in a seen key stays in its request and KV
     head.
-    deterministic: bits depend on the request's own query, keys and length alone, not on the batch, on padding, or on
-    the size of the page table; they are those of a tree's node in tree_attention, whose draft block is in the pool.
-    Otherwise they also depend on the lengths of the batch, or its plan, which decide how keys are cut. A plan of other
-    lengths loses no key, and none, whatever it holds, leads out of the tensors.
+    Bits depend on how keys are cut, so on the lengths of the batch, or its plan. A plan of other lengths loses no key,
+    and none, whatever it holds, leads out of the tensors. deterministic: bits depend on the request's own query, keys
+    and length alone; they are those of a tree's node in tree_attention, whose draft block is in the pool.
 Grid
     (Hkv * row tiles, chunks), one program attends the heads of a group to a chunk. deterministic: (.., shares), one
     program attends them to a share (shared/ordered.py); past 65535, shares take two axes.
@@ -20,7 +18,7 @@ Launches
     2; 1 if no request can have more than one part
 Traffic
     2 * element bytes * Hkv * D per key, 2 * element bytes * B * Hq * D, and for the partial results of requests with
-    more than one part 2 * 4 B * parts * Hq * (D + 1); for Hq query heads and Hkv KV heads of D elements.
+    more than one part 2 * 4 B * parts * Hq * (D + 1)
 """
 
 from __future__ import annotations
@@ -80,58 +78,47 @@ def gqa_decode(
 ) -> Output:
     """Attends one query token per request to the keys in its pages of the KV cache.
 
-    Symbols: B requests, Hq query heads, Hkv KV heads (Hq is a multiple of Hkv), D elements of a head, 4..256.
-    Integers may be int32 or int64. The page table is either `block_table` with `seq_lens`, or `kv_indptr` with
-    `kv_indices` and `last_page_len`. Slot t of a request is in its page t // page_size; the query's own key is in its
-    last slot.
+    Symbols: B requests, Hq query heads, a multiple of the Hkv KV heads, of D = 4..256 elements. Slot t of a request is
+    in its page t // page_size; the last one holds the query's own key.
 
     Args:
         query: [B, Hq, D] fp16, bf16 or fp32. Rows may be strided.
-        k_cache, v_cache: [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `query`, or fp8 with a 16-bit `query`:
-            float8_e4m3fn or float8_e4m3fnuz. page_size is a power of two in 1..256. Pages may be strided.
-        block_table: None or [B, max_pages] int. Page ids of each request. Rows may be strided.
-        seq_lens: None or [B] int. Keys of each request, at most as many as its pages hold.
-        kv_indptr: None or [B + 1] int. Request b has the page ids kv_indices[kv_indptr[b]:kv_indptr[b + 1]].
-        kv_indices: None or [*] int. Page ids of all requests.
-        last_page_len: None or [B] int. Filled slots of each request's last page; the request has
-            (pages - 1) * page_size + last_page_len keys.
-        sinks: None or [Hq] fp16, bf16 or fp32. One more logit of each head, which takes probability and has no value.
-        k_scale, v_scale: None, or [1] or [Hkv] fp32. Factors of the cached keys and values, at least 0; both or
-            neither.
+        k_cache, v_cache: [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn or float8_e4m3fnuz
+            if `query` is 16-bit. page_size: a power of two, 1..256. Pages may be strided.
+        block_table, seq_lens: None, or [B, max_pages] and [B] int. A page table as in vLLM: page ids (rows may be
+            strided, and -1 throughout pads the batch) and number of keys of each request.
+        kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. Another, as in FlashInfer and SGLang:
+            request b has the pages kv_indices[kv_indptr[b]:kv_indptr[b + 1]], the last with last_page_len[b] keys.
+        sinks: None or [Hq] fp16, bf16 or fp32. A further logit of each head, without a value.
+        k_scale, v_scale: None, or [1] or [Hkv] fp32. Factors of cached keys and values, at least 0; both or neither.
         sm_scale: factor of the logits, above 0. None: 1 / sqrt(D).
-        soft_cap: above 0; logits become soft_cap * tanh(logits / soft_cap). None: they stay.
+        soft_cap: above 0; makes logits soft_cap * tanh(logits / soft_cap). None: off.
         window: how many of the last keys are seen, at least 1. None: all.
         deterministic: a request's bits do not depend on the batch around it. Takes longer.
-        plan: None or [B + 1] int32. What `plan_attention` made of the same lengths, for all layers of one window. None:
-            every call sums up the lengths itself. A deterministic call does not need it.
+        plan: None or [B + 1] int32. From `plan_attention`, with the same lengths and window. Not used if deterministic.
         out: two tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        output: [B, Hq, D] fp16, bf16 or fp32, as `query`. Sum of the values, weighted by the softmax of the logits.
-        lse: [B, Hq] fp32. Natural logarithm of the sum of exp(logits), with the sink.
+        A named tuple:
+        output: [B, Hq, D], dtype of `query`. The values, weighted by the softmax of the logits.
+        lse: [B, Hq] fp32. Log of the sum of exp(logits), sink included.
         A request without keys has output 0 and lse -inf (or its sink).
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or two forms of a page table,
-            or a float8 dtype that the GPU does not have; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that lengths are not negative and at most what the page table holds,
-        that `kv_indptr` ascends within 0..len(kv_indices), and that page ids of keys that are seen lie within the pool.
-        Pages outside it are never read. A row of block_table that is -1 throughout pads the batch.
+        ValueError, TypeError: an argument breaks a rule above.
+        A float8 dtype that the GPU lacks is refused.
+        Not checked: `kv_indptr`, lengths, 0 to what the pages hold, and ids of seen pages; none outside the pool is
+        read.
 
     Source:
-        Flash-Decoding, on the online softmax of https://arxiv.org/abs/1805.02867; sinks as in gpt-oss. Page tables are
-        those of vLLM (block_table) and of FlashInfer and SGLang (kv_indptr).
+        Flash-Decoding, on the online softmax of https://arxiv.org/abs/1805.02867; sinks as in gpt-oss.
 
     Example:
-        >>> k_cache = torch.zeros(2, 2, 1, 16)  # two pages of two slots, whose keys are all alike
-        >>> v_cache = torch.arange(4.0).repeat_interleave(16).view(2, 2, 1, 16)  # values 0, 1 in page 0, 2, 3 in page 1
-        >>> result = eagle_kernels.gqa_decode(
-        ...     torch.zeros(1, 1, 16), k_cache, v_cache, block_table=torch.tensor([[1, 0]]), seq_lens=torch.tensor([3]))
-        >>> round(result.output[0, 0, 0].item(), 3)  # the mean of 2, 3 and 0
-        1.667
-        >>> round(result.lse.exp().item(), 3)  # three keys of logit 0
-        3.0
+        >>> v_cache = torch.arange(4.0).repeat_interleave(4).view(4, 1, 1, 4)  # four pages of one slot
+        >>> result = eagle_kernels.gqa_decode(torch.zeros(1, 1, 4), torch.zeros(4, 1, 1, 4), v_cache,
+        ...     block_table=torch.tensor([[3, 0]]), seq_lens=torch.tensor([2]))
+        >>> result.output.flatten().tolist()  # the mean of 3 and 0
+        [1.5, 1.5, 1.5, 1.5]
     """
     values = locals()
     out = check.allocate("gqa_decode", contract(values), out)

@@ -1,8 +1,8 @@
 """The plan of a batch for attention: where the keys of each request begin among all, counted in blocks.
 
 Computes
-    plan[b] = the blocks of 32 slots that the requests before b have (shared/cuts.py). Request b has those of the slots
-    from the first that its rows see to its last draft key, and at least 1.
+    plan[b] = the blocks of 32 slots that the requests before b have (shared/cuts.py): of each those from the first slot
+    that its rows see to its last draft key.
 Invariants
     Negative lengths count as 0.
 Grid
@@ -10,7 +10,7 @@ Grid
 Launches
     1
 Traffic
-    element size of seq_lens * B + 4 B * (B + 1), for B requests.
+    element size of seq_lens * B + 4 B * (B + 1)
 """
 
 from __future__ import annotations
@@ -77,23 +77,22 @@ def plan_attention(
 ) -> torch.Tensor:
     """Plans the attention of a batch once for all layers that have the same window.
 
-    Pass the result to `gqa_decode` or `tree_attention` as `plan`. A plan of other lengths makes them slower, not wrong:
-    the last block of a request goes on to its last key.
+    The result is the `plan` of `gqa_decode` and `tree_attention`. A plan of other lengths makes them slower, not wrong.
 
     Args:
-        seq_lens: [B] int32 or int64. Filled slots of each request, as the attention is given them; of the CSR form of a
-            page table (pages - 1) * page_size + last_page_len.
-        num_drafts: draft keys of a request that come after these slots, at least 0; of ragged rows the mean will do. 0
-            where the slots hold them already, as those of a CSR page table do.
-        window: as the attention is given it.
+        seq_lens: [B] int. Filled slots of each request, as attention is given them; with a CSR page table
+            (pages - 1) * page_size + last_page_len.
+        num_drafts: draft keys of a request after these slots, at least 0; their mean, if ragged. 0 where the slots hold
+            them, as those of a CSR page table do.
+        window: that of the attention.
         out: a tensor to write into.
 
     Returns:
         [B + 1] int32. Request b has the blocks plan[b]..plan[b + 1] - 1, at least one, of 32 slots each.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens lie in 0..2^31 - 2^21.
+        ValueError, TypeError: an argument breaks a rule above.
+        Not checked: that seq_lens are in 0..2^31 - 2^21.
 
     Source:
         Even chunks of all work, as stream-K cuts matrix products, https://arxiv.org/abs/2301.03598; a plan once a step,

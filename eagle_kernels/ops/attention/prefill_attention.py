@@ -1,10 +1,9 @@
 """Causal attention of whole prompts, or of chunks of them after what is cached already: a flash kernel.
 
 Computes
-    output = softmax(sm_scale * query . key) . value per query row and head. The queries of a request are the last ones
-    of its keys: with n queries and m keys, query i is at position m - n + i, and sees the keys up to its own
-    (is_causal) or all. FlashAttention (arXiv 2205.14135, 2307.08691): a program keeps a tile of query rows and reads
-    the keys once, tile by tile; only tiles on the diagonal and at the edge of a window are masked.
+    softmax(sm_scale * query . key) . value per query row and head. With n queries and m keys, query i of a request is
+    at position m - n + i. A program keeps a tile of query rows and reads the keys once, tile by tile; only tiles on the
+    diagonal and at the edge of a window are masked.
 Invariants
     Keys that no row of a tile sees are not read. Of a request of more than max_query queries the first max_query give
     what they give where all are attended. A row's bits depend on its own request and on max_query alone.
@@ -17,7 +16,7 @@ Launches
     1
 Traffic
     element bytes * D * (2 * Hq * T + 2 * Hkv * keys): queries and output once, keys and values once (and again for
-    every tile of rows, out of the cache); for T queries, Hq query heads and Hkv KV heads of D elements.
+    every tile of rows, out of the cache)
 """
 
 from __future__ import annotations
@@ -223,59 +222,51 @@ def prefill_attention(
 ) -> Output:
     """Attends prompts, or chunks of prompts, to themselves and to what comes before them.
 
-    Symbols: B requests, T queries and Tk keys of all requests, Hq query heads, Hkv KV heads (Hq is a multiple of Hkv),
-    D elements of a head, 4..256. Integers may be int32 or int64. Keys are either in `key` and `value`, or in a paged
-    cache, whose page table is `block_table` with `seq_lens`, or `kv_indptr` with `kv_indices` and `last_page_len`. The
-    queries of a request are at the positions of its last keys.
+    Symbols: B requests, T queries and Tk keys of all of them, Hq query heads, a multiple of the Hkv KV heads, of
+    D = 4..256 elements. Keys are in `key` and `value`, or in a paged cache. A request's last keys are those of its
+    queries.
 
     Args:
-        query: [T, Hq, D] fp16, bf16 or fp32. Queries of all requests, one request after another. Rows may be strided.
+        query: [T, Hq, D] fp16, bf16 or fp32. The requests one after another. Rows may be strided.
         qo_indptr: [B + 1] int. Request b has the queries query[qo_indptr[b]:qo_indptr[b + 1]].
-        key, value: None or [Tk, Hkv, D] fp16, bf16 or fp32, as `query`. Rows may be strided.
-        key_indptr: None or [B + 1] int. Request b has the keys key[key_indptr[b]:key_indptr[b + 1]]. None: qo_indptr,
-            which needs Tk = T.
-        k_cache, v_cache: None or [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `query`, or fp8 with a 16-bit
-            `query`: float8_e4m3fn or float8_e4m3fnuz. page_size is a power of two in 1..256. Pages may be strided.
-        block_table: None or [B, max_pages] int. Page ids of each request. Rows may be strided.
-        seq_lens: None or [B] int. Keys of each request, those of the queries included.
-        kv_indptr: None or [B + 1] int. Request b has the page ids kv_indices[kv_indptr[b]:kv_indptr[b + 1]].
-        kv_indices: None or [*] int. Page ids of all requests.
-        last_page_len: None or [B] int. Filled slots of each request's last page; the request has
-            (pages - 1) * page_size + last_page_len keys, those of the queries included.
-        sinks: None or [Hq] fp16, bf16 or fp32. One more logit of each head, which takes probability and has no value.
-        k_scale, v_scale: None, or [1] or [Hkv] fp32. Factors of the cached keys and values, at least 0; both or
-            neither. Only with a paged cache.
+        key, value: None or [Tk, Hkv, D], dtype of `query`. Rows may be strided.
+        key_indptr: None or [B + 1] int. The same for `key` and `value`. None: qo_indptr, which needs Tk = T.
+        k_cache, v_cache: None or [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn or float8_e4m3fnuz
+            if `query` is 16-bit. page_size: a power of two, 1..256. Pages may be strided.
+        block_table, seq_lens: None, or [B, max_pages] and [B] int. A page table as in vLLM: page ids (rows may be
+            strided, and -1 throughout pads the batch) and number of keys of each request.
+        kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. Another, as in FlashInfer and SGLang:
+            request b has the pages kv_indices[kv_indptr[b]:kv_indptr[b + 1]], the last with last_page_len[b] keys.
+        sinks: None or [Hq] fp16, bf16 or fp32. A further logit of each head, without a value.
+        k_scale, v_scale: None, or [1] or [Hkv] fp32. Factors of cached keys and values, at least 0; both or neither.
         max_query: the most queries of a request, at least 1.
         is_causal: each query sees the keys up to its own. False: all keys of its request.
         sm_scale: factor of the logits, above 0. None: 1 / sqrt(D).
-        soft_cap: above 0; logits become soft_cap * tanh(logits / soft_cap). None: they stay.
+        soft_cap: above 0; makes logits soft_cap * tanh(logits / soft_cap). None: off.
         window: at least 1; a query at position p sees the keys at positions above p - window. None: all.
         out: two tensors to write into.
 
     Returns:
         A named tuple:
-        output: [T, Hq, D] fp16, bf16 or fp32, as `query`. Sum of the values, weighted by the softmax of the logits.
-        lse: [T, Hq] fp32. Natural logarithm of the sum of exp(logits), with the sink.
-        A row that sees no key, where a request has more queries than keys, has output 0 and lse -inf (or its sink).
-        Rows of no request, and those past the first max_query of a request, are not written.
+        output: [T, Hq, D], dtype of `query`. The values, weighted by the softmax of the logits.
+        lse: [T, Hq] fp32. Log of the sum of exp(logits), sink included.
+        A row that sees no key (more queries than keys) has output 0 and lse -inf (or its sink). Rows of no request, and
+        those past max_query of a request, are not written.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or two sources of keys or
-            forms of a page table, or a float8 dtype that the GPU does not have; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that `qo_indptr` ascends within 0..T, `key_indptr` within 0..Tk and
-        `kv_indptr` within 0..len(kv_indices), that no request has more than max_query queries, that lengths are not
-        negative and at most what the page table holds, and that page ids of keys that are seen lie within the pool.
-        Pages outside it are never read. A row of block_table that is -1 throughout pads the batch.
+        ValueError, TypeError: an argument breaks a rule above.
+        A float8 dtype that the GPU lacks is refused.
+        Not checked: each indptr, max_query, lengths, 0 to what the pages hold, and ids of seen pages; none outside the
+        pool is read.
 
     Source:
-        FlashAttention, https://arxiv.org/abs/2205.14135 and https://arxiv.org/abs/2307.08691; sinks as in gpt-oss. Page
-        tables are those of vLLM (block_table) and of FlashInfer and SGLang (kv_indptr).
+        FlashAttention, https://arxiv.org/abs/2205.14135 and https://arxiv.org/abs/2307.08691; sinks as in gpt-oss.
 
     Example:
-        >>> value = torch.tensor([0.0, 2.0, 4.0]).repeat_interleave(16).view(3, 1, 16)
+        >>> value = torch.tensor([0.0, 2.0, 4.0]).repeat_interleave(4).view(3, 1, 4)
         >>> result = eagle_kernels.prefill_attention(
-        ...     torch.zeros(3, 1, 16), torch.tensor([0, 3]), torch.zeros(3, 1, 16), value, max_query=3)
-        >>> [round(mean, 3) for mean in result.output[:, 0, 0].tolist()]  # of 0; of 0, 2; of 0, 2, 4
+        ...     torch.zeros(3, 1, 4), torch.tensor([0, 3]), torch.zeros(3, 1, 4), value, max_query=3)
+        >>> result.output[:, 0, 0].round(decimals=3).tolist()  # of 0; of 0, 2; of 0, 2, 4
         [0.0, 1.0, 2.0]
     """
     values = locals()

@@ -1,31 +1,26 @@
 """Attention of a block of draft tokens: to a paged prefix, which all see, and to the block itself, under a tree mask.
 
 Computes
-    output = softmax(sm_scale * query . key) . value per request, query row and head, over every prefix slot
-    0..prefix - 1 and the draft keys that the row sees: those whose bit is set in its mask, or (is_causal, for chains)
-    those up to its own. Tree attention (SpecInfer, arXiv 2305.09781) on Flash-Decoding: the keys of the batch, prefixes
-    and draft blocks, are cut into even chunks, one for each program that runs at once (shared/chunks.py), prefixes need
-    no mask, and partial results merge by their log-sum-exp. One op for the target's verification (Nk = Nq = N nodes),
-    for the draft's own levels (Nq = K beams see Nk = level * K keys; all of them share one reading of the prefix), and
-    for chains.
+    softmax(sm_scale * query . key) . value per query row and head, over the slots 0..prefix - 1 and the draft keys that
+    the row sees. Prefixes need no mask. All keys of the batch, draft blocks included, are cut into even chunks, one for
+    each program that runs at once (shared/chunks.py); partial results merge by their log-sum-exp. The beams of a draft
+    level share one reading of the prefix.
 Invariants
     Slots past the end are not read, nor those that a row right after the prefix would not see for its window. NaN in a
     query or in a key that is read stays in its request and KV head. Of a request of more than max_query rows, the first
     max_query are attended, and see as many draft keys at most.
     deterministic: as in gqa_decode; bits do not depend on Nq, on other rows' masks, or on the number of rows either.
-    With draft keys in the pool, a row has the bits of gqa_decode over the prefix and the draft keys that it sees, side
-    by side (shared/paths.py): a node those of plain decoding along its path.
+    With draft keys in the pool, the prefix and the draft keys that a row sees are read side by side (shared/paths.py).
 Grid
     (Hkv * row tiles, chunks), one program attends a tile of (token, head of the group) rows of one KV head to a chunk.
     deterministic: (.., shares), one program attends it to a share (shared/ordered.py); past 65535, shares take two
-    axes; behind the shares, programs of single nodes for the shares in which their paths are.
+    axes; after the shares come programs of single nodes for the shares in which their paths are.
     Merge: (B, programs, column tiles), one program merges some columns of every programs-th tile of a request's rows.
 Launches
     2; 1 if no request can have more than one part
 Traffic
     2 * element bytes * Hkv * D per slot and draft key, 2 * element bytes * B * Nq * Hq * D, 8 B per mask word, and for
-    the partial results of requests with more than one part 2 * 4 B * parts * Nq * Hq * (D + 1); for Nq rows of a
-    request, Hq query heads and Hkv KV heads of D elements.
+    the partial results of requests with more than one part 2 * 4 B * parts * Nq * Hq * (D + 1)
 """
 
 from __future__ import annotations
@@ -182,85 +177,73 @@ def tree_attention(
 ) -> Output:
     """Attends draft tokens to the prefix in the KV cache and to the draft keys that a tree mask allows.
 
-    Symbols: B requests, Nq rows of a request (draft tokens, 1..256), Nk draft keys of a request, Hq query heads, Hkv
-    KV heads (Hq is a multiple of Hkv), D elements of a head, 4..256. Integers may be int32 or int64. The page table
-    is either `block_table` with `seq_lens`, or `kv_indptr` with `kv_indices` and `last_page_len`. With `qo_indptr`
-    requests differ in their number of rows, and all T rows come one after another.
+    It serves verification (Nk = Nq nodes), levels of a draft (Nq beams see the draft keys of all levels so far) and
+    chains (`is_causal`).
 
-    This serves verification (Nk = Nq nodes of a tree), the levels of a draft (Nq beams see the draft keys of all levels
-    so far) and chains (`is_causal`).
+    Symbols: B requests, Nq = 1..256 rows (draft tokens) and Nk draft keys of each, Hq query heads, a multiple of the
+    Hkv KV heads, of D = 4..256 elements. Calls with `qo_indptr` are ragged: T rows of all requests, one request after
+    another, each with as many draft keys as rows.
 
     Args:
-        query: [B, Nq, Hq, D] fp16, bf16 or fp32; [T, Hq, D] with `qo_indptr`. All axes but the last two may be strided.
-        k_cache, v_cache: [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `query`, or fp8 with a 16-bit `query`:
-            float8_e4m3fn or float8_e4m3fnuz. page_size is a power of two in 1..256. Pages may be strided.
-        tree_mask: None or [B, Nq, W] int64; [T, W] with `qo_indptr`. Bit j % 64 of word j // 64: the row sees draft key
-            j. W is at least ceil(Nk / 64), with `qo_indptr` ceil(max_query / 64); bits from Nk on are ignored. Either
-            this or `is_causal`.
-        num_draft_keys: Nk, 1..512. None: Nq. Not with `qo_indptr`, where a request has as many draft keys as rows.
-        draft_key, draft_value: None or [B, Nk, Hkv, D] fp16, bf16 or fp32 as `query`; [T, Hkv, D] with `qo_indptr`. The
-            draft block; both or neither. All axes but the last two may be strided. None: it is in the pool.
+        query: [B, Nq, Hq, D] fp16, bf16 or fp32; ragged [T, Hq, D]. All axes but the last two may be strided.
+        k_cache, v_cache: [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn or float8_e4m3fnuz
+            if `query` is 16-bit. page_size: a power of two, 1..256. Pages may be strided.
+        tree_mask: None or [B, Nq, W] int64; ragged [T, W]. Bit j % 64 of word j // 64: the row sees draft key j. W is
+            at least ceil(Nk / 64), ragged ceil(max_query / 64); bits from Nk on are ignored. None: `is_causal`.
+        num_draft_keys: Nk, 1..512. None: Nq. Not if ragged.
+        draft_key, draft_value: None or [B, Nk, Hkv, D], dtype of `query`; ragged [T, Hkv, D]. The draft block, which
+            may be strided as `query`; both or neither. None: it is in the pool.
         qo_indptr: None or [B + 1] int. Request b has the rows query[qo_indptr[b]:qo_indptr[b + 1]].
-        positions: None or [B * Nq] int; [T] with `qo_indptr`. Positions of the rows, none of them within the prefix.
-            Read only with `window`, where a `tree_mask` needs them; a chain without them follows the prefix.
+        positions: None or [B * Nq] int; ragged [T]. Positions of the rows, none within the prefix. Read only with
+            `window`, where a `tree_mask` needs them; a chain without them follows the prefix.
         key_positions: None or [B * Nk] int. Positions of the draft keys; None: those of the rows. Read only with
-            `window`, and needed there with `positions` if Nk is not Nq. Not with `qo_indptr`.
-        block_table: None or [B, max_pages] int. Page ids of each request. Rows may be strided.
-        seq_lens: None or [B] int. Slots of each request's prefix. Without `draft_key` the draft block is in the slots
-            after it.
-        kv_indptr: None or [B + 1] int. Request b has the page ids kv_indices[kv_indptr[b]:kv_indptr[b + 1]].
-        kv_indices: None or [*] int. Page ids of all requests.
-        last_page_len: None or [B] int. Filled slots of each request's last page. Its filled slots,
-            (pages - 1) * page_size + last_page_len, are the prefix; without `draft_key` the last ones are the draft
-            block.
-        sinks: None or [Hq] fp16, bf16 or fp32. One more logit of each head, which takes probability and has no value.
-        k_scale, v_scale: None, or [1] or [Hkv] fp32. Factors of the cached keys and values, at least 0; both or
-            neither. Not applied to `draft_key` and `draft_value`.
-        is_causal: the draft block is a chain, and its rows are the last Nq of the Nk draft keys; each sees those up to
-            its own.
-        max_query: the most rows of a request, 1..256. Needed with `qo_indptr`, and only there.
+            `window`, and needed there with `positions` if Nk is not Nq. Not if ragged.
+        block_table, seq_lens: None, or [B, max_pages] and [B] int. A page table as in vLLM: page ids (rows may be
+            strided) and slots of each request's prefix. Without `draft_key` the draft block is in the slots after it.
+        kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. Another, as in FlashInfer and SGLang:
+            request b has the pages kv_indices[kv_indptr[b]:kv_indptr[b + 1]], the last with last_page_len[b] filled
+            slots. These are the prefix; without `draft_key` the last ones are the draft block.
+        sinks: None or [Hq] fp16, bf16 or fp32. A further logit of each head, without a value.
+        k_scale, v_scale: None, or [1] or [Hkv] fp32. Factors of cached keys and values, not of `draft_key` and
+            `draft_value`; at least 0; both or neither.
+        is_causal: the draft block is a chain: rows are its last Nq keys, and see those up to their own. No `tree_mask`.
+        max_query: the most rows of a request, 1..256. Only if ragged, and needed then.
         sm_scale: factor of the logits, above 0. None: 1 / sqrt(D).
-        soft_cap: above 0; logits become soft_cap * tanh(logits / soft_cap). None: they stay.
+        soft_cap: above 0; makes logits soft_cap * tanh(logits / soft_cap). None: off.
         window: at least 1; a row at position p sees the keys at positions above p - window. None: all.
-        deterministic: a row's bits do not depend on the batch or the rows around it. With draft keys in the pool they
-            are those of `gqa_decode` over the keys that the row sees: of plain decoding along a node's path, with
-            sliding windows, too. Takes longer.
-        plan: None or [B + 1] int32. What `plan_attention` made of the same lengths and draft keys, for all layers that
-            have one window; without it every call sums up the lengths. A deterministic call does not need it.
+        deterministic: a row's bits do not depend on rows around it; with draft keys in the pool they are those of
+            `gqa_decode` over the keys it sees, so of plain decoding along a node's path, with `window`, too. Takes
+            longer.
+        plan: None or [B + 1] int32. From `plan_attention`, with the same lengths, draft keys and window. Not used if
+            deterministic.
         out: two tensors to write into.
 
     Returns:
         A named tuple:
-        output: [B, Nq, Hq, D] fp16, bf16 or fp32, as `query`; [T, Hq, D] with `qo_indptr`. Sum of the values, weighted
-            by the softmax of the logits.
-        lse: [B, Nq, Hq] fp32; [T, Hq] with `qo_indptr`. Natural logarithm of the sum of exp(logits), with the sink.
-        A row that sees no key has output 0 and lse -inf (or its sink). All rows are written, but with `qo_indptr` not
-        those of no request, nor those past the first max_query of a request.
+        output: [B, Nq, Hq, D], dtype of `query`; ragged [T, Hq, D]. The values, weighted by the softmax of the logits.
+        lse: [B, Nq, Hq] fp32; ragged [T, Hq]. Log of the sum of exp(logits), sink included.
+        A row that sees no key has output 0 and lse -inf (or its sink). Ragged rows of no request, and those past
+        max_query of a request, are not written.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or two forms of a page table,
-            arguments that exclude or need each other as above, or a float8 dtype that the GPU does not have; the
-            message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that `qo_indptr` ascends within 0..T and `kv_indptr` within
-        0..len(kv_indices), that no request has more than max_query rows, that lengths are not negative and at most what
-        the page table holds, with the draft keys where they are in the pool, and that page ids of slots that are seen
-        lie within the pool. Pages outside it are never read. A row of block_table that is -1 throughout, and one
-        without a prefix, may pad the batch: its draft keys are not checked.
+        ValueError, TypeError: an argument breaks a rule above.
+        A float8 dtype that the GPU lacks is refused.
+        Not checked: each indptr, max_query, lengths, 0 to what the pages hold with draft keys in the pool, and ids of
+        seen pages; none outside the pool is read. A row of `block_table` that is -1 throughout, or has no
+        prefix, may pad the batch: its draft keys are not checked.
         Never checked: values of draft keys must be finite, whether a row sees them or not.
 
     Source:
-        SpecInfer, https://arxiv.org/abs/2305.09781 (tree attention), on Flash-Decoding; sinks as in gpt-oss. Page
-        tables are those of vLLM (block_table) and of FlashInfer and SGLang (kv_indptr). The packed mask is
-        eagle_kernels' own.
+        SpecInfer, https://arxiv.org/abs/2305.09781 (tree attention), on Flash-Decoding; sinks as in gpt-oss. The packed
+        mask is eagle_kernels' own.
 
     Example:
-        >>> k_cache, v_cache = torch.zeros(1, 1, 1, 16), torch.full((1, 1, 1, 16), 4.0)  # a prefix of one key, value 4
-        >>> draft_value = torch.tensor([0.0, 5.0, 8.0]).repeat_interleave(16).view(1, 3, 1, 16)
+        >>> zeros, k_cache, mask = torch.zeros(1, 3, 1, 4), torch.zeros(1, 1, 1, 4), torch.tensor([[[1], [3], [5]]])
+        >>> draft_value = torch.tensor([0.0, 5.0, 8.0]).repeat_interleave(4).view(1, 3, 1, 4)
         >>> result = eagle_kernels.tree_attention(
-        ...     torch.zeros(1, 3, 1, 16), k_cache, v_cache, torch.tensor([[[0b001], [0b011], [0b101]]]),
-        ...     draft_key=torch.zeros(1, 3, 1, 16), draft_value=draft_value,
-        ...     block_table=torch.tensor([[0]]), seq_lens=torch.tensor([1]))
-        >>> [round(mean, 3) for mean in result.output[0, :, 0, 0].tolist()]  # of 4, 0; of 4, 0, 5; of 4, 0, 8
+        ...     zeros, k_cache, k_cache + 4, mask, draft_key=zeros, draft_value=draft_value,
+        ...     block_table=torch.tensor([[0]]), seq_lens=torch.tensor([1]))  # a prefix of one key, value 4
+        >>> result.output[0, :, 0, 0].round(decimals=3).tolist()  # of 4, 0; of 4, 0, 5; of 4, 0, 8
         [2.0, 3.0, 4.0]
     """
     values = locals()

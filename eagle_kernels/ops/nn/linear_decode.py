@@ -1,13 +1,12 @@
 """A linear layer for the tokens of a decoding step: the weights are read once, as fast as memory gives them.
 
 Computes
-    x @ weight.T + bias, with products and sums in fp32 (no TF32), rounded once.
+    x @ weight.T + bias, with products and sums in fp32 (no TF32).
 Invariants
     In fp16 and bf16 one row, 2 to 16 rows, and more are summed in orders of their own, so their last bits may differ;
     deterministic: all are summed as many rows are.
     An output's bits depend on no other row of weight. Sums are made in one order, without atomics.
-    With prefetch_weight the kernel directly before this one in the stream may write x and bias, but not weight
-    (primitives/dependent_launch.py).
+    With prefetch_weight, weights are read before the wait of primitives/dependent_launch.py, x and bias after it.
 Grid
     (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to end;
     in fp32 (output blocks * blocks of 4 rows,); past 16 rows, and where it is faster, (output blocks * blocks of rows *
@@ -15,8 +14,8 @@ Grid
 Launches
     1
 Traffic
-    element bytes * (N * K + T * (K + N)), and N more with a bias, for x [T, K] and weight [N, K]; with parts, 4 bytes *
-    parts * T * N for the output. Blocks of rows read the weights out of the cache.
+    element bytes * (N * K + T * (K + N)), and N more with a bias; with parts, 4 bytes * parts * T * N for the output.
+    Blocks of rows read the weights out of the cache.
 """
 
 from __future__ import annotations
@@ -96,37 +95,36 @@ def linear_decode(
 ) -> torch.Tensor:
     """Returns x @ weight.T + bias for the tokens of a decoding step.
 
-    Symbols: T tokens, 0..256, in fp32 0..64; K inputs, at least 1; N outputs; P = num_parts.
+    Symbols: T tokens, 0..256, in fp32 0..64; K inputs, at least 1; N outputs.
 
     Args:
         x: [T, K] fp16, bf16 or fp32. Rows may be strided.
-        weight: [N, K] fp16, bf16 or fp32, as `x`. Rows may be strided.
-        bias: None or [N] fp16, bf16 or fp32, as `x`.
-        num_parts: None, or P in 1..8, at most one for each 128 columns, not in fp32: returns the sums of P parts of the
-            columns, for `rms_norm(..., sums_parts=True)`, which adds them up. Faster where N is small and T large:
+        weight: [N, K], dtype of `x`. Rows may be strided.
+        bias: None or [N], dtype of `x`.
+        num_parts: None, or P in 1..8, at most one for each 128 columns, not in fp32: returns sums of P parts of the
+            columns, which `rms_norm(..., sums_parts=True)` adds up. Faster where N is small and T large:
             `eagle_kernels.ops.nn.linear_decode.parts_for` says when.
-        prefetch_weight: reads the first weights before the kernel directly before this one in the stream has ended,
-            where the GPU can. Faster, but that kernel must not write `weight`.
-        deterministic: a row's bits do not depend on the number of rows either. In fp32 they never do. May take
-            longer for up to 16 rows.
+        prefetch_weight: reads the first weights before the previous kernel of the stream has ended, where the GPU can.
+            Faster, but that kernel must not write `weight`.
+        deterministic: a row's bits do not depend on the number of rows, as in fp32 always. May take longer for up to
+            16 rows.
         out: a tensor to write into. Its rows may be strided.
 
     Returns:
-        [T, N] fp16, bf16 or fp32, as `x`. Products are summed in fp32 and rounded once. A NaN stays in its row.
-        With num_parts [P, T, N] fp32: the sums of parts of the columns, in order, the bias in the first one. Parts
-        begin at multiples of 128 columns and are as even as these allow.
+        [T, N], dtype of `x`. Products are summed in fp32 and rounded once. A NaN stays in its row.
+        With num_parts [P, T, N] fp32: sums of parts of the columns, in order, the bias in the first one. Parts begin at
+        multiples of 128 columns and are as even as these allow.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype or device, more tokens than above, or an `out` that
-            overlaps another tensor; the message names the argument.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
-        PyTorch's torch.nn.functional.linear; the kernels for few tokens are eagle_kernels' own.
+        PyTorch's torch.nn.functional.linear; the kernels are eagle_kernels' own.
 
     Example:
-        >>> x, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-        >>> eagle_kernels.linear_decode(x, weight, torch.tensor([0.0, 0.0, 10.0])).tolist()
-        [[1.0, 2.0, 13.0]]
+        >>> x, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+        >>> eagle_kernels.linear_decode(x, weight, torch.tensor([0.0, 10.0])).tolist()
+        [[1.0, 13.0]]
     """
     out = check.allocate("linear_decode", contract(locals()), out)
     layer = Layer(x, weight, bias, out)

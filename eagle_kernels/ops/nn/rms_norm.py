@@ -1,10 +1,9 @@
 """Root mean square norm of rows, with the addition of a residual before it.
 
 Computes
-    y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32. With a residual, x is x + residual, which is
-    returned as well: the stream that the next layer adds to.
+    y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32; with a residual, of x + residual.
 Invariants
-    A row's bits depend on that row alone, so a NaN stays in its row. A program reads its row before it writes.
+    A row's bits depend on that row alone. A program reads its row before it writes.
 Grid
     (T, heads) for T tokens, one program normalizes one row; heads is 1 where x has none.
 Launches
@@ -150,48 +149,39 @@ def rms_norm(
 ) -> Output:
     """Normalizes each row of `x`, or of `x + residual`, by its root mean square.
 
-    Symbols: T tokens, H elements of a row, 1..65536; P parts, 1..8. A row gives x / sqrt(mean(x^2) + eps) *
-    (weight_offset + weight).
+    Symbols: T tokens, H elements of a row, 1..65536; P = 1..8 parts. A row gives x / sqrt(mean(x^2) + eps) *
+    (weight_offset + weight). All axes but the last may be strided.
 
     Args:
-        x: [T, H] or [T, heads, H] fp16, bf16 or fp32; with sums_parts [P, T, H] fp32. All axes but the last may be
-            strided.
-        weight: [H] fp16, bf16 or fp32, as `x`; with sums_parts any of them, which decides the others' dtype.
-        residual: None or [T, H] or [T, heads, H] fp16, bf16 or fp32, as `weight`. Added to `x` first. All axes but the
-            last may be strided.
+        x: [T, H] or [T, heads, H] fp16, bf16 or fp32; with sums_parts [P, T, H] fp32.
+        weight: [H] fp16, bf16 or fp32; dtype of `x`, except with sums_parts.
+        residual: None or [T, H] or [T, heads, H], dtype of `weight`. Added to `x` first.
         eps: added to the mean of the squares, at least 0.
         weight_offset: added to the weight; 1 for Gemma.
-        round_sum: normalizes x + residual as it is returned, rounded to the dtype of `x`, as Hugging Face's models do.
-            False: normalizes the sum in fp32, as the fused kernels of SGLang and FlashInfer do. Without `residual` it
-            makes no difference.
-        round_normalized: rounds to the dtype of `x` before the product with the weight, as Hugging Face's norms of
-            Llama, Qwen and Mistral do. False: rounds once, at the end, as those of Gemma and OLMo 2 do.
-        sums_parts: adds up the parts of `x`, in order, and rounds their sum to the dtype of `weight` first: the result
-            of `linear_decode` with num_parts.
-        out: two tensors to write into, of which the second has no rows without `residual`. Each of them may be one of
-            `x` and `residual`: (x, residual) works in place.
+        round_sum: normalizes x + residual as it is returned, rounded, as Hugging Face's models do. False: in fp32, as
+            fused kernels of SGLang and FlashInfer do.
+        round_normalized: also rounds before the product with the weight, as Hugging Face's norms of Llama, Qwen and
+            Mistral do. False: rounds once, at the end, as those of Gemma and OLMo 2 do.
+        sums_parts: `x` is from `linear_decode` with num_parts: its parts are added up first, in order, and the sum is
+            rounded.
+        out: two tensors to write into. Each may be `x` or `residual`: (x, residual) works in place.
 
     Returns:
-        A named tuple, every element of which is written:
-        output: [T, H] or [T, heads, H] fp16, bf16 or fp32, as `weight`. The normalized rows.
-        residual: [T, H] or [T, heads, H] fp16, bf16 or fp32, as `weight`. x + residual, rounded once, which the next
-            layer adds to; without `residual` it has no rows, [0, H] or [0, heads, H].
-        A NaN stays in its row.
+        A named tuple:
+        output: [T, H] or [T, heads, H], dtype of `weight`. The normalized rows. A NaN stays in its row.
+        residual: [T, H] or [T, heads, H], dtype of `weight`. x + residual, rounded once, for the next layer; without
+            `residual` [0, H] or [0, heads, H].
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or a tensor of `out` that overlaps
-            another tensor without being `x` or `residual` itself; the message names the argument.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
         RMSNorm, https://arxiv.org/abs/1910.07467, rounded as in Hugging Face's models.
 
     Example:
-        >>> x, residual = torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 4.0]])
-        >>> result = eagle_kernels.rms_norm(x, torch.ones(2), residual, eps=0.0)
-        >>> result.residual.tolist()  # its mean square is (1 + 49) / 2 = 25
-        [[1.0, 7.0]]
-        >>> [round(element, 3) for element in result.output[0].tolist()]
-        [0.2, 1.4]
+        >>> x, residual = torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 4.0]])  # the sum's mean square is 25
+        >>> eagle_kernels.rms_norm(x, torch.ones(2), residual, eps=0.0)
+        Output(output=tensor([[0.2000, 1.4000]]), residual=tensor([[1., 7.]]))
     """
     out = check.allocate("rms_norm", contract(locals()), out)
     num_parts = len(x) if sums_parts else 0

@@ -11,8 +11,7 @@ Grid
 Launches
     1
 Traffic
-    2 * element bytes * T * (Hq + Hkv) * D, and a row of each table per token, for Hq query heads and Hkv KV heads of D
-    elements.
+    2 * element bytes * T * (Hq + Hkv) * D, and a row of each table per token
 """
 
 from __future__ import annotations
@@ -124,41 +123,37 @@ def rope(
 ) -> Output:
     """Rotates queries and keys by the angles of their positions (rotary position embedding).
 
-    Symbols: T tokens, Hq query heads, Hkv KV heads, D elements of a head, 1..1024. Integers may be int32 or int64. A
-    pair (a, b) of elements becomes (a cos - b sin, b cos + a sin); elements from rotary_dim on stay.
+    Symbols: T tokens, Hq query heads, Hkv KV heads, D elements of a head, 1..1024. A pair (a, b) of elements becomes
+    (a cos - b sin, b cos + a sin); elements from rotary_dim on stay.
 
     Args:
-        query: [T, Hq, D] fp16, bf16 or fp32. Tokens and heads may be strided by multiples of D, as in a fused
-            projection.
-        key: [T, Hkv, D] fp16, bf16 or fp32, as `query`, strided likewise.
+        query: [T, Hq, D] fp16, bf16 or fp32. Tokens and heads may be strided by multiples of D.
+        key: [T, Hkv, D], dtype of `query`. Strided likewise.
         positions: [T] int, or [B, T / B] with any strides. Row of `cos` and `sin` for each token.
-        cos, sin: [max_positions, rotary_dim / 2] fp32, or fp16 or bf16 as `query`; both of one dtype. Cosine and sine
-            of each pair's angle; rotary_dim / 2 is 1..D / 2. Rows may be strided: a table that holds both side by side
-            is given as its two halves. Tables of the heads' dtype round each product, as in Hugging Face's models; fp32
-            tables round once, at the end.
+        cos, sin: [max_positions, rotary_dim / 2] fp32, or both of the dtype of `query`. Cosine and sine of each pair's
+            angle; rotary_dim / 2 is 1..D / 2. Rows may be strided, as the halves of a table that holds both are. fp32
+            tables round once, at the end; those of `query`'s dtype round each product, as in Hugging Face's models.
         is_interleaved: pairs are the elements 2 i and 2 i + 1 (GPT-J) instead of i and rotary_dim / 2 + i (GPT-NeoX,
             Llama).
         out: two tensors to write into, strided by multiples of D. (query, key) works in place.
 
     Returns:
-        A named tuple, every element of which is written:
-        query: [T, Hq, D] fp16, bf16 or fp32, as the argument.
-        key: [T, Hkv, D] fp16, bf16 or fp32, as the argument.
+        A named tuple:
+        query: [T, Hq, D], dtype of `query`.
+        key: [T, Hkv, D], dtype of `query`.
         Heads of a token whose position is outside 0..max_positions - 1 are copied as they are.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or a tensor of `out` that overlaps
-            another tensor without being the argument of its name; the message names the argument.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
-        RoFormer, https://arxiv.org/abs/2104.09864, with the pairs of GPT-NeoX and Llama or of GPT-J, rounded as in
-        Hugging Face's models.
+        RoFormer, https://arxiv.org/abs/2104.09864, rounded as in Hugging Face's models.
 
     Example:
-        >>> heads = torch.tensor([1.0, 2.0]).expand(2, 1, 2).contiguous()  # one head of one pair for two tokens
+        >>> heads = torch.tensor([[[1.0, 2.0]]])  # one head of one pair
         >>> cos, sin = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])  # angles of 0 and 90 degrees
-        >>> eagle_kernels.rope(heads, heads, torch.tensor([0, 1]), cos, sin).query.tolist()
-        [[[1.0, 2.0]], [[-2.0, 1.0]]]
+        >>> eagle_kernels.rope(heads, heads, torch.tensor([1]), cos, sin).query.tolist()
+        [[[-2.0, 1.0]]]
     """
     out = check.allocate("rope", contract(locals()), out)
     rotary.check_out("rope", **{"out.query": out.query, "out.key": out.key})

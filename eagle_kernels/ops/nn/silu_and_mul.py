@@ -1,7 +1,7 @@
-"""The activation of a SwiGLU block: silu(gate) * up.
+"""The activation of a SwiGLU block.
 
 Computes
-    silu(gate) * up with silu(g) = g / (1 + exp(-g)), in fp32.
+    silu(gate) * up, in fp32.
 Invariants
     An element depends on its own gate and up alone, NaN as well. No program reads what another one overwrites.
 Grid
@@ -9,7 +9,7 @@ Grid
 Launches
     1
 Traffic
-    3 * element bytes * T * I, for I columns of the output.
+    3 * element bytes * T * I
 """
 
 from __future__ import annotations
@@ -88,26 +88,24 @@ def silu_and_mul(
 
     Args:
         gate: [T, I] fp16, bf16 or fp32; without `up` [T, 2 * I], the gate's columns first. Rows may be strided.
-        up: None or [T, I] fp16, bf16 or fp32, as `gate`. Rows may be strided.
-        round_activation: rounds silu(gate) to the dtype of `gate` before the product, as PyTorch's F.silu(gate) * up
-            does. False: rounds the product alone, as the fused kernels of SGLang and FlashInfer do.
-        out: a tensor to write into. Its rows may be strided. It may be `gate` or `up` itself, or the first half of a
-            `gate` that holds both.
+        up: None or [T, I], dtype of `gate`. Rows may be strided.
+        round_activation: rounds silu(gate) before the product, as PyTorch's F.silu(gate) * up does. False: rounds the
+            product alone, as fused kernels of SGLang and FlashInfer do.
+        out: a tensor to write into. Its rows may be strided. It may be `gate` or `up`, or the first half of a `gate`
+            that holds both.
 
     Returns:
-        [T, I] fp16, bf16 or fp32, as `gate`, written whole.
+        [T, I], dtype of `gate`.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype or device, a `gate` of an odd number of columns
-            without `up`, or an `out` that overlaps `gate` or `up` in another way; the message names the argument.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
         SwiGLU, https://arxiv.org/abs/2002.05202.
 
     Example:
-        >>> result = eagle_kernels.silu_and_mul(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))  # gates 0 and 1, ups 5 and 2
-        >>> [round(element, 3) for element in result[0].tolist()]  # 2 / (1 + 1 / e)
-        [0.0, 1.462]
+        >>> eagle_kernels.silu_and_mul(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))  # 0 * 5, and 2 / (1 + 1 / e)
+        tensor([[0.0000, 1.4621]])
     """
     out = check.allocate("silu_and_mul", contract(locals()), out)
     unit = row_unit(gate, out) if up is None else row_unit(gate, up, out)

@@ -1,10 +1,7 @@
-"""The paged KV cache as attention reads it: the two forms of a page table, and checks of the arguments.
+"""The paged KV cache as attention reads it, and checks of the arguments.
 
-The page table comes in one of two forms, which differ only in where a request's page ids start and in how its length is
-given:
-
-    block_table [B, max_pages], seq_lens [B]                          vLLM
-    kv_indptr [B + 1], kv_indices [*], last_page_len [B]              FlashInfer, SGLang
+The two forms of a page table, `block_table` and `kv_indptr`, differ only in where a request's page ids start and in how
+its length is given.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lets a node of a tree attend along its own path, as plain decoding would: what `deterministic` calls need.
 
-The ancestors of a node lie anywhere in the draft block, where plain decoding finds them one after another behind the
+The ancestors of a node lie anywhere in the draft block, where plain decoding finds them one after another after the
 prefix. A sum's bits depend on the order of its terms and on the tiles that they are taken in. So from the tile on in
 which the prefix ends, tiles of keys are gathered for each node alone: the key that plain decoding would have in a slot
 comes in that slot's lane.
