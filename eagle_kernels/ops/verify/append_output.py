@@ -228,7 +228,7 @@ def append_output(
         end_token_ids: None, [E] or [B, E] int. Tokens that end any request or each, -1 padded.
         stop_sequences: None or [B, Q, W] int. Sequences whose last token ends the request, -1 padded on the left (all
             -1: none). They may begin in the output before the step, but not in the prompt.
-        min_tokens: None or [B] int. End tokens and stop sequences do not end a shorter output. None: 0.
+        min_tokens: None or [B] int. End tokens and stop sequences end no output that is shorter with them. None: 0.
         is_live: None or [B] int or bool. 0: takes no part. None: all do.
         rows: None or [B] int. Each request's own row of token_ids. None: b, with R >= B.
         out: four tensors to write into.
@@ -237,10 +237,10 @@ def append_output(
         A named tuple:
         new_num_tokens: [B] int, the dtype of num_tokens. Tokens in the row after the step.
         tokens: [B, T] int64. The kept tokens, the ending one last, -1 padded.
-        num_kept: [B] int32. How many these are.
+        num_kept: [B] int32. Their number.
         finish_reason: [B] int32. 0: not finished, 1: end token, 2: stop sequence, 3: no room; the lowest of several.
 
-        A full row keeps nothing and has reason 3. A request that has no token or no row, or is not live, keeps its
+        A full row keeps nothing, with reason 3. A request that has no token or no row, or is not live, keeps its
         num_tokens; its tokens are -1, the rest is 0.
 
     Raises:

@@ -274,7 +274,7 @@ def verify_tree_coins(
         spec_steps: S, 0..1024: the most drafts to accept.
         threshold_single: in 0..1. LOSSY below 1: a child of at least this probability is accepted whatever the coin.
         threshold_acc: in 0..1. LOSSY below 1: sums are divided by it before they are compared.
-        keep_unvisited: with `out` only: predicts off the path stay as they are.
+        keep_unvisited: with `out` only: predicts off the path stay.
         any_order: links may point backwards too, as those of `build_tree(any_order=True)` do; one to the root or to a
             node met before counts as none.
         out: three tensors to write into.

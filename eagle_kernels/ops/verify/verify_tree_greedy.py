@@ -272,7 +272,7 @@ def verify_tree_greedy(
             1, 2, .. S drafts are accepted.
         seeds: None or [B] int. Of "simulate" only, with positions: they key its coins.
         positions: None or [B * N] int. The root's is read.
-        keep_unvisited: with `out` only: predicts off the path stay as they are.
+        keep_unvisited: with `out` only: predicts off the path stay.
         any_order: with target_predict and "normal" only, as in `verify_tree_coins`.
         out: three tensors to write into.
 
