@@ -1,9 +1,7 @@
 """The counter-based noise of the samplers, in integers that PyTorch has (see primitives/random.py).
 
-One block of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) per seed, position,
-stream and draw; its words key a hash, two rounds of multiply-and-fold as in wyhash, that gives every token id 64 bits.
-
-Noise comes with the 12 fine bits that decide where noisy values are equal: see `largest`.
+One block of Philox4x32-10 (Salmon et al., SC 2011) per seed, position, stream and draw keys a hash that gives every
+token id 64 bits. Noise comes with the 12 fine bits that decide where noisy values are equal: see `largest`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def packed(
     """Returns (bounds, entries, overflow): lists one after another, cut at `capacity`.
 
     counts: how many entries each list has, as a list or a tensor. read(index, count) gives the first entries of a list,
-    at most as many as have room. unused: a number, or a tensor whose entries stay where no list reaches.
+    at most those that have room. unused: a number, or a tensor whose entries stay where no list reaches.
     """
     counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
     needed = torch.nn.functional.pad(counts.cumsum(0), (1, 0))

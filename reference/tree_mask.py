@@ -52,7 +52,7 @@ def write_mask(
         begin = 0
         for length, rows in zip(lengths, visible.cpu()):
             for row in rows:
-                # where lengths do not fit the mask, what they place behind its end is left out
+                # where lengths do not fit the mask, what they place after its end is left out
                 first_key = min(begin + length, len(cells))
                 cells[begin:first_key] = True
                 keys = cells[first_key : first_key + num_keys]

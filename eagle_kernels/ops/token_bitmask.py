@@ -1,7 +1,6 @@
 """Grammars on token trees: what a grammar allows after every node, as one bit per token.
 
-The bitmask is int32 [B * N, ceil(V / 32)], the layout of xgrammar and llguidance: bit v % 32 of word v // 32 of a row
-is set if token v may follow the row's node. Rows are in the order of the target's logits, node i of request b at
+The layout is that of xgrammar and llguidance. Rows are in the order of the target's logits, node i of request b at
 b * N + i.
 """
 
@@ -55,22 +54,19 @@ def generate_token_bitmask(
     Args:
         matchers: One per request; None allows everything. A matcher has accepted the committed tokens and the root, and
             is left in that state, even after an error. It must be able to roll back as many tokens as the tree is deep.
-        draft_tokens: [B, N] or [B * N], int32 or int64. Tokens of the nodes, root included, as `build_tree` returns
-            them.
-        retrieve_next_token: [B, N] int32 or int64. First child of each node; a link that does not point forward is
-            ignored.
-        retrieve_next_sibling: [B, N] int32 or int64. Next sibling of each node; likewise.
+        draft_tokens: [B, N] or [B * N] int. Tokens of the nodes, as `build_tree` returns them.
+        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node; a link that
+            does not point forward is ignored.
         vocab_size: V, the width of the target's logits.
         out: [B * N, ceil(V / 32)] int32. The tensor to write into, which may be pinned.
 
     Returns:
         [B * N, ceil(V / 32)] int32. Bit v % 32 of word v // 32 is set if token v may follow the node. A row has all
-        bits set, those from V on included, without a grammar, after the end of the grammar (what follows a stop token
-        is cut off), and at a node that cannot be accepted: the grammar refuses its token or one above it, or nothing
-        links to it.
+        bits set, those from V on included, without a grammar, after its end (what follows a stop token is cut off), and
+        at a node that cannot be accepted: the grammar refuses its token or one above it, or nothing links to it.
 
     Raises:
-        ValueError, TypeError: An argument has a wrong shape, dtype or device, a matcher is missing or lacks a method.
+        ValueError, TypeError: an argument breaks a rule above, or a matcher lacks a method.
 
     Example:
         >>> class EvenTokens:  # a grammar; xgrammar's GrammarMatcher has the same four methods
@@ -80,10 +76,8 @@ def generate_token_bitmask(
         ...     def is_terminated(self): return False
         >>> first_child, next_sibling = torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]])
         >>> eagle_kernels.generate_token_bitmask(
-        ...     [EvenTokens()], torch.tensor([[0, 2, 3]]), first_child, next_sibling, vocab_size=4)
-        tensor([[ 5],
-                [ 5],
-                [-1]], dtype=torch.int32)
+        ...     [EvenTokens()], torch.tensor([[0, 2, 3]]), first_child, next_sibling, vocab_size=4).tolist()
+        [[5], [5], [-1]]
     """
     args = check.Arguments("generate_token_bitmask", locals())
     args.integer("vocab_size", 1)

@@ -1,10 +1,9 @@
 """Verifies trees whose children were drawn from the draft's distribution: recursive rejection.
 
 Computes
-    On rejection of a child t, p <- norm((p - q)+); without replacement also q(t) <- 0, q <- norm(q). After rejections p
-    is, but for normalisation, (p - a q)+ with the first p and q, one number a, and 0 at the rejected tokens: nothing of
-    the vocabulary's size is written to memory. At a leaf, and after spec_steps drafts, the bonus is drawn from the
-    node's p.
+    On rejection of a child t, p <- norm((p - q)+); without replacement also q(t) <- 0, q <- norm(q). Nothing of the
+    vocabulary's size is written to memory (`rejection.py`). At a leaf, and after spec_steps drafts, the bonus is drawn
+    from the node's p.
 Invariants
     Comparisons are strict, so a token of p = 0 is never accepted. +inf counts as the largest finite number.
     Children that were not drawn but chosen count as proposed with certainty: q is one-hot at each (EAGLE-2's rule).

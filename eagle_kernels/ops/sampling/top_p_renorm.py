@@ -38,7 +38,7 @@ def _top_p_renorm_bracket_kernel(
     CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Finds two keys of a row between which that of the least likely kept token lies, all but surely."""
+    """Finds two keys of a row between which the key of the least likely kept token lies, all but surely."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     top_p = tl.load(top_p_ptr + row)

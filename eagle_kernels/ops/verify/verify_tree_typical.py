@@ -53,7 +53,7 @@ _STREAM = tl.constexpr(STREAM_TARGET)
 
 
 class Scratch(NamedTuple):
-    """Pointers to what the launches hand on."""
+    """Pointers to what a launch leaves for the next ones."""
 
     keys: Any  # int64 [B, slices, N], of greedy requests
     sums: Any  # fp32 [B, slices, 3, N], of sampled ones: maximum, sum w and sum w (x - maximum), w = exp(x - maximum)

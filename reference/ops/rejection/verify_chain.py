@@ -102,7 +102,7 @@ def _accept_block(ratios, target_probs, draft_probs, positions, draws) -> tuple[
             mass = float((share * target_probs[index] - draft_probs[index]).clamp(min=0).sum())
             divisor = mass + (1.0 - share)
             chance = mass / divisor if divisor > 0 else 1.0
-        # keyed by the place in the chain as well: block verification looks at coins behind the draft that it ends with,
+        # keyed by the place in the chain as well: block verification looks at coins after the draft that it ends with,
         # and the next round must not find them again
         if draws.uniform(positions[index], index - 1) < chance:
             accepted, accepted_share = index, share
