@@ -1,9 +1,9 @@
 """Lossy verification by membership: a draft is taken if it is among the target's most likely tokens.
 
 Computes
-    FastDeploy's strategy TOPP, on trees. The window counts whether its first token is within candidate_lens or not. A
-    chain gives what FastDeploy gives, and after a window the walk goes on at its last node, as in FastDeploy's Python
-    (its kernel skips the next row).
+    FastDeploy's strategy TOPP, on trees. The second candidate need not be within candidate_lens. A chain gives what
+    FastDeploy gives, and after a window the walk goes on at its last node, as in FastDeploy's Python (its kernel skips
+    the next row).
 Invariants
     An id outside int32 counts as -1. Results of a request do not depend on the batch around it.
 Grid
