@@ -126,7 +126,7 @@ def _family_page(family: str) -> str:
     entries += [outputs] if outputs else []
     others = (*_FAMILY_OTHERS.get(family, ()), *(("Output",) if outputs else ()))
     links = " · ".join(f"[{name}](#{name.lower()})" for name in (*sorted(names), *others))
-    rules = "[What holds for all ops](../README.md#what-holds-for-all-ops) is told once: integers, layout, padding, errors.\n"
+    rules = "[What holds for all ops](../README.md#what-holds-for-all-ops) is told once.\n"
     rules += "How an op works stands at the top of its file, to which [README.md](README.md) links."
     return _page(f"{_FAMILY_TITLES[family]}: API", [rules, links, *entries])
 

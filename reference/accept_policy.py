@@ -1,4 +1,4 @@
-"""Tokens planted in the place of the target's (see eagle_kernels/primitives/accept_policy.py)."""
+"""Forced acceptance: tokens planted in the place of the target's (see eagle_kernels/primitives/accept_policy.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def planted(
     seeds: torch.Tensor | None,
     positions: torch.Tensor | None,
 ) -> Callable[[int, int], int]:
-    """`token_at` for `tree.walk` with the policy's tokens; it must be asked as a walk asks, from the root down."""
+    """Returns `token_at` for `tree.walk` with the policy's tokens; it must be asked as a walk asks, root first."""
     if accept_policy in ("normal", "reject_all"):
         return token_at
     batch_size, num_nodes = candidates.shape
@@ -51,12 +51,12 @@ def planted(
 
 
 def most_accepted(spec_steps: int, accept_policy: str) -> int:
-    """How many drafts a walk accepts at most."""
+    """Returns the most drafts that a walk accepts."""
     return 0 if accept_policy == "reject_all" else spec_steps
 
 
 def simulated_acceptance(rates: torch.Tensor, seeds: torch.Tensor, root_positions: torch.Tensor) -> torch.Tensor:
-    """Whether [B, S] each depth's coin accepts: with the rate of that depth over the one before it."""
+    """Tells whether the coin of each depth accepts, [B, S]: at the rate of that depth over the one before it."""
     before = torch.cat([torch.ones_like(rates[:1]), rates[:-1]])
     wanted = [
         uniform(seeds, root_positions + depth + 1, STREAM_SIMULATE) * before[depth] < rates[depth]

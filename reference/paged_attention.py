@@ -13,7 +13,7 @@ def page_tables(
     kv_indices: torch.Tensor | None,
     last_page_len: torch.Tensor | None,
 ) -> list[tuple[torch.Tensor, int]]:
-    """Per request its page ids and its number of filled slots, from either form of a page table."""
+    """Returns the page ids and the number of filled slots of each request, from either form of a page table."""
     if block_table is not None:
         tables, lengths = list(block_table), seq_lens.tolist()
     else:
@@ -24,13 +24,13 @@ def page_tables(
 
 
 def request_bounds(indptr: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
-    """(first, last + 1) of each request's rows among num_rows, never outside them."""
+    """Returns (first, last + 1) of each request's rows among num_rows, never outside them."""
     bounds = [min(max(bound, 0), num_rows) for bound in indptr.tolist()]
     return [(first, max(first, last)) for first, last in zip(bounds, bounds[1:])]
 
 
 def find_slots(table: torch.Tensor, slots: torch.Tensor, num_pages: int, page_size: int):
-    """(page, place in the page, whether the slot exists) for logical slots; those that do not exist point to 0, 0."""
+    """Returns (page, place in it, whether the slot exists) for logical slots; missing ones point to 0, 0."""
     index = slots // page_size
     exists = (slots >= 0) & (index < len(table))
     page = torch.full_like(slots, -1)
@@ -40,7 +40,7 @@ def find_slots(table: torch.Tensor, slots: torch.Tensor, num_pages: int, page_si
 
 
 def gather(caches: tuple[torch.Tensor, ...], table: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows [slots, Hkv, D] of each cache, 0 where a slot does not exist, and whether each slot exists."""
+    """Returns rows [slots, Hkv, D] of each cache, 0 where a slot does not exist, and whether each slot exists."""
     page, place, exists = find_slots(table, slots, *caches[0].shape[:2])
     # a slot that does not exist points to page 0, which a pool without pages does not have
     rows = (cache.new_zeros((len(slots), *cache.shape[2:])) for cache in caches)
@@ -50,12 +50,12 @@ def gather(caches: tuple[torch.Tensor, ...], table: torch.Tensor, slots: torch.T
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Float8 tensors, with which torch computes little, as float32; others as they are."""
+    """Returns float8 tensors, with which torch computes little, as float32; others as they are."""
     return tensor.to(torch.float32) if tensor.element_size() == 1 else tensor
 
 
 def scaled_keys(key, value, k_scale, v_scale, dtype):
-    """Keys and values [keys, Hkv, D] times their scales [Hkv] or [1]."""
+    """Returns keys and values [keys, Hkv, D] times their scales [Hkv] or [1]."""
     key, value = key.to(dtype), value.to(dtype)
     if k_scale is not None:
         key = key * k_scale.to(dtype)[:, None]
@@ -65,7 +65,7 @@ def scaled_keys(key, value, k_scale, v_scale, dtype):
 
 
 def attention(query, key, value, visible, sm_scale, soft_cap=None, sinks=None):
-    """output [rows, Hq, D] and lse [rows, Hq] of query [rows, Hq, D] over key and value [keys, Hkv, D].
+    """Returns output [rows, Hq, D] and lse [rows, Hq] of query [rows, Hq, D] over key and value [keys, Hkv, D].
 
     `visible` is bool [rows, keys]; a row that sees no key has output 0, and lse -inf or its sink. sinks [Hq]: one more
     logit per head, that has no value. Computed in float32, or in float64 for float64 queries.

@@ -1,9 +1,7 @@
 """The counter-based noise of the samplers, in integers that PyTorch has (see primitives/random.py).
 
-One block of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) per seed, position,
-stream and draw; its words key a hash, two rounds of multiply-and-fold as in wyhash, that gives every token id 64 bits.
-
-Noise comes with the 12 fine bits that decide where noisy values are equal: see `largest`.
+One block of Philox4x32-10 (Salmon et al., SC 2011) per seed, position, stream and draw keys a hash that gives every
+token id 64 bits. Noise comes with the 12 fine bits that decide where noisy values are equal: see `largest`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(seed: torch.Tensor, counter: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Four random 32-bit words (in int64) for an int64 seed and four 32-bit counters (in int64), elementwise."""
+    """Returns four random 32-bit words for an int64 seed and four 32-bit counters, elementwise; all in int64."""
     key0, key1 = seed & _MASK, (seed >> 32) & _MASK
     counter0, counter1, counter2, counter3 = counter
     for _ in range(10):
@@ -40,7 +38,7 @@ def philox(seed: torch.Tensor, counter: list[torch.Tensor]) -> list[torch.Tensor
 
 
 def random_block(seeds: torch.Tensor, positions: torch.Tensor, stream: int, draw: int = 0) -> list[torch.Tensor]:
-    """Four words in int64, each of the shape of `seeds` and `positions`."""
+    """Returns four words in int64, each of the shape of `seeds` and `positions`."""
     positions = positions.to(torch.int64)
     constant = torch.zeros_like(positions)
     counter = [positions & _MASK, (positions >> 32) & _MASK, constant + stream, constant + draw]
@@ -48,12 +46,12 @@ def random_block(seeds: torch.Tensor, positions: torch.Tensor, stream: int, draw
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: int, draw: int = 0) -> torch.Tensor:
-    """Uniforms fp32 in [0, 1), multiples of 2^-24."""
+    """Returns uniforms fp32 in [0, 1), multiples of 2^-24."""
     return (random_block(seeds, positions, stream, draw)[0] >> 8).to(torch.float32) * 2.0**-24
 
 
 def token_words(key: list[torch.Tensor], num_tokens: int, domain: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """64 bits [R, num_tokens] as two words in int64 of the token ids, for the four words [R] of a `random_block`.
+    """Returns 64 bits of each id, two int64 words [R, num_tokens], for the four words [R] of a `random_block`.
 
     domain: bits that no id has, for words that no id has.
     """
@@ -64,17 +62,17 @@ def token_words(key: list[torch.Tensor], num_tokens: int, domain: int = 0) -> tu
 
 
 def gumbel(words: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Plain noise: standard Gumbel noise -ln E fp32 of `token_words`."""
+    """Returns plain noise: standard Gumbel noise -ln E fp32 of `token_words`."""
     return (-exponential(words).log()).to(torch.float32)
 
 
 def fine_bits(words: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """12 bits int64 that tell equal noise of `token_words` apart."""
+    """Returns 12 bits int64 that tell equal noise of `token_words` apart."""
     return 0xFFF - (words[1] >> 20)
 
 
 def exponential(words: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """E = -log1p(-u) fp64 of `token_words`, u = (word + (low + 1/2) / 2^32) / 2^32."""
+    """Returns E = -log1p(-u) fp64 of `token_words`, u = (word + (low + 1/2) / 2^32) / 2^32."""
     word, low = words
     u = (word.to(torch.float64) + (low.to(torch.float64) + 0.5) * 2.0**-32) * 2.0**-32
     return -torch.log1p(-u.clamp(max=1.0 - 2.0**-53))
@@ -83,7 +81,7 @@ def exponential(words: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 def grouped_gumbel(
     seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, stream: int = STREAM_TARGET
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Grouped noise fp32 [R, num_tokens] for rows with `seeds` [R] and `positions` [R], and its fine bits int64.
+    """Returns grouped noise fp32 [R, num_tokens] of rows with `seeds` and `positions` [R], and its fine bits int64.
 
     Of the exponentials of tokens 8 g .. 8 g + 7 one has the minimum M, which is an exponential of rate 8: the leader.
     The others exceed M by exponentials of rate 1.
@@ -101,7 +99,7 @@ def grouped_gumbel(
 
 
 def largest(values: torch.Tensor, fine: torch.Tensor) -> torch.Tensor:
-    """Index [R] of the largest of values [R, V]; of equal ones that of the most fine bits [R, V], then the lowest."""
+    """Returns the index [R] of the largest of values [R, V]; of equal ones by fine bits [R, V], then the lowest."""
     is_largest = values == values.max(dim=1, keepdim=True).values
     fine = torch.where(is_largest, fine, -1)
     tokens = torch.arange(values.shape[1], device=values.device).expand_as(values)
@@ -110,7 +108,7 @@ def largest(values: torch.Tensor, fine: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(value: torch.Tensor, factor: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32-bit halves of a 32 x 32 bit product, without leaving int64's positive range."""
+    """Returns the high and low 32-bit halves of a 32 x 32 bit product, without leaving int64's positive range."""
     low_part = value * (factor & 0xFFFF)
     high_part = value * (factor >> 16)
     low_sum = low_part + ((high_part & 0xFFFF) << 16)

@@ -8,7 +8,7 @@ import torch
 def rotate(
     heads: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool
 ) -> torch.Tensor:
-    """heads [T, heads, D] turned by rows `positions` of cos and sin; positions without a row leave them as they are.
+    """Returns heads [T, heads, D] turned by rows `positions` of cos and sin; without such a row they stay.
 
     positions: [T], or [B, T / B].
     """

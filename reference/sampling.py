@@ -54,7 +54,7 @@ NO_FILTERS = Filters()
 
 
 def processed_logits(logits: torch.Tensor, processors: Processors) -> torch.Tensor:
-    """Logits [R, V] after penalties, bias and grammar."""
+    """Returns logits [R, V] after penalties, bias and grammar."""
     num_tokens = logits.shape[1]
     logits = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     if processors.has_penalties:
@@ -81,13 +81,13 @@ def processed_logits(logits: torch.Tensor, processors: Processors) -> torch.Tens
 
 
 def token_bits(words: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Truth values [R, num_tokens] of int32 words [R, ceil(num_tokens / 32)]."""
+    """Returns truth values [R, num_tokens] of int32 words [R, ceil(num_tokens / 32)]."""
     token = torch.arange(num_tokens, device=words.device)
     return (words.to(torch.int64)[:, token // 32] >> (token % 32)) & 1 == 1
 
 
 def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """logits / temperature (unscaled where greedy), NaN as -inf, +inf as the largest finite fp32.
+    """Returns logits / temperature (unscaled where greedy), NaN as -inf, +inf as the largest finite fp32.
 
     1 / temperature is never 0, so that +inf stays above all other logits.
     """
@@ -104,7 +104,7 @@ def filtered_logits(
     min_p: torch.Tensor | None = None,
     filter_order: str = "top_k_first",
 ) -> torch.Tensor:
-    """-inf where a filter removes the token; ties at an edge all stay.
+    """Returns `scaled` with -inf where a filter removes the token; ties at an edge all stay.
 
     filter_order: "top_k_first": top-p works on what top-k left, renormalised; "joint": both work on all tokens.
     """
@@ -135,7 +135,7 @@ def kept_logits(
     filters: Filters = NO_FILTERS,
     processors: Processors = NO_PROCESSORS,
 ) -> torch.Tensor:
-    """What tokens are drawn from: processed, scaled logits, -inf where filtered (greedy rows are not filtered)."""
+    """Returns what tokens are drawn from: processed, scaled logits, -inf where filtered; greedy rows are not."""
     scaled = scaled_logits(processed_logits(logits, processors), temperature)
     is_sampled = (temperature >= GREEDY_BELOW)[:, None]
     return torch.where(is_sampled, filtered_logits(scaled, *filters), scaled)
@@ -149,7 +149,7 @@ def draw_tokens(
     filters: Filters = NO_FILTERS,
     processors: Processors = NO_PROCESSORS,
 ) -> torch.Tensor:
-    """Tokens int64 [R] drawn from logits [R, V]; temperatures below 1e-5 take the argmax (ties: the lowest id)."""
+    """Returns tokens int64 [R] drawn from logits [R, V], below temperature 1e-5 the argmax (ties: the lowest id)."""
     kept = kept_logits(logits, temperature, filters, processors)
     noise, fine = random.grouped_gumbel(seeds, positions, logits.shape[1])
     is_sampled = (temperature >= GREEDY_BELOW)[:, None]
@@ -158,7 +158,7 @@ def draw_tokens(
 
 
 def log_probabilities(kept: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """log softmax fp32 [R] of `kept` logits [R, V] at `tokens` [R], -inf for a row of nothing but -inf."""
+    """Returns the log softmax fp32 [R] of `kept` logits [R, V] at `tokens` [R], -inf for a row of nothing but -inf."""
     wide = kept.to(torch.float64)
     logprob = wide.gather(1, tokens.to(torch.int64)[:, None])[:, 0] - wide.logsumexp(1)
     return torch.where(logprob.isnan(), float("-inf"), logprob).to(torch.float32)

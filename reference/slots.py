@@ -10,7 +10,7 @@ LARGEST = 2**31 - 1
 
 
 def lengths(tensor: torch.Tensor) -> list[int]:
-    """Lengths, or places in a row: 0 at least."""
+    """Returns lengths, or places in a row: 0 at least."""
     return [min(max(length, 0), LARGEST) for length in tensor.tolist()]
 
 
@@ -25,7 +25,7 @@ class Rows:
         return len(self._row_of)
 
     def slots(self, request: int, columns) -> list[int]:
-        """The slots in these columns of a request's row, -1 where there are none."""
+        """Returns the slots in these columns of a request's row, -1 where there are none."""
         row_index = self._row_of[request]
         row = self._table[row_index] if 0 <= row_index < len(self._table) else []
         return [max(row[column], -1) if 0 <= column < len(row) else -1 for column in columns]
@@ -34,10 +34,10 @@ class Rows:
 def packed(
     counts, capacity: int, read: Callable[[int, int], list[int]], *, unused: int | torch.Tensor = -1, dtype=torch.int64
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(bounds, entries, overflow): lists one after another, cut at `capacity`.
+    """Returns (bounds, entries, overflow): lists one after another, cut at `capacity`.
 
     counts: how many entries each list has, as a list or a tensor. read(index, count) gives the first entries of a list,
-    at most as many as have room. unused: a number, or a tensor whose entries stay where no list reaches.
+    at most those that have room. unused: a number, or a tensor whose entries stay where no list reaches.
     """
     counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
     needed = torch.nn.functional.pad(counts.cumsum(0), (1, 0))

@@ -27,9 +27,9 @@ def walk(
 ) -> Output:
     """Follows from each root the child that carries `token_at(request, node)`, until none does or S are accepted.
 
-    most_accepted: how many are accepted at most, if not S.
-    unvisited: what predicts holds [B * N] at the other nodes; None means -1.
-    any_order: links may point to any node but the root; one to a node that was met before ends the walk.
+    most_accepted: the limit, if not S.
+    unvisited: predicts [B * N] off the path; None: -1.
+    any_order: links may point to any node but the root; one to a node met before ends the walk.
     """
     device = candidates.device
     batch_size, num_nodes = candidates.shape
@@ -69,7 +69,7 @@ def walk(
 def children(
     retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor
 ) -> Callable[[int, int], list[int]]:
-    """children(request, node), in sibling order; lists end where a walk ends."""
+    """Returns the function (request, node) -> its children in sibling order, which end where a walk ends."""
     num_nodes = retrieve_index.shape[1]
     retrieved, first_child = retrieve_index.tolist(), retrieve_next_token.tolist()
     next_sibling = retrieve_next_sibling.tolist()
@@ -91,7 +91,7 @@ def write_paths(
     path_of: Callable[[int], list[int]],
     bonus_at: Callable[[int, int], int],
 ) -> Output:
-    """What a verify op returns for the paths `path_of(request)`, nodes from the root on; dead rows are not asked."""
+    """Returns the Output for the paths `path_of(request)`, nodes from the root on; dead rows are not asked for."""
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
     predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
     accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32, device="cpu")

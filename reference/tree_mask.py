@@ -8,7 +8,7 @@ _WORD_BITS = {torch.uint8: 8, torch.uint16: 16, torch.uint32: 32, torch.int64: 6
 
 
 def read_mask(tree_mask: torch.Tensor, seq_lens: torch.Tensor | None, num_nodes: int | None, mode: str) -> torch.Tensor:
-    """bool [B, Nq, Nk]; num_nodes, where given, is Nk. FULL_MASK cells outside the mask count as not set."""
+    """Returns the mask as bool [B, Nq, Nk]; num_nodes, where given, is Nk. Cells missing in a FULL_MASK are not set."""
     if mode == "qlen_only":
         square = tree_mask.view(-1, num_nodes, num_nodes) if tree_mask.dim() == 1 else tree_mask
         return square != 0
@@ -35,7 +35,7 @@ def write_mask(
     seq_lens_sum: int | None = None,
     buffer: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The bool mask [B, Nq, Nk] in the layout that `mode` names.
+    """Returns the bool mask [B, Nq, Nk] in the layout that `mode` names.
 
     FULL_MASK is as long as `buffer`, whose other cells stay, or as seq_lens_sum says; None: as the lengths do.
     """
@@ -52,7 +52,7 @@ def write_mask(
         begin = 0
         for length, rows in zip(lengths, visible.cpu()):
             for row in rows:
-                # where lengths do not fit the mask, what they place behind its end is left out
+                # where lengths do not fit the mask, what they place after its end is left out
                 first_key = min(begin + length, len(cells))
                 cells[begin:first_key] = True
                 keys = cells[first_key : first_key + num_keys]

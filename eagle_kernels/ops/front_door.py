@@ -39,57 +39,45 @@ def verify_tree(
     """Verifies trees of `build_tree`, greedily or by sampling; both are lossless.
 
     Without a sampling parameter (temperature, seeds, top_k, top_p, min_p) this is `verify_tree_greedy`. With one it is
-    `verify_tree_sampled`, which needs target_logits, positions, seeds and temperature; rows of temperature 0 stay
-    greedy. The lossy rules have ops of their own, which nobody calls by accident: `verify_tree_typical`,
-    `verify_tree_topp`.
-    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V tokens, S = spec_steps. Integers may
-    be int32 or int64.
+    `verify_tree_sampled`, which needs target_logits, positions, seeds and temperature. The lossy rules have ops of
+    their own: `verify_tree_typical`, `verify_tree_topp`.
+    Symbols: B requests, N nodes of a tree (1..1024; node 0 is the root), V tokens.
 
     Args:
-        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
+        candidates: [B, N] int. Tokens of the nodes; -1 is never accepted.
         retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
-        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
+            A link that does not point forward within the tree counts as none.
         target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V.
-        target_predict: None or [B, N] int. Greedy only, instead of target_logits: the target's token at every node.
-        positions: None or [B * N] int. For sampling: position of each node; a token drawn at a node has position + 1.
-        seeds: None or [B] int. For sampling: seed of each request.
-        temperature: None or [B] fp32. For sampling; 0 (anything below 1e-5): greedy.
-        top_k: None or [B] int. Tokens that top-k keeps; off at <= 0 or >= V.
-        top_p: None or [B] fp32. Share of what top-k left that top-p keeps; off at >= 1.
-        min_p: None or [B] fp32. Keeps tokens of at least min_p times the largest probability; off at <= 0.
-        accept_policy: "normal", "reject_all", "accept_all" or "simulate", as in `verify_tree_greedy`. Seeds that come
-            with "simulate" alone do not ask for sampling.
-        simulated_rates: None or [S] fp32. Of "simulate" only, which needs seeds and positions as well: the probability
-            that at least 1, 2, .. S drafts are accepted.
-        spec_steps: S, 0..1024: the most drafts that can be accepted.
+        target_predict: None or [B, N] int. Greedy only, instead of target_logits: the target's tokens.
+        positions: None or [B * N] int. Position of each node; a token drawn at a node has position + 1.
+        seeds: None or [B] int. Seed of each request.
+        temperature: None or [B] fp32. 0 (anything below 1e-5): greedy.
+        top_k: None or [B] int. As in `sample_from_logits`.
+        top_p, min_p: None or [B] fp32. Likewise.
+        accept_policy: as in `verify_tree_greedy`. Seeds that come with "simulate" alone do not ask for sampling.
+        simulated_rates: None or [S] fp32. Likewise; it needs seeds and positions.
+        spec_steps: S, 0..1024: the most drafts to accept.
         out: three tensors to write into, for either rule.
 
     Returns:
-        A named tuple, every element of which is written; `verify_tree_sampled` itself returns more:
-        predicts: [B * N] int32. The target's token at every node of the path, -1 elsewhere.
-        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
-        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
-        A link that does not point forward within the tree counts as none. A row whose root has a retrieve_index outside
-        the request is dead, with predicts and accept_index -1, accept_token_num 0.
+        A named tuple (`verify_tree_sampled` itself returns more):
+        predicts: [B * N] int32. The target's token at each node of the path, -1 elsewhere.
+        accept_index: [B, S + 1] int32. retrieve_index of the path, root first, -1 padded.
+        accept_token_num: [B] int32. Accepted drafts, without the bonus.
+
+        A dead row, whose root has a retrieve_index outside the request, gives -1 and accept_token_num 0.
 
     Raises:
-        ValueError, TypeError: what the op that is called refuses, an argument that sampling needs as well, or
-            target_predict together with a sampling parameter; the message names it.
+        ValueError, TypeError: what the called op refuses, a missing argument of sampling, or one with target_predict.
 
     Source:
-        EAGLE, https://arxiv.org/abs/2401.15077, and EAGLE-2, https://arxiv.org/abs/2406.16858; links and outputs as in
-        SGLang's verify_tree_greedy. One function for both rules is eagle_kernels' own.
+        One function for both rules is eagle_kernels' own.
 
     Example:
-        >>> tree = (torch.tensor([[4, 1, 2]]), torch.arange(3)[None],  # two children of the root, of tokens 1 and 2
-        ...         torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]]))
+        >>> tree = [torch.tensor([x]) for x in ([4, 1, 2], [0, 1, 2], [1, -1, -1], [-1, 2, -1])]  # 4 above 1 and 2
         >>> logits = 100 * torch.eye(5)[[2, 0, 4]]  # the target is sure of 2 at the root, and of 4 at node 2
         >>> eagle_kernels.verify_tree(*tree, logits, spec_steps=1).predicts.tolist()  # greedy
-        [2, -1, 4]
-        >>> eagle_kernels.verify_tree(
-        ...     *tree, logits, positions=torch.tensor([7, 8, 8]), seeds=torch.tensor([1]), temperature=torch.ones(1),
-        ...     spec_steps=1).predicts.tolist()
         [2, -1, 4]
     """
     links = (candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)

@@ -1,4 +1,4 @@
-"""Acceptance as wished.
+"""Forced acceptance, for tests and timing.
 
     normal       a walk goes to the child that carries the target's token
     reject_all   it ends at the root: the text is the target's own, a token a step
@@ -6,8 +6,7 @@
     simulate     likewise, by coins with given rates of acceptance per depth; where it is to end, a token of a child
                  gives way to another one
 
-For tests and timing: the rows that are read, the walk that is made and the KV that moves are those of a model that
-accepts so much. Planted text is not the target's.
+Rows are read, walks made and KV moved as for a model with this acceptance; planted text is not the target's.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
 """Programmatic dependent launch: a kernel starts while the one before it in its stream ends.
 
-A large part of the time of a short kernel is its launch. With this feature (compute capability 9.0 and up) its programs
-are already on the GPU, waiting, when the last program of the kernel before ends. Every kernel of this package calls
-`await_predecessor` before it reads or writes what another kernel may touch. A kernel without that call, launched after
-one of ours, waits for the end of ours as usual.
+Launching is a large part of the time of a short kernel. With this feature (compute capability 9.0 and up) its programs
+already wait on the GPU when the last program of the kernel before ends. Every kernel of this package calls
+`await_predecessor` before it reads or writes what another kernel may touch. A kernel without that call waits for the
+end of ours as usual.
 
-Kernels begin with the call, so they do nothing early, whatever ran before. A kernel that streams weights may be asked
-to prefetch: then it waits a little later, after it has asked for its first weights, which are loaded while the kernel
-before ends. Those loads may miss what the kernel directly before wrote, but nothing older: that kernel let this one
-start only after its own wait, when all kernels before it had ended. So the caller promises that this one kernel does
-not write what is prefetched. The merge of attention's parts reads lengths before it waits in the same way: the
-attention directly before it, of the same call, does not write them. For the same reason both steps are in one function:
-if a kernel let its successor start before its own wait, a chain of such kernels could run ahead of any number of
-others.
+Kernels begin with the call, so they do nothing early, whatever ran before. A kernel that streams weights may prefetch:
+it first asks for its weights, which are loaded while the kernel before ends, and then waits. Those loads may miss what
+the kernel directly before wrote, but nothing older: that kernel let this one start only after its own wait, when all
+kernels before it had ended. So the caller promises that this one kernel does not write what is prefetched. For the
+same reason the merge of attention's parts may read lengths before it waits: the attention of the same call, directly
+before it, does not write them. It is also why both steps are in one function: if a kernel let its successor start
+before its own wait, a chain of such kernels could run ahead of any number of others.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     float8_e4m3fn    exponent counted from 7, largest value 448, NaN s.1111.111      NVIDIA, AMD from gfx950 on
     float8_e4m3fnuz  exponent counted from 8, largest value 240, NaN 1.0000.000      AMD gfx942; there is no -0
 
-The instructions of one GPU saturate what is too large, those of another make it NaN, and Triton's interpreter does not
-round. A store of a few KiB has the time to encode by hand, and then all of them write the same bytes.
+GPUs differ in what their instructions make of too large values (some saturate, others give NaN), and Triton's
+interpreter does not round. A store of a few KiB has the time to encode by hand, and then all write the same bytes.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ directly (`uniform`). For numbers of every token they key a hash that gives each
 second product's factors are folded in once more, as a product forgets one factor where the other is 0: neighbouring ids
 would share such words, and words of 0 win whatever the logits are.
 
-No key may serve two draws of a text, unless nothing that was decided between them depends on the first one: it is no
-longer random to one who knows something that was made of it. Coins are keyed by the place in the tree for this reason
-(traversal and block verification look beyond what they accept). The keys of drafts do come again, of drafts that no
-verification has read: `engine/drafters/sampled_drafter.py` says what this needs.
+No key may serve two draws of a text, unless nothing that was decided between them depends on the first one: a number is
+no longer random once something made of it is known. Coins are keyed by the place in the tree for this reason (traversal
+and block verification look beyond what they accept). The keys of drafts do come again, of drafts that no verification
+has read: `engine/drafters/sampled_drafter.py` says what this needs.
 
 There are two ways from these words to Gumbel noise -ln E, for independent exponentials E of rate 1, one of each token:
 

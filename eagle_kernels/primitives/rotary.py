@@ -7,9 +7,9 @@ stand in row t, column i of two tables; the other coordinates stay. Two layouts 
     interleaved  coordinates 2 i and 2 i + 1              GPT-J, Cohere (Hugging Face's rotate_every_two)
 
 first * cos - second * sin and second * cos + first * sin follow PyTorch's rules of types: with tables of the heads' own
-dtype every product is rounded to it, as Hugging Face's models do; with fp32 tables all is fp32 up to one rounding at
-the end. Kernels that rotate are compiled without fusing products into sums (`enable_fp_fusion=False`), so bits are
-those of PyTorch.
+dtype every product is rounded to it, as in Hugging Face's models; with fp32 tables all is fp32 up to one rounding at
+the end. Kernels that rotate are compiled without fusing products into sums (`enable_fp_fusion=False`): bits are
+PyTorch's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lists of all requests in one buffer, one after another, told apart by the running sum of their lengths (CSR).
 
-A buffer has room for `capacity` entries. Lengths are on the device, so a buffer can turn out too small: then entries
-past its end are not written, no bound exceeds `capacity`, and `overflow` holds the room that was needed. Entries that
-no list uses are -1.
+A buffer has room for `capacity` entries, those that no list uses being -1. Lengths are on the device, so a buffer can
+turn out too small: then entries past its end are not written, no bound exceeds `capacity`, and `overflow` holds the
+room that was needed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Strides of rows, in a form from which the compiler sees alignment; and of tensors with a number for each token.
 
-A stride is no constant of a kernel, which would be compiled again for every stride. But then the compiler knows nothing
-about it, must assume that a row may begin anywhere, and loads element by element. A stride in units of 16 bytes avoids
-this: `row * stride * UNIT` is a multiple of 16 bytes, whatever the stride is.
+A stride that were a constant would compile the kernel anew for every stride. Of another the compiler must assume that a
+row may begin anywhere, and loads element by element. A stride in units of 16 bytes avoids this: `row * stride * UNIT`
+is a multiple of 16 bytes, whatever the stride is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Verifying drafts that were drawn: by rejection, along the tree or a chain, and the drawing of children."""
+"""Drafts that were drawn from a draft model: drawing them, and verifying them along a chain or a tree."""
 
 from ...runtime.lazy import lazily
 from ..registry import FAMILIES

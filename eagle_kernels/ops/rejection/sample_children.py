@@ -1,23 +1,22 @@
 """Draws the children of tree nodes from the draft's distribution, without or with replacement.
 
 Computes
-    With q = softmax(draft_logits / temperature) of a row and Gumbel noise g(v) keyed by seed, position, node and id:
+    With Gumbel noise g(v) keyed by seed, position, node and id:
     without replacement     the num_children largest of log q(v) + g(v), in order. This is sequential sampling: each
                             next child is drawn from q without the children before it, renormalised (Gumbel top-k:
                             Kool et al., arXiv 1903.06059, Alg. 1 without its tree; Vieira 2014). The order follows the
                             Plackett-Luce distribution.
     with replacement        num_children independent draws from q, each with noise of its own.
-    `verify_tree_rejection` takes either kind; it must be given the same draft distribution that is drawn from here.
 Invariants
-    Equal logits, seed, position and node give equal children, in whichever row or batch. +inf counts as the largest
-    finite number. Without replacement greedy rows give the children and the scores of a top-k tree.
+    +inf counts as the largest finite number. Without replacement greedy rows give the children and the scores of a
+    top-k tree.
 Grid
     (R, slices): one program finds the best children of a slice of a row. Then (R,): one finds the best of a row's
     slices.
 Launches
     2
 Traffic
-    For R rows of Vd tokens and K children R * Vd * element size read, and per slice 8 K + 8 bytes written and read.
+    R * Vd * element size read, and per slice 8 K + 8 bytes written and read.
 """
 
 from __future__ import annotations
@@ -213,37 +212,34 @@ def sample_children(
 ) -> Output:
     """Draws the children of tree nodes from the draft's distribution, without or with replacement.
 
-    Symbols: R rows, one for each node whose children are drawn, Vd draft vocabulary (1..2^20), K = num_children. q is
-    softmax(draft_logits / temperature). Integers may be int32 or int64.
+    Symbols: R rows, one for each node whose children are drawn, Vd draft vocabulary (1..2^20), q =
+    softmax(draft_logits / temperature).
 
     Args:
         draft_logits: [R, Vd] fp32, fp16 or bf16. Unit stride along Vd. NaN counts as -inf, which is never drawn.
         positions: [R] int. Position of the children.
         seeds: [R] int. Seed of the row's request.
-        temperature: [R] fp32. 0 (anything below 1e-5): greedy, which gives the largest logits, among equal ones the
-            lowest ids; with replacement the argmax K times.
+        temperature: [R] fp32. 0 (anything below 1e-5): greedy, the largest logits, among equal ones the lowest ids;
+            with replacement the argmax K times.
         nodes: None or [R] int. The node whose children are drawn, 0..65535; None: 0. Rows of one request at one
-            position draw independently if their nodes differ. For `verify_tree_traversal` and `verify_chain` with
-            method "block", which look at drafts beyond those that they accept, a position must have another node in
+            position draw independently if their nodes differ. `verify_tree_traversal` and the method "block" of
+            `verify_chain` look at drafts beyond those that they accept: there a position must have another node in
             each round; the depth in the node's number is enough.
-        d2t: None or [Vd] int. Target id minus draft id, for the reduced vocabulary of EAGLE-3. None: the ids are the
-            same.
+        d2t: None or [Vd] int. Target id minus draft id, for the reduced vocabulary of EAGLE-3. None: 0.
         num_children: K, 1..64.
-        replacement: draw independently instead of one after another; a token may then come more than once.
+        replacement: draw independently, so that tokens may repeat, instead of one after another.
         out: two tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        tokens: [R, K] int64. Target ids of the children in the order of the draws, -1 where q has no token left.
-        logprobs: [R, K] fp32. log q of each child, q being the whole distribution, of greedy rows at temperature 1;
-            -inf where the token is -1.
-        Equal logits, seed, position and node give equal children, in whichever row or batch; a smaller K gives the
-        first.
+        A named tuple:
+        tokens: [R, K] int64. Target ids in the order of the draws, -1 where q has no token left.
+        logprobs: [R, K] fp32. log of the whole q of each child, in greedy rows at temperature 1; -inf for -1.
+
+        Equal logits, seed, position and node give equal children, in any row or batch; a smaller K gives the first.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperature is a number of at least 0.
-        The range of nodes, and where d2t leads to, is never checked.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperature; nodes and
+            d2t are unchecked.
 
     Source:
         Gumbel top-k: Kool et al., https://arxiv.org/abs/1903.06059, algorithm 1 without its tree; Vieira 2014. The key

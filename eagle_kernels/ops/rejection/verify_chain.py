@@ -3,19 +3,16 @@
 Computes
     p_i, q_i: the distributions of target and draft after i drafts x_1 .. x_i, each at its temperature; gamma: the
     number of drafts.
-    standard    Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318):
-                draft x is accepted with probability min(1, p(x) / q(x)). The first one that is not accepted is replaced
-                by a token from the residual norm((p - q)+); after the last one comes a token from p.
-    block       Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which in expectation accepts at least as
-                many drafts, and as many as any verifier of chains can:
+    standard    The first draft that is not accepted is replaced by a token from the residual norm((p - q)+); after the
+                last one comes a token from p.
+    block       Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which on average accepts as many drafts
+                as any verifier of chains can:
                     r_0 = 1, r_i = min(r_{i-1} p(x_i) / q(x_i), 1), S_i = sum of (r_i p_i - q_i)+,
                     h_i = S_i / (S_i + 1 - r_i) (1 for 0 / 0), h_gamma = r_gamma
                 The drafts up to the last i whose coin is below h_i are accepted (whatever the coins before it); then
                 comes a token from norm((r_i p_i - q_i)+), or from p_gamma.
-    Coins and noise are those of shared/random.py, keyed by seed, position of the token and stream: drafts must be drawn
-    with another stream (STREAM_DRAFT). The block method looks at coins and drafts beyond those that it accepts, at
-    positions for which the next round drafts again: so coins are also keyed by the place in the chain, and drafts must
-    be, too (`sample_children`, nodes).
+    Coins and noise are those of primitives/random.py, with streams that drafting does not use. For "block", whose next
+    round drafts again at positions that this one has looked at, coins are also keyed by the place in the chain.
 Invariants
     A draft of target probability 0 is never accepted (coin * q < p, strict). Where a draft cannot have been drawn from
     its row, or rounding leaves no residual, the next token is drawn from p. +inf counts as the largest finite number; a
@@ -240,58 +237,51 @@ def verify_chain(
 ) -> Output:
     """Verifies chains of drafts that were sampled from a draft distribution, without loss.
 
+    The text follows the target's distribution if every draft was drawn from its row of the draft's, with the noise of
+    `sample_children` or any other that is independent of this op's, which is keyed by seed and position.
     Symbols: B requests, T tokens of a chain (1..256), its root included, V and Vd vocabularies of target and draft
-    (1..2^20), p and q their distributions. Integers may be int32 or int64. The text follows the target's distribution
-    if every draft was drawn from its row of q with the noise of `sample_children`, or any other that is independent of
-    this op's, which is keyed by seed and position.
+    (1..2^20), p and q their distributions.
 
     Args:
-        candidates: [B, T] int. The root, then T - 1 drafts as target ids; -1 ends a chain early.
-        target_logits: None or [B * T, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf. Given instead of
-            target_probs.
-        draft_logits: None or [B * (T - 1), Vd] fp32, fp16 or bf16. Unit stride along Vd, by draft ids.
-            candidates[b, i + 1] was drawn from row b * (T - 1) + i. Given instead of draft_probs.
+        candidates: [B, T] int. The root, then drafts as target ids; -1 ends a chain early.
+        target_logits: None or [B * T, V] fp32, fp16 or bf16. This or target_probs, as in `verify_tree_rejection`.
+        draft_logits: None or [B * (T - 1), Vd] fp32, fp16 or bf16. This or draft_probs; candidates[b, i + 1] was drawn
+            from row b * (T - 1) + i.
         positions: [B * T] int. Position of each token; the token emitted after it has position + 1.
         seeds: [B] int. Seed of each request.
-        temperature: None or [B] fp32. Of logits; below 1e-5 a row is one-hot at its argmax. None if no logits need it.
+        temperature: None or [B] fp32. Below 1e-5 a row is one-hot at its argmax. None if no logits need it.
         draft_temperature: None or [B] fp32. Of draft_logits. None: temperature.
-        target_probs: None or [B * T, V] fp32. Unit stride along V, used as they are. This op does not filter: for
-            top-k, top-p or min-p pass rows from the renorm ops.
-        draft_probs: None or [B * (T - 1), Vd] fp32. Likewise, by draft ids.
-        d2t: None or [Vd] int. Target id minus draft id, one to one, for a reduced vocabulary. None: the ids are the
-            same.
-        method: "standard": drafts are accepted one by one, with probability min(1, p / q). "block": all at once, which
-            on average accepts at least as many; then a position must be drafted for another node in each round, see
-            `sample_children`.
+        target_probs: None or [B * T, V] fp32.
+        draft_probs: None or [B * (T - 1), Vd] fp32.
+        d2t: None or [Vd] int. As in `verify_tree_rejection`.
+        method: "standard": drafts are accepted one by one, with probability min(1, p / q). "block": all at once, on
+            average at least as many; a position must then have another node in each round, see `sample_children`.
         out: three tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        predicts: [B * T] int32. The token emitted after the root and after each accepted draft, -1 elsewhere.
-        accept_index: [B, T] int32. b * T + i of the root and of the accepted drafts, -1 padded.
-        accept_token_num: [B] int32. Accepted drafts; the token after them is not counted.
-        A draft that cannot have been drawn (q is 0, NaN, negative or above 1.001, the token is -1 or not in the draft
-        vocabulary) ends the chain before it. A row whose root is no token is dead, with predicts and accept_index -1,
-        accept_token_num 0.
+        A named tuple:
+        predicts: [B * T] int32. The token emitted after the root and each accepted draft, -1 elsewhere.
+        accept_index: [B, T] int32. b * T + i of the root and the accepted drafts, -1 padded.
+        accept_token_num: [B] int32. Accepted drafts, without the token after them.
+
+        A draft that cannot have been drawn (q is 0, NaN, negative or above 1.001, or it has no draft id) ends the chain
+        before it. A dead row, whose root is no token, gives -1 and accept_token_num 0.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, both or neither of logits and probs
-            of the target or of the draft, or no temperature where logits need it; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperatures are numbers of at least 0.
-        Where d2t leads to, and whether probabilities sum to 1, is never checked.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperatures; d2t and
+            sums of probabilities are unchecked.
 
     Source:
         Standard: Leviathan et al., https://arxiv.org/abs/2211.17192, algorithm 1; Chen et al.,
         https://arxiv.org/abs/2302.01318. Block: Sun et al., https://arxiv.org/abs/2403.10444, algorithm 2. Coins and
-        noise that seeds and positions key are eagle_kernels' own.
+        noise are eagle_kernels' own.
 
     Example:
         >>> p, q = torch.eye(4)[[1, 2, 0]], torch.eye(4)[[1, 3]]  # both are sure of 1; then q of 3, but p of 2
-        >>> step = eagle_kernels.verify_chain(
+        >>> eagle_kernels.verify_chain(
         ...     torch.tensor([[0, 1, 3]]), None, None, torch.tensor([5, 6, 7]), torch.tensor([1]), None,
-        ...     target_probs=p, draft_probs=q)
-        >>> step.predicts.tolist(), step.accept_index.tolist(), step.accept_token_num.tolist()
-        ([1, 2, -1], [[0, 1, -1]], [1])
+        ...     target_probs=p, draft_probs=q).predicts.tolist()
+        [1, 2, -1]
     """
     values = locals()
     out = check.allocate("verify_chain", contract(values), out)

@@ -1,19 +1,11 @@
 """Verifies trees whose children were drawn from the draft's distribution: recursive rejection.
 
 Computes
-    At each node, with p the target's and q the draft's distribution there, the children t in sibling order:
-    accept t if coin * q(t) < p(t) (strictly, so a token of p = 0 never); on rejection p <- norm((p - q)+), and
-    without replacement     q(t) <- 0, q <- norm(q): the children were drawn one after the other, each from what those
-                            before it had left (`sample_children`). Recursive rejection sampling: RSD (arXiv
-                            2402.14160, Alg. 2), Sequoia (arXiv 2402.12374, Alg. 2)
-    with replacement        q stays; the children are independent draws, and two may be alike. Multi-step speculative
-                            sampling: SpecInfer (arXiv 2305.09781, Alg. 2), EAGLE-1 (arXiv 2401.15077, Alg. 1)
-    If no child is accepted, a token drawn from what is left of p ends the walk as the bonus; at a leaf, and after
-    spec_steps drafts, one drawn from the node's p. The emitted text has the target's distribution if the children were
-    drawn as described, from this q. After rejections p is, but for normalisation, (p - a q)+ with the first p and q,
-    one number a, and 0 at the rejected tokens: nothing of the vocabulary's size is written to memory.
+    On rejection of a child t, p <- norm((p - q)+); without replacement also q(t) <- 0, q <- norm(q). Nothing of the
+    vocabulary's size is written to memory (`rejection.py`). At a leaf, and after spec_steps drafts, the bonus is drawn
+    from the node's p.
 Invariants
-    +inf counts as the largest finite number.
+    Comparisons are strict, so a token of p = 0 is never accepted. +inf counts as the largest finite number.
     Children that were not drawn but chosen count as proposed with certainty: q is one-hot at each (EAGLE-2's rule).
     A child with q(t) = 0 takes nothing from p. Independent draws may be verified without replacement as well: a
     repeated token costs only the children after it.
@@ -114,49 +106,40 @@ def verify_tree_rejection(
     is rejected, p becomes what q leaves of it, and the next sibling is compared. If none is accepted, the bonus is
     drawn from what is left of p. The text follows the target's distribution if the children were drawn from this q, in
     sibling order, with the noise of `sample_children` or any other that is independent of this op's.
-    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V and Vd vocabularies of target and
-    draft (1..2^20), S = spec_steps. Integers may be int32 or int64.
+    Symbols: B requests, N nodes of a tree (1..1024), V and Vd vocabularies of target and draft (1..2^20).
 
     Args:
-        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
-        retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
-        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf. Given instead of
-            target_probs.
-        draft_logits: None or [B * N, Vd] fp32, fp16 or bf16. Unit stride along Vd, by draft ids. Row of a node: what
-            its children were drawn from. Given instead of draft_probs.
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
+        target_logits: None or [B * N, V] fp32, fp16 or bf16. This or target_probs. Unit stride along V; NaN counts as
+            -inf.
+        draft_logits: None or [B * N, Vd] fp32, fp16 or bf16. This or draft_probs, likewise, by draft ids. Row of a
+            node: what its children were drawn from.
         positions: [B * N] int. Position of each node; the token emitted after it has position + 1.
         seeds: [B] int. Seed of each request.
-        temperature: [B] fp32. Of target_logits; below 1e-5 a row is one-hot at its argmax. Needed with probabilities,
-            too.
+        temperature: [B] fp32. Below 1e-5 a row of logits is one-hot at its argmax. Needed with probabilities, too.
         draft_temperature: None or [B] fp32. Of draft_logits. None: temperature. Below 1e-5, without replacement,
-            children count as chosen, as those of top-k trees are, and neither draft_logits nor draft_probs are read.
+            children count as chosen, as those of top-k trees are, and no row of the draft is read.
         target_probs: None or [B * N, V] fp32. Unit stride along V, used as they are. This op does not filter: for
             top-k, top-p or min-p pass rows from the renorm ops.
         draft_probs: None or [B * N, Vd] fp32. Likewise, by draft ids.
-        d2t: None or [Vd] int. Target id minus draft id, one to one, for a reduced vocabulary. None: the ids are the
-            same.
-        spec_steps: S, 0..1024: the most drafts that can be accepted.
-        replacement: how the children were drawn, as in `sample_children`. If not set, each was drawn from what those
-            before it left of q; else independently.
+        d2t: None or [Vd] int. Target id minus draft id, one to one, for a reduced vocabulary. None: 0.
+        spec_steps: S, 0..1024: the most drafts to accept.
+        replacement: how the children were drawn, as in `sample_children`: independently, or each from what those before
+            it left of q.
         out: three tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        predicts: [B * N] int32. The token that follows every node of the path, -1 elsewhere.
-        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
-        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
+        A named tuple, as from `verify_tree`:
+        predicts: [B * N] int32. The tokens emitted, -1 off the path.
+        accept_index: [B, S + 1] int32. -1 padded.
+        accept_token_num: [B] int32.
+
         A child that cannot have been drawn (q(t) is 0, NaN, negative or above 1.001; a repeated token without
-        replacement) ends the list of its siblings; one without a token of the vocabulary is passed over. A link that
-        does not point forward within the tree counts as none. A row whose root has a retrieve_index outside the request
-        is dead, with predicts and accept_index -1, accept_token_num 0.
+        replacement) ends the list of its siblings; one without a token of the vocabulary is passed over.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or both or neither of logits and
-            probs of the target or of the draft; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperatures are numbers of at least 0, and that d2t leads to
-        tokens of the target.
-        Whether probabilities sum to 1 is never checked.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperatures, and
+            that d2t leads to tokens of the target; sums of probabilities are unchecked.
 
     Source:
         Without replacement: RSD, https://arxiv.org/abs/2402.14160, algorithm 2; Sequoia,
@@ -165,15 +148,13 @@ def verify_tree_rejection(
         eagle_kernels' own.
 
     Example:
-        >>> tree = (torch.tensor([[0, 1, 2]]), torch.arange(3)[None],  # two children of the root, of tokens 1 and 2
-        ...         torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]]))
+        >>> tree = [torch.tensor([x]) for x in ([0, 1, 2], [0, 1, 2], [1, -1, -1], [-1, 2, -1])]  # 0 above 1 and 2
         >>> p = torch.eye(4)[[2, 0, 3]]  # the target is sure of 2 after the root, and of 3 after that
         >>> q = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).repeat(3, 1)
-        >>> step = eagle_kernels.verify_tree_rejection(
+        >>> eagle_kernels.verify_tree_rejection(
         ...     *tree, None, None, torch.tensor([5, 6, 6]), torch.tensor([1]), torch.tensor([1.0]), target_probs=p,
-        ...     draft_probs=q, spec_steps=1)
-        >>> step.predicts.tolist(), step.accept_index.tolist(), step.accept_token_num.tolist()
-        ([2, -1, 3], [[0, 2]], [1])
+        ...     draft_probs=q, spec_steps=1).predicts.tolist()
+        [2, -1, 3]
     """
     values = locals()
     out = check.allocate("verify_tree_rejection", contract(values), out)

@@ -8,9 +8,8 @@ Computes
     next token is drawn from its P. Else the leaf is deleted, and with R = (a P - Q)+ and S its sum, its parent has
         P <- R / S,  a <- S / (S + 1 - a) (1 for 0 / 0),  Q <- Q without the leaf's token, renormalised
     from then on, and is a leaf itself when no child is left. The root's coin always succeeds. Coins and noise are those
-    of shared/random.py, keyed by seed, position of the token, node with its depth, and stream: drafts must be drawn
-    with another stream (STREAM_DRAFT), and no two rounds may draw at one position for one node (`sample_children`), as
-    this looks at drafts beyond those that it accepts.
+    of primitives/random.py, keyed by seed, position of the token, node with its depth, and streams that drafting does
+    not use.
 Invariants
     A draft of target probability 0 is never accepted. If rounding leaves no residual P stays as it was. +inf counts as
     the largest finite number; a sampled row of nothing but -inf gives token 0. A link to a node that was met before
@@ -170,62 +169,49 @@ def verify_tree_traversal(
 
     A leaf is accepted with its whole path, or deleted; then the next leaf is compared. On a chain this is block
     verification (`verify_chain`), and as there a position must be drafted for another node in each round, see
-    `sample_children`. The text follows the target's distribution if every node's children were drawn from its row of
-    the draft, in sibling order, each from what those before it left, with the noise of `sample_children` or any other
-    that is independent of this op's.
-    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V and Vd vocabularies of target and
-    draft (1..2^20), S = spec_steps. Integers may be int32 or int64.
+    `sample_children`. For the rest drafts are drawn, and arguments given, as for `verify_tree_rejection` without
+    replacement.
+    Symbols: B requests, N nodes of a tree (1..1024), V and Vd vocabularies of target and draft (1..2^20).
 
     Args:
-        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
-        retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
-        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf. Given instead of
-            target_probs.
-        draft_logits: None or [B * N, Vd] fp32, fp16 or bf16. Unit stride along Vd, by draft ids. Row of a node: what
-            its children were drawn from. Given instead of draft_probs.
-        positions: [B * N] int. Position of each node; the token emitted after it has position + 1.
-        seeds: [B] int. Seed of each request.
-        temperature: None or [B] fp32. Of logits; below 1e-5 a row is one-hot at its argmax. None if no logits need it.
-        draft_temperature: None or [B] fp32. Of draft_logits. None: temperature.
-        target_probs: None or [B * N, V] fp32. Unit stride along V, used as they are. This op does not filter: for
-            top-k, top-p or min-p pass rows from the renorm ops.
-        draft_probs: None or [B * N, Vd] fp32. Likewise, by draft ids.
-        d2t: None or [Vd] int. Target id minus draft id, one to one, for a reduced vocabulary. None: the ids are the
-            same.
-        spec_steps: S, 0..1024: the most drafts that can be accepted. Deeper nodes are not looked at.
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
+        target_logits: None or [B * N, V] fp32, fp16 or bf16.
+        draft_logits: None or [B * N, Vd] fp32, fp16 or bf16.
+        positions: [B * N] int.
+        seeds: [B] int.
+        temperature: None or [B] fp32. None if no logits need it.
+        draft_temperature: None or [B] fp32. Below 1e-5 a row is one-hot at its argmax.
+        target_probs: None or [B * N, V] fp32.
+        draft_probs: None or [B * N, Vd] fp32.
+        d2t: None or [Vd] int.
+        spec_steps: S, 0..1024: the most drafts to accept. Deeper nodes are not looked at.
         out: three tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        predicts: [B * N] int32. The token emitted after every node of the path, -1 elsewhere.
-        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
-        accept_token_num: [B] int32. Accepted drafts; the token after them is not counted.
+        A named tuple, as from `verify_tree`:
+        predicts: [B * N] int32. The tokens emitted, -1 off the path.
+        accept_index: [B, S + 1] int32. -1 padded.
+        accept_token_num: [B] int32.
+
         A child that cannot have been drawn (its probability is 0, NaN, negative or above 1.001; a repeated token) is
-        passed over with all nodes below it. A link that does not point forward within the tree counts as none. A row
-        whose root has a retrieve_index outside the request is dead, with predicts and accept_index -1, accept_token_num
-        0.
+        passed over with all nodes below it.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, both or neither of logits and probs
-            of the target or of the draft, or no temperature where logits need it; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperatures are numbers of at least 0.
-        Where d2t leads to, and whether probabilities sum to 1, is never checked.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperatures; d2t and
+            sums of probabilities are unchecked.
 
     Source:
         Weng et al., https://arxiv.org/abs/2505.12398, algorithms 1 and 2. Links as in SGLang; coins and noise are
         eagle_kernels' own.
 
     Example:
-        >>> tree = (torch.tensor([[0, 1, 2]]), torch.arange(3)[None],  # two children of the root, of tokens 1 and 2
-        ...         torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]]))
+        >>> tree = [torch.tensor([x]) for x in ([0, 1, 2], [0, 1, 2], [1, -1, -1], [-1, 2, -1])]  # 0 above 1 and 2
         >>> p = torch.eye(4)[[2, 0, 3]]  # the target is sure of 2 after the root, and of 3 after that
         >>> q = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).repeat(3, 1)
-        >>> step = eagle_kernels.verify_tree_traversal(
-        ...     *tree, None, None, torch.tensor([5, 6, 6]), torch.tensor([1]), None, target_probs=p,
-        ...     draft_probs=q, spec_steps=1)
-        >>> step.predicts.tolist(), step.accept_index.tolist(), step.accept_token_num.tolist()
-        ([2, -1, 3], [[0, 2]], [1])
+        >>> eagle_kernels.verify_tree_traversal(
+        ...     *tree, None, None, torch.tensor([5, 6, 6]), torch.tensor([1]), None, target_probs=p, draft_probs=q,
+        ...     spec_steps=1).predicts.tolist()
+        [2, -1, 3]
     """
     values = locals()
     out = check.allocate("verify_tree_traversal", contract(values), out)

@@ -1,4 +1,4 @@
-"""Sampling: which drafts the target accepts when it draws, the draw itself, and what filters and penalties leave."""
+"""Drawing tokens from logits, filtering and penalising them, and verification by sample and match."""
 
 from ...runtime.lazy import lazily
 from ..registry import FAMILIES

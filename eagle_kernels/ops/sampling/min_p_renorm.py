@@ -1,18 +1,17 @@
 """Keeps the tokens of each row whose probability is at least min_p of the largest one, and renormalises.
 
 Computes
-    probs / (sum of the kept probs) where kept, else 0. Kept are the tokens with a probability of at least
-    min_p * the largest of the row, a product in fp32, rounded to nearest.
+    Kept are the tokens of at least min_p * the largest probability, a product in fp32, rounded to nearest.
 Invariants
-    The sum that divides is one of whole numbers (units of 2^-40 of the power of two at or below the row's largest
-    probability, each rounded down): bits do not depend on the batch around a row, nor on tuning.
+    The sum that divides is one of whole numbers (`threshold.py`): bits do not depend on the batch around a row, nor on
+    tuning.
 Grid
     (R, slices), one program for a slice of a row, or (R,), one for a row.
 Launches
     4
 Traffic
-    For R rows of V tokens R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold
-    a kept token are read twice more.
+    R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold a kept token are read
+    twice more.
 """
 
 from __future__ import annotations
@@ -57,19 +56,16 @@ def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor 
     Symbols: R rows of V tokens, 1..2^21.
 
     Args:
-        probs: [R, V] fp32, fp16 or bf16. Probabilities, unit stride along V. Rows need not sum to 1. NaN, infinite and
-            negative entries count as 0.
+        probs: [R, V] fp32, fp16 or bf16. As in `top_k_renorm`.
         min_p: [R] fp32. Off at <= 0 or NaN: the row is only divided by its sum. Above 1 it counts as 1.
-        out: a tensor to write into. It must not overlap an argument.
+        out: a tensor to write into.
 
     Returns:
-        [R, V] fp32, written whole. The kept probabilities divided by their sum, 0 elsewhere. The most likely tokens
-        always stay. A row without any mass gives 0.
+        [R, V] fp32. The kept probabilities divided by their sum, 0 elsewhere and in a row without mass. The most likely
+        tokens always stay.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or an overlap; the message names
-            the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that min_p is not NaN.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also refuses NaN in min_p.
 
     Source:
         eagle_kernels' own, in the form of FlashInfer's top_k_renorm_probs.

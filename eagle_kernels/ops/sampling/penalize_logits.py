@@ -1,11 +1,10 @@
 """Penalises the logits of every tree node, and counts the drafts on the node's own path as output.
 
 Computes
-    What `verify_tree_sampled` does to logits before temperature, for all rows and written to memory: for verification
-    by probabilities (the renorms, coins, rejection, traversal), whose ops know nothing of penalties. Then, which is not
-    part of that op, the end tokens of nodes whose output is shorter than min_tokens and the bad tokens get -inf. The
-    drafts on a node's path count as output: plain decoding would have counted the same. If `verify_tree_sampled` is
-    given the result and no penalties, it draws, bit by bit, what it draws from the logits with them.
+    What `verify_tree_sampled` does to logits before temperature, for all rows and written to memory, for ops that
+    verify by probabilities (the renorms, coins, rejection, traversal). If `verify_tree_sampled` is given the result and
+    no penalties, it draws, bit by bit, what it draws from the logits with them; only -inf for early end tokens and bad
+    tokens is not part of that op.
 Invariants
     NaN stays NaN where no -inf replaces it. Malformed links end a path: where they do not lead to the root, the drafts
     are those from the node on that no link names. Tokens that are no ids count nowhere.
@@ -14,8 +13,8 @@ Grid
 Launches
     1
 Traffic
-    For N nodes and V tokens B * N * V * (element size + 4), and once per request (for its other nodes from the cache)
-    4 V for output_counts and V / 8 for prompt_mask.
+    B * N * V * (element size + 4), and once per request (for its other nodes from the cache) 4 V for output_counts and
+    V / 8 for prompt_mask.
 """
 
 from __future__ import annotations
@@ -191,50 +190,41 @@ def penalize_logits(
 
     In this order: repetition, frequency and presence penalty, bias, grammar; then end tokens that come too early and
     bad tokens get -inf. The output at a node is what is committed, the root included, and the drafts from the root down
-    to the node, the node included. `verify_tree_sampled` applies penalties, bias and grammar itself; the ops that
-    verify by probabilities do not.
-    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V tokens. Integers may be int32 or
-    int64.
+    to the node, the node included. `verify_tree_sampled` applies penalties, bias and grammar itself; ops that verify by
+    probabilities do not.
+    Symbols: B requests, N nodes of a tree (1..1024), V tokens.
 
     Args:
-        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
-        retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
-        target_logits: [B * N, V] fp32, fp16 or bf16. Logits of every node, unit stride along V; of a padded vocabulary
-            pass `target_logits[:, :V]`.
-        repetition_penalty: None or [B] fp32. Divides positive logits of tokens of the prompt and the output, multiplies
-            negative ones; above 0, off at 1.
-        frequency_penalty: None or [B] fp32. Subtracted once per occurrence in the output; off at 0.
-        presence_penalty: None or [B] fp32. Subtracted from tokens of the output; off at 0.
-        prompt_mask: None or [B, ceil(V / 32)] int32. Bit v % 32 of word v // 32: token v occurs in the prompt. Only
-            with repetition_penalty.
-        output_counts: None or [B, V] int32. Occurrences in the committed output, the root included. Only with a
-            penalty. Without them only the drafts on the path count.
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
+        target_logits: [B * N, V] fp32, fp16 or bf16. Unit stride along V; of a padded vocabulary pass
+            `target_logits[:, :V]`.
+        repetition_penalty, frequency_penalty, presence_penalty: None or [B] fp32. As in `sample_from_logits`.
+        prompt_mask: None or [B, ceil(V / 32)] int32. Likewise.
+        output_counts: None or [B, V] int32. Occurrences in the committed output, the root included; None: 0. Only with
+            a penalty.
         logit_bias: None or [B, V] fp32, fp16 or bf16. Added to the logits.
         token_bitmask: None or [B * N, ceil(V / 32)] int32. Bit v % 32 of word v // 32: the grammar allows token v after
             the node; the others get -inf.
         min_tokens: None or [B] int. End tokens get -inf where the output is shorter. Given together with the next two.
         num_output_tokens: None or [B] int. Length of the committed output, the root included.
         end_token_ids: None, [E] or [B, E] int. End tokens of all requests, or of each; -1 padded.
-        bad_token_ids: None, [M] or [B, M] int. Tokens that always get -inf, of all requests or of each; -1 padded.
+        bad_token_ids: None, [M] or [B, M] int. Tokens that always get -inf; likewise.
         out: a tensor to write into, its rows possibly strided. It may be target_logits, if these are fp32.
 
     Returns:
-        [B * N, V] fp32, written whole. The penalised logits. A request whose root has a retrieve_index outside it is
-        dead, and keeps its logits.
+        [B * N, V] fp32. The penalised logits; a dead row, as in `verify_tree`, keeps its logits.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or one without those that it needs,
-            as said above; the message names it.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that repetition_penalty is above 0, and that the others are not NaN.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks that
+            repetition_penalty is above 0, and the others for NaN.
 
     Source:
         Hugging Face's repetition penalty, OpenAI's frequency and presence penalties; drafts on the path count as in
         vLLM's rejection sampler, which verifies chains. Penalties along the paths of a tree are eagle_kernels' own.
 
     Example:
-        >>> logits = torch.tensor([[2.0, 2.0, -2.0], [2.0, 2.0, -2.0]])  # a root of token 0, and its child of token 1
-        >>> tree = torch.tensor([[0, 1]]), torch.tensor([[0, 1]]), torch.tensor([[1, -1]]), torch.tensor([[-1, -1]])
+        >>> logits = torch.tensor([[2.0, 2.0, -2.0], [2.0, 2.0, -2.0]])
+        >>> tree = [torch.tensor([x]) for x in ([0, 1], [0, 1], [1, -1], [-1, -1])]  # a root of token 0, its child of 1
         >>> eagle_kernels.penalize_logits(
         ...     *tree, logits, presence_penalty=torch.tensor([0.5]),
         ...     output_counts=torch.tensor([[1, 0, 0]], dtype=torch.int32)).tolist()

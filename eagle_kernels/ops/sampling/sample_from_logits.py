@@ -4,15 +4,14 @@ Computes
     argmax over the kept tokens of logits / temperature + Gumbel noise: a sample of the filtered, renormalised softmax
     (`shared/sampling.py`). Edges of filters are exact.
 Invariants
-    The noise is keyed by (seed, position, token id) and shared with `verify_tree_sampled`: equal logits, seed and
-    position give the same token, in whichever row, batch or op. Ties hardly occur in sampled rows, as noise in more
-    bits than fp32 has decides them.
+    The noise is keyed by (seed, position, token id) and shared with `verify_tree_sampled`. Ties hardly occur in sampled
+    rows, as noise in more bits than fp32 has decides them.
 Grid
     (R, slices), programs that scan a slice of a row each; (R,), programs that draw a token each.
 Launches
     2
 Traffic
-    For R rows of V tokens R * V * element size read (once, and what is gathered), 8 R written.
+    R * V * element size read (once, and what is gathered), 8 R written.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def sample_from_logits(
 
     In this order: repetition, frequency and presence penalty, bias, grammar, temperature, top-k, top-p, min-p, then the
     argmax with Gumbel noise, which samples the softmax of what is left. Tokens that tie with a filter's edge all stay.
-    Symbols: R rows of V tokens (1..2^20). Integers may be int32 or int64.
+    Symbols: R rows of V tokens (1..2^20).
 
     Args:
         logits: [R, V] fp32, fp16 or bf16. Unit stride along V; of a padded vocabulary pass `logits[:, :V]`. NaN counts
@@ -72,9 +71,8 @@ def sample_from_logits(
         positions: [R] int. Position of the token that is drawn: n, if it is the next one of n tokens.
         seeds: [R] int. The request's seed.
         temperature: [R] fp32. 0 (anything below 1e-5): greedy, without filters; ties go to the lowest id.
-        top_k: None or [R] int. Tokens that top-k keeps; off at <= 0 or >= V.
-        top_p: None or [R] fp32. Share of the probability that top-p keeps; off at >= 1. The most likely token always
-            stays.
+        top_k: None or [R] int. Tokens to keep; off at <= 0 or >= V.
+        top_p: None or [R] fp32. Share of the probability to keep, at least one token; off at >= 1.
         min_p: None or [R] fp32. Keeps tokens of at least min_p times the largest probability; off at <= 0.
         repetition_penalty: None or [R] fp32. Divides positive logits of tokens of the prompt and the output, multiplies
             negative ones; above 0, off at 1.
@@ -90,14 +88,12 @@ def sample_from_logits(
         out: a tensor to write into.
 
     Returns:
-        [R] int64, written whole. Tokens in [0, V). Equal logits, seed and position give the same token, in whichever
-        row or batch, and in `verify_tree_sampled`.
+        [R] int64. Tokens in [0, V). Equal logits, seed and position give the same token, in whichever row or batch, and
+        in `verify_tree_sampled`.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or one without the penalty that
-            reads it; the message names it.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperature is a number of at least 0, repetition_penalty is
-        above 0, and top_p, min_p and the other penalties are not NaN.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks that temperature is at
+            least 0 and repetition_penalty above 0, and top_p, min_p and the other penalties for NaN.
 
     Source:
         Hugging Face's repetition penalty, OpenAI's frequency and presence penalties, FlashInfer's filter orders (its

@@ -1,19 +1,18 @@
 """Keeps the top_k most likely tokens of each row of probabilities, and renormalises.
 
 Computes
-    probs / (sum of the kept probs) where kept, else 0. Kept are the tokens with a probability of at least the k-th
-    largest one. No sort: the edge is found between two keys that a sample of the row suggests and exact counts confirm
-    (shared/threshold.py).
+    Kept are the tokens with a probability of at least the k-th largest one. No sort: the edge is found between two keys
+    that a sample of the row suggests and exact counts confirm (shared/threshold.py).
 Invariants
-    The sum that divides is one of whole numbers (units of 2^-40 of the power of two at or below the row's largest
-    probability, each rounded down): bits do not depend on the batch around a row, nor on tuning.
+    The sum that divides is one of whole numbers (`threshold.py`): bits do not depend on the batch around a row, nor on
+    tuning.
 Grid
     (R, slices), one program for a slice of a row, or (R,), one for a row.
 Launches
     5
 Traffic
-    For R rows of V tokens R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold
-    a kept token, or one close to the edge, are read up to three times.
+    R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold a kept token, or one
+    close to the edge, are read up to three times.
 """
 
 from __future__ import annotations
@@ -91,18 +90,17 @@ def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor, *, out: torch.Tensor 
     Symbols: R rows of V tokens, 1..2^21.
 
     Args:
-        probs: [R, V] fp32, fp16 or bf16. Probabilities, unit stride along V. Rows need not sum to 1. NaN, infinite and
-            negative entries count as 0.
-        top_k: [R] int32 or int64. How many tokens to keep. Off at <= 0 or >= V: the row is only divided by its sum.
-        out: a tensor to write into. It must not overlap an argument.
+        probs: [R, V] fp32, fp16 or bf16. Unit stride along V. Rows need not sum to 1; NaN, infinite and negative
+            entries count as 0.
+        top_k: [R] int. How many tokens to keep. Off at <= 0 or >= V: the row is only divided by its sum.
+        out: a tensor to write into.
 
     Returns:
-        [R, V] fp32, written whole. The kept probabilities divided by their sum, 0 elsewhere. Tokens that tie with the
-        last one kept all stay. A row without any mass gives 0.
+        [R, V] fp32. The kept probabilities divided by their sum, 0 elsewhere and in a row without mass. Tokens that tie
+        with the last one kept all stay.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or an overlap; the message names
-            the argument.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
         The definition of FlashInfer's top_k_renorm_probs; the search without a sort is eagle_kernels' own.

@@ -1,21 +1,20 @@
 """Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalises.
 
 Computes
-    probs / (sum of the kept probs) where kept, else 0. Kept are the tokens with a probability of at least t, the
-    largest one for which they hold top_p of the row's sum. No sort: the edge is found between two keys that a sample of
-    the row suggests and exact sums confirm (shared/threshold.py).
+    Kept are the tokens with a probability of at least t, the largest one for which they hold top_p of the row's sum. No
+    sort: the edge is found between two keys that a sample of the row suggests and exact sums confirm
+    (shared/threshold.py).
 Invariants
-    Sums are of whole numbers (units of 2^-40 of the power of two at or below the row's largest probability, each
-    rounded down), and top_p times such a sum is rounded up from float64: which tokens stay, and the bits of the result,
-    depend neither on the batch around a row nor on tuning. Where probabilities lie on a coarse dyadic grid all sums are
-    exact.
+    Sums are of whole numbers (`threshold.py`), and top_p times such a sum is rounded up from float64: which tokens
+    stay, and the bits of the result, depend neither on the batch around a row nor on tuning. Where probabilities lie on
+    a coarse dyadic grid all sums are exact.
 Grid
     (R, slices), one program for a slice of a row, or (R,), one for a row.
 Launches
     5
 Traffic
-    For R rows of V tokens R * V * (2 * element size + 4): each row is read twice and written once, and 128-byte lines
-    that hold a kept token are read again. Lines of next to no probability (2^-40 of the largest) are read once.
+    R * V * (2 * element size + 4): each row is read twice and written once, and 128-byte lines that hold a kept token
+    are read again. Lines of next to no probability (2^-40 of the largest) are read once.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _top_p_renorm_bracket_kernel(
     CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Finds two keys of a row between which that of the least likely kept token lies, all but surely."""
+    """Finds two keys of a row between which the key of the least likely kept token lies, all but surely."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     top_p = tl.load(top_p_ptr + row)
@@ -95,20 +94,16 @@ def top_p_renorm(probs: torch.Tensor, top_p: torch.Tensor, *, out: torch.Tensor 
     Symbols: R rows of V tokens, 1..2^21.
 
     Args:
-        probs: [R, V] fp32, fp16 or bf16. Probabilities, unit stride along V. Rows need not sum to 1. NaN, infinite and
-            negative entries count as 0.
+        probs: [R, V] fp32, fp16 or bf16. As in `top_k_renorm`.
         top_p: [R] fp32. The share of the row's sum that the kept tokens must hold; at <= 0 the most likely token alone.
             Off at >= 1 or NaN: the row is only divided by its sum.
-        out: a tensor to write into. It must not overlap an argument.
+        out: a tensor to write into.
 
     Returns:
-        [R, V] fp32, written whole. The kept probabilities divided by their sum, 0 elsewhere. Tokens that tie with the
-        last one kept all stay. A row without any mass gives 0.
+        [R, V] fp32. As from `top_k_renorm`.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or an overlap; the message names
-            the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that top_p is not NaN.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also refuses NaN in top_p.
 
     Source:
         The definition of FlashInfer's top_p_renorm_probs; the search without a sort is eagle_kernels' own.

@@ -1,13 +1,11 @@
 """Stochastic verification by sample and match: the text that plain sampling would have drawn.
 
 Computes
-    From the root: draw the token that plain sampling draws at the current node (`sample_from_logits`). If a child
-    carries it, that draft is accepted and becomes the current node; else the token ends the walk as the bonus. The
-    drafts are a function of the prefix alone (top-k trees), so a child is followed with probability p(child), and the
-    text follows the target's distribution. For distinct siblings the paths, too, have the distribution of the recursive
-    rejection of EAGLE-2 (arXiv 2406.16858) and of SGLang's coin walk.
+    The drafts are a function of the prefix alone (top-k trees), so a child is followed with probability p(child). For
+    distinct siblings the paths, too, have the distribution of the recursive rejection of EAGLE-2 (arXiv 2406.16858) and
+    of SGLang's coin walk.
 Invariants
-    Equal logits, seed and position give the same token, with or without a tree around it, in any batch.
+    A token is drawn with the same bits with or without a tree around it, in any batch.
 Grid
     Every row that is read is cut into slices: (rows, slices), one program scans a slice; (rows,), one program draws a
     token; (B,), one program writes a request's outputs.
@@ -19,7 +17,7 @@ Grid
                             leave most of the GPU idle. Shapes alone decide (`draws_all_rows`), and both give the same
                             bits. Penalties and log-probabilities go level by level, as they need the path.
 Launches
-    S + 2 for spec_steps = S; 2 S + 2 with filters, penalties or log-probabilities; 3 for all rows
+    S + 2; 2 S + 2 with filters, penalties or log-probabilities; 3 for all rows
 Traffic
     V * element size per visited node (at most S + 1 of N; all rows: N), and what filters gather. Extra memory: level by
     level V / 7 bytes per request with filters, else 8 bytes per slice and visited node, 4 N bytes per request and level
@@ -153,91 +151,66 @@ def verify_tree_sampled(
 ) -> Output:
     """Verifies token trees by sample and match: emits the text that plain sampling would have drawn, without loss.
 
-    At each node the token is drawn that `sample_from_logits` draws there. If a child carries it, that draft is accepted
-    and becomes the current node; else the token ends the walk as the bonus. The text does not depend on the drafts,
-    whoever made them, and draft probabilities are not needed.
-    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V tokens (1..2^20), S = spec_steps.
-    Integers may be int32 or int64.
+    At each node the token is drawn that `sample_from_logits` draws there: equal logits, seed and position give the same
+    token, with or without a tree around it, in any batch. If a child carries it (of several the first), that draft is
+    accepted and becomes the current node; else the token ends the walk as the bonus. The text does not depend on the
+    drafts, whoever made them, and draft probabilities are not needed.
+    Symbols: B requests, N nodes of a tree (1..1024), V tokens (1..2^20).
 
     Args:
-        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
-        retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
-        target_logits: [B * N, V] fp32, fp16 or bf16. Unit stride along V; of a padded vocabulary pass
-            `target_logits[:, :V]`. NaN counts as -inf; a row of nothing else gives token 0.
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
+        target_logits: [B * N, V] fp32, fp16 or bf16. As in `sample_from_logits`, like all parameters down to
+            token_bitmask, of which each request has one row.
         positions: [B * N] int. Position of each node; the token drawn at a node has position + 1.
-        seeds: [B] int. Seed of each request.
-        temperature: [B] fp32. 0 (anything below 1e-5): greedy, without filters; ties go to the lowest id.
-        top_k: None or [B] int. Tokens that top-k keeps; off at <= 0 or >= V.
-        top_p: None or [B] fp32. Share of the probability that top-p keeps; off at >= 1. The most likely token always
-            stays.
-        min_p: None or [B] fp32. Keeps tokens of at least min_p times the largest probability; off at <= 0.
-        repetition_penalty: None or [B] fp32. Divides positive logits of tokens of the prompt and the output, multiplies
-            negative ones; above 0, off at 1. The drafts between the root and a node, the node included, count as output
-            there.
-        frequency_penalty: None or [B] fp32. Subtracted once per occurrence in the output; off at 0.
-        presence_penalty: None or [B] fp32. Subtracted from tokens of the output; off at 0.
-        prompt_mask: None or [B, ceil(V / 32)] int32. Bit v % 32 of word v // 32: token v occurs in the prompt. Only
-            with repetition_penalty.
-        output_counts: None or [B, V] int32. Occurrences in the committed output, the root included. Only with a
-            penalty.
-        logit_bias: None or [B, V] fp32, fp16 or bf16. Added to the logits.
-        token_bitmask: None or [B * N, ceil(V / 32)] int32. Bit v % 32 of word v // 32: the grammar allows token v after
-            the node.
-        seq_lens: None or [B] int. Committed tokens of each request, the root not counted. With them the outputs of
-            `verify_commit` are returned as well.
-        is_live: None or [B] int or bool. With seq_lens only, and for their outputs only: 0 for rows that are dead.
-            Without it all are live.
-        simulated_rates: None or [S] fp32. Of accept_policy "simulate" only, in 0..1 and not increasing: the probability
-            that at least 1, 2, .. S drafts are accepted.
-        spec_steps: S, 0..1024: the most drafts that can be accepted.
-        filter_order: what top-p works on: "top_k_first", the tokens that top-k left, renormalised; "joint", all tokens.
+        seeds: [B] int.
+        temperature: [B] fp32.
+        top_k: None or [B] int.
+        top_p, min_p: None or [B] fp32.
+        repetition_penalty, frequency_penalty, presence_penalty: None or [B] fp32. The drafts from the root to a node,
+            the node included, count as output there.
+        prompt_mask: None or [B, ceil(V / 32)] int32.
+        output_counts: None or [B, V] int32. Occurrences in the committed output, the root included.
+        logit_bias: None or [B, V] fp32, fp16 or bf16.
+        token_bitmask: None or [B * N, ceil(V / 32)] int32. Tokens that the grammar allows after each node.
+        seq_lens: None or [B] int. Committed tokens of each request, without the root: asks for what `verify_commit`
+            returns, from new_seq_lens on.
+        is_live: None or [B] int or bool. With seq_lens, for these outputs only: 0 for dead rows. None: all are live.
+        simulated_rates: None or [S] fp32. As in `verify_tree_greedy`.
+        spec_steps: S, 0..1024: the most drafts to accept.
+        filter_order: as in `sample_from_logits`.
         return_logprobs: compute logprobs and raw_logprobs.
-        accept_policy: "normal"; "reject_all" (no draft, what the root's row draws is the bonus); or, for timing, with
-            text that is not the target's, "accept_all" (always the first child) or "simulate" (the first child as often
-            as simulated_rates say).
+        accept_policy: as in `verify_tree_greedy`; with "reject_all" what the root's row draws is the bonus.
         out: eleven tensors to write into, of the shapes below.
 
     Returns:
-        A named tuple, every element of which is written; what was not asked for has 0 in the place of B:
-        predicts: [B * N] int32. The token drawn at every node of the path, -1 elsewhere.
-        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
-        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
-        logprobs: [B, S + 1] fp32. With return_logprobs: log-probability of each emitted token among the tokens that
-            were kept (in greedy rows among all, at temperature 1), -inf past the path.
-        raw_logprobs: [B, S + 1] fp32. With return_logprobs: the same by the logits as given, at temperature 1.
-        new_seq_lens: [B] int, the dtype of seq_lens. With seq_lens: seq_lens + accept_token_num + 1; dead rows keep
-            theirs.
-        bonus_tokens: [B] int64. With seq_lens: the last token of the step, which is the next root; -1 for dead rows.
-        accept_lengths: [B] int32. With seq_lens: tokens that the step emits; 0 for dead rows.
-        tokens: [B, S + 1] int64. With seq_lens: accepted drafts, then the bonus, -1 padded.
-        hidden_rows: [B, S + 1] int64. With seq_lens: row of each node of the path in the target's features [B * N].
-            Padding and dead rows have b * N.
-        last_row: [B] int64. With seq_lens: b * (S + 1) + accept_token_num; b * (S + 1) for dead rows.
-        Equal logits, seed and position give the same token, with or without a tree around it, in any batch. Of siblings
-        that carry the same token the first one is followed. A link that does not point forward within the tree counts
-        as none. A row whose root has a retrieve_index outside the request is dead, with predicts and accept_index -1,
-        accept_token_num 0.
+        A named tuple, as from `verify_tree`; what was not asked for has 0 in the place of B:
+        predicts: [B * N] int32. The tokens drawn, -1 off the path.
+        accept_index: [B, S + 1] int32. -1 padded.
+        accept_token_num: [B] int32.
+        logprobs: [B, S + 1] fp32. Log-probability of each emitted token among the tokens that were kept (in greedy rows
+            among all, at temperature 1), -inf past the path.
+        raw_logprobs: [B, S + 1] fp32. The same by the logits as given, at temperature 1.
+        new_seq_lens: [B] int, the dtype of seq_lens.
+        bonus_tokens: [B] int64.
+        accept_lengths: [B] int32.
+        tokens, hidden_rows: [B, S + 1] int64.
+        last_row: [B] int64.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or one without those that it comes
-            with; the message names it.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperature is a number of at least 0, repetition_penalty is
-        above 0, simulated_rates lie in 0..1, and top_p, min_p and the other penalties are not NaN.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks simulated_rates, and
+            what it checks in `sample_from_logits`.
 
     Source:
         EAGLE-2, https://arxiv.org/abs/2406.16858, whose recursive rejection has the same distribution for distinct
-        siblings; the rule is FastDeploy's TARGET_MATCH on trees. Links as in SGLang's verify_tree_greedy; filters and
-        penalties as in `sample_from_logits`.
+        siblings; the rule is FastDeploy's TARGET_MATCH on trees. Links as in SGLang's verify_tree_greedy.
 
     Example:
-        >>> tree = (torch.tensor([[4, 1, 2, 3]]), torch.arange(4)[None],  # children of 4: 1 and 2; of 2: 3
-        ...         torch.tensor([[1, -1, 3, -1]]), torch.tensor([[-1, 2, -1, -1]]))
-        >>> logits = 100 * torch.eye(5)[[2, 0, 4, 0]]  # the target is sure of 2 at node 0, and of 4 at node 2
+        >>> tree = [torch.tensor([x]) for x in ([4, 1, 2], [0, 1, 2], [1, -1, -1], [-1, 2, -1])]  # 4 above 1 and 2
+        >>> logits = 100 * torch.eye(5)[[2, 0, 4]]  # the target is sure of 2 at the root, and of 4 at node 2
         >>> step = eagle_kernels.verify_tree_sampled(
-        ...     *tree, logits, torch.tensor([7, 8, 8, 9]), torch.tensor([1]), torch.tensor([1.0]), spec_steps=2)
-        >>> step.predicts.tolist(), step.accept_index.tolist(), step.accept_token_num.tolist()
-        ([2, -1, 4, -1], [[0, 2, -1]], [1])
+        ...     *tree, logits, torch.tensor([7, 8, 8]), torch.tensor([1]), torch.tensor([1.0]), spec_steps=2)
+        >>> step.predicts.tolist(), step.accept_index.tolist()
+        ([2, -1, 4], [[0, 2, -1]])
     """
     values = locals()
     out = check.allocate("verify_tree_sampled", contract(values), out)

@@ -1,9 +1,8 @@
 """Appends a step's tokens to every request's tokens, in place, up to the token that ends the request.
 
 Computes
-    The step's tokens of request b are kept one after another until one ends the request: an end token, a token that
-    completes a stop sequence, or the token that fills the request's room. That token is the last one kept. A stop
-    sequence must end inside the step's tokens; it may begin in the output before them, but not in the prompt.
+    For every token of the step, whether it ends the request: as an end token, by completing a stop sequence (a window
+    of the output that ends at it), or by filling the room. Tokens up to the first such one are kept.
 Invariants
     In token_ids the kept tokens are written, and nothing else. Numbers of tokens below 0 count as 0.
 Grid
@@ -11,8 +10,7 @@ Grid
 Launches
     1
 Traffic
-    Per request, for T tokens in a step, E end tokens and Q stop sequences of W tokens: 16 T + 24 bytes, E and Q * W
-    ids, and the W - 1 tokens before the step's.
+    Per request 16 T + 24 bytes, E and Q * W ids, and the W - 1 tokens before the step's.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ TUNING = {"default": {"tile_elements": 1024, "num_warps": 1}}
 
 
 class Requests(NamedTuple):
-    """Pointers to what the op is told of each request, [B] each: its arguments of these names; None: not given."""
+    """Pointers to the op's arguments of these names, [B] each; None: not given."""
 
     num_tokens: Any
     num_prompt_tokens: Any
@@ -219,38 +217,34 @@ def append_output(
 ) -> Output:
     """Appends the step's tokens to every request's tokens, in place, up to the token that ends the request.
 
-    Symbols: B requests, R rows of L tokens, T tokens of a step, E end tokens, Q stop sequences of W tokens. Integers
-    may be int32 or int64. A number that is no id (outside 0..2^31 - 1) ends the step's tokens as -1 does.
+    Symbols: B requests, R rows of L tokens, T tokens of a step, E end tokens, Q stop sequences of W <= 1024 tokens.
 
     Args:
-        token_ids: [R, L] int. Written in place: the prompt of each request, then its output. Rows may be strided.
-        num_tokens: [B] int. Tokens in the request's row before the step, the prompt included.
-        num_prompt_tokens: [B] int. Those of them that are the prompt.
-        tokens: [B, T] int. The step's tokens, -1 padded, as `verify_commit` returns them.
-        max_tokens: None or [B] int. The most tokens that the row may hold, the prompt included. None: L.
-        end_token_ids: None, [E] or [B, E] int. Tokens that end any request, or each of them; -1 padded.
-        stop_sequences: None or [B, Q, W] int. Sequences whose last token ends the request, padded with -1 on the left;
-            W is at most 1024. A sequence of nothing but -1 is none.
-        min_tokens: None or [B] int. End tokens and stop sequences count from the token that makes the output this long,
-            that token included; 0 if not given.
-        is_live: None or [B] int or bool. 0 for requests that take no part. None: all do.
-        rows: None or [B] int. Each request's row of token_ids; no two requests may share one. None: b.
+        token_ids: [R, L] int. Each request's prompt, then its output; written in place. Rows may be strided.
+        num_tokens: [B] int. Tokens in the row before the step, prompt included; clamped to 0..L.
+        num_prompt_tokens: [B] int. Those of the prompt.
+        tokens: [B, T] int. The step's tokens, -1 padded, as from `verify_commit`; above 2^31 - 1 is padding, too.
+        max_tokens: None or [B] int. The most tokens in the row, prompt included. None: L.
+        end_token_ids: None, [E] or [B, E] int. Tokens that end any request or each, -1 padded.
+        stop_sequences: None or [B, Q, W] int. Sequences whose last token ends the request, -1 padded on the left (all
+            -1: none). They may begin in the output before the step, but not in the prompt.
+        min_tokens: None or [B] int. End tokens and stop sequences end no output that is shorter with them. None: 0.
+        is_live: None or [B] int or bool. 0: takes no part. None: all do.
+        rows: None or [B] int. Each request's own row of token_ids. None: b, with R >= B.
         out: four tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        new_num_tokens: [B] int, the dtype of num_tokens. Tokens in the request's row after the step.
-        tokens: [B, T] int64. The tokens that were kept, -1 padded. The one that ends the request is the last of them.
-        num_kept: [B] int32. How many these are.
-        finish_reason: [B] int32. 0: not finished, 1: end token, 2: stop sequence, 3: no room left. If one token is
-            several of these, the lowest number counts.
-        A row that is already full keeps nothing and ends with reason 3. A request that has no token in this step, is
-        not live, or whose row does not exist, keeps its num_tokens; its tokens are -1, num_kept and finish_reason 0.
+        A named tuple:
+        new_num_tokens: [B] int, the dtype of num_tokens. Tokens in the row after the step.
+        tokens: [B, T] int64. The kept tokens, the ending one last, -1 padded.
+        num_kept: [B] int32. Their number.
+        finish_reason: [B] int32. 0: not finished, 1: end token, 2: stop sequence, 3: no room; the lowest of several.
+
+        A full row keeps nothing, with reason 3. A request that has no token or no row, or is not live, keeps its
+        num_tokens; its tokens are -1, the rest is 0.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or fewer rows than requests without
-            `rows`; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that num_tokens lie in 0..L; otherwise they are clamped.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks num_tokens.
 
     Source:
         eagle_kernels' own.
@@ -260,10 +254,8 @@ def append_output(
         >>> step = eagle_kernels.append_output(
         ...     token_ids, torch.tensor([3]), torch.tensor([2]), torch.tensor([[8, 2, 9]]),
         ...     end_token_ids=torch.tensor([2]))
-        >>> token_ids.tolist()  # 9 comes after the end token, 2
-        [[5, 6, 7, 8, 2, 0]]
-        >>> step.num_kept.tolist(), step.finish_reason.tolist()
-        ([2], [1])
+        >>> token_ids.tolist(), step.finish_reason.tolist()  # 9 comes after the end token, 2
+        ([[5, 6, 7, 8, 2, 0]], [1])
     """
     values = locals()
     out = check.allocate("append_output", contract(values), out)

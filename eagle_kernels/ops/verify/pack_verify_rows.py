@@ -1,9 +1,8 @@
 """Packs the nodes of ragged requests into rows without gaps, as a server's forward pass reads them.
 
 Computes
-    Request b has num_tokens[b] rows, after those of the requests before it: the tokens of its first nodes and their
-    positions. row_to_batch and row_to_node name the request and node of each row, so that nothing has to be copied to
-    the host to find out (FastDeploy's virtual padding).
+    Request b has num_tokens[b] rows, after those of the requests before it. The maps from rows to requests and nodes
+    are made on the device, so that nothing has to be copied to the host (FastDeploy's virtual padding).
 Invariants
     The first max_rows rows are those that more room would have given. No token and no position is below 0, so that a
     gather by them stays in bounds.
@@ -139,44 +138,38 @@ def pack_verify_rows(
 ) -> Output:
     """Packs the first nodes of every request into rows without gaps, as a server's forward pass reads them.
 
-    Symbols: B requests, N nodes of a request. Integers may be int32 or int64. A request of 0 tokens has no row: the
-    caller packs prompts.
+    Symbols: B requests, N nodes of a request. One of 0 tokens has no row: the caller packs prompts.
 
     Args:
-        draft_tokens: [B, N] int. Node 0 is the root, then the drafts. Requests may be strided. A token below 0 keeps
-            its row, with id 0.
+        draft_tokens: [B, N] int. The root, then the drafts; below 0 they count as 0. Requests may be strided.
         num_tokens: [B] int. Rows of each request, from node 0 on; clamped to 0..N.
-        positions: None or [B, N] int. Positions of the nodes; one below 0 counts as 0. Requests may be strided.
-        seq_lens: None or [B] int. Without `positions` the nodes are a chain: node i has position seq_len + i. Not read
-            if `positions` are given.
+        positions: None or [B, N] int. Positions of the nodes; below 0 they count as 0. Requests may be strided.
+        seq_lens: None or [B] int. Only without `positions`, and then needed: node i has position seq_len + i.
         max_rows: room for the rows of all requests, at most 2^31 - 1.
         out: seven tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written; rows that are not used are the tail of each list:
+        A named tuple; each list ends with a tail of unused rows:
         input_ids: [max_rows] int64. Tokens, 0 in the tail.
         positions: [max_rows] int64. 0 in the tail.
         row_to_batch: [max_rows] int32. Request of each row, -1 in the tail.
         row_to_node: [max_rows] int32. Node of each row, -1 in the tail.
-        cu_seqlens: [B + 1] int32. Row at which each request begins, then where the last one ends; at most max_rows.
+        cu_seqlens: [B + 1] int32. First row of each request, then the end of the last; at most max_rows.
         num_rows: [1] int32. Rows in use, at most max_rows.
-        overflow: [1] int32. The room that was needed if it exceeds max_rows, else 0; rows past max_rows are dropped.
+        overflow: [1] int32. The room needed if it exceeds max_rows, else 0; rows past max_rows are dropped.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or neither `positions` nor
-            `seq_lens`; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that num_tokens lie in 0..N, and that their sum is at most max_rows.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks num_tokens, and that
+            the rows fit.
 
     Source:
-        eagle_kernels' own; names of rows instead of padded requests as in FastDeploy's virtual padding.
+        eagle_kernels' own; rows have names, as in FastDeploy's virtual padding.
 
     Example:
         >>> rows = eagle_kernels.pack_verify_rows(
         ...     torch.tensor([[7, 8, 9], [4, 5, 6]]), torch.tensor([1, 2]), seq_lens=torch.tensor([10, 20]), max_rows=4)
-        >>> rows.input_ids.tolist(), rows.positions.tolist()
-        ([7, 4, 5, 0], [10, 20, 21, 0])
-        >>> rows.row_to_batch.tolist(), rows.cu_seqlens.tolist()
-        ([0, 1, 1, -1], [0, 1, 3])
+        >>> rows.input_ids.tolist(), rows.positions.tolist(), rows.cu_seqlens.tolist()
+        ([7, 4, 5, 0], [10, 20, 21, 0], [0, 1, 3])
     """
     out = check.allocate("pack_verify_rows", contract(locals()), out)
     batch_size, num_nodes = draft_tokens.shape

@@ -1,8 +1,8 @@
 """Computes what a batch continues with after verification: lengths, roots, the draft's inputs and rows to gather.
 
 Computes
-    The path of request b is accept_index[b, 0 .. a], a = accept_token_num[b], root first. The target's token at path
-    node d is predicts[accept_index[b, d]]: for d < a the accepted draft that follows, for d = a the bonus.
+    The path of request b is accept_index[b, 0 .. a]. The target's token at its node d is predicts[accept_index[b, d]]:
+    for d < a the accepted draft that follows, for d = a the bonus.
 Invariants
     Every row that is returned exists, so that gathers by them stay in bounds.
 Grid
@@ -113,45 +113,41 @@ def verify_commit(
 ) -> Output:
     """Computes what a batch continues with after verification: lengths, roots, the draft's inputs and rows to gather.
 
-    Symbols: B requests, N nodes of a tree, S the most drafts that could be accepted, a = accept_token_num of a request,
-    clamped to 0..S. Integers may be int32 or int64.
+    Symbols: B requests, N nodes of a tree, S = spec_steps, a = accept_token_num clamped to 0..S.
 
     Args:
-        predicts: [B * N] int. The target's token at every node of the path, as the verify ops return it.
-        accept_index: [B, S + 1] int. b * N + node for the path's nodes, root first, -1 padded. A dead row begins with
-            -1.
-        accept_token_num: [B] int. Accepted drafts; the bonus is not counted.
-        seq_lens: [B] int. Committed tokens of each request, the root not counted.
-        is_live: None or [B] int or bool. 0 for rows that are dead whatever their path says. None: all are live.
+        predicts: [B * N] int. The target's token at every path node, as from a verify op.
+        accept_index: [B, S + 1] int. b * N + node for the path, root first, -1 padded. A dead row begins with -1.
+        accept_token_num: [B] int. Accepted drafts, without the bonus.
+        seq_lens: [B] int. Committed tokens of each request, without the root.
+        is_live: None or [B] int or bool. 0: dead whatever the path says. None: all are live.
         out: six tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
+        A named tuple:
         new_seq_lens: [B] int, the dtype of seq_lens. seq_lens + a + 1; dead rows keep theirs.
-        bonus_tokens: [B] int64. The last token of the step, which is the next root; -1 for dead rows.
-        accept_lengths: [B] int32. Tokens that the step emits, a + 1; 0 for dead rows.
-        tokens: [B, S + 1] int64. Accepted drafts, then the bonus, -1 padded: the draft's next inputs, one for the
-            target's feature of each node of the path. Dead rows are -1.
-        hidden_rows: [B, S + 1] int64. Row of each node of the path in the target's features [B * N]. Padding and dead
-            rows have the root's, b * N, so that a gather stays in bounds.
-        last_row: [B] int64. Row of the path's last node in what is computed from `tokens`, [B * (S + 1)]:
-            b * (S + 1) + a; b * (S + 1) for dead rows.
-        A path entry outside the request's nodes gives a token of -1 and the root's row.
+        bonus_tokens: [B] int64. The step's last token, the next root; -1 for dead rows.
+        accept_lengths: [B] int32. Tokens of the step, a + 1; 0 for dead rows.
+        tokens: [B, S + 1] int64. Accepted drafts, then the bonus, -1 padded, -1 for dead rows: the draft's next inputs,
+            one for the target's feature of each path node.
+        hidden_rows: [B, S + 1] int64. Row of each path node in the target's features [B * N]; in padding and dead rows
+            the root's, b * N, which a gather may read.
+        last_row: [B] int64. Row of the last path node in what is computed from `tokens`: b * (S + 1) + a, in dead rows
+            b * (S + 1).
+
+        A path entry outside the request's nodes gives token -1 and the root's row.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or `predicts` that are not N for
-            each of B requests; the message names the argument.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
-        eagle_kernels' own; SGLang's prepare_verify_commit_outputs computes the lengths and the bonus.
+        Lengths and bonus as in SGLang's prepare_verify_commit_outputs; the rest is eagle_kernels' own.
 
     Example:
         >>> step = eagle_kernels.verify_commit(  # of three nodes 0 and 2 are the path
         ...     torch.tensor([12, -1, 30]), torch.tensor([[0, 2, -1]]), torch.tensor([1]), torch.tensor([7]))
-        >>> step.tokens.tolist(), step.bonus_tokens.tolist(), step.new_seq_lens.tolist()
-        ([[12, 30, -1]], [30], [9])
-        >>> step.hidden_rows.tolist(), step.last_row.tolist()
-        ([[0, 2, 0]], [1])
+        >>> step.tokens.tolist(), step.new_seq_lens.tolist(), step.hidden_rows.tolist()
+        ([[12, 30, -1]], [9], [[0, 2, 0]])
     """
     out = check.allocate("verify_commit", contract(locals()), out)
     batch_size, num_columns = accept_index.shape

@@ -1,18 +1,12 @@
 """Verification by coins from target probabilities: one coin a node against the mass of its children, then a residual.
 
 Computes
-    From the root: the coin of the current node is held against the summed probabilities of its children in sibling
-    order; the first child whose sum passes the coin is accepted and becomes the current node. If none does, the bonus
-    is drawn by inverse CDF from the node's row without the rejected tokens (unnormalised: relu(target - draft) with
-    draft = target on them); after S accepted drafts it is drawn from the plain row. This is SGLang's
-    tree_speculative_sampling_target_only in its newer rule, whose comparisons are strict, without its draft_probs
-    matrix:
+    Of the children of a node in sibling order, each of probability p:
         mass += p;  accepted iff p > 0 and (coin < mass / max(threshold_acc, 1e-9) or p >= threshold_single)
-    With both thresholds 1 one coin picks a child or the residual as one draw from the row would: lossless for trees
-    that do not depend on the coins (EAGLE's; arXiv 2401.15077, 2406.16858), rows that sum to 1, and coins that are
-    independent and uniform in [0, 1). Thresholds below 1 are LOSSY, an explicit choice of more accepted drafts over the
-    target's distribution: threshold_acc = a multiplies the chance that one of the children is accepted by up to 1 / a,
-    threshold_single = t takes any child of probability t or more whatever its coin.
+    The bonus is drawn by inverse CDF from the last node's row without its rejected tokens, unnormalised (relu(target -
+    draft) with draft = target on them). With both thresholds 1 one coin picks a child or the residual as one draw from
+    the row would: lossless. threshold_acc = a multiplies the chance that one of the children is accepted by up to
+    1 / a.
 Invariants
     A token outside 0 .. V - 1 has probability 0. The bonus is the first token of a positive probability at which the
     sum passes coin * mass, the last one of them if rounding lets none pass. Results of a request do not depend on the
@@ -266,56 +260,48 @@ def verify_tree_coins(
 ) -> Output:
     """Verifies token trees by given coins and the target's probabilities; lossless at the default thresholds.
 
-    At each node one coin is compared with the summed probabilities of the children, in sibling order: the first child
-    whose sum exceeds it is accepted and becomes the current node. If none does, the bonus is drawn from what the
-    rejected children leave of the row; after S accepted drafts it is drawn from the whole row. The text follows the
-    target's distribution if rows sum to 1, and coins are independent, uniform and unknown when the tree is drafted.
-    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V tokens (at least 1), S = spec_steps.
-    Integers may be int32 or int64.
+    The probabilities of a node's children are summed in sibling order; the first child whose sum exceeds the node's
+    coin is accepted. If none does, the bonus is drawn from the row without these children; after S drafts, from the
+    whole row. The text follows the target's distribution if rows sum to 1, and coins are independent, uniform and
+    unknown when the tree is drafted.
+    Symbols: B requests, N nodes of a tree (1..1024), V tokens (at least 1).
 
     Args:
-        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
-        retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
-        target_probs: [B, N, V] or [B * N, V] fp32. Probabilities of every node, unit stride along V. What is NaN,
-            infinite or negative counts as 0.
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
+        target_probs: [B, N, V] or [B * N, V] fp32. Unit stride along V. NaN, infinite and negative ones count as 0.
         uniform_samples: [B, N] fp32. Coin of each node in [0, 1), for its children.
         uniform_samples_for_final_sampling: [B] fp32. Coin of the bonus in [0, 1).
-        spec_steps: S, 0..1024: the most drafts that can be accepted.
+        spec_steps: S, 0..1024: the most drafts to accept.
         threshold_single: in 0..1. LOSSY below 1: a child of at least this probability is accepted whatever the coin.
-        threshold_acc: in 0..1. LOSSY below 1: the sums are divided by it before they are compared.
-        keep_unvisited: with `out` only: predicts of nodes off the path stay as they are.
-        any_order: links may point backwards too, as those of `build_tree(any_order=True)` do.
+        threshold_acc: in 0..1. LOSSY below 1: sums are divided by it before they are compared.
+        keep_unvisited: with `out` only: predicts off the path stay.
+        any_order: links may point backwards too, as those of `build_tree(any_order=True)` do; one to the root or to a
+            node met before counts as none.
         out: three tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written, predicts except with keep_unvisited:
-        predicts: [B * N] int32. The token emitted at every node of the path, -1 elsewhere.
-        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
-        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
-        A token that a sibling before carried counts as one of probability 0. No token of probability 0 is emitted,
-        except that a row without any mass left gives V - 1. A link that does not point forward within the tree counts
-        as none (any_order: one to the root or to a node that was met before does). A row whose root has a
-        retrieve_index outside the request is dead, with predicts and accept_index -1, accept_token_num 0.
+        A named tuple, as from `verify_tree`:
+        predicts: [B * N] int32. The tokens emitted, -1 off the path.
+        accept_index: [B, S + 1] int32. -1 padded.
+        accept_token_num: [B] int32.
+
+        A token that a sibling before carried has probability 0. No such token is emitted, but for V - 1 where a row has
+        no mass left.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or keep_unvisited without `out`;
-            the message names it.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that coins lie in [0, 1).
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks the coins.
 
     Source:
-        SGLang's tree_speculative_sampling_target_only, in the rule of its newer versions, without its draft_probs; for
-        the trees of EAGLE, https://arxiv.org/abs/2401.15077, and EAGLE-2, https://arxiv.org/abs/2406.16858. That
-        repeated tokens count once is eagle_kernels' own: SGLang counts them twice, which is lossy.
+        SGLang's tree_speculative_sampling_target_only, in the rule of its newer versions, without its draft_probs; it
+        counts repeated tokens twice, which is lossy. For trees of EAGLE, https://arxiv.org/abs/2401.15077, and EAGLE-2,
+        https://arxiv.org/abs/2406.16858.
 
     Example:
-        >>> tree = (torch.tensor([[3, 1, 2]]), torch.arange(3)[None],  # two children of the root, of tokens 1 and 2
-        ...         torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]]))
+        >>> tree = [torch.tensor([x]) for x in ([3, 1, 2], [0, 1, 2], [1, -1, -1], [-1, 2, -1])]  # 3 above 1 and 2
         >>> probs = torch.tensor([[0.0, 0.25, 0.5, 0.25], [0.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.0, 0.0]])
-        >>> step = eagle_kernels.verify_tree_coins(  # 0.25 does not exceed the coin 0.6, 0.25 + 0.5 does
-        ...     *tree, probs, torch.tensor([[0.6, 0.0, 0.0]]), torch.tensor([0.7]), spec_steps=1)
-        >>> step.predicts.tolist(), step.accept_index.tolist()
-        ([2, -1, 1], [[0, 2]])
+        >>> eagle_kernels.verify_tree_coins(  # 0.25 does not exceed the coin 0.6, 0.25 + 0.5 does
+        ...     *tree, probs, torch.tensor([[0.6, 0.0, 0.0]]), torch.tensor([0.7]), spec_steps=1).predicts.tolist()
+        [2, -1, 1]
     """
     values = locals()
     out = check.allocate("verify_tree_coins", contract(values), out)

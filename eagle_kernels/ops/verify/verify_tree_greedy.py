@@ -1,11 +1,8 @@
 """Greedy verification: follows the target's argmax through the tree.
 
 Computes
-    From the root: the target's token at the current node (its argmax) is the next token of plain greedy decoding. If a
-    child carries it, that draft is accepted and becomes the current node; else the token ends the walk as the bonus.
-    EAGLE (arXiv 2401.15077) with the first-child / next-sibling walk of SGLang.
-    accept_policy: under accept_all and simulate planted tokens replace the target's (`accept_policy.py`), so that the
-    path of first children is taken to its end, or as deep as coins say. Rows are read as always.
+    EAGLE (arXiv 2401.15077) with the first-child / next-sibling walk of SGLang. Under accept_all and simulate planted
+    tokens replace the target's (`accept_policy.py`); rows are read as always.
 Invariants
     A target id outside int32 counts as -1. Results of a request do not depend on the batch around it.
 Grid
@@ -262,54 +259,41 @@ def verify_tree_greedy(
 
     If a child of the current node carries the target's token, that draft is accepted and becomes the current node; else
     the token ends the walk as the bonus.
-    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V tokens, S = spec_steps. Integers may
-    be int32 or int64.
+    Symbols: B requests, N nodes of a tree (1..1024), V tokens.
 
     Args:
-        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
-        retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
-        target_predict: None or [B, N] int. The target's token at every node; given instead of target_logits.
-        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. Ties go to the lowest id, NaN counts
-            as -inf. Given instead of target_predict.
-        spec_steps: S, 0..1024: the most drafts that can be accepted.
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
+        target_predict: None or [B, N] int. The target's token at every node: this or target_logits.
+        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. Of ties the lowest id; NaN is -inf.
+        spec_steps: S, 0..1024: the most drafts to accept.
         accept_policy: "normal"; "reject_all" (no draft); or, for timing, with text that is not the target's,
             "accept_all" (always the first child) or "simulate" (the first child as often as simulated_rates say).
         simulated_rates: None or [S] fp32. Of "simulate" only, in 0..1 and not increasing: the probability that at least
             1, 2, .. S drafts are accepted.
-        seeds: None or [B] int. Of "simulate" only: its coins are keyed by seed and position.
-        positions: None or [B * N] int. Of "simulate" only; the root's is read.
-        keep_unvisited: with `out` only: predicts of nodes off the path stay as they are.
-        any_order: with target_predict and "normal" only: links may point backwards too, as those of
-            `build_tree(any_order=True)` do.
+        seeds: None or [B] int. Of "simulate" only, with positions: they key its coins.
+        positions: None or [B * N] int. The root's is read.
+        keep_unvisited: with `out` only: predicts off the path stay.
+        any_order: with target_predict and "normal" only, as in `verify_tree_coins`.
         out: three tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written, predicts except with keep_unvisited:
-        predicts: [B * N] int32. The target's token at every node of the path, -1 elsewhere.
-        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
-        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
-        A link that does not point forward within the tree counts as none (any_order: one to the root or to a node that
-        was met before does). A token of -1 is never accepted. A row whose root has a retrieve_index outside the request
-        is dead, with predicts and accept_index -1, accept_token_num 0.
+        A named tuple, as from `verify_tree`:
+        predicts: [B * N] int32. The target's tokens, -1 off the path.
+        accept_index: [B, S + 1] int32. -1 padded.
+        accept_token_num: [B] int32.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, both or neither of target_predict
-            and target_logits, or an argument without what it comes with; the message names it.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that simulated_rates lie in 0..1.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks simulated_rates.
 
     Source:
         EAGLE, https://arxiv.org/abs/2401.15077; links and outputs as in SGLang's verify_tree_greedy. "accept_all" and
         "reject_all" are FastDeploy's, "simulate" is vLLM's synthetic acceptance.
 
     Example:
-        >>> tree = (torch.tensor([[10, 11, 12, 13]]), torch.arange(4)[None],  # children of 10: 11 and 12; of 12: 13
-        ...         torch.tensor([[1, -1, 3, -1]]), torch.tensor([[-1, 2, -1, -1]]))
-        >>> step = eagle_kernels.verify_tree_greedy(*tree, torch.tensor([[12, 5, 20, 6]]), spec_steps=2)
-        >>> step.predicts.tolist()  # 12 is accepted, 20 is not among its children: the bonus
-        [12, -1, 20, -1]
-        >>> step.accept_index.tolist(), step.accept_token_num.tolist()
-        ([[0, 2, -1]], [1])
+        >>> tree = [torch.tensor([x]) for x in ([3, 1, 2], [0, 1, 2], [1, -1, -1], [-1, 2, -1])]  # 3 above 1 and 2
+        >>> step = eagle_kernels.verify_tree_greedy(*tree, torch.tensor([[2, 5, 7]]), spec_steps=2)
+        >>> step.predicts.tolist(), step.accept_index.tolist()  # 2 is accepted, 7 is not among its children: the bonus
+        ([2, -1, 7], [[0, 2, -1]])
     """
     values = locals()
     out = check.allocate("verify_tree_greedy", contract(values), out)

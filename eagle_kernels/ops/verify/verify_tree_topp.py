@@ -1,15 +1,9 @@
 """Lossy verification by membership: a draft is taken if it is among the target's most likely tokens.
 
-WARNING: lossy, opt-in. A draft in the candidate set is taken with probability 1 instead of its own probability, so
-the text does not follow the target's distribution. `verify_tree_sampled` keeps it.
-
 Computes
-    FastDeploy's strategy TOPP, on trees. At each node the first child in sibling order whose token is among the node's
-    candidates, the first candidate_lens of candidate_ids, is accepted. If there is none, the window: a child whose
-    token is the second candidate (within candidate_lens or not), below which the next verify_window nodes each have a
-    child that carries their first candidate, is accepted with these verify_window nodes at once. Else the walk ends and
-    the last node's target_predict is the bonus. A chain gives what FastDeploy gives, and after a window the walk goes
-    on at its last node, as in FastDeploy's Python (its kernel skips the next row).
+    FastDeploy's strategy TOPP, on trees. The second candidate need not be within candidate_lens. A chain gives what
+    FastDeploy gives, and after a window the walk goes on at its last node, as in FastDeploy's Python (its kernel skips
+    the next row).
 Invariants
     An id outside int32 counts as -1. Results of a request do not depend on the batch around it.
 Grid
@@ -152,48 +146,40 @@ def verify_tree_topp(
     """LOSSY: Accepts drafts that are among the target's most likely tokens, whatever their probability.
 
     The text does not follow the target's distribution; that of `verify_tree_sampled` does. At each node the first child
-    whose token is among the node's candidates is accepted. If there is none, a child that carries the second candidate
-    is, together with verify_window nodes below it, if each of these carries the first candidate of the node before it.
-    Else the node's target_predict ends the walk as the bonus.
-    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, C candidates (1..1024), S =
-    spec_steps. Integers may be int32 or int64.
+    whose token is a candidate is accepted. If there is none, a child that carries the second candidate is, together
+    with verify_window nodes below it, if each of these carries the first candidate of the node before it. Else the
+    node's target_predict ends the walk as the bonus.
+    Symbols: B requests, N nodes of a tree (1..1024), C candidates (1..1024).
 
     Args:
-        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
-        retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
         candidate_ids: [B * N, C] int. The target's most likely tokens at every node, in order.
-        candidate_lens: [B * N] int. How many of them, from the first on, are the node's candidates: those that make up
-            top-p. More than C: all.
-        target_predict: [B, N] int. The target's own token at every node, emitted where the walk ends.
-        spec_steps: S, 0..1024: the most drafts that can be accepted. A window that would lead further is none.
-        verify_window: how many nodes, 0 or more, must agree with the target below a draft that is only its second
-            candidate.
+        candidate_lens: [B * N] int. How many of them, the first ones, are candidates: those of top-p. Above C: all.
+        target_predict: [B, N] int. The target's own token at every node.
+        spec_steps: S, 0..1024: the most drafts to accept. A window that would lead further is none.
+        verify_window: how many nodes, 0 or more, must agree below a second candidate.
         out: three tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        predicts: [B * N] int32. The draft that follows at every node of the path, at its end the bonus, -1 elsewhere.
-        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
-        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
-        A token of -1 is never accepted. A link that does not point forward within the tree counts as none. A row whose
-        root has a retrieve_index outside the request is dead, with predicts and accept_index -1, accept_token_num 0.
+        A named tuple, as from `verify_tree`:
+        predicts: [B * N] int32. At each path node the draft that follows, or the bonus; -1 off the path.
+        accept_index: [B, S + 1] int32. -1 padded.
+        accept_token_num: [B] int32.
+
         End tokens are left to the caller.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+        ValueError, TypeError: an argument breaks a rule above.
 
     Source:
         FastDeploy's strategy TOPP for chains, as its Python has it; trees are eagle_kernels' own.
 
     Example:
-        >>> tree = (torch.tensor([[9, 1, 2]]), torch.arange(3)[None],  # two children of the root, of tokens 1 and 2
-        ...         torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]]))
+        >>> tree = [torch.tensor([x]) for x in ([9, 1, 2], [0, 1, 2], [1, -1, -1], [-1, 2, -1])]  # 9 above 1 and 2
         >>> ids, lens = torch.tensor([[3, 2], [0, 1], [0, 1]]), torch.tensor([2, 1, 1])
-        >>> step = eagle_kernels.verify_tree_topp(  # the target's token is 3, but 2 is the other candidate
-        ...     *tree, ids, lens, torch.tensor([[3, 0, 0]]), spec_steps=1)
-        >>> step.predicts.tolist(), step.accept_index.tolist()
-        ([2, -1, 0], [[0, 2]])
+        >>> eagle_kernels.verify_tree_topp(  # the target's token is 3, but 2 is the other candidate
+        ...     *tree, ids, lens, torch.tensor([[3, 0, 0]]), spec_steps=1).predicts.tolist()
+        [2, -1, 0]
     """
     values = locals()
     out = check.allocate("verify_tree_topp", contract(values), out)

@@ -1,13 +1,9 @@
 """Lossy verification by typical acceptance: drafts are taken that the target finds likely enough.
 
-WARNING: lossy, opt-in. At temperature > 0 the text does not follow the target's distribution: drafts are favoured, and
-unlikely tokens are lost. `verify_tree_sampled` keeps it. At temperature 0 this op is greedy.
-
 Computes
-    Medusa's rule (arXiv 2401.10774, section 3.3.1), p = softmax(target_logits / temperature) in fp32, H its entropy:
-    a node is accepted if its parent is, the root is, and p(token | parent) > min(epsilon, delta * exp(-H(parent))).
-    The deepest accepted node ends the path, the lowest index among equally deep ones. The bonus is drawn from p there
-    as `sample_from_logits` draws it (same noise, no filters). Greedy requests follow the argmax.
+    Medusa's rule (arXiv 2401.10774, section 3.3.1) with p = softmax(target_logits / temperature) in fp32 and H of the
+    parent's row; the root is accepted. Drafts are favoured, and unlikely tokens are lost. The bonus is drawn as
+    `sample_from_logits` draws (same noise, no filters).
 Invariants
     A token of probability 0 is never accepted; a sampled row of nothing but -inf accepts nothing and its bonus is token
     0. A node that several parents list belongs to the first one that accepts it. A request's results do not depend on
@@ -57,7 +53,7 @@ _STREAM = tl.constexpr(STREAM_TARGET)
 
 
 class Scratch(NamedTuple):
-    """Pointers to what the launches hand on."""
+    """Pointers to what a launch leaves for the next ones."""
 
     keys: Any  # int64 [B, slices, N], of greedy requests
     sums: Any  # fp32 [B, slices, 3, N], of sampled ones: maximum, sum w and sum w (x - maximum), w = exp(x - maximum)
@@ -295,45 +291,38 @@ def verify_tree_typical(
     The text does not follow the target's distribution; that of `verify_tree_sampled` does. A draft is accepted if its
     parent is and p(token | parent) > min(epsilon, delta * exp(-H)), H being the entropy of p. The deepest accepted node
     ends the path, the lowest index among equally deep ones; the bonus is drawn from its p.
-    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V tokens (1..2^20), S = spec_steps.
-    Integers may be int32 or int64.
+    Symbols: B requests, N nodes of a tree (1..1024), V tokens (1..2^20).
 
     Args:
-        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
-        retrieve_index: [B, N] int. b * N + i for node i of request b.
-        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
         target_logits: [B * N, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf.
         positions: [B * N] int. Position of each node; the bonus has the last node's position + 1.
         seeds: [B] int. Seed of each request.
-        temperature: [B] fp32. 0 (anything below 1e-5): greedy, the argmax is followed without loss.
+        temperature: [B] fp32. 0 (anything below 1e-5): the argmax is followed, which is lossless.
         epsilon, delta: [B] fp32. Of the rule, at least 0. Medusa's values: 0.09 and 0.3.
-        spec_steps: S, 0..1024: the most drafts that can be accepted.
+        spec_steps: S, 0..1024: the most drafts to accept.
         out: three tensors to write into.
 
     Returns:
-        A named tuple, every element of which is written:
-        predicts: [B * N] int32. The draft that follows at every node of the path, at its end the bonus, -1 elsewhere.
-        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
-        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
-        A link that does not point forward within the tree counts as none. A row whose root has a retrieve_index outside
-        the request is dead, with predicts and accept_index -1, accept_token_num 0.
+        A named tuple, as from `verify_tree`:
+        predicts: [B * N] int32. At each path node the draft that follows, or the bonus; -1 off the path.
+        accept_index: [B, S + 1] int32. -1 padded.
+        accept_token_num: [B] int32.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperature, epsilon and delta are numbers of at least 0.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperature, epsilon
+            and delta.
 
     Source:
         Medusa, https://arxiv.org/abs/2401.10774, section 3.3.1. Links as in SGLang.
 
     Example:
-        >>> tree = (torch.tensor([[3, 1, 2]]), torch.arange(3)[None],  # two children of the root, of tokens 1 and 2
-        ...         torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]]))
+        >>> tree = [torch.tensor([x]) for x in ([3, 1, 2], [0, 1, 2], [1, -1, -1], [-1, 2, -1])]  # 3 above 1 and 2
         >>> p = torch.tensor([[0.0, 0.25, 0.75], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
-        >>> step = eagle_kernels.verify_tree_typical(  # 0.25 > 0.09 is enough, though 2 is likelier
+        >>> eagle_kernels.verify_tree_typical(  # 0.25 > 0.09 is enough, though 2 is likelier
         ...     *tree, p.log(), torch.tensor([5, 6, 6]), torch.tensor([1]), torch.ones(1), torch.tensor([0.09]),
-        ...     torch.tensor([0.3]), spec_steps=1)
-        >>> step.predicts.tolist(), step.accept_index.tolist()
-        ([1, 0, -1], [[0, 1]])
+        ...     torch.tensor([0.3]), spec_steps=1).predicts.tolist()
+        [1, 0, -1]
     """
     values = locals()
     out = check.allocate("verify_tree_typical", contract(values), out)

@@ -1,1 +1,1 @@
-"""Verifying the tree: which drafts the target accepts, and the token that follows them."""
+"""Drafts that were drawn from a draft model: drawing them, and verifying them along a chain or a tree."""

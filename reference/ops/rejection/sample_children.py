@@ -46,7 +46,7 @@ def sample_children(
 
 
 def _order(scaled, positions, seeds, temperature, draws) -> torch.Tensor:
-    """All ids by scaled logits [R, Vd] plus the Gumbel noise of `draws` [R], the largest first; greedy rows have none.
+    """Returns all ids, the largest first, by scaled logits [R, Vd] plus, but in greedy rows, noise of `draws` [R].
 
     Of equal ones those of larger fine bits are first, then lower ids.
     """

@@ -65,7 +65,7 @@ def verify_request(
     draws: Draws,
     method: str = "standard",
 ) -> tuple[int, int]:
-    """The number of accepted drafts and the token after them, for one chain `tokens` [T] whose root comes first.
+    """Returns the number of accepted drafts and the token after them, for one chain `tokens` [T], root first.
 
     target_probs [T, V] and draft_probs [T - 1, V] by target ids; row i of the latter is what tokens[i + 1] was drawn
     from. draws: `uniform(position, index)` is compared with `<` only, `choose(weights, position)` draws a token by its
@@ -85,7 +85,7 @@ def verify_request(
 
 
 def _accept_one_by_one(ratios, target_probs, draft_probs, positions, draws) -> tuple[int, float]:
-    """Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1): up to the first failure."""
+    """Accepts up to the first failure: speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1)."""
     accepted = 0
     while accepted < len(ratios) and draws.uniform(positions[accepted + 1], accepted) < ratios[accepted]:
         accepted += 1
@@ -93,7 +93,7 @@ def _accept_one_by_one(ratios, target_probs, draft_probs, positions, draws) -> t
 
 
 def _accept_block(ratios, target_probs, draft_probs, positions, draws) -> tuple[int, float]:
-    """Block verification (Sun et al., arXiv 2403.10444, algorithm 2): up to the last success."""
+    """Accepts up to the last success: block verification (Sun et al., arXiv 2403.10444, algorithm 2)."""
     accepted, accepted_share, share = 0, 1.0, 1.0
     for index, factor in enumerate(ratios, start=1):
         share = min(share * factor, 1.0)
@@ -102,7 +102,7 @@ def _accept_block(ratios, target_probs, draft_probs, positions, draws) -> tuple[
             mass = float((share * target_probs[index] - draft_probs[index]).clamp(min=0).sum())
             divisor = mass + (1.0 - share)
             chance = mass / divisor if divisor > 0 else 1.0
-        # keyed by the place in the chain as well: block verification looks at coins behind the draft that it ends with,
+        # keyed by the place in the chain as well: block verification looks at coins after the draft that it ends with,
         # and the next round must not find them again
         if draws.uniform(positions[index], index - 1) < chance:
             accepted, accepted_share = index, share

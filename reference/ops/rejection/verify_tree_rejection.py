@@ -90,7 +90,7 @@ def verify_request(
     replacement: bool,
     draws: Draws,
 ) -> tuple[list[int], int]:
-    """The accepted nodes of one tree, root first, and the bonus token.
+    """Returns the accepted nodes of one tree, root first, and the bonus token.
 
     target_at: a node's row of target probabilities [V].
     scores_at: logarithms [V] of weights that the node's children were drawn by.
@@ -127,7 +127,7 @@ def verify_request(
 
 
 def children(first_child: Sequence[int], next_sibling: Sequence[int], node: int) -> Iterator[int]:
-    """The children of a node in sibling order, until a link does not point forward within the tree."""
+    """Returns the children of a node in sibling order, until a link does not point forward within the tree."""
     child, after = first_child[node], node
     while after < child < len(first_child):
         yield child
@@ -135,12 +135,12 @@ def children(first_child: Sequence[int], next_sibling: Sequence[int], node: int)
 
 
 def normalised(scores: torch.Tensor) -> torch.Tensor:
-    """Probabilities of scores, all 0 where none is above -inf."""
+    """Returns probabilities of scores, all 0 where none is above -inf."""
     return torch.softmax(scores, dim=0).nan_to_num(0.0)
 
 
 def without(scores: torch.Tensor, token: int) -> torch.Tensor:
-    """The scores of a distribution that cannot draw the token any more."""
+    """Returns the scores of a distribution that cannot draw the token any more."""
     left = scores.clone()
     left[token] = float("-inf")
     return left
@@ -153,7 +153,7 @@ def one_hot(like: torch.Tensor, token: int) -> torch.Tensor:
 
 
 def _scores(logits: torch.Tensor | None, probs: torch.Tensor | None, temperature: torch.Tensor) -> torch.Tensor:
-    """Logarithms float64 [B * N, Vd] of the weights of draft tokens, so that no token's weight underflows."""
+    """Returns logarithms float64 [B * N, Vd] of the weights of draft tokens, so that no token's weight underflows."""
     if logits is None:
         return given_probs(probs).to(torch.float64).log()
     scaled = scaled_logits(logits, temperature).to(torch.float64)
@@ -162,7 +162,7 @@ def _scores(logits: torch.Tensor | None, probs: torch.Tensor | None, temperature
 
 
 def _by_target_id(scores: torch.Tensor, d2t: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
-    """Scores [B * N, V or more] of target ids; -inf for tokens that drafting cannot draw."""
+    """Returns scores [B * N, V or more] of target ids; -inf for tokens that drafting cannot draw."""
     num_rows, num_drafts = scores.shape
     if d2t is None:
         return torch.nn.functional.pad(scores, (0, max(vocab_size - num_drafts, 0)), value=float("-inf"))

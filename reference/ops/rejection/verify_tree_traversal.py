@@ -76,7 +76,7 @@ def verify_request(
     draws: Draws,
     spec_steps: int,
 ) -> tuple[list[int], int]:
-    """The accepted nodes of one tree, root first, and the token after them (Weng et al., arXiv 2505.12398).
+    """Returns the accepted nodes of one tree, root first, and the token after them (Weng et al., arXiv 2505.12398).
 
     target_probs, draft_probs [N, V] by target ids; draft_probs[i] is what the children of node i were drawn from,
     without replacement. draws: `uniform(position, depth * 65536 + node)` is compared with `<` only (with the depth, no

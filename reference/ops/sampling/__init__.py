@@ -1,1 +1,1 @@
-"""Verifying the tree: which drafts the target accepts, and the token that follows them."""
+"""Drawing tokens from logits, filtering and penalising them, and verification by sample and match."""

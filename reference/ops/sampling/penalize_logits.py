@@ -60,12 +60,12 @@ def penalize_logits(
 
 
 def _of_request(ids: torch.Tensor, request: int) -> list[int]:
-    """The list of a request, or that of all."""
+    """Returns the list of a request, or that of all."""
     return (ids if ids.dim() == 1 else ids[request]).tolist()
 
 
 def _paths(first_child: list[int], next_sibling: list[int], is_sound: list[bool]) -> list[list[int]]:
-    """The drafts from the root, which is none, to each node. The first link that names a node counts."""
+    """Returns the drafts from the root, which is none, to each node. The first link that names a node counts."""
     num_nodes = len(first_child)
     paths: list[list[int]] = [[]] + [[node] for node in range(1, num_nodes)]
     is_named = [False] * num_nodes

@@ -73,7 +73,7 @@ def verify_tree_sampled(
         counts = torch.zeros(batch_size, target_logits.shape[1], dtype=torch.int32, device=device)
 
     def of_rows(rows: torch.Tensor, counts: torch.Tensor | None):
-        """temperature, filters and processors of rows of the logits, with the output's counts at each."""
+        """Returns temperature, filters and processors of rows of the logits, with the output's counts at each."""
         request = rows // num_nodes
         bitmask = None if token_bitmask is None else token_bitmask[rows]
         own = processors.rows(request)._replace(output_counts=counts, token_bitmask=bitmask)
@@ -88,7 +88,7 @@ def verify_tree_sampled(
         all_drawn = all_drawn.tolist()
 
     def token_at(request: int, node: int) -> int:
-        """Called for the nodes of a request's path, root first."""
+        """Draws at a node; called for the nodes of a request's path, root first."""
         index = request * num_nodes + node
         row = torch.tensor([index], dtype=torch.int64, device=device)
         if node > 0:

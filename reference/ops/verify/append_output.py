@@ -75,12 +75,12 @@ def _is_id(token: int) -> bool:
 
 
 def _without_padding(sequences: list[list[int]]) -> list[list[int]]:
-    """What stands behind each sequence's last number below 0; sequences of nothing are left out."""
+    """Returns what comes after each sequence's last number below 0; sequences of nothing are left out."""
     begins = [max((place + 1 for place, token in enumerate(one) if token < 0), default=0) for one in sequences]
     return [one[begin:] for one, begin in zip(sequences, begins) if begin < len(one)]
 
 
 def _ends_with(text: list[int], prompt: int, stop: list[int]) -> bool:
-    """Whether the output, which is what stands behind the prompt, ends with `stop`."""
+    """Tells whether the output, which is what comes after the prompt, ends with `stop`."""
     begin = len(text) - len(stop)
     return begin >= prompt and text[begin:] == stop

@@ -80,7 +80,7 @@ def verify_request(
     threshold_acc: float = 1.0,
     any_order: bool = False,
 ) -> tuple[list[int], int]:
-    """The accepted nodes of one tree, root first, and the bonus token.
+    """Returns the accepted nodes of one tree, root first, and the bonus token.
 
     probs_at: a node's row of target probabilities [V], whose dtype the arithmetic has.
     coin_at, final_coin: uniforms in [0, 1); anything with `<` that can be scaled.
@@ -109,9 +109,9 @@ def verify_request(
 def children(
     first_child: Sequence[int], next_sibling: Sequence[int], node: int, met: set[int] | None = None
 ) -> Iterator[int]:
-    """The children of a node in sibling order, until a link does not point forward within the tree.
+    """Yields the children of a node in sibling order, until a link does not point forward within the tree.
 
-    met, for trees in any order: the root and all nodes that were met, to which no link may lead; it takes the children.
+    met, for trees in any order: the root and all nodes met so far, to which no link may lead; the children are added.
     """
     child, after = first_child[node], node
     while (after < child if met is None else child > 0 and child not in met) and child < len(first_child):
@@ -122,19 +122,19 @@ def children(
 
 
 def as_probs(row: torch.Tensor) -> torch.Tensor:
-    """The row with 0 in place of NaN, infinities and negative values."""
+    """Returns the row with 0 in place of NaN, infinities and negative values."""
     return torch.where((row > 0) & (row < float("inf")), row, torch.zeros_like(row))
 
 
 def residual(probs: torch.Tensor, rejected: set[int]) -> torch.Tensor:
-    """The row without the rejected tokens, not renormalised."""
+    """Returns the row without the rejected tokens, not renormalised."""
     left = probs.clone()
     left[[token for token in rejected if 0 <= token < len(probs)]] = 0
     return left
 
 
 def draw(probs: torch.Tensor, coin: torch.Tensor) -> int:
-    """The first token of a positive probability at which the sum passes coin * mass.
+    """Returns the first token of a positive probability at which the sum passes coin * mass.
 
     The last one of them if rounding lets none pass; V - 1 if there is none.
     """

@@ -27,7 +27,7 @@ def verify_tree_topp(
     predicted = torch.where((target_predict >= 0) & (target_predict < 2**31), target_predict, -1)
 
     def child_in(request: int, node: int, allowed: list[int]) -> list[int]:
-        """The first child whose token is allowed, as a list of at most one."""
+        """Returns the first child whose token is allowed, as a list of at most one."""
         valid = {token for token in allowed if 0 <= token < 2**31}
         return [child for child in children_of(request, node) if tokens[request][child] in valid][:1]
 

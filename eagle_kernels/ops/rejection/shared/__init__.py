@@ -1,1 +1,1 @@
-"""What ops of this family share: the walk, noise, filters, probabilities of target and draft."""
+"""What ops of this family share: rows of target and draft, and what rejected or deleted drafts leave of them."""

@@ -17,7 +17,7 @@ from .pair import Pair, PairRows, load_probs
 
 
 class Scratch(NamedTuple):
-    """Pointers to what the launches of verify_chain hand on."""
+    """Pointers to what a launch of verify_chain leaves for the next ones."""
 
     ends: Any  # int32 [B, 2]: gamma (-1: dead) and the drafts accepted one by one
     shares: Any  # fp32 [B, T - 1]: r_i; None, as are the masses, but for "block"

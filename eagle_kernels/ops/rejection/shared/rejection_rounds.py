@@ -47,7 +47,7 @@ REGISTER_TUNING = {"default": {}, "sm_90": {"maxnreg": 128}}
 
 
 class Scratch(NamedTuple):
-    """Pointers to what launches hand on. A place is a node, or level by level the one that a request has reached."""
+    """Pointers to what a launch leaves for the next. A place is a node, or level by level the one reached."""
 
     states: Any  # int32 [2, places, 8], see store_state; None, as are the next two: there are no rounds
     sums: Any  # see allocate_found

@@ -1,1 +1,1 @@
-"""What ops of this family share: the walk, noise, filters, probabilities of target and draft."""
+"""What ops of this family share: noise, filters, logits as they are sampled from, and the steps of the renorms."""

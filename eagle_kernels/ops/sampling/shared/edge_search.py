@@ -125,8 +125,7 @@ def _winner(row, summary, largest, noise, edge, min_weight):
 def _outweighs(row, largest, least, floor, mass, wanted):
     """Tells whether the tokens above a value weigh `wanted` together; all those of at least `least` weigh `mass`.
 
-    It reads on until those above that have been read weigh so much, or until so much of others has been read that all
-    above do not.
+    It reads on until the tokens above that it has read weigh `wanted`, or the others weigh too much for that.
     """
     above = tl.zeros([], tl.float32)
     read = tl.zeros([], tl.float32)

@@ -23,7 +23,7 @@ _SUMS = tl.constexpr(SUMS)
 
 
 class Scratch(NamedTuple):
-    """Pointers to what the steps hand on of C chunks of each row, and of each row."""
+    """Pointers to what a step leaves for the next about C chunks of each row, and about each row."""
 
     chunk_largest: Any  # int32 [R, C], keys
     chunk_sample: Any  # int32 [R, C], keys; None, as the next one: the op's bracket does not need it

@@ -1,9 +1,8 @@
 """`verify_tree_sampled` level by level: only rows of the nodes that the walks have reached are scanned and drawn.
 
-With filters, penalties or log-probabilities each level takes two launches: its rows are scanned, then their tokens are
-drawn, with which the walks step on; the last draw writes the outputs. Without them the winner of a row is known from
-its slices' keys, so a level takes one launch: all programs of a request first find the winner of the level above and
-take the step themselves. One more launch then writes the outputs.
+With filters, penalties or log-probabilities each level takes two launches, one that scans and one that draws and steps
+on. Without them the winner of a row is known from its slices' keys, so a level takes one launch: all programs of a
+request first find the winner of the level above and take the step themselves; one more launch writes the outputs.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _STREAM = tl.constexpr(STREAM_TARGET)
 
 
 class Levels(NamedTuple):
-    """Pointers to what the launches hand on of the node that each walk has reached at each level."""
+    """Pointers to what a launch leaves for the next about the node that each walk has reached at each level."""
 
     path: Any  # int32 [S + 1, B], the node; -1: the walk has ended
     children: Any  # int32 [S + 1, B, N], the tokens of its children, see load_children
