@@ -288,7 +288,7 @@ def test_missing_parameters_are_named():
 
 
 def test_the_docstring_warns():
-    assert "WARNING: lossy, opt-in" in op.__doc__ and op.verify_tree_typical.__doc__.startswith("LOSSY")
+    assert op.__doc__.startswith("Lossy ") and op.verify_tree_typical.__doc__.startswith("LOSSY: ")
 
 
 @pytest.mark.gpu
