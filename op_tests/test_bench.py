@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 
-from bench import peers, plot, report, run
+from bench import in_turn, peers, plot, report, run
 from bench.apps import suffix_cache
 from bench.harness import Benchmark, Case, Floor, Unavailable, results, timing
 from bench.harness.check import check_provider, expected_outputs
@@ -827,3 +827,19 @@ def _lines_of(tokens: list[int]) -> list[tuple[int, ...]]:
             lines.append(tuple(line))
             line = []
     return lines
+
+
+def test_checkouts_in_turn(capsys):
+    """What a process of a checkout answers, and what is told of times."""
+    checkout = in_turn.Checkout(in_turn.Path(in_turn.__file__).parent.parent)
+    assert checkout.ask("cases", True) == [[each.op, each.cases[0].name] for each in BENCHMARKS.values()]
+    assert "error" in checkout.ask("call", "build_tree", "no such case")
+    times = {"is_equal": True, "graph_us": [2.0, 2.0]}
+    rows = [{"op": "a", "case": "b"} | times, {"op": "c", "case": "d"} | times | {"graph_us": [2.0, 8.0]}]
+    in_turn._report([*rows, {"op": "e", "case": "f", "errors": [None, "red"]}])
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        "e f [None, 'red']",
+        "graph_us: new / old 2.0000 (geometric mean), 1.000 to 4.000",
+        "    4.000 c [d]",
+    ]

@@ -1,0 +1,170 @@
+"""Times two checkouts on one GPU in turn, case by case: `python -m bench.in_turn OLD NEW [--op X] [--host]`.
+
+Each checkout has a process of its own, both on one core of the host; they take turns in every sampling round, so that
+what changes on the machine meets both. Compared are replays of CUDA graphs of the first provider, the launcher, and the
+bytes of its results; with `--host` the host's time in a call, raw and public, of the first case of each op alone. Both
+checkouts are first warmed for all cases by several processes, since compiling takes longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import torch
+
+HOST_ROUNDS = 7
+
+
+class Checkout:
+    """A process that times what it is asked to, with the code of one checkout."""
+
+    def __init__(self, folder: Path):
+        command = [sys.executable, __file__, "--worker"]
+        environment = os.environ | {"PYTHONPATH": str(folder)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+    def ask(self, *question):
+        """Returns the answer, after whatever else the process prints."""
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("answer "):
+                return json.loads(line.removeprefix("answer "))
+        raise RuntimeError(f"the process ended at {question}")
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.in_turn", description=__doc__.partition("\n")[0])
+    parser.add_argument("checkouts", nargs=2, type=Path, metavar="CHECKOUT", help="folders: the old one, the new one")
+    parser.add_argument("--op", action="append", help="only this op; may be given several times")
+    parser.add_argument("--case", default="", help="only cases whose name contains this")
+    parser.add_argument("--host", action="store_true", help="time the host, on the first case of each op, not the GPU")
+    parser.add_argument("--warmers", type=int, default=12, help="processes that compile beforehand")
+    parser.add_argument("--log", type=Path, help="file to which a line of JSON is appended for each case")
+    options = parser.parse_args()
+    folders = [folder.resolve() for folder in options.checkouts]
+    old, new = map(Checkout, folders)
+    has = [{tuple(case) for case in checkout.ask("cases", options.host)} for checkout in (old, new)]
+    cases = sorted(c for c in has[0] & has[1] if options.case in c[1] and (not options.op or c[0] in options.op))
+    each = max(options.warmers // 2, 1)
+    with ThreadPoolExecutor(2 * each) as pool:
+        warmed = [pool.submit(_warm, folder, cases, first, each) for folder in folders for first in range(each)]
+        for one in warmed:
+            one.result()
+    begin, rows = time.monotonic(), []
+    for op, case in cases:
+        rows.append({"op": op, "case": case, **_compare(old, new, op, case, options.host)})
+        if options.log is not None:
+            with options.log.open("a", encoding="utf-8") as log:
+                log.write(json.dumps(rows[-1]) + "\n")
+    print(f"{len(rows)} cases in {time.monotonic() - begin:.0f} s")
+    _report(rows)
+
+
+def _warm(folder: Path, cases: list, first: int, step: int) -> None:
+    checkout = Checkout(folder)
+    for op, case in cases[first::step]:
+        checkout.ask("call", op, case)
+
+
+def _compare(old: Checkout, new: Checkout, op: str, case: str, is_host: bool) -> dict:
+    answers = [checkout.ask("prepare", op, case, is_host) for checkout in (old, new)]
+    if any("error" in answer for answer in answers):
+        return {"errors": [answer.get("error") for answer in answers]}
+    samples = [[], []]
+    for number in range(HOST_ROUNDS if is_host else 5):
+        for at in (0, 1) if number % 2 == 0 else (1, 0):
+            samples[at].append((old, new)[at].ask("sample", is_host))
+    if not is_host:
+        samples = [each[-1:] for each in samples]  # the last one is the median of all
+    times = {name: [median(sample[name] for sample in each) for each in samples] for name in samples[0][0]}
+    return {"is_equal": answers[0]["digest"] == answers[1]["digest"]} | times
+
+
+def _report(rows: list[dict]) -> None:
+    """Prints what failed or differs, and for each kind of time the mean ratio and the cases that are 1 % slower."""
+    for row in rows:
+        if "errors" in row or not row["is_equal"]:
+            print(row["op"], row["case"], row.get("errors", "other results"))
+    kinds = {name for row in rows for name in row if name.endswith("_us")}
+    for kind in sorted(kinds):
+        ratios = {(row["op"], row["case"]): row[kind][1] / row[kind][0] for row in rows if kind in row}
+        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+        ends = f"{min(ratios.values()):.3f} to {max(ratios.values()):.3f}"
+        print(f"{kind}: new / old {mean:.4f} (geometric mean), {ends}")
+        for (op, case), ratio in sorted(ratios.items(), key=lambda each: -each[1]):
+            if ratio > 1.01:
+                print(f"    {ratio:.3f} {op} [{case}]")
+
+
+def _work() -> None:
+    """Answers questions from stdin, with the benchmarks of the checkout in the current folder."""
+    sys.path[0] = os.getcwd()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
+    from bench.harness import timing
+    from bench.harness.declaration import declared
+
+    benchmarks, device, run, public, watch = {b.op: b for b in declared()}, torch.device("cuda"), None, None, None
+
+    def called(op, case_name):
+        benchmark = benchmarks[op]
+        case = next(case for case in benchmark.cases if case.name == case_name)
+        run = next(iter(benchmark.all_providers(False).values()))(benchmark.inputs(case, device))
+        result = run()
+        torch.cuda.synchronize()
+        return benchmark, case, run, result
+
+    for line in sys.stdin:
+        what, *given = json.loads(line)
+        answer = {}
+        try:
+            if what == "cases":
+                answer = [(b.op, case.name) for b in benchmarks.values() for case in b.cases[: 1 if given[0] else None]]
+            elif what == "call":
+                called(*given)
+            elif what == "prepare":
+                op, case, is_host = given
+                run = public = watch = None
+                torch.cuda.empty_cache()
+                benchmark, case, run, result = called(op, case)
+                answer["digest"] = "" if benchmark.mutates else _digest(result)
+                if is_host:
+                    public = benchmark.prepare_public(benchmark.inputs(case, device))
+                    public()
+                else:
+                    watch = timing.Stopwatch(run)
+            elif given[0]:
+                answer = {"raw_us": timing.host_us(run), "public_us": timing.host_us(public)}
+            else:
+                watch.take_round()
+                answer = {"graph_us": watch.times(graphs_only=True).graph_p50_us}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print("answer " + json.dumps(answer), flush=True)
+
+
+def _digest(result) -> str:
+    """Returns what the bytes of small results come to; results that only their shape fits count as equal."""
+    tensors = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else (result,)
+    found = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None and 0 < tensor.nbytes <= 1 << 24:
+            found.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    _work() if sys.argv[1:] == ["--worker"] else main()
