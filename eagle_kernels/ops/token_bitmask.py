@@ -54,7 +54,7 @@ def generate_token_bitmask(
 
     Args:
         matchers: One per request; None allows everything. A matcher has accepted the committed tokens and the root, and
-            is left in that state, even after an error. It must be able to roll back as many tokens as the tree is deep.
+            is left in that state, even after an error. It must be able to roll back a token for each level of the tree.
         draft_tokens: [B, N] or [B * N], int32 or int64. Tokens of the nodes, as `build_tree` returns them.
         retrieve_next_token: [B, N] int32 or int64. First child of each node.
         retrieve_next_sibling: [B, N] int32 or int64. Next sibling of each node. Links that do not point forward are

@@ -119,7 +119,7 @@ def checked(function: Callable) -> Callable:
 def refuse_overlaps(op: str, inputs: Mapping, out, fields: tuple[str, ...], in_place: Mapping) -> None:
     """Raises ValueError where a buffer of `out` shares memory with another one, with an input, or with itself.
 
-    out: a tensor, or as many tensors as fields. in_place: for each field, or `out`, the inputs whose memory it may
+    out: a tensor, or one for each field. in_place: for each field, or `out`, the inputs whose memory it may
     reuse; the op then reads an element before it writes it.
     """
     if isinstance(out, torch.Tensor):

@@ -23,7 +23,7 @@ from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.cuts import count_blocks
 
-# One program plans the batch, so many requests at a time.
+# One program plans the batch, BLOCK_BATCH requests at a time.
 TUNING = {"default": {"BLOCK_BATCH": 512, "num_warps": 4}}
 
 

@@ -8,7 +8,7 @@ Computes
 Invariants
     Slots past the end are not read, nor those that a row right after the prefix would not see for its window. NaN in a
     query or in a key that is read stays in its request and KV head. Of a request of more than max_query rows, the first
-    max_query are attended, and see as many draft keys at most.
+    max_query are attended, and see at most max_query draft keys.
     deterministic: as in gqa_decode; bits do not depend on Nq, on other rows' masks, or on the number of rows either.
     With draft keys in the pool, the prefix and the draft keys that a row sees are read side by side (shared/paths.py).
 Grid
@@ -182,7 +182,7 @@ def tree_attention(
 
     Symbols: B requests, Nq = 1..256 rows (draft tokens) and Nk draft keys of each, Hq query heads, a multiple of the
     Hkv KV heads, of D = 4..256 elements. Calls with `qo_indptr` are ragged: T rows of all requests, one request after
-    another, each with as many draft keys as rows.
+    another, each with a draft key for each row.
 
     Args:
         query: [B, Nq, Hq, D] fp16, bf16 or fp32; ragged [T, Hq, D]. All axes but the last two may be strided.

@@ -75,7 +75,7 @@ SCAN_TUNING = {
     "default": {"BLOCK_TOKEN": 1024, "programs": 4096, "max_parts": 256, "num_warps": 1},
     "sm_90": {"BLOCK_TOKEN": 512, "programs": 8192, "max_parts": 256, "num_warps": 1},
 }
-# One program merges what the programs of a request found, so many keys at a time.
+# One program merges what the programs of a request found, BLOCK_KEY keys at a time.
 MERGE_TUNING = {"default": {"BLOCK_KEY": 256, "num_warps": 2}}
 
 

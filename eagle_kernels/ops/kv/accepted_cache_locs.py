@@ -2,7 +2,7 @@
 
 Computes
     Node i of request b, one of N, was verified at slot cache_locs[b * N + i]. The nodes of the path, root first, move
-    to the first of the request's N slots: source_locs lists the slots of the path, target_locs as many from the front.
+    to the first of the request's N slots: source_locs lists the slots of the path, target_locs those at the front.
 Invariants
     Nothing is written past a capacity, and no bound exceeds it. No target is free, unless free_token_num says so. Along
     an ascending path a slot is copied from, if at all, no later than it is copied to.
@@ -47,7 +47,7 @@ class Output(NamedTuple):
     overflow: torch.Tensor
 
 
-# A program lists what belongs to a request, so many entries at a time.
+# A program lists what belongs to a request, BLOCK_ENTRY entries at a time.
 TUNING = {"default": {"BLOCK_ENTRY": 256, "num_warps": 2}}
 
 
@@ -147,7 +147,7 @@ def _accepted_cache_locs_kernel(
     path_begin, all_paths = tl.sum(path_before), tl.sum(path_total)
     free_begin, all_free = tl.sum(free_before), tl.sum(free_total)
 
-    # the path: its slots, and as many from the front of the request's
+    # the path: its slots, and the same number from the front of the request's
     own_locs_ptr = inputs.cache_locs + own * num_verify_tokens
     num_own = tl.zeros([], tl.int32)
     for start in range(0, tl.where(is_live, path_width, 0), BLOCK_ENTRY):

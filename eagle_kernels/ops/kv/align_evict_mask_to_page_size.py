@@ -29,7 +29,7 @@ from ...runtime.launch import launch, launcher
 
 MUTATES = ("evict_mask",)
 
-# A program clears a request's marks, so many tokens at a time.
+# A program clears a request's marks, BLOCK_TOKEN tokens at a time.
 TUNING = {"default": {"BLOCK_TOKEN": 128, "num_warps": 1}}
 
 

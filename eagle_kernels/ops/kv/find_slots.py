@@ -31,7 +31,7 @@ class Output(NamedTuple):
     positions: torch.Tensor
 
 
-# A program lists so many tokens of one request.
+# A program lists BLOCK_TOKEN tokens of one request.
 TUNING = {"default": {"BLOCK_TOKEN": 128, "num_warps": 1}}
 
 

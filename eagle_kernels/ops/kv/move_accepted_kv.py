@@ -36,7 +36,7 @@ MUTATES = ("k_cache", "v_cache")
 CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2,
                 torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.uint8, torch.int8)  # fmt: skip
 
-# A program moves so many bytes of a slot: 16 a thread.
+# block_bytes: what a program moves of one slot, 16 a thread.
 TUNING = {"default": {"block_bytes": 2048, "num_warps": 4}}
 
 

@@ -34,7 +34,7 @@ from ...runtime.launch import launch, launcher
 MUTATES = ("k_cache", "v_cache")
 IN_PLACE = {"out": ("query",)}
 
-# A program moves heads of about so many elements together: 8 a thread.
+# tile_elements: those of the heads that a program moves, 8 a thread.
 TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
 
 

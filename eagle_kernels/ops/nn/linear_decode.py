@@ -4,7 +4,7 @@ Computes
     x @ weight.T + bias, with products and sums in fp32 (no TF32).
 Invariants
     In fp16 and bf16 one row, 2 to 16 rows, and more are summed in orders of their own, so their last bits may differ;
-    deterministic: all are summed as many rows are.
+    deterministic: all are summed the way large batches are.
     An output's bits depend on no other row of weight. Sums are made in one order, without atomics.
     With prefetch_weight, weights are read before the wait of primitives/dependent_launch.py, x and bias after it.
 Grid

@@ -37,7 +37,7 @@ class Output(NamedTuple):
 
 IN_PLACE = {"query": ("query",), "key": ("key",)}
 
-# A program turns heads of about so many elements together: 8 a thread.
+# tile_elements: those of the heads that a program turns, 8 a thread.
 TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
 
 

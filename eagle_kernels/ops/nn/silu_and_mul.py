@@ -24,7 +24,7 @@ from ...runtime.launch import launch, launcher
 
 IN_PLACE = {"out": ("gate", "up")}
 
-# A program computes so many columns of a token: 8 a thread.
+# block_column: columns of one token that a program computes, 8 a thread.
 TUNING = {"default": {"block_column": 1024, "num_warps": 4}}
 
 

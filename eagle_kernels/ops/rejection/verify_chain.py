@@ -5,8 +5,8 @@ Computes
     number of drafts.
     standard    The first draft that is not accepted is replaced by a token from the residual norm((p - q)+); after the
                 last one comes a token from p.
-    block       Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which on average accepts as many drafts
-                as any verifier of chains can:
+    block       Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which accepts the most drafts that
+                a verifier of chains can, on average:
                     r_0 = 1, r_i = min(r_{i-1} p(x_i) / q(x_i), 1), S_i = sum of (r_i p_i - q_i)+,
                     h_i = S_i / (S_i + 1 - r_i) (1 for 0 / 0), h_gamma = r_gamma
                 The drafts up to the last i whose coin is below h_i are accepted (whatever the coins before it); then
@@ -255,7 +255,7 @@ def verify_chain(
         draft_probs: None or [B * (T - 1), Vd] fp32.
         d2t: None or [Vd] int. As in `verify_tree_rejection`.
         method: "standard": drafts are accepted one by one, with probability min(1, p / q). "block": all at once, on
-            average at least as many; a position must then have another node in each round, see `sample_children`.
+            average no fewer; a position must then have another node in each round, see `sample_children`.
         out: three tensors to write into.
 
     Returns:

@@ -24,7 +24,7 @@ Grid
     which the walks have arrived, level by level. Shapes alone decide, and both give the same bits.
 Launches
     1: walk; for more than one slice R + 2 with R = min(N - 1, 8) rounds, at least 1 (R + 1 without logits); level by
-    level S + 1 times as many; one more for d2t, whose inverse int32 [V] is made first
+    level S + 1 times that number; one more for d2t, whose inverse int32 [V] is made first
 Traffic
     Rows of all nodes (of visited ones only, level by level): those of the target, and the draft's where there are
     children, once each for statistics, which probabilities need not have, and once for each rejected child, or for a
@@ -44,7 +44,7 @@ from .shared.prepare_pair import allocate_scans, check_pair, pair_arguments, sca
 from .shared.rejection_rounds import allocate_rounds, launch_level_scan, launch_rounds
 from .shared.rejection_walk import launch_walk
 
-# One program reads whole rows one after another: as many bytes in flight as one program can have.
+# One program reads whole rows one after another: the tile is the largest that fits in its registers.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 
 # The most rounds that are launched; children rejected after them are a program's alone. Then what decides between all

@@ -55,7 +55,7 @@ from .shared.traversal_steps import (
     settle_found,
 )
 
-# One program reads whole rows one after another: as many bytes in flight as one program can have.
+# One program reads whole rows one after another: the tile is the largest that fits in its registers.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 
 # The most rounds that are launched; nodes deleted after them are a program's alone.

@@ -33,7 +33,7 @@ from .shared.logits import Processors, Row, check_processors, has_penalties, loa
 
 IN_PLACE = {"out": ("target_logits",)}
 
-# A program penalises so many tokens of a node: 16 a thread.
+# A program penalises BLOCK_VOCAB tokens of a node, 16 a thread.
 TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 4}}
 
 _NOT_LISTED = tl.constexpr(9223372036854775807)

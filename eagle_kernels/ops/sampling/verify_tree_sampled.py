@@ -41,8 +41,8 @@ from .shared.sample_rows import sample_rows
 from .shared.sampled_levels import walk_by_levels
 from .shared.sampled_output import WALK_TUNING, Output, store_arguments, store_outputs
 
-# An H100's: microseconds that a level takes besides reading, and microseconds of as many draws as the GPU has
-# multiprocessors, with filters and without (plain_); then the speed at which rows are scanned.
+# An H100's: microseconds that a level takes besides reading, and microseconds of one draw on every multiprocessor,
+# with filters and without (plain_); then the speed at which rows are scanned.
 CHOICE_TUNING = {
     "default": {"level_us": 8.5, "draw_us": 7.0, "plain_level_us": 3.0, "plain_draw_us": 1.5, "bytes_per_us": 2.2e6},
 }  # fmt: skip

@@ -23,7 +23,7 @@ from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.tree_mask import TreeMaskMode, check_lengths, check_mask, load_keys, mask_spec, row_starts, store_keys
 
-# A program packs so many rows of one tree.
+# A program packs BLOCK_ROW rows of one tree.
 TUNING = {"default": {"BLOCK_ROW": 16, "num_warps": 4}}
 
 

@@ -32,7 +32,7 @@ from .shared.tree_mask import (
     store_keys,
 )
 
-# A program unpacks so many rows of one tree.
+# A program unpacks BLOCK_ROW rows of one tree.
 TUNING = {"default": {"BLOCK_ROW": 16, "BLOCK_FILL": 64, "num_warps": 4}}
 # Rows are as long as the context: each has a program, since a small batch would leave most of the GPU idle.
 FULL_MASK_TUNING = {"default": {"BLOCK_ROW": 1, "BLOCK_FILL": 512, "num_warps": 4}}
@@ -82,7 +82,7 @@ def contract(values: dict) -> check.Spec:
         rule = f"have no key from Nq = {num_rows} on without num_verify_tokens"
         args.debug("tree_mask", rule, lambda: _keys_from(num_rows, values["tree_mask"]) == 0)
     if num_keys != num_rows and is_square:
-        args.fail("num_verify_tokens", f"be Nq = {num_rows} for '{mode}', which has as many rows as keys", num_keys)
+        args.fail("num_verify_tokens", f"be Nq = {num_rows} for '{mode}', which has a row for each key", num_keys)
     check_lengths(args, mode)
     return mask_spec(args, mode, batch_size, num_rows, num_keys, values.get("out"))
 

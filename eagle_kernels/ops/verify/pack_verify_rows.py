@@ -40,7 +40,7 @@ class Output(NamedTuple):
     overflow: torch.Tensor
 
 
-# A program packs so many of one request's nodes at a time.
+# A program packs one request, BLOCK_ROW nodes at a time.
 TUNING = {"default": {"BLOCK_ROW": 128, "num_warps": 1}}
 
 

@@ -99,10 +99,10 @@ def _attention_kernel(
 
 
 def count_chunks(batch_size: int, num_tiles: int, num_processors: int, programs: tuple[int, int]) -> int:
-    """Returns the number of chunks, num_tiles programs for each, that give every multiprocessor so many programs.
+    """Returns the number of chunks, num_tiles programs for each, that gives every multiprocessor its programs.
 
-    programs: where the chunks are as many as the requests at least, and where they are fewer: side by side, programs
-    hide how each of them goes from request to request; where requests are cut into several parts anyway, fewer programs
+    programs: how many those are where there is a chunk for each request or more, and where there are fewer. Side by
+    side, programs hide how each of them goes from request to request; where requests are cut anyway, fewer programs
     make fewer parts to merge. The number is a little less if requests of equal lengths are then cut alike, best into
     multiples of 16 parts, which are merged at once.
     """
@@ -150,7 +150,7 @@ def launch_chunks(op: str, arguments: dict, tuned: dict) -> None:
         **tuning.compiler_options(tuned),
     )
     if has_parts:
-        # about as many parts at once as a request has, or all of one alone; more of them leave room for fewer rows
+        # about the parts of one request at once, or all of one alone; more of them leave room for fewer rows
         alone = count_chunks(1, num_tiles, num_processors, tuned["programs"])
         rows, parts = (4, 16) if arguments["num_query"] > 1 or alone <= 16 else (1, 32)
         if num_chunks <= 4 * batch_size:

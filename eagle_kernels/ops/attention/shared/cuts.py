@@ -81,7 +81,7 @@ def chunk_of(cut, block):
 
 @triton.jit
 def _cut(total, num_chunks, LEAST_BLOCKS: tl.constexpr):
-    """Returns the Cut into at most num_chunks chunks, of at least LEAST_BLOCKS blocks if there are as many."""
+    """Returns the Cut into at most num_chunks chunks, of at least LEAST_BLOCKS blocks if the keys suffice."""
     total = tl.maximum(total, 1)
     return Cut(total, tl.minimum(num_chunks, tl.maximum(total // LEAST_BLOCKS, 1)))
 

@@ -19,7 +19,7 @@ def ordered_share(index, BASE_TILES: tl.constexpr):
     """Returns (first tile, tiles) of the shares that follow from positions alone: those of `deterministic` calls.
 
     Wherever a request ends, share `index` is the same. The first 16 have BASE_TILES tiles; from then on each 8 have
-    twice as many as the 8 before, so that long requests do not have too many.
+    twice the 8 before, so that long requests do not have too many.
     """
     octave = tl.maximum(index // 8 - 1, 0)
     return (index - 8 * octave) * (BASE_TILES << octave), BASE_TILES << octave
@@ -36,7 +36,7 @@ def ordered_share_of(tile, BASE_TILES: tl.constexpr):
 
 
 def count_ordered_shares(num_tiles: int, base_tiles: int) -> int:
-    """Returns how many of these shares as many tiles take."""
+    """Returns how many of these shares the tiles take."""
     units = max(triton.cdiv(num_tiles, base_tiles), 1)
     octave = max((units - 1).bit_length() - 4, 0)
     return ((units - 1) >> octave) + 8 * octave + 1

@@ -188,7 +188,7 @@ def check_logits(args: check.Arguments) -> None:
 
 
 def check_plan(args: check.Arguments, batch_size: int) -> None:
-    """Checks plan, which `plan_attention` made for as many requests."""
+    """Checks plan, which `plan_attention` made for this number of requests."""
     args.tensor("plan", (batch_size + 1,), (torch.int32,), optional=True)
 
 

@@ -11,7 +11,7 @@ from ....runtime import tuning
 from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
 
-# Each program reads the lengths of the batch, so many at a time: for servers' batches once.
+# Each program reads the lengths of the batch, BLOCK_BATCH at a time: for the batches of servers in one read.
 BUDGET_TUNING = {"default": {"BLOCK_BATCH": 256, "num_warps": 1}}
 
 

@@ -49,7 +49,7 @@ TUNING = {
         _HOPPER_DEEP | _FEW[64],
         _HOPPER | _FEW[64],
         _TILE | {"least_outputs": 16384, "block_output": 128, "num_warps": 8, "num_stages": 4},
-        # arithmetic counts, not memory: as many tiles as there are SMs
+        # arithmetic counts, not memory: a tile for each SM
         _TILE | {"block_row": 128, "block_output": 128, "num_warps": 8, "num_stages": 4},
     ),
 }
@@ -147,7 +147,7 @@ def is_best(num_rows: int, weight: torch.Tensor) -> bool:
 
 
 def most_parts(num_columns: int) -> int:
-    """Returns the most parts of as many columns: none is empty."""
+    """Returns the most parts of this many columns that leave none empty."""
     return min(MAX_PARTS, triton.cdiv(num_columns, _PART_COLUMNS))
 
 

@@ -92,7 +92,7 @@ def draw_filtered(row, filters, summary, noise, HAS_LOGPROBS: tl.constexpr):
     shift = tl.where(largest == float("-inf"), 0.0, largest)
 
     # a value that at least `wanted` tokens reach, and few groups: every chunk reaches the smallest maximum, with too
-    # many groups; about half of them reach the mean of all but the largest, with about as many groups as are wanted
+    # many groups; about half of them reach the mean of all but the largest, with about the wanted number of groups
     low, high = tl.where(wanted <= num_maxima, ordered_bits(smallest), NEVER + 1), ordered_bits(largest)
     mean = (total - largest) / tl.maximum(num_maxima - 1, 1)
     probe = tl.minimum(tl.maximum(ordered_bits(mean), low), high)

@@ -37,7 +37,7 @@ class Summary(NamedTuple):
 def scan_filtered(row, summary, part, needs_sums, HAS_LOGPROBS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
     """Writes the maxima of the groups and chunks of slice `part` of a row and, if needed, the sums of the chunks.
 
-    The kernel has as many warps as BLOCK_CHUNK.
+    The kernel has BLOCK_CHUNK warps.
     """
     chunk = part * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
     # [BLOCK_CHUNK, CHUNK / WIDTH, WIDTH]: every warp reads chunks of its own, so no maximum and no sum crosses warps

@@ -4,7 +4,7 @@ A row is cut into chunks of LANES groups of LANES ids. `scan_rows` reads all log
 `largest_in_rows` then reads little: the best COUNT ids lie in the COUNT chunks with the largest maxima, and there in
 the COUNT groups with the largest maxima (an id elsewhere would have COUNT better ones above it).
 
-Tensors of the selection are [slot, row, LANES]. Launched with as many warps as there are rows, Triton gives every warp
+Tensors of the selection are [slot, row, LANES]. Launched with a warp for each row, Triton gives every warp
 a row and every lane its slots, so a maximum over slots and lanes needs no shared memory and no warp waits for another.
 (With another number of warps, or wider warps, it may; the results are the same.)
 """

@@ -164,7 +164,7 @@ def _fill(
         for start in range(0, length // 16 * 2, BLOCK_FILL):
             word = (first_pair * 2)[:, None] + start + lane
             tl.store(words_ptr + word, all_seen, mask=word < (last_pair * 2)[:, None])
-        # up to 15 cells before the first pair, and as many after the last
+        # up to 15 cells before the first pair, and up to 15 after the last
         near = tl.arange(0, 32)[None, :]
         head = begin[:, None] + near
         tail = (last_pair * 16)[:, None] + near - 16
