@@ -245,7 +245,8 @@ LENGTH = [at("seq_lens", 0, to=-1)]
 # calls at their limits, and each step that goes too far: of an element, or (place None) another argument
 LIMITS = {
     "decode": ("gqa_decode", ONE_DECODE | FULL, [
-        at("seq_lens", 0, to=13), at("seq_lens", 0, to=-1), at("block_table", 0, 0, to=5), at("block_table", 0, 2, to=-1),
+        at("seq_lens", 0, to=13), at("seq_lens", 0, to=-1), at("block_table", 0, 0, to=5),
+        at("block_table", 0, 2, to=-1),
     ]),
     "no key": ("gqa_decode", ONE_DECODE | {"block_table": INTS([[-5, 9, 9]]), "seq_lens": INTS([0])}, LENGTH),
     "decode csr": ("gqa_decode", ONE_DECODE | FULL_CSR, [
@@ -253,9 +254,12 @@ LIMITS = {
         at("kv_indices", 2, to=-1),
     ]),
     "one slot": ("gqa_decode", ONE_DECODE | FULL_CSR | {"last_page_len": INTS([1])}, [at("last_page_len", 0, to=0)]),
-    "window": ("gqa_decode", ONE_DECODE | FULL | {"block_table": INTS([[-1, 5, 3]]), "window": 4}, [("window", None, 5)]),
+    "window": (
+        "gqa_decode", ONE_DECODE | FULL | {"block_table": INTS([[-1, 5, 3]]), "window": 4}, [("window", None, 5)],
+    ),
     "first of a page": (
-        "gqa_decode", ONE_DECODE | {"block_table": INTS([[4, 0, -1]]), "seq_lens": INTS([8])}, [at("seq_lens", 0, to=9)],
+        "gqa_decode", ONE_DECODE | {"block_table": INTS([[4, 0, -1]]), "seq_lens": INTS([8])},
+        [at("seq_lens", 0, to=9)],
     ),
     "chain": ("tree_attention", ONE_CHAIN | FULL | {"seq_lens": INTS([10])}, [at("seq_lens", 0, to=11)]),
     "chain beside": (
@@ -368,7 +372,8 @@ LIMITS = {
         "simulated_rates": torch.tensor([1.0, 0.0]),
     }, [at("simulated_rates", 0, to=1.0 + 2.0**-23), at("simulated_rates", 1, to=-LEAST)]),
     "sampled": (
-        "verify_tree_sampled", TREE | DRAWN | FILTERS | PENALTIES | {"target_logits": torch.zeros(2, 4), "spec_steps": 1},
+        "verify_tree_sampled",
+        TREE | DRAWN | FILTERS | PENALTIES | {"target_logits": torch.zeros(2, 4), "spec_steps": 1},
         FILTER_STEPS + PENALTY_STEPS,
     ),
     "drawn": (
