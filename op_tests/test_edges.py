@@ -102,6 +102,16 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          {"accept_token_num": [1], "predicts": [1, 0]}),
         (ONE | {"target_logits": rows([NAN, -INF, 0], [-INF, INF, INF]), "spec_steps": 1},
          {"accept_token_num": [0], "predicts": [2, -1]}),
+        # policies: no draft, always the first child, as often as the rates say
+        (CHAINS | {"target_predict": T([[1, 2, 3]] * 3), "spec_steps": 2, "accept_policy": "reject_all"},
+         {"accept_token_num": [0, 0, 0], "predicts": [1, *[-1] * 5, 1, -1, -1]}),
+        (CHAINS | {"target_predict": T([[3, 3, 3]] * 3), "spec_steps": 2, "accept_policy": "accept_all"},
+         PATHS_OF_CHAINS | {"predicts": [1, 2, 3, -1, -1, -1, 1, 3, -1]}),
+        *((tree([[9, 1, 0]] * 2, [[1, 2, -1]] * 2, [[-1] * 3] * 2)
+           | {"target_predict": T([[1, 0, 3], [5, 5, 3]]), "spec_steps": 2, "accept_policy": "simulate",
+              "simulated_rates": T(rates), "seeds": T([1, 2]), "positions": torch.arange(6)},
+           {"accept_token_num": [accepted] * 2})
+          for rates, accepted in (([0.0, 0.0], 0), ([1.0, 0.0], 1), ([1.0, 1.0], 2))),
     ],
     "verify_tree_coins": [
         # NaN, infinite and negative probabilities are 0; a token outside V as well; the second sibling of a token, too
@@ -188,6 +198,14 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
             "end_token_ids": T([3, -1, FAR])},
          {"": [[1, -INF, -2, -INF], [1, -INF, -2, 4], [1, -INF, 1, 1], [1, -INF, 1.25, 1], [5, 5, 5, 5],
                [6, 6, 6, 6]]}),
+        # token 0 counts, V does not; what the grammar forbids is -inf
+        (tree([[9, 0], [9, 4]], [[1, -1]] * 2, [[-1, -1]] * 2)
+         | {"target_logits": torch.ones(4, 4), "frequency_penalty": T([0.5, 0.5]), "bad_token_ids": T([[0], [4]]),
+            "token_bitmask": T([[15], [15], [7], [15]], dtype=torch.int32)},
+         {"": [[-INF, 1, 1, 1], [-INF, 1, 1, 1], [1, 1, 1, -INF], [1, 1, 1, 1]]}),
+        (tree([[9, 0]], [[1, -1]], [[-1, -1]])
+         | {"target_logits": torch.ones(2, 4), "repetition_penalty": T([2.0]), "prompt_mask": T([[8]], dtype=torch.int32)},
+         {"": [[1, 1, 1, 0.5], [0.5, 1, 1, 0.5]]}),
     ],
     "top_k_renorm": [
         ({"probs": rows([1, 2, 2, NAN], [1, 3, -4, INF], [NAN, -1, INF, 0], [1, 2, 1, 4]), "top_k": T([1, 0, 2, 5])},
@@ -230,6 +248,11 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          {"accept_token_num": [0, 0, 0, 1], "predicts": [1, -1, 1, -1, 1, -1, 1, 3]}),
         ({"candidates": T([[9]]), "target_logits": rows([-INF, NAN, -INF]), "draft_logits": torch.zeros(0, 3),
           "positions": T([1]), "seeds": T([1]), "temperature": T([1.0])}, {"predicts": [0]}),
+        # 0 is a token, 2^31 is none
+        ({"candidates": T([[0, 0], [BIG, 0]]), "target_logits": None, "draft_logits": None, "positions": torch.arange(4),
+          "seeds": torch.arange(2), "temperature": None, "target_probs": torch.eye(4)[[0, 3] * 2],
+          "draft_probs": torch.eye(4)[[0, 0]]},
+         {"accept_token_num": [1, 0], "predicts": [0, 3, -1, -1], "accept_index": [[0, 1], [-1, -1]]}),
     ],
     "verify_tree_rejection": [
         (CHAINS | {"target_logits": None, "draft_logits": None, "positions": torch.arange(9), "seeds": T([1, 2, 3]),
@@ -249,6 +272,12 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
           "other_parents": T([[0, 0]] * 5), "attach": T([-1, 5, 3, 1, 0]), "num_speculative_tokens": 4},
          {"tokens": [[1, -1, -1, -1]] * 3 + [[1, 1, 8, -1], [1, 8, -1, -1]],
           "parents": [[0, -1, -1, -1]] * 3 + [[0, 1, 1, -1], [0, 0, -1, -1]], "num_drafts": [1, 1, 1, 3, 2]}),
+        # 0 is a token; the first K stay
+        ({"tokens": T([[0, 1]]), "parents": T([[0, 1]]), "other_tokens": T([[0, 2]]), "other_parents": T([[0, 1]]),
+          "attach": T([0]), "num_speculative_tokens": 2}, {"tokens": [[0, 1]], "parents": [[0, 1]], "num_drafts": [2]}),
+        ({"tokens": T([[0, 1]]), "parents": T([[0, 1]]), "other_tokens": T([[0, 2]]), "other_parents": T([[0, 1]]),
+          "attach": T([0]), "num_speculative_tokens": 3},
+         {"tokens": [[0, 1, 2]], "parents": [[0, 1, 1]], "num_drafts": [3]}),
     ],
     "reroot_drafts": [
         # the path leaves the trie; none; the first child of a token; too deep; late parents and negative tokens
@@ -259,6 +288,8 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"tokens": T([[1, 2, -3, 4]]), "parents": T([[0, 2, 0, 3]]), "path": T([[-1]]), "num_speculative_tokens": 4,
           "spec_steps": 9},
          {"tokens": [[1, -1, -1, -1]], "parents": [[0, -1, -1, -1]], "num_drafts": [1]}),
+        ({"tokens": T([[0, 0, 3, 4]]), "parents": T([[0, 1, 2, 2]]), "path": T([[0, -1, 0]]), "num_speculative_tokens": 2,
+          "spec_steps": 9}, {"tokens": [[0, 3]], "parents": [[0, 1]], "num_drafts": [2]}),
     ],
     "ngram_match": [
         # dead rows; lengths past the row; a negative token matches nothing; no drafts wanted
@@ -269,6 +300,14 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"token_ids": T([[-5, 6, 7, -5]]), "seq_lens": T([4]), "num_speculative_tokens": 2, "max_matches": 1,
           "max_ngram_size": 1, "min_ngram_size": 1},
          {"tokens": [[-1, -1]], "num_drafts": [0], "match_len": [0]}),
+        # 0 is a token; drafts are history up to the first -1, but not of a dead row, whose root takes none of the budget
+        ({"token_ids": T([[0, 6, 7, 0], [0, 6, 9, 9], [5, 6, 7, 8]]), "seq_lens": T([4, 3, 0]),
+          "draft_tokens": T([[-1, 5, 5], [0, -1, 9], [5, 6, 7]]), "num_speculative_tokens": 2, "max_matches": 1,
+          "max_ngram_size": 2, "min_ngram_size": 1},
+         {"tokens": [[6, 7], [6, 9], [-1, -1]], "match_len": [1, 1, 0], "num_drafts": [2, 2, 0]}),
+        ({"token_ids": T([[1, 2, 3, 1, 2], [1, 2, 3, 1, 2], [1, 2, 3, 1, 2]]), "seq_lens": T([5, 0, 5]),
+          "num_speculative_tokens": 2, "max_matches": 1, "max_ngram_size": 2, "min_ngram_size": 1, "token_budget": 5},
+         {"tokens": [[3, 1], [-1, -1], [3, -1]], "match_len": [2, 0, 2], "num_drafts": [2, 0, 1]}),
     ],
     "accepted_cache_locs": [
         # dead, by its entries and by its number: frees nothing, whatever it would; counts are clamped to 0..N
@@ -291,6 +330,10 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"cache_locs": T([10, 11, 12, 13, 20, 21, 22, 23]), "accept_token_num": T([0, 1]), "num_verify_tokens": 4,
           "seq_lens": T([3, 3]), "page_size": 4},
          {"source_locs": [10, 20, 21, *[-1] * 5], "free_indptr": [0, 3, 3], "free_locs": [11, 12, 13, *[-1] * 5]}),
+        # without numbers the path has the entries that are nodes, of which N is none
+        ({"cache_locs": T([0, 11, 12, 13]), "accept_index": T([[0, 2], [2, 3]]), "num_verify_tokens": 2},
+         {"path_indptr": [0, 1, 3], "source_locs": [0, 12, 13, -1], "target_locs": [0, 12, 13, -1], "free_indptr": [0] * 3,
+          "free_locs": []}),
     ],
     "align_evict_mask_to_page_size": [
         # page of 4: token 2 is the last one accepted, so its page, slots 0..3, stays; below 0 is 0; nothing to keep
@@ -303,6 +346,8 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"req_pool_indices": T([0, 1, 2, -1, 2]), "req_to_token": torch.zeros(3, 3, dtype=torch.int64),
           "starts": T([2, -5, 2, 0, 0]), "ends": T([4, 1, 1, 1, 3]), "cache_locs": T([1, 2, 3, 4, 5])},
          {"req_to_token": [[0, 0, 1], [3, 0, 0], [5, 0, 0]]}),
+        ({"req_pool_indices": T([2, 1]), "req_to_token": torch.zeros(2, 2, dtype=torch.int64), "starts": T([0, 1]),
+          "ends": T([1, 2]), "cache_locs": T([1, 2])}, {"req_to_token": [[0, 0], [0, 2]]}),
     ],
     "chain_kv_indices": [
         (TABLE | {"kv_lens": T([3, 2, -4]), "num_verify_tokens": 2, "capacity": 9},
@@ -319,6 +364,10 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
           "topk": 2, "num_steps": 1, "page_size": 2, "capacity": 3},
          {"cache_locs": [[5], [7], [5], [7]], "copy_indptr": [0, 1, 2], "source_locs": [4, -1, -1],
           "target_locs": [6, -1, -1]}),
+        # room for the most copies that there can be; slot 0 is one
+        ({"req_pool_indices": T([0]), "req_to_token": torch.arange(8)[None], "seq_lens": T([2]), "topk": 2, "num_steps": 1,
+          "page_size": 4},
+         {"cache_locs": [[2], [6]], "source_locs": [0, 1, -1], "target_locs": [4, 5, -1], "copy_indptr": [0, 2]}),
     ],
     "draft_kv_indices": [
         (TABLE | {"seq_lens": T([2, 1, -6]), "topk": 1, "num_steps": 2, "capacity": 8},
@@ -330,6 +379,9 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"req_pool_indices": T([0]), "req_to_token": T([[10, 11, 12, 13, 14, 15]]), "seq_lens": T([4]), "topk": 1,
           "num_steps": 2, "capacity": 5, "window_size": 2, "sink_size": 9, "window_counts_drafts": True},
          {"kv_indptr": [[0, 5], [0, 5]], "overflow": [6]}),
+        ({"req_pool_indices": T([0]), "req_to_token": T([[10, 11, 12, 13, 14, 15]]), "seq_lens": T([4]), "topk": 1,
+          "num_steps": 2, "capacity": 3, "window_size": 2, "window_counts_drafts": True},
+         {"kv_indptr": [[0, 2], [0, 2]], "kv_indices": [[13, 14, -1], [14, 15, -1]], "overflow": [0]}),
     ],
     "extend_cache_locs": [
         (TABLE | {"starts": T([2, 0, -2]), "ends": T([6, -1, 2]), "capacity": 7},
@@ -342,6 +394,7 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
     "find_slots": [
         ({"block_table": T([[3, -2, 1]]), "first": T([-1]), "count": 8, "page_size": 2, "max_length": 6},
          {"slots": [[-1, 6, 7, -1, -1, 2, 3, -1]], "positions": [[-1, 0, 1, 2, 3, 4, 5, 5]]}),
+        ({"block_table": T([[0]]), "first": T([0]), "count": 2, "page_size": 1}, {"slots": [[0, -1]], "positions": [[0, 1]]}),
     ],
     "kv_indices": [
         (TABLE | {"seq_lens": T([3, 2, -1]), "starts": T([2, 0, 5]), "capacity": 6},
@@ -363,6 +416,11 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          | {"block_table": T([[3, 0, 2]]), "seq_lens": T([1]), "accept_index": T([[1, 9, 2]]),
             "accept_token_num": T([1]), "num_verify_tokens": 3},
          {"v_cache": torch.tensor([2.0, 1, 2, 3]).view(1, 4, 1, 1, 1).repeat(1, 1, 1, 1, 16).tolist()}),
+        # node N is none
+        ({name: torch.arange(4.0).view(1, 4, 1, 1, 1).repeat(1, 1, 1, 1, 16) for name in ("k_cache", "v_cache")}
+         | {"block_table": T([[0, 1, 2, 3]]), "seq_lens": T([0]), "accept_index": T([[3, 0]]),
+            "accept_token_num": T([1]), "num_verify_tokens": 3},
+         {"k_cache": torch.tensor([0.0, 0, 2, 3]).view(1, 4, 1, 1, 1).repeat(1, 1, 1, 1, 16).tolist()}),
     ],
     "write_kv": [
         # slots outside the pool; positions outside the tables; NaN as it is
@@ -385,6 +443,7 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
     ],
     "silu_and_mul": [
         ({"gate": rows([-INF, INF, 0, NAN]), "up": rows([1, 2, 5, 1])}, {"": [[NAN, INF, 0, NAN]]}),
+        ({"gate": rows([0, INF, 2, 3], [0, 0, 7, 7])}, {"": [[0, INF], [0, 0]]}),
     ],
     "linear_decode": [
         ({"x": rows([NAN, 1], [1, 2]), "weight": rows([1, 1], [0, 3]), "bias": T([0.5, 0.0])},
@@ -475,6 +534,10 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
           "retrieve_next_sibling": T([[-1, -1, -1], [2, -1, -1], [-1, 2, 1]]), "spec_steps": 1},
          {"depths": [0, 1, 1], "num_linked": [1, 2, 3], "num_leaves": [1, 1, 2],
           "max_branching": [0, 1, 2], "nodes_per_depth": [[1, 0], [1, 1], [1, 2]]}),
+        ({"retrieve_next_token": T([[1, 3, 2], [3, -1, -1], [1, 2, -1]]),
+          "retrieve_next_sibling": T([[-1, 1, 3], [1, -1, -1], [-1, 2, -1]]), "spec_steps": 2},
+         {"depths": [1, 0, 2], "num_linked": [2, 1, 3], "num_leaves": [1, 1, 1], "max_branching": [1, 0, 1],
+          "nodes_per_depth": [[1, 1, 0], [1, 0, 0], [1, 1, 1]]}),
     ],
     "gqa_decode": [
         # no keys: 0 and -inf, or the sink; a sink takes probability and has no value
@@ -487,6 +550,10 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
     ],
     "plan_attention": [
         ({"seq_lens": T([-50, 0, 33])}, {"": [0, 1, 2, 4]}),
+        ({"seq_lens": T([-50, 31, 32]), "num_drafts": 64}, {"": [0, 3, 5, 9]}),
+        # of a window the blocks from that of its first slot on
+        ({"seq_lens": T([100, 100]), "window": 37}, {"": [0, 3, 6]}),
+        ({"seq_lens": T([100, 100]), "window": 36}, {"": [0, 2, 4]}),
     ],
     "prefill_attention": [
         # a row before the first key; a request without queries
