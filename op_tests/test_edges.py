@@ -39,6 +39,9 @@ CHAINS = tree(
 )  # fmt: skip
 PATHS_OF_CHAINS = {"accept_index": [[0, 1, 2], [-1, -1, -1], [6, 7, -1]], "accept_token_num": [2, 0, 1]}
 ONE = tree([[9, 1]], [[1, -1]], [[-1, -1]])
+# a node that is its own child and sibling, of a token that the target wants again; and one past the end
+SELF = tree([[9, 1], [9, 1]], [[1, 1], [1, 2]], [[-1, 1], [-1, 2]])
+PATHS_OF_SELF = {"accept_index": [[0, 1, -1], [2, 3, -1]], "accept_token_num": [1, 1], "predicts": [1, 1, 1, 1]}
 SAMPLED = {"positions": T([5, 6]), "seeds": T([3]), "temperature": T([1.0])}
 
 
@@ -70,6 +73,9 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
           "tokens": T([[5, 6]] * 2), "end_token_ids": T([[-1, FAR + 5]] * 2), "stop_sequences": T([[[7, 5]]] * 2),
           "max_tokens": T([FAR, FAR])},
          {"tokens": [[5, 6], [5, -1]], "finish_reason": [0, 2]}),
+        # 0 is a token, and what fills the room ends
+        ({"token_ids": T([[7, 0, 0]]), "num_tokens": T([1]), "num_prompt_tokens": T([1]), "tokens": T([[0, 0, 5]])},
+         {"tokens": [[0, 0, -1]], "finish_reason": [3], "new_num_tokens": [3]}),
     ],
     "pack_verify_rows": [
         ({"draft_tokens": T([[5, -6, 7], [1, 2, 3], [4, 4, 4]]), "num_tokens": T([4, -2, 1]), "max_rows": 5,
@@ -78,6 +84,8 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
           "row_to_node": [0, 1, 2, 0, -1], "cu_seqlens": [0, 3, 3, 4], "num_rows": [4], "overflow": [0]}),
         ({"draft_tokens": T([[5, 6], [7, 8]]), "num_tokens": T([2, 2]), "max_rows": 3, "seq_lens": T([4, -1])},
          {"input_ids": [5, 6, 7], "positions": [4, 5, 0], "cu_seqlens": [0, 2, 3], "num_rows": [3], "overflow": [4]}),
+        ({"draft_tokens": T([[0, 6]]), "num_tokens": T([2]), "max_rows": 2, "seq_lens": T([0])},
+         {"input_ids": [0, 6], "positions": [0, 1], "num_rows": [2], "overflow": [0]}),
     ],
     "verify_commit": [
         # accept_token_num is clamped to 0..S; dead by -1, and by is_live; an entry of another request is the root's
@@ -87,6 +95,10 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          {"new_seq_lens": [7, 6, 5, 5, 7], "bonus_tokens": [11, 12, -1, -1, -1], "accept_lengths": [2, 1, 0, 0, 2],
           "tokens": [[10, 11], [12, -1], [-1, -1], [-1, -1], [18, -1]],
           "hidden_rows": [[0, 1], [2, 2], [4, 4], [6, 6], [8, 8]], "last_row": [1, 2, 4, 6, 9]}),
+        # the first node of the next request is none of this one's
+        ({"predicts": T([10, 11, 12, 13]), "seq_lens": T([5, 5]), "accept_index": T([[0, 2], [3, 4]]),
+          "accept_token_num": T([1, 1])},
+         {"tokens": [[10, -1], [13, -1]], "hidden_rows": [[0, 0], [3, 2]], "bonus_tokens": [-1, -1]}),
     ],
     "verify_tree_greedy": [
         (CHAINS | {"target_predict": T([[1, 2, 3]] * 3), "spec_steps": 2},
@@ -112,6 +124,7 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
               "simulated_rates": T(rates), "seeds": T([1, 2]), "positions": torch.arange(6)},
            {"accept_token_num": [accepted] * 2})
           for rates, accepted in (([0.0, 0.0], 0), ([1.0, 0.0], 1), ([1.0, 1.0], 2))),
+        (SELF | {"target_predict": torch.ones(2, 2, dtype=torch.int64), "spec_steps": 2}, PATHS_OF_SELF),
     ],
     "verify_tree_coins": [
         # NaN, infinite and negative probabilities are 0; a token outside V as well; the second sibling of a token, too
@@ -129,6 +142,12 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         (CHAINS | {"target_probs": torch.eye(4)[[1, 2, 3] * 3], "uniform_samples": torch.zeros(3, 3), "spec_steps": 2,
                    "uniform_samples_for_final_sampling": torch.zeros(3)},
          PATHS_OF_CHAINS | {"predicts": [1, 2, 3, -1, -1, -1, 1, 2, -1]}),
+        (SELF | {"target_probs": torch.eye(4)[[1] * 4], "uniform_samples": torch.zeros(2, 2), "spec_steps": 2,
+                 "uniform_samples_for_final_sampling": torch.zeros(2)}, PATHS_OF_SELF),
+        # token 0 is one
+        (tree([[9, 0]], [[1, -1]], [[-1, -1]])
+         | {"target_probs": torch.eye(4)[[0, 2]], "uniform_samples": T([[0.5, 0.5]]), "spec_steps": 1,
+            "uniform_samples_for_final_sampling": T([0.5])}, {"accept_token_num": [1], "predicts": [0, 2]}),
     ],
     "verify_tree_topp": [
         (CHAINS | {"candidate_ids": T([[1, 8], [2, 8], [3, 8]] * 3), "candidate_lens": T([1, 9, 1] * 3),
@@ -144,6 +163,8 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          | {"candidate_ids": T([[7, 6], [2, 7], [7, 7]]), "candidate_lens": T([1, 1, 1]),
             "target_predict": T([[4, 4, 4]]), "spec_steps": 1, "verify_window": 1},
          {"accept_token_num": [0], "predicts": [4, -1, -1]}),
+        (SELF | {"candidate_ids": torch.ones(4, 1, dtype=torch.int64), "candidate_lens": T([1] * 4), "spec_steps": 2,
+                 "target_predict": torch.ones(2, 2, dtype=torch.int64), "verify_window": 0}, PATHS_OF_SELF),
     ],
     "verify_tree_typical": [
         (CHAINS | {"target_logits": certain(*[1, 2, 3] * 3), "positions": torch.arange(9), "seeds": T([1, 2, 3]),
@@ -160,6 +181,12 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          | {"target_logits": rows([0, 0, -INF], [-INF, -INF, 0], [0, -INF, -INF]), "positions": torch.arange(3),
             "seeds": T([1]), "temperature": T([1.0]), "epsilon": T([0.09]), "delta": T([0.3]), "spec_steps": 1},
          {"accept_index": [[0, 1]], "predicts": [0, 2, -1]}),
+        (SELF | {"target_logits": certain(1, 1, 1, 1), "positions": torch.arange(4), "seeds": T([1, 2]),
+                 "spec_steps": 2,
+                 "temperature": T([1.0, 0.0]), "epsilon": T([0.1] * 2), "delta": T([0.3] * 2)}, PATHS_OF_SELF),
+        # as likely as epsilon is not enough
+        (ONE | SAMPLED | {"target_logits": rows([0, 0], [-INF, 0]), "epsilon": T([0.5]), "delta": T([9.0]),
+                          "spec_steps": 1}, {"accept_token_num": [0]}),
     ],
     "verify_tree_sampled": [
         (CHAINS | {"target_logits": certain(*[1, 2, 3] * 3), "positions": torch.arange(9), "seeds": T([1, 2, 3]),
@@ -176,6 +203,9 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
                           "seq_lens": T([4]), "is_live": T([0])},
          {"accept_token_num": [1], "predicts": [1, 0], "new_seq_lens": [4], "bonus_tokens": [-1],
           "tokens": [[-1, -1]], "hidden_rows": [[0, 0]], "last_row": [0], "accept_lengths": [0]}),
+        (SELF | {"target_logits": certain(1, 1, 1, 1), "positions": torch.arange(4), "seeds": T([1, 2]),
+                 "spec_steps": 2,
+                 "temperature": T([1.0, 0.0])}, PATHS_OF_SELF),
     ],
     "sample_from_logits": [
         # greedy below 1e-5: the lowest of equal ids; NaN is -inf; token 0 of nothing
@@ -204,8 +234,10 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
             "token_bitmask": T([[15], [15], [7], [15]], dtype=torch.int32)},
          {"": [[-INF, 1, 1, 1], [-INF, 1, 1, 1], [1, 1, 1, -INF], [1, 1, 1, 1]]}),
         (tree([[9, 0]], [[1, -1]], [[-1, -1]])
-         | {"target_logits": torch.ones(2, 4), "repetition_penalty": T([2.0]), "prompt_mask": T([[8]], dtype=torch.int32)},
+         | {"target_logits": torch.ones(2, 4), "repetition_penalty": T([2.0]),
+          "prompt_mask": T([[8]], dtype=torch.int32)},
          {"": [[1, 1, 1, 0.5], [0.5, 1, 1, 0.5]]}),
+        (SELF | {"target_logits": torch.ones(4, 2), "frequency_penalty": T([0.5, 0.5])}, {"": [[1, 1], [1, 0.5]] * 2}),
     ],
     "top_k_renorm": [
         ({"probs": rows([1, 2, 2, NAN], [1, 3, -4, INF], [NAN, -1, INF, 0], [1, 2, 1, 4]), "top_k": T([1, 0, 2, 5])},
@@ -249,7 +281,8 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"candidates": T([[9]]), "target_logits": rows([-INF, NAN, -INF]), "draft_logits": torch.zeros(0, 3),
           "positions": T([1]), "seeds": T([1]), "temperature": T([1.0])}, {"predicts": [0]}),
         # 0 is a token, 2^31 is none
-        ({"candidates": T([[0, 0], [BIG, 0]]), "target_logits": None, "draft_logits": None, "positions": torch.arange(4),
+        ({"candidates": T([[0, 0], [BIG, 0]]), "target_logits": None, "draft_logits": None,
+          "positions": torch.arange(4),
           "seeds": torch.arange(2), "temperature": None, "target_probs": torch.eye(4)[[0, 3] * 2],
           "draft_probs": torch.eye(4)[[0, 0]]},
          {"accept_token_num": [1, 0], "predicts": [0, 3, -1, -1], "accept_index": [[0, 1], [-1, -1]]}),
@@ -259,12 +292,19 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
                    "temperature": T([1.0] * 3), "target_probs": torch.eye(4)[[1, 2, 3] * 3],
                    "draft_probs": torch.eye(4)[[1, 2, 3] * 3], "spec_steps": 2},
          PATHS_OF_CHAINS | {"predicts": [1, 2, 3, -1, -1, -1, 1, 2, -1]}),
+        (SELF | {"target_logits": None, "draft_logits": None, "positions": torch.arange(4), "seeds": T([1, 2]),
+                 "temperature": T([1.0] * 2), "target_probs": torch.eye(4)[[1] * 4],
+                 "draft_probs": torch.eye(4)[[1] * 4],
+                 "spec_steps": 2}, PATHS_OF_SELF),
     ],
     "verify_tree_traversal": [
         (CHAINS | {"target_logits": None, "draft_logits": None, "positions": torch.arange(9), "seeds": T([1, 2, 3]),
                    "temperature": None, "target_probs": torch.eye(4)[[1, 2, 3] * 3],
                    "draft_probs": torch.eye(4)[[1, 2, 3] * 3], "spec_steps": 2},
          PATHS_OF_CHAINS | {"predicts": [1, 2, 3, -1, -1, -1, 1, 2, -1]}),
+        (SELF | {"target_logits": None, "draft_logits": None, "positions": torch.arange(4), "seeds": T([1, 2]),
+                 "temperature": None, "target_probs": torch.eye(4)[[1] * 4], "draft_probs": torch.eye(4)[[1] * 4],
+                 "spec_steps": 2}, PATHS_OF_SELF),
     ],
     "merge_drafts": [
         # attached to no node, to one that was not kept, to the last that is; negative tokens and late parents
@@ -288,7 +328,8 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"tokens": T([[1, 2, -3, 4]]), "parents": T([[0, 2, 0, 3]]), "path": T([[-1]]), "num_speculative_tokens": 4,
           "spec_steps": 9},
          {"tokens": [[1, -1, -1, -1]], "parents": [[0, -1, -1, -1]], "num_drafts": [1]}),
-        ({"tokens": T([[0, 0, 3, 4]]), "parents": T([[0, 1, 2, 2]]), "path": T([[0, -1, 0]]), "num_speculative_tokens": 2,
+        ({"tokens": T([[0, 0, 3, 4]]), "parents": T([[0, 1, 2, 2]]), "path": T([[0, -1, 0]]),
+          "num_speculative_tokens": 2,
           "spec_steps": 9}, {"tokens": [[0, 3]], "parents": [[0, 1]], "num_drafts": [2]}),
     ],
     "ngram_match": [
@@ -300,7 +341,7 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"token_ids": T([[-5, 6, 7, -5]]), "seq_lens": T([4]), "num_speculative_tokens": 2, "max_matches": 1,
           "max_ngram_size": 1, "min_ngram_size": 1},
          {"tokens": [[-1, -1]], "num_drafts": [0], "match_len": [0]}),
-        # 0 is a token; drafts are history up to the first -1, but not of a dead row, whose root takes none of the budget
+        # 0 is a token; drafts are history up to the first -1, but not of a dead row; its root takes none of the budget
         ({"token_ids": T([[0, 6, 7, 0], [0, 6, 9, 9], [5, 6, 7, 8]]), "seq_lens": T([4, 3, 0]),
           "draft_tokens": T([[-1, 5, 5], [0, -1, 9], [5, 6, 7]]), "num_speculative_tokens": 2, "max_matches": 1,
           "max_ngram_size": 2, "min_ngram_size": 1},
@@ -332,7 +373,8 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          {"source_locs": [10, 20, 21, *[-1] * 5], "free_indptr": [0, 3, 3], "free_locs": [11, 12, 13, *[-1] * 5]}),
         # without numbers the path has the entries that are nodes, of which N is none
         ({"cache_locs": T([0, 11, 12, 13]), "accept_index": T([[0, 2], [2, 3]]), "num_verify_tokens": 2},
-         {"path_indptr": [0, 1, 3], "source_locs": [0, 12, 13, -1], "target_locs": [0, 12, 13, -1], "free_indptr": [0] * 3,
+         {"path_indptr": [0, 1, 3], "source_locs": [0, 12, 13, -1], "target_locs": [0, 12, 13, -1],
+          "free_indptr": [0] * 3,
           "free_locs": []}),
     ],
     "align_evict_mask_to_page_size": [
@@ -365,7 +407,8 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          {"cache_locs": [[5], [7], [5], [7]], "copy_indptr": [0, 1, 2], "source_locs": [4, -1, -1],
           "target_locs": [6, -1, -1]}),
         # room for the most copies that there can be; slot 0 is one
-        ({"req_pool_indices": T([0]), "req_to_token": torch.arange(8)[None], "seq_lens": T([2]), "topk": 2, "num_steps": 1,
+        ({"req_pool_indices": T([0]), "req_to_token": torch.arange(8)[None], "seq_lens": T([2]), "topk": 2,
+          "num_steps": 1,
           "page_size": 4},
          {"cache_locs": [[2], [6]], "source_locs": [0, 1, -1], "target_locs": [4, 5, -1], "copy_indptr": [0, 2]}),
     ],
@@ -394,7 +437,8 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
     "find_slots": [
         ({"block_table": T([[3, -2, 1]]), "first": T([-1]), "count": 8, "page_size": 2, "max_length": 6},
          {"slots": [[-1, 6, 7, -1, -1, 2, 3, -1]], "positions": [[-1, 0, 1, 2, 3, 4, 5, 5]]}),
-        ({"block_table": T([[0]]), "first": T([0]), "count": 2, "page_size": 1}, {"slots": [[0, -1]], "positions": [[0, 1]]}),
+        ({"block_table": T([[0]]), "first": T([0]), "count": 2, "page_size": 1}, {"slots": [[0, -1]],
+          "positions": [[0, 1]]}),
     ],
     "kv_indices": [
         (TABLE | {"seq_lens": T([3, 2, -1]), "starts": T([2, 0, 5]), "capacity": 6},
@@ -492,6 +536,8 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"draft_tokens": T([[9, 1, 2, 3]]), "tree_mask": T([[[1], [3], [7], [9]]]), "scores": rows([1, 3, 2]),
           "max_rows": 3},
          {"draft_tokens": [[9, 3, -1, -1]], "num_nodes": [2]}),
+        ({"draft_tokens": T([[9, 1, 2, 3]]), "tree_mask": T([[[1], [3], [5], [9]]]), "scores": rows([1, -INF, 2]),
+          "max_rows": 4}, {"draft_tokens": [[9, 1, 3, -1]], "tree_mask": [[[1], [3], [5], [0]]], "num_nodes": [3]}),
     ],
     "tree_from_mask": [
         # what a node sees of itself and of later ones is ignored; one without ancestors has no siblings
@@ -550,7 +596,7 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
     ],
     "plan_attention": [
         ({"seq_lens": T([-50, 0, 33])}, {"": [0, 1, 2, 4]}),
-        ({"seq_lens": T([-50, 31, 32]), "num_drafts": 64}, {"": [0, 3, 5, 9]}),
+        ({"seq_lens": T([-50, 31, 32]), "num_drafts": 64}, {"": [0, 2, 5, 8]}),
         # of a window the blocks from that of its first slot on
         ({"seq_lens": T([100, 100]), "window": 37}, {"": [0, 3, 6]}),
         ({"seq_lens": T([100, 100]), "window": 36}, {"": [0, 2, 4]}),
