@@ -19,8 +19,12 @@ os.environ.setdefault("OMP_NUM_THREADS", str(NUM_THREADS))  # of the programs th
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from eagle_kernels.runtime.interpreter import speed_up
+    from op_tests.harness.hints import watch_hints
+    from op_tests.harness.poison import poison_memory
 
     speed_up()
+    watch_hints()
+    poison_memory()
 
 
 LONG = tuple(f"op_tests/test_{name}.py" for name in ("ahead_of_time", "types", "examples"))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import eagle_kernels
 from eagle_kernels.ops.registry import OPS
+from eagle_kernels.runtime import check
 
 INTS = torch.tensor
 PAGES, PAGE_SIZE = 5, 4
@@ -197,6 +201,230 @@ FAULTS = {
 }  # fmt: skip
 
 
+def room(**sizes) -> dict:
+    """Drafts of a prefix of 5 tokens in a table that is just wide enough."""
+    columns = sizes.pop("columns")
+    return {"req_pool_indices": INTS([0]), "req_to_token": torch.arange(columns)[None], "seq_lens": INTS([5])} | sizes
+
+
+def narrower(values: dict) -> tuple:
+    """One column less."""
+    return "req_to_token", None, values["req_to_token"][:, :-1]
+
+
+FULL = {"block_table": INTS([[4, 0, 3]]), "seq_lens": INTS([12])}
+FULL_CSR = {"kv_indptr": INTS([0, 3]), "kv_indices": INTS([4, 0, 3]), "last_page_len": INTS([4])}
+ONE_DECODE = {"query": torch.zeros(1, 1, 16)} | caches()
+ONE_CHAIN = {"query": torch.zeros(1, 2, 1, 16), "is_causal": True} | caches()
+ONE_RAGGED = {"query": torch.zeros(2, 1, 16), "qo_indptr": INTS([0, 2]), "max_query": 2} | caches()
+ROW_STEPS = [at("req_pool_indices", 0, to=2), at("req_pool_indices", 0, to=-1), at("req_to_token", 1, 5, to=-1)]
+LAST_ROW = {"req_pool_indices": INTS([1]), "req_to_token": INTS([[9] * 6, [4, 3, 2, 1, 2**31 - 1, 0]])}
+PAST_INT32 = at("req_to_token", 1, 4, to=2**31)
+ENDS = [at("kv_indptr", 1, to=4), at("kv_indptr", 0, to=-1)]
+TREE = {
+    "candidates": INTS([[9, 1]]), "retrieve_index": INTS([[0, 1]]), "retrieve_next_token": INTS([[1, -1]]),
+    "retrieve_next_sibling": INTS([[-1, -1]]),
+}  # fmt: skip
+LEAST, ALMOST_1 = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
+NAN = float("nan")
+DRAWN = {"positions": INTS([5, 6]), "seeds": INTS([1])}
+FILTERS = {"temperature": torch.zeros(1), "top_p": torch.zeros(1), "min_p": torch.zeros(1)}
+PENALTIES = {"repetition_penalty": torch.full((1,), LEAST), "frequency_penalty": torch.zeros(1),
+             "presence_penalty": torch.zeros(1)}  # fmt: skip
+BELOW_0 = [at("temperature", 0, to=-LEAST), at("temperature", 0, to=NAN)]
+FILTER_STEPS = [*BELOW_0, at("top_p", 0, to=NAN), at("min_p", 0, to=NAN)]
+PENALTY_STEPS = [at("repetition_penalty", 0, to=0.0), at("frequency_penalty", 0, to=NAN),
+                 at("presence_penalty", 0, to=NAN)]  # fmt: skip
+PAIR = {"target_logits": torch.zeros(2, 4), "draft_logits": torch.zeros(2, 4), "temperature": torch.zeros(1),
+        "draft_temperature": torch.zeros(1)}  # fmt: skip
+PAIR_STEPS = [*BELOW_0, at("draft_temperature", 0, to=-LEAST)]
+BUILT = {"verified_id": INTS([9]), "seq_lens": INTS([0]), "num_verify_tokens": 3, "tree_mask_mode": "packed"}
+SCORED = BUILT | {"parent_list": INTS([[-1, 0, 1]]), "topk": 2, "spec_steps": 2}
+LENGTH = [at("seq_lens", 0, to=-1)]
+
+# calls at their limits, and each step that goes too far: of an element, or (place None) another argument
+LIMITS = {
+    "decode": ("gqa_decode", ONE_DECODE | FULL, [
+        at("seq_lens", 0, to=13), at("seq_lens", 0, to=-1), at("block_table", 0, 0, to=5),
+        at("block_table", 0, 2, to=-1),
+    ]),
+    "no key": ("gqa_decode", ONE_DECODE | {"block_table": INTS([[-5, 9, 9]]), "seq_lens": INTS([0])}, LENGTH),
+    "decode csr": ("gqa_decode", ONE_DECODE | FULL_CSR, [
+        *ENDS, at("last_page_len", 0, to=5), at("last_page_len", 0, to=0), at("kv_indices", 0, to=5),
+        at("kv_indices", 2, to=-1),
+    ]),
+    "one slot": ("gqa_decode", ONE_DECODE | FULL_CSR | {"last_page_len": INTS([1])}, [at("last_page_len", 0, to=0)]),
+    "window": (
+        "gqa_decode", ONE_DECODE | FULL | {"block_table": INTS([[-1, 5, 3]]), "window": 4}, [("window", None, 5)],
+    ),
+    "first of a page": (
+        "gqa_decode", ONE_DECODE | {"block_table": INTS([[4, 0, -1]]), "seq_lens": INTS([8])},
+        [at("seq_lens", 0, to=9)],
+    ),
+    "chain": ("tree_attention", ONE_CHAIN | FULL | {"seq_lens": INTS([10])}, [at("seq_lens", 0, to=11)]),
+    "chain beside": (
+        "tree_attention",
+        ONE_CHAIN | FULL | {name: torch.zeros(1, 2, 1, 16) for name in ("draft_key", "draft_value")},
+        [at("seq_lens", 0, to=13)],
+    ),
+    "ragged": ("tree_attention", ONE_RAGGED | FULL | {"seq_lens": INTS([10]), "is_causal": True}, [
+        at("seq_lens", 0, to=11), at("qo_indptr", 1, to=3), at("qo_indptr", 0, to=-1), ("max_query", None, 1),
+    ]),
+    "prefill": ("prefill_attention", ONE_RAGGED | FULL, [
+        at("seq_lens", 0, to=13), at("qo_indptr", 1, to=3), ("max_query", None, 1), at("block_table", 0, 0, to=5),
+    ]),
+    "keys": (
+        "prefill_attention",
+        {"query": torch.zeros(2, 1, 16), "qo_indptr": INTS([0, 2]), "max_query": 2, "key_indptr": INTS([0, 3])}
+        | {name: torch.zeros(3, 1, 16) for name in ("key", "value")},
+        [at("key_indptr", 1, to=4), at("key_indptr", 0, to=-1)],
+    ),
+    "plan": ("plan_attention", {"seq_lens": INTS([2**31 - 2**21, 0])}, [
+        at("seq_lens", 0, to=2**31 - 2**21 + 1), at("seq_lens", 1, to=-1),
+    ]),
+    "write": (
+        "write_kv",
+        {name: torch.zeros(2, 1, 16) for name in ("key", "value")} | caches() | {"slots": INTS([-1, 19])},
+        [at("slots", 1, to=20), at("slots", 0, to=-2)],
+    ),
+    "move": (
+        "move_accepted_kv",
+        caches(1) | FULL | {"seq_lens": INTS([9]), "accept_index": INTS([[0, 2]]), "accept_token_num": INTS([1]),
+                            "num_verify_tokens": 3},
+        [at("seq_lens", 0, to=10), at("seq_lens", 0, to=-1), at("accept_index", 0, 1, to=3),
+         at("accept_token_num", 0, to=2), at("block_table", 0, 2, to=5), at("block_table", 0, 2, to=-1)],
+    ),
+    "accepted": (
+        "accepted_cache_locs",
+        {"cache_locs": INTS([0, -1, 0]), "seq_lens": INTS([0]), "accept_index": INTS([[0, 2]]),
+         "accept_token_num": INTS([1]), "num_verify_tokens": 3},
+        [at("cache_locs", 2, to=-1), at("cache_locs", 0, to=-1), at("seq_lens", 0, to=-1),
+         at("accept_index", 0, 1, to=3), at("accept_token_num", 0, to=2)],
+    ),
+    "accepted of int32": (
+        "accepted_cache_locs",
+        {"cache_locs": INTS([2**31 - 1, 0]), "accept_token_num": INTS([1]), "num_verify_tokens": 2,
+         "out": tuple(torch.zeros(size, dtype=torch.int32) for size in (2, 2, 2, 2, 0, 2))},
+        [at("cache_locs", 0, to=2**31)],
+    ),
+    "evict": ("align_evict_mask_to_page_size", {
+        "seq_lens": INTS([0]), "evict_mask": torch.ones(1, 3, dtype=torch.bool), "page_size": 4}, LENGTH),
+    "assign": (
+        "assign_req_to_token",
+        LAST_ROW | {"req_to_token": torch.zeros(2, 6).int(), "starts": INTS([0]), "ends": INTS([6]),
+                    "cache_locs": INTS([2**31 - 1] * 6)},
+        [at("starts", 0, to=-1), at("ends", 0, to=7), at("cache_locs", 0, to=2**31), ROW_STEPS[0], ROW_STEPS[1],
+         ("cache_locs", None, INTS([1] * 5))],
+    ),
+    "chain lists": (
+        "chain_kv_indices", LAST_ROW | {"kv_lens": INTS([6]), "num_verify_tokens": 2, "capacity": 20},
+        [*ROW_STEPS, PAST_INT32, at("kv_lens", 0, to=7), at("kv_lens", 0, to=-1)],
+    ),
+    "lists": (
+        "kv_indices", LAST_ROW | {"seq_lens": INTS([4]), "starts": INTS([2]), "capacity": 20},
+        [*ROW_STEPS, PAST_INT32, at("seq_lens", 0, to=5), at("starts", 0, to=3), at("starts", 0, to=-1),
+         at("seq_lens", 0, to=-1)],
+    ),
+    "extend": (
+        "extend_cache_locs", LAST_ROW | {"starts": INTS([0]), "ends": INTS([6]), "capacity": 20},
+        [*ROW_STEPS, at("ends", 0, to=7), at("ends", 0, to=-1), at("starts", 0, to=-1)],
+    ),
+    "extend evenly": (
+        "extend_cache_locs", LAST_ROW | {"starts": INTS([3]), "num_tokens": 3}, [*ROW_STEPS, at("starts", 0, to=4)],
+    ),
+    "drafts": ("draft_cache_locs", LAST_ROW | {"seq_lens": INTS([2]), "topk": 2, "num_steps": 2}, [
+        *ROW_STEPS, at("seq_lens", 0, to=3), at("seq_lens", 0, to=-1),
+    ]),
+    "draft lists": (
+        "draft_kv_indices", LAST_ROW | {"seq_lens": INTS([2]), "topk": 2, "num_steps": 2, "capacity": 20},
+        [*ROW_STEPS, PAST_INT32, at("seq_lens", 0, to=3), at("seq_lens", 0, to=-1)],
+    ),
+    # columns of the last draft: 5 + K * steps; 4 + (K - 1) * pages + 1 + steps
+    **{
+        f"{op} of {sizes}": (op, room(**sizes) | given, [narrower(room(**sizes))])
+        for op, given in (("draft_cache_locs", {}), ("draft_kv_indices", {"capacity": 99}))
+        for sizes in (
+            {"topk": 3, "num_steps": 2, "page_size": 1, "columns": 11},
+            {"topk": 1, "num_steps": 2, "page_size": 4, "columns": 7},
+            {"topk": 2, "num_steps": 2, "page_size": 4, "columns": 11},
+            {"topk": 3, "num_steps": 3, "page_size": 4, "columns": 16},
+            {"topk": 2, "num_steps": 4, "page_size": 4, "columns": 17},
+        )
+    },
+    "pack rows": ("pack_verify_rows", {
+        "draft_tokens": INTS([[1, 2], [3, 4]]), "num_tokens": INTS([0, 2]), "seq_lens": INTS([0, 0]), "max_rows": 2,
+    }, [("max_rows", None, 1), at("num_tokens", 1, to=3), at("num_tokens", 0, to=-1), at("num_tokens", 0, to=1)]),
+    "append": ("append_output", {
+        "token_ids": INTS([[1, 2], [3, 4]]), "num_tokens": INTS([0, 2]), "num_prompt_tokens": INTS([0, 0]),
+        "tokens": INTS([[1], [2]]),
+    }, [at("num_tokens", 1, to=3), at("num_tokens", 0, to=-1)]),
+    "coins": ("verify_tree_coins", TREE | {
+        "target_probs": torch.ones(2, 4), "uniform_samples": torch.tensor([[0.0, ALMOST_1]]), "spec_steps": 1,
+        "uniform_samples_for_final_sampling": torch.tensor([ALMOST_1]),
+    }, [at("uniform_samples", 0, 1, to=1.0), at("uniform_samples", 0, 0, to=-LEAST),
+        at("uniform_samples_for_final_sampling", 0, to=1.0), at("uniform_samples_for_final_sampling", 0, to=NAN)]),
+    "typical": ("verify_tree_typical", TREE | DRAWN | {
+        "target_logits": torch.zeros(2, 4), "spec_steps": 1,
+        **{name: torch.zeros(1) for name in ("temperature", "epsilon", "delta")},
+    }, [*BELOW_0, at("epsilon", 0, to=-LEAST), at("delta", 0, to=-LEAST), at("delta", 0, to=NAN)]),
+    "simulated": ("verify_tree_greedy", TREE | DRAWN | {
+        "target_predict": INTS([[1, 2]]), "spec_steps": 2, "accept_policy": "simulate",
+        "simulated_rates": torch.tensor([1.0, 0.0]),
+    }, [at("simulated_rates", 0, to=1.0 + 2.0**-23), at("simulated_rates", 1, to=-LEAST)]),
+    "sampled": (
+        "verify_tree_sampled",
+        TREE | DRAWN | FILTERS | PENALTIES | {"target_logits": torch.zeros(2, 4), "spec_steps": 1},
+        FILTER_STEPS + PENALTY_STEPS,
+    ),
+    "drawn": (
+        "sample_from_logits",
+        FILTERS | PENALTIES | {"logits": torch.zeros(1, 4), "positions": INTS([1]), "seeds": INTS([1])},
+        FILTER_STEPS + PENALTY_STEPS,
+    ),
+    "penalised": ("penalize_logits", TREE | PENALTIES | {"target_logits": torch.zeros(2, 4)}, PENALTY_STEPS),
+    **{
+        f"{name}_renorm": (f"{name}_renorm", {"probs": torch.ones(1, 4), name: torch.zeros(1)}, [at(name, 0, to=NAN)])
+        for name in ("top_p", "min_p")
+    },
+    "children": (
+        "sample_children",
+        {"draft_logits": torch.zeros(1, 4), "positions": INTS([1]), "seeds": INTS([1]), "temperature": torch.zeros(1),
+         "num_children": 1},
+        BELOW_0,
+    ),
+    "pair of a chain": (
+        "verify_chain", DRAWN | PAIR | {"candidates": INTS([[9, 1]]), "draft_logits": torch.zeros(1, 4)}, PAIR_STEPS,
+    ),
+    "pair of a walk up": ("verify_tree_traversal", TREE | DRAWN | PAIR | {"spec_steps": 1}, PAIR_STEPS),
+    "pair": ("verify_tree_rejection", TREE | DRAWN | PAIR | {"spec_steps": 1, "d2t": INTS([0, 0, 0, 0])}, [
+        *PAIR_STEPS, at("d2t", 3, to=1), at("d2t", 0, to=-1),
+    ]),
+    "built": (
+        "build_tree", SCORED | {"top_scores_index": INTS([[0, 5]]), "draft_tokens": INTS([[1, 2]])},
+        [*LENGTH, at("top_scores_index", 0, 1, to=6)],
+    ),
+    "scored": (
+        "build_tree_from_scores", SCORED | {"candidate_scores": torch.zeros(1, 6), "candidate_tokens": INTS([[1] * 6])},
+        LENGTH,
+    ),
+    "parents": ("tree_from_parents", BUILT | {"draft_tokens": INTS([[1, 2]]), "parents": INTS([[0, 0]])}, LENGTH),
+    "mask": ("tree_from_mask", {
+        "tree_mask": INTS([[[1], [3]]]), "seq_lens": INTS([0]), "num_verify_tokens": 2, "tree_mask_mode": "packed",
+    }, LENGTH),
+    "packed": ("pack_tree_mask", {
+        "tree_mask": torch.ones(4, dtype=torch.bool), "seq_lens": INTS([0]), "num_verify_tokens": 2,
+        "tree_mask_mode": "full_mask",
+    }, LENGTH),
+    "unpacked": ("unpack_tree_mask", {
+        "tree_mask": INTS([[[1], [3]]]), "seq_lens": INTS([0]), "seq_lens_sum": 0, "tree_mask_mode": "full_mask",
+    }, LENGTH),
+    "unpacked keys": (
+        "unpack_tree_mask", {"tree_mask": INTS([[[1], [3]]]), "tree_mask_mode": "qlen_only"},
+        [at("tree_mask", 0, 1, 0, to=4)],
+    ),
+}  # fmt: skip
+
+
 @pytest.fixture(params=["reference", "triton"])
 def function(request, monkeypatch, device):
     """`function(name, values)`: a call of an op in debug mode."""
@@ -227,6 +455,52 @@ def test_faults_are_named(case, fault, function):
         function(name, values | {field: wrong})
     expected = f"eagle_kernels.{name}: {field} must {FAULTS[case][fault]}"
     assert str(caught.value).startswith(expected) and str(caught.value).endswith(f"got {number} at {list(where)}")
+
+
+def changed(values: dict, step: tuple) -> dict:
+    """The arguments after a step."""
+    field, where, number = step
+    if where is not None:
+        number, to = values[field].clone(), number
+        number[where] = to
+    return values | {field: number}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_limits_pass_and_one_step_further_fails(case, function):
+    name, values, steps = LIMITS[case]
+    copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    function(name, copies)
+    for step in steps:
+        with pytest.raises(ValueError, match=rf"^eagle_kernels\.{name}: \w+ must "):
+            function(name, changed(values, step))
+
+
+def test_every_rule_has_its_limit(monkeypatch):
+    """Every call of `debug` in the sources, but one rule of plan_attention that takes 2^31 blocks, has failed above."""
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
+    failed = set()
+    fail = check.Arguments.fail
+
+    def noting(args, *rest, **options):
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename == check.__file__:
+            frame = frame.f_back
+        failed.add((Path(frame.f_code.co_filename).name, frame.f_lineno))
+        fail(args, *rest, **options)
+
+    monkeypatch.setattr(check.Arguments, "fail", noting)
+    for name, values, steps in LIMITS.values():
+        for step in steps:
+            with pytest.raises(ValueError):
+                getattr(eagle_kernels.raw, name)(**changed(values, step))
+    rules = set()
+    for file in Path(check.__file__).parents[1].glob("[op]*/**/*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("debug", "debug_numbers"):
+                rules.add((file.name, node.lineno))
+    assert len(rules) > 40
+    assert len(rules - failed) == 1, rules - failed
 
 
 def test_every_op_that_takes_a_pool_or_a_table_is_tried():

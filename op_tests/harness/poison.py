@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+
 import torch
 
 _GUARD_ELEMENTS = 256
@@ -39,3 +42,31 @@ class Guarded:
             if not torch.equal(self._bytes[zone], self._before[zone]):
                 touched = int((self._bytes[zone] != self._before[zone]).sum())
                 raise AssertionError(f"{op}: {touched} bytes of the guard zone {side} {name} were overwritten")
+
+
+@functools.cache
+def poison_memory() -> None:
+    """From now on whatever ops allocate, outputs and scratch, holds extremes of both signs, as a GPU's memory may."""
+    empty = torch.empty
+
+    @functools.wraps(empty)
+    def poisoned(*sizes, **options):
+        tensor = empty(*sizes, **options)
+        if sys._getframe(1).f_globals["__name__"].startswith("eagle_kernels.") and tensor.device.type == "cpu":
+            if torch._C._len_torch_dispatch_stack() == 0:  # else nothing is to be computed
+                for place, number in enumerate(_extremes(tensor.dtype)):
+                    tensor.view(-1)[place::3] = number
+        return tensor
+
+    torch.empty = poisoned
+
+
+@functools.cache
+def _extremes(dtype: torch.dtype) -> tuple:
+    """Three numbers of this kind, the last of which may be taken for a sound one."""
+    if dtype.is_floating_point:
+        return float("inf"), float("nan"), float("-inf")
+    if dtype == torch.bool:
+        return True, False, True
+    limits = torch.iinfo(dtype)
+    return limits.max, limits.min, 0x7F000000 << 32 if dtype == torch.int64 else 1

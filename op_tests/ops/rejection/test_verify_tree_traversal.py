@@ -213,7 +213,6 @@ def test_several_slices(kind, rounds, device, monkeypatch):
     assert output.accept_token_num.sum() > 0
 
 
-@pytest.mark.slow
 @ROUNDS
 def test_requests_that_end_in_different_rounds(rounds, device, monkeypatch):
     """Probabilities on a dyadic grid, few tokens and many siblings: now the first leaf is accepted, now the last."""
@@ -227,7 +226,6 @@ def test_requests_that_end_in_different_rounds(rounds, device, monkeypatch):
     assert accepted.unique().numel() > 2
 
 
-@pytest.mark.cross
 @ROUNDS
 def test_every_node_is_deleted(rounds, device, monkeypatch):
     """Two levels of children that the target does not have: one round for each."""
@@ -240,11 +238,15 @@ def test_every_node_is_deleted(rounds, device, monkeypatch):
     assert output.accept_token_num[0] == 0
 
 
-@pytest.mark.slow
 @ROUNDS
-def test_special_probabilities_in_slices(rounds, device, monkeypatch):
+@pytest.mark.parametrize("kind", ["probs", "logits"])
+def test_special_probabilities_in_slices(kind, rounds, device, monkeypatch):
     cut(monkeypatch, 2, rounds)
-    check_operation(PATH, to_device(make_small([case[:4] for case in SPECIAL]), device), case=f"special {rounds}")
+    values = make_small([case[:4] for case in SPECIAL])
+    if kind == "logits":
+        values |= {f"{which}_logits": values[f"{which}_probs"].log() for which in ("target", "draft")}
+        values |= {"target_probs": None, "draft_probs": None, "temperature": torch.ones(len(SPECIAL))}
+    check_operation(PATH, to_device(values, device), case=f"special {rounds}")
 
 
 @pytest.mark.parametrize("fault", ["dead rows", "sibling cycle", "shared"])
@@ -276,6 +278,7 @@ SPECIAL = [
     ([9, 2, 0], CHAIN, {0: ONE_HOT, 1: ONE_HOT}, {0: FLAT, 1: HALVES}, [1], {2}),  # only the leaf is rejected
     ([9, 0, 2], TWO, {0: [0.0, 0.5, 0.5, 0.0]}, {0: [1.0, 0.0, 0.0, 0.0]}, [], {1, 2}),  # Q is exhausted
     ([9, 0, 1], TWO, {0: [0.0, 0.0, 0.5, 0.5]}, {0: [1.0] * 4}, [], {2, 3}),  # no residual: p
+    ([9, 0], [-1, 0], {0: OTHER_HALVES}, {0: [1.0] * 4}, [], {2, 3}),  # nor of the last child
     ([9, 0, 0], TWO, {0: ONE_HOT}, {0: HALVES}, [], {2}),  # a second sibling of one token
     ([9, 3, 2], TWO, {0: ONE_HOT, 2: ONE_HOT}, {0: [0.5, 0.0, 0.5, 0.0]}, [2], {2}),  # q(child) = 0: passed over
     ([9, 3, 2], TWO, {0: ONE_HOT, 2: ONE_HOT}, {0: [0.5, 0.0, 0.5, NAN]}, [2], {2}),
