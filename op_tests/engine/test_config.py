@@ -102,6 +102,7 @@ def size_of(entry) -> tuple[int, ...]:
         ({"mean_draft_tokens": 12}, [(1, 1, 2), (1, 3, 4), (8, 5, 32, 8), (8, 5, 32, 12)]),
         ({"mean_draft_tokens": 3}, [(1, 1, 2), (8, 5, 32, 3)]),
         ({"method": "ngram"}, [(1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16), (8, 5, 32)]),
+        ({"method": "ngram", "topk": 3, "num_steps": 6}, [(1, 1, 2), (1, 3, 4), (3, 6, 19)]),
         ({"verify_strategy": "rejection"}, [(1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16), (8, 5, 32)]),
         ({"tree_mask_mode": "qlen_only"}, [(1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16), (8, 5, 32)]),
     ],
@@ -175,7 +176,9 @@ def test_trees_are_known_to_be_good_when_a_config_is_made(method):
             )
         except ValueError:
             continue
-        assert config.trees
+        for takes_rows in (True, False):  # none asks more of a draft than one's own does
+            trees = [tree for _, tree in config.trees_for(takes_rows)]
+            assert all(tree.topk <= topk and tree.num_steps <= num_steps for tree in trees) and trees
 
 
 def test_a_config_cannot_change():

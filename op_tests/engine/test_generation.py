@@ -11,7 +11,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.engine.step.runner import StepRunner
-from op_tests.engine.toys import ToyModel, plain_logits, random_llama
+from op_tests.engine.toys import ToyModel, WalkerModules, plain_logits, random_llama
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
 SAMPLING = {
@@ -300,6 +300,34 @@ def test_models_that_do_not_fit_are_named(target):
     engine = EAGLEInference(small, small, EAGLEConfig(topk=4))
     with pytest.raises(ValueError, match="topk must be smaller than the draft vocabulary of 8 tokens, got 9"):
         engine.generate([1], 2, topk=9)
+
+
+@pytest.mark.parametrize("num_modules", [None, 1, 2])
+def test_trees_of_a_table_are_refused_as_one_s_own(num_modules):
+    """By what the draft can make, at each place of a table, of an engine or of a call."""
+    sizes = {"vocab_size": 8, "seed": 1}
+    draft = ToyModel(**sizes) if num_modules is None else WalkerModules(num_modules, walk=6, **sizes)
+    good, target, refused = (1, 1, 2), ToyModel(vocab_size=8), set()
+    engine = EAGLEInference(draft, target, EAGLEConfig.chain(1))
+    for tree in ((7, 2, 9), (8, 2, 9), (9, 2, 9), (2, 2, 4), (1, 2, 3), (1, 3, 4)):
+        tables = ((1, tree), (2, good), (3, None)), ((1, None), (2, tree), (3, good)), ((1, good), (3, good), (9, tree))
+        asked, told = dict(zip(("topk", "num_steps", "num_draft_tokens"), tree)), set()
+        for options in (asked, *({"adaptive": table} for table in tables)):
+            config = EAGLEConfig(**{"topk": 1, "num_steps": 1} | options)
+            told.add(error_of(EAGLEInference, draft, target, config))
+            told.add(error_of(engine.generate, [1], 2, **options))
+        assert len(told) == 1, (tree, told)
+        refused |= {tree} if told != {None} else set()
+    assert len(refused) == (5 if num_modules == 2 else 2), refused
+
+
+def error_of(call, *arguments, **options) -> str | None:
+    """What is wrong with a call; None if nothing is."""
+    try:
+        call(*arguments, **options)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def test_a_plain_step_is_timed_once_and_keeps_nothing(target, stranger, monkeypatch):
