@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections import defaultdict
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.engine.serve.launch import Launch
 from eagle_kernels.engine.step.runner import StepRunner
-from op_tests.engine.toys import ToyModel, WalkerModules, plain_logits, random_llama
+from op_tests.engine.methods import METHODS, MIXED, SIZES
+from op_tests.engine.toys import RowWalker, ToyModel, Walker, WalkerHead, WalkerModules, plain_logits, random_llama
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
 SAMPLING = {
@@ -248,6 +252,90 @@ def test_statistics_add_up(target, stranger):
     for name in ("no_such_number", "to_dict", "__dict__", 0):
         with pytest.raises(KeyError):
             stats[name]
+
+
+SHAPES = {
+    "plain": {"max_spec_batch": 0},
+    "chain": {"topk": 1, "num_steps": 3},
+    "fewer drafts than levels": {"topk": 1, "num_steps": 5, "num_draft_tokens": 3},
+    "tree": {"topk": 3, "num_steps": 3, "num_draft_tokens": 9},
+    "shared rows": {"topk": 3, "num_steps": 3, "num_draft_tokens": 12, "mean_draft_tokens": 4},
+    "few requests": {"topk": 2, "num_steps": 2, "max_spec_batch": 2},
+    "table": {"adaptive": ((1, (2, 3, 8)), (2, (1, 5, 3)), (3, None))},
+    "table of shared rows": {"mean_draft_tokens": 3, "adaptive": ((1, (3, 3, 12)), (2, (1, 1, 2)), (4, (2, 4, 6)))},
+    "automatic": {"topk": 4, "num_steps": 4, "num_draft_tokens": 16, "adaptive": "auto"},
+    "rejection": {"topk": 2, "num_steps": 3, "verify_strategy": "rejection", "temperature": 0.7},
+    "topp": {"topk": 2, "num_steps": 3, "verify_strategy": "topp"},
+    "typical": {"topk": 2, "num_steps": 3, "verify_strategy": "typical", "mean_draft_tokens": 3},
+    "simulated": {"topk": 1, "num_steps": 3, "simulated_accept_rates": (0.9, 0.5, 0.2)},
+    "n-grams": METHODS["ngram tree"],
+    "suffix": METHODS["suffix tree"],
+    "several methods": MIXED,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_statistics_are_what_the_steps_did(shape, device, monkeypatch):
+    """Of each request and of a call, for trees of every shape: by what a watcher saw in each step, others beside it."""
+    monkeypatch.setattr(Launch, "step_ms", 5.0)  # so that an automatic choice tries all trees
+    fields = {"max_batch": 4, "prefill_chunk": 4} | SHAPES[shape]
+    target, kind = RowWalker(**SIZES, device=device), Walker if shape == "several methods" else WalkerHead
+    engine = EAGLEInference(kind(**SIZES, seed=1, device=device), target, EAGLEConfig(**fields))
+    trees = [tree for _, tree in engine.config.trees if tree is not None and engine.config.may_speculate]
+    nodes = {tree.num_verify_tokens: min(tree.num_steps, tree.num_verify_tokens - 1) for tree in trees} | {1: 0}
+    prompts, steps, scheduled = [PROMPTS[1], *PROMPTS, [6, 7]], defaultdict(list), []
+
+    def watch(step):
+        rows, counts = engine.session.scheduler.stepping, step.proposal.num_nodes
+        size = step.proposal.tree.retrieve_index.shape[1]
+        live = (
+            step.batch.is_live.nonzero().flatten().tolist()
+        )  # also those of which the host will learn that they ended
+        assert {row.index for row in rows} <= set(live)
+        counts = [size] * len(step.batch) if counts is None else counts.tolist()
+        verified = sum(counts[row] - 1 for row in live) / len(live)  # of a request in the mean
+        assert shape == "automatic" or verified == min(fields.get("mean_draft_tokens", size), size) - 1
+        for row in rows:
+            tokens = [token for token in step.committed.tokens[row.index].tolist() if token >= 0]
+            steps[row.request].append((nodes[size], verified, tokens))
+        scheduled.append({row.request for row in rows})
+
+    engine.on_tree = watch
+    asked = [SamplingParams(max_new_tokens=count, seed=count) for count in (5, 11, 1, 16, 40)]
+    if shape == "several methods":
+        asked = [dataclasses.replace(each, drafter=name) for each, name in zip(asked, MIXED["method"])]
+    for is_alone, lag in ((True, 1), (False, 0)):
+        other = engine.submit([9], SamplingParams(max_new_tokens=1 if is_alone else 25))
+        engine.session.scheduler.lag = lag
+        engine.step()
+        stream = engine.stream(prompts, asked)
+        for _ in stream:
+            pass
+        stats, own = stream.output().stats, stream.requests
+        for request, params in zip(own, asked):
+            assert len(steps[request]) - len(request.accepted) in range(lag + 1)  # a step too many is of no account
+            steps[request] = steps[request][: len(request.accepted)]
+            levels, drafted, tokens = zip(*steps[request]) if steps[request] else ((), (), ())
+            assert request.accepted == [len(each) - 1 for each in tokens]
+            assert (request.levels, request.drafted) == (sum(levels), sum(drafted))
+            assert request.output_ids[1:] == [*itertools.chain(*tokens)][: params.max_new_tokens - 1]
+        seen = [step for request in own for step in steps[request]]
+        counts = [len(tokens) - 1 for *_, tokens in seen]
+        accepted, levels, drafted = sum(counts), sum(each[0] for each in seen), sum(each[1] for each in seen)
+        ours = [number for number, requests in enumerate(scheduled) if not requests.isdisjoint(own)]
+        # beside others, the first one may come before the last part of a prompt
+        assert stats.steps == len(seen) and ours[-1] - ours[0] + 1 - stats.batch_steps in range(2 - is_alone)
+        assert (stats.accepted, stats.levels, stats.drafted) == (accepted, levels, drafted)
+        deepest = max((tree.num_steps for tree in trees), default=0)
+        assert (stats.num_steps, stats.num_draft_tokens) == (deepest, max(nodes))
+        assert stats.accepted_per_depth == [sum(count > depth for count in counts) for depth in range(deepest)]
+        assert stats.mean_accept_length == 1 + accepted / len(seen)
+        assert stats.acceptance_rate == (accepted / levels if levels else 0)
+        assert stats.draft_efficiency == (accepted / drafted if drafted else 0)
+        assert (stats.num_requests, stats.generated_tokens) == (5, sum(params.max_new_tokens for params in asked))
+        assert stats.prompt_tokens == sum(map(len, prompts)) and stats.seeds == [5, 11, 1, 16, 40]
+        engine.collect()
+        assert other.is_finished and (accepted > 0) == (shape != "plain")
 
 
 def test_fresh_seeds_are_returned_and_repeat_the_text(target, stranger):
