@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
+from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -462,6 +464,39 @@ def test_a_plain_step_that_fails_costs_a_number(target, stranger, monkeypatch, c
         assert tokens[0] == texts[0] and stats.speedup is None
     assert len(tried) == 1
     assert [record.args for record in caplog.records] == [("no plain step here",)]
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+@pytest.mark.parametrize("speculative", [False, True])
+def test_times_of_a_call_are_those_of_its_steps(target, num_requests, speculative, monkeypatch):
+    """Whichever of them compile something. A plain step's time is kept if it is known, by the steps that do not."""
+    now, kept = [0.0], 9.0 if speculative else None
+    engine = EAGLEInference(target, target, EAGLEConfig.chain(1))
+    engine.session.plain_step_ms |= {num_requests: kept} if speculative else {}
+    run = StepRunner.run
+
+    def spend(runner, *arguments):
+        now[0] += next(left) / 1e3
+        return run(runner, *arguments)
+
+    monkeypatch.setattr("eagle_kernels.engine.serve.stream.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(StepRunner, "run", spend)
+    monkeypatch.setattr(StepRunner, "has_run", lambda *_: not next(cold))
+    for flags in itertools.product((True, False), repeat=3):
+        step_ms = [1.0, 2.0, 5.0]
+        left, cold = iter(step_ms), iter(flags)
+        stats = engine.generate([[1, 2]] * num_requests, 7 if speculative else 4, speculative=speculative).stats
+        warm_ms = [spent for spent, is_cold in zip(step_ms, flags) if not is_cold]
+        kept = fmean(warm_ms) if warm_ms and not speculative else kept
+        assert (stats.batch_steps, stats.cold_steps) == (3, sum(flags))
+        assert 1e3 * stats.decode_time_s == pytest.approx(8) and stats.step_ms == pytest.approx(8 / 3)
+        assert 1e3 * stats.cold_time_s == pytest.approx(8 - sum(warm_ms))
+        assert stats.warm_step_ms == pytest.approx(fmean(warm_ms or step_ms))
+        assert stats.tokens_per_second == pytest.approx(num_requests * (6 if speculative else 3) / 8e-3)
+        assert stats.plain_step_ms == engine.session.plain_step_ms.get(num_requests) == (kept and pytest.approx(kept))
+        accepted = 2 if speculative else 1
+        assert stats.speedup == (kept and pytest.approx(accepted * kept / stats.warm_step_ms))
+    assert set(engine.session.plain_step_ms) == {num_requests}
 
 
 def test_arguments_of_another_kind_are_named(target):
