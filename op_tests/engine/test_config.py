@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.config.eagle_config import CONFIG_FIELDS
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
 from op_tests.engine.hostile import refused
-from op_tests.engine.toys import ToyModel
+from op_tests.engine.toys import RowWalker, ToyModel
 
 SIMULATE = {"accept_policy": "simulate"}
 
@@ -102,6 +104,7 @@ def size_of(entry) -> tuple[int, ...]:
         ({"mean_draft_tokens": 12}, [(1, 1, 2), (1, 3, 4), (8, 5, 32, 8), (8, 5, 32, 12)]),
         ({"mean_draft_tokens": 3}, [(1, 1, 2), (8, 5, 32, 3)]),
         ({"method": "ngram"}, [(1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16), (8, 5, 32)]),
+        ({"method": "ngram", "topk": 3, "num_steps": 6}, [(1, 1, 2), (1, 3, 4), (3, 6, 19)]),
         ({"verify_strategy": "rejection"}, [(1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16), (8, 5, 32)]),
         ({"tree_mask_mode": "qlen_only"}, [(1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16), (8, 5, 32)]),
     ],
@@ -175,7 +178,81 @@ def test_trees_are_known_to_be_good_when_a_config_is_made(method):
             )
         except ValueError:
             continue
-        assert config.trees
+        for takes_rows in (True, False):  # none asks more of a draft than one's own does
+            trees = [tree for _, tree in config.trees_for(takes_rows)]
+            assert all(tree.topk <= topk and tree.num_steps <= num_steps for tree in trees) and trees
+
+
+# another value of each field, after those of others that it needs
+OTHERS = {
+    "topk": 3, "num_steps": 2, "num_draft_tokens": 5, "mean_draft_tokens": 4, "method": "ngram", "max_ngram_size": 3,
+    "min_ngram_size": 1, "ngram_prefer": "earliest", "num_model_steps": 2, "suffix_decoding_max_tree_depth": 9,
+    "suffix_decoding_max_cached_requests": 2, "suffix_decoding_max_spec_factor": 0.5,
+    "suffix_decoding_min_token_prob": 0.5, "verify_strategy": "typical", "max_candidate_len": 3, "verify_window": 1,
+    "typical_epsilon": 0.2, "typical_delta": 0.5, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1,
+    "eos_token_ids": (3,), "max_length": 50, "page_size": 4, "tree_mask_mode": "qlen_only", "max_batch": 2,
+    "kv_cache_bytes": 1 << 17, "prefill_chunk": 7, "share_prefixes": False, "max_step_ms": 5.0, "deterministic": True,
+    "cuda_graph": False, "phase_times": False, "max_spec_batch": 1, "adaptive": ((9, (1, 2, 3)),),
+    "accept_policy": "reject_all", "simulated_accept_length": 2.0, "simulated_accept_lengths": (((1, 2, 3), 2.0),),
+    "simulated_accept_rates": (0.9, 0.5, 0.1),
+}  # fmt: skip
+NEEDED = {
+    "num_model_steps": {"method": "hybrid", "topk": 1, "num_model_steps": 1},
+    "simulated_accept_lengths": {"adaptive": ((9, (1, 2, 3)),)},
+    **{name: {"method": "suffix"} for name in OTHERS if name.startswith("suffix")},
+    **{name: {"method": "ngram"} for name in OTHERS if "ngram" in name},
+    **{name: {"verify_strategy": "typical"} for name in OTHERS if name.startswith("typical")},
+    **{name: {"verify_strategy": "topp"} for name in ("max_candidate_len", "verify_window")},
+}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    target = RowWalker()
+    return EAGLEInference(target, target, EAGLEConfig(topk=2, num_steps=3, max_batch=4, method="draft_model"))
+
+
+def in_use(engine, name, fields):
+    """The value of a field by which a call with these fields has just run."""
+    stream = engine.stream([1, 2], 3, **fields)
+    assert [*stream]
+    scheduler, (request,) = engine.session.scheduler, stream.requests
+    state, runners = scheduler.state, scheduler.plan.runners
+    if name in engine.config.sampling:
+        return getattr(request.params, name)
+    if name == "max_length":  # refuses what is longer
+        with contextlib.suppress(ValueError):
+            engine.stream([1] * 40, 20, **fields).close()
+            return None
+        return OTHERS[name]
+    if name == "kv_cache_bytes":
+        pools = [pool for pool in (state.target_pool, state.draft_pool) if pool is not None]
+        num_bytes = sum(pool.k_cache.nbytes + pool.v_cache.nbytes for pool in pools)
+        return OTHERS[name] if num_bytes <= OTHERS[name] else None
+    places = {
+        "eos_token_ids": lambda: tuple(request.end_token_ids) or None,
+        "page_size": lambda: state.target_pool.page_size,
+        "max_batch": lambda: state.num_rows,
+        "prefill_chunk": lambda: scheduler._prefill_chunk,
+        "share_prefixes": lambda: scheduler.reading.shares_prefixes,
+        "max_step_ms": lambda: scheduler.reading.pace._max_step_ms,
+    }
+    if name in places:
+        return places[name]()
+    # trees of a choice have a part of it each
+    is_whole = name in ("adaptive", "max_spec_batch", "num_draft_tokens", "simulated_accept_lengths")
+    (value,) = {getattr(runner.stepper.config, name) for runner in runners[: 1 if is_whole else None]}
+    return value
+
+
+@pytest.mark.parametrize("name", CONFIG_FIELDS)
+def test_a_call_has_its_own_values_and_the_next_one_those_of_the_engine(engine, name, monkeypatch):
+    """The steps that run know each field as it was given for them."""
+    monkeypatch.setattr("eagle_kernels.engine.serve.session.check_deterministic", lambda *_: None)  # a CPU refuses it
+    own, needed = getattr(engine.config, name), NEEDED.get(name, {})
+    calls = ({}, needed, needed | {name: OTHERS[name]}, needed, {})
+    assert [in_use(engine, name, fields) for fields in calls] == [fields.get(name, own) for fields in calls]
+    assert own != OTHERS[name]
 
 
 def test_a_config_cannot_change():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections import defaultdict
+from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +14,10 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.engine.serve.launch import Launch
 from eagle_kernels.engine.step.runner import StepRunner
-from op_tests.engine.toys import ToyModel, plain_logits, random_llama
+from op_tests.engine.methods import METHODS, MIXED, SIZES
+from op_tests.engine.toys import RowWalker, ToyModel, Walker, WalkerHead, WalkerModules, plain_logits, random_llama
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
 SAMPLING = {
@@ -250,6 +256,90 @@ def test_statistics_add_up(target, stranger):
             stats[name]
 
 
+SHAPES = {
+    "plain": {"max_spec_batch": 0},
+    "chain": {"topk": 1, "num_steps": 3},
+    "fewer drafts than levels": {"topk": 1, "num_steps": 5, "num_draft_tokens": 3},
+    "tree": {"topk": 3, "num_steps": 3, "num_draft_tokens": 9},
+    "shared rows": {"topk": 3, "num_steps": 3, "num_draft_tokens": 12, "mean_draft_tokens": 4},
+    "few requests": {"topk": 2, "num_steps": 2, "max_spec_batch": 2},
+    "table": {"adaptive": ((1, (2, 3, 8)), (2, (1, 5, 3)), (3, None))},
+    "table of shared rows": {"mean_draft_tokens": 3, "adaptive": ((1, (3, 3, 12)), (2, (1, 1, 2)), (4, (2, 4, 6)))},
+    "automatic": {"topk": 4, "num_steps": 4, "num_draft_tokens": 16, "adaptive": "auto"},
+    "rejection": {"topk": 2, "num_steps": 3, "verify_strategy": "rejection", "temperature": 0.7},
+    "topp": {"topk": 2, "num_steps": 3, "verify_strategy": "topp"},
+    "typical": {"topk": 2, "num_steps": 3, "verify_strategy": "typical", "mean_draft_tokens": 3},
+    "simulated": {"topk": 1, "num_steps": 3, "simulated_accept_rates": (0.9, 0.5, 0.2)},
+    "n-grams": METHODS["ngram tree"],
+    "suffix": METHODS["suffix tree"],
+    "several methods": MIXED,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_statistics_are_what_the_steps_did(shape, device, monkeypatch):
+    """Of each request and of a call, for trees of every shape: by what a watcher saw in each step, others beside it."""
+    monkeypatch.setattr(Launch, "step_ms", 5.0)  # so that an automatic choice tries all trees
+    fields = {"max_batch": 4, "prefill_chunk": 4} | SHAPES[shape]
+    target, kind = RowWalker(**SIZES, device=device), Walker if shape == "several methods" else WalkerHead
+    engine = EAGLEInference(kind(**SIZES, seed=1, device=device), target, EAGLEConfig(**fields))
+    trees = [tree for _, tree in engine.config.trees if tree is not None and engine.config.may_speculate]
+    nodes = {tree.num_verify_tokens: min(tree.num_steps, tree.num_verify_tokens - 1) for tree in trees} | {1: 0}
+    prompts, steps, scheduled = [PROMPTS[1], *PROMPTS, [6, 7]], defaultdict(list), []
+
+    def watch(step):
+        rows, counts = engine.session.scheduler.stepping, step.proposal.num_nodes
+        size = step.proposal.tree.retrieve_index.shape[1]
+        live = (
+            step.batch.is_live.nonzero().flatten().tolist()
+        )  # also those of which the host will learn that they ended
+        assert {row.index for row in rows} <= set(live)
+        counts = [size] * len(step.batch) if counts is None else counts.tolist()
+        verified = sum(counts[row] - 1 for row in live) / len(live)  # of a request in the mean
+        assert shape == "automatic" or verified == min(fields.get("mean_draft_tokens", size), size) - 1
+        for row in rows:
+            tokens = [token for token in step.committed.tokens[row.index].tolist() if token >= 0]
+            steps[row.request].append((nodes[size], verified, tokens))
+        scheduled.append({row.request for row in rows})
+
+    engine.on_tree = watch
+    asked = [SamplingParams(max_new_tokens=count, seed=count) for count in (5, 11, 1, 16, 40)]
+    if shape == "several methods":
+        asked = [dataclasses.replace(each, drafter=name) for each, name in zip(asked, MIXED["method"])]
+    for is_alone, lag in ((True, 1), (False, 0)):
+        other = engine.submit([9], SamplingParams(max_new_tokens=1 if is_alone else 25))
+        engine.session.scheduler.lag = lag
+        engine.step()
+        stream = engine.stream(prompts, asked)
+        for _ in stream:
+            pass
+        stats, own = stream.output().stats, stream.requests
+        for request, params in zip(own, asked):
+            assert len(steps[request]) - len(request.accepted) in range(lag + 1)  # a step too many is of no account
+            steps[request] = steps[request][: len(request.accepted)]
+            levels, drafted, tokens = zip(*steps[request]) if steps[request] else ((), (), ())
+            assert request.accepted == [len(each) - 1 for each in tokens]
+            assert (request.levels, request.drafted) == (sum(levels), sum(drafted))
+            assert request.output_ids[1:] == [*itertools.chain(*tokens)][: params.max_new_tokens - 1]
+        seen = [step for request in own for step in steps[request]]
+        counts = [len(tokens) - 1 for *_, tokens in seen]
+        accepted, levels, drafted = sum(counts), sum(each[0] for each in seen), sum(each[1] for each in seen)
+        ours = [number for number, requests in enumerate(scheduled) if not requests.isdisjoint(own)]
+        # beside others, the first one may come before the last part of a prompt
+        assert stats.steps == len(seen) and ours[-1] - ours[0] + 1 - stats.batch_steps in range(2 - is_alone)
+        assert (stats.accepted, stats.levels, stats.drafted) == (accepted, levels, drafted)
+        deepest = max((tree.num_steps for tree in trees), default=0)
+        assert (stats.num_steps, stats.num_draft_tokens) == (deepest, max(nodes))
+        assert stats.accepted_per_depth == [sum(count > depth for count in counts) for depth in range(deepest)]
+        assert stats.mean_accept_length == 1 + accepted / len(seen)
+        assert stats.acceptance_rate == (accepted / levels if levels else 0)
+        assert stats.draft_efficiency == (accepted / drafted if drafted else 0)
+        assert (stats.num_requests, stats.generated_tokens) == (5, sum(params.max_new_tokens for params in asked))
+        assert stats.prompt_tokens == sum(map(len, prompts)) and stats.seeds == [5, 11, 1, 16, 40]
+        engine.collect()
+        assert other.is_finished and (accepted > 0) == (shape != "plain")
+
+
 def test_fresh_seeds_are_returned_and_repeat_the_text(target, stranger):
     engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2, temperature=1.0))
     text, stats = engine.generate(PROMPTS, 10)
@@ -302,6 +392,34 @@ def test_models_that_do_not_fit_are_named(target):
         engine.generate([1], 2, topk=9)
 
 
+@pytest.mark.parametrize("num_modules", [None, 1, 2])
+def test_trees_of_a_table_are_refused_as_one_s_own(num_modules):
+    """By what the draft can make, at each place of a table, of an engine or of a call."""
+    sizes = {"vocab_size": 8, "seed": 1}
+    draft = ToyModel(**sizes) if num_modules is None else WalkerModules(num_modules, walk=6, **sizes)
+    good, target, refused = (1, 1, 2), ToyModel(vocab_size=8), set()
+    engine = EAGLEInference(draft, target, EAGLEConfig.chain(1))
+    for tree in ((7, 2, 9), (8, 2, 9), (9, 2, 9), (2, 2, 4), (1, 2, 3), (1, 3, 4)):
+        tables = ((1, tree), (2, good), (3, None)), ((1, None), (2, tree), (3, good)), ((1, good), (3, good), (9, tree))
+        asked, told = dict(zip(("topk", "num_steps", "num_draft_tokens"), tree)), set()
+        for options in (asked, *({"adaptive": table} for table in tables)):
+            config = EAGLEConfig(**{"topk": 1, "num_steps": 1} | options)
+            told.add(error_of(EAGLEInference, draft, target, config))
+            told.add(error_of(engine.generate, [1], 2, **options))
+        assert len(told) == 1, (tree, told)
+        refused |= {tree} if told != {None} else set()
+    assert len(refused) == (5 if num_modules == 2 else 2), refused
+
+
+def error_of(call, *arguments, **options) -> str | None:
+    """What is wrong with a call; None if nothing is."""
+    try:
+        call(*arguments, **options)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def test_a_plain_step_is_timed_once_and_keeps_nothing(target, stranger, monkeypatch):
     """At the end of the first call of as many requests with drafts, if no others run; no key or row changes."""
     engine, timed, changed = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2)), [], []
@@ -346,6 +464,39 @@ def test_a_plain_step_that_fails_costs_a_number(target, stranger, monkeypatch, c
         assert tokens[0] == texts[0] and stats.speedup is None
     assert len(tried) == 1
     assert [record.args for record in caplog.records] == [("no plain step here",)]
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+@pytest.mark.parametrize("speculative", [False, True])
+def test_times_of_a_call_are_those_of_its_steps(target, num_requests, speculative, monkeypatch):
+    """Whichever of them compile something. A plain step's time is kept if it is known, by the steps that do not."""
+    now, kept = [0.0], 9.0 if speculative else None
+    engine = EAGLEInference(target, target, EAGLEConfig.chain(1))
+    engine.session.plain_step_ms |= {num_requests: kept} if speculative else {}
+    run = StepRunner.run
+
+    def spend(runner, *arguments):
+        now[0] += next(left) / 1e3
+        return run(runner, *arguments)
+
+    monkeypatch.setattr("eagle_kernels.engine.serve.stream.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(StepRunner, "run", spend)
+    monkeypatch.setattr(StepRunner, "has_run", lambda *_: not next(cold))
+    for flags in itertools.product((True, False), repeat=3):
+        step_ms = [1.0, 2.0, 5.0]
+        left, cold = iter(step_ms), iter(flags)
+        stats = engine.generate([[1, 2]] * num_requests, 7 if speculative else 4, speculative=speculative).stats
+        warm_ms = [spent for spent, is_cold in zip(step_ms, flags) if not is_cold]
+        kept = fmean(warm_ms) if warm_ms and not speculative else kept
+        assert (stats.batch_steps, stats.cold_steps) == (3, sum(flags))
+        assert 1e3 * stats.decode_time_s == pytest.approx(8) and stats.step_ms == pytest.approx(8 / 3)
+        assert 1e3 * stats.cold_time_s == pytest.approx(8 - sum(warm_ms))
+        assert stats.warm_step_ms == pytest.approx(fmean(warm_ms or step_ms))
+        assert stats.tokens_per_second == pytest.approx(num_requests * (6 if speculative else 3) / 8e-3)
+        assert stats.plain_step_ms == engine.session.plain_step_ms.get(num_requests) == (kept and pytest.approx(kept))
+        accepted = 2 if speculative else 1
+        assert stats.speedup == (kept and pytest.approx(accepted * kept / stats.warm_step_ms))
+    assert set(engine.session.plain_step_ms) == {num_requests}
 
 
 def test_arguments_of_another_kind_are_named(target):

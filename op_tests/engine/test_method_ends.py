@@ -6,7 +6,9 @@ And what they end in: pools and caches that hold fewer of them than there are.
 from __future__ import annotations
 
 import copy
+import functools
 import random
+from collections import defaultdict
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
 from op_tests.engine.endings import TOKENIZER, endings
 from op_tests.engine.methods import MIXED, engine_of, plain_of
 from op_tests.engine.methods import PROVEN as METHODS
-from op_tests.engine.toys import Walker
+from op_tests.engine.methods import SIZES as SMALL
+from op_tests.engine.toys import RowWalker, ToyModel, Walker, WalkerHead, WalkerModules
 
 # a walk that says no token twice, for longer than a block of any method
 SIZES = {"vocab_size": 60, "walk": 28}
@@ -125,6 +128,59 @@ def test_end_tokens_of_the_configuration(name, device):
         text, stats = engine.generate(PROMPT, 20, eos_token_ids=(TEXT[last],))
         assert text == TEXT[: last + 1] and stats.finish_reasons == ["eos"]
         assert engine.generate(JUMPERS[0], 12).output_ids == want
+
+
+# those that a table of positions or of tokens would not hold
+AT_THE_END = METHODS | {
+    "several methods": MIXED,
+    "shared rows": {"method": "eagle", "topk": 3, "num_steps": 3, "num_draft_tokens": 9, "mean_draft_tokens": 4},
+    "several modules": {"method": "mtp", "topk": 1, "num_steps": 3},
+    "table": {"method": "eagle", "adaptive": ((2, (1, 5, 6)), (4, (2, 3, 7)))},
+    "rejection": {"method": "eagle", "topk": 2, "num_steps": 3, "verify_strategy": "rejection", "temperature": 1.0},
+}
+
+
+@pytest.mark.parametrize("lag", [1], indirect=True)  # so that steps follow the last one
+@pytest.mark.parametrize("name", AT_THE_END)
+def test_no_model_is_asked_for_what_its_tables_do_not_hold(name, lag, device, monkeypatch):
+    """Requests that end at the last position, after any number of tokens, of a target or a draft that is longer."""
+    asked = defaultdict(set)  # of each model: positions and tokens
+
+    def noting(call):
+        def noted(model, input_ids, *arguments, **options):
+            positions = next(each for each in reversed(arguments) if isinstance(each, torch.Tensor))
+            asked[model] |= {("position", each) for each in positions.unique().tolist()}
+            asked[model] |= {("token", each) for each in input_ids.unique().tolist()}
+            arguments = [each.clamp(0, model.max_length - 1) if each is positions else each for each in arguments]
+            return call(model, input_ids.clamp(0, model.vocab_size - 1), *arguments, **options)
+
+        return functools.wraps(call)(noted)
+
+    monkeypatch.setattr(ToyModel, "forward", noting(ToyModel.forward))
+    monkeypatch.setattr(WalkerModules, "advance", noting(WalkerModules.advance))
+    config = EAGLEConfig(max_batch=4, page_size=4, prefill_chunk=9, **AT_THE_END[name])
+    for target_length, draft_length in ((24, 21), (21, 24)) if config.needs_model else ((24, 24),):
+        kind = Walker if config.methods[0] == "draft_model" or name == "hybrid tree" else WalkerHead
+        kind = functools.partial(WalkerModules, 3) if name == "several modules" else kind
+        draft = kind(**SMALL, max_length=draft_length, seed=1, device=device) if config.needs_model else None
+        target = RowWalker(**SMALL, max_length=target_length, device=device)
+        engine, length = EAGLEInference(draft, target, config), min(target_length, draft_length)
+        for is_mixed in (False, True):  # with plain steps between, of which drafts learn later
+            requests = [
+                engine.submit([token % 20 for token in range(count, length)], SamplingParams(max_new_tokens=count))
+                for count in range(1, 8)
+            ]
+            while engine.has_work:
+                engine.is_speculating = not (is_mixed and engine.is_speculating)
+                engine.step()
+            assert [len(request.output_ids) for request in requests] == [*range(1, 8)]
+        engine.is_speculating = True
+        assert engine.submit([1] * (length - 1), SamplingParams(max_new_tokens=2)).error
+        for model in asked:
+            most = {"position": model.max_length, "token": model.vocab_size}
+            wrong = {(kind, number) for kind, number in asked[model] if not 0 <= number < most[kind]}
+            assert not wrong, (type(model).__name__, wrong)
+        assert ("position", length - 2) in asked[target]
 
 
 @pytest.mark.slow

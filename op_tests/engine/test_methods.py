@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import random
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.suffix import SuffixDrafter, SuffixFeed
-from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
+from eagle_kernels.engine.drafters.suffix_cache import SuffixCache, _limits
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.requests.request import Request
@@ -265,6 +266,33 @@ def test_what_is_left_of_an_offer(num_since, factor, depth, device):
         *range(8 + num_since, 8 + num_since + count)
     ]
     assert all(prob >= 0.5 for prob in probs[:count]) and all(map(math.isnan, probs[count:]))
+
+
+@pytest.mark.parametrize("num_since", [0, 2])
+def test_any_factor_of_any_match_is_rounded_down_alike(num_since, device, monkeypatch):
+    """By host and device: to what exact arithmetic of the factor as it is written says, up to as deep as trees go."""
+    depth, num_nodes = 64, 200
+    drafter = SuffixDrafter(EAGLEConfig(method="suffix", topk=1, num_steps=num_nodes - 1, num_draft_tokens=num_nodes))
+    factors, lengths = [f"{count / 100:.2f}" for count in range(301)], range(depth + 2)
+    matches = torch.tensor(lengths, device=device)
+    nodes = torch.arange(1, num_nodes, device=device).repeat(len(lengths), 1)
+    sent = SimpleNamespace(tokens=nodes, parents=nodes - 1, bases=torch.zeros_like(matches), matches=matches)
+    drafter.feed = SimpleNamespace(offers=sent, most_tokens=3)
+    batch = SimpleNamespace(
+        rows=slice(None), state=SimpleNamespace(history=torch.zeros_like(nodes)), lengths=0 * matches + num_since
+    )
+    found = SimpleNamespace(tokens=nodes, parents=nodes - 1)
+    monkeypatch.setattr("eagle_kernels.engine.drafters.suffix.ops.reroot_drafts", lambda *_, **__: found)
+    monkeypatch.setattr("eagle_kernels.engine.drafters.suffix.tree_of", lambda batch, tokens, parents, config: tokens)
+    for factor in factors:
+        config = EAGLEConfig(method="suffix", topk=1, suffix_decoding_max_spec_factor=float(factor))
+        assert config.suffix_decoding_max_tree_depth == depth
+        drafter._config = config
+        known = [min(length + num_since, depth - 1) for length in lengths]
+        wanted = [min(num_nodes - 1, math.floor(Fraction(factor) * length)) for length in known]
+        assert (drafter.propose(batch).tree >= 0).sum(1).tolist() == wanted, factor
+        drafts, _ = _limits(depth, num_nodes - 1, float(factor), 0.0, 0.1)
+        assert [drafts[length] for length in known] == wanted, factor
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0])

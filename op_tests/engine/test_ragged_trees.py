@@ -16,7 +16,7 @@ from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.step import packed_nodes
 from op_tests.engine.engines import PARAMS, make, prompt_of
 from op_tests.engine.serve.conftest import DEVICE
-from op_tests.engine.toys import ToyModel, random_head, random_llama
+from op_tests.engine.toys import ToyModel, WalkerModules, random_head, random_llama
 
 TREE = {"topk": 3, "num_steps": 3, "num_draft_tokens": 12}
 
@@ -221,9 +221,12 @@ def test_a_target_that_takes_no_rows_is_named():
 
 
 def test_a_choice_does_without_rows_that_a_target_does_not_take():
-    config = EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=12, adaptive="auto", method="draft_model")
-    target = ToyModel()
-    engine = EAGLEInference(ToyModel(seed=1), target, config)
-    assert engine.generate([1, 2, 3], 9)[0] == engine.generate([1, 2, 3], 9, speculative=False)[0]
-    engine.warmup(most_requests=1)
-    assert [runner.stepper.mean_nodes for runner in engine.session.scheduler.plan.runners] == [1, 2, 4, 8, 12]
+    """And without trees wider than one's own: modules draft chains alone."""
+    for draft, config, nodes in (
+        (ToyModel(seed=1), EAGLEConfig.tree(4, 3, 12, adaptive="auto", method="draft_model"), [1, 2, 4, 8, 12]),
+        (WalkerModules(8), EAGLEConfig.chain(8, adaptive="auto"), [1, 2, 4, 9]),
+    ):
+        engine = EAGLEInference(draft, ToyModel(), config)
+        assert engine.generate([1, 2, 3], 9)[0] == engine.generate([1, 2, 3], 9, speculative=False)[0]
+        engine.warmup(most_requests=1)
+        assert [runner.stepper.mean_nodes for runner in engine.session.scheduler.plan.runners] == nodes

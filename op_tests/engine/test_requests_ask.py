@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.step.logprobs import score
 from op_tests.engine.engines import make
-from op_tests.engine.toys import Markov, ToyModel
+from op_tests.engine.toys import LetterTokenizer, Markov, ToyModel
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [4], list(range(30))]
 ENDS = tuple(range(20))
@@ -200,6 +201,28 @@ def test_samples_are_requests_with_the_seeds_that_follow(engine, count):
     assert engine.generate(PROMPTS[1:3], params, n=count).output_ids == output.output_ids
     params = [dataclasses.replace(each, seed=None) for each in params]
     assert engine.generate(PROMPTS[1:3], params, n=count, seeds=first).output_ids == output.output_ids
+
+
+@pytest.mark.parametrize("method", ["generate", "stream", "stream_text", "benchmark"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_refused_prompts_have_their_numbers(target, count, place, method):
+    """Whatever is wrong with one, however many samples there are of each; in benchmarks, in whichever batch it is."""
+    engine = EAGLEInference(target, target, EAGLEConfig.chain(1, max_batch=4), tokenizer=LetterTokenizer())
+    options, caller = {"batch_size": count} if method == "benchmark" else {"n": count}, method.removesuffix("_text")
+    for wrong, limits, reason in (
+        ([], {}, "is empty"),
+        ([3, 40], {}, "holds 40"),
+        ([-1, 3], {}, "holds -1"),
+        ([1] * 120, {}, "of 120 tokens"),
+        ([1] * 50, {"max_length": 60}, "of 50 tokens"),
+        ([1] * 60, {"kv_cache_bytes": 1 << 14, "page_size": 1}, ": 60 tokens"),
+    ):
+        prompts = [[1, 2], [3], [4, 5]]
+        prompts[place] = wrong
+        with pytest.raises(ValueError, match=rf"^{caller}: .*prompt {place} ?{reason}") as caught:
+            getattr(engine, method)(prompts, 20, **options, **limits)
+        assert re.findall(r"prompt (\d+)", str(caught.value)) == [str(place)]
 
 
 @pytest.mark.cross

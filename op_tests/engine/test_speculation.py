@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import random
 import statistics
@@ -15,6 +16,7 @@ from eagle_kernels import EAGLEConfig, SamplingParams
 from eagle_kernels.engine.batch import state as batch_state
 from eagle_kernels.engine.drafters import model_reader
 from eagle_kernels.engine.serve import scheduler
+from eagle_kernels.engine.serve.launch import Launch
 from eagle_kernels.engine.serve.reading import JOINT_TOKENS
 from eagle_kernels.engine.serve.threads import running
 from eagle_kernels.engine.step.choice import COLD_AFTER, PROBE_AFTER, PROBE_STEPS, ByBatchSize, Choice, Fastest
@@ -22,7 +24,7 @@ from eagle_kernels.engine.step.phases import TIMED_STEPS
 from eagle_kernels.engine.step.plan import warn_of_eager_steps
 from eagle_kernels.engine.step.runner import bucket_of
 from op_tests.engine.engines import make, prompt_of
-from op_tests.engine.toys import random_llama
+from op_tests.engine.toys import RowWalker, random_llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -535,6 +537,93 @@ def test_a_warm_choice_tries_all_at_once():
 def test_a_first_tree_that_does_not_fit():
     choice = Fastest((1, 2, 4, 6), None, (1, 2, 4, 64))
     assert choice.choose(3) == 3 and choice.give_up(3, 3) and choice.choose(3) == 2 and choice.choose(2) == 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_chosen_that_was_given_up(seed, monkeypatch):
+    """In the midst of whatever is tried, and in larger batches; smaller ones keep it, and so do other steps."""
+    for name, value in (("PROBE_AFTER", 4), ("PROBE_SHARE", 1.0), ("COLD_AFTER", 2), ("LOSER_AFTER", 6)):
+        monkeypatch.setattr(f"eagle_kernels.engine.step.choice.{name}", value)
+    coin, in_a_probe = random.Random(seed), 0
+    for rows, most in itertools.product((None, (1, 2, 4, 8)), (None, 20)):
+        choice = Fastest((1, 2, 3, 4), most, rows)
+        choices = choice, choice.beside_prompts()
+        least = [dict.fromkeys(range(4), math.inf) for _ in choices]  # the size of the graph that was given up
+        for _ in range(300):
+            which, num_rows = coin.randrange(2), coin.choice((1, 2, 3, 4, 5, 8, 16, 17, 32))
+            chosen = choices[which]
+            number = chosen.choose(num_rows)
+            for each, some_rows in itertools.product(range(4), (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33)):
+                assert chosen.fits(each, some_rows) == (bucket_of(some_rows, 1000) < least[which][each])
+            assert chosen.fits(number, num_rows) and (number == 0 or most is None or num_rows <= most)
+            act = coin.random()
+            if act < 0.02:
+                if act < 0.005:  # a warm-up asks of all sizes
+                    number, num_rows = coin.randrange(4), coin.randrange(1, 33)
+                in_a_probe += chosen._probe is not None and chosen._probe[1] == number > 0
+                assert chosen.give_up(number, num_rows) == (number > 0)
+                if number:
+                    least[which][number] = min(least[which][number], bucket_of(num_rows, 1000))
+            elif act < 0.05:
+                chosen.expect(coin.randrange(4), num_rows, coin.uniform(1, 9))
+            elif act < 0.95:
+                step_ms = coin.choice((None, coin.uniform(1, 9) + number))
+                chosen.note(number, num_rows, step_ms, coin.uniform(1, 1 + number))
+    assert in_a_probe
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_steps_with_and_without_prompts_tell_each_other(seed):
+    """All tokens, as if one choice had seen them all; none of their times, as if each had been alone."""
+    coin, whole, first = random.Random(seed), Fastest((1, 4, 9), None), Fastest((1, 4, 9), None)
+    parts, alone = [first, first.beside_prompts()], [Fastest((1, 4, 9), None) for _ in range(3)]
+    for count in range(60):
+        if count == 20:  # for another size of prompts, made late
+            parts.append(parts[coin.randrange(2)].beside_prompts())
+        note = coin.randrange(3), coin.randrange(1, 20), coin.choice((None, coin.uniform(5, 9))), coin.uniform(1, 4)
+        which = coin.randrange(len(parts))
+        for choice in (whole, parts[which], alone[which]):
+            choice.note(*note)
+    for part, by_itself in zip(parts, alone):
+        assert part._tokens == whole._tokens
+        kept = [(each._step_ms, each._least_ms, each._num_timed, each._num_seen) for each in (part, by_itself)]
+        assert kept[0] == kept[1]
+
+
+# for a limit: the fields that set it, and the nodes of the trees of batches up to it, of one more, and of two more
+WAYS = {
+    "one tree": lambda limit: ({"max_spec_batch": limit}, (8, 1, 1)),
+    "shared rows": lambda limit: ({"max_spec_batch": limit, "mean_draft_tokens": 3}, (8, 1, 1)),
+    "automatic": lambda limit: ({"max_spec_batch": limit, "adaptive": "auto"}, (8, 1, 1)),
+    "end of a table": lambda limit: ({"adaptive": ((limit, (2, 3, 8)),)}, (8, 1, 1)),
+    "within a table": lambda limit: ({"adaptive": ((limit, (2, 3, 8)), (limit + 1, (1, 2, 3)))}, (8, 3, 1)),
+    "plain in a table": lambda limit: (
+        {"adaptive": ((limit, (2, 3, 8)), (limit + 1, None), (9, (1, 1, 2)))},
+        (8, 1, 2),
+    ),
+}
+LIMITS = [(way, limit) for way in WAYS for limit in (0, 2) if limit or "table" not in way]
+
+
+@pytest.mark.parametrize(("way", "limit"), LIMITS)
+def test_limits_on_requests_hold_to_one_request(way, limit, monkeypatch):
+    """One fewer, as many and one more: what steps verify, and what is chosen for those that read prompts as well."""
+    monkeypatch.setattr(Launch, "step_ms", 5.0)
+    fields, nodes = WAYS[way](limit)
+    target, seen = RowWalker(device=DEVICE), []
+    engine = make(target, target, topk=2, num_steps=3, num_draft_tokens=8, max_batch=4, **fields)
+    engine.on_tree = lambda step: seen.append((len(step.batch), step.proposal.tree.retrieve_index.shape[1]))
+    for num_rows in range(max(1, limit - 1), limit + 3):
+        seen.clear()
+        engine.generate([[1, 2]] * num_rows, 45 if way == "automatic" else 9)
+        wanted = nodes[max(0, num_rows - limit)]
+        assert max(size for rows, size in seen if rows == num_rows) == wanted
+        assert all(size <= nodes[max(0, rows - limit)] for rows, size in seen)  # some end sooner than others
+        plan = engine.session.scheduler.plan
+        sizes = [runner.stepper.num_nodes for runner in plan.runners]
+        for choice in map(plan.choice_beside, (0, *JOINT_TOKENS)):
+            *_, chosen = simulate(choice, 40, [5.0] * len(sizes), range(1, 1 + len(sizes)), num_rows)
+            assert max(sizes[number] for number in chosen) == wanted
 
 
 @pytest.mark.gpu

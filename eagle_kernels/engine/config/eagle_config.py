@@ -74,10 +74,10 @@ class EAGLEConfig(DraftingOptions):
             of (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests; None decodes plainly, as does a
             batch beyond the last entry. "auto" measures plain decoding, one draft, a chain of 4 rows in the mean
             (`mean_draft_tokens`) and this tree with 8, 16 and all of its rows, and takes the one with the most tokens a
-            second; smaller trees where mean_draft_tokens must be None, and for targets without `last_rows`. Unless
-            `warmup` has run, a GPU begins with the largest that has at most 256 rows for all requests, and measures
-            another one after every 128 steps or more. A tree that memory does not suffice for is given up, with a
-            warning.
+            second; smaller trees, none wider than this one, where mean_draft_tokens must be None, and for targets
+            without `last_rows`. Unless `warmup` has run, a GPU begins with the largest that has at most 256 rows for
+            all requests, and measures another one after every 128 steps or more. A tree that memory does not suffice
+            for is given up, with a warning.
             None: this tree; but "auto" on a GPU if a model drafts, topk, num_steps, num_draft_tokens, mean_draft_tokens
             and num_model_steps equal their defaults (num_draft_tokens=32 keeps the default tree), verify_strategy is
             "target_match" or "greedy", and accept_policy "normal": text then does not depend on the choice, but for
@@ -256,14 +256,15 @@ class EAGLEConfig(DraftingOptions):
         smaller = [*_CHAINS, *([(*own, mean) for mean in _TREE_MEANS] if shares_rows else _SMALLER_TREES)]
         levels = self.num_model_steps if "hybrid" in self.methods else 0  # the model has a part in each tree
         return [
-            tree for tree in smaller if levels < tree[1] <= self.num_steps and 1 + tree[0] * levels < tree[-1] < most
+            tree
+            for tree in smaller
+            if tree[0] <= self.topk and levels < tree[1] <= self.num_steps and 1 + tree[0] * levels < tree[-1] < most
         ] + [own]
 
     @property
     def most_beams(self) -> int:
-        """The most nodes of a level that have children, whichever tree a step has, and whatever the target takes."""
-        sizes = (*self._tree_sizes(takes_rows=True), *self._tree_sizes(takes_rows=False))
-        return max((topk for topk, *_ in sizes), default=self.topk)
+        """The most nodes of a level that have children, whichever tree a step has."""
+        return max((topk for topk, *_ in self._tree_sizes()), default=self.topk)
 
     @property
     def sampling(self) -> SamplingFields:

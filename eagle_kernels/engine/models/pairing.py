@@ -274,13 +274,13 @@ def check_trees(config: EAGLEConfig, draft: DraftModel | None) -> None:
     """Raises ValueError where the draft model cannot draft one of the configuration's trees."""
     if not config.needs_model:
         return
-    if config.topk >= draft.draft_vocab_size:
-        rule = f"topk must be smaller than the draft vocabulary of {draft.draft_vocab_size} tokens"
-        raise ValueError(f"EAGLEInference: {rule}, got {config.topk}")
     num_modules = getattr(draft, "num_modules", 1)
-    if num_modules == 1:
-        return
     for tree in [config, *(tree for _, tree in config.trees if tree is not None)]:
+        if tree.topk >= draft.draft_vocab_size:
+            rule = f"topk must be smaller than the draft vocabulary of {draft.draft_vocab_size} tokens"
+            raise ValueError(f"EAGLEInference: {rule}, got {tree.topk}")
+        if num_modules == 1:
+            continue
         if tree.topk > 1:
             rule = f"topk must be 1 for a draft of {num_modules} next-token modules, whose drafts are a chain"
             raise ValueError(f"EAGLEInference: {rule}, got {tree.topk}")

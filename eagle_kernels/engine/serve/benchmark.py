@@ -195,7 +195,8 @@ def _measure(
 
     def open_batch(batch: slice, speculative: bool, wanted: Sequence[SamplingParams] = params) -> TokenStream:
         together = [list(prompt) for prompt in prompts[batch]]
-        return open_stream(session, together, wanted[batch], config, speculative, caller="benchmark")
+        options = {"caller": "benchmark", "first": batch.start}
+        return open_stream(session, together, wanted[batch], config, speculative, **options)
 
     with session.alone("benchmark", config):
         for batch in batches:

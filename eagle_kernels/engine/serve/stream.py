@@ -121,9 +121,11 @@ class TokenStream(Stream[TokenEvent], Generic[Ids]):
         is_single: bool,
         caller: str,
         num_samples: int = 1,
+        first: int = 0,
     ):
         self.requests, self.device, self.is_single = requests, session.device, is_single
-        find_scheduler = partial(_find_scheduler, session, requests, config, speculative, caller, num_samples)
+        prompt_of = [first + index // num_samples for index in range(len(requests))]
+        find_scheduler = partial(_find_scheduler, session, requests, config, speculative, caller, prompt_of)
         steppers = [runner.stepper for runner in find_scheduler().plan.runners]
         self._stats = GenerationStats(
             num_requests=len(requests),
@@ -180,14 +182,19 @@ class TokenStream(Stream[TokenEvent], Generic[Ids]):
 
 
 def _find_scheduler(
-    session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool, caller: str, num_samples: int
+    session: Session,
+    requests: list[Request],
+    config: EAGLEConfig,
+    speculative: bool,
+    caller: str,
+    prompt_of: list[int],
 ) -> Scheduler:
     """Returns the scheduler for these requests; raises ValueError if its pools can never hold one of them."""
     scheduler = session.scheduler_for(config, speculative)
-    for request in requests:
+    for request, prompt in zip(requests, prompt_of):
         reason = scheduler.why_never(request)
         if reason:
-            raise ValueError(f"{caller}: prompt {request.id // num_samples}: {reason}")
+            raise ValueError(f"{caller}: prompt {prompt}: {reason}")
     return scheduler
 
 
@@ -292,18 +299,20 @@ def open_stream(
     is_single: bool = False,
     caller: str = "generate",
     num_samples: int = 1,
+    first: int = 0,
 ) -> TokenStream:
     """Returns a stream for some prompts, each with its params; raises ValueError for a prompt that can never run.
 
-    caller, num_samples: what the errors name, and how many of the prompts, one after another, are the same.
+    caller, num_samples, first: what the errors name, how many of the prompts, one after another, are the same, and the
+    number of the first one.
     """
     for index, (prompt, wanted) in enumerate(zip(prompts, params)):
         reason = session.why_unfit(prompt, wanted.max_new_tokens, config, speculative)
         if reason:
-            raise ValueError(f"{caller}: {reason}".replace("the prompt", f"prompt {index // num_samples}"))
+            raise ValueError(f"{caller}: {reason}".replace("the prompt", f"prompt {first + index // num_samples}"))
     requests = [session.make_request(index, *each, config) for index, each in enumerate(zip(prompts, params))]
     with session.changing(caller):
-        return TokenStream(session, requests, config, speculative, is_single, caller, num_samples)
+        return TokenStream(session, requests, config, speculative, is_single, caller, num_samples, first)
 
 
 def open_call(
