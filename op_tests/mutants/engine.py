@@ -1,8 +1,8 @@
-"""Bugs of the engine, which whole texts see, or drafts, or the noise that was drawn."""
+"""Bugs of the engine, which whole texts see, or drafts, or the noise that was drawn; of the runtime and of tools."""
 
 from __future__ import annotations
 
-from .mutant import ENGINE, Mutant
+from .mutant import ENGINE, RUNTIME, Mutant
 
 _DRAFTER = ENGINE + "drafters/sampled_drafter.py"
 _PAGES, _READING = ENGINE + "batch/prefix_cache.py", ENGINE + "serve/reading.py"
@@ -218,5 +218,16 @@ MUTANTS = [
         "a small tree that has lost is never tried again",
         [(_CHOICE, "else self._num_unseen[key] + 1", "else self._num_unseen[key] + (number > 1)")],
         [_CHOSEN + "any_tree_may_become_the_best"],
+    ),
+    Mutant(
+        "one GPU more than there is",
+        [(RUNTIME + "placement.py", "(device.index or 0) < torch", "(device.index or 0) <= torch")],
+        ["op_tests/tools/test_hostile_commands.py::test_gpus_are_numbered_from_0"],
+    ),
+    Mutant(
+        "the first call to end restores how products are rounded",
+        [(RUNTIME + "surroundings.py", "if self.within == 1:\n                for",
+          "if self.within >= 1:\n                for")],
+        ["op_tests/test_hostile_calls.py::test_products_are_whole_while_anyone_is_within"],
     ),
 ]  # fmt: skip

@@ -161,4 +161,9 @@ MUTANTS = [
           "output.gather(1, order.expand_as(output))")],
         _of("transformers", "test_rows"),
     ),
+    Mutant(
+        "AITER's top_p of 0 as none",
+        [(INTEGRATIONS + "aiter_utils.py", "rows(top_p, ", "rows(top_p or None, ")],
+        _of("aiter", "test_every_number_of_sampling_reaches_the_op"),
+    ),
 ]  # fmt: skip
