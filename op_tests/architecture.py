@@ -48,6 +48,8 @@ FACTORIES = {
 }
 # those whose dtype does not depend on the default, for integers and tensors
 OWN_DTYPE = {"arange", "asarray", "as_tensor", "randint", "randperm", "tril_indices", "triu_indices"}
+# as transformers has it
+ZERO_IS_NONE = {(name, "eagle_kernels/engine/models/rotary.py") for name in (".mscale", ".mscale_all_dim")}
 TESTS_OF_BENCH = (
     "op_tests/test_bench.py",
     "op_tests/test_bench_server.py",
@@ -447,6 +449,48 @@ def tensors_name_their_kind(house: House) -> Iterator[str]:
                 yield f"{file.path}:{node.lineno} torch.{name} names no {' and no '.join(sorted(missing - given))}"
 
 
+def numbers_are_no_truths(house: House) -> Iterator[str]:
+    """A number that may be None is compared with None, and never taken as a truth: 0 is a number.
+
+    These are the arguments, variables and fields that are annotated so.
+    """
+    files, annotations = [*house.under("eagle_kernels")], {}
+    classes = (node for file in files for node in file.nodes if isinstance(node, ast.ClassDef))
+    for item in (item for each in classes for item in each.body):
+        if isinstance(item, (ast.AnnAssign, ast.FunctionDef)):
+            name = item.name if isinstance(item, ast.FunctionDef) else _key(item.target)
+            annotations.setdefault(f".{name}", []).append(getattr(item, "annotation", getattr(item, "returns", None)))
+    fields = {name for name, kinds in annotations.items() if all(map(is_optional_number, kinds))}
+    for file in files:
+        for function in (node for node in file.nodes if isinstance(node, ast.FunctionDef)):
+            nodes, known = [*ast.walk(function)], {*fields}
+            for node in nodes:
+                if isinstance(node, (ast.arg, ast.AnnAssign)) and is_optional_number(node.annotation):
+                    known.add(node.arg if isinstance(node, ast.arg) else _key(node.target))
+            for tested in (tested for node in nodes for tested in truths(node)):
+                if _key(tested) in known and (_key(tested), file.path) not in ZERO_IS_NONE:
+                    yield f"{file.path}:{tested.lineno} {ast.unparse(tested)} is None or a number, and 0 is one"
+
+
+def is_optional_number(annotation: ast.AST | None) -> bool:
+    if not isinstance(annotation, ast.BinOp):
+        return False
+    kinds = set(ast.unparse(annotation).split(" | "))
+    return "None" in kinds and bool(kinds & {"int", "float"}) and kinds <= {"int", "float", "None"}
+
+
+def truths(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields what a node takes as truths."""
+    conditions = [node.test] if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)) else []
+    conditions += node.ifs if isinstance(node, ast.comprehension) else []
+    conditions += node.values[:-1] if isinstance(node, ast.BoolOp) else []
+    conditions += [node.operand] if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) else []
+    for each in conditions:  # the parts of a chain are nodes of their own, but for the last one
+        while isinstance(each, ast.BoolOp):
+            each = each.values[-1]
+        yield each
+
+
 LAWS = (
     tensors_name_their_kind,
     no_import_upward,
@@ -459,6 +503,7 @@ LAWS = (
     references_are_backends_only,
     product_knows_no_tests,
     tests_stand_alone,
+    numbers_are_no_truths,
 )
 
 

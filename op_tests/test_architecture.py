@@ -58,6 +58,23 @@ def test_the_house_obeys(law):
 
 # a law, a house that breaks it, and where
 BROKEN = {
+    "numbers": (
+        architecture.numbers_are_no_truths,
+        {
+            "eagle_kernels/a.py": (
+                "class Options:\n"
+                "    limit: int | None = None\n"
+                "    name: str | None = None\n"
+                "def run(options, top_p: float | None, flag: bool | None, top_k: int = 0):\n"
+                "    use(top_p or None, flag or top_p, top_k or None, options.name or 'a')\n"
+                "    if flag and not options.limit: return [each for each in range(9) if top_p]\n"
+                "    count: int | None = None\n"
+                "    while flag and (top_k or count): pass\n"
+                "    return top_p if top_p is not None and options.limit is None else flag and count\n"
+            ),
+        },
+        [f"eagle_kernels/a.py:{line}" for line in (5, 6, 6, 8)],
+    ),
     "tensors": (
         architecture.tensors_name_their_kind,
         {

@@ -9,6 +9,8 @@ import math
 import pickle
 import random
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -166,6 +168,62 @@ def test_the_precision_of_products_is_that_of_the_program_afterwards():
             assert torch.get_float32_matmul_precision() in ("highest", "high")  # newer torch has one for each backend
             raise ValueError
         assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def precisions() -> set[str]:
+    """Returns how torch computes fp32 products now, on the CPU and on GPUs."""
+    of_place = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: torch.get_float32_matmul_precision())
+    return {of_place(place, "matmul") for place in ("mkldnn", "cuda")}
+
+
+WHOLE = {"ieee", "none", "highest"}
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_products_are_whole_while_anyone_is_within(precision):
+    """In whatever order calls come and leave; what the program had is back when the last of them has left."""
+    from eagle_kernels.runtime import surroundings
+
+    coin, within = numpy.random.default_rng(1), []
+    torch.set_float32_matmul_precision(precision)
+    try:
+        before = precisions()
+        for step in range(60):
+            if within and (step > 50 or coin.random() < 0.5):
+                within.pop(coin.integers(len(within))).close()
+            else:
+                within.append(contextlib.ExitStack())
+                within[-1].enter_context(surroundings._whole_products)
+            assert precisions() <= WHOLE if within else precisions() == before
+            assert within or torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_call_that_ends_leaves_another_thread_s_as_it_was():
+    from eagle_kernels.runtime.surroundings import undisturbed
+
+    entered, left = threading.Event(), threading.Event()
+
+    def longer():
+        with undisturbed():
+            entered.set()
+            left.wait(10)
+            return precisions(), torch.is_grad_enabled()
+
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(longer)
+            entered.wait(10)
+            with undisturbed():
+                pass
+            left.set()
+            found, has_gradients = result.result()
+        assert found <= WHOLE and not has_gradients and torch.is_grad_enabled()
+        assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from eagle_kernels.engine.models.tokenizer import FileTokenizer
@@ -68,3 +70,27 @@ def decoders_of_models() -> dict:
         "strips tokens": several([decoders.Strip("▁", 1, 0), fallback]),
         "looks far": several([fuse, decoders.Replace(regex("ab*a"), "-"), decoders.Strip("-", 1, 0)]),
     }
+
+
+def random_decoder(random):
+    """A chain of steps that replace and strip letters, digits and spaces, in tokens and in the joined text."""
+    decoders = pytest.importorskip("tokenizers").decoders
+
+    def word(least: int) -> str:
+        return "".join(random.choice([*"ab1 ▁"], random.integers(least, 4)))
+
+    def step():
+        if random.random() < 0.5:
+            return decoders.Replace(word(1), word(0))
+        return decoders.Strip(random.choice([*"ab1 ▁"]).item(), int(random.integers(1, 4)), 0)
+
+    steps = [step() for _ in range(random.integers(0, 3))] + [decoders.ByteFallback()] * random.integers(0, 2)
+    if random.random() < 0.8:
+        steps += [decoders.Fuse(), *(step() for _ in range(random.integers(0, 3)))]
+    return decoders.Sequence(steps)
+
+
+def beyond(tokenizer, context: list[int], ids: list[int]) -> str:
+    """What the text of a context and ids has more than that of the context alone."""
+    before, whole = tokenizer.decode(context), tokenizer.decode(context + ids)
+    return whole[len(os.path.commonprefix([before, whole])) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -93,6 +94,42 @@ def test_ids_are_those_of_transformers(tmp_path, where):
     assert engine.encode_chat([TALK, USER]) == [engine.encode_chat(TALK), engine.encode_chat(USER)]
     if where == "named":
         assert engine.tokenizer.decode(engine.encode_chat(USER, tools=["x"])) == "['x']"
+
+
+def test_of_files_that_differ_the_one_of_transformers_counts(tmp_path):
+    """Of special tokens and templates that several files of a folder name, or that only one of them does."""
+    transformers = pytest.importorskip("transformers")
+    random, marks = np.random.default_rng(3), ("bos_token", "eos_token", "sep_token", "own_token")
+    source = "|".join(f"{{{{ {name} }}}}" for name in marks) + "{{ messages[0].content }}{{ tools }}"
+
+    def maybe(share: float, values: dict) -> dict:
+        return {name: value for name, value in values.items() if random.random() < share}
+
+    def some_marks() -> dict:
+        values = ["<s>", "<|im_start|>", "<|im_end|>", None]
+        return maybe(0.7, {name: values[random.integers(len(values))] for name in marks})
+
+    def some_extra() -> dict:
+        return maybe(0.3, {"extra_special_tokens": {"own_token": ["<s>", "<|im_end|>"][random.integers(2)]}})
+
+    for number in range(150):
+        folder = tmp_path / str(number)
+        (folder / "additional_chat_templates").mkdir(parents=True)
+        backend().save(str(folder / "tokenizer.json"))
+        named = [{"name": name, "template": f"{name} {source}"} for name in ("default", "tool_use")]
+        config = some_marks() | some_extra() | {"chat_template": [source, named][random.integers(2)]}
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast"} | maybe(0.3, {"added_tokens_decoder": {}})
+        files = {"tokenizer_config.json": json.dumps(config), "config.json": json.dumps({"vocab_size": 300})}
+        files |= maybe(0.7, {"special_tokens_map.json": json.dumps(some_marks() | some_extra())})
+        files |= maybe(0.3, {"chat_template.jinja": "file " + source})
+        files |= maybe(0.2, {"additional_chat_templates/tool_use.jinja": "more " + source})
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        judge, chat = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(folder).chat
+        for tools in (None, [{"name": "é"}]):
+            with contextlib.suppress(ValueError):  # it takes a template only by its name, of which there may be another
+                wanted = judge.apply_chat_template(USER, tools=tools, tokenize=False)
+                assert chat.write(USER, add_generation_prompt=False, tools=tools) == wanted, files
 
 
 def test_bytes_have_templates_too(tmp_path):

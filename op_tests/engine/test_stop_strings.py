@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,15 @@ from eagle_kernels import SamplingParams
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, PythonTokenizer
 from eagle_kernels.engine.requests.request import Request, StopStrings
 from eagle_kernels.engine.serve.text_stream import TextStream
-from op_tests.engine.made_tokenizers import BYTE_LEVEL, BYTES, SPECIAL, WORDS, decoders_of_models, made_tokenizer
+from op_tests.engine.made_tokenizers import (
+    BYTE_LEVEL,
+    BYTES,
+    SPECIAL,
+    WORDS,
+    beyond,
+    decoders_of_models,
+    made_tokenizer,
+)
 
 
 class InPython:
@@ -49,12 +56,6 @@ def tokenizer_and_ids(name: str) -> tuple:
     tokenizer = made_tokenizer(tokens, decoders_of_models()[name])
     specials = [token for token, special in tokenizer.special_tokens.items() if special in SPECIAL]
     return tokenizer, ids + 2 * specials
-
-
-def beyond(tokenizer, context: list[int], ids: list[int]) -> str:
-    """What the text of a context and ids has more than that of the context alone."""
-    before, whole = tokenizer.decode(context), tokenizer.decode(context + ids)
-    return whole[len(os.path.commonprefix([before, whole])) :]
 
 
 class Search:

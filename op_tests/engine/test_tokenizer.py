@@ -19,10 +19,18 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models import loading
 from eagle_kernels.engine.models.protocol import ModelError
-from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
+from eagle_kernels.engine.models.tokenizer import ByteTokenizer, PythonTokenizer, as_tokenizer, load_tokenizer
 from eagle_kernels.engine.requests.request import StopStrings
 from eagle_kernels.tools.cli.generate import print_texts
-from op_tests.engine.made_tokenizers import BYTE_LEVEL, BYTES, WORDS, decoders_of_models, made_tokenizer
+from op_tests.engine.made_tokenizers import (
+    BYTE_LEVEL,
+    BYTES,
+    WORDS,
+    beyond,
+    decoders_of_models,
+    made_tokenizer,
+    random_decoder,
+)
 from op_tests.engine.toys import random_llama
 
 TEXTS = ["", "def f(x):\n    return x\n", "naïve — 日本語 🦅", "a\x00b"]
@@ -224,10 +232,6 @@ def test_pieces_are_decode_of_the_whole(name):
             [first + byte for byte in tail] for tail in (*itertools.chain(*continued), (0x90, 0x80, 0x80), (0x80,) * 3)
         ]
 
-    def beyond(ids: list[int]) -> str:
-        before, whole = tokenizer.decode(context), tokenizer.decode(context + ids)
-        return whole[len(os.path.commonprefix([before, whole])) :]
-
     for seed in range(60):
         random, ids = np.random.default_rng(seed), []
         for kind in random.integers(0, 5, random.integers(1, 7)):
@@ -239,13 +243,26 @@ def test_pieces_are_decode_of_the_whole(name):
             size = int(random.integers(1, 4))
             text += detokenizer.push(ids[place : place + size])
             place += size
-            assert text + detokenizer.finish() == beyond(ids[:place]), (seed, context, ids)
+            assert text + detokenizer.finish() == beyond(tokenizer, context, ids[:place]), (seed, context, ids)
             if name not in ("wav2vec 2", "looks far"):
-                assert text == os.path.commonprefix([beyond([*ids[:place], *tail]) for tail in tails]), (
-                    seed,
-                    context,
-                    ids,
-                )
+                certain = os.path.commonprefix([beyond(tokenizer, context, [*ids[:place], *tail]) for tail in tails])
+                assert text == certain, (seed, context, ids)
+
+
+def test_pieces_of_chains_that_change_letters():
+    """As much of a context is read as any step may still change, be it of letters, digits or spaces."""
+    tokens = ["a", "b", "1", "ab", "ba1", "a c", " ", "▁", "▁a", "c", "2b", "<0xC3>", "<0xA9>", "<0x62>"]
+    for seed in range(1000):
+        random = np.random.default_rng(seed)
+        tokenizer = made_tokenizer(tokens, random_decoder(random))
+        pool = [*range(14)] * 3 + [*range(tokenizer.num_ids)]
+        for _ in range(4):
+            context, ids = (random.choice(pool, size).tolist() for size in random.integers(0, 7, 2))
+            detokenizer, text = tokenizer.detokenizer(context), ""
+            for place in range(len(ids)):
+                text += detokenizer.push(ids[place : place + 1])
+                told = tokenizer._tokenizer.decoder.__getstate__(), context, ids
+                assert text + detokenizer.finish() == beyond(tokenizer, context, ids[: place + 1]), told
 
 
 def test_the_end_of_the_whole_is_stripped():
@@ -386,6 +403,37 @@ def test_text_says_why_there_is_no_tokenizer(tmp_path):
         engine.tokenizer.encode("a")
     with pytest.raises(ValueError, match=f"stop strings need the tokenizer of the target: {path} cannot be read: "):
         engine.submit([1], SamplingParams(stop=("a",)))
+
+
+class InPython:
+    """What a tokenizer of transformers that is written in Python has."""
+
+    all_special_tokens, all_special_ids, eos_token_id, special_tokens_map = (), (), None, {}
+    __len__, encode, decode = (lambda self: 257), None, lambda self, ids, **_: "a" * len(ids)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file", "Python"])
+def test_a_tokenizer_has_the_ids_of_every_model_that_it_was_given_to(kind):
+    """And its own, in whatever order the models come."""
+    made = {
+        "bytes": ByteTokenizer,
+        "file": lambda: made_tokenizer([*WORDS, *BYTES][:248], None),  # 252 with the special tokens and 5 of a model
+        "Python": lambda: PythonTokenizer(InPython()),
+    }
+
+    def count(read) -> int:
+        """How many ids are read, of those up to 310."""
+        with pytest.raises(ValueError, match="token_ids must lie in") as error:
+            [read([token]) for token in range(310)]
+        return int(str(error.value).rpartition(" ")[2])
+
+    for sizes in itertools.permutations((200, 257, 260, 300)):
+        tokenizer, most = made[kind](), 257
+        for size in (0, *sizes):
+            assert as_tokenizer(tokenizer, size, "x") is tokenizer
+            most = max(most, size)
+            assert count(tokenizer.decode) == most
+            assert kind == "bytes" or count(tokenizer.detokenizer().push) == most  # others of bytes have no text
 
 
 def test_a_tokenizer_goes_to_other_processes(byte_level_folder):

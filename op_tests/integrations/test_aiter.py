@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import eagle_kernels
 import eagle_kernels.integrations.aiter as aiter
+from eagle_kernels.integrations import aiter_utils
 from eagle_kernels.integrations.aiter import EAGLEConfig, EAGLEInference, TreeMaskMode
 from op_tests.engine.toys import ToyModel
 from op_tests.harness.statistics import assert_follows_law
@@ -251,6 +253,22 @@ def test_sampling_follows_the_filtered_law(device):
     first = aiter.sample_from_logits(logits)
     torch.manual_seed(1)
     assert torch.equal(first, aiter.sample_from_logits(logits))
+
+
+def test_every_number_of_sampling_reaches_the_op(monkeypatch, device):
+    """0 is a number: of top_p it is the narrowest, of temperature greedy. What is None is not given at all."""
+    order = [*inspect.signature(eagle_kernels.sample_from_logits).parameters]
+    given, logits = {}, torch.tensor([[0.0, 3.0, 2.9, 1.0]] * 64, device=device)
+    monkeypatch.setattr(aiter_utils, "_sample_from_logits", lambda *args: given.update(zip(order, args)))
+    for temperature, top_p, top_k in itertools.product((0.0, 0.5), (None, 0.0, 0.5, 1.0), (None, 0, -1, 3)):
+        aiter.sample_from_logits(logits, temperature, top_p, top_k)
+        asked = {"positions": 0, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        found = {name: None if given[name] is None else {*given[name].tolist()} for name in asked}
+        assert found == {name: None if value is None else {value} for name, value in asked.items()}
+        assert given["logits"] is logits and len(set(given["seeds"].tolist())) == len(logits)
+    monkeypatch.undo()
+    assert {*aiter.sample_from_logits(logits, top_p=0.0).tolist()} == {1}
+    assert {*aiter.sample_from_logits(logits, top_k=0).tolist()} > {1}
 
 
 @pytest.mark.parametrize(("dim", "shape"), [(0, (8, 5)), (1, (6, 8)), (-1, (6, 8)), (-2, (8, 5))])

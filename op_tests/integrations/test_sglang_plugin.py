@@ -334,6 +334,18 @@ def test_it_does_not_refuse(framework, changes):
     assert guards.refusals(arguments(**changes)) == []
 
 
+def test_sizes_are_refused_from_where_our_ops_refuse_them_on(framework):
+    """Beams, keys of all levels and candidates of all levels, each up to its limit."""
+    for topk in (1, 2, 3, 4, 8, 15, 16, 17):
+        edges = [512 // topk, 1 + (4096 - topk) // topk**2]
+        for steps in {1, 2, *(edge + step for edge in edges for step in (-1, 0, 1))}:
+            fits = topk <= 16 and topk * steps <= 512 and topk + (steps - 1) * topk**2 <= 4096
+            given = arguments(speculative_eagle_topk=topk, speculative_num_steps=steps)
+            assert (guards.refusals(given) == []) == fits, (topk, steps)
+    for nodes in (1, 2, 255, 256, 257):
+        assert (guards.refusals(arguments(speculative_num_draft_tokens=nodes)) == []) == (nodes <= 256)
+
+
 def test_the_interpreter_needs_no_gpu(framework, monkeypatch):
     monkeypatch.setattr(guards, "is_interpreting", lambda: True)
     assert guards.refusals(arguments(device="cpu")) == []

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle_kernels.integrations.sglang import cache_locs, drafting, layers, trees, verification
+from eagle_kernels.integrations.sglang import cache_locs, drafting, layers, parts, trees, verification
 from op_tests.harness.trees import random_drafts
 from op_tests.integrations import sglang_stub as stub
 from op_tests.integrations.oracles import oracle_build, oracle_sample, oracle_verify
@@ -110,16 +110,60 @@ def test_drafts_are_those_of_sglang(has_map, sglang, device):
 
 
 @pytest.mark.parametrize(
-    ("change", "value"),
-    [("topk", 1), ("index_share_for_mtp_iteration", True), ("speculative_num_steps", 1)],
+    "change", ["chains", "one level", "shares an index", "idle", "rejection", "several positions", "a canary"]
 )
-def test_what_we_do_not_draft_is_sglangs(change, value, sglang, device):
-    worker = make_worker(device, torch.randn(VOCAB, VOCAB, device=device))
-    setattr(worker, change, value)
-    assert drafting.draft_forward(lambda *given: given, worker, batch := make_draft_batch(device, VOCAB)) == (
-        worker,
-        batch,
-    )
+def test_what_we_do_not_draft_is_sglangs(change, sglang, monkeypatch, device):
+    worker, batch = make_worker(device, torch.randn(VOCAB, VOCAB, device=device)), make_draft_batch(device, VOCAB)
+    owner, name, value = {
+        "chains": (worker, "topk", 1),
+        "one level": (worker, "speculative_num_steps", 1),
+        "shares an index": (worker, "index_share_for_mtp_iteration", True),
+        "idle": (batch, "forward_mode", stub.Mode.IDLE),
+        "rejection": (stub.SPEC, "speculative_use_rejection_sampling", True),
+        "several positions": (worker.draft_runner.model_config, "model_is_mrope", True),
+        "a canary": (worker.draft_runner, "canary_manager", "one"),
+    }[change]
+    (monkeypatch.setitem if owner is stub.SPEC else monkeypatch.setattr)(owner, name, value)
+    assert drafting.draft_forward(lambda *given: given, worker, batch) == (worker, batch)
+
+
+def is_taken(function, *arguments, **options) -> bool:
+    """Tells whether an op takes such sizes."""
+    try:
+        return bool(function(*arguments, **options))
+    except ValueError as error:
+        assert "must" in str(error)
+        return False
+
+
+def test_we_draft_exactly_the_trees_that_our_ops_take(sglang, monkeypatch, device):
+    """Of branching trees: by the candidates of all levels, which are ranked together, and those of a beam."""
+
+    class Ours(Exception):
+        """What drafting by our ops raises here at once."""
+
+    def begin(worker):
+        raise Ours
+
+    monkeypatch.setattr(drafting, "_constants", begin)
+    found, wanted = {}, {}
+    for topk in range(2, 20):
+        logits = torch.zeros(1, 32, device=device)
+        fits_beam = is_taken(drafting.select_top_k_tokens, logits, topk=topk, level=0)
+        most = 1 + (4096 - topk) // topk**2
+        for num_steps in {2, 3, most // topk, most - 1, most, most + 1, most + 2, topk * most} - {0, 1}:
+            scores = torch.zeros(1, topk + (num_steps - 1) * topk**2, device=device)
+            is_ranked = is_taken(drafting.organize_draft_results, scores, scores.long(), num_verify_tokens=2)
+            worker, batch = make_worker(device, logits), make_draft_batch(device, VOCAB)
+            worker.topk, worker.speculative_num_steps = topk, num_steps
+            batch.out_cache_loc = torch.arange(BATCH * topk * num_steps, device=device)
+            sizes = topk, num_steps
+            wanted[sizes] = fits_beam and is_ranked
+            try:
+                found[sizes] = drafting.draft_forward(lambda *_: False, worker, batch)
+            except Ours:
+                found[sizes] = True
+    assert found == wanted and {*wanted.values()} == {True, False}
 
 
 def make_verify_batch(device, **sampling):
@@ -236,22 +280,66 @@ def test_each_threshold_has_its_place(sglang, monkeypatch, device):
     assert (given["threshold_single"], given["threshold_acc"]) == (0.3, 0.7)
 
 
+class Requests:
+    """Stands for what match keeps of requests: seeds, penalties that change nothing, and what was counted."""
+
+    def __init__(self):
+        self.counted = []
+
+    def seeds(self, rows):
+        return 7 + rows
+
+    def penalize(self, tree, logits, rows):
+        return logits
+
+    def count(self, rows, tokens, is_output):
+        self.counted.append((tokens * is_output).tolist())
+
+
+@pytest.mark.parametrize("is_amd", [False, True])
+@pytest.mark.parametrize("greedy", [0, 1, BATCH])
+@pytest.mark.parametrize("rule", ["coins", "match"])
 @pytest.mark.parametrize("has_attention_ranks", [False, True])
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_ranks_get_the_first_ones_draws_in_one_message(is_sampled, has_attention_ranks, sglang, monkeypatch, device):
-    verify_input, batch, logits = make_verify_batch(device, is_all_greedy=not is_sampled)
-    verify = lambda: verification.eagle_sample(  # noqa: E731
-        None, verify_input, batch, SimpleNamespace(next_token_logits=logits.clone())
-    )
-    drawn, sent = verify(), []
-    group = SimpleNamespace(world_size=2, broadcast=lambda tensor, src: sent.append((tensor.add_(1), src)))
-    parallel = SimpleNamespace(**{"attn_tp_group" if has_attention_ranks else "tp_group": group})
-    sglang["sglang.srt.layers.dp_attention"].is_dp_attention_enabled = lambda: has_attention_ranks
-    monkeypatch.setattr(sys.modules["sglang.srt.runtime_context"], "get_parallel", lambda: parallel)
-    got = verify()
-    assert [src for _, src in sent] == ([0] if is_sampled or torch.version.hip else [])
-    for ours, alone in zip(got, drawn):
-        assert torch.equal(ours, alone + 1 if sent else alone)
+def test_ranks_take_the_first_one_s_verdict(has_attention_ranks, rule, greedy, is_amd, sglang, monkeypatch, device):
+    """In one message, whatever logits their own are; where all is greedy, each takes its own, but for AMD GPUs."""
+    monkeypatch.setattr(parts, "_on", {"verify", "match"} if rule == "match" else {"verify"})
+    monkeypatch.setattr(torch.version, "hip", "7.0" if is_amd else None, raising=False)
+    top_ks = torch.tensor([1] * greedy + [50] * (BATCH - greedy), dtype=torch.int32, device=device)
+    verify_input, batch, logits = make_verify_batch(
+        device, is_all_greedy=greedy == BATCH, is_any_greedy=greedy > 0, top_ks=top_ks, need_top_k_sampling=True,
+        need_min_p_sampling=False, penalizer_orchestrator=None, eagle_kernels_is_penalised=True,
+    )  # fmt: skip
+    batch.req_pool_indices = torch.arange(BATCH, device=device)
+    verify_input.positions = batch.req_pool_indices.repeat_interleave(NODES)
+    sent, messages = [], []
+
+    def verify(logits, group):
+        """Returns the verdict, and what is counted of it."""
+        parallel = SimpleNamespace(**{"attn_tp_group" if has_attention_ranks else "tp_group": group})
+        sglang["sglang.srt.layers.dp_attention"].is_dp_attention_enabled = lambda: has_attention_ranks
+        monkeypatch.setattr(sys.modules["sglang.srt.runtime_context"], "get_parallel", lambda: parallel)
+        monkeypatch.setattr(verification.matching, "REQUESTS", requests := Requests())
+        output = SimpleNamespace(next_token_logits=logits.clone())
+        verdict = verification.eagle_sample(None, verify_input, batch, output)
+        assert [part.dtype for part in verdict] == 3 * [torch.int32]
+        return [part.tolist() for part in verdict], requests.counted
+
+    def send(message, src):
+        sent.append(message.clone())
+        assert src == 0
+
+    def receive(message, src):
+        assert message.dtype == sent[-1].dtype
+        messages.append(message.copy_(sent[-1]))
+
+    alone = SimpleNamespace(world_size=1)
+    first = verify(logits, SimpleNamespace(world_size=2, broadcast=send))
+    second = logits.flip(0)
+    others, own = verify(second, SimpleNamespace(world_size=2, broadcast=receive)), verify(second, alone)
+    assert first == verify(logits, alone) != own
+    agrees = greedy < BATCH or is_amd
+    assert others == (first if agrees else own) and len(sent) == len(messages) == int(agrees)
+    assert len(first[1]) == (rule == "match")
 
 
 def test_a_grammar_mask_comes_before_the_verdict(sglang, device):
@@ -411,7 +499,11 @@ def test_norms(sglang, device):
 
 
 @pytest.mark.parametrize(
-    "case", ["part of a row", "rounds as Hugging Face", "quantises", "adds more", "three axes", "half", "invariant"]
+    "case",
+    [
+        *("part of a row", "rounds as Hugging Face", "quantises", "adds more", "invariant", "three axes", "one axis"),
+        *("half", "double", "no rows", "every second row", "too wide", "half of a residual", "a strided residual"),
+    ],
 )
 def test_other_norms_are_sglangs(case, sglang, device):
     changes = {
@@ -422,11 +514,18 @@ def test_other_norms_are_sglangs(case, sglang, device):
     norm, x, more = make_norm(device, **changes.get(case, {})), torch.randn(4, 64, device=device), None
     if case == "adds more":
         more = x
-    x = x[None] if case == "three axes" else x.half() if case == "half" else x
+    rows = {
+        "three axes": x[None], "one axis": x[0], "half": x.half(), "double": x.double(), "no rows": x[:0],
+        "every second row": x[::2], "too wide": x.new_empty(1, 1 << 17),
+    }  # fmt: skip
+    residual = {"half of a residual": x.half(), "a strided residual": x.T.contiguous().T}.get(case)
+    x = rows.get(case, x)
+    if case == "too wide":
+        norm.weight = torch.nn.Parameter(x[0].clone())
     if case == "invariant":
         sglang["sglang.srt.layers.layernorm"].is_batch_invariant_mode_enabled = lambda: True
-    original = lambda *given: given  # noqa: E731
-    assert layers.forward_norm(original, norm, x, None, more) == (norm, x, None, more)
+    found = layers.forward_norm(lambda *given: given, norm, x, residual, more)
+    assert len(found) == 4 and all(one is other for one, other in zip(found, (norm, x, residual, more)))
 
 
 def test_activation(device):

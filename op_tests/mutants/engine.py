@@ -1,8 +1,8 @@
-"""Bugs of the engine, which whole texts see, or drafts, or the noise that was drawn."""
+"""Bugs of the engine, which whole texts see, or drafts, or the noise that was drawn; of the runtime and of tools."""
 
 from __future__ import annotations
 
-from .mutant import ENGINE, Mutant
+from .mutant import ENGINE, RUNTIME, Mutant
 
 _DRAFTER = ENGINE + "drafters/sampled_drafter.py"
 _PAGES, _READING = ENGINE + "batch/prefix_cache.py", ENGINE + "serve/reading.py"
@@ -14,6 +14,8 @@ _BUSY = "op_tests/engine/serve/test_scheduler.py::test_requests_of_all_kinds_are
 _MOVED = "op_tests/engine/serve/test_scheduler.py::test_all_that_belongs_to_a_row_moves_with_it"
 _ASKED, _CHOSEN = "op_tests/engine/test_requests_ask.py::test_", "op_tests/engine/test_speculation.py::test_"
 _STOPS = "op_tests/engine/test_stop_strings.py::test_texts_and_streams_end_where_a_search_says"
+_CHAT = ENGINE + "models/chat_template.py"
+_OF_FILES = ["op_tests/engine/test_chat_template.py::test_of_files_that_differ_the_one_of_transformers_counts"]
 _SHARING = "op_tests/engine/serve/test_prefix_sharing.py::test_"
 
 
@@ -218,5 +220,36 @@ MUTANTS = [
         "a small tree that has lost is never tried again",
         [(_CHOICE, "else self._num_unseen[key] + 1", "else self._num_unseen[key] + (number > 1)")],
         [_CHOSEN + "any_tree_may_become_the_best"],
+    ),
+    Mutant(
+        "one GPU more than there is",
+        [(RUNTIME + "placement.py", "(device.index or 0) < torch", "(device.index or 0) <= torch")],
+        ["op_tests/tools/test_hostile_commands.py::test_gpus_are_numbered_from_0"],
+    ),
+    Mutant(
+        "the first call to end restores how products are rounded",
+        [(RUNTIME + "surroundings.py", "if self.within == 1:\n                for",
+          "if self.within >= 1:\n                for")],
+        ["op_tests/test_hostile_calls.py::test_products_are_whole_while_anyone_is_within"],
+    ),
+    Mutant(
+        "letters that steps replace end a context",
+        [(_DETOKENIZER, "each.isalnum() and each not in self._touched for", "each.isalnum() for")],
+        ["op_tests/engine/test_tokenizer.py::test_pieces_of_chains_that_change_letters"],
+    ),
+    Mutant(
+        "a tokenizer with the ids of the last model alone",
+        [(ENGINE + "models/tokenizer.py", "max(tokenizer.num_ids, num_ids)", "num_ids")],
+        ["op_tests/engine/test_tokenizer.py::test_a_tokenizer_has_the_ids_of_every_model_that_it_was_given_to"],
+    ),
+    Mutant(
+        "special_tokens_map.json beside added_tokens_decoder",
+        [(_CHAT, '{} if "added_tokens_decoder" in config else read_json', "read_json")],
+        _OF_FILES,
+    ),
+    Mutant(
+        "tokenizer_config.json over special_tokens_map.json",
+        [(_CHAT, "    named |= {name: mark for name, mark in older.items() if name in _STANDARD_MARKS}\n", "")],
+        _OF_FILES,
     ),
 ]  # fmt: skip

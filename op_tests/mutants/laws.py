@@ -317,6 +317,11 @@ MUTANTS = [
         [(ATTENTION + "shared/split_attention.py", "head_dim**-0.5", "head_dim**-1.0")],
         [("reference/paged_attention.py", "query.shape[-1] ** -0.5", "query.shape[-1] ** -1.0")],
     ),
+    both(
+        "min-p alone is no sampling", _SAMPLED, of(_SAMPLED, "test_every_sampling_parameter_alone_asks_for_sampling"),
+        [("eagle_kernels/ops/front_door.py", "(temperature, *filters.values())", "(temperature, top_k, top_p)")],
+        [("reference/ops/verify_tree.py", "in (temperature, top_k, top_p, min_p))", "in (temperature, top_k, top_p))")],
+    ),
     Mutant(
         "dead rows have a part of the budget",
         [(ENGINE + "step/packed_nodes.py", "batch.is_live.sum(0, keepdim=True)",

@@ -16,6 +16,8 @@ ATTENTION = "eagle_kernels/ops/attention/"
 NN = "eagle_kernels/ops/nn/"
 ENGINE = "eagle_kernels/engine/"
 INTEGRATIONS = "eagle_kernels/integrations/"
+RUNTIME = "eagle_kernels/runtime/"
+TOOLS = "eagle_kernels/tools/"
 SGLANG = INTEGRATIONS + "sglang/"
 LAWS = "op_tests/test_laws.py::"
 ENUMERATION = "reference/enumeration.py"
@@ -28,6 +30,8 @@ _PLACES = {
     "eagle_kernels/primitives/": "kernel",
     ENGINE: "engine",
     INTEGRATIONS: "plug-in",
+    RUNTIME: "runtime",
+    TOOLS: "tool",
 }
 
 
@@ -48,7 +52,7 @@ class Mutant(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Returns where it is planted: both (kernel and reference alike), kernel, engine, plug-in, enumeration."""
+        """Returns where it is planted: both (kernel and reference alike), kernel, engine, plug-in, enumeration, .."""
         places = {next(kind for start, kind in _PLACES.items() if file.startswith(start)) for file, _, _ in self.edits}
         return "both" if places == {"kernel", "reference"} else " and ".join(sorted(places))
 

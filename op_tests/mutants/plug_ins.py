@@ -161,4 +161,24 @@ MUTANTS = [
           "output.gather(1, order.expand_as(output))")],
         _of("transformers", "test_rows"),
     ),
+    Mutant(
+        "AITER's top_p of 0 as none",
+        [(INTEGRATIONS + "aiter_utils.py", "rows(top_p, ", "rows(top_p or None, ")],
+        _of("aiter", "test_every_number_of_sampling_reaches_the_op"),
+    ),
+    Mutant(
+        "ranks that match do not wait for the first one's draws",
+        [(_VERIFICATION, "if not sampling.is_all_greedy or", "if not (sampling.is_all_greedy or is_matching) or")],
+        _of("sglang_steps", "test_ranks_take_the_first_one_s_verdict"),
+    ),
+    Mutant(
+        "candidates of a beam counted as one each",
+        [(SGLANG + "drafting.py", "topk + (num_steps - 1) * topk**2 <= MAX", "num_steps * topk <= MAX")],
+        _of("sglang_steps", "test_we_draft_exactly_the_trees_that_our_ops_take"),
+    ),
+    Mutant(
+        "the most keys of drafts refused",
+        [(SGLANG + "guards.py", "topk * steps > MAX_DRAFT_KEYS", "topk * steps >= MAX_DRAFT_KEYS")],
+        _of("sglang_plugin", "test_sizes_are_refused_from_where_our_ops_refuse_them_on"),
+    ),
 ]  # fmt: skip

@@ -281,6 +281,22 @@ def test_the_choice_of_the_device(machine, monkeypatch, recwarn):
     assert told == [] and not recwarn.list
 
 
+@pytest.mark.parametrize("gpus", [0, 1, 2, 3])
+def test_gpus_are_numbered_from_0(machine, gpus):
+    """Those that there are can be chosen, by name or as a device, and no other."""
+    machine(gpus=gpus, build="13.0", files=())
+
+    def read(device):
+        try:
+            return placement.read_placement("x", device, None)[0]
+        except ValueError as error:
+            return str(error).removeprefix(f"x: device {device}: ")
+
+    for index, name in enumerate(["cuda", *(f"cuda:{number}" for number in range(5))], -1):
+        device, none = torch.device(name), f"this machine has {gpus} GPUs that torch can use"
+        assert read(name) == read(device) == (device if max(index, 0) < gpus else none)
+
+
 def test_a_gpu_that_torch_cannot_use_is_told(machine):
     machine(gpus=0, build=None)
     with pytest.warns(UserWarning) as caught:

@@ -44,7 +44,7 @@ def workspace_bytes(
     for most, tree in trees:
         num_drafted = max(tree.topk, tree.num_steps + 1)
         # of trees that share a budget, the logits are unpacked
-        nodes = tree.num_verify_tokens + (tree.mean_draft_tokens or 0)
+        nodes = tree.num_verify_tokens + (0 if tree.mean_draft_tokens is None else tree.mean_draft_tokens)
         shapes.append((rows if most is None else min(rows, most), nodes, num_drafted))
     if num_pages is None:
         num_pages = count_pages(target, draft, config, max_pages)

@@ -251,7 +251,7 @@ class EAGLEConfig(DraftingOptions):
             return [own]
         if self.adaptive != "auto":
             return [tree for _, tree in self.adaptive if tree is not None]
-        most = min(self.mean_draft_tokens or self.num_verify_tokens, self.num_verify_tokens)
+        most = self.num_verify_tokens if self.mean_draft_tokens is None else self.mean_draft_tokens
         shares_rows = takes_rows and self._has_probs and self.verify_strategy != "rejection" and self._is_packed
         smaller = [*_CHAINS, *([(*own, mean) for mean in _TREE_MEANS] if shares_rows else _SMALLER_TREES)]
         levels = self.num_model_steps if "hybrid" in self.methods else 0  # the model has a part in each tree

@@ -15,6 +15,7 @@ from .protocol import ModelError
 
 _FORM = "a list of dicts with role and content"
 _GIVEN = {"messages", "add_generation_prompt"}
+_STANDARD_MARKS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 
 class ChatTemplate:
@@ -132,20 +133,29 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     """Returns the chat template of a model folder, as transformers would find it; None if there is none."""
     with naming(folder):
         config = read_json(folder / "tokenizer_config.json", is_optional=True)
-        sources = _sources(config.get("chat_template"))
         paths = {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
         paths |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+        sources = {} if paths else _sources(config.get("chat_template"))
         for name, path in paths.items():
             try:
                 sources[name] = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ModelError(f"{path.name} cannot be read: {first_line(error)}") from None
-        marks = read_json(folder / "special_tokens_map.json", is_optional=True) | config
-        extra = marks.get("extra_special_tokens")
-        named = marks | extra if isinstance(extra, dict) else marks
-    marks = {name: mark.get("content") if isinstance(mark, dict) else mark for name, mark in named.items()}
-    marks = {name: mark for name, mark in marks.items() if name.endswith("_token") and isinstance(mark, str)}
+        marks = _read_marks(folder, config)
     return ChatTemplate(sources, marks) if sources else None
+
+
+def _read_marks(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Returns the special tokens of a folder by name, from whichever of its files transformers takes them."""
+    # written by versions before `added_tokens_decoder`, beside which it counts no more
+    older = {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json", is_optional=True)
+    named = older | {name: mark for name, mark in config.items() if mark is not None}
+    for each in (config, older):
+        extra = each.get("extra_special_tokens")
+        named |= extra if isinstance(extra, dict) else {}
+    named |= {name: mark for name, mark in older.items() if name in _STANDARD_MARKS}
+    marks = {name: mark.get("content") if isinstance(mark, dict) else mark for name, mark in named.items()}
+    return {name: mark for name, mark in marks.items() if name.endswith("_token") and isinstance(mark, str)}
 
 
 def chat_template_of(tokenizer: Any) -> ChatTemplate | None:

@@ -50,8 +50,9 @@ def warm_up_call(
     if not params and overrides.keys().isdisjoint(SAMPLING_FIELDS):
         params = [each for each in COMMON_PARAMS if config.why_not_served(each) is None]
     params = params or (SamplingParams(**sampling),)
+    most_rows = config.max_batch if most_requests is None else most_requests
     with session.alone("warmup", config):
-        warm_up(session, config, params, most_requests or config.max_batch, speculative)
+        warm_up(session, config, params, most_rows, speculative)
 
 
 def warm_up(

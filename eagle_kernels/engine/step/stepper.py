@@ -88,7 +88,9 @@ class Stepper:
         self.aux_layers = () if reader is None else self._model.aux_layers
         self.num_steps, self.num_nodes = drafter.num_steps, drafter.num_nodes
         # of a request in the mean; those of a batch are shared out by what they are worth if that is less
-        self.mean_nodes = min(config.mean_draft_tokens or self.num_nodes, self.num_nodes)
+        self.mean_nodes = (
+            self.num_nodes if config.mean_draft_tokens is None else min(config.mean_draft_tokens, self.num_nodes)
+        )
         if self.mean_nodes < self.num_nodes and not takes_rows(target):
             rule = "be None for a target whose forward does not take last_rows: trees of different sizes are one batch"
             raise ModelError(f"EAGLEInference: mean_draft_tokens must {rule}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...ops.nn.rms_norm import MAX_HIDDEN
 from .. import sgl_kernel
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,4 +43,5 @@ def forward_activation(original, layer, x):
 
 def _fits(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     is_like = rows.dtype == weight.dtype and rows.device == weight.device
-    return is_like and rows.dtype in _DTYPES and rows.dim() == 2 and rows.is_contiguous() and rows.numel() > 0
+    is_matrix = rows.dim() == 2 and rows.is_contiguous() and rows.numel() > 0 and rows.shape[1] <= MAX_HIDDEN
+    return is_like and is_matrix and rows.dtype in _DTYPES

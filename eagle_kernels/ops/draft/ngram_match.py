@@ -339,7 +339,7 @@ def ngram_match(
         out=wanted,
         num_parts=num_parts,
         vector=vector,
-        spec_steps=min(spec_steps or num_speculative_tokens, num_speculative_tokens),
+        spec_steps=num_speculative_tokens if spec_steps is None else min(spec_steps, num_speculative_tokens),
         NUM_DRAFTS=num_speculative_tokens,
         **merge,
     )

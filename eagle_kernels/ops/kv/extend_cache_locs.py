@@ -205,7 +205,7 @@ def extend_cache_locs(
         out=out,
         **row_arguments(req_pool_indices, req_to_token),
         batch_size=batch_size,
-        num_tokens=num_tokens or 0,
+        num_tokens=0 if num_tokens is None else num_tokens,
         capacity=capacity,
         KEEPS_UNUSED=keep_unused,
         **tuned,

@@ -109,7 +109,7 @@ def train_head(
         lost = [known for known in validations if known > step]  # measured on weights that were not saved
         for known in lost:
             del validations[known]
-        is_due = options.validate_every and step % options.validate_every == 0 and step < steps
+        is_due = options.validate_every is not None and step % options.validate_every == 0 and step < steps
         is_due = is_due and step not in validations
         if is_due:
             validate(step)
@@ -171,7 +171,7 @@ def settle(options: HeadOptions, target: Decoder) -> tuple[HeadOptions, tuple[in
         raise ValueError(
             f"train-head: --window must be at most the {target.max_length} positions of the target, got {window}"
         )
-    answer_tokens = options.answer_tokens or window // 2
+    answer_tokens = window // 2 if options.answer_tokens is None else options.answer_tokens
     if answer_tokens >= window:
         raise ValueError(f"train-head: --answer-tokens must be below --window {window}, got {answer_tokens}")
     if options.validation_tokens >= target.max_length:

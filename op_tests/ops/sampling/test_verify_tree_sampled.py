@@ -5,6 +5,7 @@ Rows are scanned level by level or all at once, as shapes say (`draws_all_rows`)
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -471,6 +472,62 @@ def test_the_front_door_has_a_reference(device):
         got, want = eagle_kernels.verify_tree(**way), eagle_kernels.verify_tree.reference(**way)
         assert got._fields == want._fields
         assert all(torch.equal(a, b.to(a.device)) for a, b in zip(got, want))
+
+
+def calls_behind(door, monkeypatch) -> list[tuple[str, dict]]:
+    """The calls of the two ops behind the front door, or behind its reference, from now on."""
+    calls, scope = [], inspect.unwrap(door).__globals__
+
+    def note(op, *args, **kwargs):
+        bound = inspect.signature(getattr(eagle_kernels, op)).bind(*args, **kwargs)
+        bound.apply_defaults()
+        calls.append((op, bound.arguments))
+        return (None,) * 3
+
+    for op in ("verify_tree_greedy", "verify_tree_sampled"):
+        monkeypatch.setitem(scope.get("_OPS", scope), op, functools.partial(note, op))
+    return calls
+
+
+def names(function) -> set[str]:
+    return {*inspect.signature(function).parameters}
+
+
+ASKS = sorted((names(eagle_kernels.verify_tree) - names(eagle_kernels.verify_tree_greedy)) | {"seeds"})
+NEEDED = ("target_logits", "positions", "seeds", "temperature")
+
+
+@pytest.mark.parametrize("policy", ["normal", "accept_all", "simulate"])
+def test_every_sampling_parameter_alone_asks_for_sampling(policy, monkeypatch):
+    """What sampling lacks then is named, all of it; seeds ask for nothing where they are those of a simulation."""
+    assert ASKS == ["min_p", "seeds", "temperature", "top_k", "top_p"]
+    values = make(3, 4, 3, 8, **FILTERS["all"]) | {"accept_policy": policy}
+    bare = {name: value for name, value in values.items() if name not in (*ASKS, *NEEDED)}
+    calls = calls_behind(eagle_kernels.verify_tree.reference, monkeypatch)
+    for name in ASKS:
+        asks = name != "seeds" or policy != "simulate"
+        eagle_kernels.verify_tree.reference(**bare, **{name: values[name]})
+        assert calls.pop()[0] == ("verify_tree_sampled" if asks else "verify_tree_greedy"), name
+        if asks:
+            missing = ", ".join(other for other in NEEDED if other != name)
+            with pytest.raises(ValueError, match=f"verify_tree: {missing} must be given too for sampling, got None"):
+                eagle_kernels.verify_tree(**bare, **{name: values[name]})
+
+
+@pytest.mark.parametrize("policy", ["normal", "simulate"])
+@pytest.mark.parametrize("door", [eagle_kernels.verify_tree, eagle_kernels.verify_tree.reference], ids=["op", "ref"])
+def test_the_ops_behind_the_front_door_get_all_that_is_theirs(door, policy, monkeypatch):
+    values = make(3, 4, 3, 8, **FILTERS["all"]) | {"accept_policy": policy, "simulated_rates": torch.rand(3)}
+    of_greedy = {name: None if name in ASKS else value for name, value in values.items()}
+    of_greedy |= {"target_predict": torch.zeros(3, 8, dtype=torch.int64)}
+    of_greedy["seeds"] = values["seeds"] if policy == "simulate" else None
+    calls = calls_behind(door, monkeypatch)
+    for op, given in (("verify_tree_sampled", values), ("verify_tree_greedy", of_greedy)):
+        door(**given)
+        called, arguments = calls.pop()
+        theirs = names(door) & names(getattr(eagle_kernels, op)) - {"out"}
+        theirs -= {"positions"} if op == "verify_tree_greedy" and policy == "normal" else set()  # nothing is drawn
+        assert called == op and [name for name in theirs if arguments[name] is not given.get(name)] == []
 
 
 def test_launches_and_nothing_else(way, device):

@@ -204,12 +204,12 @@ def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple
             args.fail("tree_mask", f"hold {num_nodes} x {num_nodes} cells per request", f"{size} cells")
         return size // (num_nodes * num_nodes), num_nodes, num_nodes
     if mode == TreeMaskMode.QLEN_ONLY:
-        return tuple(args.tensor("tree_mask", ("B", "Nq", num_nodes or "Nk"), _CELL).shape)
+        return tuple(args.tensor("tree_mask", ("B", "Nq", "Nk" if num_nodes is None else num_nodes), _CELL).shape)
     if mode == TreeMaskMode.PACKED:
         words = None if num_nodes is None else -(-num_nodes // 64)
         batch_size, num_rows, num_words = args.tensor("tree_mask", ("B", "Nq", words), (torch.int64,)).shape
-        return batch_size, num_rows, num_nodes or 64 * num_words
-    words = args.tensor("tree_mask", ("B", num_nodes or "N"), tuple(_SMALL_WORD_BITS))
+        return batch_size, num_rows, 64 * num_words if num_nodes is None else num_nodes
+    words = args.tensor("tree_mask", ("B", "N" if num_nodes is None else num_nodes), tuple(_SMALL_WORD_BITS))
     if words.shape[1] > _SMALL_WORD_BITS[words.dtype]:
         dtype = str(words.dtype).removeprefix("torch.")
         args.fail("tree_mask", f"have words of at least {words.shape[1]} bits, one per node", dtype)
