@@ -58,18 +58,20 @@ def main() -> None:
     old, new = map(Checkout, folders)
     has = [{tuple(case) for case in checkout.ask("cases", options.host)} for checkout in (old, new)]
     cases = sorted(c for c in has[0] & has[1] if options.case in c[1] and (not options.op or c[0] in options.op))
-    each = max(options.warmers // 2, 1)
+    begin, each = time.monotonic(), max(options.warmers // 2, 1)
     with ThreadPoolExecutor(2 * each) as pool:
         warmed = [pool.submit(_warm, folder, cases, first, each) for folder in folders for first in range(each)]
         for one in warmed:
             one.result()
-    begin, rows = time.monotonic(), []
+    print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    rows = []
     for op, case in cases:
         rows.append({"op": op, "case": case, **_compare(old, new, op, case, options.host)})
+        print(*rows[-1].values(), flush=True)
         if options.log is not None:
             with options.log.open("a", encoding="utf-8") as log:
                 log.write(json.dumps(rows[-1]) + "\n")
-    print(f"{len(rows)} cases in {time.monotonic() - begin:.0f} s")
+    print(f"{len(rows)} cases after {time.monotonic() - begin:.0f} s")
     _report(rows)
 
 
