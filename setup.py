@@ -74,7 +74,7 @@ setup(
     install_requires=["torch>=2.8", "numpy"],  # the first whose own triton is 3.4 or newer, see runtime/language.py
     extras_require={
         "models": ["safetensors>=0.4", "tokenizers>=0.15"],
-        "train": ["safetensors>=0.4", "tqdm"],
+        "train": ["safetensors>=0.4", "tqdm"],  # bench.lab.train_head and bench.lab.train_demo_pair
         "transformers": ["transformers>=4.56"],
         "datasets": ["datasets>=2.14"],  # the laboratory's prompts from the hub, instead of those built in
         "plots": ["matplotlib>=3.6"],

@@ -7,7 +7,7 @@ from .runtime.lazy import lazily
 
 _HOMES = {
     # the engine
-    "BenchmarkResult": ".engine.serve.benchmark:BenchmarkResult",
+    "BenchmarkResult": ".engine.benchmark:BenchmarkResult",
     "Detokenizer": ".engine.models.tokenizer:Detokenizer",
     "DraftHead": ".engine.models.draft_head:DraftHead",
     "EngineLock": ".engine.serve.lock:EngineLock",
@@ -15,7 +15,7 @@ _HOMES = {
     "GenerationStats": ".engine.serve.output:GenerationStats",
     "Matcher": ".ops.token_bitmask:Matcher",
     "Request": ".engine.requests.request:Request",
-    "RunStats": ".engine.serve.benchmark:RunStats",
+    "RunStats": ".engine.benchmark:RunStats",
     "SamplingFields": ".engine.requests.sampling_params:SamplingFields",
     "TextPiece": ".engine.serve.text_stream:TextPiece",
     "TextStream": ".engine.serve.text_stream:TextStream",

@@ -1,12 +1,12 @@
 # Written by `python -m bench.api`; do not edit.
+from .engine.benchmark import BenchmarkResult as BenchmarkResult
+from .engine.benchmark import RunStats as RunStats
 from .engine.models.draft_head import DraftHead as DraftHead
 from .engine.models.tokenizer import Detokenizer as Detokenizer
 from .engine.models.tokenizer import Tokenizer as Tokenizer
 from .engine.requests.request import Request as Request
 from .engine.requests.request import TokenEvent as TokenEvent
 from .engine.requests.sampling_params import SamplingFields as SamplingFields
-from .engine.serve.benchmark import BenchmarkResult as BenchmarkResult
-from .engine.serve.benchmark import RunStats as RunStats
 from .engine.serve.lock import EngineLock as EngineLock
 from .engine.serve.output import GenerationOutput as GenerationOutput
 from .engine.serve.output import GenerationStats as GenerationStats

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from eagle_kernels import EAGLEInference, SamplingParams
-from eagle_kernels.engine.serve.latency import time_requests
+from eagle_kernels.engine.benchmark import time_requests
 
 from ..harness import results
 from ..harness.markdown import markdown

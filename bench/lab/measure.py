@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eagle_kernels import EAGLEInference
-from eagle_kernels.engine.serve.latency import percentile, time_requests
+from eagle_kernels.engine.benchmark import percentile, time_requests
 from eagle_kernels.engine.serve.output import GenerationStats
 
 

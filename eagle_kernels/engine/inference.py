@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.values import read_flag, shown
+from .benchmark import BenchmarkResult, benchmark
 from .config.eagle_config import EAGLEConfig
 from .config.given import read_config, read_config_and_draft
 from .generation import Generation
@@ -21,7 +22,6 @@ from .requests.inputs import DEFAULT_SEED, DEFAULT_TOKENS, Asked, Params, Prompt
 from .requests.names import takes_other_names
 from .requests.request import Request, TokenEvent
 from .requests.sampling_params import SamplingParams, read_params
-from .serve.benchmark import BenchmarkResult, benchmark
 from .serve.lock import EngineLock
 from .serve.session import Session
 from .serve.warmup import warm_up_call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import warnings
 from collections.abc import Callable
@@ -63,6 +64,11 @@ def read_device(owner: str, name: str | torch.device, *others: str) -> torch.dev
     if device.type == "cpu":
         return torch.device("cpu")
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """Names the device for the record of a run."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
 def why_no_gpu() -> str | None:

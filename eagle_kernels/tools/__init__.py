@@ -1,1 +1,1 @@
-"""L4, what a person runs: the command line, drawings of trees, training, inspection, benchmarks and measurements."""
+"""L4, what a person runs: the command line, drawings of trees, inspection, benchmarks and measurements."""

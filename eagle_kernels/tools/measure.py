@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..engine.serve.latency import percentile, time_requests
+from ..engine.benchmark import percentile, time_requests
 from ..engine.serve.output import fields_and_properties
 from ..engine.serve.stream import TokenStream
 from ..engine.step.phases import mark, synchronize

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from ..engine.benchmark import percentiles, time_requests
 from ..engine.inference import EAGLEInference
 from ..engine.requests.sampling_params import SamplingParams
-from ..engine.serve.latency import percentiles, time_requests
 from ..engine.serve.stream import open_stream
 
 

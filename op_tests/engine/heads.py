@@ -135,8 +135,19 @@ def save(folder: Path, config: dict, tensors: dict[str, Tensor], *, as_bin: bool
     else:
         from safetensors.torch import save_file
 
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def save_folder(module: torch.nn.Module, config: dict, folder: Path) -> Path:
+    """Writes the folder of a module, in bf16 as models are published."""
+    tensors = {
+        name: each.bfloat16() if each.is_floating_point() else each for name, each in module.state_dict().items()
+    }
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    return save(folder, config, tensors)
 
 
 def edit_config(folder: Path, **changes) -> None:

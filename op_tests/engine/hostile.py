@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
+
 import pytest
+import torch
 
 DEEP = "[" * 100_000
 
@@ -14,3 +18,16 @@ def refused(call, *arguments, **keywords) -> str:
     told = str(caught.value)
     assert "\n" not in told and len(told) < 450
     return told
+
+
+class Command:
+    """What runs a command where it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("echo run > /dev/null",)
+
+
+def write_saved(content) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()

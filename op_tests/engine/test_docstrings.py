@@ -15,10 +15,10 @@ pytest.importorskip("safetensors")
 
 import eagle_kernels
 from eagle_kernels import engine
+from eagle_kernels.engine.benchmark import BenchmarkResult, RunStats
 from eagle_kernels.engine.models import protocol
 from eagle_kernels.engine.models.loading import demo_pair, load_draft, load_target
 from eagle_kernels.engine.models.tokenizer import load_tokenizer
-from eagle_kernels.engine.serve.benchmark import BenchmarkResult, RunStats
 from eagle_kernels.engine.serve.stream import TokenStream
 from eagle_kernels.engine.serve.text_stream import TextStream
 

@@ -6,7 +6,6 @@ Each table has a row for a call: what is done to a good folder (or given to the 
 from __future__ import annotations
 
 import functools
-import io
 import json
 import os
 import pickle
@@ -23,6 +22,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, verify_tree  # noqa: E402
 from eagle_kernels.engine.models import checkpoint  # noqa: E402
+from eagle_kernels.engine.models.chat_template import read_chat_template  # noqa: E402
 from eagle_kernels.engine.models.decoder import Decoder  # noqa: E402
 from eagle_kernels.engine.models.decoder_config import DecoderConfig  # noqa: E402
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids, read_head  # noqa: E402
@@ -30,13 +30,9 @@ from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
 from eagle_kernels.engine.models.tokenizer import check_same_vocabulary, load_tokenizer  # noqa: E402
 from eagle_kernels.runtime.values import parse_json  # noqa: E402
 from eagle_kernels.tools.cli.main import main  # noqa: E402
-from eagle_kernels.tools.training import answers, trainer  # noqa: E402
-from eagle_kernels.tools.training.chat import chat_format_of  # noqa: E402
-from eagle_kernels.tools.training.recipe import Stage  # noqa: E402
-from eagle_kernels.tools.training.saving import save_folder  # noqa: E402
 from op_tests.engine import heads  # noqa: E402
-from op_tests.engine.heads import edit_config, edit_tensors  # noqa: E402
-from op_tests.engine.hostile import DEEP, refused  # noqa: E402
+from op_tests.engine.heads import edit_config, edit_tensors, save_folder  # noqa: E402
+from op_tests.engine.hostile import DEEP, Command, refused, write_saved  # noqa: E402
 from op_tests.engine.toys import random_llama  # noqa: E402
 
 HUGE, ENORMOUS = 10**9, 10**12
@@ -263,12 +259,6 @@ def write_pickle(content: bytes):
     return edit
 
 
-def write_saved(content) -> bytes:
-    file = io.BytesIO()
-    torch.save(content, file)
-    return file.getvalue()
-
-
 def write_header(dtype: str, num_bytes: int):
     """A norm of 32 weights in a dtype that torch may not know."""
 
@@ -285,13 +275,6 @@ def write_header(dtype: str, num_bytes: int):
         path.write_bytes(struct.pack("<Q", len(told)) + told + data + bytes(num_bytes))
 
     return edit
-
-
-class Command:
-    """What runs a command where it is unpickled."""
-
-    def __reduce__(self):
-        return os.system, ("echo run > /dev/null",)
 
 
 OUTSIDE = "model.safetensors.index.json: weight_map must name files inside the folder, got {!r} for model.norm.weight"
@@ -651,36 +634,7 @@ def test_bad_chat_templates(folder_of, settings, message):
         (folder / "chat_template.jinja").write_bytes(b"\xff")
     else:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert refused(chat_format_of, folder).startswith(f"{folder}: {message}")
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["{}", "[1, 2]", "[1, x]"], ":3: must be the ids of an answer, got '[1, x]'"),
-        (["{}", '{"a": 1}'], """:2: must be the ids of an answer, got '{"a": 1}'"""),
-        (["{}", DEEP], ":2: must be the ids of an answer, got '[[[["),
-        (["text"], " was made with other settings (by another program); start in another folder"),
-        (["[1]"], " was made with other settings (by another program); start in another folder"),
-    ],
-    ids=["words", "object", "deep", "text", "list"],
-)
-def test_answers_that_are_none(tmp_path, lines, message):
-    path = tmp_path / "answers.jsonl"
-    path.write_text("".join(line + "\n" for line in lines))
-    assert refused(answers.read_answers, path, "{}").startswith(f"{path}{message}")
-    assert path.read_text().splitlines() == lines, "left as it was"
-
-
-def test_a_checkpoint_of_training_that_holds_code(tmp_path):
-    path = tmp_path / "head.pt"
-    run = trainer.Run(torch.device("cpu"), "{}", tmp_path)
-    module = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(module.parameters())
-    for content in (write_saved({"step": Command()}), b"\x80\x02nonsense", write_saved([1]), write_saved({"step": 1})):
-        path.write_bytes(content)
-        told = refused(run._restore, Stage("head", 1, 1, 1.0, 0.0, 1.0), module, optimizer)
-        assert told.startswith(f"{tmp_path}: head.pt cannot be ") and "weights_only" not in told
+    assert refused(read_chat_template, folder).startswith(f"{folder}: {message}")
 
 
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "c": 2, "a": 1}}]'])

@@ -25,7 +25,7 @@ from eagle_kernels.engine.models.loading import (  # noqa: E402
 from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
 from eagle_kernels.engine.models.tokenizer import load_tokenizer  # noqa: E402
 from eagle_kernels.tools.inspection import inspect_head  # noqa: E402
-from eagle_kernels.tools.training.saving import save_folder  # noqa: E402
+from op_tests.engine.heads import save_folder  # noqa: E402
 from op_tests.engine.hostile import refused  # noqa: E402
 
 WIDTHS = {
@@ -86,7 +86,7 @@ def test_target_round_trip(target_folder):
 
 
 def test_loaded_modules_run(target_folder, draft_folder):
-    from eagle_kernels.tools.training.unrolled import causal_attend
+    from eagle_kernels.engine.models.causal_attend import causal_attend
 
     target = load_target(target_folder)
     draft = load_draft(draft_folder, target)
@@ -482,7 +482,7 @@ def test_missing_safetensors_names_the_extra(target_folder, monkeypatch):
 
 def test_demo_pair_names_the_command_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "DEMO_PAIR_FOLDER", tmp_path)
-    with pytest.raises(ModelError, match="python -m eagle_kernels.tools.training.demo_pair"):
+    with pytest.raises(ModelError, match="python -m bench.lab.train_demo_pair"):
         loading.demo_pair()
     for part in ("target", "draft"):
         (tmp_path / part).mkdir()

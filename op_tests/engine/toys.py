@@ -6,14 +6,13 @@ from pathlib import Path
 
 import torch
 
+from eagle_kernels.engine.models.causal_attend import causal_attend
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from eagle_kernels.engine.models.next_token_modules import NextTokenConfig, NextTokenModules
 from eagle_kernels.engine.models.protocol import DraftOutput, KVShape, TargetOutput
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.tools.training.causal_attend import causal_attend
-from eagle_kernels.tools.training.saving import save_folder
 from op_tests.engine import heads
 
 
@@ -157,8 +156,7 @@ def write_decoder(model: Decoder, folder: Path, **settings) -> Path:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
     sizes = {name: getattr(model.config, name) for name in names}
-    save_folder(model, {"model_type": "llama"} | sizes | settings, folder)
-    return folder
+    return heads.save_folder(model, {"model_type": "llama"} | sizes | settings, folder)
 
 
 def random_head(target: Decoder, *, aux_layers=heads.STREAMS, seed=0) -> EagleHead:

@@ -22,8 +22,8 @@ from bench.lab.measure import Measurement, Meter
 from bench.lab.prompts import Prompt, PromptDataset
 from bench.lab.records import newest_cells
 from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.benchmark import RequestTimes
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.engine.serve.latency import RequestTimes
 from eagle_kernels.engine.serve.output import GenerationStats
 from op_tests.engine.toys import random_llama
 

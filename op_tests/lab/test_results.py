@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.serve import latency
+from eagle_kernels.engine import benchmark
 from eagle_kernels.tools import measure
 from eagle_kernels.tools.measure import GenerationResult
 from op_tests.engine.toys import ToyModel
@@ -125,7 +125,7 @@ def test_time_is_the_wall_s(device, monkeypatch):
             return self.now_s
 
     clock = Clock()
-    for module in (latency, measure):
+    for module in (benchmark, measure):
         monkeypatch.setattr(module, "time", clock)
     result = GenerationResult.from_stream(engine(device).stream(PROMPT, 3, speculative=False))
     assert result.per_token_latencies == [1.0, 1.0, 1.0] and result.total_time == 4.0

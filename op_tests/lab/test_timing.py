@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from eagle_kernels.engine.serve import latency
+from eagle_kernels.engine import benchmark
 from eagle_kernels.tools import measure
 from eagle_kernels.tools.measure import CUDATimer, CUDATimerCollection, cuda_sync_time
 
@@ -173,14 +173,14 @@ def test_percentiles_are_numpys():
     numpy = pytest.importorskip("numpy")
     samples = [0.08, 0.09, 0.08, 0.10, 0.09]
     for percent in (0, 50, 95, 99, 100):
-        assert latency.percentile(samples, percent) == pytest.approx(numpy.percentile(samples, percent))
-    assert latency.percentile([], 50) is None
+        assert benchmark.percentile(samples, percent) == pytest.approx(numpy.percentile(samples, percent))
+    assert benchmark.percentile([], 50) is None
 
 
 def test_rounds_end_with_the_target_s_token_or_the_text():
     arrivals = [(1.0, True), (1.5, False), (2.5, False), (4.0, True), (4.0, True)]
-    assert latency.round_times_s(0.5, arrivals) == [(1.0, 2), (1.0, 1), (1.5, 2)]
-    assert latency.round_times_s(0.5, []) == []
+    assert benchmark.round_times_s(0.5, arrivals) == [(1.0, 2), (1.0, 1), (1.5, 2)]
+    assert benchmark.round_times_s(0.5, []) == []
 
 
 @pytest.mark.gpu

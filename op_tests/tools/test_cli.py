@@ -28,8 +28,8 @@ from eagle_kernels.runtime import language
 from eagle_kernels.runtime.library import backend
 from eagle_kernels.tools.cli import generate as generate_command
 from eagle_kernels.tools.cli.main import main
-from eagle_kernels.tools.training.saving import save_folder
 from op_tests.engine import heads
+from op_tests.engine.heads import save_folder
 from op_tests.engine.toys import plain_logits, random_llama, write_decoder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -369,19 +369,23 @@ def test_limits_of_the_engine_can_be_given(tmp_path, capsys, monkeypatch):
             ["generate", "a", "--simulated-accept-rates", "1,x"],
             "--simulated-accept-rates: must be numbers with commas between them, got '1,x'",
         ),
-        (
-            ["train-head", "--target", "a", "--data", "b", "--output", "c", "--aux-layers", "1,x"],
-            "--aux-layers: must be layer ids with commas between them, got '1,x'",
-        ),
         (["generate", "a", "--target", ""], "--target: must be the path of a folder, got ''"),
         (["inspect", " "], "draft: must be the path of a folder, got ' '"),
     ],
-    ids=["rates", "layers", "target", "draft"],
+    ids=["rates", "target", "draft"],
 )
 def test_values_are_named_by_their_rule(capsys, arguments, message):
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--target", "a", "--data", "b", "--output", "c"]])
+def test_the_command_that_left_says_where_it_went(capsys, arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["train-head", *arguments])
+    (out, told), places = capsys.readouterr(), ("python -m bench.lab.train_head", "SpecForge", "speculators")
+    assert ended.value.code == 2 and out == "" and told.count("\n") == 1 and all(place in told for place in places)
 
 
 def test_env_prints_versions_and_backend(capsys):

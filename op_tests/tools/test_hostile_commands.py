@@ -11,7 +11,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,16 +20,12 @@ import torch
 
 pytest.importorskip("safetensors")
 
-from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels import EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
-from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.runtime import interrupts, placement
 from eagle_kernels.tools.cli import environment, heads
 from eagle_kernels.tools.cli.main import main
-from eagle_kernels.tools.training import chat, head_data, progress, trainer
-from eagle_kernels.tools.training.recipe import Stage
 from op_tests.engine.hostile import DEEP, refused
-from op_tests.engine.toys import random_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,14 +51,6 @@ def test_prompts_that_are_no_text(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["generate", "a", "--speculative-config", DEEP])
     assert "nested too deeply" in (told := capsys.readouterr().err) and len(told.splitlines()[-1]) < 300
-
-
-def test_a_line_of_training_data_that_is_nested(tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n' + DEEP + "\n")
-    told = refused(
-        head_data.read_examples, [tmp_path / "data.jsonl"], ByteTokenizer(), chat.PlainFormat(), 9, needs_answers=True
-    )
-    assert told == f"{tmp_path / 'data.jsonl'}:2: not JSON: its values are nested too deeply"
 
 
 @contextlib.contextmanager
@@ -97,7 +84,6 @@ COMMANDS = {
     "show-tree": ["show-tree", "a"],
     "benchmark": ["benchmark", str(ROOT / "README.md")],
     "inspect": ["inspect"],
-    "train-head": ["train-head", "--target", "a", "--data", "b", "--output", "c"],
     "env": ["env"],
 }
 
@@ -107,7 +93,7 @@ def test_an_interrupt_is_one_line(capsys, monkeypatch, name):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    for module, function in ((heads, "inspect_head"), (heads, "train_head"), (environment, "backend")):
+    for module, function in ((heads, "inspect_head"), (environment, "backend")):
         monkeypatch.setattr(module, function, interrupt)
     monkeypatch.setattr(EAGLEInference, "from_pretrained", interrupt)
     assert main(COMMANDS[name]) == 130
@@ -135,7 +121,7 @@ def test_an_interrupt_while_the_command_is_imported(capsys, monkeypatch):
         (["/usr/bin/eagle-kernels", "env"], ["python", "/usr/bin/eagle-kernels", "env"], True),
         (["-m", "eagle_kernels"], ["python", "-m", "pytest", "eagle_kernels"], False),
         (["-m"], ["python", "-Bm", "package"], False),
-        (["-m"], ["python", "-m", "eagle_kernels.tools.training.demo_pair"], False),
+        (["-m"], ["python", "-m", "bench.lab.train_demo_pair"], False),
         (["server.py"], ["python", "server.py"], False),
         ([""], ["python"], False),
     ],
@@ -353,49 +339,6 @@ def test_from_pretrained_takes_what_the_command_takes(machine, monkeypatch):
     assert main(["generate", "a"]) == 1
     (of_api, of_command) = [tuple(map(str, filter(None, call)))[:2] for call in seen]
     assert of_api == of_command == ("cuda", "torch.float32")
-
-
-# Progress.
-
-
-class Pipe(io.StringIO):
-    """No terminal."""
-
-
-def test_progress_in_a_pipe_is_told_by_the_clock(monkeypatch):
-    """However long a step takes, and without a change of what is trained or recorded."""
-    clock, told = [0.0], []
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    pipe, stage = Pipe(), Stage("head", 100, 1, 1.0, 0.0, 1.0)
-    progress = trainer.Progress(stage, 0, 10.0, 50, pipe, lambda: told.append(1) or "accuracy")
-    for step in range(1, 50):
-        clock[0] += 4.0
-        progress.update(step, torch.tensor(1.0))
-    lines = pipe.getvalue().splitlines()
-    assert len(lines) == 16 and lines[0].startswith("head 3/100  loss 1.0000  ") and lines[0].endswith(" s left")
-    assert not told, "what is told at every so many steps, and recorded, does not depend on the clock"
-    progress.update(50, torch.tensor(1.0))
-    assert pipe.getvalue().splitlines()[-1].startswith("head 50/100  loss 1.0000  accuracy") and told == [1]
-
-
-def test_decoding_in_a_pipe_is_told_by_the_clock(monkeypatch):
-    engine = EAGLEInference(random_llama(), random_llama(), EAGLEConfig(topk=1, num_steps=2))
-    want = engine.generate([[1], [2]], 3, seeds=0).output_ids
-    for seconds, lines in ((0.0, [f"{count} of 6 tokens" for count in range(1, 7)]), (60.0, [])):
-        told = []
-        monkeypatch.setattr(progress, "REPORT_SECONDS", seconds)
-        assert progress.decode(engine, [[1], [2]], 3, told.append, seeds=0).output_ids == want and told == lines
-    assert progress.decode(engine, [[1], [2]], 3, None, seeds=0).output_ids == want
-
-
-def test_a_terminal_with_a_bar_gets_no_lines(monkeypatch, capsys):
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    pipe, stage = Pipe(), Stage("head", 2, 1, 1.0, 0.0, 1.0)
-    progress = trainer.Progress(stage, 0, 10.0, 1, pipe, None)
-    for step in (1, 2):
-        progress.update(step, torch.tensor(1.0))
-    assert pipe.getvalue() == "" and "head" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from eagle_kernels.engine.models.loading import demo_pair, load_draft
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.inspection import SweepRow, inspect_head, judge, read_prompts_file, sweep_aux_layers
-from eagle_kernels.tools.training.saving import save_folder
 from op_tests.engine import heads
-from op_tests.engine.heads import TARGET_VOCAB, WRITERS
+from op_tests.engine.heads import TARGET_VOCAB, WRITERS, save_folder
 from op_tests.engine.toys import random_llama, write_decoder
 
 TARGET, DRAFT = demo_pair()

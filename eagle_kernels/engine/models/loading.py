@@ -340,8 +340,8 @@ def demo_pair() -> tuple[Path, Path]:
     """Returns the folders (target, draft) of the small pair in the package, which reads and writes bytes."""
     target, draft = DEMO_PAIR_FOLDER / "target", DEMO_PAIR_FOLDER / "draft"
     if not (target.is_dir() and draft.is_dir()):
-        command = f"python -m eagle_kernels.tools.training.demo_pair --output {DEMO_PAIR_FOLDER}"
-        raise ModelError(f"{DEMO_PAIR_FOLDER} is missing; make it with: {command}")
+        command = f"python -m bench.lab.train_demo_pair --output {DEMO_PAIR_FOLDER}"
+        raise ModelError(f"{DEMO_PAIR_FOLDER} is missing; in a checkout, make it with: {command}")
     return target, draft
 
 

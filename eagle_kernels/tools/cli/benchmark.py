@@ -16,9 +16,9 @@ from ...engine.inference import EAGLEInference
 from ...engine.requests.sampling_params import SamplingParams
 from ...engine.serve.output import fields_and_properties
 from ...runtime import language
+from ...runtime.placement import device_name
 from ..gsm8k import evaluate, prompts_of, read_examples
 from ..request_benchmark import random_requests, run_requests
-from ..training.trainer import device_name
 from .config import add_config_arguments
 from .shared import add_machine_arguments, as_lines, encode_prompt, first_prompts, load_engine
 

@@ -1,17 +1,12 @@
-"""`python -m eagle_kernels inspect` and `train-head`: what a draft head is, and how one is made."""
+"""`python -m eagle_kernels inspect`: what a draft head is, and whether it fits its target."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
 
 from ...engine.models.loading import demo_pair
 from ..inspection import inspect_head
-from ..training.head_recipe import add_options, read_options
-from ..training.train_head import rows_of, train_head
-from ..training.trainer import EXIT_UNFINISHED, TimeBudgetReached
 from .config import read_folder
 from .shared import add_machine_arguments, as_lines, first_prompts, read_machine
 
@@ -33,18 +28,6 @@ def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
     add_machine_arguments(command)
 
 
-def add_train_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `train-head`."""
-    command.set_defaults(run=_train_head)
-    command.add_argument("--target", type=read_folder, required=True, help="folder of the target model")
-    command.add_argument("--data", type=Path, required=True, nargs="+", help="files of training data, .txt or .jsonl")
-    command.add_argument(
-        "--output", type=Path, required=True, help="folder for the head; the same command continues an interrupted run"
-    )
-    add_options(command)
-    add_machine_arguments(command, dtype=None)
-
-
 def _inspect(arguments: argparse.Namespace) -> int:
     """Returns 0, or 1 if the head is faulty or does not fit."""
     if arguments.draft is None and arguments.target is not None:
@@ -64,18 +47,3 @@ def _inspect(arguments: argparse.Namespace) -> int:
     )
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else as_lines(report.rows()))
     return 1 if report.misfits else 0
-
-
-def _train_head(arguments: argparse.Namespace) -> int:
-    """Returns 0, or EXIT_UNFINISHED if the time budget ended the run, which the same command continues."""
-    device, dtype = read_machine(arguments)
-    try:
-        record = train_head(
-            arguments.target, arguments.data, arguments.output, read_options(arguments), device=device, dtype=dtype,
-            check_weights=arguments.check_weights,
-        )  # fmt: skip
-    except TimeBudgetReached as reached:
-        print(f"time budget used up at {reached}; give the same command again to go on", file=sys.stderr)
-        return EXIT_UNFINISHED
-    print(json.dumps(record, indent=2) if arguments.json else as_lines(rows_of(record)))
-    return 0

@@ -21,7 +21,7 @@ _COMMANDS = {
     "show-tree": ("draw the verified tree of each step, as text and as SVG", "tree:add_tree_arguments"),
     "benchmark": ("measure speed and acceptance, with and without speculation", "benchmark:add_benchmark_arguments"),
     "inspect": ("say what a draft head is, and whether it fits a target", "heads:add_inspect_arguments"),
-    "train-head": ("train an EAGLE-3 head for a target", "heads:add_train_arguments"),
+    "train-head": ("say where heads are trained", "main:say_where_heads_are_trained"),
     "env": ("print versions, devices, backend and cache folder", "environment:add_environment_arguments"),
 }
 # how an error about a call of the engine begins
@@ -51,6 +51,15 @@ def main(argv: list[str] | None = None) -> int:
         except (ValueError, OSError, RuntimeError) as error:  # ModelErrors, and out of memory, are among them
             print(f"error: {_told(error)}", file=sys.stderr)
             return 1
+
+
+def say_where_heads_are_trained(command: argparse.ArgumentParser) -> None:
+    """Ends `train-head`, which the package no longer holds, with one line."""
+    command.exit(
+        2,
+        "train-head has left the package: in a checkout, python -m bench.lab.train_head trains a head; at scale, "
+        "SpecForge (github.com/sgl-project/SpecForge) and speculators (github.com/vllm-project/speculators) do\n",
+    )
 
 
 def _told(error: Exception) -> str:

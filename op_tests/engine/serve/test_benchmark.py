@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eagle_kernels import SamplingParams
-from eagle_kernels.engine.serve.benchmark import Decoding
+from eagle_kernels.engine.benchmark import Decoding
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import make, prompt_of
 
@@ -141,8 +141,7 @@ class StepClock:
 def test_latencies_are_those_of_steps(target, lag, monkeypatch):
     """First tokens need none; what a step brings shares its time, also where the end of the text cuts it short."""
     clock = StepClock(monkeypatch)
-    for module in ("benchmark", "latency"):
-        monkeypatch.setattr(f"eagle_kernels.engine.serve.{module}.time", clock)
+    monkeypatch.setattr("eagle_kernels.engine.benchmark.time", clock)
     # itself as the draft: a step brings 3 tokens, the last one 1 of them here
     engine = make(target, target, num_steps=2, topk=1, cuda_graph=False)  # replays pass the clock by
     decoding = Decoding()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engine.models.checkpoint import safetensors
+from eagle_kernels.engine.models.checkpoint import safetensors
 
 
 def save_folder(module: nn.Module, config: dict[str, Any], folder: str | Path) -> None:

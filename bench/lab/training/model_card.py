@@ -19,7 +19,7 @@ def write_model_card(folder: Path) -> None:
     loss, seconds, accuracy = record["final_loss"], record["training_seconds"], record["head_accuracy_by_depth"]
     card = f"""# Demo pair: a byte-level Llama and its EAGLE-3 head
 
-Generated from `training.json` by `python -m eagle_kernels.tools.training.demo_pair`; do not edit.
+Generated from `training.json` by `python -m bench.lab.train_demo_pair`; do not edit.
 
 The pair exists so that speculative decoding can be run, tested and measured without a download. The target writes
 Python-like text byte by byte; it knows nothing else.

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...engine.models.decoder import Decoder
-from ...engine.models.eagle_head import EagleHead
-from ...engine.models.protocol import FINAL_NORM, Angles, ModelError
-from .causal_attend import causal_attend, rotate
+from eagle_kernels.engine.models.causal_attend import causal_attend, positions_of, rotate
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.eagle_head import EagleHead
+from eagle_kernels.engine.models.protocol import FINAL_NORM, Angles, ModelError
 
 DEPTH_DISCOUNT = 0.8  # weight of depth i is DEPTH_DISCOUNT**i
 LOGIT_ROWS = 1024  # rows whose logits over the whole vocabulary exist at once
@@ -79,11 +79,6 @@ class UnrolledAttend:
         for depth, (_, own_value) in enumerate(self._later):
             attended = attended + probs[..., rows + depth, None] * own_value
         return attended.transpose(1, 2)
-
-
-def positions_of(tokens: Tensor) -> Tensor:
-    """Returns 0, 1, 2, ... for every row of tokens [B, T]."""
-    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
 def target_loss(target: Decoder, tokens: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ...engine.models.chat_template import ChatTemplate, read_chat_template
-from ...engine.models.tokenizer import ByteTokenizer, FileTokenizer
+from eagle_kernels.engine.models.chat_template import ChatTemplate, read_chat_template
+from eagle_kernels.engine.models.tokenizer import ByteTokenizer, FileTokenizer
 
 FolderTokenizer = ByteTokenizer | FileTokenizer  # what `load_tokenizer` returns
 

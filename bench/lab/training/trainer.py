@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +14,10 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from ...engine.models.checkpoint import load_pickled, naming
-from ...engine.models.protocol import ModelError
-from ...runtime.values import is_terminal
+from eagle_kernels.engine.models.checkpoint import load_pickled, naming
+from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.runtime.values import is_terminal
+
 from .corpus import windows
 from .progress import Pace
 from .recipe import Stage
@@ -37,11 +37,6 @@ def mixed_precision(device: torch.device, is_mixed: bool | None = None) -> torch
     """Returns a context with bf16 matrix products if `is_mixed` (default: on GPUs), else with plain fp32."""
     enabled = device.type == "cuda" if is_mixed is None else is_mixed
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
-
-
-def device_name(device: torch.device) -> str:
-    """Returns the name of the device for the record of a run."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
 class TimeBudgetReached(Exception):

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...engine.models.decoder import Decoder
-from ...engine.models.eagle_head import EagleHead
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.eagle_head import EagleHead
+
 from .head_data import Batch, Example, collate
 from .head_recipe import HeadOptions
 from .recipe import Stage

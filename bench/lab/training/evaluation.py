@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...engine.models.decoder import Decoder
-from ...engine.models.eagle_head import EagleHead
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.eagle_head import EagleHead
+
 from .corpus import windows
 from .recipe import Recipe
 from .trainer import mixed_precision

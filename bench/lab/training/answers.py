@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from ...engine.config.eagle_config import EAGLEConfig
-from ...engine.inference import EAGLEInference
-from ...engine.models.decoder import Decoder
-from ...engine.models.eagle_head import EagleConfig, EagleHead
-from ...runtime.values import is_integer, parse_json, shown
+from eagle_kernels.engine.config.eagle_config import EAGLEConfig
+from eagle_kernels.engine.inference import EAGLEInference
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+from eagle_kernels.runtime.values import is_integer, parse_json, shown
+
 from .progress import decode
 from .trainer import TimeBudgetReached, tell_changes
 

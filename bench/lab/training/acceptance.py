@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from ...engine.config.eagle_config import EAGLEConfig
-from ...engine.inference import EAGLEInference
-from ...engine.models.decoder import Decoder
-from ...engine.models.draft_head import DraftHead
-from ...engine.models.loading import load_draft, load_target
-from ...engine.models.tokenizer import load_tokenizer
-from ...engine.serve.output import GenerationStats
+from eagle_kernels.engine.config.eagle_config import EAGLEConfig
+from eagle_kernels.engine.inference import EAGLEInference
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.draft_head import DraftHead
+from eagle_kernels.engine.models.loading import load_draft, load_target
+from eagle_kernels.engine.models.tokenizer import load_tokenizer
+from eagle_kernels.engine.serve.output import GenerationStats
+from eagle_kernels.runtime.placement import device_name
+
 from .progress import decode
-from .trainer import device_name
 
 NEW_TOKENS = 128
 BATCH_SIZE = 8

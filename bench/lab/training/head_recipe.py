@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...engine.models.checkpoint import read_config
-from ...engine.models.decoder import Decoder
-from ...engine.models.draft_head import usual_aux_layers
-from ...engine.models.head_formats import LAYER_IDS
-from ...engine.models.loading import read_eos_token_ids
-from ...runtime.values import is_integer
+from eagle_kernels.engine.models.checkpoint import read_config
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.draft_head import usual_aux_layers
+from eagle_kernels.engine.models.head_formats import LAYER_IDS
+from eagle_kernels.engine.models.loading import read_eos_token_ids
+from eagle_kernels.runtime.values import is_integer
 
 MOST_WINDOW, MOST_DRAFT_VOCAB = 2048, 32000  # limits of the defaults
 

@@ -1,4 +1,4 @@
-"""Training of the demo pair: `python -m eagle_kernels.tools.training.demo_pair --output DIR`.
+"""Trains the demo pair: `python -m bench.lab.train_demo_pair --output DIR`.
 
 A byte-level Llama learns Python source, is rounded to bf16, and an EAGLE-3 head learns to guess what the rounded model
 will say next. A few minutes on a data-centre GPU give a pair that is small enough to ship, and whose acceptance is so
@@ -23,18 +23,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...engine.models.decoder import Decoder
-from ...engine.models.decoder_config import DecoderConfig
-from ...engine.models.eagle_head import EagleConfig, EagleHead
-from ...runtime.placement import choose_device
-from .acceptance import NEW_TOKENS, measure_acceptance
-from .corpus import END_OF_TEXT, VOCAB_SIZE, held_out_prompts, read_corpus, token_stream
-from .evaluation import accuracy_by_depth, held_out_loss
-from .model_card import write_model_card
-from .recipe import Recipe, make_recipe
-from .saving import save_folder, write_json
-from .trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, device_name, initialise, random_windows
-from .unrolled import head_loss, most_frequent, set_draft_vocabulary, start_from_output_of, target_loss
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+from eagle_kernels.runtime.placement import choose_device, device_name
+
+from .training.acceptance import NEW_TOKENS, measure_acceptance
+from .training.corpus import END_OF_TEXT, VOCAB_SIZE, held_out_prompts, read_corpus, token_stream
+from .training.evaluation import accuracy_by_depth, held_out_loss
+from .training.model_card import write_model_card
+from .training.recipe import Recipe, make_recipe
+from .training.saving import save_folder, write_json
+from .training.trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, initialise, random_windows
+from .training.unrolled import head_loss, most_frequent, set_draft_vocabulary, start_from_output_of, target_loss
 
 # Limits of the pair, which is part of the repository and of every wheel.
 MAX_PARAMETERS = 5_900_000
@@ -98,7 +99,7 @@ def check_size(target: nn.Module, head: nn.Module, folder: Path) -> None:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m eagle_kernels.tools.training.demo_pair", description="Train the byte-level demo pair."
+        prog="python -m bench.lab.train_demo_pair", description="Train the byte-level demo pair."
     )
     parser.add_argument(
         "--output", type=Path, required=True, help="folder for target/, draft/, training.json and README.md"

@@ -1,4 +1,4 @@
-"""Training of an EAGLE-3 head for a target: `python -m eagle_kernels train-head`.
+"""Trains an EAGLE-3 head for a target: `python -m bench.lab.train_head --target TARGET --data FILES --output HEAD`.
 
 The output folder holds the head, in the format of SpecForge and SGLang, and beside it
     checkpoint/       the state from which the same command continues
@@ -8,6 +8,7 @@ The output folder holds the head, in the format of SpecForge and SGLang, and bes
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
@@ -20,21 +21,35 @@ from typing import Any
 
 import torch
 
-from ...engine.models.checkpoint import naming, read_config, read_json
-from ...engine.models.decoder import Decoder
-from ...engine.models.decoder_config import FAMILIES, read_model_type
-from ...engine.models.eagle_head import EagleConfig, EagleHead
-from ...engine.models.loading import load_draft, load_target, read_eos_token_ids
-from ...engine.models.tokenizer import load_tokenizer
-from .acceptance import BATCH_SIZE, TREES, acceptance_rows
-from .answers import answer_prompts
-from .chat import chat_format_of
-from .head_data import Example, count_tokens, learn_answer, prompts_of, read_examples, split_held_out, teaches
-from .head_fitting import fit_head
-from .head_recipe import MOST_DRAFT_VOCAB, MOST_WINDOW, HeadOptions, default_aux_layers, head_config
-from .saving import save_folder, write_json
-from .trainer import Run, device_name, initialise
-from .unrolled import draft_vocabulary_of, most_frequent, set_draft_vocabulary, start_from_output_of
+from eagle_kernels.engine.models.checkpoint import naming, read_config, read_json
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import FAMILIES, read_model_type
+from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids
+from eagle_kernels.engine.models.tokenizer import load_tokenizer
+from eagle_kernels.runtime.interrupts import EXIT_INTERRUPTED
+from eagle_kernels.runtime.placement import device_name
+from eagle_kernels.runtime.values import first_line
+from eagle_kernels.tools.cli.config import read_folder
+from eagle_kernels.tools.cli.shared import add_machine_arguments, as_lines, read_machine
+
+from .training.acceptance import BATCH_SIZE, TREES, acceptance_rows
+from .training.answers import answer_prompts
+from .training.chat import chat_format_of
+from .training.head_data import Example, count_tokens, learn_answer, prompts_of, read_examples, split_held_out, teaches
+from .training.head_fitting import fit_head
+from .training.head_recipe import (
+    MOST_DRAFT_VOCAB,
+    MOST_WINDOW,
+    HeadOptions,
+    add_options,
+    default_aux_layers,
+    head_config,
+    read_options,
+)
+from .training.saving import save_folder, write_json
+from .training.trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, initialise
+from .training.unrolled import draft_vocabulary_of, most_frequent, set_draft_vocabulary, start_from_output_of
 
 
 def train_head(
@@ -277,3 +292,39 @@ def _digest_of_weights(target: Decoder) -> str:
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Returns 0, 1 with one line on stderr if the input is wrong, 130 if it was interrupted, or EXIT_UNFINISHED if the
+    time budget ended the run, which the same command continues.
+    """
+    parser = argparse.ArgumentParser(prog="python -m bench.lab.train_head", description="Train an EAGLE-3 head.")
+    parser.add_argument("--target", type=read_folder, required=True, help="folder of the target model")
+    parser.add_argument("--data", type=Path, required=True, nargs="+", help="files of training data, .txt or .jsonl")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the head; the same command continues an interrupted run"
+    )
+    add_options(parser)
+    add_machine_arguments(parser, dtype=None)
+    given = parser.parse_args(argv)
+    try:
+        (device, dtype), options = read_machine(given), read_options(given)
+        settings = {"device": device, "dtype": dtype, "check_weights": given.check_weights}
+        record = train_head(given.target, given.data, given.output, options, **settings)
+    except TimeBudgetReached as reached:
+        print(f"time budget used up at {reached}; give the same command again to go on", file=sys.stderr)
+        return EXIT_UNFINISHED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {first_line(error)}", file=sys.stderr)
+        return 1
+    print(json.dumps(record, indent=2) if given.json else as_lines(rows_of(record)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

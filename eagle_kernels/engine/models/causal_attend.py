@@ -1,4 +1,4 @@
-"""Attention over whole sequences without a cache, in plain PyTorch, which has derivatives."""
+"""Attends over whole sequences without a cache, in plain PyTorch, with derivatives: for models outside the engine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...engine.models.layers import library
-from ...engine.models.protocol import Angles
+from .layers import library
+from .protocol import Angles
+
+
+def positions_of(tokens: Tensor) -> Tensor:
+    """Returns 0, 1, 2, ... for every row of tokens [B, T]."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
 def rotate(query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:

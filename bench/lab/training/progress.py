@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...engine.inference import EAGLEInference
-from ...engine.serve.output import GenerationOutput
+from eagle_kernels.engine.inference import EAGLEInference
+from eagle_kernels.engine.serve.output import GenerationOutput
 
 REPORT_SECONDS = 10.0
 

@@ -14,6 +14,13 @@ import torch
 
 pytest.importorskip("safetensors")
 
+from bench.lab import train_head as train_module
+from bench.lab.train_head import main, new_head, settle, train_head
+from bench.lab.training import chat, head_data, unrolled
+from bench.lab.training.answers import answer_prompts
+from bench.lab.training.head_fitting import Accuracy, Piece, piece_loss, shuffled_pieces
+from bench.lab.training.head_recipe import HeadOptions, default_aux_layers, head_config
+from bench.lab.training.trainer import EXIT_UNFINISHED, tell_changes
 from eagle_kernels.engine.config.eagle_config import EAGLEConfig
 from eagle_kernels.engine.inference import EAGLEInference
 from eagle_kernels.engine.models.decoder import Decoder
@@ -22,15 +29,8 @@ from eagle_kernels.engine.models.eagle_head import EagleConfig
 from eagle_kernels.engine.models.head_formats import recognise
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.tools.cli.main import EXIT_INTERRUPTED, main
-from eagle_kernels.tools.training import chat, head_data, unrolled
-from eagle_kernels.tools.training import train_head as train_module
-from eagle_kernels.tools.training.answers import answer_prompts
-from eagle_kernels.tools.training.head_fitting import Accuracy, Piece, piece_loss, shuffled_pieces
-from eagle_kernels.tools.training.head_recipe import HeadOptions, default_aux_layers, head_config
-from eagle_kernels.tools.training.saving import save_folder
-from eagle_kernels.tools.training.train_head import new_head, settle, train_head
-from eagle_kernels.tools.training.trainer import EXIT_UNFINISHED, tell_changes
+from eagle_kernels.runtime.interrupts import EXIT_INTERRUPTED
+from op_tests.engine.heads import save_folder
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 TARGET_CONFIG = {
@@ -64,7 +64,7 @@ TEXT = "".join(f"the {first}{second} of the {second}{first}\n" for first in "abc
 
 
 def arguments_of(target: Path, data: Path, output: Path, **options) -> list[str]:
-    command = ["train-head", "--target", str(target), "--data", str(data), "--output", str(output), "--device", "cpu"]
+    command = ["--target", str(target), "--data", str(data), "--output", str(output), "--device", "cpu"]
     for name, value in options.items():
         command += ["--" + name.replace("_", "-")] + ([] if value is True else [str(value)])
     return command
@@ -358,6 +358,12 @@ def test_frequencies_tie_to_the_lowest_id():
 )
 def test_default_aux_layers(num_layers, expected):
     assert default_aux_layers(num_layers) == (expected, num_layers > 6)
+
+
+def test_layers_are_read_as_a_list(capsys):
+    with pytest.raises(SystemExit):
+        main(["--target", "a", "--data", "b", "--output", "c", "--aux-layers", "1,x"])
+    assert "--aux-layers: must be layer ids with commas between them, got '1,x'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

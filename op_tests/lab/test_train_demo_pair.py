@@ -11,14 +11,15 @@ import torch
 
 pytest.importorskip("safetensors")
 
+from bench.lab import train_demo_pair
+from bench.lab.training import acceptance, unrolled
+from bench.lab.training.corpus import END_OF_TEXT, MAX_FILE_BYTES, held_out_prompts, read_corpus, token_stream
+from bench.lab.training.recipe import Stage, make_recipe
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
 from eagle_kernels.engine.models.loading import load_draft, load_target
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
-from eagle_kernels.tools.training import acceptance, demo_pair, unrolled
-from eagle_kernels.tools.training.corpus import END_OF_TEXT, MAX_FILE_BYTES, held_out_prompts, read_corpus, token_stream
-from eagle_kernels.tools.training.recipe import Stage, make_recipe
 
 MODEL_FILES = ("target/model.safetensors", "draft/model.safetensors")
 
@@ -51,7 +52,7 @@ def library(tmp_path_factory):
 
 def run(library, output, *arguments: str) -> int:
     always = ["--tiny", "--stdlib", library, "--stdlib-version", "3.0.0 of the test", "--device", "cpu"]
-    return demo_pair.main([str(argument) for argument in (*always, "--output", output, *arguments)])
+    return train_demo_pair.main([str(argument) for argument in (*always, "--output", output, *arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +153,8 @@ def test_learning_rate_rises_then_falls_to_zero():
 
 def test_draft_vocabulary_is_frequent_and_ascending():
     stream = torch.tensor([7, 7, 7, 3, 3, 9, 9, 1, END_OF_TEXT], dtype=torch.int16)
-    assert demo_pair.choose_draft_vocabulary(stream, 3).tolist() == [3, 7, END_OF_TEXT]
-    assert demo_pair.choose_draft_vocabulary(stream, 5).tolist() == [1, 3, 7, 9, END_OF_TEXT]
+    assert train_demo_pair.choose_draft_vocabulary(stream, 3).tolist() == [3, 7, END_OF_TEXT]
+    assert train_demo_pair.choose_draft_vocabulary(stream, 5).tolist() == [1, 3, 7, 9, END_OF_TEXT]
 
 
 def test_the_whole_program(trained):
@@ -168,7 +169,7 @@ def test_the_whole_program(trained):
     draft = load_draft(trained / "draft", target)
     assert isinstance(load_tokenizer(trained / "target"), ByteTokenizer)
     assert (target.max_length, target.kv_shape, draft.aux_layers) == (64, (3, 1, 16), (1, 2, 3))
-    assert record["parameters"]["target"] == demo_pair.count_parameters(target)
+    assert record["parameters"]["target"] == train_demo_pair.count_parameters(target)
     draft_ids = unrolled.draft_vocabulary_of(draft)
     assert len(draft_ids) == 64 and END_OF_TEXT in draft_ids
 
@@ -188,9 +189,9 @@ def test_the_real_sizes_fit_the_repository():
     with torch.device("meta"):
         target = Decoder(DecoderConfig.from_dict(recipe.target_config))
         head = EagleHead(EagleConfig.from_dict(recipe.head_config))
-    parameters = demo_pair.count_parameters(target), demo_pair.count_parameters(head)
+    parameters = train_demo_pair.count_parameters(target), train_demo_pair.count_parameters(head)
     assert parameters == (4_263_680, 1_049_600)
-    assert sum(parameters) <= demo_pair.MAX_PARAMETERS
+    assert sum(parameters) <= train_demo_pair.MAX_PARAMETERS
     assert head.config.aux_layers == (1, 3, 5)
 
 
@@ -210,7 +211,7 @@ def test_acceptance_goes_into_the_record_and_the_card(trained, tmp_path, capsys)
     (pair / "prompts.json").write_text(json.dumps(prompts))
 
     measure = ["--output", str(pair), "--device", "cpu", "--measure-acceptance", "--new-tokens", "6"]
-    assert demo_pair.main(measure) == 0
+    assert train_demo_pair.main(measure) == 0
     record = json.loads((pair / "training.json").read_text())
     assert [(row["tree"], row["temperature"]) for row in record["acceptance"]] == [
         ("top 8, 5 levels, 32 nodes", 0.0),
@@ -229,9 +230,9 @@ def test_acceptance_goes_into_the_record_and_the_card(trained, tmp_path, capsys)
     card = (pair / "README.md").read_text()
     assert "Not measured yet." not in card and "| chain of 5 | 1 | 18 |" in card
     (pair / "README.md").unlink()
-    assert demo_pair.main(["--output", str(pair), "--card-only"]) == 0
+    assert train_demo_pair.main(["--output", str(pair), "--card-only"]) == 0
     assert (pair / "README.md").read_text() == card
-    assert demo_pair.main(measure) == 0
+    assert train_demo_pair.main(measure) == 0
     assert json.loads((pair / "training.json").read_text()) == record, "measured again, the same"
 
 
@@ -254,7 +255,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(trained, library, tmp_pat
     # No time at all: every call trains one step, saves, and asks to be called again.
     interrupted = ["--checkpoint-dir", checkpoints, "--time-budget-s", "0"]
     statuses = [run(library, tmp_path / "output", *interrupted)]
-    while statuses[-1] == demo_pair.EXIT_UNFINISHED:
+    while statuses[-1] == train_demo_pair.EXIT_UNFINISHED:
         statuses.append(run(library, tmp_path / "output", *interrupted))
     assert statuses[-1] == 0 and len(statuses) > 15
     for name in MODEL_FILES:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from bench.lab.training import chat, head_data
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
-from eagle_kernels.tools.training import chat, head_data
 
 CONVERSATION = [("human", "Hi a"), ("gpt", " a"), ("human", "assistant?"), ("gpt", "yes: é")]
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.values import parse_json, shown
+from eagle_kernels.runtime.values import parse_json, shown
+
 from .chat import ChatFormat, FolderTokenizer, Turn, encode_prompt, encode_turns
 
 TEXT_PROMPT_TOKENS = 64  # the most tokens of a text that are used as a prompt
