@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,10 +17,12 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models import loading
+from eagle_kernels.engine.models.chat_template import ChatTemplate
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, PythonTokenizer, as_tokenizer, load_tokenizer
 from eagle_kernels.engine.requests.request import StopStrings
-from eagle_kernels.tools.cli.generate import print_texts
+from eagle_kernels.tools.cli import generate as generate_command
+from eagle_kernels.tools.cli.main import main
 from op_tests.engine.made_tokenizers import (
     BYTE_LEVEL,
     BYTES,
@@ -343,23 +344,50 @@ def test_a_context_is_decoded_with_and_not_told(word_tokenizer, context, space):
     assert detokenizer.finish() == "🦅" == detokenizer.push([FIRST_WORD + 3])[0]
 
 
-def test_what_follows_a_prompt_keeps_its_first_space(word_tokenizer, capsys):
-    """In streamed text, for stop strings, and as the command line prints it."""
-    prompt = "w3. w5."
-    token_ids = word_tokenizer.encode(prompt)
+@pytest.fixture
+def word_engine(word_tokenizer):
     target = random_llama(vocab_size=FIRST_WORD + 40)
     with torch.no_grad():
         target.lm_head.weight[:FIRST_WORD] = 0  # words outweigh what is none
-    engine = EAGLEInference(target, target, EAGLEConfig(topk=2, num_steps=2), tokenizer=word_tokenizer)
-    output_ids = engine.generate(token_ids, 6).output_ids
+    return EAGLEInference(target, target, EAGLEConfig(topk=2, num_steps=2), tokenizer=word_tokenizer)
+
+
+def test_what_follows_a_prompt_keeps_its_first_space(word_tokenizer, word_engine):
+    """In streamed text, and for stop strings."""
+    prompt = "w3. w5."
+    token_ids = word_tokenizer.encode(prompt)
+    output_ids = word_engine.generate(token_ids, 6).output_ids
     text = "".join(f" w{token - FIRST_WORD}." for token in output_ids)
     assert min(output_ids) >= FIRST_WORD and prompt + text == word_tokenizer.decode([*token_ids, *output_ids])
-    assert "".join(engine.stream_text(prompt, 6)) == text
+    assert "".join(word_engine.stream_text(prompt, 6)) == text
     stop = f" w{output_ids[0] - FIRST_WORD}."
-    stream = engine.stream_text(prompt, 6, stop=(stop,))
+    stream = word_engine.stream_text(prompt, 6, stop=(stop,))
     assert "".join(stream) == "" and stream.output().output_ids == output_ids[:1]
-    print_texts(engine.stream([token_ids], 6), word_tokenizer, [prompt], SimpleNamespace(json=False))
-    assert capsys.readouterr().out == f"{prompt}{text}\n"
+
+
+@pytest.mark.parametrize("are_bytes", [False, True])
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("prompts", [["w3. w5."], ["w3. w5.", "w1.", "w1. w2. w9."]], ids=len)
+def test_the_command_tells_texts_as_they_are_decoded(prompts, is_chat, are_bytes, word_engine, monkeypatch, capsys):
+    """Of answers what their tokens are alone; of other texts what they add to the prompt. Printed and as JSON."""
+    tokenizer = word_engine.tokenizer
+    if are_bytes:  # of which the last ones may begin a character
+        with torch.no_grad():
+            word_engine.target.lm_head.weight.copy_(word_engine.target.lm_head.weight.flip(0))
+    tokenizer.read_chat = lambda: ChatTemplate({"default": "w7. {{ messages[0].content }}"}, {})
+    monkeypatch.setattr(generate_command, "load_engine", lambda arguments: word_engine)
+    command = ["generate", *prompts, "--max-new-tokens", "6", *["--chat"] * is_chat]
+    assert main([*command, "--json"]) == 0
+    report, texts = json.loads(capsys.readouterr().out), []
+    for prompt, result in zip(prompts, report.get("requests", [report]), strict=True):
+        context = tokenizer.encode(f"w7. {prompt}" if is_chat else prompt)
+        assert result["prompt"] == prompt and len(result["token_ids"]) == 6
+        assert result["token_ids"] == word_engine.generate(context, 6).output_ids
+        ids = result["token_ids"] if is_chat else context + result["token_ids"]
+        texts.append(tokenizer.decode(ids))
+        assert ("" if is_chat else prompt) + result["text"] == texts[-1]
+    assert main(command) == 0
+    assert capsys.readouterr().out.rpartition("\n\ntokens: ")[0].removesuffix("\n") == "\n\n".join(texts)
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_a_draw_is_between_what_sglang_does_before_and_after(sglang, device):
     assert engine.last.tolist() == [27, 27]
 
 
-@pytest.mark.parametrize("case", ["masks", "a batch of no request", "more options"])
+@pytest.mark.parametrize("case", ["masks", "a batch of no request", "more options", "greedy"])
 def test_what_only_sglang_samples(case, device):
     engine = Engine([request(0)], device)
     info, options = engine.forward_info(), {}
@@ -301,6 +301,8 @@ def test_what_only_sglang_samples(case, device):
         info.return_sampling_masks = [True]
     elif case == "a batch of no request":
         del info.eagle_kernels_seeds
+    elif case == "greedy":
+        info.is_all_greedy = True
     else:
         options = {"logprob_logits": engine.table}
     output = SimpleNamespace(next_token_logits=engine.table[:1])

@@ -33,7 +33,7 @@ SECONDS = 180
 
 def plant(mutant: Mutant, folder: Path) -> None:
     """Copies the repository into an empty folder, and makes the edits there."""
-    ignored = shutil.ignore_patterns("assets", "results", "*.egg-info")
+    ignored = shutil.ignore_patterns("results", "*.egg-info")
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)

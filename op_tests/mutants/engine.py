@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import ENGINE, RUNTIME, Mutant
+from .mutant import ENGINE, RUNTIME, TOOLS, Mutant
 
 _DRAFTER = ENGINE + "drafters/sampled_drafter.py"
 _PAGES, _READING = ENGINE + "batch/prefix_cache.py", ENGINE + "serve/reading.py"
@@ -14,6 +14,7 @@ _BUSY = "op_tests/engine/serve/test_scheduler.py::test_requests_of_all_kinds_are
 _MOVED = "op_tests/engine/serve/test_scheduler.py::test_all_that_belongs_to_a_row_moves_with_it"
 _ASKED, _CHOSEN = "op_tests/engine/test_requests_ask.py::test_", "op_tests/engine/test_speculation.py::test_"
 _STOPS = "op_tests/engine/test_stop_strings.py::test_texts_and_streams_end_where_a_search_says"
+_GENERATE = TOOLS + "cli/generate.py"
 _CHAT = ENGINE + "models/chat_template.py"
 _OF_FILES = ["op_tests/engine/test_chat_template.py::test_of_files_that_differ_the_one_of_transformers_counts"]
 _SHARING = "op_tests/engine/serve/test_prefix_sharing.py::test_"
@@ -251,5 +252,30 @@ MUTANTS = [
         "tokenizer_config.json over special_tokens_map.json",
         [(_CHAT, "    named |= {name: mark for name, mark in older.items() if name in _STANDARD_MARKS}\n", "")],
         _OF_FILES,
+    ),
+    Mutant(
+        "answers as if they followed their prompts",
+        [(_GENERATE, "() if are_answers else request.prompt for", "request.prompt for")],
+        ["op_tests/engine/test_tokenizer.py::test_the_command_tells_texts_as_they_are_decoded"],
+    ),
+    Mutant(
+        "a comparison with other draws",
+        [(_GENERATE, "arguments.max_new_tokens, seeds=stats.seeds", "arguments.max_new_tokens, seeds=arguments.seed")],
+        ["op_tests/tools/test_cli.py::test_compare_draws_with_the_same_seeds"],
+    ),
+    Mutant(
+        "shares of the batch's steps",
+        [(_GENERATE, "count / max(1, stats.steps)", "count / max(1, stats.batch_steps)")],
+        ["op_tests/tools/test_cli.py::test_the_table_shows_what_json_holds"],
+    ),
+    Mutant(
+        "speed with the first tokens",
+        [(ENGINE + "serve/output.py", "self.generated_tokens - self.num_requests", "self.generated_tokens")],
+        ["op_tests/engine/serve/test_benchmark.py::test_figures_of_a_call"],
+    ),
+    Mutant(
+        "times of phases by requests' steps",
+        [(ENGINE + "serve/benchmark.py", "timed_steps += timed.batch_steps", "timed_steps += timed.steps")],
+        ["op_tests/engine/serve/test_benchmark.py::test_figures_of_several_batches"],
     ),
 ]  # fmt: skip

@@ -78,6 +78,18 @@ def test_compare_adds_plain_decoding(capsys):
     assert table["identical"] == "yes" and table["speedup"].endswith("x")
 
 
+@pytest.mark.parametrize("prompts", [["def f("], ["def f(", "class A"]], ids=len)
+@pytest.mark.parametrize("seed", [[], ["--seed", "0"], ["--seed", "7"]], ids=" ".join)
+def test_compare_draws_with_the_same_seeds(capsys, prompts, seed):
+    """Given or not: at any temperature plain decoding's texts are the same, and the seeds that were drawn with told."""
+    options = ["--max-new-tokens", "10", "--temperature", "1.5", "--compare", "--json"]
+    assert main(["generate", *prompts, *FP32, *options, *seed]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert all(result["identical"] for result in report.get("requests", [report]))
+    assert len(report["seeds"]) == len(prompts)
+    assert not seed or report["seeds"] == [int(seed[1])] * len(prompts)
+
+
 @pytest.mark.cross
 @pytest.mark.parametrize(
     ("policy", "mean", "per_depth"),
@@ -150,6 +162,30 @@ def test_json_is_one_object_and_nothing_else(capsys, monkeypatch):
     assert report["mean_accept_length"] == 1 + report["accepted"] / report["steps"]
     assert report["identical"] is True and report["parts_at"] is None and report["logit_gap"] is None
     assert report["speedup"] > 0 and report["plain_tokens_per_second"] > 0
+
+
+def test_the_table_shows_what_json_holds(capsys, monkeypatch):
+    """Every row, of one run of several texts, whose two ways and figures are not alike."""
+    table, tables = generate_command._table, []
+    monkeypatch.setattr(generate_command, "_table", lambda *given: tables.append(given) or table(*given))
+    command = ["generate", "def f(", "class A", *FP32, "--max-new-tokens", "9", "--compare", "--temperature", "0.5"]
+    assert main(command) == 0
+    rows = split_report(capsys.readouterr().out)[1]
+    ((report, results, *_),) = tables
+    shares = ", ".join(f"{count / report['steps']:.0%}" for count in report["accepted_per_depth"])
+    assert rows == {
+        "tokens": "18 (2 length)",
+        "steps": f"{report['steps']} of 32 nodes, 5 levels",
+        "mean acceptance length": f"{1 + report['accepted'] / report['steps']:.2f} (bonus included)",
+        "accepted at depth 1, 2, ...": shares,
+        "tokens/s": f"{16 / report['decode_time_s']:.1f}",
+        "seed": "{}, {}".format(*report["seeds"]),
+        "plain tokens/s": f"{report['plain_tokens_per_second']:.1f}",
+        "speedup": f"{report['mean_accept_length'] * report['plain_step_ms'] / report['warm_step_ms']:.2f}x",
+        "identical": "yes",
+    }
+    assert report["plain_tokens_per_second"] == pytest.approx(2e3 / report["plain_step_ms"])  # 2 rows, all of its steps
+    assert [len(result["token_ids"]) for result in results] == [9, 9] and report["generated_tokens"] == 18
 
 
 def test_json_has_the_text_that_is_printed(capsys, monkeypatch):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.prefix_cache import PrefixCache
+from eagle_kernels.engine.serve.latency import RequestTimes
+from eagle_kernels.tools import request_benchmark
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.gsm8k import Example, evaluate, last_number, prompts_of, read_examples
 from eagle_kernels.tools.request_benchmark import random_requests, run_requests
@@ -49,13 +52,33 @@ def test_figures_of_requests(speculative):
     run = run_requests(engine, requests, speculative=speculative)
     assert run.requests == 10 and run.input_tokens == sum(len(prompt) for prompt, _ in requests)
     assert run.output_tokens == sum(params.max_new_tokens for _, params in requests), "no end token ends a text"
-    assert run.requests_per_second == pytest.approx(10 / run.time_s)
-    assert run.output_tokens_per_second == pytest.approx(run.output_tokens / run.time_s)
-    assert run.total_tokens_per_second == pytest.approx((run.input_tokens + run.output_tokens) / run.time_s)
     assert (run.mean_accept_length > 2) == speculative
-    for times in (run.ttft_ms, run.latency_ms, run.tpot_ms):
-        assert 0 < times["p50"] <= times["p95"] <= times["p99"] <= 1e3 * run.time_s
-    assert run.ttft_ms["p95"] > 1.5 * run.ttft_ms["p50"] and run.latency_ms["p50"] > run.ttft_ms["p50"]
+
+
+def test_figures_of_a_run(monkeypatch):
+    """Of times that are given: all requests are sent at 100 s, and the last one ends at 108 s."""
+    target, clock = ToyModel(), iter([100.0, 108.0])
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3))
+    times = [
+        RequestTimes(101.0, [(1.0, 2), (4.0, 2)]),
+        RequestTimes(103.0, []),
+        RequestTimes(104.0, [(3.0, 1), (1.0, 3)]),
+    ]
+    monkeypatch.setattr(request_benchmark, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(request_benchmark, "time_requests", lambda stream: [*stream] and times)
+    requests = [([1] * 7, SamplingParams(max_new_tokens=count)) for count in (5, 1, 5)]
+    run = run_requests(engine, requests)
+
+    def of_three(low, middle, high):
+        return pytest.approx(
+            {"p50": middle, "p95": middle + 0.9 * (high - middle), "p99": middle + 0.98 * (high - middle)}
+        )
+
+    assert (run.requests, run.time_s, run.input_tokens, run.output_tokens) == (3, 8.0, 21, 11)
+    speeds = (run.requests_per_second, run.output_tokens_per_second, run.total_tokens_per_second)
+    assert speeds == (3 / 8, 11 / 8, 32 / 8)
+    assert run.ttft_ms == of_three(1000, 3000, 4000) and run.latency_ms == of_three(3000, 6000, 8000)
+    assert run.tpot_ms == pytest.approx({"p50": 1125.0, "p95": 1237.5, "p99": 1247.5})
 
 
 def test_each_run_reads_its_prompts():

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import asdict, replace
 
 import numpy
 import pytest
 import torch
 
 from eagle_kernels import SamplingParams
-from eagle_kernels.engine.benchmark import Decoding
+from eagle_kernels.engine.benchmark import BenchmarkResult, Decoding
+from eagle_kernels.engine.serve.output import GenerationStats
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import make, prompt_of
 
@@ -120,6 +122,67 @@ def test_a_benchmark_is_as_wide_as_it_says(target, monkeypatch):
         with pytest.raises(ValueError, match=message):
             engine.benchmark(prompts, 100, batch_size=4, **options)
     assert not widths and not engine.has_work
+
+
+# statistics of two calls, no two numbers of which are alike
+FIRST = {
+    "num_requests": 2, "num_steps": 3, "num_draft_tokens": 7, "seeds": [5, 6], "prompt_tokens": 11,
+    "generated_tokens": 23, "shared_tokens": 1, "steps": 13, "batch_steps": 8, "levels": 37, "drafted": 73,
+    "accepted": 9, "accepted_per_depth": [6, 2, 1], "finish_reasons": ["eos", "length"], "prefill_time_s": 0.25,
+    "decode_time_s": 4.0, "cold_steps": 3, "cold_time_s": 2.5, "phase_time_ms": {"draft": 17.0, "verify": 29.0},
+    "plain_step_ms": 125.0,
+}  # fmt: skip
+SECOND = FIRST | {
+    "num_requests": 1, "generated_tokens": 10, "steps": 19, "batch_steps": 16, "accepted": 31, "decode_time_s": 2.0,
+    "accepted_per_depth": [15, 10, 6], "phase_time_ms": {}, "seeds": [7], "cold_steps": 16, "cold_time_s": 2.0,
+}  # fmt: skip
+
+
+def test_figures_of_a_call():
+    """Each is the quotient that its name says; those that nothing tells are None or 0."""
+    first, second, none = GenerationStats(**FIRST), GenerationStats(**SECOND), GenerationStats(1, 3, 7, [0])
+    figures = {
+        "mean_accept_length": (1 + 9 / 13, 1 + 31 / 19, 1.0),
+        "acceptance_rate": (9 / 37, 31 / 37, 0.0),
+        "draft_efficiency": (9 / 73, 31 / 73, 0.0),
+        "step_ms": (500.0, 125.0, None),
+        "warm_step_ms": (300.0, 125.0, None),  # without a warm step that of all
+        "tokens_per_second": (21 / 4, 9 / 2, 0.0),
+        "speedup": ((1 + 9 / 13) * 125 / 300, (1 + 31 / 19) * 125 / 125, None),
+    }
+    for name, expected in figures.items():
+        assert [each[name] for each in (first, second, none)] == pytest.approx(expected), name
+    assert GenerationStats(**FIRST | {"plain_step_ms": None}).speedup is None
+    assert first.to_dict() == FIRST | {name: getattr(first, name) for name in figures}
+
+
+def test_figures_of_several_batches():
+    """Of all of them together, not means of their means; times of phases are of the steps that were timed."""
+    third = dict.fromkeys(("num_requests", "generated_tokens", "steps", "accepted", "decode_time_s"), 0)
+    third |= {"batch_steps": 4, "accepted_per_depth": [0, 0, 0], "phase_time_ms": {"draft": 7.0, "sample": 6.0}}
+    decoding = Decoding()
+    decoding._stats = [GenerationStats(**FIRST | changes) for changes in ({}, SECOND, third)]
+    decoding._ttft_ms, decoding._gaps_ms, decoding._total_s = [5.0, 1.0, 3.0], [], 11.0
+    run, quantiles = decoding.result(), {"p50": 3.0, "p95": 4.8, "p99": 4.96}
+    assert asdict(run) == {
+        "tokens": 33, "tokens_per_second": 3.0, "decode_tokens_per_second": 5.0, "step_ms": 6e3 / 28,
+        "mean_accept_length": 1 + 40 / 32, "accepted_per_depth": [21 / 32, 12 / 32, 7 / 32],
+        "phase_ms": {"draft": 2.0, "sample": 0.5, "verify": 29 / 12}, "ttft_ms": pytest.approx(quantiles),
+        "inter_token_ms": {},
+    }  # fmt: skip
+    plain = replace(run, decode_tokens_per_second=4.0, step_ms=125.0, phase_ms={}, accepted_per_depth=[])
+    result = BenchmarkResult(6, 2, 8, 50, run, plain, 0.5, 3 * 2**20)
+    assert result.to_dict() == asdict(result) | {"speedup": 1.25} == json.loads(result.to_json())
+    assert replace(result, plain=replace(plain, decode_tokens_per_second=0.0)).speedup is None
+    times = ("  first token, ms", "p50 3.00, p95 4.80, p99 4.96"), ("  between tokens, ms", "")
+    assert result.rows() == [
+        ("prompts", "6, 2 together, 50 tokens each"),
+        ("speculative", "5.0 tokens/s, 214.29 ms a step"),
+        ("  phases of a step, ms", "draft 2.000, sample 0.500, verify 2.417"),
+        *times, ("plain", "4.0 tokens/s, 125.00 ms a step"), ("  phases of a step, ms", ""), *times,
+        ("mean acceptance length", "2.25 (bonus included)"), ("accepted at depth 1, 2, ...", "66%, 38%, 22%"),
+        ("speedup", "1.25x"), ("peak memory", "3 MiB"), ("identical", "50% of the batches"),
+    ]  # fmt: skip
 
 
 class StepClock:
