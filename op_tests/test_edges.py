@@ -205,7 +205,7 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
           "tokens": [[-1, -1]], "hidden_rows": [[0, 0]], "last_row": [0], "accept_lengths": [0]}),
         (SELF | {"target_logits": certain(1, 1, 1, 1), "positions": torch.arange(4), "seeds": T([1, 2]),
                  "spec_steps": 2,
-                 "temperature": T([1.0, 0.0])}, PATHS_OF_SELF),
+                 "temperature": T([1.0, 0.0]), "return_logprobs": True}, PATHS_OF_SELF),
     ],
     "sample_from_logits": [
         # greedy below 1e-5: the lowest of equal ids; NaN is -inf; token 0 of nothing

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import inspect
 import math
 import pickle
 import random
@@ -28,7 +26,8 @@ from op_tests.ops.tree.cases import make_parents, make_scored, make_tree, make_w
 from op_tests.ops.verify.cases import make_logits, make_sampled
 
 from .harness import Guarded, assert_in_bounds, to_device
-from .harness.ahead_of_time import PATHS, module_of_tests
+from .harness.ahead_of_time import PATHS
+from .harness.cases import cases_of, copied, module_of_op, signature_of, tensors_of
 
 NAN = math.nan
 
@@ -40,31 +39,9 @@ def one_line(call, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def module_of_op(path: str):
-    return importlib.import_module("eagle_kernels.ops." + path)
-
-
-def signature_of(path: str) -> dict[str, inspect.Parameter]:
-    name = path.rpartition(".")[2]
-    return inspect.signature(getattr(module_of_op(path), name)).parameters
-
-
-def cases_of(path: str):
-    for _, values in module_of_tests(path).ahead_of_time_cases():
-        yield {name: value for name, value in values.items() if name != "out"}
-
-
 def smallest_case(path: str) -> dict:
     """Returns the arguments with the fewest elements; a tensor may be a view of few."""
     return min(cases_of(path), key=lambda values: sum(tensor.numel() for tensor in tensors_of(values).values()))
-
-
-def tensors_of(values: dict) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-
-def copied(values: dict) -> dict:
-    return values | {name: tensor.clone() for name, tensor in tensors_of(values).items()}
 
 
 def as_tuple(result) -> tuple:

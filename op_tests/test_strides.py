@@ -6,7 +6,6 @@ it. All other tensors are aligned meanwhile, so that one that is not looked at s
 
 from __future__ import annotations
 
-import importlib
 import itertools
 
 import pytest
@@ -17,7 +16,7 @@ from eagle_kernels.runtime import check, launch
 
 from .harness import to_device
 from .harness.ahead_of_time import PATHS, module_of_tests
-from .test_hostile_calls import cases_of, copied, signature_of, tensors_of
+from .harness.cases import cases_of, copied, module_of_op, signature_of, tensors_of
 
 MOST_ELEMENTS = 120_000
 
@@ -64,7 +63,7 @@ def call(path: str, tensors: dict[str, torch.Tensor], values: dict) -> dict[str,
 def contracted(path: str, values: dict):
     """What the op's contract says of its outputs."""
     defaults = {name: parameter.default for name, parameter in signature_of(path).items()}
-    return importlib.import_module("eagle_kernels.ops." + path).contract({**defaults, **values, "out": None})
+    return module_of_op(path).contract({**defaults, **values, "out": None})
 
 
 def all_tensors(path: str, values: dict) -> dict[str, torch.Tensor]:

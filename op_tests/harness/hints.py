@@ -7,22 +7,28 @@ import functools
 
 @functools.cache
 def watch_hints() -> None:
-    """From now on a false `tl.multiple_of` or `tl.max_contiguous` ends a launch in the interpreter."""
+    """From now on a launch with a false `tl.multiple_of` or `tl.max_contiguous` is an AssertionError when it ends."""
     import numpy as np
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import GridExecutor, TensorHandle
 
-    set_attr = TensorHandle.set_attr
+    set_attr, call = TensorHandle.set_attr, GridExecutor.__call__
+    wrong: list[str] = []
 
-    def checked(handle, name, values):
-        data = handle.data.astype(np.int64)
-        data = data.reshape(data.shape or (1,))
+    def looking(handle, name, values):
+        data = np.atleast_1d(handle.data.astype(np.int64))
         for axis, value in enumerate(values):
             lanes = np.moveaxis(data, axis, -1)
-            if name == "tt.contiguity" and value > 1:
-                assert (np.diff(lanes.reshape(-1, value)) == 1).all(), f"{lanes} is not {value} by {value} contiguous"
-            if name == "tt.divisibility" and value > 1:  # the first number of what is contiguous
+            if name == "tt.contiguity" and value > 1 and (np.diff(lanes.reshape(-1, value)) != 1).any():
+                wrong.append(f"{lanes} are not contiguous by {value}")
+            if name == "tt.divisibility" and value > 1:  # the first number of those that are contiguous
                 is_first = np.diff(lanes, prepend=lanes[..., :1] - 2) != 1
-                assert (lanes[is_first] % value == 0).all(), f"{lanes} is no multiple of {value}"
+                if (lanes[is_first] % value).any():
+                    wrong.append(f"{lanes} is no multiple of {value}")
         set_attr(handle, name, values)
 
-    TensorHandle.set_attr = checked
+    def checked(self, *args, **arguments):
+        wrong.clear()
+        call(self, *args, **arguments)
+        assert not wrong, wrong[0]
+
+    TensorHandle.set_attr, GridExecutor.__call__ = looking, checked

@@ -275,7 +275,7 @@ MUTANTS = [
     ),
     Mutant(
         "times of phases by requests' steps",
-        [(ENGINE + "serve/benchmark.py", "timed_steps += timed.batch_steps", "timed_steps += timed.steps")],
+        [(ENGINE + "benchmark.py", "timed_steps += timed.batch_steps", "timed_steps += timed.steps")],
         ["op_tests/engine/serve/test_benchmark.py::test_figures_of_several_batches"],
     ),
 ]  # fmt: skip

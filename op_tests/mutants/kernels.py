@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .mutant import ATTENTION, NN, SAMPLING, VERIFY, Mutant, of
+from .mutant import ATTENTION, NN, REJECTION, SAMPLING, VERIFY, Mutant, of
+
+KV = "eagle_kernels/ops/kv/"
+_LIMITS = "op_tests/test_debug_mode.py::test_limits_pass_and_one_step_further_fails"
 
 MUTANTS = [
     Mutant(
@@ -86,5 +89,52 @@ MUTANTS = [
         "mass carried to the next level",
         [(VERIFY + "verify_tree_coins.py", "mass = tl.where(is_accepted, 0.0, mass)", "mass += 0.0")],
         of("verify_tree_coins", "test_matches_reference"),
+    ),
+    # rare states of rows in slices
+    Mutant(
+        "the scale of a rejection that is redone",
+        [(REJECTION + "shared/rejection_steps.py", "scale = tl.where(is_small, state.scale, after.scale)",
+          "scale = after.scale")],
+        of("verify_tree_rejection", "test_what_several_slices_leave"),
+    ),
+    Mutant(
+        "drafts of temperature 0 are not scanned, level by level",
+        [(REJECTION + "shared/rejection_rounds.py", "        if not KEEPS_DRAFT:\n            is_read",
+          "        if True:\n            is_read")],
+        of("verify_tree_rejection", "test_what_several_slices_leave[logits-with-level by level]"),
+    ),
+    Mutant(
+        "drafts of temperature 0 are not scanned",
+        [(REJECTION + "verify_tree_rejection.py", "retrieve_next_token, not replacement)",
+          "retrieve_next_token, True)")],
+        of("verify_tree_rejection", "test_what_several_slices_leave[logits-with-all nodes at once]"),
+    ),
+    Mutant(
+        "a deletion that leaves nothing has drawn",
+        [(REJECTION + "shared/traversal_steps.py", "(to.current == at.current) & (target_mass > 0.0)",
+          "(to.current == at.current)")],
+        of("verify_tree_traversal", "test_special_probabilities_in_slices[probs-24]"),
+    ),
+    Mutant(
+        "the found of later levels is what memory held",
+        [(SAMPLING + "shared/sampled_levels.py", "tl.store(levels.found + place + batch_size, LOWEST_KEY)",
+          "tl.store(levels.found + place + batch_size, LOWEST_KEY, mask=level == 0)")],
+        of("verify_tree_sampled", "test_matches_reference"),
+    ),
+    Mutant(
+        "the alignment of a strided out",
+        [(SAMPLING + "penalize_logits.py", "math.gcd(target_logits.stride(0), out.stride(0), 16)",
+          "math.gcd(target_logits.stride(0), 16)")],
+        ["op_tests/test_strides.py::test_strides_do_not_matter[sampling.penalize_logits]"],
+    ),
+    Mutant(
+        "drafts need a page more than they do",
+        [(KV + "shared/rows.py", "+ (topk - 1) * room() + num_steps", "+ topk * room()")],
+        [_LIMITS],
+    ),
+    Mutant(
+        "rows that just fit are refused",
+        [(VERIFY + "pack_verify_rows.py", "num_tokens.cumsum(0) <= max_rows", "num_tokens.cumsum(0) < max_rows")],
+        [_LIMITS],
     ),
 ]  # fmt: skip

@@ -42,6 +42,7 @@ _MIN_P_OF_ONE = "(weight == 1.0) | (weight / weight.sum(1, keepdim=True) >= min_
 _OWN_DRAFT_TEMPERATURE = "draft_temperature = temperature if draft_temperature is None else draft_temperature"
 
 _ORDER = "test_no_two_steps_can_be_exchanged"
+_EDGES = "op_tests/test_edges.py::test_edges"
 _KERNELS = "op_tests/test_sampling_law.py::test_no_two_steps_of_a_kernel_can_be_exchanged"
 _ATTENTION_LAW = ["op_tests/test_attention_law.py::test_all_ops_attend_as_pytorch_does"]
 _EXACT = "op_tests/engine/test_exact_laws.py::"
@@ -321,6 +322,24 @@ MUTANTS = [
         "min-p alone is no sampling", _SAMPLED, of(_SAMPLED, "test_every_sampling_parameter_alone_asks_for_sampling"),
         [("eagle_kernels/ops/front_door.py", "(temperature, *filters.values())", "(temperature, top_k, top_p)")],
         [("reference/ops/verify_tree.py", "in (temperature, top_k, top_p, min_p))", "in (temperature, top_k, top_p))")],
+    ),
+    # edges: what the docstrings say, by numbers written by hand
+    both(
+        "a number past int32 is a token", "append_output", [f"{_EDGES}[append_output-0-triton]"],
+        [("is_token = (token >= 0) & (token < 2147483648)", "is_token = token >= 0")],
+        [("return 0 <= token < 2**31", "return 0 <= token")],
+    ),
+    both(
+        "a dead request frees its slots", "accepted_cache_locs", [f"{_EDGES}[accepted_cache_locs-0-triton]"],
+        [("return tl.where(root >= 0, count, 0).to(tl.int32)",
+          "return tl.where((root >= 0) | (inputs.free_token_num is not None), count, 0).to(tl.int32)")],
+        [("freed.append([] if is_dead else", "freed.append([] if is_dead and free_token_num is None else")],
+    ),
+    both(
+        "rows past max_query are of the prefix", "tree_attention", [f"{_EDGES}[tree_attention-1-triton]"],
+        [(ATTENTION + "shared/batch.py", "prefix = tl.maximum(filled - num_counted, 0)",
+          "prefix = tl.maximum(filled - num_drafts, 0)")],
+        [("counted = bounds[request][1] - bounds[request][0] if is_ragged else num_keys", "counted = num_keys")],
     ),
     Mutant(
         "dead rows have a part of the budget",

@@ -9,7 +9,7 @@ import pytest
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.prefix_cache import PrefixCache
-from eagle_kernels.engine.serve.latency import RequestTimes
+from eagle_kernels.engine.benchmark import RequestTimes
 from eagle_kernels.tools import request_benchmark
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.gsm8k import Example, evaluate, last_number, prompts_of, read_examples
