@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine import benchmark
 from eagle_kernels.engine.batch.prefix_cache import PrefixCache
-from eagle_kernels.engine.benchmark import RequestTimes
+from eagle_kernels.engine.benchmark import RequestTimes, percentiles
+from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.tools import request_benchmark
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.gsm8k import Example, evaluate, last_number, prompts_of, read_examples
@@ -44,15 +48,40 @@ def test_lengths_are_random_within_their_bounds():
 
 
 @pytest.mark.parametrize("speculative", [True, False])
-def test_figures_of_requests(speculative):
-    """More than run at once: the last ones wait, which their times to the first token tell."""
-    target = ToyModel()
-    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3, max_batch=4, eos_token_ids=(1, 2, 3)))
+def test_figures_of_requests(speculative, monkeypatch):
+    """By a clock that passes of the target tick; more than run at once, so that the last ones wait."""
+    target, passes, seen = ToyModel(), [], []
+    forward, collect = target.forward, Request.collect
+    target.forward = functools.wraps(forward)(lambda *a, **options: passes.append(1) or forward(*a, **options))
+
+    def collected(request):
+        events = collect(request)
+        seen.extend((request, 1e3 * len(passes)) for _ in events)
+        return events
+
+    monkeypatch.setattr(Request, "collect", collected)
+    for module in (benchmark, request_benchmark):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(len(passes))))
+    draft = ToyModel()  # of which no pass counts
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=1, num_steps=3, max_batch=4, eos_token_ids=(1, 2, 3)))
     requests = random_requests(10, 20, 12, 0.5, 40)
     run = run_requests(engine, requests, speculative=speculative)
+    assert run.time_s == len(passes) > 0
     assert run.requests == 10 and run.input_tokens == sum(len(prompt) for prompt, _ in requests)
     assert run.output_tokens == sum(params.max_new_tokens for _, params in requests), "no end token ends a text"
+    assert run.requests_per_second == 10 / run.time_s
+    assert run.output_tokens_per_second == run.output_tokens / run.time_s
+    assert run.total_tokens_per_second == (run.input_tokens + run.output_tokens) / run.time_s
     assert (run.mean_accept_length > 2) == speculative
+    arrivals = defaultdict(list)
+    for request, now_ms in seen:
+        arrivals[request].append(now_ms)
+    firsts, lasts = [each[0] for each in arrivals.values()], [each[-1] for each in arrivals.values()]
+    assert run.ttft_ms == pytest.approx(percentiles(firsts)) and run.latency_ms == pytest.approx(percentiles(lasts))
+    means = [(each[-1] - each[0]) / (len(each) - 1) for each in arrivals.values()]
+    assert run.tpot_ms == pytest.approx(percentiles(means))
+    # four have their first tokens at once, and the others as rows become free
+    assert run.ttft_ms["p95"] > 1.5 * run.ttft_ms["p50"] and min(lasts) < sorted(firsts)[4]
 
 
 def test_figures_of_a_run(monkeypatch):

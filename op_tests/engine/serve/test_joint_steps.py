@@ -14,14 +14,16 @@ from eagle_kernels import SamplingParams
 from eagle_kernels.engine.batch.kv_pool import JointAttend, KVPool, PrefillAttend, RaggedAttend
 from eagle_kernels.engine.models.protocol import KVShape
 from eagle_kernels.engine.requests.request import Request
-from eagle_kernels.engine.serve import pace
+from eagle_kernels.engine.serve import launch, pace, reading, scheduler
 from eagle_kernels.engine.serve.pace import Pace
 from eagle_kernels.engine.serve.reading import FEW_STEPS, JOINT_TOKENS
 from eagle_kernels.engine.step.choice import ByBatchSize, Fastest
 from eagle_kernels.engine.step.prompt_rows import MOST_PARTS
+from eagle_kernels.engine.step.runner import bucket_of
+from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import PARAMS, make, prompt_of
 from op_tests.engine.serve.conftest import DEVICE
-from op_tests.engine.toys import random_llama
+from op_tests.engine.toys import RowWalker, Walker, WalkerHead, random_llama
 
 
 @pytest.fixture
@@ -250,6 +252,81 @@ def test_times_beside_prompts_are_kept_apart():
     assert beside.choose(2) == 0 and choice.choose(2) == 1
     table = ByBatchSize(((None, 1),))
     assert table.beside_prompts() is table
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit_ms", "lag"),
+    [(RowWalker, 30.0, 0), (RowWalker, 30.0, 1), (RowWalker, None, 1), (Walker, 30.0, 1)],
+    indirect=["lag"],
+)
+def test_times_of_steps_reach_those_who_judge_by_them(kind, limit_ms, lag, monkeypatch):
+    """By a clock of its own: a step's time goes to the choice among steps like it, that of one without prompts to the
+    pace, as does what reading took; what compiles is told to nobody."""
+    now_ms, steps, noted, paced, ended, alone = [0.0], [], [], [], [], []
+    run_target, read_parts, note, end = Stepper._run_target, reading.read_parts, Fastest.note, Pace.end
+    note_step, note_reading = Pace.note_step, Pace._note_reading
+
+    def running(stepper, batch, proposal, prompts):
+        num_tokens = 0 if prompts is None else prompts.num_tokens
+        kind_of = stepper, bucket_of(len(batch), 6), num_tokens > 0
+        spent_ms = 5 + stepper.mean_nodes * len(batch) / 8 + num_tokens / 16
+        is_new = kind_of not in [known for known, *_ in steps]
+        steps.append((kind_of, len(batch), num_tokens, None if is_new else spent_ms))
+        now_ms[0] += spent_ms
+        return run_target(stepper, batch, proposal, prompts)
+
+    def parts_read(stepper, state, parts):
+        alone.append(sum(size for _, size in parts))
+        now_ms[0] += alone[-1] / 4
+        return read_parts(stepper, state, parts)
+
+    def ending(pace, start, tokens, device, *, is_joint=False):
+        if start is not None:
+            ended.append((tokens, now_ms[0] - 1e3 * start, is_joint))
+        end(pace, start, tokens, device, is_joint=is_joint)
+
+    def reading_noted(pace, tokens, read_ms):
+        paced.append((tokens, read_ms, pace._step_ms))
+        note_reading(pace, tokens, read_ms)
+
+    for module in (scheduler, launch, pace):
+        monkeypatch.setattr(module, "mark", lambda device: now_ms[0] / 1e3)
+    monkeypatch.setattr(Stepper, "_run_target", running)
+    monkeypatch.setattr(reading, "read_parts", parts_read)
+    monkeypatch.setattr(Fastest, "note", lambda choice, *told: noted.append((choice, *told)) or note(choice, *told))
+    monkeypatch.setattr(Pace, "end", ending)
+    monkeypatch.setattr(Pace, "note_step", lambda pace, step_ms: plain.append(step_ms) or note_step(pace, step_ms))
+    monkeypatch.setattr(Pace, "_note_reading", reading_noted)
+    sizes, coin, plain = {"vocab_size": 20, "walk": 8, "max_length": 512}, random.Random(lag), []
+    options = {"adaptive": "auto", "topk": 2, "num_steps": 3, "num_draft_tokens": 6, "cuda_graph": False}
+    engine = make(
+        WalkerHead(seed=1, **sizes), kind(**sizes), **options, max_batch=6, max_step_ms=limit_ms, prefill_chunk=200
+    )
+    while len(steps) < 40 or engine.has_work:
+        for _ in range(coin.choice((0, 0, 0, 3)) if len(steps) < 40 else 0):
+            count, first = coin.randrange(1, 20), coin.choice((None, None, None, 0))
+            params = SamplingParams(max_new_tokens=count, logprob_start_len=first)
+            engine.submit([coin.randrange(20) for _ in range(coin.choice((1, 5, 40, 70, 200)))], params)
+        engine.is_speculating = coin.random() < 0.8
+        is_beside, count = engine.has_work and bool(engine.session.scheduler.stepping), len(alone)
+        engine.step()
+        alone[count:] = [sum(alone[count:])] if is_beside and alone[count:] else []
+    plan, sizes = engine.session.scheduler.plan, JOINT_TOKENS if limit_ms else JOINT_TOKENS[-1:]
+    numbers = {runner.stepper: number for number, runner in enumerate(plan.runners)}
+    assert len(noted) == len(steps) == len(plain)
+    for ((stepper, *_), num_rows, num_tokens, step_ms), told, plain_ms in zip(steps, noted, plain):
+        beside = next(size for size in (0, *sizes) if size >= num_tokens)
+        assert told[0] is plan.choices[beside] and told[1:3] == (numbers[stepper], num_rows)
+        assert told[3] == (step_ms and pytest.approx(step_ms))
+        assert plain_ms == (None if num_tokens else told[3])
+    joint = [(num_tokens, pytest.approx(step_ms)) for *_, num_tokens, step_ms in steps if num_tokens and step_ms]
+    assert [part[:2] for part in ended if part[2]] == joint
+    waited = [(num_tokens, pytest.approx(num_tokens / 4)) for num_tokens in alone]
+    assert [part[:2] for part in ended if not part[2]] == (waited if limit_ms else []) and waited
+    for (tokens, spent_ms, is_joint), (read, read_ms, step_ms) in zip(ended, paced):
+        assert (read, read_ms) == (tokens, pytest.approx(spent_ms - (step_ms if is_joint else 0)))
+    assert bool(joint) == (kind is RowWalker) and len({number for _, number, *_ in noted}) > 1
+    assert len(ended) - len(paced) in range(3) if limit_ms else not paced
 
 
 def test_a_pace_of_two_budgets(monkeypatch):
