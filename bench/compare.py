@@ -1,13 +1,13 @@
-"""Compares the results of two commits: `python -m bench.compare OLD NEW [--op X] [--case TEXT] [--results DIR]`.
+"""Compares the results of two commits: `python -m bench.compare OLD NEW --results DIR [--op X] [--case TEXT]`.
 
-Reads what `python -m bench.run` has written. For each case that both commits were timed on, on one GPU with one version
-of torch and triton, it prints the median times, their ratio (new / old, below 1 is faster) and its range. The range
-reaches from the fastest new time over the slowest old one to the reverse: of graphs between the 20th and the 80th
-percentile of every run, of all other times between runs. A difference is `noise` if 1 lies in the range, and `one run`
-if neither percentiles nor a second run tell how times vary. To compare honestly, time both commits on one machine in
-turn, several runs each:
+Reads what `python -m bench.run --results DIR` has written; the committed results hold no two commits of a case. For
+each case that both commits were timed on, on one GPU with one version of torch and triton, it prints the median times,
+their ratio (new / old, below 1 is faster) and its range. The range reaches from the fastest new time over the slowest
+old one to the reverse: of graphs between the 20th and the 80th percentile of every run, of all other times between
+runs. A difference is `noise` if 1 lies in the range, and `one run` if neither percentiles nor a second run tell how
+times vary. To compare honestly, time both commits on one machine in turn, several runs each:
 
-    for i in 1 2 3; do (cd old && python -m bench.run --op X); (cd new && python -m bench.run --op X); done
+    for i in 1 2 3; do for at in old new; do (cd $at && python -m bench.run --op X --results DIR); done; done
 
 `--graphs` leaves out all times but those of graphs.
 """
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--metric", action="append", choices=METRICS, help="only this time; may be given several times")
     parser.add_argument("--provider", default="eagle_kernels", help="whose times")
-    parser.add_argument("--results", type=Path, default=results.DIRECTORY, help="folder of the JSON lines")
+    parser.add_argument("--results", type=Path, required=True, help="folder of the JSON lines")
     parser.add_argument("--changed", action="store_true", help="leave out what is noise")
     options = parser.parse_args(arguments)
     lines = [

@@ -5,9 +5,8 @@ tables), and every case; README.md, between its two marks, the rows of `README_R
 the tables of an app. A row comes from one run: the newest in which our provider was timed on that case. Nobody types a
 number.
 `results/<gpu>/report.html` shows them too, with pictures, which `figures/` holds as PNG and SVG: of an experiment, of
-throughput, of kernels; `--check` leaves them alone, they differ with matplotlib's version. Without matplotlib a page
-that is there stays, and a new one has no pictures. `--experiment FILE --output DIR` makes nothing but the page and the
-pictures of one experiment.
+throughput, of kernels; none of these is committed. Without matplotlib a page that is there stays, and a new one has no
+pictures. `--experiment FILE --output DIR` makes nothing but the page and the pictures of one experiment.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ README_ROWS = (
 README_SERVER = "NVIDIA_H200"
 # pages beside README.md that hold an app's tables between marks of its name, `<!-- server:begin -->`
 PAGES = {"server": Path("eagle_kernels", "integrations", "sglang", "README.md")}
-# of a benchmark that marks no headline case: the first ones that a peer was timed on, or the very first
+# of a benchmark that marks no headline case: the first ones that a peer was timed on, or the first with most providers
 _MAX_UNMARKED = 2
 
 _LEGEND = """\
@@ -200,7 +199,7 @@ def _case_tables(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> li
             ours = row[OURS]
             names = ("graph_p50_us", "cold_p50_us", "eager_p50_us", "host_p50_us", "public_host_p50_us")
             cells = [case.name, ours["commit"], *(_time(ours.get(name)) for name in names)]
-            cells.append(f"{ours['share_of_copy']:.1%}")
+            cells.append(f"{ours['share_of_copy']:.1%}" if "share_of_copy" in ours else "-")
             if has_floor:
                 floor = ours.get("floor_us")
                 cells += [_time(floor), f"{ours['graph_p50_us'] / floor:.2f}" if floor else "-"]
@@ -247,7 +246,8 @@ def _fastest_other(row: Row) -> list[str]:
 def _headlines(benchmark: Benchmark, rows: list[tuple[Case, Row]]) -> list[tuple[Case, Row]]:
     if any(case.is_headline for case in benchmark.cases):
         return [(case, row) for case, row in rows if case.is_headline]
-    return [(case, row) for case, row in rows if set(row) & set(benchmark.peers)][:_MAX_UNMARKED] or rows[:1]
+    beside_peers = [(case, row) for case, row in rows if set(row) & set(benchmark.peers)][:_MAX_UNMARKED]
+    return beside_peers or [max(rows, key=lambda item: len(item[1]))]
 
 
 def _machine(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:

@@ -123,7 +123,7 @@ class _Runner:
                 self._check(case, provider, expected)
 
     def time(self, cases: Sequence[Case], directory: Path | None, commit: str, run: str) -> list[dict]:
-        """Returns result records of the cases, each appended to its file in `directory` at once."""
+        """Returns result records of the cases, each added to its file in `directory` at once."""
         lines = []
         for case in cases:
             expected = expected_outputs(self.benchmark, case, self.device) if case.is_checked else None

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from bench import in_turn, peers, plot, report, run
-from bench.apps import suffix_cache
+from bench.apps import APPS, suffix_cache
 from bench.harness import Benchmark, Case, Floor, Unavailable, results, timing
 from bench.harness.check import check_provider, expected_outputs
 from bench.harness.declaration import declared
+from bench.lab.log import read_lines
+from bench.lab.records import newest_cells
 from bench.peers import sgl_kernel, sglang_caller, sglang_triton
 from eagle_kernels import reference
 
@@ -26,6 +28,14 @@ BENCHMARKS = {benchmark.op: benchmark for benchmark in declared()}
 BUILD_TREE = BENCHMARKS["build_tree"]
 GPU = "Some GPU 80GB"
 README = (report.ROOT / "README.md").read_text(encoding="utf-8")
+# files of results that sources name by their whole path (not of a commit); test_readme.py checks the links of pages
+CITED = {
+    cited
+    for package in ("bench", "eagle_kernels", "op_tests", "reference")
+    for file in (report.ROOT / package).rglob("*")
+    if file.suffix in (".py", ".md", ".ipynb")
+    for cited in re.findall(r"(?<!:)bench/results/(\w+/[\w./]*\w)", file.read_text(encoding="utf-8"))
+}
 
 
 def line(provider, graph_us, *, case="first", op="build_tree", **fields):
@@ -37,10 +47,10 @@ def line(provider, graph_us, *, case="first", op="build_tree", **fields):
 @pytest.fixture(autouse=True)
 def _committed_results(monkeypatch):
     """No test adds to them, on a GPU neither."""
-    append = results.append
+    append, committed = results.append, results.DIRECTORY.resolve()
 
     def append_elsewhere(directory, line):
-        assert directory.resolve() != results.DIRECTORY.resolve()
+        assert directory.resolve() != committed
         append(directory, line)
 
     monkeypatch.setattr(results, "append", append_elsewhere)
@@ -87,6 +97,26 @@ def test_lines_without_a_run_are_told_apart_by_their_commit(folder):
     write(folder, line("eagle_kernels", 3.0, commit="1"), line("torch", 30.0, commit="1"))
     write(folder, line("eagle_kernels", 2.0, commit="2"), line("sgl_kernel", 20.0, commit="2"))
     assert rows(folder, "first") == {"first": {"eagle_kernels": 2.0, "sgl_kernel": 20.0}}
+
+
+def test_committed_results_hold_the_newest_lines_alone(folder, monkeypatch):
+    """A new line takes the place of the older one; another folder keeps both, for comparisons."""
+    lines = [line("eagle_kernels", 3.0, run="a"), line("torch", 30.0, run="a"), line("eagle_kernels", 2.0, run="b")]
+    profile = [{"op": "generation", "section": "profile", "case": case, "provider": kernel, "run": run, "gpu": GPU}
+               for run, case, kernel in (("a", "B=1", "gone"), ("a", "B=1", "kept"), ("a", "B=8", "kept"),
+                                         ("b", "B=1", "kept"), ("b", "B=1", "new"))]  # fmt: skip
+
+    def kept():
+        write(folder, *lines, *profile)
+        files = (folder / "results" / GPU.replace(" ", "_") / f"{op}.jsonl" for op in ("build_tree", "generation"))
+        return [[(one["case"], one["provider"], one["run"]) for one in read_lines(file)] for file in files]
+
+    assert list(map(len, kept())) == [3, 5]
+    monkeypatch.setattr(results, "DIRECTORY", folder / "results")
+    assert kept() == [
+        [("first", "eagle_kernels", "b"), ("first", "torch", "a")],
+        [("B=1", "kept", "b"), ("B=8", "kept", "a"), ("B=1", "new", "b")],
+    ]
 
 
 def call_report(folder, monkeypatch, *arguments, cases=("first", "second"), **fields):
@@ -217,6 +247,32 @@ def test_the_rows_of_the_readme_are_declared_cases():
 
 def test_the_tables_of_this_checkout_are_up_to_date():
     assert report.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("gpu", sorted(path.name for path in results.DIRECTORY.glob("NVIDIA_*")))
+def test_what_is_committed_exists_and_is_the_newest(gpu):
+    """No line of a case or provider that has gone, no two on one subject, no sweep that nothing cites."""
+    folder = results.DIRECTORY / gpu
+    for op, benchmark in BENCHMARKS.items():
+        names = {case.name for case in (*benchmark.cases, *benchmark.sweep)}
+        providers = set(benchmark.all_providers(with_peers=True))
+        for one in read_lines(file) if (file := folder / f"{op}.jsonl").exists() else ():
+            assert one["case"] in names and one["provider"] in providers, f"{file}: {one['case']}, {one['provider']}"
+    for op in {*BENCHMARKS, *APPS} - {"experiment"}:
+        lines = read_lines(file) if (file := folder / f"{op}.jsonl").exists() else []
+        for number, one in enumerate(lines):
+            assert not any(results.gives_way(older, one) for older in lines[:number]), f"{file}:{number + 1}"
+    cells = read_lines(folder / "experiment.jsonl")
+    assert newest_cells(cells) == cells
+    assert len((folder / "NOTES.md").read_text(encoding="utf-8").splitlines()) <= 150
+    cited = {file.removeprefix(f"{gpu}/") for file in CITED} | set(
+        re.findall(r"\]\((tuning/[^)]+)\)", (folder / "NOTES.md").read_text(encoding="utf-8"))
+    )
+    assert {str(file.relative_to(folder)) for file in folder.glob("tuning/*")} <= cited
+
+
+def test_cited_results_exist():
+    assert len(CITED) > 10 and not [file for file in CITED if not (results.DIRECTORY / file).exists()]
 
 
 @pytest.mark.parametrize("op", BENCHMARKS)

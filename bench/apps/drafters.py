@@ -2,7 +2,7 @@
 
 A target of the shape of Llama-3.1-8B with random weights replays code that is edited: the prompt is a file of 400
 lines, the answer the same file with 2 % of its lines changed. The draft model of `draft_model` and `hybrid`, a small
-decoder, is right in 8 of 10 tokens, and so are the three next-token modules of `mtp`. Prints a table and appends JSON
+decoder, is right in 8 of 10 tokens, and so are the three next-token modules of `mtp`. Prints a table and writes JSON
 lines to `results/<gpu>/drafters.jsonl`.
 
     methods    method x workload: acceptance length, tokens a second, against plain decoding, at 8 drafts, 3 where a

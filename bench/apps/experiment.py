@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import platform
 import statistics
@@ -53,6 +54,9 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
             output = directory / runner.machine["gpu"].replace(" ", "_") / "experiment.jsonl"
         with EventLog(sys.stdout if output is None else output) as log:
             runner.run(log, set() if output is None else _done(output))
+        if options.output is None and output is not None and results.is_committed(directory):
+            cells = newest_cells(read_events(output, "cell"))
+            output.write_text("".join(json.dumps(cell) + "\n" for cell in cells), encoding="utf-8")
     except (ValueError, KeyError, OSError, RuntimeError) as error:  # models that cannot be had, say
         print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """How fast a step is, end to end: `python -m bench.run --app generation [--shape small] [--only plain tree ...]`.
 
 A target of the shape of Llama-3.1-8B and an EAGLE-3 head, random weights in bf16, prompts of 512 tokens, simulated
-acceptance where drafts are timed. Prints a table and appends JSON lines to `results/<gpu>/generation.jsonl`.
+acceptance where drafts are timed. Prints a table and writes JSON lines to `results/<gpu>/generation.jsonl`.
 
     plain          a step of plain decoding, beside its floor (the weights at the bandwidth of a read) and a bare loop
                    of the same forward pass and an argmax in a graph
@@ -391,6 +391,7 @@ def _tables(lines: Sequence[dict]) -> str:
     kept = newest([line for line in lines if line["section"] != "profile"])
     profiles = [line for line in lines if line["section"] == "profile"]
     runs = {line["case"]: line["run"] for line in profiles}  # the newest of each
+    profiles.sort(key=lambda line: list(runs).index(line["case"]))
     kernels = [["kernels of a step", "times in it", "ms", "at commit"]]
     for line in profiles:
         if line["run"] == runs[line["case"]] and line["step_ms"] >= LEAST_MS:

@@ -3,7 +3,7 @@
 Clients send prompts of 30 to 8,192 tokens and want 32 to 512 new ones, mostly few of both; each sends its next request
 once it has the text of the one before, so that requests join and leave all the time. `1-64` are 1, 4, 16 and 64 clients
 in turn, and then fewer again, for a number of requests that grows as the root of that of the clients. The models are
-those of `--app generation`, with its presets and simulated acceptance. Prints a table and appends JSON lines to
+those of `--app generation`, with its presets and simulated acceptance. Prints a table and writes JSON lines to
 `results/<gpu>/load.jsonl`:
 
     tokens_per_s  new tokens of all requests, from the first one's start to the last one's end; of_plain: beside plain

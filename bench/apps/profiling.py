@@ -3,7 +3,7 @@
 Steps of the shape of Llama-3.1-8B, a tree and plain, as `--app generation` times them: without events
 (`EAGLEConfig(phase_times=False)`), with those between the phases of a step, and with a `CUDATimerCollection` around
 every step beside them. Each way twice
-in turns; the faster one counts. Prints a table and appends JSON lines to `results/<gpu>/profiling.jsonl`.
+in turns; the faster one counts. Prints a table and writes JSON lines to `results/<gpu>/profiling.jsonl`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Many requests of random lengths, sent at once: `python -m bench.run --app requests [--requests 500] [--only plain]`.
 
 The load is that of `python -m eagle_kernels benchmark --requests`, the models are those of `--app generation`, with its
-simulated acceptance. Prints a table and appends JSON lines to `results/<gpu>/requests.jsonl`.
+simulated acceptance. Prints a table and writes JSON lines to `results/<gpu>/requests.jsonl`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Times SGLang's own engine, stock and with our plug-in, and EAGLEInference, at the shape of Llama-3.1-8B with an EAGLE-3
 head, and of Qwen3 models: dummy weights in bf16, random prompts, simulated acceptance; batches of equal requests, and
-500 of different lengths (`requests ...`, SGLang alone). Prints a table and appends JSON lines to
+500 of different lengths (`requests ...`, SGLang alone). Prints a table and writes JSON lines to
 `results/<gpu>/server.jsonl`. A system that cannot run says why, and the others run.
 
     sglang+flashinfer     the attention that SGLang chooses on NVIDIA for trees with more than one branch
@@ -235,7 +235,7 @@ class Bench:
         return self._models
 
     def record(self, case: Case, system: str, numbers: dict) -> None:
-        """Keeps a line, prints it, and appends it to the results of this GPU."""
+        """Keeps a line, prints it, and adds it to the results of this GPU."""
         line = {"shape": self.shape(case), "case": case.name, "system": system}
         line |= {"prompt_tokens": self.prompt_tokens(case), "tree": case.tree, "start_s": None}
         line |= ranks_of(self.options.tp, self.options.all_reduce) | numbers

@@ -17,6 +17,9 @@ from .timing import Times, ceiling_gb_per_s
 
 DIRECTORY = Path(__file__).parent.parent / "results"
 
+# what tells two measurements apart, of ops and of apps
+_SUBJECT = ("section", "shape", "case", "provider", "preset", "system", "batch", "temperature", "top_p", "tp",
+            "all_reduce", "quick")  # fmt: skip
 _COLUMNS = {
     "case": "case",
     "provider": "provider",
@@ -76,10 +79,28 @@ def record(
 
 
 def append(directory: Path, line: dict) -> None:
+    """Adds a line to its file. Among the committed results it takes the place of the older line on the same subject;
+    another folder keeps the lines of all runs, which `bench.compare` needs."""
     file = directory / line["gpu"].replace(" ", "_") / f"{line['op']}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as lines:
-        lines.write(json.dumps(line) + "\n")
+    lines = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+    if is_committed(directory):
+        place = next((number for number, older in enumerate(lines) if gives_way(older, line)), len(lines))
+        lines = [*lines[:place], line, *(older for older in lines[place:] if not gives_way(older, line))]
+    else:
+        lines.append(line)
+    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+
+def is_committed(directory: Path) -> bool:
+    """Tells whether this is the folder of the committed results, which hold the newest lines alone."""
+    return directory.resolve() == DIRECTORY.resolve()
+
+
+def gives_way(older: dict, line: dict) -> bool:
+    """Tells whether a line is on the subject of a new one. A profile replaces all kernels of the one before."""
+    is_other_profile = line.get("section") == "profile" and older["run"] != line["run"]
+    return all(older.get(name) == line.get(name) for name in _SUBJECT if not (is_other_profile and name == "provider"))
 
 
 def table(lines: list[dict]) -> str:

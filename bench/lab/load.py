@@ -1,5 +1,5 @@
-"""The numbers of LOAD.md: `python -m bench.lab.load` writes them into the page and draws its pictures, `--check` tells
-whether the numbers are up to date.
+"""The numbers of LOAD.md: `python -m bench.lab.load` writes them into the page, `--pictures FOLDER` draws them,
+`--check` tells whether the page is up to date.
 
 Steps are those that `python -m bench.run --app generation` and `--app load` have measured; shared budgets are measured
 here, with the embedded pair, by `--measure`.
@@ -32,7 +32,7 @@ from .records import PLAIN, newest_steps
 
 PAGE = Path(__file__).with_name("LOAD.md")
 GPU = results.DIRECTORY / "NVIDIA_H100_80GB_HBM3"
-BUDGETS, ACCEPTED, LIKELY = (GPU / "raw" / f"{name}.jsonl" for name in ("budgets", "accepted", "likely"))
+PAIR = results.DIRECTORY / "CPU" / "embedded_pair.jsonl"
 # rows that a step verifies for a request
 ROWS = {"plain": 1, "naive_eagle": 2, "chain 3": 4, "tree 8/5/64": 64}
 # steps after which a choice has settled
@@ -61,26 +61,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.lab.load", description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
     parser.add_argument("--measure", action="store_true", help="measure shared budgets anew, on the CPU")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the steps; needs matplotlib")
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     if options.measure:
-        for file, measured in ((BUDGETS, shared_budgets), (ACCEPTED, accepted_tokens), (LIKELY, likely_drafts)):
-            file.write_text("".join(json.dumps(line) + "\n" for line in measured()), encoding="utf-8")
+        tables = {"budgets": shared_budgets, "accepted": accepted_tokens, "likely": likely_drafts}
+        measured = [{"table": name} | line for name, measure in tables.items() for line in measure()]
+        PAIR.write_text("".join(json.dumps(line) + "\n" for line in measured), encoding="utf-8")
+    pair: dict[str, list[dict]] = {}
+    for line in read_lines(PAIR):
+        pair.setdefault(line["table"], []).append(line)
     steps = measured_steps(read_lines(GPU / "generation.jsonl"))
     parts = {
         "steps": step_table(steps),
         "even": even_table(steps),
         "choice": choice_table(steps),
-        "joint": joint_table(read_lines(GPU / "raw" / "joint_a8aa43d.jsonl")),
-        "budgets": budget_table(read_lines(BUDGETS)),
-        "likely": likely_table(read_lines(LIKELY)),
-        "worth": worth_table(read_lines(GPU / "raw" / "tree_steps.jsonl"), read_lines(ACCEPTED)),
+        "joint": joint_table(read_lines(GPU / "prompt_rows.jsonl")),
+        "budgets": budget_table(pair["budgets"]),
+        "likely": likely_table(pair["likely"]),
+        "worth": worth_table(read_lines(GPU / "tree_steps.jsonl"), pair["accepted"]),
         "load": load_table(read_lines(GPU / "load.jsonl")),
     }
-    if not options.check:
+    if options.pictures is not None:
         matplotlib_for("bench.lab.load")
+        options.pictures.mkdir(parents=True, exist_ok=True)
         for name, draw in (("load_steps", step_picture), ("load_even", even_picture), ("load_choice", choice_picture)):
-            write_png(draw(steps), GPU / "figures" / f"{name}.png")
+            write_png(draw(steps), options.pictures / f"{name}.png")
     return update(options.page, parts, "python -m bench.lab.load", is_checked=options.check)
 
 

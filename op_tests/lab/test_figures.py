@@ -119,11 +119,10 @@ def test_the_roof_is_the_bandwidth_or_the_shortest_kernel(figures):
 
 @pytest.mark.parametrize("gpu", ["NVIDIA_H100_80GB_HBM3", "NVIDIA_H200"])
 def test_no_point_lies_above_the_roof(gpu):
-    """Of all that the results hold, older runs included; and the picture beside them shows that roof."""
+    """Of all that the results hold."""
     folder = results.DIRECTORY / gpu
     lines = [line for file in folder.glob("*.jsonl") for line in read_lines(file)]
     lines = gallery.cold_kernels(line for line in lines if line.get("provider") == "eagle_kernels")
-    name, ceiling = drawn.roof(lines)
+    _, ceiling = drawn.roof(lines)
     above = [(line["op"], line["case"]) for line in lines if drawn.cold_gb_per_s(line) > ceiling]
     assert len(lines) >= 40 and above == []
-    assert f"{name}, {ceiling:.0f} GB/s" in (folder / "figures" / "roofline.svg").read_text(encoding="utf-8")
