@@ -32,7 +32,8 @@ from .shared import paged_cache
 from .shared.attention import Output
 from .shared.split_attention import launch_attention
 
-# bench/results/NVIDIA_H100_80GB_HBM3/tuning/attention.txt. See `split_attention`; deterministic calls use `ordered.TUNING` instead. gfx942 has 64 KiB of shared memory.
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/attention.txt
+# See `split_attention`; deterministic calls use `ordered.TUNING` instead. gfx942 has 64 KiB of shared memory.
 _ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": (1, 2), "num_warps": 4,
         "num_stages": 3}  # fmt: skip
 # keys of 8 bits cost instructions rather than memory: fewer warps for a tile, and more tiles at a time

@@ -38,7 +38,8 @@ from .shared.split_attention import launch_attention
 MAX_QUERY = 256
 MAX_DRAFT_KEYS = 512
 
-# bench/results/NVIDIA_H100_80GB_HBM3/tuning/attention.txt. See `split_attention`; deterministic calls use `ordered.TUNING` instead. From tiles of many rows, which read keys less
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/attention.txt
+# See `split_attention`; deterministic calls use `ordered.TUNING` instead. From tiles of many rows, which read keys less
 # often, to tiles of few rows, which give more programs. The first entry is taken whose from_rows rows for a KV head a
 # request has, whose least_programs programs, with program_keys keys each, the batch has, and whose max_dim heads have.
 _ROW = {"from_rows": 0, "least_programs": 0, "program_keys": 1 << 31, "max_dim": 256, "max_rows": 64, "min_rows": 16,
