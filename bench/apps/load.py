@@ -10,7 +10,7 @@ those of `--app generation`, with its presets and simulated acceptance. Prints a
     first_ms      until a request has its first token, the median
     gap_ms        between the steps that bring a request tokens, the median; late_ms: the 99th percentile; worst_ms
 
-With `--join`, one more prompt of so many tokens joins requests that run: gap_ms is theirs from then on, until it has
+With `--join`, one more prompt of that length joins requests that run: gap_ms is theirs from then on, until it has
 its first token, and of_alone what they had before.
 """
 
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     parser.add_argument("--requests", type=int, default=96, help="of all clients together (default: 96)")
     parser.add_argument("--max-step-ms", type=float, help="of EAGLEConfig (default: none)")
     parser.add_argument("--only", nargs="+", choices=list(PRESETS), default=list(PRESETS), help="presets")
-    parser.add_argument("--join", type=int, metavar="TOKENS", help="instead: a prompt of so many tokens joins clients")
+    parser.add_argument("--join", type=int, metavar="TOKENS", help="instead: a prompt of this length joins clients")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and options.shape != "small":

@@ -4,7 +4,7 @@ The models are those of `--app generation`. Requests arrive together, each time 
 before, and are served with sharing and without, in turn:
 
     together  the prompts begin with the same 2,048 tokens and end with 64 of their own
-    apart     they have as many tokens, none of them in common, and 64 new ones
+    apart     they have the same number of tokens, none in common, and 64 new ones
 
 Prints a table and writes JSON lines to `results/<gpu>/prefixes.jsonl`: first_ms and whole_ms are the medians over the
 repeats of the median time to a request's first token, and of the time to the last token of all.

@@ -88,7 +88,7 @@ class ReplayModules:
 
 
 def _said(model: TargetModel | NextTokenModules, script: list[int], accuracy: float, seed: int) -> Tensor:
-    """Token p + 1 of the script at place p, some of them wrong; as many as the model has positions."""
+    """Token p + 1 of the script at place p, some of them wrong, for each position of the model."""
     said = torch.tensor(script[1:] + [0])
     is_wrong = torch.rand(len(said), generator=torch.Generator().manual_seed(seed)) >= accuracy
     said = torch.where(is_wrong, (said + 1) % model.vocab_size, said)

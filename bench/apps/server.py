@@ -191,7 +191,7 @@ class Bench:
             self.fail(case, OWN, traceback.format_exc())
 
     def _time_own(self, case: Case) -> None:
-        """Times as many tokens as SGLang makes, with the mean acceptance that stock had, where it was run."""
+        """Times the number of tokens that SGLang makes, with the mean acceptance that stock had, where it was run."""
         for batch in case.batches:
             for temperature, top_p in case.sampling_of(OWN):
                 line = {"case": case.name, "batch": batch, "temperature": temperature, "top_p": top_p}

@@ -66,7 +66,7 @@ class Length(NamedTuple):
 
 
 def mean_length(texts: Sequence[tuple[int, float]]) -> Length | None:
-    """Returns the mean over texts of so many tokens and steps; None where no text has a step.
+    """Returns the mean over texts of tokens a step; None where no text has a step.
 
     The first token of a text comes from no step. The error is that of a ratio of sums over independent texts.
     """

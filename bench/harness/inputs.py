@@ -84,7 +84,7 @@ def ends_after(tree: dict, accepted: int, vocab_size: int) -> torch.Tensor:
     candidates, wanted = tree["candidates"], tree["target_predict"].clone()
     depth = tree["positions"].view(candidates.shape) - tree["positions"].view(candidates.shape)[:, :1]
     strange = torch.randint(vocab_size, candidates.shape).to(candidates.device)
-    for _ in range(candidates.shape[1]):  # more tokens than nodes: after so many steps none is a node's
+    for _ in range(candidates.shape[1]):  # more tokens than nodes: after the last step none is a node's
         is_node = (strange[:, :, None] == candidates[:, None, :]).any(-1)
         strange = torch.where(is_node, (strange + 1) % vocab_size, strange)
     return torch.where(depth < accepted, wanted, strange)

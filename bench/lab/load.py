@@ -156,8 +156,8 @@ def joint_table(lines: Sequence[Mapping]) -> str:
 
 
 def budget_table(lines: Sequence[Mapping]) -> str:
-    """Returns the tokens of a step where trees have one size, and where they share as many rows."""
-    table = [["temperature", "rows of a request", "as many for each", "up to", "shared", "gain"]]
+    """Returns the tokens of a step where trees have one size, and where they share the same number of rows."""
+    table = [["temperature", "rows of a request", "the same for each", "up to", "shared", "gain"]]
     for line in lines:
         each, shared = line["each"], line["shared"]
         numbers = [f"{line['temperature']:g}", str(line["mean"]), f"{each:.3f}", str(line["most"]), f"{shared:.3f}"]
@@ -204,7 +204,7 @@ def load_table(lines: Sequence[Mapping]) -> str:
 
 
 def shared_budgets(**sizes: int) -> list[dict]:
-    """Measures the tokens of a step of the embedded pair, with as many nodes for each request and with shared ones."""
+    """Measures the tokens of a step of the embedded pair, with equal numbers of nodes and with shared ones."""
     count, lines = counter(**sizes), []
     for temperature, (topk, num_steps, most), mean in SHARED:
         each, shared = (count((topk, num_steps, *nodes), temperature) for nodes in ((mean, None), (most, mean)))

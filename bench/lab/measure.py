@@ -84,7 +84,7 @@ class Meter:
         self._engine.warmup(most_requests=self._batch_size, **self._options)
 
     def run(self) -> None:
-        """All prompts once, so many at a time."""
+        """Decodes all prompts once, `batch_size` at a time."""
         is_gpu, device = self._engine.device.type == "cuda", self._engine.device
         if is_gpu:
             torch.cuda.reset_peak_memory_stats(device)

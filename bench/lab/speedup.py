@@ -92,11 +92,11 @@ class StepModel:
         return with_row_ms(high)
 
     def plain_ms(self, batch_size: int) -> float:
-        """Of a step without drafts."""
+        """Predicts the time of a step of `batch_size` requests without drafts."""
         return self._target(batch_size) + batch_size * self.request_ms
 
     def step_ms(self, tree: Tree, batch_size: int) -> float:
-        """Of a step of so many requests with this tree each."""
+        """Predicts the time of a step of `batch_size` requests with this tree."""
         topk, num_steps, num_nodes = tree
         draft = self._draft(batch_size * (num_steps + 1)) + (num_steps - 1) * self._draft(batch_size * topk)
         return self._target(batch_size * num_nodes) + batch_size * self.request_ms + draft

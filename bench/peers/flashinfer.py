@@ -66,7 +66,7 @@ def prefill_attention(values: dict) -> Run:
 
 
 def _pages(values: dict, lengths: torch.Tensor) -> list[torch.Tensor]:
-    """kv_indptr, kv_indices and last_page_len of so many tokens of each request, made as a server's host makes them."""
+    """Returns kv_indptr, kv_indices and last_page_len for these lengths, made as a server's host makes them."""
     table, lengths, page_size = values["block_table"], lengths.cpu(), values["k_cache"].shape[1]
     pages = (lengths + page_size - 1) // page_size
     kv_indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).to(torch.int32)

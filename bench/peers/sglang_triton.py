@@ -73,7 +73,7 @@ def _module(name: str) -> ModuleType:
 
 
 def gqa_decode(values: dict) -> Run:
-    """With as many splits as are fastest for the case, which is looked for once."""
+    """Takes the number of splits that is fastest for the case, which is searched once."""
     decode = _module("decode_attention").decode_attention_fwd
     query, lengths = values["query"], values["seq_lens"]
     batch_size, num_heads, head_dim = query.shape

@@ -38,8 +38,8 @@ class EAGLEInference(Generation):
     logits do not depend on how many rows are computed together (fp32 in practice; bf16 may part near-ties).
 
     `generate` returns the whole text; `stream` yields it token by token; `submit`, `step` and `collect` serve requests
-    that join and leave between steps. All share one batch and one pool of pages. On the CPU a step uses only as many of
-    PyTorch's threads as the target has work for, and then restores their number.
+    that join and leave between steps. All share one batch and one pool of pages. On the CPU a step uses only
+    the threads of PyTorch for which the target has work, and then restores their number.
 
     Args:
         draft_model: An EAGLE head or any `DraftModel`; a plain language model drafts without features of the target.

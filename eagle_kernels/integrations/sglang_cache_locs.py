@@ -207,7 +207,7 @@ def get_src_tgt_cache_loc(
     draft_token_num: int,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the slots of the path, zeros for as many, and how many slots of each request are free (SGLang 0.5.10).
+    """Returns the slots of the path, a zero for each, and how many slots of each request are free (SGLang 0.5.10).
 
     accept_index names the path's nodes only, accept_length counts accepted drafts. SGLang calls the same operators of
     torch; `accepted_cache_locs` does this, and what `get_target_cache_loc` does, in one launch.

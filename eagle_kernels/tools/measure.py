@@ -17,7 +17,7 @@ from ..engine.serve.output import fields_and_properties
 from ..engine.serve.stream import TokenStream
 from ..engine.step.phases import mark, synchronize
 
-# of one name of a `CUDATimerCollection`: the device is never so many intervals behind, so reading the oldest is free
+# of one name of a `CUDATimerCollection`: the device is never that many intervals behind, so reading the oldest is free
 _MOST_UNREAD = 256
 
 

@@ -26,7 +26,7 @@ def _option(default: Any, text: str, *, kind: type = int, low: float | None = 1,
 class HeadOptions:
     """The options of `train-head`, named as on the command line; None: chosen to fit target and data."""
 
-    steps: int | None = _option(None, "optimizer steps (default: as many as --epochs take)")
+    steps: int | None = _option(None, "optimizer steps (default: those of --epochs)")
     epochs: int = _option(2, "passes over the data")
     batch_size: int = _option(2, "windows computed together")
     accumulate: int = _option(4, "batches in an optimizer step, which then has batch-size * accumulate windows")

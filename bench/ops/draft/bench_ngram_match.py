@@ -11,7 +11,7 @@ from bench.run import main
 
 VOCABULARY = 32000
 NGRAM = 4
-# of eight rows, so many end in something that they hold already
+# of eight rows, so that most end in something that they hold already
 PLANTED = 6
 
 

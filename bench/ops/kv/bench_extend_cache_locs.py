@@ -1,4 +1,4 @@
-"""extend_cache_locs for the nodes of a verification, as many of every request, and for ranges told by their ends."""
+"""extend_cache_locs for the nodes of a verification, N of each request, and for ranges given by their ends."""
 
 from __future__ import annotations
 

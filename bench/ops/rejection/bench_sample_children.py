@@ -32,7 +32,7 @@ def count_bytes(rows, num_children, vocab_size, replacement):
 
 
 def prepare_torch(values):
-    """Softmax, and an exponential race whose first ones are the children; or as many independent races."""
+    """Softmax, and an exponential race whose first ones are the children; or an independent race for each child."""
     num_children = values["num_children"]
 
     def run():

@@ -118,7 +118,7 @@ class PrefixCache:
         return num_tokens - num_tokens % held.prefix.unit
 
     def note_read(self, held: Held, num_tokens: int) -> None:
-        """Notes that so many tokens of the prompt have been read."""
+        """Records how many tokens of the prompt have been read."""
         num_pages = max(0, num_tokens + 1 - max(held.prefix.ahead, 1)) // self._page_size
         for page in held.shared[held.num_ready : num_pages]:
             page.is_read = True

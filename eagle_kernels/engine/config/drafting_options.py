@@ -181,7 +181,7 @@ class DraftingOptions(Validated):
 
 
 def default_nodes(wanted: int, topk: Any, num_steps: Any, others: Mapping[str, Any]) -> int:
-    """Returns the nodes of a tree, as many as wanted or all that it has; values are checked elsewhere."""
+    """Returns the number of nodes of a tree: what is wanted, at most all that it has. Values are checked elsewhere."""
     topk, num_steps, method = scalar(topk), scalar(num_steps), as_tuples(others.get("method"))
     are_sizes = is_integer(topk) and is_integer(num_steps) and min(topk, num_steps) > 0
     if not (are_sizes and all(name is None or isinstance(name, str) for name in several(method) or ())):

@@ -44,7 +44,7 @@ class HybridDrafter(ModelDrafter):
         leaf, path = _best_path(tokens, drafted.retrieve_next_token, config.num_model_steps)
         num_drafts = self.num_nodes - 1
         beside = match(batch, config, num_drafts, self.num_steps, config.max_ngram_size)
-        # the path, and as many tokens before it as without a path, if the op can look back so far
+        # the path, and the tokens before it that a match without a path would have, if the op can look back so far
         longest = min(MAX_NGRAM, config.max_ngram_size + config.num_model_steps)
         room, deeper = num_drafts - tokens.shape[1], self.num_steps - config.num_model_steps
         after = match(batch, config, room, deeper, longest, path)

@@ -24,7 +24,7 @@ class Proposal(NamedTuple):
     draft_to_target  [Vd]         the offsets of `DraftModel`, with draft_logits
     path_probs       () -> [B, N - 1] fp32: the drafter's probability of each draft with all above it, as EAGLE-2
                                   scores it, NaN where unknown. Computed on demand, within the step; None: unknown
-    num_nodes        [B]          the first so many nodes of each row are verified; None: all
+    num_nodes        [B]          how many nodes of each row are verified, from the first on; None: all
     """
 
     tree: ops.BuildTreeOutput

@@ -89,7 +89,7 @@ class SuffixFeed:
         self._ahead = lag * self.most_tokens
         self._is_tree = any(config.topk > 1 for config in configs)
         num_drafts = max(config.num_verify_tokens for config in configs) - 1
-        # twice as many drafts for trees, since tokens in flight invalidate more of a tree than of a chain
+        # twice the drafts for trees, since tokens in flight invalidate more of a tree than of a chain
         self._width = (2 if self._is_tree else 1) * num_drafts + self.most_tokens
         self.offers = Offers(state.num_rows, self._width, device=state.lengths.device)
         self._made: dict[Request, Offer] = {}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
-# A state with more other next tokens than this remembers the most frequent of them, about as many.
+# A state with more other next tokens than this remembers the most frequent of them, about that number.
 MANY_TOKENS = 64
 # States are allocated in blocks of this size.
 NEW_STATES = 128

@@ -207,7 +207,7 @@ class Chain:
         return [make() for make in self._makers]
 
     def tokens_before(self, context: Sequence[int]) -> list[str]:
-        """Returns as many of the last tokens of a context as matter to what follows it.
+        """Returns the last tokens of a context, those that matter to what follows it.
 
         A letter that no step touches ends whatever went on before it: a run of bytes, a character, spaces to strip.
         """

@@ -129,7 +129,7 @@ class DraftHead(ConfiguredModel):
         return module
 
     def use_aux_layers(self, aux_layers: Sequence[int]) -> None:
-        """Replaces the streams that config.json names by as many others (hidden_states indices); then bind again."""
+        """Replaces each stream that config.json names by another one (hidden_states indices); then bind again."""
         if self.config.aux_layers == (FINAL_NORM,):
             raise ModelError("the head reads the target's last feature: there are no aux layers to choose")
         if len(aux_layers) != self.config.num_aux_layers:

@@ -42,7 +42,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deterministic: bool =
 
 
 def _decode(x: Tensor, weight: Tensor, bias: Tensor | None, deterministic: bool, parts: int | None = None) -> Tensor:
-    """Applies `ops.linear_decode` to x [B, T, K], to as many rows at once as it takes."""
+    """Applies `ops.linear_decode` to x [B, T, K], to the most rows at once that it takes."""
     # prefetch_weight: no kernel of a step writes weights
     options = {"num_parts": parts, "prefetch_weight": True, "deterministic": deterministic}
     rows = x.flatten(0, 1).split(max_rows(x.dtype))

@@ -348,7 +348,7 @@ def demo_pair() -> tuple[Path, Path]:
 def read_eos_token_ids(folder: str | Path, vocab_size: int | None = None) -> tuple[int, ...]:
     """Returns the end tokens of a model folder; generation_config.json, which chat models use, has precedence.
 
-    vocab_size: How many tokens the model has; ids that cannot come are dropped and logged. None: as many as config.json
+    vocab_size: How many tokens the model has; ids that cannot come are dropped and logged. None: those that config.json
     says, and nothing is logged.
     """
     folder = read_folder("read_eos_token_ids: folder", folder)

@@ -37,9 +37,9 @@ class GenerationStats:
         prefill_time_s, decode_time_s: Wall time until the prompts were read, and of the steps after that.
         cold_steps, cold_time_s: Of these, the steps that compiled or captured something, and their time.
         phase_time_ms: Device time of draft, verify, sample and bookkeeping.
-        plain_step_ms: Time of a plain step with as many requests: the mean of the latest call with speculative=False,
-            or else the device's time of a step after the prompts of the first `generate` with drafts. None without
-            either, if other requests ran beside that call, or if it failed.
+        plain_step_ms: Time of a plain step of this number of requests: the mean of the latest call with
+            speculative=False, or else the device's time of a step after the prompts of the first `generate` with
+            drafts. None without either, if other requests ran beside that call, or if it failed.
     """
 
     num_requests: int

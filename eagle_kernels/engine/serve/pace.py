@@ -13,7 +13,7 @@ from ..step.phases import Mark, elapsed_ms, mark
 UNIT_TOKENS = 64
 # A budget grows by no more than this factor at once, since what it was measured by may have been short.
 GROWTH = 2
-# A budget that took too long is not tried again for so many readings that did not.
+# How many readings a budget that took too long is left out for.
 REMEMBERED = 16
 # The weight of a new step time in the mean.
 TIME_WEIGHT = 0.25

@@ -72,7 +72,7 @@ def scored_rows(row: Row, size: int) -> range:
 
 
 def fill_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> None:
-    """Lets the next step read the next tokens of some rows, so many of each."""
+    """Prepares the next `size` prompt tokens of each row for the next step to read."""
     prompts.fill(
         [
             Part(row.request.prompt[row.num_read : row.num_read + size + 1], row.num_read, size, row.pages.ids)
@@ -98,7 +98,7 @@ def take_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> list[Par
 
 
 def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int]]) -> list[PartOutput]:
-    """Lets the target read the next tokens of some rows, so many of each; several only if it `reads_several`."""
+    """Reads the next `size` prompt tokens of each row; of several rows only where the target `reads_several`."""
     device, spans = state.roots.device, [(row.num_read, size) for row, size in parts]
     # the draft reads the token after a part together with the part's last feature
     texts = [row.request.prompt[start : start + size + 1] for (row, _), (start, size) in zip(parts, spans)]

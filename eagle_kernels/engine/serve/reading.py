@@ -177,7 +177,7 @@ class Reading:
         return self.pace.begin(self._state.lengths.device)
 
     def end(self, start: Mark | None, num_read: int, is_joint: bool = False) -> None:
-        """Notes that so many tokens have been read since `start`, is_joint: in a step."""
+        """Records the number of tokens read since `start`; is_joint: in a step."""
         self.pace.end(start, num_read, self._state.lengths.device, is_joint=is_joint)
 
 

@@ -276,8 +276,8 @@ def _end(session: Session, scheduler: Scheduler, requests: list[Request], stats:
 def _plain_step(session: Session, scheduler: Scheduler, requests: list[Request]) -> list[tuple]:
     """Returns how to time a plain step of these requests as they are now, later: a method and arguments.
 
-    The method is held weakly, so that a stream holds no pools. Nothing if one of as many was timed, others run beside
-    them, some cannot step, or somebody looks at every step.
+    The method is held weakly, so that a stream holds no pools. Nothing if one was timed for this number of requests,
+    others run beside them, some cannot step, or somebody looks at every step.
     """
     rows, runner, state = scheduler.stepping, scheduler.plan.runners[0], scheduler.state
     is_known, is_full = len(requests) in session.plain_step_ms, len(rows) == min(len(requests), state.num_rows)

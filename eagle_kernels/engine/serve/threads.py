@@ -1,4 +1,4 @@
-"""The state of PyTorch in which steps run, whatever the caller's is, and as many threads as the model has work for.
+"""The state of PyTorch in which steps run, whatever the caller's is: modes, and threads for which there is work.
 
 Threads that share an operator wait for each other at its end, and they wait by spinning. If another program occupies
 the core of one of them, the others spin until that thread gets its turn, which takes milliseconds, however short the

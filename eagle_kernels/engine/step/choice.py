@@ -6,21 +6,21 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-# A tree is judged after PROBE_STEPS measured steps. A tree that is not in use is measured again for as many steps after
-# PROBE_AFTER others; later if the time lost by measuring would otherwise exceed PROBE_SHARE of the total.
+# A tree is judged after PROBE_STEPS measured steps. A tree that is not in use is measured again for PROBE_STEPS steps
+# after PROBE_AFTER others; later if the time lost by measuring would otherwise exceed PROBE_SHARE of the total.
 PROBE_STEPS = 4
 PROBE_AFTER = 256
 PROBE_SHARE = 0.01
-# One that would lose with every draft accepted, by its times so far, has one step after so many others.
+# One that would lose with every draft accepted, by its times so far, has one step after LOSER_AFTER others.
 LOSER_AFTER = 8 * PROBE_AFTER
-# Up to so many rows a step takes little longer than one of few: the tree that is tried first has no more.
+# Most rows of a step that takes little longer than one of few rows: the tree that is tried first has no more.
 FREE_ROWS = 256
-# A tree that has to be captured first, which takes about as long as so many steps, is tried after so many others.
+# A tree that has to be captured first, which takes about as long as this number of steps, is tried after them.
 COLD_AFTER = 128
 # The least weight of a new step time in the mean; a GPU takes about the same time for the same work.
 TIME_WEIGHT = 0.25
 # A busy machine makes steps longer, never shorter. So a step that took more than this many times the mean counts as one
-# that took as many times, and a step that took as many times less replaces the mean.
+# that took this many times as long, and a step that took that much less replaces the mean.
 OUTLIER = 2.0
 # Tokens per step are averaged over this many rows, but at least this many steps, since rows may share a text.
 TOKEN_ROWS, TOKEN_STEPS = 64, 16

@@ -39,7 +39,7 @@ class StepPlan(NamedTuple):
         return self.runners[0].stepper
 
     def choice_beside(self, prompt_tokens: int) -> Choice:
-        """Returns the choice for steps with so many rows of prompts."""
+        """Returns the choice for steps with this number of prompt rows."""
         if prompt_tokens not in self.choices:
             self.choices[prompt_tokens] = self.choices[0].beside_prompts()
         return self.choices[prompt_tokens]

@@ -1,5 +1,5 @@
 """Runs steps launch by launch, or as CUDA graphs: one graph per number of rows, configuration and set of features, and
-another one for steps that read so many tokens of prompts."""
+another one for each number of prompt tokens that a step reads."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Stepper:
     def draw_first(
         self, logits: Tensor, state: BatchState, rows: Tensor, lengths: Tensor, features: Features
     ) -> StepResult:
-        """Draws the tokens after the prompts of rows [R], of so many tokens [R], from the logits [R, V] there."""
+        """Draws the token after each prompt, of rows [R] and lengths [R], from the logits [R, V] there."""
         last, kept = lengths - 1, logits
         tree = root_only(torch.zeros_like(last), last)
         if features.minimum:
