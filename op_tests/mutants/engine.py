@@ -17,6 +17,15 @@ _STOPS = "op_tests/engine/test_stop_strings.py::test_texts_and_streams_end_where
 _GENERATE = TOOLS + "cli/generate.py"
 _CHAT = ENGINE + "models/chat_template.py"
 _OF_FILES = ["op_tests/engine/test_chat_template.py::test_of_files_that_differ_the_one_of_transformers_counts"]
+_STATISTICS = "op_tests/engine/test_generation.py::test_statistics_are_what_the_steps_did"
+_OWN_VALUES = "op_tests/engine/test_config.py::test_a_call_has_its_own_values_and_the_next_one_those_of_the_engine"
+_TIMES = ["op_tests/engine/test_generation.py::test_times_of_a_call_are_those_of_its_steps"]
+_JUDGES = ["op_tests/engine/serve/test_joint_steps.py::test_times_of_steps_reach_those_who_judge_by_them"]
+_TABLES = ["op_tests/engine/test_generation.py::test_trees_of_a_table_are_refused_as_one_s_own"]
+_LAST = ["op_tests/engine/test_method_ends.py::test_no_model_is_asked_for_what_its_tables_do_not_hold"]
+_NUMBERS = ["op_tests/engine/test_requests_ask.py::test_refused_prompts_have_their_numbers"]
+_LOAD = ["op_tests/tools/test_load_benchmarks.py::test_figures_of_requests"]
+_SCHEDULER, _STREAM, _PAIRING = ENGINE + "serve/scheduler.py", ENGINE + "serve/stream.py", ENGINE + "models/pairing.py"
 _SHARING = "op_tests/engine/serve/test_prefix_sharing.py::test_"
 
 
@@ -277,5 +286,109 @@ MUTANTS = [
         "times of phases by requests' steps",
         [(ENGINE + "benchmark.py", "timed_steps += timed.batch_steps", "timed_steps += timed.steps")],
         ["op_tests/engine/serve/test_benchmark.py::test_figures_of_several_batches"],
+    ),
+    Mutant(
+        "drafts that shared rows left out count as verified",
+        [(_SCHEDULER, "request.drafted += stepper.mean_nodes - 1", "request.drafted += stepper.num_nodes - 1")],
+        [_STATISTICS + "[shared rows]"],
+    ),
+    Mutant(
+        "a step counts by the tree of the step after it",
+        [(_SCHEDULER, "stepper = self.plan.runners[number].stepper", "stepper = self.last_runner.stepper")],
+        [_STATISTICS + "[table]"],
+    ),
+    Mutant(
+        "a step of the most requests that have drafts has none",
+        [(_CHOICE, "num_rows > self._most_rows:", "num_rows >= self._most_rows:")],
+        [_CHOSEN + "limits_on_requests_hold_to_one_request[automatic-2]"],
+    ),
+    Mutant(
+        "no limit on requests beside prompts",
+        [(_CHOICE, "Fastest(self._most_tokens, self._most_rows, self._rows)",
+          "Fastest(self._most_tokens, None, self._rows)")],
+        [_CHOSEN + "limits_on_requests_hold_to_one_request[automatic-2]"],
+    ),
+    Mutant(
+        "means of tokens over rows of other steps",
+        [(_CHOICE, "other._tokens, other._rows_seen = self._tokens, self._rows_seen", "other._tokens = self._tokens")],
+        [_CHOSEN + "what_steps_with_and_without_prompts_tell_each_other"],
+    ),
+    Mutant(
+        "a tree that does not fit is tried to the end",
+        [(_CHOICE, "min(size, self._too_large.get(number, size)), None",
+          "min(size, self._too_large.get(number, size)), self._probe")],
+        [_CHOSEN + "nothing_is_chosen_that_was_given_up"],
+    ),
+    Mutant(
+        "a position past the last one",
+        [(ENGINE + "step/stepper.py", "clamp(max=self.target.max_length - 1)", "clamp(max=self.target.max_length)")],
+        _LAST,
+    ),
+    Mutant(
+        "a draft that catches up past its last position",
+        [(ENGINE + "drafters/model_reader.py", "memory, model.max_length)", "memory, model.max_length + 9)")],
+        _LAST,
+    ),
+    Mutant(
+        "steps that were made for another call's phase_times",
+        [(ENGINE + "serve/session.py", '"max_step_ms", "share_prefixes")',
+          '"max_step_ms", "share_prefixes", "phase_times")')],
+        [_OWN_VALUES + "[phase_times]"],
+    ),
+    Mutant(
+        "pools that were made for another call's bytes",
+        [(ENGINE + "serve/session.py", '("page_size", "max_batch", "kv_cache_bytes", ', '("page_size", "max_batch", ')],
+        [_OWN_VALUES + "[kv_cache_bytes]"],
+    ),
+    Mutant(
+        "a plain step's time is that of compiling it",
+        [(_STREAM, "stats.batch_steps > stats.cold_steps:", "stats.batch_steps:")],
+        _TIMES,
+    ),
+    Mutant(
+        "a sample's number in the place of its prompt's",
+        [(_STREAM, "[first + index // num_samples for", "[first + index for")],
+        _NUMBERS,
+    ),
+    Mutant(
+        "a prompt's number in its batch",
+        [(ENGINE + "benchmark.py", '"first": batch.start}', '"first": 0}')],
+        _NUMBERS,
+    ),
+    Mutant(
+        "0.29 * 100 drafts are 28 on the device",
+        [(ENGINE + "drafters/suffix.py", "max_spec_factor + ROUNDING_UP", "max_spec_factor")],
+        ["op_tests/engine/test_methods.py::test_any_factor_of_any_match_is_rounded_down_alike"],
+    ),
+    Mutant(
+        "steps that read prompts are as good as others to the pace",
+        [(_SCHEDULER, "note_step(None if launch.prompt_tokens else launch.step_ms)", "note_step(launch.step_ms)")],
+        _JUDGES,
+    ),
+    Mutant(
+        "reading in a step is taken for reading alone",
+        [(_SCHEDULER, "reading.end(start, sum(num_read), is_joint=True)", "reading.end(start, sum(num_read))")],
+        _JUDGES,
+    ),
+    Mutant(
+        "trees of a table that nobody looks at",
+        [(_PAIRING, "for tree in [config, *(tree for _, tree in config.trees if tree is not None)]:",
+          "for tree in [config]:")],
+        _TABLES,
+    ),
+    Mutant(
+        "one's own width for all trees of a table",
+        [(_PAIRING, "if tree.topk >= draft.draft_vocab_size:", "if config.topk >= draft.draft_vocab_size:")],
+        _TABLES,
+    ),
+    Mutant(
+        "a choice of trees wider than one's own",
+        [(ENGINE + "config/eagle_config.py", "if tree[0] <= self.topk and levels", "if levels")],
+        ["op_tests/engine/test_config.py::test_trees_of_an_automatic_choice"],
+    ),
+    Mutant(
+        "all tokens of a round arrive one after another",
+        [(ENGINE + "benchmark.py", "elapsed_s / count for", "elapsed_s for")],
+        _LOAD,
     ),
 ]  # fmt: skip

@@ -61,7 +61,7 @@ def test_figures_of_requests(speculative, monkeypatch):
 
     monkeypatch.setattr(Request, "collect", collected)
     for module in (benchmark, request_benchmark):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(len(passes))))
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 7.0 + len(passes)))
     draft = ToyModel()  # of which no pass counts
     engine = EAGLEInference(draft, target, EAGLEConfig(topk=1, num_steps=3, max_batch=4, eos_token_ids=(1, 2, 3)))
     requests = random_requests(10, 20, 12, 0.5, 40)
