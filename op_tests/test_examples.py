@@ -1,4 +1,4 @@
-"""Every example runs as a program, and its text is that of plain decoding."""
+"""Every example runs as a program, and its text is that of plain decoding; the small engine's is the engine's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 
 pytest.importorskip("safetensors")
 
-from eagle_kernels import EAGLEInference
-from eagle_kernels.engine.models.loading import demo_pair
-from eagle_kernels.examples import chat
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.models.loading import demo_pair, load_draft, load_target
+from eagle_kernels.examples import chat, mini_engine
+from eagle_kernels.examples.mini_engine import MiniEngine, Request, TreeShape
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "eagle_kernels" / "examples").glob("*.py") if path.stem != "__init__")
@@ -38,12 +39,58 @@ def test_an_example_runs(name):
     if name == "own_server":
         pytest.importorskip("transformers")
     told = run(name)
-    assert "tokens a step" in told and "the text of plain decoding" in told
+    same = "the text of EAGLEInference" if name == "mini_engine" else "the text of plain decoding"
+    assert "tokens a step" in told and same in told
     assert "ANOTHER TEXT" not in told
 
 
 def test_an_example_for_each_kind_of_user():
-    assert EXAMPLES == ["chat", "own_drafter", "own_server", "paged_server", "seeds"]
+    assert EXAMPLES == ["chat", "mini_engine", "own_drafter", "own_server", "paged_server", "seeds"]
+
+
+# some end with a newline, one with the token after its prompt
+TEXTS = {
+    "import os\n\ndef walk(": 24,
+    "class Stack:\n": 1,
+    "x": 17,
+    "for i in range(9):\n    print(i)\n\nfor j": 40,
+    "def a(": 9,
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def engine(request):
+    """A small engine whose requests wait for rows and pages."""
+    target_folder, draft_folder = demo_pair()
+    target = load_target(target_folder, request.param)
+    draft, ends = load_draft(draft_folder, target), tuple(b"\n")
+    return MiniEngine(target, draft, TreeShape(3, 4, 10), num_rows=3, num_pages=8, end_token_ids=ends)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_small_engine_writes_what_the_engine_writes(engine, temperature, monkeypatch):
+    """In the same steps; again in rows and pages that were used, with prompts in parts, steps launched otherwise."""
+    requests = [Request([*text.encode()], size, temperature, seed=size) for text, size in TEXTS.items()]
+    config = EAGLEConfig(3, 4, 10, eos_token_ids=tuple(b"\n"), max_batch=2)
+    expected, stats = mini_engine.generate(EAGLEInference(engine.draft, engine.target, config), requests)
+    assert (engine.launch != engine.step) == engine.on_gpu, "on a GPU a step is captured"
+    for rows_at_once, lag in ((256, engine.lag), (5, 1 - engine.lag)):
+        monkeypatch.setattr(mini_engine, "PROMPT_ROWS", rows_at_once)
+        engine.lag = lag
+        engine.run(requests)
+        assert [request.tokens for request in requests] == expected
+        assert sum(request.num_steps for request in requests) == stats.steps
+        assert sorted(engine.free_rows) == [0, 1, 2] and sorted(engine.free_pages) == [*range(8)]
+        assert (engine.batch.block_table == -1).all(), "rows that are nobody's write nothing"
+        engine.launch = engine.step
+
+
+def test_the_small_engine_refuses_what_could_never_begin(engine):
+    most = 8 * 16 - 1 - engine.shape.num_slots
+    for refused in (Request([], 1), Request([1], 0), Request([1], most + 1)):
+        with pytest.raises(ValueError, match="a request must have a prompt, new tokens and at most 8 pages, got"):
+            engine.submit(refused)
+    engine.submit(Request([1], most))
 
 
 def test_a_conversation_holds_what_was_said(tmp_path, monkeypatch):
