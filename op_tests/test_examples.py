@@ -45,7 +45,7 @@ def test_an_example_runs(name):
 
 
 def test_an_example_for_each_kind_of_user():
-    assert EXAMPLES == ["chat", "mini_engine", "own_drafter", "own_server", "paged_server", "seeds"]
+    assert EXAMPLES == ["chat", "mini_engine", "own_drafter", "own_server", "seeds"]
 
 
 # some end with a newline, one with the token after its prompt
