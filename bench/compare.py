@@ -5,7 +5,8 @@ each case that both commits were timed on, on one GPU with one version of torch 
 their ratio (new / old, below 1 is faster) and its range. The range reaches from the fastest new time over the slowest
 old one to the reverse: of graphs between the 20th and the 80th percentile of every run, of all other times between
 runs. A difference is `noise` if 1 lies in the range, and `one run` if neither percentiles nor a second run tell how
-times vary. To compare honestly, time both commits on one machine in turn, several runs each:
+times vary. `python -m bench.in_turn` times two checkouts beside each other, which shows smaller differences. To compare
+results honestly, time both commits on one machine in turn, several runs each:
 
     for i in 1 2 3; do for at in old new; do (cd $at && python -m bench.run --op X --results DIR); done; done
 

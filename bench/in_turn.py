@@ -43,6 +43,14 @@ class Checkout:
                 return json.loads(line.removeprefix("answer "))
         raise RuntimeError(f"the process ended at {question}")
 
+    def __enter__(self) -> Checkout:
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Waits until the process has ended, which would disturb those that are timed."""
+        self._process.stdin.close()
+        self._process.wait()
+
 
 def main() -> None:
     """Runs the command line."""
@@ -76,9 +84,9 @@ def main() -> None:
 
 
 def _warm(folder: Path, cases: list, first: int, step: int) -> None:
-    checkout = Checkout(folder)
-    for op, case in cases[first::step]:
-        checkout.ask("call", op, case)
+    with Checkout(folder) as checkout:
+        for op, case in cases[first::step]:
+            checkout.ask("call", op, case)
 
 
 def _compare(old: Checkout, new: Checkout, op: str, case: str, is_host: bool) -> dict:

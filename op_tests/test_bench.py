@@ -887,9 +887,11 @@ def _lines_of(tokens: list[int]) -> list[tuple[int, ...]]:
 
 def test_checkouts_in_turn(capsys):
     """What a process of a checkout answers, and what is told of times."""
-    checkout = in_turn.Checkout(in_turn.Path(in_turn.__file__).parent.parent)
-    assert checkout.ask("cases", True) == [[each.op, each.cases[0].name] for each in BENCHMARKS.values()]
-    assert "error" in checkout.ask("call", "build_tree", "no such case")
+    with in_turn.Checkout(in_turn.Path(in_turn.__file__).parent.parent) as checkout:
+        assert checkout.ask("cases", True) == [[each.op, each.cases[0].name] for each in BENCHMARKS.values()]
+        assert "error" in checkout.ask("call", "build_tree", "no such case")
+    with pytest.raises(ValueError):  # it has ended
+        checkout.ask("cases", True)
     times = {"is_equal": True, "graph_us": [2.0, 2.0]}
     rows = [{"op": "a", "case": "b"} | times, {"op": "c", "case": "d"} | times | {"graph_us": [2.0, 8.0]}]
     in_turn._report([*rows, {"op": "e", "case": "f", "errors": [None, "red"]}])
