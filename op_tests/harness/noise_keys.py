@@ -81,8 +81,10 @@ class NoiseKeys:
         for module in (verify_chain, verify_tree_rejection, verify_tree_traversal):
             wrap(module, "verify_request", self._verified)
         for name in _OPS:
-            monkeypatch.setattr(ops, name, self._named(name, getattr(ops, name)))
-            monkeypatch.setattr(eagle_kernels, name, getattr(ops, name))
+            wrapped = self._named(name, getattr(ops, name))
+            # in this order: a package that looks the name up while ops is patched would keep the patch
+            for module in (eagle_kernels, ops):
+                monkeypatch.setattr(module, name, wrapped)
         for strategy in (verification.TargetMatch, verification.TopP, verification.Typical, verification.Rejection):
             wrap(strategy, "verify", self._stepped)
 
