@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy
 import pytest
@@ -19,6 +20,7 @@ from torch.autograd import forward_ad
 import eagle_kernels
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.integrations import aiter
+from eagle_kernels.runtime import check
 from eagle_kernels.runtime.calls import refuse_overlaps
 from op_tests.engine.toys import ToyModel
 from op_tests.ops.nn.cases import make_linear, make_norm, make_silu
@@ -355,10 +357,16 @@ def test_lengths_beyond_the_outputs_cost_nothing(name):
         assert holds(getattr(eagle_kernels, name).reference(**copied(values)))
 
 
+def pages_of_memory(monkeypatch, number: int, size: int = 2**20) -> None:
+    """Lets this machine have so many pages of memory."""
+    monkeypatch.setattr("os.sysconf", lambda word: number if word == "SC_PHYS_PAGES" else size)
+
+
 @pytest.mark.parametrize("name", ["kv_indices", "chain_kv_indices", "draft_kv_indices"])
 def test_capacities_beyond_the_memory(name, monkeypatch):
-    """What is promised is not there: all pages of this machine are taken for two."""
-    monkeypatch.setattr("os.sysconf", lambda word: 2 if word == "SC_PHYS_PAGES" else 2**20)
+    """What is not there is not asked for, as systems promise it: all pages of this machine are taken for two."""
+    pages_of_memory(monkeypatch, 2)
+    monkeypatch.setattr(check, "_empty", lambda *_: pytest.fail("memory was asked for"))
     values = BOUNDED[name][0] | {"capacity": 2**28}
     with within(5):
         rule = (
@@ -433,6 +441,42 @@ def test_outputs_beyond_the_memory():
         **rows, seq_lens=torch.tensor([3, 5]), topk=2**30 - 1, num_steps=64, capacity=2**31 - 1
     )
     one_line(call, r"draft_kv_indices: out\.kv_\w+ must fit (8 times )?into .*memory.*, got shape \[64, 2147483647\]")
+
+
+def test_the_room_that_references_need(monkeypatch):
+    """8 times that of integers, twice that of other outputs, to the byte; less than 1 GiB is not looked at."""
+    coin = numpy.random.default_rng(0)
+    of = lambda size, dtype: check.Spec((2, int(size)), dtype, torch.device("meta"))  # noqa: E731
+    for _ in range(40):
+        dtypes = coin.choice([torch.int32, torch.int64, torch.float32, torch.bool, torch.float16], 3)
+        specs = [of(coin.integers(1, 2**28), dtype) for dtype in dtypes]
+        sizes = [2 * spec.shape[1] * spec.dtype.itemsize for spec in specs]
+        needed = sum(size * (2 if spec.dtype not in check.INTEGER else 8) for size, spec in zip(sizes, specs))
+        contract = Three(*specs)
+        pages_of_memory(monkeypatch, needed, 1)
+        check.check_room("op", contract)
+        pages_of_memory(monkeypatch, needed - 1, 1)
+        largest = "abc"[int(numpy.argmax(sizes))]
+        if sum(sizes) < 2**30:
+            check.check_room("op", contract)
+        else:
+            times = 2 if specs["abc".index(largest)].dtype not in check.INTEGER else 8
+            rule = rf"^eagle_kernels\.op: out\.{largest} must fit {times} times into the memory of {needed - 1} bytes"
+            one_line(lambda: check.check_room("op", contract), rule)  # noqa: B023
+    pages_of_memory(monkeypatch, 1, 1)
+    check.check_room("op", of(2**29 - 1, torch.bool))
+    check.check_room("op", None)
+    one_line(
+        lambda: check.check_room("op", of(2**29, torch.bool)), r"op: out must fit 2 times .* which is 1073741824 bytes"
+    )
+
+
+class Three(NamedTuple):
+    """What an op of three outputs returns."""
+
+    a: object
+    b: object
+    c: object
 
 
 def test_a_pool_that_overlaps_itself(device):

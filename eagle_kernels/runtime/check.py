@@ -230,8 +230,7 @@ def check_room(op: str, contract) -> None:
     sizes = {name: math.prod(spec.shape) * spec.dtype.itemsize for name, spec in specs.items()}
     if sum(sizes.values()) < _MANY_BYTES:
         return
-    allocate(op, contract)
-    # systems promise memory that they do not have
+    # before any is asked for: systems promise memory that they do not have
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
     times = {name: _TIMES_INTEGERS if spec.dtype in INTEGER else _TIMES_OUTPUTS for name, spec in specs.items()}
     if sum(size * times[name] for name, size in sizes.items()) > memory:
@@ -239,6 +238,7 @@ def check_room(op: str, contract) -> None:
         rule = f"fit {times[name]} times into the memory of {memory} bytes, as the reference needs it"
         got = f"shape {list(specs[name].shape)}, which is {sizes[name]} bytes"
         Arguments(op, {}).fail(name if name == "out" else f"out.{name}", rule, got)
+    allocate(op, contract)
 
 
 def unpack(op: str, out, count: int) -> tuple:

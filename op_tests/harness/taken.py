@@ -1,0 +1,152 @@
+"""What an op takes: each argument of a sound call is changed by one step, and its contract takes that or refuses it.
+
+Steps are another dtype, a row more or less along an axis, a gap between rows, an axis more, nothing at all; for numbers
+those around limits. Prints the table that `test_takes.py` holds ops to: `python -m op_tests.harness.taken`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from eagle_kernels.runtime import check
+from op_tests.random_calls import CALLS, drawn_call
+
+from .ahead_of_time import PATHS
+from .cases import cases_of, module_of_op, signature_of
+
+TABLE = Path(__file__).parents[1] / "takes.txt"
+DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+          torch.float64, torch.float8_e4m3fn, torch.uint32)  # fmt: skip
+NUMBERS = (-1, 0, 1, 2, 3, 16, 17, 32, 64, 65, 256, 257, 1024, 1025, 2**20, 2**20 + 1, 2**31 - 1, 2**31)
+LARGEST = 2**20
+DRAWS = 10
+
+
+def spaced(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """The same shape; what the axis counts lies a row further apart than it must."""
+    shape = list(tensor.shape)
+    shape[axis + 1 if axis + 1 < len(shape) else axis] *= 1 if axis + 1 < len(shape) else 2
+    if axis + 1 < len(shape):
+        shape[axis + 1] *= 2
+        return tensor.new_empty(shape).narrow(axis + 1, 0, tensor.shape[axis + 1])
+    return tensor.new_empty(shape)[..., ::2]
+
+
+def steps_of_tensor(tensor: torch.Tensor) -> Iterator[tuple[str, object]]:
+    for dtype in DTYPES:
+        if dtype != tensor.dtype:
+            yield str(dtype).removeprefix("torch."), tensor.new_empty(tensor.shape, dtype=dtype)
+    for axis, size in enumerate(tensor.shape):
+        for change in (1, -1):
+            if size + change >= 0:
+                shape = [*tensor.shape[:axis], size + change, *tensor.shape[axis + 1 :]]
+                yield f"axis {axis} {change:+}", tensor.new_empty(shape)
+        if size > 1:
+            yield f"axis {axis} apart", spaced(tensor, axis)
+    yield "axis more", tensor[None]
+    if tensor.dim():
+        yield "axis less", tensor.new_empty(tensor.shape[1:])
+    yield "nothing", None
+
+
+def steps_of_call(path: str, values: dict) -> Iterator[tuple[str, str, dict]]:
+    """(argument, step, the arguments after it)."""
+    options = {"tree_mask_mode": ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")}
+    for name, parameter in signature_of(path).items():
+        value = values.get(name, parameter.default)
+        kind = str(parameter.annotation).removesuffix(" | None")
+        if isinstance(value, torch.Tensor):
+            for step, changed in steps_of_tensor(value):
+                yield name, step, values | {name: changed}
+        elif kind in ("int", "float"):
+            numbers = NUMBERS if kind == "int" else (*NUMBERS[:4], 0.5, -0.5, float("nan"), float("inf"))
+            for number in numbers:
+                yield name, str(number), values | {name: number}
+        elif kind == "bool":
+            yield name, str(not value), values | {name: not value}
+        elif name in options:
+            for option in options[name]:
+                yield name, option, values | {name: option}
+
+
+def takes(path: str, values: dict) -> bool:
+    """Tells whether an op takes these arguments, `out` among them; an error in other words is no refusal."""
+    op = path.rpartition(".")[2]
+    defaults = {name: parameter.default for name, parameter in signature_of(path).items()}
+    try:
+        contract = module_of_op(path).contract({**defaults, **values})
+        if values.get("out") is not None:
+            check.allocate(op, contract, values["out"])
+    except (ValueError, TypeError) as error:
+        if not str(error).startswith(f"eagle_kernels.{op}: "):
+            raise
+        return False
+    return True
+
+
+def small(values: dict) -> bool:
+    return sum(value.numel() for value in values.values() if isinstance(value, torch.Tensor)) < LARGEST
+
+
+def modes_of(path: str) -> list[dict]:
+    """The first case of each mode (what is given, and what words say), and a few calls that are drawn."""
+    modes: dict = {}
+    for values in filter(small, cases_of(path)):
+        modes.setdefault(
+            tuple((k, v is None, v if isinstance(v, str | bool) else "") for k, v in values.items()), values
+        )
+    drawn = [drawn_call(path, number)[0] | {"keep_unused": False} for number in range(DRAWS)] if path in CALLS else []
+    known = signature_of(path)
+    return [*modes.values(), *({k: v for k, v in values.items() if k in known} for values in drawn)]
+
+
+def with_buffers(path: str, values: dict) -> dict:
+    """The call with buffers for all outputs."""
+    contract = module_of_op(path).contract({name: p.default for name, p in signature_of(path).items()} | values)
+    return {} if contract is None else {"out": check.allocate(path.rpartition(".")[2], contract)}
+
+
+def taken(path: str) -> list[str]:
+    """Returns lines `argument: steps that are taken`, those that depend on the mode with a question mark."""
+    found: dict[str, dict[str, list[bool]]] = {}
+    for values in modes_of(path):
+        for name, step, changed in steps_of_call(path, values):
+            found.setdefault(name, {}).setdefault(step, []).append(takes(path, changed))
+        out = with_buffers(path, values).get("out")
+        if out is None:
+            continue
+        fields = {"out": out} if isinstance(out, torch.Tensor) else out._asdict()
+        for field, buffer in fields.items():
+            for step, changed in steps_of_tensor(buffer):
+                given = changed if field == "out" else out._replace(**{field: changed})
+                name = field if field == "out" else f"out.{field}"
+                if given is not None:
+                    found.setdefault(name, {}).setdefault(step, []).append(takes(path, values | {"out": given}))
+    lines = []
+    for name, steps in found.items():
+        words = {
+            step: "" if all(each) else f" ({sum(each)} of {len(each)})" for step, each in steps.items() if any(each)
+        }
+        lines.append(f"{path} {name}: " + ", ".join(in_runs(words)))
+    return lines
+
+
+def in_runs(words: dict[str, str]) -> Iterator[str]:
+    """Each step with how often it is taken; numbers that follow each other as one range."""
+    words = dict(words)
+    numbers = [str(number) for number in NUMBERS]
+    for step in list(words):
+        if step not in words:
+            continue
+        often, last = words.pop(step), step
+        while last in numbers[:-1] and words.get(following := numbers[numbers.index(last) + 1]) == often:
+            last = following
+            words.pop(last)
+        yield (step if last == step else f"{step}..{last}") + often
+
+
+if __name__ == "__main__":
+    TABLE.write_text("".join(line + "\n" for path in PATHS for line in taken(path)), encoding="utf-8")
