@@ -26,6 +26,7 @@ _LAST = ["op_tests/engine/test_method_ends.py::test_no_model_is_asked_for_what_i
 _NUMBERS = ["op_tests/engine/test_requests_ask.py::test_refused_prompts_have_their_numbers"]
 _LOAD = ["op_tests/tools/test_load_benchmarks.py::test_figures_of_requests"]
 _SCHEDULER, _STREAM, _PAIRING = ENGINE + "serve/scheduler.py", ENGINE + "serve/stream.py", ENGINE + "models/pairing.py"
+_HISTORY = "op_tests/engine/test_choice_by_history.py::test_"
 _SHARING = "op_tests/engine/serve/test_prefix_sharing.py::test_"
 
 
@@ -390,5 +391,21 @@ MUTANTS = [
         "all tokens of a round arrive one after another",
         [(ENGINE + "benchmark.py", "elapsed_s / count for", "elapsed_s for")],
         _LOAD,
+    ),
+    Mutant(
+        "a lost tree is judged by the batch that it lost in alone",
+        [(_CHOICE, "* 2 ** (size - fewer)", "* 2**size")],
+        [_HISTORY + "what_is_chosen_follows_from_all_that_was_noted"],
+    ),
+    Mutant(
+        "a budget that fits stays as it is where few tokens take as long as many",
+        [(ENGINE + "serve/pace.py", "next((budget for budget in self._budgets if budget > tokens), tokens)", "tokens")],
+        [_HISTORY + "a_budget_follows_from_all_that_was_read"],
+    ),
+    Mutant(
+        "first tokens are drawn without filters",
+        [(ENGINE + "step/stepper.py", "**state.sampling.arguments(features, rows)",
+          "**state.sampling.arguments(features._replace(filters=False), rows)")],
+        [_BUSY],
     ),
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from eagle_kernels.engine.batch.state import BatchState
 from eagle_kernels.engine.serve.scheduler import host_lag
 from op_tests.engine.engines import PARAMS, alone, make, prompt_of, trees_by_request
 from op_tests.engine.methods import MIXED, PROVEN, SIZES
+from op_tests.engine.request_law import check_tokens
 from op_tests.engine.serve.conftest import DEVICE
 from op_tests.engine.toys import (
     LetterTokenizer,
@@ -78,12 +79,14 @@ def random_params(coin: random.Random, prompt: list[int], number: int, drafters:
 
 
 def check_scores(engine, request) -> None:
-    """Raw ones, of the output and the prompt, against a pass over the whole text by itself."""
+    """Raw ones, of the output and the prompt, against a pass over the whole text by itself; and its tokens."""
     params, start = request.params, len(request.prompt)
     text = request.prompt + request.output_ids
     if not request.output_ids:  # it was given up before
         return
-    logprobs = plain_logits(engine, text[:-1]).log_softmax(-1)
+    logits = plain_logits(engine, text[:-1])
+    check_tokens(request, logits[start - 1 :].cpu(), is_seeded=engine.config.verify_strategy == "target_match")
+    logprobs = logits.log_softmax(-1)
     rows = [(range(start, len(text)), request.logprobs if params.logprobs == "raw" else [], request.top_logprobs)]
     if params.logprob_start_len is not None:
         own, top, begin = request.prompt_logprobs, request.prompt_top_logprobs, max(params.logprob_start_len, 1)
