@@ -164,7 +164,7 @@ def _verify_chain_draw_kernel(
             )
         else:
             share = 1.0
-        noise_key = residual_key(seed, tl.load(coins.positions + request * NUM_TOKENS + accepted) + 1)
+        noise_key = residual_key(seed, tl.load(coins.positions + request * NUM_TOKENS + accepted).to(tl.int64) + 1)
         words = token_words(noise_key, ids)
         left = tl.maximum(share * target_prob - draft_prob, 0.0)
         keys_ptr = scratch.keys + request * 2 * NUM_SLICES + part

@@ -230,7 +230,8 @@ def _verify_tree_typical_draw_kernel(
         values = scale_logits(logits.to(tl.float32), inverse_temperature)
         fine = tl.full([BLOCK_VOCAB], NO_NOISE, tl.uint32)
         if is_sampled:
-            key = random_block(tl.load(coins.seeds + request), tl.load(coins.positions + row) + 1, _STREAM, 0)
+            position = tl.load(coins.positions + row).to(tl.int64) + 1
+            key = random_block(tl.load(coins.seeds + request), position, _STREAM, 0)
             values, fine = add_grouped_gumbel(values, grouped_words(key, token))
         # a row of nothing but -inf gives token 0
         fine = tl.where(values == float("-inf"), NO_NOISE, fine)

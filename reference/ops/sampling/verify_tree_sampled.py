@@ -79,6 +79,7 @@ def verify_tree_sampled(
         own = processors.rows(request)._replace(output_counts=counts, token_bitmask=bitmask)
         return temperature[request], filters.rows(request), own
 
+    positions = positions.to(torch.int64)
     drafts: list[list[int]] = [[] for _ in range(batch_size)]
     logprobs = torch.full((2, batch_size, num_columns), float("-inf"), dtype=torch.float32, device=device)
     all_drawn = None

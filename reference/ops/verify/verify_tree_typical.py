@@ -28,7 +28,7 @@ def verify_tree_typical(
     seeds, temperature, epsilon, delta = (
         value.repeat_interleave(num_nodes) for value in (seeds, temperature, epsilon, delta)
     )
-    drawn = draw_tokens(target_logits, positions + 1, seeds, temperature).view(-1, num_nodes).tolist()
+    drawn = draw_tokens(target_logits, positions.to(torch.int64) + 1, seeds, temperature).view(-1, num_nodes).tolist()
     probs = torch.softmax(scaled_logits(target_logits, temperature).double(), dim=-1)
     entropy = torch.special.entr(probs).sum(-1)
     # against the smaller one of both: it is enough to exceed either

@@ -1,0 +1,109 @@
+"""Random calls give what the references give, with tiles so small that every loop over one goes on for a while."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagle_kernels.ops.draft import ngram_match
+from eagle_kernels.ops.draft.shared import token_budget
+from eagle_kernels.ops.rejection import sample_children, verify_tree_rejection, verify_tree_traversal
+from eagle_kernels.ops.rejection.shared import prepare_pair
+from eagle_kernels.ops.sampling import penalize_logits, verify_tree_sampled
+from eagle_kernels.ops.sampling.shared import edge_search, renorm_steps, sampling
+from eagle_kernels.ops.verify import (
+    append_output,
+    pack_verify_rows,
+    verify_tree_coins,
+    verify_tree_greedy,
+    verify_tree_typical,
+)
+from eagle_kernels.runtime.language import tl
+from op_tests.harness import check_operation, to_device
+from op_tests.harness.retune import retune
+from op_tests.random_verification import CALLS, random_call
+
+# of the interpreter, in lanes that are masked
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide by zero")
+
+TILES = [
+    (ngram_match.SCAN_TUNING, {"BLOCK_TOKEN": 16, "programs": 8}),
+    (ngram_match.MERGE_TUNING, {"BLOCK_KEY": 4}),
+    (token_budget.BUDGET_TUNING, {"BLOCK_BATCH": 2}),
+    (sample_children.TUNING, {"BLOCK_VOCAB": 16}),
+    (prepare_pair.SLICE_TUNING, {"BLOCK_VOCAB": 16}),
+    (prepare_pair.MAP_TUNING, {"BLOCK_TARGET": 16, "BLOCK_DRAFT": 8}),
+    (verify_tree_rejection.TUNING, {"BLOCK_VOCAB": 16}),
+    (verify_tree_rejection.ROUND_TUNING, {"rounds": 2}),
+    (verify_tree_traversal.TUNING, {"BLOCK_VOCAB": 16}),
+    (verify_tree_traversal.ROUND_TUNING, {"rounds": 2}),
+    (penalize_logits.TUNING, {"BLOCK_VOCAB": 16}),
+    (sampling.SCAN_TUNING, {"BLOCK_CHUNK": 1}),
+    (sampling.FILTERED_SCAN_TUNING, {"BLOCK_CHUNK": 1}),
+    (renorm_steps.SCAN_TUNING, {"BLOCK_VOCAB": 128}),
+    (renorm_steps.COLLECT_TUNING, {"BLOCK_VOCAB": 64}),
+    (renorm_steps.EDGE_TUNING, {"BLOCK_CANDIDATE": 64}),
+    (renorm_steps.WRITE_TUNING, {"BLOCK_VOCAB": 128}),
+    (append_output.TUNING, {"tile_elements": 16}),
+    (pack_verify_rows.TUNING, {"BLOCK_ROW": 4}),
+    (verify_tree_coins.MASS_TUNING, {"BLOCK_VOCAB": 16, "BLOCK_GROUP": 4}),
+    (verify_tree_greedy.ROWS_TUNING, {"BLOCK_VOCAB": 16}),
+    (verify_tree_greedy.LEVEL_TUNING, {"BLOCK_VOCAB": 16}),
+    (verify_tree_typical.SCAN_TUNING, {"BLOCK_VOCAB": 16}),
+]
+CLOSE = {
+    "rejection.sample_children": ("logprobs",),
+    "sampling.verify_tree_sampled": ("logprobs", "raw_logprobs"),
+}
+# as many as take a second
+NUM_CALLS = {
+    "draft.merge_drafts": 24,
+    "draft.ngram_match": 40,
+    "draft.reroot_drafts": 40,
+    "rejection.sample_children": 8,
+    "rejection.verify_chain": 16,
+    "rejection.verify_tree_rejection": 12,
+    "rejection.verify_tree_traversal": 12,
+    "sampling.min_p_renorm": 16,
+    "sampling.penalize_logits": 8,
+    "sampling.sample_from_logits": 16,
+    "sampling.top_k_renorm": 12,
+    "sampling.top_p_renorm": 12,
+    "sampling.verify_tree_sampled": 12,
+    "verify.append_output": 40,
+    "verify.pack_verify_rows": 40,
+    "verify.verify_commit": 40,
+    "verify.verify_tree_coins": 40,
+    "verify.verify_tree_greedy": 30,
+    "verify.verify_tree_topp": 40,
+    "verify.verify_tree_typical": 16,
+}
+
+
+def prepare(monkeypatch, device) -> None:
+    for table, numbers in TILES:
+        retune(monkeypatch, table, **numbers)
+    if device.type == "cpu":  # compiled kernels hold such constants
+        monkeypatch.setattr(edge_search, "_BLOCK", tl.constexpr(1024))
+        monkeypatch.setattr(edge_search, "_WIDE_BLOCK", tl.constexpr(1024))
+        monkeypatch.setattr(edge_search, "_LINES", tl.constexpr(4))
+
+
+def go_either_way(monkeypatch, number: int) -> None:
+    """Every other call reads all rows at once, the others level by level, whatever shapes say."""
+    is_all = number % 2 == 0
+    monkeypatch.setattr(verify_tree_sampled, "draws_all_rows", lambda *_: is_all)
+    monkeypatch.setattr(verify_tree_rejection, "goes_by_level", lambda *_: not is_all)
+    retune(monkeypatch, verify_tree_greedy.CHOICE_TUNING, level_bytes=2**40 * is_all)
+
+
+def check_calls(path, device, monkeypatch) -> None:
+    for number in range(NUM_CALLS[path]):
+        go_either_way(monkeypatch, number)
+        values = to_device(random_call(path, number), device)
+        check_operation(path, values, case=f"call {number}", close=CLOSE.get(path, ()))
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_random_calls(path, device, monkeypatch):
+    prepare(monkeypatch, device)
+    check_calls(path, device, monkeypatch)
