@@ -1,8 +1,7 @@
 """Random calls of the ops that draft, sample and verify: each argument given or not, each flag, sizes around tiles.
 
 Batches are uneven: every request has its own lengths, temperature and filters, among them those that turn a thing off.
-Trees are random, their nodes kept in rows of any order, a few links lead nowhere, and a few requests are dead. Integers
-come as int32 or int64, each tensor for itself, and rows of the vocabulary with a stride of their own.
+Trees are random, their nodes kept in rows of any order, a few tokens are none, and a few requests are dead.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import torch
 
 INFINITY, NAN = float("inf"), float("nan")
 LARGEST = 2**31 - 1
-# what may have a row stride
-STRIDED = ("target_logits", "draft_logits", "target_probs", "draft_probs", "logits", "probs", "token_ids")
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -36,29 +33,13 @@ def each_of(values: list, number: int, dtype=torch.float32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (number,))]
 
 
-def mixed(choice: random.Random, values: dict) -> dict:
-    """int64 tensors as int32 or not, rows of the vocabulary with a stride or not."""
-    for name, value in values.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        if value.dtype == torch.int64 and choice.random() < 0.5 and not bool((value != value.int()).any()):
-            value = value.int()
-        if name in STRIDED and choice.random() < 0.5:
-            width = value.shape[-1]
-            wide = torch.full((*value.shape[:-1], width + choice.choice((1, 3, 16))), 77).to(value.dtype)
-            wide[..., :width] = value
-            value = wide[..., :width]
-        values[name] = value
-    return values
-
-
 def tree(choice: random.Random, batch_size: int, num_nodes: int, vocab_size: int) -> dict:
     """Links of random trees: bushy ones, chains, stars and all between; some requests dead, some links to nowhere."""
     first = torch.full((batch_size, num_nodes), -1)
     sibling = first.clone()
     retrieved = torch.empty_like(first)
     for request in range(batch_size):
-        depth_wanted = choice.random()
+        depth_wanted = choice.choice((0.0, 0.3, 0.6, 0.9))
         last_child: dict[int, int] = {}
         for node in range(1, num_nodes):
             parent = node - 1 if choice.random() < depth_wanted else choice.randrange(node)
@@ -203,7 +184,7 @@ def verify_tree_greedy(choice):
     batch_size, num_nodes, spec_steps = tree_sizes(choice)
     vocab_size = vocabulary(choice)
     links = tree(choice, batch_size, num_nodes, vocab_size)
-    values = links | {"spec_steps": spec_steps}
+    values = links | {"spec_steps": spec_steps, "keep_unvisited": choice.random() < 0.3}
     policy = choice.choice(("normal", "normal", "reject_all", "accept_all", "simulate"))
     values["accept_policy"] = policy
     if policy == "simulate":
@@ -295,10 +276,10 @@ def renorm(name, parameters):
 
 def pair_of(choice, links, num_target, num_draft, batch_size, draft_of_target) -> dict:
     """Rows of target and draft, each as logits or probabilities, the draft's with a vocabulary of its own or not."""
-    vocab_size = vocabulary(choice)
+    vocab_size = choice.choice((5, 16, 16, 31, 33, 48, 48, 49, 80))
     values = {}
     target = torch.randn(num_target, vocab_size) * 2
-    draft = target[draft_of_target] + choice.choice((0.2, 0.2, 1.0)) * torch.randn(num_draft, vocab_size)
+    draft = target[draft_of_target] + choice.choice((0.2, 0.6, 1.5)) * torch.randn(num_draft, vocab_size)
     kind = choice.choice(("same", "same", "reduced", "shorter", "longer"))
     if kind == "reduced":
         kept = torch.randperm(vocab_size)[: choice.randint(1, vocab_size)].sort().values
@@ -439,6 +420,7 @@ def verify_tree_coins(choice):
         "threshold_single": choice.choice((1.0, 1.0, 0.125, 0.25, 0.0)),
         "threshold_acc": choice.choice((1.0, 1.0, 0.5, 0.25, 0.0)),
         "any_order": choice.random() < 0.3,
+        "keep_unvisited": choice.random() < 0.3,
     }
 
 
@@ -450,10 +432,10 @@ def verify_tree_topp(choice):
     ids = integers(-1, vocab_size, batch_size * num_nodes, num_candidates)
     likely = torch.zeros(len(ids), vocab_size)
     favour_children(choice, links, likely, 1.0)
-    ids[:, 0] = torch.where(torch.rand(len(ids)) < 0.6, likely.argmax(1), ids[:, 0])
+    ids[:, 0] = torch.where(torch.rand(len(ids)) < 0.8, likely.argmax(1), ids[:, 0])
     return links | {
         "candidate_ids": ids,
-        "candidate_lens": integers(0, num_candidates + 1, batch_size * num_nodes),
+        "candidate_lens": each_of([-1, 0, 0, 1, num_candidates, num_candidates + 1], len(ids), torch.int64),
         "target_predict": integers(-1, LARGEST + 1, batch_size, num_nodes),
         "spec_steps": spec_steps,
         "verify_window": choice.choice((0, 1, 2, 3)),
@@ -610,8 +592,8 @@ CALLS: dict[str, Callable[[random.Random], dict]] = {
 }  # fmt: skip
 
 
-def random_call(path: str, number: int) -> dict:
-    """The arguments of the call of this number, the same every time."""
+def drawn_call(path: str, number: int) -> tuple[dict, random.Random]:
+    """The arguments of a call, the same every time, and what to go on drawing with."""
     choice = random.Random(f"{path} {number}")
     torch.manual_seed(choice.getrandbits(32))
-    return mixed(choice, CALLS[path](choice))
+    return CALLS[path](choice), choice

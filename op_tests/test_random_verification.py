@@ -18,9 +18,10 @@ from eagle_kernels.ops.verify import (
     verify_tree_typical,
 )
 from eagle_kernels.runtime.language import tl
-from op_tests.harness import check_operation, to_device
+from op_tests.harness import to_device
+from op_tests.harness.drawn import check_drawn
 from op_tests.harness.retune import retune
-from op_tests.random_verification import CALLS, random_call
+from op_tests.random_verification import CALLS, drawn_call
 
 # of the interpreter, in lanes that are masked
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide by zero")
@@ -99,8 +100,8 @@ def go_either_way(monkeypatch, number: int) -> None:
 def check_calls(path, device, monkeypatch) -> None:
     for number in range(NUM_CALLS[path]):
         go_either_way(monkeypatch, number)
-        values = to_device(random_call(path, number), device)
-        check_operation(path, values, case=f"call {number}", close=CLOSE.get(path, ()))
+        values, choice = drawn_call(path, number)
+        check_drawn(path, to_device(values, device), choice, f"{number}", CLOSE.get(path, ()))
 
 
 @pytest.mark.parametrize("path", CALLS)

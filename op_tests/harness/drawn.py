@@ -129,14 +129,14 @@ def check_drawn(path: str, values: dict, coin: random.Random, case: str, close: 
     op = path.rpartition(".")[2]
     module = module_of_op(path)
     reference = getattr(importlib.import_module("eagle_kernels.reference.ops." + path), op)
-    keeps = bool(values.get("keep_unused"))
-    values = in_another_form(path, values | ({"keep_unused": False} if keeps else {}), coin)
+    keeps = {name: True for name in ("keep_unused", "keep_unvisited") if values.get(name)}
+    values = in_another_form(path, values | dict.fromkeys(keeps, False), coin)
     buffers, result_type = [], getattr(module, "Output", None)
     if "out" in signature_of(path):
         buffers = buffers_of(path, values, coin)
         tensors = [buffer.tensor for buffer in buffers]
         given = {"out": result_type(*tensors) if result_type else tensors[0]}
-        values |= given | ({"keep_unused": True} if keeps else {})
+        values |= given | keeps
     mutated = [name for name in getattr(module, "MUTATES", ()) if values[name] is not None]
     before = {name: in_place(tensor) for name, tensor in values.items() if isinstance(tensor, torch.Tensor)}
     expected_values = values | before
