@@ -41,7 +41,7 @@ def table(coin: random.Random, batch_size: int, columns: int) -> dict:
 
 def sizes(coin: random.Random) -> tuple[int, int]:
     """Requests, and columns of a row."""
-    return coin.choice(SIZES), coin.choice((1, 4, 8, 17, 32, 40))
+    return coin.choice(SIZES), coin.choice((0, 1, 4, 8, 17, 32, 40))
 
 
 def accepted_cache_locs(coin):

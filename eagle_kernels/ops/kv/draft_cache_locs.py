@@ -152,7 +152,11 @@ def contract(values: dict) -> Output:
     stop, is_draft, end = draft_columns(seq_lens, topk, num_steps, page_size)
 
     def is_read(column):
-        is_copied = (column >= (seq_lens // page_size * page_size)[:, None]) & (column < seq_lens[:, None])
+        # the prefix's last page, and in each branch's first page what its copy takes
+        in_page = seq_lens.clamp(min=0) % page_size
+        room = (in_page + num_steps + page_size - 1) // page_size * page_size
+        place = column - (seq_lens.clamp(min=0) - in_page)[:, None]
+        is_copied = (place >= 0) & (place % room[:, None] < in_page[:, None])
         return is_draft(column) | (is_copied & (topk > 1))
 
     debug_rows(args, ("seq_lens",), stop, is_read, "leave room for the drafts")

@@ -122,19 +122,22 @@ def draft_columns(seq_lens: torch.Tensor, topk: int, num_steps: int, page_size: 
     A request without a prefix may be a row that pads the batch: it has an end, but its stop is 0.
     """
 
+    def prefix() -> torch.Tensor:
+        return seq_lens.to(torch.int64).clamp(0, check.MAX_INT32)
+
     def room() -> torch.Tensor:
         if page_size == 1 or topk == 1:
-            return torch.full_like(seq_lens, num_steps)
-        return (seq_lens % page_size + num_steps + page_size - 1) // page_size * page_size
+            return torch.full_like(prefix(), num_steps)
+        return (prefix() % page_size + num_steps + page_size - 1) // page_size * page_size
 
     def end() -> torch.Tensor:
-        return seq_lens.to(torch.int64).clamp(0, check.MAX_INT32) + (topk - 1) * room() + num_steps
+        return prefix() + (topk - 1) * room() + num_steps
 
     def stop() -> torch.Tensor:
         return torch.where(seq_lens > 0, end(), 0)
 
     def is_read(column: torch.Tensor) -> torch.Tensor:
-        place = column - seq_lens[:, None]
+        place = column - prefix()[:, None]
         return (place >= 0) & (place % room()[:, None] < num_steps)
 
     return stop, is_read, end
