@@ -65,7 +65,7 @@ def tree(choice: random.Random, batch_size: int, num_nodes: int, vocab_size: int
 def spoil_tokens(choice: random.Random, links: dict, vocab_size: int) -> None:
     """A few candidates that are no tokens: at the end of the vocabulary, past it, and no number at all."""
     flat = links["candidates"].view(-1)
-    for _ in range(choice.choice((0, 0, 1, 3))):
+    for _ in range(choice.choice((0, 0, 1, 2))):
         flat[choice.randrange(len(flat))] = choice.choice((-1, -2, vocab_size, vocab_size + 1, LARGEST))
 
 
@@ -169,7 +169,7 @@ def accept_what_is_drawn(path: str, values: dict, choice: random.Random) -> None
 def tree_sizes(choice: random.Random) -> tuple[int, int, int]:
     """(batch size, nodes, steps)."""
     num_nodes = choice.choice((1, 5, 8, 8, 9, 9, 9, 13))
-    return choice.choice((1, 3, 3, 3, 4)), num_nodes, choice.choice((0, 1, 2, 3, 3, 4, 4, 5, num_nodes))
+    return choice.choice((1, 3, 3, 3, 4)), num_nodes, choice.choice((0, 1, 2, 2, 3, 3, 4, 4, 5, num_nodes))
 
 
 def vocabulary(choice: random.Random) -> int:
@@ -215,10 +215,12 @@ def verify_tree_sampled(choice):
         "spec_steps": spec_steps,
         "filter_order": choice.choice(("top_k_first", "joint")),
         "return_logprobs": choice.random() < 0.5,
-        "accept_policy": choice.choice(("normal",) * 6 + ("reject_all", "accept_all")),
+        "accept_policy": choice.choice(("normal",) * 6 + ("reject_all", "accept_all", "simulate")),
         "seq_lens": integers(0, 90, batch_size),
         "is_live": integers(0, 3, batch_size) > 0,
     }
+    if values["accept_policy"] == "simulate":
+        values["simulated_rates"] = torch.rand(spec_steps).sort(descending=True).values
     some(choice, values, "is_live")
     if "is_live" not in values:
         some(choice, values, "seq_lens")
@@ -276,20 +278,21 @@ def renorm(name, parameters):
 
 def pair_of(choice, links, num_target, num_draft, batch_size, draft_of_target) -> dict:
     """Rows of target and draft, each as logits or probabilities, the draft's with a vocabulary of its own or not."""
-    vocab_size = choice.choice((5, 16, 16, 31, 33, 48, 48, 49, 80))
+    vocab_size = choice.choice((5, 16, 17, 31, 32, 33, 48))
     values = {}
     target = torch.randn(num_target, vocab_size) * 2
-    draft = target[draft_of_target] + choice.choice((0.2, 0.6, 1.5)) * torch.randn(num_draft, vocab_size)
-    kind = choice.choice(("same", "same", "reduced", "shorter", "longer"))
+    draft = target[draft_of_target] + choice.choice((0.1, 0.3, 0.3, 1.5)) * torch.randn(num_draft, vocab_size)
+    kind = choice.choice(("same", "same", "same", "same", "reduced", "shorter", "longer"))
     if kind == "reduced":
-        kept = torch.randperm(vocab_size)[: choice.randint(1, vocab_size)].sort().values
+        kept = torch.randperm(vocab_size)[: choice.randint(1 + vocab_size // 2, vocab_size)].sort().values
         values["d2t"] = kept - torch.arange(len(kept))
         draft = draft[:, kept]
     elif kind == "shorter":
-        draft = draft[:, : choice.randint(1, vocab_size)]
+        draft = draft[:, : choice.randint(1 + vocab_size // 2, vocab_size)]
     elif kind == "longer":
         draft = torch.cat([draft, torch.randn(num_draft, choice.choice((1, 16, 20)))], 1)
-    values |= {"temperature": temperatures(batch_size), "draft_temperature": temperatures(batch_size)}
+    values["temperature"] = each_of([0.0, 0.7, 1.0, 1.0, 1.3], batch_size)
+    values["draft_temperature"] = each_of([0.0, 0.7, 1.0, 1.0, 1.3], batch_size)
     some(choice, values, "draft_temperature")
     for name, rows in (("target", target), ("draft", draft)):
         if choice.random() < 0.15:
@@ -328,7 +331,8 @@ def draw_drafts(choice, values, parents, replacement) -> None:
 
 
 def rejection_tree(choice, has_replacement):
-    batch_size, num_nodes, spec_steps = tree_sizes(choice)
+    batch_size, num_nodes = choice.choice((1, 2, 2, 3)), choice.choice((1, 5, 5, 5, 5, 6, 8, 8))
+    spec_steps = choice.choice((0, 1, 2, 2, 3, 3, 4, 4, num_nodes))
     links = tree(choice, batch_size, num_nodes, 1)
     num_rows = batch_size * num_nodes
     values = links | coins_of(batch_size, num_rows) | {"spec_steps": spec_steps}
@@ -349,7 +353,7 @@ def rejection_tree(choice, has_replacement):
 
 
 def verify_chain(choice):
-    batch_size, num_tokens = choice.choice((1, 3, 4)), choice.choice((1, 2, 4, 5, 9))
+    batch_size, num_tokens = choice.choice((1, 2, 3)), choice.choice((1, 2, 4, 5, 9))
     num_target, num_draft = batch_size * num_tokens, batch_size * (num_tokens - 1)
     values = {"candidates": torch.zeros(batch_size, num_tokens, dtype=torch.int64)} | coins_of(batch_size, num_target)
     of_target = torch.arange(num_target).view(batch_size, num_tokens)[:, :-1].flatten()
@@ -508,7 +512,7 @@ def ngram_match(choice):
     token_ids = integers(0, highest, batch_size, width)
     token_ids[torch.rand(batch_size, width) < choice.choice((0.0, 0.0, 0.1))] = -1
     drafts = integers(0, highest, batch_size, given)
-    most = choice.choice((1, 2, 4, 9, 32))
+    most = choice.choice((1, 2, 2, 4, 9, 32))
     values = {
         "token_ids": token_ids,
         "seq_lens": integers(-1, width + 2, batch_size),
@@ -518,7 +522,7 @@ def ngram_match(choice):
         "spec_steps": choice.choice((1, 3, 5, 64)),
         "max_ngram_size": most,
         "min_ngram_size": choice.randint(1, most),
-        "max_matches": choice.choice((1, 2, 3, 8, 16)),
+        "max_matches": choice.choice((1, 1, 2, 3, 8, 16)),
         "prefer": choice.choice(("latest", "earliest")),
         "token_budget": choice.choice((0, 5, 17, 30)),
     }
