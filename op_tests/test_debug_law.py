@@ -269,3 +269,40 @@ def test_refused_is_what_depends_on_what_is_not_there(path, monkeypatch):
         assert not said or said.removeprefix(f"eagle_kernels.{op}: ").startswith(blamed), (number, name, said)
         seen.add((name, bool(said)))
     assert {is_refused for _, is_refused in seen} == {False, True}
+
+
+def read_entries(op: str, values: dict, name: str) -> torch.Tensor:
+    """Which entries of a table results depend on: listed slots are looked for, of pages another one is tried."""
+    if name == "req_to_token":
+        values = values | {name: (values[name] + 10**5) * values.get("page_size", 1)}
+        listed = getattr(eagle_kernels, op).reference(**values)
+        named = values[name] // (values["page_size"] if op == "kv_indices" else 1)
+        return torch.isin(named, torch.cat([tensor.flatten().long() for tensor in listed]))
+    values = values | {cache: torch.cat([values[cache], values[cache][-1:] + 9]) for cache in ("k_cache", "v_cache")}
+    table, found = values[name].flatten(), []
+    for place in range(len(table)):
+        pair = []
+        for page in (-2, -1):
+            other = table.clone()
+            other[place] = len(values["k_cache"]) + page
+            pair.append(getattr(eagle_kernels, op).reference(**values | {name: other.view_as(values[name])}))
+        found.append(not torch.equal(pair[0].lse.nan_to_num(), pair[1].lse.nan_to_num()))
+    return INTS(found, dtype=torch.bool).view_as(values[name])
+
+
+@pytest.mark.parametrize("path", [path for path in CASES if path != "kv.assign_req_to_token"])
+def test_entries_that_are_refused_are_those_that_are_read(path, monkeypatch):
+    """Each entry of the tables of a few calls in turn."""
+    monkeypatch.setattr(check, "DEBUG", True)
+    op, counts = path.rpartition(".")[2], [0, 0]
+    for number in range(CALLS // 4):
+        coin = random.Random(f"{path} entries {number}")
+        torch.manual_seed(number)
+        values = CASES[path](coin, coin.choice((1, 2, 3)), coin.choice((3, 6, 9)))
+        name = next(name for name in ("req_to_token", "block_table", "kv_indices") if name in values)
+        for place, is_read in enumerate(read_entries(op, values, name).flatten().tolist()):
+            table = values[name].clone()
+            table.view(-1)[place] = -2
+            assert bool(refusal(path, values | {name: table})) == is_read, (number, place, values)
+            counts[is_read] += 1
+    assert min(counts) > 20, counts

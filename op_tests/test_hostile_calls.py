@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import operator
 import pickle
 import random
 import signal
@@ -21,7 +23,7 @@ import eagle_kernels
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.integrations import aiter
 from eagle_kernels.runtime import check
-from eagle_kernels.runtime.calls import refuse_overlaps
+from eagle_kernels.runtime.calls import refuse_overlaps, refuse_shared
 from op_tests.engine.toys import ToyModel
 from op_tests.ops.nn.cases import make_linear, make_norm, make_silu
 from op_tests.ops.tree.cases import make_parents, make_scored, make_tree, make_words
@@ -741,6 +743,52 @@ def test_overlaps_are_those_of_the_addresses():
             assert is_wrong, (error, one.shape, one.stride(), other.shape, other.stride())
         else:
             assert not is_wrong, (one.shape, one.stride(), other.shape, other.stride())
+    assert min(found) > 100
+
+
+def test_an_output_takes_the_place_of_an_input_element_by_element():
+    """Random views of one memory, of which the first may be in the place of the other: each element is at the address
+    of its own, or of none. Rows that lie on each other, of one or the other, are no such place."""
+    memory, generator, found = torch.zeros(96), random.Random(1), [0, 0]
+
+    def view(shape, strides, offset, dtype):
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides))
+        return memory.view(dtype).as_strided(shape, strides, offset) if last < 96 else None
+
+    def elements(tensor):
+        """The indices of all elements by their address."""
+        places = {}
+        for index in itertools.product(*map(range, tensor.shape)):
+            place = tensor.storage_offset() + sum(map(operator.mul, index, tensor.stride()))
+            places.setdefault(place, set()).add(index)
+        return places
+
+    for _ in range(4000):
+        shape = [generator.randint(1, 4) for _ in range(generator.choice((1, 2, 2, 3)))]
+        strides = [generator.choice((0, 1, 2, 4, 5, 16, 20)) for _ in shape[1:]] + [1]
+        changed = [generator.choice((stride, stride, stride, 0, 4, 7)) for stride in strides]
+        dtype = generator.choice((torch.float32, torch.float32, torch.int32))
+        offset = generator.choice((0, 0, 0, 1, 4, 30))
+        one, other = view(shape, strides, 0, torch.float32), view(shape, changed, offset, dtype)
+        if one is None or other is None:
+            continue
+        ours, theirs = elements(one), elements(other)
+        common = ours.keys() & theirs.keys()
+        is_own = all(len(indices) == 1 for indices in ours.values())
+        is_sound = is_own and (not common or dtype == torch.float32 and all(ours[at] == theirs[at] for at in common))
+        must_pass = is_own and (not common or dtype == torch.float32 and ours == theirs)
+        try:
+            refuse_overlaps("op", {"other": other}, one, (), {"out": ("other",)})
+        except ValueError as error:
+            assert not must_pass, (error, shape, strides, changed, offset)
+        else:
+            assert is_sound, (shape, strides, changed, offset, dtype)
+        found[is_sound] += 1
+        if common or not is_own:  # what is changed in place shares nothing
+            with pytest.raises(ValueError, match="must not overlap"):
+                refuse_shared("op", {"one": one, "other": other}, ("one",))
+        else:
+            refuse_shared("op", {"one": one, "other": other}, ("one",))
     assert min(found) > 100
 
 

@@ -190,9 +190,7 @@ def contract(values: dict) -> Output:
 def _seen_slots(values: dict, filled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the first slot that each request's rows see, and the end of them; of no rows, no slots."""
     num_rows = values["qo_indptr"].diff().clamp(min=0)
-    position = filled - num_rows
-    stop = (position + num_rows.clamp(max=values["max_query"])).clamp(min=0) if values["is_causal"] else filled
-    return paged_cache.first_seen(position, values["window"]), torch.where(num_rows > 0, stop, 0)
+    return paged_cache.first_seen(filled - num_rows, values["window"]), torch.where(num_rows > 0, filled, 0)
 
 
 @launcher

@@ -117,15 +117,14 @@ def contract(values: dict) -> Output:
 def _seen_slots(values: dict, filled: torch.Tensor, num_keys) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the first slot that each request's rows see, and the end of them, the draft block's included."""
     if values["qo_indptr"] is None:
-        counted = most = torch.full_like(filled, num_keys)
+        counted = torch.full_like(filled, num_keys)
     else:
         counted = values["qo_indptr"].diff().clamp(min=0).to(torch.int64)
-        most = counted.clamp(max=values["max_query"])
     prefix, stop = filled, filled
     if values["draft_key"] is None and values["kv_indptr"] is not None:
         prefix = (filled - counted).clamp(min=0)
     elif values["draft_key"] is None:
-        stop = torch.where(filled > 0, filled + most, 0)
+        stop = torch.where(filled > 0, filled + counted, 0)
     return paged_cache.first_seen(prefix, values["window"]), torch.where(counted > 0, stop, 0)
 
 
