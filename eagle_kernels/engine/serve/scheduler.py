@@ -112,7 +112,7 @@ class Scheduler:
     def why_never(self, request: Request) -> str | None:
         """Returns why a request could never run; None if it can."""
         needed, page_size = self._pages_for(request), self.state.target_pool.page_size
-        if needed <= min(self.pages.num_pages, self.state.block_table.shape[1]):
+        if needed <= self.pages.num_pages:
             return None
         return (
             f"{len(request.prompt)} tokens + max_new_tokens={request.params.max_new_tokens} need {needed} pages of "
@@ -142,8 +142,7 @@ class Scheduler:
         with running(self.plan.plain.target):
             num_launched = self.num_steps
             rows = self.stepping
-            parts = [(row, size) for row, size in self._parts if row in self._rows]  # some may have been aborted
-            self._parts = []
+            parts, self._parts = self._parts, []
             if rows:
                 with self._failing_alone(*rows):
                     self._launch_rows(rows, is_speculating, parts)
