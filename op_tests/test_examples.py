@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("safetensors")
 
-from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.loading import demo_pair, load_draft, load_target
-from eagle_kernels.examples import chat, mini_engine
+from eagle_kernels.examples import chat, mini_engine, own_drafter, seeds
 from eagle_kernels.examples.mini_engine import MiniEngine, Request, TreeShape
+from op_tests.engine.toys import random_head, random_llama, write_decoder
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "eagle_kernels" / "examples").glob("*.py") if path.stem != "__init__")
@@ -42,6 +46,30 @@ def test_an_example_runs(name):
     same = "the text of EAGLEInference" if name == "mini_engine" else "the text of plain decoding"
     assert "tokens a step" in told and same in told
     assert "ANOTHER TEXT" not in told
+
+
+@pytest.mark.parametrize("example", [own_drafter, seeds], ids=lambda each: each.__name__)
+def test_an_example_holds_what_it_says(example, tmp_path, monkeypatch, capsys):
+    """They compare texts themselves; here ten tokens of a small model, which may be its own draft."""
+    folder = write_decoder(random_llama(vocab_size=257, num_layers=1), tmp_path, tokenizer_class="ByteTokenizer")
+    monkeypatch.setattr(example, "demo_pair", lambda: (folder, folder))
+    generate, params = EAGLEInference.generate, SamplingParams
+    monkeypatch.setattr(EAGLEInference, "generate", lambda engine, ids, _, **more: generate(engine, ids, 10, **more))
+    monkeypatch.setattr(seeds, "SamplingParams", lambda **given: params(**given | {"max_new_tokens": 10}))
+    example.main()
+    (rate,) = re.findall(r"^([\d.]+) tokens a step, and the text of plain decoding$", capsys.readouterr().out, re.M)
+    assert float(rate) > (1.4 if example is seeds else 0.9)
+
+
+def test_a_bigram_is_drafted_as_often_as_it_was_there():
+    text = bytes([3, 1, 3, 1, 3, 2, 3, 1, 0])
+    draft = own_drafter.BigramDraft(text, 5, torch.device("cpu"))
+    hidden = torch.randn(1, 5, 2)
+    logits, after = draft.forward(torch.arange(5)[None], hidden, None, None, from_target=True)
+    counts = torch.tensor([[sum(pair == (a, b) for pair in zip(text, text[1:])) for b in range(5)] for a in range(5)])
+    expected = (counts + 0.1) / (counts.sum(1, keepdim=True) + 0.5)
+    torch.testing.assert_close(logits[0].exp(), expected)
+    assert after is hidden and draft.vocab_size == draft.draft_vocab_size == 5
 
 
 def test_an_example_for_each_kind_of_user():
@@ -91,6 +119,55 @@ def test_the_small_engine_refuses_what_could_never_begin(engine):
         with pytest.raises(ValueError, match="a request must have a prompt, new tokens and at most 8 pages, got"):
             engine.submit(refused)
     engine.submit(Request([1], most))
+
+
+class Watched(MiniEngine):
+    """Checks before every step who holds which row and pages, and that nobody waits without need."""
+
+    num_most = 0
+
+    def advance(self):
+        super().advance()
+        self.admit()
+        held = [page for request in self.running.values() for page in request.pages]
+        num_pages = self.target_pool.k_cache.shape[1]
+        assert sorted([*held, *self.free_pages]) == [*range(num_pages)]
+        assert sorted([*self.running, *self.free_rows]) == [*range(len(self.batch.lengths))]
+        for index, table in enumerate(self.batch.block_table.tolist()):
+            pages = self.running[index].pages if index in self.running else []
+            assert table == pages + [-1] * (len(table) - len(pages))
+        for request in self.running.values():
+            num_tokens = len(request.prompt) + request.max_new_tokens + self.shape.num_slots
+            assert (len(request.pages) - 1) * 16 < num_tokens <= len(request.pages) * 16
+        begun = [request in self.running.values() or bool(request.tokens) for request in self.asked]
+        assert begun == sorted(begun, reverse=True), "requests begin in their order"
+        if self.waiting:
+            (first, _), needed = self.waiting[0], self.waiting[0][1]
+            assert first is self.asked[begun.index(False)] and (not self.free_rows or needed > len(self.free_pages))
+        self.num_most = max(self.num_most, len(self.running))
+
+
+@pytest.mark.parametrize(("num_rows", "num_pages"), [(2, None), (3, 9)])
+def test_the_small_engine_keeps_account(num_rows, num_pages, monkeypatch):
+    """For requests of random lengths; without a number of pages there are enough for the longest in all rows."""
+    monkeypatch.setattr(mini_engine, "PROMPT_ROWS", 7)
+    target, rng = random_llama(num_layers=6, max_length=96).requires_grad_(False), random.Random(num_rows)
+    draft = random_head(target, aux_layers=(1, 3, 5))
+    engine = Watched(target, draft, TreeShape(2, 2, 5), num_rows=num_rows, num_pages=num_pages)
+    if num_pages is None:
+        assert engine.most_pages == 96 // 16 and len(engine.free_pages) == 6 * num_rows
+    engine.asked = []
+    for number in range(6):
+        size = rng.choice([1, 2, 9])
+        length = rng.choice([1, 11 - size % 11, 30, 91 - size])
+        prompt = [rng.randrange(61) for _ in range(length)]
+        engine.asked.append(Request(prompt, size, temperature=number % 2, seed=number))
+    engine.run(engine.asked)
+    assert engine.num_most == num_rows or num_pages is not None
+    assert all(len(request.tokens) == request.max_new_tokens for request in engine.asked)
+    config = EAGLEConfig(2, 2, 5, eos_token_ids=())
+    expected = mini_engine.generate(EAGLEInference(draft, target, config), engine.asked).output_ids
+    assert [request.tokens for request in engine.asked] == expected
 
 
 def test_a_conversation_holds_what_was_said(tmp_path, monkeypatch):

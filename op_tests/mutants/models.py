@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import ENGINE, Mutant
 
 _MODELS = ENGINE + "models/"
+_DRAFTERS = ENGINE + "drafters/"
 _FORMULA = "op_tests/engine/test_decoder_formula.py::test_"
 
 MUTANTS = [
@@ -17,5 +18,26 @@ MUTANTS = [
         "a window of one key more without a pool",
         [(_MODELS + "causal_attend.py", "(distance < (len", "(distance <= (len")],
         [_FORMULA + "attention_without_a_pool"],
+    ),
+    Mutant(
+        "a state whose first next token is one of several",
+        [(_DRAFTERS + "suffix_automaton.py", "                if not best:", "                if False:")],
+        ["op_tests/engine/drafters/test_suffix_automaton.py::test_an_automaton_holds_its_texts_and_nothing_else"],
+    ),
+    Mutant(
+        "bounds of drafts that leave the path at its end",
+        [(_DRAFTERS + "suffix_drafts.py", "sum_counts += aside * (first + most - end)",
+          "sum_counts += aside * (last - end)")],
+        ["op_tests/engine/drafters/test_suffix_cache.py::test_equals_the_definition"],
+    ),
+    Mutant(
+        "the probability of a drawn draft without those above it",
+        [(_DRAFTERS + "sampled_drafter.py", "probs[:, first:last] *= probs[:, first - topk : last - topk]", "pass")],
+        ["op_tests/tools/test_tree_view.py::test_draft_probabilities_are_those_of_the_model[drawn]"],
+    ),
+    Mutant(
+        "pages for one row alone",
+        [("eagle_kernels/examples/mini_engine.py", "num_pages = num_rows * most_pages if", "num_pages = most_pages if")],
+        ["op_tests/test_examples.py::test_the_small_engine_keeps_account[2-None]"],
     ),
 ]  # fmt: skip

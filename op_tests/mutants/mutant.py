@@ -32,6 +32,7 @@ _PLACES = {
     INTEGRATIONS: "plug-in",
     RUNTIME: "runtime",
     TOOLS: "tool",
+    "eagle_kernels/examples/": "example",
 }
 
 

@@ -77,11 +77,10 @@ def _parents(kept: Tensor, parent_list: Tensor, topk: int) -> Tensor:
 
 def _best_path(tokens: Tensor, first_child: Tensor, num_levels: int) -> tuple[Tensor, Tensor]:
     """Returns the last node [B] and the tokens [B, num_levels], -1 padded, of the path of first children."""
-    node = torch.zeros_like(first_child[:, :1])
-    is_on, path = node == 0, []
+    node, path = torch.zeros_like(first_child[:, :1]), []
     for _ in range(num_levels):
         child = first_child.gather(1, node)
-        is_on = is_on & (child >= 0)
+        is_on = child >= 0  # and a leaf never is again
         node = torch.where(is_on, child, node)
         path.append(torch.where(is_on, tokens.gather(1, (node - 1).clamp(min=0)), -1))
     return node[:, 0], torch.cat(path, dim=1)

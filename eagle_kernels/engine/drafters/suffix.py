@@ -93,7 +93,7 @@ class SuffixFeed:
         self._width = (2 if self._is_tree else 1) * num_drafts + self.most_tokens
         self.offers = Offers(state.num_rows, self._width, device=state.lengths.device)
         self._made: dict[Request, Offer] = {}
-        self._sent: Sequence[tuple[int, Request]] = ()
+        self._sent: Sequence[tuple[int, Offer]] = ()
 
     def start(self, request: Request) -> None:
         """Starts the suffix tree of a request."""
@@ -132,12 +132,11 @@ class SuffixFeed:
     def send(self, rows: Sequence[tuple[int, Request]]) -> None:
         """Sends the offers to the device, for the step that is launched next."""
         self.think(request for _, request in rows)
-        self._sent = [(row, request) for row, request in rows if request in self._made]
+        self._sent = [(row, self._made[request]) for row, request in rows if request in self._made]
         sent = Offers(*self.offers.tokens.shape, pin_memory=self.offers.all.device.type == "cuda")
         pieces = sent.tokens, sent.parents, sent.bases, sent.matches
         tokens, parents, bases, matches = (piece.numpy() for piece in pieces)
-        for row, request in self._sent:
-            bases[row], matches[row], draft = self._made[request]
+        for row, (bases[row], matches[row], draft) in self._sent:
             count = len(draft.token_ids)
             tokens[row, :count] = draft.token_ids
             parents[row, :count] = [1 + parent for parent in draft.parents]
@@ -149,9 +148,9 @@ class SuffixFeed:
         options = {"dtype": torch.float32, "device": "cpu"}
         probs = torch.full(tokens.shape, math.nan, **options)
         paths, tokens, parents = path.tolist(), tokens.tolist(), parents.tolist()
-        for row, request in self._sent:
-            if row < len(paths) and request in self._made:
-                draft, since = self._made[request].draft, [token for token in paths[row] if token >= 0]
+        for row, (_, _, draft) in self._sent:
+            if row < len(paths):
+                since = [token for token in paths[row] if token >= 0]
                 known = zip(draft.token_ids, [1 + parent for parent in draft.parents])
                 copied = copy_probs(zip(tokens[row], parents[row]), known, draft.probs, since)
                 probs[row] = torch.tensor(copied, **options)
