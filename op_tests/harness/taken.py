@@ -6,6 +6,7 @@ those around limits. Prints the table that `test_takes.py` holds ops to: `python
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,24 +16,24 @@ from eagle_kernels.runtime import check
 from op_tests.random_calls import CALLS, drawn_call
 
 from .ahead_of_time import PATHS
-from .cases import cases_of, module_of_op, signature_of
+from .cases import cases_of, module_of_op, signature_of, tensors_of
 
 TABLE = Path(__file__).parents[1] / "takes.txt"
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
           torch.float64, torch.float8_e4m3fn, torch.uint32)  # fmt: skip
 NUMBERS = (-1, 0, 1, 2, 3, 16, 17, 32, 64, 65, 256, 257, 1024, 1025, 2**20, 2**20 + 1, 2**31 - 1, 2**31)
+SIZES = (0, 1, 16, 17, 64, 65, 256, 257, 320, 321, 1024, 1025, 4096, 4097, 65536, 65537, 2**31 - 1024, 2**31 - 1023)
 LARGEST = 2**20
-DRAWS = 10
+DRAWS = 5
 
 
-def spaced(tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """The same shape; what the axis counts lies a row further apart than it must."""
-    shape = list(tensor.shape)
-    shape[axis + 1 if axis + 1 < len(shape) else axis] *= 1 if axis + 1 < len(shape) else 2
-    if axis + 1 < len(shape):
-        shape[axis + 1] *= 2
-        return tensor.new_empty(shape).narrow(axis + 1, 0, tensor.shape[axis + 1])
-    return tensor.new_empty(shape)[..., ::2]
+def spaced(tensor: torch.Tensor, axis: int, gap: int) -> torch.Tensor:
+    """The same shape; what the axis counts lies so many elements further apart than it must."""
+    strides, extent = [], 1
+    for place in range(tensor.dim() - 1, -1, -1):
+        strides.insert(0, extent + gap * (place == axis))
+        extent = strides[0] * tensor.shape[place]
+    return tensor.new_empty(extent).as_strided(tensor.shape, strides)
 
 
 def steps_of_tensor(tensor: torch.Tensor) -> Iterator[tuple[str, object]]:
@@ -45,15 +46,34 @@ def steps_of_tensor(tensor: torch.Tensor) -> Iterator[tuple[str, object]]:
                 shape = [*tensor.shape[:axis], size + change, *tensor.shape[axis + 1 :]]
                 yield f"axis {axis} {change:+}", tensor.new_empty(shape)
         if size > 1:
-            yield f"axis {axis} apart", spaced(tensor, axis)
+            yield f"axis {axis} apart", spaced(tensor, axis, 2 * tensor.shape[-1])
+            yield f"axis {axis} odd", spaced(tensor, axis, 1)
     yield "axis more", tensor[None]
     if tensor.dim():
         yield "axis less", tensor.new_empty(tensor.shape[1:])
     yield "nothing", None
 
 
-def steps_of_call(path: str, values: dict) -> Iterator[tuple[str, str, dict]]:
-    """(argument, step, the arguments after it)."""
+def steps_of_size(values: dict) -> Iterator[tuple[str, str, dict]]:
+    """Every axis and number of one size has another one, in tensors without data; called by its first axis."""
+    sizes: dict = {}
+    for name, tensor in tensors_of(values).items():
+        for axis, size in enumerate(tensor.shape):
+            if size > 1:
+                sizes.setdefault(size, (name, axis))
+    for size, (name, axis) in sizes.items():
+        for number in SIZES:
+            changed = {key: number if type(each) is int and each == size else each for key, each in values.items()}
+            with contextlib.suppress(RuntimeError):  # more bytes than 64 bits can count
+                for key, tensor in tensors_of(values).items():
+                    shape = [number if each == size else each for each in tensor.shape]
+                    changed[key] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+                yield name, f"axis {axis} of {number}", changed
+
+
+def steps_of_call(path: str, values: dict, given: dict) -> Iterator[tuple[str, str, dict]]:
+    """(argument, step, the arguments after it); given: a tensor for each argument, of other calls."""
+    yield from steps_of_size(values)
     options = {"tree_mask_mode": ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")}
     for name, parameter in signature_of(path).items():
         value = values.get(name, parameter.default)
@@ -61,6 +81,8 @@ def steps_of_call(path: str, values: dict) -> Iterator[tuple[str, str, dict]]:
         if isinstance(value, torch.Tensor):
             for step, changed in steps_of_tensor(value):
                 yield name, step, values | {name: changed}
+        elif name in given:
+            yield name, "given", values | {name: given[name]}
         elif kind in ("int", "float"):
             numbers = NUMBERS if kind == "int" else (*NUMBERS[:4], 0.5, -0.5, float("nan"), float("inf"))
             for number in numbers:
@@ -112,8 +134,11 @@ def with_buffers(path: str, values: dict) -> dict:
 def taken(path: str) -> list[str]:
     """Returns lines `argument: steps that are taken`, those that depend on the mode with a question mark."""
     found: dict[str, dict[str, list[bool]]] = {}
-    for values in modes_of(path):
-        for name, step, changed in steps_of_call(path, values):
+    torch.manual_seed(0)
+    modes = modes_of(path)
+    given = {name: tensor for values in modes for name, tensor in tensors_of(values).items()}
+    for values in modes:
+        for name, step, changed in steps_of_call(path, values, given):
             found.setdefault(name, {}).setdefault(step, []).append(takes(path, changed))
         out = with_buffers(path, values).get("out")
         if out is None:
@@ -121,10 +146,10 @@ def taken(path: str) -> list[str]:
         fields = {"out": out} if isinstance(out, torch.Tensor) else out._asdict()
         for field, buffer in fields.items():
             for step, changed in steps_of_tensor(buffer):
-                given = changed if field == "out" else out._replace(**{field: changed})
+                buffers = changed if field == "out" else out._replace(**{field: changed})
                 name = field if field == "out" else f"out.{field}"
-                if given is not None:
-                    found.setdefault(name, {}).setdefault(step, []).append(takes(path, values | {"out": given}))
+                if buffers is not None:
+                    found.setdefault(name, {}).setdefault(step, []).append(takes(path, values | {"out": buffers}))
     lines = []
     for name, steps in found.items():
         words = {
@@ -137,15 +162,15 @@ def taken(path: str) -> list[str]:
 def in_runs(words: dict[str, str]) -> Iterator[str]:
     """Each step with how often it is taken; numbers that follow each other as one range."""
     words = dict(words)
-    numbers = [str(number) for number in NUMBERS]
     for step in list(words):
         if step not in words:
             continue
-        often, last = words.pop(step), step
-        while last in numbers[:-1] and words.get(following := numbers[numbers.index(last) + 1]) == often:
-            last = following
-            words.pop(last)
-        yield (step if last == step else f"{step}..{last}") + often
+        often, (head, _, last) = words.pop(step), step.rpartition(" ")
+        row = [str(number) for number in (SIZES if head else NUMBERS)]
+        while last in row[:-1] and words.get(f"{head} {row[row.index(last) + 1]}".lstrip()) == often:
+            last = row[row.index(last) + 1]
+            words.pop(f"{head} {last}".lstrip())
+        yield (step if step.endswith(last) else f"{step}..{last}") + often
 
 
 if __name__ == "__main__":

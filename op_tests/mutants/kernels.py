@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from .mutant import ATTENTION, NN, REJECTION, SAMPLING, VERIFY, Mutant, of
+from .mutant import ATTENTION, NN, REJECTION, RUNTIME, SAMPLING, VERIFY, Mutant, of
 
 KV = "eagle_kernels/ops/kv/"
+TREE = "eagle_kernels/ops/tree/"
+_DRAWN = "op_tests/test_random_calls.py::test_whatever_is_drawn_kernel_and_reference_agree"
+_TAKEN = "op_tests/test_takes.py::test_ops_take_what_the_table_says"
+_REFUSED = "op_tests/test_debug_law.py::test_refused_is_what_depends_on_what_is_not_there"
+_ENTRIES = "op_tests/test_debug_law.py::test_entries_that_are_refused_are_those_that_are_read"
+_HOSTILE = "op_tests/test_hostile_calls.py::"
 _LIMITS = "op_tests/test_debug_mode.py::test_limits_pass_and_one_step_further_fails"
 
 MUTANTS = [
@@ -136,5 +142,36 @@ MUTANTS = [
         "rows that just fit are refused",
         [(VERIFY + "pack_verify_rows.py", "num_tokens.cumsum(0) <= max_rows", "num_tokens.cumsum(0) < max_rows")],
         [_LIMITS],
+    ),
+    Mutant(
+        "the third word of a mask",
+        [(TREE + "select_top_k_tokens.py", "tl.load(beam_words_ptr + word + 1,", "tl.load(beam_words_ptr + word + 2,")],
+        [f"{_DRAWN}[tree.select_top_k_tokens]"],
+    ),
+    Mutant(
+        "too few words of ancestors are taken",
+        [(TREE + "select_top_k_tokens.py", "if not -(-level * topk // 64) <=", "if not -(-level // 64) <=")],
+        [f"{_TAKEN}[tree.select_top_k_tokens]"],
+    ),
+    Mutant(
+        "a window that counts drafts reads one slot more",
+        [(KV + "draft_kv_indices.py", 'seq_lens - window_size + int(values["window_counts_drafts"])',
+          "seq_lens - window_size")],
+        [f"{_ENTRIES}[kv.draft_kv_indices]"],
+    ),
+    Mutant(
+        "a request of one token may have any row",
+        [(KV + "shared/rows.py", "(rows < num_rows) | (stop() <= 0)", "(rows < num_rows) | (stop() <= 1)")],
+        [f"{_REFUSED}[kv.chain_kv_indices]", f"{_REFUSED}[kv.kv_indices]", f"{_REFUSED}[kv.extend_cache_locs]"],
+    ),
+    Mutant(
+        "rows that lie on each other are the place of an output",
+        [(RUNTIME + "calls.py", "one.dtype == other.dtype and strides[0] == strides[1]", "one.dtype == other.dtype")],
+        [_HOSTILE + "test_an_output_takes_the_place_of_an_input_element_by_element"],
+    ),
+    Mutant(
+        "references need their outputs once",
+        [(RUNTIME + "check.py", "sum(size * times[name] for name, size in sizes.items())", "sum(sizes.values())")],
+        [_HOSTILE + "test_the_room_that_references_need"],
     ),
 ]  # fmt: skip
