@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -84,6 +85,24 @@ ONLY_BUSY = {
 REFUSED |= ONLY_BUSY
 
 
+def refuse_submitted(engine):
+    for prompt in ([], [400], [1] * 400):
+        request = engine.submit(prompt, SamplingParams(max_new_tokens=4))
+        assert request.is_finished and request.error and not request.output_ids
+
+
+def abort_waiting(engine):
+    engine.abort(engine.submit([1, 2, 3], SamplingParams(max_new_tokens=4)))
+
+
+def close_waiting(engine):
+    engine.stream([[1, 2], [3]], 4).close()
+
+
+def forget_waiting(engine):
+    engine.stream([[1, 2], [3]], 4)
+
+
 @pytest.mark.parametrize(("method", "is_busy"), [("head", True), ("several methods", True), ("table", False)])
 def test_refused_calls_change_nothing(method, is_busy):
     """Whether others run, wait and have tokens that nobody has collected, or nobody does; and then these go on."""
@@ -105,6 +124,15 @@ def test_refused_calls_change_nothing(method, is_busy):
                 given = {} if call == engine.benchmark and name == "no samples" else options
                 with pytest.raises((ValueError, RuntimeError)):
                     call(prompts, max_new_tokens, **given)
+            assert_same(before, traces(engine))
+        for give_up in (
+            (refuse_submitted, abort_waiting, close_waiting, forget_waiting) if is_busy and is_disturbed else ()
+        ):
+            before = traces(engine)
+            give_up(engine)
+            session, num_before = engine.session, before["counts"][-1]
+            assert session._num_submitted - num_before in range(4)
+            session._num_submitted = num_before  # the next one's number is all that is left
             assert_same(before, traces(engine))
         if is_busy and is_disturbed:  # who measures needs an empty batch
             before = traces(engine)
@@ -154,7 +182,7 @@ def test_what_fails_leaves_nothing_behind(method, place, monkeypatch):
     wanted = told(engine.generate(PROMPTS, 6, **CALL))
     engine.forget_prefixes()
     owner, name = PLACES[place](engine)
-    call, num_failed = getattr(owner, name), 0
+    call = getattr(owner, name)
     clean = traces(engine)
     for time in (0, 1, 2, 5):
         count = 0
@@ -166,17 +194,27 @@ def test_what_fails_leaves_nothing_behind(method, place, monkeypatch):
                 raise Failure
             return call(*args, **options)
 
-        stream = engine.stream(PROMPTS, 6, **CALL)
+        engine.is_speculating = time != 5
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fails)
-            try:
-                list(stream)
-            except Failure:
-                num_failed += 1
-        tokens, stats = stream.output()
-        requests = stream.requests
-        assert stats.generated_tokens == sum(map(len, tokens)) and stats.steps == sum(len(r.accepted) for r in requests)
-        assert count <= time or "error" in stats.finish_reasons
+            if time % 2:
+                stream = engine.stream(PROMPTS, 6, **CALL)
+                requests = stream.requests
+                with contextlib.suppress(Failure):
+                    list(stream)
+                tokens, stats = stream.output()
+                assert stats.steps == sum(len(request.accepted) for request in requests)
+                assert (stats.generated_tokens, "error" in stats.finish_reasons) == (
+                    sum(map(len, tokens)),
+                    count > time,
+                )
+            else:
+                requests = [
+                    engine.submit(prompt, SamplingParams(max_new_tokens=6, temperature=0.8)) for prompt in PROMPTS
+                ]
+                engine.collect()
+                assert any(request.finish_reason == "error" for request in requests) == (count > time)
+        engine.is_speculating = True
         assert {request.finish_reason for request in requests} <= {"error", "eos", "length", "abort"}
         after = traces(engine)
         for part in (
@@ -194,4 +232,16 @@ def test_what_fails_leaves_nothing_behind(method, place, monkeypatch):
         engine.forget_prefixes()
         assert told(engine.generate(PROMPTS, 6, **CALL)) == wanted, time
         engine.forget_prefixes()
-    assert num_failed > 1
+
+
+def test_suffix_trees_know_the_texts():
+    """As far as they go, whatever their last steps brought; and a text that was given up as far as it came."""
+    engine = engine_of("several methods", suffix_decoding_max_cached_requests=9)
+    free = engine.generate(PROMPTS, 20).output_ids
+    asked = [SamplingParams(max_new_tokens=count, stop_token_ids=(text[end],))
+             for count, end, text in zip((20, 4, 7), (5, 9, 2), free)]  # fmt: skip
+    requests = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS, asked)]
+    engine.collect()
+    (cache,) = engine.session.suffix_caches.values()
+    assert [list(response) for response in cache._responses] == [*free, *(request.output_ids for request in requests)]
+    assert not cache._requests and any(request.finish_reason == "eos" for request in requests)
