@@ -37,7 +37,7 @@ MUTANTS = [
     ),
     Mutant(
         "pages for one row alone",
-        [("eagle_kernels/examples/mini_engine.py", "num_rows * most_pages if", "most_pages if")],
+        [("eagle_kernels/examples/mini_engine.py", "num_rows * most_pages if num_pages", "most_pages if num_pages")],
         ["op_tests/test_examples.py::test_the_small_engine_keeps_account[2-None]"],
     ),
 ]  # fmt: skip
