@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import ENGINE, Mutant
+from .mutant import ENGINE, INTEGRATIONS, TOOLS, Mutant
 
 _MODELS = ENGINE + "models/"
 _DRAFTERS = ENGINE + "drafters/"
@@ -39,5 +39,21 @@ MUTANTS = [
         "pages for one row alone",
         [("eagle_kernels/examples/mini_engine.py", "num_rows * most_pages if num_pages", "most_pages if num_pages")],
         ["op_tests/test_examples.py::test_the_small_engine_keeps_account[2-None]"],
+    ),
+    Mutant(
+        "ends of requests that are not in the batch",
+        [(INTEGRATIONS + "sglang_cache_locs.py", "        end_offset[:batch_size],\n        out_cache_loc.view",
+          "        end_offset,\n        out_cache_loc.view")],
+        ["op_tests/integrations/test_sglang_cache_locs.py::test_what_lies_behind_a_batch_is_neither_read_nor_written"],
+    ),
+    Mutant(
+        "a column of boxes as wide as its narrowest text",
+        [(TOOLS + "trees/svg.py", "widest = max(num_columns(", "widest = min(num_columns(")],
+        ["op_tests/tools/test_tree_drawing.py::test_where_boxes_edges_and_numbers_of_an_svg_are"],
+    ),
+    Mutant(
+        "layers that do not fit are measured",
+        [(TOOLS + "inspection.py", "if not head.misfits(target):", "if head.aux_layers:")],
+        ["op_tests/tools/test_inspection.py::test_a_sweep_measures_what_fits_and_changes_nothing"],
     ),
 ]  # fmt: skip
