@@ -41,9 +41,8 @@ MUTANTS = [
         ["op_tests/test_examples.py::test_the_small_engine_keeps_account[2-None]"],
     ),
     Mutant(
-        "ends of requests that are not in the batch",
-        [(INTEGRATIONS + "sglang_cache_locs.py", "        end_offset[:batch_size],\n        out_cache_loc.view",
-          "        end_offset,\n        out_cache_loc.view")],
+        "paths of requests that are not in the batch",
+        [(INTEGRATIONS + "sglang_cache_locs.py", "accept_index.view(1, -1)[:, :size]", "accept_index.view(1, -1)")],
         ["op_tests/integrations/test_sglang_cache_locs.py::test_what_lies_behind_a_batch_is_neither_read_nor_written"],
     ),
     Mutant(
