@@ -20,6 +20,11 @@ MUTANTS = [
         [_FORMULA + "attention_without_a_pool"],
     ),
     Mutant(
+        "streams of transformers one layer early",
+        [(_MODELS + "transformers_target.py", "enumerate(layers, start=1)", "enumerate(layers)")],
+        ["op_tests/engine/test_transformers_stand_in.py::test_logits_and_streams_are_the_model_s_own"],
+    ),
+    Mutant(
         "a state whose first next token is one of several",
         [(_DRAFTERS + "suffix_automaton.py", "                if not best:", "                if False:")],
         ["op_tests/engine/drafters/test_suffix_automaton.py::test_an_automaton_holds_its_texts_and_nothing_else"],
