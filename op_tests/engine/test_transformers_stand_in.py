@@ -121,7 +121,8 @@ class Model(PreTrainedModel):
 class ModelOfLastRows(Model):
     def forward(self, input_ids, position_ids, use_cache, return_dict, logits_to_keep=0):
         assert not use_cache and return_dict
-        return SimpleNamespace(logits=self.head(self.model(input_ids, position_ids)[0][:, -logits_to_keep:]))
+        logits = self.head(self.model(input_ids, position_ids)[0][:, -logits_to_keep:])
+        return SimpleNamespace(logits=logits.double())  # as some models make them wider than their weights
 
 
 OPTIONS = {
@@ -162,7 +163,7 @@ def test_logits_and_streams_are_the_model_s_own(name, kind, by_name):
         )
         hooks.append(part.register_forward_hook(keep))
     streams[0] = theirs.model.tokens(tokens) + theirs.model.places(places)
-    wanted = theirs(tokens, places, False, True).logits
+    wanted = theirs(tokens, places, False, True).logits.float()
     streams[FINAL_NORM] = streams.pop(4)
     for hook in hooks:
         hook.remove()
@@ -216,6 +217,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
         ({"rope_parameters": {"a": {"rope_type": "default"}, "b": LONG | SHORT}}, 9, False),
         ({"rope_parameters": {"a": {"rope_type": "dynamic"}, "b": {"rope_type": "default"}}}, LENGTH, False),
         *(({name: 4}, LENGTH, False) for name in EXPERTS),
+        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, LENGTH, True),  # more than there are
         ({"num_experts": 0, "ffn_config": None}, LENGTH, True),
     ],
 )  # fmt: skip
@@ -259,6 +261,7 @@ REFUSED = [
     ({"num_hidden_layers": 0}, None, "num_hidden_layers must be above 0, got 0"),
     ({"sliding_window": 4}, None, "layer 0 does not pass its sliding window to the attention"),
     ({"sliding_window": 4, "layer_types": MIXED}, None, "layer 2 does not pass its sliding window"),
+    ({"sliding_window": 4}, at(0, "options", {"sliding_window": 4}), "layer 1 does not pass its sliding window"),
     ({"hidden_size": 16}, None, "its hidden states do not have the width hidden_size=16"),
     ({"mask": torch.zeros(1)}, None, "Attention: a mask or a bias of its own is not supported"),
     ({}, at(1, "is_causal", False), "attention to later tokens is not"),

@@ -163,7 +163,7 @@ def test_extend_equally(has_more, device, backend):
     more = {}
     if has_more:
         more = {
-            "positions_out": torch.empty(4, 9, dtype=torch.int64, device=device),
+            "positions_out": torch.full((5, 9), LEFT, device=device),  # as long as for a larger batch
             "anchor_src": torch.arange(4, device=device),
             "anchor_out": torch.full((4, 3), LEFT, device=device),
         }
@@ -171,7 +171,8 @@ def test_extend_equally(has_more, device, backend):
     result = sgl_kernel.assign_extend_cache_locs_uniform_func(rows, table, starts, 4, 9, device, **more)
     assert result.tolist() == oracles.oracle_extend(*lists(table, rows, starts, starts + 9))
     if has_more:
-        assert more["positions_out"].tolist() == [list(range(start, start + 9)) for start in starts.tolist()]
+        columns = [list(range(start, start + 9)) for start in starts.tolist()]
+        assert more["positions_out"].tolist() == [*columns, [LEFT] * 9]
         assert more["anchor_out"].tolist() == [[source, LEFT, LEFT] for source in range(4)]
 
 
@@ -179,7 +180,7 @@ def test_extend_equally(has_more, device, backend):
 def test_draft_slots(has_positions, slot_dtype, device, backend):
     values = random_rows(3, 40, device=device)
     seq_lens = torch.randint(0, 20, (3,), device=device)
-    slots, positions = buffer((24,), slot_dtype, device), buffer((6,), torch.int64, device)
+    slots, positions = buffer((24,), slot_dtype, device), buffer((9,), torch.int64, device)
     result = sgl_kernel.assign_draft_cache_locs_contiguous_func(
         values["req_pool_indices"], values["req_to_token"], seq_lens, slots.tensor, 2, 4,
         positions.tensor if has_positions else None,
@@ -188,7 +189,7 @@ def test_draft_slots(has_positions, slot_dtype, device, backend):
     table, rows = lists(values["req_to_token"], values["req_pool_indices"])
     assert slots.tensor.tolist() == oracles.oracle_extend(table, rows, *lists(seq_lens, seq_lens + 8))
     wanted = [seq_len for seq_len in seq_lens.tolist() for _ in range(2)]
-    assert positions.tensor.tolist() == (wanted if has_positions else [LEFT] * 6)
+    assert positions.tensor.tolist() == (wanted if has_positions else [LEFT] * 6) + [LEFT] * 3
 
 
 def accepted_case(batch_size, num_tokens, spec_steps, device):

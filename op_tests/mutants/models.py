@@ -20,8 +20,8 @@ MUTANTS = [
         [_FORMULA + "attention_without_a_pool"],
     ),
     Mutant(
-        "streams of transformers one layer early",
-        [(_MODELS + "transformers_target.py", "enumerate(layers, start=1)", "enumerate(layers)")],
+        "transformers' soft caps passed over",
+        [(_MODELS + "transformers_target.py", '"soft_cap": "softcap", ', "")],
         ["op_tests/engine/test_transformers_stand_in.py::test_logits_and_streams_are_the_model_s_own"],
     ),
     Mutant(
