@@ -163,7 +163,7 @@ def test_extend_equally(has_more, device, backend):
     more = {}
     if has_more:
         more = {
-            "positions_out": torch.empty(4, 9, dtype=torch.int64, device=device),
+            "positions_out": torch.full((5, 9), LEFT, device=device),  # as long as for a larger batch
             "anchor_src": torch.arange(4, device=device),
             "anchor_out": torch.full((4, 3), LEFT, device=device),
         }
@@ -171,7 +171,8 @@ def test_extend_equally(has_more, device, backend):
     result = sgl_kernel.assign_extend_cache_locs_uniform_func(rows, table, starts, 4, 9, device, **more)
     assert result.tolist() == oracles.oracle_extend(*lists(table, rows, starts, starts + 9))
     if has_more:
-        assert more["positions_out"].tolist() == [list(range(start, start + 9)) for start in starts.tolist()]
+        columns = [list(range(start, start + 9)) for start in starts.tolist()]
+        assert more["positions_out"].tolist() == [*columns, [LEFT] * 9]
         assert more["anchor_out"].tolist() == [[source, LEFT, LEFT] for source in range(4)]
 
 
@@ -179,7 +180,7 @@ def test_extend_equally(has_more, device, backend):
 def test_draft_slots(has_positions, slot_dtype, device, backend):
     values = random_rows(3, 40, device=device)
     seq_lens = torch.randint(0, 20, (3,), device=device)
-    slots, positions = buffer((24,), slot_dtype, device), buffer((6,), torch.int64, device)
+    slots, positions = buffer((24,), slot_dtype, device), buffer((9,), torch.int64, device)
     result = sgl_kernel.assign_draft_cache_locs_contiguous_func(
         values["req_pool_indices"], values["req_to_token"], seq_lens, slots.tensor, 2, 4,
         positions.tensor if has_positions else None,
@@ -188,7 +189,7 @@ def test_draft_slots(has_positions, slot_dtype, device, backend):
     table, rows = lists(values["req_to_token"], values["req_pool_indices"])
     assert slots.tensor.tolist() == oracles.oracle_extend(table, rows, *lists(seq_lens, seq_lens + 8))
     wanted = [seq_len for seq_len in seq_lens.tolist() for _ in range(2)]
-    assert positions.tensor.tolist() == (wanted if has_positions else [LEFT] * 6)
+    assert positions.tensor.tolist() == (wanted if has_positions else [LEFT] * 6) + [LEFT] * 3
 
 
 def accepted_case(batch_size, num_tokens, spec_steps, device):
@@ -249,6 +250,60 @@ def test_align(page_size, device, backend):
     sgl_kernel.align_evict_mask_to_page_size[(9,)](seq_lens, mask.view(-1), page_size, 6, 8)
     oracles.oracle_align(seq_lens.tolist(), wanted, page_size, 6)
     assert mask.flatten().tolist() == wanted
+
+
+# buffers of a server
+
+
+def calls_of_a_batch(device):
+    """Every function that is told its sizes: its name, its grid, what it reads, what it writes, and its sizes.
+
+    Three requests. What is read and written is in the order of the arguments; so are sizes, which follow. A string
+    stands for an argument of the other list.
+    """
+    table = random_rows(3, 60, device=device)["req_to_token"].to(torch.int32)
+    rows, seq_lens = torch.randperm(3, device=device), torch.tensor([7, 19, 3], device=device)
+    ends, slots = seq_lens + torch.tensor([2, 0, 4], device=device), torch.randperm(24, device=device) + 50
+    accepted, num_free = torch.tensor([2, 0, 3], device=device), torch.tensor([1, 3, 0], device=device)
+    path = torch.tensor([[0, 2, 5, -1], [8, -1, -1, -1], [16, 17, 20, 22]], dtype=torch.int32, device=device)
+    out = lambda size, dtype=torch.int64: torch.full((size,), LEFT, dtype=dtype, device=device)  # noqa: E731
+    bounds, wide = out(7, torch.int32), (60, 99, 9, 4, 4, 16, 1)
+    lists = torch.full((2, 80), LEFT, device=device), torch.full((2, 7), LEFT, dtype=torch.int32, device=device)
+    mask = torch.rand(24, device=device) < 0.7
+    yield "assign_req_to_token_pool_func", None, (rows, table.clone(), seq_lens, ends, slots), (3,), (0, 2, 3, 4)
+    yield "assign_extend_cache_locs_func", None, (rows, table, seq_lens, ends), (3, 9, device), (0, 1, 2, 3)
+    yield "assign_extend_cache_locs_uniform_func", None, (rows, table, seq_lens), (3, 5, device), (0, 1, 2)
+    yield "assign_draft_cache_locs_contiguous_func", None, (rows, table, seq_lens, out(24)), (2, 4), (0, 1, 3)
+    yield "fill_accept_out_cache_loc_func", None, (path, slots, out(8)), (12,), (0, 1, 2)
+    yield "fill_front_out_cache_loc_func", None, (accepted, slots, out(8)), (), (2,)
+    yield "get_target_cache_loc", (3,), (out(8), out(4), accepted, num_free, slots), (8, 8, 4), (0, 1, 2, 3, 4)
+    yield "align_evict_mask_to_page_size", (3,), (seq_lens, mask), (4, 8, 8), (0, 1)
+    yield "create_draft_kv_indices", (3,), (bounds, out(60), rows, table, seq_lens), (2, 60, 4), (0, 1, 2, 3, 4)
+    flat = (table, rows, seq_lens, bounds[:4].clone(), accepted, out(40))
+    yield "create_flashinfer_kv_indices_triton", (3,), flat, (60,), (0, 1, 2, 3, 4, 5)
+    drafted = (rows, table, seq_lens, *lists, seq_lens.repeat(2))
+    yield "generate_draft_decode_kv_indices", (2, 3, 2), drafted, (*wide, 5, 2), (0, 1, 2, 3, 4, 5)
+    yield "generate_draft_decode_window_kv_indices", (2, 3, 2), drafted, (*wide, 4), (0, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_what_lies_behind_a_batch_is_neither_read_nor_written(number, device, backend):
+    """All buffers that may be longer are, with numbers behind the batch that would be felt."""
+    name, grid, tensors, sizes, longer = list(calls_of_a_batch(device))[number]
+    function = getattr(sgl_kernel, name) if grid is None else getattr(sgl_kernel, name)[grid]
+    exact = [tensor.clone() for tensor in tensors]
+    result = function(*exact, *sizes)
+    given = [torch.cat([each, each.flip(0)]) if place in longer else each.clone() for place, each in enumerate(tensors)]
+    for place, tensor in enumerate(given):
+        if place in longer and tensor.dtype != torch.bool:
+            tensor[len(tensors[place]) :] += 1
+    before = [tensor.clone() for tensor in given]
+    again = function(*given, *sizes)
+    assert (result is None) == (again is None) and (result is None or torch.equal(result, again))
+    for tensor, wanted, kept in zip(given, exact, before):
+        assert torch.equal(tensor[: len(wanted)], wanted)
+        assert torch.equal(tensor[len(wanted) :], kept[len(wanted) :])
+    assert result is not None or any(not torch.equal(one, other) for one, other in zip(tensors, exact))
 
 
 # the interface

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import ENGINE, Mutant
+from .mutant import ENGINE, INTEGRATIONS, TOOLS, Mutant
 
 _MODELS = ENGINE + "models/"
 _DRAFTERS = ENGINE + "drafters/"
@@ -18,6 +18,11 @@ MUTANTS = [
         "a window of one key more without a pool",
         [(_MODELS + "causal_attend.py", "(distance < (len", "(distance <= (len")],
         [_FORMULA + "attention_without_a_pool"],
+    ),
+    Mutant(
+        "transformers' soft caps passed over",
+        [(_MODELS + "transformers_target.py", '"soft_cap": "softcap", ', "")],
+        ["op_tests/engine/test_transformers_stand_in.py::test_logits_and_streams_are_the_model_s_own"],
     ),
     Mutant(
         "a state whose first next token is one of several",
@@ -37,7 +42,22 @@ MUTANTS = [
     ),
     Mutant(
         "pages for one row alone",
-        [("eagle_kernels/examples/mini_engine.py", "num_rows * most_pages if", "most_pages if")],
+        [("eagle_kernels/examples/mini_engine.py", "num_rows * most_pages if num_pages", "most_pages if num_pages")],
         ["op_tests/test_examples.py::test_the_small_engine_keeps_account[2-None]"],
+    ),
+    Mutant(
+        "paths of requests that are not in the batch",
+        [(INTEGRATIONS + "sglang_cache_locs.py", "accept_index.view(1, -1)[:, :size]", "accept_index.view(1, -1)")],
+        ["op_tests/integrations/test_sglang_cache_locs.py::test_what_lies_behind_a_batch_is_neither_read_nor_written"],
+    ),
+    Mutant(
+        "a column of boxes as wide as its narrowest text",
+        [(TOOLS + "trees/svg.py", "widest = max(num_columns(", "widest = min(num_columns(")],
+        ["op_tests/tools/test_tree_drawing.py::test_where_boxes_edges_and_numbers_of_an_svg_are"],
+    ),
+    Mutant(
+        "layers that do not fit are measured",
+        [(TOOLS + "inspection.py", "if not head.misfits(target):", "if head.aux_layers:")],
+        ["op_tests/tools/test_inspection.py::test_a_sweep_measures_what_fits_and_changes_nothing"],
     ),
 ]  # fmt: skip

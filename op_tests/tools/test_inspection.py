@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ pytest.importorskip("safetensors")
 from eagle_kernels.engine.models.checkpoint import Checkpoint
 from eagle_kernels.engine.models.loading import demo_pair, load_draft
 from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.tools import inspection
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.inspection import SweepRow, inspect_head, judge, read_prompts_file, sweep_aux_layers
 from op_tests.engine import heads
 from op_tests.engine.heads import TARGET_VOCAB, WRITERS, save_folder
-from op_tests.engine.toys import random_llama, write_decoder
+from op_tests.engine.toys import random_head, random_llama, write_decoder
 
 TARGET, DRAFT = demo_pair()
 PROMPTS = TARGET.parent / "prompts.json"
@@ -213,6 +215,34 @@ def test_the_sweep_leaves_the_head_as_it_was():
     assert head.aux_layers == (2, 4, 5) and [row.aux_layers[0] for row in rows] == [1, 2, 3]
     with pytest.raises(ModelError, match="there are no layer ids to sweep"):
         sweep_aux_layers(Eagle1Head(Eagle1Config.from_dict(heads.WIDTHS)), target, [[1]], 4)
+
+
+@pytest.mark.parametrize("aux_layers", [(0, 2, 4), (1, 3, 5), (0, 3, 5), (2, 3, 4)])
+def test_a_sweep_measures_what_fits_and_changes_nothing(aux_layers, monkeypatch):
+    """Layers 0 to 5 are there; what a call brings is what the head reads in it, and a call that fails mends it too."""
+    target, asked = random_llama(num_layers=5, vocab_size=TARGET_VOCAB), []
+    head = random_head(target, aux_layers=aux_layers)
+
+    def generate(prompts, max_new_tokens, progress):
+        assert (prompts, progress) == ([[1, 2, 3], [4]], False)
+        if max_new_tokens == 9:
+            raise RuntimeError("no more memory")
+        return None, SimpleNamespace(mean_accept_length=float(sum(head.aux_layers)))
+
+    def make(draft, verifier, config):
+        assert draft is head and verifier is target
+        asked.append((config.topk, config.num_steps, config.eos_token_ids))
+        return SimpleNamespace(generate=generate)
+
+    monkeypatch.setattr(inspection, "EAGLEInference", make)
+    rows = sweep_aux_layers(head, target, [[1, 2, 3], [4]], 7)
+    shifted = [tuple(layer + shift for layer in aux_layers) for shift in (-1, 0, 1)]
+    lengths = [float(sum(layers)) if min(layers) >= 0 and max(layers) <= 5 else None for layers in shifted]
+    assert rows == [SweepRow(*each) for each in zip((-1, 0, 1), shifted, lengths)] and head.aux_layers == aux_layers
+    assert asked == [(1, inspection.SWEEP_STEPS, ())] * (3 - lengths.count(None))
+    with pytest.raises(RuntimeError, match="no more memory"):
+        sweep_aux_layers(head, target, [[1, 2, 3], [4]], 9)
+    assert head.aux_layers == aux_layers
 
 
 @pytest.mark.parametrize(

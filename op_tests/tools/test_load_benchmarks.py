@@ -14,7 +14,8 @@ from eagle_kernels.engine import benchmark
 from eagle_kernels.engine.batch.prefix_cache import PrefixCache
 from eagle_kernels.engine.benchmark import RequestTimes, percentiles
 from eagle_kernels.engine.requests.request import Request
-from eagle_kernels.tools import request_benchmark
+from eagle_kernels.tools import gsm8k, request_benchmark
+from eagle_kernels.tools.cli import benchmark as cli
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.gsm8k import Example, evaluate, last_number, prompts_of, read_examples
 from eagle_kernels.tools.request_benchmark import random_requests, run_requests
@@ -164,6 +165,68 @@ def test_right_wrong_and_missing_answers(monkeypatch):
 
 def command(*arguments) -> int:
     return main(["benchmark", *map(str, arguments), "--device", "cpu", "--topk", "2", "--num-steps", "2"])
+
+
+@pytest.mark.parametrize("is_json", [True, False])
+@pytest.mark.parametrize("method", ["ngram", "naive"])
+def test_the_command_shows_what_was_measured(method, is_json, file, monkeypatch, capsys):
+    """Of both ways, where there are two: what runs are asked for, and every figure of theirs."""
+    target, asked, is_plain = ToyModel(), [], method == "naive"
+    config = EAGLEConfig(method=method, temperature=0.5)
+    engine = EAGLEInference(None, target, config, tokenizer=LetterTokenizer())
+    monkeypatch.setattr(cli, "load_engine", lambda arguments: engine)
+    monkeypatch.setattr(engine, "warmup", lambda *_, **__: asked.append("warm-up"))
+
+    def run(given, requests, *, speculative):
+        asked.append((given is engine, requests, speculative))
+        times = {"p50": 1.25, "p95": 10.0, "p99": 100.75} if speculative else {}
+        return request_benchmark.RequestRun(3, 2.5, 1.2, 70, 14, 5.6, 33.6, 1.75 + speculative, times, times, times)
+
+    def answer(*given, seeds, speculative):
+        asked.append((*given, seeds, speculative))
+        return gsm8k.Accuracy(4, 2 + speculative, 1, 24, 3.0, 1.5, ["a", "b", "c" if speculative else "d", "e"])
+
+    monkeypatch.setattr(cli, "run_requests", run)
+    monkeypatch.setattr(cli, "evaluate", answer)
+    ways, shape = [False] if is_plain else [True, False], ["--json"] if is_json else []
+    told = ["--requests", "3", "--input-len", "30", "--output-len", "6", "--range-ratio", "0.5", "--seed", "4"]
+    assert main(["benchmark", *told, *shape]) == 0
+    shown, requests = capsys.readouterr().out, random_requests(3, 30, 6, 0.5, 40, 4, **config.sampling)
+    assert asked == [(True, requests, way) for way in ways] and requests[0][1].temperature == 0.5
+    if is_json:
+        report = json.loads(shown)
+        assert (
+            list(report)[: len(ways)] == ["speculative", "plain"][-len(ways) :]
+            and ("speculative" in report) != is_plain
+        )
+        assert report["plain"]["requests_per_second"] == 1.2 and report["plain"]["ttft_ms"] == {}
+        assert all(
+            report[name]["mean_accept_length"] == 1.75 + (name == "speculative") for name in list(report)[: len(ways)]
+        )
+        assert report["method"] == method and report["temperature"] == 0.5 and report["dtype"] == "float32"
+        sizes = report["topk"], report["num_steps"], report["num_draft_tokens"]
+        assert sizes == ((1, 0, 1) if is_plain else (config.topk, config.num_steps, config.num_verify_tokens))
+    else:
+        lines = shown.splitlines()
+        assert lines[0] == f"method: {method}, verified by {config.verify_strategy}" and len(lines) == 1 + 11 * len(
+            ways
+        )
+        assert {"plain requests: 3", "plain requests per second: 1.200", "plain ttft ms: -"} < set(lines)
+        assert ("speculative ttft ms: p50 1.2, p95 10.0, p99 100.8" in lines) != is_plain
+    asked.clear()
+    told = ["--gsm8k", str(file), "--num-shots", "1", "--num-questions", "2", "--max-new-tokens", "12", "--seed", "4"]
+    assert main(["benchmark", *told, *shape]) == 0
+    shown, of_file = capsys.readouterr().out, prompts_of(read_examples(file), 1, 2)
+    assert asked == [(engine, *of_file, 12, 4, way) for way in ways]
+    if is_json:
+        report = json.loads(shown)
+        assert "texts" not in report["plain"] and (
+            report["plain"]["accuracy"],
+            report["plain"]["tokens_per_second"],
+        ) == (0.5, 8)
+        assert report.get("identical") == (None if is_plain else 1.5)  # three texts of the two that were asked
+    else:
+        assert ("identical: 1.500" in shown.splitlines()) != is_plain and "plain accuracy: 0.500" in shown.splitlines()
 
 
 @pytest.mark.slow

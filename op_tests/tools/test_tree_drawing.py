@@ -155,6 +155,60 @@ def test_boxes_of_an_svg_do_not_overlap(seed):
     assert len(list(svg.iter(f"{SVG}path"))) == len(boxes) - len(trees)
 
 
+def numbers_of(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?[\d.]+", text)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_boxes_edges_and_numbers_of_an_svg_are(seed):
+    """Leaves in rows, parents in the middle of their children, columns as wide as their widest text, edges between."""
+    trees = [random_tree(seed, num_nodes, longest) for num_nodes, longest in ((1, 1), (9, 3), (40, 30))]
+    svg = ElementTree.fromstring(trees_svg(trees))
+    middle_of = lambda box: (box[1] + box[3]) / 2  # noqa: E731
+    boxes = boxes_of(svg)
+    near = lambda one, other: abs(one - other) < 0.21  # noqa: E731  numbers have one digit behind the point
+
+    def box_at(side: int, x: float, y: float):
+        (found,) = [box for box in boxes if near(box[side], x) and near(middle_of(box), y)]
+        return found
+
+    texts = [
+        (line.get("class"), float(line.get("x")), float(line.get("y")), line.text) for line in svg.iter(f"{SVG}text")
+    ]
+    tokens, children = [text for text in texts if text[0] == "token"], {box: [] for box in boxes}
+    for (_, x, y, _), box in zip(tokens, boxes, strict=True):
+        assert near(x, (box[0] + box[2]) / 2) and near(y, middle_of(box) + 4.5)
+    for edge in svg.iter(f"{SVG}path"):
+        start, above, turn, row, stop = numbers_of(edge.get("d"))
+        child, parent = box_at(0, stop, row), box_at(2, start, above)
+        assert near(turn, start + 16) and near(stop, start + 66)
+        children[parent].append(child)
+    kinds = [edge.get("class") for edge in svg.iter(f"{SVG}path")]
+    assert kinds == sorted(kinds, key=lambda kind: kind == "edge accepted")
+    roots = [box for box in boxes if box[0] == 16]
+    assert len(roots) == len(trees) and sum(map(len, children.values())) == len(boxes) - len(trees)
+    for tree, root, after in zip(trees, roots, [*roots[1:], None]):
+        first = boxes.index(root)
+        of_tree = boxes[first : None if after is None else boxes.index(after)]
+        leaves = [middle_of(box) for box in of_tree if not children[box]]
+        assert [round(y - min(leaves)) for y in sorted(leaves)] == [38 * row for row in range(len(leaves))]
+        for box in of_tree:
+            rows = [middle_of(child) for child in children[box]]
+            assert not rows or near(middle_of(box), (min(rows) + max(rows)) / 2)
+        for left in {box[0] for box in of_tree}:
+            column = [(box, token[3]) for box, token in zip(of_tree, tokens[first:]) if box[0] == left]
+            widest = max(num_columns(label) for _, label in column)
+            assert all(near(box[2] - left, max(7.9 * widest + 16, 40)) for box, _ in column)
+            assert widest <= 16
+        heights = min(box[1] for box in of_tree), max(box[3] for box in of_tree)
+        beside = [
+            text for text in texts if text[0] in ("draft", "target-prob") and heights[0] < text[2] < heights[1] + 9
+        ]
+        assert sum(text[0] == "draft" for text in beside) == len(tree.nodes) - 1
+        for kind, x, y, _ in beside:
+            assert box_at(0, x + 25, y + 5 if kind == "draft" else y - 13)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_sentences_keep_to_the_card(seed):
     tree = random_tree(seed, num_nodes=4, longest=3)
