@@ -33,20 +33,27 @@ def each_of(values: list, number: int, dtype=torch.float32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (number,))]
 
 
-def tree(choice: random.Random, batch_size: int, num_nodes: int, vocab_size: int) -> dict:
-    """Links of random trees: bushy ones, chains, stars and all between; some requests dead, some links to nowhere."""
+def tree(choice: random.Random, batch_size: int, num_nodes: int, vocab_size: int, any_order: bool = False) -> dict:
+    """Links of random trees: bushy ones, chains, stars and all between; some requests dead.
+
+    any_order: links lead back as well.
+    """
     first = torch.full((batch_size, num_nodes), -1)
     sibling = first.clone()
     retrieved = torch.empty_like(first)
     for request in range(batch_size):
         depth_wanted = choice.choice((0.0, 0.3, 0.6, 0.9))
         last_child: dict[int, int] = {}
+        name = list(range(1, num_nodes))
+        if any_order:
+            choice.shuffle(name)
+        name.insert(0, 0)
         for node in range(1, num_nodes):
             parent = node - 1 if choice.random() < depth_wanted else choice.randrange(node)
             if parent in last_child:
-                sibling[request, last_child[parent]] = node
+                sibling[request, name[last_child[parent]]] = name[node]
             else:
-                first[request, parent] = node
+                first[request, name[parent]] = name[node]
             last_child[parent] = node
         retrieved[request] = torch.randperm(num_nodes) + request * num_nodes
     links = {
@@ -66,7 +73,7 @@ def spoil_tokens(choice: random.Random, links: dict, vocab_size: int) -> None:
     """A few candidates that are no tokens: at the end of the vocabulary, past it, and no number at all."""
     flat = links["candidates"].view(-1)
     for _ in range(choice.choice((0, 0, 1, 2))):
-        flat[choice.randrange(len(flat))] = choice.choice((-1, -2, vocab_size, vocab_size + 1, LARGEST))
+        flat[choice.randrange(len(flat))] = choice.choice((-1, vocab_size, vocab_size, vocab_size + 1, LARGEST))
 
 
 def coins_of(batch_size: int, rows: int) -> dict:
@@ -82,11 +89,11 @@ def temperatures(number: int) -> torch.Tensor:
 def filters(choice: random.Random, number: int, vocab_size: int) -> dict:
     """Of each row its own; all ways to turn one off, as well."""
     values = {
-        "top_k": each_of([-1, 0, 1, 2, 5, 40, 200, vocab_size - 1, vocab_size, 2 * vocab_size], number, torch.int64),
-        "top_p": each_of([0.0, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5], number),
-        "min_p": each_of([-1.0, 0.0, 0.0, 0.01, 0.2, 0.6, 1.0, 2.0], number),
+        "top_k": each_of([-1, 0, 1, 5, 20, 40, 200, vocab_size - 1, vocab_size, 2 * vocab_size], number, torch.int64),
+        "top_p": each_of([0.0, 0.2, 0.5, 0.8, 0.9, 0.99, 1.0, 1.5], number),
+        "min_p": each_of([-1.0, 0.0, 0.0, 0.0, 0.01, 0.2, 0.6, 1.0, 2.0], number),
     }
-    some(choice, values, *values)
+    some(choice, values, *values, chance=0.6)
     return values
 
 
@@ -183,17 +190,20 @@ def vocabulary(choice: random.Random) -> int:
 def verify_tree_greedy(choice):
     batch_size, num_nodes, spec_steps = tree_sizes(choice)
     vocab_size = vocabulary(choice)
-    links = tree(choice, batch_size, num_nodes, vocab_size)
+    has_ids, any_order = choice.random() < 0.4, choice.random() < 0.5
+    links = tree(choice, batch_size, num_nodes, vocab_size, has_ids and any_order)
     values = links | {"spec_steps": spec_steps, "keep_unvisited": choice.random() < 0.3}
     policy = choice.choice(("normal", "normal", "reject_all", "accept_all", "simulate"))
     values["accept_policy"] = policy
     if policy == "simulate":
         values |= coins_of(batch_size, batch_size * num_nodes)
         values["simulated_rates"] = torch.rand(spec_steps).sort(descending=True).values
-    if choice.random() < 0.3:
+    if has_ids:
         spoil_tokens(choice, links, vocab_size)
-        values["target_predict"] = integers(-1, vocab_size, batch_size, num_nodes)
-        values["any_order"] = policy == "normal" and choice.random() < 0.5
+        likely = torch.rand(batch_size * num_nodes, vocab_size + 1)
+        favour_children(choice, links, likely, 1.0)
+        values["target_predict"] = likely.argmax(1).view(batch_size, num_nodes)
+        values["any_order"] = policy == "normal" and any_order
     else:
         logits = rows_of_logits(choice, batch_size * num_nodes, vocab_size)
         favour_children(choice, links, logits, 6.0)
@@ -203,19 +213,19 @@ def verify_tree_greedy(choice):
 
 def verify_tree_sampled(choice):
     batch_size, num_nodes, spec_steps = tree_sizes(choice)
-    vocab_size = choice.choice((3, 40, 64, 1024, 1025, 2048, 3000))
+    vocab_size = choice.choice((3, 40, 64, 900, 1024, 2100))
     num_rows = batch_size * num_nodes
     values = tree(choice, batch_size, num_nodes, vocab_size)
     values |= coins_of(batch_size, num_rows) | filters(choice, batch_size, vocab_size)
-    if choice.random() < 0.7:
+    if choice.random() < 0.6:
         values |= processors(choice, batch_size, num_rows, vocab_size)
     values |= {
         "target_logits": rows_of_logits(choice, num_rows, vocab_size),
         "temperature": temperatures(batch_size),
         "spec_steps": spec_steps,
         "filter_order": choice.choice(("top_k_first", "joint")),
-        "return_logprobs": choice.random() < 0.5,
-        "accept_policy": choice.choice(("normal",) * 6 + ("reject_all", "accept_all", "simulate")),
+        "return_logprobs": choice.random() < 0.4,
+        "accept_policy": choice.choice(("normal",) * 4 + ("reject_all", "accept_all", "simulate")),
         "seq_lens": integers(0, 90, batch_size),
         "is_live": integers(0, 3, batch_size) > 0,
     }
@@ -231,7 +241,7 @@ def verify_tree_sampled(choice):
 
 
 def sample_from_logits(choice):
-    num_rows, vocab_size = choice.choice((1, 3, 5)), choice.choice((1, 33, 1023, 1024, 2049, 4096, 5000))
+    num_rows, vocab_size = choice.choice((1, 6, 6)), choice.choice((1, 33, 300, 1023, 1024, 2049, 4096))
     values = {"logits": rows_of_logits(choice, num_rows, vocab_size), "temperature": temperatures(num_rows)}
     values |= coins_of(num_rows, num_rows) | filters(choice, num_rows, vocab_size)
     if choice.random() < 0.5:
@@ -248,7 +258,7 @@ def penalize_logits(choice):
     values |= processors(choice, batch_size, num_rows, vocab_size)
     values["target_logits"] = rows_of_logits(choice, num_rows, vocab_size)
     if choice.random() < 0.6:
-        values |= {"min_tokens": integers(0, 6, batch_size), "num_output_tokens": integers(0, 6, batch_size)}
+        values |= {"min_tokens": integers(0, 6, batch_size), "num_output_tokens": integers(0, 5, batch_size)}
         values["end_token_ids"] = listed(choice, batch_size, vocab_size)
     if choice.random() < 0.6:
         values["bad_token_ids"] = listed(choice, batch_size, vocab_size)
@@ -256,9 +266,10 @@ def penalize_logits(choice):
 
 
 def listed(choice, batch_size, vocab_size):
-    """Tokens for all requests or for each, some of them none."""
-    shape = (batch_size, choice.choice((0, 1, 5, 40))) if choice.random() < 0.5 else (choice.choice((0, 1, 9)),)
-    return integers(-1, vocab_size, *shape)
+    """Tokens for all requests or for each; long lists are mostly padding."""
+    length = choice.choice((0, 1, 5, 290))
+    shape = (batch_size, length) if choice.random() < 0.5 else (length,)
+    return torch.where(torch.rand(shape) < 4 / (4 + length), integers(-1, vocab_size, *shape), -1)
 
 
 def renorm(name, parameters):
@@ -276,13 +287,15 @@ def renorm(name, parameters):
     return call
 
 
-def pair_of(choice, links, num_target, num_draft, batch_size, draft_of_target) -> dict:
+def pair_of(choice, links, num_target, num_draft, batch_size, draft_of_target, has_peaks=False) -> dict:
     """Rows of target and draft, each as logits or probabilities, the draft's with a vocabulary of its own or not."""
     vocab_size = choice.choice((5, 16, 17, 31, 32, 33, 48))
     values = {}
     target = torch.randn(num_target, vocab_size) * 2
-    draft = target[draft_of_target] + choice.choice((0.1, 0.3, 0.3, 1.5)) * torch.randn(num_draft, vocab_size)
-    kind = choice.choice(("same", "same", "same", "same", "reduced", "shorter", "longer"))
+    draft = target[draft_of_target] + choice.choice((0.1, 0.3, 0.7, 1.2)) * torch.randn(num_draft, vocab_size)
+    if has_peaks and choice.random() < 0.2:  # once these are rejected next to nothing is left of the draft
+        draft.scatter_(1, torch.randint(vocab_size, (num_draft, 1)), 30.0)
+    kind = choice.choice(("same", "same", "same", "reduced", "shorter", "longer", "longer"))
     if kind == "reduced":
         kept = torch.randperm(vocab_size)[: choice.randint(1 + vocab_size // 2, vocab_size)].sort().values
         values["d2t"] = kept - torch.arange(len(kept))
@@ -291,8 +304,8 @@ def pair_of(choice, links, num_target, num_draft, batch_size, draft_of_target) -
         draft = draft[:, : choice.randint(1 + vocab_size // 2, vocab_size)]
     elif kind == "longer":
         draft = torch.cat([draft, torch.randn(num_draft, choice.choice((1, 16, 20)))], 1)
-    values["temperature"] = each_of([0.0, 0.7, 1.0, 1.0, 1.3], batch_size)
-    values["draft_temperature"] = each_of([0.0, 0.7, 1.0, 1.0, 1.3], batch_size)
+    values["temperature"] = each_of([0.0, 0.7, 1.0, 1.0, 1.0, 1.3], batch_size)
+    values["draft_temperature"] = each_of([0.0, 0.7, 1.0, 1.0, 1.0, 1.3], batch_size)
     some(choice, values, "draft_temperature")
     for name, rows in (("target", target), ("draft", draft)):
         if choice.random() < 0.15:
@@ -336,7 +349,7 @@ def rejection_tree(choice, has_replacement):
     links = tree(choice, batch_size, num_nodes, 1)
     num_rows = batch_size * num_nodes
     values = links | coins_of(batch_size, num_rows) | {"spec_steps": spec_steps}
-    values |= pair_of(choice, links, num_rows, num_rows, batch_size, torch.arange(num_rows))
+    values |= pair_of(choice, links, num_rows, num_rows, batch_size, torch.arange(num_rows), has_replacement)
     replacement = has_replacement and choice.random() < 0.4
     if has_replacement:
         values["replacement"] = replacement
@@ -353,7 +366,7 @@ def rejection_tree(choice, has_replacement):
 
 
 def verify_chain(choice):
-    batch_size, num_tokens = choice.choice((1, 2, 3)), choice.choice((1, 2, 4, 5, 9))
+    batch_size, num_tokens = choice.choice((1, 4, 6)), choice.choice((1, 2, 4, 4, 5, 9))
     num_target, num_draft = batch_size * num_tokens, batch_size * (num_tokens - 1)
     values = {"candidates": torch.zeros(batch_size, num_tokens, dtype=torch.int64)} | coins_of(batch_size, num_target)
     of_target = torch.arange(num_target).view(batch_size, num_tokens)[:, :-1].flatten()
@@ -367,7 +380,7 @@ def verify_chain(choice):
     draw_drafts(choice, values, [(row, [int(place) + 1]) for row, place in enumerate(of_target)], True)
     if choice.random() < 0.3:
         values["candidates"][choice.randrange(batch_size), choice.randrange(num_tokens) :] = -1
-    return values | {"method": choice.choice(("standard", "block"))}
+    return values | {"method": choice.choice(("standard", "standard", "block"))}
 
 
 def sample_children(choice):
@@ -407,7 +420,8 @@ def verify_tree_coins(choice):
     """Probabilities and coins are multiples of 1 / 64, so that sums often stand on a coin or a threshold."""
     batch_size, num_nodes, spec_steps = tree_sizes(choice)
     vocab_size = vocabulary(choice)
-    links = tree(choice, batch_size, num_nodes, min(vocab_size, choice.choice((3, 96))))
+    any_order = choice.random() < 0.3
+    links = tree(choice, batch_size, num_nodes, min(vocab_size, choice.choice((3, 96))), any_order)
     counts = torch.zeros(batch_size * num_nodes, vocab_size)
     drawn = torch.randint(vocab_size, (batch_size * num_nodes, 24))
     counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float32))
@@ -423,7 +437,7 @@ def verify_tree_coins(choice):
         "spec_steps": spec_steps,
         "threshold_single": choice.choice((1.0, 1.0, 0.125, 0.25, 0.0)),
         "threshold_acc": choice.choice((1.0, 1.0, 0.5, 0.25, 0.0)),
-        "any_order": choice.random() < 0.3,
+        "any_order": any_order,
         "keep_unvisited": choice.random() < 0.3,
     }
 
@@ -434,9 +448,10 @@ def verify_tree_topp(choice):
     links = tree(choice, batch_size, num_nodes, vocab_size)
     spoil_tokens(choice, links, vocab_size)
     ids = integers(-1, vocab_size, batch_size * num_nodes, num_candidates)
-    likely = torch.zeros(len(ids), vocab_size)
-    favour_children(choice, links, likely, 1.0)
-    ids[:, 0] = torch.where(torch.rand(len(ids)) < 0.8, likely.argmax(1), ids[:, 0])
+    for rank in range(min(2, num_candidates)):
+        likely = torch.zeros(len(ids), vocab_size)
+        favour_children(choice, links, likely, 1.0)
+        ids[:, rank] = torch.where(torch.rand(len(ids)) < 0.8, likely.argmax(1), ids[:, rank])
     return links | {
         "candidate_ids": ids,
         "candidate_lens": each_of([-1, 0, 0, 1, num_candidates, num_candidates + 1], len(ids), torch.int64),

@@ -34,9 +34,7 @@ TILES = [
     (prepare_pair.SLICE_TUNING, {"BLOCK_VOCAB": 16}),
     (prepare_pair.MAP_TUNING, {"BLOCK_TARGET": 16, "BLOCK_DRAFT": 8}),
     (verify_tree_rejection.TUNING, {"BLOCK_VOCAB": 16}),
-    (verify_tree_rejection.ROUND_TUNING, {"rounds": 2}),
     (verify_tree_traversal.TUNING, {"BLOCK_VOCAB": 16}),
-    (verify_tree_traversal.ROUND_TUNING, {"rounds": 2}),
     (penalize_logits.TUNING, {"BLOCK_VOCAB": 32}),
     (sampling.SCAN_TUNING, {"BLOCK_CHUNK": 1}),
     (sampling.FILTERED_SCAN_TUNING, {"BLOCK_CHUNK": 1}),
@@ -58,24 +56,24 @@ CLOSE = {
 # as many as take a second
 NUM_CALLS = {
     "draft.merge_drafts": 24,
-    "draft.ngram_match": 60,
+    "draft.ngram_match": 50,
     "draft.reroot_drafts": 40,
     "rejection.sample_children": 8,
-    "rejection.verify_chain": 16,
-    "rejection.verify_tree_rejection": 20,
-    "rejection.verify_tree_traversal": 20,
+    "rejection.verify_chain": 20,
+    "rejection.verify_tree_rejection": 18,
+    "rejection.verify_tree_traversal": 14,
     "sampling.min_p_renorm": 16,
-    "sampling.penalize_logits": 16,
+    "sampling.penalize_logits": 12,
     "sampling.sample_from_logits": 16,
     "sampling.top_k_renorm": 12,
     "sampling.top_p_renorm": 12,
-    "sampling.verify_tree_sampled": 12,
-    "verify.append_output": 40,
+    "sampling.verify_tree_sampled": 14,
+    "verify.append_output": 30,
     "verify.pack_verify_rows": 40,
     "verify.verify_commit": 40,
     "verify.verify_tree_coins": 40,
     "verify.verify_tree_greedy": 30,
-    "verify.verify_tree_topp": 40,
+    "verify.verify_tree_topp": 60,
     "verify.verify_tree_typical": 16,
 }
 
@@ -90,8 +88,10 @@ def prepare(monkeypatch, device) -> None:
 
 
 def go_either_way(monkeypatch, number: int) -> None:
-    """Every other call reads all rows at once, the others level by level, whatever shapes say."""
+    """Every other call reads all rows at once, the others level by level, whatever shapes say; one to three rounds."""
     is_all = number % 2 == 0
+    for op in (verify_tree_rejection, verify_tree_traversal):
+        retune(monkeypatch, op.ROUND_TUNING, rounds=1 + number // 2 % 3)
     monkeypatch.setattr(verify_tree_sampled, "draws_all_rows", lambda *_: is_all)
     monkeypatch.setattr(verify_tree_rejection, "goes_by_level", lambda *_: not is_all)
     retune(monkeypatch, verify_tree_greedy.CHOICE_TUNING, level_bytes=2**40 * is_all)

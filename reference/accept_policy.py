@@ -59,7 +59,7 @@ def simulated_acceptance(rates: torch.Tensor, seeds: torch.Tensor, root_position
     """Tells whether the coin of each depth accepts, [B, S]: at the rate of that depth over the one before it."""
     before = torch.cat([torch.ones_like(rates[:1]), rates[:-1]])
     wanted = [
-        uniform(seeds, root_positions + depth + 1, STREAM_SIMULATE) * before[depth] < rates[depth]
+        uniform(seeds, root_positions.to(torch.int64) + depth + 1, STREAM_SIMULATE) * before[depth] < rates[depth]
         for depth in range(len(rates))
     ]
     return torch.stack(wanted, dim=1) if wanted else torch.zeros(len(seeds), 0, dtype=torch.bool, device="cpu")

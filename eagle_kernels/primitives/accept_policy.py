@@ -74,7 +74,7 @@ def is_accepted_by_coin(depth, request, coins, NUM_NODES: tl.constexpr):
     It does so with probability rates[depth] over the rate of the depth before: rates[depth] is the probability that
     more than `depth` drafts are accepted.
     """
-    position = tl.load(coins.positions + request * NUM_NODES) + depth + 1
+    position = tl.load(coins.positions + request * NUM_NODES).to(tl.int64) + depth + 1
     coin = uniform(tl.load(coins.seeds + request), position, STREAM, 0)
     rate = tl.load(coins.simulated_rates + depth)
     rate_before = tl.load(coins.simulated_rates + depth - 1, mask=depth > 0, other=1.0)

@@ -11,6 +11,7 @@ _TAKEN = "op_tests/test_takes.py::test_ops_take_what_the_table_says"
 _REFUSED = "op_tests/test_debug_law.py::test_refused_is_what_depends_on_what_is_not_there"
 _ENTRIES = "op_tests/test_debug_law.py::test_entries_that_are_refused_are_those_that_are_read"
 _HOSTILE = "op_tests/test_hostile_calls.py::"
+_RANDOM = "op_tests/test_random_verification.py::test_random_calls"
 _LIMITS = "op_tests/test_debug_mode.py::test_limits_pass_and_one_step_further_fails"
 
 MUTANTS = [
@@ -126,6 +127,45 @@ MUTANTS = [
         [(SAMPLING + "shared/sampled_levels.py", "tl.store(levels.found + place + batch_size, LOWEST_KEY)",
           "tl.store(levels.found + place + batch_size, LOWEST_KEY, mask=level == 0)")],
         of("verify_tree_sampled", "test_matches_reference"),
+    ),
+    # of sizes, flags and requests that no other test has together
+    Mutant(
+        "drafts of the first request count in all requests",
+        [(SAMPLING + "shared/sampled_levels.py", "Drafts(levels.drawn + request, level", "Drafts(levels.drawn, level")],
+        [f"{_RANDOM}[sampling.verify_tree_sampled]"],
+    ),
+    Mutant(
+        "min-p of weights that are not relative",
+        [(SAMPLING + "shared/edge_search.py", "tl.exp(value - largest) >= min_weight", "tl.exp(value) >= min_weight")],
+        [f"{_RANDOM}[sampling.sample_from_logits]"],
+    ),
+    Mutant(
+        "logits of a draft beside probabilities of a target are not scanned",
+        [(REJECTION + "shared/rejection_rounds.py",
+          'if shared["target"].scans is None and shared["draft"].scans is None:',
+          'if shared["target"].scans is None:')],
+        [f"{_RANDOM}[rejection.verify_tree_rejection]"],
+    ),
+    Mutant(
+        "a node that is done is verified again in the third round",
+        [(REJECTION + "shared/rejection_rounds.py", "is_open & (state.phase != DONE) & ", "is_open & ")],
+        [f"{_RANDOM}[rejection.verify_tree_rejection]"],
+    ),
+    Mutant(
+        "the latest of matches where the earliest are preferred",
+        [("eagle_kernels/ops/draft/shared/ngram.py",
+          "    if IS_LATEST:\n        first =", "    if True:\n        first =")],
+        [f"{_RANDOM}[draft.ngram_match]"],
+    ),
+    Mutant(
+        "a window that ends a node early",
+        [(VERIFY + "verify_tree_topp.py", "in_window -= 1", "in_window -= 2")],
+        [f"{_RANDOM}[verify.verify_tree_topp]"],
+    ),
+    Mutant(
+        "an id past the vocabulary ends the siblings",
+        [(REJECTION + "shared/rejection_steps.py", "(token < rows.num_ids)", "(token <= rows.num_ids)")],
+        ["op_tests/test_no_tokens.py::test_a_child_without_a_token_is_passed_over"],
     ),
     Mutant(
         "the alignment of a strided out",
