@@ -17,7 +17,13 @@ LARGEST = 2**31 - 1
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
-def some(choice: random.Random, values: dict, *names: str, chance: float = 0.5) -> None:
+class Choice(random.Random):
+    """Chooses; number: that of the call."""
+
+    number = 0
+
+
+def some(choice: Choice, values: dict, *names: str, chance: float = 0.5) -> None:
     """Leaves out each of these arguments, or not."""
     for name in names:
         if choice.random() > chance:
@@ -33,7 +39,7 @@ def each_of(values: list, number: int, dtype=torch.float32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (number,))]
 
 
-def tree(choice: random.Random, batch_size: int, num_nodes: int, vocab_size: int, any_order: bool = False) -> dict:
+def tree(choice: Choice, batch_size: int, num_nodes: int, vocab_size: int, any_order: bool = False) -> dict:
     """Links of random trees: bushy ones, chains, stars and all between; some requests dead.
 
     any_order: links lead back as well.
@@ -69,7 +75,7 @@ def tree(choice: random.Random, batch_size: int, num_nodes: int, vocab_size: int
     return links
 
 
-def spoil_tokens(choice: random.Random, links: dict, vocab_size: int) -> None:
+def spoil_tokens(choice: Choice, links: dict, vocab_size: int) -> None:
     """A few candidates that are no tokens: at the end of the vocabulary, past it, and no number at all."""
     flat = links["candidates"].view(-1)
     for _ in range(choice.choice((0, 0, 1, 2))):
@@ -86,7 +92,7 @@ def temperatures(number: int) -> torch.Tensor:
     return each_of([0.0, 1e-6, 0.5, 0.8, 1.0, 1.0, 1.7], number)
 
 
-def filters(choice: random.Random, number: int, vocab_size: int) -> dict:
+def filters(choice: Choice, number: int, vocab_size: int) -> dict:
     """Of each row its own; all ways to turn one off, as well."""
     values = {
         "top_k": each_of([-1, 0, 1, 5, 20, 40, 200, vocab_size - 1, vocab_size, 2 * vocab_size], number, torch.int64),
@@ -103,7 +109,7 @@ def words(*shape: int) -> torch.Tensor:
     return (drawn[0] | drawn[1]).int()
 
 
-def processors(choice: random.Random, number: int, rows: int, vocab_size: int) -> dict:
+def processors(choice: Choice, number: int, rows: int, vocab_size: int) -> dict:
     """Penalties so large that a draft that counts as output, or does not, is another token; on a dyadic grid."""
     num_words = -(-vocab_size // 32)
     values = {
@@ -121,7 +127,7 @@ def processors(choice: random.Random, number: int, rows: int, vocab_size: int) -
     return values
 
 
-def rows_of_logits(choice: random.Random, number: int, vocab_size: int) -> torch.Tensor:
+def rows_of_logits(choice: Choice, number: int, vocab_size: int) -> torch.Tensor:
     """Flat, peaked and tied rows at any height, a few without a number; on a dyadic grid, which half precision has."""
     scale = each_of([0.0, 0.25, 1.0, 3.0], number)[:, None]
     logits = (torch.randn(number, vocab_size) * scale * 4).round() / 4 + each_of([-24.0, 0.0, 0.0, 20.0], number)[
@@ -132,7 +138,7 @@ def rows_of_logits(choice: random.Random, number: int, vocab_size: int) -> torch
     return logits.to(choice.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16)))
 
 
-def favour_children(choice: random.Random, links: dict, logits: torch.Tensor, peak: float) -> None:
+def favour_children(choice: Choice, links: dict, logits: torch.Tensor, peak: float) -> None:
     """Adds to the logit of a random child's token at every node that has one."""
     batch_size, num_nodes = links["candidates"].shape
     for request in range(batch_size):
@@ -145,7 +151,7 @@ def favour_children(choice: random.Random, links: dict, logits: torch.Tensor, pe
                 logits[request * num_nodes + node, token] += peak
 
 
-def accept_what_is_drawn(path: str, values: dict, choice: random.Random) -> None:
+def accept_what_is_drawn(path: str, values: dict, choice: Choice) -> None:
     """Gives a child of each node at which a walk ends the token that ended it, until walks are long.
 
     What is drawn at one node then depends on the drafts on the path to it.
@@ -173,13 +179,13 @@ def accept_what_is_drawn(path: str, values: dict, choice: random.Random) -> None
             return
 
 
-def tree_sizes(choice: random.Random) -> tuple[int, int, int]:
+def tree_sizes(choice: Choice) -> tuple[int, int, int]:
     """(batch size, nodes, steps)."""
     num_nodes = choice.choice((1, 5, 8, 8, 9, 9, 9, 13))
     return choice.choice((1, 3, 3, 3, 4)), num_nodes, choice.choice((0, 1, 2, 2, 3, 3, 4, 4, 5, num_nodes))
 
 
-def vocabulary(choice: random.Random) -> int:
+def vocabulary(choice: Choice) -> int:
     """Around multiples of tiles of 16 tokens, from one to six of them."""
     return choice.choice((1, 3, 15, 16, 17, 33, 47, 48, 49, 64, 80))
 
@@ -307,18 +313,19 @@ def pair_of(choice, links, num_target, num_draft, batch_size, draft_of_target, h
     values["temperature"] = each_of([0.0, 0.7, 1.0, 1.0, 1.0, 1.3], batch_size)
     values["draft_temperature"] = each_of([0.0, 0.7, 1.0, 1.0, 1.0, 1.3], batch_size)
     some(choice, values, "draft_temperature")
+    # of each eight calls all four, at all nodes and level by level
+    kinds = {"target": choice.number // 2 % 2 == 0, "draft": choice.number // 4 % 2 == 0}
     for name, rows in (("target", target), ("draft", draft)):
         if choice.random() < 0.15:
             rows[:, :: choice.choice((2, 3))] = -INFINITY
         if choice.random() < 0.15:
             rows[choice.randrange(len(rows)), ::2] = choice.choice((NAN, INFINITY))
         given = f"{name}_temperature" if f"{name}_temperature" in values else "temperature"
-        is_probs = choice.random() < 0.5
         own = values[given].clamp(min=0.02).repeat_interleave(max(len(rows) // batch_size, 1))[: len(rows)]
         probs = torch.softmax(rows.nan_to_num(-50.0, 50.0, -INFINITY) / own[:, None], -1).nan_to_num(0.0)
-        values[f"{name}_probs"] = probs if is_probs else None
+        values[f"{name}_probs"] = probs if kinds[name] else None
         dtype = choice.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16))
-        values[f"{name}_logits"] = None if is_probs else rows.to(dtype)
+        values[f"{name}_logits"] = None if kinds[name] else rows.to(dtype)
         values[f"{name} drawn"] = probs
     return values
 
@@ -587,7 +594,7 @@ def merge_drafts(choice):
     return dict(zip(names, made)) | {"num_speculative_tokens": choice.choice((1, 4, 8, 17))}
 
 
-CALLS: dict[str, Callable[[random.Random], dict]] = {
+CALLS: dict[str, Callable[[Choice], dict]] = {
     "draft.merge_drafts": merge_drafts,
     "draft.ngram_match": ngram_match,
     "draft.reroot_drafts": reroot_drafts,
@@ -613,6 +620,7 @@ CALLS: dict[str, Callable[[random.Random], dict]] = {
 
 def drawn_call(path: str, number: int) -> tuple[dict, random.Random]:
     """The arguments of a call, the same every time, and what to go on drawing with."""
-    choice = random.Random(f"{path} {number}")
+    choice = Choice(f"{path} {number}")
+    choice.number = number
     torch.manual_seed(choice.getrandbits(32))
     return CALLS[path](choice), choice

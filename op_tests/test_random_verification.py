@@ -53,7 +53,7 @@ CLOSE = {
     "rejection.sample_children": ("logprobs",),
     "sampling.verify_tree_sampled": ("logprobs", "raw_logprobs"),
 }
-# as many as take a second
+# as many as take about a second
 NUM_CALLS = {
     "draft.merge_drafts": 24,
     "draft.ngram_match": 50,
@@ -79,6 +79,7 @@ NUM_CALLS = {
 
 
 def prepare(monkeypatch, device) -> None:
+    """Tiles of 16 tokens or so, and of the rows that filters read again three and more."""
     for table, numbers in TILES:
         retune(monkeypatch, table, **numbers)
     if device.type == "cpu":  # compiled kernels hold such constants
@@ -106,5 +107,6 @@ def check_calls(path, device, monkeypatch) -> None:
 
 @pytest.mark.parametrize("path", CALLS)
 def test_random_calls(path, device, monkeypatch):
+    """Kernel and reference agree on every call, in whatever form its arguments and buffers are given."""
     prepare(monkeypatch, device)
     check_calls(path, device, monkeypatch)
