@@ -61,10 +61,14 @@ def drawn_attention(path: str, coin: random.Random) -> dict:
     else:
         num_rows = coin.choice((1, 3, 7))
         is_chain = path == "attention.tree_attention"
-        values = drawn_cache(coin, [length + num_rows for length in lengths] if is_chain else lengths)
+        is_beside = is_chain and coin.random() < 0.4  # draft keys are in tensors of their own
+        values = drawn_cache(coin, [length + num_rows for length in lengths] if is_chain > is_beside else lengths)
         shape = (len(lengths), num_rows) if is_chain else (len(lengths),)
         values |= {"is_causal": True} if is_chain else {}
-        if is_chain and "seq_lens" in values:
+        if is_beside:
+            rows = (*shape, *values["k_cache"].shape[2:])
+            values |= {name: torch.randn(rows).to(values["dtype"]) for name in ("draft_key", "draft_value")}
+        elif is_chain and "seq_lens" in values:
             values["seq_lens"] = values["seq_lens"] - num_rows
     query = torch.randn(*shape, *values.pop("heads")).to(values.pop("dtype"))
     return values | {"query": query}
