@@ -8,6 +8,7 @@ import math
 import operator
 import pickle
 import random
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -445,6 +446,15 @@ def test_outputs_beyond_the_memory():
     one_line(call, r"draft_kv_indices: out\.kv_\w+ must fit (8 times )?into .*memory.*, got shape \[64, 2147483647\]")
 
 
+def refusal(call, *arguments) -> str:
+    """What a call says that refuses its arguments."""
+    try:
+        call(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def test_the_room_that_references_need(monkeypatch):
     """8 times that of integers, twice that of other outputs, to the byte; less than 1 GiB is not looked at."""
     coin = numpy.random.default_rng(0)
@@ -456,7 +466,7 @@ def test_the_room_that_references_need(monkeypatch):
         needed = sum(size * (2 if spec.dtype not in check.INTEGER else 8) for size, spec in zip(sizes, specs))
         contract = Three(*specs)
         pages_of_memory(monkeypatch, needed, 1)
-        check.check_room("op", contract)
+        assert not refusal(check.check_room, "op", contract)
         pages_of_memory(monkeypatch, needed - 1, 1)
         largest = "abc"[int(numpy.argmax(sizes))]
         if sum(sizes) < 2**30:
@@ -464,7 +474,7 @@ def test_the_room_that_references_need(monkeypatch):
         else:
             times = 2 if specs["abc".index(largest)].dtype not in check.INTEGER else 8
             rule = rf"^eagle_kernels\.op: out\.{largest} must fit {times} times into the memory of {needed - 1} bytes"
-            one_line(lambda: check.check_room("op", contract), rule)  # noqa: B023
+            assert re.match(rule, refusal(check.check_room, "op", contract))
     pages_of_memory(monkeypatch, 1, 1)
     check.check_room("op", of(2**29 - 1, torch.bool))
     check.check_room("op", None)

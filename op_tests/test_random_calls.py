@@ -5,10 +5,15 @@ Other tests look at what somebody thought of. Here kernel and reference must agr
 
 from __future__ import annotations
 
-import pytest
+import random
 
-from op_tests.harness import to_device
+import pytest
+import torch
+
+from op_tests.harness import assume_multiprocessors, to_device
+from op_tests.harness.ahead_of_time import module_of_tests
 from op_tests.harness.drawn import check_drawn, with_small_tiles
+from op_tests.ops.attention.cases import paged_cache
 from op_tests.random_calls import CALLS, drawn_call
 
 DRAWS = 16
@@ -24,3 +29,60 @@ def test_whatever_is_drawn_kernel_and_reference_agree(path, device, monkeypatch)
         with monkeypatch.context() as patched:
             with_small_tiles(path, coin, patched, TILES.get(path, (2, 4, 8)))
             check_drawn(path, to_device(values, device), coin, f"{number}", FLOATS.get(path, ()))
+
+
+def drawn_cache(coin: random.Random, lengths: list[int]) -> dict:
+    """Arguments of attention to a pool, and what changes logits."""
+    num_kv_heads, head_dim = coin.choice((1, 2)), coin.choice((8, 16, 24))
+    form, dtype = coin.choice(("block_table", "csr")), coin.choice((torch.float32, torch.float16))
+    values = paged_cache(
+        lengths, coin.choice((1, 2, 16)), num_kv_heads, head_dim, dtype, form=form, is_strided=coin.random() < 0.5
+    )
+    num_heads = num_kv_heads * coin.choice((1, 2, 3))
+    if coin.random() < 0.4:
+        values["window"] = coin.choice((1, 7, 64, 65))
+    if coin.random() < 0.3:
+        values["soft_cap"] = 2.0
+    if coin.random() < 0.4:
+        values["sinks"] = torch.randn(num_heads)
+    return values | {"heads": (num_heads, head_dim), "dtype": dtype}
+
+
+def drawn_attention(path: str, coin: random.Random) -> dict:
+    """Requests of any lengths, in any order: of no block, whole ones, and some that end in one that is not full."""
+    lengths = [coin.choice((0, 1, 31, 64, 65, 130, 200, 257)) for _ in range(coin.choice((1, 2, 3, 5)))]
+    if path == "attention.prefill_attention":
+        lengths = [*lengths, 31]
+        counts = [coin.randint(0, min(length, 40)) for length in lengths[:-1]] + [5]
+        values = drawn_cache(coin, lengths)
+        values |= {"qo_indptr": torch.tensor([0, *counts]).cumsum(0).int(), "max_query": max(1, *counts)}
+        shape = (sum(counts),)
+        values["is_causal"] = coin.random() < 0.7 or "window" in values
+    else:
+        num_rows = coin.choice((1, 3, 7))
+        is_chain = path == "attention.tree_attention"
+        is_beside = is_chain and coin.random() < 0.4  # draft keys are in tensors of their own
+        values = drawn_cache(coin, [length + num_rows for length in lengths] if is_chain > is_beside else lengths)
+        shape = (len(lengths), num_rows) if is_chain else (len(lengths),)
+        values |= {"is_causal": True} if is_chain else {}
+        if is_beside:
+            rows = (*shape, *values["k_cache"].shape[2:])
+            values |= {name: torch.randn(rows).to(values["dtype"]) for name in ("draft_key", "draft_value")}
+        elif is_chain and "seq_lens" in values:
+            values["seq_lens"] = values["seq_lens"] - num_rows
+    query = torch.randn(*shape, *values.pop("heads")).to(values.pop("dtype"))
+    return values | {"query": query}
+
+
+@pytest.mark.parametrize("path", ["attention.gqa_decode", "attention.prefill_attention", "attention.tree_attention"])
+def test_attention_to_whatever_is_drawn(path, device, monkeypatch):
+    """On a GPU of any size, which decides into how many chunks keys are cut."""
+    for number in range(8):
+        coin = random.Random(f"{path} {number}")
+        torch.manual_seed(number)
+        values = drawn_attention(path, coin)
+        if path != "attention.prefill_attention" and coin.random() < 0.3:
+            values["deterministic"] = True
+        with monkeypatch.context() as patched:
+            assume_multiprocessors(patched, coin.choice((1, 2, 7, 132)))
+            module_of_tests(path).check(to_device(values, device), f"{number}")

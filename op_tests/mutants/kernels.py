@@ -205,6 +205,11 @@ MUTANTS = [
         [f"{_REFUSED}[kv.chain_kv_indices]", f"{_REFUSED}[kv.kv_indices]", f"{_REFUSED}[kv.extend_cache_locs]"],
     ),
     Mutant(
+        "the fifth request of a chunk is left out",
+        [(ATTENTION + "shared/chunks.py", "request += 1", "request += 1 + (request == 3).to(tl.int32)")],
+        ["op_tests/test_random_calls.py::test_attention_to_whatever_is_drawn[attention.gqa_decode]"],
+    ),
+    Mutant(
         "rows that lie on each other are the place of an output",
         [(RUNTIME + "calls.py", "one.dtype == other.dtype and strides[0] == strides[1]", "one.dtype == other.dtype")],
         [_HOSTILE + "test_an_output_takes_the_place_of_an_input_element_by_element"],
