@@ -440,4 +440,15 @@ MUTANTS = [
         [(_SCHEDULER, "request.output_ids[num_known:])", "brought.tokens)")],
         [_NEVER + "suffix_trees_know_the_texts"],
     ),
+    Mutant(
+        "a benchmark compares batches by their prompts",
+        [(ENGINE + "benchmark.py", "identical / len(batches)", "identical / len(prompts)")],
+        ["op_tests/engine/serve/test_benchmark.py::test_a_benchmark_measures_what_its_clock_says"],
+    ),
+    Mutant(
+        "scores of the first tokens that are scored at once alone",
+        [(ENGINE + "serve/prompts.py", "zip(output.scored.split(256), after.split(256))",
+          "zip(output.scored.split(256)[:1], after.split(256))")],
+        [_ASKED + "scores_of_a_long_prompt"],
+    ),
 ]  # fmt: skip
