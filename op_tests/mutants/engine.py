@@ -451,4 +451,9 @@ MUTANTS = [
           "zip(output.scored.split(256)[:1], after.split(256))")],
         [_ASKED + "scores_of_a_long_prompt"],
     ),
+    Mutant(
+        "as many prompts as one step reads are few",
+        [(_READING, "len(unread) <= FEW_STEPS * MOST_PARTS", "len(unread) <= MOST_PARTS")],
+        [_LIMITS + "few_steps_read_what_few_steps_can"],
+    ),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -187,3 +188,23 @@ def test_steps_are_noted_as_they_were(lag, monkeypatch):
         known.add(kind)
         has_gaps |= num_rows > len(tokens)
     assert engine.session.scheduler.num_cold_steps == len(known) and has_gaps
+
+
+@pytest.mark.parametrize("chunk", [50, 64, 2048])
+def test_few_steps_read_what_few_steps_can(chunk):
+    """As many tokens as four of them hold and as many prompts; with one more of either they are read by themselves."""
+    engine = walkers(topk=1, num_steps=1, prefill_chunk=chunk)
+    reading, params = scheduler_of(engine).reading, SamplingParams()
+    most = 4 * min(chunk, 64 if chunk <= 64 else 192)
+
+    def reads(*lengths, num_rows=1):
+        requests = [SimpleNamespace(prompt=[0] * (3 + length), params=params) for length in lengths]
+        rows = [SimpleNamespace(request=each, num_read=3, number=number) for number, each in enumerate(requests)]
+        return reading.is_in_step(rows, num_rows)
+
+    assert reads(most - 1, 1) and not reads(most, 1)
+    assert reads(*[1] * 32) and not reads(*[1] * 33)
+    size = reading.joint_size([(None, min(chunk, 192))])
+    assert reads(most + 1, num_rows=256 - size) and not reads(most + 1, num_rows=257 - size)
+    engine.on_tree = lambda step: None  # who looks at trees would see some twice
+    assert not scheduler_of(engine).reading.is_in_step([], 1) and not engine.session.scheduler.reading.is_joint
