@@ -12,7 +12,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.step.logprobs import score
 from op_tests.engine.engines import make
-from op_tests.engine.toys import LetterTokenizer, Markov, ToyModel
+from op_tests.engine.toys import LetterTokenizer, Markov, ToyModel, plain_logits
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [4], list(range(30))]
 ENDS = tuple(range(20))
@@ -166,6 +166,19 @@ def test_scores_of_the_prompt(target, chunk, start):
             assert logprob == pytest.approx(logprobs[prompt[place]].item(), abs=1e-4)
             assert [value for _, value in likely] == pytest.approx(logprobs.topk(2).values.tolist(), abs=1e-4)
     assert engine.generate(PROMPTS[0], 3).prompt_logprobs is None
+
+
+def test_scores_of_a_long_prompt():
+    """More tokens than are scored at once, in one part and in several, from anywhere on."""
+    target = ToyModel(max_length=700)
+    prompt = [(7 * place + place // 11) % 40 for place in range(600)]
+    logprobs = plain_logits(make(target, target), prompt).log_softmax(-1)
+    wanted = [logprobs[place - 1, token].item() for place, token in enumerate(prompt) if place]
+    for chunk, start in ((2048, 0), (2048, 300), (290, 5)):
+        engine = make(target, target, prefill_chunk=chunk)
+        found = engine.generate(prompt, 1, logprob_start_len=start, top_logprobs=1)
+        assert found.prompt_logprobs[start == 0 :] == pytest.approx(wanted[max(start, 1) - 1 :], abs=1e-3)
+        assert len(found.prompt_top_logprobs) == 600 - start
 
 
 def test_scores_of_a_prompt_beside_running_requests(target):

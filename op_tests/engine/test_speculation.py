@@ -20,7 +20,6 @@ from eagle_kernels.engine.serve.launch import Launch
 from eagle_kernels.engine.serve.reading import JOINT_TOKENS
 from eagle_kernels.engine.serve.threads import running
 from eagle_kernels.engine.step.choice import COLD_AFTER, PROBE_AFTER, PROBE_STEPS, ByBatchSize, Choice, Fastest
-from eagle_kernels.engine.step.phases import TIMED_STEPS
 from eagle_kernels.engine.step.plan import warn_of_eager_steps
 from eagle_kernels.engine.step.runner import bucket_of
 from op_tests.engine.engines import make, prompt_of
@@ -108,14 +107,14 @@ def test_the_rows_of_a_step_are_those_of_its_graph(target, monkeypatch):
     assert len(staying.output_ids) == 30
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 def test_which_steps_are_waited_for(target, monkeypatch, lag):
     """The first, and one after every so many others; where the host is never behind, all."""
     monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
+    monkeypatch.setattr("eagle_kernels.engine.step.phases.TIMED_STEPS", 7)
     engine = make(target, target)
     for _ in range(2):
-        engine.submit([1], SamplingParams(max_new_tokens=80))
+        engine.submit([1], SamplingParams(max_new_tokens=24))
         scheduler, timed = engine.session.scheduler, []
         scheduler.phase_times.restart()
         first = scheduler.num_steps
@@ -125,7 +124,7 @@ def test_which_steps_are_waited_for(target, monkeypatch, lag):
             if len(scheduler.phase_times.held_ms) > count:
                 timed.append(scheduler.num_steps - first - 1)
                 assert not scheduler._unread
-        assert timed == list(range(0, 79, TIMED_STEPS + 1 if lag else 1))
+        assert timed == list(range(0, 23, 8 if lag else 1))
 
 
 @pytest.mark.cross

@@ -27,6 +27,8 @@ _NUMBERS = ["op_tests/engine/test_requests_ask.py::test_refused_prompts_have_the
 _LOAD = ["op_tests/tools/test_load_benchmarks.py::test_figures_of_requests"]
 _SCHEDULER, _STREAM, _PAIRING = ENGINE + "serve/scheduler.py", ENGINE + "serve/stream.py", ENGINE + "models/pairing.py"
 _HISTORY = "op_tests/engine/test_choice_by_history.py::test_"
+_LIMITS = "op_tests/engine/serve/test_limits.py::test_"
+_NEVER = "op_tests/engine/serve/test_as_if_never.py::test_"
 _SHARING = "op_tests/engine/serve/test_prefix_sharing.py::test_"
 
 
@@ -407,5 +409,51 @@ MUTANTS = [
         [(ENGINE + "step/stepper.py", "**state.sampling.arguments(features, rows)",
           "**state.sampling.arguments(features._replace(filters=False), rows)")],
         [_BUSY],
+    ),
+    Mutant(
+        "bytes that just suffice are refused",
+        [(ENGINE + "batch/memory.py", 'sizes["rows"] > free', 'sizes["rows"] >= free')],
+        [_LIMITS + "the_bytes_that_are_free_suffice"],
+    ),
+    Mutant(
+        "the host waits for steps that are not done",
+        [(_SCHEDULER, "while self._unread and self._unread[0].is_done:", "while self._unread:")],
+        [_LIMITS + "what_is_done_is_read_and_nothing_is_waited_for"],
+    ),
+    Mutant(
+        "tokens of a step by its rows, dead ones included",
+        [(_SCHEDULER, "num_tokens / len(brought)", "num_tokens / most_rows")],
+        [_LIMITS + "steps_are_noted_as_they_were"],
+    ),
+    Mutant(
+        "a row that nobody has keeps its pages",
+        [(ENGINE + "batch/state.py", "        self.block_table[row] = -1\n", "")],
+        [_NEVER + "what_fails_leaves_nothing_behind"],
+    ),
+    Mutant(
+        "who is given up stays in the line",
+        [(_SCHEDULER, "                self._waiting.remove(request)\n", "                pass\n")],
+        [_NEVER + "refused_calls_change_nothing"],
+    ),
+    Mutant(
+        "suffix trees learn what came after the end",
+        [(_SCHEDULER, "request.output_ids[num_known:])", "brought.tokens)")],
+        [_NEVER + "suffix_trees_know_the_texts"],
+    ),
+    Mutant(
+        "a benchmark compares batches by their prompts",
+        [(ENGINE + "benchmark.py", "identical / len(batches)", "identical / len(prompts)")],
+        ["op_tests/engine/serve/test_benchmark.py::test_a_benchmark_measures_what_its_clock_says"],
+    ),
+    Mutant(
+        "scores of the first tokens that are scored at once alone",
+        [(ENGINE + "serve/prompts.py", "zip(output.scored.split(256), after.split(256))",
+          "zip(output.scored.split(256)[:1], after.split(256))")],
+        [_ASKED + "scores_of_a_long_prompt"],
+    ),
+    Mutant(
+        "as many prompts as one step reads are few",
+        [(_READING, "len(unread) <= FEW_STEPS * MOST_PARTS", "len(unread) <= MOST_PARTS")],
+        [_LIMITS + "few_steps_read_what_few_steps_can"],
     ),
 ]  # fmt: skip

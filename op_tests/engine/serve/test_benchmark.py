@@ -16,6 +16,7 @@ from eagle_kernels.engine.benchmark import BenchmarkResult, Decoding
 from eagle_kernels.engine.serve.output import GenerationStats
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import make, prompt_of
+from op_tests.engine.toys import RowWalker
 
 
 def test_benchmark(target):
@@ -236,3 +237,36 @@ def test_first_tokens_come_before_steps(target, draft, lag):
     assert [first, *(event.token_id for event in joined)] == stream.requests[0].output_ids
     engine.collect()
     assert running.output_ids == engine.generate(prompt_of(3), 40, speculative=False)[0]
+
+
+def test_a_benchmark_measures_what_its_clock_says(monkeypatch):
+    """Batches of unequal size, each both ways: 50 ms for the prompts of a batch, 6 ms a step; one text that differs."""
+    clock, draw_first, add = StepClock(monkeypatch), Stepper.draw_first, Decoding.add
+
+    def drawn(*arguments):
+        clock.now_s += 0.05
+        return draw_first(*arguments)
+
+    texts = []
+
+    def added(decoding, open_batch):
+        tokens = add(decoding, open_batch)
+        texts.append(tokens)
+        return [[*tokens[0][:-1], 0], *tokens[1:]] if len(texts) == 3 else tokens
+
+    monkeypatch.setattr(Stepper, "draw_first", drawn)
+    monkeypatch.setattr(Decoding, "add", added)
+    for module in ("benchmark", "serve.stream"):
+        monkeypatch.setattr(f"eagle_kernels.engine.{module}.time", clock)
+    target = RowWalker()  # as its own draft, all of whose drafts are accepted: three tokens a step
+    engine = make(target, target, num_steps=2, topk=1, cuda_graph=False, method="draft_model", phase_times=False)
+    result = engine.benchmark([[1], [2, 3], [4], [5], [6]], 13, batch_size=2)
+    assert (result.prompts, result.batch_size, result.max_new_tokens, len(texts)) == (5, 2, 13, 6)
+    assert result.identical == pytest.approx(2 / 3) and result.speedup == pytest.approx(3)
+    for run, num_steps, accepted in ((result.speculative, 4, 2), (result.plain, 12, 0)):
+        assert run.tokens == 65 and run.mean_accept_length == 1 + accepted and run.phase_ms == {}
+        assert run.accepted_per_depth == [1.0] * accepted and run.step_ms == pytest.approx(6)
+        assert run.tokens_per_second == pytest.approx(65 / (3 * (0.05 + 0.006 * num_steps)))
+        assert run.decode_tokens_per_second == pytest.approx(60 / (3 * 0.006 * num_steps))
+        assert run.ttft_ms == pytest.approx(dict.fromkeys(("p50", "p95", "p99"), 50))
+        assert run.inter_token_ms == pytest.approx(dict.fromkeys(("p50", "p95", "p99"), 6 / (1 + accepted)))
