@@ -95,8 +95,12 @@ def make_draft_batch(device, vocab_size):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("sizes", [(3, 4, 3, 12), (1, 2, 2, 6), (2, 3, 6, 30), (3, 2, 9, 17), (2, 9, 4, 64)], ids=str)
 @pytest.mark.parametrize("has_map", [False, True])
-def test_drafts_are_those_of_sglang(has_map, sglang, device):
+def test_drafts_are_those_of_sglang(has_map, sizes, sglang, monkeypatch, device):
+    """For so many requests, beams, levels and nodes; levels and beams are also equal in number, or either more."""
+    for name, size in zip(("BATCH", "TOPK", "STEPS", "NODES"), sizes):
+        monkeypatch.setattr(sys.modules[__name__], name, size)
     hot = torch.randperm(VOCAB, device=device)[:50].sort().values if has_map else None
     table = torch.randn(VOCAB, 50 if has_map else VOCAB, device=device) * 3
     workers = [make_worker(device, table, hot) for _ in range(2)]

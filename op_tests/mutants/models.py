@@ -51,6 +51,11 @@ MUTANTS = [
         ["op_tests/integrations/test_sglang_cache_locs.py::test_what_lies_behind_a_batch_is_neither_read_nor_written"],
     ),
     Mutant(
+        "drafts whose third level is their second",
+        [(INTEGRATIONS + "sglang/drafting.py", "level=step + 1,\n", "level=step or 1,\n")],
+        ["op_tests/integrations/test_sglang_steps.py::test_drafts_are_those_of_sglang"],
+    ),
+    Mutant(
         "a column of boxes as wide as its narrowest text",
         [(TOOLS + "trees/svg.py", "widest = max(num_columns(", "widest = min(num_columns(")],
         ["op_tests/tools/test_tree_drawing.py::test_where_boxes_edges_and_numbers_of_an_svg_are"],
