@@ -132,6 +132,22 @@ def test_pair_indices(slot_dtype, device, backend):
     assert indptr.tensor.tolist() == bounds + [LEFT] * 3
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_list_for_each_of_the_last_tokens(count, device, backend):
+    """Of any number of them; each sees the tokens up to itself."""
+    table, rows = random_rows(2, 20, device=device)["req_to_token"], torch.tensor([1, 0], device=device)
+    bounds, indices = torch.zeros(2 * count + 1, dtype=torch.int32, device=device), table.new_zeros(200)
+    lens = [9, 14]
+    sgl_kernel.create_draft_kv_indices[(2,)](
+        bounds, indices, rows, table, torch.tensor(lens, device=device), count, 20, 4
+    )
+    wanted = [
+        table[row, : length - back].tolist() for row, length in zip((1, 0), lens) for back in reversed(range(count))
+    ]
+    found = [indices[start:stop].tolist() for start, stop in zip(bounds.tolist(), bounds.tolist()[1:])]
+    assert found == wanted
+
+
 def ranges(batch_size, device):
     starts = torch.randint(0, 20, (batch_size,), device=device)
     return starts, starts + torch.randint(0, 9, (batch_size,), device=device)
