@@ -132,6 +132,32 @@ def test_of_files_that_differ_the_one_of_transformers_counts(tmp_path):
                 assert chat.write(USER, add_generation_prompt=False, tools=tools) == wanted, files
 
 
+@pytest.mark.parametrize(
+    ("config", "older", "expected"),
+    [
+        ({"bos_token": "<s>"}, {}, "<s>||"),
+        ({"bos_token": {"content": "<s>"}}, {}, "<s>||"),
+        ({"bos_token": None}, {"bos_token": "<s>"}, "<s>||"),
+        ({"bos_token": "<s>"}, {"bos_token": "a", "eos_token": "b"}, "a|b|"),
+        ({"bos_token": "<s>", "added_tokens_decoder": {}}, {"bos_token": "a", "eos_token": "b"}, "<s>||"),
+        ({"own_token": "<s>"}, {"own_token": "a"}, "||<s>"),
+        ({}, {"own_token": "a"}, "||a"),
+        ({"own_token": "<s>", "extra_special_tokens": {"own_token": "c"}}, {"own_token": "a"}, "||c"),
+        ({"own_token": "<s>", "extra_special_tokens": {"own_token": "c"}}, {"extra_special_tokens": {"own_token": "d"}},
+         "||d"),
+        ({"eos_token": "<s>", "extra_special_tokens": {"eos_token": "c"}}, {"eos_token": "b"}, "|b|"),
+    ],
+)  # fmt: skip
+def test_of_special_tokens_the_file_that_counts_is_read(tmp_path, config, older, expected):
+    """special_tokens_map.json goes before tokenizer_config.json for the standard names where an older version wrote both."""
+    source = "{{ bos_token }}|{{ eos_token }}|{{ own_token }}"
+    files = {"tokenizer_config": config | {"chat_template": source}, "config": {"vocab_size": 300}}
+    for name, values in (files | {"special_tokens_map": older}).items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    backend().save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).chat.write(USER, add_generation_prompt=False) == expected
+
+
 def test_bytes_have_templates_too(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}<|endoftext|>é")
