@@ -149,7 +149,7 @@ def test_of_files_that_differ_the_one_of_transformers_counts(tmp_path):
     ],
 )  # fmt: skip
 def test_of_special_tokens_the_file_that_counts_is_read(tmp_path, config, older, expected):
-    """special_tokens_map.json goes before tokenizer_config.json for the standard names where an older version wrote both."""
+    """special_tokens_map.json beats tokenizer_config.json for the standard names, if an older version wrote both."""
     source = "{{ bos_token }}|{{ eos_token }}|{{ own_token }}"
     files = {"tokenizer_config": config | {"chat_template": source}, "config": {"vocab_size": 300}}
     for name, values in (files | {"special_tokens_map": older}).items():
