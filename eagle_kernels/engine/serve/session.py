@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ...runtime.values import shown
 from ..batch.kv_pool import KVPool, PrefillAttend
-from ..batch.memory import check_fits, count_pages, workspace_bytes
 from ..batch.state import BatchState
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
+from ..config.pairing import check_deterministic, check_method, check_trees
 from ..drafters.methods import make_drafter, make_reader
 from ..drafters.suffix_cache import SuffixCache
-from ..models.pairing import check_deterministic, check_method, check_trees
 from ..models.protocol import DraftModel, TargetModel, run_target
 from ..models.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from ..requests.inputs import Seeds, Unset, read_call_params, read_max_new_tokens, read_seeds
@@ -29,6 +28,7 @@ from ..requests.sampling_params import MOST_ENDS, SAMPLING_FIELDS, SamplingParam
 from ..step.plan import StepPlan, plan_steps
 from ..step.stepper import Verified
 from .lock import EngineLock, Unique
+from .memory import check_fits, count_pages, workspace_bytes
 from .scheduler import Scheduler
 from .threads import running
 

@@ -15,15 +15,15 @@ import torch
 
 from ...runtime.placement import DTYPES, is_same_device, read_placement, rounds_fp32_matmuls
 from ...runtime.values import is_integer, is_word, read_flag, scalar, shown
-from ..config.drafting_options import MODEL_KINDS
-from ..config.eagle_config import EAGLEConfig
-from .causal_draft import CausalDraft
-from .checkpoint import brief, read_folder
-from .head_formats import KINDS, MODULE_PREFIX
-from .loading import end_tokens, load_draft, load_target, read_dtype, read_eos_token_ids, read_kind
-from .protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel
-from .tokenizer import check_same_vocabulary
-from .transformers_target import TransformersTarget
+from ..models.causal_draft import CausalDraft
+from ..models.checkpoint import brief, read_folder
+from ..models.head_formats import KINDS, MODULE_PREFIX
+from ..models.loading import end_tokens, load_draft, load_target, read_dtype, read_eos_token_ids, read_kind
+from ..models.protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel
+from ..models.tokenizer import check_same_vocabulary
+from ..models.transformers_target import TransformersTarget
+from .drafting_options import MODEL_KINDS
+from .eagle_config import EAGLEConfig
 
 _logger = logging.getLogger(__name__)
 
