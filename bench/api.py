@@ -75,9 +75,10 @@ _RESULTS = ("GenerationOutput", "GenerationStats", "Request", "TokenEvent", "Tex
 _OWN = {
     "EAGLEConfig": ("on", "trees_for", "most_beams", "sampling", "keeps_text", "may_speculate", "simulated_rates"),
     "BenchmarkResult": ("rows",),
+    "GenerationStats": ("measured_by",),
     "Request": ("has_news", "fail", "raise_error", "push", "score_prompt", "stop_strings", "outbox", "exception"),
     "SamplingParams": ("has_filters", "has_penalties", "scores"),
-    "TokenStream": ("device", "is_single", "time_plain_step"),
+    "TokenStream": ("device", "is_single"),
 }  # fmt: skip
 # names of types that only abbreviate, which the engine's page explains
 _ALIASES = {

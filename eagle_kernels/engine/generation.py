@@ -93,10 +93,19 @@ class Generation(Unique):
             >>> engine.tokenizer.decode(output_ids), stats.mean_accept_length
             ('self, size, walk', 3.4)
         """
-        call = "generate", input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides
-        stream = open_call(self.session, self._config, *call)
+        stream = open_call(
+            self.session,
+            self._config,
+            "generate",
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            sampling_params=sampling_params,
+            n=n,
+            seeds=seeds,
+            speculative=speculative,
+            overrides=overrides,
+        )
         run(stream, "generate", n, progress)
-        stream.time_plain_step()
         return stream.output()
 
     @overload
@@ -144,8 +153,18 @@ class Generation(Unique):
             >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of the example of `generate`
             [115, 101, 108, 102]
         """
-        call = "stream", input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides
-        return open_call(self.session, self._config, *call)
+        return open_call(
+            self.session,
+            self._config,
+            "stream",
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            sampling_params=sampling_params,
+            n=n,
+            seeds=seeds,
+            speculative=speculative,
+            overrides=overrides,
+        )
 
     @overload
     def stream_text(

@@ -196,8 +196,17 @@ class EAGLEInference(Generation):
             ValueError: As for `generate`, or a whole batch does not fit into the pools.
             RuntimeError: The batch is not empty.
         """
-        call = prompts, max_new_tokens, sampling_params, batch_size, seeds, progress, overrides
-        return benchmark(self.session, self.config, *call)
+        return benchmark(
+            self.session,
+            self.config,
+            prompts=prompts,
+            max_new_tokens=max_new_tokens,
+            sampling_params=sampling_params,
+            batch_size=batch_size,
+            seeds=seeds,
+            progress=progress,
+            overrides=overrides,
+        )
 
     def warmup(
         self, *params: SamplingParams, speculative: bool = True, most_requests: int | None = None, **overrides: Any

@@ -350,7 +350,7 @@ MUTANTS = [
     ),
     Mutant(
         "a sample's number in the place of its prompt's",
-        [(_STREAM, "[first + index // num_samples for", "[first + index for")],
+        [(_STREAM, "{self.first + index // self.num_samples}", "{self.first + index}")],
         _NUMBERS,
     ),
     Mutant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ..batch.prefix_cache import Prefix
 from ..batch.state import BatchState
@@ -124,10 +124,9 @@ class Reading:
         self._filled = prompts
         return prompts
 
-    def outputs(self, parts: Sequence[tuple[Row, int]]) -> Iterator[tuple[Row, int, PartOutput]]:
-        """Yields each part with what the step made of it that has just run."""
-        for (row, size), output in zip(parts, take_rows(self._filled, parts)):
-            yield row, size, output
+    def outputs(self, parts: Sequence[tuple[Row, int]]) -> list[tuple[Row, int, PartOutput]]:
+        """Returns each part with what the step made of it that has just run."""
+        return [(row, size, output) for (row, size), output in zip(parts, take_rows(self._filled, parts))]
 
     def rows_in_use(self) -> list[PromptRows]:
         """Returns the rows of prompts with which steps are compiled or captured."""

@@ -29,6 +29,7 @@ from ..step.plan import StepPlan, plan_steps
 from ..step.stepper import Verified
 from .lock import EngineLock, Unique
 from .memory import check_fits, count_pages, workspace_bytes
+from .plain_steps import PlainSteps
 from .scheduler import Scheduler
 from .threads import running
 
@@ -51,7 +52,7 @@ class Session(Unique):
     suffix_caches    by size; all configurations with the same sizes share a cache, since it remembers responses
     outbox           events of submitted requests that nobody has collected yet
     is_speculating   whether steps may have drafts
-    plain_step_ms    measured time of a plain step that compiled nothing, by number of requests; None: it failed
+    plain_steps      times of plain steps, to compare with
     tokenizer_fault  why there is no tokenizer, if there is none
     """
 
@@ -70,7 +71,7 @@ class Session(Unique):
         self.is_speculating = True
         self._pools_for: tuple = ()
         self._on_tree: Callable[[Verified], None] | None = None
-        self.plain_step_ms: dict[int, float | None] = {}
+        self.plain_steps = PlainSteps()
 
     def check(self, config: EAGLEConfig) -> None:
         """Raises ValueError if the models cannot serve the configuration's method or emit its end tokens."""
@@ -108,10 +109,11 @@ class Session(Unique):
     def read_call(
         self,
         caller: str,
+        config: EAGLEConfig,
+        *,
         count: int,
         max_new_tokens: Any,
         seeds: Seeds,
-        config: EAGLEConfig,
         overrides: dict[str, Any],
         num_samples: int = 1,
         sampling_params: Any = None,
@@ -189,6 +191,21 @@ class Session(Unique):
             events = list(self.outbox)
             self.outbox.clear()
             return events
+
+    def time_plain_step(self, count: int) -> float | None:
+        """Returns what a plain step of `count` requests takes; it is timed now if it can be, and the engine is free.
+
+        None: nothing is known of such a step, a step runs, or requests have not ended.
+        """
+        lock, steps = self.lock, self.plain_steps
+        if count in steps.untimed and not lock.is_foreign and lock.acquire(blocking=False):
+            try:
+                if not (lock.is_in_step or self.has_work):
+                    with self.changing("speedup"):
+                        steps.measure(count)
+            finally:
+                lock.release()
+        return steps.known_ms.get(count)
 
     @contextlib.contextmanager
     def changing(self, caller: str) -> Iterator[None]:
@@ -325,6 +342,7 @@ class Session(Unique):
 
     def _make_pools(self, config: EAGLEConfig, draft: DraftModel | None) -> None:
         self.scheduler, self.plans = None, {}  # frees the old pools before new ones are allocated
+        self.plain_steps.untimed.clear()
         max_pages = self._max_pages(config)
         num_pages = count_pages(self.target, draft, config, max_pages)
         check_fits(self.target, draft, config, max_pages, num_pages)

@@ -193,15 +193,20 @@ def test_a_prompt_that_cannot_be_read_fails_alone_beside_others(target, draft, l
 
 
 @pytest.mark.cross
-def test_a_request_that_is_given_up_before_its_part_is_read(target, draft, lag, joined):
+def test_a_request_that_is_given_up_before_its_part_is_read(target, draft, lag, joined, monkeypatch):
     engine = make(draft, target, max_batch=3, max_step_ms=1e6)
     want = engine.generate(prompt_of(4), 6)[0]
     engine.submit([1, 2, 3], SamplingParams(max_new_tokens=30))
     engine.step()
     scheduler = engine.session.scheduler
     requests = [engine.submit(prompt_of(number), SamplingParams(max_new_tokens=6)) for number in (9, 4)]
-    scheduler.prepare(is_beside=True)
-    engine.abort(requests[0])
+    next_parts = scheduler.reading.next_parts
+    monkeypatch.setattr(scheduler.reading, "next_parts", lambda *all_of_it: abort(next_parts(*all_of_it)))
+
+    def abort(parts):
+        engine.abort(requests[0])
+        return parts
+
     engine.collect()
     assert [request.finish_reason for request in requests] == ["abort", "length"]
     assert requests[1].output_ids == want and joined

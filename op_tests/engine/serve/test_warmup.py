@@ -34,13 +34,13 @@ def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
         seen.clear()
         if is_warm:
             engine.warmup(speculative=False)
-            assert engine.session.plain_step_ms.get(2) is None
+            assert engine.session.plain_steps.known_ms.get(2) is None
         for num_requests in (1, 2):
             prompts = [prompt_of(1)] * num_requests
             assert engine.generate(prompts, 2, speculative=False).stats.batch_steps == 1
-            assert (num_requests in engine.session.plain_step_ms) == is_warm
+            assert (num_requests in engine.session.plain_steps.known_ms) == is_warm
             engine.generate(prompts, 8, speculative=False)
-            assert engine.session.plain_step_ms[num_requests] == pytest.approx(6.0)
+            assert engine.session.plain_steps.known_ms[num_requests] == pytest.approx(6.0)
 
 
 @pytest.mark.slow
