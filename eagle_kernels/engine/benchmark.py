@@ -17,9 +17,8 @@ from .config.eagle_config import EAGLEConfig
 from .requests.inputs import Asked, Params, Prompts, Seeds, read_prompts
 from .requests.sampling_params import Features, SamplingParams
 from .serve.output import GenerationStats
-from .serve.progress import progress_bar
 from .serve.session import Session, read_fields
-from .serve.stream import TokenStream, open_stream
+from .serve.stream import TokenStream, open_stream, progress_bar
 from .serve.warmup import warm_up
 
 

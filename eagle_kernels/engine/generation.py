@@ -14,9 +14,8 @@ from .requests.inputs import DEFAULT_TOKENS, Asked, OnePrompt, Params, Prompts, 
 from .requests.names import takes_other_names
 from .serve.lock import Unique
 from .serve.output import GenerationOutput
-from .serve.progress import run
 from .serve.session import Session
-from .serve.stream import TokenStream, open_call
+from .serve.stream import TokenStream, open_call, run
 from .serve.text_stream import TextPiece, TextStream
 
 # prompts of which a type checker cannot tell whether there is one, or how many samples there are

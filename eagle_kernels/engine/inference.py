@@ -13,8 +13,17 @@ from torch import Tensor
 from ..runtime.values import read_flag, shown
 from .benchmark import BenchmarkResult, benchmark
 from .config.eagle_config import EAGLEConfig
-from .config.given import read_config, read_config_and_draft
-from .config.pairing import as_draft, as_target, bind_draft, check_device, check_trees, load_pair, warn_of_rounding
+from .config.pairing import (
+    as_draft,
+    as_target,
+    bind_draft,
+    check_device,
+    check_trees,
+    load_pair,
+    read_config,
+    read_config_and_draft,
+    warn_of_rounding,
+)
 from .generation import Generation
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer

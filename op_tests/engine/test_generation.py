@@ -17,8 +17,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.engine.serve.launch import Launch
-from eagle_kernels.engine.step.runner import StepRunner
+from eagle_kernels.engine.step.runner import Launch, StepRunner
 from op_tests.engine.methods import METHODS, MIXED, SIZES
 from op_tests.engine.toys import RowWalker, ToyModel, Walker, WalkerHead, WalkerModules, plain_logits, random_llama
 

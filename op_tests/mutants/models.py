@@ -11,7 +11,7 @@ _FORMULA = "op_tests/engine/test_decoder_formula.py::test_"
 MUTANTS = [
     Mutant(
         "long waves by the bound of short ones",
-        [(_MODELS + "rotary.py", "is_long = wavelengths > length / low", "is_long = wavelengths > length / high")],
+        [(_MODELS + "layers.py", "is_long = wavelengths > length / low", "is_long = wavelengths > length / high")],
         [_FORMULA + "a_decoder_is_the_formula[llama, llama3]"],
     ),
     Mutant(

@@ -8,16 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..batch.batch import Batch
+from ..batch.state import Batch
 from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel
-from .hybrid import HybridDrafter
-from .model_drafter import ModelDrafter
+from .model_drafter import ModelDrafter, SampledDrafter
 from .model_reader import ModelReader
 from .module_reader import ModuleReader
-from .ngram import NgramDrafter
+from .ngram import HybridDrafter, NgramDrafter
 from .protocol import Drafter, Proposal, Reader, root_only, tree_of
-from .sampled_drafter import SampledDrafter
 from .suffix import SuffixDrafter, SuffixFeed
 
 # the fields of a tree that depend on its drafts

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..batch.batch import Batch, Committed
 from ..batch.kv_pool import PrefillAttend
-from ..batch.state import CATCH_UP_EVERY, BatchState, Kept
+from ..batch.state import CATCH_UP_EVERY, Batch, BatchState, Committed, Kept
 from ..models.protocol import DraftModules
 from .model_reader import attend_chain
 from .protocol import PromptPart

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..batch.batch import Batch
-from ..batch.state import BatchState
+from ..batch.state import Batch, BatchState
 from ..config.eagle_config import EAGLEConfig
 from ..requests.request import Request
 from .protocol import Drafter, Proposal, copy_probs, tree_of

@@ -18,12 +18,11 @@ from ..batch.state import CATCH_UP_EVERY, BatchState
 from ..batch.transfer import to_device
 from ..requests.request import Request, twin
 from ..requests.sampling_params import Features
+from ..step.packed_rows import PromptRows
 from ..step.phases import PhaseTimes, mark
 from ..step.plan import StepPlan
-from ..step.prompt_rows import PromptRows
-from ..step.runner import StepRunner
+from ..step.runner import Launch, StepRunner
 from ..step.stepper import StepResult
-from .launch import Launch
 from .prompts import PartOutput, Row, hand_scores, take_parts
 from .reading import Reading
 from .threads import running

@@ -14,11 +14,11 @@ from eagle_kernels import SamplingParams
 from eagle_kernels.engine.batch.kv_pool import JointAttend, KVPool, PrefillAttend, RaggedAttend
 from eagle_kernels.engine.models.protocol import KVShape
 from eagle_kernels.engine.requests.request import Request
-from eagle_kernels.engine.serve import launch, pace, reading, scheduler
-from eagle_kernels.engine.serve.pace import Pace
-from eagle_kernels.engine.serve.reading import FEW_STEPS, JOINT_TOKENS
+from eagle_kernels.engine.serve import reading, scheduler
+from eagle_kernels.engine.serve.reading import FEW_STEPS, JOINT_TOKENS, Pace
+from eagle_kernels.engine.step import runner
 from eagle_kernels.engine.step.choice import ByBatchSize, Fastest
-from eagle_kernels.engine.step.prompt_rows import MOST_PARTS
+from eagle_kernels.engine.step.packed_rows import MOST_PARTS
 from eagle_kernels.engine.step.runner import bucket_of
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import PARAMS, make, prompt_of
@@ -294,7 +294,7 @@ def test_times_of_steps_reach_those_who_judge_by_them(kind, limit_ms, lag, monke
         paced.append((tokens, read_ms, pace._step_ms))
         note_reading(pace, tokens, read_ms)
 
-    for module in (scheduler, launch, pace):
+    for module in (scheduler, runner, reading):
         monkeypatch.setattr(module, "mark", lambda device: now_ms[0] / 1e3)
     monkeypatch.setattr(Stepper, "_run_target", running)
     monkeypatch.setattr(reading, "read_parts", parts_read)
@@ -337,7 +337,7 @@ def test_times_of_steps_reach_those_who_judge_by_them(kind, limit_ms, lag, monke
 def test_a_pace_of_two_budgets(monkeypatch):
     """The larger one where the limit allows it, tried again now and then; what a step takes anyway does not count."""
     now = [0.0]
-    monkeypatch.setattr(pace, "mark", lambda device: now[0])
+    monkeypatch.setattr(reading, "mark", lambda device: now[0])
     for large_ms, settled in ((8.0, JOINT_TOKENS[-1]), (12.0, JOINT_TOKENS[0])):
         chosen, sizes = Pace(10.0, JOINT_TOKENS), []
         for _ in range(100):

@@ -11,10 +11,10 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
-from eagle_kernels.engine.serve import pace
 from eagle_kernels.engine.serve import prompts as reading
-from eagle_kernels.engine.serve.launch import Launch
-from eagle_kernels.engine.serve.pace import Pace
+from eagle_kernels.engine.serve import reading as choosing
+from eagle_kernels.engine.serve.reading import Pace
+from eagle_kernels.engine.step.runner import Launch
 from op_tests.engine.engines import PARAMS, make, prompt_of
 from op_tests.engine.serve.conftest import DEVICE
 from op_tests.engine.toys import ToyModel, random_head, random_llama, random_modules
@@ -355,7 +355,7 @@ class Card:
 
     def __init__(self, monkeypatch, step_ms, fixed_ms, token_ms):
         self.step_ms, self.fixed_ms, self.token_ms, self.now = step_ms, fixed_ms, token_ms, 0.0
-        monkeypatch.setattr(pace, "mark", lambda device: self.now)
+        monkeypatch.setattr(choosing, "mark", lambda device: self.now)
 
     def gaps(self, chosen: Pace, prompt: int) -> list[float]:
         """Reads a prompt beside steps; returns the time from each step to the next."""
@@ -387,7 +387,7 @@ def test_a_pace_fills_the_limit_and_keeps_it(step_ms, fixed_ms, token_ms, monkey
 def test_a_pace_is_not_caught_where_few_tokens_take_as_long_as_many(limit_ms, best, slow, monkeypatch):
     """Reading takes at least 5 ms; not even by one reading that took much longer."""
     chosen, now, sizes = Pace(limit_ms, BUDGETS), [0.0], []
-    monkeypatch.setattr(pace, "mark", lambda device: now[0])
+    monkeypatch.setattr(choosing, "mark", lambda device: now[0])
     for number in range(100):
         sizes.append(chosen.budget())
         start = chosen.begin(torch.device("cpu"))
