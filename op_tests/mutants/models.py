@@ -37,7 +37,7 @@ MUTANTS = [
     ),
     Mutant(
         "the probability of a drawn draft without those above it",
-        [(_DRAFTERS + "sampled_drafter.py", "probs[:, first:last] *= probs[:, first - topk : last - topk]", "pass")],
+        [(_DRAFTERS + "model_drafter.py", "probs[:, first:last] *= probs[:, first - topk : last - topk]", "pass")],
         ["op_tests/tools/test_tree_view.py::test_draft_probabilities_are_those_of_the_model[drawn]"],
     ),
     Mutant(
