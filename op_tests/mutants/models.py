@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import ENGINE, INTEGRATIONS, TOOLS, Mutant
+from .mutant import ATTEND, ENGINE, INTEGRATIONS, TOOLS, Mutant
 
 _MODELS = ENGINE + "models/"
 _DRAFTERS = ENGINE + "drafters/"
@@ -16,7 +16,7 @@ MUTANTS = [
     ),
     Mutant(
         "a window of one key more without a pool",
-        [(_MODELS + "causal_attend.py", "(distance < (len", "(distance <= (len")],
+        [(ATTEND, "(distance < (len", "(distance <= (len")],
         [_FORMULA + "attention_without_a_pool"],
     ),
     Mutant(

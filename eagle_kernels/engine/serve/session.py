@@ -138,7 +138,14 @@ class Session(Unique):
             for seed in read_seeds(first if each.seed is None else each.seed, 1, caller, num_samples)
         ]
 
-    def make_request(self, number: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig) -> Request:
+    def make_request(
+        self,
+        number: int,
+        prompt: list[int],
+        params: SamplingParams,
+        config: EAGLEConfig,
+        outbox: list[TokenEvent] | None = None,
+    ) -> Request:
         """Returns a request with this configuration; raises ValueError if its parameters cannot be served."""
         stop = StopStrings(params.stop, self.tokenizer_for("stop strings need"), prompt) if params.stop else None
         self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
@@ -150,7 +157,8 @@ class Session(Unique):
             reason = f"min_new_tokens serves at most {MOST_ENDS} end tokens, got {len(ends)}"
         if reason:
             raise ValueError(f"EAGLEInference: {reason}")
-        return Request(number, prompt, params, read_seeds(params.seed, 1)[0], ends, stop_strings=stop)
+        seed = read_seeds(params.seed, 1)[0]
+        return Request(number, prompt, params, seed, ends, stop_strings=stop, outbox=outbox)
 
     def submit(self, prompt: list[int], params: SamplingParams | None, config: EAGLEConfig) -> Request:
         """Queues a request, and returns it; one that can never run is returned finished, with `error`.
@@ -164,14 +172,13 @@ class Session(Unique):
                 with self.changing("submit"):
                     scheduler = self.scheduler_for(config, speculative=True)
             params = params or SamplingParams(**config.sampling)
-            request = self.make_request(self._num_submitted, prompt, params, config)
+            request = self.make_request(self._num_submitted, prompt, params, config, self.outbox)
             self._num_submitted += 1
             reason = self.why_unfit(prompt, params.max_new_tokens, config, speculative=True)
             reason = reason or scheduler.why_never(request)
             if reason:
                 request.finish_reason, request.error = "error", reason
             else:
-                request.outbox = self.outbox
                 scheduler.submit(request)
             return request
 
