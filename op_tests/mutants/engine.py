@@ -412,7 +412,7 @@ MUTANTS = [
     ),
     Mutant(
         "bytes that just suffice are refused",
-        [(ENGINE + "batch/memory.py", 'sizes["rows"] > free', 'sizes["rows"] >= free')],
+        [(ENGINE + "serve/memory.py", 'sizes["rows"] > free', 'sizes["rows"] >= free')],
         [_LIMITS + "the_bytes_that_are_free_suffice"],
     ),
     Mutant(
