@@ -21,7 +21,7 @@ from typing import Protocol
 
 import eagle_kernels
 from eagle_kernels import engine, ops, raw, types
-from eagle_kernels.engine.config import eagle_config
+from eagle_kernels.engine.config import serving_options
 from eagle_kernels.engine.generation import Generation
 from eagle_kernels.engine.requests import inputs
 from eagle_kernels.ops.registry import FAMILIES, OPS
@@ -75,9 +75,10 @@ _RESULTS = ("GenerationOutput", "GenerationStats", "Request", "TokenEvent", "Tex
 _OWN = {
     "EAGLEConfig": ("on", "trees_for", "most_beams", "sampling", "keeps_text", "may_speculate", "simulated_rates"),
     "BenchmarkResult": ("rows",),
+    "GenerationStats": ("measured_by",),
     "Request": ("has_news", "fail", "raise_error", "push", "score_prompt", "stop_strings", "outbox", "exception"),
     "SamplingParams": ("has_filters", "has_penalties", "scores"),
-    "TokenStream": ("device", "is_single", "time_plain_step"),
+    "TokenStream": ("device", "is_single"),
 }  # fmt: skip
 # names of types that only abbreviate, which the engine's page explains
 _ALIASES = {
@@ -85,7 +86,7 @@ _ALIASES = {
     for name in ("Asked", "Params", "Prompts", "Seeds")
 }
 # the same, written out where they stand
-_SHORT_ALIASES = {"Tree": str(eagle_config.Tree), "Ids": "list[int] | list[list[int]]"}
+_SHORT_ALIASES = {"Tree": str(serving_options.Tree), "Ids": "list[int] | list[list[int]]"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,6 +24,8 @@ RANKS = {
     "tools": 5,
     "integrations": 5,
 }
+# of the engine, from the lowest on; its files outside of them, which are the API, may import all
+ENGINE_FOLDERS = ("models", "requests", "config", "batch", "drafters", "step", "serve")
 MOST_LINES = 400
 MOST_POSITIONAL = 8
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
@@ -49,7 +51,7 @@ FACTORIES = {
 # those whose dtype does not depend on the default, for integers and tensors
 OWN_DTYPE = {"arange", "asarray", "as_tensor", "randint", "randperm", "tril_indices", "triu_indices"}
 # as transformers has it
-ZERO_IS_NONE = {(name, "eagle_kernels/engine/models/rotary.py") for name in (".mscale", ".mscale_all_dim")}
+ZERO_IS_NONE = {(name, "eagle_kernels/engine/models/layers.py") for name in (".mscale", ".mscale_all_dim")}
 TESTS_OF_BENCH = (
     "op_tests/test_bench.py",
     "op_tests/test_bench_server.py",
@@ -150,6 +152,28 @@ def no_import_upward(house: House) -> Iterator[str]:
             other, other_rank = place(target)
             if other != own and other_rank >= rank:
                 yield f"{file.path}:{imported.line} imports {target}, which is not below {own or 'the public names'}"
+
+
+def engine_imports_down(house: House) -> Iterator[str]:
+    """The engine's folders import those below them, and nothing by a string: a path is read from top to bottom."""
+
+    def place(module: str) -> tuple[str, int]:
+        folder = (module.split(".") + [""])[2]
+        return folder, ENGINE_FOLDERS.index(folder) if folder in ENGINE_FOLDERS else len(ENGINE_FOLDERS)
+
+    for file in house.under("eagle_kernels"):
+        if not file.path.startswith("eagle_kernels/engine/"):
+            continue
+        own, rank = place(file.module)
+        for imported in file.imports:
+            target, _ = house.target(imported)
+            if target.startswith("eagle_kernels.engine"):
+                other, other_rank = place(target)
+                if other != own and rank < len(ENGINE_FOLDERS) and other_rank >= rank:
+                    yield f"{file.path}:{imported.line} imports {target}, which is not below {own}"
+        for node in file.nodes:
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+                yield f"{file.path}:{node.lineno} imports by a string: {ast.unparse(node)}"
 
 
 def no_circle(house: House) -> Iterator[str]:
@@ -494,6 +518,7 @@ def truths(node: ast.AST) -> Iterator[ast.AST]:
 LAWS = (
     tensors_name_their_kind,
     no_import_upward,
+    engine_imports_down,
     no_circle,
     families_apart,
     primitives_are_shared,

@@ -118,6 +118,25 @@ BROKEN = {
             "eagle_kernels/tools/view.py:2",
         ],
     ),
+    "engine": (
+        architecture.engine_imports_down,
+        {
+            "eagle_kernels/engine/__init__.py": "from .serve.stream import Stream",
+            "eagle_kernels/engine/inference.py": "from .config.options import Options\nfrom .generation import run",
+            "eagle_kernels/engine/generation.py": "from importlib import import_module\nimport_module('.' + name)",
+            "eagle_kernels/engine/serve/stream.py": "from ..step import plan\nfrom .. import inference",
+            "eagle_kernels/engine/step/plan.py": "def run():\n    from ..serve import stream\n    __import__(name)",
+            "eagle_kernels/engine/config/options.py": "from ..step.plan import Plan\nfrom . import given",
+            "eagle_kernels/tools/view.py": "from ..engine.step import plan\nimport_module(name)",
+        },
+        [
+            "eagle_kernels/engine/generation.py:2",
+            "eagle_kernels/engine/serve/stream.py:2",
+            "eagle_kernels/engine/step/plan.py:2",
+            "eagle_kernels/engine/step/plan.py:3",
+            "eagle_kernels/engine/config/options.py:1",
+        ],
+    ),
     "circle": (
         architecture.no_circle,
         {

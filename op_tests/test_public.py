@@ -35,14 +35,6 @@ def test_bad_arguments_are_named_in_one_line(change, kind, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_deprecated_module_still_works_and_says_what_to_use():
-    from eagle_kernels.engine import tree_view
-    from eagle_kernels.tools.trees import view
-
-    with pytest.warns(DeprecationWarning, match=r"ends with 0\.3; use eagle_kernels\.tools\.trees\.view"):
-        assert tree_view.verified_trees is view.verified_trees
-
-
 def test_a_missing_argument_is_named():
     values = make_tree(2, 4, 3, 8)
     del values["topk"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle_kernels.engine.step.logprobs import score
+from eagle_kernels.engine.step.verification import score
 from eagle_kernels.ops.registry import OPS
 from op_tests.harness import check_operation, to_device
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from eagle_kernels.engine.models.causal_attend import causal_attend, positions_of
 from eagle_kernels.engine.models.loading import demo_pair, load_target
+from eagle_kernels.reference.causal_attend import causal_attend, positions_of
 
 # How far the logit of a token may be below the largest: twice the largest error of the pair's logits in that type, over
 # 1024 greedy tokens (0.032 and 0.26; the median errors are 0.002 and 0.018). Of these tokens 0.8 % and 6 % have a

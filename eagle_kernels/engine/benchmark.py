@@ -17,9 +17,8 @@ from .config.eagle_config import EAGLEConfig
 from .requests.inputs import Asked, Params, Prompts, Seeds, read_prompts
 from .requests.sampling_params import Features, SamplingParams
 from .serve.output import GenerationStats
-from .serve.progress import progress_bar
 from .serve.session import Session, read_fields
-from .serve.stream import TokenStream, open_stream
+from .serve.stream import TokenStream, open_stream, progress_bar
 from .serve.warmup import warm_up
 
 
@@ -155,6 +154,7 @@ class Decoding:
 def benchmark(
     session: Session,
     config: EAGLEConfig,
+    *,
     prompts: Prompts,
     max_new_tokens: Asked,
     sampling_params: Params,
@@ -173,8 +173,15 @@ def benchmark(
     batch_size = min(batch_size, len(prompts))
     overrides = read_fields("benchmark", config, overrides)
     overrides.setdefault("max_batch", max(config.max_batch, batch_size))
-    call = max_new_tokens, seeds, config, overrides, 1, sampling_params
-    config, params = session.read_call("benchmark", len(prompts), *call)
+    config, params = session.read_call(
+        "benchmark",
+        config,
+        count=len(prompts),
+        max_new_tokens=max_new_tokens,
+        seeds=seeds,
+        overrides=overrides,
+        sampling_params=sampling_params,
+    )
     config = replace(config, temperature=max(each.temperature for each in params))
     return _measure(session, config, prompts, params, batch_size, progress)
 

@@ -14,9 +14,8 @@ from .requests.inputs import DEFAULT_TOKENS, Asked, OnePrompt, Params, Prompts, 
 from .requests.names import takes_other_names
 from .serve.lock import Unique
 from .serve.output import GenerationOutput
-from .serve.progress import run
 from .serve.session import Session
-from .serve.stream import TokenStream, open_call
+from .serve.stream import TokenStream, open_call, run
 from .serve.text_stream import TextPiece, TextStream
 
 # prompts of which a type checker cannot tell whether there is one, or how many samples there are
@@ -93,10 +92,19 @@ class Generation(Unique):
             >>> engine.tokenizer.decode(output_ids), stats.mean_accept_length
             ('self, size, walk', 3.4)
         """
-        call = "generate", input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides
-        stream = open_call(self.session, self._config, *call)
+        stream = open_call(
+            self.session,
+            self._config,
+            "generate",
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            sampling_params=sampling_params,
+            n=n,
+            seeds=seeds,
+            speculative=speculative,
+            overrides=overrides,
+        )
         run(stream, "generate", n, progress)
-        stream.time_plain_step()
         return stream.output()
 
     @overload
@@ -144,8 +152,18 @@ class Generation(Unique):
             >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of the example of `generate`
             [115, 101, 108, 102]
         """
-        call = "stream", input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides
-        return open_call(self.session, self._config, *call)
+        return open_call(
+            self.session,
+            self._config,
+            "stream",
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            sampling_params=sampling_params,
+            n=n,
+            seeds=seeds,
+            speculative=speculative,
+            overrides=overrides,
+        )
 
     @overload
     def stream_text(

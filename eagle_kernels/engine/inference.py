@@ -13,9 +13,18 @@ from torch import Tensor
 from ..runtime.values import read_flag, shown
 from .benchmark import BenchmarkResult, benchmark
 from .config.eagle_config import EAGLEConfig
-from .config.given import read_config, read_config_and_draft
+from .config.pairing import (
+    as_draft,
+    as_target,
+    bind_draft,
+    check_device,
+    check_trees,
+    load_pair,
+    read_config,
+    read_config_and_draft,
+    warn_of_rounding,
+)
 from .generation import Generation
-from .models.pairing import as_draft, as_target, bind_draft, check_device, check_trees, load_pair, warn_of_rounding
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer
 from .requests.inputs import DEFAULT_SEED, DEFAULT_TOKENS, Asked, Params, Prompts, Seeds, read_prompt
@@ -196,8 +205,17 @@ class EAGLEInference(Generation):
             ValueError: As for `generate`, or a whole batch does not fit into the pools.
             RuntimeError: The batch is not empty.
         """
-        call = prompts, max_new_tokens, sampling_params, batch_size, seeds, progress, overrides
-        return benchmark(self.session, self.config, *call)
+        return benchmark(
+            self.session,
+            self.config,
+            prompts=prompts,
+            max_new_tokens=max_new_tokens,
+            sampling_params=sampling_params,
+            batch_size=batch_size,
+            seeds=seeds,
+            progress=progress,
+            overrides=overrides,
+        )
 
     def warmup(
         self, *params: SamplingParams, speculative: bool = True, most_requests: int | None = None, **overrides: Any

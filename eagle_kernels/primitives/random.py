@@ -10,7 +10,7 @@ would share such words, and words of 0 win whatever the logits are.
 No key may serve two draws of a text, unless nothing that was decided between them depends on the first one: a number is
 no longer random once something made of it is known. Coins are keyed by the place in the tree for this reason (traversal
 and block verification look beyond what they accept). The keys of drafts do come again, of drafts that no verification
-has read: `engine/drafters/sampled_drafter.py` says what this needs.
+has read: `engine/drafters/model_drafter.py` says what this needs.
 
 There are two ways from these words to Gumbel noise -ln E, for independent exponentials E of rate 1, one of each token:
 

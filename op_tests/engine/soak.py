@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
-from eagle_kernels.engine.batch.row_sampling import RowSampling
+from eagle_kernels.engine.batch.state import RowSampling
 from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.serve.scheduler import Scheduler

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eagle_kernels.engine.serve import pace
+from eagle_kernels.engine.serve import reading
 from eagle_kernels.engine.step import choice as rules
 from eagle_kernels.engine.step.choice import Fastest
 
@@ -188,7 +188,7 @@ class Readings:
 
     def note_step(self, step_ms):
         if step_ms is not None:
-            share = 1.0 if self.step_ms is None else pace.TIME_WEIGHT
+            share = 1.0 if self.step_ms is None else reading.TIME_WEIGHT
             self.step_ms = (self.step_ms or 0.0) + share * (step_ms - (self.step_ms or 0.0))
 
     def read(self, tokens, read_ms, is_joint):
@@ -202,10 +202,10 @@ class Readings:
             return
         else:
             self.fitting += 1
-            if self.fitting > pace.REMEMBERED:
+            if self.fitting > reading.REMEMBERED:
                 self.too_many = None
             larger = [budget for budget in self.budgets if budget > tokens]
-            wanted = min(wanted, pace.GROWTH * max(tokens, self.now))
+            wanted = min(wanted, reading.GROWTH * max(tokens, self.now))
             wanted = max(wanted, larger[0] if larger else tokens)
             if self.too_many is not None:
                 wanted = max(tokens, min(wanted, self.too_many - 1))
@@ -218,9 +218,9 @@ class Device:
     def __init__(self, monkeypatch):
         self.now_ms, self.passed = 0.0, 0
         monkeypatch.setattr(
-            pace, "mark", lambda device: SimpleNamespace(at=self.now_ms, query=self.is_over(self.now_ms))
+            reading, "mark", lambda device: SimpleNamespace(at=self.now_ms, query=self.is_over(self.now_ms))
         )
-        monkeypatch.setattr(pace, "elapsed_ms", lambda start, end: end.at - start.at)
+        monkeypatch.setattr(reading, "elapsed_ms", lambda start, end: end.at - start.at)
 
     def is_over(self, at):
         return lambda: at <= self.passed
@@ -231,7 +231,7 @@ class Device:
 def test_a_budget_follows_from_all_that_was_read(seed, budgets, monkeypatch):
     """By itself and beside steps, whole budgets and rests, just as long as is allowed, and noticed late."""
     coin, limit_ms, seen = random.Random(seed), 16.0, set()
-    device, chosen, readings = Device(monkeypatch), pace.Pace(limit_ms, budgets), Readings(limit_ms, budgets)
+    device, chosen, readings = Device(monkeypatch), reading.Pace(limit_ms, budgets), Readings(limit_ms, budgets)
     unread = []
     for _ in range(300):
         if coin.random() < 0.3:
@@ -254,4 +254,4 @@ def test_a_budget_follows_from_all_that_was_read(seed, budgets, monkeypatch):
         assert chosen.budget() == readings.now
         seen.add(readings.now)
     assert len(seen) >= min(4, len(budgets))
-    assert pace.Pace(None, budgets).begin("a device") is None and pace.Pace(None, budgets).budget() == budgets[-1]
+    assert reading.Pace(None, budgets).begin("a device") is None and reading.Pace(None, budgets).budget() == budgets[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import re
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.config.drafting_options import DraftingOptions
 from eagle_kernels.engine.config.eagle_config import CONFIG_FIELDS
+from eagle_kernels.engine.config.serving_options import ServingOptions
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
 from op_tests.engine.hostile import refused
@@ -28,6 +31,26 @@ def test_defaults():
     assert EAGLEConfig(topk=2, num_steps=3).num_verify_tokens == 1 + 2 + 2 * 4
     assert EAGLEConfig(topk=1, num_steps=5).num_verify_tokens == 6
     assert EAGLEConfig(num_draft_tokens=40).num_verify_tokens == 40
+
+
+def test_fields_stand_in_the_groups_of_their_docstring():
+    """Under the same headings, whichever class holds them; positional arguments keep their order besides."""
+    documented, defined, group = {}, {}, []
+    for line in inspect.getdoc(EAGLEConfig).partition("\nArgs:\n")[2].splitlines():
+        entry = re.match(r"    (\w[\w, ]*): ", line)
+        if entry:
+            group.extend(entry[1].split(", "))
+        elif line[4] != " ":
+            group = documented.setdefault(line.strip(" .").lower().partition(",")[0], [])
+    for options in (DraftingOptions, ServingOptions):
+        for line in inspect.getsource(options).splitlines():
+            if line.startswith("    # "):
+                group = defined.setdefault(line.removeprefix("    # ").partition(",")[0], [])
+            elif re.match(r"    [a-z]\w+: ", line):
+                group.append(line.split(":")[0].strip())
+    assert {name: sorted(group) for name, group in documented.items()} == {k: sorted(v) for k, v in defined.items()}
+    assert sorted(name for group in documented.values() for name in group) == sorted(CONFIG_FIELDS)
+    assert len(documented) == 8 and max(map(len, documented.values())) < 11
 
 
 def test_the_default_number_of_nodes_follows_the_tree():

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.models.causal_attend import causal_attend
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine.decoder_formula import CASES, config_of, decoder_formula, weights_of
 from op_tests.engine.toys import ToyModel
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.models.causal_attend import causal_attend, rotate
+from eagle_kernels.reference.causal_attend import causal_attend, rotate
 from op_tests.engine.toys import random_eagle1_head, random_head, random_llama
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]

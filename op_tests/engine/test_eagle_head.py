@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_kernels.engine.models.causal_attend import causal_attend
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
 from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.reference.causal_attend import causal_attend
 
 WIDTHS = {
     "vocab_size": 50,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, SamplingParams, ops
-from eagle_kernels.engine.batch.row_sampling import RowSampling
+from eagle_kernels.engine.batch.state import RowSampling
 from eagle_kernels.engine.drafters.protocol import Proposal
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.step.stepper import Verified

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.models.causal_attend import causal_attend
 from eagle_kernels.engine.models.loading import load_target
+from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine.families import CASES, SIZES, YARN
 from op_tests.engine.families import write_target as make
 from op_tests.engine.heads import save_folder

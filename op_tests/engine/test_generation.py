@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import pickle
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -14,8 +17,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.engine.serve.launch import Launch
-from eagle_kernels.engine.step.runner import StepRunner
+from eagle_kernels.engine.step.runner import Launch, StepRunner
 from op_tests.engine.methods import METHODS, MIXED, SIZES
 from op_tests.engine.toys import RowWalker, ToyModel, Walker, WalkerHead, WalkerModules, plain_logits, random_llama
 
@@ -421,7 +423,7 @@ def error_of(call, *arguments, **options) -> str | None:
 
 
 def test_a_plain_step_is_timed_once_and_keeps_nothing(target, stranger, monkeypatch):
-    """At the end of the first call of as many requests with drafts, if no others run; no key or row changes."""
+    """When its speedup is first read, if no others run then or ran beside the call; no key or row changes."""
     engine, timed, changed = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2)), [], []
     time_ms = StepRunner.time_ms
 
@@ -436,8 +438,11 @@ def test_a_plain_step_is_timed_once_and_keeps_nothing(target, stranger, monkeypa
         return spent_ms
 
     monkeypatch.setattr(StepRunner, "time_ms", noting)
-    texts = [engine.generate(PROMPTS, 8)[0] for _ in range(2)]
-    assert texts[0] == texts[1] and timed == [3] and not any(changed) and len(changed) > 10
+    (texts, stats), (again, latest) = [engine.generate(PROMPTS, 8) for _ in range(2)]
+    assert stats["steps"] == stats.steps and stats.plain_step_ms is None and not timed
+    assert stats.speedup == stats.speedup > 0 and latest.speedup > 0 < latest.plain_step_ms == stats.plain_step_ms
+    assert texts == again and timed == [3] and not any(changed) and len(changed) > 10
+    assert engine.generate(PROMPTS, 8)[0] == texts
     assert engine.generate(PROMPTS[0], 1).stats.speedup is None and timed == [3]  # no step
     request = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=30))
     engine.step()
@@ -461,9 +466,31 @@ def test_a_plain_step_that_fails_costs_a_number(target, stranger, monkeypatch, c
     assert not tried and stream.output().stats.speedup is None
     for _ in range(2):
         tokens, stats = engine.generate(PROMPTS, 8)
-        assert tokens[0] == texts[0] and stats.speedup is None
+        assert tokens[0] == texts[0] and stats.speedup is None and stats.speedup is None
     assert len(tried) == 1
     assert [record.args for record in caplog.records] == [("no plain step here",)]
+
+
+def test_a_plain_step_waits_until_the_engine_is_free(target, stranger, monkeypatch):
+    """Where it is not, or is no more, nothing is known; statistics hold no engine, and go wherever they are sent."""
+    engine, timed, told = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2, cuda_graph=False)), [], []
+    time_ms = StepRunner.time_ms
+    monkeypatch.setattr(StepRunner, "time_ms", lambda *all_of_it: timed.append(1) or time_ms(*all_of_it))
+    stats = engine.generate(PROMPTS, 8).stats
+    sent = pickle.loads(pickle.dumps(stats))
+    assert (sent, dataclasses.replace(stats), dataclasses.asdict(sent)) == (stats, stats, dataclasses.asdict(stats))
+    assert sent.speedup is None and not timed
+    engine.on_tree = lambda _: told.append(stats.speedup)
+    engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=9))
+    engine.step()
+    told.append(stats.speedup)
+    engine.collect()
+    with ThreadPoolExecutor(1) as pool, engine.lock:
+        told.append(pool.submit(lambda: stats.speedup).result(60))
+    assert told == [None] * len(told) and len(told) > 2 and not timed
+    del engine
+    gc.collect()
+    assert stats.speedup is None and not timed
 
 
 @pytest.mark.parametrize("num_requests", [1, 2])
@@ -472,7 +499,7 @@ def test_times_of_a_call_are_those_of_its_steps(target, num_requests, speculativ
     """Whichever of them compile something. A plain step's time is kept if it is known, by the steps that do not."""
     now, kept = [0.0], 9.0 if speculative else None
     engine = EAGLEInference(target, target, EAGLEConfig.chain(1))
-    engine.session.plain_step_ms |= {num_requests: kept} if speculative else {}
+    engine.session.plain_steps.known_ms |= {num_requests: kept} if speculative else {}
     run = StepRunner.run
 
     def spend(runner, *arguments):
@@ -493,10 +520,11 @@ def test_times_of_a_call_are_those_of_its_steps(target, num_requests, speculativ
         assert 1e3 * stats.cold_time_s == pytest.approx(8 - sum(warm_ms))
         assert stats.warm_step_ms == pytest.approx(fmean(warm_ms or step_ms))
         assert stats.tokens_per_second == pytest.approx(num_requests * (6 if speculative else 3) / 8e-3)
-        assert stats.plain_step_ms == engine.session.plain_step_ms.get(num_requests) == (kept and pytest.approx(kept))
+        known_ms = engine.session.plain_steps.known_ms.get(num_requests)
+        assert stats.plain_step_ms == known_ms == (kept and pytest.approx(kept))
         accepted = 2 if speculative else 1
         assert stats.speedup == (kept and pytest.approx(accepted * kept / stats.warm_step_ms))
-    assert set(engine.session.plain_step_ms) == {num_requests}
+    assert set(engine.session.plain_steps.known_ms) == {num_requests}
 
 
 def test_arguments_of_another_kind_are_named(target):

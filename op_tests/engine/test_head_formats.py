@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("safetensors")
 
-from eagle_kernels.engine.models.causal_attend import causal_attend
 from eagle_kernels.engine.models.checkpoint import Checkpoint
 from eagle_kernels.engine.models.loading import load_draft, read_head
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
+from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
 from op_tests.engine.heads import HIDDEN, IDS, STREAMS, TARGET_IDS, TARGET_VOCAB, WRITERS, edit_config, edit_tensors
 from op_tests.engine.toys import random_llama

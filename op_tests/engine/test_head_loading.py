@@ -262,7 +262,7 @@ def test_rope_theta_is_the_heads_own(tmp_path, target):
 
 
 def _one_pass(engine, ids, features):
-    from eagle_kernels.engine.models.causal_attend import causal_attend
+    from eagle_kernels.reference.causal_attend import causal_attend
 
     positions = torch.arange(len(ids))[None]
     return engine.draft(ids[None], features[None], positions, causal_attend, from_target=True).logits[0]

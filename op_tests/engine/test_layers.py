@@ -9,9 +9,9 @@ import torch
 
 from eagle_kernels import ops
 from eagle_kernels.engine.models import layers
-from eagle_kernels.engine.models.causal_attend import causal_attend
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.reference.causal_attend import causal_attend
 
 CONFIG = {
     "model_type": "qwen3",

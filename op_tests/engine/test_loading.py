@@ -86,7 +86,7 @@ def test_target_round_trip(target_folder):
 
 
 def test_loaded_modules_run(target_folder, draft_folder):
-    from eagle_kernels.engine.models.causal_attend import causal_attend
+    from eagle_kernels.reference.causal_attend import causal_attend
 
     target = load_target(target_folder)
     draft = load_draft(draft_folder, target)

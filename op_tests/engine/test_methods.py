@@ -249,8 +249,7 @@ def test_what_is_left_of_an_offer(num_since, factor, depth, device):
     request = Request(0, text, SamplingParams(), 0, frozenset())
     feed.start(request)
     feed.send([(0, request)])
-    drafter = SuffixDrafter(config)
-    drafter.feed = feed
+    drafter = SuffixDrafter(config, feed)
     history = torch.tensor([[*text, *since, *(30 * [-1])]], device=device)
     batch = SimpleNamespace(
         rows=slice(0, 1), state=SimpleNamespace(history=history), lengths=length + num_since,
@@ -272,12 +271,12 @@ def test_what_is_left_of_an_offer(num_since, factor, depth, device):
 def test_any_factor_of_any_match_is_rounded_down_alike(num_since, device, monkeypatch):
     """By host and device: to what exact arithmetic of the factor as it is written says, up to as deep as trees go."""
     depth, num_nodes = 64, 200
-    drafter = SuffixDrafter(EAGLEConfig(method="suffix", topk=1, num_steps=num_nodes - 1, num_draft_tokens=num_nodes))
+    config = EAGLEConfig(method="suffix", topk=1, num_steps=num_nodes - 1, num_draft_tokens=num_nodes)
     factors, lengths = [f"{count / 100:.2f}" for count in range(301)], range(depth + 2)
     matches = torch.tensor(lengths, device=device)
     nodes = torch.arange(1, num_nodes, device=device).repeat(len(lengths), 1)
     sent = SimpleNamespace(tokens=nodes, parents=nodes - 1, bases=torch.zeros_like(matches), matches=matches)
-    drafter.feed = SimpleNamespace(offers=sent, most_tokens=3)
+    drafter = SuffixDrafter(config, SimpleNamespace(offers=sent, most_tokens=3))
     batch = SimpleNamespace(
         rows=slice(None), state=SimpleNamespace(history=torch.zeros_like(nodes)), lengths=0 * matches + num_since
     )

@@ -10,9 +10,9 @@ pytest.importorskip("safetensors")
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
 from eagle_kernels.engine.drafters.module_reader import ModuleReader
-from eagle_kernels.engine.models.causal_attend import causal_attend
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
+from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
 from op_tests.engine.engines import write_with_modules
 from op_tests.engine.heads import HIDDEN, IDS, edit_config, edit_tensors

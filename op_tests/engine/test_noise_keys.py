@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
-from eagle_kernels.engine.drafters import sampled_drafter
+from eagle_kernels.engine.drafters import model_drafter
 from eagle_kernels.reference.residual import Draws
 from op_tests.engine.toys import Markov, Walker, WalkerHead, random_llama, random_modules
 from op_tests.harness.noise_keys import NoiseKeys
@@ -101,13 +101,13 @@ def later_drafts_find_the_noise_of_the_first(monkeypatch):
 
 def a_tree_whose_shape_depends_on_its_drafts(monkeypatch):
     """A node of the last level hangs below the root where the node above it is a 0."""
-    build = sampled_drafter.tree_of
+    build = model_drafter.tree_of
 
     def moved(batch, tokens, parents, config):
         above = tokens.gather(1, (parents - 1).clamp(min=0))
         return build(batch, tokens, torch.where((above == 0) & (parents > config.topk), 0, parents), config)
 
-    monkeypatch.setattr(sampled_drafter, "tree_of", moved)
+    monkeypatch.setattr(model_drafter, "tree_of", moved)
 
 
 def a_coin_for_all_children(monkeypatch):

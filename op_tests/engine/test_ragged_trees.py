@@ -13,7 +13,7 @@ from eagle_kernels.engine.batch.kv_pool import JointAttend, RaggedAttend
 from eagle_kernels.engine.drafters import model_drafter
 from eagle_kernels.engine.drafters.protocol import Proposal
 from eagle_kernels.engine.models.protocol import ModelError
-from eagle_kernels.engine.step import packed_nodes
+from eagle_kernels.engine.step import packed_rows
 from op_tests.engine.engines import PARAMS, make, prompt_of
 from op_tests.engine.serve.conftest import DEVICE
 from op_tests.engine.toys import ToyModel, WalkerModules, random_head, random_llama
@@ -92,7 +92,7 @@ def test_a_step_has_as_many_rows_as_it_may(target, draft, monkeypatch):
     """Beside a prompt too; the requests' rows are of different numbers, and each keeps one at least."""
     engine = make(draft, target, max_batch=4, mean_draft_tokens=3, cuda_graph=False, **TREE)
     rows, counts, joint = [], [], []
-    init, joint_init, prune = RaggedAttend.__init__, JointAttend.__init__, packed_nodes.prune
+    init, joint_init, prune = RaggedAttend.__init__, JointAttend.__init__, packed_rows.prune
 
     def noting(attend, pool, table, lengths, bounds, slots, positions, most_rows, tree_mask=None, **options):
         if tree_mask is not None:
@@ -127,7 +127,7 @@ def test_dead_rows_have_no_part_of_the_budget(is_live, num_nodes):
     tree = ops.BuildTreeOutput(chain, none, none, none, none, torch.arange(12))
     batch = SimpleNamespace(is_live=torch.tensor(is_live, dtype=torch.int32), lengths=torch.full((3,), 9))
     proposal = Proposal(tree, path_probs=lambda: torch.full((3, 3), 0.5))
-    assert packed_nodes.prune(batch, proposal, 2).num_nodes.tolist() == num_nodes
+    assert packed_rows.prune(batch, proposal, 2).num_nodes.tolist() == num_nodes
 
 
 def test_sure_requests_get_more_rows(target, monkeypatch):
@@ -143,7 +143,7 @@ def test_sure_requests_get_more_rows(target, monkeypatch):
         counts.append(pruned.num_nodes.tolist())
         return pruned
 
-    monkeypatch.setattr(packed_nodes.ops, "prune_trees", noting)
+    monkeypatch.setattr(packed_rows.ops, "prune_trees", noting)
     requests = [engine.submit(prompt_of(4), SamplingParams(max_new_tokens=20)) for _ in range(2)]
     for _ in range(3):
         engine.step()

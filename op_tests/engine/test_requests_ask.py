@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.step.logprobs import score
+from eagle_kernels.engine.step.verification import score
 from op_tests.engine.engines import make
 from op_tests.engine.toys import LetterTokenizer, Markov, ToyModel, plain_logits
 

@@ -9,7 +9,7 @@ import torch
 
 from eagle_kernels import ops
 from eagle_kernels.engine.batch.prefix_cache import PrefixCache
-from eagle_kernels.engine.batch.row_sampling import RowSampling
+from eagle_kernels.engine.batch.state import RowSampling
 from eagle_kernels.engine.requests.request import Request
 from op_tests.engine import soak
 

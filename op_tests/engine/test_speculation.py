@@ -16,12 +16,11 @@ from eagle_kernels import EAGLEConfig, SamplingParams
 from eagle_kernels.engine.batch import state as batch_state
 from eagle_kernels.engine.drafters import model_reader
 from eagle_kernels.engine.serve import scheduler
-from eagle_kernels.engine.serve.launch import Launch
 from eagle_kernels.engine.serve.reading import JOINT_TOKENS
 from eagle_kernels.engine.serve.threads import running
 from eagle_kernels.engine.step.choice import COLD_AFTER, PROBE_AFTER, PROBE_STEPS, ByBatchSize, Choice, Fastest
 from eagle_kernels.engine.step.plan import warn_of_eager_steps
-from eagle_kernels.engine.step.runner import bucket_of
+from eagle_kernels.engine.step.runner import Launch, bucket_of
 from op_tests.engine.engines import make, prompt_of
 from op_tests.engine.toys import RowWalker, random_llama
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.models.causal_attend import causal_attend
 from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape, ModelError
 from eagle_kernels.engine.models.transformers_target import TransformersTarget
+from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine.toys import ToyModel
 
 VOCAB, WIDTH, HEADS, KV_HEADS, LENGTH = 37, 32, 4, 2, 48

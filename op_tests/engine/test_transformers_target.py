@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models import checkpoint
-from eagle_kernels.engine.models.causal_attend import causal_attend
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head
 from eagle_kernels.engine.models.loading import load_target
 from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape, ModelError
 from eagle_kernels.engine.models.transformers_target import TransformersTarget
+from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine.heads import edit_tensors
 from op_tests.engine.toys import ToyModel
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_kernels.engine.models.causal_attend import causal_attend, positions_of
 from eagle_kernels.engine.models.loading import demo_pair, load_target
+from eagle_kernels.reference.causal_attend import causal_attend, positions_of
 from op_tests.harness.statistics import assert_follows_law
 
 SITE = os.environ.get("EAGLE_KERNELS_SGLANG_SITE", "")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from .mutant import ENGINE, RUNTIME, TOOLS, Mutant
 
-_DRAFTER = ENGINE + "drafters/sampled_drafter.py"
+_DRAFTER = ENGINE + "drafters/model_drafter.py"
 _PAGES, _READING = ENGINE + "batch/prefix_cache.py", ENGINE + "serve/reading.py"
 _HELD = ["op_tests/engine/serve/test_pages.py::test_pages_hold_what_their_requests_would_have_written"]
 _ALL_SHARED = ["op_tests/engine/serve/test_pages.py::test_all_that_is_known_is_shared"]
 _REQUEST, _DETOKENIZER = ENGINE + "requests/request.py", ENGINE + "models/detokenizer.py"
-_ROWS, _CHOICE = ENGINE + "batch/row_sampling.py", ENGINE + "step/choice.py"
+_ROWS, _CHOICE = ENGINE + "batch/state.py", ENGINE + "step/choice.py"
 _BUSY = "op_tests/engine/serve/test_scheduler.py::test_requests_of_all_kinds_are_those_alone"
 _MOVED = "op_tests/engine/serve/test_scheduler.py::test_all_that_belongs_to_a_row_moves_with_it"
 _ASKED, _CHOSEN = "op_tests/engine/test_requests_ask.py::test_", "op_tests/engine/test_speculation.py::test_"
@@ -25,7 +25,7 @@ _TABLES = ["op_tests/engine/test_generation.py::test_trees_of_a_table_are_refuse
 _LAST = ["op_tests/engine/test_method_ends.py::test_no_model_is_asked_for_what_its_tables_do_not_hold"]
 _NUMBERS = ["op_tests/engine/test_requests_ask.py::test_refused_prompts_have_their_numbers"]
 _LOAD = ["op_tests/tools/test_load_benchmarks.py::test_figures_of_requests"]
-_SCHEDULER, _STREAM, _PAIRING = ENGINE + "serve/scheduler.py", ENGINE + "serve/stream.py", ENGINE + "models/pairing.py"
+_SCHEDULER, _STREAM, _PAIRING = ENGINE + "serve/scheduler.py", ENGINE + "serve/stream.py", ENGINE + "config/pairing.py"
 _HISTORY = "op_tests/engine/test_choice_by_history.py::test_"
 _LIMITS = "op_tests/engine/serve/test_limits.py::test_"
 _NEVER = "op_tests/engine/serve/test_as_if_never.py::test_"
@@ -56,7 +56,7 @@ MUTANTS = [
     ),
     Mutant(
         "a node with the logits of its row",
-        [(ENGINE + "step/packed_nodes.py", "index_copy_(0, self._node, values)",
+        [(ENGINE + "step/packed_rows.py", "index_copy_(0, self._node, values)",
           "index_copy_(0, self._node[0] + torch.arange(len(values), device=values.device), values)")],
         ["op_tests/engine/test_ragged_trees.py::test_texts_are_those_of_plain_decoding"],
     ),
@@ -211,7 +211,7 @@ MUTANTS = [
     ),
     Mutant(
         "likely tokens in whatever order torch.topk has them",
-        [(ENGINE + "step/logprobs.py", "ids = order.topk(", "ids = logprobs.topk(")],
+        [(ENGINE + "step/verification.py", "ids = order.topk(", "ids = logprobs.topk(")],
         [_ASKED + "of_equally_likely_tokens_the_lowest_ids_come_first", _ASKED + "likely_tokens_of_a_text_with_ties"],
     ),
     Mutant(
@@ -350,7 +350,7 @@ MUTANTS = [
     ),
     Mutant(
         "a sample's number in the place of its prompt's",
-        [(_STREAM, "[first + index // num_samples for", "[first + index for")],
+        [(_STREAM, "{self.first + index // self.num_samples}", "{self.first + index}")],
         _NUMBERS,
     ),
     Mutant(
@@ -401,7 +401,7 @@ MUTANTS = [
     ),
     Mutant(
         "a budget that fits stays as it is where few tokens take as long as many",
-        [(ENGINE + "serve/pace.py", "next((budget for budget in self._budgets if budget > tokens), tokens)", "tokens")],
+        [(_READING, "next((budget for budget in self._budgets if budget > tokens), tokens)", "tokens")],
         [_HISTORY + "a_budget_follows_from_all_that_was_read"],
     ),
     Mutant(
@@ -412,7 +412,7 @@ MUTANTS = [
     ),
     Mutant(
         "bytes that just suffice are refused",
-        [(ENGINE + "batch/memory.py", 'sizes["rows"] > free', 'sizes["rows"] >= free')],
+        [(ENGINE + "serve/memory.py", 'sizes["rows"] > free', 'sizes["rows"] >= free')],
         [_LIMITS + "the_bytes_that_are_free_suffice"],
     ),
     Mutant(

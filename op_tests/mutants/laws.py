@@ -343,7 +343,7 @@ MUTANTS = [
     ),
     Mutant(
         "dead rows have a part of the budget",
-        [(ENGINE + "step/packed_nodes.py", "batch.is_live.sum(0, keepdim=True)",
+        [(ENGINE + "step/packed_rows.py", "batch.is_live.sum(0, keepdim=True)",
           "torch.ones_like(batch.is_live).sum(0, keepdim=True)")],
         ["op_tests/engine/test_ragged_trees.py::test_dead_rows_have_no_part_of_the_budget"],
     ),

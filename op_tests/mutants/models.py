@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import ENGINE, INTEGRATIONS, TOOLS, Mutant
+from .mutant import ATTEND, ENGINE, INTEGRATIONS, TOOLS, Mutant
 
 _MODELS = ENGINE + "models/"
 _DRAFTERS = ENGINE + "drafters/"
@@ -11,12 +11,12 @@ _FORMULA = "op_tests/engine/test_decoder_formula.py::test_"
 MUTANTS = [
     Mutant(
         "long waves by the bound of short ones",
-        [(_MODELS + "rotary.py", "is_long = wavelengths > length / low", "is_long = wavelengths > length / high")],
+        [(_MODELS + "layers.py", "is_long = wavelengths > length / low", "is_long = wavelengths > length / high")],
         [_FORMULA + "a_decoder_is_the_formula[llama, llama3]"],
     ),
     Mutant(
         "a window of one key more without a pool",
-        [(_MODELS + "causal_attend.py", "(distance < (len", "(distance <= (len")],
+        [(ATTEND, "(distance < (len", "(distance <= (len")],
         [_FORMULA + "attention_without_a_pool"],
     ),
     Mutant(
@@ -37,7 +37,7 @@ MUTANTS = [
     ),
     Mutant(
         "the probability of a drawn draft without those above it",
-        [(_DRAFTERS + "sampled_drafter.py", "probs[:, first:last] *= probs[:, first - topk : last - topk]", "pass")],
+        [(_DRAFTERS + "model_drafter.py", "probs[:, first:last] *= probs[:, first - topk : last - topk]", "pass")],
         ["op_tests/tools/test_tree_view.py::test_draft_probabilities_are_those_of_the_model[drawn]"],
     ),
     Mutant(

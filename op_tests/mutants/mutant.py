@@ -21,9 +21,12 @@ TOOLS = "eagle_kernels/tools/"
 SGLANG = INTEGRATIONS + "sglang/"
 LAWS = "op_tests/test_laws.py::"
 ENUMERATION = "reference/enumeration.py"
+# attention without a pool, with which tests run the engine's models
+ATTEND = "reference/causal_attend.py"
 # whose bug it is, by the file that is edited; the first that fits
 _PLACES = {
     ENUMERATION: "enumeration",
+    ATTEND: "engine",
     "op_tests/": "enumeration",
     "reference/": "reference",
     "eagle_kernels/ops/": "kernel",

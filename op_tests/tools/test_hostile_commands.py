@@ -332,7 +332,7 @@ def test_from_pretrained_takes_what_the_command_takes(machine, monkeypatch):
         seen.append((*arguments[1:], keywords.get("device"), keywords.get("dtype")))
         raise ValueError("seen")
 
-    for name in ("eagle_kernels.engine.models.pairing.load_target", "eagle_kernels.tools.inspection.load_target"):
+    for name in ("eagle_kernels.engine.config.pairing.load_target", "eagle_kernels.tools.inspection.load_target"):
         monkeypatch.setattr(name, lambda folder, *rest, **others: note(folder, *rest, **others))
     target, draft = demo_pair()
     assert refused(EAGLEInference.from_pretrained, draft, target) == "seen"

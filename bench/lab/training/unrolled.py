@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_kernels.engine.models.causal_attend import causal_attend, positions_of, rotate
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.eagle_head import EagleHead
 from eagle_kernels.engine.models.protocol import FINAL_NORM, Angles, ModelError
+from eagle_kernels.reference.causal_attend import causal_attend, positions_of, rotate
 
 DEPTH_DISCOUNT = 0.8  # weight of depth i is DEPTH_DISCOUNT**i
 LOGIT_ROWS = 1024  # rows whose logits over the whole vocabulary exist at once

@@ -28,11 +28,13 @@ MAX_TREE_DEPTH = 2**16
 class DraftingOptions(Validated):
     """Holds the fields of `EAGLEConfig` about drafts; they are documented there."""
 
+    # the tree of a step
     topk: int = integer(8, between(1, MAX_TOPK))
     num_steps: int = integer(5, at_least(1))
     num_draft_tokens: int | None = integer(None)
     mean_draft_tokens: int | None = integer(None, at_least(1))
     _: KW_ONLY
+    # where drafts come from
     method: str | tuple[str, ...] | None = None
     max_ngram_size: int = integer(5, between(1, MAX_NGRAM))
     min_ngram_size: int = integer(2, at_least(1))
@@ -42,6 +44,7 @@ class DraftingOptions(Validated):
     suffix_decoding_max_cached_requests: int = integer(-1, at_least(-1))
     suffix_decoding_max_spec_factor: float = number(1.0, at_least(0))
     suffix_decoding_min_token_prob: float = number(0.1, at_least(0), ("lie in 0..1", lambda share: share <= 1))
+    # which drafts are kept
     verify_strategy: str = one_of("target_match", "greedy", "rejection", "topp", "typical")
     max_candidate_len: int = integer(5, between(2, MAX_TOPK))
     verify_window: int = integer(2, between(0, MAX_NODES))

@@ -9,19 +9,14 @@ from typing import Any
 import torch
 
 from ...ops.tree.build_tree import TreeMaskMode
-from ...primitives.accept_policy import ACCEPT_POLICIES
-from ...primitives.paging import MAX_PAGE_SIZE
-from ...runtime.validated import Rule, above, at_least, checked, integer, is_number, number, one_of, same_as
+from ...runtime.validated import is_number
 from ...runtime.values import as_tuples, is_int64, is_integer, scalar, several, shown
 from ..requests.names import join_fields, read_names, takes_other_names
-from ..requests.sampling_params import SamplingFields, SamplingParams
+from ..requests.sampling_params import SamplingFields
 from .drafting_options import DraftingOptions, default_nodes, is_table, is_tree
+from .serving_options import ServingOptions
 from .speculative_config import FIELDS, add_fields, check_fields_are_read, read_speculative_config
 
-# topk, num_steps, num_draft_tokens, and mean_draft_tokens of those that have one
-Tree = tuple[int | None, ...]
-_FLAG: Rule = ("be True or False", lambda flag: isinstance(flag, bool))
-_PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
 # What adaptive="auto" tries beside its own tree: (topk, num_steps, num_draft_tokens) of chains, and mean_draft_tokens
 # of the tree itself, or, where requests cannot share rows, smaller trees.
 _CHAINS, _TREE_MEANS, _SMALLER_TREES = ((1, 1, 2), (1, 3, 4)), (8, 16), ((4, 3, 8), (4, 4, 16))
@@ -33,7 +28,7 @@ _SIMULATED = ("simulated_accept_length", "simulated_accept_lengths", "simulated_
 
 @takes_other_names
 @dataclass(frozen=True)
-class EAGLEConfig(DraftingOptions):
+class EAGLEConfig(ServingOptions, DraftingOptions):
     """Holds the tree, the source of drafts, sampling and limits. A value that breaks its rule raises ValueError.
 
     Fields may have other engines' names, as max_num_seqs (`requests/names.py`).
@@ -43,6 +38,7 @@ class EAGLEConfig(DraftingOptions):
     of the text, and the best `num_draft_tokens - 1` candidates.
 
     Args:
+        The tree of a step.
         topk: Branching of the tree, 1..16; 1 drafts a chain.
         num_steps: Levels of drafts, and so the most drafts that a step accepts.
         num_draft_tokens: Nodes verified in a step, root included. None: 32, or all candidates and the root if fewer;
@@ -50,24 +46,6 @@ class EAGLEConfig(DraftingOptions):
         mean_draft_tokens: Nodes of a request in the mean, root included, of num_draft_tokens at most. The target
             verifies those drafts of the whole batch whose paths the draft model finds most probable: more of sure
             requests than of unsure ones. None: each has num_draft_tokens.
-        temperature: 0 decodes greedily.
-        top_k, top_p, min_p: Filters of sampling, in this order; 0, 1.0 and 0.0, or None, turn them off.
-        eos_token_ids: A request ends with the first of these that it emits. None: those of the target's folder with
-            `from_pretrained`, otherwise none.
-        max_length: Most tokens of a request, prompt included. None: what the models were made for.
-        page_size: Tokens in a page of the KV pools, a power of two up to 256.
-        tree_mask_mode: Layout of the tree mask (`eagle_kernels.TreeMaskMode`).
-        max_batch: Most requests that step together; others wait.
-        kv_cache_bytes: Size of the KV pools of both models together. None: enough for max_batch requests of full
-            length, at most half of the device's free memory (1 GiB on the CPU).
-        prefill_chunk: Most prompt tokens that are read in a step or between two.
-        share_prefixes: Whether what prompts begin with in common is read once: whole pages, of running requests and,
-            while there is room, of earlier ones. See `Request.shared_tokens`.
-        max_step_ms: Most milliseconds that running requests should wait for a step while prompts of others are read: a
-            step reads 64 or 192 prompt tokens beside its own rows, as the times so far allow. None: 192 in steps that
-            are few, four at most, or of which one long prompt makes at most 256 rows each; otherwise whole prompts by
-            themselves. Targets without `last_rows` read prompts between steps, under a limit 64 tokens or more at a
-            time.
         max_spec_batch: Most requests that step with drafts; a larger batch decodes plainly. None: any number. 0: the
             draft is never used, and its maximum length limits no request.
         adaptive: Chooses the tree by the number of requests. ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees
@@ -82,14 +60,7 @@ class EAGLEConfig(DraftingOptions):
             and num_model_steps equal their defaults (num_draft_tokens=32 keeps the default tree), verify_strategy is
             "target_match" or "greedy", and accept_policy "normal": text then does not depend on the choice, but for
             ties within rounding in fp16 and bf16.
-        deterministic: Whether the bits of a step's logits depend on a request's prompt, output and prefill_chunk alone.
-            Then speculative text is plain decoding's, bit for bit, in fp16 and bf16, too; without it, two tokens that
-            are equally likely within rounding may be exchanged. For a GPU, targets that `from_pretrained` loads, and
-            verify_strategy "target_match" or "greedy". Steps take longer, and attention needs more memory.
-        cuda_graph: Whether steps are captured as CUDA graphs. None: on a GPU, if the mask's layout and the models allow
-            it. On the CPU True only refuses models that could not be captured on a GPU.
-        phase_times: Whether draft, verify, sample and bookkeeping of some steps are timed (`stats.phase_time_ms`), by
-            events in all steps. False: no step is waited for, and the times are {}.
+        Where drafts come from.
         method: Where drafts come from: one of these, or a tuple of several. Then each request chooses one
             (`SamplingParams.drafter`), their trees have one size, and each drafts for all requests of a step. Trees of
             "ngram" and "suffix" have at most topk * num_steps drafts, and are chains with topk=1 ("suffix": in all
@@ -109,6 +80,7 @@ class EAGLEConfig(DraftingOptions):
         suffix_decoding_max_spec_factor: Most drafts of a step, as a multiple of the longest match's length; on a GPU,
             where the host learns of tokens late, of the last match it knew plus the tokens since.
         suffix_decoding_min_token_prob: Lowest probability of a draft, from the counts in the suffix trees.
+        Which drafts are kept.
         verify_strategy: The rule by which drafts are kept.
             "target_match": Draws the target's token after each node as plain decoding does; keeps drafts equal to it.
             "greedy": The same, for requests of temperature 0 only.
@@ -120,6 +92,37 @@ class EAGLEConfig(DraftingOptions):
         max_candidate_len: For "topp": most candidates of a node, 2..16.
         verify_window: For "topp": nodes that must agree with the target below a draft that is its second candidate.
         typical_epsilon, typical_delta: For "typical": see there.
+        Sampling and ends, of requests that ask for no others.
+        temperature: 0 decodes greedily.
+        top_k, top_p, min_p: Filters of sampling, in this order; 0, 1.0 and 0.0, or None, turn them off.
+        eos_token_ids: A request ends with the first of these that it emits. None: those of the target's folder with
+            `from_pretrained`, otherwise none.
+        max_length: Most tokens of a request, prompt included. None: what the models were made for.
+        The batch and its memory.
+        page_size: Tokens in a page of the KV pools, a power of two up to 256.
+        tree_mask_mode: Layout of the tree mask (`eagle_kernels.TreeMaskMode`).
+        max_batch: Most requests that step together; others wait.
+        kv_cache_bytes: Size of the KV pools of both models together. None: enough for max_batch requests of full
+            length, at most half of the device's free memory (1 GiB on the CPU).
+        How prompts are read.
+        prefill_chunk: Most prompt tokens that are read in a step or between two.
+        share_prefixes: Whether what prompts begin with in common is read once: whole pages, of running requests and,
+            while there is room, of earlier ones. See `Request.shared_tokens`.
+        max_step_ms: Most milliseconds that running requests should wait for a step while prompts of others are read: a
+            step reads 64 or 192 prompt tokens beside its own rows, as the times so far allow. None: 192 in steps that
+            are few, four at most, or of which one long prompt makes at most 256 rows each; otherwise whole prompts by
+            themselves. Targets without `last_rows` read prompts between steps, under a limit 64 tokens or more at a
+            time.
+        How steps run.
+        deterministic: Whether the bits of a step's logits depend on a request's prompt, output and prefill_chunk alone.
+            Then speculative text is plain decoding's, bit for bit, in fp16 and bf16, too; without it, two tokens that
+            are equally likely within rounding may be exchanged. For a GPU, targets that `from_pretrained` loads, and
+            verify_strategy "target_match" or "greedy". Steps take longer, and attention needs more memory.
+        cuda_graph: Whether steps are captured as CUDA graphs. None: on a GPU, if the mask's layout and the models allow
+            it. On the CPU True only refuses models that could not be captured on a GPU.
+        phase_times: Whether draft, verify, sample and bookkeeping of some steps are timed (`stats.phase_time_ms`), by
+            events in all steps. False: no step is waited for, and the times are {}.
+        For timing alone.
         accept_policy: "normal"; "reject_all" accepts no draft: plain decoding's text, a token a step. For timing,
             "accept_all" and "simulate" replace the target's tokens, so that the path of first children is accepted
             whole, or to a random depth. The text is then not the target's, and may hold end tokens: with
@@ -130,29 +133,6 @@ class EAGLEConfig(DraftingOptions):
         simulated_accept_rates: Or P(at least 1, 2, .. num_steps drafts accepted), not increasing. A step ends where the
             path of first children ends, so trees may accept less; chains (topk=1) do not.
     """
-
-    temperature: float = same_as(SamplingParams, "temperature")
-    top_k: int = same_as(SamplingParams, "top_k")
-    top_p: float = same_as(SamplingParams, "top_p")
-    min_p: float = same_as(SamplingParams, "min_p")
-    eos_token_ids: tuple[int, ...] | None = None
-    max_length: int | None = integer(None, at_least(2))
-    page_size: int = integer(16, (f"be a power of two up to {MAX_PAGE_SIZE}", lambda size: size in _PAGE_SIZES))
-    tree_mask_mode: str = TreeMaskMode.PACKED
-    max_batch: int = integer(32, at_least(1))
-    kv_cache_bytes: int | None = integer(None, at_least(1))
-    prefill_chunk: int = integer(2048, at_least(1))
-    share_prefixes: bool = checked(True, _FLAG)
-    max_step_ms: float | None = number(None, above(0))
-    deterministic: bool = checked(False, _FLAG)
-    cuda_graph: bool | None = checked(None, ("be True, False or None", lambda flag: isinstance(flag, bool)))
-    phase_times: bool = checked(True, _FLAG)
-    max_spec_batch: int | None = integer(None, at_least(0))
-    adaptive: str | tuple[tuple[int, Tree | None], ...] | None = None
-    accept_policy: str = one_of(*ACCEPT_POLICIES)
-    simulated_accept_length: float | None = number(None)
-    simulated_accept_lengths: tuple[tuple[Tree, float], ...] | None = None
-    simulated_accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eos_token_ids", several(self.eos_token_ids))

@@ -8,17 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..batch.batch import Batch
+from ..batch.state import Batch
 from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel
-from .hybrid import HybridDrafter
-from .model_drafter import ModelDrafter
+from .model_drafter import ModelDrafter, SampledDrafter
 from .model_reader import ModelReader
 from .module_reader import ModuleReader
-from .ngram import NgramDrafter
+from .ngram import HybridDrafter, NgramDrafter
 from .protocol import Drafter, Proposal, Reader, root_only, tree_of
-from .sampled_drafter import SampledDrafter
-from .suffix import SuffixDrafter
+from .suffix import SuffixDrafter, SuffixFeed
 
 # the fields of a tree that depend on its drafts
 _OF_DRAFTS = ("tree_mask", "positions", "retrieve_next_token", "retrieve_next_sibling", "draft_tokens")
@@ -37,21 +35,26 @@ def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
     return ModelReader(model, num_levels, config.most_beams, num_steps)
 
 
-def make_drafter(config: EAGLEConfig, reader: Reader | None, device: torch.device) -> Drafter:
-    """Makes the drafter of a configuration with one tree; reader: for methods with a model."""
+def make_drafter(
+    config: EAGLEConfig, reader: Reader | None, device: torch.device, feed: SuffixFeed | None = None
+) -> Drafter:
+    """Makes the drafter of a configuration with one tree; reader: for methods with a model.
+
+    feed  for suffix decoding; None: the drafter is asked for its sizes alone
+    """
     if len(config.methods) > 1:
         parts = []
         for name in config.methods:
             levels = config.num_model_steps if name == "hybrid" else None
             own = replace(config, method=name, num_model_steps=levels, num_draft_tokens=config.num_verify_tokens)
-            parts.append(NaiveDrafter(own) if name == "naive" else make_drafter(own, reader, device))
+            parts.append(NaiveDrafter(own) if name == "naive" else make_drafter(own, reader, device, feed))
         return MixedDrafter(config, reader, parts)
     if config.method == "naive":
         return NaiveDrafter()
     if config.method == "ngram":
         return NgramDrafter(config)
     if config.method == "suffix":
-        return SuffixDrafter(config)
+        return SuffixDrafter(config, feed)
     if config.method == "hybrid":
         return HybridDrafter(reader, config)
     if config.verify_strategy == "rejection":

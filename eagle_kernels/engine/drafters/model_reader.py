@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..batch.batch import Batch, Committed
 from ..batch.kv_pool import PrefillAttend, TreeAttend
-from ..batch.state import CATCH_UP_EVERY, BatchState
+from ..batch.state import CATCH_UP_EVERY, Batch, BatchState, Committed
 from ..batch.transfer import to_device
 from ..models.protocol import DraftModel, run_draft
 from .protocol import PromptPart

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..batch.batch import Batch, Committed
 from ..batch.kv_pool import PrefillAttend
-from ..batch.state import CATCH_UP_EVERY, BatchState, Kept
+from ..batch.state import CATCH_UP_EVERY, Batch, BatchState, Committed, Kept
 from ..models.protocol import DraftModules
 from .model_reader import attend_chain
 from .protocol import PromptPart
@@ -64,9 +63,7 @@ class ModuleReader:
 
     def levels(self, batch: Batch) -> ModuleLevels:
         """See `Reader`."""
-        levels = ModuleLevels(self, batch.state, batch.rows, self.num_rows)
-        levels.logits = levels.predict()
-        return levels
+        return ModuleLevels(self, batch.state, batch.rows, self.num_rows, is_drafting=True)
 
     def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
         """See `Reader`. The modules read the accepted tokens when they draft next."""
@@ -95,11 +92,14 @@ class ModuleReader:
 
 
 class ModuleLevels:
-    """See `Levels`; levels of chains, K = 1. One module after the other reads the first `num_rows` kept rows."""
+    """See `Levels`; levels of chains, K = 1. One module after the other reads the first `num_rows` kept rows.
+
+    is_drafting  False: the modules read alone, and there are no logits
+    """
 
     logits: Tensor
 
-    def __init__(self, reader: ModuleReader, state: BatchState, rows: slice, num_rows: int):
+    def __init__(self, reader: ModuleReader, state: BatchState, rows: slice, num_rows: int, is_drafting: bool = False):
         self._model, self._left, self._num_rows = reader.model, list(range(reader.num_modules)), num_rows
         kept, self._count = state.kept[reader.num_kept], state.num_behind[rows]
         # a row whose prompt is being read has no length yet
@@ -108,6 +108,8 @@ class ModuleLevels:
         tokens = kept.tokens[rows, :num_rows]
         self._tokens = torch.cat([tokens, tokens.new_zeros(len(tokens), reader.num_modules)], dim=1)
         self._hidden = kept.features[rows, :num_rows]
+        if is_drafting:
+            self.logits = self.predict()
 
     def expand(self, depth: int, tokens: Tensor, ancestors: Tensor | None, parents: Tensor | None = None) -> Tensor:
         """See `Levels`."""

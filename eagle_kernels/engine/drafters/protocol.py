@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ... import ops
-from ..batch.batch import Batch, Committed
-from ..batch.state import BatchState
+from ..batch.state import Batch, BatchState, Committed
 from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel
 

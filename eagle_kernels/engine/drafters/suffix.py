@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..batch.batch import Batch
-from ..batch.state import BatchState
+from ..batch.state import Batch, BatchState
 from ..config.eagle_config import EAGLEConfig
 from ..requests.request import Request
 from .protocol import Drafter, Proposal, copy_probs, tree_of
@@ -49,15 +48,21 @@ class Offer(NamedTuple):
 
 
 class SuffixDrafter(Drafter):
-    """Drafts, on the device, what is left of an offer. All drafters of a batch share one `feed`."""
+    """Drafts, on the device, what is left of an offer of the `feed`, which all drafters of a batch share.
+
+    feed  None: the drafter is made for its sizes alone
+    """
 
     reads_history = True
-    feed: SuffixFeed
+
+    def __init__(self, config: EAGLEConfig, feed: SuffixFeed | None):
+        super().__init__(config)
+        self._feed = feed
 
     def propose(self, batch: Batch) -> Proposal:
         """See `Drafter`."""
-        offers, rows, history = self.feed.offers, batch.rows, batch.state.history[batch.rows]
-        places = offers.bases[rows, None] + torch.arange(1, self.feed.most_tokens + 1, device=history.device)
+        offers, rows, history = self._feed.offers, batch.rows, batch.state.history[batch.rows]
+        places = offers.bases[rows, None] + torch.arange(1, self._feed.most_tokens + 1, device=history.device)
         is_since = places <= batch.lengths[:, None]
         path = torch.where(is_since, history.gather(1, places.clamp(0, history.shape[1] - 1)), -1)
         sizes = {"num_speculative_tokens": self.num_nodes - 1, "spec_steps": self.num_steps}
@@ -68,7 +73,7 @@ class SuffixDrafter(Drafter):
         is_allowed = torch.arange(1, self.num_nodes, device=most.device) <= most[:, None]
         tokens, parents = (torch.where(is_allowed, nodes, -1) for nodes in (found.tokens, found.parents))
         tree = tree_of(batch, tokens, parents, self._config)
-        return Proposal(tree, path_probs=lambda: self.feed.path_probs(path, tokens, parents))
+        return Proposal(tree, path_probs=lambda: self._feed.path_probs(path, tokens, parents))
 
 
 class SuffixFeed:

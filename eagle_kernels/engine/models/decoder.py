@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .decoder_config import DecoderConfig
-from .layers import MLP, Attention, Linear, RMSNorm
+from .layers import MLP, Attention, Linear, RMSNorm, Rotary
 from .protocol import FINAL_NORM, Angles, Attend, KVShape, TargetOutput, is_deterministic
-from .rotary import Rotary
 
 
 class DecoderLayer(nn.Module):

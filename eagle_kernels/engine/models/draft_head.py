@@ -14,9 +14,8 @@ from .checkpoint import StoredSize
 from .decoder import ConfiguredModel
 from .decoder_config import DecoderConfig, layer_sizes
 from .head_formats import flatten
-from .layers import Linear
+from .layers import Linear, Rotary
 from .protocol import FINAL_NORM, ModelError, TargetModel
-from .rotary import Rotary
 
 # Options that a head has if its file holds their tensors: the setting, and the end of the tensor's name.
 OPTIONS_IN_FILE = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, overload
+from typing import Any, ClassVar, Generic, overload
 
 # torch brings this package; Python 3.10 itself has no named tuples that are generic
 from typing_extensions import NamedTuple, TypeVar
@@ -38,8 +40,9 @@ class GenerationStats:
         cold_steps, cold_time_s: Of these, the steps that compiled or captured something, and their time.
         phase_time_ms: Device time of draft, verify, sample and bookkeeping.
         plain_step_ms: Time of a plain step of this number of requests: the mean of the latest call with
-            speculative=False, or else the device's time of a step after the prompts of the first `generate` with
-            drafts. None without either, if other requests ran beside that call, or if it failed.
+            speculative=False, or else, once `speedup` has been read, the device's time of a step after the prompts of
+            the first `generate` with drafts. None without either, if other requests ran beside that call, or if it
+            failed.
     """
 
     num_requests: int
@@ -62,6 +65,16 @@ class GenerationStats:
     cold_time_s: float = 0.0
     phase_time_ms: dict[str, float] = field(default_factory=dict)
     plain_step_ms: float | None = None
+    # of the engine, which statistics do not hold; no field, since copies have none
+    _time_plain_step: ClassVar[weakref.WeakMethod[Callable[[int], float | None]] | None] = None
+
+    def measured_by(self, time_plain_step: Callable[[int], float | None]) -> GenerationStats:
+        """Lets `speedup` time a plain step by a method that takes the number of requests; returns the statistics."""
+        self._time_plain_step = weakref.WeakMethod(time_plain_step)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_time_plain_step"}
 
     @property
     def mean_accept_length(self) -> float:
@@ -97,13 +110,23 @@ class GenerationStats:
 
     @property
     def speedup(self) -> float | None:
-        """Speedup over plain decoding, mean_accept_length * plain_step_ms / warm_step_ms; None if unknown."""
-        if self.plain_step_ms is None or not self.batch_steps:
+        """Speedup over plain decoding, mean_accept_length * plain_step_ms / warm_step_ms; None if unknown.
+
+        After a `generate` with drafts, the first read of it times a plain step, unless requests are running.
+        """
+        if not self.batch_steps:
+            return None
+        if self.plain_step_ms is None and self._time_plain_step is not None:
+            time_ms = self._time_plain_step()
+            self.plain_step_ms = None if time_ms is None else time_ms(self.num_requests)
+        if self.plain_step_ms is None:
             return None
         return self.mean_accept_length * self.plain_step_ms / self.warm_step_ms
 
     def __getitem__(self, name: str) -> object:
-        return self.to_dict()[name]
+        if name not in names_of(self):
+            raise KeyError(name)
+        return getattr(self, name)
 
     def to_dict(self) -> dict[str, object]:
         """Returns fields and properties, ready for JSON."""
@@ -160,6 +183,13 @@ def _shortened(value: Any, most: int = 3) -> str:
     return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
 
-def fields_and_properties(record: object) -> dict[str, object]:
+def names_of(record: object) -> list[str]:
+    """Returns the names of a record's fields and properties."""
     properties = [name for name, value in vars(type(record)).items() if isinstance(value, property)]
-    return {**vars(record), **{name: getattr(record, name) for name in properties}}
+    return [*(name for name in vars(record) if not name.startswith("_")), *properties]
+
+
+def fields_and_properties(record: object) -> dict[str, object]:
+    names = names_of(record)
+    values = {name: getattr(record, name) for name in reversed(names)}  # properties first, which may fill in fields
+    return {name: values[name] for name in names}

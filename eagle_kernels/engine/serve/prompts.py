@@ -18,10 +18,10 @@ from ..drafters.protocol import PromptPart
 from ..models.protocol import run_target, takes_rows
 from ..requests.request import Request
 from ..requests.sampling_params import Features
-from ..step.logprobs import Scores, score
-from ..step.prompt_rows import Part, PromptRows
+from ..step.packed_rows import Part, PromptRows
+from ..step.runner import Launch
 from ..step.stepper import Stepper
-from .launch import Launch
+from ..step.verification import Scores, score
 
 
 @dataclass(eq=False)

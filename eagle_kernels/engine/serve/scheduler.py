@@ -1,17 +1,15 @@
 """Requests and the rows of the batch that they step in: which wait, which run, and what each step brought them.
 
-A step has three parts. `prepare` gives free rows to waiting requests and chooses parts of their prompts to read;
-`_launch_rows` queues one step of all rows, which reads these parts in the same pass if the target can do that, and the
-copy of its tokens to pinned memory; `_read_back` looks at the tokens of the step before, while the device works on this
-one. So the device never waits for the host. The price is that a request that ends is stepped once more, and the tokens
-of that step are dropped.
+`Scheduler.step` is the loop of the engine: admit, read prompts, launch, read back. The host reads the tokens of the
+step before while the device works on this one, so the device never waits for the host. The price is that a request that
+ends is stepped once more, and the tokens of that step are dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -20,12 +18,11 @@ from ..batch.state import CATCH_UP_EVERY, BatchState
 from ..batch.transfer import to_device
 from ..requests.request import Request, twin
 from ..requests.sampling_params import Features
-from ..step.phases import Mark, PhaseTimes, mark
+from ..step.packed_rows import PromptRows
+from ..step.phases import PhaseTimes, mark
 from ..step.plan import StepPlan
-from ..step.prompt_rows import PromptRows
-from ..step.runner import StepRunner
+from ..step.runner import Launch, StepRunner
 from ..step.stepper import StepResult
-from .launch import Launch
 from .prompts import PartOutput, Row, hand_scores, take_parts
 from .reading import Reading
 from .threads import running
@@ -48,8 +45,6 @@ class Scheduler:
         self.plan: StepPlan | None = None
         self.max_step_ms: float | None = None
         self.reading: Reading | None = None
-        # parts of prompts that the next step reads; and see `Reading`
-        self._parts: list[tuple[Row, int]] = []
         self._prompt_rows: dict[int, PromptRows] = {}
         self.last_runner: StepRunner | None = None
         self.phase_times = PhaseTimes()
@@ -77,10 +72,10 @@ class Scheduler:
 
     @property
     def is_reading(self) -> bool:
-        """Tells whether `prepare` has a prompt to read now; requests that wait for a row or for pages do not count."""
+        """Tells whether a step has a prompt to read now; requests that wait for a row or for pages do not count."""
         return any(row is not None and not row.is_running for row in self._rows) or self._can_admit()
 
-    def runs_beside(self, requests: list[Request]) -> bool:
+    def runs_beside(self, requests: Sequence[Request]) -> bool:
         """Returns whether requests other than these run, which should step between the parts of a prompt."""
         return any(row.request not in requests for row in self._running)
 
@@ -132,51 +127,54 @@ class Scheduler:
         for row in [row for row in self._rows if row is not None and row.request in requests]:
             self._release(row)
 
-    def step(self, is_speculating: bool = True) -> None:
-        """Advances all requests by one step, without drafts if `is_speculating` is off, and hands out their tokens."""
-        self.prepare(is_beside=bool(self.stepping))
-        self.advance(is_speculating)
+    def step(self, is_speculating: bool = True, reads_for: Sequence[Request] | None = None) -> None:
+        """Advances all requests by one step, without drafts if `is_speculating` is off, and hands out their tokens.
 
-    def advance(self, is_speculating: bool = True) -> None:
-        """Does the rest of a step after `prepare`."""
-        with running(self.plan.plain.target):
-            num_launched = self.num_steps
-            rows = self.stepping
-            parts, self._parts = self._parts, []
-            if rows:
-                with self._failing_alone(*rows):
-                    self._launch_rows(rows, is_speculating, parts)
-            elif parts:
-                self._read_prompts(parts, False)
-            has_launched = self.num_steps > num_launched
-            is_timed = has_launched and self.plan.plain.config.phase_times and self.phase_times.is_due(self.lag)
-            lag = self.lag if has_launched and not is_timed else 0
-            # first tokens are there before the step after them begins
-            while self._unread and (self._unread[0].number is None or self._num_unread_steps > lag):
-                self._read_back()
-            if self.plan.feed is not None:  # while the device runs this step
-                self.plan.feed.think(row.request for row in self._running)
-            if is_timed:
-                self.phase_times.held_ms.append(self.last_runner.phases_ms())
-
-    def prepare(self, is_beside: bool) -> None:
-        """Admits waiting requests in their order, and reads parts of their prompts, or leaves that to `advance`.
-
-        is_beside: whether others wait for their next step meanwhile.
+        reads_for: requests of a stream that waits for their prompts. Others step beside them; without any, none does.
         """
         with running(self.plan.plain.target):
+            is_beside = bool(self.stepping) if reads_for is None else self.runs_beside(reads_for)
             while self._can_admit():
                 self._admit(self._waiting.popleft())
             if self._waiting and not any(self._rows):
                 self._fail_first_waiting()
-            unread = [row for row in self._rows if row is not None and not row.is_running and self._may_read(row)]
-            num_rows = len(self._running) * (self.last_runner or self.plan.runners[-1]).stepper.mean_nodes
-            is_in_step = is_beside and self.reading.is_in_step(unread, num_rows)
-            parts = self.reading.next_parts(unread, is_beside, is_in_step)
-            self._parts = parts if is_in_step else []
-            if parts and not is_in_step:
+
+            # parts of prompts are read by this step, in the same pass of the target, or by themselves before it
+            parts, of_step = self._next_parts(is_beside)
+            if parts:
                 self._read_prompts(parts, is_beside)
             self._compact()
+            if reads_for is not None and not (is_beside and self.is_reading):
+                return
+
+            rows, num_launched = self.stepping, self.num_steps
+            if rows:
+                with self._failing_alone(*rows):
+                    self._launch_rows(rows, is_speculating, of_step)
+            elif of_step:
+                self._read_prompts(of_step, False)
+
+            # the device works on this step, and the host reads those before it; first tokens are read at once
+            has_launched = self.num_steps > num_launched
+            is_timed = has_launched and self.plan.plain.config.phase_times and self.phase_times.is_due(self.lag)
+            lag = self.lag if has_launched and not is_timed else 0
+            while self._unread and (self._unread[0].number is None or self._num_unread_steps > lag):
+                self._read_back()
+            if self.plan.feed is not None:
+                self.plan.feed.think(row.request for row in self._running)
+            if is_timed:
+                self.phase_times.held_ms.append(self.last_runner.phases_ms())
+
+    def _next_parts(self, is_beside: bool) -> tuple[list[tuple[Row, int]], list[tuple[Row, int]]]:
+        """Returns parts of prompts that are read next by themselves, and parts that the step reads; one is empty.
+
+        is_beside: whether others wait for their next step meanwhile.
+        """
+        unread = [row for row in self._rows if row is not None and not row.is_running and self._may_read(row)]
+        num_rows = len(self._running) * (self.last_runner or self.plan.runners[-1]).stepper.mean_nodes
+        is_in_step = is_beside and self.reading.is_in_step(unread, num_rows)
+        parts = self.reading.next_parts(unread, is_beside, is_in_step)
+        return ([], parts) if is_in_step else (parts, [])
 
     def _may_read(self, row: Row) -> bool:
         """Returns whether a prompt is to be read on: not while another row reads what is next for both."""
@@ -266,49 +264,51 @@ class Scheduler:
             self._rows[row.index], self._rows[to], row.index = None, row, to
 
     def _launch_rows(self, rows: list[Row], is_speculating: bool, parts: list[tuple[Row, int]]) -> None:
-        """Queues a step of these rows, which reads these parts of prompts as well."""
-        num_rows, reading = 1 + max(row.index for row in rows), self.reading
-        prompt_tokens = reading.joint_size(parts)
-        number = self.plan.choice_beside(prompt_tokens).choose(num_rows) if is_speculating else 0
-        runner = self.last_runner = self.plan.runners[number]
-        is_wanted = runner.stepper.drafter.reader is not None
-        if self._num_missed and (is_wanted or self._num_missed == CATCH_UP_EVERY):
-            self.plan.runners[0].catch_up(num_rows, is_wanted)
-            self._num_missed = 0
+        """Queues a step of these rows, which reads these parts of prompts as well.
+
+        If it fails, another one is queued: with another tree where memory does not suffice for this one, else without
+        the prompts, which may be to blame.
+        """
+        num_rows, reading, failed = 1 + max(row.index for row in rows), self.reading, []
         features = Features.of([row.request.params for row in rows])
         if self.plan.feed is not None:
             self.plan.feed.send([(row.index, row.request) for row in rows])
-        result, is_given_up = None, False
-        try:
-            result, start = self._run(runner, num_rows, features, parts)
-        except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                is_given_up = self.plan.give_up(prompt_tokens, number, num_rows)
-            if not parts and not is_given_up:
-                raise
-            if not is_given_up:
-                reading.warn(parts, "in a step", error)
-        if result is None:  # nothing of the step is kept; only here the error holds no memory any more
-            self._launch_rows(rows, is_speculating, parts if is_given_up else [])
-            if not is_given_up:  # the prompts, or all of them together, may be to blame
-                reading.note_failure([self._read_alone(part) for part in parts], in_a_step=True)
-            return
+        while True:
+            prompt_tokens = reading.joint_size(parts)
+            number = self.plan.choice_beside(prompt_tokens).choose(num_rows) if is_speculating else 0
+            runner = self.last_runner = self.plan.runners[number]
+            self._catch_up(num_rows, is_wanted=runner.stepper.drafter.reader is not None)
+            try:
+                prompts = reading.rows_for(parts)
+                is_known, start = runner.has_run(num_rows, features, prompts), mark(self.state.lengths.device)
+                result = runner.run(num_rows, features, prompts)
+                break
+            except Exception as error:
+                is_given_up = isinstance(error, torch.OutOfMemoryError) and self.plan.give_up(
+                    prompt_tokens, number, num_rows
+                )
+                if not parts and not is_given_up:
+                    raise
+                if not is_given_up:
+                    reading.warn(parts, "in a step", error)
+                    failed, parts = parts, []
+        start = start if is_known else None  # the time of a step that compiles means nothing
         self._push(Launch(result, [(row.index, row) for row in rows], number, start, prompt_tokens))
         self._num_missed += runner.stepper.resting is not None
         self.num_steps += 1
-        self.num_cold_steps += start is None
+        self.num_cold_steps += not is_known
         if parts:
             with self._failing_alone(*(row for row, _ in parts)):  # the step is done, whatever becomes of the prompts
-                num_read = self._take_parts(list(reading.outputs(parts)))
+                num_read = self._take_parts(reading.outputs(parts))
                 reading.end(start, sum(num_read), is_joint=True)
+        if failed:  # one of them, or all of them together, may be to blame
+            reading.note_failure([self._read_alone(part) for part in failed], in_a_step=True)
 
-    def _run(
-        self, runner: StepRunner, num_rows: int, features: Features, parts: list[tuple[Row, int]]
-    ) -> tuple[StepResult, Mark | None]:
-        """Runs a step; returns its result and the mark where it began, None if its time means nothing: it compiles."""
-        prompts = self.reading.rows_for(parts)
-        is_known, start = runner.has_run(num_rows, features, prompts), mark(self.state.lengths.device)
-        return runner.run(num_rows, features, prompts), start if is_known else None
+    def _catch_up(self, num_rows: int, is_wanted: bool) -> None:
+        """Lets the draft model read what it missed in plain steps, if its drafts are wanted or no more can be kept."""
+        if self._num_missed and (is_wanted or self._num_missed == CATCH_UP_EVERY):
+            self.plan.runners[0].catch_up(num_rows, is_wanted)
+            self._num_missed = 0
 
     def drain(self) -> None:
         """Reads the launches that are left once all requests have ended."""

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ...runtime.values import shown
 from ..batch.kv_pool import KVPool, PrefillAttend
-from ..batch.memory import check_fits, count_pages, workspace_bytes
 from ..batch.state import BatchState
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
+from ..config.pairing import check_deterministic, check_method, check_trees
 from ..drafters.methods import make_drafter, make_reader
 from ..drafters.suffix_cache import SuffixCache
-from ..models.pairing import check_deterministic, check_method, check_trees
 from ..models.protocol import DraftModel, TargetModel, run_target
 from ..models.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from ..requests.inputs import Seeds, Unset, read_call_params, read_max_new_tokens, read_seeds
@@ -29,6 +28,8 @@ from ..requests.sampling_params import MOST_ENDS, SAMPLING_FIELDS, SamplingParam
 from ..step.plan import StepPlan, plan_steps
 from ..step.stepper import Verified
 from .lock import EngineLock, Unique
+from .memory import check_fits, count_pages, workspace_bytes
+from .plain_steps import PlainSteps
 from .scheduler import Scheduler
 from .threads import running
 
@@ -51,7 +52,7 @@ class Session(Unique):
     suffix_caches    by size; all configurations with the same sizes share a cache, since it remembers responses
     outbox           events of submitted requests that nobody has collected yet
     is_speculating   whether steps may have drafts
-    plain_step_ms    measured time of a plain step that compiled nothing, by number of requests; None: it failed
+    plain_steps      times of plain steps, to compare with
     tokenizer_fault  why there is no tokenizer, if there is none
     """
 
@@ -70,7 +71,7 @@ class Session(Unique):
         self.is_speculating = True
         self._pools_for: tuple = ()
         self._on_tree: Callable[[Verified], None] | None = None
-        self.plain_step_ms: dict[int, float | None] = {}
+        self.plain_steps = PlainSteps()
 
     def check(self, config: EAGLEConfig) -> None:
         """Raises ValueError if the models cannot serve the configuration's method or emit its end tokens."""
@@ -108,10 +109,11 @@ class Session(Unique):
     def read_call(
         self,
         caller: str,
+        config: EAGLEConfig,
+        *,
         count: int,
         max_new_tokens: Any,
         seeds: Seeds,
-        config: EAGLEConfig,
         overrides: dict[str, Any],
         num_samples: int = 1,
         sampling_params: Any = None,
@@ -136,7 +138,14 @@ class Session(Unique):
             for seed in read_seeds(first if each.seed is None else each.seed, 1, caller, num_samples)
         ]
 
-    def make_request(self, number: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig) -> Request:
+    def make_request(
+        self,
+        number: int,
+        prompt: list[int],
+        params: SamplingParams,
+        config: EAGLEConfig,
+        outbox: list[TokenEvent] | None = None,
+    ) -> Request:
         """Returns a request with this configuration; raises ValueError if its parameters cannot be served."""
         stop = StopStrings(params.stop, self.tokenizer_for("stop strings need"), prompt) if params.stop else None
         self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
@@ -148,7 +157,8 @@ class Session(Unique):
             reason = f"min_new_tokens serves at most {MOST_ENDS} end tokens, got {len(ends)}"
         if reason:
             raise ValueError(f"EAGLEInference: {reason}")
-        return Request(number, prompt, params, read_seeds(params.seed, 1)[0], ends, stop_strings=stop)
+        seed = read_seeds(params.seed, 1)[0]
+        return Request(number, prompt, params, seed, ends, stop_strings=stop, outbox=outbox)
 
     def submit(self, prompt: list[int], params: SamplingParams | None, config: EAGLEConfig) -> Request:
         """Queues a request, and returns it; one that can never run is returned finished, with `error`.
@@ -162,14 +172,13 @@ class Session(Unique):
                 with self.changing("submit"):
                     scheduler = self.scheduler_for(config, speculative=True)
             params = params or SamplingParams(**config.sampling)
-            request = self.make_request(self._num_submitted, prompt, params, config)
+            request = self.make_request(self._num_submitted, prompt, params, config, self.outbox)
             self._num_submitted += 1
             reason = self.why_unfit(prompt, params.max_new_tokens, config, speculative=True)
             reason = reason or scheduler.why_never(request)
             if reason:
                 request.finish_reason, request.error = "error", reason
             else:
-                request.outbox = self.outbox
                 scheduler.submit(request)
             return request
 
@@ -189,6 +198,21 @@ class Session(Unique):
             events = list(self.outbox)
             self.outbox.clear()
             return events
+
+    def time_plain_step(self, count: int) -> float | None:
+        """Returns what a plain step of `count` requests takes; it is timed now if it can be, and the engine is free.
+
+        None: nothing is known of such a step, a step runs, or requests have not ended.
+        """
+        lock, steps = self.lock, self.plain_steps
+        if count in steps.untimed and not lock.is_foreign and lock.acquire(blocking=False):
+            try:
+                if not (lock.is_in_step or self.has_work):
+                    with self.changing("speedup"):
+                        steps.measure(count)
+            finally:
+                lock.release()
+        return steps.known_ms.get(count)
 
     @contextlib.contextmanager
     def changing(self, caller: str) -> Iterator[None]:
@@ -325,6 +349,7 @@ class Session(Unique):
 
     def _make_pools(self, config: EAGLEConfig, draft: DraftModel | None) -> None:
         self.scheduler, self.plans = None, {}  # frees the old pools before new ones are allocated
+        self.plain_steps.untimed.clear()
         max_pages = self._max_pages(config)
         num_pages = count_pages(self.target, draft, config, max_pages)
         check_fits(self.target, draft, config, max_pages, num_pages)

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import sys
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from ...runtime import check
-from ...runtime.values import first_line, read_flag
+from ...runtime.values import is_terminal, read_flag
 from ..config.eagle_config import EAGLEConfig
 from ..requests.inputs import Asked, Params, Prompts, Seeds, read_prompts, read_samples
 from ..requests.request import Request, TokenEvent
-from ..requests.sampling_params import Features, SamplingParams
+from ..requests.sampling_params import SamplingParams
 from ..step.phases import synchronize
 from .lock import Unique
 from .output import GenerationOutput, GenerationStats, Ids
 from .scheduler import Scheduler
 from .session import Session
-
-_logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item", covariant=True)
 
@@ -101,6 +98,31 @@ class Stream(Unique, Generic[Item], Iterator[Item], AsyncIterator[Item]):
         await asyncio.to_thread(self.close)
 
 
+class Call(NamedTuple):
+    """Holds the requests of a call, and what they are decoded with.
+
+    caller       what errors name
+    first        the number of the first prompt, as errors tell it
+    num_samples  how many of the requests, one after another, have the same prompt
+    """
+
+    caller: str
+    requests: list[Request]
+    config: EAGLEConfig
+    speculative: bool
+    first: int
+    num_samples: int
+
+    def scheduler_of(self, session: Session) -> Scheduler:
+        """Returns the scheduler for the requests; raises ValueError if its pools can never hold one of them."""
+        scheduler = session.scheduler_for(self.config, self.speculative)
+        for index, request in enumerate(self.requests):
+            reason = scheduler.why_never(request)
+            if reason:
+                raise ValueError(f"{self.caller}: prompt {self.first + index // self.num_samples}: {reason}")
+        return scheduler
+
+
 class TokenStream(Stream[TokenEvent], Generic[Ids]):
     """Yields a `TokenEvent` for each new token of some requests; other requests in the batch advance with them.
 
@@ -112,31 +134,20 @@ class TokenStream(Stream[TokenEvent], Generic[Ids]):
         is_single: Whether there is one prompt, which came without a batch axis.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        requests: list[Request],
-        config: EAGLEConfig,
-        speculative: bool,
-        is_single: bool,
-        caller: str,
-        num_samples: int = 1,
-        first: int = 0,
-    ):
-        self.requests, self.device, self.is_single = requests, session.device, is_single
-        prompt_of = [first + index // num_samples for index in range(len(requests))]
-        find_scheduler = partial(_find_scheduler, session, requests, config, speculative, caller, prompt_of)
-        steppers = [runner.stepper for runner in find_scheduler().plan.runners]
+    def __init__(self, session: Session, call: Call, is_single: bool):
+        self.requests, self.device, self.is_single = call.requests, session.device, is_single
+        steppers = [runner.stepper for runner in call.scheduler_of(session).plan.runners]
         self._stats = GenerationStats(
-            num_requests=len(requests),
+            num_requests=len(call.requests),
             num_steps=max(stepper.num_steps for stepper in steppers),
             num_draft_tokens=max(stepper.num_nodes for stepper in steppers),
-            seeds=[request.seed for request in requests],
-            prompt_tokens=sum(len(request.prompt) for request in requests),
+            seeds=[request.seed for request in call.requests],
+            prompt_tokens=sum(len(request.prompt) for request in call.requests),
         )
+        if call.caller == "generate":  # a stream times no plain step, since somebody may time the stream
+            self._stats.measured_by(session.time_plain_step)
         # the generator must not refer to the stream, which would then never be freed by itself
-        self._plain_steps: list[tuple[Any, ...]] = []
-        super().__init__(_events(session, requests, self._stats, find_scheduler, self._plain_steps, caller), session)
+        super().__init__(_events(session, call, self._stats), session)
 
     def __repr__(self) -> str:
         ended = sum(request.is_finished for request in self.requests)
@@ -149,18 +160,6 @@ class TokenStream(Stream[TokenEvent], Generic[Ids]):
         if not self._session.lock.is_foreign:
             self._session.abort(*self.requests)  # a stream that has not begun has submitted none of them
 
-    def time_plain_step(self) -> None:
-        """Times a plain step of the requests as they were after their prompts, of which nothing is kept."""
-        session, count = self._session, len(self.requests)
-        with session.changing("generate"):
-            if self._plain_steps and count not in session.plain_step_ms and not session.has_work:
-                session.plain_step_ms[count] = None
-                try:
-                    time_ms, *conditions = self._plain_steps.pop()
-                    session.plain_step_ms[count] = time_ms() and time_ms()(*conditions)
-                except Exception as error:  # a number less is no harm
-                    _logger.warning("EAGLEInference: no plain step could be timed: %s", first_line(error))
-
     def output(self) -> GenerationOutput[Ids]:
         """Returns the tokens and statistics so far, which are complete after the last token."""
         stats, requests = self._stats, self.requests
@@ -172,7 +171,7 @@ class TokenStream(Stream[TokenEvent], Generic[Ids]):
         stats.drafted = sum(request.drafted for request in requests)
         stats.accepted_per_depth = [sum(count > depth for count in counts) for depth in range(stats.num_steps)]
         stats.finish_reasons = [request.finish_reason for request in requests]
-        stats.plain_step_ms = self._session.plain_step_ms.get(stats.num_requests)
+        stats.plain_step_ms = self._session.plain_steps.known_ms.get(stats.num_requests)
         tokens = [list(request.output_ids) for request in requests]
         output = GenerationOutput(tokens[0] if self.is_single else tokens, stats)
         for name in {name: None for request in requests for name in request.params.scores}:
@@ -181,35 +180,11 @@ class TokenStream(Stream[TokenEvent], Generic[Ids]):
         return output
 
 
-def _find_scheduler(
-    session: Session,
-    requests: list[Request],
-    config: EAGLEConfig,
-    speculative: bool,
-    caller: str,
-    prompt_of: list[int],
-) -> Scheduler:
-    """Returns the scheduler for these requests; raises ValueError if its pools can never hold one of them."""
-    scheduler = session.scheduler_for(config, speculative)
-    for request, prompt in zip(requests, prompt_of):
-        reason = scheduler.why_never(request)
-        if reason:
-            raise ValueError(f"{caller}: prompt {prompt}: {reason}")
-    return scheduler
-
-
-def _events(
-    session: Session,
-    requests: list[Request],
-    stats: GenerationStats,
-    find_scheduler: Callable[[], Scheduler],
-    plain_steps: list[tuple],
-    caller: str,
-) -> Iterator[TokenEvent]:
-    """Yields the tokens of all requests, in the order in which they become known; see `_plain_step` for the rest."""
-    start_s = time.perf_counter()
-    with session.changing(caller):
-        scheduler = find_scheduler()  # again, since another stream may have replaced it by now
+def _events(session: Session, call: Call, stats: GenerationStats) -> Iterator[TokenEvent]:
+    """Yields the tokens of all requests of a call, in the order in which they become known."""
+    requests, start_s = call.requests, time.perf_counter()
+    with session.changing(call.caller):
+        scheduler = call.scheduler_of(session)  # again, since another stream may have replaced it by now
         scheduler.phase_times.restart()
         try:
             for request in requests:
@@ -220,30 +195,27 @@ def _events(
         first_step, waiting = scheduler.num_steps, contextlib.nullcontext()
     try:
         while True:  # reads prompts
-            with session.lock.step(caller):
+            with session.lock.step(call.caller):
                 # Stops at the first token: steps read prompts as well, and as long as other requests keep
                 # arriving, there might always be another prompt to read.
                 has_token = any(request.has_news for request in requests)
                 if has_token or not scheduler.is_reading or all(request.is_finished for request in requests):
                     break
-                is_beside = scheduler.runs_beside(requests)
-                scheduler.prepare(is_beside)
-                if scheduler.is_reading and is_beside:
-                    scheduler.advance(session.is_speculating)
+                scheduler.step(session.is_speculating, requests)
         synchronize(session.device)
-        with session.changing(caller):
+        with session.changing(call.caller):
             # The first tokens are known by now; they need not wait for the first step, which is a timed one.
             scheduler.read_what_is_done()
             # all steps until now were for other requests
             first_step = scheduler.num_steps
             if stats.num_draft_tokens > 1:
-                plain_steps += _plain_step(session, scheduler, requests)
+                session.plain_steps.note(scheduler, requests)
         stats.prefill_time_s = time.perf_counter() - start_s
         for request in requests:
             yield from request.collect()
         while not all(request.is_finished for request in requests):
             start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
-            with session.lock.step(caller):
+            with session.lock.step(call.caller):
                 # no step is needed if another stream's step has brought something
                 if not any(request.has_news for request in requests):
                     scheduler.step(session.is_speculating)
@@ -270,24 +242,7 @@ def _end(session: Session, scheduler: Scheduler, requests: list[Request], stats:
     scheduler.drain()
     stats.phase_time_ms = scheduler.phase_times.take_ms(stats.batch_steps)
     if stats.num_draft_tokens == 1 and stats.batch_steps > stats.cold_steps:
-        session.plain_step_ms[stats.num_requests] = stats.warm_step_ms
-
-
-def _plain_step(session: Session, scheduler: Scheduler, requests: list[Request]) -> list[tuple]:
-    """Returns how to time a plain step of these requests as they are now, later: a method and arguments.
-
-    The method is held weakly, so that a stream holds no pools. Nothing if one was timed for this number of requests,
-    others run beside them, some cannot step, or somebody looks at every step.
-    """
-    rows, runner, state = scheduler.stepping, scheduler.plan.runners[0], scheduler.state
-    is_known, is_full = len(requests) in session.plain_step_ms, len(rows) == min(len(requests), state.num_rows)
-    if check.DEBUG:  # a step waits for checks, and the timed one has no page for its own keys
-        return []
-    if is_known or not is_full or scheduler.runs_beside(requests) or runner.stepper.on_tree is not None:
-        return []
-    num_rows, features = 1 + max(row.index for row in rows), Features.of([row.request.params for row in rows])
-    conditions = num_rows, features, state.lengths.clone(), state.block_table.clone()
-    return [(weakref.WeakMethod(runner.time_ms), *conditions)]
+        session.plain_steps.known_ms[stats.num_requests] = stats.warm_step_ms
 
 
 def open_stream(
@@ -310,15 +265,19 @@ def open_stream(
         reason = session.why_unfit(prompt, wanted.max_new_tokens, config, speculative)
         if reason:
             raise ValueError(f"{caller}: {reason}".replace("the prompt", f"prompt {first + index // num_samples}"))
-    requests = [session.make_request(index, *each, config) for index, each in enumerate(zip(prompts, params))]
+    requests = [
+        session.make_request(index, prompt, wanted, config)
+        for index, (prompt, wanted) in enumerate(zip(prompts, params))
+    ]
     with session.changing(caller):
-        return TokenStream(session, requests, config, speculative, is_single, caller, num_samples, first)
+        return TokenStream(session, Call(caller, requests, config, speculative, first, num_samples), is_single)
 
 
 def open_call(
     session: Session,
     config: EAGLEConfig,
     caller: str,
+    *,
     input_ids: Prompts,
     max_new_tokens: Asked,
     sampling_params: Params,
@@ -332,7 +291,51 @@ def open_call(
     speculative = read_flag(f"{caller}: speculative", speculative)
     prompts, is_single = read_prompts(input_ids, f"{caller}: input_ids", session.tokenizer_for)
     n = read_samples(n, len(prompts), caller)
-    asked = max_new_tokens, seeds, config, overrides, n, sampling_params
-    config, params = session.read_call(caller, len(prompts), *asked)
+    config, params = session.read_call(
+        caller,
+        config,
+        count=len(prompts),
+        max_new_tokens=max_new_tokens,
+        seeds=seeds,
+        overrides=overrides,
+        num_samples=n,
+        sampling_params=sampling_params,
+    )
     prompts = [prompt for prompt in prompts for _ in range(n)]
     return open_stream(session, prompts, params, config, speculative, is_single and n == 1, caller, n)
+
+
+@contextmanager
+def progress_bar(caller: str, total: int, unit: str, wanted: bool | None) -> Iterator[Any]:
+    """Gives a bar of tqdm until the block ends or fails, or None; for `wanted` None only a terminal has a bar."""
+    if wanted is not None:
+        wanted = read_flag(f"{caller}: progress", wanted)
+    if wanted is False or wanted is None and not is_terminal(sys.stderr):
+        yield None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        if wanted:
+            raise ValueError(f"{caller}: progress=True needs tqdm: pip install tqdm") from None
+        yield None
+        return
+    with tqdm(total=total, unit=unit, file=sys.stderr) as bar:
+        yield bar
+
+
+def run(stream: TokenStream, caller: str, num_samples: int, wanted: bool | None) -> None:
+    """Reads a stream to its end. Of several prompts, or if `wanted`, a bar counts the requests that have ended."""
+    wanted = False if wanted is None and len(stream.requests) == num_samples else wanted
+    with progress_bar(caller, len(stream.requests), "request", wanted) as bar:
+        if bar is None:
+            for _ in stream:
+                pass
+            return
+        start_s, ended = time.perf_counter(), set()
+        for count, event in enumerate(stream, start=1):
+            if stream.requests[event.request].is_finished and event.request not in ended:
+                ended.add(event.request)
+                speed = count / (time.perf_counter() - start_s)
+                bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
+                bar.update()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.methods import NaiveDrafter, make_drafter, make_reader
-from ..drafters.suffix import SuffixDrafter, SuffixFeed
+from ..drafters.suffix import SuffixFeed
 from ..drafters.suffix_cache import SuffixCache
 from ..models.causal_draft import CausalDraft
 from ..models.protocol import DraftModel, TargetModel, takes_rows
@@ -79,7 +79,9 @@ def plan_steps(
     """
     trees = config.trees_for(takes_rows(target)) if speculative and config.may_speculate else ()
     reader = make_reader(config, draft) if trees else None
-    drafters = [None if tree is None else make_drafter(tree, reader, target.device) for _, tree in trees]
+    feed_trees = [] if suffix_cache is None else [tree for _, tree in trees if tree is not None]
+    feed = SuffixFeed(feed_trees, suffix_cache, state, lag) if feed_trees else None
+    drafters = [None if tree is None else make_drafter(tree, reader, target.device, feed) for _, tree in trees]
     keeps_history = any(drafter.reads_history for drafter in drafters if drafter is not None)
     steppers, table = [Stepper(target, NaiveDrafter(), config, reader, keeps_history, on_tree)], []
     for (most_rows, tree), drafter in zip(trees, drafters):
@@ -88,12 +90,6 @@ def plan_steps(
             steppers.append(Stepper(target, drafter, tree, keeps_history=keeps_history, on_tree=on_tree))
     if keeps_history:
         state.keep_history()
-    parts = [part for drafter in drafters for part in getattr(drafter, "parts", (drafter,))]
-    suffix_drafters = [part for part in parts if isinstance(part, SuffixDrafter)]
-    feed_trees = [tree for _, tree in trees if tree is not None]
-    feed = SuffixFeed(feed_trees, suffix_cache, state, lag) if suffix_drafters else None
-    for drafter in suffix_drafters:
-        drafter.feed = feed
     is_automatic = bool(trees) and config.adaptive == "auto"
     # a step brings a request no more tokens than it verifies nodes of it
     most_tokens = [min(stepper.num_steps + 1, stepper.mean_nodes) for stepper in steppers]

@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..batch.batch import Batch, Committed
 from ..batch.kv_pool import DecodeAttend, JointAttend, RaggedAttend, TreeAttend
-from ..batch.state import BatchState
+from ..batch.state import Batch, BatchState, Committed
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.protocol import Drafter, Proposal, Reader, root_only
 from ..models.protocol import ModelError, TargetModel, run_target, takes_rows
 from ..requests.sampling_params import Features
-from .logprobs import Scores, score
-from .packed_nodes import PackedNodes, prune
+from .packed_rows import PackedNodes, PromptOutput, PromptRows, prune
 from .phases import PhaseTimer
-from .prompt_rows import PromptOutput, PromptRows
-from .verification import links_of, make_verifier, without_early_ends
+from .verification import Scores, links_of, make_verifier, score, without_early_ends
 
 
 class StepResult(NamedTuple):

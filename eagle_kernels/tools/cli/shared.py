@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from ...engine.config import pairing
 from ...engine.inference import EAGLEInference
 from ...engine.models import loading
 from ...engine.models.tokenizer import Tokenizer
@@ -101,15 +102,17 @@ def as_lines(rows: list[tuple[str, str]]) -> str:
 @contextmanager
 def _logging_the_head() -> Iterator[None]:
     """Logs to stderr what drafts, and how a head's layer ids were read, since wrong ones do not show in the text."""
-    logger, handler = logging.getLogger(loading.__package__), logging.StreamHandler()
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
+    loggers, handler = [logging.getLogger(module.__package__) for module in (loading, pairing)], logging.StreamHandler()
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 def _warn(line: str) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.batch.row_sampling import RowSampling
-from eagle_kernels.engine.batch.state import BatchState
+from eagle_kernels.engine.batch.state import BatchState, RowSampling
 from eagle_kernels.engine.requests.request import Request
-from eagle_kernels.engine.serve.launch import Launch
+from eagle_kernels.engine.step.runner import Launch
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.methods import MIXED, PROVEN, SIZES
 from op_tests.engine.serve.conftest import DEVICE
@@ -43,12 +42,17 @@ def traces(engine) -> dict:
         "plan": (scheduler.plan, scheduler.max_step_ms, scheduler.last_runner, scheduler.reading),
         "reading": {name: value for name, value in vars(scheduler.reading).items() if name != "_filled"},
         "rows": rows,
-        "line": (list(scheduler._waiting), list(scheduler._unread), list(scheduler._parts)),
+        "line": (list(scheduler._waiting), list(scheduler._unread)),
         "counts": (scheduler.num_steps, scheduler.num_cold_steps, scheduler._num_missed, session._num_submitted),
         "pages": (scheduler.pages.num_free, sorted(scheduler.pages.free_ids())),
         "tensors": [tensor.clone() for tensor in scheduler.state.tensors()],
         "phases": list(scheduler.phase_times.held_ms),
-        "session": (list(session.outbox), dict(session.plain_step_ms), session.is_speculating, len(session.plans)),
+        "session": (
+            list(session.outbox),
+            dict(session.plain_steps.known_ms),
+            session.is_speculating,
+            len(session.plans),
+        ),
         "lock": (session.lock.is_in_step, len(session.lock._put_off)),
         "torch": (torch.get_num_threads(), torch.is_inference_mode_enabled(), torch.is_grad_enabled()),
         "caches": [(set(cache._requests), cache.num_states) for cache in session.suffix_caches.values()],

@@ -14,11 +14,11 @@ from eagle_kernels import SamplingParams
 from eagle_kernels.engine.batch.kv_pool import JointAttend, KVPool, PrefillAttend, RaggedAttend
 from eagle_kernels.engine.models.protocol import KVShape
 from eagle_kernels.engine.requests.request import Request
-from eagle_kernels.engine.serve import launch, pace, reading, scheduler
-from eagle_kernels.engine.serve.pace import Pace
-from eagle_kernels.engine.serve.reading import FEW_STEPS, JOINT_TOKENS
+from eagle_kernels.engine.serve import reading, scheduler
+from eagle_kernels.engine.serve.reading import FEW_STEPS, JOINT_TOKENS, Pace
+from eagle_kernels.engine.step import runner
 from eagle_kernels.engine.step.choice import ByBatchSize, Fastest
-from eagle_kernels.engine.step.prompt_rows import MOST_PARTS
+from eagle_kernels.engine.step.packed_rows import MOST_PARTS
 from eagle_kernels.engine.step.runner import bucket_of
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import PARAMS, make, prompt_of
@@ -193,15 +193,20 @@ def test_a_prompt_that_cannot_be_read_fails_alone_beside_others(target, draft, l
 
 
 @pytest.mark.cross
-def test_a_request_that_is_given_up_before_its_part_is_read(target, draft, lag, joined):
+def test_a_request_that_is_given_up_before_its_part_is_read(target, draft, lag, joined, monkeypatch):
     engine = make(draft, target, max_batch=3, max_step_ms=1e6)
     want = engine.generate(prompt_of(4), 6)[0]
     engine.submit([1, 2, 3], SamplingParams(max_new_tokens=30))
     engine.step()
     scheduler = engine.session.scheduler
     requests = [engine.submit(prompt_of(number), SamplingParams(max_new_tokens=6)) for number in (9, 4)]
-    scheduler.prepare(is_beside=True)
-    engine.abort(requests[0])
+    next_parts = scheduler.reading.next_parts
+    monkeypatch.setattr(scheduler.reading, "next_parts", lambda *all_of_it: abort(next_parts(*all_of_it)))
+
+    def abort(parts):
+        engine.abort(requests[0])
+        return parts
+
     engine.collect()
     assert [request.finish_reason for request in requests] == ["abort", "length"]
     assert requests[1].output_ids == want and joined
@@ -289,7 +294,7 @@ def test_times_of_steps_reach_those_who_judge_by_them(kind, limit_ms, lag, monke
         paced.append((tokens, read_ms, pace._step_ms))
         note_reading(pace, tokens, read_ms)
 
-    for module in (scheduler, launch, pace):
+    for module in (scheduler, runner, reading):
         monkeypatch.setattr(module, "mark", lambda device: now_ms[0] / 1e3)
     monkeypatch.setattr(Stepper, "_run_target", running)
     monkeypatch.setattr(reading, "read_parts", parts_read)
@@ -332,7 +337,7 @@ def test_times_of_steps_reach_those_who_judge_by_them(kind, limit_ms, lag, monke
 def test_a_pace_of_two_budgets(monkeypatch):
     """The larger one where the limit allows it, tried again now and then; what a step takes anyway does not count."""
     now = [0.0]
-    monkeypatch.setattr(pace, "mark", lambda device: now[0])
+    monkeypatch.setattr(reading, "mark", lambda device: now[0])
     for large_ms, settled in ((8.0, JOINT_TOKENS[-1]), (12.0, JOINT_TOKENS[0])):
         chosen, sizes = Pace(10.0, JOINT_TOKENS), []
         for _ in range(100):

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from eagle_kernels import SamplingParams
-from eagle_kernels.engine.batch import memory
 from eagle_kernels.engine.drafters import model_reader
+from eagle_kernels.engine.serve import memory
 from eagle_kernels.engine.serve import scheduler as serving
-from eagle_kernels.engine.serve.launch import Launch
 from eagle_kernels.engine.serve.threads import running
 from eagle_kernels.engine.step.choice import ByBatchSize
-from eagle_kernels.engine.step.runner import StepRunner, bucket_of
+from eagle_kernels.engine.step.runner import Launch, StepRunner, bucket_of
 from op_tests.engine.engines import make
 from op_tests.engine.toys import RowWalker, WalkerHead
 
@@ -61,7 +60,7 @@ def test_pools_hold_the_requests_that_they_have_pages_for(tree):
         requests = [engine.submit([1], params) for _ in range(count)]
         one_more = engine.submit([1], SamplingParams(max_new_tokens=1))
         assert scheduler.holds(requests) and not scheduler.holds([*requests, one_more])
-        scheduler.prepare(is_beside=False)
+        scheduler.step(True, [*requests, one_more])  # which reads their prompts
         assert [row.request for row in scheduler._rows if row] == requests and not scheduler.is_reading
         engine.collect()
         assert all(request.finish_reason == "length" for request in [*requests, one_more])

@@ -11,10 +11,10 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
-from eagle_kernels.engine.serve import pace
 from eagle_kernels.engine.serve import prompts as reading
-from eagle_kernels.engine.serve.launch import Launch
-from eagle_kernels.engine.serve.pace import Pace
+from eagle_kernels.engine.serve import reading as choosing
+from eagle_kernels.engine.serve.reading import Pace
+from eagle_kernels.engine.step.runner import Launch
 from op_tests.engine.engines import PARAMS, make, prompt_of
 from op_tests.engine.serve.conftest import DEVICE
 from op_tests.engine.toys import ToyModel, random_head, random_llama, random_modules
@@ -175,7 +175,7 @@ def test_the_draft_reads_several_at_once(kind, calls, target, monkeypatch):
             monkeypatch.setattr(model, name, noting(getattr(model, name), seen))
         for prompt in prompts:
             engine.submit(prompt, SamplingParams(max_new_tokens=6, temperature=0.8, seed=1, frequency_penalty=0.3))
-        engine.session.scheduler.prepare(is_beside=False)
+        read_prompts(engine)
         assert len(seen) == len(calls) * (1 if reads_several else 3) - (len(calls) == 2 and not reads_several)
         state = engine.session.scheduler.state
         states.append([state.draft_logits, state.draft_hidden, state.draft_pool.k_cache, state.draft_pool.v_cache,
@@ -184,6 +184,12 @@ def test_the_draft_reads_several_at_once(kind, calls, target, monkeypatch):
     assert states[0][4].tolist() == [42, 22, 0] and states[0][7].sum() == 2
     for one, other in zip(*states):
         torch.testing.assert_close(one, other)
+
+
+def read_prompts(engine):
+    """Reads a part of each prompt, as for a stream of all requests."""
+    scheduler = engine.session.scheduler
+    scheduler.step(True, [*scheduler._waiting, *(row.request for row in scheduler._rows if row is not None)])
 
 
 def noting(call, seen):
@@ -266,7 +272,7 @@ def test_modules_read_again_what_failed_beside_others(target, monkeypatch):
         for number in (4, 9):
             engine.submit(prompt_of(number) * 2, SamplingParams(max_new_tokens=4))
         while not all(row is not None and row.is_running for row in engine.session.scheduler._rows[:2]):
-            engine.session.scheduler.prepare(is_beside=False)
+            read_prompts(engine)
         state = engine.session.scheduler.state
         kept = state.kept[engine.session.scheduler.plan.plain.resting.num_kept]
         keys.append([state.draft_pool.k_cache, kept.tokens[:, :2], kept.features[:, :2], state.num_behind])
@@ -349,7 +355,7 @@ class Card:
 
     def __init__(self, monkeypatch, step_ms, fixed_ms, token_ms):
         self.step_ms, self.fixed_ms, self.token_ms, self.now = step_ms, fixed_ms, token_ms, 0.0
-        monkeypatch.setattr(pace, "mark", lambda device: self.now)
+        monkeypatch.setattr(choosing, "mark", lambda device: self.now)
 
     def gaps(self, chosen: Pace, prompt: int) -> list[float]:
         """Reads a prompt beside steps; returns the time from each step to the next."""
@@ -381,7 +387,7 @@ def test_a_pace_fills_the_limit_and_keeps_it(step_ms, fixed_ms, token_ms, monkey
 def test_a_pace_is_not_caught_where_few_tokens_take_as_long_as_many(limit_ms, best, slow, monkeypatch):
     """Reading takes at least 5 ms; not even by one reading that took much longer."""
     chosen, now, sizes = Pace(limit_ms, BUDGETS), [0.0], []
-    monkeypatch.setattr(pace, "mark", lambda device: now[0])
+    monkeypatch.setattr(choosing, "mark", lambda device: now[0])
     for number in range(100):
         sizes.append(chosen.budget())
         start = chosen.begin(torch.device("cpu"))

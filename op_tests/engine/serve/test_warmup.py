@@ -34,13 +34,13 @@ def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
         seen.clear()
         if is_warm:
             engine.warmup(speculative=False)
-            assert engine.session.plain_step_ms.get(2) is None
+            assert engine.session.plain_steps.known_ms.get(2) is None
         for num_requests in (1, 2):
             prompts = [prompt_of(1)] * num_requests
             assert engine.generate(prompts, 2, speculative=False).stats.batch_steps == 1
-            assert (num_requests in engine.session.plain_step_ms) == is_warm
+            assert (num_requests in engine.session.plain_steps.known_ms) == is_warm
             engine.generate(prompts, 8, speculative=False)
-            assert engine.session.plain_step_ms[num_requests] == pytest.approx(6.0)
+            assert engine.session.plain_steps.known_ms[num_requests] == pytest.approx(6.0)
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_pools_and_rows_must_fit_into_free_memory(target, monkeypatch):
         with pytest.raises(ValueError, match=r"kv_cache_bytes and the rows of max_batch=10+ must fit .* GiB free on c"):
             engine.generate(prompt_of(1), 4, **options)
         assert not engine.has_work and engine.generate(prompt_of(1), 4).output_ids == want
-    monkeypatch.setattr("eagle_kernels.engine.batch.memory.free_memory_bytes", lambda device: None)
+    monkeypatch.setattr("eagle_kernels.engine.serve.memory.free_memory_bytes", lambda device: None)
     options = {"max_batch": 1, "kv_cache_bytes": 1 << 20}
     assert engine.generate(prompt_of(1), 4, **options).output_ids == want, "where nobody says what is free"
 
@@ -166,7 +166,7 @@ def test_the_workspace_of_pools_that_there_are_is_theirs(target, monkeypatch):
     engine = make(target, target)
     before = engine.workspace_bytes()
     engine.generate(prompt_of(1), 2)
-    monkeypatch.setattr("eagle_kernels.engine.batch.memory._CPU_CACHE_BYTES", 1 << 16)
-    monkeypatch.setattr("eagle_kernels.engine.batch.memory.free_memory_bytes", lambda device: 1 << 17)
+    monkeypatch.setattr("eagle_kernels.engine.serve.memory._CPU_CACHE_BYTES", 1 << 16)
+    monkeypatch.setattr("eagle_kernels.engine.serve.memory.free_memory_bytes", lambda device: 1 << 17)
     assert engine.workspace_bytes() == before
     assert engine.workspace_bytes(EAGLEConfig(max_batch=2))["kv_cache"] <= 1 << 16

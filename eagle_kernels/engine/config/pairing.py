@@ -1,4 +1,4 @@
-"""Checks that a target, its draft model and a configuration belong together; every error is one line."""
+"""Reads the configuration and the models that callers give, and checks that they belong together, in one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import operator
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,15 +15,17 @@ import torch
 
 from ...runtime.placement import DTYPES, is_same_device, read_placement, rounds_fp32_matmuls
 from ...runtime.values import is_integer, is_word, read_flag, scalar, shown
-from ..config.drafting_options import MODEL_KINDS
-from ..config.eagle_config import EAGLEConfig
-from .causal_draft import CausalDraft
-from .checkpoint import brief, read_folder
-from .head_formats import KINDS, MODULE_PREFIX
-from .loading import end_tokens, load_draft, load_target, read_dtype, read_eos_token_ids, read_kind
-from .protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel
-from .tokenizer import check_same_vocabulary
-from .transformers_target import TransformersTarget
+from ..models.causal_draft import CausalDraft
+from ..models.checkpoint import brief, read_folder
+from ..models.head_formats import KINDS, MODULE_PREFIX
+from ..models.loading import end_tokens, load_draft, load_target, read_dtype, read_eos_token_ids, read_kind
+from ..models.protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel
+from ..models.tokenizer import check_same_vocabulary
+from ..models.transformers_target import TransformersTarget
+from ..requests.names import own_name
+from .drafting_options import MODEL_KINDS
+from .eagle_config import CONFIG_FIELDS, EAGLEConfig
+from .speculative_config import FIELDS, take_model
 
 _logger = logging.getLogger(__name__)
 
@@ -336,3 +338,37 @@ def _of_transformers(model: Any) -> Any:
         rule = "a model of transformers must be a causal language model, with an output over its vocabulary"
         raise ValueError(f"EAGLEInference: {rule}, got {type(model).__name__}")
     return TransformersTarget(model)
+
+
+def read_config(config: Any) -> EAGLEConfig:
+    """Returns the configuration that a caller gives, or the default one for None.
+
+    A dict is that of a server where it has `method` or a field that `EAGLEConfig` has not; it may have further fields
+    of `EAGLEConfig`. Otherwise it has fields of `EAGLEConfig` alone.
+    """
+    if isinstance(config, Mapping):
+        given = {str(name): value for name, value in config.items()}
+        if not is_of_server(given):
+            return EAGLEConfig(**given)
+        others = {
+            name for name in given if own_name(name, FIELDS) is None and own_name(name, CONFIG_FIELDS) is not None
+        }
+        fields = {name: given[name] for name in given.keys() - others}
+        return EAGLEConfig.from_speculative_config(fields, **{name: given[name] for name in others})
+    if not (config is None or isinstance(config, EAGLEConfig)):
+        raise ValueError(f"EAGLEInference: config must be None, an EAGLEConfig or a dict, got {shown(config)}")
+    return config or EAGLEConfig()
+
+
+def read_config_and_draft(config: Any, draft: Any) -> tuple[EAGLEConfig, Any]:
+    """Returns the configuration and the draft's folder; both may come from the fields of a server's configuration."""
+    if isinstance(config, Mapping) and is_of_server(config):
+        config, draft = take_model(config, draft)
+    return read_config(config), draft
+
+
+def is_of_server(fields: Mapping[str, Any]) -> bool:
+    """Returns whether fields are those of a server's configuration; a whole `EAGLEConfig`, as saved, is none."""
+    is_whole = fields.keys() >= set(CONFIG_FIELDS)
+    has_method = fields.get("method") is not None and not is_whole
+    return has_method or any(name in FIELDS and name not in CONFIG_FIELDS for name in fields)

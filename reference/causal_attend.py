@@ -1,4 +1,4 @@
-"""Attends over whole sequences without a cache, in plain PyTorch, with derivatives: for models outside the engine."""
+"""Attention over whole sequences without a cache, with derivatives: what the `Attend` of the engine means."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import library
-from .protocol import Angles
+from .ops.nn.rope import rope
 
 
 def positions_of(tokens: Tensor) -> Tensor:
@@ -15,9 +14,9 @@ def positions_of(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
-def rotate(query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-    """Turns query and key [B, T, heads, D] to their positions, in fp32, and rounds once."""
-    turned = library(query, key).rope(query.flatten(0, 1), key.flatten(0, 1), *angles)
+def rotate(query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Turns query and key [B, T, heads, D] by positions and tables of cos and sin, in fp32, and rounds once."""
+    turned = rope(query.flatten(0, 1), key.flatten(0, 1), *angles)
     return turned.query.view(query.shape), turned.key.view(key.shape)
 
 
@@ -28,7 +27,7 @@ def causal_attend(
     value: Tensor,
     window: int | None = None,
     *,
-    angles: Angles | None = None,
+    angles: tuple[Tensor, Tensor, Tensor] | None = None,
     sm_scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
