@@ -15,6 +15,7 @@ pytest.importorskip("jinja2")
 tokenizers = pytest.importorskip("tokenizers")
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams  # noqa: E402
+from eagle_kernels.engine.models.chat_template import ChatTemplate  # noqa: E402
 from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer  # noqa: E402
 from op_tests.engine.toys import random_llama  # noqa: E402
@@ -130,6 +131,33 @@ def test_of_files_that_differ_the_one_of_transformers_counts(tmp_path):
             with contextlib.suppress(ValueError):  # it takes a template only by its name, of which there may be another
                 wanted = judge.apply_chat_template(USER, tools=tools, tokenize=False)
                 assert chat.write(USER, add_generation_prompt=False, tools=tools) == wanted, files
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({}, "default: None, None, "),
+        ({"tools": None}, "default: None, None, "),
+        ({"tools": ["x"]}, "tool_use: ['x'], None, "),
+        ({"documents": None}, "default: None, None, "),
+        ({"documents": []}, "default: None, [], "),
+        ({"documents": ["x"]}, "default: None, ['x'], "),
+        ({"think": None}, "default: None, None, None"),
+        ({"think": []}, "default: None, None, []"),
+        ({"unheard_of": None}, "default: None, None, "),
+        ({"tools": None, "documents": ["x"], "think": 1}, "default: None, ['x'], 1"),
+        ({"tools": ["x"], "documents": None, "think": None}, "tool_use: ['x'], None, None"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("names", [("default", "tool_use"), ("tool_use", "default"), ("default", "rag"), ("any",)])
+def test_tools_alone_choose_the_template_and_only_if_there_are_any(names, variables, text):
+    """Where there is one for tools; a template sees None for tools and documents that nobody gave."""
+    sources = {name: name + ": {{ tools }}, {{ documents }}, {{ think }}" for name in names}
+    wanted, _, rest = text.partition(":")
+    wanted = names[0] if len(names) == 1 else wanted if wanted in names else "default"
+    written = ChatTemplate(sources, {}).write(USER, add_generation_prompt=False, **variables)
+    assert written == f"{wanted}:{rest}"
 
 
 def test_bytes_have_templates_too(tmp_path):
