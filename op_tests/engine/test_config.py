@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.config.drafting_options import METHODS
+from eagle_kernels.engine.config.drafting_options import METHODS, default_nodes
 from eagle_kernels.engine.config.eagle_config import CONFIG_FIELDS
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
@@ -55,6 +55,7 @@ def test_defaults_alone_make_a_tree_of_every_method_and_strategy(method, strateg
         # beams have topk children each on every level but the first, other trees topk drafts on each level
         has_beams = method == "naive" or not looks_up and strategy != "rejection"
         most = 1 + (topk + (num_steps - 1) * topk**2 if has_beams else topk * num_steps)
+        assert default_nodes(64, topk, num_steps, fields) == min(64, most)
         made, tree = EAGLEConfig(**sizes, **fields), EAGLEConfig.tree(**sizes, **fields)
         assert made.num_verify_tokens == min(32, most) and tree.num_verify_tokens == min(64, most)
         assert tree == EAGLEConfig(**sizes, **fields, num_draft_tokens=min(64, most))
