@@ -15,6 +15,7 @@ pytest.importorskip("jinja2")
 tokenizers = pytest.importorskip("tokenizers")
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams  # noqa: E402
+from eagle_kernels.engine.models.chat_template import ChatTemplate  # noqa: E402
 from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer  # noqa: E402
 from op_tests.engine.toys import random_llama  # noqa: E402
@@ -126,7 +127,7 @@ def test_of_files_that_differ_the_one_of_transformers_counts(tmp_path):
         for name, text in files.items():
             (folder / name).write_text(text)
         judge, chat = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(folder).chat
-        for tools in (None, [{"name": "é"}]):
+        for tools in (None, [], [{"name": "é"}]):
             with contextlib.suppress(ValueError):  # it takes a template only by its name, of which there may be another
                 wanted = judge.apply_chat_template(USER, tools=tools, tokenize=False)
                 assert chat.write(USER, add_generation_prompt=False, tools=tools) == wanted, files
@@ -156,6 +157,34 @@ def test_of_special_tokens_the_file_that_counts_is_read(tmp_path, config, older,
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     backend().save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).chat.write(USER, add_generation_prompt=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({}, "default: None, None, "),
+        ({"tools": None}, "default: None, None, "),
+        ({"tools": []}, "tool_use: [], None, "),
+        ({"tools": ["x"]}, "tool_use: ['x'], None, "),
+        ({"documents": None}, "default: None, None, "),
+        ({"documents": []}, "default: None, [], "),
+        ({"documents": ["x"]}, "default: None, ['x'], "),
+        ({"think": None}, "default: None, None, None"),
+        ({"think": []}, "default: None, None, []"),
+        ({"unheard_of": None}, "default: None, None, "),
+        ({"tools": None, "documents": ["x"], "think": 1}, "default: None, ['x'], 1"),
+        ({"tools": ["x"], "documents": None, "think": None}, "tool_use: ['x'], None, None"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("names", [("default", "tool_use"), ("tool_use", "default"), ("default", "rag"), ("any",)])
+def test_tools_alone_choose_the_template_and_only_if_they_are_given(names, variables, text):
+    """Where there is one for tools; a template sees None for tools and documents that nobody gave."""
+    sources = {name: name + ": {{ tools }}, {{ documents }}, {{ think }}" for name in names}
+    wanted, _, rest = text.partition(":")
+    wanted = names[0] if len(names) == 1 else wanted if wanted in names else "default"
+    written = ChatTemplate(sources, {}).write(USER, add_generation_prompt=False, **variables)
+    assert written == f"{wanted}:{rest}"
 
 
 def test_bytes_have_templates_too(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.config.drafting_options import DraftingOptions
+from eagle_kernels.engine.config.drafting_options import METHODS, DraftingOptions, default_nodes
 from eagle_kernels.engine.config.eagle_config import CONFIG_FIELDS
 from eagle_kernels.engine.config.serving_options import ServingOptions
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
@@ -56,6 +56,39 @@ def test_fields_stand_in_the_groups_of_their_docstring():
 def test_the_default_number_of_nodes_follows_the_tree():
     assert dataclasses.replace(EAGLEConfig(), topk=2, num_steps=3).num_verify_tokens == 11
     assert dataclasses.replace(EAGLEConfig(topk=1), topk=8).num_verify_tokens == 32
+
+
+STRATEGIES = ("target_match", "greedy", "rejection", "topp", "typical")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("method", [None, *METHODS, ("eagle", "ngram"), ("ngram", "naive"), ("mtp", "hybrid")])
+def test_defaults_alone_make_a_tree_of_every_method_and_strategy(method, strategy):
+    """Of any size, with the number of nodes that one would give: all that there are, at most 32, or 64 of `tree`."""
+    chosen, names = {"method": method, "verify_strategy": strategy}, method if isinstance(method, tuple) else (method,)
+    looks_up = bool({"ngram", "suffix", "hybrid"}.intersection(names))
+    if strategy == "rejection" and (len(names) > 1 or method == "hybrid"):
+        with pytest.raises(ValueError, match="EAGLEConfig: verify_strategy must not be 'rejection'"):
+            EAGLEConfig.tree(4, 4, num_draft_tokens=17, **chosen, **({"num_model_steps": 1} if looks_up else {}))
+        return
+    for topk, num_steps in ((8, 5), (4, 4), (4, 5), (3, 2), (2, 16), (2, 3), (1, 5), (1, 2)):
+        sizes = {"topk": topk, "num_steps": num_steps}
+        fields = chosen | ({"num_model_steps": 1} if "hybrid" in names else {})
+        # beams have topk children each on every level but the first, other trees topk drafts on each level
+        has_beams = method == "naive" or not looks_up and strategy != "rejection"
+        most = 1 + (topk + (num_steps - 1) * topk**2 if has_beams else topk * num_steps)
+        assert default_nodes(64, topk, num_steps, fields) == min(64, most)
+        made, tree = EAGLEConfig(**sizes, **fields), EAGLEConfig.tree(**sizes, **fields)
+        assert made.num_verify_tokens == min(32, most) and tree.num_verify_tokens == min(64, most)
+        assert tree == EAGLEConfig(**sizes, **fields, num_draft_tokens=min(64, most))
+        given = dataclasses.replace(made, num_draft_tokens=made.num_verify_tokens)
+        assert dataclasses.replace(given, num_draft_tokens=None) == made
+        if topk == 1:
+            assert EAGLEConfig.chain(num_steps, **fields).num_verify_tokens == min(32, most)
+        if (topk, num_steps) == (8, 5):
+            assert EAGLEConfig(**fields) == made and EAGLEConfig.tree(**fields) == tree
+        with pytest.raises(ValueError, match=rf"num_draft_tokens must lie in 2..min.* = {min(256, most)} for topk="):
+            EAGLEConfig(**sizes, **fields, num_draft_tokens=most + 1)
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(1, 255), (2, 255), (4, 129), (8, 64), (16, 16)])

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.drafters.methods import MixedDrafter
+from eagle_kernels.engine.drafters.protocol import Proposal, tree_of
 from eagle_kernels.engine.drafters.suffix import SuffixDrafter, SuffixFeed
 from eagle_kernels.engine.drafters.suffix_cache import SuffixCache, _limits
 from eagle_kernels.engine.models.causal_draft import CausalDraft
@@ -398,6 +400,48 @@ def test_each_request_gets_the_drafts_of_its_own_method(lag, device):
         alone[name] = stats.accepted
     accepted = [sum(request.accepted) for request in requests]
     assert accepted == [alone["ngram"], alone["draft_model"], 0, alone["ngram"]]
+
+
+@pytest.mark.parametrize("mode", ["packed", "qlen_only", "qlen_only_bitpacking"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_row_of_a_mixed_batch_has_all_that_its_method_proposes(seed, mode):
+    """In any order of methods and rows, whichever of the methods know how probable their drafts are."""
+    coin = torch.Generator().manual_seed(seed)
+    names = ("draft_model", "ngram", "suffix", "naive")
+    order = [names[place] for place in torch.randperm(4, generator=coin)]
+    config = EAGLEConfig(**MIXED | {"method": tuple(order), "num_model_steps": None}, tree_mask_mode=mode)
+    size, rows, num_drafts = 12, slice(3, 15), config.num_verify_tokens - 1
+    methods = torch.randint(4, (20,), generator=coin)
+    batch = SimpleNamespace(
+        state=SimpleNamespace(methods=methods), rows=rows, roots=torch.arange(size), lengths=torch.arange(size) * 3
+    )
+
+    def made(is_known: bool) -> Proposal:
+        """A tree of its own for each row, some of its nodes without a draft."""
+        tokens = torch.randint(100, (size, num_drafts), generator=coin)
+        parents = (torch.rand(size, num_drafts, generator=coin) * torch.arange(1, num_drafts + 1)).long()
+        parents[torch.rand(size, generator=coin) < 0.4, -2:] = -1
+        probs = torch.rand(size, num_drafts, generator=coin)
+        return Proposal(tree_of(batch, tokens, parents, config), path_probs=(lambda: probs) if is_known else None)
+
+    known = [bool(seed >> place & 1) for place in range(3)] + [seed % 3 == 0]
+    proposals = list(map(made, known))
+    parts = [SimpleNamespace(num_slots=1, reads_history=False, propose=lambda _, own=own: own) for own in proposals]
+    mixed = MixedDrafter(config, None, parts).propose(batch)
+    probs = mixed.path_probs()
+    assert probs.shape == (size, num_drafts)
+    for row, number in enumerate(methods[rows].tolist()):
+        own = proposals[number]
+        for name, tensor in mixed.tree._asdict().items():
+            wanted = getattr(own.tree, name)
+            assert (tensor is None) == (wanted is None)
+            if tensor is not None:
+                assert tensor.dtype == wanted.dtype and tensor.shape == wanted.shape
+                assert tensor.view(size, -1)[row].tolist() == wanted.view(size, -1)[row].tolist(), (row, name)
+        if known[number]:
+            assert torch.equal(probs[row], own.path_probs()[row]), row
+        else:
+            assert probs[row].isnan().all(), row
 
 
 REFUSED = [

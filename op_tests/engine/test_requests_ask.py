@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from eagle_kernels.engine.drafters.model_drafter import SampledDrafter
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.step.verification import score
+from eagle_kernels.engine.step.verification import _filtered, _RowParams, score
+from eagle_kernels.tools.trees.recorder import _target_law
 from op_tests.engine.engines import make
 from op_tests.engine.toys import LetterTokenizer, Markov, ToyModel, plain_logits
 
@@ -115,6 +119,40 @@ def test_likely_tokens_without_other_scores(engine):
         assert all(len(top) == params.top_logprobs for top in request.top_logprobs)
         assert [top[0][0] for top in request.top_logprobs] == request.output_ids[: len(request.top_logprobs)]
     assert requests[1].top_logprobs == [top[:1] for top in requests[2].top_logprobs]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_probabilities_of_half_precision_logits_are_not_rounded_to_it(temperature, dtype):
+    """Scores, what strategies verify by, and what a drawn tree says of itself, against the same logits in float64."""
+    logits = (3 * torch.randn(6, 500, generator=torch.Generator().manual_seed(1))).to(dtype)
+    exact, tokens = logits.double(), torch.arange(6)
+    close = partial(torch.testing.assert_close, atol=1e-5, rtol=0, check_dtype=False)
+
+    order = exact.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    scores = score(logits, tokens, True)
+    assert scores.logprobs.dtype == scores.top_logprobs.dtype == torch.float32
+    close(scores.logprobs, exact.log_softmax(-1)[tokens, tokens])
+    close(scores.top_logprobs, order.values[:, :20])
+    assert torch.equal(scores.top_ids, order.indices[:, :20])
+
+    law = (exact / (temperature or 1.0)).softmax(-1)
+    numbers = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    row = SimpleNamespace(numbers=lambda name: torch.tensor([numbers[name]]), seeds=torch.zeros(1, dtype=torch.int64))
+    tree = SimpleNamespace(retrieve_index=torch.arange(6)[None])
+    proposal, none = SimpleNamespace(tree=tree), SimpleNamespace(penalties=False)
+    seen = SimpleNamespace(batch=row, proposal=proposal, logits=logits, features=none)
+    close(_target_law(seen, [4, 0, 2]), law[[4, 0, 2]])
+    best = torch.nn.functional.one_hot(logits.argmax(-1), 500)
+    close(_filtered(_RowParams(row, proposal), logits), law if temperature else best.double())
+
+    drafter = SampledDrafter.__new__(SampledDrafter)
+    drafter._topk, drafter._parents = 2, torch.tensor([[0, 0, 1, 2, 3]])
+    drafts = torch.tensor([[7, 9, 11, 13, 15]])
+    own = law[drafter._parents[0], drafts[0]]
+    probs = drafter._path_probs(drafts, logits[None], None, torch.tensor([temperature] * 2))
+    paths = [own[0], own[1], own[0] * own[2], own[1] * own[3], own[0] * own[2] * own[4]]
+    torch.testing.assert_close(probs[0].double(), torch.stack(paths), atol=0, rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", [3, 20, 40])

@@ -456,4 +456,33 @@ MUTANTS = [
         [(_READING, "len(unread) <= FEW_STEPS * MOST_PARTS", "len(unread) <= MOST_PARTS")],
         [_LIMITS + "few_steps_read_what_few_steps_can"],
     ),
+    Mutant(
+        "in a mixed batch path probabilities go to the rows of another method if an earlier method has none",
+        [(ENGINE + "drafters/methods.py", "            for number, proposal in enumerate(proposals):\n",
+          "            known = [each for each in proposals if each.path_probs is not None]\n"
+          "            for number, proposal in enumerate(known):\n")],
+        ["op_tests/engine/test_methods.py::test_a_row_of_a_mixed_batch_has_all_that_its_method_proposes"],
+    ),
+    Mutant(
+        "tools that are None choose the template tool_use",
+        [(_CHAT, '"tool_use" if variables.get("tools") is not None and', '"tool_use" if "tools" in variables and')],
+        ["op_tests/engine/test_chat_template.py::"
+         "test_tools_alone_choose_the_template_and_only_if_they_are_given"],
+    ),
+    Mutant(
+        "ASCII trees explain the stop with characters that are not ASCII",
+        [(TOOLS + "trees/text.py", "*wrapped(told(why(tree)), width)", "*wrapped(why(tree), width)")],
+        ["op_tests/tools/test_tree_drawing.py::test_every_line_in_ascii_is_ascii"],
+    ),
+    Mutant(
+        "log-probabilities are normalised in the model's dtype and widened afterwards",
+        [(ENGINE + "step/verification.py", "torch.log_softmax(logits.float(), dim=-1)",
+          "torch.log_softmax(logits, dim=-1).float()")],
+        [_ASKED + "probabilities_of_half_precision_logits_are_not_rounded_to_it"],
+    ),
+    Mutant(
+        "the default number of nodes ignores verify_strategy",
+        [(ENGINE + "config/drafting_options.py", "method=method, verify_strategy=strategy)", "method=method)")],
+        ["op_tests/engine/test_config.py::test_defaults_alone_make_a_tree_of_every_method_and_strategy"],
+    ),
 ]  # fmt: skip

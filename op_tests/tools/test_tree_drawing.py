@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -85,6 +86,35 @@ stopped at depth 1, after 'self': the target chose <33> (0.75), which was not dr
 def test_a_known_tree_in_ascii():
     """Escapes take the columns that they are shown in."""
     assert tree_text(known_tree(), is_ascii=True) == KNOWN_IN_ASCII
+
+
+REASONS = ["target", "leaf", "no_drafts", "length", "end_token", "stop_string", "end_token of the target"]
+
+
+@pytest.mark.parametrize("use_color", [False, True])
+@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_line_in_ascii_is_ascii(seed, reason, use_color):
+    """Whatever is drawn, in whatever width, for whatever reason the path stopped; every line is there."""
+    tree = random_tree(seed, num_nodes=12, longest=12)
+    states = [("accepted", True, True), ("cut", True, False), ("rejected", False, False)]
+    nodes = [tree.nodes[0]] + [
+        replace(each, is_accepted=is_accepted, is_in_text=is_in_text, text=mark + each.text)
+        for each, (mark, is_accepted, is_in_text) in zip(tree.nodes[1:], states * 4)
+    ]
+    has_choice = reason not in ("length", "end_token", "stop_string")
+    stop = Stop(reason.split()[0], 1, TargetChoice(1, "漢é…│", 0.5) if has_choice else None, seed % 2 == 0)
+    tree = replace(tree, nodes=tuple(nodes), stop=stop, finish_reason="é")
+    for width in (48, 80, 1000):
+        drawn, plain = (tree_text(tree, width, use_color, is_ascii) for is_ascii in (True, False))
+        assert drawn.isascii()
+        lines = re.sub(r"\033\[[\d;]*m", "", drawn).splitlines()
+        assert all(line.isprintable() and len(line) <= width for line in lines)
+    below = len(nodes) + has_choice
+    assert len(lines) == len(plain.splitlines()) == 3 + below
+    assert sum(bool(re.match(r"[|` -]*[*+o>] ", line)) for line in lines) == below
+    assert r"\u6f22\xe9" in lines[0]
+    assert lines[-1].startswith("stopped at") and (r"\u6f22\xe9\u2026\u2502" in lines[-1]) == has_choice
 
 
 def test_the_accepted_path_is_green_on_a_terminal():

@@ -26,7 +26,7 @@ class ChatTemplate:
 
     def write(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str:
         """Returns the text of the messages; `add_generation_prompt`: up to where the next answer begins."""
-        name = "tool_use" if variables.get("tools") and "tool_use" in self._sources else "default"
+        name = "tool_use" if variables.get("tools") is not None and "tool_use" in self._sources else "default"
         source = self._sources.get(name) if len(self._sources) != 1 else next(iter(self._sources.values()))
         if source is None:
             raise ValueError(f"the model has chat templates {sorted(self._sources)}, of which none is 'default'")
