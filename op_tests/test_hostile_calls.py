@@ -424,6 +424,56 @@ def test_slots_past_int32(name, debug, monkeypatch):
         function(**values | {field: wide})
 
 
+def paged(page_size: int) -> dict:
+    """A token in the middle of the second page; no list holds the first one."""
+    slots = torch.full((1, 3 * page_size), 2**60)
+    return {"req_to_token": slots, "starts": INTS([page_size + page_size // 2]), "seq_lens": INTS([1])}
+
+
+# (op, arguments, place of a slot that is listed, slots of a page where pages are listed instead)
+DRAFTS = ROW | {"topk": 2, "num_steps": 1, "page_size": 2, "capacity": 8}
+AT_THE_LIMIT = [
+    *((name, values, 1, 1) for name, (_, values) in PAST_INT32.items()),
+    *(("kv_indices", ROW | paged(size) | {"page_size": size, "capacity": 8}, size, size) for size in (1, 2, 3, 16)),
+    *((name, DRAFTS | {"seq_lens": INTS([1])}, place, 1)
+      for name in ("draft_cache_locs", "draft_kv_indices") for place in (0, 1, 3)),
+    ("draft_cache_locs", DRAFTS | {"seq_lens": INTS([1])}, 2, 1),
+    ("accepted_cache_locs", PAST_INT32["accepted_cache_locs"][1] | {"page_size": 2, "seq_lens": INTS([3])}, 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "place", "unit"), AT_THE_LIMIT, ids=[f"{n}-{p}-{unit}" for n, _, p, unit in AT_THE_LIMIT]
+)
+def test_the_last_slot_that_int32_holds(name, values, place, unit):
+    """It is listed, or its page, by kernel and reference; the next one only in int64."""
+    field = PAST_INT32[name][0]
+    most = (2**31 - 1) * unit + unit - 1
+    functions = [getattr(module, name) for module in (eagle_kernels, eagle_kernels.raw)]
+    result = functions[0](**copied(values | {field: values[field].clamp(max=99)}))
+
+    def listed(function, slot: int, dtype) -> list[torch.Tensor]:
+        arguments = copied(values) | {field: values[field].clone()}
+        arguments[field].view(-1)[place] = slot
+        if result is None:
+            arguments["req_to_token"] = arguments["req_to_token"].to(dtype)
+            function(**arguments)
+            return [arguments["req_to_token"]]
+        holds_slots = lambda field: field.endswith(("indices", "locs"))  # noqa: E731
+        out = type(result)(*(x.to(dtype) if holds_slots(f) else x.clone() for f, x in result._asdict().items()))
+        return list(function(**arguments, out=out))
+
+    for slot, dtype in ((most, torch.int32), (most, torch.int64), (most + 1, torch.int64)):
+        for function in functions:
+            try:
+                lists = listed(function, slot, dtype)
+            except ValueError as error:
+                raise AssertionError(f"{slot} is refused for {dtype}") from error
+            assert any(slot // unit in tensor for tensor in lists)
+    rule = rf"^eagle_kernels\.{name}: {field} must hold .*int32.*, got {most + 1} at \[(0, )?{place}\]"
+    one_line(lambda: listed(functions[0], most + 1, torch.int32), rule)
+
+
 def test_heads_without_elements():
     empty = lambda *shape: torch.zeros(*shape, 0)  # noqa: E731
     rows = {"qo_indptr": INTS([0, 3]), "max_query": 3, "is_causal": True}

@@ -58,6 +58,8 @@ def drawn_attention(path: str, coin: random.Random) -> dict:
         values |= {"qo_indptr": torch.tensor([0, *counts]).cumsum(0).int(), "max_query": max(1, *counts)}
         shape = (sum(counts),)
         values["is_causal"] = coin.random() < 0.7 or "window" in values
+        if coin.random() < 0.4:
+            values["max_query"] = coin.choice((1, 7, 33))
     else:
         num_rows = coin.choice((1, 3, 7))
         is_chain = path == "attention.tree_attention"
@@ -74,6 +76,14 @@ def drawn_attention(path: str, coin: random.Random) -> dict:
     return values | {"query": query}
 
 
+def attended_rows(values: dict) -> list[int] | None:
+    """Rows of requests that are not ragged, None: all; of the others as many as max_query of each request."""
+    if "qo_indptr" not in values:
+        return None
+    bounds = values["qo_indptr"].tolist()
+    return [row for first, last in zip(bounds, bounds[1:]) for row in range(first, last)[: values["max_query"]]]
+
+
 @pytest.mark.parametrize("path", ["attention.gqa_decode", "attention.prefill_attention", "attention.tree_attention"])
 def test_attention_to_whatever_is_drawn(path, device, monkeypatch):
     """On a GPU of any size, which decides into how many chunks keys are cut."""
@@ -85,4 +95,25 @@ def test_attention_to_whatever_is_drawn(path, device, monkeypatch):
             values["deterministic"] = True
         with monkeypatch.context() as patched:
             assume_multiprocessors(patched, coin.choice((1, 2, 7, 132)))
-            module_of_tests(path).check(to_device(values, device), f"{number}")
+            rows = {} if path == "attention.gqa_decode" else {"rows": attended_rows(values)}
+            module_of_tests(path).check(to_device(values, device), f"{number}", **rows)
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_ragged_trees_of_any_bits(form, is_separate, device):
+    """Requests of more rows than max_query too, and masks that say of drafts that are not there that they are seen."""
+    module = module_of_tests("attention.tree_attention")
+    for number in range(3):
+        coin = random.Random(f"{form} {is_separate} {number}")
+        torch.manual_seed(number)
+        counts = [*(coin.choice((0, 1, 3, 8)) for _ in range(2)), (9, 70, 5)[number]]
+        prefixes = [coin.choice((0, 1, 31, 65)) for _ in counts]
+        values = module.ragged(counts, 8, 2, 1, coin.choice((1, 2, 16)), torch.float32, prefixes, form=form,
+                               is_separate=is_separate)  # fmt: skip
+        values |= {"tree_mask": torch.randint(-(2**63), 2**63 - 1, values["tree_mask"].shape),
+                   "max_query": (3, 65, 5)[number], "deterministic": coin.random() < 0.5}  # fmt: skip
+        if coin.random() < 0.4:
+            places = [prefix + row // 2 for prefix, count in zip(prefixes, counts) for row in range(count)]
+            values |= {"window": coin.choice((1, 7, 64)), "positions": torch.tensor(places)}
+        module.check(to_device(values, device), f"{number}", rows=attended_rows(values))

@@ -219,4 +219,14 @@ MUTANTS = [
         [(RUNTIME + "check.py", "sum(size * times[name] for name, size in sizes.items())", "sum(sizes.values())")],
         [_HOSTILE + "test_the_room_that_references_need"],
     ),
+    Mutant(
+        "int32 is to hold slots where pages are listed",
+        [(KV + "shared/rows.py", "table // unit <= check.MAX_INT32", "table <= check.MAX_INT32")],
+        [f"{_HOSTILE}test_the_last_slot_that_int32_holds[kv_indices-16-16]"],
+    ),
+    Mutant(
+        "drafts past max_query are seen",
+        [(ATTENTION + "shared/batch.py", "stop = tl.minimum(prefix + num_drafts, filled)", "stop = filled")],
+        ["op_tests/test_random_calls.py::test_ragged_trees_of_any_bits[csr-in pool]"],
+    ),
 ]  # fmt: skip
