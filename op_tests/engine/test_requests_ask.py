@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from eagle_kernels.engine.drafters.model_drafter import SampledDrafter
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.drafters.model_drafter import SampledDrafter
 from eagle_kernels.engine.step.verification import _filtered, _RowParams, score
 from eagle_kernels.tools.trees.recorder import _target_law
 from op_tests.engine.engines import make
