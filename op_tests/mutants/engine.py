@@ -456,4 +456,10 @@ MUTANTS = [
         [(_READING, "len(unread) <= FEW_STEPS * MOST_PARTS", "len(unread) <= MOST_PARTS")],
         [_LIMITS + "few_steps_read_what_few_steps_can"],
     ),
+    Mutant(
+        "as many candidates as may be are too many",
+        [(ENGINE + "step/verification.py", "torch.where(num_left > num_candidates",
+          "torch.where(num_left >= num_candidates")],
+        ["op_tests/engine/test_verify_strategies.py::test_candidates_of_topp"],
+    ),
 ]  # fmt: skip
