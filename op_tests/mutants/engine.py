@@ -457,6 +457,12 @@ MUTANTS = [
         [_LIMITS + "few_steps_read_what_few_steps_can"],
     ),
     Mutant(
+        "a row keeps the drafting method of its former request",
+        [(_SCHEDULER, "self.state.methods[index] = 0 if method is None else self.plan.methods.index(method)",
+          "self.state.methods[index] = self.plan.methods.index(method) if method else self.state.methods[index]")],
+        ["op_tests/engine/serve/test_scheduler.py::test_a_row_keeps_nothing_of_its_former_request"],
+    ),
+    Mutant(
         "as many candidates as may be are too many",
         [(ENGINE + "step/verification.py", "torch.where(num_left > num_candidates",
           "torch.where(num_left >= num_candidates")],
