@@ -463,6 +463,12 @@ MUTANTS = [
         ["op_tests/engine/serve/test_scheduler.py::test_a_row_keeps_nothing_of_its_former_request"],
     ),
     Mutant(
+        "room for the last tree of a table",
+        [(ENGINE + "step/plan.py", "return max(runner.stepper.drafter.overshoot for runner in self.runners)",
+          "return self.runners[-1].stepper.drafter.overshoot")],
+        [_LIMITS + "the_largest_tree_of_a_table_has_room"],
+    ),
+    Mutant(
         "as many candidates as may be are too many",
         [(ENGINE + "step/verification.py", "torch.where(num_left > num_candidates",
           "torch.where(num_left >= num_candidates")],
