@@ -474,4 +474,10 @@ MUTANTS = [
           "torch.where(num_left >= num_candidates")],
         ["op_tests/engine/test_verify_strategies.py::test_candidates_of_topp"],
     ),
+    Mutant(
+        "a limit beside several params contradicts all or none",
+        [(ENGINE + "requests/inputs.py", "if is_limited and any(each.max_new_tokens",
+          "if is_limited and all(each.max_new_tokens")],
+        ["op_tests/engine/test_names.py::test_a_limit_beside_params_is_that_of_each"],
+    ),
 ]  # fmt: skip
