@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -14,6 +15,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.tokenizer import ByteDetokenizer
+from eagle_kernels.engine.requests.inputs import read_call_params
 from eagle_kernels.engine.requests.names import agree
 from op_tests.engine.toys import ToyModel
 
@@ -337,3 +339,14 @@ def test_params_that_contradict_the_call(engine, options, message):
     for call in (engine.generate, engine.stream):
         with pytest.raises(ValueError, match=message):
             call(PROMPTS, **options)
+
+
+@pytest.mark.parametrize("limits", [(3, 3), (3, 4), (4, 3), (4, 4)])
+def test_a_limit_beside_params_is_that_of_each(limits):
+    """One that differs from any of them is refused, wherever that one stands."""
+    params, taken = [SamplingParams(max_new_tokens=limit) for limit in limits], []
+    for limit in (2, 3, 4, 5):
+        with contextlib.suppress(ValueError):
+            assert read_call_params("generate", limit, params, 2, ()) == params
+            taken.append(limit)
+    assert taken == ([limits[0]] if limits[0] == limits[1] else [])

@@ -171,6 +171,14 @@ CANDIDATES = [
     (1.0, 0, 0.95, 0.6, 2),
     (2.0, 0, 1.0, 0.6, 3),
     (0.0, 0, 0.9, 0.0, 1),
+    # as many as may be, and one more, by each filter
+    (1.0, 0, 0.85, 0.0, 3),
+    (1.0, 0, 0.93, 0.0, 0),
+    (1.0, 3, 0.99, 0.0, 3),
+    (1.0, 4, 0.99, 0.0, 0),
+    (1.0, 0, 0.99, 0.4, 3),
+    (1.0, 0, 0.99, 0.12, 0),
+    (1.0, 3, 1.0, 0.0, 3),
 ]
 
 
@@ -210,7 +218,7 @@ def test_candidates_of_topp(monkeypatch):
     *params, expected = zip(*CANDIDATES)
     params = list(zip(*params))
     assert candidates(params, Features(sampling=True, filters=True)) == list(expected)
-    assert candidates([params[0], params[-1]], Features(sampling=True)) == [3, 1]
+    assert candidates([params[0], (0.0, 0, 1.0, 0.0)], Features(sampling=True)) == [3, 1]
 
 
 @pytest.mark.cross

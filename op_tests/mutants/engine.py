@@ -485,4 +485,28 @@ MUTANTS = [
         [(ENGINE + "config/drafting_options.py", "method=method, verify_strategy=strategy)", "method=method)")],
         ["op_tests/engine/test_config.py::test_defaults_alone_make_a_tree_of_every_method_and_strategy"],
     ),
+    Mutant(
+        "a row keeps the drafting method of its former request",
+        [(_SCHEDULER, "self.state.methods[index] = 0 if method is None else self.plan.methods.index(method)",
+          "self.state.methods[index] = self.plan.methods.index(method) if method else self.state.methods[index]")],
+        ["op_tests/engine/serve/test_scheduler.py::test_a_row_keeps_nothing_of_its_former_request"],
+    ),
+    Mutant(
+        "room for the last tree of a table",
+        [(ENGINE + "step/plan.py", "return max(runner.stepper.drafter.overshoot for runner in self.runners)",
+          "return self.runners[-1].stepper.drafter.overshoot")],
+        [_LIMITS + "the_largest_tree_of_a_table_has_room"],
+    ),
+    Mutant(
+        "as many candidates as may be are too many",
+        [(ENGINE + "step/verification.py", "torch.where(num_left > num_candidates",
+          "torch.where(num_left >= num_candidates")],
+        ["op_tests/engine/test_verify_strategies.py::test_candidates_of_topp"],
+    ),
+    Mutant(
+        "a limit beside several params contradicts all or none",
+        [(ENGINE + "requests/inputs.py", "if is_limited and any(each.max_new_tokens",
+          "if is_limited and all(each.max_new_tokens")],
+        ["op_tests/engine/test_names.py::test_a_limit_beside_params_is_that_of_each"],
+    ),
 ]  # fmt: skip

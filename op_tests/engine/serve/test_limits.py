@@ -67,6 +67,25 @@ def test_pools_hold_the_requests_that_they_have_pages_for(tree):
         assert scheduler.pages.num_free == 16
 
 
+SHAPES = [(2, 2, 6), (2, 1, 3), (2, 4, 9)]
+
+
+@pytest.mark.parametrize("trees", [*itertools.permutations(SHAPES)], ids=str)
+def test_the_largest_tree_of_a_table_has_room(trees):
+    """In whichever order: the last token has the slots that it needs, and is that of plain decoding."""
+    alone = {shape: scheduler_of(walkers(adaptive=((9, shape),))).plan.overshoot for shape in SHAPES}
+    assert len({*alone.values()}) == len(SHAPES)
+    config = {"adaptive": tuple(zip((1, 2, 9), trees))}
+    engine = walkers(**config, kv_cache_bytes=8 * page_bytes(walkers(**config)))
+    scheduler = scheduler_of(engine)
+    assert scheduler.plan.overshoot == max(alone.values())
+    room = scheduler.most_tokens() - 1
+    fits, too_long = (engine.submit([1], SamplingParams(max_new_tokens=count)) for count in (room, room + 1))
+    engine.collect()
+    assert fits.output_ids == walkers(method="naive").generate([1], room).output_ids
+    assert "but the pool has" in too_long.error
+
+
 @pytest.mark.parametrize("max_batch", [1, 2, 3])
 def test_as_many_requests_step_as_may(max_batch):
     """No fewer and no more, while others wait; a batch of them is held, and one more is not."""

@@ -159,6 +159,28 @@ def test_requests_of_all_kinds_are_those_alone(name, monkeypatch):
         assert {each.params.drafter for each in requests if sum(each.accepted)} == {*drafters} - {"naive"}
 
 
+def test_a_row_keeps_nothing_of_its_former_request(monkeypatch):
+    """One that sets nothing, after one that sets all there is, drafts and ends as in a new engine."""
+    kind, config = BUSY["several methods"]
+    target, draft = RowWalker(**SIZES, device=DEVICE), kind(**SIZES, seed=1, device=DEVICE)
+    config = EAGLEConfig(**{**config, "max_batch": 1, "suffix_decoding_max_cached_requests": 0})
+    everything = {"temperature": 0.9, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3, "seed": 5,
+                  "frequency_penalty": 0.4, "presence_penalty": 0.3, "min_new_tokens": 9, "top_logprobs": 2,
+                  "logprobs": True, "stop_token_ids": tuple(range(8))}  # fmt: skip
+    prompt, told = [1, 2, 3, 1, 2, 3, 1, 2], {}
+    for before in (None, *config.methods):
+        with monkeypatch.context() as patch:
+            engine = EAGLEInference(draft, target, config)
+            trees = trees_by_request(engine, patch)
+            if before is not None:
+                engine.submit([4, 5, 6], SamplingParams(max_new_tokens=12, drafter=before, **everything))
+                engine.collect()
+            request = engine.submit(prompt, SamplingParams(max_new_tokens=24))
+            engine.collect()
+            told[before] = request.output_ids, request.accepted, request.logprobs, trees[request.id]
+    assert all(each == told[None] for each in told.values())
+
+
 @pytest.mark.parametrize("draft", [partial(random_modules, num_modules=2), partial(random_head, aux_layers=(0, 1, 2))])
 def test_all_that_belongs_to_a_row_moves_with_it(target, draft):
     """Whatever tensors there are with a row for each request, by how they look."""
