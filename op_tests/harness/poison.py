@@ -52,7 +52,7 @@ def poison_memory() -> None:
     @functools.wraps(empty)
     def poisoned(*sizes, **options):
         tensor = empty(*sizes, **options)
-        if sys._getframe(1).f_globals["__name__"].startswith("eagle_kernels.") and tensor.device.type == "cpu":
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("eagle_kernels.") and tensor.device.type == "cpu":
             if torch._C._len_torch_dispatch_stack() == 0:  # else nothing is to be computed
                 for place, number in enumerate(_extremes(tensor.dtype)):
                     tensor.view(-1)[place::3] = number
