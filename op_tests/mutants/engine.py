@@ -509,4 +509,19 @@ MUTANTS = [
           "if is_limited and all(each.max_new_tokens")],
         ["op_tests/engine/test_names.py::test_a_limit_beside_params_is_that_of_each"],
     ),
+    Mutant(
+        "a request that a bar counts again",
+        [(_STREAM, " and event.request not in ended:", ":")],
+        ["op_tests/engine/serve/test_benchmark.py::test_a_bar_counts_what_has_ended"],
+    ),
+    Mutant(
+        "a penalty below zero alone",
+        [(ENGINE + "requests/sampling_params.py", "self.presence_penalty != 0", "self.presence_penalty > 0")],
+        [_ASKED + "each_setting_has_its_effect_alone"],
+    ),
+    Mutant(
+        "times of phases that grow with the steps that are timed",
+        [(ENGINE + "step/phases.py", " / len(timed) * num_steps", "")],
+        ["op_tests/engine/serve/test_benchmark.py::test_times_of_phases_are_those_of_the_steps_that_are_timed"],
+    ),
 ]  # fmt: skip

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import random
 import sys
 from dataclasses import asdict, replace
+from statistics import fmean
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,6 +18,7 @@ import torch
 from eagle_kernels import SamplingParams
 from eagle_kernels.engine.benchmark import BenchmarkResult, Decoding
 from eagle_kernels.engine.serve.output import GenerationStats
+from eagle_kernels.engine.step.runner import StepRunner
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import make, prompt_of
 from op_tests.engine.toys import RowWalker
@@ -97,6 +102,53 @@ def test_progress_ends_with_an_error(target, monkeypatch):
     with pytest.raises(ValueError, match="generate: progress=True needs tqdm: pip install tqdm"):
         engine.generate([1], 3, progress=True)
     assert len(engine.generate([[1], [2]], 3).output_ids) == 2
+
+
+class Bar:
+    """A bar of tqdm that notes all that it is asked to show."""
+
+    made: list[Bar]
+
+    def __init__(self, total: int, **options):
+        self.total, self.count, self.speeds = total, 0, []
+        self.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def set_postfix_str(self, text: str, refresh: bool):
+        self.speeds.append((self.count, text))
+
+    def update(self):
+        self.count += 1
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_bar_counts_what_has_ended(n, lag, monkeypatch):
+    """Each request once, when it has ended, with the tokens of all so far by the time until then; batches likewise."""
+    clock, bars = StepClock(monkeypatch), []
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
+    monkeypatch.setattr("eagle_kernels.engine.serve.stream.time", clock)
+    monkeypatch.setattr(Bar, "made", bars, raising=False)
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=Bar))
+    target = RowWalker()  # as its own draft, all of whose drafts are accepted: up to four tokens a step
+    engine = make(target, target, num_steps=3, topk=1, cuda_graph=False, method="draft_model", max_batch=4)
+    counts = (5, 14, 2, 9, 6, 14)
+    arguments = [[1 + number] for number in range(6)], [SamplingParams(max_new_tokens=count) for count in counts]
+
+    start_s, stream, ended, expected = clock.now_s, engine.stream(*arguments, n=n), set(), []
+    for count, event in enumerate(stream, start=1):
+        if stream.requests[event.request].is_finished and event.request not in ended:
+            expected.append((len(ended), f"{count / (clock.now_s - start_s):.1f} tokens/s"))
+            ended.add(event.request)
+    engine.generate(*arguments, n=n, progress=True)
+    assert [(bar.total, bar.count) for bar in bars] == [(6 * n, 6 * n)] and bars.pop().speeds == expected
+    engine.benchmark(*arguments, batch_size=4, progress=True)
+    assert [(bar.total, bar.count, bar.speeds) for bar in bars] == [(2, 2, [])]
 
 
 @pytest.mark.slow
@@ -200,6 +252,36 @@ class StepClock:
 
     def perf_counter(self) -> float:
         return self.now_s
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_times_of_phases_are_those_of_the_steps_that_are_timed(lag, monkeypatch):
+    """Their mean, once for each step of the call, whichever other calls there were; a benchmark's are of one step."""
+    drawn = random.Random(lag)
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
+    monkeypatch.setattr("eagle_kernels.engine.step.phases.TIMED_STEPS", 2)
+    timed = []
+
+    def read(runner) -> dict[str, float]:
+        timed.append({name: drawn.uniform(1, 9) for name in ("draft", "verify", "sample", "bookkeeping")})
+        return timed[-1]
+
+    monkeypatch.setattr(StepRunner, "phases_ms", read)
+    target = RowWalker()
+    engine = make(target, target, num_steps=2, topk=1, cuda_graph=False, method="draft_model")
+    for index, (count, speculative) in enumerate(itertools.product((4, 12, 29), (True, False))):
+        timed.clear()
+        stats = engine.generate([[1], [2, 3]][: 1 + index % 2], count, speculative=speculative).stats
+        assert len(timed) >= stats.batch_steps / 3 and (lag or len(timed) == stats.batch_steps)
+        mean_ms = {name: fmean(phases[name] for phases in timed) for name in timed[0]}
+        assert stats.phase_time_ms == pytest.approx({name: ms * stats.batch_steps for name, ms in mean_ms.items()})
+    timed.clear()
+    result = engine.benchmark([[1], [2], [3]], 14, batch_size=2)
+    values = [ms for phases in timed for ms in phases.values()]
+    assert all(
+        min(values) <= ms <= max(values) for run in (result.speculative, result.plain) for ms in run.phase_ms.values()
+    )
+    assert engine.generate([1], 1).stats.phase_time_ms == {}
 
 
 def test_latencies_are_those_of_steps(target, lag, monkeypatch):

@@ -14,7 +14,7 @@ from eagle_kernels.engine.batch.state import BatchState
 from eagle_kernels.engine.serve.scheduler import host_lag
 from op_tests.engine.engines import PARAMS, alone, make, prompt_of, trees_by_request
 from op_tests.engine.methods import MIXED, PROVEN, SIZES
-from op_tests.engine.request_law import check_tokens
+from op_tests.engine.request_law import check_end, check_tokens
 from op_tests.engine.serve.conftest import DEVICE
 from op_tests.engine.toys import (
     LetterTokenizer,
@@ -153,6 +153,7 @@ def test_requests_of_all_kinds_are_those_alone(name, monkeypatch):
         if request not in aborted:
             ended, alone = ((each.finish_reason, each.text, count) for each in (request, single))
             assert ended == alone and count == len(single.output_ids), request.params
+            check_end(request, TOKENIZER, ENDS)
         check_scores(engines[0], request)
     if len(drafters) > 1:
         assert all((sum(each.accepted) == 0) for each in requests if each.params.drafter == "naive")
