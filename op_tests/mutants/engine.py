@@ -524,4 +524,10 @@ MUTANTS = [
         [(ENGINE + "step/phases.py", " / len(timed) * num_steps", "")],
         ["op_tests/engine/serve/test_benchmark.py::test_times_of_phases_are_those_of_the_steps_that_are_timed"],
     ),
+    Mutant(
+        "rows with room for the first tree of a table",
+        [(ENGINE + "serve/session.py", "trees = [config, *(tree for _, tree in config.trees if tree is not None)]",
+          "trees = [config]")],
+        [_LIMITS + "requests_of_full_length_fit_with_the_deepest_tree"],
+    ),
 ]  # fmt: skip

@@ -86,6 +86,22 @@ def test_the_largest_tree_of_a_table_has_room(trees):
     assert "but the pool has" in too_long.error
 
 
+DEEP = [(1, 120, 121), (1, 2, 3), (2, 70, 100)]
+
+
+@pytest.mark.parametrize("trees", [DEEP, DEEP[1:] + DEEP[:1], DEEP[::-1]], ids=str)
+def test_requests_of_full_length_fit_with_the_deepest_tree(trees):
+    """In whichever place of a table it is, and where a call asks for it after others with less deep ones."""
+    fields = {"method": "ngram", "min_ngram_size": 1, "max_length": 16}
+    plain, whole = walkers(method="naive").generate([30], 15).output_ids, SamplingParams(max_new_tokens=15)
+    tables = [tuple(zip((1, 2, 9), trees)), *(((9, tree),) for tree in trees)]
+    engine = walkers(**fields, adaptive=tables[0])
+    for table in tables:
+        assert engine.generate([[30]], whole, adaptive=table).output_ids == [plain]
+        scheduler = engine.session.scheduler
+        assert scheduler.state.block_table.shape[1] >= -(-(16 + scheduler.plan.overshoot) // 4)
+
+
 @pytest.mark.parametrize("max_batch", [1, 2, 3])
 def test_as_many_requests_step_as_may(max_batch):
     """No fewer and no more, while others wait; a batch of them is held, and one more is not."""
