@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from eagle_kernels import SamplingParams
+from eagle_kernels.engine import benchmark
 from eagle_kernels.engine.benchmark import BenchmarkResult, Decoding
 from eagle_kernels.engine.serve.output import GenerationStats
 from eagle_kernels.engine.step.runner import StepRunner
@@ -352,3 +353,33 @@ def test_a_benchmark_measures_what_its_clock_says(monkeypatch):
         assert run.decode_tokens_per_second == pytest.approx(60 / (3 * 0.006 * num_steps))
         assert run.ttft_ms == pytest.approx(dict.fromkeys(("p50", "p95", "p99"), 50))
         assert run.inter_token_ms == pytest.approx(dict.fromkeys(("p50", "p95", "p99"), 6 / (1 + accepted)))
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_each_prompt_of_a_benchmark_has_what_it_asks_for(batch_size, monkeypatch):
+    """In whichever batch it is: its own text, both ways; the warm-up alone is of a few tokens."""
+    opened, opening = [], benchmark.open_stream
+
+    def watched(session, prompts, params, *rest, **options):
+        stream = opening(session, prompts, params, *rest, **options)
+        opened.append(stream.requests)
+        return stream
+
+    monkeypatch.setattr(benchmark, "open_stream", watched)
+    target = RowWalker()
+    engine = make(target, target, num_steps=2, topk=1, method="draft_model")
+    prompts, counts = [[1 + number, 30] for number in range(5)], (11, 3, 14, 9, 12)
+    drawn = {"temperature": 0.9, "min_new_tokens": 3, "stop_token_ids": (30,)}
+    params = [SamplingParams(max_new_tokens=count, seed=count, **drawn if count > 11 else {}) for count in counts]
+    texts = engine.generate(prompts, params).output_ids
+    result = engine.benchmark(prompts, params, batch_size=batch_size)
+    assert result.speculative.tokens == result.plain.tokens == sum(map(len, texts)) and result.max_new_tokens == 14
+    num_batches, told = -(-5 // batch_size), {True: [], False: []}
+    for number, requests in enumerate(opened):
+        for request in requests:
+            own, is_warm_up = params[prompts.index(request.prompt)], number < num_batches + 2
+            if is_warm_up and request.output_ids:
+                own = replace(own, max_new_tokens=min(8, own.max_new_tokens), seed=0)
+            assert request.params == own
+            told[is_warm_up].append((request.prompt, request.output_ids))
+    assert sorted(told[False]) == sorted(2 * [*zip(prompts, texts)]) and len(opened) == 3 * num_batches + 2
