@@ -540,4 +540,26 @@ MUTANTS = [
         [(ENGINE + "benchmark.py", "wanted[batch], config", "wanted, config")],
         ["op_tests/engine/serve/test_benchmark.py::test_each_prompt_of_a_benchmark_has_what_it_asks_for"],
     ),
+    Mutant(
+        "limits of typical acceptance in each other's place",
+        [(ENGINE + "step/verification.py", "torch.full_like(temperature, self._config.typical_epsilon)",
+          "torch.full_like(temperature, self._config.typical_delta)")],
+        ["op_tests/engine/test_verify_strategies.py::test_typical_keeps_what_is_likely_enough"],
+    ),
+    Mutant(
+        "prompts in the order of their rows",
+        [(_SCHEDULER, "Row(request, pages, index, self._num_admitted)", "Row(request, pages, index, index)")],
+        ["op_tests/engine/serve/test_scheduler.py::test_requests_have_their_turn_in_the_order_in_which_they_came"],
+    ),
+    Mutant(
+        "texts compared that differ by design",
+        [(ENGINE + "benchmark.py", "max(each.temperature for each in params)", "params[0].temperature")],
+        ["op_tests/engine/serve/test_benchmark.py::test_texts_that_differ_by_design_are_not_compared"],
+    ),
+    Mutant(
+        "chosen drafts as if they were drawn",
+        [(ENGINE + "step/verification.py", "drawn_at, draft_logits = torch.zeros_like(temperature), logits",
+          "draft_logits = logits")],
+        ["op_tests/engine/test_verify_strategies.py::test_rejection_keeps_what_its_reference_keeps[chosen]"],
+    ),
 ]  # fmt: skip

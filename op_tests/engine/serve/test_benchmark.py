@@ -357,7 +357,7 @@ def test_a_benchmark_measures_what_its_clock_says(monkeypatch):
 
 @pytest.mark.parametrize("batch_size", [2, 3])
 def test_each_prompt_of_a_benchmark_has_what_it_asks_for(batch_size, monkeypatch):
-    """In whichever batch it is: its own text, both ways; the warm-up alone is of a few tokens."""
+    """In whichever batch it is: its own text, both ways, after a prompt read anew; a warm-up is of a few tokens."""
     opened, opening = [], benchmark.open_stream
 
     def watched(session, prompts, params, *rest, **options):
@@ -367,11 +367,12 @@ def test_each_prompt_of_a_benchmark_has_what_it_asks_for(batch_size, monkeypatch
 
     monkeypatch.setattr(benchmark, "open_stream", watched)
     target = RowWalker()
-    engine = make(target, target, num_steps=2, topk=1, method="draft_model")
+    engine = make(target, target, num_steps=2, topk=1, method="draft_model", share_prefixes=True, page_size=1)
     prompts, counts = [[1 + number, 30] for number in range(5)], (11, 3, 14, 9, 12)
     drawn = {"temperature": 0.9, "min_new_tokens": 3, "stop_token_ids": (30,)}
     params = [SamplingParams(max_new_tokens=count, seed=count, **drawn if count > 11 else {}) for count in counts]
-    texts = engine.generate(prompts, params).output_ids
+    texts, shared = engine.generate(prompts, params).output_ids, engine.generate(prompts, params)
+    assert shared.stats.shared_tokens > 0 and shared.output_ids == texts
     result = engine.benchmark(prompts, params, batch_size=batch_size)
     assert result.speculative.tokens == result.plain.tokens == sum(map(len, texts)) and result.max_new_tokens == 14
     num_batches, told = -(-5 // batch_size), {True: [], False: []}
@@ -380,6 +381,18 @@ def test_each_prompt_of_a_benchmark_has_what_it_asks_for(batch_size, monkeypatch
             own, is_warm_up = params[prompts.index(request.prompt)], number < num_batches + 2
             if is_warm_up and request.output_ids:
                 own = replace(own, max_new_tokens=min(8, own.max_new_tokens), seed=0)
-            assert request.params == own
+            assert request.params == own and request.shared_tokens == 0
             told[is_warm_up].append((request.prompt, request.output_ids))
     assert sorted(told[False]) == sorted(2 * [*zip(prompts, texts)]) and len(opened) == 3 * num_batches + 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "temperatures"),
+    [("target_match", (0, 1)), ("rejection", (0, 0)), ("rejection", (0, 1)), ("typical", (1, 0)), ("topp", (0, 0))],
+)
+def test_texts_that_differ_by_design_are_not_compared(strategy, temperatures, target):
+    """If one request alone is such that both ways may draw different tokens for it."""
+    engine = make(target, target, num_steps=1, topk=1, method="draft_model", verify_strategy=strategy)
+    params = [SamplingParams(max_new_tokens=2, temperature=temperature) for temperature in temperatures]
+    keeps_text = strategy == "target_match" or strategy != "topp" and not any(temperatures)
+    assert engine.benchmark([[1], [2]], params).identical == (1.0 if keeps_text else None)
