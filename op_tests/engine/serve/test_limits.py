@@ -86,6 +86,13 @@ def test_the_largest_tree_of_a_table_has_room(trees):
     assert "but the pool has" in too_long.error
 
 
+@pytest.mark.parametrize("trees", [*itertools.permutations([(6, 2, 12), (2, 1, 3), (2, 4, 9)])], ids=str)
+def test_sizes_of_a_table_are_the_largest_of_its_trees(trees):
+    """Depth and nodes each by itself, since the deepest tree need not be the one with the most nodes."""
+    stats = walkers(adaptive=tuple(zip((1, 2, 9), trees))).generate([1], 2).stats
+    assert (stats.num_steps, stats.num_draft_tokens, len(stats.accepted_per_depth)) == (4, 12, 4)
+
+
 DEEP = [(1, 120, 121), (1, 2, 3), (2, 70, 100)]
 
 
