@@ -46,3 +46,24 @@ def check_tokens(request, logits: torch.Tensor, *, is_seeded: bool = True) -> No
             keys = keys + grouped_gumbel(*key, len(probs))[0][0].double()
         if params.temperature == 0 or is_seeded:
             assert keys[token] >= keys.max() - 1e-3, what
+
+
+def check_end(request, tokenizer=None, ends: tuple[int, ...] = ()) -> None:
+    """Checks that a request that ran to its end did so at the first token that ends it, with its reason and its text.
+
+    ends: the end tokens of the configuration.
+    """
+    params, tokens, reasons = request.params, request.output_ids, []
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else ends)}
+    assert request.error is None and request.end_token_ids == ends
+    for size, token in enumerate(tokens, start=1):
+        text = tokenizer.decode(tokens[:size]) if params.stop else ""
+        is_stopped = any(string in text for string in params.stop)
+        is_last = size == params.max_new_tokens
+        reasons.append("eos" if token in ends else "stop" if is_stopped else "length" if is_last else None)
+    assert reasons == [None] * (len(tokens) - 1) + [request.finish_reason], params
+    if params.stop:
+        text = tokenizer.decode(tokens)
+        assert request.text == text[: min(text.find(string) % (1 + len(text)) for string in params.stop)], params
+    else:
+        assert request.text is None

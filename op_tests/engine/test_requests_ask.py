@@ -16,6 +16,7 @@ from eagle_kernels.engine.drafters.model_drafter import SampledDrafter
 from eagle_kernels.engine.step.verification import _filtered, _RowParams, score
 from eagle_kernels.tools.trees.recorder import _target_law
 from op_tests.engine.engines import make
+from op_tests.engine.request_law import check_end, check_tokens
 from op_tests.engine.toys import LetterTokenizer, Markov, ToyModel, plain_logits
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [4], list(range(30))]
@@ -349,6 +350,36 @@ def test_too_many_end_tokens_to_keep_back():
     assert len(engine.generate([1, 2], 30, stop_token_ids=ends).output_ids) <= 30
     with pytest.raises(ValueError, match="min_new_tokens serves at most 64 end tokens, got 65"):
         engine.generate([1, 2], 3, stop_token_ids=ends, min_new_tokens=1)
+
+
+# values on both sides of what does nothing, and whether greedy tokens show them, too
+SETTINGS = {
+    "temperature": ((0.4, 2.5), False), "top_k": ((1, 3), False), "top_p": ((0.2, 0.8), False),
+    "min_p": ((0.1, 0.7), False), "repetition_penalty": ((0.4, 3.0), True), "frequency_penalty": ((-3.0, 3.0), True),
+    "presence_penalty": ((-9.0, 9.0), True), "min_new_tokens": ((5,), True), "ignore_eos": ((True,), True),
+    "stop_token_ids": ((tuple(range(20, 40)),), True), "stop": ((tuple(map(chr, range(84, 104))),), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_setting_has_its_effect_alone(target, name):
+    """Of either sign, greedily and drawn, where nothing else is set: tokens and ends are what the law says."""
+    values, shows_greedily = SETTINGS[name]
+    config = EAGLEConfig(topk=2, num_steps=2, eos_token_ids=ENDS[::5], max_batch=4)
+    engine = EAGLEInference(target, target, config, tokenizer=LetterTokenizer())
+    for temperature in (0.0, 1.0)[not shows_greedily :]:
+        told = []
+        for own in ({}, *({name: value} for value in values)):
+            params = SamplingParams(**{"max_new_tokens": 8, "temperature": temperature} | own)
+            stream = engine.stream(PROMPTS[:3], [dataclasses.replace(params, seed=seed) for seed in range(3)])
+            for _ in stream:
+                pass
+            for request in stream.requests:
+                text = request.prompt + request.output_ids
+                check_tokens(request, plain_logits(engine, text[:-1])[len(request.prompt) - 1 :].cpu())
+                check_end(request, LetterTokenizer(), ENDS[::5])
+            told.append([(request.output_ids, request.finish_reason) for request in stream.requests])
+        assert all(each not in told[:index] for index, each in enumerate(told)), (temperature, values)
 
 
 @pytest.mark.slow

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
 from eagle_kernels.engine.drafters.protocol import Proposal
 from eagle_kernels.engine.requests.sampling_params import Features
-from eagle_kernels.engine.step.verification import TopP, make_verifier
+from eagle_kernels.engine.step.verification import TopP, links_of, make_verifier
+from eagle_kernels.reference.ops.rejection.verify_tree_rejection import verify_tree_rejection
 from op_tests.engine.engines import steps_known
+from op_tests.engine.request_law import law_of_token
 from op_tests.engine.toys import Markov, ToyModel, random_eagle1_head, random_head, random_llama
 from op_tests.harness.statistics import FALSE_ALARM, assert_follows_law
 from op_tests.sampling_law import law
@@ -182,6 +188,120 @@ CANDIDATES = [
 ]
 
 
+def laws_of(step, row) -> dict[int, tuple[list[int], list[float], list[int]]]:
+    """Returns of each node of a row its drafts from the root down, the law of the token after them, and its children.
+
+    Penalties count the drafts as output; a greedy row's law is that at temperature 1.
+    """
+    tree, request, count = step.proposal.tree, row.request, len(step.batch)
+    tokens, first, sibling = (
+        each.view(count, -1)[row.index].tolist()
+        for each in (tree.draft_tokens, tree.retrieve_next_token, tree.retrieve_next_sibling)
+    )
+    logits, paths, laws = step.logits.view(count, len(tokens), -1)[row.index], {0: []}, {}
+    while paths.keys() - laws.keys():
+        node = min(paths.keys() - laws.keys())
+        child, children = first[node], []
+        while child >= 0:
+            children.append(child)
+            paths[child] = [*paths[node], tokens[child]]
+            child = sibling[child]
+        text = {"prompt": request.prompt, "output_ids": request.output_ids + paths[node], "end_token_ids": ()}
+        told = SimpleNamespace(params=request.params, **text)
+        laws[node] = paths[node], law_of_token(told, len(told.output_ids), logits[node].float().cpu()), children
+    return laws
+
+
+PENALTIES = {"repetition_penalty": 1.6, "presence_penalty": 1.5, "frequency_penalty": 0.5}
+
+
+@pytest.mark.parametrize("draft", ["itself", "a stranger"])
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.02, 0.9), (0.9, 0.05), (0.15, 0.4)])
+def test_typical_keeps_what_is_likely_enough(epsilon, delta, draft):
+    """A draft that is likelier than either limit, after those before it; the deepest such path, the first of equals."""
+    target = ToyModel()
+    config = {"topk": 3, "num_steps": 2, "num_draft_tokens": 8, "max_batch": 4, "verify_strategy": "typical"}
+    config |= {"typical_epsilon": epsilon, "typical_delta": delta}
+    engine = EAGLEInference(target if draft == "itself" else ToyModel(seed=1), target, EAGLEConfig(**config))
+    asked = ({"temperature": 0.6}, {"temperature": 1.7} | PENALTIES, {}, {"temperature": 1.0} | PENALTIES)
+    counts = []
+
+    def watch(step):
+        for row in engine.session.scheduler.stepping:
+            laws, nodes, deepest = laws_of(step, row), [0], 0
+            for node in nodes:  # which grow meanwhile
+                path, probs, children = laws[node]
+                least = min(epsilon, delta * math.exp(sum(prob * math.log(prob) for prob in probs if prob > 0)))
+                least = least if row.request.params.temperature else max(probs) - 1e-6
+                nodes += [child for child in children if probs[laws[child][0][-1]] > least]
+                deepest = max(deepest, node, key=lambda node: (len(laws[node][0]), -node))
+            kept = [token for token in step.committed.tokens[row.index].tolist() if token >= 0][:-1]
+            assert kept == laws[deepest][0]
+            counts.append(len(kept))
+
+    engine.on_tree = watch
+    params = [SamplingParams(max_new_tokens=9, seed=number, **each) for number, each in enumerate(asked)]
+    engine.generate([*PROMPTS, [7, 7]], params)
+    assert max(counts) > 0
+
+
+REJECTED = {"drawn": {"topk": 2}, "of fewer tokens": {"topk": 2}, "chosen": {"method": "ngram", "min_ngram_size": 1}}
+
+
+@pytest.mark.parametrize("drafts", REJECTED)
+def test_rejection_keeps_what_its_reference_keeps(drafts):
+    """By each request's own law and the draft's own vocabulary; drafts that were chosen have probability 1."""
+    target = random_llama(num_layers=6) if drafts == "of fewer tokens" else ToyModel(vocab_size=20)
+    draft = (
+        None if drafts == "chosen" else ToyModel(vocab_size=20, seed=1) if drafts == "drawn" else random_head(target)
+    )
+    config = {"num_steps": 3, "num_draft_tokens": 6, "max_batch": 4, "verify_strategy": "rejection", "topk": 3}
+    engine = EAGLEInference(draft, target, EAGLEConfig(**config | REJECTED[drafts]))
+    asked = (
+        {"temperature": 1.0} | PENALTIES,
+        {"temperature": 1.6, "top_k": 9},
+        {},
+        {"temperature": 0.7, "top_p": 0.9, "min_p": 0.02},
+    )
+    counts, has_draft = [], draft is not None
+
+    def watch(step):
+        batch, proposal, rows = step.batch, step.proposal, engine.session.scheduler.stepping
+        assert (proposal.draft_logits is not None) == has_draft
+        probs, temperature = torch.zeros_like(step.logits, dtype=torch.float32), torch.zeros(len(batch))
+        for row in rows:
+            temperature[row.index] = row.request.params.temperature
+            for node, (_, values, _) in laws_of(step, row).items():
+                own = torch.tensor(values)
+                own = own if temperature[row.index] > 0 else (own == own.max()).float()
+                probs[row.index * proposal.tree.retrieve_index.shape[1] + node] = own
+        verdict = verify_tree_rejection(
+            *links_of(proposal.tree),
+            target_logits=None,
+            target_probs=probs,
+            draft_logits=proposal.draft_logits if has_draft else step.logits,
+            positions=proposal.tree.positions,
+            seeds=batch.seeds,
+            temperature=temperature,
+            draft_temperature=temperature if has_draft else torch.zeros_like(temperature),
+            d2t=proposal.draft_to_target if has_draft else None,
+            spec_steps=3,
+        )
+        for row in rows:
+            kept = [token for token in step.committed.tokens[row.index].tolist() if token >= 0]
+            path = verdict.accept_index[row.index, : len(kept)].tolist()
+            assert kept == verdict.predicts[path].tolist() and len(kept) == 1 + verdict.accept_token_num[row.index]
+            counts.append(len(kept))
+
+    engine.on_tree = watch
+    params = [SamplingParams(max_new_tokens=10, seed=number, **each) for number, each in enumerate(asked)]
+    engine.generate([*PROMPTS, [7, 7]], params)
+    assert max(counts) > 1
+
+
+SCORES = [math.log(prob) for prob in (0.4, 0.3, 0.2, 0.06, 0.04)]
+
+
 def test_candidates_of_topp(monkeypatch):
     """What the filters leave; of too many none, but for top_p = 1 the likeliest."""
     seen = {}
@@ -189,8 +309,9 @@ def test_candidates_of_topp(monkeypatch):
     class Watched(Exception):
         pass
 
-    def watch(*arguments, **_):
+    def watch(*arguments, verify_window, spec_steps):
         seen["ids"], seen["lens"] = arguments[4:6]
+        assert (verify_window, spec_steps) == (1, 5)
         raise Watched
 
     class Rows:
@@ -207,9 +328,9 @@ def test_candidates_of_topp(monkeypatch):
     def candidates(params, features):
         rows, none = Rows(params), torch.full((len(params), 1), -1)
         tree = ops.BuildTreeOutput(None, rows.seeds, none, none, none, rows.seeds)
-        logits = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).log().repeat(len(params), 1)
+        logits = torch.tensor(SCORES).repeat(len(params), 1)
         with pytest.raises(Watched):
-            strategy = TopP(EAGLEConfig(verify_strategy="topp", max_candidate_len=3), num_steps=5)
+            strategy = TopP(EAGLEConfig(verify_strategy="topp", max_candidate_len=3, verify_window=1), num_steps=5)
             strategy.verify(rows, Proposal(tree), logits, features)
         assert seen["ids"][0].tolist() == [0, 1, 2]
         return seen["lens"].tolist()
@@ -219,6 +340,14 @@ def test_candidates_of_topp(monkeypatch):
     params = list(zip(*params))
     assert candidates(params, Features(sampling=True, filters=True)) == list(expected)
     assert candidates([params[0], (0.0, 0, 1.0, 0.0)], Features(sampling=True)) == [3, 1]
+    # each filter alone and with others, from the least that it may be to none
+    params = [*itertools.product((0.0, 1.0), (0, 1, 2, 3, 4, 9), (0.1, 0.5, 0.8, 0.95, 1.0), (0.0, 0.12, 0.4, 1.0))]
+    expected = []
+    for temperature, top_k, top_p, min_p in params:
+        given = {"top_k": top_k or 5, "top_p": top_p, "min_p": min_p}
+        kept = sum(prob > 0 for prob in law(SCORES, given)) if temperature > 0 else 1
+        expected.append(kept if kept <= 3 else 3 if top_p == 1 else 0)
+    assert candidates(params, Features(sampling=True, filters=True)) == expected
 
 
 @pytest.mark.cross

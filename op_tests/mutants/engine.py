@@ -509,4 +509,57 @@ MUTANTS = [
           "if is_limited and all(each.max_new_tokens")],
         ["op_tests/engine/test_names.py::test_a_limit_beside_params_is_that_of_each"],
     ),
+    Mutant(
+        "a request that a bar counts again",
+        [(_STREAM, " and event.request not in ended:", ":")],
+        ["op_tests/engine/serve/test_benchmark.py::test_a_bar_counts_what_has_ended"],
+    ),
+    Mutant(
+        "a penalty below zero alone",
+        [(ENGINE + "requests/sampling_params.py", "self.presence_penalty != 0", "self.presence_penalty > 0")],
+        [_ASKED + "each_setting_has_its_effect_alone"],
+    ),
+    Mutant(
+        "times of phases that grow with the steps that are timed",
+        [(ENGINE + "step/phases.py", " / len(timed) * num_steps", "")],
+        ["op_tests/engine/serve/test_benchmark.py::test_times_of_phases_are_those_of_the_steps_that_are_timed"],
+    ),
+    Mutant(
+        "rows with room for the first tree of a table",
+        [(ENGINE + "serve/session.py", "trees = [config, *(tree for _, tree in config.trees if tree is not None)]",
+          "trees = [config]")],
+        [_LIMITS + "requests_of_full_length_fit_with_the_deepest_tree"],
+    ),
+    Mutant(
+        "a model's path in which token 0 is none",
+        [(ENGINE + "drafters/ngram.py", "(path >= 0).sum(1)", "(path > 0).sum(1)")],
+        ["op_tests/engine/test_hybrid.py::test_beside_a_path_that_is_only_known_by_itself"],
+    ),
+    Mutant(
+        "later batches of a benchmark with the params of the first",
+        [(ENGINE + "benchmark.py", "wanted[batch], config", "wanted, config")],
+        ["op_tests/engine/serve/test_benchmark.py::test_each_prompt_of_a_benchmark_has_what_it_asks_for"],
+    ),
+    Mutant(
+        "limits of typical acceptance in each other's place",
+        [(ENGINE + "step/verification.py", "torch.full_like(temperature, self._config.typical_epsilon)",
+          "torch.full_like(temperature, self._config.typical_delta)")],
+        ["op_tests/engine/test_verify_strategies.py::test_typical_keeps_what_is_likely_enough"],
+    ),
+    Mutant(
+        "prompts in the order of their rows",
+        [(_SCHEDULER, "Row(request, pages, index, self._num_admitted)", "Row(request, pages, index, index)")],
+        ["op_tests/engine/serve/test_scheduler.py::test_requests_have_their_turn_in_the_order_in_which_they_came"],
+    ),
+    Mutant(
+        "texts compared that differ by design",
+        [(ENGINE + "benchmark.py", "max(each.temperature for each in params)", "params[0].temperature")],
+        ["op_tests/engine/serve/test_benchmark.py::test_texts_that_differ_by_design_are_not_compared"],
+    ),
+    Mutant(
+        "chosen drafts as if they were drawn",
+        [(ENGINE + "step/verification.py", "drawn_at, draft_logits = torch.zeros_like(temperature), logits",
+          "draft_logits = logits")],
+        ["op_tests/engine/test_verify_strategies.py::test_rejection_keeps_what_its_reference_keeps[chosen]"],
+    ),
 ]  # fmt: skip

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import random
 import sys
 from dataclasses import asdict, replace
+from statistics import fmean
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
 from eagle_kernels import SamplingParams
+from eagle_kernels.engine import benchmark
 from eagle_kernels.engine.benchmark import BenchmarkResult, Decoding
 from eagle_kernels.engine.serve.output import GenerationStats
+from eagle_kernels.engine.step.runner import StepRunner
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import make, prompt_of
 from op_tests.engine.toys import RowWalker
@@ -97,6 +103,53 @@ def test_progress_ends_with_an_error(target, monkeypatch):
     with pytest.raises(ValueError, match="generate: progress=True needs tqdm: pip install tqdm"):
         engine.generate([1], 3, progress=True)
     assert len(engine.generate([[1], [2]], 3).output_ids) == 2
+
+
+class Bar:
+    """A bar of tqdm that notes all that it is asked to show."""
+
+    made: list[Bar]
+
+    def __init__(self, total: int, **options):
+        self.total, self.count, self.speeds = total, 0, []
+        self.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def set_postfix_str(self, text: str, refresh: bool):
+        self.speeds.append((self.count, text))
+
+    def update(self):
+        self.count += 1
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_bar_counts_what_has_ended(n, lag, monkeypatch):
+    """Each request once, when it has ended, with the tokens of all so far by the time until then; batches likewise."""
+    clock, bars = StepClock(monkeypatch), []
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
+    monkeypatch.setattr("eagle_kernels.engine.serve.stream.time", clock)
+    monkeypatch.setattr(Bar, "made", bars, raising=False)
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=Bar))
+    target = RowWalker()  # as its own draft, all of whose drafts are accepted: up to four tokens a step
+    engine = make(target, target, num_steps=3, topk=1, cuda_graph=False, method="draft_model", max_batch=4)
+    counts = (5, 14, 2, 9, 6, 14)
+    arguments = [[1 + number] for number in range(6)], [SamplingParams(max_new_tokens=count) for count in counts]
+
+    start_s, stream, ended, expected = clock.now_s, engine.stream(*arguments, n=n), set(), []
+    for count, event in enumerate(stream, start=1):
+        if stream.requests[event.request].is_finished and event.request not in ended:
+            expected.append((len(ended), f"{count / (clock.now_s - start_s):.1f} tokens/s"))
+            ended.add(event.request)
+    engine.generate(*arguments, n=n, progress=True)
+    assert [(bar.total, bar.count) for bar in bars] == [(6 * n, 6 * n)] and bars.pop().speeds == expected
+    engine.benchmark(*arguments, batch_size=4, progress=True)
+    assert [(bar.total, bar.count, bar.speeds) for bar in bars] == [(2, 2, [])]
 
 
 @pytest.mark.slow
@@ -202,6 +255,36 @@ class StepClock:
         return self.now_s
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_times_of_phases_are_those_of_the_steps_that_are_timed(lag, monkeypatch):
+    """Their mean, once for each step of the call, whichever other calls there were; a benchmark's are of one step."""
+    drawn = random.Random(lag)
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
+    monkeypatch.setattr("eagle_kernels.engine.step.phases.TIMED_STEPS", 2)
+    timed = []
+
+    def read(runner) -> dict[str, float]:
+        timed.append({name: drawn.uniform(1, 9) for name in ("draft", "verify", "sample", "bookkeeping")})
+        return timed[-1]
+
+    monkeypatch.setattr(StepRunner, "phases_ms", read)
+    target = RowWalker()
+    engine = make(target, target, num_steps=2, topk=1, cuda_graph=False, method="draft_model")
+    for index, (count, speculative) in enumerate(itertools.product((4, 12, 29), (True, False))):
+        timed.clear()
+        stats = engine.generate([[1], [2, 3]][: 1 + index % 2], count, speculative=speculative).stats
+        assert len(timed) >= stats.batch_steps / 3 and (lag or len(timed) == stats.batch_steps)
+        mean_ms = {name: fmean(phases[name] for phases in timed) for name in timed[0]}
+        assert stats.phase_time_ms == pytest.approx({name: ms * stats.batch_steps for name, ms in mean_ms.items()})
+    timed.clear()
+    result = engine.benchmark([[1], [2], [3]], 14, batch_size=2)
+    values = [ms for phases in timed for ms in phases.values()]
+    assert all(
+        min(values) <= ms <= max(values) for run in (result.speculative, result.plain) for ms in run.phase_ms.values()
+    )
+    assert engine.generate([1], 1).stats.phase_time_ms == {}
+
+
 def test_latencies_are_those_of_steps(target, lag, monkeypatch):
     """First tokens need none; what a step brings shares its time, also where the end of the text cuts it short."""
     clock = StepClock(monkeypatch)
@@ -270,3 +353,46 @@ def test_a_benchmark_measures_what_its_clock_says(monkeypatch):
         assert run.decode_tokens_per_second == pytest.approx(60 / (3 * 0.006 * num_steps))
         assert run.ttft_ms == pytest.approx(dict.fromkeys(("p50", "p95", "p99"), 50))
         assert run.inter_token_ms == pytest.approx(dict.fromkeys(("p50", "p95", "p99"), 6 / (1 + accepted)))
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_each_prompt_of_a_benchmark_has_what_it_asks_for(batch_size, monkeypatch):
+    """In whichever batch it is: its own text, both ways, after a prompt read anew; a warm-up is of a few tokens."""
+    opened, opening = [], benchmark.open_stream
+
+    def watched(session, prompts, params, *rest, **options):
+        stream = opening(session, prompts, params, *rest, **options)
+        opened.append(stream.requests)
+        return stream
+
+    monkeypatch.setattr(benchmark, "open_stream", watched)
+    target = RowWalker()
+    engine = make(target, target, num_steps=2, topk=1, method="draft_model", share_prefixes=True, page_size=1)
+    prompts, counts = [[1 + number, 30] for number in range(5)], (11, 3, 14, 9, 12)
+    drawn = {"temperature": 0.9, "min_new_tokens": 3, "stop_token_ids": (30,)}
+    params = [SamplingParams(max_new_tokens=count, seed=count, **drawn if count > 11 else {}) for count in counts]
+    texts, shared = engine.generate(prompts, params).output_ids, engine.generate(prompts, params)
+    assert shared.stats.shared_tokens > 0 and shared.output_ids == texts
+    result = engine.benchmark(prompts, params, batch_size=batch_size)
+    assert result.speculative.tokens == result.plain.tokens == sum(map(len, texts)) and result.max_new_tokens == 14
+    num_batches, told = -(-5 // batch_size), {True: [], False: []}
+    for number, requests in enumerate(opened):
+        for request in requests:
+            own, is_warm_up = params[prompts.index(request.prompt)], number < num_batches + 2
+            if is_warm_up and request.output_ids:
+                own = replace(own, max_new_tokens=min(8, own.max_new_tokens), seed=0)
+            assert request.params == own and request.shared_tokens == 0
+            told[is_warm_up].append((request.prompt, request.output_ids))
+    assert sorted(told[False]) == sorted(2 * [*zip(prompts, texts)]) and len(opened) == 3 * num_batches + 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "temperatures"),
+    [("target_match", (0, 1)), ("rejection", (0, 0)), ("rejection", (0, 1)), ("typical", (1, 0)), ("topp", (0, 0))],
+)
+def test_texts_that_differ_by_design_are_not_compared(strategy, temperatures, target):
+    """If one request alone is such that both ways may draw different tokens for it."""
+    engine = make(target, target, num_steps=1, topk=1, method="draft_model", verify_strategy=strategy)
+    params = [SamplingParams(max_new_tokens=2, temperature=temperature) for temperature in temperatures]
+    keeps_text = strategy == "target_match" or strategy != "topp" and not any(temperatures)
+    assert engine.benchmark([[1], [2]], params).identical == (1.0 if keeps_text else None)

@@ -86,6 +86,29 @@ def test_the_largest_tree_of_a_table_has_room(trees):
     assert "but the pool has" in too_long.error
 
 
+@pytest.mark.parametrize("trees", [*itertools.permutations([(6, 2, 12), (2, 1, 3), (2, 4, 9)])], ids=str)
+def test_sizes_of_a_table_are_the_largest_of_its_trees(trees):
+    """Depth and nodes each by itself, since the deepest tree need not be the one with the most nodes."""
+    stats = walkers(adaptive=tuple(zip((1, 2, 9), trees))).generate([1], 2).stats
+    assert (stats.num_steps, stats.num_draft_tokens, len(stats.accepted_per_depth)) == (4, 12, 4)
+
+
+DEEP = [(1, 120, 121), (1, 2, 3), (2, 70, 100)]
+
+
+@pytest.mark.parametrize("trees", [DEEP, DEEP[1:] + DEEP[:1], DEEP[::-1]], ids=str)
+def test_requests_of_full_length_fit_with_the_deepest_tree(trees):
+    """In whichever place of a table it is, and where a call asks for it after others with less deep ones."""
+    fields = {"method": "ngram", "min_ngram_size": 1, "max_length": 16}
+    plain, whole = walkers(method="naive").generate([30], 15).output_ids, SamplingParams(max_new_tokens=15)
+    tables = [tuple(zip((1, 2, 9), trees)), *(((9, tree),) for tree in trees)]
+    engine = walkers(**fields, adaptive=tables[0])
+    for table in tables:
+        stream, scheduler = engine.stream([30], whole, adaptive=table), engine.session.scheduler
+        assert scheduler.state.block_table.shape[1] >= -(-(16 + scheduler.plan.overshoot) // 4)
+        assert [event.token_id for event in stream] == plain
+
+
 @pytest.mark.parametrize("max_batch", [1, 2, 3])
 def test_as_many_requests_step_as_may(max_batch):
     """No fewer and no more, while others wait; a batch of them is held, and one more is not."""

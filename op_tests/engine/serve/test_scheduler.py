@@ -14,7 +14,7 @@ from eagle_kernels.engine.batch.state import BatchState
 from eagle_kernels.engine.serve.scheduler import host_lag
 from op_tests.engine.engines import PARAMS, alone, make, prompt_of, trees_by_request
 from op_tests.engine.methods import MIXED, PROVEN, SIZES
-from op_tests.engine.request_law import check_tokens
+from op_tests.engine.request_law import check_end, check_tokens
 from op_tests.engine.serve.conftest import DEVICE
 from op_tests.engine.toys import (
     LetterTokenizer,
@@ -153,6 +153,7 @@ def test_requests_of_all_kinds_are_those_alone(name, monkeypatch):
         if request not in aborted:
             ended, alone = ((each.finish_reason, each.text, count) for each in (request, single))
             assert ended == alone and count == len(single.output_ids), request.params
+            check_end(request, TOKENIZER, ENDS)
         check_scores(engines[0], request)
     if len(drafters) > 1:
         assert all((sum(each.accepted) == 0) for each in requests if each.params.drafter == "naive")
@@ -223,6 +224,29 @@ def test_prompts_in_parts(target, draft, chunk):
     want, stats = whole.generate(prompts, 10, temperature=0.8, seeds=3)
     got, other = parts.generate(prompts, 10, temperature=0.8, seeds=3)
     assert got == want and other.accepted == stats.accepted
+
+
+@pytest.mark.parametrize("kind", [Walker, RowWalker])
+@pytest.mark.parametrize("num_pages", [60, 9])
+def test_requests_have_their_turn_in_the_order_in_which_they_came(kind, num_pages, lag):
+    """For rows, for pages, and for the reading of their prompts, part by part, whichever rows are free for them."""
+    coin, page_bytes = random.Random(num_pages), 2 * 4 * 4 * 16
+    sizes = {"page_size": 4, "prefill_chunk": 4, "max_batch": 3, "kv_cache_bytes": num_pages * page_bytes}
+    engine = make(None, kind(device=DEVICE), method="naive", **sizes)
+    requests, began, aborted = [], [], set()
+    while len(requests) < 30 or engine.has_work:
+        for _ in range(coin.choice((0, 0, 1, 2)) if len(requests) < 30 else 0):
+            prompt, params = [len(requests)] * 10, SamplingParams(max_new_tokens=coin.randrange(1, 9))
+            requests.append(engine.submit(prompt, params))
+        if requests and coin.random() < 0.1:
+            victim = coin.choice(requests)
+            aborted |= {victim} - {request for request in requests if request.is_finished}
+            engine.abort(victim)
+        began += [event.request for event in engine.step() if event.request not in began]
+    pages = engine.session.scheduler.pages
+    assert pages.num_pages == pages.num_free == num_pages
+    begins = list(dict.fromkeys(began))
+    assert begins == sorted(begins) and {*begins} | {each.id for each in aborted} == {*range(len(requests))}
 
 
 @pytest.mark.slow
