@@ -17,11 +17,8 @@ from op_tests.harness import (
     assert_close,
     assert_equal,
     assert_in_bounds,
-    assert_only_launches,
     assume_multiprocessors,
     check_operation,
-    check_registration,
-    replay_in_graph,
     retune,
     to_device,
 )
@@ -322,15 +319,6 @@ def test_nan_stays_in_its_request(device):
     assert torch.equal(before.output[1], after.output[1])
 
 
-def test_launches_and_nothing_else(device, monkeypatch):
-    retune(monkeypatch, TUNING, share_keys=128)
-    for form in ("block_table", "csr"):
-        values = make(64, 4, 1, 16, torch.float16, [400, 33], form=form, device=device)
-        assert_only_launches("attention.gqa_decode", values)
-        short = make(64, 4, 1, 16, torch.float16, [20], form=form, device=device)
-        assert_only_launches("attention.gqa_decode", short, launches=1)
-
-
 @pytest.mark.cross
 @pytest.mark.parametrize("form", ["block_table", "csr"])
 @pytest.mark.parametrize("page_size", [1, 16, 128])
@@ -344,11 +332,6 @@ def test_page_ids_that_int32_does_not_hold(page_size, form, device):
     table[1] = page + 2**32
     result = eagle_kernels.raw.gqa_decode(**values)
     assert_equal("gqa_decode", f"{page_size}", "output", result.output, expected.output)
-
-
-@pytest.mark.parametrize("form", ["block_table", "csr"])
-def test_registration(form, device):
-    check_registration("gqa_decode", make(64, 4, 1, 16, torch.float32, [40, 33], form=form, device=device))
 
 
 @pytest.mark.parametrize(
@@ -404,24 +387,6 @@ def test_pages_past_2_31_elements(device):
     moved = beyond_int32(values)
     result = eagle_kernels.raw.gqa_decode(**moved)
     assert_equal("gqa_decode", "far pages", "output", result.output, expected.output)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(128, 4, 2, 16, torch.bfloat16, [300] * 8, max_pages=40, device=device)
-    out = eagle_kernels.raw.gqa_decode(**values)
-    live = [2000 // 16, 0, 37, 300, 1, 0, 0, 16]
-
-    def change():
-        values["query"].normal_()
-        values["seq_lens"].copy_(torch.tensor(live))
-        values["block_table"][5:7].fill_(-1)
-
-    replay_in_graph(lambda: eagle_kernels.raw.gqa_decode(**values, out=out), change=change)
-    eager = eagle_kernels.raw.gqa_decode(**values)
-    assert_equal("gqa_decode", "replay", "output", out.output, eager.output)
-    assert_equal("gqa_decode", "replay", "lse", out.lse, eager.lse)
-    check(values, "replay")
 
 
 @pytest.mark.gpu

@@ -15,10 +15,8 @@ from op_tests.harness import (
     assert_close,
     assert_equal,
     assert_in_bounds,
-    assert_only_launches,
     assume_multiprocessors,
     check_operation,
-    check_registration,
     replay_in_graph,
     retune,
     to_device,
@@ -238,15 +236,6 @@ def test_rounds_of_programs_where_one_would_leave_many_idle(batch_size, expected
     with intercept(lambda op, kernel, grid, arguments: grids.append(grid)):
         eagle_kernels.raw.gqa_decode(**values)
     assert grids[0] == (100, expected)
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches("attention.plan_attention", make([5, 70], device=device))
-
-
-@pytest.mark.parametrize("options", [{}, {"window": 20, "num_drafts": 8}], ids=str)
-def test_registration(options, device):
-    check_registration("plan_attention", make([5, 70], device=device, **options))
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,7 @@ import torch
 import eagle_kernels
 from eagle_kernels.ops.attention.prefill_attention import TUNING
 from eagle_kernels.reference.ops.attention.prefill_attention import prefill_attention as reference
-from op_tests.harness import (
-    assert_close,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    retune,
-    to_device,
-)
+from op_tests.harness import assert_close, assert_equal, check_operation, retune, to_device
 
 from .cases import (
     EVERY_HEAD_DIM,
@@ -232,18 +223,6 @@ def test_empty_batch(device):
     assert result.output.shape == (0, 2, 32)
 
 
-def test_launches_and_nothing_else(device):
-    for page_size in (None, 16):
-        values = make([40, 5], [0, 9], 64, 4, 1, page_size, torch.float16, device=device)
-        assert_only_launches("attention.prefill_attention", values)
-
-
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_registration(page_size, device):
-    values = make([20, 3], [0, 5], 32, 2, 1, page_size, torch.float32, device=device)
-    check_registration("prefill_attention", values)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -285,21 +264,6 @@ def test_every_tuning_row(row, device, monkeypatch):
     for head_dim, page_size, extra in ((128, 16, {}), (64, None, {"window": 70}), (80, 1, {"soft_cap": 5.0})):
         values = make([90, 1, 33], [0, 70, 64], head_dim, 4, 2, page_size, torch.float16, device=device)
         check(values | extra, f"{head_dim}")
-
-
-@pytest.mark.gpu
-def test_graph_replay(device):
-    values = make([100, 28], [0, 100], 128, 4, 2, 16, torch.bfloat16, device=device)
-    out = eagle_kernels.raw.prefill_attention(**values)
-
-    def change():
-        values["query"].normal_()
-        values["qo_indptr"].copy_(torch.tensor([0, 28, 128]))
-        values["seq_lens"].copy_(torch.tensor([60, 120]))
-
-    replay_in_graph(lambda: eagle_kernels.raw.prefill_attention(**values, out=out), change=change)
-    eager = eagle_kernels.raw.prefill_attention(**values)
-    assert_equal("prefill_attention", "replay", "output", out.output, eager.output)
 
 
 @pytest.mark.full

@@ -16,11 +16,8 @@ from op_tests.harness import (
     assert_close,
     assert_equal,
     assert_in_bounds,
-    assert_only_launches,
     assume_multiprocessors,
     check_operation,
-    check_registration,
-    replay_in_graph,
     retune,
     to_device,
 )
@@ -585,21 +582,6 @@ def test_fewer_slots_than_draft_keys(device):
     check(values, "short table")
 
 
-def test_launches_and_nothing_else(device):
-    for is_separate in (False, True):
-        values = make(3, 4, 32, 2, 1, 16, torch.float16, [300], is_separate=is_separate, device=device)
-        assert_only_launches("attention.tree_attention", values)
-    short = make(3, 4, 32, 2, 1, 16, torch.float16, [20], device=device)
-    assert_only_launches("attention.tree_attention", short, launches=1)
-
-
-@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
-def test_registration(is_separate, device):
-    form = "csr" if is_separate else "block_table"
-    values = make(2, 3, 32, 2, 1, 16, torch.float32, [20, 4], form=form, is_separate=is_separate, device=device)
-    check_registration("tree_attention", values)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -631,24 +613,6 @@ def test_pages_past_2_31_elements(device):
     moved = beyond_int32(values)
     result = eagle_kernels.raw.tree_attention(**moved)
     assert_equal("tree_attention", "far pages", "output", result.output, expected.output)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(16, 16, 128, 4, 2, 16, torch.bfloat16, [300] * 8, max_pages=40, device=device)
-    out = eagle_kernels.raw.tree_attention(**values)
-
-    def change():
-        values["query"].normal_()
-        values["tree_mask"].random_(2**16)
-        values["seq_lens"].copy_(torch.tensor([284, 0, 37, 300, 1, 0, 0, 16]))
-        values["block_table"][5:7].fill_(-1)
-
-    replay_in_graph(lambda: eagle_kernels.raw.tree_attention(**values, out=out), change=change)
-    eager = eagle_kernels.raw.tree_attention(**values)
-    assert_equal("tree_attention", "replay", "output", out.output, eager.output)
-    assert_equal("tree_attention", "replay", "lse", out.lse, eager.lse)
-    check(values, "replay")
 
 
 @pytest.mark.gpu

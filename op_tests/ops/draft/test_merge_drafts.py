@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_in_bounds,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_in_bounds, check_operation, to_device
 
 PATH = "draft.merge_drafts"
 
@@ -124,12 +117,6 @@ def test_int32_inputs_and_empty_batches(device):
     check_operation(PATH, make(0, 9, 7, device=device))
 
 
-def test_launches_and_registration(device):
-    values = make(2, 6, 5, device=device)
-    assert_only_launches(PATH, values)
-    check_registration("merge_drafts", values)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -145,22 +132,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(2, 6, 5) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.merge_drafts: .*" + message):
         eagle_kernels.raw.merge_drafts(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay(device):
-    values = make(8, 20, 20, device=device)
-    out = eagle_kernels.raw.merge_drafts(**values)
-    replay = make(8, 20, 20, device=device)
-
-    def change():
-        for name, value in replay.items():
-            if isinstance(value, torch.Tensor):
-                values[name].copy_(value)
-
-    replay_in_graph(lambda: eagle_kernels.raw.merge_drafts(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.reference.ops.draft.merge_drafts.merge_drafts(**replay)):
-        assert torch.equal(got, want)
 
 
 @pytest.mark.full

@@ -10,15 +10,7 @@ import torch
 import eagle_kernels
 from eagle_kernels.ops.draft import ngram_match as op
 from eagle_kernels.ops.draft.shared.token_budget import BUDGET_TUNING
-from op_tests.harness import (
-    assert_in_bounds,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    retune,
-    to_device,
-)
+from op_tests.harness import assert_in_bounds, check_operation, retune, to_device
 
 PATH = "draft.ngram_match"
 PREFER = ("latest", "earliest")
@@ -325,14 +317,6 @@ def test_what_nearly_matches_everywhere_is_not_measured_everywhere(name, prefer,
     assert len(measured) <= 8 * -(-len(history) // 1024)
 
 
-@pytest.mark.parametrize("token_budget", [None, 10])
-def test_launches_and_registration(token_budget, device):
-    values = make(2, 20, given=2, token_budget=token_budget, device=device)
-    values["max_drafts"] = torch.tensor([3, 4], device=device)
-    assert_only_launches(PATH, values, launches=2 if token_budget is None else 3)
-    check_registration("ngram_match", values)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -355,23 +339,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(2, 9) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.ngram_match: .*" + message):
         eagle_kernels.raw.ngram_match(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 3000, given=3, token_budget=60, device=device)
-    out = eagle_kernels.raw.ngram_match(**values)
-    replay = make(8, 3000, given=3, token_budget=60, device=device)
-    replay["seq_lens"][3:].zero_()
-
-    def change():
-        for name, value in replay.items():
-            if isinstance(value, torch.Tensor):
-                values[name].copy_(value)
-
-    replay_in_graph(lambda: eagle_kernels.raw.ngram_match(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.reference.ops.draft.ngram_match.ngram_match(**replay)):
-        assert torch.equal(got, want)
 
 
 @pytest.mark.full

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_in_bounds,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_in_bounds, check_operation, to_device
 
 PATH = "draft.reroot_drafts"
 
@@ -162,12 +155,6 @@ def test_nothing_to_move(batch_size, num_drafts, device):
     assert not result.num_drafts.any() and (result.tokens == -1).all()
 
 
-def test_launches_and_registration(device):
-    values = make(2, 12, device=device)
-    assert_only_launches(PATH, values)
-    check_registration("reroot_drafts", values)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -184,23 +171,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(2, 12) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.reroot_drafts: .*" + message):
         eagle_kernels.raw.reroot_drafts(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 100, device=device)
-    out = eagle_kernels.raw.reroot_drafts(**values)
-    replay = make(8, 100, device=device)
-    for name in ("tokens", "parents"):
-        replay[name][3:].fill_(-1)
-
-    def change():
-        for name in ("tokens", "parents", "path"):
-            values[name].copy_(replay[name])
-
-    replay_in_graph(lambda: eagle_kernels.raw.reroot_drafts(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.reference.ops.draft.reroot_drafts.reroot_drafts(**replay)):
-        assert torch.equal(got, want)
 
 
 @pytest.mark.full

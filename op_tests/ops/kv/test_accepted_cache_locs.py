@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import check_operation, to_device
 
 from .cases import BATCH_SIZES, NUM_STEPS, PAGE_SIZES, check_buffers
 
@@ -211,15 +204,6 @@ def test_empty_batch(form, device):
     assert result.path_indptr.tolist() == [0] and (result.free_locs == -1).all()
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.accepted_cache_locs", make(3, 8, 3, 4, 20, device=device))
-
-
-@pytest.mark.parametrize("form", ["path and frees", "chain without frees"])
-def test_registration(form, device):
-    check_registration("accepted_cache_locs", make(3, 8, 3, 4, 20, form, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -243,23 +227,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(3, 8, 3, 4, 20) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.accepted_cache_locs: .*" + message):
         eagle_kernels.raw.accepted_cache_locs(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 16, 5, 16, 200, device=device)
-    out = eagle_kernels.raw.accepted_cache_locs(**values)
-
-    def change():
-        values["accept_index"][3:].fill_(-1)
-        values["accept_token_num"][3:].zero_()
-        values["seq_lens"][3:].zero_()
-        values["cache_locs"][48:].fill_(-1)
-
-    replay_in_graph(lambda: eagle_kernels.raw.accepted_cache_locs(**values, out=out), change=change)
-    expected = eagle_kernels.reference.ops.kv.accepted_cache_locs.accepted_cache_locs(**values)
-    for field, got, want in zip(out._fields, out, expected):
-        assert_equal("accepted_cache_locs", "replay", field, got, want)
 
 
 @pytest.mark.full

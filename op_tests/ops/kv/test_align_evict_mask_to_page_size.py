@@ -9,14 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference.ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size as reference
-from op_tests.harness import (
-    Guarded,
-    assert_equal,
-    assert_only_launches,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import Guarded, assert_equal, to_device
 
 from .cases import BATCH_SIZES, PAGE_SIZES
 
@@ -114,14 +107,6 @@ def test_empty(device):
     check(make(3, 0, 4, 20, device=device), "no drafts")
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.align_evict_mask_to_page_size", make(3, 8, 4, 20, device=device))
-
-
-def test_registration(device):
-    check_registration("align_evict_mask_to_page_size", make(3, 8, 4, 20, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -136,21 +121,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(3, 8, 4, 20) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.align_evict_mask_to_page_size: .*" + message):
         eagle_kernels.raw.align_evict_mask_to_page_size(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 16, 16, 200, device=device)
-
-    def change():
-        values["evict_mask"].copy_(make(8, 16, 16, 200)["evict_mask"])
-        values["evict_mask"][3:].fill_(True)
-        values["seq_lens"][3:].zero_()
-        change.before = values["evict_mask"].clone()
-
-    replay_in_graph(lambda: eagle_kernels.raw.align_evict_mask_to_page_size(**values), change=change)
-    reference(**values | {"evict_mask": change.before})
-    assert_equal("align_evict_mask_to_page_size", "replay", "evict_mask", values["evict_mask"], change.before)
 
 
 @pytest.mark.full

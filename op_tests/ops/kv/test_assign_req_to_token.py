@@ -9,14 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference.ops.kv.assign_req_to_token import assign_req_to_token as reference
-from op_tests.harness import (
-    Guarded,
-    assert_equal,
-    assert_only_launches,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import Guarded, assert_equal, to_device
 
 from .cases import BATCH_SIZES, example_rows, random_rows
 
@@ -123,14 +116,6 @@ def test_empty_batch(device):
     check(make(0, 20, 5, device=device), "empty")
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.assign_req_to_token", make(3, 20, 5, device=device))
-
-
-def test_registration(device):
-    check_registration("assign_req_to_token", make(3, 20, 5, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -144,20 +129,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(3, 20, 5) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.assign_req_to_token: .*" + message):
         eagle_kernels.raw.assign_req_to_token(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 100, 9, device=device)
-
-    def change():
-        values["ends"][3:].copy_(values["starts"][3:])
-        values["req_pool_indices"][6:].fill_(-1)
-        change.before = values["req_to_token"].clone()
-
-    replay_in_graph(lambda: eagle_kernels.raw.assign_req_to_token(**values), change=change)
-    reference(**values | {"req_to_token": change.before})
-    assert_equal("assign_req_to_token", "replay", "req_to_token", values["req_to_token"], change.before)
 
 
 @pytest.mark.full

@@ -8,15 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_close,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_close, check_operation, to_device
 
 from .cases import BATCH_SIZES, check_buffers, example_rows, in_wider, random_rows
 
@@ -128,14 +120,6 @@ def test_empty_batch(device):
     assert result.kv_indptr.tolist() == [0] and (result.kv_indices == -1).all()
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.chain_kv_indices", make(3, 4, 20, device=device))
-
-
-def test_registration(device):
-    check_registration("chain_kv_indices", make(3, 4, 20, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -150,21 +134,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(3, 4, 20) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.chain_kv_indices: .*" + message):
         eagle_kernels.raw.chain_kv_indices(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 200, slack=900, device=device)
-    out = eagle_kernels.raw.chain_kv_indices(**values)
-
-    def change():
-        values["kv_lens"].copy_(torch.tensor([7, 200, 2, 0, 0, 0, 0, 0]))
-        values["req_pool_indices"][3:].fill_(-1)
-
-    replay_in_graph(lambda: eagle_kernels.raw.chain_kv_indices(**values, out=out), change=change)
-    expected = eagle_kernels.reference.ops.kv.chain_kv_indices.chain_kv_indices(**values)
-    for field, got, want in zip(out._fields, out, expected):
-        assert_equal("chain_kv_indices", "replay", field, got, want)
 
 
 @pytest.mark.full

@@ -9,14 +9,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import check_operation, to_device
 
 from .cases import CROSS, PAIRWISE, check_buffers, example_rows, in_wider, random_rows
 
@@ -172,15 +165,6 @@ def test_empty_batch(capacity, device):
     assert result.copy_indptr.tolist() == [0] and (result.source_locs == -1).all()
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.draft_cache_locs", make(3, 2, 3, 4, 20, device=device))
-
-
-@pytest.mark.parametrize("options", [{}, {"capacity": 3, "is_step_major": True}], ids=str)
-def test_registration(options, device):
-    check_registration("draft_cache_locs", make(3, 2, 3, 4, 20, device=device, **options))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -197,21 +181,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(3, 2, 3, 4, 20) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.draft_cache_locs: .*" + message):
         eagle_kernels.raw.draft_cache_locs(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, 200, device=device)
-    out = eagle_kernels.raw.draft_cache_locs(**values)
-
-    def change():
-        values["seq_lens"].copy_(torch.tensor([7, 130, 1, 0, 0, 0, 0, 0]))
-        values["req_pool_indices"][3:].fill_(-1)
-
-    replay_in_graph(lambda: eagle_kernels.raw.draft_cache_locs(**values, out=out), change=change)
-    expected = eagle_kernels.reference.ops.kv.draft_cache_locs.draft_cache_locs(**values)
-    for field, got, want in zip(out._fields, out, expected):
-        assert_equal("draft_cache_locs", "replay", field, got, want)
 
 
 @pytest.mark.full

@@ -9,15 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.kv.draft_kv_indices import Output
-from op_tests.harness import (
-    Guarded,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import Guarded, assert_equal, check_operation, to_device
 
 from .cases import CROSS, PAIRWISE, example_rows, in_wider, random_rows
 
@@ -219,14 +211,6 @@ def test_empty_batch(device):
     assert (result.kv_indptr == 0).all() and (result.kv_indices == -1).all()
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.draft_kv_indices", make(3, 2, 3, 4, 20, device=device))
-
-
-def test_registration(device):
-    check_registration("draft_kv_indices", make(3, 2, 3, 4, 20, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -257,20 +241,6 @@ def test_a_bad_buffer_is_named(device):
         eagle_kernels.raw.draft_kv_indices(**values, out=out._replace(kv_indices=out.kv_indices.float()))
     with pytest.raises(ValueError, match="out must hold 3 tensors, got 1"):
         eagle_kernels.raw.draft_kv_indices(**values, out=out[:1])
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, 200, slack=9000, device=device)
-    out = eagle_kernels.raw.draft_kv_indices(**values)
-
-    def change():
-        values["seq_lens"].copy_(torch.tensor([7, 300, 1, 0, 0, 0, 0, 0]))
-        values["req_pool_indices"][3:].fill_(-1)
-
-    replay_in_graph(lambda: eagle_kernels.raw.draft_kv_indices(**values, out=out), change=change)
-    for field, got, want in zip(out._fields, out, reference(**values)):
-        assert_equal("draft_kv_indices", "replay", field, got, want)
 
 
 @pytest.mark.full

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import check_operation, to_device
 
 from .cases import BATCH_SIZES, check_buffers, example_rows, in_wider, random_rows
 
@@ -135,16 +128,6 @@ def test_no_tokens(device):
     assert result.indptr.tolist() == [0, 0, 0, 0] and result.cache_locs.shape == (0,)
 
 
-@pytest.mark.slow
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.extend_cache_locs", make(3, 20, 5, device=device))
-
-
-@pytest.mark.parametrize("is_uniform", [False, True], ids=["ragged", "uniform"])
-def test_registration(is_uniform, device):
-    check_registration("extend_cache_locs", make(3, 20, 5, is_uniform=is_uniform, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -162,21 +145,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(3, 20, 5) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.extend_cache_locs: .*" + message):
         eagle_kernels.raw.extend_cache_locs(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 100, 9, slack=90, device=device)
-    out = eagle_kernels.raw.extend_cache_locs(**values)
-
-    def change():
-        values["ends"][3:].copy_(values["starts"][3:])
-        values["req_pool_indices"][2:].fill_(-1)
-
-    replay_in_graph(lambda: eagle_kernels.raw.extend_cache_locs(**values, out=out), change=change)
-    expected = eagle_kernels.reference.ops.kv.extend_cache_locs.extend_cache_locs(**values)
-    for field, got, want in zip(out._fields, out, expected):
-        assert_equal("extend_cache_locs", "replay", field, got, want)
 
 
 @pytest.mark.full

@@ -9,14 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference.ops.kv.find_slots import find_slots as reference
-from op_tests.harness import (
-    Guarded,
-    assert_equal,
-    assert_only_launches,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import Guarded, assert_equal, to_device
 
 from .cases import BATCH_SIZES, PAGE_SIZES
 
@@ -107,14 +100,6 @@ def test_empty(device):
     check(make(3, 5, 4, 0, 20, device=device), "no pages")
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.find_slots", make(3, 8, 4, 5, 20, device=device))
-
-
-def test_registration(device):
-    check_registration("find_slots", make(3, 8, 4, 5, 20, max_length=9, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -130,20 +115,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(3, 8, 4, 5, 20) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.find_slots: .*" + message):
         eagle_kernels.raw.find_slots(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 16, 16, 20, 200, device=device)
-    out = eagle_kernels.raw.find_slots(**values)
-
-    def change():
-        values["first"].copy_(torch.randint(0, 200, (8,)))
-        values["block_table"][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.find_slots(**values, out=out), change=change)
-    for name, tensor, wanted in zip(FIELDS, out, reference(**values)):
-        assert_equal("find_slots", "replay", name, tensor, wanted)
 
 
 @pytest.mark.full

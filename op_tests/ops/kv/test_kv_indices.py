@@ -8,15 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_close,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_close, check_operation, to_device
 
 from .cases import BATCH_SIZES, PAGE_SIZES, check_buffers, example_rows, in_wider, random_rows
 
@@ -166,15 +158,6 @@ def test_empty_batch(device):
     assert result.kv_indptr.tolist() == [0] and (result.kv_indices == -1).all()
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.kv_indices", make(3, 4, 20, True, device=device))
-
-
-@pytest.mark.parametrize("has_starts", [False, True])
-def test_registration(has_starts, device):
-    check_registration("kv_indices", make(3, 4, 20, has_starts, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -190,21 +173,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(3, 4, 20, True) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.kv_indices: .*" + message):
         eagle_kernels.raw.kv_indices(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 16, 200, True, slack=900, device=device)
-    out = eagle_kernels.raw.kv_indices(**values)
-
-    def change():
-        values["seq_lens"].copy_(torch.tensor([7, 200, 1, 0, 0, 0, 0, 0]))
-        values["req_pool_indices"][3:].fill_(-1)
-
-    replay_in_graph(lambda: eagle_kernels.raw.kv_indices(**values, out=out), change=change)
-    expected = eagle_kernels.reference.ops.kv.kv_indices.kv_indices(**values)
-    for field, got, want in zip(out._fields, out, expected):
-        assert_equal("kv_indices", "replay", field, got, want)
 
 
 @pytest.mark.full

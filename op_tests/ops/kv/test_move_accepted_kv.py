@@ -9,7 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference.ops.kv.move_accepted_kv import move_accepted_kv as reference
-from op_tests.harness import assert_equal, assert_only_launches, check_registration, replay_in_graph, to_device
+from op_tests.harness import assert_equal, to_device
 
 # (layers, page_size, kv heads, head_dim, dtype, nodes, spec_steps, seq_lens)
 SHAPES = [
@@ -153,14 +153,6 @@ def test_empty_batch(device):
     check(make(1, 4, 1, 32, torch.float16, 8, 3, [], device=device), "empty")
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.move_accepted_kv", make(2, 4, 1, 32, torch.float16, 8, 3, [5, 6], device=device))
-
-
-def test_registration(device):
-    check_registration("move_accepted_kv", make(1, 4, 1, 32, torch.float32, 8, 3, [5, 6], device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -183,24 +175,6 @@ def test_caches_of_two_dtypes_are_refused(device):
     values = make(1, 4, 1, 32, torch.float16, 8, 3, [5, 6], device=device)
     with pytest.raises(ValueError, match="v_cache must have dtype torch.float16 like k_cache, got torch.bfloat16"):
         eagle_kernels.raw.move_accepted_kv(**values | {"v_cache": values["v_cache"].bfloat16()})
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(4, 16, 8, 128, torch.bfloat16, 16, 7, [100, 33, 5, 64], device=device)
-
-    def change():
-        set_path(values, 0, [2, 5, 9])
-        values["accept_index"][2:].fill_(-1)
-        values["accept_token_num"][2:].zero_()
-        values["seq_lens"][2:].zero_()
-        values["block_table"][3].fill_(-1)
-        change.before = {key: values[key].clone() for key in ("k_cache", "v_cache")}
-
-    replay_in_graph(lambda: eagle_kernels.raw.move_accepted_kv(**values), change=change)
-    reference(**values | change.before)
-    for key, expected in change.before.items():
-        assert_equal("move_accepted_kv", "replay", key, as_bits(values[key]), as_bits(expected))
 
 
 @pytest.mark.gpu

@@ -10,15 +10,7 @@ import torch
 import eagle_kernels
 from eagle_kernels.reference.ops.kv.write_kv import write_kv as reference
 from eagle_kernels.runtime import launch, target
-from op_tests.harness import (
-    Guarded,
-    assert_close,
-    assert_equal,
-    assert_only_launches,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import Guarded, assert_close, assert_equal, to_device
 
 from ..attention.cases import in_float64
 from ..nn.tables import make_tables
@@ -342,22 +334,6 @@ def test_8_bit_floats_that_a_gpu_has_not_are_refused(architecture):
         assert len(launched) == is_known
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.write_kv", make(16, 4, 2, 64, torch.float16, torch.float16, device=device))
-    assert_only_launches("kv.write_kv", make(16, 4, 2, 64, torch.float16, FN, has_query=False, device=device))
-
-
-@pytest.mark.parametrize("has_query", [False, True])
-@pytest.mark.parametrize("rotary_dim", [0, 16])
-def test_registration(rotary_dim, has_query, device):
-    if has_query and not rotary_dim:
-        return
-    values = make(4, 2, 1, 16, torch.float32, torch.float32, rotary_dim=rotary_dim, has_query=has_query, device=device)
-    for name in CACHES:
-        values[name].zero_()  # opcheck takes NaN for a change
-    check_registration("write_kv", values)
-
-
 def test_compiles_into_one_graph(device):
     """An op that changes two arguments and returns a tensor: torch.compile sees all of it."""
     values = make(4, 2, 1, 16, torch.float32, torch.float32, device=device)
@@ -406,28 +382,6 @@ def test_bad_input_is_named(change, message, device):
     values = make(*SMALL, num_pages=3) | change
     with pytest.raises((ValueError, TypeError), match="^eagle_kernels.write_kv: " + message):
         eagle_kernels.raw.write_kv(**to_device(values, device))
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    for cache_dtype in (torch.bfloat16, FN):
-        if cache_dtype == FN and not target.has_fp8(device, FN):
-            continue
-        values = make(16, 32, 8, 128, torch.bfloat16, cache_dtype, slots=list(range(8)), num_pages=4, device=device)
-        out = eagle_kernels.raw.write_kv(**values)
-        before = {}
-
-        def change(values=values, before=before):
-            values["key"].normal_()
-            values["query"].normal_()
-            values["slots"].copy_(torch.tensor([63, 9, -1, 2**40, 40, 64, -1, 17]))
-            values["positions"][5:] = -1
-            before.update({name: values[name].clone() for name in CACHES})
-
-        replay_in_graph(lambda values=values, out=out: eagle_kernels.raw.write_kv(**values, out=out), change=change)
-        assert_equal("write_kv", "replay", "output", out, reference(**values | before))
-        for name in CACHES:
-            assert_equal("write_kv", "replay", name, as_bits(values[name]), as_bits(before[name]))
 
 
 @pytest.mark.gpu

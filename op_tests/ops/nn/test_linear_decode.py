@@ -12,15 +12,7 @@ from eagle_kernels.ops.nn import linear_decode as module
 from eagle_kernels.ops.nn.shared import few_rows, many_rows
 from eagle_kernels.reference.ops.nn.linear_decode import linear_decode as reference
 from eagle_kernels.runtime import launch, target
-from op_tests.harness import (
-    assert_close,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_close, assert_equal, check_operation, to_device
 from op_tests.harness.retune import retune
 from op_tests.ops.nn.cases import make_linear as make
 
@@ -369,20 +361,6 @@ def test_rows_are_tuned_alike():
         assert most_columns == sorted(most_columns) and most_columns[-1] == 2**31
 
 
-def test_launches_and_nothing_else(device):
-    for num_rows in (1, 3, 20):
-        values = make(num_rows, 40, 64, torch.float16, has_bias=True, device=device)
-        assert_only_launches(PATH, values)
-
-
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_registration(num_rows, has_bias, device):
-    check_registration("linear_decode", make(num_rows, 40, 64, torch.float32, has_bias=has_bias, device=device))
-    values = make(num_rows, 40, 300, torch.float16, has_bias=has_bias, device=device)
-    check_registration("linear_decode", values | {"num_parts": 2})
-
-
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
@@ -419,15 +397,6 @@ def test_a_bad_number_of_parts_is_named(num_parts, kind, message, device):
     values = make(3, 32, 256, torch.float16, device=device)
     with pytest.raises(kind, match="^eagle_kernels.linear_decode: " + message):
         eagle_kernels.raw.linear_decode(**values, num_parts=num_parts)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 8])
-def test_graph_replay(num_rows, device):
-    values = make(num_rows, 4096, 4096, torch.bfloat16, device=device)
-    out = eagle_kernels.raw.linear_decode(**values)
-    replay_in_graph(lambda: eagle_kernels.raw.linear_decode(**values, out=out), change=values["x"].normal_)
-    assert_equal("linear_decode", "replay", "output", out, eagle_kernels.raw.linear_decode(**values))
 
 
 @pytest.mark.gpu

@@ -8,15 +8,7 @@ import torch
 import eagle_kernels
 from eagle_kernels.reference.ops.nn.rope import Output
 from eagle_kernels.reference.ops.nn.rope import rope as reference
-from op_tests.harness import (
-    assert_close,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_close, assert_equal, check_operation, to_device
 
 from ..attention.cases import in_float64
 from .tables import make_tables
@@ -199,17 +191,6 @@ def test_bits_are_those_of_hugging_face_s_partial_and_interleaved_models(dtype, 
         assert_equal("rope", "GPT-J", name, getattr(result, name), expected)
 
 
-def test_launches_and_nothing_else(device):
-    values = make(3, 4, 2, 64, 32, torch.float16, torch.float32, device=device)
-    assert_only_launches(PATH, values)
-
-
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_registration(is_interleaved, device):
-    values = make(3, 4, 2, 64, 32, torch.float32, torch.float32, is_interleaved=is_interleaved, device=device)
-    check_registration("rope", values)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -236,22 +217,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="^eagle_kernels.rope: .*" + message):
         eagle_kernels.raw.rope(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 32, 8, 128, 128, torch.bfloat16, torch.bfloat16, device=device)
-    out = eagle_kernels.raw.rope(**values)
-
-    def change():
-        values["query"].normal_()
-        values["positions"].copy_(torch.tensor([3, 1, 49, 0, 7, -1, -1, 2**40]))
-
-    replay_in_graph(lambda: eagle_kernels.raw.rope(**values, out=out), change=change)
-    eager = eagle_kernels.raw.rope(**values)
-    for name in Output._fields:
-        assert_equal("rope", "replay", name, getattr(out, name), getattr(eager, name))
-    check(values, "replay")
 
 
 @pytest.mark.gpu

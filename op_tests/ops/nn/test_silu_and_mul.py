@@ -8,15 +8,7 @@ import torch.nn.functional as F
 
 import eagle_kernels
 from eagle_kernels.reference.ops.nn.silu_and_mul import silu_and_mul as reference
-from op_tests.harness import (
-    assert_close,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_close, assert_equal, check_operation, to_device
 from op_tests.ops.nn.cases import make_silu as make
 
 from ..attention.cases import in_float64
@@ -133,16 +125,6 @@ def test_a_row_knows_no_other(device):
     assert torch.equal(eagle_kernels.raw.silu_and_mul(values["gate"][5:])[0], before[5])
 
 
-def test_launches_and_nothing_else(device):
-    for is_packed in (True, False):
-        assert_only_launches(PATH, make(3, 64, torch.float16, is_packed=is_packed, device=device))
-
-
-@pytest.mark.parametrize("is_packed", [True, False])
-def test_registration(is_packed, device):
-    check_registration("silu_and_mul", make(3, 64, torch.float32, is_packed=is_packed, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
@@ -159,14 +141,6 @@ def test_bad_input_is_named(change, kind, message, device):
     values = make(3, 32, torch.float32) | change
     with pytest.raises(kind, match="^eagle_kernels.silu_and_mul: " + message):
         eagle_kernels.raw.silu_and_mul(**to_device(values, device))
-
-
-@pytest.mark.gpu
-def test_graph_replay(device):
-    values = make(8, 14336, torch.bfloat16, device=device)
-    out = eagle_kernels.raw.silu_and_mul(**values)
-    replay_in_graph(lambda: eagle_kernels.raw.silu_and_mul(**values, out=out), change=values["gate"].normal_)
-    assert_equal("silu_and_mul", "replay", "output", out, eagle_kernels.raw.silu_and_mul(**values))
 
 
 @pytest.mark.gpu

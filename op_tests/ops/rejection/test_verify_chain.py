@@ -9,15 +9,10 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.rejection.shared import prepare_pair
-from eagle_kernels.reference.enumeration import (
-    EnumeratedDraws,
-    completed,
-    text_law,
-    total_variation,
-)
+from eagle_kernels.reference.enumeration import EnumeratedDraws, completed, text_law, total_variation
 from eagle_kernels.reference.ops.rejection import verify_chain as reference
 from eagle_kernels.reference.residual import Draws
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.rejection.laws import draft_map, dyadic_probs, near, random_law
 from op_tests.ops.rejection.laws import emitted_by_a_chain as emitted_law
@@ -400,22 +395,6 @@ def test_joint_law_of_the_emitted_tokens(method, lanes, device):
 
 
 @pytest.mark.parametrize(
-    ("options", "launches"),
-    [
-        ({"target": "probs", "draft": "probs"}, None),
-        ({"method": "block"}, 5),
-        ({"method": "block", "draft_vocab_size": 40}, 6),
-    ],
-)
-def test_launches_and_nothing_else(options, launches, device):
-    assert_only_launches(PATH, make(**options, device=device), launches)
-
-
-def test_registration(device):
-    check_registration("verify_chain", make(2, 3, method="block", draft_vocab_size=40, device=device))
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"method": "greedy"}, "method must be one of 'standard', 'block', got 'greedy'"),
@@ -447,17 +426,3 @@ def test_large_vocabulary(method, device):
     values = make(8, 6, 32000, 8000, method=method, dtype=torch.bfloat16, device=device, spread=8)
     output, _ = check_operation(PATH, values, case=method)
     assert output.accept_token_num.sum() > 0
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 500, method="block", device=device)
-    out = eagle_kernels.raw.verify_chain(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        values["candidates"][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.verify_chain(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:12], live[0][:12]) and (out.predicts[12:] == -1).all()

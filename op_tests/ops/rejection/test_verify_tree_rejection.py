@@ -15,7 +15,7 @@ from eagle_kernels.reference import random as reference_random
 from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
 from eagle_kernels.reference.ops.rejection.verify_tree_rejection import children, normalised, verify_request, without
 from eagle_kernels.reference.ops.rejection.verify_tree_rejection import verify_tree_rejection as verify
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import assert_only_launches, check_operation, to_device
 from op_tests.harness.retune import retune
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import MALFORMED, make_tree
@@ -778,15 +778,6 @@ def test_joint_law_of_drafting_and_verifying(lanes, replacement, device):
     assert_follows_law(((text[:, 0] * vocab_size + text[:, 1]) * vocab_size + text[:, 2]).cpu(), law)
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(3, 4, 3, 8, device=device))
-    assert_only_launches(PATH, make(3, 4, 3, 8, reduced=20, device=device), launches=2)
-
-
-def test_registration(device):
-    check_registration("verify_tree_rejection", make(2, 2, 2, 4, reduced=20, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -812,18 +803,3 @@ def test_large_vocabulary(reduced, replacement, device):
     )
     output, _ = check_operation(PATH, values, case=f"{reduced}")
     assert output.accept_token_num.sum() > 0
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, device=device)
-    out = eagle_kernels.raw.verify_tree_rejection(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        for key in ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "candidates"):
-            values[key][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_rejection(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

@@ -19,7 +19,7 @@ from eagle_kernels.reference.enumeration import (
 )
 from eagle_kernels.reference.ops.rejection import verify_tree_traversal as reference
 from eagle_kernels.reference.residual import Draws
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import assert_only_launches, check_operation, to_device
 from op_tests.harness.retune import retune
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.rejection.laws import draft_map, dyadic_probs, emitted_by_a_chain, near, random_law
@@ -588,18 +588,6 @@ def test_joint_law_of_the_emitted_tokens(lanes, device):
 
 
 @pytest.mark.parametrize(
-    ("options", "launches"),
-    [({"target": "probs", "draft": "probs"}, None), ({}, 2), ({"draft_vocab_size": 40}, 3)],
-)
-def test_launches_and_nothing_else(options, launches, device):
-    assert_only_launches(PATH, make(**options, device=device), launches)
-
-
-def test_registration(device):
-    check_registration("verify_tree_traversal", make(2, 2, 2, 4, 61, 40, device=device))
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
@@ -621,18 +609,3 @@ def test_large_vocabulary(device):
     values = make(32, 8, 5, 64, 32000, 8000, dtype=torch.bfloat16, device=device)
     output, _ = check_operation(PATH, values, case="large")
     assert output.accept_token_num.sum() > 0
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, 500, device=device)
-    out = eagle_kernels.raw.verify_tree_traversal(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        for key in LINKS:
-            values[key][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_traversal(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

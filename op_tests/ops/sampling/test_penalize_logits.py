@@ -8,17 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    Guarded,
-    assert_close,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    retune,
-    to_device,
-)
+from op_tests.harness import Guarded, assert_close, assert_equal, check_operation, retune, to_device
 from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_sampled, make_tree, with_processors
 
 PATH = "sampling.penalize_logits"
@@ -321,14 +311,6 @@ def test_serves_verification_by_probabilities(device):
     assert len(emitted) >= 1 and emitted.min() >= 30
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(2, 4, 3, 8, device=device))
-
-
-def test_registration(device):
-    check_registration("penalize_logits", make(2, 2, 2, 4, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -359,18 +341,6 @@ def test_debug_mode_checks_values(monkeypatch):
     monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
     with pytest.raises(ValueError, match=r"repetition_penalty must be a number above 0, got 0.0 at \[1\]"):
         eagle_kernels.penalize_logits(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 8, vocab_size=5000, device=device)
-    out = eagle_kernels.raw.penalize_logits(**values)
-    before = out.clone()
-    replay_in_graph(
-        lambda: eagle_kernels.raw.penalize_logits(**values, out=out),
-        change=lambda: values["retrieve_index"][3:].fill_(-1),
-    )
-    assert torch.equal(out[:24], before[:24]) and torch.equal(out[24:], values["target_logits"][24:])
 
 
 @pytest.mark.gpu

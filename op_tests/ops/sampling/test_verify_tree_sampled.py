@@ -15,7 +15,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference import sampling as reference_sampling
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import MALFORMED, with_processors
 from op_tests.ops.verify.cases import make_sampled as make
@@ -530,25 +530,6 @@ def test_the_ops_behind_the_front_door_get_all_that_is_theirs(door, policy, monk
         assert called == op and [name for name in theirs if arguments[name] is not given.get(name)] == []
 
 
-def test_launches_and_nothing_else(way, device):
-    is_level = way == "levels"
-    # sizes of their own: the launcher remembers how it launched others
-    batch_size = 5 if is_level else 6
-    plain, filtered = (make(batch_size, 4, 3, 8, device=device, **filters) for filters in FILTERS.values())
-    assert_only_launches(PATH, plain, launches=3 + 2 if is_level else 3)
-    assert_only_launches(PATH, filtered, launches=2 * 3 + 2 if is_level else 3)
-    if is_level:
-        assert_only_launches(PATH, with_processors(plain) | {"return_logprobs": True}, launches=2 * 3 + 2)
-
-
-def test_registration(device):
-    """With every output and with those alone that are always there: none may share memory with another."""
-    values = make(1, 1, 2, 3, device=device, **FILTERS["all"])
-    check_registration("verify_tree_sampled", values)
-    values |= {"seq_lens": torch.tensor([3], device=device), "return_logprobs": True}
-    check_registration("verify_tree_sampled", values)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -608,18 +589,3 @@ def test_more_elements_than_int32_counts(filters, device):
             eagle_kernels.raw.verify_tree_sampled(**part(request, request + 1)).predicts,
             whole.predicts[request * num_nodes : (request + 1) * num_nodes],
         )
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, device=device)
-    out = eagle_kernels.raw.verify_tree_sampled(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        for key in ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "candidates"):
-            values[key][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_sampled(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

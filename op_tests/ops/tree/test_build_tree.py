@@ -8,15 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    Guarded,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import Guarded, assert_equal, check_operation, to_device
 from op_tests.ops.tree.cases import make_tree as make
 
 MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
@@ -168,17 +160,6 @@ def test_impossible_lengths_stay_inside_the_mask(seq_lens, device):
     guarded.check("build_tree", "tree_mask")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_launches_and_nothing_else(mode, device):
-    values = make(2, 4, 3, 8, mode=mode, device=device)
-    assert_only_launches("tree.build_tree", values)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_registration(mode, device):
-    check_registration("build_tree", make(2, 4, 3, 8, mode=mode, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -197,25 +178,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.build_tree: .*" + message):
         eagle_kernels.raw.build_tree(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, device=device)
-    out = eagle_kernels.raw.build_tree(**values)
-    replay = make(8, 4, 3, 16, device=device)
-    for key in ("parent_list", "top_scores_index", "draft_tokens"):
-        replay[key][3:].fill_(-1)
-    replay["seq_lens"][3:].zero_()
-
-    def change():
-        for key, value in replay.items():
-            if isinstance(value, torch.Tensor):
-                values[key].copy_(value)
-
-    replay_in_graph(lambda: eagle_kernels.raw.build_tree(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.reference.ops.tree.build_tree.build_tree(**replay)):
-        assert torch.equal(got, want)
 
 
 CROSS = [

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_equal, check_operation, to_device
 from op_tests.ops.tree.cases import make_scored as make
 
 PATH = "tree.build_tree_from_scores"
@@ -95,15 +88,6 @@ def test_empty_batch(device):
     assert tree.retrieve_index.shape == (0, 8) and tree.top_scores_index.shape == (0, 7)
 
 
-@pytest.mark.parametrize("mode", ["packed", "full_mask"])
-def test_launches_and_nothing_else(mode, device):
-    assert_only_launches(PATH, make(2, 4, 3, 8, mode=mode, device=device))
-
-
-def test_registration(device):
-    check_registration("build_tree_from_scores", make(2, 4, 3, 8, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -119,21 +103,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(2, 4, 3, 8) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.build_tree_from_scores: .*" + message):
         eagle_kernels.raw.build_tree_from_scores(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 8, 5, 64, device=device)
-    out = eagle_kernels.raw.build_tree_from_scores(**values)
-
-    def change():
-        values["candidate_scores"].copy_(values["candidate_scores"].flip(0))
-        values["candidate_scores"][3:5].fill_(float("nan"))
-        values["seq_lens"][5:].zero_()
-
-    replay_in_graph(lambda: eagle_kernels.raw.build_tree_from_scores(**values, out=out), change=change)
-    for name, expected in eagle_kernels.raw.build_tree_from_scores(**values)._asdict().items():
-        assert_equal("build_tree_from_scores", "replay", name, getattr(out, name), expected)
 
 
 @pytest.mark.full

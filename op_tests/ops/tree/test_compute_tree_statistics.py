@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 from op_tests.ops.tree.masks import links_from, random_parents
 
 PATH = "tree.compute_tree_statistics"
@@ -109,12 +109,6 @@ def test_empty_batch(device):
     assert result.depths.shape == (0,) and result.nodes_per_depth.shape == (0, 9)
 
 
-def test_launches_and_registration(device):
-    values = make(2, 8, device=device)
-    assert_only_launches(PATH, values)
-    check_registration("compute_tree_statistics", values)
-
-
 NODE = torch.zeros(2, 8, dtype=torch.int64)
 
 
@@ -134,23 +128,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(2, 8) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.compute_tree_statistics: .*" + message):
         eagle_kernels.raw.compute_tree_statistics(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values, replay = make(8, 33, device=device), make(8, 33, device=device)
-    out = eagle_kernels.raw.compute_tree_statistics(**values)
-    names = ("retrieve_next_token", "retrieve_next_sibling")
-    for name in names:
-        replay[name][3:].fill_(-1)
-
-    def change():
-        for name in names:
-            values[name].copy_(replay[name])
-
-    replay_in_graph(lambda: eagle_kernels.raw.compute_tree_statistics(**values, out=out), change=change)
-    want = eagle_kernels.reference.ops.tree.compute_tree_statistics.compute_tree_statistics(**replay)
-    assert all(torch.equal(*pair) for pair in zip(out, want))
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 from op_tests.ops.tree.masks import MODES, in_layout
 
 PATH = "tree.pack_tree_mask"
@@ -107,13 +107,6 @@ def test_empty_masks(device):
     assert eagle_kernels.raw.pack_tree_mask(no_keys).shape == (2, 3, 0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_launches_and_registration(mode, device):
-    values = make(2, 8, mode=mode, device=device)
-    assert_only_launches(PATH, values)
-    check_registration("pack_tree_mask", values)
-
-
 @pytest.mark.parametrize(
     ("mode", "change", "message"),
     [
@@ -137,18 +130,6 @@ def test_bad_input_is_named(mode, change, message, device):
     values = to_device(make(2, 8, mode=mode) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.pack_tree_mask: .*" + message):
         eagle_kernels.raw.pack_tree_mask(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values, replay = make(8, 33, device=device), make(8, 33, device=device)
-    out = eagle_kernels.raw.pack_tree_mask(**values)
-    replay["tree_mask"][3:].zero_()
-    replay_in_graph(
-        lambda: eagle_kernels.raw.pack_tree_mask(**values, out=out),
-        change=lambda: values["tree_mask"].copy_(replay["tree_mask"]),
-    )
-    assert torch.equal(out, eagle_kernels.reference.ops.tree.pack_tree_mask.pack_tree_mask(**replay))
 
 
 @pytest.mark.full

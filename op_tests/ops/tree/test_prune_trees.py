@@ -10,14 +10,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels import reference
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_equal, check_operation, replay_in_graph, to_device
 from op_tests.ops.tree.masks import in_layout, random_parents, visible_from
 
 PATH = "tree.prune_trees"
@@ -175,14 +168,6 @@ def test_the_device_says_how_many(most, dtype, device):
     max_drafts = torch.tensor([most], dtype=dtype, device=device)
     output, _ = check_operation(PATH, values | {"max_drafts": max_drafts}, case=str(most))
     assert output.num_nodes.sum() == 4 + min(max(most, 0), 11)
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(3, 8, 9, device=device))
-
-
-def test_registration(device):
-    check_registration("prune_trees", make(3, 8, 9, device=device))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 
 PATH = "tree.select_top_k_tokens"
 # numpy says so in the interpreter where it makes an infinity, as it should
@@ -192,16 +192,6 @@ def test_a_draft_written_into_one_buffer_builds_a_tree(device):
         assert bin(word).count("1") == node_depth + 1
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_launches_and_nothing_else(level, device):
-    assert_only_launches(PATH, make(2, 4, level, 100, mapped=True, device=device))
-
-
-@pytest.mark.parametrize("level", [0, 1])
-def test_registration(level, device):
-    check_registration("select_top_k_tokens", make(2, 4, level, 100, mapped=True, device=device))
-
-
 @pytest.mark.parametrize(
     ("level", "change", "message"),
     [
@@ -236,24 +226,6 @@ def test_bad_out_is_named(device):
     with pytest.raises(ValueError, match=r"out.tokens must be contiguous, got shape \[2, 4\]"):
         strided = torch.empty(2, 8, dtype=torch.int64, device=device)[:, :4]
         eagle_kernels.raw.select_top_k_tokens(**values, out=out._replace(tokens=strided))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", [0, 3])
-def test_graph_replay_with_dead_rows(level, device):
-    values = make(8, 8, level, 32000, dtype=torch.bfloat16, mapped=True, device=device)
-    out = eagle_kernels.raw.select_top_k_tokens(**values)
-    replay = make(8, 8, level, 32000, dtype=torch.bfloat16, mapped=True, device=device)
-    replay["logits"][3:].fill_(float("nan"))
-
-    def change():
-        for key, value in replay.items():
-            if isinstance(value, torch.Tensor):
-                values[key].copy_(value)
-
-    replay_in_graph(lambda: eagle_kernels.raw.select_top_k_tokens(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.raw.select_top_k_tokens(**replay)):
-        assert torch.equal(got, want)
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 from op_tests.harness.trees import random_drafts
 from op_tests.ops.tree.masks import MODES, in_layout, links_from, random_parents, visible_from
 
@@ -123,13 +123,6 @@ def test_empty_batch(device):
         assert result.positions.shape == (0,) and result.retrieve_index.shape == (0, 8)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_launches_and_registration(mode, device):
-    values = make(2, 8, mode=mode, device=device)
-    assert_only_launches(PATH, values)
-    check_registration("tree_from_mask", values)
-
-
 WRONG = torch.zeros(2, 9, 1, dtype=torch.int64)
 
 
@@ -156,23 +149,6 @@ def test_bad_input_is_named(mode, change, message, device):
     values = to_device(make(2, 8, mode=mode) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.tree_from_mask: .*" + message):
         eagle_kernels.raw.tree_from_mask(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 33, device=device)
-    out = eagle_kernels.raw.tree_from_mask(**values)
-    replay = make(8, 33, device=device)
-    replay["tree_mask"][3:].zero_()
-    replay["seq_lens"][3:].zero_()
-
-    def change():
-        for name in ("tree_mask", "seq_lens"):
-            values[name].copy_(replay[name])
-
-    replay_in_graph(lambda: eagle_kernels.raw.tree_from_mask(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.reference.ops.tree.tree_from_mask.tree_from_mask(**replay)):
-        assert torch.equal(got, want)
 
 
 @pytest.mark.full

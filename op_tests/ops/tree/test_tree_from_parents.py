@@ -8,15 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    Guarded,
-    assert_in_bounds,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import Guarded, assert_in_bounds, check_operation, to_device
 from op_tests.harness.trees import random_drafts
 from op_tests.ops.tree.cases import make_parents as make
 from op_tests.ops.tree.masks import MODES, in_layout, links_from, random_parents, visible_from
@@ -163,13 +155,6 @@ def test_empty_batch(device):
         assert result.positions.shape == (0,) and result.retrieve_index.shape == (0, 8)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_launches_and_registration(mode, device):
-    values = make(2, 8, mode=mode, device=device)
-    assert_only_launches(PATH, values)
-    check_registration("tree_from_parents", values)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -189,25 +174,6 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make(2, 8) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.tree_from_parents: .*" + message):
         eagle_kernels.raw.tree_from_parents(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 33, device=device)
-    out = eagle_kernels.raw.tree_from_parents(**values)
-    replay = make(8, 33, device=device)
-    for name in ("draft_tokens", "parents"):
-        replay[name][3:].fill_(-1)
-    replay["seq_lens"][3:].zero_()
-
-    def change():
-        for name, value in replay.items():
-            if isinstance(value, torch.Tensor):
-                values[name].copy_(value)
-
-    replay_in_graph(lambda: eagle_kernels.raw.tree_from_parents(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.reference.ops.tree.tree_from_parents.tree_from_parents(**replay)):
-        assert torch.equal(got, want)
 
 
 @pytest.mark.full

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    Guarded,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import Guarded, check_operation, to_device
 from op_tests.ops.tree.cases import make_words as make
 from op_tests.ops.tree.masks import MODES, in_layout
 
@@ -102,13 +95,6 @@ def test_empty_batch(device):
         assert eagle_kernels.unpack_tree_mask(**make(0, 8, mode=mode, device=device)).shape == shape
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_launches_and_registration(mode, device):
-    values = make(2, 8, mode=mode, device=device)
-    assert_only_launches(PATH, values)
-    check_registration("unpack_tree_mask", values)
-
-
 @pytest.mark.parametrize(
     ("mode", "change", "message"),
     [
@@ -156,24 +142,6 @@ def test_the_ancestors_of_a_drafting_level_need_their_number_of_keys(function, d
         level = eagle_kernels.select_top_k_tokens(logits, level.scores, level.ancestors, topk=topk, level=depth)
     with pytest.raises(ValueError, match=r"tree_mask must have shape \[B, Nq, 1\], got \[1, 16, 2\]"):
         function(level.ancestors)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values, replay = make(8, 33, mode="full_mask", device=device), make(8, 33, mode="full_mask", device=device)
-    replay["tree_mask"][3:].zero_()
-    replay["seq_lens"][3:].zero_()
-    out = torch.empty(33 * (8 * 20 + 8 * 33), dtype=torch.bool, device=device)
-    eagle_kernels.raw.unpack_tree_mask(**values, out=out)
-
-    def change():
-        for name in ("tree_mask", "seq_lens"):
-            values[name].copy_(replay[name])
-
-    replay_in_graph(lambda: eagle_kernels.raw.unpack_tree_mask(**values, out=out), change=change)
-    replay["seq_lens_sum"] = int(replay["seq_lens"].sum())
-    want = eagle_kernels.reference.ops.tree.unpack_tree_mask.unpack_tree_mask(**replay)
-    assert torch.equal(out[: len(want)], want)
 
 
 @pytest.mark.gpu

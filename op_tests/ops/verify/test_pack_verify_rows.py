@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import check_operation, to_device
 
 PATH = "verify.pack_verify_rows"
 # (batch, nodes)
@@ -143,15 +136,6 @@ def test_empty(shape, device):
     assert output.num_rows.item() == 0 and output.cu_seqlens.tolist() == [0] * (shape[0] + 1)
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(3, 4, device=device))
-
-
-@pytest.mark.parametrize("with_positions", [False, True], ids=["chain", "positions"])
-def test_registration(with_positions, device):
-    check_registration("pack_verify_rows", make(3, 4, with_positions=with_positions, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -184,15 +168,3 @@ def test_debug_mode_refuses_what_would_be_cut(num_tokens, message, monkeypatch):
     monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
     with pytest.raises(ValueError, match=message):
         eagle_kernels.pack_verify_rows(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 16, device=device)
-    out = eagle_kernels.raw.pack_verify_rows(**values)
-    replay_in_graph(
-        lambda: eagle_kernels.raw.pack_verify_rows(**values, out=out), change=lambda: values["num_tokens"][3:].fill_(0)
-    )
-    expected = eagle_kernels.reference.ops.verify.pack_verify_rows.pack_verify_rows(**values)
-    for field, got, want in zip(out._fields, out, expected):
-        assert_equal("pack_verify_rows", "replay", field, got, want)

@@ -10,14 +10,7 @@ import torch
 import eagle_kernels
 from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
 from eagle_kernels.reference.ops.verify import verify_tree_coins as reference
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_equal, check_operation, to_device
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
 
@@ -554,14 +547,6 @@ def test_empty_batch(device):
     assert output.accept_index.shape == (0, 4)
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(3, 4, 3, 8, device=device))
-
-
-def test_registration(device):
-    check_registration("verify_tree_coins", make(2, 2, 2, 4, device=device) | {"threshold_acc": 0.5})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -618,18 +603,3 @@ def test_probabilities_past_2_31_elements(device):
     alone["retrieve_index"] = alone["retrieve_index"] - 263 * 64
     last = run(**alone | {"target_probs": probs[-1:]})
     assert torch.equal(whole.predicts[-64:], last.predicts) and last.accept_token_num[0] == whole.accept_token_num[-1]
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, device=device)
-    out = run(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        for key in LINKS:
-            values[key][3:] = -1
-
-    replay_in_graph(lambda: run(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

@@ -9,14 +9,7 @@ import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_greedy as op
 from eagle_kernels.reference.ops.verify import verify_tree_greedy as reference
 from eagle_kernels.runtime import launch
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_equal, assert_only_launches, check_operation, to_device
 from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
 
 SHAPES = [(1, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 64), (1, 8, 5, 256)]
@@ -253,20 +246,10 @@ def test_front_door_is_greedy_without_sampling_parameters(device):
     assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(2, 4, 3, 8, device=device))
-    assert_only_launches(PATH, make(2, 4, 3, 8, source=torch.float32, device=device), launches=2)
-
-
 def test_levels_launch_and_nothing_else(monkeypatch, device):
     without_plans(monkeypatch)
     monkeypatch.setattr(op, "scans_all_rows", lambda *sizes: False)
     assert_only_launches(PATH, make(2, 4, 3, 8, source=torch.float32, device=device), launches=5)
-
-
-def test_registration(device):
-    check_registration("verify_tree_greedy", make(2, 4, 3, 8, device=device))
-    check_registration("verify_tree_greedy", make(2, 4, 3, 8, source=torch.float32, device=device))
 
 
 @pytest.mark.parametrize(
@@ -288,18 +271,3 @@ def test_a_tree_larger_than_any_is_refused():
     node = torch.zeros(1, 1025, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"candidates must hold the root and at most 1024 nodes, got \[1, 1025\]"):
         eagle_kernels.raw.verify_tree_greedy(node, node, node, node, node, spec_steps=3)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(arrangement, device):
-    values = make(8, 4, 3, 16, source=torch.bfloat16, device=device)
-    out = eagle_kernels.raw.verify_tree_greedy(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        for key in ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "candidates"):
-            values[key][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_greedy(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

@@ -10,7 +10,7 @@ import torch
 import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_typical as op
 from eagle_kernels.runtime import launch
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
 
 PATH = "verify.verify_tree_typical"
@@ -258,14 +258,6 @@ def test_row_strided_logits_int32_and_an_empty_batch(device):
     assert eagle_kernels.raw.verify_tree_typical(**empty).accept_index.shape == (0, 4)
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(3, 4, 3, 8, device=device))
-
-
-def test_registration(device):
-    check_registration("verify_tree_typical", make(2, 2, 2, 4, device=device))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -289,18 +281,3 @@ def test_missing_parameters_are_named():
 
 def test_the_docstring_warns():
     assert op.__doc__.startswith("Lossy ") and op.verify_tree_typical.__doc__.startswith("LOSSY: ")
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, device=device)
-    out = eagle_kernels.raw.verify_tree_typical(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        for key in ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "candidates"):
-            values[key][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_typical(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()
