@@ -317,30 +317,6 @@ def test_what_nearly_matches_everywhere_is_not_measured_everywhere(name, prefer,
     assert len(measured) <= 8 * -(-len(history) // 1024)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_speculative_tokens": 256}, "num_speculative_tokens must lie in 1..255, got 256"),
-        ({"spec_steps": 0}, "spec_steps must be at least 1, got 0"),
-        ({"max_ngram_size": 33}, "max_ngram_size must lie in 1..32, got 33"),
-        ({"min_ngram_size": 5}, "min_ngram_size must lie in 1..4, got 5"),
-        ({"max_matches": 17}, "max_matches must lie in 1..16, got 17"),
-        ({"prefer": "any"}, "prefer must be one of 'latest', 'earliest', got 'any'"),
-        ({"token_budget": -1}, "token_budget must be at least 0, got -1"),
-        ({"token_ids": torch.zeros(2, 9)}, "token_ids must have dtype int32 or int64, got float32"),
-        ({"token_ids": torch.zeros(2, 18, dtype=torch.int32)[:, ::2]}, "token_ids must be contiguous in its last 1"),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, "seq_lens must have B = 2 in axis 0"),
-        ({"draft_tokens": torch.zeros(2, 256, dtype=torch.int32)}, "draft_tokens must have D in 0..255, got 256"),
-        ({"draft_tokens": torch.zeros(3, 2, dtype=torch.int32)}, "draft_tokens must have B = 2 in axis 0"),
-        ({"max_drafts": torch.zeros(2)}, "max_drafts must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(2, 9) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.ngram_match: .*" + message):
-        eagle_kernels.raw.ngram_match(**values)
-
-
 @pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 7, 64, 1000, 1024, 1025, 5000, 40001])

@@ -155,24 +155,6 @@ def test_nothing_to_move(batch_size, num_drafts, device):
     assert not result.num_drafts.any() and (result.tokens == -1).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_speculative_tokens": 1024}, "num_speculative_tokens must lie in 1..1023, got 1024"),
-        ({"spec_steps": 0}, "spec_steps must be at least 1, got 0"),
-        ({"tokens": torch.zeros(2, 1024, dtype=torch.int64)}, "tokens must have M in 0..1023, got 1024"),
-        ({"parents": torch.zeros(2, 11, dtype=torch.int64)}, "parents must have M = 12 in axis 1"),
-        ({"parents": torch.zeros(2, 24, dtype=torch.int64)[:, ::2]}, "parents must be contiguous"),
-        ({"path": torch.zeros(3, 2, dtype=torch.int64)}, "path must have B = 2 in axis 0"),
-        ({"path": torch.zeros(2, 2)}, "path must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(2, 12) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.reroot_drafts: .*" + message):
-        eagle_kernels.raw.reroot_drafts(**values)
-
-
 @pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import check_operation, to_device
+from op_tests.harness import check_operation
 
 from .cases import BATCH_SIZES, check_buffers, example_rows, in_wider, random_rows
 
@@ -126,25 +126,6 @@ def test_empty_batch(is_uniform, device):
 def test_no_tokens(device):
     result, _ = check_operation("kv.extend_cache_locs", make(3, 20, 0, is_uniform=True, device=device), case="none")
     assert result.indptr.tolist() == [0, 0, 0, 0] and result.cache_locs.shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"capacity": None}, "capacity must be an int, got NoneType"),
-        ({"ends": None}, "exactly one of ends and num_tokens must be given, got none of them"),
-        ({"num_tokens": 3}, "exactly one of ends and num_tokens must be given, got ends and num_tokens"),
-        ({"num_tokens": 3, "ends": None}, "capacity must not be given with num_tokens, from which it follows, got"),
-        ({"num_tokens": -1, "ends": None, "capacity": None}, "num_tokens must lie in 0..2147483647, got -1"),
-        ({"keep_unused": True}, "keep_unused must come with out, whose unused entries it keeps, got True"),
-        ({"starts": torch.zeros(2, dtype=torch.int64)}, "starts must have B = 3"),
-        ({"ends": torch.zeros(3)}, "ends must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(3, 20, 5) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.extend_cache_locs: .*" + message):
-        eagle_kernels.raw.extend_cache_locs(**values)
 
 
 @pytest.mark.full

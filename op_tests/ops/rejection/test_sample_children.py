@@ -197,25 +197,6 @@ def test_no_rows(device):
     assert output.tokens.shape == (0, 4)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_children": 65}, r"num_children must lie in 1..64, got 65"),
-        ({"draft_logits": torch.zeros(2, 0)}, r"draft_logits must have at least one token a row, got \[2, 0\]"),
-        (
-            {"draft_logits": torch.zeros(2, 2**20 + 1)},
-            "draft_logits must have at most 1048576 tokens a row",
-        ),
-        ({"nodes": torch.zeros(3, dtype=torch.int64)}, r"nodes must have R = 2 in axis 0"),
-        ({"d2t": torch.zeros(3, dtype=torch.int64)}, r"d2t must have Vd = 61 in axis 0"),
-        ({"temperature": torch.zeros(2, dtype=torch.float64)}, "temperature must have dtype float32, got float64"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises(ValueError, match="eagle_kernels.sample_children: " + message):
-        eagle_kernels.raw.sample_children(**{**make(2, 61), **change})
-
-
 @pytest.mark.gpu
 @REPLACEMENT
 def test_large_vocabulary(replacement, device):

@@ -778,22 +778,6 @@ def test_joint_law_of_drafting_and_verifying(lanes, replacement, device):
     assert_follows_law(((text[:, 0] * vocab_size + text[:, 1]) * vocab_size + text[:, 2]).cpu(), law)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
-        ({"draft_probs": torch.zeros(16, 61)}, "exactly one of draft_logits and draft_probs must be given"),
-        ({"target_logits": None}, "exactly one of target_logits and target_probs must be given, got none of them"),
-        ({"temperature": torch.zeros(2, dtype=torch.float64)}, "temperature must have dtype float32, got float64"),
-        ({"d2t": torch.zeros(3, dtype=torch.int64)}, "d2t must have Vd = 61 in axis 0"),
-        ({"spec_steps": -1}, "spec_steps must lie in 0..1024, got -1"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises(ValueError, match="eagle_kernels.verify_tree_rejection: " + message):
-        eagle_kernels.raw.verify_tree_rejection(**{**make(2, 4, 3, 8), **change})
-
-
 @pytest.mark.gpu
 @REPLACEMENT
 @pytest.mark.parametrize("reduced", [None, 8000])

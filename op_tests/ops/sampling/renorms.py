@@ -98,11 +98,3 @@ def check_flat_rows(monkeypatch, path: str, values: dict) -> None:
     assert int(num_candidates.min()) > 0 and int(num_candidates.max()) < values["probs"].shape[1] // 2, num_candidates
 
 
-def bad_inputs(parameter: str, dtype_rule: str) -> list:
-    return [
-        ({"probs": torch.zeros(3, 0)}, rf"probs must have 1..{MAX_VOCAB_SIZE} tokens a row, got \[3, 0\]"),
-        ({"probs": torch.zeros(20, 3).T}, "probs must be contiguous in its last 1 axes"),
-        ({"probs": torch.zeros(3, 20, dtype=torch.float64)}, "probs must have dtype float16 or bfloat16 or float32"),
-        ({parameter: torch.zeros(2, dtype=torch.float64)}, f"{parameter} must have dtype {dtype_rule}, got float64"),
-        ({parameter: 1}, f"{parameter} must be a tensor, got int"),
-    ]

@@ -311,31 +311,6 @@ def test_serves_verification_by_probabilities(device):
     assert len(emitted) >= 1 and emitted.min() >= 30
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"target_logits": torch.zeros(61, 16).t()}, "target_logits must be contiguous in its last 1 axes"),
-        ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
-        ({"target_logits": torch.zeros(16, 61).double()}, "target_logits must have dtype"),
-        ({"candidates": torch.zeros(2, 7).long()}, "retrieve_index must have N = 7"),
-        ({"frequency_penalty": torch.ones(3)}, "frequency_penalty must have B = 2"),
-        ({"prompt_mask": torch.zeros(2, 3).int()}, r"prompt_mask must have shape \[B, 2\], got \[2, 3\]"),
-        ({"repetition_penalty": None}, "prompt_mask must come with repetition_penalty"),
-        (dict.fromkeys((*PENALTIES, "prompt_mask")), "output_counts must come with a penalty"),
-        (
-            {"end_token_ids": None},
-            "min_tokens, num_output_tokens and end_token_ids must be given together, got only min_tokens",
-        ),
-        ({"bad_token_ids": torch.zeros(3, 2).long()}, "bad_token_ids must have B = 2 in axis 0"),
-        ({"bad_token_ids": torch.zeros(2)}, "bad_token_ids must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(2, 4, 3, 8) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.penalize_logits: " + message):
-        eagle_kernels.raw.penalize_logits(**values)
-
-
 def test_debug_mode_checks_values(monkeypatch):
     values = make(2, 2, 2, 4) | {"repetition_penalty": torch.tensor([1.0, 0.0])}
     monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)

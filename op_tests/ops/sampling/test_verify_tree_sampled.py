@@ -530,24 +530,6 @@ def test_the_ops_behind_the_front_door_get_all_that_is_theirs(door, policy, monk
         assert called == op and [name for name in theirs if arguments[name] is not given.get(name)] == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
-        ({"temperature": torch.zeros(2, dtype=torch.float64)}, "temperature must have dtype float32, got float64"),
-        ({"top_p": torch.zeros(3)}, "top_p must have B = 2 in axis 0"),
-        ({"token_bitmask": torch.zeros(2, 2).int()}, r"token_bitmask must have shape \[16, 2\], got \[2, 2\]"),
-        ({"output_counts": torch.zeros(2, 61).int()}, "output_counts must come with a penalty"),
-        ({"prompt_mask": torch.zeros(2, 2).int()}, "prompt_mask must come with repetition_penalty"),
-        ({"is_live": torch.ones(2).bool()}, "is_live must come with seq_lens"),
-        ({"filter_order": "min_p_first"}, "filter_order must be one of 'top_k_first', 'joint'"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises(ValueError, match="eagle_kernels.verify_tree_sampled: " + message):
-        eagle_kernels.raw.verify_tree_sampled(**{**make(2, 4, 3, 8), **change})
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("filters", FILTERS)
 def test_large_vocabulary(filters, device):

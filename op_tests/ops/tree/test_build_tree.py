@@ -160,26 +160,6 @@ def test_impossible_lengths_stay_inside_the_mask(seq_lens, device):
     guarded.check("build_tree", "tree_mask")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_verify_tokens": 257}, "num_verify_tokens must lie in 1..256, got 257"),
-        ({"num_verify_tokens": 9, "topk": 1}, r"at most 1 \+ topk \+ \(spec_steps - 1\) \* topk\^2 = 4, got 9"),
-        ({"tree_mask_mode": "dense"}, "tree_mask_mode must be one of 'packed'"),
-        ({"tree_mask_mode": "full_mask"}, "seq_lens_sum must be given for 'full_mask'"),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int64)}, "seq_lens must have B = 2"),
-        ({"seq_lens": torch.zeros(2)}, "seq_lens must have dtype int32 or int64, got float32"),
-        ({"draft_tokens": [[1]]}, "draft_tokens must be a tensor, got list"),
-        ({"draft_tokens": torch.zeros(2, 14, dtype=torch.int64)[:, ::2]}, "draft_tokens must be contiguous"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = make(2, 4, 3, 8) | change
-    values = to_device(values, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.build_tree: .*" + message):
-        eagle_kernels.raw.build_tree(**values)
-
-
 CROSS = [
     (3, topk, spec_steps, num_nodes)
     for topk, spec_steps, num_nodes in itertools.product(

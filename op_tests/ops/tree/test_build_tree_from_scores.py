@@ -88,23 +88,6 @@ def test_empty_batch(device):
     assert tree.retrieve_index.shape == (0, 8) and tree.top_scores_index.shape == (0, 7)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"candidate_scores": torch.zeros(2, 35), "candidate_tokens": torch.zeros(2, 35, dtype=torch.int64)},
-         r"candidate_scores must have topk \+ \(spec_steps - 1\) \* topk\^2 = 36 candidates, got 35"),
-        ({"num_verify_tokens": 38}, "num_verify_tokens must be at most .* = 37, got 38"),
-        ({"parent_list": torch.zeros(2, 8, dtype=torch.int64)}, "parent_list must have shape"),
-        ({"candidate_scores": torch.zeros(2, 36).half()}, "candidate_scores must have dtype float32, got float16"),
-        ({"prefix_is_set": True}, "prefix_is_set must come with 'full_mask'"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(2, 4, 3, 8) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.build_tree_from_scores: .*" + message):
-        eagle_kernels.raw.build_tree_from_scores(**values)
-
-
 @pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_nodes", [2, 7, 31, 64, 129, 255])

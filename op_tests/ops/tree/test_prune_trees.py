@@ -170,26 +170,6 @@ def test_the_device_says_how_many(most, dtype, device):
     assert output.num_nodes.sum() == 4 + min(max(most, 0), 11)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"max_rows": 2}, "max_rows must be at least B = 3, as every request keeps its root, got 2"),
-        ({"max_drafts": torch.zeros(2).int()}, r"max_drafts must have shape \[1\], got \[2\]"),
-        ({"max_rows": None}, "max_rows must be an int, got NoneType"),
-        ({"scores": torch.zeros(3, 8)}, r"scores must have shape \[B, 7\], got \[3, 8\]"),
-        ({"scores": torch.zeros(3, 7).half()}, "scores must have dtype float32, got float16"),
-        ({"tree_mask": torch.zeros(3, 8, 2).long()}, "tree_mask must have"),
-        ({"draft_tokens": torch.zeros(3, 0).long()}, "draft_tokens must have N in 1..256, got 0"),
-        ({"draft_tokens": torch.zeros(3, 257).long()}, "draft_tokens must have N in 1..256, got 257"),
-        ({"draft_tokens": torch.zeros(3, 8)}, "draft_tokens must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(3, 8, 9) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.prune_trees: " + message):
-        eagle_kernels.raw.prune_trees(**values)
-
-
 @pytest.mark.gpu
 def test_graph_replay_with_other_scores(device):
     values = make(8, 16, 50, device=device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import check_operation, to_device
+from op_tests.harness import check_operation
 
 PATH = "tree.select_top_k_tokens"
 # numpy says so in the interpreter where it makes an infinity, as it should
@@ -190,25 +190,6 @@ def test_a_draft_written_into_one_buffer_builds_a_tree(device):
     assert all(bin(word).count("1") == spec_steps for word in ancestors.flatten().tolist())
     for word, node_depth in zip(tree.tree_mask.flatten().tolist(), depth.flatten().tolist()):
         assert bin(word).count("1") == node_depth + 1
-
-
-@pytest.mark.parametrize(
-    ("level", "change", "message"),
-    [
-        (0, {"topk": 17}, "topk must lie in 1..16, got 17"),
-        (0, {"logits": torch.zeros(2, 3)}, "topk must be at most the draft vocabulary, 3, got 4"),
-        (0, {"scores": torch.zeros(2, 4)}, "scores must not be given at level 0"),
-        (1, {"scores": None}, "scores must be a tensor, got NoneType"),
-        (1, {"logits": torch.zeros(7, 50)}, r"logits must have B \* topk = 8 rows at level 1, got shape \[7, 50\]"),
-        (1, {"ancestors": torch.zeros(2, 4, 2, dtype=torch.int64)}, r"ancestors must have 1..1 words at level 1"),
-        (1, {"draft_to_target": torch.zeros(50)}, "draft_to_target must have dtype int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(level, change, message, device):
-    values = make(2, 4, level, 50) | change
-    values = to_device(values, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.select_top_k_tokens: .*" + message):
-        eagle_kernels.raw.select_top_k_tokens(**values)
 
 
 def test_strided_columns_are_refused(device):

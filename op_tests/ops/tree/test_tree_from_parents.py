@@ -155,27 +155,6 @@ def test_empty_batch(device):
         assert result.positions.shape == (0,) and result.retrieve_index.shape == (0, 8)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_verify_tokens": 257}, "num_verify_tokens must lie in 1..256, got 257"),
-        ({"num_verify_tokens": 9}, r"draft_tokens must have shape \[B, 8\], got \[2, 7\]"),
-        ({"tree_mask_mode": "dense"}, "tree_mask_mode must be one of 'packed'"),
-        ({"tree_mask_mode": "full_mask"}, "seq_lens_sum must be given for 'full_mask'"),
-        ({"prefix_is_set": True}, "prefix_is_set must come with 'full_mask' and an out buffer"),
-        ({"parents": torch.zeros(3, 7, dtype=torch.int64)}, "parents must have B = 2 in axis 0"),
-        ({"parents": torch.zeros(2, 14, dtype=torch.int64)[:, ::2]}, "parents must be contiguous"),
-        ({"parents": torch.zeros(2, 7)}, "parents must have dtype int32 or int64, got float32"),
-        ({"seq_lens": torch.zeros(2)}, "seq_lens must have dtype int32 or int64, got float32"),
-        ({"draft_tokens": [[1]]}, "draft_tokens must be a tensor, got list"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(2, 8) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.tree_from_parents: .*" + message):
-        eagle_kernels.raw.tree_from_parents(**values)
-
-
 @pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_nodes", "mode"), list(itertools.product(SIZES, MODES)))

@@ -28,6 +28,13 @@ def size_sweep():
         yield values | {"out": torch.empty(8 * (values["seq_lens_sum"] + 8 * batch_size), dtype=torch.bool)}
 
 
+def wrong_calls():
+    yield (
+        make(2, 8, mode="full_mask") | {"seq_lens_sum": None},
+        "seq_lens_sum must be given for 'full_mask' without out",
+    )
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_nodes", SIZES)
 def test_matches_reference(num_nodes, mode, device):
@@ -93,27 +100,6 @@ def test_impossible_lengths_stay_inside_the_mask(seq_lens, device):
 def test_empty_batch(device):
     for mode, shape in zip(MODES, [(0, 8, 1), (0,), (0, 8, 8), (0, 8)]):
         assert eagle_kernels.unpack_tree_mask(**make(0, 8, mode=mode, device=device)).shape == shape
-
-
-@pytest.mark.parametrize(
-    ("mode", "change", "message"),
-    [
-        ("qlen_only", {"tree_mask_mode": "dense"}, "tree_mask_mode must be one of 'packed'"),
-        ("qlen_only", {"tree_mask": torch.zeros(2, 8, 1)}, "tree_mask must have dtype int64, got float32"),
-        ("qlen_only", {"num_verify_tokens": 65}, r"tree_mask must have shape \[B, Nq, 2\], got \[2, 8, 1\]"),
-        ("full_mask", {"num_verify_tokens": 9}, "num_verify_tokens must be Nq = 8 for 'full_mask'"),
-        ("full_mask", {"seq_lens": None}, "seq_lens must be given for 'full_mask'"),
-        ("full_mask", {"seq_lens": torch.zeros(3, dtype=torch.int64)}, "seq_lens must have B = 2"),
-        ("full_mask", {"seq_lens_sum": None}, "seq_lens_sum must be given for 'full_mask' without out"),
-        ("qlen_only_bitpacking", {"tree_mask": torch.zeros(2, 33, 1, dtype=torch.int64)},
-         "num_verify_tokens must be at most 32 for 'qlen_only_bitpacking'"),
-        ("packed", {"tree_mask": torch.zeros(2, 8, 2, dtype=torch.int64)[..., ::2]}, "tree_mask must be contiguous"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named(mode, change, message, device):
-    values = to_device(make(2, 8, mode=mode) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.unpack_tree_mask: .*" + message):
-        eagle_kernels.raw.unpack_tree_mask(**values)
 
 
 def test_debug_mode_checks_the_length_sum(monkeypatch):

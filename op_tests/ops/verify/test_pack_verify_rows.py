@@ -137,24 +137,6 @@ def test_empty(shape, device):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seq_lens": None}, "at least one of positions and seq_lens must be given, got none of them"),
-        ({"max_rows": -1}, "max_rows must lie in 0..2147483647, got -1"),
-        ({"max_rows": None}, "max_rows must be an int, got NoneType"),
-        ({"num_tokens": torch.zeros(2).int()}, "num_tokens must have B = 3"),
-        ({"draft_tokens": torch.zeros(3, 4)}, "draft_tokens must have dtype int32 or int64, got float32"),
-        ({"draft_tokens": torch.zeros(4, 3).int().t()}, "draft_tokens must be contiguous in its last 1 axes"),
-        ({"positions": torch.zeros(3, 5).int()}, "positions must have N = 4 in axis 1"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(3, 4) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.pack_verify_rows: " + message):
-        eagle_kernels.raw.pack_verify_rows(**values)
-
-
-@pytest.mark.parametrize(
     ("num_tokens", "message"),
     [
         ([2, 5, 0], r"num_tokens must lie in 0..4, got 5 at \[1\]"),

@@ -97,17 +97,3 @@ def test_follows_a_verification(device):
 def test_empty_batch(device):
     output, _ = check_operation(PATH, make(0, 4, 8, device=device), case="empty")
     assert output.tokens.shape == (0, 4)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"predicts": torch.zeros(17, dtype=torch.int32)}, r"predicts must hold N tokens for each of B = 2 requests"),
-        ({"accept_index": torch.zeros(2, 0, dtype=torch.int32)}, "accept_index must have a column for the root"),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, "seq_lens must have B = 2 in axis 0"),
-        ({"is_live": torch.zeros(2)}, "is_live must have dtype"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.verify_commit: " + message):
-        eagle_kernels.raw.verify_commit(**{**make(2, 4, 8), **change})

@@ -213,27 +213,5 @@ def test_neighbours_and_batch_do_not_matter(device):
         assert torch.equal(output.accept_token_num, whole.accept_token_num[row : row + 1])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"candidate_ids": torch.zeros(15, 4, dtype=torch.int64)}, r"candidate_ids must have shape \[16, C\], got"),
-        (
-            {"candidate_ids": torch.zeros(16, 0, dtype=torch.int64)},
-            "candidate_ids must hold 1 to 1024 candidates a row",
-        ),
-        ({"candidate_ids": torch.zeros(16, 4)}, "candidate_ids must have dtype int32 or int64, got float32"),
-        (
-            {"candidate_lens": torch.zeros(2, 8, dtype=torch.int64)},
-            r"candidate_lens must have shape \[16\], got \[2, 8\]",
-        ),
-        ({"target_predict": torch.zeros(2, 7, dtype=torch.int64)}, "target_predict must have N = 8 in axis 1"),
-        ({"verify_window": -1}, "verify_window must be at least 0, got -1"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises(ValueError, match="eagle_kernels.verify_tree_topp: " + message):
-        eagle_kernels.raw.verify_tree_topp(**{**make(2, 4, 3, 8), **change})
-
-
 def test_the_docstring_warns():
     assert op.__doc__.startswith("Lossy ") and op.verify_tree_topp.__doc__.startswith("LOSSY: ")
