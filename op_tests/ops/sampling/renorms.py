@@ -7,7 +7,6 @@ import importlib
 import torch
 
 from eagle_kernels.ops.sampling.shared.renorm_state import NUM_CANDIDATES
-from eagle_kernels.ops.sampling.shared.threshold import MAX_VOCAB_SIZE
 from op_tests.harness import assert_close, assert_equal, check_operation
 
 # a row in several slices, and of more candidates than one program holds
@@ -96,5 +95,3 @@ def check_flat_rows(monkeypatch, path: str, values: dict) -> None:
     check(path, values, "flat")
     num_candidates = states[-1][:, int(NUM_CANDIDATES.value)]
     assert int(num_candidates.min()) > 0 and int(num_candidates.max()) < values["probs"].shape[1] // 2, num_candidates
-
-
