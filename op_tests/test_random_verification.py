@@ -111,3 +111,12 @@ def test_random_calls(path, device, monkeypatch):
     """Kernel and reference agree on every call, in whatever form its arguments and buffers are given."""
     prepare(monkeypatch, device)
     check_calls(path, device, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", CALLS)
+def test_many_calls_in_the_shipped_tiles(path, device):
+    for number in range(NUM_CALLS[path], 10 * NUM_CALLS[path]):
+        values, choice = drawn_call(path, number)
+        check_drawn(path, to_device(values, device), choice, f"{number}", CLOSE.get(path, ()))

@@ -246,12 +246,6 @@ def test_both_page_tables_agree(device):
     assert_equal("gqa_decode", "forms", "lse", *(result.lse for result in results))
 
 
-def test_strided_views(device):
-    values = make(64, 4, 2, 16, torch.float16, [40, 33], is_strided=True, index_dtype=torch.int64, device=device)
-    fused = torch.randn(2, 8 + 4, 64, device=device).half()  # queries of a fused projection
-    check(values | {"query": fused[:, :8]}, "strided")
-
-
 def test_scale(device):
     check(make(64, 1, 2, 16, torch.float32, [20], device=device) | {"sm_scale": 0.5}, "sm_scale")
 

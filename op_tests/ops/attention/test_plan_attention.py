@@ -252,17 +252,6 @@ def test_graph_of_lengths_that_change(device):
         assert_equal("gqa_decode", "replay", field, got, expected)
 
 
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 1, 64, 1000])
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-def test_full_cross(batch_size, window, device):
-    for num_drafts, longest in itertools.product((0, 1, 64), (1, 200, 100_000)):
-        lengths = torch.randint(0, longest + 1, (batch_size,)).tolist()
-        values = make(lengths, device=device, num_drafts=num_drafts, window=window)
-        check_operation("attention.plan_attention", values, case=f"{num_drafts} {longest}")
-
-
 @pytest.mark.gpu
 def test_one_long_request_among_short_ones(device):
     """128k keys beside 255 requests of up to 20."""
@@ -272,3 +261,14 @@ def test_one_long_request_among_short_ones(device):
     plan = eagle_kernels.raw.plan_attention(values["seq_lens"])
     got, alone = function(**values, plan=plan), function(**values, deterministic=True)
     assert_close("gqa_decode", "one long", "output", got.output, alone.output)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 64, 1000])
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+def test_full_cross(batch_size, window, device):
+    for num_drafts, longest in itertools.product((0, 1, 64), (1, 200, 100_000)):
+        lengths = torch.randint(0, longest + 1, (batch_size,)).tolist()
+        values = make(lengths, device=device, num_drafts=num_drafts, window=window)
+        check_operation("attention.plan_attention", values, case=f"{num_drafts} {longest}")

@@ -214,13 +214,6 @@ def test_rows_of_no_request_are_not_written(device):
     assert (out.output[9:] == 7.0).all() and (out.output[:9] != 7.0).any()
 
 
-def test_strided_rows(device):
-    values = make([20, 3], [10, 0], 64, 4, 2, None, torch.float16, is_strided=True, device=device)
-    fused = torch.randn(23, 12, 64, device=device).half()
-    check(values | {"query": fused[:, :8]}, "strided")
-    check(make([20, 3], [10, 0], 64, 4, 2, 16, torch.float16, is_strided=True, device=device), "strided pages")
-
-
 def test_bfloat16(device):
     check(make([40], [5], 64, 2, 1, 16, torch.bfloat16, device=device), "bfloat16")
 

@@ -514,14 +514,6 @@ def test_both_page_tables_and_both_draft_blocks_agree(device):
     assert_close("tree_attention", "separate", "output", result.output, expected.output)
 
 
-def test_strided_views(device):
-    values = make(3, 4, 64, 4, 2, 16, torch.float16, [40, 33], is_strided=True, index_dtype=torch.int64,
-                  is_separate=True, device=device)  # fmt: skip
-    fused = torch.randn(2, 3, 8 + 4, 64, device=device).half()
-    drafts = torch.randn(2, 4, 2, 2, 64, device=device).half()
-    check(values | {"query": fused[:, :, :8], "draft_key": drafts[:, :, 0], "draft_value": drafts[:, :, 1]}, "strided")
-
-
 def test_draft_keys_far_apart(device):
     """More than 2^31 elements from the first to the last, of which few are ever touched."""
     values = make(2, 300, 16, 2, 1, 16, torch.float16, [20], is_separate=True, device=device)

@@ -10,8 +10,6 @@ import torch
 import eagle_kernels
 from op_tests.harness import check_operation
 
-from .cases import BATCH_SIZES, NUM_STEPS, PAGE_SIZES, check_buffers
-
 # (batch, nodes, spec_steps, page_size, longest prefix)
 SHAPES = [
     (1, 1, 0, 1, 5),
@@ -78,18 +76,6 @@ def test_matches_reference(shape, form, device):
     check_operation("kv.accepted_cache_locs", make(*shape, form, dtype=dtype, device=device), case=f"{shape} {form}")
 
 
-@pytest.mark.parametrize("num_steps", NUM_STEPS)
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_pairwise(num_steps, page_size, device):
-    for topk, batch_size in ((1, 3), (4, 1)):
-        num_nodes = 1 + topk * num_steps
-        check_operation("kv.accepted_cache_locs", make(batch_size, num_nodes, num_steps, page_size, 300, device=device))
-
-
-def test_more_paths_than_a_tile(device):
-    check_operation("kv.accepted_cache_locs", make(130, 5, 3, 4, 20, device=device))
-
-
 def test_worked_example(device):
     """SGLang's: four nodes a request at slots 100..107; it pads with slot 0, which is its dummy."""
     cache_locs = torch.arange(100, 108, device=device)
@@ -141,84 +127,3 @@ def test_moving_makes_the_path_contiguous(page_size, device):
         nodes = values["accept_index"][request, : accepted + 1] - 12 * request
         assert torch.equal(pool[slots[request, : accepted + 1]], before[slots[request, nodes]])
         assert not freed & set(slots[request, : accepted + 1].tolist())
-
-
-@pytest.mark.parametrize("capacities", [(0, 0), (1, 2), (6, 4), (7, 40)], ids=str)
-def test_overflow_is_told_and_nothing_is_overrun(capacities, device):
-    values = make(3, 6, 4, 1, 20, device=device)
-    values["accept_token_num"].copy_(torch.tensor([1, 3, 0]))
-    values["accept_index"].copy_(torch.tensor([[0, 2, -1, -1, -1], [6, 7, 9, 10, -1], [12, -1, -1, -1, -1]]))
-    values |= dict(zip(("capacity", "free_capacity"), capacities))
-    result, _ = check_operation("kv.accepted_cache_locs", values, case=str(capacities))
-    assert result.overflow.tolist() == [need if need > room else 0 for need, room in zip((7, 11), capacities)]
-
-
-MALFORMED = {
-    "indices of another request": lambda v: v["accept_index"].add_(8),
-    "indices far out of range": lambda v: v["accept_index"].fill_(2**40),
-    "negative indices": lambda v: v["accept_index"].fill_(-(2**63)),
-    "a dead request": lambda v: v["accept_index"][1].fill_(-1),
-    "holes in the path": lambda v: v["accept_index"][:, 1].fill_(-1),
-    "more accepted than the path holds": lambda v: v["accept_token_num"].fill_(2**40),
-    "negative counts": lambda v: v["accept_token_num"].fill_(-7),
-    "no slots": lambda v: v["cache_locs"].fill_(-1),
-    "slots below 0": lambda v: v["cache_locs"][::2].fill_(-9),
-    "negative lengths": lambda v: v["seq_lens"].fill_(-4),
-    "huge lengths": lambda v: v["seq_lens"].fill_(2**30),
-    "nodes that are named twice": lambda v: v["accept_index"].copy_(torch.tensor([[0, 5, 5, 5], [8, 9, 9, 8]])),
-}
-
-
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_paths_stay_in_bounds(fault, device):
-    values = make(2, 8, 3, 4, 20, device=device)
-    MALFORMED[fault](values)
-    check_operation("kv.accepted_cache_locs", values, case=fault)
-
-
-@pytest.mark.parametrize("count", [-3, 9, 2**40])
-def test_malformed_counts_of_free_slots(count, device):
-    values = make(2, 8, 3, 4, 20, "counted frees", device=device)
-    values["free_token_num"].fill_(count)
-    check_operation("kv.accepted_cache_locs", values, case=str(count))
-
-
-def test_paths_longer_than_trees(device):
-    """More path entries than nodes: there are no targets for those past the last slot."""
-    values = make(2, 3, 7, 1, 20, "path alone", device=device)
-    values["accept_index"].copy_(torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1], [3, 4, 5, 5, 5, 5, 5, 5]]))
-    check_operation("kv.accepted_cache_locs", values, case="long")
-
-
-def test_paths_without_columns(device):
-    values = make(2, 3, 2, 1, 20, device=device)
-    values["accept_index"] = values["accept_index"][:, :0]
-    result, _ = check_operation("kv.accepted_cache_locs", values, case="none")
-    assert result.path_indptr.tolist() == [0, 0, 0] and result.free_indptr.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("keep_unused", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_into_buffers(dtype, keep_unused, device):
-    fields = ("source_locs", "target_locs", "free_locs")
-    check_buffers("kv.accepted_cache_locs", make(3, 8, 3, 4, 20, device=device), dtype, fields, keep_unused)
-
-
-@pytest.mark.parametrize("form", ["path and frees", "chain"])
-def test_empty_batch(form, device):
-    values = make(0, 8, 3, 4, 20, form, device=device) | {"capacity": 5, "free_capacity": 5}
-    result, _ = check_operation("kv.accepted_cache_locs", values, case="empty")
-    assert result.path_indptr.tolist() == [0] and (result.free_locs == -1).all()
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_nodes", [2, 8, 64, 256])
-@pytest.mark.parametrize("num_steps", NUM_STEPS)
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-def test_full_cross(num_nodes, num_steps, page_size, batch_size, device):
-    for form in FORMS:
-        check_operation(
-            "kv.accepted_cache_locs", make(batch_size, num_nodes, num_steps, page_size, 700, form, device=device)
-        )

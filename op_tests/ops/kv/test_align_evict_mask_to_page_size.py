@@ -11,8 +11,6 @@ import eagle_kernels
 from eagle_kernels.reference.ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size as reference
 from op_tests.harness import Guarded, assert_equal
 
-from .cases import BATCH_SIZES, PAGE_SIZES
-
 # (batch, drafts, page_size, longest prefix)
 SHAPES = [
     (1, 1, 1, 5),
@@ -76,42 +74,8 @@ def test_worked_examples(device):
     assert mask.long().tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 4])
-def test_every_phase_of_a_page(page_size, device):
-    """All lengths around a page and all numbers of accepted drafts; whole pages are evicted, and all but the first."""
-    num_drafts, longest = 7, 2 * page_size + 1
-    cases = list(itertools.product(range(longest + 1), range(num_drafts + 1)))
-    seq_lens, num_kept = torch.tensor(cases, device=device).unbind(1)
-    places = torch.arange(num_drafts, device=device)[None]
-    values = {"seq_lens": seq_lens.contiguous(), "evict_mask": places >= num_kept[:, None], "page_size": page_size}
-    aligned = check(values, "phases")
-    ends = -(-(seq_lens + num_kept) // page_size) * page_size  # of the last page in use
-    assert torch.equal(aligned, seq_lens[:, None] + places >= ends[:, None])
-
-
-def test_negative_and_huge_lengths(device):
-    values = make(4, 6, 4, 20, device=device)
-    values["seq_lens"].copy_(torch.tensor([-5, 2**40, 2**31 - 1, -(2**40)]))
-    check(values, "lengths")
-
-
 def test_a_dead_row_stays_marked(device):
     """No token, committed or accepted: there is no page to keep."""
     mask = torch.ones(2, 6, dtype=torch.bool, device=device)
     eagle_kernels.raw.align_evict_mask_to_page_size(torch.tensor([0, 1], device=device), mask, page_size=4)
     assert mask.long().tolist() == [[1] * 6, [0, 0, 0, 1, 1, 1]]
-
-
-def test_empty(device):
-    check(make(0, 6, 4, 20, device=device), "no requests")
-    check(make(3, 0, 4, 20, device=device), "no drafts")
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_drafts", [1, 4, 8, 64, 256])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-def test_full_cross(num_drafts, page_size, batch_size, device):
-    for is_chain in (True, False):
-        check(make(batch_size, num_drafts, page_size, 700, is_chain=is_chain, device=device))

@@ -208,17 +208,6 @@ def test_slots_and_positions_of_rows_of_tokens(device):
         check(values | {"slots": wide[:, 2:5].t().contiguous().t()}, "columns")
 
 
-def test_strided_pools_and_fused_projections(device):
-    """Keys and values of a page side by side in one pool; query, key and value are parts of one tensor."""
-    for cache_dtype in (torch.float16, FN):
-        values = make(16, 6, 2, 64, torch.float16, cache_dtype, is_strided=True, device=device)
-        fused = torch.randn(4, 10, 64, device=device).half()
-        parts = {"query": fused[:, :6], "key": fused[:, 6:8], "value": fused[:, 8:]}
-        check(values | parts, f"strided {cache_dtype}")
-        one_strided = {"k_cache": values["k_cache"].contiguous(), "v_cache": values["v_cache"]}
-        check(values | parts | one_strided, f"values strided {cache_dtype}")
-
-
 def test_the_query_in_place(device):
     values = make(16, 6, 2, 64, torch.float16, torch.float16, device=device)
     fused = torch.randn(4, 10, 64, device=device).half()

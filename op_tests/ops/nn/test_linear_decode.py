@@ -205,16 +205,6 @@ def test_deterministic_rows_have_the_same_parts_whatever_their_number(num_multip
     assert {None, 8} <= several
 
 
-@pytest.mark.parametrize("num_rows", [1, 5])
-@pytest.mark.parametrize("gap", [8, 3])
-def test_strided_rows(num_rows, gap, device):
-    """Rows of wider tensors, aligned to 16 bytes and not, as the first heads of a fused projection are."""
-    values = make(num_rows, 24, 320, torch.float16, device=device)
-    for name in ("weight", "x"):
-        wide = torch.full((len(values[name]), 320 + gap), float("nan"), dtype=torch.float16, device=device)
-        check(values | {name: wide[:, :320].copy_(values[name])}, f"{name} of {320 + gap}")
-
-
 def test_prefetched_weights_are_the_same(device):
     for num_rows in (1, 4):
         values = make(num_rows, 37, 3000, torch.float16, has_bias=True, device=device)

@@ -87,13 +87,6 @@ def test_norms_of_heads(device):
     assert_equal("rms_norm", "heads", "output", result.output.view(-1, 80), flat.output)
 
 
-@pytest.mark.parametrize("width", [576, 513])
-def test_strided_rows(width, device):
-    """Rows of a wider tensor, aligned to 16 bytes and not."""
-    x, residual = (torch.randn(5, width, device=device).half()[:, :512] for _ in range(2))
-    check({"x": x, "weight": torch.randn(512, device=device).half(), "residual": residual}, f"of {width}")
-
-
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_in_place(has_residual, device):
     """`out` may be the inputs, or the inputs the other way round; also where their rows are strided."""

@@ -97,18 +97,6 @@ def test_bfloat16(device):
         check(make(3, 4, 2, 64, 32, torch.bfloat16, table_dtype, device=device), f"bfloat16 {table_dtype}")
 
 
-def test_fused_projections_and_fused_tables(device):
-    """Query and key are parts of one tensor, the tables two halves of one, positions int32."""
-    fused = torch.randn(4, 8 + 2 + 2, 64, device=device).half()
-    tables = torch.cat(make_tables(50, 64, torch.float16), dim=-1).to(device)
-    positions = torch.tensor([0, 49, 7, 7], dtype=torch.int32, device=device)
-    cos, sin = tables.chunk(2, dim=-1)
-    check({"query": fused[:, :8], "key": fused[:, 8:10], "positions": positions, "cos": cos, "sin": sin}, "fused")
-    by_head = torch.randn(4, 6, 3 * 64, device=device).half()  # GPT-NeoX: query, key and value of a head together
-    query, key = by_head[..., :64], by_head[..., 64:128]
-    check({"query": query, "key": key, "positions": positions, "cos": cos, "sin": sin}, "by head")
-
-
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_in_place(is_interleaved, device):
     shape = (8, 2, 80, 32, torch.float16, torch.float32)
@@ -197,17 +185,6 @@ def test_bits_are_those_of_hugging_face_s_partial_and_interleaved_models(dtype, 
         turned = gptj.apply_rotary_pos_emb(heads[None, ..., :32], sin_rows, cos_rows)[0]
         expected = torch.cat((turned, heads[..., 32:]), dim=-1)
         assert_equal("rope", "GPT-J", name, getattr(result, name), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_hundred_runs_in_place_give_equal_bits(is_interleaved, device):
-    values = make(64, 32, 8, 128, 96, torch.bfloat16, torch.float32, is_interleaved=is_interleaved, device=device)
-    expected = eagle_kernels.raw.rope(**values)
-    for _ in range(100):
-        query, key = values["query"].clone(), values["key"].clone()
-        eagle_kernels.raw.rope(**values | {"query": query, "key": key}, out=Output(query, key))
-        assert torch.equal(query, expected.query) and torch.equal(key, expected.key)
 
 
 @pytest.mark.gpu

@@ -31,20 +31,6 @@ def misleading_probs(vocab_size: int) -> torch.Tensor:
     return torch.where(torch.stack([~is_sampled, is_sampled]), heavy, light) / vocab_size
 
 
-def peculiar_probs() -> torch.Tensor:
-    """One-hot, sparse, zero, uniform, subnormal, huge and steep rows, zeros of both signs; 40 ids."""
-    rows = torch.zeros(8, 40)
-    rows[0, 17] = 1.0
-    rows[1, 3::7] = torch.rand(6)
-    rows[3] = 1 / 40
-    rows[4] = 1e-45 * torch.arange(40)
-    rows[5] = 1e36 * torch.rand(40)
-    rows[6] = 2.0 ** -torch.arange(40)
-    rows[7, 1::2] = -0.0
-    rows[7, 5] = 0.25
-    return rows
-
-
 def large_peculiar_probs(vocab_size: int = 128256) -> torch.Tensor:
     """Rows that mislead the sample (the first two and the last two), uniform, sparse and of few distinct values."""
     lying = misleading_probs(vocab_size)

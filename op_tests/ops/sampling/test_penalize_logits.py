@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import Guarded, assert_close, assert_equal, check_operation, retune, to_device
-from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_sampled, make_tree, with_processors
+from op_tests.harness import Guarded, assert_close, assert_equal, check_operation, to_device
+from op_tests.ops.verify.cases import follow_tree, make_sampled, make_tree, with_processors
 
 PATH = "sampling.penalize_logits"
-MODULE = importlib.import_module("eagle_kernels.ops." + PATH)
 LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 PROCESSORS = (*PENALTIES, "prompt_mask", "output_counts", "logit_bias", "token_bitmask")
@@ -68,33 +65,6 @@ def size_sweep():
 def test_matches_reference(shape, is_shared, device):
     values = make(*shape, is_shared=is_shared, index_dtype=torch.int32 if is_shared else torch.int64, device=device)
     check_operation(PATH, values, case=f"{shape} {is_shared}")
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        (),
-        ("repetition_penalty",),
-        ("repetition_penalty", "prompt_mask"),
-        ("frequency_penalty",),
-        ("presence_penalty", "output_counts"),
-        ("logit_bias",),
-        ("token_bitmask",),
-        LENGTHS,
-        ("bad_token_ids",),
-    ],
-    ids="+".join,
-)
-def test_each_alone(names, device):
-    values = only(make(2, 2, 2, 4, device=device), *names)
-    output, _ = check_operation(PATH, values, case=str(names))
-    assert torch.equal(output, values["target_logits"]) == (not names), "nothing was changed, so nothing was proved"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_logits(dtype, device):
-    output, _ = check_operation(PATH, make(1, 2, 2, 4, dtype=dtype, device=device), case=str(dtype))
-    assert output.dtype == torch.float32
 
 
 def test_numbers_off_any_grid(device):
@@ -203,33 +173,6 @@ def test_bad_tokens_are_never_drawn(device):
     assert rows == [[float("-inf"), 1.0, float("-inf"), 1.0]] * 3
 
 
-def test_rows_of_many_slices_and_long_lists(device, monkeypatch):
-    """A vocabulary that fills no slice and no word, and lists of more than one block; wide logits of a padded one."""
-    retune(monkeypatch, MODULE.TUNING, BLOCK_VOCAB=64)
-    values = make(1, 2, 2, 4, vocab_size=205, device=device)
-    values["bad_token_ids"] = torch.randint(-1, 210, (1, 150), device=device)
-    values["end_token_ids"] = torch.arange(60, 200, device=device)
-    wide = torch.full((4, 224), 1e4, device=device)
-    wide[:, :205] = values["target_logits"]
-    check_operation(PATH, values | {"target_logits": wide[:, :205]}, case="slices")
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("names", [("min_tokens",), PENALTIES, ("min_tokens", *PENALTIES)], ids="+".join)
-def test_slices_without_drafts_or_end_tokens(names, device, monkeypatch):
-    """Drafts are below 9; one slice has them, one the end token, some neither."""
-    retune(monkeypatch, MODULE.TUNING, BLOCK_VOCAB=16)
-    values = make(2, 2, 4, 9, device=device)
-    lengths = {"min_tokens": torch.tensor([9, 8]), "num_output_tokens": torch.tensor([6, 7]),
-               "end_token_ids": torch.tensor([40])} if "min_tokens" in names else {}  # fmt: skip
-    others = {name: None for name in LENGTHS} | lengths
-    values = to_device(only(values, *PROCESSORS) if PENALTIES[0] in names else only(values), device)
-    output, _ = check_operation(PATH, values | to_device(others, device), case=str(names))
-    if lengths:
-        held = output[:, 40] == float("-inf")
-        assert held.any() and not held.all(), "every node is as deep as every other one, as far as this can tell"
-
-
 def test_in_place_and_into_wider_rows(device):
     """`out` is the logits themselves, a slice of padded ones: what stands behind them is left alone."""
     values = make(2, 2, 2, 4, device=device)
@@ -243,58 +186,6 @@ def test_in_place_and_into_wider_rows(device):
     assert_equal("penalize_logits", "in place", "output", result, expected)
     assert_equal("penalize_logits", "in place", "beside", guard.tensor[:, 61:], beside)
     guard.check("penalize_logits", "output")
-
-
-def test_special_logits(device):
-    values = make(2, 2, 2, 4, device=device)
-    for row, bad in ((1, float("nan")), (2, float("inf")), (3, float("-inf"))):
-        values["target_logits"][row] = bad
-        values["target_logits"][4 + row, 7] = bad
-    check_operation(PATH, values, case="special")
-
-
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_trees_end(fault, device):
-    values = make(3, 2, 2, 4, device=device)
-    MALFORMED[fault](only_links(values))
-    output, _ = check_operation(PATH, values, case=fault)
-    if fault in ("dead rows", "rows of another request"):
-        alive = 1 if fault == "rows of another request" else None  # the request in the middle stays itself
-        dead = [request for request in range(3) if request != alive]
-        rows = torch.arange(12, device=device).view(3, 4)[dead].flatten()
-        assert torch.equal(output[rows], values["target_logits"][rows])
-
-
-def only_links(values):
-    return {name: values[name] for name in LINKS}
-
-
-def test_links_that_name_a_node_twice(device):
-    """Whatever links say, kernel and reference count the same, and the nodes before the fault are as they were."""
-    values = only(make(4, 2, 3, 7, device=device), "frequency_penalty")
-    for name in LINKS[2:]:
-        values[name] = torch.randint(-2, 9, (4, 7), device=device)
-    values["retrieve_index"][:, 1:][torch.rand(4, 6, device=device) < 0.1] = -1
-    check_operation(PATH, values, case="random links")
-
-
-def test_requests_do_not_see_each_other(device):
-    """Each alone gives what it gives in the batch, also beside a dead one."""
-    values = make(4, 2, 2, 4, device=device)
-    values["retrieve_index"][2] = -1
-    together = eagle_kernels.raw.penalize_logits(**values).view(4, 4, 61)
-    for request in range(4):
-        own = {name: value.unflatten(0, (4, -1))[request] for name, value in values.items()}
-        own["retrieve_index"] = torch.where(own["retrieve_index"] >= 0, own["retrieve_index"] - 4 * request, -1)
-        assert_equal(
-            "penalize_logits", str(request), "alone", eagle_kernels.raw.penalize_logits(**own), together[request]
-        )
-
-
-def test_empty_batch(device):
-    values = {name: value[:0] for name, value in make(1, 4, 3, 8, device=device).items()}
-    output, _ = check_operation(PATH, values, case="empty")
-    assert output.shape == (0, 61)
 
 
 def test_serves_verification_by_probabilities(device):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -56,30 +54,12 @@ def test_matches_reference(num_nodes, mode, device):
     check_operation(PATH, make(2, num_nodes, mode=mode, device=device), case=f"N = {num_nodes} {mode}")
 
 
-@pytest.mark.parametrize(("num_rows", "num_keys"), [(1, 1), (4, 12), (3, 64), (8, 65), (17, 130), (10, 700), (33, 5)])
-def test_rectangular_masks(num_rows, num_keys, device):
-    """A draft level: few query rows, the keys of all levels so far."""
-    visible = random_mask(3, num_rows, num_keys)
-    result, _ = check_operation(PATH, {"tree_mask": visible.to(device)}, case=f"{num_rows} x {num_keys}")
-    assert torch.equal(result.cpu(), in_layout(visible, None, "packed"))
-
-
 @pytest.mark.parametrize("mode", ["full_mask", "qlen_only"])
 def test_cells_may_be_bytes_and_lengths_int32(mode, device):
     values = make(2, 9, mode=mode, dtype=torch.int32, device=device)
     expected = eagle_kernels.raw.pack_tree_mask(**values)
     values["tree_mask"] = values["tree_mask"].to(torch.uint8) * 6  # any value but 0 is set
     result, _ = check_operation(PATH, values, case="uint8")
-    assert torch.equal(result, expected)
-
-
-def test_flat_masks_and_wide_words(device):
-    values = make(3, 13, device=device)
-    expected = eagle_kernels.raw.pack_tree_mask(**values)
-    flat = {"tree_mask": values["tree_mask"].flatten(), "num_verify_tokens": 13}
-    assert torch.equal(check_operation(PATH, flat, case="flat")[0], expected)
-    words = expected[..., 0].to(torch.uint32)
-    result, _ = check_operation(PATH, {"tree_mask": words, "tree_mask_mode": "qlen_only_bitpacking"}, case="uint32")
     assert torch.equal(result, expected)
 
 
@@ -93,31 +73,7 @@ def test_bits_past_the_keys_are_cleared(device):
     assert eagle_kernels.raw.pack_tree_mask(**small).unique().tolist() == [31]
 
 
-@pytest.mark.parametrize("size", [0, 1, 40, 150, 400])
-def test_a_full_mask_that_does_not_fit_its_lengths_is_read_in_bounds(size, device):
-    values = make(2, 8, mode="full_mask", device=device) | {"seq_lens": torch.tensor([5, 6], device=device)}
-    around = torch.ones(size + 512, dtype=torch.bool, device=device)
-    values["tree_mask"] = around[256 : 256 + size]
-    values["tree_mask"].random_(0, 2)
-    check_operation(PATH, values, case=f"{size} cells")
-
-
 @pytest.mark.parametrize("seq_lens", [[-40, 10], [10, -3], [2**40, 0]])
 def test_impossible_lengths_are_read_in_bounds(seq_lens, device):
     values = make(2, 8, mode="full_mask", device=device) | {"seq_lens": torch.tensor(seq_lens, device=device)}
     check_operation(PATH, values, case=str(seq_lens))
-
-
-def test_empty_masks(device):
-    for mode in MODES:
-        assert eagle_kernels.pack_tree_mask(**make(0, 8, mode=mode, device=device)).shape == (0, 8, 1)
-    no_keys = torch.zeros(2, 3, 0, dtype=torch.bool, device=device)
-    assert eagle_kernels.raw.pack_tree_mask(no_keys).shape == (2, 3, 0)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize(("num_nodes", "mode"), list(itertools.product((*SIZES, 16, 31, 255, 256), MODES)))
-def test_full_cross(num_nodes, mode, device):
-    if mode != "qlen_only_bitpacking" or num_nodes <= 32:
-        check_operation(PATH, make(33, num_nodes, mode=mode, device=device))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -51,21 +49,6 @@ def test_sound_trees(num_nodes, device):
         assert torch.equal(got.cpu(), want)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("num_nodes", [1, 8, 13, 32, 65])
-def test_any_bits_in_any_layout(num_nodes, mode, device):
-    """Ancestor sets that no tree has, and bits on and right of the diagonal, which do not count."""
-    if mode == "qlen_only_bitpacking" and num_nodes > 32:
-        return
-    visible = torch.rand(3, num_nodes, num_nodes) < torch.tensor([0.05, 0.3, 0.9])[:, None, None]
-    values = make(3, num_nodes, mode=mode, visible=visible, device=device)
-    result, _ = check_operation(PATH, values, case=f"N = {num_nodes} {mode}")
-    left = make(3, num_nodes, mode=mode, visible=visible.tril(-1), device=device) | {"seq_lens": values["seq_lens"]}
-    if mode != "full_mask":  # its layout depends on the lengths
-        for got, want in zip(result, eagle_kernels.raw.tree_from_mask(**left)):
-            assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("num_nodes", [1, 8, 64])
 def test_is_the_inverse_of_build_tree(num_nodes, device):
     topk, spec_steps = (1, 1) if num_nodes == 1 else (8, 5)
@@ -103,42 +86,7 @@ def test_cells_may_be_bytes(mode, device):
         assert torch.equal(got, want)
 
 
-def test_bit_packed_words_may_be_wider_than_needed(device):
-    values = make(2, 7, mode="qlen_only_bitpacking", device=device)
-    values["tree_mask"] = values["tree_mask"].to(torch.uint32)
-    check_operation(PATH, values, case="uint32")
-
-
-@pytest.mark.parametrize("size", [0, 1, 40, 150, 400])
-def test_a_full_mask_that_does_not_fit_its_lengths_is_read_in_bounds(size, device):
-    values = make(2, 8, mode="full_mask", device=device) | {"seq_lens": torch.tensor([5, 6], device=device)}
-    around = torch.ones(size + 512, dtype=torch.bool, device=device)
-    values["tree_mask"] = around[256 : 256 + size]
-    values["tree_mask"].random_(0, 2)
-    check_operation(PATH, values, case=f"{size} cells")
-
-
 @pytest.mark.parametrize("seq_lens", [[-40, 10], [10, -3], [2**40, 0]])
 def test_impossible_lengths_are_read_in_bounds(seq_lens, device):
     values = make(2, 8, mode="full_mask", device=device) | {"seq_lens": torch.tensor(seq_lens, device=device)}
     check_operation(PATH, values, case=str(seq_lens))
-
-
-def test_empty_batch(device):
-    for mode in MODES:
-        result = eagle_kernels.tree_from_mask(**make(0, 8, mode=mode, device=device))
-        assert result.positions.shape == (0,) and result.retrieve_index.shape == (0, 8)
-
-
-WRONG = torch.zeros(2, 9, 1, dtype=torch.int64)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize(("num_nodes", "mode"), list(itertools.product(SIZES, MODES)))
-def test_full_cross(num_nodes, mode, device):
-    if mode != "qlen_only_bitpacking" or num_nodes <= 32:
-        visible = torch.rand(9, num_nodes, num_nodes) < torch.rand(9, 1, 1)
-        for dtype in (torch.int32, torch.int64):
-            check_operation(PATH, make(9, num_nodes, mode=mode, dtype=dtype, visible=visible, device=device))
-            check_operation(PATH, make(9, num_nodes, mode=mode, dtype=dtype, device=device))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import Guarded, check_operation, to_device
+from op_tests.harness import Guarded, check_operation
 from op_tests.ops.tree.cases import make_words as make
 from op_tests.ops.tree.masks import MODES, in_layout
 
@@ -60,21 +58,6 @@ def test_is_the_inverse_of_packing(num_nodes, mode, device):
     assert back.dtype == mask.dtype and torch.equal(back, mask)
 
 
-@pytest.mark.parametrize(("num_rows", "num_keys"), [(1, 1), (4, 12), (8, 65), (17, 130), (33, 5)])
-@pytest.mark.parametrize("mode", ["packed", "qlen_only"])
-def test_rectangular_masks(num_rows, num_keys, mode, device):
-    words = torch.randint(-(2**63), 2**63 - 1, (3, num_rows, -(-num_keys // 64)), device=device)
-    values = {"tree_mask": words, "num_verify_tokens": num_keys, "tree_mask_mode": mode}
-    check_operation(PATH, values, case=f"{num_rows} x {num_keys} {mode}")
-
-
-def test_long_prefixes(device):
-    """More than one block of columns."""
-    values = make(2, 3, mode="full_mask", dtype=torch.int32) | {"seq_lens_sum": 3105}
-    values["seq_lens"] = torch.tensor([2500, 605], dtype=torch.int32)
-    check_operation(PATH, to_device(values, device), case="prefix of 2500")
-
-
 @pytest.mark.parametrize("function", [eagle_kernels.raw.unpack_tree_mask, eagle_kernels.unpack_tree_mask])
 def test_full_mask_buffers_of_another_size(function, device):
     """A server keeps one buffer for its longest batch, cells past the batch's own stay; a short one is not overrun."""
@@ -95,11 +78,6 @@ def test_impossible_lengths_stay_inside_the_mask(seq_lens, device):
     guarded = Guarded((100,), torch.bool, device)
     eagle_kernels.raw.unpack_tree_mask(**values, out=guarded.tensor)
     guarded.check("unpack_tree_mask", "output")
-
-
-def test_empty_batch(device):
-    for mode, shape in zip(MODES, [(0, 8, 1), (0,), (0, 8, 8), (0, 8)]):
-        assert eagle_kernels.unpack_tree_mask(**make(0, 8, mode=mode, device=device)).shape == shape
 
 
 def test_debug_mode_checks_the_length_sum(monkeypatch):
@@ -142,11 +120,3 @@ def test_offsets_past_two_gigabytes(device):
     assert last[:, : 2**10].all() and out[2**25 - 1]
     bits = (values["tree_mask"][1] >> torch.arange(64, device=device)) & 1
     assert torch.equal(last[:, 2**10 :], bits == 1)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize(("num_nodes", "mode"), list(itertools.product((*SIZES, 31, 255, 256), MODES)))
-def test_full_cross(num_nodes, mode, device):
-    if mode != "qlen_only_bitpacking" or num_nodes <= 32:
-        check_operation(PATH, make(33, num_nodes, mode=mode, longest=3000, device=device))

@@ -11,7 +11,6 @@ from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.reference.ops.verify.append_output import append_output as reference
 from op_tests.harness import Guarded, assert_equal, to_device
 
-PATH = "verify.append_output"
 # (batch, tokens of a step, end tokens, stop sequences, their length); rows have 40 columns
 SHAPES = [(1, 1, 1, 1, 1), (6, 4, 2, 3, 3), (9, 6, 1, 5, 4), (12, 9, 3, 1, 7), (3, 3, 70, 40, 40)]
 # few enough tokens that sequences occur
@@ -271,64 +270,6 @@ def test_dead_rows_keep_what_they_have(device):
     )
     changed = (history != values["token_ids"]).any(1).nonzero().flatten().tolist()
     assert set(changed) <= {int(values["rows"][4])}
-
-
-@pytest.mark.parametrize("mask", [torch.bool, torch.int32, torch.int64], ids=str)
-def test_masks_of_any_integer_type(mask, device):
-    values = make(6, 4, device=device)
-    check(values | {"is_live": values["is_live"].to(mask)}, str(mask))
-
-
-MALFORMED = {
-    "lengths past the row": lambda v: v["num_tokens"].fill_(41),
-    "huge lengths": lambda v: v["num_tokens"].fill_(2**62),
-    "negative lengths": lambda v: v["num_tokens"].fill_(-(2**63)),
-    "negative prompts": lambda v: v["num_prompt_tokens"].fill_(-7),
-    "prompts past the text": lambda v: v["num_prompt_tokens"].fill_(2**62),
-    "negative rooms": lambda v: v["max_tokens"].fill_(-(2**62)),
-    "rows that do not exist": lambda v: v["rows"].add_(4),
-    "huge rows": lambda v: v["rows"].fill_(2**62),
-    "no tokens": lambda v: v["tokens"].fill_(-1),
-    "tokens below -1": lambda v: v["tokens"][:, 1].fill_(-9),
-    "tokens that are no ids": lambda v: v["tokens"][:, 2].fill_(2**31),
-    "sequences of no ids": lambda v: v["stop_sequences"].fill_(2**40),
-    "holes in sequences": lambda v: v["stop_sequences"][:, :, 1].fill_(-3),
-    "least lengths of any size": lambda v: v["min_tokens"].copy_(torch.arange(6) * 2**60 - 2**61),
-}
-
-
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_input_stays_in_bounds(fault, device):
-    values = make(6, 4, device=device)
-    MALFORMED[fault](values)
-    check(values, fault)
-
-
-def test_rows_of_wider_state(device):
-    values = make(4, 5, device=device)
-    wide = Guarded((7, 50), torch.int64, device)
-    wide.tensor[:, :40] = values["token_ids"]
-    beside = wide.tensor[:, 40:].clone()
-    check(values | {"token_ids": wide.tensor[:, :40]}, "strided")
-    wide.check("append_output", "token_ids")
-    assert torch.equal(wide.tensor[:, 40:], beside)
-
-
-@pytest.mark.parametrize("empty", ["end_token_ids", "stop_sequences", "stop_size"])
-def test_lists_of_nothing(empty, device):
-    values = make(4, 5, device=device)
-    if empty == "stop_size":
-        values["stop_sequences"] = values["stop_sequences"][:, :, :0].contiguous()
-    else:
-        values[empty] = values[empty][:, :0].contiguous()
-    check(values, empty)
-
-
-def test_empty_batch(device):
-    result, _ = check(make(1, 4, device=device) | {
-        name: value[:0] for name, value in make(1, 4, device=device).items() if name != "token_ids"
-    })  # fmt: skip
-    assert result.tokens.shape == (0, 4)
 
 
 def test_follows_a_commit(device):

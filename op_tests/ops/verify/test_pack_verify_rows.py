@@ -94,31 +94,6 @@ def test_rows_past_the_room_are_cut_off_the_end(max_rows, device):
     assert output.num_rows.item() == max_rows and output.overflow.item() == (0 if max_rows == 10 else 10)
 
 
-def test_a_long_tail(device):
-    """More tail than all programs reach in one pass."""
-    check_operation(PATH, make(2, 3, slack=700, device=device), case="long")
-
-
-def test_slices_of_wider_state(device):
-    """A server keeps more columns than a step verifies."""
-    values = make(4, 6, with_positions=True, device=device)
-    for name in ("draft_tokens", "positions"):
-        wide = torch.full((4, 11), 99, dtype=torch.int32, device=device)
-        wide[:, :6] = values[name]
-        values[name] = wide[:, :6]
-    check_operation(PATH, values, case="strided")
-
-
-def test_malformed_requests_stay_in_bounds(device):
-    """Counts below 0 and past N, tokens and positions below 0, and numbers at the ends of their types."""
-    values = make(6, 4, slack=9, dtype=torch.int64, device=device)
-    values["num_tokens"].copy_(torch.tensor([-3, 2**62, 5, -(2**63), 4, 1]))
-    values["seq_lens"].copy_(torch.tensor([0, -9, -2, 5, 2**31, 2**62]))
-    values["max_rows"] = 16
-    output, _ = check_operation(PATH, values, case="malformed")
-    assert output.num_rows.item() == 13 and output.input_ids.min() >= 0 and output.positions.min() >= 0
-
-
 def test_requests_without_rows_leave_the_others_alone(device):
     values = make(5, 4, device=device)
     values["num_tokens"].copy_(torch.tensor([2, 4, 1, 3, 4]))
@@ -128,12 +103,6 @@ def test_requests_without_rows_leave_the_others_alone(device):
     output, _ = check_operation(PATH, values, case="dead")
     assert torch.equal(output.input_ids[:6], before.input_ids[:6])
     assert torch.equal(output.input_ids[6:10], before.input_ids[10:]) and (output.row_to_batch[10:] == -1).all()
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0)], ids=str)
-def test_empty(shape, device):
-    output, _ = check_operation(PATH, make(*shape, device=device), case="empty")
-    assert output.num_rows.item() == 0 and output.cu_seqlens.tolist() == [0] * (shape[0] + 1)
 
 
 @pytest.mark.parametrize(
