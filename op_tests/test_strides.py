@@ -16,7 +16,7 @@ from eagle_kernels.runtime import check, launch
 
 from .harness import to_device
 from .harness.ahead_of_time import PATHS, module_of_tests
-from .harness.cases import cases_of, copied, module_of_op, signature_of, tensors_of
+from .harness.cases import cases_of, copied, module_of_op, num_elements, signature_of, tensors_of
 
 MOST_ELEMENTS = 120_000
 
@@ -43,7 +43,6 @@ def some_cases(path: str) -> list[dict]:
     module = module_of_tests(path)
     cases = [*cases_of(path), *itertools.islice(getattr(module, "size_sweep", tuple)(), 2)]
     cases += [module.order_case()] if hasattr(module, "order_case") else []
-    num_elements = lambda values: sum(tensor.numel() for tensor in tensors_of(values).values())  # noqa: E731
     cases = [values for values in cases if leading_axes(tensors_of(values)) and num_elements(values) < MOST_ELEMENTS]
     if not cases:
         return []
