@@ -17,7 +17,7 @@ from eagle_kernels.runtime import check
 from op_tests.random_calls import CALLS, drawn_call
 
 from .ahead_of_time import PATHS
-from .cases import cases_of, module_of_op, signature_of, tensors_of
+from .cases import cases_of, module_of_op, num_elements, signature_of, tensors_of
 
 TABLE = Path(__file__).parents[1] / "takes.txt"
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -134,14 +134,10 @@ def is_true(text: str, values: dict) -> bool:
     return got in (str(value.dtype), str(value.dtype)[6:]) or any(map(got.count, told)) or bool(COUNTED.fullmatch(got))
 
 
-def small(values: dict) -> bool:
-    return sum(value.numel() for value in values.values() if isinstance(value, torch.Tensor)) < LARGEST
-
-
 def modes_of(path: str) -> list[dict]:
     """The first case of each mode (what is given, and what words say), and a few calls that are drawn."""
     modes: dict = {}
-    for values in filter(small, cases_of(path)):
+    for values in (values for values in cases_of(path) if num_elements(values) < LARGEST):
         modes.setdefault(
             tuple((k, v is None, v if isinstance(v, str | bool) else "") for k, v in values.items()), values
         )
