@@ -12,6 +12,9 @@ from collections.abc import Callable
 
 import torch
 
+from op_tests.ops.verify.cases import MALFORMED
+
+LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
 INFINITY, NAN = float("inf"), float("nan")
 LARGEST = 2**31 - 1
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -80,6 +83,21 @@ def spoil_tokens(choice: Choice, links: dict, vocab_size: int) -> None:
     flat = links["candidates"].view(-1)
     for _ in range(choice.choice((0, 0, 1, 2))):
         flat[choice.randrange(len(flat))] = choice.choice((-1, vocab_size, vocab_size, vocab_size + 1, LARGEST))
+
+
+def spoil_links(choice: Choice, values: dict) -> None:
+    """Links that lead back, away and round, and rows of other requests, in a third of all calls."""
+    links = {name: values[name] for name in LINKS}
+    size = links["candidates"].shape[1]
+    kind = choice.random()
+    if kind < 0.17:
+        MALFORMED[choice.choice([*MALFORMED])](links)
+    elif kind < 0.34:
+        is_any = torch.rand(2, *links["candidates"].shape) < choice.choice((0.1, 0.5))
+        for name, places in zip(LINKS[2:], is_any):
+            values[name] = torch.where(places, integers(-2, size + 6, *places.shape), values[name])
+        is_far = torch.rand(is_any[0].shape) < 0.05
+        values["retrieve_index"] = values["retrieve_index"] + is_far * integers(-size - 7, size + 7, *is_far.shape)
 
 
 def coins_of(batch_size: int, rows: int) -> dict:
@@ -623,4 +641,21 @@ def drawn_call(path: str, number: int) -> tuple[dict, random.Random]:
     choice = Choice(f"{path} {number}")
     choice.number = number
     torch.manual_seed(choice.getrandbits(32))
-    return CALLS[path](choice), choice
+    values = CALLS[path](choice)
+    if "retrieve_index" in values:
+        spoil_links(choice, values)
+    return values, choice
+
+
+# of all requests together
+SHARED = ("d2t", "simulated_rates")
+
+
+def without_requests(path: str, values: dict) -> dict:
+    """The call of an empty batch."""
+    kept = {*SHARED, "token_ids"} if path == "verify.append_output" else SHARED
+    is_list = {name for name in ("end_token_ids", "bad_token_ids") if name in values and values[name].dim() == 1}
+    return {
+        name: value[:0] if isinstance(value, torch.Tensor) and name not in kept and name not in is_list else value
+        for name, value in values.items()
+    }

@@ -10,8 +10,8 @@ from eagle_kernels.ops.sampling import verify_tree_sampled as sampled
 from eagle_kernels.ops.verify import verify_tree_greedy as op
 from eagle_kernels.reference.accept_policy import simulated_acceptance
 from eagle_kernels.runtime import launch
-from op_tests.harness import assert_only_launches, check_operation, check_registration, to_device
-from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
+from op_tests.harness import assert_only_launches, check_operation, check_registration
+from op_tests.ops.verify.cases import follow_tree, make_tree
 
 PATH = "verify.verify_tree_greedy"
 POLICIES = ("accept_all", "reject_all", "simulate")
@@ -88,33 +88,6 @@ def test_sampled_walks_reach_it_too(shape, policy, filters, way, device, monkeyp
     output, _ = check_operation("sampling.verify_tree_sampled", values, case=f"{shape} {policy} {way}")
     if policy != "simulate":
         assert output.accept_token_num.tolist() == wished_depths(values)
-
-
-@pytest.mark.parametrize("policy", ["accept_all", "simulate"])
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_trees_end_and_accept_nothing_bad(fault, policy, device):
-    values = make(2, 4, 3, 8, policy=policy)
-    MALFORMED[fault]({key: values[key] for key in list(values)[:4]})
-    output, _ = check_operation(PATH, to_device(values, device), case=fault)
-    if fault in ("tokens of -1", "dead rows", "backward links", "links past the tree"):
-        assert output.accept_token_num.sum() == 0
-
-
-@pytest.mark.cross
-def test_random_links_and_few_tokens(form, device):
-    """Lists that join, skip and end anywhere, nodes without tokens, of other requests: all as in the reference."""
-    for seed, policy in enumerate(POLICIES):
-        torch.manual_seed(seed)
-        values = make(2, 8, 5, 20, policy=policy, form=form)
-        values["candidates"] %= 3
-        values["candidates"] -= (torch.rand(2, 20) < 0.2).long() * 5
-        for name in ("target_predict", "target_logits"):
-            if name in values:
-                values[name] = torch.remainder(values[name], 3) if name == "target_predict" else values[name][:, :3]
-        for name in ("retrieve_next_token", "retrieve_next_sibling"):
-            values[name] = torch.where(torch.rand(2, 20) < 0.5, torch.randint(-2, 24, (2, 20)), values[name])
-        values["retrieve_index"] += (torch.rand(2, 20) < 0.03) * torch.randint(-40, 40, (2, 20))
-        check_operation(PATH, to_device(values, device), case=f"{policy} {form}")
 
 
 def siblings(tokens: list[int], target: int, policy: str, device) -> dict:
@@ -240,21 +213,6 @@ def test_levels_and_positions_have_coins_of_their_own(device):
     for one, other in ((here[:, 0], here[:, 1]), (here[:, 0], next_to_it[:, 0])):
         counts = torch.bincount(one.long() * 2 + other.long(), minlength=4)
         assert (counts - 1000).abs().max() < 4 * (4000 * 0.25 * 0.75) ** 0.5
-
-
-def test_neighbours_and_batch_do_not_matter(form, device):
-    values = make(3, 4, 3, 8, policy="simulate", form=form, device=device)
-    whole = eagle_kernels.raw.verify_tree_greedy(**values)
-    for row in (0, 2):
-        alone = dict(values)
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and name != "simulated_rates":
-                size = len(value) // 3
-                alone[name] = value[row * size : (row + 1) * size].contiguous()
-        alone["retrieve_index"] = alone["retrieve_index"] - row * 8
-        output = eagle_kernels.raw.verify_tree_greedy(**alone)
-        assert torch.equal(output.predicts, whole.predicts[row * 8 : row * 8 + 8])
-        assert torch.equal(output.accept_token_num, whole.accept_token_num[row : row + 1])
 
 
 def test_normal_is_what_it_was(form, device):

@@ -8,6 +8,7 @@ import torch
 import eagle_kernels
 from op_tests.harness import assert_equal, to_device
 from op_tests.harness.ahead_of_time import PATHS, module_of_tests
+from op_tests.harness.cases import as_tuple, case_of_each_mode, copied, module_of_op
 from op_tests.ops.tree.cases import make_tree
 
 pytestmark = pytest.mark.gpu
@@ -136,3 +137,17 @@ def test_one_graph_serves_any_number_of_live_rows(device):
             for name in got._fields:
                 assert_equal(type(got).__name__, f"{num_live} live rows", name, getattr(got, name), getattr(want, name))
         assert (captured[1].accept_index[num_live:] == -1).all() and not captured[2].accept_lengths[num_live:].any()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_repeated_runs_have_equal_bits(path, device):
+    name = path.rpartition(".")[2]
+    for values in case_of_each_mode(path):
+        values, expected = to_device(values, device), None
+        for _ in range(30):
+            given = copied(values)
+            output = as_tuple(getattr(eagle_kernels.raw, name)(**given))
+            found = [*output, *(given[field] for field in getattr(module_of_op(path), "MUTATES", ()))]
+            expected = expected or found
+            for place, (got, want) in enumerate(zip(found, expected)):
+                assert_equal(name, "again", f"{place}", got, want)

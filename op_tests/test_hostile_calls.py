@@ -32,7 +32,7 @@ from op_tests.ops.verify.cases import make_logits, make_sampled
 
 from .harness import Guarded, assert_in_bounds, to_device
 from .harness.ahead_of_time import PATHS
-from .harness.cases import cases_of, copied, module_of_op, signature_of, tensors_of
+from .harness.cases import as_tuple, cases_of, copied, module_of_op, num_elements, signature_of, tensors_of
 
 NAN = math.nan
 
@@ -45,12 +45,7 @@ def one_line(call, message: str) -> None:
 
 
 def smallest_case(path: str) -> dict:
-    """Returns the arguments with the fewest elements; a tensor may be a view of few."""
-    return min(cases_of(path), key=lambda values: sum(tensor.numel() for tensor in tensors_of(values).values()))
-
-
-def as_tuple(result) -> tuple:
-    return () if result is None else (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    return min(cases_of(path), key=num_elements)
 
 
 def bits(tensors) -> list[torch.Tensor]:
@@ -574,8 +569,9 @@ def test_helpers_of_the_facades(case):
     one_line(*HELPERS[case])
 
 
-# a value of another kind for each kind of host argument; None stands for itself
+# a value of another kind for each kind of argument; None stands for itself
 OTHER_KINDS = {
+    "torch.Tensor": (1, [1], "1"),
     "int": (True, 1.5, "1"),
     "float": (True, "1", NAN),
     "bool": (1, "yes", None),
@@ -584,12 +580,13 @@ OTHER_KINDS = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_host_arguments_of_another_kind(path):
+def test_arguments_of_another_kind(path):
     """True is no number, 1 is not True, and NaN is nothing; of an option that may be absent as well."""
     name, values = path.rpartition(".")[2], next(cases_of(path))
     for parameter in signature_of(path).values():
         kind = str(parameter.annotation).removesuffix(" | None")
-        for other in OTHER_KINDS.get(kind, ()):
+        is_needed = parameter.default is parameter.empty and kind == "int" == str(parameter.annotation)
+        for other in (*OTHER_KINDS.get(kind, ()), *((None,) if is_needed else ())):
             for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
                 call = lambda: function(**{**values, parameter.name: other})  # noqa: B023, E731
                 one_line(call, rf"^eagle_kernels\.{name}: {parameter.name} must .*, got ")

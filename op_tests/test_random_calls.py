@@ -117,3 +117,12 @@ def test_ragged_trees_of_any_bits(form, is_separate, device):
             places = [prefix + row // 2 for prefix, count in zip(prefixes, counts) for row in range(count)]
             values |= {"window": coin.choice((1, 7, 64)), "positions": torch.tensor(places)}
         module.check(to_device(values, device), f"{number}", rows=attended_rows(values))
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", CALLS)
+def test_many_calls_in_the_shipped_tiles(path, device):
+    for number in range(DRAWS, 20 * DRAWS):
+        values, coin = drawn_call(path, number)
+        check_drawn(path, to_device(values, device), coin, f"{number}", FLOATS.get(path, ()))

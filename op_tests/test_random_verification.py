@@ -21,7 +21,7 @@ from eagle_kernels.runtime.language import tl
 from op_tests.harness import to_device
 from op_tests.harness.drawn import check_drawn
 from op_tests.harness.retune import retune
-from op_tests.random_verification import CALLS, drawn_call
+from op_tests.random_verification import CALLS, drawn_call, without_requests
 
 # of the interpreter, in lanes that are masked
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide by zero")
@@ -103,6 +103,7 @@ def check_calls(path, device, monkeypatch) -> None:
         go_either_way(monkeypatch, number)
         values, choice = drawn_call(path, number)
         check_drawn(path, to_device(values, device), choice, f"{number}", CLOSE.get(path, ()))
+    check_drawn(path, to_device(without_requests(path, values), device), choice, "empty", CLOSE.get(path, ()))
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -110,3 +111,12 @@ def test_random_calls(path, device, monkeypatch):
     """Kernel and reference agree on every call, in whatever form its arguments and buffers are given."""
     prepare(monkeypatch, device)
     check_calls(path, device, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", CALLS)
+def test_many_calls_in_the_shipped_tiles(path, device):
+    for number in range(NUM_CALLS[path], 10 * NUM_CALLS[path]):
+        values, choice = drawn_call(path, number)
+        check_drawn(path, to_device(values, device), choice, f"{number}", CLOSE.get(path, ()))

@@ -16,7 +16,8 @@ from eagle_kernels.runtime import check, launch
 
 from .harness import to_device
 from .harness.ahead_of_time import PATHS, module_of_tests
-from .harness.cases import cases_of, copied, module_of_op, signature_of, tensors_of
+from .harness.cases import cases_of, copied, num_elements, tensors_of
+from .harness.drawn import contracted
 
 MOST_ELEMENTS = 120_000
 
@@ -43,7 +44,6 @@ def some_cases(path: str) -> list[dict]:
     module = module_of_tests(path)
     cases = [*cases_of(path), *itertools.islice(getattr(module, "size_sweep", tuple)(), 2)]
     cases += [module.order_case()] if hasattr(module, "order_case") else []
-    num_elements = lambda values: sum(tensor.numel() for tensor in tensors_of(values).values())  # noqa: E731
     cases = [values for values in cases if leading_axes(tensors_of(values)) and num_elements(values) < MOST_ELEMENTS]
     if not cases:
         return []
@@ -55,20 +55,14 @@ def call(path: str, tensors: dict[str, torch.Tensor], values: dict) -> dict[str,
     given = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] != "out"}
     out = {name.removeprefix("out."): tensor for name, tensor in tensors.items() if name not in given}
     if out:
-        out = {"out": out["out"] if "out" in out else contracted(path, values)._replace(**out)}
+        out = {"out": out["out"] if "out" in out else contracted(path, values | {"out": None})._replace(**out)}
     getattr(eagle_kernels.raw, path.rpartition(".")[2])(**values | given | out)
     return tensors
 
 
-def contracted(path: str, values: dict):
-    """What the op's contract says of its outputs."""
-    defaults = {name: parameter.default for name, parameter in signature_of(path).items()}
-    return module_of_op(path).contract({**defaults, **values, "out": None})
-
-
 def all_tensors(path: str, values: dict) -> dict[str, torch.Tensor]:
     """Copies of the arguments, and outputs, by name."""
-    specs = contracted(path, values) or {}
+    specs = contracted(path, values | {"out": None}) or {}
     if specs:
         specs = {"out": specs} if isinstance(specs, check.Spec) else {f"out.{k}": v for k, v in specs._asdict().items()}
     empty = {

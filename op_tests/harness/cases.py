@@ -28,5 +28,28 @@ def tensors_of(values: dict) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
+def as_tuple(result) -> tuple:
+    return () if result is None else (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
 def copied(values: dict) -> dict:
     return values | {name: tensor.clone() for name, tensor in tensors_of(values).items()}
+
+
+def case_of_each_mode(path: str) -> list[dict]:
+    """A small case, but not the smallest one, of each choice of flags, words, and arguments that are given."""
+    modes = {}
+    for values in cases_of(path):
+        flags = tuple((name, value) for name, value in values.items() if isinstance(value, bool | str))
+        given = tuple(name for name, value in values.items() if value is not None)
+        modes.setdefault((flags, given), []).append(values)
+    enough = [[values for values in alike if num_elements(values) > 1000] for alike in modes.values()]
+    return [
+        min(some, key=num_elements) if some else max(all_, key=num_elements)
+        for some, all_ in zip(enough, modes.values())
+    ]
+
+
+def num_elements(values: dict) -> int:
+    """Of a view, those that it shows."""
+    return sum(tensor.numel() for tensor in tensors_of(values).values())

@@ -11,5 +11,7 @@ def to_device(values: dict, device) -> dict:
 
 
 def _move(value: torch.Tensor, device) -> torch.Tensor:
+    if 0 in value.stride() and value.numel():  # one number in many places
+        value = value.contiguous()
     moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     return moved.copy_(value)

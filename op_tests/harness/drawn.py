@@ -17,7 +17,7 @@ import torch
 from eagle_kernels.runtime import check
 
 from .bounds import assert_in_bounds
-from .cases import module_of_op, signature_of
+from .cases import as_tuple, module_of_op, signature_of
 from .compare import assert_close, assert_equal
 from .retune import retune
 
@@ -154,7 +154,7 @@ def check_drawn(path: str, values: dict, coin: random.Random, case: str, close: 
             assert_equal(op, case, f"(argument) {name}", memory_of(values[name]), memory_of(tensor))
     assert mutated or buffers
     for field, buffer, got, want in zip(
-        getattr(result_type, "_fields", ("output",)), buffers, flat(actual), flat(expected)
+        getattr(result_type, "_fields", ("output",)), buffers, as_tuple(actual), as_tuple(expected)
     ):
         assert got is buffer.tensor
         buffer.check(op, field)
@@ -162,7 +162,3 @@ def check_drawn(path: str, values: dict, coin: random.Random, case: str, close: 
             assert_close(op, case, field, got, want)
         else:
             assert_equal(op, case, field, got, want.to(got.dtype))
-
-
-def flat(result: Any) -> tuple:
-    return () if result is None else (result,) if isinstance(result, torch.Tensor) else tuple(result)

@@ -11,6 +11,7 @@ import torch
 
 from eagle_kernels.runtime import check
 
+from .cases import as_tuple
 from .compare import assert_close, assert_equal
 from .poison import Guarded
 from .typed import is_of
@@ -46,7 +47,7 @@ def check_operation(
         guard.check(name, field)
     for key, before in inputs.items():
         assert_equal(name, case, f"(input) {key}", values[key], before)
-    for field, got, want in zip(fields, _flat(actual), _flat(expected)):
+    for field, got, want in zip(fields, as_tuple(actual), as_tuple(expected)):
         if field in skip:
             continue
         if field in close:
@@ -59,7 +60,3 @@ def check_operation(
 def _defaults(function) -> dict:
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def _flat(result) -> tuple:
-    return (result,) if isinstance(result, torch.Tensor) else tuple(result)

@@ -6,6 +6,8 @@ import torch
 
 import eagle_kernels
 
+from .cases import as_tuple
+
 # opcheck's other test compiles, which `test_public.py` and `test_hostile_calls.py` do
 _CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
@@ -17,11 +19,10 @@ def check_registration(name: str, values: dict) -> None:
     if "out" not in packet.overloads():
         return
     result = getattr(eagle_kernels, name)(**values)
-    flat = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-    buffers = [torch.empty_like(tensor) for tensor in flat]
+    buffers = [torch.empty_like(tensor) for tensor in as_tuple(result)]
     names = [a.name for a in packet.out._schema.arguments if a.name.startswith("out_")]
     torch.library.opcheck(packet.out, (), {**values, **dict(zip(names, buffers))}, test_utils=_CHECKS)
     out = buffers[0] if isinstance(result, torch.Tensor) else type(result)(*buffers)
     getattr(eagle_kernels, name)(**values, out=out)
-    for want, got in zip(flat, buffers):
+    for want, got in zip(as_tuple(result), buffers):
         assert torch.equal(want, got) or (want.is_floating_point() and torch.allclose(want, got, equal_nan=True))

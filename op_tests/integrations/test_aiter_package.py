@@ -61,10 +61,7 @@ for topk in [2, 4, 8]:
 
 # where the README has "...", the names of what is returned
 KERNELS = """
-from aiter.ops.triton._triton_kernels.eagle import (
-    build_tree_efficient_triton,
-    verify_tree_greedy_triton,
-)
+from aiter.ops.triton._triton_kernels.eagle import build_tree_efficient_triton, verify_tree_greedy_triton
 
 tree_mask, positions, retrive_index, retrive_next_token, retrive_next_sibling, tokens = build_tree_efficient_triton(
     verified_id=verified_id,

@@ -13,13 +13,7 @@ from eagle_kernels.integrations.sgl_kernel import TreeMaskMode
 from op_tests.harness import Guarded, assert_equal, replay_in_graph
 from op_tests.harness.trees import random_drafts
 from op_tests.integrations.buffers import BITPACKING, FULL_MASK, QLEN_ONLY, build
-from op_tests.integrations.oracles import (
-    oracle_build,
-    oracle_mask,
-    oracle_reconstruct,
-    oracle_sample,
-    oracle_verify,
-)
+from op_tests.integrations.oracles import oracle_build, oracle_mask, oracle_reconstruct, oracle_sample, oracle_verify
 
 # (batch, topk, depth, nodes): the root alone, one level, chains, stars, word borders
 CASES = [

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import interegular
 import torch
-from sglang.srt.constrained.base_grammar_backend import (
-    BaseGrammarBackend,
-    BaseGrammarObject,
-    register_grammar_backend,
-)
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, BaseGrammarObject, register_grammar_backend
 
 NAME = "bytes"
 

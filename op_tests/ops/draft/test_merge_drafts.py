@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
-import eagle_kernels
-from op_tests.harness import (
-    assert_in_bounds,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import check_operation
 
 PATH = "draft.merge_drafts"
 
@@ -93,82 +83,3 @@ def test_worked_example(attach, most, tokens, parents, device):
     result, _ = check_operation(PATH, values | {"num_speculative_tokens": most})
     count = int(result.num_drafts)
     assert (result.tokens[0, :count].tolist(), result.parents[0, :count].tolist()) == (tokens, parents)
-
-
-MALFORMED = {
-    "all padding": lambda v: v["parents"].fill_(-1),
-    "no other": lambda v: v["other_parents"].fill_(-1),
-    "padding in the middle": lambda v: v["parents"][:, 3:6].fill_(-1),
-    "own parents": lambda v: v["parents"].copy_(torch.arange(1, 13).expand(3, 12)),
-    "later parents": lambda v: v["other_parents"].copy_(torch.arange(12, 0, -1).expand(3, 12)),
-    "parents far out of range": lambda v: v["parents"][:, ::2].fill_(2**40),
-    "parents whose low bits are a node": lambda v: v["parents"][:, 2:].add_(2**32),
-    "parents far below": lambda v: v["other_parents"][:, ::3].fill_(-(2**40)),
-    "negative tokens": lambda v: v["tokens"][:, 1::4].fill_(-1),
-    "attached nowhere": lambda v: v["attach"].copy_(torch.tensor([2**33, -1, 13])),
-    "attached to padding": lambda v: (v["parents"][:, 3:6].fill_(-1), v["attach"].fill_(5)),
-    "attached to what did not fit": lambda v: v["attach"].fill_(12),
-}
-
-
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_tries_end_and_stay_in_bounds(fault, device):
-    values = make(3, 12, 12, num_speculative_tokens=8 if "fit" in fault else 24)
-    MALFORMED[fault](values)
-    with assert_in_bounds():
-        check_operation(PATH, to_device(values, device), case=fault)
-
-
-def test_int32_inputs_and_empty_batches(device):
-    check_operation(PATH, make(3, 9, 7, dtype=torch.int32, device=device))
-    check_operation(PATH, make(0, 9, 7, device=device))
-
-
-def test_launches_and_registration(device):
-    values = make(2, 6, 5, device=device)
-    assert_only_launches(PATH, values)
-    check_registration("merge_drafts", values)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_speculative_tokens": 256}, "num_speculative_tokens must lie in 1..255, got 256"),
-        ({"tokens": torch.zeros(2, 256, dtype=torch.int64)}, "tokens must have M in 0..255, got 256"),
-        ({"other_tokens": torch.zeros(2, 256, dtype=torch.int64)}, "other_tokens must have M2 in 0..255, got 256"),
-        ({"other_parents": torch.zeros(2, 4, dtype=torch.int64)}, "other_parents must have M2 = 5 in axis 1"),
-        ({"attach": torch.zeros(3, dtype=torch.int64)}, "attach must have B = 2 in axis 0"),
-        ({"attach": torch.zeros(2)}, "attach must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(2, 6, 5) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.merge_drafts: .*" + message):
-        eagle_kernels.raw.merge_drafts(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay(device):
-    values = make(8, 20, 20, device=device)
-    out = eagle_kernels.raw.merge_drafts(**values)
-    replay = make(8, 20, 20, device=device)
-
-    def change():
-        for name, value in replay.items():
-            if isinstance(value, torch.Tensor):
-                values[name].copy_(value)
-
-    replay_in_graph(lambda: eagle_kernels.raw.merge_drafts(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.reference.ops.draft.merge_drafts.merge_drafts(**replay)):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("num_drafts", "num_others"), list(itertools.product((1, 7, 64, 200, 255), (1, 8, 63, 128, 255)))
-)
-def test_full_cross(num_drafts, num_others, device):
-    for dtype, vocabulary, most in itertools.product((torch.int32, torch.int64), (2, 1000), (1, 60, 255)):
-        values = make(9, num_drafts, num_others, vocabulary=vocabulary, dtype=dtype, device=device)
-        check_operation(PATH, values | {"num_speculative_tokens": most})

@@ -9,16 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.draft import ngram_match as op
-from eagle_kernels.ops.draft.shared.token_budget import BUDGET_TUNING
-from op_tests.harness import (
-    assert_in_bounds,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    retune,
-    to_device,
-)
+from op_tests.harness import assert_in_bounds, check_operation, retune, to_device
 
 PATH = "draft.ngram_match"
 PREFER = ("latest", "earliest")
@@ -151,31 +142,6 @@ def test_ties_go_by_position_in_every_part(prefer, device, cut):
         assert draft(history, spec_steps=1, max_matches=4, prefer=prefer) == (chosen, [0, 0, 0, 0], 1)
 
 
-def test_short_rows(device):
-    """Dead rows, one token, two, and rows too short for the smallest match."""
-    token_ids = torch.full((6, 8), 4, device=device)
-    values = {"token_ids": token_ids, "seq_lens": torch.tensor([0, 1, 2, 3, 4, -5], device=device)}
-    options = {"num_speculative_tokens": 3, "max_ngram_size": 8}
-    result, _ = check_operation(PATH, values | options)
-    assert result.match_len.tolist() == [0, 0, 1, 2, 3, 0] and result.num_drafts.tolist() == [0, 0, 3, 3, 3, 0]
-    given = torch.full((6, 2), 4, device=device)
-    result, _ = check_operation(PATH, values | options | {"draft_tokens": given})
-    assert result.match_len.tolist() == [0, 2, 3, 4, 5, 0]
-    result, _ = check_operation(PATH, values | options | {"min_ngram_size": 3})
-    assert result.num_drafts.tolist() == [0, 0, 0, 0, 3, 0]
-
-
-@pytest.mark.parametrize("width", [0, 1, 3])
-def test_narrow_rows(width, device):
-    check_operation(PATH, make(2, width, given=2, device=device), case=f"L={width}")
-
-
-def test_empty_batch(device):
-    result = eagle_kernels.ngram_match(**make(0, 8, device=device))
-    assert result.tokens.shape == (0, 12) and result.match_len.shape == (0,)
-    check_operation(PATH, make(0, 8, token_budget=4, device=device))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("prefer", PREFER)
 def test_the_result_does_not_depend_on_the_cut(prefer, device, cut):
@@ -217,30 +183,6 @@ def test_what_stands_behind_the_history_is_of_no_account(device):
     assert all(map(torch.equal, eagle_kernels.raw.ngram_match(**values), expected))
 
 
-def test_lengths_past_the_row_count_as_its_width(device):
-    values = make(3, 33, device=device)
-    expected = eagle_kernels.raw.ngram_match(**values | {"seq_lens": torch.tensor([33, 33, 33], device=device)})
-    for dtype, longer in ((torch.int32, 2**31 - 1), (torch.int64, 2**40)):
-        values["seq_lens"] = torch.tensor([33, 34, longer], dtype=dtype, device=device)
-        with assert_in_bounds():
-            result, _ = check_operation(PATH, values)
-        assert all(map(torch.equal, result, expected))
-
-
-def test_negative_tokens_match_nothing(device):
-    """They are no text: they end a match, a continuation, and as last token all."""
-    as_row = lambda *tokens: torch.tensor(tokens, device=device)  # noqa: E731
-    assert draft(as_row(1, -1, 2, 3, 1, -1, 2)) == ([3, 1], [0, 1], 1)
-    assert draft(as_row(5, -1, 5, -1)) == ([], [], 0)
-    assert draft(as_row(5, 6, 5, -1, 7, 5)) == ([6, 5], [0, 1], 1)  # the later 5 is followed by no text
-    assert draft(as_row(5, -1, 7, 5)) == ([], [], 0)
-    assert draft(as_row(4, -3, 4, 9, 4), spec_steps=1, max_matches=3) == ([9], [0], 1)
-    for dtype in (torch.int32, torch.int64):
-        values = make(3, 60, dtype=dtype, max_matches=6, given=3, device=device)
-        values["token_ids"].masked_fill_(torch.rand(3, 60, device=device) < 0.15, -1)
-        check_operation(PATH, values)
-
-
 def test_wide_tokens(device):
     """Tokens past 2^31, and drafts that equal tokens of the text in their low bits alone."""
     values = make(2, 40, dtype=torch.int64, given=3, device=device)
@@ -256,17 +198,6 @@ def test_wide_tokens(device):
 def test_sizes_of_the_trie(num_speculative_tokens, spec_steps, device):
     sizes = {"num_speculative_tokens": num_speculative_tokens, "spec_steps": spec_steps}
     check_operation(PATH, make(2, 90, max_matches=9, device=device, **sizes))
-
-
-def test_most_drafts_of_each_row(device):
-    values = make(6, 60, max_matches=8, device=device)
-    everything, _ = check_operation(PATH, values)
-    for dtype in (torch.int32, torch.int64):
-        values["max_drafts"] = torch.tensor([0, 1, 5, 12, 100, -3], dtype=dtype, device=device)
-        result, _ = check_operation(PATH, values)
-        limit = values["max_drafts"].clamp(0, 12)
-        assert torch.equal(result.num_drafts, everything.num_drafts.minimum(limit.int()))
-        assert torch.equal(result.match_len, everything.match_len)
 
 
 @pytest.mark.parametrize("budget", [0, 3, 5, 17, 30, 2**40])
@@ -285,20 +216,6 @@ def test_budget(budget, device):
         assert torch.equal(result.tokens[row, :count], unlimited.tokens[row, :count])
         assert (result.tokens[row, count:] == -1).all() and (result.parents[row, count:] == -1).all()
     assert int(result.num_drafts.sum()) + 4 <= max(budget, 4)
-
-
-def test_a_budget_over_many_rows(device, monkeypatch):
-    retune(monkeypatch, BUDGET_TUNING, BLOCK_BATCH=4)
-    check_operation(PATH, make(11, 16, token_budget=40, num_speculative_tokens=4, device=device))
-
-
-def test_rows_of_a_batch_are_alone(device):
-    """A row alone, between others, or after dead ones: the same drafts."""
-    values = make(3, 70, given=3, device=device)
-    together = eagle_kernels.raw.ngram_match(**values)
-    for row in range(3):
-        own = {key: value[row : row + 1] if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-        assert all(torch.equal(one[0], of[row]) for one, of in zip(eagle_kernels.raw.ngram_match(**own), together))
 
 
 A, B, C, NONE = 1, 2, 3, -1
@@ -323,65 +240,3 @@ def test_what_nearly_matches_everywhere_is_not_measured_everywhere(name, prefer,
         monkeypatch.setattr(op, "match_length", lambda *args, **names: measured.append(1) or measure(*args, **names))
     check_operation(PATH, values, case=name)
     assert len(measured) <= 8 * -(-len(history) // 1024)
-
-
-@pytest.mark.parametrize("token_budget", [None, 10])
-def test_launches_and_registration(token_budget, device):
-    values = make(2, 20, given=2, token_budget=token_budget, device=device)
-    values["max_drafts"] = torch.tensor([3, 4], device=device)
-    assert_only_launches(PATH, values, launches=2 if token_budget is None else 3)
-    check_registration("ngram_match", values)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_speculative_tokens": 256}, "num_speculative_tokens must lie in 1..255, got 256"),
-        ({"spec_steps": 0}, "spec_steps must be at least 1, got 0"),
-        ({"max_ngram_size": 33}, "max_ngram_size must lie in 1..32, got 33"),
-        ({"min_ngram_size": 5}, "min_ngram_size must lie in 1..4, got 5"),
-        ({"max_matches": 17}, "max_matches must lie in 1..16, got 17"),
-        ({"prefer": "any"}, "prefer must be one of 'latest', 'earliest', got 'any'"),
-        ({"token_budget": -1}, "token_budget must be at least 0, got -1"),
-        ({"token_ids": torch.zeros(2, 9)}, "token_ids must have dtype int32 or int64, got float32"),
-        ({"token_ids": torch.zeros(2, 18, dtype=torch.int32)[:, ::2]}, "token_ids must be contiguous in its last 1"),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, "seq_lens must have B = 2 in axis 0"),
-        ({"draft_tokens": torch.zeros(2, 256, dtype=torch.int32)}, "draft_tokens must have D in 0..255, got 256"),
-        ({"draft_tokens": torch.zeros(3, 2, dtype=torch.int32)}, "draft_tokens must have B = 2 in axis 0"),
-        ({"max_drafts": torch.zeros(2)}, "max_drafts must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(2, 9) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.ngram_match: .*" + message):
-        eagle_kernels.raw.ngram_match(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 3000, given=3, token_budget=60, device=device)
-    out = eagle_kernels.raw.ngram_match(**values)
-    replay = make(8, 3000, given=3, token_budget=60, device=device)
-    replay["seq_lens"][3:].zero_()
-
-    def change():
-        for name, value in replay.items():
-            if isinstance(value, torch.Tensor):
-                values[name].copy_(value)
-
-    replay_in_graph(lambda: eagle_kernels.raw.ngram_match(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.reference.ops.draft.ngram_match.ngram_match(**replay)):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [1, 7, 64, 1000, 1024, 1025, 5000, 40001])
-@pytest.mark.parametrize(("max_matches", "vocabulary"), list(itertools.product((1, 3, 8, 16), (2, 30, 2000))))
-def test_full_cross(max_matches, vocabulary, width, device):
-    cases = itertools.product((torch.int32, torch.int64), PREFER, (None, 5))
-    for number, (dtype, prefer, given) in enumerate(cases):
-        options = {"max_ngram_size": (1, 4, 32)[number % 3], "token_budget": (None, 100)[number % 2]}
-        sizes = {"num_speculative_tokens": (3, 64, 255)[number % 3], "spec_steps": (None, 8)[number % 2]}
-        values = make(9, width, vocabulary=vocabulary, dtype=dtype, prefer=prefer, given=given, device=device)
-        check_operation(PATH, values | {"max_matches": max_matches} | options | sizes)

@@ -9,16 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference.ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size as reference
-from op_tests.harness import (
-    Guarded,
-    assert_equal,
-    assert_only_launches,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
-
-from .cases import BATCH_SIZES, PAGE_SIZES
+from op_tests.harness import Guarded, assert_equal
 
 # (batch, drafts, page_size, longest prefix)
 SHAPES = [
@@ -83,81 +74,8 @@ def test_worked_examples(device):
     assert mask.long().tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 4])
-def test_every_phase_of_a_page(page_size, device):
-    """All lengths around a page and all numbers of accepted drafts; whole pages are evicted, and all but the first."""
-    num_drafts, longest = 7, 2 * page_size + 1
-    cases = list(itertools.product(range(longest + 1), range(num_drafts + 1)))
-    seq_lens, num_kept = torch.tensor(cases, device=device).unbind(1)
-    places = torch.arange(num_drafts, device=device)[None]
-    values = {"seq_lens": seq_lens.contiguous(), "evict_mask": places >= num_kept[:, None], "page_size": page_size}
-    aligned = check(values, "phases")
-    ends = -(-(seq_lens + num_kept) // page_size) * page_size  # of the last page in use
-    assert torch.equal(aligned, seq_lens[:, None] + places >= ends[:, None])
-
-
-def test_negative_and_huge_lengths(device):
-    values = make(4, 6, 4, 20, device=device)
-    values["seq_lens"].copy_(torch.tensor([-5, 2**40, 2**31 - 1, -(2**40)]))
-    check(values, "lengths")
-
-
 def test_a_dead_row_stays_marked(device):
     """No token, committed or accepted: there is no page to keep."""
     mask = torch.ones(2, 6, dtype=torch.bool, device=device)
     eagle_kernels.raw.align_evict_mask_to_page_size(torch.tensor([0, 1], device=device), mask, page_size=4)
     assert mask.long().tolist() == [[1] * 6, [0, 0, 0, 1, 1, 1]]
-
-
-def test_empty(device):
-    check(make(0, 6, 4, 20, device=device), "no requests")
-    check(make(3, 0, 4, 20, device=device), "no drafts")
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.align_evict_mask_to_page_size", make(3, 8, 4, 20, device=device))
-
-
-def test_registration(device):
-    check_registration("align_evict_mask_to_page_size", make(3, 8, 4, 20, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"page_size": 0}, "page_size must be at least 1, got 0"),
-        ({"evict_mask": torch.zeros(3, 8)}, "evict_mask must have dtype bool, got float32"),
-        ({"evict_mask": torch.zeros(24, dtype=torch.bool)}, r"evict_mask must have shape \[B, N\], got \[24\]"),
-        ({"evict_mask": torch.zeros(2, 8, dtype=torch.bool)}, "evict_mask must have B = 3"),
-        ({"seq_lens": torch.zeros(3)}, "seq_lens must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(3, 8, 4, 20) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.align_evict_mask_to_page_size: .*" + message):
-        eagle_kernels.raw.align_evict_mask_to_page_size(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 16, 16, 200, device=device)
-
-    def change():
-        values["evict_mask"].copy_(make(8, 16, 16, 200)["evict_mask"])
-        values["evict_mask"][3:].fill_(True)
-        values["seq_lens"][3:].zero_()
-        change.before = values["evict_mask"].clone()
-
-    replay_in_graph(lambda: eagle_kernels.raw.align_evict_mask_to_page_size(**values), change=change)
-    reference(**values | {"evict_mask": change.before})
-    assert_equal("align_evict_mask_to_page_size", "replay", "evict_mask", values["evict_mask"], change.before)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_drafts", [1, 4, 8, 64, 256])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-def test_full_cross(num_drafts, page_size, batch_size, device):
-    for is_chain in (True, False):
-        check(make(batch_size, num_drafts, page_size, 700, is_chain=is_chain, device=device))

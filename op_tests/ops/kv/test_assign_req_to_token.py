@@ -9,16 +9,9 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference.ops.kv.assign_req_to_token import assign_req_to_token as reference
-from op_tests.harness import (
-    Guarded,
-    assert_equal,
-    assert_only_launches,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_equal
 
-from .cases import BATCH_SIZES, example_rows, random_rows
+from .cases import example_rows, random_rows
 
 # (batch, longest prefix, longest range)
 SHAPES = [(1, 0, 1), (3, 20, 5), (5, 3, 40), (2, 700, 600), (130, 4, 3)]
@@ -82,88 +75,3 @@ def test_what_was_written_is_read_back(device):
     slots = values.pop("cache_locs")
     listed = eagle_kernels.raw.extend_cache_locs(**values, capacity=len(slots))
     assert torch.equal(listed.cache_locs, slots) and listed.overflow.item() == 0
-
-
-def test_a_table_that_is_a_slice_of_a_wider_one(device):
-    values = make(3, 20, 5, device=device)
-    guarded = Guarded((5, 40), torch.int64, device)
-    guarded.tensor[:, :25] = values["req_to_token"]
-    beside = guarded.tensor[:, 25:].clone()
-    check(values | {"req_to_token": guarded.tensor[:, :25]}, "strided")
-    guarded.check("assign_req_to_token", "the table")
-    assert torch.equal(guarded.tensor[:, 25:], beside)
-
-
-MALFORMED = {
-    "rows outside the pool": lambda v: v["req_pool_indices"].copy_(torch.tensor([-1, 5, 2])),
-    "ranges past the row": lambda v: (v["starts"].add_(20), v["ends"].add_(20)),
-    "starts past the row": lambda v: (v["starts"].fill_(10**6), v["ends"].fill_(10**6 + 3)),
-    "negative starts": lambda v: v["starts"].fill_(-2),
-    "ranges that end before they start": lambda v: v["ends"].sub_(9),
-    "one range that ends before it starts": lambda v: v["ends"][0].copy_(v["starts"][0] - 3),
-    "negative ends": lambda v: v["ends"].fill_(-7),
-    "too few slots": lambda v: v["ends"].add_(3),
-    "no slots": lambda v: v.update(cache_locs=v["cache_locs"][:0]),
-    "slots below 0": lambda v: v["cache_locs"].fill_(-1),
-}
-
-
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_ranges_stay_in_bounds(fault, device):
-    values = make(3, 20, 5, device=device)
-    guarded = Guarded(values["req_to_token"].shape, torch.int64, device)
-    guarded.tensor.copy_(values["req_to_token"])
-    values["req_to_token"] = guarded.tensor
-    MALFORMED[fault](values)
-    check(values, fault)
-    guarded.check("assign_req_to_token", "the table")
-
-
-def test_empty_batch(device):
-    check(make(0, 20, 5, device=device), "empty")
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.assign_req_to_token", make(3, 20, 5, device=device))
-
-
-def test_registration(device):
-    check_registration("assign_req_to_token", make(3, 20, 5, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"starts": torch.zeros(2, dtype=torch.int64)}, "starts must have B = 3"),
-        ({"ends": torch.zeros(3)}, "ends must have dtype int32 or int64, got float32"),
-        ({"cache_locs": torch.zeros(3, 2, dtype=torch.int64)}, r"cache_locs must have shape \[\*\], got \[3, 2\]"),
-        ({"req_to_token": torch.zeros(8, 4, dtype=torch.int64).t()}, "req_to_token must be contiguous in its last 1"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(3, 20, 5) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.assign_req_to_token: .*" + message):
-        eagle_kernels.raw.assign_req_to_token(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 100, 9, device=device)
-
-    def change():
-        values["ends"][3:].copy_(values["starts"][3:])
-        values["req_pool_indices"][6:].fill_(-1)
-        change.before = values["req_to_token"].clone()
-
-    replay_in_graph(lambda: eagle_kernels.raw.assign_req_to_token(**values), change=change)
-    reference(**values | {"req_to_token": change.before})
-    assert_equal("assign_req_to_token", "replay", "req_to_token", values["req_to_token"], change.before)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("longest", [1, 8, 64, 2000])
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-def test_full_cross(longest, batch_size, device):
-    for prefix in (0, 33, 5000):
-        check(make(batch_size, prefix, longest, device=device), f"{batch_size} {prefix} {longest}")

@@ -9,16 +9,9 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import check_operation
 
-from .cases import CROSS, PAIRWISE, check_buffers, example_rows, in_wider, random_rows
+from .cases import example_rows, random_rows
 
 # (batch, topk, num_steps, page_size, longest prefix)
 SHAPES = [
@@ -59,16 +52,6 @@ def test_matches_reference(shape, dtype, is_step_major, device):
     values = make(*shape, dtype=dtype, device=device, is_step_major=is_step_major)
     result, _ = check_operation("kv.draft_cache_locs", values, case=str(shape))
     assert result.overflow.item() == 0
-
-
-@pytest.mark.parametrize("sizes", PAIRWISE, ids=str)
-def test_pairwise(sizes, device):
-    topk, num_steps, page_size, batch_size = sizes
-    check_operation("kv.draft_cache_locs", make(batch_size, topk, num_steps, page_size, 300, device=device))
-
-
-def test_more_requests_than_a_tile_of_lengths(device):
-    check_operation("kv.draft_cache_locs", make(130, 2, 2, 4, 9, device=device))
 
 
 def test_worked_example(device):
@@ -123,102 +106,3 @@ def test_slots_are_those_that_draft_kv_indices_reads(topk, page_size, device):
         assert bounds[request + 1] - bounds[request] == (topk - 1) * in_page
         for copied in () if sources is None else sources:
             assert torch.equal(copied, row[seq_len - in_page : seq_len])
-
-
-@pytest.mark.parametrize("capacity", [0, 1, 5, 11, 12, 40])
-def test_overflow_is_told_and_nothing_is_overrun(capacity, device):
-    values = make(3, 3, 4, 4, 20, device=device, capacity=capacity)
-    values["seq_lens"].copy_(torch.tensor([7, 4, 19]))
-    result, _ = check_operation("kv.draft_cache_locs", values, case=str(capacity))
-    assert result.overflow.item() == (12 if capacity < 12 else 0)
-    assert result.copy_indptr.tolist() == [min(bound, capacity) for bound in (0, 6, 6, 12)]
-
-
-def test_capacity_without_copies(device):
-    """What is not needed is -1."""
-    result, _ = check_operation("kv.draft_cache_locs", make(2, 4, 3, 1, 20, device=device, capacity=700), case="none")
-    assert (result.source_locs == -1).all() and (result.target_locs == -1).all()
-
-
-def test_dead_and_malformed_rows(device):
-    """Rows outside the pool, columns past its end and slots below 0 are -1, in copies on both sides."""
-    values = make(5, 2, 3, 4, 20, device=device)
-    values["req_pool_indices"][0] = -1
-    values["req_pool_indices"][1] = 7
-    columns = values["req_to_token"].shape[1]
-    values["seq_lens"].copy_(torch.tensor([6, 5, -9, columns + 3, columns - 2]))
-    check_operation("kv.draft_cache_locs", values, case="dead")
-    values["seq_lens"].copy_(torch.tensor([6, 5, 7, 3, 11]))
-    values["req_to_token"][:, 1::3] = -5
-    result, _ = check_operation("kv.draft_cache_locs", values, case="holes")
-    assert torch.equal(result.source_locs == -1, result.target_locs == -1)
-
-
-def test_strided_table(device):
-    values = make(3, 2, 3, 4, 20, device=device)
-    values["req_to_token"] = in_wider(values["req_to_token"])
-    check_operation("kv.draft_cache_locs", values, case="strided")
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_into_buffers(dtype, device):
-    fields = ("cache_locs", "positions", "source_locs", "target_locs")
-    check_buffers("kv.draft_cache_locs", make(3, 2, 3, 4, 20, device=device), dtype, fields, None)
-
-
-@pytest.mark.parametrize("capacity", [None, 5])
-def test_empty_batch(capacity, device):
-    result, _ = check_operation("kv.draft_cache_locs", make(0, 2, 3, 4, 20, device=device, capacity=capacity))
-    assert result.copy_indptr.tolist() == [0] and (result.source_locs == -1).all()
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.draft_cache_locs", make(3, 2, 3, 4, 20, device=device))
-
-
-@pytest.mark.parametrize("options", [{}, {"capacity": 3, "is_step_major": True}], ids=str)
-def test_registration(options, device):
-    check_registration("draft_cache_locs", make(3, 2, 3, 4, 20, device=device, **options))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_steps": 65}, "num_steps must lie in 1..64, got 65"),
-        ({"topk": 0}, "topk must be at least 1, got 0"),
-        ({"page_size": 0}, "page_size must be at least 1, got 0"),
-        ({"capacity": -1}, "capacity must lie in 0..2147483647, got -1"),
-        ({"page_size": 2**31 - 1}, r"capacity must be given where B \* \(topk - 1\) \* \(page_size - 1\) exceeds"),
-        ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens must have B = 3"),
-        ({"seq_lens": torch.zeros(3)}, "seq_lens must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(3, 2, 3, 4, 20) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.draft_cache_locs: .*" + message):
-        eagle_kernels.raw.draft_cache_locs(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, 200, device=device)
-    out = eagle_kernels.raw.draft_cache_locs(**values)
-
-    def change():
-        values["seq_lens"].copy_(torch.tensor([7, 130, 1, 0, 0, 0, 0, 0]))
-        values["req_pool_indices"][3:].fill_(-1)
-
-    replay_in_graph(lambda: eagle_kernels.raw.draft_cache_locs(**values, out=out), change=change)
-    expected = eagle_kernels.reference.ops.kv.draft_cache_locs.draft_cache_locs(**values)
-    for field, got, want in zip(out._fields, out, expected):
-        assert_equal("draft_cache_locs", "replay", field, got, want)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", CROSS, ids=str)
-def test_full_cross(sizes, device):
-    topk, num_steps, page_size, batch_size = sizes
-    for is_step_major in (False, True):
-        values = make(batch_size, topk, num_steps, page_size, 700, device=device, is_step_major=is_step_major)
-        check_operation("kv.draft_cache_locs", values)

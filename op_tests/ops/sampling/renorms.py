@@ -7,7 +7,6 @@ import importlib
 import torch
 
 from eagle_kernels.ops.sampling.shared.renorm_state import NUM_CANDIDATES
-from eagle_kernels.ops.sampling.shared.threshold import MAX_VOCAB_SIZE
 from op_tests.harness import assert_close, assert_equal, check_operation
 
 # a row in several slices, and of more candidates than one program holds
@@ -30,20 +29,6 @@ def misleading_probs(vocab_size: int) -> torch.Tensor:
     is_sampled = torch.arange(vocab_size) % 32 == (chunk * 11 + 5) % 32
     heavy, light = 1.0 + torch.rand(2, vocab_size), 1e-3 * torch.rand(2, vocab_size)
     return torch.where(torch.stack([~is_sampled, is_sampled]), heavy, light) / vocab_size
-
-
-def peculiar_probs() -> torch.Tensor:
-    """One-hot, sparse, zero, uniform, subnormal, huge and steep rows, zeros of both signs; 40 ids."""
-    rows = torch.zeros(8, 40)
-    rows[0, 17] = 1.0
-    rows[1, 3::7] = torch.rand(6)
-    rows[3] = 1 / 40
-    rows[4] = 1e-45 * torch.arange(40)
-    rows[5] = 1e36 * torch.rand(40)
-    rows[6] = 2.0 ** -torch.arange(40)
-    rows[7, 1::2] = -0.0
-    rows[7, 5] = 0.25
-    return rows
 
 
 def large_peculiar_probs(vocab_size: int = 128256) -> torch.Tensor:
@@ -96,13 +81,3 @@ def check_flat_rows(monkeypatch, path: str, values: dict) -> None:
     check(path, values, "flat")
     num_candidates = states[-1][:, int(NUM_CANDIDATES.value)]
     assert int(num_candidates.min()) > 0 and int(num_candidates.max()) < values["probs"].shape[1] // 2, num_candidates
-
-
-def bad_inputs(parameter: str, dtype_rule: str) -> list:
-    return [
-        ({"probs": torch.zeros(3, 0)}, rf"probs must have 1..{MAX_VOCAB_SIZE} tokens a row, got \[3, 0\]"),
-        ({"probs": torch.zeros(20, 3).T}, "probs must be contiguous in its last 1 axes"),
-        ({"probs": torch.zeros(3, 20, dtype=torch.float64)}, "probs must have dtype float16 or bfloat16 or float32"),
-        ({parameter: torch.zeros(2, dtype=torch.float64)}, f"{parameter} must have dtype {dtype_rule}, got float64"),
-        ({parameter: 1}, f"{parameter} must be a tensor, got int"),
-    ]

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    Guarded,
-    assert_close,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    retune,
-    to_device,
-)
-from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_sampled, make_tree, with_processors
+from op_tests.harness import Guarded, assert_close, assert_equal, check_operation, to_device
+from op_tests.ops.verify.cases import follow_tree, make_sampled, make_tree, with_processors
 
 PATH = "sampling.penalize_logits"
-MODULE = importlib.import_module("eagle_kernels.ops." + PATH)
 LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 PROCESSORS = (*PENALTIES, "prompt_mask", "output_counts", "logit_bias", "token_bitmask")
@@ -78,33 +65,6 @@ def size_sweep():
 def test_matches_reference(shape, is_shared, device):
     values = make(*shape, is_shared=is_shared, index_dtype=torch.int32 if is_shared else torch.int64, device=device)
     check_operation(PATH, values, case=f"{shape} {is_shared}")
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        (),
-        ("repetition_penalty",),
-        ("repetition_penalty", "prompt_mask"),
-        ("frequency_penalty",),
-        ("presence_penalty", "output_counts"),
-        ("logit_bias",),
-        ("token_bitmask",),
-        LENGTHS,
-        ("bad_token_ids",),
-    ],
-    ids="+".join,
-)
-def test_each_alone(names, device):
-    values = only(make(2, 2, 2, 4, device=device), *names)
-    output, _ = check_operation(PATH, values, case=str(names))
-    assert torch.equal(output, values["target_logits"]) == (not names), "nothing was changed, so nothing was proved"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_logits(dtype, device):
-    output, _ = check_operation(PATH, make(1, 2, 2, 4, dtype=dtype, device=device), case=str(dtype))
-    assert output.dtype == torch.float32
 
 
 def test_numbers_off_any_grid(device):
@@ -213,33 +173,6 @@ def test_bad_tokens_are_never_drawn(device):
     assert rows == [[float("-inf"), 1.0, float("-inf"), 1.0]] * 3
 
 
-def test_rows_of_many_slices_and_long_lists(device, monkeypatch):
-    """A vocabulary that fills no slice and no word, and lists of more than one block; wide logits of a padded one."""
-    retune(monkeypatch, MODULE.TUNING, BLOCK_VOCAB=64)
-    values = make(1, 2, 2, 4, vocab_size=205, device=device)
-    values["bad_token_ids"] = torch.randint(-1, 210, (1, 150), device=device)
-    values["end_token_ids"] = torch.arange(60, 200, device=device)
-    wide = torch.full((4, 224), 1e4, device=device)
-    wide[:, :205] = values["target_logits"]
-    check_operation(PATH, values | {"target_logits": wide[:, :205]}, case="slices")
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("names", [("min_tokens",), PENALTIES, ("min_tokens", *PENALTIES)], ids="+".join)
-def test_slices_without_drafts_or_end_tokens(names, device, monkeypatch):
-    """Drafts are below 9; one slice has them, one the end token, some neither."""
-    retune(monkeypatch, MODULE.TUNING, BLOCK_VOCAB=16)
-    values = make(2, 2, 4, 9, device=device)
-    lengths = {"min_tokens": torch.tensor([9, 8]), "num_output_tokens": torch.tensor([6, 7]),
-               "end_token_ids": torch.tensor([40])} if "min_tokens" in names else {}  # fmt: skip
-    others = {name: None for name in LENGTHS} | lengths
-    values = to_device(only(values, *PROCESSORS) if PENALTIES[0] in names else only(values), device)
-    output, _ = check_operation(PATH, values | to_device(others, device), case=str(names))
-    if lengths:
-        held = output[:, 40] == float("-inf")
-        assert held.any() and not held.all(), "every node is as deep as every other one, as far as this can tell"
-
-
 def test_in_place_and_into_wider_rows(device):
     """`out` is the logits themselves, a slice of padded ones: what stands behind them is left alone."""
     values = make(2, 2, 2, 4, device=device)
@@ -253,58 +186,6 @@ def test_in_place_and_into_wider_rows(device):
     assert_equal("penalize_logits", "in place", "output", result, expected)
     assert_equal("penalize_logits", "in place", "beside", guard.tensor[:, 61:], beside)
     guard.check("penalize_logits", "output")
-
-
-def test_special_logits(device):
-    values = make(2, 2, 2, 4, device=device)
-    for row, bad in ((1, float("nan")), (2, float("inf")), (3, float("-inf"))):
-        values["target_logits"][row] = bad
-        values["target_logits"][4 + row, 7] = bad
-    check_operation(PATH, values, case="special")
-
-
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_trees_end(fault, device):
-    values = make(3, 2, 2, 4, device=device)
-    MALFORMED[fault](only_links(values))
-    output, _ = check_operation(PATH, values, case=fault)
-    if fault in ("dead rows", "rows of another request"):
-        alive = 1 if fault == "rows of another request" else None  # the request in the middle stays itself
-        dead = [request for request in range(3) if request != alive]
-        rows = torch.arange(12, device=device).view(3, 4)[dead].flatten()
-        assert torch.equal(output[rows], values["target_logits"][rows])
-
-
-def only_links(values):
-    return {name: values[name] for name in LINKS}
-
-
-def test_links_that_name_a_node_twice(device):
-    """Whatever links say, kernel and reference count the same, and the nodes before the fault are as they were."""
-    values = only(make(4, 2, 3, 7, device=device), "frequency_penalty")
-    for name in LINKS[2:]:
-        values[name] = torch.randint(-2, 9, (4, 7), device=device)
-    values["retrieve_index"][:, 1:][torch.rand(4, 6, device=device) < 0.1] = -1
-    check_operation(PATH, values, case="random links")
-
-
-def test_requests_do_not_see_each_other(device):
-    """Each alone gives what it gives in the batch, also beside a dead one."""
-    values = make(4, 2, 2, 4, device=device)
-    values["retrieve_index"][2] = -1
-    together = eagle_kernels.raw.penalize_logits(**values).view(4, 4, 61)
-    for request in range(4):
-        own = {name: value.unflatten(0, (4, -1))[request] for name, value in values.items()}
-        own["retrieve_index"] = torch.where(own["retrieve_index"] >= 0, own["retrieve_index"] - 4 * request, -1)
-        assert_equal(
-            "penalize_logits", str(request), "alone", eagle_kernels.raw.penalize_logits(**own), together[request]
-        )
-
-
-def test_empty_batch(device):
-    values = {name: value[:0] for name, value in make(1, 4, 3, 8, device=device).items()}
-    output, _ = check_operation(PATH, values, case="empty")
-    assert output.shape == (0, 61)
 
 
 def test_serves_verification_by_probabilities(device):
@@ -321,56 +202,11 @@ def test_serves_verification_by_probabilities(device):
     assert len(emitted) >= 1 and emitted.min() >= 30
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(2, 4, 3, 8, device=device))
-
-
-def test_registration(device):
-    check_registration("penalize_logits", make(2, 2, 2, 4, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"target_logits": torch.zeros(61, 16).t()}, "target_logits must be contiguous in its last 1 axes"),
-        ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
-        ({"target_logits": torch.zeros(16, 61).double()}, "target_logits must have dtype"),
-        ({"candidates": torch.zeros(2, 7).long()}, "retrieve_index must have N = 7"),
-        ({"frequency_penalty": torch.ones(3)}, "frequency_penalty must have B = 2"),
-        ({"prompt_mask": torch.zeros(2, 3).int()}, r"prompt_mask must have shape \[B, 2\], got \[2, 3\]"),
-        ({"repetition_penalty": None}, "prompt_mask must come with repetition_penalty"),
-        (dict.fromkeys((*PENALTIES, "prompt_mask")), "output_counts must come with a penalty"),
-        (
-            {"end_token_ids": None},
-            "min_tokens, num_output_tokens and end_token_ids must be given together, got only min_tokens",
-        ),
-        ({"bad_token_ids": torch.zeros(3, 2).long()}, "bad_token_ids must have B = 2 in axis 0"),
-        ({"bad_token_ids": torch.zeros(2)}, "bad_token_ids must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(2, 4, 3, 8) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.penalize_logits: " + message):
-        eagle_kernels.raw.penalize_logits(**values)
-
-
 def test_debug_mode_checks_values(monkeypatch):
     values = make(2, 2, 2, 4) | {"repetition_penalty": torch.tensor([1.0, 0.0])}
     monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
     with pytest.raises(ValueError, match=r"repetition_penalty must be a number above 0, got 0.0 at \[1\]"):
         eagle_kernels.penalize_logits(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 8, vocab_size=5000, device=device)
-    out = eagle_kernels.raw.penalize_logits(**values)
-    before = out.clone()
-    replay_in_graph(
-        lambda: eagle_kernels.raw.penalize_logits(**values, out=out),
-        change=lambda: values["retrieve_index"][3:].fill_(-1),
-    )
-    assert torch.equal(out[:24], before[:24]) and torch.equal(out[24:], values["target_logits"][24:])
 
 
 @pytest.mark.gpu

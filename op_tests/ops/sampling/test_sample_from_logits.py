@@ -14,11 +14,9 @@ import eagle_kernels
 from eagle_kernels.ops.sampling.shared import sampling
 from eagle_kernels.reference import random as reference_random
 from eagle_kernels.reference import sampling as reference_sampling
-from op_tests.harness import assert_only_launches, check_registration
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import make_logits as make
 
-PATH = "sampling.sample_from_logits"
 FILTERS = {
     "none": {},
     "top_k": {"top_k": 5},
@@ -105,20 +103,6 @@ def test_matches_reference(vocab_size, filters, device):
     assert_same_tokens(values, eagle_kernels.raw.sample_from_logits(**values))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_logits(dtype, device):
-    values = make(3, 300, dtype=dtype, device=device, **FILTERS["all"])
-    assert_same_tokens(values, eagle_kernels.raw.sample_from_logits(**values))
-
-
-def test_more_than_one_block_and_row_strides(device):
-    values = make(3, 2100, device=device, **FILTERS["all"])
-    wide = torch.full((3, 2500), 1e4, device=device)
-    wide[:, :2100] = values["logits"]
-    values["logits"] = wide[:, :2100]
-    assert_same_tokens(values, eagle_kernels.raw.sample_from_logits(**values))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_large_rows(filters, device):
@@ -191,56 +175,6 @@ def test_streams_do_not_share_noise():
     draft = reference_random.gumbel(reference_random.token_words(draft_key, 64))
     assert (target != draft).all()
     assert torch.corrcoef(torch.stack([target.flatten(), draft.flatten()]))[0, 1].abs() < 0.05
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_special_logits(bad, device):
-    values = make(5, 40, device=device, temperature=1.0, **FILTERS["all"])
-    clean = eagle_kernels.raw.sample_from_logits(**values)
-    values["logits"][1] = bad
-    values["logits"][3, 7] = bad
-    tokens = eagle_kernels.raw.sample_from_logits(**values)
-    assert torch.equal(tokens[[0, 2, 4]], clean[[0, 2, 4]])
-    assert ((tokens >= 0) & (tokens < 40)).all()
-    if bad == float("inf"):
-        assert tokens[3] == 7
-    else:
-        assert tokens[1] == 0 and tokens[3] != 7
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("repetition_penalty", "prompt_mask"),
-        ("repetition_penalty", "output_counts"),
-        ("frequency_penalty", "output_counts"),
-        ("presence_penalty", "output_counts"),
-        ("logit_bias",),
-        ("token_bitmask",),
-        ("repetition_penalty",),  # no token has been seen
-        PROCESSORS,
-    ],
-    ids="+".join,
-)
-def test_processors_match_the_reference(names, device):
-    """Each alone and all together, half of the cases filtered; the dtype of the bias is its own."""
-    filters = FILTERS["all"] if len(names) in (2, 7) else {}
-    values = with_processors(make(6, 77, device=device, **filters), names)
-    if names == PROCESSORS:
-        values |= {"filter_order": "joint", "logit_bias": values["logit_bias"].half()}
-    assert_same_tokens(values, eagle_kernels.raw.sample_from_logits(**values))
-    if names != ("repetition_penalty",):
-        plain = {name: value for name, value in values.items() if name not in names}
-        assert not torch.equal(kept_of(values), kept_of(plain)), "nothing was changed, so nothing was proved"
-
-
-def test_processors_of_long_rows(device):
-    """More than one slice, a vocabulary that fills no word, logits of a padded vocabulary, filters of every kind."""
-    values = with_processors(make(4, 2501, dtype=torch.bfloat16, device=device, top_p=0.9))
-    wide = torch.full((4, 2560), 1e4, device=device, dtype=torch.bfloat16)
-    wide[:, :2501] = values["logits"]
-    values |= {"logits": wide[:, :2501], "top_k": torch.tensor([0, 5, 300, 50], device=device)}
-    assert_same_tokens(values, eagle_kernels.raw.sample_from_logits(**values))
 
 
 def test_greedy_rows_take_penalties_and_grammar_as_well(device):
@@ -579,36 +513,6 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 32)).view(bits.shape[0], -1, 32).long()
     words = (padded << torch.arange(32)).sum(dim=2)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(3, 20, device=device, **FILTERS["all"]))
-
-
-def test_registration(device):
-    check_registration("sample_from_logits", make(3, 20, device=device, **FILTERS["all"]))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logits": torch.zeros(3, 0)}, "logits must have at least one token a row"),
-        ({"logits": torch.zeros(3, 2**20 + 1)}, r"logits must have at most 1048576 tokens a row, got \[3, 1048577\]"),
-        ({"logits": torch.zeros(20, 3).T}, "logits must be contiguous in its last 1 axes"),
-        ({"seeds": torch.zeros(3)}, "seeds must have dtype int32 or int64, got float32"),
-        ({"temperature": 1.0}, "temperature must be a tensor, got float"),
-        ({"filter_order": "top_p_first"}, "filter_order must be"),
-        ({"prompt_mask": torch.zeros(3, 1).int()}, "prompt_mask must come with repetition_penalty"),
-        ({"output_counts": torch.zeros(3, 20).int()}, "output_counts must come with a penalty"),
-        ({"token_bitmask": torch.zeros(3, 2).int()}, r"token_bitmask must have shape \[R, 1\], got \[3, 2\]"),
-        ({"token_bitmask": torch.zeros(3, 1)}, "token_bitmask must have dtype int32, got float32"),
-        ({"logit_bias": torch.zeros(3, 21)}, "logit_bias must have"),
-        ({"frequency_penalty": torch.zeros(4)}, "frequency_penalty must have"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.sample_from_logits: " + message):
-        eagle_kernels.raw.sample_from_logits(**{**make(3, 20), **change})
 
 
 def test_debug_mode_checks_values(monkeypatch):

@@ -15,10 +15,10 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference import sampling as reference_sampling
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 from op_tests.harness.statistics import assert_follows_law
-from op_tests.ops.verify.cases import MALFORMED, with_processors
 from op_tests.ops.verify.cases import make_sampled as make
+from op_tests.ops.verify.cases import with_processors
 
 PATH = "sampling.verify_tree_sampled"
 MODULE = importlib.import_module("eagle_kernels.ops." + PATH)
@@ -86,12 +86,6 @@ def test_matches_reference(shape, filters, device, monkeypatch):
     assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_logits(dtype, device, monkeypatch):
-    force(monkeypatch, "levels" if dtype == torch.float16 else "all_rows")
-    check_operation(PATH, make(2, 4, 2, 6, device=device, dtype=dtype), case=str(dtype))
-
-
 @pytest.mark.cross
 @pytest.mark.parametrize("filters", FILTERS)
 def test_both_ways_of_scanning_give_the_same(filters, device, monkeypatch):
@@ -149,31 +143,6 @@ def check_everything(values: dict, case: str):
     output, _ = check_operation(PATH, values, case=case, close=LOGPROBS)
     assert output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
     return output
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize(
-    ("case", "names"),
-    [
-        ("penalties", (*PENALTIES, "prompt_mask", "output_counts")),
-        ("drafts alone", PENALTIES[1:]),
-        ("bias", ("logit_bias",)),
-        ("grammar", ("token_bitmask",)),
-    ],
-)
-def test_processors_match_the_reference(case, names, device):
-    values = with_processors(make(3, 4, 3, 8, device=device))
-    processors = (*PENALTIES, "prompt_mask", "output_counts", "logit_bias", "token_bitmask")
-    values = {name: value for name, value in values.items() if name in names or name not in processors}
-    check_everything(values, case)
-
-
-def test_everything_at_once_matches_the_reference(device):
-    """Filters jointly, all processors, logits of a padded vocabulary, strided, in half precision."""
-    values = with_processors(make(4, 4, 3, 8, device=device, dtype=torch.bfloat16, **FILTERS["all"]))
-    wide = torch.full((32, 64), 1e4, device=device, dtype=torch.bfloat16)
-    wide[:, :61] = values["target_logits"]
-    check_everything(values | {"target_logits": wide[:, :61], "filter_order": "joint"}, "everything")
 
 
 @pytest.mark.parametrize("num_kept", [1, 3])
@@ -298,21 +267,6 @@ def test_log_probabilities(device):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(without[:3], output))
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_commits_as_verify_commit_does(dtype, way, device):
-    """With a dead row, whose links are -1, and one that is not live although its links are sound."""
-    values = make(4, 2, 2, 4, device=device)
-    for name in ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"):
-        values[name][1] = -1
-    values["seq_lens"] = torch.tensor([11, 0, 13, 14], dtype=dtype, device=device)
-    for is_live in (None, torch.tensor([True, True, False, True], device=device)):
-        output, _ = check_operation(PATH, values | {"is_live": is_live}, case=str(is_live))
-        committed = eagle_kernels.raw.verify_commit(*output[:3], values["seq_lens"], is_live)
-        for ours, theirs in zip(output[5:], committed, strict=True):
-            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-
-
 def test_rows_of_temperature_zero_are_greedy(device):
     values = make(4, 4, 3, 8, device=device, **FILTERS["all"])
     values["temperature"].zero_()
@@ -378,63 +332,6 @@ def test_joint_law_of_the_emitted_tokens(filters, device):
     )
     outcome = (text[:, 0] * vocab_size + text[:, 1]) * vocab_size + text[:, 2]
     assert_follows_law(outcome.cpu(), law)
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("has_penalties", [False, True])
-def test_neighbours_and_batch_do_not_matter(has_penalties, device, monkeypatch):
-    """Greedy, plain and filtered rows in one batch: each gives the same bits alone, and in the batch turned round."""
-    force(monkeypatch, "levels" if has_penalties else "all_rows")
-    values = make(5, 2, 2, 4, device=device)
-    values["temperature"] = torch.tensor([0.0, 1.0, 0.7, 1.0, 1.2], device=device)
-    values["top_k"] = torch.tensor([5, 0, 9, 0, 61], device=device)
-    values["top_p"] = torch.tensor([0.5, 1.0, 0.9, 0.8, 2.0], device=device)
-    values["min_p"] = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.05], device=device)
-    if has_penalties:
-        values = with_processors(values) | {"return_logprobs": True}
-    whole = eagle_kernels.raw.verify_tree_sampled(**values)
-    assert whole.accept_token_num.sum() > 0
-    for request in range(5):
-        if has_penalties or request in (0, 3):  # the way is not that of the batch
-            force(monkeypatch, "levels")
-        output = eagle_kernels.raw.verify_tree_sampled(**alone(values, request))
-        assert torch.equal(output.predicts, whole.predicts[request * 4 : request * 4 + 4])
-        assert torch.equal(output.accept_token_num, whole.accept_token_num[request : request + 1])
-        if has_penalties:
-            assert torch.equal(output.logprobs, whole.logprobs[request : request + 1])
-            assert torch.equal(output.raw_logprobs, whole.raw_logprobs[request : request + 1])
-    rows = [alone(values, request) for request in reversed(range(5))]
-    turned = {name: torch.cat([row[name] for row in rows]) for name in values if isinstance(values[name], torch.Tensor)}
-    turned["retrieve_index"] += 4 * torch.arange(5, device=device)[:, None]
-    turned = eagle_kernels.raw.verify_tree_sampled(**{**values, **turned})
-    assert torch.equal(turned.predicts.view(5, 4), whole.predicts.view(5, 4).flip(0))
-    assert torch.equal(turned.logprobs, whole.logprobs.flip(0))
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("way", ["levels", "all_rows"])
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_trees_end_and_accept_nothing_bad(fault, way, device, monkeypatch):
-    force(monkeypatch, way)
-    values = make(3, 4, 3, 8)
-    MALFORMED[fault]({key: values[key] for key in list(values)[:4]})
-    values = to_device(values, device)
-    output, _ = check_operation(PATH, values, case=fault)
-    if fault not in ("self loops", "sibling cycle", "rows of another request"):
-        assert output.accept_token_num.sum() == 0
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_special_logits_stay_in_their_row(bad, device, monkeypatch):
-    force(monkeypatch, "levels" if bad > 0 else "all_rows")
-    values = make(3, 2, 2, 4, device=device, **FILTERS["all"])
-    clean = eagle_kernels.raw.verify_tree_sampled(**values)
-    values["target_logits"][4:8] = bad
-    output, _ = check_operation(PATH, values, case=str(bad))
-    assert output.predicts.max() < 61
-    for row in (0, 2):
-        assert torch.equal(output.accept_index[row], clean.accept_index[row])
 
 
 def test_duplicate_siblings_are_followed_once(device):
@@ -530,43 +427,6 @@ def test_the_ops_behind_the_front_door_get_all_that_is_theirs(door, policy, monk
         assert called == op and [name for name in theirs if arguments[name] is not given.get(name)] == []
 
 
-def test_launches_and_nothing_else(way, device):
-    is_level = way == "levels"
-    # sizes of their own: the launcher remembers how it launched others
-    batch_size = 5 if is_level else 6
-    plain, filtered = (make(batch_size, 4, 3, 8, device=device, **filters) for filters in FILTERS.values())
-    assert_only_launches(PATH, plain, launches=3 + 2 if is_level else 3)
-    assert_only_launches(PATH, filtered, launches=2 * 3 + 2 if is_level else 3)
-    if is_level:
-        assert_only_launches(PATH, with_processors(plain) | {"return_logprobs": True}, launches=2 * 3 + 2)
-
-
-def test_registration(device):
-    """With every output and with those alone that are always there: none may share memory with another."""
-    values = make(1, 1, 2, 3, device=device, **FILTERS["all"])
-    check_registration("verify_tree_sampled", values)
-    values |= {"seq_lens": torch.tensor([3], device=device), "return_logprobs": True}
-    check_registration("verify_tree_sampled", values)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
-        ({"temperature": torch.zeros(2, dtype=torch.float64)}, "temperature must have dtype float32, got float64"),
-        ({"top_p": torch.zeros(3)}, "top_p must have B = 2 in axis 0"),
-        ({"token_bitmask": torch.zeros(2, 2).int()}, r"token_bitmask must have shape \[16, 2\], got \[2, 2\]"),
-        ({"output_counts": torch.zeros(2, 61).int()}, "output_counts must come with a penalty"),
-        ({"prompt_mask": torch.zeros(2, 2).int()}, "prompt_mask must come with repetition_penalty"),
-        ({"is_live": torch.ones(2).bool()}, "is_live must come with seq_lens"),
-        ({"filter_order": "min_p_first"}, "filter_order must be one of 'top_k_first', 'joint'"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises(ValueError, match="eagle_kernels.verify_tree_sampled: " + message):
-        eagle_kernels.raw.verify_tree_sampled(**{**make(2, 4, 3, 8), **change})
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("filters", FILTERS)
 def test_large_vocabulary(filters, device):
@@ -608,18 +468,3 @@ def test_more_elements_than_int32_counts(filters, device):
             eagle_kernels.raw.verify_tree_sampled(**part(request, request + 1)).predicts,
             whole.predicts[request * num_nodes : (request + 1) * num_nodes],
         )
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, device=device)
-    out = eagle_kernels.raw.verify_tree_sampled(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        for key in ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "candidates"):
-            values[key][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_sampled(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

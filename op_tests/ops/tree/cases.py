@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from op_tests.harness import (
-    to_device,
-)
+from op_tests.harness import to_device
 from op_tests.harness.trees import random_drafts
 from op_tests.ops.tree.masks import random_parents
 

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    Guarded,
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import Guarded, assert_equal, check_operation
 from op_tests.ops.tree.cases import make_tree as make
 
 MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
@@ -44,25 +34,6 @@ def test_matches_reference(shape, device):
     check_operation("tree.build_tree", make(*shape, device=device), case=str(shape))
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s[3] in (1, 5, 9, 31, 64)], ids=str)
-def test_mask_layouts(shape, mode, device):
-    if mode == "qlen_only_bitpacking" and shape[3] > 32:
-        with pytest.raises(ValueError, match="at most 32 for 'qlen_only_bitpacking'"):
-            eagle_kernels.raw.build_tree(**make(*shape, mode=mode, device=device))
-        return
-    check_operation("tree.build_tree", make(*shape, mode=mode, device=device), case=f"{shape} {mode}")
-
-
-def test_int32_inputs(device):
-    check_operation("tree.build_tree", make(3, 4, 3, 16, dtype=torch.int32, device=device), case="int32")
-
-
-def test_empty_batch(device):
-    result = eagle_kernels.build_tree(**make(0, 4, 3, 8, device=device))
-    assert result.tree_mask.shape == (0, 8, 1) and result.positions.shape == (0,)
-
-
 def test_worked_example(device):
     """The example of SGLang's survey: K = 2, three levels, five nodes."""
     as_tensor = lambda data: torch.tensor(data, device=device)  # noqa: E731
@@ -75,49 +46,6 @@ def test_worked_example(device):
     assert result.retrieve_next_token.tolist() == [[1, 3, 4, -1, -1]]
     assert result.retrieve_next_sibling.tolist() == [[-1, 2, -1, -1, -1]]
     assert result.draft_tokens.tolist() == [9, 11, 12, 21, 23]
-
-
-MALFORMED = {
-    "cyclic": lambda v: v["parent_list"].copy_(
-        torch.arange(v["parent_list"].shape[1]).flip(0).expand_as(v["parent_list"])
-    ),
-    "missing parents": lambda v: v["parent_list"].fill_(-1),
-    "parents far out of range": lambda v: v["parent_list"].fill_(2**40),
-    "candidate ids out of range": lambda v: v["top_scores_index"][:, -3:].fill_(2**40),
-    "negative candidate ids": lambda v: v["top_scores_index"][:, ::2].fill_(-1),
-    "one candidate everywhere": lambda v: v["top_scores_index"].fill_(5),
-    "descending candidates": lambda v: v["top_scores_index"].copy_(v["top_scores_index"].flip(1)),
-    "candidate ids at the end of 31 bits": lambda v: (
-        v["top_scores_index"][:, -2:].fill_(2**31 - 1),
-        v["parent_list"][:, -4:].fill_(2**31 - 1),
-    ),
-    "tokens out of range": lambda v: v["draft_tokens"].fill_(-1),
-}
-
-
-@pytest.mark.parametrize("any_order", [False, True])
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_trees_end_and_stay_in_bounds(fault, any_order, device):
-    values = make(2, 4, 3, 16) | {"any_order": any_order}
-    MALFORMED[fault](values)
-    values = to_device(values, device)
-    check_operation("tree.build_tree", values, case=f"{fault} {any_order}")
-
-
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s[3] in (1, 5, 33, 129)], ids=str)
-def test_any_order(shape, device):
-    """Ascending selections of sound trees give the same tree; others, and wild parents, what the reference says."""
-    values = make(*shape, device=device)
-    expected = eagle_kernels.build_tree(**values)
-    for got, want in zip(eagle_kernels.build_tree(**values, any_order=True), expected):
-        assert torch.equal(got, want)
-    kept = values["top_scores_index"]
-    values["top_scores_index"] = kept[:, torch.randperm(shape[3] - 1, device=device)].contiguous()
-    check_operation("tree.build_tree", values | {"any_order": True}, case=f"{shape} shuffled")
-    is_wild = torch.rand(values["parent_list"].shape, device=device) < 0.3
-    any_kept = kept[:, torch.randint(max(shape[3] - 1, 1), values["parent_list"].shape[1:])] if shape[3] > 1 else 0
-    values["parent_list"] = torch.where(is_wild, any_kept, values["parent_list"])
-    check_operation("tree.build_tree", values | {"any_order": True}, case=f"{shape} wild")
 
 
 def test_full_mask_in_a_longer_buffer(device):
@@ -166,71 +94,3 @@ def test_impossible_lengths_stay_inside_the_mask(seq_lens, device):
     guarded = Guarded((100,), torch.bool, device)
     eagle_kernels.raw.build_tree(**values, out=expected._replace(tree_mask=guarded.tensor))
     guarded.check("build_tree", "tree_mask")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_launches_and_nothing_else(mode, device):
-    values = make(2, 4, 3, 8, mode=mode, device=device)
-    assert_only_launches("tree.build_tree", values)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_registration(mode, device):
-    check_registration("build_tree", make(2, 4, 3, 8, mode=mode, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_verify_tokens": 257}, "num_verify_tokens must lie in 1..256, got 257"),
-        ({"num_verify_tokens": 9, "topk": 1}, r"at most 1 \+ topk \+ \(spec_steps - 1\) \* topk\^2 = 4, got 9"),
-        ({"tree_mask_mode": "dense"}, "tree_mask_mode must be one of 'packed'"),
-        ({"tree_mask_mode": "full_mask"}, "seq_lens_sum must be given for 'full_mask'"),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int64)}, "seq_lens must have B = 2"),
-        ({"seq_lens": torch.zeros(2)}, "seq_lens must have dtype int32 or int64, got float32"),
-        ({"draft_tokens": [[1]]}, "draft_tokens must be a tensor, got list"),
-        ({"draft_tokens": torch.zeros(2, 14, dtype=torch.int64)[:, ::2]}, "draft_tokens must be contiguous"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = make(2, 4, 3, 8) | change
-    values = to_device(values, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.build_tree: .*" + message):
-        eagle_kernels.raw.build_tree(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 3, 16, device=device)
-    out = eagle_kernels.raw.build_tree(**values)
-    replay = make(8, 4, 3, 16, device=device)
-    for key in ("parent_list", "top_scores_index", "draft_tokens"):
-        replay[key][3:].fill_(-1)
-    replay["seq_lens"][3:].zero_()
-
-    def change():
-        for key, value in replay.items():
-            if isinstance(value, torch.Tensor):
-                values[key].copy_(value)
-
-    replay_in_graph(lambda: eagle_kernels.raw.build_tree(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.reference.ops.tree.build_tree.build_tree(**replay)):
-        assert torch.equal(got, want)
-
-
-CROSS = [
-    (3, topk, spec_steps, num_nodes)
-    for topk, spec_steps, num_nodes in itertools.product(
-        (1, 2, 4, 8, 10), (1, 3, 5, 8), (1, 2, 8, 31, 32, 33, 63, 64, 65, 128, 255, 256)
-    )
-    if num_nodes <= 1 + topk + (spec_steps - 1) * topk**2
-]
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", CROSS, ids=str)
-def test_full_cross(shape, device):
-    modes = [mode for mode in MODES if mode != "qlen_only_bitpacking" or shape[3] <= 32]
-    mode = modes[CROSS.index(shape) % len(modes)]
-    check_operation("tree.build_tree", make(*shape, mode=mode, device=device), case=f"{shape} {mode}")

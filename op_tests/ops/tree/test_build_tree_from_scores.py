@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import assert_equal, check_operation
 from op_tests.ops.tree.cases import make_scored as make
 
 PATH = "tree.build_tree_from_scores"
@@ -60,89 +51,3 @@ def test_every_node_hangs_below_the_root(device):
     tree = eagle_kernels.raw.build_tree_from_scores(**make(8, 4, 4, 12, is_tied=True, device=device))
     depth = tree.positions.view(8, 12) - tree.positions.view(8, 12)[:, :1]
     assert (depth[:, 1:] > 0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_strided_rows_and_integer_widths(dtype, device):
-    values = make(3, 4, 3, 16, dtype=dtype, device=device)
-    for name in ("candidate_scores", "candidate_tokens"):
-        wide = torch.zeros(3, values[name].shape[1] + 5, dtype=values[name].dtype, device=device)
-        wide[:, 2:-3] = values[name]
-        values[name] = wide[:, 2:-3]
-    check_operation(PATH, values, case=str(dtype))
-
-
-MALFORMED = {
-    "missing parents": lambda v: v["parent_list"].fill_(-1),
-    "parents out of range": lambda v: v["parent_list"].fill_(2**40),
-    "cyclic parents": lambda v: v["parent_list"].copy_(v["parent_list"].flip(1)),
-    "nan scores": lambda v: v["candidate_scores"][:, ::3].fill_(float("nan")),
-    "infinite scores": lambda v: v["candidate_scores"][:, ::2].fill_(float("inf")),
-    "only -inf": lambda v: v["candidate_scores"].fill_(float("-inf")),
-    "children above their parents": lambda v: v["candidate_scores"].copy_(v["candidate_scores"].flip(1)),
-}
-
-
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_input_ends_and_stays_in_bounds(fault, device):
-    values = make(2, 4, 3, 16)
-    MALFORMED[fault](values)
-    check_operation(PATH, to_device(values, device), case=fault)
-
-
-def test_empty_batch(device):
-    tree = eagle_kernels.build_tree_from_scores(**make(0, 4, 3, 8, device=device))
-    assert tree.retrieve_index.shape == (0, 8) and tree.top_scores_index.shape == (0, 7)
-
-
-@pytest.mark.parametrize("mode", ["packed", "full_mask"])
-def test_launches_and_nothing_else(mode, device):
-    assert_only_launches(PATH, make(2, 4, 3, 8, mode=mode, device=device))
-
-
-def test_registration(device):
-    check_registration("build_tree_from_scores", make(2, 4, 3, 8, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"candidate_scores": torch.zeros(2, 35), "candidate_tokens": torch.zeros(2, 35, dtype=torch.int64)},
-         r"candidate_scores must have topk \+ \(spec_steps - 1\) \* topk\^2 = 36 candidates, got 35"),
-        ({"num_verify_tokens": 38}, "num_verify_tokens must be at most .* = 37, got 38"),
-        ({"parent_list": torch.zeros(2, 8, dtype=torch.int64)}, "parent_list must have shape"),
-        ({"candidate_scores": torch.zeros(2, 36).half()}, "candidate_scores must have dtype float32, got float16"),
-        ({"prefix_is_set": True}, "prefix_is_set must come with 'full_mask'"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(2, 4, 3, 8) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.build_tree_from_scores: .*" + message):
-        eagle_kernels.raw.build_tree_from_scores(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 8, 5, 64, device=device)
-    out = eagle_kernels.raw.build_tree_from_scores(**values)
-
-    def change():
-        values["candidate_scores"].copy_(values["candidate_scores"].flip(0))
-        values["candidate_scores"][3:5].fill_(float("nan"))
-        values["seq_lens"][5:].zero_()
-
-    replay_in_graph(lambda: eagle_kernels.raw.build_tree_from_scores(**values, out=out), change=change)
-    for name, expected in eagle_kernels.raw.build_tree_from_scores(**values)._asdict().items():
-        assert_equal("build_tree_from_scores", "replay", name, getattr(out, name), expected)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_nodes", [2, 7, 31, 64, 129, 255])
-def test_full_cross(num_nodes, device):
-    for (topk, spec_steps), is_tied, batch_size in itertools.product(
-        [(1, 255), (2, 16), (4, 17), (8, 5), (10, 8), (16, 16)], (False, True), (1, 9)
-    ):
-        if num_nodes - 1 <= topk + (spec_steps - 1) * topk * topk:
-            values = make(batch_size, topk, spec_steps, num_nodes, is_tied=is_tied, device=device)
-            check_operation(PATH, values, case=f"{topk} {spec_steps} {num_nodes} {is_tied} {batch_size}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation
 
 PATH = "tree.organize_draft_results"
 
@@ -41,31 +40,6 @@ def test_matches_reference(shape, distinct, device):
     check_operation(PATH, make(*shape, distinct=distinct, device=device), case=f"{shape} {distinct}")
 
 
-def test_int32_tokens(device):
-    check_operation(PATH, make(2, 40, 9, dtype=torch.int32, device=device), case="int32")
-
-
-def test_strided_rows(device):
-    values = make(3, 100, 16, device=device)
-    for name in ("candidate_scores", "candidate_tokens"):
-        values[name] = values[name][:, 10:60]
-    check_operation(PATH, values, case="slices of wider buffers")
-
-
-@pytest.mark.parametrize("num_nodes", [2, 5, 12, 21])
-def test_special_scores(num_nodes, device):
-    values = make(1, 20, num_nodes, device=device)
-    infinity = float("inf")
-    scores = [0.0, -0.0, 0.0, -0.0, float("nan"), -infinity, float("nan"), infinity, -1.0, 1e-45] * 2
-    values["candidate_scores"] = torch.tensor([scores], device=device)
-    check_operation(PATH, values, case=f"N = {num_nodes}")
-
-
-def test_empty_batch(device):
-    result = eagle_kernels.organize_draft_results(**make(0, 20, 8, device=device))
-    assert result.top_scores_index.shape == result.draft_tokens.shape == (0, 7)
-
-
 @pytest.mark.parametrize("topk", [1, 2, 4, 8])
 def test_kept_candidates_are_closed_under_parents(topk, device):
     """Scores never grow from parent to child and are full of ties, so only the order by id keeps parents first."""
@@ -86,67 +60,3 @@ def test_kept_candidates_are_closed_under_parents(topk, device):
         result, _ = check_operation(PATH, values | {"num_verify_tokens": num_nodes}, case=f"N = {num_nodes}")
         for row in result.top_scores_index.tolist():
             assert {int(parents[candidate]) for candidate in row} <= {-1, *row}
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(2, 40, 8, device=device))
-    assert_only_launches(PATH, make(2, 40, 1, device=device), launches=0)
-
-
-def test_registration(device):
-    check_registration("organize_draft_results", make(2, 40, 8, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_verify_tokens": 42}, r"num_verify_tokens must be at most 1 \+ C = 41, got 42"),
-        ({"num_verify_tokens": 0}, "num_verify_tokens must be at least 1, got 0"),
-        ({"candidate_tokens": torch.zeros(2, 39, dtype=torch.int64)}, "candidate_tokens must have C = 40"),
-        ({"candidate_scores": torch.zeros(2, 40).half()}, "candidate_scores must have dtype float32, got float16"),
-        (
-            {"candidate_scores": torch.zeros(2, 4097), "candidate_tokens": torch.zeros(2, 4097, dtype=torch.int64)},
-            "candidate_scores must have at most 4096 candidates, got 4097",
-        ),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = make(2, 40, 8) | change
-    values = to_device(values, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.organize_draft_results: .*" + message):
-        eagle_kernels.raw.organize_draft_results(**values)
-
-
-def test_strided_columns_are_refused(device):
-    values = make(2, 40, 8, device=device)
-    values["candidate_scores"] = torch.zeros(2, 80, device=device)[:, ::2]
-    with pytest.raises(ValueError, match="candidate_scores must be contiguous in its last 1 axes"):
-        eagle_kernels.raw.organize_draft_results(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay(device):
-    values = make(8, 264, 64, device=device)
-    out = eagle_kernels.raw.organize_draft_results(**values)
-    replay = make(8, 264, 64, device=device)
-    replay["candidate_scores"][3:].fill_(float("nan"))
-
-    def change():
-        values["candidate_scores"].copy_(replay["candidate_scores"])
-        values["candidate_tokens"].copy_(replay["candidate_tokens"])
-
-    replay_in_graph(lambda: eagle_kernels.raw.organize_draft_results(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.reference.ops.tree.organize_draft_results.organize_draft_results(**replay)):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("topk", [1, 2, 4, 8, 10, 16])
-@pytest.mark.parametrize("spec_steps", [1, 3, 5, 8])
-@pytest.mark.parametrize("num_nodes", [2, 8, 31, 64, 65, 256])
-def test_full_cross(topk, spec_steps, num_nodes, device):
-    num_candidates = topk + (spec_steps - 1) * topk * topk
-    if num_nodes - 1 <= num_candidates:
-        for distinct in (1, 8, 2**20):
-            check_operation(PATH, make(33, num_candidates, num_nodes, distinct=distinct, device=device))

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels import reference
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import check_operation, to_device
 from op_tests.ops.tree.masks import in_layout, random_parents, visible_from
 
 PATH = "tree.prune_trees"
@@ -124,49 +115,6 @@ def test_equal_scores_stay_in_the_order_of_requests(max_rows, device):
     check_operation(PATH, values, case=f"zeros {max_rows}")
 
 
-def test_scores_of_all_magnitudes(device):
-    """Both signs, subnormal numbers, infinity; NaN and -inf never stay, though there is room."""
-    values = make(3, 9, 19, falls=False, device=device)
-    numbers = [1e30, -1e30, 1e-42, -1e-42, math.inf, -math.inf, math.nan, 0.0]
-    values["scores"].copy_(torch.tensor([numbers, numbers[::-1], [math.nan] * 8]))
-    for max_rows in (3, 5, 9, 19):
-        output, _ = check_operation(PATH, values | {"max_rows": max_rows}, case=str(max_rows))
-        assert output.num_nodes[2] == 1
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_malformed_masks_stay_in_bounds(seed, device):
-    """Any bits: later nodes, no root, no end."""
-    values = make(5, 70, 200, falls=False, seed=seed, device=device)
-    values["tree_mask"].random_(-(2**63), 2**63 - 1)
-    output, _ = check_operation(PATH, values, case="malformed")
-    assert (output.num_nodes >= 1).all() and output.num_nodes.sum() <= 200
-    values["tree_mask"].zero_()
-    output, _ = check_operation(PATH, values, case="nothing")
-    assert (output.num_nodes == 1).all()
-
-
-@pytest.mark.slow
-def test_more_scores_than_a_program_reads_at_once(device):
-    values = make(40, 64, 1000, device=device)
-    check_operation(PATH, values, case="many")
-    values["scores"].copy_(values["scores"].mul(2).round())  # many are equal
-    check_operation(PATH, values, case="many equal ones")
-
-
-def test_slices_of_wider_state(device):
-    values = make(4, 6, 15, device=device)
-    wide = torch.full((4, 11), 99, device=device)
-    wide[:, :6] = values["draft_tokens"]
-    check_operation(PATH, values | {"draft_tokens": wide[:, :6]}, case="strided")
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 0), (0, 4, 7), (3, 1, 3), (3, 1, 9)], ids=str)
-def test_empty(shape, device):
-    output, _ = check_operation(PATH, make(*shape, device=device), case="empty")
-    assert output.num_nodes.tolist() == [1] * shape[0]
-
-
 @pytest.mark.parametrize("most", [-(2**62), -1, 0, 1, 7, 11, 12, 2**62])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_the_device_says_how_many(most, dtype, device):
@@ -175,43 +123,3 @@ def test_the_device_says_how_many(most, dtype, device):
     max_drafts = torch.tensor([most], dtype=dtype, device=device)
     output, _ = check_operation(PATH, values | {"max_drafts": max_drafts}, case=str(most))
     assert output.num_nodes.sum() == 4 + min(max(most, 0), 11)
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(3, 8, 9, device=device))
-
-
-def test_registration(device):
-    check_registration("prune_trees", make(3, 8, 9, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"max_rows": 2}, "max_rows must be at least B = 3, as every request keeps its root, got 2"),
-        ({"max_drafts": torch.zeros(2).int()}, r"max_drafts must have shape \[1\], got \[2\]"),
-        ({"max_rows": None}, "max_rows must be an int, got NoneType"),
-        ({"scores": torch.zeros(3, 8)}, r"scores must have shape \[B, 7\], got \[3, 8\]"),
-        ({"scores": torch.zeros(3, 7).half()}, "scores must have dtype float32, got float16"),
-        ({"tree_mask": torch.zeros(3, 8, 2).long()}, "tree_mask must have"),
-        ({"draft_tokens": torch.zeros(3, 0).long()}, "draft_tokens must have N in 1..256, got 0"),
-        ({"draft_tokens": torch.zeros(3, 257).long()}, "draft_tokens must have N in 1..256, got 257"),
-        ({"draft_tokens": torch.zeros(3, 8)}, "draft_tokens must have dtype int32 or int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(3, 8, 9) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.prune_trees: " + message):
-        eagle_kernels.raw.prune_trees(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_other_scores(device):
-    values = make(8, 16, 50, device=device)
-    out = eagle_kernels.raw.prune_trees(**values)
-    replay_in_graph(
-        lambda: eagle_kernels.raw.prune_trees(**values, out=out), change=lambda: values["scores"][3:].fill_(-0.25)
-    )
-    expected = reference.ops.tree.prune_trees.prune_trees(**values)
-    for field, got, want in zip(out._fields, out, expected):
-        assert_equal("prune_trees", "replay", field, got, want)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation
 
 PATH = "tree.select_top_k_tokens"
 # numpy says so in the interpreter where it makes an infinity, as it should
@@ -31,15 +31,6 @@ def make(batch_size, topk, level, vocab_size, *, dtype=torch.float32, mapped=Fal
     return values | {"topk": topk, "level": level}
 
 
-def on_grid(batch_size, topk, level, vocab_size, device):
-    """Few distinct logits and equal rows for every beam: ties in a row, across blocks and slices, and across beams."""
-    values = make(batch_size, topk, level, vocab_size, device=device)
-    values["logits"] = torch.randint(0, 4, (1, vocab_size), device=device).expand_as(values["logits"]).float()
-    if level:
-        values["scores"].zero_()
-    return values
-
-
 MAY_SPILL = {"K=16 fp16"}  # the 256 candidates of a request
 
 
@@ -62,37 +53,6 @@ def check(values, case):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(shape, device):
     check(make(*shape, device=device), str(shape))
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 0, 3000), (1, 4, 1, 2048), (1, 1, 0, 1)], ids=str)
-def test_tokens_are_target_ids(shape, device):
-    check(make(*shape, mapped=True, device=device), str(shape))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("level", [0, 2])
-def test_half_precision_with_its_many_ties(dtype, level, device):
-    check(make(1, 4, level, 3000, dtype=dtype, device=device), f"{dtype} level {level}")
-
-
-@pytest.mark.parametrize("shape", [(1, 8, 0, 5000), (1, 4, 1, 2100), (1, 4, 2, 300), (1, 16, 1, 20)], ids=str)
-def test_ties_go_to_the_lowest_id(shape, device):
-    check(on_grid(*shape, device), str(shape))
-
-
-def test_strided_rows(device):
-    values = make(1, 2, 1, 300, device=device)
-    wide, odd = torch.randn(2, 700, device=device), torch.randn(2, 701, device=device)
-    check(values | {"logits": wide[:, 50:350]}, "a slice")
-    check(values | {"logits": wide[:, 52:352]}, "a slice that starts at a vector")
-    check(values | {"logits": odd[:, :300]}, "rows that start anywhere")
-
-
-def test_wider_ancestors_buffer(device):
-    """Eight beams: level 8 opens a second word, which the input may have already."""
-    values = make(1, 8, 8, 100, device=device)
-    values["ancestors"] = torch.nn.functional.pad(values["ancestors"], (0, 1))
-    check(values, "two input words")
 
 
 SPECIAL = {
@@ -142,22 +102,6 @@ def test_dead_beams(device):
     check(values, "beams of score -inf and NaN")
 
 
-def test_a_row_does_not_depend_on_its_batch(device):
-    values = make(3, 2, 1, 2100, device=device)
-    whole = eagle_kernels.raw.select_top_k_tokens(**values)
-    alone = {key: value[2:] for key, value in values.items() if key in ("scores", "ancestors")}
-    part = eagle_kernels.raw.select_top_k_tokens(**values | alone | {"logits": values["logits"][4:]})
-    part = part._replace(hidden_rows=part.hidden_rows + 4)
-    for got, want in zip(part, whole):
-        assert torch.equal(got[0], want[2])
-
-
-def test_empty_batch(device):
-    for level in (0, 1):
-        result = eagle_kernels.raw.select_top_k_tokens(**make(0, 4, level, 50, device=device))
-        assert result.scores.shape == (0, 4) and result.ancestors.shape == (0, 4, 1)
-
-
 def test_a_draft_written_into_one_buffer_builds_a_tree(device):
     """Three levels, candidates in slices of one buffer, reranked and linked."""
     batch_size, topk, spec_steps, vocab_size, num_nodes = 2, 3, 3, 60, 12
@@ -192,41 +136,6 @@ def test_a_draft_written_into_one_buffer_builds_a_tree(device):
         assert bin(word).count("1") == node_depth + 1
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_launches_and_nothing_else(level, device):
-    assert_only_launches(PATH, make(2, 4, level, 100, mapped=True, device=device))
-
-
-@pytest.mark.parametrize("level", [0, 1])
-def test_registration(level, device):
-    check_registration("select_top_k_tokens", make(2, 4, level, 100, mapped=True, device=device))
-
-
-@pytest.mark.parametrize(
-    ("level", "change", "message"),
-    [
-        (0, {"topk": 17}, "topk must lie in 1..16, got 17"),
-        (0, {"logits": torch.zeros(2, 3)}, "topk must be at most the draft vocabulary, 3, got 4"),
-        (0, {"scores": torch.zeros(2, 4)}, "scores must not be given at level 0"),
-        (1, {"scores": None}, "scores must be a tensor, got NoneType"),
-        (1, {"logits": torch.zeros(7, 50)}, r"logits must have B \* topk = 8 rows at level 1, got shape \[7, 50\]"),
-        (1, {"ancestors": torch.zeros(2, 4, 2, dtype=torch.int64)}, r"ancestors must have 1..1 words at level 1"),
-        (1, {"draft_to_target": torch.zeros(50)}, "draft_to_target must have dtype int64, got float32"),
-    ],
-)
-def test_bad_input_is_named(level, change, message, device):
-    values = make(2, 4, level, 50) | change
-    values = to_device(values, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.select_top_k_tokens: .*" + message):
-        eagle_kernels.raw.select_top_k_tokens(**values)
-
-
-def test_strided_columns_are_refused(device):
-    values = make(2, 4, 1, 50, device=device)
-    with pytest.raises(ValueError, match="logits must be contiguous in its last 1 axes"):
-        eagle_kernels.raw.select_top_k_tokens(**values | {"logits": torch.zeros(8, 100, device=device)[:, ::2]})
-
-
 def test_bad_out_is_named(device):
     values = make(2, 4, 1, 50, device=device)
     out = eagle_kernels.raw.select_top_k_tokens(**values)
@@ -236,34 +145,3 @@ def test_bad_out_is_named(device):
     with pytest.raises(ValueError, match=r"out.tokens must be contiguous, got shape \[2, 4\]"):
         strided = torch.empty(2, 8, dtype=torch.int64, device=device)[:, :4]
         eagle_kernels.raw.select_top_k_tokens(**values, out=out._replace(tokens=strided))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", [0, 3])
-def test_graph_replay_with_dead_rows(level, device):
-    values = make(8, 8, level, 32000, dtype=torch.bfloat16, mapped=True, device=device)
-    out = eagle_kernels.raw.select_top_k_tokens(**values)
-    replay = make(8, 8, level, 32000, dtype=torch.bfloat16, mapped=True, device=device)
-    replay["logits"][3:].fill_(float("nan"))
-
-    def change():
-        for key, value in replay.items():
-            if isinstance(value, torch.Tensor):
-                values[key].copy_(value)
-
-    replay_in_graph(lambda: eagle_kernels.raw.select_top_k_tokens(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.raw.select_top_k_tokens(**replay)):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("topk", [1, 2, 3, 4, 8, 10, 16])
-@pytest.mark.parametrize("level", [0, 1, 4, 8])
-@pytest.mark.parametrize("vocab_size", [16, 2048, 2049, 32000, 128256])
-def test_full_cross(topk, level, vocab_size, device):
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        # ties are exact on the grid, and a whole apart otherwise
-        values = on_grid(3, topk, level, vocab_size, device)
-        values["logits"] = values["logits"].to(dtype)
-        check(values, f"{topk} {level} {vocab_size} {dtype}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import check_operation, to_device
 from op_tests.harness.trees import random_drafts
 from op_tests.ops.tree.masks import MODES, in_layout, links_from, random_parents, visible_from
 
@@ -35,6 +33,13 @@ def size_sweep():
         yield make(batch_size, 8, mode="full_mask")
 
 
+def wrong_calls():
+    yield (
+        make(2, 8, mode="qlen_only") | {"tree_mask": torch.zeros(192).bool()},
+        r"hold 8 rows for each of 2 requests, got shape \[192\]",
+    )
+
+
 @pytest.mark.parametrize("num_nodes", SIZES)
 def test_sound_trees(num_nodes, device):
     parents = random_parents(2, num_nodes)
@@ -42,21 +47,6 @@ def test_sound_trees(num_nodes, device):
     result, _ = check_operation(PATH, values, case=f"N = {num_nodes}")
     for got, want in zip(result[2:], links_from(parents)):
         assert torch.equal(got.cpu(), want)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("num_nodes", [1, 8, 13, 32, 65])
-def test_any_bits_in_any_layout(num_nodes, mode, device):
-    """Ancestor sets that no tree has, and bits on and right of the diagonal, which do not count."""
-    if mode == "qlen_only_bitpacking" and num_nodes > 32:
-        return
-    visible = torch.rand(3, num_nodes, num_nodes) < torch.tensor([0.05, 0.3, 0.9])[:, None, None]
-    values = make(3, num_nodes, mode=mode, visible=visible, device=device)
-    result, _ = check_operation(PATH, values, case=f"N = {num_nodes} {mode}")
-    left = make(3, num_nodes, mode=mode, visible=visible.tril(-1), device=device) | {"seq_lens": values["seq_lens"]}
-    if mode != "full_mask":  # its layout depends on the lengths
-        for got, want in zip(result, eagle_kernels.raw.tree_from_mask(**left)):
-            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 8, 64])
@@ -96,91 +86,7 @@ def test_cells_may_be_bytes(mode, device):
         assert torch.equal(got, want)
 
 
-def test_bit_packed_words_may_be_wider_than_needed(device):
-    values = make(2, 7, mode="qlen_only_bitpacking", device=device)
-    values["tree_mask"] = values["tree_mask"].to(torch.uint32)
-    check_operation(PATH, values, case="uint32")
-
-
-@pytest.mark.parametrize("size", [0, 1, 40, 150, 400])
-def test_a_full_mask_that_does_not_fit_its_lengths_is_read_in_bounds(size, device):
-    values = make(2, 8, mode="full_mask", device=device) | {"seq_lens": torch.tensor([5, 6], device=device)}
-    around = torch.ones(size + 512, dtype=torch.bool, device=device)
-    values["tree_mask"] = around[256 : 256 + size]
-    values["tree_mask"].random_(0, 2)
-    check_operation(PATH, values, case=f"{size} cells")
-
-
 @pytest.mark.parametrize("seq_lens", [[-40, 10], [10, -3], [2**40, 0]])
 def test_impossible_lengths_are_read_in_bounds(seq_lens, device):
     values = make(2, 8, mode="full_mask", device=device) | {"seq_lens": torch.tensor(seq_lens, device=device)}
     check_operation(PATH, values, case=str(seq_lens))
-
-
-def test_empty_batch(device):
-    for mode in MODES:
-        result = eagle_kernels.tree_from_mask(**make(0, 8, mode=mode, device=device))
-        assert result.positions.shape == (0,) and result.retrieve_index.shape == (0, 8)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_launches_and_registration(mode, device):
-    values = make(2, 8, mode=mode, device=device)
-    assert_only_launches(PATH, values)
-    check_registration("tree_from_mask", values)
-
-
-WRONG = torch.zeros(2, 9, 1, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("mode", "change", "message"),
-    [
-        ("packed", {"num_verify_tokens": 257}, "num_verify_tokens must lie in 1..256, got 257"),
-        ("packed", {"tree_mask_mode": "dense"}, "tree_mask_mode must be one of 'packed'"),
-        ("packed", {"tree_mask": WRONG}, r"tree_mask must hold 8 rows for each of 2 requests, got shape \[2, 9, 1\]"),
-        ("packed", {"tree_mask": torch.zeros(2, 8, 2, dtype=torch.int64)}, r"tree_mask must have shape \[B, Nq, 1\]"),
-        ("packed", {"tree_mask": WRONG.int()}, "tree_mask must have dtype int64, got int32"),
-        ("qlen_only", {"tree_mask": WRONG[:, 0, 0] > 0}, "tree_mask must hold 8 x 8 cells per request, got 2 cells"),
-        ("qlen_only", {"tree_mask": torch.zeros(192).bool()}, r"hold 8 rows for each of 2 requests, got shape \[192\]"),
-        ("qlen_only", {"tree_mask": torch.zeros(3, 8, 8).bool()}, "tree_mask must have B = 2 in axis 0"),
-        ("qlen_only", {"tree_mask": torch.zeros(2, 8, 8)}, "tree_mask must have dtype bool or uint8, got float32"),
-        ("qlen_only", {"tree_mask": torch.zeros(2, 8, 16).bool()[..., ::2]}, "tree_mask must be contiguous"),
-        ("full_mask", {"tree_mask": torch.zeros(2, 8).bool()}, r"tree_mask must have shape \[\*\], got \[2, 8\]"),
-        ("qlen_only_bitpacking", {"num_verify_tokens": 9, "tree_mask": torch.zeros(2, 9, dtype=torch.uint8)},
-         "tree_mask must have words of at least 9 bits, one per node, got uint8"),
-        ("packed", {"seq_lens": torch.zeros(2)}, "seq_lens must have dtype int32 or int64, got float32"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named(mode, change, message, device):
-    values = to_device(make(2, 8, mode=mode) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.tree_from_mask: .*" + message):
-        eagle_kernels.raw.tree_from_mask(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 33, device=device)
-    out = eagle_kernels.raw.tree_from_mask(**values)
-    replay = make(8, 33, device=device)
-    replay["tree_mask"][3:].zero_()
-    replay["seq_lens"][3:].zero_()
-
-    def change():
-        for name in ("tree_mask", "seq_lens"):
-            values[name].copy_(replay[name])
-
-    replay_in_graph(lambda: eagle_kernels.raw.tree_from_mask(**values, out=out), change=change)
-    for got, want in zip(out, eagle_kernels.reference.ops.tree.tree_from_mask.tree_from_mask(**replay)):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize(("num_nodes", "mode"), list(itertools.product(SIZES, MODES)))
-def test_full_cross(num_nodes, mode, device):
-    if mode != "qlen_only_bitpacking" or num_nodes <= 32:
-        visible = torch.rand(9, num_nodes, num_nodes) < torch.rand(9, 1, 1)
-        for dtype in (torch.int32, torch.int64):
-            check_operation(PATH, make(9, num_nodes, mode=mode, dtype=dtype, visible=visible, device=device))
-            check_operation(PATH, make(9, num_nodes, mode=mode, dtype=dtype, device=device))

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
+from op_tests.harness import check_operation, to_device
 
 PATH = "verify.pack_verify_rows"
 # (batch, nodes)
@@ -101,31 +94,6 @@ def test_rows_past_the_room_are_cut_off_the_end(max_rows, device):
     assert output.num_rows.item() == max_rows and output.overflow.item() == (0 if max_rows == 10 else 10)
 
 
-def test_a_long_tail(device):
-    """More tail than all programs reach in one pass."""
-    check_operation(PATH, make(2, 3, slack=700, device=device), case="long")
-
-
-def test_slices_of_wider_state(device):
-    """A server keeps more columns than a step verifies."""
-    values = make(4, 6, with_positions=True, device=device)
-    for name in ("draft_tokens", "positions"):
-        wide = torch.full((4, 11), 99, dtype=torch.int32, device=device)
-        wide[:, :6] = values[name]
-        values[name] = wide[:, :6]
-    check_operation(PATH, values, case="strided")
-
-
-def test_malformed_requests_stay_in_bounds(device):
-    """Counts below 0 and past N, tokens and positions below 0, and numbers at the ends of their types."""
-    values = make(6, 4, slack=9, dtype=torch.int64, device=device)
-    values["num_tokens"].copy_(torch.tensor([-3, 2**62, 5, -(2**63), 4, 1]))
-    values["seq_lens"].copy_(torch.tensor([0, -9, -2, 5, 2**31, 2**62]))
-    values["max_rows"] = 16
-    output, _ = check_operation(PATH, values, case="malformed")
-    assert output.num_rows.item() == 13 and output.input_ids.min() >= 0 and output.positions.min() >= 0
-
-
 def test_requests_without_rows_leave_the_others_alone(device):
     values = make(5, 4, device=device)
     values["num_tokens"].copy_(torch.tensor([2, 4, 1, 3, 4]))
@@ -135,39 +103,6 @@ def test_requests_without_rows_leave_the_others_alone(device):
     output, _ = check_operation(PATH, values, case="dead")
     assert torch.equal(output.input_ids[:6], before.input_ids[:6])
     assert torch.equal(output.input_ids[6:10], before.input_ids[10:]) and (output.row_to_batch[10:] == -1).all()
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0)], ids=str)
-def test_empty(shape, device):
-    output, _ = check_operation(PATH, make(*shape, device=device), case="empty")
-    assert output.num_rows.item() == 0 and output.cu_seqlens.tolist() == [0] * (shape[0] + 1)
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(3, 4, device=device))
-
-
-@pytest.mark.parametrize("with_positions", [False, True], ids=["chain", "positions"])
-def test_registration(with_positions, device):
-    check_registration("pack_verify_rows", make(3, 4, with_positions=with_positions, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seq_lens": None}, "at least one of positions and seq_lens must be given, got none of them"),
-        ({"max_rows": -1}, "max_rows must lie in 0..2147483647, got -1"),
-        ({"max_rows": None}, "max_rows must be an int, got NoneType"),
-        ({"num_tokens": torch.zeros(2).int()}, "num_tokens must have B = 3"),
-        ({"draft_tokens": torch.zeros(3, 4)}, "draft_tokens must have dtype int32 or int64, got float32"),
-        ({"draft_tokens": torch.zeros(4, 3).int().t()}, "draft_tokens must be contiguous in its last 1 axes"),
-        ({"positions": torch.zeros(3, 5).int()}, "positions must have N = 4 in axis 1"),
-    ],
-)
-def test_bad_input_is_named(change, message, device):
-    values = to_device(make(3, 4) | change, device)
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.pack_verify_rows: " + message):
-        eagle_kernels.raw.pack_verify_rows(**values)
 
 
 @pytest.mark.parametrize(
@@ -184,15 +119,3 @@ def test_debug_mode_refuses_what_would_be_cut(num_tokens, message, monkeypatch):
     monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
     with pytest.raises(ValueError, match=message):
         eagle_kernels.pack_verify_rows(**values)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 16, device=device)
-    out = eagle_kernels.raw.pack_verify_rows(**values)
-    replay_in_graph(
-        lambda: eagle_kernels.raw.pack_verify_rows(**values, out=out), change=lambda: values["num_tokens"][3:].fill_(0)
-    )
-    expected = eagle_kernels.reference.ops.verify.pack_verify_rows.pack_verify_rows(**values)
-    for field, got, want in zip(out._fields, out, expected):
-        assert_equal("pack_verify_rows", "replay", field, got, want)

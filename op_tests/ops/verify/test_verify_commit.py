@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph
+from op_tests.harness import check_operation
 
 PATH = "verify.verify_commit"
 SHAPES = [(1, 1, 1), (3, 4, 5), (5, 6, 64), (2, 9, 60), (4, 71, 71)]
@@ -67,22 +67,6 @@ def test_a_path_in_words(device):
     assert output.last_row.tolist() == [2, 3, 6, 9]
 
 
-@pytest.mark.parametrize("mask", [torch.bool, torch.int32, torch.int64], ids=str)
-def test_masks_of_any_integer_type(mask, device):
-    values = make(6, 4, 8, with_live=True, device=device)
-    check_operation(PATH, values | {"is_live": values["is_live"].to(mask)}, case=str(mask))
-
-
-def test_malformed_paths_stay_in_bounds(device):
-    values = make(6, 4, 8, device=device)
-    values["accept_token_num"] = torch.tensor([-5, 4, 2**30, -(2**31), 3, 3], dtype=torch.int32, device=device)
-    values["accept_index"][4] = torch.tensor([2**31 - 1, 0, -7, 39])
-    values["accept_index"][5] = torch.tensor([40, 48, 47, 39])
-    output, _ = check_operation(PATH, values, case="malformed")
-    assert output.tokens[4, :3].tolist() == [-1, -1, -1] and output.tokens[4, 3] >= 0
-    assert ((output.hidden_rows >= 0) & (output.hidden_rows < 48)).all()
-
-
 def test_follows_a_verification(device):
     """What a chain of three nodes emits: both drafts, then the bonus."""
     node = torch.arange(3, device=device)[None]
@@ -92,43 +76,3 @@ def test_follows_a_verification(device):
     )
     output = eagle_kernels.raw.verify_commit(*verdict, torch.tensor([5], device=device))
     assert output.tokens.tolist() == [[11, 12, 13]] and output.bonus_tokens.tolist() == [13]
-
-
-def test_empty_batch(device):
-    output, _ = check_operation(PATH, make(0, 4, 8, device=device), case="empty")
-    assert output.tokens.shape == (0, 4)
-
-
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(2, 4, 8, device=device))
-
-
-def test_registration(device):
-    check_registration("verify_commit", make(3, 4, 8, with_live=True, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"predicts": torch.zeros(17, dtype=torch.int32)}, r"predicts must hold N tokens for each of B = 2 requests"),
-        ({"accept_index": torch.zeros(2, 0, dtype=torch.int32)}, "accept_index must have a column for the root"),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, "seq_lens must have B = 2 in axis 0"),
-        ({"is_live": torch.zeros(2)}, "is_live must have dtype"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises((ValueError, TypeError), match="eagle_kernels.verify_commit: " + message):
-        eagle_kernels.raw.verify_commit(**{**make(2, 4, 8), **change})
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
-    values = make(8, 4, 16, device=device)
-    out = eagle_kernels.raw.verify_commit(**values)
-    live = [tensor.clone() for tensor in out]
-    replay_in_graph(
-        lambda: eagle_kernels.raw.verify_commit(**values, out=out), change=lambda: values["accept_index"][3:].fill_(-1)
-    )
-    for name, tensor, before in zip(out._fields, out, live):
-        assert torch.equal(tensor[:3], before[:3]), name
-    assert torch.equal(out.new_seq_lens[3:], values["seq_lens"][3:]) and (out.bonus_tokens[3:] == -1).all()

@@ -7,17 +7,9 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_greedy as op
-from eagle_kernels.reference.ops.verify import verify_tree_greedy as reference
 from eagle_kernels.runtime import launch
-from op_tests.harness import (
-    assert_equal,
-    assert_only_launches,
-    check_operation,
-    check_registration,
-    replay_in_graph,
-    to_device,
-)
-from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
+from op_tests.harness import assert_only_launches, check_operation
+from op_tests.ops.verify.cases import follow_tree, make_tree
 
 SHAPES = [(1, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 64), (1, 8, 5, 256)]
 PATH = "verify.verify_tree_greedy"
@@ -121,20 +113,6 @@ def test_the_arrangement_follows_from_shapes():
     assert list(kernels.values()) == [all_rows] * 3 + [by_level] * 2
 
 
-def test_int32_inputs(device):
-    check_operation(PATH, make(3, 4, 3, 8, dtype=torch.int32, device=device), case="int32")
-
-
-def test_row_strided_logits_and_slice_borders(arrangement, device):
-    """A slice of wider rows; more tokens than one slice, with equal maxima on both sides of a border."""
-    values = make(2, 2, 2, 4, source=torch.float32, vocab_size=700, device=device)
-    wide = torch.full((8, 801), 100.0, device=device)
-    wide[:, :700] = values["target_logits"]
-    wide[:, 255:258] = 50.0
-    output, _ = check_operation(PATH, {**values, "target_logits": wide[:, :700]}, case="strided")
-    assert output.predicts.view(2, 4)[:, 0].tolist() == [255, 255]
-
-
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_all_equal_logits_take_the_lowest_id(zero, arrangement, device):
     values = make(2, 2, 2, 4, source=torch.float32, vocab_size=600, device=device)
@@ -143,84 +121,6 @@ def test_all_equal_logits_take_the_lowest_id(zero, arrangement, device):
     values["target_logits"][:, ::3] = -zero
     output, _ = check_operation(PATH, values, case="flat")
     assert set(output.predicts.tolist()) <= {0, -1}
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_special_logits_stay_in_their_row(bad, arrangement, device):
-    values = make(3, 2, 2, 4, source=torch.float32, vocab_size=300, device=device)
-    clean = eagle_kernels.raw.verify_tree_greedy(**values)
-    values["target_logits"][4:8] = bad
-    output, _ = check_operation(PATH, values, case=f"nothing but {bad}")
-    assert output.predicts[4] == 0
-    values["target_logits"][4, 270] = 0.0
-    output, _ = check_operation(PATH, values, case=str(bad))
-    assert output.predicts[4] == (0 if bad == float("inf") else 270)
-    for row in (0, 2):
-        assert torch.equal(output.accept_index[row], clean.accept_index[row])
-
-
-@pytest.mark.parametrize("source", ["ids", torch.float32])
-def test_unvisited_predicts_can_be_kept(source, arrangement, device):
-    """As SGLang's kernel does; for all rows of a dead request too."""
-    values = make(3, 4, 3, 8, source=source, device=device)
-    values["retrieve_index"][1] = -1
-    plain = eagle_kernels.raw.verify_tree_greedy(**values)
-    before = torch.arange(1000, 1024, dtype=torch.int32, device=device)
-    expected = torch.where(plain.predicts < 0, before, plain.predicts)
-    for run in (eagle_kernels.raw.verify_tree_greedy, reference.verify_tree_greedy):
-        out = plain._replace(predicts=before.clone())
-        result = run(**values, keep_unvisited=True, out=out)
-        assert_equal(PATH, "keep_unvisited", "predicts", result.predicts, expected)
-        assert_equal(PATH, "keep_unvisited", "accept_index", result.accept_index, plain.accept_index)
-    with pytest.raises(ValueError, match="keep_unvisited must come with out"):
-        eagle_kernels.verify_tree_greedy(**values, keep_unvisited=True)
-
-
-def test_dead_rows_from_logits(arrangement, device):
-    values = make(3, 2, 2, 4, source=torch.float32, device=device)
-    clean = eagle_kernels.raw.verify_tree_greedy(**values)
-    for name in ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"):
-        values[name][1] = -1
-    output, _ = check_operation(PATH, values, case="dead")
-    assert (output.accept_index[1] == -1).all() and output.accept_token_num[1] == 0
-    assert torch.equal(output.predicts.view(3, 4)[::2], clean.predicts.view(3, 4)[::2])
-
-
-def test_empty_batch(arrangement, device):
-    logits = torch.empty(0, 97, device=device)
-    node = torch.empty(0, 8, dtype=torch.int64, device=device)
-    output = eagle_kernels.raw.verify_tree_greedy(node, node, node, node, target_logits=logits, spec_steps=3)
-    assert output.accept_index.shape == (0, 4)
-
-
-@pytest.mark.parametrize("fault", MALFORMED)
-@pytest.mark.parametrize("source", ["ids", "level by level"])
-def test_malformed_trees_end_and_accept_nothing_bad(fault, source, monkeypatch, device):
-    """All rows and ids share their walk."""
-    without_plans(monkeypatch)
-    monkeypatch.setattr(op, "scans_all_rows", lambda *sizes: False)
-    values = make(3, 4, 3, 8, source="ids" if source == "ids" else torch.float32)
-    MALFORMED[fault]({key: values[key] for key in list(values)[:4]})
-    values = to_device(values, device)
-    output, _ = check_operation(PATH, values, case=fault)
-    if fault in ("tokens of -1", "out-of-vocabulary tokens", "dead rows", "backward links", "links past the tree"):
-        assert output.accept_token_num.sum() == 0
-
-
-def test_random_links_and_few_tokens(device):
-    """Lists that join, skip and end anywhere, nodes of other requests: everything agrees with the reference."""
-    names = ("retrieve_next_token", "retrieve_next_sibling")
-    for seed in range(3):
-        torch.manual_seed(seed)
-        values = make(6, 8, 5, 33)
-        values["candidates"] %= 3
-        values["target_predict"] %= 3
-        for name in names:
-            values[name] = torch.where(torch.rand(6, 33) < 0.5, torch.randint(-2, 40, (6, 33)), values[name])
-        values["retrieve_index"] += (torch.rand(6, 33) < 0.03) * torch.randint(-40, 40, (6, 33))
-        for any_order in (False, True):
-            values["any_order"] = any_order
-            check_operation(PATH, to_device(values, device), case=f"seed {seed} {any_order}")
 
 
 def test_a_target_of_minus_one_matches_nothing(device):
@@ -253,53 +153,13 @@ def test_front_door_is_greedy_without_sampling_parameters(device):
     assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
-def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(2, 4, 3, 8, device=device))
-    assert_only_launches(PATH, make(2, 4, 3, 8, source=torch.float32, device=device), launches=2)
-
-
 def test_levels_launch_and_nothing_else(monkeypatch, device):
     without_plans(monkeypatch)
     monkeypatch.setattr(op, "scans_all_rows", lambda *sizes: False)
     assert_only_launches(PATH, make(2, 4, 3, 8, source=torch.float32, device=device), launches=5)
 
 
-def test_registration(device):
-    check_registration("verify_tree_greedy", make(2, 4, 3, 8, device=device))
-    check_registration("verify_tree_greedy", make(2, 4, 3, 8, source=torch.float32, device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"target_predict": None}, "exactly one of target_predict and target_logits must be given, got none of them"),
-        ({"target_predict": None, "target_logits": torch.zeros(16, 0)}, "target_logits must have at least one token"),
-        ({"spec_steps": -1}, "spec_steps must lie in 0..1024, got -1"),
-        ({"any_order": True, "accept_policy": "reject_all"}, "any_order must come with target_predict and accept_pol"),
-        ({"retrieve_index": torch.zeros(2, 7, dtype=torch.int64)}, r"retrieve_index must have N = 8 in axis 1"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises(ValueError, match="eagle_kernels.verify_tree_greedy: " + message):
-        eagle_kernels.raw.verify_tree_greedy(**{**make(2, 4, 3, 8), **change})
-
-
 def test_a_tree_larger_than_any_is_refused():
     node = torch.zeros(1, 1025, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"candidates must hold the root and at most 1024 nodes, got \[1, 1025\]"):
         eagle_kernels.raw.verify_tree_greedy(node, node, node, node, node, spec_steps=3)
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_dead_rows(arrangement, device):
-    values = make(8, 4, 3, 16, source=torch.bfloat16, device=device)
-    out = eagle_kernels.raw.verify_tree_greedy(**values)
-    live = [tensor.clone() for tensor in out]
-
-    def kill_rows():
-        for key in ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "candidates"):
-            values[key][3:] = -1
-
-    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_greedy(**values, out=out), change=kill_rows)
-    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
-    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

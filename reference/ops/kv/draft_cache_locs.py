@@ -50,7 +50,9 @@ def draft_cache_locs(
 
     bounds, sources, overflow = packed(counts, capacity, lambda index, count: read(index, count, 0))
     _, targets, _ = packed(counts, capacity, lambda index, count: read(index, count, 1))
-    copy_indptr = bounds[:: topk - 1] if copies else torch.zeros(len(rows) + 1, dtype=torch.int32, device=device)
+    copy_indptr = (
+        bounds[:: topk - 1].contiguous() if copies else torch.zeros(len(rows) + 1, dtype=torch.int32, device=device)
+    )
     locs = torch.tensor(cache_locs, dtype=torch.int64, device=device).view(len(rows) * topk, num_steps)
     return Output(
         locs.t().contiguous() if is_step_major else locs,

@@ -34,7 +34,7 @@ def select_top_k_tokens(
     logits = torch.nan_to_num(logits.float(), nan=-infinity, posinf=torch.finfo(torch.float32).max, neginf=-infinity)
     log_probs = torch.log_softmax(logits, dim=-1)
     # logits of one row order as its log-probabilities, of which rounding makes more equal
-    token_ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :topk]
+    token_ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
     candidate_scores = log_probs.gather(1, token_ids).view(batch_size, num_beams, topk)
     if level > 0:
         candidate_scores = candidate_scores + scores[:, :, None]

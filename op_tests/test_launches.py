@@ -1,0 +1,42 @@
+"""A launcher checks, allocates and launches: as often as its docstring says, and it calls no other torch operator."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from .harness import assert_only_launches, assume_multiprocessors, to_device
+from .harness.ahead_of_time import PATHS
+from .harness.cases import cases_of, module_of_op
+
+# launches of each case in turn, where the docstring names several numbers
+NUMBERS = {
+    "attention.gqa_decode": [1] * 14 + [2] * 3,
+    "attention.tree_attention": [2] * 7 + [1] + [2] * 4 + [1] + [2] * 7,
+    "draft.ngram_match": [2, 2, 2, 3, 3],
+    "rejection.verify_chain": [4, 5, 5, 6, 5, 4, 4, 4],
+    "rejection.verify_tree_rejection": [1, 1, 2, 2, 9, 5, 20, 1],
+    "rejection.verify_tree_traversal": [2, 3, 3, 1, 10, 6, 2],
+    "sampling.verify_tree_sampled": [3, 3, 3, 3, 7, 12, 12, 12],
+    "verify.verify_tree_greedy": [1, 1, *[2, 7] * 6, 1, 2],
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("path", PATHS)
+def test_launches_and_nothing_else(path, device, monkeypatch):
+    assume_multiprocessors(monkeypatch, 132)
+    cases = list(cases_of(path))
+    said = re.search(r"^Launches\n\s+(\d+)", module_of_op(path).__doc__, re.MULTILINE)
+    numbers = NUMBERS[path] if path in NUMBERS else [int(said[1])] * len(cases)
+    for values, launches in zip(cases, numbers, strict=True):
+        assert_only_launches(path, values if device.type == "cpu" else to_device(values, device), launches)
+    assert path in NUMBERS or said
+
+
+def test_one_node_takes_no_launch(device):
+    values = {name: torch.zeros(2, 40, device=device) for name in ("candidate_scores", "candidate_tokens")}
+    values["candidate_tokens"] = values["candidate_tokens"].long()
+    assert_only_launches("tree.organize_draft_results", values | {"num_verify_tokens": 1}, launches=0)
