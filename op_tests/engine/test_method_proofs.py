@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.protocol import KVShape, TargetOutput
 from eagle_kernels.engine.requests.sampling_params import SAMPLING_FIELDS
 from eagle_kernels.engine.step.verification import TargetMatch, links_of
@@ -41,23 +41,6 @@ def test_text_is_plain_text_by_every_exact_strategy(name, strategy, device):
     assert {token < SIZES["walk"] for tokens in plain for token in tokens} == {True, False}
     # kept and dropped are both there, or the case proves little
     assert stats.drafted == 0 if name == "naive" else 0 < stats.accepted < stats.drafted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
-def test_drafts_that_come_back_when_the_batch_is_small(name, device):
-    """Behind steps without drafts, whose tokens the drafter has to learn of as well."""
-    tree = [METHODS[name].get(field) for field in ("topk", "num_steps", "num_draft_tokens")]
-    tree[2] = tree[2] or (tree[0] and 1 + tree[0] * tree[1])
-    table = {} if name == "naive" else {"adaptive": ((2, tuple(tree)), (4, None))}
-    lengths = [10, 14, 18, 34]
-    engine, plain = engine_of(name, device, max_batch=4, **table), plain_of(device)
-    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=n)) for prompt, n in zip(PROMPTS, lengths)]
-    engine.collect()
-    want = plain.generate(PROMPTS[:4], lengths[-1]).output_ids
-    assert [request.output_ids for request in requests] == [text[:n] for text, n in zip(want, lengths)]
-    assert all(request.drafted == 0 for request in requests[: len(PROMPTS) if name == "naive" else 2])
-    assert name == "naive" or sum(requests[3].accepted[-8:]) > 4
 
 
 # who takes one draft takes two; by a coin of its own for each depth half of them would not
@@ -154,23 +137,6 @@ def test_a_simulated_length_is_that_of_the_whole_tree(name, device):
         (text, stats), (wanted, of_policy) = (engine.generate(PROMPTS, 12) for engine in engines)
         assert stats.accepted == of_policy.accepted
         assert policy == "reject_all" or text == wanted  # which keeps the target's own text
-
-
-LAST = SIZES["vocab_size"] - 1
-SHORT = [[LAST], [0], [LAST] * 3, [3, 3], [5, 1, 2], [1, 2, 1, 2], [0, LAST, 0]]
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("name", METHODS)
-def test_prompts_with_next_to_nothing_to_look_up(name, device):
-    """One token, fewer than an n-gram has, and such as have occurred once; side by side, and alone."""
-    others = {"max_ngram_size": 4, "min_ngram_size": 3} if "ngram" in name else {}
-    engine, plain = engine_of(name, device, prefill_chunk=1, **others), plain_of(device)
-    for count in (1, 2, 12):
-        want = plain.generate(SHORT, count).output_ids
-        assert engine.generate(SHORT, count).output_ids == want
-    for prompt, tokens in zip(SHORT[:3], want):
-        assert engine.generate(prompt, 12, prefill_chunk=2048).output_ids == tokens
 
 
 class Counter:
