@@ -1,4 +1,4 @@
-"""Acceptance to order in the engine: counts follow the policy, the real acceptance of the draft does not matter."""
+"""Acceptance to order at the edges of a tree and of a text; test_method_proofs.py holds every policy to its promise."""
 
 from __future__ import annotations
 
@@ -9,23 +9,10 @@ import pytest
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from op_tests.engine.toys import DEVICE, ToyModel
 
-PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [4]]
-
 
 @pytest.fixture(scope="module")
 def target():
     return ToyModel(device=DEVICE)
-
-
-@pytest.fixture(scope="module", params=["itself", "a stranger"])
-def draft(request, target):
-    """One whose drafts are all accepted, and one whose are not."""
-    return target if request.param == "itself" else ToyModel(seed=1, device=target.device)
-
-
-def generate(draft, target, *, max_new_tokens=13, prompts=PROMPTS, topk=1, seeds=7, **policy):
-    engine = EAGLEInference(draft, target, EAGLEConfig(topk=topk, num_steps=3, **policy))
-    return engine.generate(prompts, max_new_tokens, seeds=seeds)
 
 
 def test_no_step_accepts_more_than_it_drafts(target):

@@ -1,4 +1,4 @@
-"""The embedded pair: text equals plain decoding, acceptance stays where it was measured, and every silent fault shows.
+"""The embedded pair: its texts stay what they are, and so does acceptance, which every silent fault lowers.
 
 Faults of the draft path leave the text correct and only cost acceptance (a few per cent up to most of it), so each is
 planted here and must leave the band around the measured length.

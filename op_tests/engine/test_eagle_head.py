@@ -1,4 +1,4 @@
-"""`EagleHead` against the published formula written out with matrices, its configuration, and the checks of `bind`."""
+"""`EagleHead`: its names, its configuration, and the checks of `bind`; test_head_formats.py has the formula."""
 
 from __future__ import annotations
 

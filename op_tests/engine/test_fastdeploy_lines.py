@@ -17,6 +17,7 @@ from eagle_kernels.engine.serve import session
 from eagle_kernels.tools.cli.main import main
 from op_tests.engine.engines import write_with_modules
 
+PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1], [9, 9, 9, 9], [2, 6]]
 # as they stand there; a shell puts folders in the place of the variables
 LINES = {
     "greedy": '{"method": "mtp", "verify_strategy": "greedy", "num_speculative_tokens": 1, '
@@ -31,6 +32,11 @@ LINES = {
     '"suffix_decoding_min_token_prob": 0.1}',
     "naive": '{"method": "naive", "num_speculative_tokens": 1}',
 }
+# what each of them means: method, the most drafts of a step, those of the model
+MEANT = {
+    "greedy": ("mtp", 1, None), "accept all": ("mtp", 1, None), "mtp": ("mtp", 1, None), "hybrid": ("hybrid", 5, 2),
+    "ngram": ("ngram", 1, None), "suffix": ("suffix", 4, None), "naive": ("naive", 0, None),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,24 @@ def fields_of(name: str, folder) -> dict:
     """A line's fields, once a shell has read it."""
     line = re.sub(r"\$\{path_to_mtp_model\}|'\$model_path'/mtp", str(folder), LINES[name])
     return json.loads(line)
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("name", LINES)
+def test_lines_run_as_they_stand(name, folder, device):
+    """Text is plain decoding's, but where all drafts are accepted."""
+    engine = EAGLEInference.from_pretrained(None, folder, fields_of(name, folder), device=device)
+    method, most, levels = MEANT[name]
+    config = engine.config
+    assert (config.method, config.num_model_steps) == (method, levels) and (engine.draft is None) == (
+        levels is None and method != "mtp"
+    )
+    text, stats = engine.generate(PROMPTS, 24, seeds=1)
+    plain, _ = engine.generate(PROMPTS, 24, seeds=1, speculative=False)
+    assert (stats.num_steps, stats.num_draft_tokens) == (most, most + 1)
+    assert (text == plain) == (name != "accept all")
+    if name == "accept all":
+        assert stats.mean_accept_length == 2
 
 
 class Letters:

@@ -1,4 +1,4 @@
-"""The engine on toy and random models: text equals plain decoding, exact stops, statistics, streaming, bad input."""
+"""What a call of the engine tells: statistics, times, and one clear line for models and arguments that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading heads: layer ids of both conventions, what is refused and how, and heads at work in the engine."""
+"""Loading heads: layer ids of both conventions, what is refused and how, and what a head says of itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods of drafting: whoever drafts, the text is the target's, and drafts are as good as they can be."""
+"""Methods of drafting: drafts are as good as they can be, and what a method cannot do is told."""
 
 from __future__ import annotations
 

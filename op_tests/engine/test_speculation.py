@@ -1,4 +1,4 @@
-"""How many drafts a step makes: the text does not notice, and plain decoding is never lost from sight."""
+"""How many drafts a step makes: what is fastest is found soon, and limits hold to one request."""
 
 from __future__ import annotations
 

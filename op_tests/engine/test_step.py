@@ -16,6 +16,15 @@ from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.toys import ToyModel, random_llama, random_modules
 
 
+def test_a_chain_longer_than_a_mask_word(device):
+    """The target as its own draft: all 70 drafts of a step are accepted, so 71 rows are reread causally."""
+    toy = ToyModel(max_length=256, device=device)
+    engine = EAGLEInference(toy, toy, EAGLEConfig(topk=1, num_steps=70, num_draft_tokens=71))
+    text, stats = engine.generate([1, 2, 3], 1 + 2 * 71)
+    assert text == engine.generate([1, 2, 3], 1 + 2 * 71, speculative=False)[0]
+    assert stats.steps == 2 and stats.mean_accept_length == 71
+
+
 def test_draft_slots_have_the_positions_of_the_rows_that_wrote_them(monkeypatch, device):
     """A window on a draft's levels reads them: own slots as the rows say, earlier ones as they were."""
     levels = [torch.empty(2, 0, dtype=torch.int64, device=device)]

@@ -1,4 +1,4 @@
-"""Round trips, streaming, and the choice of tokenizer by folder."""
+"""Pieces of text as tokens come, the ids that a tokenizer has, and the choice of tokenizer by folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies of verification: the lossless ones keep the target's text or its law, the lossy ones are what they say."""
+"""Strategies of verification: lossless ones keep the target's law in whole texts, and what they cannot do is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SuffixCache against the definition, exactly, on random work; worked examples, eviction, memory and bad arguments."""
+"""SuffixCache against the definition, exactly, on random work; what it forgets, long prompts, and bad arguments."""
 
 from __future__ import annotations
 
@@ -58,10 +58,12 @@ def compare(seed, num_actions, note_draft=lambda draft: None):
 
 @pytest.mark.parametrize("part", range(10))
 def test_equals_the_definition(part, monkeypatch):
-    """Every second time the bounds of all candidates are tightened, and not of many alone."""
+    """At times all bounds are tightened, not those of many candidates alone, and all next tokens but one are ranked."""
     drafts = []
     if part % 2:
         monkeypatch.setattr(suffix_drafts, "FEW", 0)
+    if part % 3:
+        monkeypatch.setattr(suffix_automaton, "MANY_TOKENS", 1)
     for seed in range(40 * part, 40 * part + 40):
         compare(seed, 40, drafts.append)
     assert sum(draft.score > 1 for draft in drafts) > 20

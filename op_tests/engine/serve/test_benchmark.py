@@ -1,4 +1,4 @@
-"""The engine's own benchmark and the latencies that it reports."""
+"""The engine's own benchmark: what its figures say, and how it shows that it goes on."""
 
 from __future__ import annotations
 

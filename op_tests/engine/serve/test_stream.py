@@ -1,4 +1,4 @@
-"""Streams: given up, forgotten, cancelled, side by side."""
+"""Streams: given up, forgotten, cancelled, made under the lock."""
 
 from __future__ import annotations
 
