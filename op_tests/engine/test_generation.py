@@ -94,6 +94,19 @@ def test_draft_beams_see_their_true_ancestors(target, monkeypatch):
     assert any(len(set(path)) > 1 for path in paths), "no beam was re-parented, so the case proves little"
 
 
+def test_streaming_yields_the_same_tokens(target, stranger):
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3))
+    want, _ = engine.generate(PROMPTS, 9)
+    stream = engine.stream(PROMPTS, 9)
+    got = [[], [], []]
+    drafted = 0
+    for event in stream:
+        got[event.request].append(event.token_id)
+        drafted += event.is_draft
+    assert got == want == stream.output().output_ids
+    assert drafted == 6 * 3  # two full steps of three drafts for three requests; the ninth token is the bonus
+
+
 SHAPES = {
     "plain": {"max_spec_batch": 0},
     "chain": {"topk": 1, "num_steps": 3},
@@ -176,6 +189,14 @@ def test_statistics_are_what_the_steps_did(shape, device, monkeypatch):
         assert stats.prompt_tokens == sum(map(len, prompts)) and stats.seeds == [5, 11, 1, 16, 40]
         engine.collect()
         assert other.is_finished and (accepted > 0) == (shape != "plain")
+
+
+def test_fresh_seeds_are_returned_and_repeat_the_text(target, stranger):
+    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2, temperature=1.0))
+    text, stats = engine.generate(PROMPTS, 10)
+    other, again = engine.generate(PROMPTS, 10)
+    assert stats.seeds != again.seeds and text != other
+    assert engine.generate(PROMPTS, 10, seeds=stats.seeds)[0] == text
 
 
 def test_models_that_do_not_fit_are_named(target):

@@ -64,6 +64,33 @@ def test_what_is_being_repeated_comes_before_the_model(device):
     assert lengths["hybrid", 32] < 6, lengths
 
 
+LAYOUTS = {
+    "rejection": {"method": "draft_model", "topk": 2, "num_steps": 3, "num_draft_tokens": 7,
+                  "verify_strategy": "rejection"},
+    "ngram": METHODS["ngram tree"],
+    "suffix": METHODS["suffix tree"],
+    "hybrid": METHODS["hybrid tree"],
+    "several": {"method": ("ngram", "naive"), "topk": 2, "num_steps": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["qlen_only", "qlen_only_bitpacking", "full_mask"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_masks_of_every_layout(name, mode, device):
+    if (name, mode) == ("several", "full_mask"):
+        pytest.skip("refused")
+    target, draft = toys(device)
+    engine = EAGLEInference(draft, target, EAGLEConfig(**LAYOUTS[name], tree_mask_mode=mode))
+    params = [SamplingParams(max_new_tokens=12) for _ in range(2)]
+    if name == "several":
+        params[1] = SamplingParams(max_new_tokens=12, drafter="naive")
+    requests = list(map(engine.submit, PROMPTS, params))
+    engine.collect()
+    assert [request.error for request in requests] == [None, None]
+    plain = engine.generate(PROMPTS[:2], 12, speculative=False).output_ids
+    assert [request.output_ids for request in requests] == plain
+
+
 def test_suffix_trees_remember_responses(device):
     target, _ = toys(device)
     engine = EAGLEInference(None, target, EAGLEConfig(**METHODS["suffix chain"]))

@@ -9,6 +9,7 @@ pytest.importorskip("safetensors")
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
+from eagle_kernels.engine.drafters.module_reader import ModuleReader
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
@@ -190,6 +191,19 @@ def test_hybrid_takes_the_modules_drafts_first(tmp_path, device, monkeypatch, at
     oracle = Oracle(engine, monkeypatch)
     engine.generate(PROMPTS, 30)
     assert oracle.num_checked > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_one_module_drafts_on(tmp_path, device, num_steps):
+    """Trees as well; of several modules too the first one alone."""
+    target, draft = load(tmp_path, 1, device)
+    engine = EAGLEInference(draft, target, EAGLEConfig(method="mtp", topk=2, num_steps=3))
+    assert engine.generate(PROMPTS, 20).output_ids == engine.generate(PROMPTS, 20, speculative=False).output_ids
+    target, several = load(tmp_path / "several", 3, device)
+    engine = EAGLEInference(several, target, EAGLEConfig.chain(num_steps, method="mtp"))
+    engine.generate(PROMPTS[0], 2)
+    assert isinstance(View(engine).plan.plain.resting, ModuleReader) == (num_steps > 1)
 
 
 def test_chains_that_modules_cannot_draft(tmp_path):

@@ -29,6 +29,16 @@ def draft(request, target):
     return random_llama(hidden_size=16, num_layers=1, seed=1, device=DEVICE)
 
 
+@pytest.mark.slow
+def test_plans_of_many_layers(lag, monkeypatch):
+    """Made once a step, for trees of different sizes and for prompts beside them."""
+    monkeypatch.setattr("eagle_kernels.engine.batch.kv_pool._LEAST_PLANNED_LAYERS", 1)
+    model = random_llama(device=DEVICE)
+    engine = make(model, model, max_batch=3, mean_draft_tokens=3, **TREE)
+    want = run(make(model, model, max_batch=7), range(5))
+    assert [request.output_ids for request in run(engine, range(5))] == [request.output_ids for request in want]
+
+
 def run(engine, order=range(7)) -> list:
     requests = [engine.submit(prompt_of(number), PARAMS[number]) for number in order]
     engine.collect()

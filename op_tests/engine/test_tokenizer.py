@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import itertools
 import json
@@ -77,6 +78,9 @@ def engine(byte_level_folder):
     return EAGLEInference(target, target, config, tokenizer=load_tokenizer(byte_level_folder))
 
 
+PROMPT = "the eagle 🦅"
+
+
 def test_text_that_holds_no_token_is_refused(engine):
     for texts in ("", ["the", ""]):
         with pytest.raises(ValueError, match="stream_text: text must hold at least one token, got ''"):
@@ -85,6 +89,29 @@ def test_text_that_holds_no_token_is_refused(engine):
         engine.stream_text(3, 3)
     with pytest.raises(ValueError, match="stream_text: text must hold at least one prompt"):
         engine.stream_text([], 3)
+
+
+@pytest.mark.slow
+def test_text_for_async_for(engine):
+    """Side by side, each with the text that it has in a `for`; one that is left early ends there."""
+    want = ["".join(engine.stream_text(PROMPT, 20, seeds=seed)) for seed in range(3)]
+
+    async def read(seed):
+        return "".join([piece async for piece in engine.stream_text(PROMPT, 20, seeds=seed)])
+
+    async def leave():
+        stream = engine.stream_text(PROMPT, 20, seeds=0)
+        async for piece in stream:
+            assert piece and want[0].startswith(piece)
+            break
+        stream.close()
+        return stream.output().stats.finish_reasons
+
+    async def run():
+        return await asyncio.gather(*map(read, range(3)), leave())
+
+    assert asyncio.run(run()) == [*want, ["abort"]]
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("name", decoders_of_models() if importlib.util.find_spec("tokenizers") else [])

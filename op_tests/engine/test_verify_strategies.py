@@ -159,6 +159,24 @@ def test_candidates_of_topp(monkeypatch):
     assert candidates([params[0], (0.0, 0, 1.0, 0.0)], Features(sampling=True)) == [3, 1]
 
 
+@pytest.mark.cross
+@pytest.mark.parametrize("strategy", ["topp", "target_match", "rejection"])
+@pytest.mark.parametrize("temperature", [0.02, 0.3, 1.0])
+def test_filters_of_a_neighbour_change_nothing(strategy, temperature, device):
+    """At low temperatures probabilities round to 0 that no filter has left out."""
+    target, draft = (ToyModel(vocab_size=20, seed=seed, device=device) for seed in (1, 0))
+
+    def text(**beside):
+        engine = engine_of(draft, target, (2, 3, 7), strategy, max_batch=2)
+        own = SamplingParams(max_new_tokens=12, temperature=temperature, seed=3)
+        request = engine.submit([1, 2, 3], own)
+        engine.submit([4, 5], SamplingParams(max_new_tokens=12, temperature=0.9, seed=99, **beside))
+        engine.collect()
+        return request.output_ids
+
+    assert text() == text(top_k=3) == text(top_p=0.8) == text(min_p=0.1)
+
+
 REFUSED = [
     ({"verify_strategy": "best"}, {}, "verify_strategy must be one of"),
     ({"verify_strategy": "topp", "max_candidate_len": 17}, {}, "max_candidate_len must lie in 2..16, got 17"),

@@ -101,6 +101,9 @@ def test_figures_of_a_call():
         assert [each[name] for each in (first, second, none)] == pytest.approx(expected), name
     assert GenerationStats(**FIRST | {"plain_step_ms": None}).speedup is None
     assert first.to_dict() == FIRST | {name: getattr(first, name) for name in figures}
+    for name in ("no_such_number", "to_dict", "__dict__", 0):
+        with pytest.raises(KeyError):
+            first[name]
 
 
 def test_figures_of_several_batches():

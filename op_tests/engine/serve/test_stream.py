@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import pkgutil
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -66,6 +68,22 @@ def test_a_request_that_is_aborted_before_its_stream_begins(target, draft, lag):
     engine.collect()
     assert [request.output_ids for request in running] == [want, want]
     View(engine).check_is_empty()
+
+
+@pytest.mark.slow
+def test_a_stream_holds_no_pools_before_and_after(target, draft):
+    """It begins with those that the engine has then, and lets go of them when it has ended."""
+    engine = make(draft, target)
+    early, ended = engine.stream(prompt_of(1), 5), engine.stream(prompt_of(1), 5)
+    want = list(ended)
+    held = weakref.ref(View(engine).state)
+    engine.generate(prompt_of(2), 3, page_size=4)
+    gc.collect()
+    assert held() is None and ended.output().output_ids == [event.token_id for event in want]
+    running = engine.submit(prompt_of(2), SamplingParams(max_new_tokens=3))
+    assert list(early) == want and early.requests[0].finish_reason == "length"
+    engine.collect()
+    assert running.finish_reason == "length"
 
 
 def test_a_stream_is_checked_again_when_it_begins(target, draft):
