@@ -13,6 +13,7 @@ from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine import heads
+from op_tests.engine.view import View
 
 PARAMS = [
     SamplingParams(max_new_tokens=9),
@@ -83,7 +84,7 @@ def trees_by_request(engine, monkeypatch) -> dict[int, list]:
         tree = proposal.tree
         parts = tree.draft_tokens, tree.positions, tree.retrieve_next_token, tree.retrieve_next_sibling
         lists = [part.view(len(batch), -1).tolist() for part in parts]
-        scheduler = engine.session.scheduler
+        scheduler = View(engine).scheduler
         is_its_own = scheduler is not None and batch.state is scheduler.state
         for row in scheduler.stepping if is_its_own else ():
             trees[row.request.id].append([part[row.index] for part in lists])

@@ -25,8 +25,8 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
 from eagle_kernels.engine.batch.state import RowSampling
 from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.requests.sampling_params import Features
-from eagle_kernels.engine.serve.scheduler import Scheduler
-from op_tests.engine.toys import LetterTokenizer, random_head, random_llama, random_modules
+from op_tests.engine.toys import DEVICE, LetterTokenizer, random_head, random_llama, random_modules
+from op_tests.engine.view import View
 
 VOCAB, MOST_TOKENS = 61, 40
 COMMON = [(11 * place + place // 7) % VOCAB for place in range(30)]
@@ -303,30 +303,19 @@ class _Round:
 
     def check_pages(self) -> None:
         """Of the engine that is tested, and of the one that it is judged by."""
-        for scheduler in (self.engine.session.scheduler, self.soak.plain.session.scheduler):
-            if scheduler is not None:
-                self.check_pages_of(scheduler)
-
-    def check_pages_of(self, scheduler: Scheduler) -> None:
-        held = {page for row in scheduler._rows if row is not None for page in row.pages.ids}  # some by several
-        held = [*held, *scheduler.pages.free_ids()]
-        if sorted(held) != list(range(scheduler.pages.num_pages)):
-            raise Mismatch(f"{scheduler.pages.num_pages} pages, but free or in use are {sorted(held)}")
+        for view in (View(self.engine), View(self.soak.plain)):
+            if view.scheduler is not None:
+                view.check_pages()
 
     def check_empty(self) -> None:
         self.check_pages()
-        scheduler = self.engine.session.scheduler
-        if self.unchecked or scheduler is None:
-            return self._require(not self.unchecked, f"never ended: {self.unchecked}")
-        state = scheduler.state
-        self._require(scheduler.pages.num_free == scheduler.pages.num_pages, "pages are missing")
-        self._require(not any(scheduler._rows) and not scheduler._unread, "rows or launches are left")
-        is_clear = not state.is_live.any() and not state.lengths.any() and not state.num_behind.any()
-        self._require(bool(is_clear and (state.block_table == -1).all()), "rows are nobody's, but not clear")
-
-    def _require(self, holds: bool, what: str) -> None:
-        if not holds:
-            raise Mismatch(what)
+        if self.unchecked:
+            raise Mismatch(f"never ended: {self.unchecked}")
+        view = View(self.engine)
+        if view.scheduler is not None:
+            view.check_is_empty()
+            if view.state.lengths.any() or view.state.num_behind.any():
+                raise Mismatch("rows are nobody's, but not clear")
 
 
 def describe(request: Request) -> str:
@@ -356,7 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--round", type=int, nargs="+", help="these alone, without a limit of time")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=DEVICE)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # models this small only wait for each other's threads
     try:

@@ -20,6 +20,7 @@ from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
 from op_tests.engine.hostile import refused
 from op_tests.engine.toys import RowWalker, ToyModel
+from op_tests.engine.view import View
 
 SIMULATE = {"accept_policy": "simulate"}
 
@@ -272,7 +273,7 @@ def in_use(engine, name, fields):
     """The value of a field by which a call with these fields has just run."""
     stream = engine.stream([1, 2], 3, **fields)
     assert [*stream]
-    scheduler, (request,) = engine.session.scheduler, stream.requests
+    scheduler, (request,) = View(engine).scheduler, stream.requests
     state, runners = scheduler.state, scheduler.plan.runners
     if name in engine.config.sampling:
         return getattr(request.params, name)

@@ -104,29 +104,6 @@ def test_what_is_off_counts_as_absent(change):
     assert read(**change) == read()
 
 
-@pytest.mark.parametrize("window", [None, 0, -1, False, [], 2048, 10**6])
-@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
-def test_windows_that_see_everything_are_none(model_type, window):
-    """Also where the family has one by default; null is a value of its own, as in transformers."""
-    on = {"use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 2048}
-    assert read(model_type=model_type, head_dim=16, sliding_window=window, **on).windows == (None,) * 4
-    assert read(model_type=model_type, head_dim=16, sliding_window=2047, **on).windows == (2047,) * 4
-    off = on | {"use_sliding_window": False, "sliding_window": 9}
-    assert read(model_type=model_type, head_dim=16, **off).windows == (None,) * 4
-
-
-def test_defaults_are_the_familys_own():
-    required = {name: CONFIG[name] for name in CONFIG if name not in ("model_type", "num_key_value_heads")}
-    config = DecoderConfig.from_dict(required)
-    assert (config.num_key_value_heads, config.head_dim, config.rope.rope_theta) == (6, 16, 10000.0)
-    mistral = read(model_type="mistral", head_dim=16)
-    assert (mistral.windows, mistral.max_position_embeddings) == ((4096,) * 4, 131072)
-    assert read(model_type="mistral", sliding_window=None).windows == (None,) * 4
-    qwen = read(model_type="qwen3")
-    assert (qwen.head_dim, qwen.has_qk_norms, qwen.qkv_bias, qwen.o_bias) == (128, True, False, False)
-    assert read(model_type="qwen2").qkv_bias and not read(model_type="qwen2").o_bias
-
-
 def test_defaults_agree_with_transformers():
     transformers = pytest.importorskip("transformers")
     for model_type in ("llama", "mistral", "qwen2", "qwen3"):
@@ -135,26 +112,3 @@ def test_defaults_agree_with_transformers():
         required += ("num_hidden_layers", "num_attention_heads")
         absent = DecoderConfig.from_dict({name: theirs[name] for name in required})
         assert absent == DecoderConfig.from_dict(theirs), model_type
-
-
-def test_windows_by_layer():
-    sliding = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7}
-    assert read(**sliding, max_window_layers=3).windows == (None, None, None, 7)
-    assert read(**sliding).windows == (None,) * 4  # transformers' default: from layer 28 on
-    kinds = ["sliding_attention", "full_attention"] * 2
-    assert read(**sliding, max_window_layers=3, layer_types=kinds).windows == (7, None, 7, None)
-    assert read(**sliding | {"use_sliding_window": False}, max_window_layers=0).windows == (None,) * 4
-
-
-def test_both_places_of_the_rotary_parameters():
-    assert read(rope_theta=5000.0).rope.rope_theta == 5000.0
-    moved = {"rope_type": "default", "rope_theta": 7000}
-    assert read(rope_theta=None, rope_parameters=moved).rope.rope_theta == 7000
-    assert repr(read(rope_theta=10**30).rope.rope_theta) == "1e+30"  # torch takes no int of so many bits
-    assert read(rope_theta=5.0, rope_parameters=moved).rope.rope_theta == 7000
-    old = read(rope_theta=5000.0, rope_scaling=LLAMA3, max_position_embeddings=64, rope_parameters=moved).rope
-    assert (old.rope_type, old.rope_theta, old.original_max_position_embeddings) == ("llama3", 5000.0, 64)
-    outside = read(rope_scaling=LLAMA3 | {"original_max_position_embeddings": 16}, original_max_position_embeddings=32)
-    assert outside.rope.original_max_position_embeddings == 32
-    implied = read(rope_scaling={"type": "yarn", "original_max_position_embeddings": 512})
-    assert implied.rope.factor == 2048 / 512

@@ -1,4 +1,4 @@
-"""The embedded pair: text equals plain decoding, acceptance stays where it was measured, and every silent fault shows.
+"""The embedded pair: its texts stay what they are, and so does acceptance, which every silent fault lowers.
 
 Faults of the draft path leave the text correct and only cost acceptance (a few per cent up to most of it), so each is
 planted here and must leave the band around the measured length.
@@ -14,27 +14,17 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, ops
 from eagle_kernels.engine.batch.kv_pool import TreeAttend
 from eagle_kernels.engine.drafters.model_reader import ModelReader
-from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
 from op_tests.engine.toys import plain_logits
 
 ON_GPU = torch.cuda.is_available()
 PROMPT_COUNT, NEW_TOKENS = (32, 128) if ON_GPU else (8, 48)
-BATCH_SIZES = (1, 3, 8) if ON_GPU else (1, 3)
-MOST_BATCHES = PROMPT_COUNT if ON_GPU else 3
 # A fault costs as much in half of the text; what the sound pair reaches there is measured beside it.
 FAULT_TOKENS = 96 if ON_GPU else 48
 
 # Mean acceptance length of the default tree, greedy, fp32, on the first 8 held-out prompts x 96 tokens.
 MEASURED_ACCEPT_LENGTH = 5.529
 BAND = 0.02
-
-SAMPLING = {
-    "greedy": {},
-    "T=0.8, top-k, top-p": {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
-    "T=1, min-p": {"temperature": 1.0, "min_p": 0.02},
-    "T=1": {"temperature": 1.0},
-}
 
 
 @pytest.fixture(scope="module")
@@ -53,34 +43,6 @@ def load(dtype=torch.float32) -> EAGLEInference:
 @pytest.fixture(scope="module")
 def pair() -> EAGLEInference:
     return load()
-
-
-@pytest.fixture(scope="module")
-def plain_text(pair, prompts):
-    """Plain decoding of all prompts, per sampling setting."""
-    cache = {}
-
-    def decode(sampling: str) -> list[list[int]]:
-        if sampling not in cache:
-            seeds = list(range(len(prompts)))
-            cache[sampling], _ = pair.generate(
-                prompts, NEW_TOKENS, seeds=seeds, speculative=False, **SAMPLING[sampling]
-            )
-        return cache[sampling]
-
-    return decode
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("sampling", SAMPLING)
-def test_speculative_text_is_plain_text(pair, prompts, plain_text, sampling, batch_size):
-    want = plain_text(sampling)
-    for start in range(0, len(prompts), batch_size)[:MOST_BATCHES]:
-        rows = range(start, min(start + batch_size, len(prompts)))
-        text, stats = pair.generate([prompts[row] for row in rows], NEW_TOKENS, seeds=list(rows), **SAMPLING[sampling])
-        assert text == [want[row] for row in rows]
-        assert stats.mean_accept_length > 1.5
 
 
 def accept_length(engine: EAGLEInference, prompts: list[list[int]], num_tokens: int = 96) -> float:
@@ -121,14 +83,6 @@ def sound_length(pair, prompts) -> float:
 def test_acceptance_is_what_was_measured(pair, prompts, sound_length):
     for length in (accept_length(pair, prompts), sound_length):
         assert is_in_band(length, MEASURED_ACCEPT_LENGTH), f"{length:.3f}, measured {MEASURED_ACCEPT_LENGTH}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature, least", [(0.0, 4.5), (1.0, 3.2)])
-def test_drafting_pays_greedy_and_sampled(pair, prompts, temperature, least):
-    _, stats = pair.generate(prompts[:8], 48, seeds=range(8), temperature=temperature)
-    print(f"temperature {temperature}: mean acceptance length {stats.mean_accept_length:.2f}")
-    assert stats.mean_accept_length >= least
 
 
 def swap_concatenation(engine, monkeypatch):
@@ -214,15 +168,6 @@ def test_silent_faults_leave_the_band(fault, prompts, sound_length, monkeypatch,
     note(f"mean acceptance length {length:.3f} instead of {sound_length:.3f}")
     for measured in (sound_length, MEASURED_ACCEPT_LENGTH):
         assert not is_in_band(length, measured), f"{fault.__name__} costs nothing that the band shows: {length:.3f}"
-
-
-@pytest.mark.slow
-def test_the_target_as_its_own_draft(pair, prompts):
-    """Chains of the target's own argmax are accepted whole."""
-    engine = EAGLEInference(CausalDraft(pair.target), pair.target, EAGLEConfig(topk=1, num_steps=4))
-    text, stats = engine.generate(prompts[:3], 41, eos_token_ids=())
-    assert text == engine.generate(prompts[:3], 41, eos_token_ids=(), speculative=False)[0]
-    assert stats.mean_accept_length == 5.0 and stats.acceptance_rate == 1.0
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.causal_draft import CausalDraft
@@ -35,26 +34,6 @@ def padded(model, vocab_size):
     return other
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("vocab_size", [58, 61, 64])
-@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
-def test_tables_of_other_sizes(device, vocab_size, sampling, strategy):
-    """The prompt holds an id that the smaller table lacks."""
-    target = random_llama(device=device)
-    config = EAGLEConfig(method="draft_model", topk=1, num_steps=3, verify_strategy=strategy, **sampling)
-    engine = EAGLEInference(
-        CausalDraft(padded(target, vocab_size), vocab_size=61), target, config, allow_larger_draft=True
-    )
-    text, stats = engine.generate(PROMPTS, 25, seeds=range(3))
-    plain = engine.generate(PROMPTS, 25, seeds=range(3), speculative=False).output_ids
-    if not sampling or strategy == "target_match":
-        assert text == plain
-    if not sampling:
-        # the target's own drafts are right, but for ids that are not there
-        assert stats.mean_accept_length == 4.0 if vocab_size >= 61 else 2.2 < stats.mean_accept_length < 4.0
-
-
 def test_sizes_that_nobody_has_explained(device):
     target = random_llama(device=device)
     with pytest.raises(ValueError, match=r"target's 61 tokens, got 64; .*CausalDraft\(model, vocab_size=61\)"):
@@ -77,16 +56,6 @@ def load(tmp_path, draft_words, target_words, vocab_size=64, **added):
         folder_of(target, tmp_path / "target", target_words),
     )
     return EAGLEInference.from_pretrained(*folders, CONFIG, device="cpu", allow_larger_draft=True)
-
-
-def test_folders_of_one_tokenizer(tmp_path):
-    """One table has three rows more."""
-    engine = load(tmp_path, WORDS, WORDS)
-    assert (engine.draft.vocab_size, engine.draft.draft_vocab_size) == (61, 61)
-    with torch.inference_mode():
-        text, stats = engine.generate(PROMPTS, 25)
-    assert text == engine.generate(PROMPTS, 25, speculative=False).output_ids
-    assert stats.mean_accept_length > 3
 
 
 REFUSED = {
@@ -155,20 +124,6 @@ def folders(tmp_path_factory):
         "head": heads.write_specforge(root / "head", heads.eagle3_tensors()),
         "modules": write_with_modules(root / "modules", 2),
     }
-
-
-METHODS = [None, "draft_model", ("draft_model", "ngram")]
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_smaller_language_model_drafts_whether_or_not_it_is_said(folders, method, sampling):
-    config = EAGLEConfig(method=method, topk=2, num_steps=3, num_draft_tokens=7, **sampling)
-    engine = EAGLEInference.from_pretrained(folders["small"], folders["target"], config, device="cpu")
-    assert type(engine.draft) is CausalDraft and engine.draft.kv_shape.num_layers == 1
-    text, stats = engine.generate(PROMPTS, 10, seeds=range(3))
-    assert text == engine.generate(PROMPTS, 10, seeds=range(3), speculative=False).output_ids
-    assert stats.drafted > 0
 
 
 def test_a_small_model_of_transformers_drafts_as_well(folders, tmp_path):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.reference.causal_attend import causal_attend, rotate
-from op_tests.engine.toys import random_eagle1_head, random_head, random_llama
+from op_tests.engine.toys import DEVICE, random_eagle1_head, random_head, random_llama
+from op_tests.engine.view import View
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
 LENGTHS = [30, 21, 14]
@@ -32,7 +33,7 @@ HEADS = {"EAGLE-3": random_head, "EAGLE-1": random_eagle1_head}
 @pytest.fixture(scope="module")
 def models(request):
     """A head, and a target of eight layers."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = DEVICE
     # small weights: with larger ones softmax is so steep that eight layers lift float32 rounding above the tolerances
     target = random_llama(num_layers=8, std=0.15, device=device)
     return HEADS[getattr(request, "param", "EAGLE-3")](target), target
@@ -92,15 +93,15 @@ def check_steps(models, *, policy, switches=None, temperature=0.0, **config):
         for prompt, count in zip(PROMPTS, LENGTHS)
     ]
     num_checked, has_rested = 0, switches is not None
-    scheduler, num_caught_up = engine.session.scheduler, 0
-    plain = scheduler.plan.runners[0]
+    view, num_caught_up = View(engine), 0
+    plain = view.runners[0]
     catch_up = plain.catch_up
 
     def check_rows():
         nonlocal num_checked
-        for row in scheduler._rows:
-            if row is not None and row.is_running:
-                check_row(models, scheduler.state, row.index, row.request.prompt + row.request.output_ids)
+        for row in view.rows:
+            if row.is_running:
+                check_row(models, view.state, row.index, row.request.prompt + row.request.output_ids)
                 num_checked += not switches
 
     def caught_up(num_rows, is_wanted):

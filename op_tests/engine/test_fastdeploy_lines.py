@@ -12,10 +12,10 @@ pytest.importorskip("safetensors")
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.config.drafting_options import METHODS
 from eagle_kernels.engine.models.protocol import ModelError
-from eagle_kernels.engine.models.tokenizer import ByteDetokenizer
 from eagle_kernels.engine.serve import session
 from eagle_kernels.tools.cli.main import main
 from op_tests.engine.engines import write_with_modules
+from op_tests.engine.toys import LetterTokenizer
 
 PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1], [9, 9, 9, 9], [2, 6]]
 # as they stand there; a shell puts folders in the place of the variables
@@ -69,32 +69,15 @@ def test_lines_run_as_they_stand(name, folder, device):
         assert stats.mean_accept_length == 2
 
 
-class Letters:
-    """A tokenizer for 61 tokens."""
-
-    def encode(self, text):
-        return [ord(letter) % 61 for letter in text]
-
-    def detokenizer(self, context=()):
-        return ByteDetokenizer()
-
-
 @pytest.mark.parametrize("name", LINES)
 def test_the_command_line_takes_them(name, folder, capsys, monkeypatch):
-    monkeypatch.setattr(session, "load_tokenizer", lambda folder, num_ids: Letters())
+    monkeypatch.setattr(session, "load_tokenizer", lambda folder, num_ids: LetterTokenizer())
     line = ["--target", str(folder), "--speculative-config", json.dumps(fields_of(name, folder))]
     assert (
         main(["generate", "abcabcabc", "--max-new-tokens", "8", "--device", "cpu", "--compare", "--json", *line]) == 0
     )
     report = json.loads(capsys.readouterr().out)
     assert report["identical"] is (None if name == "accept all" else True)
-
-
-def test_rejecting_all_leaves_the_plain_text(folder, device):
-    fields = fields_of("accept all", folder) | {"accept_policy": "reject_all"}
-    engine = EAGLEInference.from_pretrained(None, folder, fields, device=device)
-    text, stats = engine.generate(PROMPTS, 24)
-    assert text == engine.generate(PROMPTS, 24, speculative=False).output_ids and stats.accepted == 0
 
 
 def test_models_draft_fewer_levels_than_there_is_room_for(folder):

@@ -1,4 +1,4 @@
-"""The engine on toy and random models: text equals plain decoding, exact stops, statistics, streaming, bad input."""
+"""What a call of the engine tells: statistics, times, and one clear line for models and arguments that do not fit."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.engine.step.runner import Launch, StepRunner
 from op_tests.engine.methods import METHODS, MIXED, SIZES
-from op_tests.engine.toys import RowWalker, ToyModel, Walker, WalkerHead, WalkerModules, plain_logits, random_llama
+from op_tests.engine.toys import (
+    DEVICE,
+    RowWalker,
+    ToyModel,
+    Walker,
+    WalkerHead,
+    WalkerModules,
+    plain_logits,
+    random_llama,
+)
+from op_tests.engine.view import View
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
-SAMPLING = {
-    "greedy": {},
-    "T=1": {"temperature": 1.0},
-    "T=0.8, all filters": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-}
-
-
-@pytest.fixture(scope="module")
-def target():
-    return random_llama(device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="module")
 def stranger():
     """A draft that has nothing to do with the target."""
-    return random_llama(hidden_size=16, num_layers=1, seed=1, device="cuda" if torch.cuda.is_available() else "cpu")
+    return random_llama(hidden_size=16, num_layers=1, seed=1, device=DEVICE)
 
 
 def test_an_engine_and_its_output_are_shown_in_one_line(target, stranger):
@@ -61,65 +61,6 @@ def test_an_engine_without_a_tokenizer_says_so(target):
         engine.tokenizer.encode("a")
     tokenizer = ByteTokenizer()
     assert EAGLEInference(None, target, EAGLEConfig(method="ngram"), tokenizer=tokenizer).tokenizer is tokenizer
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("sampling", SAMPLING)
-def test_a_random_draft_gives_the_same_text(target, stranger, sampling):
-    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=3, num_steps=2, **SAMPLING[sampling]))
-    text, stats = engine.generate(PROMPTS, 16, seeds=7)
-    plain, _ = engine.generate(PROMPTS, 16, seeds=7, speculative=False)
-    assert text == plain
-    assert stats.mean_accept_length < 2.0
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("sampling", SAMPLING)
-def test_a_batch_is_its_requests(target, stranger, sampling):
-    """Ragged prompts together or alone: the same text for the same seeds."""
-    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2, **SAMPLING[sampling]))
-    together, _ = engine.generate(PROMPTS, 10, seeds=[3, 4, 5])
-    alone = [engine.generate(prompt, 10, seeds=seed)[0] for prompt, seed in zip(PROMPTS, (3, 4, 5))]
-    assert together == alone
-
-
-@pytest.mark.parametrize("num_steps", [1, 4])
-def test_a_target_as_its_own_draft_accepts_everything(target, num_steps):
-    """A chain of the target's own argmax: every draft is accepted, so every step brings num_steps + 1 tokens."""
-    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=num_steps))
-    text, stats = engine.generate(PROMPTS, 1 + 3 * (num_steps + 1))
-    assert text == engine.generate(PROMPTS, 1 + 3 * (num_steps + 1), speculative=False)[0]
-    assert stats.accepted_per_depth == [9] * num_steps
-    assert stats.mean_accept_length == num_steps + 1 and stats.acceptance_rate == 1.0 and stats.steps == 9
-
-
-def test_a_wide_tree_of_the_target_itself_goes_deep_when_sampling(target):
-    engine = EAGLEInference(target, target, EAGLEConfig(topk=8, num_steps=3, temperature=0.7))
-    _, stats = engine.generate(PROMPTS, 24, seeds=1)
-    assert stats.mean_accept_length > 2.0
-
-
-@pytest.mark.parametrize("topk, num_steps, nodes", [(1, 1, 2), (1, 5, 6), (2, 3, None), (4, 2, 7), (16, 2, 40)])
-def test_tree_shapes(target, topk, num_steps, nodes):
-    engine = EAGLEInference(target, target, EAGLEConfig(topk=topk, num_steps=num_steps, num_draft_tokens=nodes))
-    assert engine.generate(PROMPTS, 8)[0] == engine.generate(PROMPTS, 8, speculative=False)[0]
-
-
-def test_a_tree_can_be_chosen_per_call(target):
-    engine = EAGLEInference(target, target)
-    text, stats = engine.generate(PROMPTS, 8, topk=2, num_steps=3)
-    assert (stats.num_steps, stats.num_draft_tokens) == (3, 11)
-    assert text == engine.generate(PROMPTS, 8, speculative=False)[0]
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("mode", ["full_mask", "qlen_only", "qlen_only_bitpacking"])
-@pytest.mark.parametrize("page_size", [1, 64])
-def test_mask_layouts_and_page_sizes_change_nothing(target, mode, page_size):
-    engine = EAGLEInference(target, target, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=16))
-    want, stats = engine.generate(PROMPTS, 10)
-    got, other = engine.generate(PROMPTS, 10, tree_mask_mode=mode, page_size=page_size)
-    assert got == want and other.accepted == stats.accepted
 
 
 def test_draft_beams_see_their_true_ancestors(target, monkeypatch):
@@ -153,55 +94,6 @@ def test_draft_beams_see_their_true_ancestors(target, monkeypatch):
     assert any(len(set(path)) > 1 for path in paths), "no beam was re-parented, so the case proves little"
 
 
-def test_a_toy_of_thirty_lines_works(device):
-    toy = ToyModel(device=device)
-    engine = EAGLEInference(toy, toy, EAGLEConfig(topk=4, num_steps=3, temperature=0.9))
-    text, stats = engine.generate([[1, 2, 3], [4]], 48, seeds=5)
-    assert text == engine.generate([[1, 2, 3], [4]], 48, seeds=5, speculative=False)[0]
-    assert stats.mean_accept_length > 1.5
-
-
-def test_generation_up_to_the_last_position(device):
-    """Drafts past the model's last position are clamped; a position table of exactly max_length rows must do."""
-    toy = ToyModel(max_length=24, device=device)
-    engine = EAGLEInference(toy, toy, EAGLEConfig(topk=2, num_steps=4))
-    text, stats = engine.generate([1, 2, 3, 4], 20)
-    assert len(text) == 20 and stats.finish_reasons == ["length"]
-    assert text == engine.generate([1, 2, 3, 4], 20, speculative=False)[0]
-
-
-@pytest.mark.slow
-def test_an_end_token_at_every_depth_ends_the_text_there(target):
-    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=4, temperature=1.0))
-    text, _ = engine.generate(PROMPTS[0], 12, seeds=2)
-    for index, token in enumerate(text):
-        if token in text[:index]:
-            continue
-        cut, stats = engine.generate(PROMPTS[0], 12, seeds=2, eos_token_ids=(token,))
-        assert cut == text[: index + 1]
-        assert stats.finish_reasons == ["eos"] and stats.generated_tokens == index + 1
-        assert cut == engine.generate(PROMPTS[0], 12, seeds=2, eos_token_ids=(token,), speculative=False)[0]
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 6, 7])
-def test_exactly_max_new_tokens(target, count):
-    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=4))
-    text, stats = engine.generate(PROMPTS, count)
-    assert [len(ids) for ids in text] == [count] * 3
-    assert stats.generated_tokens == 3 * count and stats.finish_reasons == ["length"] * 3
-
-
-@pytest.mark.slow
-def test_requests_that_end_early_do_not_disturb_the_others(target, stranger):
-    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=3, num_steps=3, temperature=1.0))
-    whole, _ = engine.generate(PROMPTS, 20, seeds=[1, 2, 3])
-    end = whole[1][2]
-    cut, stats = engine.generate(PROMPTS, 20, seeds=[1, 2, 3], eos_token_ids=(end,))
-    for ids, full in zip(cut, whole):
-        assert ids == (full[: full.index(end) + 1] if end in full else full)
-    assert stats.finish_reasons[1] == "eos"
-
-
 def test_streaming_yields_the_same_tokens(target, stranger):
     engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3))
     want, _ = engine.generate(PROMPTS, 9)
@@ -213,49 +105,6 @@ def test_streaming_yields_the_same_tokens(target, stranger):
         drafted += event.is_draft
     assert got == want == stream.output().output_ids
     assert drafted == 6 * 3  # two full steps of three drafts for three requests; the ninth token is the bonus
-
-
-def test_log_probabilities_come_with_the_tokens(target, stranger):
-    """As they are drawn, or by the logits as they are; a list per prompt, and beside each token of a stream."""
-    sampling = {"temperature": 0.7, "top_k": 5, "seeds": 3}
-    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2))
-    silent = engine.generate(PROMPTS, 8, **sampling)
-    assert silent.logprobs is None
-    outputs = {kind: engine.generate(PROMPTS, 8, logprobs=kind, **sampling) for kind in (True, "raw")}
-    for kind, (texts, _) in outputs.items():
-        assert texts == silent.output_ids
-        for prompt, text, logprobs in zip(PROMPTS, texts, outputs[kind].logprobs, strict=True):
-            logits = plain_logits(engine, prompt + text)[len(prompt) - 1 : -1]
-            if kind is True:
-                logits = logits / 0.7
-                logits[logits < logits.topk(5).values[:, -1:]] = -torch.inf
-            want = logits.log_softmax(-1)[range(8), text].tolist()
-            assert logprobs == pytest.approx(want, abs=1e-4)
-    stream = engine.stream(PROMPTS[0], 8, logprobs="raw", **sampling)
-    events = [event.logprob for event in stream]
-    assert events == stream.output().logprobs == pytest.approx(outputs["raw"].logprobs[0], abs=1e-4)
-    assert {event.logprob for event in engine.stream(PROMPTS[0], 4)} == {None}
-
-
-def test_statistics_add_up(target, stranger):
-    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=4, num_steps=3, num_draft_tokens=10))
-    _, before = engine.generate(PROMPTS, 12)
-    warm_s = before.decode_time_s - before.cold_time_s
-    assert before.cold_steps > 0 and before.warm_step_ms == 1e3 * warm_s / (before.batch_steps - before.cold_steps)
-    assert before.speedup == before.mean_accept_length * before.plain_step_ms / before.warm_step_ms
-    _, plain = engine.generate(PROMPTS, 12, speculative=False)
-    _, stats = engine.generate(PROMPTS, 12)
-    assert stats["steps"] == stats.steps and stats["speedup"] == stats.speedup > 0
-    assert stats.drafted == 9 * stats.steps and stats.accepted == sum(stats.accepted_per_depth)
-    assert stats.mean_accept_length == 1 + stats.accepted / stats.steps
-    assert stats.acceptance_rate == stats.accepted / (3 * stats.steps)
-    assert stats.draft_efficiency == stats.accepted / stats.drafted
-    assert set(stats.phase_time_ms) == {"draft", "verify", "sample", "bookkeeping"}
-    assert plain.mean_accept_length == 1 and plain.accepted_per_depth == [] and plain.steps == 3 * 11
-    assert stats.to_dict()["tokens_per_second"] == stats.tokens_per_second
-    for name in ("no_such_number", "to_dict", "__dict__", 0):
-        with pytest.raises(KeyError):
-            stats[name]
 
 
 SHAPES = {
@@ -290,7 +139,7 @@ def test_statistics_are_what_the_steps_did(shape, device, monkeypatch):
     prompts, steps, scheduled = [PROMPTS[1], *PROMPTS, [6, 7]], defaultdict(list), []
 
     def watch(step):
-        rows, counts = engine.session.scheduler.stepping, step.proposal.num_nodes
+        rows, counts = View(engine).scheduler.stepping, step.proposal.num_nodes
         size = step.proposal.tree.retrieve_index.shape[1]
         live = (
             step.batch.is_live.nonzero().flatten().tolist()
@@ -310,7 +159,7 @@ def test_statistics_are_what_the_steps_did(shape, device, monkeypatch):
         asked = [dataclasses.replace(each, drafter=name) for each, name in zip(asked, MIXED["method"])]
     for is_alone, lag in ((True, 1), (False, 0)):
         other = engine.submit([9], SamplingParams(max_new_tokens=1 if is_alone else 25))
-        engine.session.scheduler.lag = lag
+        View(engine).scheduler.lag = lag
         engine.step()
         stream = engine.stream(prompts, asked)
         for _ in stream:
@@ -348,38 +197,6 @@ def test_fresh_seeds_are_returned_and_repeat_the_text(target, stranger):
     other, again = engine.generate(PROMPTS, 10)
     assert stats.seeds != again.seeds and text != other
     assert engine.generate(PROMPTS, 10, seeds=stats.seeds)[0] == text
-
-
-def test_tensors_and_lists(target, stranger):
-    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2))
-    single, _ = engine.generate([1, 2, 3], 5)
-    assert engine.generate(torch.tensor([1, 2, 3]), 5)[0] == single
-    assert engine.generate(torch.tensor([[1, 2, 3]]), 5)[0] == [single]
-    assert engine.generate([torch.tensor([1, 2, 3])], 5)[0] == [single]
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"input_ids": []}, r"input_ids must hold at least one prompt, got \[\]"),
-        ({"input_ids": [[]]}, "prompt 0 is empty"),
-        ({"input_ids": [[1], []]}, "prompt 1 is empty"),
-        ({"input_ids": [1, 61]}, r"token ids must lie in 0..60, prompt 0 holds 61"),
-        ({"input_ids": [-1]}, r"token ids must lie in 0..60, prompt 0 holds -1"),
-        ({"input_ids": [1] * 250}, "prompt 0 of 250 tokens \\+ max_new_tokens=10 exceed the 256 tokens"),
-        ({"input_ids": [1] * 60, "max_length": 64}, "exceed the 64 tokens"),
-        ({"input_ids": [1], "max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ({"input_ids": [1], "seeds": [1, 2]}, "seeds must be one for all or one per prompt, got 2 for 1 prompts"),
-        ({"input_ids": torch.zeros(3)}, "input_ids must be text, integer ids"),
-        ({"input_ids": [1], "stop_token_ids": (3, 61)}, "SamplingParams: stop_token_ids must lie in 0..60, got 61"),
-        ({"input_ids": [1], "eos_token_ids": (-1,)}, "EAGLEConfig: eos_token_ids must lie in 0..60, got -1"),
-        ({"input_ids": [1], "top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
-    ],
-)
-def test_bad_input_is_named(target, stranger, call, message):
-    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2))
-    with pytest.raises(ValueError, match=message):
-        engine.generate(**{"max_new_tokens": 10, **call})
 
 
 def test_models_that_do_not_fit_are_named(target):
@@ -557,27 +374,6 @@ def test_arguments_of_another_kind_are_named(target):
         with pytest.raises(ValueError, match="(EAGLEInference|SamplingParams|submit|abort): " + message):
             call()
     assert engine.is_speculating and not engine.has_work
-
-
-def test_simulated_work_of_a_call(target):
-    """A length says the policy; a policy against it is refused."""
-    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3))
-    assert engine.generate([1, 2], 9, simulated_accept_length=1).stats.accepted == 0
-    assert engine.generate([1, 2], 9).stats.accepted == 6
-    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3, simulated_accept_length=1))
-    with pytest.raises(ValueError, match="generate: accept_policy must be 'simulate' with .* got 'normal'"):
-        engine.generate([1, 2], 9, accept_policy="normal")
-    plain = {"accept_policy": "normal", "simulated_accept_length": None}
-    assert engine.generate([1, 2], 9, **plain).stats.accepted == 6
-
-
-def test_lists_of_a_call(target):
-    """They are as good as tuples."""
-    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3))
-    want = engine.generate([1, 2], 9).output_ids
-    for table in ([(8, (1, 2, 3))], ((8, [1, 2, 3]),)):
-        assert engine.generate([1, 2], 9, adaptive=table).output_ids == want
-    assert engine.generate([1, 2], 9, simulated_accept_rates=[1, 0, 0]).stats.mean_accept_length == 2
 
 
 def test_models_must_share_device_and_dtype():

@@ -18,7 +18,6 @@ from op_tests.engine.heads import HIDDEN, IDS, STREAMS, TARGET_IDS, TARGET_VOCAB
 from op_tests.engine.toys import random_llama
 
 OPTIONS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
-PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [4]]
 POSITIONS = torch.arange(4, 10).expand(2, -1)
 
 

@@ -1,4 +1,4 @@
-"""Loading heads: layer ids of both conventions, what is refused and how, and heads at work in the engine."""
+"""Loading heads: layer ids of both conventions, what is refused and how, and what a head says of itself."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import torch
 pytest.importorskip("safetensors")
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head
 from eagle_kernels.engine.models.loading import load_draft, read_head
 from eagle_kernels.engine.models.protocol import ModelError
 from op_tests.engine import heads
 from op_tests.engine.heads import DRAFT_VOCAB, HIDDEN, STREAMS, TARGET_IDS, TARGET_VOCAB, WRITERS
-from op_tests.engine.toys import plain_logits, random_llama
+from op_tests.engine.toys import random_llama
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [4]]
-SAMPLING = {"greedy": {}, "sampled": {"temperature": 0.9, "top_k": 30}}
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +76,6 @@ def test_what_config_leaves_open_is_told(tmp_path, target, caplog):
     assert "norm_output=True is read as SGLang does" in caplog.text
 
 
-def test_eagle1_leaves_nothing_open(tmp_path, target, caplog):
-    load_draft(heads.write_speculators(tmp_path / "a", heads.eagle1_tensors()), target)
-    load_draft(heads.write_specforge(tmp_path / "b", heads.eagle1_tensors(), norm_output=True), target)
-    assert caplog.messages == []
-
-
 @pytest.mark.parametrize("form", WRITERS)
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -102,12 +93,6 @@ def test_faults_of_the_draft_vocabulary(tmp_path, target, form, change, message)
     heads.edit_tensors(folder, d2t=change(tensors["d2t"]).contiguous())
     with pytest.raises(ModelError, match=message):
         load_draft(folder, target)
-
-
-def test_target_ids_in_the_place_of_offsets_are_named(eagle3, target):
-    heads.edit_tensors(eagle3, d2t=TARGET_IDS)
-    with pytest.raises(ModelError, match="look like target ids themselves, where offsets"):
-        load_draft(eagle3, target)
 
 
 def test_t2d_must_agree_and_may_be_absent(eagle3, target):
@@ -266,64 +251,6 @@ def _one_pass(engine, ids, features):
 
     positions = torch.arange(len(ids))[None]
     return engine.draft(ids[None], features[None], positions, causal_attend, from_target=True).logits[0]
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("form", WRITERS)
-@pytest.mark.parametrize("kind", ["EAGLE-1", "EAGLE-3"])
-def test_text_is_that_of_plain_decoding(tmp_path, target, form, kind, sampling):
-    tensors = heads.eagle1_tensors() if kind == "EAGLE-1" else heads.eagle3_tensors()
-    head = load_draft(WRITERS[form](tmp_path, tensors), target)
-    engine = EAGLEInference(head, target, EAGLEConfig(topk=3, num_steps=3, **SAMPLING[sampling]))
-    text, stats = engine.generate(PROMPTS, 12, seeds=3)
-    assert text == engine.generate(PROMPTS, 12, seeds=3, speculative=False)[0]
-    assert stats.drafted > 0
-
-
-@torch.inference_mode()
-def test_the_engine_feeds_eagle1_the_last_features(target):
-    """After every step each draft row read (f_j, t_{j+1}) at position j, f_j the true feature after the final norm."""
-    seen = {}
-
-    class Recorder(Eagle1Head):
-        def forward(self, input_ids, hidden, positions, attend, *, from_target):
-            if from_target:
-                self.note(input_ids, hidden, positions)
-            return super().forward(input_ids, hidden, positions, attend, from_target=from_target)
-
-        def store(self, input_ids, hidden, positions, attend):
-            self.note(input_ids, hidden, positions)
-            super().store(input_ids, hidden, positions, attend)
-
-        def note(self, input_ids, hidden, positions):
-            for row in range(input_ids.shape[1]):
-                seen[int(positions[0, row])] = (int(input_ids[0, row]), hidden[0, row])
-
-    head = Recorder(Eagle1Config.from_dict(heads.WIDTHS), own_embedding=False)
-    engine = EAGLEInference(head, target, EAGLEConfig(topk=2, num_steps=2))
-    prompt = [3, 1, 4, 1, 5]
-    tokens = prompt + engine.generate(prompt, 10)[0]
-    logits = plain_logits(engine, tokens)
-    for position in range(len(tokens) - 1):
-        token, feature = seen[position]
-        assert token == tokens[position + 1]
-        torch.testing.assert_close(target.lm_head(feature), logits[position], atol=1e-3, rtol=1e-3)
-
-
-def test_a_perfect_eagle1_head_accepts_everything(target):
-    """A target without layers is a Markov chain, which a head that hands on the embedding guesses every time."""
-    chain = random_llama(num_layers=1, vocab_size=TARGET_VOCAB, seed=4)
-    head = Eagle1Head(Eagle1Config.from_dict(heads.WIDTHS | {"bias": False}))
-    with torch.no_grad():
-        for module in (chain.model.layers[0], head.layers[0]):
-            module.self_attn.o_proj.weight.zero_()
-            module.mlp.down_proj.weight.zero_()
-        head.fc.weight.copy_(torch.cat((torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)), dim=1))
-    engine = EAGLEInference(head, chain, EAGLEConfig(topk=1, num_steps=4))
-    text, stats = engine.generate(PROMPTS, 16)
-    assert text == engine.generate(PROMPTS, 16, speculative=False)[0]
-    assert stats.mean_accept_length == 5.0
 
 
 def test_the_heads_own_positions_are_a_limit(eagle3, target):

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from op_tests.engine.toys import random_llama
+from op_tests.engine.toys import DEVICE, random_llama
 
 ENGINE = Path(__file__).parents[2] / "eagle_kernels" / "engine"
 ROWS = re.findall(
@@ -39,7 +38,7 @@ def test_all_names_exist_in_eight_steps():
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="frames do not know the names of their classes")
 def test_a_call_goes_through_all_of_them_in_this_order():
     """By the first calls of all, and of the last step, which prompts have as well, by the last ones."""
-    target, seen = random_llama(device="cuda" if torch.cuda.is_available() else "cpu"), []
+    target, seen = random_llama(device=DEVICE), []
     engine = EAGLEInference(target, target, EAGLEConfig(topk=2, num_steps=2, cuda_graph=False))
 
     def note(frame, event, _):

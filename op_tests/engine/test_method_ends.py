@@ -20,6 +20,7 @@ from op_tests.engine.methods import MIXED, engine_of, plain_of
 from op_tests.engine.methods import PROVEN as METHODS
 from op_tests.engine.methods import SIZES as SMALL
 from op_tests.engine.toys import RowWalker, ToyModel, Walker, WalkerHead, WalkerModules
+from op_tests.engine.view import View
 
 # a walk that says no token twice, for longer than a block of any method
 SIZES = {"vocab_size": 60, "walk": 28}
@@ -30,19 +31,6 @@ JUMPERS = [[30, 39], [38, 35], [28, 49], [36, 30]]
 DRAFTING = [name for name in METHODS if name != "naive"]
 # on a CPU chains of a head and of suffix trees have to do
 MOST = [name for name in DRAFTING if torch.cuda.is_available() or name not in ("ngram chain", "hybrid chain")]
-
-
-@pytest.fixture(params=[0, 1], ids=["host at once", "host a step behind"])
-def lag(request, monkeypatch):
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
-    return request.param
-
-
-def check_nothing_is_held(engine) -> None:
-    scheduler = engine.session.scheduler
-    assert scheduler.pages.num_free == scheduler.pages.num_pages and not scheduler.state.is_live.any()
-    assert sorted(scheduler.pages.free_ids()) == list(range(scheduler.pages.num_pages))
-    assert (scheduler.state.block_table == -1).all()
 
 
 def known_behind(cache: SuffixCache, token: int) -> set[tuple]:
@@ -107,7 +95,7 @@ def test_every_place_of_a_block(name, drawn, lag, device):
             assert request.text + request.params.stop[0] == TOKENIZER.decode(request.output_ids)
     for number, request in beside:
         assert request.output_ids == want[number], f"{number}: {request}"
-    check_nothing_is_held(engine)
+    View(engine).check_is_empty()
     if "suffix" in name:
         check_cache(engine, [request.output_ids for *_, request in cut + beside])
         return
@@ -194,8 +182,8 @@ def test_more_requests_than_pools_and_caches_hold(lag, device):
     target, draft = (Walker(**sizes, seed=seed, device=device) for seed in range(2))
     engine, plain = EAGLEInference(draft, target, EAGLEConfig(**options)), plain_of(device, sizes, eos_token_ids=ends)
     engine.generate([0], 2)
-    scheduler, feed = engine.session.scheduler, engine.session.scheduler.plan.feed
-    assert scheduler.pages.num_pages == 28, "it would hold more than three requests"
+    view, feed = View(engine), View(engine).plan.feed
+    assert view.pages.num_pages == 28, "it would hold more than three requests"
     begun, start = [], feed.start
     feed.start = lambda request: begun.append(request) or start(request)
     requests, wanted, most_running, aborted = [], [], 0, {"waiting": [], "being read": [], "running": []}
@@ -207,12 +195,11 @@ def test_more_requests_than_pools_and_caches_hold(lag, device):
             requests.append(engine.submit(prompt, SamplingParams(**drawn, drafter=coin.choice(MIXED["method"]))))
             wanted.append(plain.submit(prompt, SamplingParams(**drawn)))
         engine.step()
-        rows = [row for row in scheduler._rows if row is not None]
-        most_running = max(most_running, len(rows))
+        most_running = max(most_running, len(view.rows))
         found = {
-            "waiting": list(scheduler._waiting),
-            "being read": [row.request for row in rows if not row.is_running],
-            "running": [row.request for row in rows if row.is_running],
+            "waiting": view.waiting,
+            "being read": [row.request for row in view.rows if not row.is_running],
+            "running": [row.request for row in view.rows if row.is_running],
         }
         state = coin.choice(list(found))
         if found[state] and coin.random() < 0.2:
@@ -230,7 +217,7 @@ def test_more_requests_than_pools_and_caches_hold(lag, device):
         accepted[request.params.drafter] += sum(request.accepted)
     assert accepted.pop("naive") == 0 and all(accepted.values()), accepted
     assert {request.finish_reason for request in requests} == {"abort", "eos", "length"}
-    check_nothing_is_held(engine)
+    View(engine).check_is_empty()
     assert not feed._made and not feed._cache._requests
     # first in, first out: of those that have begun, in this order, the last two
     assert begun == [request for request in requests if request in begun]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.protocol import KVShape, TargetOutput
 from eagle_kernels.engine.requests.sampling_params import SAMPLING_FIELDS
 from eagle_kernels.engine.step.verification import TargetMatch, links_of
@@ -41,23 +42,6 @@ def test_text_is_plain_text_by_every_exact_strategy(name, strategy, device):
     assert {token < SIZES["walk"] for tokens in plain for token in tokens} == {True, False}
     # kept and dropped are both there, or the case proves little
     assert stats.drafted == 0 if name == "naive" else 0 < stats.accepted < stats.drafted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
-def test_drafts_that_come_back_when_the_batch_is_small(name, device):
-    """Behind steps without drafts, whose tokens the drafter has to learn of as well."""
-    tree = [METHODS[name].get(field) for field in ("topk", "num_steps", "num_draft_tokens")]
-    tree[2] = tree[2] or (tree[0] and 1 + tree[0] * tree[1])
-    table = {} if name == "naive" else {"adaptive": ((2, tuple(tree)), (4, None))}
-    lengths = [10, 14, 18, 34]
-    engine, plain = engine_of(name, device, max_batch=4, **table), plain_of(device)
-    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=n)) for prompt, n in zip(PROMPTS, lengths)]
-    engine.collect()
-    want = plain.generate(PROMPTS[:4], lengths[-1]).output_ids
-    assert [request.output_ids for request in requests] == [text[:n] for text, n in zip(want, lengths)]
-    assert all(request.drafted == 0 for request in requests[: len(PROMPTS) if name == "naive" else 2])
-    assert name == "naive" or sum(requests[3].accepted[-8:]) > 4
 
 
 # who takes one draft takes two; by a coin of its own for each depth half of them would not
@@ -156,21 +140,25 @@ def test_a_simulated_length_is_that_of_the_whole_tree(name, device):
         assert policy == "reject_all" or text == wanted  # which keeps the target's own text
 
 
-LAST = SIZES["vocab_size"] - 1
-SHORT = [[LAST], [0], [LAST] * 3, [3, 3], [5, 1, 2], [1, 2, 1, 2], [0, LAST, 0]]
+def test_no_step_accepts_more_than_it_drafts(target):
+    """Deeper levels than drafts are none that could be accepted: a perfect draft is accepted whole."""
+    fewer = {"topk": 1, "num_steps": 8, "num_draft_tokens": 4}
+    for policy in ({}, {"simulated_accept_length": 4}, {"simulated_accept_rates": (1, 1, 1, 0, 0, 0, 0, 0)}):
+        stats = EAGLEInference(target, target, EAGLEConfig(**fewer, **policy)).generate([1, 2], 13).stats
+        assert stats.mean_accept_length == 4 and stats.acceptance_rate == stats.draft_efficiency == 1
+    table = ((1, (1, 8, 3)), (8, (1, 8, 4)))
+    for policy in ({"simulated_accept_length": 4}, {"simulated_accept_rates": (1, 1, 1, 0, 0, 0, 0, 0)}):
+        engine = EAGLEInference(target, target, EAGLEConfig(**fewer, **policy, adaptive=table))
+        assert engine.generate([1, 2], 13).stats.mean_accept_length == 3
+        assert engine.generate([[1, 2], [3]], 13).stats.mean_accept_length == 4
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("name", METHODS)
-def test_prompts_with_next_to_nothing_to_look_up(name, device):
-    """One token, fewer than an n-gram has, and such as have occurred once; side by side, and alone."""
-    others = {"max_ngram_size": 4, "min_ngram_size": 3} if "ngram" in name else {}
-    engine, plain = engine_of(name, device, prefill_chunk=1, **others), plain_of(device)
-    for count in (1, 2, 12):
-        want = plain.generate(SHORT, count).output_ids
-        assert engine.generate(SHORT, count).output_ids == want
-    for prompt, tokens in zip(SHORT[:3], want):
-        assert engine.generate(prompt, 12, prefill_chunk=2048).output_ids == tokens
+def test_planted_tokens_are_end_tokens_too(target):
+    """Unless the caller says that there are none."""
+    config = EAGLEConfig(topk=1, num_steps=3, accept_policy="accept_all", eos_token_ids=tuple(range(61)))
+    assert EAGLEInference(target, target, config).generate([1], 9).stats.finish_reasons == ["eos"]
+    free = dataclasses.replace(config, eos_token_ids=())
+    assert EAGLEInference(target, target, free).generate([1], 9).stats.finish_reasons == ["length"]
 
 
 class Counter:

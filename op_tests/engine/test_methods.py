@@ -1,10 +1,9 @@
-"""Methods of drafting: whoever drafts, the text is the target's, and drafts are as good as they can be."""
+"""Methods of drafting: drafts are as good as they can be, and what a method cannot do is told."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import math
-import random
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -19,38 +18,13 @@ from eagle_kernels.engine.drafters.suffix_cache import SuffixCache, _limits
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.requests.request import Request
-from eagle_kernels.engine.step.verification import TargetMatch
 from eagle_kernels.tools.cli.generate import warm_up
 from op_tests.engine.methods import METHODS, MIXED, toys
-from op_tests.engine.toys import ToyModel, Walker, random_head, random_llama
+from op_tests.engine.toys import ToyModel
+from op_tests.engine.view import View
 
 # ragged, with much to look up
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 5, 6], [4], [8, 8, 8, 8]]
-
-
-@pytest.fixture(params=[0, 1], ids=["host at once", "host a step behind"])
-def lag(request, monkeypatch):
-    """Of the host, as on a GPU, where it is always behind."""
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
-    return request.param
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("name", METHODS)
-def test_text_is_plain_text(name, sampling, lag, device):
-    target, draft = toys(device)
-    config = EAGLEConfig(**METHODS[name], page_size=random.Random(name).choice([1, 16, 64]))
-    engine = EAGLEInference(draft if config.needs_model else None, target, config)
-    plain = engine.generate(PROMPTS, 40, seeds=[1, 2, 3, 4], speculative=False, **sampling).output_ids
-    for _ in range(2):  # the second time suffix trees know the responses
-        text, stats = engine.generate(PROMPTS, 40, seeds=[1, 2, 3, 4], **sampling)
-        assert text == plain
-    if name == "naive":
-        assert stats.drafted == 0
-    elif name.startswith("suffix"):
-        # an offer that is a step old still follows a response which it knows whole
-        assert stats.mean_accept_length > (2.5 if lag == 0 else 1.5)
 
 
 class Parrot(ToyModel):
@@ -72,23 +46,6 @@ def test_periodic_text_is_drafted_to_the_end(name, lag, device):
     text, stats = engine.generate([0, 1, 2, 3, 4, 5, 6, 0, 1, 2], 80)
     assert text == [(3 + index) % 7 for index in range(80)]
     assert stats.mean_accept_length > 0.8 * (1 + config.num_steps)
-
-
-@pytest.mark.slow
-def test_hybrid_is_as_good_as_its_parts(device):
-    """The model alone is right, or the history alone is, or neither by itself for the whole path."""
-    target, stranger = toys(device)
-    lengths = {}
-    for name, draft in (("right", target), ("wrong", stranger)):
-        for method in ("hybrid", "draft_model", "ngram"):
-            sizes = {"hybrid": (2, 6, 12), "draft_model": (2, 2, 5), "ngram": (1, 6, 7)}[method]
-            options = dict(zip(("topk", "num_steps", "num_draft_tokens"), sizes)) | {"method": method}
-            options |= {"num_model_steps": 2} if method == "hybrid" else {}
-            engine = EAGLEInference(draft, target, EAGLEConfig(**options, min_ngram_size=1))
-            lengths[name, method] = engine.generate(PROMPTS, 60).stats.mean_accept_length
-    for name in ("right", "wrong"):
-        assert lengths[name, "hybrid"] >= max(lengths[name, "draft_model"], lengths[name, "ngram"]) - 0.05, lengths
-    assert lengths["right", "hybrid"] > lengths["right", "draft_model"] + 0.3, lengths
 
 
 def test_what_is_being_repeated_comes_before_the_model(device):
@@ -132,24 +89,6 @@ def test_masks_of_every_layout(name, mode, device):
     assert [request.error for request in requests] == [None, None]
     plain = engine.generate(PROMPTS[:2], 12, speculative=False).output_ids
     assert [request.output_ids for request in requests] == plain
-
-
-@pytest.mark.slow
-def test_a_head_drafts_first(device):
-    target = random_llama(num_layers=8, device=device)
-    engine = EAGLEInference(random_head(target), target, EAGLEConfig(**METHODS["hybrid tree"]))
-    plain = engine.generate(PROMPTS, 20, speculative=False).output_ids
-    assert engine.generate(PROMPTS, 20).output_ids == plain
-
-
-@pytest.mark.slow
-def test_a_method_changes_from_call_to_call(device):
-    """Also between such with and without a model, whose pools differ."""
-    target, draft = toys(device)
-    engine = EAGLEInference(draft, target, EAGLEConfig(topk=2, num_steps=3))
-    plain = engine.generate(PROMPTS, 20, speculative=False).output_ids
-    for options in METHODS.values():
-        assert engine.generate(PROMPTS, 20, **options).output_ids == plain
 
 
 def test_suffix_trees_remember_responses(device):
@@ -197,22 +136,6 @@ def test_requests_of_other_threads_wait_for_a_benchmark(device):
             assert len(cache._responses) == 1
         assert len(waiting.result().output_ids) == 8
     assert len(cache._responses) == 2
-
-
-@pytest.mark.slow
-def test_a_benchmark_is_told_no_answers(device):
-    """Neither by its warm-up nor by the benchmark before it; nor does it tell any."""
-    engine, cache = remembering(device)
-    before = [list(response) for response in cache._responses]
-    lengths = [engine.benchmark(PROMPTS[:1], 24).speculative.mean_accept_length for _ in range(2)]
-    alone = engine.generate(PROMPTS[0], 24, suffix_decoding_max_cached_requests=0).stats.mean_accept_length
-    assert lengths == [alone, alone]
-    assert len(before) == 1 and [list(response) for response in cache._responses] == before
-    # of two batches of one prompt the second one knows the text of the first
-    assert engine.benchmark(PROMPTS[:1] * 2, 24).speculative.mean_accept_length > alone
-    engine.submit([1], SamplingParams(max_new_tokens=3))
-    with pytest.raises(RuntimeError, match="benchmark: the batch must be empty; collect or abort the requests in it"):
-        engine.benchmark(PROMPTS, 24)
 
 
 def test_a_batch_is_empty_where_nobody_is_in_it(lag, device):
@@ -296,32 +219,6 @@ def test_any_factor_of_any_match_is_rounded_down_alike(num_since, device, monkey
         assert [drafts[length] for length in known] == wanted, factor
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", ["suffix chain", "suffix tree"])
-def test_no_more_suffix_drafts_than_the_match_allows(name, factor, lag, device, monkeypatch):
-    target, counts, verify = Walker(device=device), [], TargetMatch.verify
-
-    def count(strategy, batch, proposal, logits, features):
-        # of a text that counts on the longest match begins where counting began again, if something followed it
-        text = batch.state.history[0, : int(batch.lengths[0]) + 1].tolist()
-        sizes = (size for size in range(len(text) - 1, 0, -1) if occurs(text[:-1], text[-size:]))
-        links = torch.stack([proposal.tree.retrieve_next_token, proposal.tree.retrieve_next_sibling])
-        counts.append((int((links >= 0).sum()), next(sizes, 0)))
-        return verify(strategy, batch, proposal, logits, features)
-
-    def occurs(text, string):
-        return any(text[start : start + len(string)] == string for start in range(len(text) - len(string) + 1))
-
-    monkeypatch.setattr(TargetMatch, "verify", count)
-    prompt = [*range(5, 14), 30, 5]
-    fields = METHODS[name] | {"num_steps": 8, "num_draft_tokens": 9, "suffix_decoding_max_spec_factor": factor}
-    engine = EAGLEInference(None, target, EAGLEConfig(**fields, suffix_decoding_max_cached_requests=0))
-    text = engine.generate(prompt, 9, cuda_graph=False).output_ids
-    assert text == list(range(6, 15)) and len(counts) > 1
-    assert all(drafts <= int(factor * match + 1e-6) for drafts, match in counts), counts
-    assert (max(drafts for drafts, _ in counts) > 1) == (factor > 0)
-
-
 def test_requests_that_end_leave_no_suffix_tree(device):
     target, _ = toys(device)
     engine = EAGLEInference(None, target, EAGLEConfig(**METHODS["suffix tree"], max_batch=2))
@@ -330,7 +227,7 @@ def test_requests_that_end_leave_no_suffix_tree(device):
     engine.abort(requests[1])
     engine.collect()
     (cache,) = engine.session.suffix_caches.values()
-    assert cache.num_states[0] == 0 and not engine.session.scheduler.plan.feed._made
+    assert cache.num_states[0] == 0 and not View(engine).plan.feed._made
     assert requests[0].output_ids == engine.generate(PROMPTS[0], 10, speculative=False).output_ids
 
 
@@ -339,67 +236,18 @@ def test_a_request_that_fails_before_it_begins_leaves_the_others(device, monkeyp
     target, _ = toys(device)
     engine = EAGLEInference(None, target, EAGLEConfig(**METHODS["suffix chain"]))
     engine.generate(PROMPTS[0], 2)
-    set_row = type(engine.session.scheduler.state.sampling).set_row
+    set_row = type(View(engine).state.sampling).set_row
 
     def fail_once(self, row, params, seed, prompt, *ends):
         if prompt == PROMPTS[1]:
             raise RuntimeError("no memory")
         set_row(self, row, params, seed, prompt, *ends)
 
-    monkeypatch.setattr(type(engine.session.scheduler.state.sampling), "set_row", fail_once)
+    monkeypatch.setattr(type(View(engine).state.sampling), "set_row", fail_once)
     requests = [engine.submit(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]
     engine.collect()
     assert [request.finish_reason for request in requests] == ["length", "error", "length", "length"]
     assert requests[1].error == "RuntimeError: no memory"
-
-
-@pytest.mark.slow
-def test_random_requests_of_mixed_methods_in_one_batch(device):
-    """They come and go, each with its own drafter, sampling and end; on a GPU a thousand of them."""
-    coin, count = random.Random(5), 1000 if torch.cuda.is_available() else 30
-    target, draft = toys(device)
-    engine = EAGLEInference(draft, target, EAGLEConfig(**MIXED, max_batch=12, eos_token_ids=(7,)))
-    plain = EAGLEInference(None, target, EAGLEConfig(method="naive", max_batch=12, eos_token_ids=(7,)))
-    requests, wanted = [], []
-    for number in range(count):
-        prompt = [coin.randrange(20) for _ in range(coin.choice((1, 2, 9, 20)))]
-        options = {"max_new_tokens": coin.choice((1, 5, 25)), "seed": number}
-        options |= coin.choice(
-            ({}, {}, {"temperature": 0.8}, {"temperature": 1.0, "top_k": 5, "frequency_penalty": 0.3})
-        )
-        drafter = coin.choice((None, *MIXED["method"]))
-        requests.append(engine.submit(prompt, SamplingParams(**options, drafter=drafter)))
-        wanted.append(plain.submit(prompt, SamplingParams(**options)))
-        if number % 3 == 0:
-            engine.step()
-    engine.collect()
-    plain.collect()
-    for request, want in zip(requests, wanted):
-        assert request.output_ids == want.output_ids and request.finish_reason == want.finish_reason
-    accepted = {name: 0 for name in MIXED["method"]}
-    for request in requests:
-        accepted[request.params.drafter or "draft_model"] += sum(request.accepted)
-    assert accepted.pop("naive") == 0 and all(accepted.values()), accepted
-
-
-@pytest.mark.slow
-def test_each_request_gets_the_drafts_of_its_own_method(lag, device):
-    """Beside others a request accepts what it would accept in a batch of its own method."""
-    target, draft = toys(device)
-    several = MIXED | {"method": ("draft_model", "ngram", "naive"), "num_model_steps": None}
-    engine = EAGLEInference(draft, target, EAGLEConfig(**several))
-    requests = [
-        engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=30, drafter=name))
-        for name in ("ngram", "draft_model", "naive", "ngram")
-    ]
-    engine.collect()
-    alone = {}
-    for name in ("ngram", "draft_model"):
-        by_itself = EAGLEInference(draft, target, EAGLEConfig(**several | {"method": name}))
-        stats = by_itself.generate(PROMPTS[0], 30).stats
-        alone[name] = stats.accepted
-    accepted = [sum(request.accepted) for request in requests]
-    assert accepted == [alone["ngram"], alone["draft_model"], 0, alone["ngram"]]
 
 
 @pytest.mark.parametrize("mode", ["packed", "qlen_only", "qlen_only_bitpacking"])
@@ -487,12 +335,6 @@ REFUSED = [
 def test_what_a_method_cannot_do(options, message):
     with pytest.raises(ValueError, match=message):
         EAGLEConfig(**options)
-
-
-def test_naive_reads_no_tree():
-    """Any that another method may have."""
-    config = EAGLEConfig(method="naive", topk=8, num_steps=5, num_draft_tokens=64)
-    assert not config.may_speculate and not EAGLEConfig(method="naive", num_steps=64).needs_model
 
 
 def test_a_drafter_is_one_of_the_methods():

@@ -14,32 +14,16 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.models.tokenizer import ByteDetokenizer
 from eagle_kernels.engine.requests.inputs import read_call_params
 from eagle_kernels.engine.requests.names import agree
-from op_tests.engine.toys import ToyModel
+from op_tests.engine.toys import LetterTokenizer, ToyModel
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9]]
 
 
-class Letters:
-    """A tokenizer for 40 tokens."""
-
-    vocab_size, eos_token_ids = 40, ()
-
-    def encode(self, text):
-        return [ord(letter) % 40 for letter in text]
-
-    def decode(self, token_ids):
-        return "".join(map(chr, token_ids))
-
-    def detokenizer(self, context=()):
-        return ByteDetokenizer()
-
-
 @pytest.fixture(scope="module")
 def engine():
-    return EAGLEInference(ToyModel(seed=1), ToyModel(), EAGLEConfig(topk=2, num_steps=2), tokenizer=Letters())
+    return EAGLEInference(ToyModel(seed=1), ToyModel(), EAGLEConfig(topk=2, num_steps=2), tokenizer=LetterTokenizer())
 
 
 SAME = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +14,10 @@ from eagle_kernels.engine.drafters.protocol import Proposal
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.step import packed_rows
 from op_tests.engine.engines import PARAMS, make, prompt_of
-from op_tests.engine.serve.conftest import DEVICE
-from op_tests.engine.toys import ToyModel, WalkerModules, random_head, random_llama
+from op_tests.engine.toys import DEVICE, ToyModel, WalkerModules, random_head, random_llama
+from op_tests.engine.view import View
 
 TREE = {"topk": 3, "num_steps": 3, "num_draft_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def target():
-    return random_llama(device=DEVICE)
 
 
 @pytest.fixture(scope="module", params=["stranger", "itself", "head"])
@@ -33,11 +27,6 @@ def draft(request, target):
     if request.param == "head":
         return random_head(target, aux_layers=(0, 1, 2))
     return random_llama(hidden_size=16, num_layers=1, seed=1, device=DEVICE)
-
-
-@pytest.fixture(params=[0, 1], ids=["at once", "a step late"])
-def lag(request, monkeypatch):
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
 
 
 @pytest.mark.slow
@@ -66,25 +55,6 @@ def test_texts_are_those_of_plain_decoding(target, draft, lag, mean):
     for got, want in zip(run(engine), run(plain)):
         assert got.output_ids == want.output_ids
         assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("max_batch", [2, 5])
-def test_requests_that_come_and_go(target, draft, lag, max_batch):
-    """Also beside prompts that are read in the same pass, and with plain steps between."""
-    engine, coin = make(draft, target, max_batch=max_batch, mean_draft_tokens=3, **TREE), random.Random(max_batch)
-    want = run(make(draft, target, max_batch=7))
-    requests = []
-    for _ in range(20):
-        number = coin.randrange(7)
-        requests.append((number, engine.submit(prompt_of(number), PARAMS[number])))
-        for _ in range(coin.randrange(4)):
-            engine.is_speculating = coin.random() < 0.7
-            engine.step()
-    engine.is_speculating = True
-    engine.collect()
-    for number, request in requests:
-        assert request.output_ids == want[number].output_ids
 
 
 @pytest.mark.cross
@@ -153,28 +123,6 @@ def test_sure_requests_get_more_rows(target, monkeypatch):
     assert requests[0].output_ids == requests[1].output_ids
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("strategy", ["topp", "typical"])
-def test_other_strategies(target, strategy):
-    """Those that are lossy run; at temperature 0 typical acceptance is plain decoding."""
-    engine = make(target, target, mean_draft_tokens=3, verify_strategy=strategy, **TREE)
-    text = engine.generate(prompt_of(3), 20)[0]
-    assert len(text) == 20
-    if strategy == "typical":
-        assert text == engine.generate(prompt_of(3), 20, speculative=False)[0]
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("adaptive", ["auto", ((1, (3, 3, 12)), (3, (1, 2, 3)))])
-def test_trees_of_a_choice(target, draft, adaptive):
-    """Smaller trees than the mean have all their nodes."""
-    engine = make(draft, target, max_batch=7, mean_draft_tokens=4, adaptive=adaptive, **TREE)
-    steppers = [tree for _, tree in engine.config.trees if tree is not None]
-    assert {tree.mean_draft_tokens for tree in steppers} == {None, 4}
-    want = run(make(draft, target, max_batch=7))
-    assert [request.output_ids for request in run(engine)] == [request.output_ids for request in want]
-
-
 @pytest.mark.gpu
 def test_deterministic_bits(target):
     """In bf16: a request's log-probabilities are those of plain decoding, whatever rows it was given."""
@@ -229,4 +177,4 @@ def test_a_choice_does_without_rows_that_a_target_does_not_take():
         engine = EAGLEInference(draft, ToyModel(), config)
         assert engine.generate([1, 2, 3], 9)[0] == engine.generate([1, 2, 3], 9, speculative=False)[0]
         engine.warmup(most_requests=1)
-        assert [runner.stepper.mean_nodes for runner in engine.session.scheduler.plan.runners] == nodes
+        assert View(engine).nodes == nodes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -17,109 +16,20 @@ from eagle_kernels.engine.step.verification import _filtered, _RowParams, score
 from eagle_kernels.tools.trees.recorder import _target_law
 from op_tests.engine.engines import make
 from op_tests.engine.request_law import check_end, check_tokens
-from op_tests.engine.toys import LetterTokenizer, Markov, ToyModel, plain_logits
+from op_tests.engine.toys import DEVICE, LetterTokenizer, Markov, ToyModel, plain_logits
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [4], list(range(30))]
-ENDS = tuple(range(20))
-SAMPLINGS = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 9, "frequency_penalty": 0.5}]
 
 
 @pytest.fixture(scope="module")
 def target():
-    return ToyModel(device="cuda" if torch.cuda.is_available() else "cpu")
+    return ToyModel(device=DEVICE)
 
 
 @pytest.fixture(scope="module", params=["itself", "a stranger"])
 def engine(request, target):
     """With a draft whose tokens are all accepted, and one whose are not."""
     return make(target if request.param == "itself" else ToyModel(seed=1, device=target.device), target, page_size=4)
-
-
-def raw(engine, text: list[int]) -> torch.Tensor:
-    """Log-probabilities of all tokens after a text, by a pass of its own."""
-    return torch.log_softmax(engine.next_token_logits(text), -1).cpu()
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_no_end_token_comes_before_the_least_length(engine, sampling):
-    """Also where it is the likeliest token, deep in a tree or the first one; later it ends the text."""
-    options = {"seeds": range(4), **sampling, "max_new_tokens": 24}
-    free = engine.generate(PROMPTS, **options).output_ids
-    ends = tuple({tokens[place] for tokens in free for place in (0, 2, 5)})
-    short = engine.generate(PROMPTS, **options, stop_token_ids=ends).output_ids
-    assert max(map(len, short)) < 9
-    texts = {}
-    for speculative in (True, False):
-        output = engine.generate(PROMPTS, **options, stop_token_ids=ends, min_new_tokens=9, speculative=speculative)
-        texts[speculative] = output.output_ids
-        for tokens, reason in zip(output.output_ids, output.stats.finish_reasons):
-            assert len(tokens) >= 9 and not set(tokens[:9]) & set(ends)
-            assert (reason == "eos") == (tokens[-1] in ends) and not set(tokens[:-1]) & set(ends)
-    assert texts[True] == texts[False]
-    assert any(len(tokens) < 24 for tokens in texts[True])
-    alone = [engine.generate(prompt, **options | {"seeds": seed}, stop_token_ids=ends, min_new_tokens=9).output_ids
-             for seed, prompt in enumerate(PROMPTS)]  # fmt: skip
-    assert alone == texts[True]
-
-
-def test_a_least_length_is_of_its_own_request(engine):
-    """Beside others that have none, in their rows before or after it."""
-    end = engine.generate(PROMPTS[0], 1).output_ids[0]
-    asked = [SamplingParams(max_new_tokens=12, stop_token_ids=(end,), min_new_tokens=least) for least in (0, 7, 12, 1)]
-    requests = [engine.submit(PROMPTS[0], params) for params in asked]
-    engine.collect()
-    assert requests[0].output_ids == [end] and requests[3].output_ids[0] != end
-    assert len(requests[1].output_ids) >= 7 and len(requests[2].output_ids) == 12
-    assert all(end not in request.output_ids[: request.params.min_new_tokens] for request in requests)
-    assert (
-        requests[1].output_ids == requests[2].output_ids[: len(requests[1].output_ids)]
-        or requests[1].output_ids[-1] == end
-    )
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("strategy", ["rejection", "topp", "typical"])
-def test_other_strategies_keep_ends_back(target, strategy):
-    draft = ToyModel(seed=1, device=target.device)
-    engine = make(draft, target, verify_strategy=strategy, temperature=1.0)
-    for seed in range(5):
-        tokens = engine.generate(PROMPTS[0], 10, seeds=seed, min_new_tokens=6, stop_token_ids=ENDS).output_ids
-        assert len(tokens) >= 6 and not set(tokens[:6]) & set(ENDS)
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("least", [0, 6])
-def test_scores_are_those_of_a_pass_by_itself(engine, sampling, least):
-    """Of every token and of the likely ones, whatever was filtered, penalised or kept back."""
-    options = sampling | {"logprobs": "raw", "top_logprobs": 5, "min_new_tokens": least, "stop_token_ids": (3, 9)}
-    output = engine.generate(PROMPTS, 10, seeds=range(4), **options)
-    for prompt, tokens, own, top in zip(PROMPTS, output.output_ids, output.logprobs, output.top_logprobs):
-        assert len(tokens) == len(own) == len(top)
-        for place, token in enumerate(tokens):
-            logprobs = raw(engine, prompt + tokens[:place])
-            assert own[place] == pytest.approx(logprobs[token].item(), abs=1e-4)
-            ids, values = zip(*top[place])
-            best = logprobs.topk(5)
-            torch.testing.assert_close(torch.tensor(values), best.values, atol=1e-4, rtol=0)
-            torch.testing.assert_close(logprobs[list(ids)], best.values, atol=1e-4, rtol=0)
-            assert list(values) == sorted(values, reverse=True) and len(set(ids)) == 5
-
-
-def test_likely_tokens_without_other_scores(engine):
-    """In events as well; requests beside one that asks for fewer, or for none, get what they ask for."""
-    asked = [SamplingParams(max_new_tokens=5, top_logprobs=count) for count in (0, 1, 20, 3)]
-    requests = [engine.submit(PROMPTS[1], params) for params in asked]
-    events = []
-    while engine.has_work:
-        events += engine.step()
-    for request, params in zip(requests, asked):
-        own = [event.top_logprobs for event in events if event.request == request.id]
-        assert own == (request.top_logprobs if params.top_logprobs else [None] * 5) and not request.logprobs
-        assert all(len(top) == params.top_logprobs for top in request.top_logprobs)
-        assert [top[0][0] for top in request.top_logprobs] == request.output_ids[: len(request.top_logprobs)]
-    assert requests[1].top_logprobs == [top[:1] for top in requests[2].top_logprobs]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -184,27 +94,6 @@ def test_likely_tokens_of_a_text_with_ties(speculative):
     order = target.table.log_softmax(-1).sort(dim=-1, descending=True, stable=True).indices[:, :20].tolist()
     likely = [*output.prompt_top_logprobs[1:], *output.top_logprobs]
     assert [[token for token, _ in top] for top in likely] == [order[token] for token in text[:-1]]
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("chunk", [3, 8, 64])
-@pytest.mark.parametrize("start", [0, 1, 4, 29])
-def test_scores_of_the_prompt(target, chunk, start):
-    """From a start on, whatever parts it is read in; nothing comes before the first token."""
-    engine = make(target, target, page_size=4, prefill_chunk=chunk)
-    prompts = [prompt for prompt in PROMPTS if len(prompt) > start]
-    output = engine.generate(prompts, 3, logprob_start_len=start, top_logprobs=2)
-    assert output.output_ids == engine.generate(prompts, 3).output_ids
-    for prompt, own, top in zip(prompts, output.prompt_logprobs, output.prompt_top_logprobs):
-        assert len(own) == len(top) == len(prompt) - start
-        for place, (logprob, likely) in enumerate(zip(own, top), start=start):
-            if place == 0:
-                assert logprob is likely is None
-                continue
-            logprobs = raw(engine, prompt[:place])
-            assert logprob == pytest.approx(logprobs[prompt[place]].item(), abs=1e-4)
-            assert [value for _, value in likely] == pytest.approx(logprobs.topk(2).values.tolist(), abs=1e-4)
-    assert engine.generate(PROMPTS[0], 3).prompt_logprobs is None
 
 
 def test_scores_of_a_long_prompt():
@@ -277,13 +166,6 @@ def test_refused_prompts_have_their_numbers(target, count, place, method):
         assert re.findall(r"prompt (\d+)", str(caught.value)) == [str(place)]
 
 
-@pytest.mark.cross
-def test_samples_without_a_seed_and_in_streams(engine):
-    assert len(set(engine.generate(PROMPTS[0], 3, n=4, temperature=1.0).stats.seeds)) == 4
-    events = list(engine.stream(PROMPTS[:2], 3, n=2))
-    assert [event.request for event in events].count(3) == 3 and {event.request for event in events} == {0, 1, 2, 3}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -307,33 +189,6 @@ def test_bad_values_are_named(engine, options, message):
         engine.generate(PROMPTS[0], 8, **options)
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("least", [0, 7])
-def test_ends_of_the_configuration_are_ignored(engine, least):
-    """By those requests that say so, in calls, streams and rows beside others; stop_token_ids end them all the same."""
-    options = {"seeds": 3, "temperature": 1.0, "eos_token_ids": ENDS}
-    short = engine.generate(PROMPTS, 12, **options, min_new_tokens=least)
-    assert set(short.stats.finish_reasons) == {"eos"} and all(len(text) <= 12 for text in short.output_ids)
-    whole = engine.generate(PROMPTS, 12, **options, min_new_tokens=least, ignore_eos=True)
-    free = engine.generate(PROMPTS, 12, seeds=3, temperature=1.0)
-    assert whole.output_ids == free.output_ids and set(whole.stats.finish_reasons) == {"length"}
-    assert [e.token_id for e in engine.stream(PROMPTS[0], 12, **options, ignore_eos=True)] == free.output_ids[0]
-    params = [SamplingParams(max_new_tokens=12, temperature=1.0, min_new_tokens=least, ignore_eos=flag, seed=3)
-              for flag in (True, False, True, False)]  # fmt: skip
-    mixed = engine.generate(PROMPTS, params, eos_token_ids=ENDS).output_ids
-    assert mixed == [text[row % 2] for row, text in enumerate(zip(free.output_ids, short.output_ids))]
-    stops = engine.generate(PROMPTS, 12, **options, min_new_tokens=least, ignore_eos=True, stop_token_ids=ENDS)
-    assert stops.output_ids == short.output_ids
-    engine.warmup(SamplingParams(ignore_eos=True, min_new_tokens=least), eos_token_ids=ENDS)
-    result = engine.benchmark(PROMPTS[:2], 9, eos_token_ids=tuple(range(40)), ignore_eos=True)
-    assert result.plain.tokens == result.speculative.tokens == 18
-
-
-def test_errors_name_the_prompt_and_not_the_sample(engine):
-    with pytest.raises(ValueError, match="generate: prompt 1 is empty"):
-        engine.generate([[1], []], 3, n=4)
-
-
 def test_least_lengths_are_warmed_up_and_measured():
     """As many of them as the few tokens of a warm-up are."""
     target = ToyModel()
@@ -352,6 +207,7 @@ def test_too_many_end_tokens_to_keep_back():
         engine.generate([1, 2], 3, stop_token_ids=ends, min_new_tokens=1)
 
 
+ENDS = (0, 5, 10, 15)
 # values on both sides of what does nothing, and whether greedy tokens show them, too
 SETTINGS = {
     "temperature": ((0.4, 2.5), False), "top_k": ((1, 3), False), "top_p": ((0.2, 0.8), False),
@@ -365,7 +221,7 @@ SETTINGS = {
 def test_each_setting_has_its_effect_alone(target, name):
     """Of either sign, greedily and drawn, where nothing else is set: tokens and ends are what the law says."""
     values, shows_greedily = SETTINGS[name]
-    config = EAGLEConfig(topk=2, num_steps=2, eos_token_ids=ENDS[::5], max_batch=4)
+    config = EAGLEConfig(topk=2, num_steps=2, eos_token_ids=ENDS, max_batch=4)
     engine = EAGLEInference(target, target, config, tokenizer=LetterTokenizer())
     for temperature in (0.0, 1.0)[not shows_greedily :]:
         told = []
@@ -377,29 +233,6 @@ def test_each_setting_has_its_effect_alone(target, name):
             for request in stream.requests:
                 text = request.prompt + request.output_ids
                 check_tokens(request, plain_logits(engine, text[:-1])[len(request.prompt) - 1 :].cpu())
-                check_end(request, LetterTokenizer(), ENDS[::5])
+                check_end(request, LetterTokenizer(), ENDS)
             told.append([(request.output_ids, request.finish_reason) for request in stream.requests])
         assert all(each not in told[:index] for index, each in enumerate(told)), (temperature, values)
-
-
-@pytest.mark.slow
-def test_settings_of_neighbours_mix(engine):
-    """Requests that ask for any of all this at once are those that ask alone."""
-    asked = [
-        SamplingParams(max_new_tokens=6, seed=3, temperature=temperature, min_new_tokens=least, top_logprobs=top,
-                       logprobs=kind, logprob_start_len=start, stop_token_ids=(5, 11, 2))
-        for temperature, least, top, (kind, start) in itertools.product(
-            (0, 1), (0, 4), (0, 3), ((False, None), ("raw", 0))
-        )
-    ]  # fmt: skip
-    requests = [engine.submit(PROMPTS[number % 4], params) for number, params in enumerate(asked)]
-    engine.collect()
-    for request in requests:
-        single = engine.submit(request.prompt, request.params)
-        engine.collect()
-        assert single.output_ids == request.output_ids and single.finish_reason == request.finish_reason
-        assert single.logprobs == pytest.approx(request.logprobs, abs=1e-4)
-        assert single.prompt_logprobs == pytest.approx(request.prompt_logprobs, abs=1e-4)
-        assert [[i for i, _ in top] for top in single.top_logprobs] == [
-            [i for i, _ in top] for top in request.top_logprobs
-        ]

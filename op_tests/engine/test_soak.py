@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 from eagle_kernels import ops
 from eagle_kernels.engine.batch.prefix_cache import PrefixCache
 from eagle_kernels.engine.batch.state import RowSampling
 from eagle_kernels.engine.requests.request import Request
 from op_tests.engine import soak
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from op_tests.engine.toys import DEVICE
 
 
 def test_a_round_is_fine(monkeypatch, capsys):

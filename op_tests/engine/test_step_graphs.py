@@ -23,6 +23,7 @@ from eagle_kernels.engine.step.stepper import Stepper
 from eagle_kernels.runtime import launch
 from op_tests.engine.engines import PARAMS, alone, make, mixed_requests, prompt_of
 from op_tests.engine.toys import ToyModel, random_llama
+from op_tests.engine.view import View
 
 TREES = [(1, 1, 2), (1, 5, 6), (2, 3, None), (4, 4, 16), (8, 5, 64)]
 
@@ -147,7 +148,7 @@ def draft(request, target):
 
 def has_graphs(engine) -> bool:
     """Whether the last speculative steps were replays; without this question a test of graphs may see none."""
-    return bool(engine.session.scheduler.plan.runners[1]._graphs)
+    return bool(View(engine).runners[1]._graphs)
 
 
 @pytest.mark.gpu
@@ -199,7 +200,7 @@ def test_requests_join_and_leave(target, draft):
                 number = waiting.pop(0)
                 requests.append(engine.submit(prompt_of(number), PARAMS[number % len(PARAMS)]))
         engine.step()
-    graphs = engine.session.scheduler.plan.runners[1]._graphs
+    graphs = View(engine).runners[1]._graphs
     assert len({kind.num_rows for kind in graphs}) > 2 and len({kind.features for kind in graphs}) > 2
     for number, (request, (tokens, logprobs)) in enumerate(zip(requests, expected)):
         assert request.output_ids == tokens, f"request {number}"
@@ -229,7 +230,7 @@ def test_nothing_compiles_after_warmup(target, draft, speculative, compiled):
     engine.warmup(*PARAMS, speculative=speculative)
     assert compiled, "the hook is not called"
     compiled.clear()
-    runners = engine.session.scheduler.plan.runners
+    runners = View(engine).runners
     captured = [(set(runner._graphs), set(runner._catch_ups)) for runner in runners]
     kinds = {(num_rows, prompt_tokens) for num_rows in (1, 2, 4) for prompt_tokens in (0, JOINT_TOKENS[-1])}
     assert all({(kind.num_rows, kind.prompt_tokens) for kind in graphs} == kinds for graphs, _ in captured)
@@ -278,7 +279,7 @@ def test_a_bare_warmup_is_for_what_is_common(target, draft, adaptive, compiled):
     engine.warmup()
     assert compiled, "the hook is not called"
     compiled.clear()
-    runners = engine.session.scheduler.plan.runners
+    runners = View(engine).runners
     captured = [(set(runner._graphs), set(runner._catch_ups)) for runner in runners]
     assert len(runners) > (2 if adaptive else 1)
     assert all(len(graphs) == 6 * 3 * 2 for graphs, _ in captured), "of six sets of features at three sizes"
@@ -305,11 +306,11 @@ def test_a_step_of_the_scheduler_never_waits(target, draft):
         engine.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        before = engine.session.scheduler.num_steps
+        before = View(engine).num_steps
         with running(target):
             for _ in range(3):
-                engine.session.scheduler.step()
-        assert engine.session.scheduler.num_steps == before + 3
+                View(engine).scheduler.step()
+        assert View(engine).num_steps == before + 3
     finally:
         torch.cuda.set_sync_debug_mode("default")
     engine.collect()

@@ -12,8 +12,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.loading import demo_pair, load_target
 from eagle_kernels.engine.serve.threads import few_threads, most_threads
-
-from .serve.conftest import DEVICE
+from op_tests.engine.toys import DEVICE
 
 
 def model(hidden_size: int, device: str = "cpu") -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Round trips, streaming, and the choice of tokenizer by folder."""
+"""Pieces of text as tokens come, the ids that a tokenizer has, and the choice of tokenizer by folder."""
 
 from __future__ import annotations
 
@@ -37,24 +37,6 @@ from op_tests.engine.toys import random_llama
 TEXTS = ["", "def f(x):\n    return x\n", "naïve — 日本語 🦅", "a\x00b"]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_bytes_round_trip(text):
-    tokenizer = ByteTokenizer()
-    token_ids = tokenizer.encode(text)
-    assert bytes(token_ids) == text.encode()
-    assert tokenizer.decode([*token_ids, *tokenizer.eos_token_ids]) == text
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_bytes_stream_equals_decode(size):
-    tokenizer = ByteTokenizer()
-    token_ids = [*tokenizer.encode("".join(TEXTS)), 0xE6, 0x97]  # ends inside a character
-    detokenizer = tokenizer.detokenizer()
-    pieces = [detokenizer.push(token_ids[start : start + size]) for start in range(0, len(token_ids), size)]
-    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
-    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(token_ids)
-
-
 @pytest.mark.parametrize(
     ("ids", "text"), [([0xA5, 0x62], "日b"), ([0x62], "b"), ([0xFF, 0xA5], "\ufffd" * 2), ([], "")]
 )
@@ -62,10 +44,6 @@ def test_a_character_that_the_context_begins(ids, text):
     """Its end makes it a character of the text; without an end it is the context's, and no part of the text."""
     detokenizer = ByteTokenizer().detokenizer([0x61, 0xE6, 0x97])
     assert "".join(detokenizer.push([token_id]) for token_id in ids) + detokenizer.finish() == text
-
-
-def test_broken_bytes_decode_to_the_replacement_character():
-    assert ByteTokenizer().decode([0x61, 0xFF, 0x62]) == "a\N{REPLACEMENT CHARACTER}b"
 
 
 @pytest.mark.parametrize("file_name", ["config.json", "tokenizer_config.json"])
@@ -92,18 +70,6 @@ def byte_level_folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_file_tokenizer_round_trip_and_stream(byte_level_folder, size):
-    tokenizer = load_tokenizer(byte_level_folder)
-    text = "the eagle 🦅 and 日本語 the tree "
-    token_ids = tokenizer.encode(text)
-    assert tokenizer.decode([*token_ids, 0]) == text
-    detokenizer = tokenizer.detokenizer()
-    pieces = [detokenizer.push(token_ids[start : start + size]) for start in range(0, len(token_ids), size)]
-    assert "".join(pieces) + detokenizer.finish() == text
-    assert any(pieces)
-
-
 @pytest.fixture
 def engine(byte_level_folder):
     """One whose text is noise in such a tokenizer's ids: ends of characters without beginnings, and the end of text."""
@@ -115,56 +81,6 @@ def engine(byte_level_folder):
 PROMPT = "the eagle 🦅"
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("seed", [0, 1])
-def test_streamed_text_is_that_of_all_tokens(engine, seed):
-    stream = engine.stream_text(PROMPT, 30, seeds=seed)
-    pieces = list(stream)
-    token_ids = engine.generate(engine.tokenizer.encode(PROMPT), 30, seeds=seed).output_ids
-    assert stream.output().output_ids == token_ids
-    assert all(pieces) and len(pieces) > 5 and "".join(pieces) == engine.tokenizer.decode(token_ids)
-
-
-SEVERAL = [PROMPT, "the", "🦅 eagle the"]
-
-
-def joined(stream, count: int) -> list[str]:
-    """The text of each request, of pieces that come as they become known."""
-    texts, pieces = [""] * count, list(stream)
-    for piece in pieces:
-        assert piece.text
-        texts[piece.request] += piece.text
-    assert [piece.request for piece in pieces] != sorted(piece.request for piece in pieces)
-    return texts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"n": 2}], ids=str)
-def test_texts_of_several_requests_stream_side_by_side(engine, options):
-    """Each is what its tokens are in text, half characters and all."""
-    stream = engine.stream_text(SEVERAL, 20, seeds=[4, 5, 6], **options)
-    texts = joined(stream, 3 * options.get("n", 1))
-    prompts = [engine.tokenizer.encode(text) for text in SEVERAL]
-    tokens = engine.generate(prompts, 20, seeds=[4, 5, 6], **options).output_ids
-    assert stream.output().output_ids == tokens
-    assert texts == [engine.tokenizer.decode(token_ids) for token_ids in tokens]
-    assert joined(engine.stream_text(PROMPT, 20, n=3, seeds=4), 3)[0] == texts[0]
-
-
-@pytest.mark.slow
-def test_texts_of_several_requests_end_before_their_stop_strings(engine):
-    """Wherever a string begins and ends, in drafts of one step or over several; one text goes on without the others."""
-    whole = joined(engine.stream_text(SEVERAL, 40, seeds=[4, 5, 6]), 3)
-    for begin in (1, 7, 16):
-        stops = tuple(text[begin : begin + 3] for text in whole[:2])
-        stream = engine.stream_text(SEVERAL, 40, seeds=[4, 5, 6], stop=stops)
-        texts = joined(stream, 3)
-        for text, full, reason in zip(texts, whole, stream.output().stats.finish_reasons):
-            ends = [full.index(stop) for stop in stops if stop in full]
-            assert reason == ("stop" if ends else "length")
-            assert text == (full[: min(ends)] if ends else full)
-
-
 def test_text_that_holds_no_token_is_refused(engine):
     for texts in ("", ["the", ""]):
         with pytest.raises(ValueError, match="stream_text: text must hold at least one token, got ''"):
@@ -173,16 +89,6 @@ def test_text_that_holds_no_token_is_refused(engine):
         engine.stream_text(3, 3)
     with pytest.raises(ValueError, match="stream_text: text must hold at least one prompt"):
         engine.stream_text([], 3)
-
-
-def test_streamed_text_ends_before_a_stop_string(engine):
-    *pieces, _ = engine.stream_text(PROMPT, 40, seeds=1)  # the last one may be what the end left of a character
-    whole = "".join(pieces)
-    for begin in range(1, len(whole) - 1, 9):
-        stop = whole[begin : begin + 2]
-        stream = engine.stream_text(PROMPT, 40, seeds=1, stop=(stop,))
-        assert "".join(stream) == whole[: whole.index(stop)]
-        assert stream.output().stats.finish_reasons == ["stop"]
 
 
 @pytest.mark.slow
@@ -266,17 +172,6 @@ def test_pieces_of_chains_that_change_letters():
                 assert text + detokenizer.finish() == beyond(tokenizer, context, ids[: place + 1]), told
 
 
-def test_the_end_of_the_whole_is_stripped():
-    """By itself, since the package breaks down where no text is left to strip."""
-    decoders = pytest.importorskip("tokenizers").decoders
-    steps = [decoders.Fuse(), decoders.Strip(" ", 0, 2)]
-    tokenizer = made_tokenizer(["a  ", " ", "b "], decoders.Sequence(steps))
-    for ids in itertools.product(range(3), repeat=4):
-        detokenizer = tokenizer.detokenizer()
-        if 0 in ids or 2 in ids:
-            assert "".join(detokenizer.push([each]) for each in ids) + detokenizer.finish() == tokenizer.decode(ids)
-
-
 @pytest.mark.parametrize("name", ["GPT-2, Qwen, Llama 3", "Llama 2, Mistral", "bytes"])
 def test_what_cannot_change_goes_out_at_once(name, monkeypatch):
     """Of a thousand bytes that are no UTF-8, too; nothing is decoded twice."""
@@ -291,15 +186,6 @@ def test_what_cannot_change_goes_out_at_once(name, monkeypatch):
     assert [detokenizer.push([broken]) for _ in range(1000)] == ["\N{REPLACEMENT CHARACTER}"] * 1000
     stops = StopStrings(("\ufffd\ufffd\ufffd",), tokenizer, [])
     assert [stops.push(broken) for _ in range(3)] == [False, False, True] and stops.text == ""
-
-
-def test_a_broken_run_is_broken_as_a_whole():
-    tokenizer = made_tokenizer([*WORDS, *BYTES], decoders_of_models()["Llama 2, Mistral"])
-    ids = [len(WORDS) + 0xC3, len(WORDS) + 0xA9, len(WORDS) + 0xFF]
-    detokenizer = tokenizer.detokenizer()
-    assert [detokenizer.push([token_id]) for token_id in ids] == ["", "", "\ufffd" * 3] and tokenizer.decode(
-        ids
-    ) == "\ufffd" * 3
 
 
 @pytest.fixture
@@ -320,28 +206,6 @@ def word_tokenizer(tmp_path):
 
 
 FIRST_WORD = 3 + 256
-EAGLE = [3 + byte for byte in "🦅".encode()]
-
-
-@pytest.mark.parametrize(
-    ("context", "space"),
-    [
-        ([FIRST_WORD], " "),
-        ([FIRST_WORD, 2, 1], " "),  # special tokens have no text
-        ([FIRST_WORD, *EAGLE], " "),
-        (3 * EAGLE, " "),  # longer than what is looked at
-        ([], ""),
-        ([1], ""),
-        (EAGLE[:2], " "),  # half a character, of which the prompt's text has the replacement
-        ([FIRST_WORD, *[1] * 20], " "),
-    ],
-)
-def test_a_context_is_decoded_with_and_not_told(word_tokenizer, context, space):
-    detokenizer = word_tokenizer.detokenizer(context)
-    assert detokenizer.push([FIRST_WORD + 1]) == f"{space}w1."
-    assert detokenizer.push([FIRST_WORD + 2, *EAGLE[:2]]) == " w2."
-    assert detokenizer.push(EAGLE[2:]) == ""  # one more byte that is no UTF-8 would break the whole run
-    assert detokenizer.finish() == "🦅" == detokenizer.push([FIRST_WORD + 3])[0]
 
 
 @pytest.fixture
@@ -350,19 +214,6 @@ def word_engine(word_tokenizer):
     with torch.no_grad():
         target.lm_head.weight[:FIRST_WORD] = 0  # words outweigh what is none
     return EAGLEInference(target, target, EAGLEConfig(topk=2, num_steps=2), tokenizer=word_tokenizer)
-
-
-def test_what_follows_a_prompt_keeps_its_first_space(word_tokenizer, word_engine):
-    """In streamed text, and for stop strings."""
-    prompt = "w3. w5."
-    token_ids = word_tokenizer.encode(prompt)
-    output_ids = word_engine.generate(token_ids, 6).output_ids
-    text = "".join(f" w{token - FIRST_WORD}." for token in output_ids)
-    assert min(output_ids) >= FIRST_WORD and prompt + text == word_tokenizer.decode([*token_ids, *output_ids])
-    assert "".join(word_engine.stream_text(prompt, 6)) == text
-    stop = f" w{output_ids[0] - FIRST_WORD}."
-    stream = word_engine.stream_text(prompt, 6, stop=(stop,))
-    assert "".join(stream) == "" and stream.output().output_ids == output_ids[:1]
 
 
 @pytest.mark.parametrize("are_bytes", [False, True])

@@ -20,7 +20,7 @@ from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape, ModelError
 from eagle_kernels.engine.models.transformers_target import TransformersTarget
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine.heads import edit_tensors
-from op_tests.engine.toys import ToyModel
+from op_tests.engine.toys import DEVICE, ToyModel
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,7 +79,7 @@ def pair(request, tmp_path_factory):
     """(name, the stock model on the CPU, the adapter read from its folder on the device under test)."""
     theirs, folder = make(*CASES[request.param]), tmp_path_factory.mktemp("model")
     theirs.save_pretrained(folder)
-    return request.param, theirs, load_target(folder, "cuda" if torch.cuda.is_available() else "cpu")
+    return request.param, theirs, load_target(folder, DEVICE)
 
 
 def assert_as_exact(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:

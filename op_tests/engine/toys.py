@@ -15,6 +15,8 @@ from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 class ToyModel:
     """One layer of attention without positions or weights in files: a whole `TargetModel` in thirty lines."""

@@ -55,6 +55,12 @@ class Pool:
         shape = (num_slots, num_kv_heads, head_dim)
         self.k, self.v = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
 
+    def get_key_buffer(self, layer_id: int):
+        return self.k
+
+    def get_value_buffer(self, layer_id: int):
+        return self.v
+
     def get_kv_buffer(self, layer_id: int):
         return self.k, self.v
 
@@ -62,7 +68,21 @@ class Pool:
         for buffer, new, scale in ((self.k, k, k_scale), (self.v, v, v_scale)):
             if scale is not None and buffer.dtype != new.dtype:
                 new = new / scale
-            buffer[loc.loc] = new.to(buffer.dtype)
+            buffer[getattr(loc, "loc", loc)] = new.to(buffer.dtype)
+
+    def attend(self, layer, query, seen, sinks=None, scales=(1.0, 1.0)) -> torch.Tensor:
+        """Softmax attention in float64 of each row of query [T, Hq, D] over the slots that it sees."""
+        k, v = (buffer.double() * scale for buffer, scale in zip((self.k, self.v), scales))
+        group, result = layer.tp_q_head_num // layer.tp_k_head_num, []
+        for row, slots in zip(query.double(), seen):
+            keys, values = k[slots].repeat_interleave(group, 1), v[slots].repeat_interleave(group, 1)
+            logits = torch.einsum("hd,shd->hs", row, keys) * layer.scaling
+            if layer.logit_cap > 0:
+                logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
+            if sinks is not None:
+                logits = torch.cat([logits, sinks.double()[:, None]], 1)
+            result.append(torch.einsum("hs,shd->hd", logits.softmax(-1)[:, : len(slots)], values))
+        return torch.stack(result)
 
 
 class Mode(enum.Enum):

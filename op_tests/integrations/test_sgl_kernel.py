@@ -32,23 +32,22 @@ def make_drafts(batch_size, topk, depth, num_nodes, device, dtype=torch.int64):
     return [tensor.to(device=device, dtype=dtype) for tensor in drafts]
 
 
-@pytest.mark.parametrize(("shape", "mode"), CASES, ids=str)
-def test_build(shape, mode, device, backend):
-    batch_size, topk, depth, num_nodes = shape
-    drafts = make_drafts(*shape, device)
-    mask, positions, index, *links = build(drafts, topk, depth, num_nodes, mode, device)
+def check_build(drafts, topk, depth, num_nodes, mode, device):
+    """Holds the trees of drafts against those of SGLang's algorithm; returns positions and links."""
+    mask, positions, index, *links = build([part.to(device) for part in drafts], topk, depth, num_nodes, mode, device)
     rows, *expected = oracle_build(*drafts, topk, depth, num_nodes)
     assert mask.tolist() == oracle_mask(rows, drafts[2], num_nodes, mode, fill=True)
     assert [positions.tolist(), *(link.tolist() for link in links)] == expected
-    assert index.flatten().tolist() == list(range(batch_size * num_nodes))
+    assert index.flatten().tolist() == list(range(index.numel()))
+    return positions, *links
 
 
-def test_build_int32(device, backend):
-    drafts = make_drafts(2, 4, 3, 8, device, torch.int32)
-    mask, positions, _, *links = build(drafts, 4, 3, 8, QLEN_ONLY, device)
-    rows, *expected = oracle_build(*drafts, 4, 3, 8)
-    assert mask.tolist() == oracle_mask(rows, drafts[2], 8, QLEN_ONLY, fill=None)
-    assert [positions.tolist(), *(link.tolist() for link in links)] == expected
+BUILDS = [*((*case, torch.int64) for case in CASES), ((2, 4, 3, 8), QLEN_ONLY, torch.int32)]
+
+
+@pytest.mark.parametrize(("shape", "mode", "dtype"), BUILDS, ids=str)
+def test_build(shape, mode, dtype, device, backend):
+    check_build(make_drafts(*shape, device, dtype), *shape[1:], mode, device)
 
 
 def test_the_worked_example(device, backend):
@@ -116,24 +115,16 @@ MALFORMED = {  # upstream walks these for ever, or past the end of a row
 def test_malformed_trees_end(fault, device, backend):
     drafts = make_drafts(2, 4, 3, 16, "cpu")
     MALFORMED[fault](drafts[0], drafts[1])
-    rows, *expected = oracle_build(*drafts, 4, 3, 16)
-    mask, positions, _, *links = build([tensor.to(device) for tensor in drafts], 4, 3, 16, QLEN_ONLY, device)
-    assert mask.tolist() == oracle_mask(rows, drafts[2], 16, QLEN_ONLY, fill=None)
-    assert [positions.tolist(), *(link.tolist() for link in links)] == expected
+    check_build(drafts, 4, 3, 16, QLEN_ONLY, device)
 
 
 @pytest.mark.parametrize(("shape", "mode"), [case for case in CASES if case[0][3] in (8, 17, 64, 100)], ids=str)
 def test_selections_in_any_order(shape, mode, device, backend):
     """Sound trees whose nodes stand in any order, so that links lead backwards too: the same trees for all that."""
-    batch_size, topk, depth, num_nodes = shape
     parents, kept, seq_lens = make_drafts(*shape, "cpu")
-    drafts = (parents, kept[:, torch.randperm(num_nodes - 1)], seq_lens)
-    mask, positions, index, *links = build([tensor.to(device) for tensor in drafts], *shape[1:], mode, device)
-    rows, *expected = oracle_build(*drafts, *shape[1:])
-    assert mask.tolist() == oracle_mask(rows, seq_lens, num_nodes, mode, fill=True)
-    assert [positions.tolist(), *(link.tolist() for link in links)] == expected
-    assert index.flatten().tolist() == list(range(batch_size * num_nodes))
-    assert any(0 <= child < node for row in links[0].tolist() for node, child in enumerate(row))
+    drafts = (parents, kept[:, torch.randperm(shape[3] - 1)], seq_lens)
+    positions, next_token, _ = check_build(drafts, *shape[1:], mode, device)
+    assert any(0 <= child < node for row in next_token.tolist() for node, child in enumerate(row))
     sound = oracle_build(parents, kept, seq_lens, *shape[1:])
     assert sorted(positions.tolist()) == sorted(sound[1])
 

@@ -70,22 +70,8 @@ def first_seen(layer, position: int) -> int:
 
 
 def expected(runner, layer, query, seen):
-    """Softmax attention in float64 of each row of query [T, Hq, D] over the slots that it sees."""
-    k, v = (
-        buffer.double() * (1.0 if scale is None else scale.double())
-        for buffer, scale in zip(runner.token_to_kv_pool.get_kv_buffer(0), (layer.k_scale, layer.v_scale))
-    )
-    group = layer.tp_q_head_num // layer.tp_k_head_num
-    result = []
-    for row, slots in zip(query.double(), seen):
-        keys, values = k[slots].repeat_interleave(group, 1), v[slots].repeat_interleave(group, 1)
-        logits = torch.einsum("hd,shd->hs", row, keys) * layer.scaling
-        if layer.logit_cap > 0:
-            logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
-        if layer.sinks is not None:
-            logits = torch.cat([logits, layer.sinks.double()[:, None]], 1)
-        result.append(torch.einsum("hs,shd->hd", logits.softmax(-1)[:, : len(slots)], values))
-    return torch.stack(result)
+    scales = (1.0 if scale is None else scale.double() for scale in (layer.k_scale, layer.v_scale))
+    return runner.token_to_kv_pool.attend(layer, query, seen, layer.sinks, scales)
 
 
 def run(backend, batch, layer, runner, forward, *, num_rows, out_cache_loc, save=True):

@@ -19,6 +19,8 @@ import torch
 os.environ.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")
 pytest.importorskip("sglang", reason="needs SGLang")
 
+from op_tests.integrations import sglang_stub as stub
+
 NODES, TOPK, STEPS, SIZE, ROWS = 7, 3, 3, 512, 6
 TREE, CHAIN = [-1, 0, 0, 1, 1, 2, 3], [-1, 0, 1, 2, 3, 4, 5]
 LENGTHS, REQUESTS = [100, 1, 37], [3, 0, 5]
@@ -52,28 +54,6 @@ def sglang():
         )
 
 
-class Pool:
-    """One layer's keys and values."""
-
-    def __init__(self, num_slots, num_heads, head_dim, dtype, device):
-        shape = (num_slots, num_heads, head_dim)
-        self.k, self.v = (torch.randn(shape, device=device).to(HALF).to(dtype) for _ in range(2))
-
-    def get_key_buffer(self, layer_id):
-        return self.k
-
-    def get_value_buffer(self, layer_id):
-        return self.v
-
-    def get_kv_buffer(self, layer_id):
-        return self.k, self.v
-
-    def set_kv_buffer(self, layer, loc, k, v, k_scale=None, v_scale=None):
-        for buffer, new, scale in ((self.k, k, k_scale), (self.v, v, v_scale)):
-            new = new / scale if scale is not None and buffer.dtype != new.dtype else new
-            buffer[getattr(loc, "loc", loc)] = new.to(buffer.dtype)
-
-
 class Case:
     """A pool with shuffled pages, a layer, and both backends."""
 
@@ -94,7 +74,7 @@ class Case:
             triton_attention_num_kv_splits=8, chunked_prefill_size=-1, enable_deterministic_inference=False,
             triton_attention_split_tile_size=None, page_size=page_size,
         )  # fmt: skip
-        pool = Pool((ROWS * SIZE // page_size + 1) * page_size, num_kv_heads, head_dim, dtype or HALF, device)
+        pool = stub.Pool((ROWS * SIZE // page_size + 1) * page_size, num_kv_heads, head_dim, dtype or HALF, device)
         self.runner = SimpleNamespace(
             req_to_token_pool=SimpleNamespace(req_to_token=self.slots, size=ROWS), token_to_kv_pool=pool,
             token_to_kv_pool_allocator=SimpleNamespace(), sliding_window_size=window, page_size=page_size,
@@ -137,27 +117,13 @@ class Case:
             self.run(backend(self.runner), batch, forward, query, key, value).double()
             for backend, batch in ((self.sglang.ours, ours), (self.sglang.stock, stock))
         ]
-        wanted = self.expected(query.view(rows, -1, layer.qk_head_dim), seen).flatten(1)
+        rows_of_heads, pool = query.view(rows, -1, layer.qk_head_dim), self.runner.token_to_kv_pool
+        wanted = pool.attend(layer, rows_of_heads, seen, self.sinks, self.factors).flatten(1)
         errors = [float((result - wanted).abs().max()) for result in results]
         limit = max(errors[1], 0.02) if self.is_fp8 else 0.02
         assert errors[0] <= limit, f"ours {errors[0]:.1e} from float64, SGLang's {errors[1]:.1e}"
         if comparable and not self.is_fp8:
             assert errors[1] <= 0.02, f"SGLang's own is {errors[1]:.1e} from float64: is the case made right?"
-
-    def expected(self, query, seen):
-        layer, pool = self.layer, self.runner.token_to_kv_pool
-        k, v = (buffer.double() * factor for buffer, factor in zip((pool.k, pool.v), self.factors))
-        group, result = layer.tp_q_head_num // layer.tp_k_head_num, []
-        for row, slots in zip(query.double(), seen):
-            keys, values = k[slots].repeat_interleave(group, 1), v[slots].repeat_interleave(group, 1)
-            logits = torch.einsum("hd,shd->hs", row, keys) * layer.scaling
-            if layer.logit_cap > 0:
-                logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
-            if self.sinks is not None:
-                logits = torch.cat([logits, self.sinks.double()[:, None]], 1)
-            probs = logits.softmax(-1)[:, : len(slots)]
-            result.append(torch.einsum("hs,shd->hd", probs, values))
-        return torch.stack(result)
 
     def visible(self, row, cells, position):
         """Slots of (slot number, position) pairs within the window of a row at `position`."""

@@ -1,18 +1,10 @@
-"""Models, and how far the host is behind, for the tests of serving."""
+"""Drafts for the tests of serving."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from op_tests.engine.toys import random_llama
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(scope="module")
-def target():
-    return random_llama(device=DEVICE)
+from op_tests.engine.toys import DEVICE, random_llama
 
 
 @pytest.fixture(scope="module", params=["stranger", "itself"])
@@ -20,13 +12,6 @@ def draft(request, target):
     if request.param == "itself":
         return target
     return random_llama(hidden_size=16, num_layers=1, seed=1, device=DEVICE)
-
-
-@pytest.fixture(params=[0, 1], ids=["at once", "a step late"])
-def lag(request, monkeypatch):
-    """The number of steps that the host is behind; without this it is never behind on a CPU."""
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
-    return request.param
 
 
 def pytest_collection_modifyitems(items):

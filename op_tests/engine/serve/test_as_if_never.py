@@ -14,8 +14,8 @@ from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.step.runner import Launch
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.methods import MIXED, PROVEN, SIZES
-from op_tests.engine.serve.conftest import DEVICE
-from op_tests.engine.toys import LetterTokenizer, RowWalker, Walker, WalkerHead
+from op_tests.engine.toys import DEVICE, LetterTokenizer, RowWalker, Walker, WalkerHead
+from op_tests.engine.view import View
 
 METHODS = {
     "head": PROVEN["eagle"] | {"share_prefixes": False},
@@ -42,7 +42,7 @@ def traces(engine) -> dict:
         "plan": (scheduler.plan, scheduler.max_step_ms, scheduler.last_runner, scheduler.reading),
         "reading": {name: value for name, value in vars(scheduler.reading).items() if name != "_filled"},
         "rows": rows,
-        "line": (list(scheduler._waiting), list(scheduler._unread)),
+        "line": (View(engine).waiting, View(engine).unread),
         "counts": (scheduler.num_steps, scheduler.num_cold_steps, scheduler._num_missed, session._num_submitted),
         "pages": (scheduler.pages.num_free, sorted(scheduler.pages.free_ids())),
         "tensors": [tensor.clone() for tensor in scheduler.state.tensors()],
@@ -118,7 +118,7 @@ def test_refused_calls_change_nothing(method, is_busy):
             for number, prompt in enumerate([*PROMPTS, [7, 8]])
         ]
         for _ in range(3):
-            engine.session.scheduler.step()
+            View(engine).scheduler.step()
         if not is_busy:
             engine.collect()
         calls = [engine.generate, engine.stream, engine.stream_text] + [engine.benchmark] * is_busy
@@ -146,7 +146,7 @@ def test_refused_calls_change_nothing(method, is_busy):
             assert_same(before, traces(engine))
         engine.collect()
         texts.append([(each.output_ids, each.logprobs, each.finish_reason, each.accepted) for each in requests])
-        texts[-1].append(engine.session.scheduler.num_steps)
+        texts[-1].append(View(engine).num_steps)
     assert texts[0] == texts[1]
 
 
@@ -229,7 +229,7 @@ def test_what_fails_leaves_nothing_behind(method, place, monkeypatch):
             "session",
         ):  # steps have run, and some ways are not tried again
             after[part] = clean[part]
-        state = engine.session.scheduler.state
+        state = View(engine).state
         assert not state.is_live.any() and not state.lengths.any() and not state.num_behind.any()
         assert (state.block_table == -1).all()
         assert_same({**clean, "tensors": []}, {**after, "tensors": []})

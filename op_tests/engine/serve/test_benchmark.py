@@ -1,4 +1,4 @@
-"""The engine's own benchmark and the latencies that it reports."""
+"""The engine's own benchmark: what its figures say, and how it shows that it goes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
-import torch
 
 from eagle_kernels import SamplingParams
 from eagle_kernels.engine import benchmark
@@ -23,32 +22,6 @@ from eagle_kernels.engine.step.runner import StepRunner
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import make, prompt_of
 from op_tests.engine.toys import RowWalker
-
-
-def test_benchmark(target):
-    engine = make(target, target, num_steps=2, topk=1)
-    for topk in (1, 2):
-        stats = engine.benchmark([prompt_of(number) for number in range(3)], 13, batch_size=2, topk=topk)
-        assert stats.identical == 1.0 and stats.prompts == 3
-        assert stats.speculative.tokens == stats.plain.tokens == 39
-        assert stats.plain.mean_accept_length == 1.0 and stats.plain.accepted_per_depth == []
-        assert stats.speculative.mean_accept_length > 2.5
-        for run in (stats.speculative, stats.plain):
-            assert run.decode_tokens_per_second > 0 and run.tokens_per_second > 0
-            assert set(run.phase_ms) == {"draft", "verify", "sample", "bookkeeping"}
-            for times in (run.ttft_ms, run.inter_token_ms):
-                assert 0 < times["p50"] <= times["p95"] <= times["p99"]
-        assert stats.to_dict()["speedup"] == stats.speedup
-        assert '"mean_accept_length"' in stats.to_json()
-    assert engine.benchmark([prompt_of(1)], 4, simulated_accept_length=2.0).identical is None  # planted
-    assert json.loads(engine.benchmark([prompt_of(1)], torch.tensor(4)).to_json())["max_new_tokens"] == 4
-    with pytest.raises(ValueError, match="benchmark: speculative must not be given, since both ways are measured"):
-        engine.benchmark([prompt_of(1)], 4, speculative=False)
-    for batch_size in (0, 2.0):
-        with pytest.raises(ValueError, match=f"batch_size must be an int of at least 1, got {batch_size}"):
-            engine.benchmark([[1]], batch_size=batch_size)
-    with pytest.raises(ValueError, match=r"benchmark: prompts must hold at least one prompt, got \[\]"):
-        engine.benchmark([])
 
 
 class Terminal(io.StringIO):
@@ -152,32 +125,6 @@ def test_a_bar_counts_what_has_ended(n, lag, monkeypatch):
     assert [(bar.total, bar.count, bar.speeds) for bar in bars] == [(2, 2, [])]
 
 
-@pytest.mark.slow
-def test_a_benchmark_is_as_wide_as_it_says(target, monkeypatch):
-    """Wider than max_batch, no wider than there are prompts; a batch that would wait for itself is refused."""
-    widths, step = [], Stepper.step
-
-    def stepped(self, state, num_rows, *rest):
-        widths.append(num_rows)
-        return step(self, state, num_rows, *rest)
-
-    monkeypatch.setattr(Stepper, "step", stepped)
-    engine = make(target, target, num_steps=2, topk=1, max_batch=2)
-    prompts = [prompt_of(number) for number in range(5)]
-    for batch_size, width in ((1, 1), (4, 4), (9, 5)):
-        widths.clear()
-        stats = engine.benchmark(prompts, 8, batch_size=batch_size)
-        assert stats.batch_size == max(widths) == width
-        assert dict(stats.rows())["prompts"] == f"5, {width} together, 8 tokens each"
-    assert engine.config.max_batch == 2
-    widths.clear()
-    for options, held in (({"max_batch": 2}, "max_batch=2"), ({"kv_cache_bytes": 120_000}, "max_batch=4")):
-        message = f"benchmark: batch_size must let .* fit into the pools and {held}, got 4; kv_cache_bytes"
-        with pytest.raises(ValueError, match=message):
-            engine.benchmark(prompts, 100, batch_size=4, **options)
-    assert not widths and not engine.has_work
-
-
 # statistics of two calls, no two numbers of which are alike
 FIRST = {
     "num_requests": 2, "num_steps": 3, "num_draft_tokens": 7, "seeds": [5, 6], "prompt_tokens": 11,
@@ -208,6 +155,9 @@ def test_figures_of_a_call():
         assert [each[name] for each in (first, second, none)] == pytest.approx(expected), name
     assert GenerationStats(**FIRST | {"plain_step_ms": None}).speedup is None
     assert first.to_dict() == FIRST | {name: getattr(first, name) for name in figures}
+    for name in ("no_such_number", "to_dict", "__dict__", 0):
+        with pytest.raises(KeyError):
+            first[name]
 
 
 def test_figures_of_several_batches():
@@ -255,73 +205,6 @@ class StepClock:
         return self.now_s
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_times_of_phases_are_those_of_the_steps_that_are_timed(lag, monkeypatch):
-    """Their mean, once for each step of the call, whichever other calls there were; a benchmark's are of one step."""
-    drawn = random.Random(lag)
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
-    monkeypatch.setattr("eagle_kernels.engine.step.phases.TIMED_STEPS", 2)
-    timed = []
-
-    def read(runner) -> dict[str, float]:
-        timed.append({name: drawn.uniform(1, 9) for name in ("draft", "verify", "sample", "bookkeeping")})
-        return timed[-1]
-
-    monkeypatch.setattr(StepRunner, "phases_ms", read)
-    target = RowWalker()
-    engine = make(target, target, num_steps=2, topk=1, cuda_graph=False, method="draft_model")
-    for index, (count, speculative) in enumerate(itertools.product((4, 12, 29), (True, False))):
-        timed.clear()
-        stats = engine.generate([[1], [2, 3]][: 1 + index % 2], count, speculative=speculative).stats
-        assert len(timed) >= stats.batch_steps / 3 and (lag or len(timed) == stats.batch_steps)
-        mean_ms = {name: fmean(phases[name] for phases in timed) for name in timed[0]}
-        assert stats.phase_time_ms == pytest.approx({name: ms * stats.batch_steps for name, ms in mean_ms.items()})
-    timed.clear()
-    result = engine.benchmark([[1], [2], [3]], 14, batch_size=2)
-    values = [ms for phases in timed for ms in phases.values()]
-    assert all(
-        min(values) <= ms <= max(values) for run in (result.speculative, result.plain) for ms in run.phase_ms.values()
-    )
-    assert engine.generate([1], 1).stats.phase_time_ms == {}
-
-
-def test_latencies_are_those_of_steps(target, lag, monkeypatch):
-    """First tokens need none; what a step brings shares its time, also where the end of the text cuts it short."""
-    clock = StepClock(monkeypatch)
-    monkeypatch.setattr("eagle_kernels.engine.benchmark.time", clock)
-    # itself as the draft: a step brings 3 tokens, the last one 1 of them here
-    engine = make(target, target, num_steps=2, topk=1, cuda_graph=False)  # replays pass the clock by
-    decoding = Decoding()
-    tokens = decoding.add(lambda: engine.stream([prompt_of(1), prompt_of(2)], 5, seeds=0))
-    assert list(map(len, tokens)) == [5, 5] and decoding._ttft_ms == [0.0, 0.0]
-    assert decoding._gaps_ms == pytest.approx(2 * [2.0, 2.0, 2.0, 6.0])
-
-
-@pytest.mark.cross
-def test_first_tokens_come_before_steps(target, draft, lag):
-    """As soon as the prompts are read; of one that ends there, nothing is stepped, but beside others."""
-    engine = make(draft, target)
-    stream = engine.stream([prompt_of(1), prompt_of(2)], 5)
-    assert [next(stream).request for _ in range(2)] == [0, 1] and engine.session.scheduler.num_steps == 0
-    rest = list(stream)
-    assert len(rest) == 8 and not engine.has_work
-    first = stream.requests[0].output_ids[0]
-    before = engine.session.scheduler.num_steps
-    ended = engine.stream(prompt_of(1), 5, stop_token_ids=(first,))
-    assert [event.token_id for event in ended] == [first] and engine.session.scheduler.num_steps == before
-    assert ended.output().stats.finish_reasons == ["eos"] and not engine.has_work
-    # beside one that steps already
-    running = engine.submit(prompt_of(3), SamplingParams(max_new_tokens=40))
-    for _ in range(3):
-        engine.step()
-    before = engine.session.scheduler.num_steps
-    joined = engine.stream(prompt_of(1), 5)
-    assert next(joined).token_id == first and engine.session.scheduler.num_steps == before + 1
-    assert [first, *(event.token_id for event in joined)] == stream.requests[0].output_ids
-    engine.collect()
-    assert running.output_ids == engine.generate(prompt_of(3), 40, speculative=False)[0]
-
-
 def test_a_benchmark_measures_what_its_clock_says(monkeypatch):
     """Batches of unequal size, each both ways: 50 ms for the prompts of a batch, 6 ms a step; one text that differs."""
     clock, draw_first, add = StepClock(monkeypatch), Stepper.draw_first, Decoding.add
@@ -353,6 +236,36 @@ def test_a_benchmark_measures_what_its_clock_says(monkeypatch):
         assert run.decode_tokens_per_second == pytest.approx(60 / (3 * 0.006 * num_steps))
         assert run.ttft_ms == pytest.approx(dict.fromkeys(("p50", "p95", "p99"), 50))
         assert run.inter_token_ms == pytest.approx(dict.fromkeys(("p50", "p95", "p99"), 6 / (1 + accepted)))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_times_of_phases_are_those_of_the_steps_that_are_timed(lag, monkeypatch):
+    """Their mean, once for each step of the call, whichever other calls there were; a benchmark's are of one step."""
+    drawn = random.Random(lag)
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
+    monkeypatch.setattr("eagle_kernels.engine.step.phases.TIMED_STEPS", 2)
+    timed = []
+
+    def read(runner) -> dict[str, float]:
+        timed.append({name: drawn.uniform(1, 9) for name in ("draft", "verify", "sample", "bookkeeping")})
+        return timed[-1]
+
+    monkeypatch.setattr(StepRunner, "phases_ms", read)
+    target = RowWalker()
+    engine = make(target, target, num_steps=2, topk=1, cuda_graph=False, method="draft_model")
+    for index, (count, speculative) in enumerate(itertools.product((4, 12, 29), (True, False))):
+        timed.clear()
+        stats = engine.generate([[1], [2, 3]][: 1 + index % 2], count, speculative=speculative).stats
+        assert len(timed) >= stats.batch_steps / 3 and (lag or len(timed) == stats.batch_steps)
+        mean_ms = {name: fmean(phases[name] for phases in timed) for name in timed[0]}
+        assert stats.phase_time_ms == pytest.approx({name: ms * stats.batch_steps for name, ms in mean_ms.items()})
+    timed.clear()
+    result = engine.benchmark([[1], [2], [3]], 14, batch_size=2)
+    values = [ms for phases in timed for ms in phases.values()]
+    assert all(
+        min(values) <= ms <= max(values) for run in (result.speculative, result.plain) for ms in run.phase_ms.values()
+    )
+    assert engine.generate([1], 1).stats.phase_time_ms == {}
 
 
 @pytest.mark.parametrize("batch_size", [2, 3])

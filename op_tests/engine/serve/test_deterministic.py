@@ -12,6 +12,7 @@ from eagle_kernels.engine.models.layers import linear
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import make, prompt_of
+from op_tests.engine.view import View
 
 TREES = {
     "tree": {"topk": 8, "num_steps": 5, "num_draft_tokens": 64},
@@ -96,7 +97,8 @@ def test_a_prompt_is_cut_alike_whatever_is_read_beside_it(target, draft, monkeyp
     monkeypatch.setattr(Stepper, "reads_several", False)
     engine = make(draft, target, prefill_chunk=8, max_batch=4)
     engine.generate(prompt_of(1), 2)
-    scheduler, read, sizes = engine.session.scheduler, engine.session.scheduler._read_prompts, {}
+    scheduler, sizes = View(engine).scheduler, {}
+    read = scheduler._read_prompts
 
     def noting(parts, *rest):
         for row, size in parts:

@@ -16,13 +16,14 @@ from eagle_kernels.engine.models.protocol import KVShape, ModelError, TargetOutp
 from op_tests.engine.engines import all_of, make, prompt_of
 from op_tests.engine.hostile import refused
 from op_tests.engine.toys import ToyModel, Walker, WalkerHead
+from op_tests.engine.view import View
 
 
 def test_who_cannot_run_fails_alone(target, draft):
     engine = make(draft, target, kv_cache_bytes=40_000, page_size=4)
     engine.submit([1], SamplingParams(max_new_tokens=1))
     engine.collect()
-    num_pages = engine.session.scheduler.pages.num_pages
+    num_pages = View(engine).pages.num_pages
     assert num_pages < 3 * (256 // 4), "the pool holds everyone, so the case proves little"
     fine = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=5))
     too_long = engine.submit([1] * 250, SamplingParams(max_new_tokens=10))
@@ -43,7 +44,7 @@ def test_lost_pages_are_told_and_not_waited_for(target, draft):
     """Alone in the batch a request cannot wait for the pages of others; those that still fit go on."""
     engine = make(draft, target, page_size=4)
     engine.generate([1, 2, 3], 5)
-    free = engine.session.scheduler.pages._free
+    free = View(engine).pages._free
     while len(free) > 10:
         free.pop()
     requests = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=count)) for count in (60, 5, 60)]
@@ -79,8 +80,8 @@ def test_what_goes_wrong_for_one_request_is_its_own(target, draft, lag, monkeypa
     assert failed.finish_reason == "error" and failed.error == "RuntimeError: out of memory"
     assert strange.finish_reason == "error" and strange.error == "ZeroDivisionError: division by zero"
     assert fine.output_ids == want
-    pages = engine.session.scheduler.pages
-    assert pages.num_free == pages.num_pages and not engine.has_work
+    View(engine).check_is_empty()
+    assert not engine.has_work
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate(broken, 5)
     assert not engine.has_work
@@ -117,7 +118,7 @@ def test_an_error_that_cannot_be_told_ends_its_requests_alone(target, draft):
         "RuntimeError: Mute: Mute",
         "Mute: Mute",
     ]
-    assert "in fails" in str(first.exception.__cause__) and not engine.session.scheduler.state.is_live.any()
+    assert "in fails" in str(first.exception.__cause__) and not View(engine).state.is_live.any()
     with pytest.raises(Mute):
         engine.generate(prompt_of(3), 9)
     engine.on_tree = None
@@ -142,7 +143,7 @@ def test_a_step_that_breaks_off_ends_its_requests_alone(target, draft, lag, monk
         raise error
 
     with monkeypatch.context() as patches:
-        for runner in engine.session.scheduler.plan.runners:
+        for runner in View(engine).runners:
             patches.setattr(runner, broken, breaks)
         engine.step()
     assert first.finish_reason == second.finish_reason == "error" and not waiting.is_finished
@@ -152,10 +153,9 @@ def test_a_step_that_breaks_off_ends_its_requests_alone(target, draft, lag, monk
     assert second.exception is not error and isinstance(second.exception, (MemoryError, RuntimeError))
     engine.collect()
     assert waiting.output_ids == want and engine.generate(prompt_of(3), 9).output_ids == want
-    pages = engine.session.scheduler.pages
-    assert pages.num_free == pages.num_pages and not engine.session.scheduler.state.is_live.any()
+    View(engine).check_is_empty()
     stream = engine.stream([prompt_of(1), prompt_of(2)], 9)
-    monkeypatch.setattr(engine.session.scheduler.plan.runners[1], "run", breaks)
+    monkeypatch.setattr(View(engine).runners[1], "run", breaks)
     with pytest.raises(type(error), match="no room"):
         list(stream)
     assert not engine.has_work

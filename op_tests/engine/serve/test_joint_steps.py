@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import random
 from types import SimpleNamespace
 
@@ -18,92 +17,11 @@ from eagle_kernels.engine.serve import reading, scheduler
 from eagle_kernels.engine.serve.reading import FEW_STEPS, JOINT_TOKENS, Pace
 from eagle_kernels.engine.step import runner
 from eagle_kernels.engine.step.choice import ByBatchSize, Fastest
-from eagle_kernels.engine.step.packed_rows import MOST_PARTS
 from eagle_kernels.engine.step.runner import bucket_of
 from eagle_kernels.engine.step.stepper import Stepper
-from op_tests.engine.engines import PARAMS, make, prompt_of
-from op_tests.engine.serve.conftest import DEVICE
-from op_tests.engine.toys import RowWalker, Walker, WalkerHead, random_llama
-
-
-@pytest.fixture
-def joined(monkeypatch):
-    """The (rows of the step, rows of prompts) of each pass that had both, on a GPU of those that are captured."""
-    seen, call = [], JointAttend.__init__
-
-    def noting(attend, step, others):
-        seen.append((step._slots.shape[0], others._slots.numel()))
-        call(attend, step, others)
-
-    monkeypatch.setattr(JointAttend, "__init__", noting)
-    return seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("speculative", [True, False])
-def test_prompts_that_join_are_read_in_the_steps_of_others(target, draft, lag, speculative, joined):
-    """Requests of all kinds, whose texts and log-probabilities are those of each alone."""
-    engine = make(draft, target, max_batch=8)
-    prompts = [prompt_of(number) * 2 for number in range(7)]
-    want = []
-    for prompt, params in zip(prompts, PARAMS):
-        request = engine.submit(prompt, params)
-        engine.collect()
-        want.append(request)
-    assert not joined
-    engine.is_speculating = speculative
-    first = engine.submit(prompt_of(3), SamplingParams(max_new_tokens=40))
-    engine.step()
-    requests = []
-    for prompt, params in zip(prompts, PARAMS):
-        requests.append(engine.submit(prompt, params))
-        if len(requests) % 3:
-            engine.step()
-    engine.collect()
-    for request, alone in zip(requests, want):
-        assert request.output_ids == alone.output_ids
-        assert request.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
-    assert len(first.output_ids) == 40
-    num_read = {"cpu": sum(map(len, prompts)), "cuda": JOINT_TOKENS[-1]}[DEVICE]
-    assert sum(rows for _, rows in joined) >= num_read and max(rows for rows, _ in joined) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_long_prompt_in_parts_and_many_short_ones(lag, page_size, joined):
-    """More prompts than a step takes, and one that is longer than a step takes."""
-    target = draft = random_llama(max_length=512, device=DEVICE)
-    long = [(5 * at) % 61 for at in range(sum(JOINT_TOKENS) - 4)]
-    prompts = [long, *([number, 5] for number in range(12))]
-    engine = make(draft, target, page_size=page_size, max_batch=14, max_step_ms=1e6)
-    want = [engine.generate(prompt, 5)[0] for prompt in prompts]
-    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=100))
-    engine.step()
-    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=5)) for prompt in prompts]
-    engine.collect()
-    assert [request.output_ids for request in requests] == want
-    sizes = [rows for _, rows in joined]
-    if DEVICE == "cpu":
-        # the first step is not timed; the third one reads the rest of the long one, and others as there are places
-        least, most = JOINT_TOKENS
-        assert sizes == [least, least, most - least - 4 + 2 * (MOST_PARTS - 1), 2 * (12 - MOST_PARTS + 1)]
-    else:
-        assert set(sizes) <= {*JOINT_TOKENS}
-
-
-@pytest.mark.cross
-def test_sliding_windows_beside_steps(lag, joined):
-    target = random_llama(seed=3, device=DEVICE)
-    for layer, window in zip(target.model.layers, (None, 7)):
-        layer.self_attn.window = window
-    engine = make(None, target, method="ngram", max_batch=2)
-    prompt = [(5 * at) % 40 for at in range(50)]
-    want = engine.generate(prompt, 8)[0]
-    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40))
-    engine.step()
-    request = engine.submit(prompt, SamplingParams(max_new_tokens=8))
-    engine.collect()
-    assert request.output_ids == want and joined
+from op_tests.engine.engines import make
+from op_tests.engine.toys import RowWalker, Walker, WalkerHead
+from op_tests.engine.view import View
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
@@ -137,35 +55,6 @@ def test_parts_attend_as_they_do_by_themselves(window, device):
     torch.testing.assert_close(other.v_cache, pool.v_cache, rtol=0, atol=0)
 
 
-@pytest.mark.slow
-def test_what_fails_only_beside_a_step_is_no_longer_tried(target, draft, lag, monkeypatch, caplog):
-    """After a layer has written its keys."""
-    engine = make(draft, target, max_batch=4)
-    prompts = [prompt_of(number) for number in range(6)]
-    want = []
-    for prompt, params in zip(prompts, PARAMS):
-        want.append(engine.submit(prompt, params))
-        engine.collect()
-    failed, call = [], JointAttend.__call__
-
-    def failing(attend, layer, *arguments, **options):
-        if layer == 1:
-            failed.append(layer)
-            raise RuntimeError("no such token")
-        return call(attend, layer, *arguments, **options)
-
-    monkeypatch.setattr(JointAttend, "__call__", failing)
-    with caplog.at_level(logging.WARNING):
-        requests = []
-        for prompt, params in zip(prompts, PARAMS):
-            requests.append(engine.submit(prompt, params))
-            engine.step()
-        engine.collect()
-    assert [request.output_ids for request in requests] == [request.output_ids for request in want]
-    assert len(failed) == 1
-    assert [record.args for record in caplog.records] == [(1, "in a step", "RuntimeError: no such token")]
-
-
 @pytest.mark.cross
 def test_a_prompt_that_cannot_be_read_fails_alone_beside_others(target, draft, lag, monkeypatch):
     engine = make(draft, target, max_batch=4)
@@ -187,62 +76,8 @@ def test_a_prompt_that_cannot_be_read_fails_alone_beside_others(target, draft, l
     engine.collect()
     assert [request.finish_reason for request in (first, bad, good)] == ["length", "error", "length"]
     assert [first.output_ids, good.output_ids] == [request.output_ids for request in wanted]
-    assert engine.session.scheduler.reading.is_joint
-    pages = engine.session.scheduler.pages
-    assert pages.num_free == pages.num_pages
-
-
-@pytest.mark.cross
-def test_a_request_that_is_given_up_before_its_part_is_read(target, draft, lag, joined, monkeypatch):
-    engine = make(draft, target, max_batch=3, max_step_ms=1e6)
-    want = engine.generate(prompt_of(4), 6)[0]
-    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=30))
-    engine.step()
-    scheduler = engine.session.scheduler
-    requests = [engine.submit(prompt_of(number), SamplingParams(max_new_tokens=6)) for number in (9, 4)]
-    next_parts = scheduler.reading.next_parts
-    monkeypatch.setattr(scheduler.reading, "next_parts", lambda *all_of_it: abort(next_parts(*all_of_it)))
-
-    def abort(parts):
-        engine.abort(requests[0])
-        return parts
-
-    engine.collect()
-    assert [request.finish_reason for request in requests] == ["abort", "length"]
-    assert requests[1].output_ids == want and joined
-
-
-def test_prompts_beside_requests_that_need_no_step(target, draft, lag, joined):
-    """All tokens of the others are on their way; the prompt is read by itself, and all texts end."""
-    engine = make(draft, target, max_batch=2)
-    want = engine.generate(prompt_of(4), 6)[0]
-    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=2))
-    for _ in range(2):
-        engine.step()
-    request = engine.submit(prompt_of(4), SamplingParams(max_new_tokens=6))
-    engine.collect()
-    assert request.output_ids == want
-
-
-@pytest.mark.slow
-def test_requests_that_come_and_go_at_random(target, draft, lag):
-    """In any order, with plain steps between; every text is that of the request alone."""
-    engine, coin = make(draft, target, max_batch=4), random.Random(5)
-    prompts = [prompt_of(number) * coin.randrange(1, 5) for number in range(7)]
-    want = []
-    for prompt, params in zip(prompts, PARAMS):
-        want.append(engine.submit(prompt, params))
-        engine.collect()
-    requests = []
-    for _ in range(30):
-        number = coin.randrange(7)
-        requests.append((number, engine.submit(prompts[number], PARAMS[number])))
-        for _ in range(coin.randrange(4)):
-            engine.is_speculating = coin.random() < 0.7
-            engine.step()
-    engine.collect()
-    for number, request in requests:
-        assert request.output_ids == want[number].output_ids
+    assert View(engine).reading.is_joint
+    View(engine).check_is_empty()
 
 
 def test_times_beside_prompts_are_kept_apart():
@@ -313,10 +148,10 @@ def test_times_of_steps_reach_those_who_judge_by_them(kind, limit_ms, lag, monke
             params = SamplingParams(max_new_tokens=count, logprob_start_len=first)
             engine.submit([coin.randrange(20) for _ in range(coin.choice((1, 5, 40, 70, 200)))], params)
         engine.is_speculating = coin.random() < 0.8
-        is_beside, count = engine.has_work and bool(engine.session.scheduler.stepping), len(alone)
+        is_beside, count = engine.has_work and bool(View(engine).scheduler.stepping), len(alone)
         engine.step()
         alone[count:] = [sum(alone[count:])] if is_beside and alone[count:] else []
-    plan, sizes = engine.session.scheduler.plan, JOINT_TOKENS if limit_ms else JOINT_TOKENS[-1:]
+    plan, sizes = View(engine).plan, JOINT_TOKENS if limit_ms else JOINT_TOKENS[-1:]
     numbers = {runner.stepper: number for number, runner in enumerate(plan.runners)}
     assert len(noted) == len(steps) == len(plain)
     for ((stepper, *_), num_rows, num_tokens, step_ms), told, plain_ms in zip(steps, noted, plain):
@@ -334,47 +169,6 @@ def test_times_of_steps_reach_those_who_judge_by_them(kind, limit_ms, lag, monke
     assert len(ended) - len(paced) in range(3) if limit_ms else not paced
 
 
-def test_a_pace_of_two_budgets(monkeypatch):
-    """The larger one where the limit allows it, tried again now and then; what a step takes anyway does not count."""
-    now = [0.0]
-    monkeypatch.setattr(reading, "mark", lambda device: now[0])
-    for large_ms, settled in ((8.0, JOINT_TOKENS[-1]), (12.0, JOINT_TOKENS[0])):
-        chosen, sizes = Pace(10.0, JOINT_TOKENS), []
-        for _ in range(100):
-            chosen.note_step(6.0)
-            sizes.append(chosen.budget())
-            start = chosen.begin(torch.device("cpu"))
-            now[0] += (large_ms if sizes[-1] == JOINT_TOKENS[-1] else 7.0) / 1e3
-            chosen.end(start, sizes[-1], torch.device("cpu"), is_joint=True)
-        assert sizes[0] == JOINT_TOKENS[0]
-        assert sum(size == settled for size in sizes) >= 92, sizes
-
-
-@pytest.mark.slow
-def test_a_long_prompt_after_reading_several_has_failed(target, draft, lag, monkeypatch, joined):
-    """Parts that are read beside steps are cut whatever is known of reading by itself."""
-    engine = make(draft, target, max_batch=4, cuda_graph=False)
-    long = [(5 * at) % 61 for at in range(JOINT_TOKENS[-1] + 20)]
-    want = engine.generate(long, 4)[0]
-    call, failing = PrefillAttend.__call__, [True]
-
-    def once(attend, layer, *arguments, **options):
-        if len(attend._bounds) > 2 and failing.pop(0) if failing else False:
-            raise MemoryError("for now")
-        return call(attend, layer, *arguments, **options)
-
-    monkeypatch.setattr(PrefillAttend, "__call__", once)
-    first = [engine.submit(prompt_of(number), SamplingParams(max_new_tokens=60)) for number in range(2)]
-    engine.step()
-    assert not failing and not engine.session.scheduler.reading._reads_several
-    request = engine.submit(long, SamplingParams(max_new_tokens=4))
-    for _ in range(6):
-        engine.step()
-    assert len(joined) >= 2 and request.output_ids
-    engine.collect()
-    assert request.output_ids == want and all(len(other.output_ids) == 60 for other in first)
-
-
 def test_where_prompts_are_read(target, draft):
     """In steps that are few or, of a single prompt, cheap; and always where their time is limited."""
 
@@ -384,7 +178,7 @@ def test_where_prompts_are_read(target, draft):
 
     engine = make(draft, target, max_batch=3)
     engine.generate([1, 2], 2)
-    reading, few = engine.session.scheduler.reading, FEW_STEPS * JOINT_TOKENS[-1]
+    reading, few = View(engine).reading, FEW_STEPS * JOINT_TOKENS[-1]
     for sizes, num_rows, is_in_step in (
         ([few], 10**6, True), ([few - 9, 9], 10**6, True), ([few - 8, 9], 1, False), ([10**6], 64, True),
         ([10**6], 65, False), ([10**6, 1], 64, False),
@@ -405,17 +199,10 @@ def test_a_limit_after_steps_have_given_up_reading(target, draft, monkeypatch):
     """Prompts are then read between steps, as many tokens as fit."""
     engine = make(draft, target, max_batch=3, max_step_ms=1e6, prefill_chunk=500)
     engine.generate([1, 2], 2)
-    reading = engine.session.scheduler.reading
+    reading = View(engine).reading
     assert reading.pace._budgets == [*JOINT_TOKENS]
     reading.give_up_steps()
     assert reading.pace._budgets == [*range(64, 500, 64), 500] and not reading.rows_in_use()
-
-
-def test_prompts_one_after_another_leave_nothing_to_time(target, draft):
-    engine = make(draft, target, max_step_ms=1e6)
-    for number in range(5):
-        engine.generate(prompt_of(number), 3)
-    assert not engine.session.scheduler.reading.pace._unread
 
 
 @pytest.mark.parametrize(
@@ -426,6 +213,6 @@ def test_sizes_of_steps_that_read(target, chunk, limit, sizes):
     """Those that are used are those that a warm-up captures."""
     engine = make(target, target, prefill_chunk=chunk, max_step_ms=limit)
     engine.generate([1, 2], 2)
-    reading = engine.session.scheduler.reading
+    reading = View(engine).reading
     assert reading._joint_sizes == [JOINT_TOKENS[number] for number in sizes]
     assert reading.joint_size([]) == 0 and reading.joint_size([(None, 3)]) == reading._joint_sizes[0]

@@ -17,6 +17,7 @@ from eagle_kernels.engine.step.choice import ByBatchSize
 from eagle_kernels.engine.step.runner import Launch, StepRunner, bucket_of
 from op_tests.engine.engines import make
 from op_tests.engine.toys import RowWalker, WalkerHead
+from op_tests.engine.view import View
 
 TREES = {
     "plain": {"method": "naive"},
@@ -38,7 +39,7 @@ def page_bytes(engine):
 def scheduler_of(engine):
     engine.submit([1], SamplingParams(max_new_tokens=1))
     engine.collect()
-    return engine.session.scheduler
+    return View(engine).scheduler
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -61,7 +62,7 @@ def test_pools_hold_the_requests_that_they_have_pages_for(tree):
         one_more = engine.submit([1], SamplingParams(max_new_tokens=1))
         assert scheduler.holds(requests) and not scheduler.holds([*requests, one_more])
         scheduler.step(True, [*requests, one_more])  # which reads their prompts
-        assert [row.request for row in scheduler._rows if row] == requests and not scheduler.is_reading
+        assert [row.request for row in View(engine).rows] == requests and not scheduler.is_reading
         engine.collect()
         assert all(request.finish_reason == "length" for request in [*requests, one_more])
         assert scheduler.pages.num_free == 16
@@ -154,18 +155,18 @@ def test_what_is_done_is_read_and_nothing_is_waited_for(monkeypatch):
     monkeypatch.setattr(Launch, "is_done", property(lambda launch: launch in done))
     engine = walkers(topk=1, num_steps=1, phase_times=False)
     request = engine.submit([1], SamplingParams(max_new_tokens=90))
-    scheduler = engine.session.scheduler
+    view, scheduler = View(engine), View(engine).scheduler
     with running(engine.target):
         for flags in itertools.product((False, True), repeat=3):
-            while len(scheduler._unread) < 3:
+            while len(view.unread) < 3:
                 engine.step()
-            unread, num_tokens = list(scheduler._unread), len(request.output_ids)
+            unread, num_tokens = view.unread, len(request.output_ids)
             done |= {launch for launch, is_done in zip(unread, flags) if is_done}
             num_done = next((number for number, launch in enumerate(unread) if launch not in done), 3)
             scheduler.drain()
-            assert list(scheduler._unread) == unread
+            assert view.unread == unread
             scheduler.read_what_is_done()
-            assert list(scheduler._unread) == unread[num_done:]
+            assert view.unread == unread[num_done:]
             assert num_done <= len(request.output_ids) - num_tokens <= 2 * num_done
             engine.step()
         engine.abort(request)
@@ -186,7 +187,7 @@ def test_steps_are_noted_as_they_were(lag, monkeypatch):
         monkeypatch.setattr(owner, name, lambda self, *args: tell(self, *args) or call(self, *args))
 
     def tell(name):
-        return lambda runner, *args: events.append((name, engine.session.scheduler.plan, runner, *args))
+        return lambda runner, *args: events.append((name, View(engine).plan, runner, *args))
 
     watch(StepRunner, "run", tell("run"))
     watch(StepRunner, "catch_up", tell("catch up"))
@@ -209,7 +210,7 @@ def test_steps_are_noted_as_they_were(lag, monkeypatch):
     engine.collect()
     runs = [event for event in events if event[0] == "run"]
     steps = [(launch, [len(result.tokens) for _, result in rows]) for launch, rows in read if launch.number is not None]
-    assert len(runs) == len(noted) == len(steps) == engine.session.scheduler.num_steps
+    assert len(runs) == len(noted) == len(steps) == View(engine).num_steps
     missed, plan, caught_up, known, has_gaps = 0, None, [], set(), False
     for event in events:
         if event[0] == "catch up":
@@ -228,7 +229,7 @@ def test_steps_are_noted_as_they_were(lag, monkeypatch):
         assert mean_tokens == sum(tokens) / len(tokens) and (step_ms is None) == (kind not in known)
         known.add(kind)
         has_gaps |= num_rows > len(tokens)
-    assert engine.session.scheduler.num_cold_steps == len(known) and has_gaps
+    assert View(engine).scheduler.num_cold_steps == len(known) and has_gaps
 
 
 @pytest.mark.parametrize("chunk", [50, 64, 2048])
@@ -248,4 +249,4 @@ def test_few_steps_read_what_few_steps_can(chunk):
     size = reading.joint_size([(None, min(chunk, 192))])
     assert reads(most + 1, num_rows=256 - size) and not reads(most + 1, num_rows=257 - size)
     engine.on_tree = lambda step: None  # who looks at trees would see some twice
-    assert not scheduler_of(engine).reading.is_in_step([], 1) and not engine.session.scheduler.reading.is_joint
+    assert not scheduler_of(engine).reading.is_in_step([], 1) and not View(engine).reading.is_joint

@@ -18,6 +18,7 @@ import pytest
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.serve.lock import EngineLock
 from op_tests.engine.toys import LetterTokenizer, ToyModel
+from op_tests.engine.view import View
 
 PROMPT, COUNT = [1, 2, 3], 12
 
@@ -212,8 +213,8 @@ def test_what_is_allowed_inside_a_step(place, aborts):
     with PLACES[place](engine, once(seen, call)):
         requests.append(engine.submit(PROMPT, params))
         engine.collect()
-    pages = engine.session.scheduler.pages
-    assert seen == [None, None] and sorted(pages.free_ids()) == list(range(pages.num_pages))
+    View(engine).check_is_empty()
+    assert seen == [None, None]
     for request, want, is_kept in zip(requests, (WANT, OTHER, OTHER), (not aborts, not aborts, True)):
         assert request.output_ids == want[: None if is_kept else len(request.output_ids)]
 
@@ -230,8 +231,7 @@ def test_a_step_that_aborts_and_then_fails_frees_its_pages_once():
         engine.target.call = fail
         engine.collect()
     engine.target.call = None
-    pages = engine.session.scheduler.pages
-    assert sorted(pages.free_ids()) == list(range(pages.num_pages))
+    View(engine).check_is_empty()
     assert engine.generate(PROMPT, COUNT).output_ids == WANT
 
 
@@ -265,9 +265,8 @@ def test_a_stream_that_ends_inside_a_step(how, place):
             next(stream)
         del stream
         assert engine.generate(PROMPT, COUNT).output_ids == WANT
-    pages = engine.session.scheduler.pages
-    assert seen == [None, None] and not engine.has_work and pages.num_free == pages.num_pages
-    assert sorted(pages.free_ids()) == list(range(pages.num_pages))
+    View(engine).check_is_empty()
+    assert seen == [None, None] and not engine.has_work
 
 
 def test_a_stream_is_closed_inside_its_own_step():

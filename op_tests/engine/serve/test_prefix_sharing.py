@@ -13,11 +13,9 @@ from eagle_kernels.engine.batch.prefix_cache import Prefix, PrefixCache
 from eagle_kernels.engine.requests.request import Request
 from op_tests.engine.engines import trees_by_request
 from op_tests.engine.methods import PROVEN, SIZES, engine_of
-from op_tests.engine.serve.conftest import DEVICE
-from op_tests.engine.toys import RowWalker, Walker, WalkerHead, WalkerModules
+from op_tests.engine.toys import DEVICE, RowWalker, Walker, WalkerHead, WalkerModules
+from op_tests.engine.view import View
 
-METHODS = ("eagle", "draft_model", "mtp", "ngram tree", "suffix tree", "hybrid chain", "hybrid tree", "naive")
-NUM_REQUESTS = 42  # for each method and page size: 1,008
 BASE = [(7 * place) % 20 for place in range(64)]
 
 
@@ -34,68 +32,17 @@ def prompts_of(coin: random.Random, count: int) -> list[list[int]]:
 
 def check_pages(engine, num_users: int = 0) -> None:
     """Every page is free, kept or in use, once."""
-    cache = engine.session.scheduler.pages
-    held = {page for row in engine.session.scheduler._rows if row is not None for page in row.pages.ids}
-    assert sorted([*cache.free_ids(), *held]) == list(range(cache.num_pages))
+    view, cache = View(engine), View(engine).pages
+    view.check_pages()
     assert set(cache._known.values()) >= set(cache._unused) and all(page.is_read for page in cache._unused)
     if not num_users:
-        assert cache.num_free == cache.num_pages and not held and len(cache._known) == len(cache._unused)
-
-
-CROSS = [
-    pytest.param(method, size, marks=[] if number % 3 == place else pytest.mark.full)
-    for number, method in enumerate(METHODS)
-    for place, size in enumerate((4, 1, 16))
-]
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize(("method", "page_size"), CROSS)
-def test_requests_are_those_without_sharing(method, page_size):
-    """With aborts, and a pool that is too small for all that could be kept."""
-    coin = random.Random(f"{method} {page_size}")
-    prompts = prompts_of(coin, NUM_REQUESTS)
-    asked = [
-        SamplingParams(max_new_tokens=coin.randrange(1, 9), temperature=coin.choice((0, 0, 1.0)), seed=number,
-                       logprobs=coin.choice((False, "raw")),
-                       logprob_start_len=coin.choice((None, None, min(9, len(prompt) - 1))))
-        for number, prompt in enumerate(prompts)
-    ]  # fmt: skip
-    sizes = {"page_size": page_size, "max_batch": 5, "prefill_chunk": coin.choice((7, 2048)), "max_length": 64}
-    plain = engine_of(method, DEVICE, **sizes, share_prefixes=False)
-    wanted = [plain.submit(*each) for each in zip(prompts, asked)]
-    plain.collect()
-    engine = engine_of(method, DEVICE, **sizes)
-    engine = engine_of(method, DEVICE, **sizes, kv_cache_bytes=small_pool(engine, 3))
-    requests, aborted = [], set()
-    for each in zip(prompts, asked):
-        requests.append(engine.submit(*each))
-        for _ in range(coin.randrange(3)):
-            engine.step()
-        alive = [request for request in requests if not request.is_finished]
-        if alive and coin.random() < 0.25:
-            victim = coin.choice(alive)
-            aborted.add(victim.id)
-            engine.abort(victim)
-        check_pages(engine, num_users=1)
-    engine.collect()
-    check_pages(engine)
-    assert aborted and sum(request.shared_tokens for request in requests) > 100
-    for request, other in zip(requests, wanted):
-        count = len(request.output_ids)
-        assert request.output_ids == other.output_ids[:count] and request.shared_tokens < len(request.prompt)
-        assert request.logprobs == pytest.approx(other.logprobs[:count], abs=1e-4)
-        if "suffix" not in method:  # whose offers depend on when the host learns of others' texts
-            assert request.accepted == other.accepted[: len(request.accepted)]
-        if request.id not in aborted:
-            assert count == len(other.output_ids) and request.finish_reason == other.finish_reason
-            assert request.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-4)
+        assert cache.num_free == cache.num_pages and not view.pages_held and len(cache._known) == len(cache._unused)
 
 
 def small_pool(engine, num_requests: int) -> int:
     """Bytes that hold so many requests of full length."""
     engine.generate([1], 1)
-    state = engine.session.scheduler.state
+    state = View(engine).state
     pools = [pool for pool in (state.target_pool, state.draft_pool) if pool is not None]
     page = sum(2 * pool.k_cache[:, 0].numel() * pool.k_cache.element_size() for pool in pools)
     return num_requests * state.block_table.shape[1] * page
@@ -117,20 +64,6 @@ def counted(monkeypatch):
         return engine, read
 
     return counting
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("chunk", [8, 2048])
-def test_requests_that_arrive_together_read_once(counted, chunk):
-    """The first one reads, the others wait for it: 60 common tokens and 5 of each."""
-    engine, read = counted(prefill_chunk=chunk)
-    prompts = [BASE[:60] + [number, 3, 1, 4, 1] for number in range(10)]
-    output = engine.generate(prompts, 1)
-    assert output.stats.shared_tokens == 9 * 56 and sum(read) <= 65 + 9 * 9
-    again = engine.generate(prompts, 1)
-    assert again.stats.shared_tokens == 10 * 64 and again.output_ids == output.output_ids
-    alone = engine.generate(prompts, 1, share_prefixes=False)
-    assert alone.output_ids == output.output_ids and alone.stats.shared_tokens == 0
 
 
 def test_the_token_after_a_page_counts_where_a_draft_reads_it(counted):
@@ -224,35 +157,6 @@ def test_modules_read_on_where_another_request_ends(num_modules, page_size, chun
         assert trees[other.id] == trees[alone.id] != [] and other.accepted == alone.accepted
 
 
-@pytest.mark.parametrize("is_failure", [False, True], ids=["aborted", "failed"])
-def test_another_request_reads_on_if_the_first_one_ends(counted, is_failure, monkeypatch):
-    """From the last page that was read; the others wait for the new one."""
-    engine, read = counted(prefill_chunk=8)
-    prompts = [BASE[:48] + [number] * 3 for number in range(4)]
-    wanted = [engine.generate(prompt, 6, share_prefixes=False).output_ids for prompt in prompts]
-    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=6)) for prompt in prompts]
-    engine.step()
-    engine.step()
-    assert [request.shared_tokens for request in requests] == [0] * 4 and not requests[0].output_ids
-    if is_failure:
-        forward, is_first = engine.target.forward, [True]
-
-        def fail_once(*arguments, **keywords):
-            if is_first.pop() if is_first else False:
-                raise RuntimeError("no memory")
-            return forward(*arguments, **keywords)
-
-        monkeypatch.setattr(engine.target, "forward", fail_once)
-    else:
-        engine.abort(requests[0])
-    read.clear()
-    engine.collect()
-    assert requests[0].finish_reason == ("error" if is_failure else "abort")
-    assert [request.output_ids for request in requests[1:]] == wanted[1:]
-    assert requests[1].shared_tokens == 16 and [request.shared_tokens for request in requests[2:]] == [44, 44]
-    check_pages(engine)
-
-
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_scores_of_a_prompt_are_read_for(counted, page_size):
     """From whatever token on: pages that end before the one in front of it are shared, all others are read again."""
@@ -271,12 +175,6 @@ def test_scores_of_a_prompt_are_read_for(counted, page_size):
             [token for token, _ in top] for top in wanted.prompt_top_logprobs[begin:]
         ]
         check_pages(engine)
-
-
-def test_samples_share_their_prompt(counted):
-    engine, read = counted()
-    output = engine.generate(BASE[:41], 1, n=6, temperature=1.0, seeds=3)
-    assert output.stats.shared_tokens == 5 * 40 and sum(read) <= 41 + 5
 
 
 def test_what_was_used_longest_ago_makes_room_first():
@@ -301,7 +199,7 @@ def test_a_share_is_a_multiple_of_the_unit(monkeypatch):
     sizes = {"page_size": 4, "prefill_chunk": 12}
     engine = engine_of("draft_model", DEVICE, **sizes, share_prefixes=True)
     engine.generate(BASE[:40], 1)
-    reading = engine.session.scheduler.reading
+    reading = View(engine).reading
     config = dataclasses.replace(EAGLEConfig(), deterministic=True)
     monkeypatch.setattr(reading._plan.plain, "config", config)
     cache = PrefixCache(20, 4)
@@ -315,18 +213,6 @@ def test_a_share_is_a_multiple_of_the_unit(monkeypatch):
         held = cache.take(reading.prefix(request), 10)
         assert cache.start(held) == start == 4 * len(held.shared)
         cache.give_back(held)
-
-
-def test_measurements_read_their_prompts(counted):
-    """Warm-up reads prompts that are alike, a benchmark the same ones several times."""
-    engine, read = counted()
-    engine.warmup(SamplingParams())
-    assert max(read) >= 64 and engine.session.scheduler.pages.num_free == engine.session.scheduler.pages.num_pages
-    assert engine.generate([0] * 50, 1).stats.shared_tokens == 0
-    prompts = [BASE[:40], BASE[:40]]
-    read.clear()
-    engine.benchmark(prompts, 2, batch_size=2)
-    assert sum(count for count in read if count >= 40) >= 2 * 4 * 40
 
 
 def test_forgotten_prefixes_are_read_again(counted):

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
-import statistics
 
 import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
+from eagle_kernels.engine.batch.kv_pool import JointAttend
 from eagle_kernels.engine.serve import prompts as reading
 from eagle_kernels.engine.serve import reading as choosing
 from eagle_kernels.engine.serve.reading import Pace
 from eagle_kernels.engine.step.runner import Launch
-from op_tests.engine.engines import PARAMS, make, prompt_of
-from op_tests.engine.serve.conftest import DEVICE
-from op_tests.engine.toys import ToyModel, random_head, random_llama, random_modules
+from op_tests.engine.engines import make, prompt_of
+from op_tests.engine.toys import DEVICE, ToyModel, random_head, random_llama, random_modules
+from op_tests.engine.view import View
 
 
 def note_reading(monkeypatch, target) -> list[int]:
@@ -32,24 +31,6 @@ def note_reading(monkeypatch, target) -> list[int]:
 
     monkeypatch.setattr(target, "forward", noting)
     return sizes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_prompts_that_wait_together_are_read_at_once(target, draft, lag, page_size, monkeypatch):
-    engine = make(draft, target, page_size=page_size, max_batch=7)
-    prompts = [prompt_of(number) for number in range(7)]
-    want = []
-    for prompt, params in zip(prompts, PARAMS):
-        request = engine.submit(prompt, params)
-        engine.collect()
-        want.append((request.output_ids, request.logprobs))
-    sizes = note_reading(monkeypatch, target)
-    requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
-    engine.collect()
-    for request, (tokens, logprobs) in zip(requests, want):
-        assert request.output_ids == tokens and request.logprobs == pytest.approx(logprobs, abs=1e-4)
-    assert sizes == [sum(map(len, prompts))]
 
 
 @pytest.mark.parametrize("chunk", [5, 2048])
@@ -70,20 +51,6 @@ def test_scores_of_prompts_are_queued_before_the_first_token_is_marked(target, d
     assert order.count("mark") in (1, 2) and order.count("score") >= order.count("mark") and order[-1] == "mark"
 
 
-@pytest.mark.cross
-def test_parts_of_several_prompts_at_once(target, draft, lag, monkeypatch):
-    """One ends, one goes on and one begins in the same call."""
-    prompts = [prompt_of(number) * 2 for number in (4, 9, 2)]
-    assert [len(prompt) for prompt in prompts] == [42, 46, 22]
-    want = [make(draft, target).generate(prompt, 8, temperature=0.8, seeds=3)[0] for prompt in prompts]
-    engine = make(draft, target, prefill_chunk=30, cuda_graph=False)
-    sizes = note_reading(monkeypatch, target)
-    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=8, temperature=0.8, seed=3)) for prompt in prompts]
-    engine.collect()
-    assert sizes == [30, 30, 30, 20]  # 30; 12 and 18; 28 and 2; 20
-    assert [request.output_ids for request in requests] == want
-
-
 def test_a_target_without_last_rows_reads_one_by_one(monkeypatch):
     target = ToyModel()
     engine = EAGLEInference(ToyModel(seed=1), target, EAGLEConfig(topk=2, num_steps=2, method="draft_model"))
@@ -98,39 +65,11 @@ def test_a_deterministic_engine_reads_one_by_one(target, draft, monkeypatch):
     engine = make(draft, target)
     prompts = [[1, 2, 3], [4, 5], [6]]
     engine.generate(prompts, 2)
-    monkeypatch.setattr(engine.session.scheduler.plan.plain, "config", EAGLEConfig(deterministic=True))
-    engine.session.scheduler.use(engine.session.scheduler.plan)
+    monkeypatch.setattr(View(engine).plan.plain, "config", EAGLEConfig(deterministic=True))
+    View(engine).scheduler.use(View(engine).plan)
     sizes = note_reading(monkeypatch, target)
     engine.generate(prompts, 2)
     assert sizes == [3, 2, 1]
-
-
-@pytest.mark.slow
-def test_what_fails_only_together_is_no_longer_tried(target, draft, monkeypatch, caplog):
-    """After a layer has written its keys; draws and penalties come once, and the log holds no error alive."""
-    engine = make(draft, target, max_batch=7)
-    prompts = [prompt_of(number) for number in range(7)]
-    want = []
-    for prompt, params in zip(prompts, PARAMS):
-        want.append(engine.submit(prompt, params))
-        engine.collect()
-    attends = []
-
-    def failing(attend, layer, query, *arguments, **options):
-        result = call(attend, layer, query, *arguments, **options)
-        if len(attend._bounds) > 2 and layer == 0:
-            attends.append(attend)
-            raise MemoryError("too many")
-        return result
-
-    call = PrefillAttend.__call__
-    monkeypatch.setattr(PrefillAttend, "__call__", failing)
-    for _ in range(2):
-        requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
-        engine.collect()
-        assert [request.output_ids for request in requests] == [request.output_ids for request in want]
-    assert len(attends) == 1
-    assert [record.args for record in caplog.records] == [(7, "at once", "MemoryError: too many")]
 
 
 def test_a_prompt_that_cannot_be_read_fails_alone(target, draft, monkeypatch, caplog):
@@ -177,7 +116,7 @@ def test_the_draft_reads_several_at_once(kind, calls, target, monkeypatch):
             engine.submit(prompt, SamplingParams(max_new_tokens=6, temperature=0.8, seed=1, frequency_penalty=0.3))
         read_prompts(engine)
         assert len(seen) == len(calls) * (1 if reads_several else 3) - (len(calls) == 2 and not reads_several)
-        state = engine.session.scheduler.state
+        state = View(engine).state
         states.append([state.draft_logits, state.draft_hidden, state.draft_pool.k_cache, state.draft_pool.v_cache,
                        state.lengths, state.roots, state.is_live, state.sampling.output_counts])  # fmt: skip
         seen.clear()
@@ -188,8 +127,8 @@ def test_the_draft_reads_several_at_once(kind, calls, target, monkeypatch):
 
 def read_prompts(engine):
     """Reads a part of each prompt, as for a stream of all requests."""
-    scheduler = engine.session.scheduler
-    scheduler.step(True, [*scheduler._waiting, *(row.request for row in scheduler._rows if row is not None)])
+    view = View(engine)
+    view.scheduler.step(True, [*view.waiting, *(row.request for row in view.rows)])
 
 
 def noting(call, seen):
@@ -199,31 +138,6 @@ def noting(call, seen):
         return call(*arguments, **options)
 
     return noted
-
-
-@pytest.mark.slow
-def test_a_draft_that_fails_with_several_reads_one_by_one(target, draft, lag, monkeypatch, caplog):
-    """From then on; nothing is drawn, counted or said twice."""
-    engine = make(draft, target, max_batch=7)
-    prompts = [prompt_of(number) for number in range(7)]
-    want = []
-    for prompt, params in zip(prompts, PARAMS):
-        want.append(engine.submit(prompt, params))
-        engine.collect()
-    reader = engine.session.scheduler.plan.plain.resting
-    read = reader.read_prompts
-
-    def failing(state, parts):
-        read(state, parts)
-        if len(parts) > 1:
-            raise RuntimeError("one at a time")
-
-    monkeypatch.setattr(reader, "read_prompts", failing)
-    for _ in range(2):
-        requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
-        engine.collect()
-        assert [request.output_ids for request in requests] == [request.output_ids for request in want]
-    assert [record.args for record in caplog.records] == [(7, "by the draft at once", "RuntimeError: one at a time")]
 
 
 @pytest.mark.cross
@@ -271,80 +185,14 @@ def test_modules_read_again_what_failed_beside_others(target, monkeypatch):
         monkeypatch.setattr(modules, "advance", failing)
         for number in (4, 9):
             engine.submit(prompt_of(number) * 2, SamplingParams(max_new_tokens=4))
-        while not all(row is not None and row.is_running for row in engine.session.scheduler._rows[:2]):
+        while sum(row.is_running for row in View(engine).rows) < 2:
             read_prompts(engine)
-        state = engine.session.scheduler.state
-        kept = state.kept[engine.session.scheduler.plan.plain.resting.num_kept]
+        state = View(engine).state
+        kept = state.kept[View(engine).plan.plain.resting.num_kept]
         keys.append([state.draft_pool.k_cache, kept.tokens[:, :2], kept.features[:, :2], state.num_behind])
         assert len(calls) == 12 + 6 * fails
     for one, other in zip(*keys):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.cross
-def test_a_draft_that_cannot_read_one_of_several_fails_that_one(target, draft, lag, monkeypatch):
-    engine = make(draft, target)
-    prompts = [prompt_of(1), prompt_of(4), prompt_of(2)]
-    want = [engine.generate(prompt, 6)[0] for prompt in prompts]
-    reader = engine.session.scheduler.plan.plain.resting
-    read = reader.read_prompts
-
-    def failing(state, parts):
-        if any(part.tokens[:-1].tolist() == prompts[1] for part in parts):
-            raise RuntimeError("no room for its draft")
-        read(state, parts)
-
-    monkeypatch.setattr(reader, "read_prompts", failing)
-    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=6)) for prompt in prompts]
-    engine.collect()
-    assert [request.finish_reason for request in requests] == ["length", "error", "length"]
-    assert [requests[0].output_ids, requests[2].output_ids] == [want[0], want[2]]
-    pages = engine.session.scheduler.pages
-    assert pages.num_free == pages.num_pages
-
-
-def test_requests_that_are_given_up_between_the_parts_of_their_prompts(target, draft, lag):
-    engine = make(draft, target, prefill_chunk=8)
-    prompts = [prompt_of(4) * 2, prompt_of(9) * 2, prompt_of(2)]
-    want = engine.generate(prompts[2], 6)[0]
-    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=6)) for prompt in prompts]
-    engine.step()
-    engine.abort(requests[0])
-    engine.step()
-    engine.step()
-    engine.abort(requests[1])
-    engine.collect()
-    assert [request.finish_reason for request in requests] == ["abort", "abort", "length"]
-    assert requests[2].output_ids == want and requests[0].output_ids == requests[1].output_ids == []
-    pages = engine.session.scheduler.pages
-    assert pages.num_free == pages.num_pages
-
-
-@pytest.mark.slow
-def test_warmup_reads_prompts_alone_and_at_once(target, draft, monkeypatch):
-    """Few rows and many, of one request and of several, may be other kernels."""
-    engine, sizes = make(draft, target), note_reading(monkeypatch, target)
-    engine.warmup()
-    long = max(sizes) - 1
-    assert long > 100 and {1, long, 1 + long} <= set(sizes)
-
-
-@pytest.mark.slow
-def test_parts_are_small_beside_others_where_steps_have_a_limit(target, draft, lag, monkeypatch):
-    """A limit that no step keeps leaves the least that is read; who is alone is read whole."""
-    prompts = [[(7 * at + shift) % 61 for at in range(150)] for shift in (1, 2, 3)]
-    want = [make(draft, target).generate(prompt, 5)[0] for prompt in prompts]
-    engine = make(draft, target, max_step_ms=1e-6, cuda_graph=False)
-    first = engine.submit(prompts[0], SamplingParams(max_new_tokens=60))
-    sizes = note_reading(monkeypatch, target)
-    engine.step()
-    assert sizes[0] == 150  # nobody waited meanwhile
-    others = [engine.submit(prompt, SamplingParams(max_new_tokens=5)) for prompt in prompts[1:]]
-    sizes.clear()
-    engine.collect()
-    assert sizes == [64, 64, 22 + 42, 64, 44]
-    for request, tokens in zip([first, *others], want):
-        assert request.output_ids[:5] == tokens
 
 
 BUDGETS = range(64, 2049, 64)
@@ -380,28 +228,6 @@ def test_a_pace_fills_the_limit_and_keeps_it(step_ms, fixed_ms, token_ms, monkey
     too_long = [gap for gap in settled if gap > limit_ms]  # texts grow, and 64 tokens more are tried now and then
     assert len(too_long) <= len(settled) / 8 and max(gaps) <= limit_ms + 64 * token_ms * 7
     assert min(settled) >= 0.5 * limit_ms  # budgets are multiples of 64 tokens
-
-
-@pytest.mark.parametrize(("limit_ms", "best"), [(12.0, 192), (15.5, 320), (20.0, 448)])
-@pytest.mark.parametrize("slow", [None, 30])
-def test_a_pace_is_not_caught_where_few_tokens_take_as_long_as_many(limit_ms, best, slow, monkeypatch):
-    """Reading takes at least 5 ms; not even by one reading that took much longer."""
-    chosen, now, sizes = Pace(limit_ms, BUDGETS), [0.0], []
-    monkeypatch.setattr(choosing, "mark", lambda device: now[0])
-    for number in range(100):
-        sizes.append(chosen.budget())
-        start = chosen.begin(torch.device("cpu"))
-        now[0] += (max(5.0, 0.03 * sizes[-1]) + 40 * (number == slow)) / 1e3
-        chosen.end(start, sizes[-1], torch.device("cpu"))
-        chosen.note_step(5.4)
-    assert statistics.median(sizes[50:]) == best and max(sizes[50:]) <= best + 64
-
-
-def test_a_limit_below_the_step_reads_the_least(monkeypatch):
-    card = Card(monkeypatch, 50.0, 5.0, 0.03)
-    chosen = Pace(40.0, BUDGETS)
-    assert len(card.gaps(chosen, 640)) == 10
-    assert Pace(40.0, [16]).budget() == 16 and Pace(None, BUDGETS).budget() == 2048
 
 
 def test_a_pace_follows_the_card(monkeypatch):

@@ -11,53 +11,20 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.state import BatchState
-from eagle_kernels.engine.serve.scheduler import host_lag
-from op_tests.engine.engines import PARAMS, alone, make, prompt_of, trees_by_request
+from op_tests.engine.engines import make, prompt_of, trees_by_request
 from op_tests.engine.methods import MIXED, PROVEN, SIZES
 from op_tests.engine.request_law import check_end, check_tokens
-from op_tests.engine.serve.conftest import DEVICE
 from op_tests.engine.toys import (
+    DEVICE,
     LetterTokenizer,
     RowWalker,
-    ToyModel,
     Walker,
     WalkerHead,
     plain_logits,
     random_head,
     random_modules,
 )
-
-
-@pytest.fixture(scope="module")
-def expected(target):
-    """Tokens and log-probabilities of 14 requests, each by itself and without drafts."""
-    engine = make(target, target)
-    return [alone(engine, prompt_of(number), PARAMS[number % len(PARAMS)]) for number in range(14)]
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_requests_join_and_leave(target, draft, lag, page_size, expected):
-    engine = make(draft, target, page_size=page_size)
-    waiting, requests, events = list(range(14)), [], []
-    coin = random.Random(page_size)
-    while waiting or engine.has_work:
-        for _ in range(coin.randrange(3) if requests else 1):
-            if waiting:
-                number = waiting.pop(0)
-                requests.append(engine.submit(prompt_of(number), PARAMS[number % len(PARAMS)]))
-        events += engine.step()
-    for number, (request, (tokens, logprobs)) in enumerate(zip(requests, expected)):
-        assert request.output_ids == tokens, f"request {number}"
-        assert request.finish_reason == "length" and request.error is None
-        assert [event.token_id for event in events if event.request == request.id] == tokens
-        assert [event.token_id for event in request.collect()] == tokens and request.collect() == []
-        assert request.logprobs == pytest.approx(logprobs, abs=1e-4)
-        assert len(logprobs) == (len(tokens) if request.params.logprobs else 0)
-    pages = engine.session.scheduler.pages
-    assert pages.num_free == pages.num_pages
-    assert not engine.session.scheduler.state.is_live.any() and (engine.session.scheduler.state.block_table == -1).all()
-
+from op_tests.engine.view import View
 
 ENDS, TOKENIZER = (17, 18), LetterTokenizer()
 
@@ -187,7 +154,7 @@ def test_all_that_belongs_to_a_row_moves_with_it(target, draft):
     """Whatever tensors there are with a row for each request, by how they look."""
     engine = make(draft(target), target, method="hybrid", num_model_steps=2, topk=1, max_batch=5)
     engine.generate(prompt_of(1), 3, repetition_penalty=1.2, min_new_tokens=2)
-    state = engine.session.scheduler.state
+    state = View(engine).state
     held = [*vars(state).values(), *vars(state.sampling).values(), *state.sampling.numbers.values()]
     held += [tensor for kept in state.kept.values() for tensor in kept]
     tensors = [each for each in held if torch.is_tensor(each) and len(each) == state.num_rows]
@@ -197,33 +164,6 @@ def test_all_that_belongs_to_a_row_moves_with_it(target, draft):
             tensor.copy_(torch.arange(state.num_rows).view(-1, *(1 for _ in tensor.shape[1:])))
         state.move(3, 1)
     assert all((tensor[1] == 3).all() for tensor in tensors)
-
-
-@pytest.mark.slow
-def test_rows_move_up(target, draft):
-    """The first request ends early, the last one goes on in its row; text and speed do not notice."""
-    engine = make(draft, target)
-    lengths, widths = [2, 4, 30], []
-    want = [engine.generate(prompt_of(number), count)[0] for number, count in enumerate(lengths)]
-    requests = [
-        engine.submit(prompt_of(number), SamplingParams(max_new_tokens=count)) for number, count in enumerate(lengths)
-    ]
-    _, runner = engine.session.scheduler.plan.runners
-    run = runner.run
-    runner.run = lambda num_rows, *rest: widths.append(num_rows) or run(num_rows, *rest)
-    engine.collect()
-    assert [request.output_ids for request in requests] == want
-    assert widths[0] == 3 and widths[-1] == 1
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("chunk", [1, 5, 16])
-def test_prompts_in_parts(target, draft, chunk):
-    whole, parts = make(draft, target), make(draft, target, prefill_chunk=chunk)
-    prompts = [prompt_of(4), prompt_of(9), prompt_of(2)]
-    want, stats = whole.generate(prompts, 10, temperature=0.8, seeds=3)
-    got, other = parts.generate(prompts, 10, temperature=0.8, seeds=3)
-    assert got == want and other.accepted == stats.accepted
 
 
 @pytest.mark.parametrize("kind", [Walker, RowWalker])
@@ -249,57 +189,6 @@ def test_requests_have_their_turn_in_the_order_in_which_they_came(kind, num_page
     assert begins == sorted(begins) and {*begins} | {each.id for each in aborted} == {*range(len(requests))}
 
 
-@pytest.mark.slow
-def test_steps_go_on_while_a_prompt_is_read(target, draft):
-    engine = make(draft, target, prefill_chunk=4)
-    first = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40))
-    engine.step()
-    second = engine.submit(prompt_of(4) * 3, SamplingParams(max_new_tokens=4))
-    before = len(first.output_ids)
-    for _ in range(3):
-        engine.step()
-        assert not second.output_ids
-    assert len(first.output_ids) >= before + 3 - host_lag(target.device)
-    engine.collect()
-    assert second.output_ids == engine.generate(prompt_of(4) * 3, 4)[0]
-
-
-def test_an_end_token_of_one_request(target, draft, lag):
-    engine = make(draft, target)
-    (whole, _) = alone(engine, prompt_of(1), PARAMS[1])
-    end = whole[5]
-    requests = [
-        engine.submit(prompt_of(1), SamplingParams(max_new_tokens=14, temperature=1.0, seed=3, stop_token_ids=(end,))),
-        engine.submit(prompt_of(1), PARAMS[1]),
-    ]
-    engine.collect()
-    assert requests[0].output_ids == whole[: whole.index(end) + 1] and requests[0].finish_reason == "eos"
-    assert requests[1].output_ids == whole
-
-
-@pytest.mark.slow
-def test_stop_strings(target, draft, lag):
-    """At every place of the text, within a token and over several; text ends before the string, tokens with it."""
-    tokenizer = LetterTokenizer()
-    engine = EAGLEInference(draft, target, EAGLEConfig(topk=3, num_steps=3), tokenizer=tokenizer)
-    whole, _ = engine.generate(prompt_of(1), 12, temperature=1.0, seeds=3)
-    text = tokenizer.decode(whole)
-    stops = [text[begin : begin + size] for begin in range(len(text) - 2) for size in (1, 3)]
-    options = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3}
-    requests = [engine.submit(prompt_of(1), SamplingParams(stop=(stop, "~~"), **options)) for stop in stops]
-    engine.collect()
-    for stop, request in zip(stops, requests, strict=True):
-        assert request.finish_reason == "stop" and request.text == text[: text.index(stop)]
-        ends = text.index(stop) + len(stop)
-        shown = tokenizer.decode(request.output_ids)
-        assert text.startswith(shown) and len(shown) >= ends > len(tokenizer.decode(request.output_ids[:-1]))
-    for stop in stops[::3]:  # of either size
-        pieces = list(engine.stream_text(tokenizer.decode([1]), 12, stop=(stop,), temperature=1.0, seeds=3))
-        assert stop not in "".join(pieces)
-    with pytest.raises(ValueError, match="stop strings need the tokenizer"):
-        make(draft, target).submit([1], SamplingParams(stop=("a",)))
-
-
 @pytest.mark.parametrize(("stop", "reason", "text"), [("?", "stop", "A"), ("??", "length", "A?"), ("A?", "stop", "")])
 def test_stop_strings_in_what_is_held_back(target, draft, stop, reason, text):
     """Of a character that the last token leaves unfinished a detokenizer makes something at the end only."""
@@ -323,50 +212,6 @@ def test_stop_strings_in_what_is_held_back(target, draft, stop, reason, text):
     assert (request.finish_reason, request.text) == (reason, text)
 
 
-@pytest.mark.cross
-def test_a_stop_string_that_never_comes_changes_no_text(target, draft):
-    """An end token has a letter, too, and may complete a stop string: text ends before that one."""
-    tokenizer = LetterTokenizer()
-    engine = EAGLEInference(draft, target, EAGLEConfig(topk=3, num_steps=3), tokenizer=tokenizer)
-    prompt, options = tokenizer.decode([1]), {"temperature": 1.0, "seeds": 3}
-    whole = engine.generate([1], 12, **options).output_ids
-    last = next(index for index in range(3, 12) if whole.index(whole[index]) == index)
-    options |= {"stop_token_ids": (whole[last],)}
-    shown = tokenizer.decode(whole[: last + 1])
-    for stop, text in (("~~", shown), (shown[-2:], shown[: shown.index(shown[-2:])])):
-        stream = engine.stream_text(prompt, 12, stop=(stop,), **options)
-        assert "".join(stream) == stream._tokens.requests[0].text == text
-        if stop == "~~":
-            assert "".join(engine.stream_text(prompt, 12, **options)) == text
-            assert stream.output().output_ids == whole[: last + 1]
-            assert stream.output().stats.finish_reasons == ["eos"]
-
-
-@pytest.mark.cross
-def test_abort(target, draft, lag):
-    """In line, while its prompt is read, and in mid-flight; the others do not notice."""
-    engine = make(draft, target, max_batch=2, prefill_chunk=8)
-    want = engine.generate(prompt_of(1), 20)[0]
-    running, staying, reading, waiting = (
-        engine.submit(prompt, SamplingParams(max_new_tokens=20))
-        for prompt in (prompt_of(2), prompt_of(1), prompt_of(4) * 2, prompt_of(3))
-    )
-    for _ in range(4):
-        engine.step()
-    assert running.output_ids and not reading.output_ids and not running.is_finished
-    engine.abort(running)
-    engine.abort(waiting)
-    engine.step()
-    engine.abort(reading)
-    engine.abort(reading)
-    kept = list(running.output_ids)
-    engine.collect()
-    assert staying.output_ids == want
-    assert running.output_ids == kept and running.finish_reason == waiting.finish_reason == "abort"
-    pages = engine.session.scheduler.pages
-    assert pages.num_free == pages.num_pages
-
-
 def test_what_another_engine_aborts_leaves_nothing(target, draft, lag):
     """That engine knows neither its row nor its pages: in mid-flight, while its prompt is read, and in line."""
     engine, other = make(draft, target, max_batch=2, prefill_chunk=8), make(draft, target)
@@ -380,7 +225,7 @@ def test_what_another_engine_aborts_leaves_nothing(target, draft, lag):
     for _ in range(20):
         engine.step()
     assert not engine.has_work and {request.finish_reason for request in requests} == {"abort"}
-    assert engine.session.scheduler.pages.num_free == engine.session.scheduler.pages.num_pages
+    View(engine).check_is_empty()
 
 
 def test_another_configuration_waits_for_an_empty_batch(target, draft):
@@ -394,36 +239,6 @@ def test_another_configuration_waits_for_an_empty_batch(target, draft):
     engine.collect()
     assert len(request.output_ids) == 9
     engine.generate([1], 2, topk=2, page_size=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.gpu)])
-def test_many_short_requests_through_a_small_pool(count, device):
-    toy = ToyModel(device=device)
-    engine = EAGLEInference(toy, toy, EAGLEConfig(topk=2, num_steps=2, max_batch=8, kv_cache_bytes=60_000, page_size=4))
-    coin = random.Random(0)
-    requests = [
-        engine.submit([coin.randrange(40)] * coin.randrange(1, 9), SamplingParams(max_new_tokens=coin.randrange(1, 9)))
-        for _ in range(count)
-    ]
-    aborted = set()
-    while engine.has_work:
-        engine.step()
-        if coin.random() < 0.1:
-            aborted.add(coin.randrange(count))
-            engine.abort(requests[max(aborted)])
-    pages = engine.session.scheduler.pages
-    assert pages.num_free == pages.num_pages and len(set(pages.free_ids())) == pages.num_pages
-    texts: dict[tuple, list[int]] = {}
-    for request in requests:
-        assert request.finish_reason in ("length", "abort")
-        if request.finish_reason == "length":
-            # equal prompts have equal text, however much of it was asked for
-            known = texts.setdefault(tuple(request.prompt), request.output_ids)
-            size = min(len(known), len(request.output_ids))
-            assert (
-                known[:size] == request.output_ids[:size] and len(request.output_ids) == request.params.max_new_tokens
-            )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Streams: given up, forgotten, cancelled, side by side."""
+"""Streams: given up, forgotten, cancelled, made under the lock."""
 
 from __future__ import annotations
 
@@ -16,38 +16,7 @@ import pytest
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from op_tests.engine.engines import all_of, make, prompt_of
 from op_tests.engine.toys import ToyModel
-
-
-@pytest.mark.slow
-def test_steps_go_on_while_a_stream_reads_its_prompt(target, draft, lag, monkeypatch):
-    """Beside who runs; a batch for itself is read without a step between its parts."""
-    engine, prompt = make(draft, target, prefill_chunk=4), prompt_of(4) * 3
-    want = engine.generate(prompt, 6)[0]
-    assert engine.session.scheduler.num_steps == engine.generate(prompt, 6).stats.batch_steps
-    scheduler, parts = engine.session.scheduler, []
-    for name in ("_read_prompts", "_launch_rows"):
-        monkeypatch.setattr(scheduler, name, noted(name, getattr(scheduler, name), parts))
-    running = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=90))
-    engine.step()
-    parts.clear()
-    stream = engine.stream(prompt, 6)
-    first = next(stream)
-    *whole, last, step = parts[: 2 * -(-len(prompt) // 4)]
-    assert whole == (len(prompt) // 4) * [4, None] and 0 < last <= 4 and step is None  # None: of a step
-    assert [first.token_id, *(event.token_id for event in stream)] == want
-    engine.collect()
-    assert running.output_ids == engine.generate([1, 2, 3], 90)[0]
-
-
-def noted(name: str, call, parts: list):
-    """Notes how many tokens of a prompt are read, and None for a step."""
-
-    def noting(*arguments):
-        parts.extend([size for _, size in arguments[0 if name == "_read_prompts" else 2]])
-        parts.extend([None] * (name == "_launch_rows"))
-        return call(*arguments)
-
-    return noting
+from op_tests.engine.view import View
 
 
 def test_streams_and_requests_are_shown_in_one_line(target, draft):
@@ -83,14 +52,6 @@ def test_a_stream_that_is_forgotten(target, draft, lag):
     engine.generate(prompt_of(1), 3, topk=2)
 
 
-def test_a_stream_that_never_begins(target, draft):
-    engine = make(draft, target)
-    stream = engine.stream([prompt_of(1), prompt_of(2)], 30)
-    stream.close()
-    assert stream.output().stats.finish_reasons == ["abort", "abort"] and next(stream, None) is None
-    assert not engine.has_work
-
-
 @pytest.mark.cross
 def test_a_request_that_is_aborted_before_its_stream_begins(target, draft, lag):
     """It takes no place in the line, nor a row or pages once it is its turn."""
@@ -103,10 +64,10 @@ def test_a_request_that_is_aborted_before_its_stream_begins(target, draft, lag):
     assert not engine.has_work
     running = [engine.submit(prompt_of(2), SamplingParams(max_new_tokens=9)) for _ in range(2)]
     engine.step()
-    assert list(one) == [] and not engine.session.scheduler._waiting
+    assert list(one) == [] and not View(engine).waiting
     engine.collect()
     assert [request.output_ids for request in running] == [want, want]
-    assert engine.session.scheduler.pages.num_free == engine.session.scheduler.pages.num_pages
+    View(engine).check_is_empty()
 
 
 @pytest.mark.slow
@@ -115,7 +76,7 @@ def test_a_stream_holds_no_pools_before_and_after(target, draft):
     engine = make(draft, target)
     early, ended = engine.stream(prompt_of(1), 5), engine.stream(prompt_of(1), 5)
     want = list(ended)
-    held = weakref.ref(engine.session.scheduler.state)
+    held = weakref.ref(View(engine).state)
     engine.generate(prompt_of(2), 3, page_size=4)
     gc.collect()
     assert held() is None and ended.output().output_ids == [event.token_id for event in want]
@@ -133,7 +94,7 @@ def test_a_stream_is_checked_again_when_it_begins(target, draft):
     with pytest.raises(RuntimeError, match="another configuration"):
         next(engine.stream(prompt_of(1), 5, topk=2))
     engine.collect()
-    engine.session.scheduler.pages.num_pages = 1
+    View(engine).pages.num_pages = 1
     with pytest.raises(ValueError, match="prompt 0: .* kv_cache_bytes makes it larger"):
         next(stream)
 
@@ -151,34 +112,11 @@ def test_a_stream_is_made_under_the_lock(target, draft, monkeypatch):
 
 
 @pytest.mark.cross
-def test_a_server_loses_no_events_to_streams(target, draft, lag):
-    engine = make(draft, target)
-    request = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=6))
-    engine.generate(prompt_of(2), 20)
-    assert request.is_finished and engine.has_work
-    assert [event.token_id for event in engine.step()] == request.output_ids and not engine.has_work
-
-
-@pytest.mark.slow
-def test_streams_side_by_side(target, draft, lag):
-    engine = make(draft, target)
-    want = [engine.generate(prompt_of(number), 12)[0] for number in range(5)]
-
-    async def read(number):
-        return [event.token_id async for event in engine.stream(prompt_of(number), 12)]
-
-    async def read_all():
-        return await asyncio.gather(*map(read, range(5)))
-
-    assert asyncio.run(read_all()) == want
-
-
-@pytest.mark.cross
 def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag):
     """As where a server's client hangs up."""
     engine, is_stepping, may_go_on = make(draft, target), threading.Event(), threading.Event()
     want = engine.generate(prompt_of(2), 12)[0]
-    step = engine.session.scheduler.step
+    step = View(engine).scheduler.step
 
     def slow(*arguments):
         is_stepping.set()
@@ -200,7 +138,7 @@ def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag)
             await reader
         return stream.output().stats.finish_reasons
 
-    engine.session.scheduler.step = slow
+    View(engine).scheduler.step = slow
     assert asyncio.run(hang_up()) == ["abort"] and not engine.has_work
     assert engine.generate(prompt_of(2), 12)[0] == want
 
@@ -215,7 +153,7 @@ def test_a_reader_that_is_cancelled_and_goes_on_misses_nothing(target, draft, la
     """As where a server waits for a token with a time limit, and tries again; also in another loop, or in none."""
     engine = make(draft, target)
     want = engine.generate(prompt_of(1), 20)[0]
-    stream, step, tokens, num_cancelled = engine.stream(prompt_of(1), 20), engine.session.scheduler.step, [], 0
+    stream, step, tokens, num_cancelled = engine.stream(prompt_of(1), 20), View(engine).scheduler.step, [], 0
 
     def slow(*arguments):
         time.sleep(0.05)
@@ -234,7 +172,7 @@ def test_a_reader_that_is_cancelled_and_goes_on_misses_nothing(target, draft, la
         with contextlib.suppress(asyncio.TimeoutError):
             tokens.append((await read()).token_id)
 
-    monkeypatch.setattr(engine.session.scheduler, "step", slow)
+    monkeypatch.setattr(View(engine).scheduler, "step", slow)
     asyncio.run(read_on())
     tokens += rest_of(stream)
     assert tokens == want and num_cancelled and not engine.has_work
@@ -281,7 +219,7 @@ def test_what_a_cancelled_reader_would_have_been_told_the_next_one_is(target, dr
             await anext(stream)
         return await anext(stream, "the end")
 
-    monkeypatch.setattr(engine.session.scheduler, "step", fail)
+    monkeypatch.setattr(View(engine).scheduler, "step", fail)
     assert asyncio.run(read()) == "the end" and not engine.has_work
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,35 +11,8 @@ from eagle_kernels import EAGLEConfig, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.serve.warmup import COMMON_PARAMS
-from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import PARAMS, make, mixed_requests, prompt_of, steps_known
-
-
-@pytest.mark.slow
-def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
-    """By a clock that only steps move: new ones by seconds, others by 6 ms."""
-    clock, seen, step = SimpleNamespace(now_s=0.0), set(), Stepper.step
-    clock.perf_counter = lambda: clock.now_s
-
-    def stepped(self, state, num_rows, features, *rest):
-        clock.now_s += 0.006 if (num_rows, features) in seen else 5.0
-        seen.add((num_rows, features))
-        return step(self, state, num_rows, features, *rest)
-
-    monkeypatch.setattr(Stepper, "step", stepped)
-    monkeypatch.setattr("eagle_kernels.engine.serve.stream.time", clock)
-    for is_warm in (False, True):
-        engine = make(draft, target, cuda_graph=False)
-        seen.clear()
-        if is_warm:
-            engine.warmup(speculative=False)
-            assert engine.session.plain_steps.known_ms.get(2) is None
-        for num_requests in (1, 2):
-            prompts = [prompt_of(1)] * num_requests
-            assert engine.generate(prompts, 2, speculative=False).stats.batch_steps == 1
-            assert (num_requests in engine.session.plain_steps.known_ms) == is_warm
-            engine.generate(prompts, 8, speculative=False)
-            assert engine.session.plain_steps.known_ms[num_requests] == pytest.approx(6.0)
+from op_tests.engine.view import View
 
 
 @pytest.mark.slow
@@ -51,7 +23,7 @@ def test_warmup_and_workspace(target, draft):
     engine.warmup(speculative=False)
     assert engine.generate(prompt_of(3), 6, temperature=1.0, seeds=2)[0] == want
     sizes = engine.workspace_bytes()
-    pool = engine.session.scheduler.state
+    pool = View(engine).state
     held = [pool.target_pool.k_cache, pool.target_pool.v_cache, pool.draft_pool.k_cache, pool.draft_pool.v_cache]
     assert sizes["kv_cache"] == sum(tensor.numel() * tensor.element_size() for tensor in held)
     rows = sum(tensor.numel() * tensor.element_size() for tensor in pool.tensors())
@@ -83,10 +55,10 @@ def test_the_workspace_of_every_method(target, method):
     fields = {"num_model_steps": 1} if method == "hybrid" else {}
     engine = make(CausalDraft(target), target, method=method, num_draft_tokens=8, **fields)
     engine.generate(prompt_of(3), 6)
-    held = engine.session.scheduler.state.tensors()
+    held = View(engine).state.tensors()
     assert engine.workspace_bytes()["rows"] == sum(tensor.nbytes for tensor in held)
     never = engine.workspace_bytes(replace(engine.config, max_spec_batch=0))["rows"]
-    history = engine.session.scheduler.state.history
+    history = View(engine).state.history
     assert (history is not None) == (method not in (None, "naive"))
     assert history is None or never <= sum(tensor.nbytes for tensor in held) - history.nbytes
 
@@ -114,9 +86,9 @@ def test_the_workspace_of_the_largest_step(target):
 def test_after_a_bare_warmup_no_common_request_is_cold(target, adaptive):
     engine = make(target, target, adaptive=adaptive)
     engine.warmup()
-    assert engine.session.scheduler.num_steps == 0, "those that choose would count steps that nobody timed"
+    assert View(engine).num_steps == 0, "those that choose would count steps that nobody timed"
     mixed_requests(engine, random.Random(2), 16)
-    assert engine.session.scheduler.num_steps > 16 and engine.session.scheduler.num_cold_steps == 0
+    assert View(engine).num_steps > 16 and View(engine).scheduler.num_cold_steps == 0
 
 
 @pytest.mark.slow
@@ -130,7 +102,7 @@ def test_how_to_warm_less(target):
     ):
         engine = make(target, target, max_batch=1)
         engine.warmup(*params, **options)
-        for runner in engine.session.scheduler.plan.runners:
+        for runner in View(engine).runners:
             assert steps_known(runner) == warmed
 
 
@@ -145,7 +117,7 @@ def test_what_does_nothing_needs_no_step_of_its_own(target):
     ):
         engine = make(target, target)
         engine.generate(prompt_of(1), 4, temperature=temperature, seeds=1, **others)
-        assert steps_known(engine.session.scheduler.plan.runners[1]) == {features}
+        assert steps_known(View(engine).runners[1]) == {features}
 
 
 def test_pools_and_rows_must_fit_into_free_memory(target, monkeypatch):

@@ -32,7 +32,7 @@ def verify_tree_coins(
     """See eagle_kernels/ops/verify/verify_tree_coins.py; `out` is read for keep_unvisited, not written."""
     device = candidates.device
     batch_size, num_nodes = candidates.shape
-    probs = target_probs.view(batch_size, num_nodes, target_probs.shape[-1]) if target_probs.dim() == 2 else target_probs
+    probs = target_probs.view(batch_size, num_nodes, target_probs.shape[-1])
     coins, final_coins = uniform_samples.cpu(), uniform_samples_for_final_sampling.cpu()
     predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
     if keep_unvisited:
