@@ -1,4 +1,4 @@
-"""What a `bench_X.py` declares; the command line, the script itself and pytest-benchmark all read the same object."""
+"""What a `bench_X.py` declares."""
 
 from __future__ import annotations
 
