@@ -27,7 +27,7 @@ from .harness.timing import Stopwatch, host_us
 
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark] | None = None) -> int:
-    """Runs the command line; a `bench_X.py` passes its own benchmark. Returns the exit status."""
+    """Runs the command line, of all benchmarks if none are given. Returns the exit status."""
     # what an app shares with ops; it has options of its own, `--case` among them
     shared = argparse.ArgumentParser(prog="python -m bench.run", add_help=False, allow_abbrev=False)
     shared.add_argument("-h", "--help", action="store_true", help="show this, or with --app what that one takes")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
 
     if is_interpreting():
         speed_up()
-    benchmarks = list(benchmarks or declared())
+    benchmarks = benchmarks or declared()
     unknown = set(options.op or ()) - {benchmark.op for benchmark in benchmarks}
     if unknown:
         parser.error(f"no benchmark of {', '.join(sorted(unknown))}; --list names all")
