@@ -59,7 +59,7 @@ def _committed_results(monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     """A README with the two marks, and results of which the command line's `declared` knows two cases."""
-    (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\n{report.END}\nafter\n")
+    (tmp_path / "README.md").write_text("before\n<!-- bench:begin -->\n<!-- bench:end -->\nafter\n")
     (tmp_path / "results").mkdir()
     return tmp_path
 
@@ -232,8 +232,8 @@ def test_check_goes_red_when_a_number_is_edited_or_is_new(folder, monkeypatch, c
 
 
 def test_a_readme_without_marks_is_refused(folder, monkeypatch):
-    (folder / "README.md").write_text(f"before {report.BEGIN}")
-    with pytest.raises(ValueError, match="must hold <!-- bench:begin --> and, after it, <!-- bench:end -->"):
+    (folder / "README.md").write_text("before <!-- bench:begin -->")
+    with pytest.raises(ValueError, match="README.md must hold the marks bench:begin and, after it, bench:end"):
         call_report(folder, monkeypatch)
 
 

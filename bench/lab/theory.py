@@ -24,7 +24,7 @@ from eagle_kernels.reference.enumeration import (
 )
 from eagle_kernels.reference.ops.rejection.verify_chain import verify_request
 
-from .marked_page import update
+from ..harness.markdown import filled, write_stale
 from .predictions import CONTEXT_TOKENS, GB_PER_S, intensity, measured_cells, measured_lines, of_cells, of_presets
 from .speedup import expected_tokens_of_chain, ideal_speedup
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model": of_presets(measured_lines("generation")),
         "pair": of_cells(measured_cells()),
     }
-    return update(options.page, parts, "python -m bench.lab.theory", is_checked=options.check)
+    return write_stale({options.page: filled(options.page, parts)}, "bench.lab.theory", options.check)
 
 
 def intensities() -> str:

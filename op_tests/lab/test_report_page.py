@@ -173,7 +173,7 @@ def test_a_page_without_matplotlib(monkeypatch, tmp_path, capsys):
     page = Page(out.read_text(encoding="utf-8"))
     assert "figure" not in [tag for tag, _ in page.elements] and page.cells.count("tree") > 9
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]
-    (tmp_path / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
+    (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     where = ["--results", str(tmp_path / "results"), "--readme", str(tmp_path / "README.md")]
     kept = tmp_path / "results" / "gpu" / "report.html"
     assert report.main(where) == 0 and f"wrote {kept}. There are no pictures" in capsys.readouterr().out
@@ -216,7 +216,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     folder = tmp_path / "results" / "gpu"
     write(folder / "experiment.jsonl", [*experiment(), cell(K=2, tokens_per_second=321.4, speedup=3.21)])
-    (tmp_path / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
+    (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     where = ["--results", str(tmp_path / "results"), "--readme", str(tmp_path / "README.md")]
     assert report.main(["--check", *where]) == 1 and not (folder / "figures").exists()
     assert report.main(where) == 0 and (folder / "report.html").exists()

@@ -1,7 +1,5 @@
 """gqa_decode over batch sizes, lengths, equal and not, page sizes and head layouts; bf16 keys, and 8-bit ones."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import Floor, Unavailable, grid

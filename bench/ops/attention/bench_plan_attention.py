@@ -1,7 +1,5 @@
 """plan_attention: the lengths of a batch summed up, once a step."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """prefill_attention of whole prompts, of contiguous keys and of paged ones; torch's fused attention beside it."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import Unavailable, grid

@@ -1,7 +1,5 @@
 """tree_attention of a verify step, the tree's keys after the prefix, over lengths, head layouts and page sizes."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """merge_drafts: a model's small trie and a longer one from retrieval."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

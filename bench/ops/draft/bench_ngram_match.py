@@ -1,7 +1,5 @@
 """ngram_match over batch sizes and lengths: chains, trees, and chains under a budget of the batch."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import Floor, Unavailable, grid

@@ -1,7 +1,5 @@
 """reroot_drafts over sizes of tries and batches."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """accepted_cache_locs after four accepted drafts of trees of 64 nodes, with pages of 1 and of 16."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """align_evict_mask_to_page_size for chains of eight drafts, half of them accepted."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """assign_req_to_token for what a verification accepted, and for a prompt."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

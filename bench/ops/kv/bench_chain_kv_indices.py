@@ -1,7 +1,5 @@
 """chain_kv_indices for the root and its one draft, and for chains of four."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

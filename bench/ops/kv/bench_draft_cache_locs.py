@@ -1,7 +1,5 @@
 """draft_cache_locs for five steps of eight branches, each on pages of its own but where pages hold one token."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

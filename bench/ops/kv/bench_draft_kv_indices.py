@@ -1,7 +1,5 @@
 """draft_kv_indices for five steps of eight branches."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import Unavailable, grid

@@ -1,7 +1,5 @@
 """extend_cache_locs for the nodes of a verification, N of each request, and for ranges given by their ends."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

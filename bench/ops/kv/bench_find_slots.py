@@ -1,7 +1,5 @@
 """find_slots for what a step of a tree writes, behind prefixes of 1024 tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

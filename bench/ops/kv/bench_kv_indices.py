@@ -1,7 +1,5 @@
 """kv_indices: slots of prefixes, and their pages."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """move_accepted_kv in all layers of an 8B model: four accepted drafts, none of them in place already."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

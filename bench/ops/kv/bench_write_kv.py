@@ -1,7 +1,5 @@
 """write_kv of one layer of an 8B model over tokens: with rotary embedding and without, into 16-bit and 8-bit caches."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """linear_decode on the projections of Llama-3.1-8B, and in fp32 on small ones, over tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import Floor, Unavailable, grid

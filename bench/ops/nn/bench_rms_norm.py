@@ -1,7 +1,5 @@
 """rms_norm over rows and hidden sizes, with the residual's addition and without."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """rope of the heads of an 8B model, parts of a fused projection, over tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

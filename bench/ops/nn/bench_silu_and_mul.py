@@ -1,7 +1,5 @@
 """silu_and_mul between the matrix products of an 8B model's MLP, packed and apart, over tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

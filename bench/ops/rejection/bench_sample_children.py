@@ -1,7 +1,5 @@
 """sample_children for one level of a tree, a row for every beam; the order of the best tokens is all but decided."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

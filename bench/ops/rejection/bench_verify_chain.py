@@ -1,7 +1,5 @@
 """verify_chain by both methods, from logits: half of the requests accept all drafts, the others the first ones."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

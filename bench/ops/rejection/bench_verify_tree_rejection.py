@@ -1,7 +1,5 @@
 """verify_tree_rejection; the target is all but decided, on a deepest path or on tokens that no child carries."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """verify_tree_traversal from logits; the target is all but decided on a deepest path, whose nodes are last children."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """penalize_logits with all three penalties, an output still too short for its end tokens, and a few bad tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -4,8 +4,6 @@ Every row is all but decided, so that providers can be compared, but for rows th
 which filters keep tens of thousands of tokens.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

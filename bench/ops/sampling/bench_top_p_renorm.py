@@ -1,7 +1,5 @@
 """top_p_renorm of flat rows and of rows that hold little but zeros."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness.renorms import CASES, SMALL_CASES, count_bytes, divided, is_checked, make_probs, name  # noqa: F401

@@ -4,8 +4,6 @@ Elsewhere it has decided on other tokens, or, where a case says "flat off the pa
 The first are easy, the second hard for a search over probabilities, which the pipeline makes of all rows.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import Unavailable, grid

@@ -1,7 +1,5 @@
 """build_tree over tree sizes, batch sizes and mask layouts."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import Floor, Unavailable, grid

@@ -1,7 +1,5 @@
 """build_tree_from_scores next to the two ops that it joins, and to their torch forms."""
 
-from __future__ import annotations
-
 import torch
 
 import eagle_kernels

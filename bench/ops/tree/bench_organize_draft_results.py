@@ -1,7 +1,5 @@
 """organize_draft_results over tree sizes and batch sizes."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

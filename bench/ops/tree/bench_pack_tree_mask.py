@@ -1,7 +1,5 @@
 """pack_tree_mask over mask sizes, batch sizes and layouts."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

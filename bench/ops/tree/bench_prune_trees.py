@@ -1,7 +1,5 @@
 """prune_trees over batches that keep a quarter of their drafts, the sure ones of a few requests."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """select_top_k_tokens on draft logits of both usual vocabulary sizes, and on the root's own."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import Floor, grid

@@ -1,7 +1,5 @@
 """tree_from_parents over tree sizes, batch sizes and mask layouts."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """unpack_tree_mask over mask sizes, batch sizes, layouts and prefix lengths."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """append_output for a step that keeps all its tokens, with end tokens alone and with stop sequences."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

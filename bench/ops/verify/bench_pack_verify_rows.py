@@ -1,7 +1,5 @@
 """pack_verify_rows for batches whose requests verify from none to all of their nodes."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

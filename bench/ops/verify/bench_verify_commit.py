@@ -1,7 +1,5 @@
 """verify_commit after a verification that accepted a deepest path."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

@@ -1,7 +1,5 @@
 """verify_tree_coins on rows that favour a deepest path, with coins that take it for some drafts or for all of it."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

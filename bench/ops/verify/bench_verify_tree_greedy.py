@@ -1,7 +1,5 @@
 """verify_tree_greedy from token ids, at three accepted lengths, and from logits, with the argmax in every provider."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

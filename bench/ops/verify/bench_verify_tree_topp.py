@@ -1,7 +1,5 @@
 """verify_tree_topp along a deepest path of members, and where no draft is one."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid

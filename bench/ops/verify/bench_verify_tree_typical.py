@@ -1,7 +1,5 @@
 """verify_tree_typical; the target's distribution is all but decided on a deepest path, which is then accepted."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.harness import grid
