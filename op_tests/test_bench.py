@@ -575,6 +575,13 @@ def test_graphs_alone_are_timed_on_request(monkeypatch):
         assert runner.time(BUILD_TREE.small_cases[:1], None, "abc", "r1") == [((2, graphs_only), public)]
 
 
+def test_the_host_is_timed_alone_on_request(monkeypatch, nothing_said, capsys):
+    monkeypatch.setattr(run, "host_us", lambda call: 1.5)
+    benchmark = with_providers(providers={"torch": BUILD_TREE.providers["torch"]}, peers={"absent": refuse})
+    assert run._Runner(benchmark, True).host_times() == {"raw": 1.5, "public": 1.5, "torch": 1.5}
+    assert capsys.readouterr().out == "absent: not on this machine\n"
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_results_make_no_checkout_dirty(tmp_path, monkeypatch):
     """So that what a run writes first does not change the commit of what it writes next."""
