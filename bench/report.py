@@ -4,7 +4,7 @@
 tables), and every case; README.md, between its two marks, the rows of `README_ROWS` on one GPU; `PAGES`, between marks,
 the tables of an app. A row comes from one run: the newest in which our provider was timed on that case. Nobody types a
 number.
-`results/<gpu>/report.html` shows them too, with pictures, which `figures/` holds as PNG and SVG: of an experiment, of
+`results/<gpu>/report.md` shows cells of experiments, and pictures, which `figures/` holds as PNG and SVG: of them, of
 throughput, of kernels; none of these is committed. Without matplotlib a page that is there stays, and a new one has no
 pictures. `--experiment FILE --output DIR` makes nothing but the page and the pictures of one experiment.
 """

@@ -22,7 +22,6 @@ class Picture(NamedTuple):
     title: str
     what: str
     caption: str
-    svg: str
 
 
 _OF_A_SETTING = (
@@ -99,9 +98,10 @@ def draw(
     folder.mkdir(parents=True, exist_ok=True)
     pictures: list[Picture] = []
     for name, title, what, caption, figure in _figures(cells, steps, kernels):
-        pictures.append(Picture(_unused(name, pictures), title, what, caption, svg_text(figure)))
-        (folder / f"{pictures[-1].name}.svg").write_text(pictures[-1].svg, encoding="utf-8")
-        write_png(figure, folder / f"{pictures[-1].name}.png")
+        name = _unused(name, pictures)
+        pictures.append(Picture(name, title, what, caption))
+        (folder / f"{name}.svg").write_text(svg_text(figure), encoding="utf-8")
+        write_png(figure, folder / f"{name}.png")
     return pictures
 
 

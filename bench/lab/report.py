@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..harness.markdown import markdown
 from ..pictures import MissingMatplotlib
-from .gallery import MAX_SETTINGS, Picture, draw, pictured, timed_kernels
-from .records import PLAIN, by_setting, fastest, label_of, method_of, newest_steps, preset_curves
-from .tables import Table, best_table, cell_table, throughput_table
+from .gallery import MAX_SETTINGS, draw, pictured, timed_kernels
+from .records import PLAIN, by_setting, distinct, fastest, label_of, method_of, newest_steps, preset_curves
+from .tables import LEGEND, cell_table
 
-PAGE, FIGURES = "report.html", "figures"
-# a longer table is closed until somebody opens it
-MOST_OPEN = 30
-_INTRODUCTION = (
-    "Speculative decoding drafts several tokens cheaply and lets the target model check them all in one step; plain "
-    "decoding takes one step for each token. A speed-up of 2× means twice the tokens per second of plain decoding."
-)
-_STYLE = """
-:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
-body { max-width: 75rem; margin: 1rem auto; padding: 0 1rem }
-figure { display: inline-block; max-width: 100%; margin: 0 1rem 1rem 0; vertical-align: top }
-figcaption { max-width: 30rem }
-img { max-width: 100% }
-.box { overflow-x: auto }
-table { border-collapse: collapse }
-th, td { padding: .15rem .6rem; border-bottom: 1px solid #8886; text-align: left; white-space: nowrap }
-.number { text-align: right; font-variant-numeric: tabular-nums }
-"""
+PAGE, FIGURES = "report.md", "figures"
+_INTRODUCTION = """\
+Speculative decoding drafts several tokens cheaply and lets the target model check them all in one step; plain decoding
+takes one step for each token. A speed-up of 2× means twice the tokens per second of plain decoding."""
+_OF_THE_FASTEST = (
+    "pair", "domain", "batch", "temperature", "method", "K", "tokens/s", "speed-up", "tokens a step", "prompts",
+    "machine",
+)  # fmt: skip
 
 
 class Written(NamedTuple):
@@ -50,7 +39,7 @@ def write_page(
     steps: Sequence[Mapping[str, Any]] = (),
     kernels: Sequence[Mapping[str, Any]] = (),
 ) -> Written:
-    """`report.html` and `figures/` in the folder; arguments as in `gallery.draw`. Without matplotlib: no pictures."""
+    """`report.md` and `figures/` in the folder; arguments as in `gallery.draw`. Without matplotlib: no pictures."""
     pictures, reason = [], ""
     try:
         pictures = draw(folder / FIGURES, cells, steps, kernels)
@@ -60,14 +49,32 @@ def write_page(
         reason = f"There are no pictures: {error}"
     curves = preset_curves(steps)
     sources = [*cells, *(line for line in newest_steps(steps) if line["shape"] in curves), *timed_kernels(kernels)]
-    tables = [best_table(cells), *(throughput_table(shape, of_shape) for shape, of_shape in curves.items())]
     machines = dict.fromkeys(str(line["gpu"]) for line in sources if line.get("gpu"))
-    title = f"Speculative decoding on {', '.join(machines) or 'an unknown machine'}"
-    notes = [_INTRODUCTION, *_notes(cells, sources, bool(pictures)), *filter(None, [reason])]
+    title = f"# Speculative decoding on {', '.join(machines) or 'an unknown machine'}"
+    parts = [title, _INTRODUCTION, *_notes(cells, sources, bool(pictures)), reason]
+    for picture in pictures:
+        parts += [f"## {picture.title}", f"{picture.what}. {picture.caption}"]
+        parts += [f"![{picture.title}]({FIGURES}/{picture.name}.svg)"]
+    if best := _fastest_cells(cells):
+        shared, table = cell_table(best, _OF_THE_FASTEST)
+        parts += ["## Fastest method for each domain", shared, markdown(table)]
+    if cells:
+        shared, table = cell_table(cells)
+        about = "Each row is one configuration: all prompts of its domain, all runs."
+        parts += ["## Every experiment cell", f"{about} {shared}", LEGEND, markdown(table)]
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / PAGE
-    page.write_text(render(title, notes, pictures, [*tables, cell_table(cells)]), encoding="utf-8")
+    page.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
     return Written(page, folder / FIGURES if pictures else None, reason)
+
+
+def _fastest_cells(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each pair, setting and domain."""
+    found = []
+    for group in by_setting(cells).values():
+        for domain in distinct(group, "prompt_domain"):
+            found.append(fastest(cell for cell in group if cell["config"]["prompt_domain"] == domain))
+    return list(filter(None, found))
 
 
 def _notes(cells: Sequence[dict[str, Any]], sources: Sequence[Mapping[str, Any]], has_pictures: bool) -> list[str]:
@@ -91,34 +98,3 @@ def _notes(cells: Sequence[dict[str, Any]], sources: Sequence[Mapping[str, Any]]
     if has_pictures and count > drawn == MAX_SETTINGS:
         notes.append(f"Pictures show {drawn} of {count} settings, those with the most cells; the tables show all.")
     return notes
-
-
-def render(title: str, notes: Iterable[str], pictures: Iterable[Picture], tables: Sequence[Table]) -> str:
-    """Returns a page that needs nothing beside it; whatever the data hold is text."""
-    tables = [table for table in tables if table.rows]
-    parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(note)}</p>" for note in notes), *map(_figure, pictures)]
-    meanings = {column.title: column.meaning for table in tables for column in table.columns if column.meaning}
-    terms = (f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>" for name, meaning in meanings.items())
-    parts += [*map(_table, tables), "<h2>Columns explained</h2>", "<dl>", *terms, "</dl>"]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    return "\n".join(['<!DOCTYPE html><html lang="en">', f"<head>{head}</head>", "<body>", *parts, "</body></html>\n"])
-
-
-def _figure(picture: Picture) -> str:
-    what, caption = escape(f"{picture.title}: {picture.what}"), escape(picture.caption)
-    data = base64.b64encode(picture.svg.encode()).decode()
-    image = f'<img alt="{what}" src="data:image/svg+xml;base64,{data}">'
-    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
-
-
-def _table(table: Table) -> str:
-    sides = [' class="number"' if column.is_number else "" for column in table.columns]
-    heads = (f"<th{side}>{escape(column.title)}</th>" for side, column in zip(sides, table.columns))
-    rows = ["<tr>" + "".join(heads) + "</tr>"]
-    for row in table.rows:
-        cells = (f"<td{side}>{escape(column.text(row))}</td>" for side, column in zip(sides, table.columns))
-        rows.append("<tr>" + "".join(cells) + "</tr>")
-    body = "\n".join(['<div class="box"><table>', *rows, "</table></div>"])
-    if len(table.rows) > MOST_OPEN:
-        body = f"<details><summary>{len(table.rows)} rows</summary>\n{body}</details>"
-    return f"<h2>{escape(table.title)}</h2>\n<p>{escape(table.note)}</p>\n{body}"

@@ -1,53 +1,25 @@
-"""The page of an experiment: what is in it is what was measured, and names stay names."""
+"""The page of an experiment: what is in it is what was measured."""
 
 from __future__ import annotations
 
 import sys
-import time
-from html.parser import HTMLParser
 
 import pytest
 
 from bench import report
 from bench.lab import gallery, records, tables
-from bench.lab.report import render, write_page
+from bench.lab.report import write_page
 
 from .made_cells import GPU, cell, experiment, kernels, many, write
 
-HOSTILE = "<script>alert(1)</script>\"'$x^{$ & https://evil.example/"
-VOID = {"meta", "img"}
-
-
-class Page(HTMLParser):
-    """What a browser would find; every element must be closed where it was opened."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.elements, self.cells = [], [], []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "td":
-            self.cells.append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open[-1:] == ["td"]:
-            self.cells[-1] += data
+MARKS = "<!-- bench:begin -->\n<!-- bench:end -->\n"
 
 
 def page_of(tmp_path, cells):
     pytest.importorskip("matplotlib")
     file = write(tmp_path / "cells.jsonl", cells)
     assert report.main(["--experiment", str(file), "--output", str(tmp_path / "out")]) == 0
-    return (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    return (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
 
 
 def test_the_newest_line_of_a_cell_counts_and_k_ascends():
@@ -65,24 +37,22 @@ def test_the_newest_line_of_a_cell_counts_and_k_ascends():
 def test_tables_tell_machines_apart():
     """Where there are several; what all cells share is told once."""
     cells = records.newest_cells([*experiment(), *(each | {"gpu": "Other GPU"} for each in experiment())])
-    for table in (tables.cell_table(cells), tables.best_table(cells)):
-        (column,) = [column for column in table.columns if column.title == "machine"]
-        assert {column.text(row) for row in table.rows} == {GPU, "Other GPU"}
-        assert "machine" not in table.note and "dtype: float32" in table.note
-    head, *rows = tables.markdown_table(cells)
+    shared, (head, *rows) = tables.cell_table(cells)
+    assert len(rows) == len(cells) == 42 and {row[head.index("machine")] for row in rows} == {GPU, "Other GPU"}
+    assert "machine" not in shared and "dtype: float32" in shared and "dtype" not in head
+    head, *rows = tables.method_table(cells)
     assert {row[head.index("machine")] for row in rows} == {GPU, "Other GPU"}
-    assert f"machine: {GPU}" in tables.cell_table(records.newest_cells(experiment())).note
+    assert f"machine: {GPU}" in tables.cell_table(records.newest_cells(experiment()))[0]
 
 
 def test_cells_of_other_runs_stand_by_themselves():
     """Those that were measured with another plain decoding: it is beside them, and they are compared by speed-up."""
     slow = {"tokens_per_second": 9.0, "plain_tokens_per_second": 3.0, "speedup": 3.0}
     cells = records.newest_cells([*experiment(domains=("code",), methods=("chain",)), cell(K=8, **slow)])
-    _, first, second = tables.markdown_table(cells)
+    _, first, second = tables.method_table(cells)
     assert first[4] == "100" and first[6:10] != 4 * ["-"] and first[9] == "-"
     assert second[4] == "3" and second[6:9] == 3 * ["-"] and second[9].startswith("9 (3.00×")
-    (best,) = tables.best_table(cells).rows
-    assert best["speedup"] == 3.0 and records.fastest_labels(cells) == ["plain", "chain K=8"]
+    assert records.fastest(cells)["speedup"] == 3.0 and records.fastest_labels(cells) == ["plain", "chain K=8"]
 
 
 def test_settings_have_names_of_their_own():
@@ -106,48 +76,28 @@ def test_a_cell_without_its_configuration_is_named():
 def test_the_page_has_every_cell_and_picture(tmp_path):
     cells = experiment(pairs=("one", "two"), batch_sizes=(1, 16, 2), temperatures=(0.0, 0.5))
     text = page_of(tmp_path, cells)
-    tags = [tag for tag, _ in Page(text).elements]
-    assert tags.count("tr") == 1 + len(cells) + 1 + 2 * 3 * 2 * 3  # cells, fastest, and their heads
+    assert text.count("\n| ") == 2 * 2 + len(cells) + 2 * 3 * 2 * 3  # heads and rules, cells, fastest of each domain
     pictures = sorted(path.name for path in (tmp_path / "out" / "figures").iterdir())
     assert len(pictures) == 2 * (4 * gallery.MAX_SETTINGS + 4) and "speedup_map_one_b1_t0.svg" in pictures
-    assert tags.count("img") == len(pictures) / 2 and "http" not in text
+    assert all(f"](figures/{name})" in text for name in pictures if name.endswith(".svg"))
     assert f"Pictures show {gallery.MAX_SETTINGS} of 12 settings" in text
 
 
 def test_names_are_text_wherever_they_stand(tmp_path):
-    cells = [
-        c | {"commit": HOSTILE, "gpu": HOSTILE} for c in experiment(pairs=(HOSTILE, "b"), domains=("<img src=x>",))
-    ]
-    page = Page(page_of(tmp_path, cells))
-    assert page.cells.count(HOSTILE) >= 7 and "<img src=x>" in page.cells
-    assert "script" not in [tag for tag, _ in page.elements]
-    assert {name for _, attributes in page.elements for name in attributes} <= {
-        "lang",
-        "charset",
-        "class",
-        "alt",
-        "src",
-    }
+    hostile = "<script>alert(1)</script>\"'$x^{$ & | ../"
+    page_of(tmp_path, experiment(pairs=(hostile, "b"), domains=("<img src=x>",)))
     files = [path.name for path in (tmp_path / "out" / "figures").iterdir()]
     assert all(name.replace("_", "").replace(".", "").isalnum() for name in files) and len(files) == 16
-    assert "\\|" in tables.markdown_table([cell("a|b")])[1][0]
+    _, table = tables.cell_table([cell(hostile), cell("b")])
+    assert table[1][0].startswith("&lt;script>") and "\\|" in table[1][0]
 
 
 def test_numbers_that_are_none(tmp_path):
     """What a log writes as null."""
     gone = dict.fromkeys(("tokens_per_second", "speedup", "mean_accept_length", "peak_memory_mib", "step_ms"))
-    page = Page(page_of(tmp_path, [*experiment(), cell(K=2, **gone, inter_token_ms=[None] * 101)]))
-    assert page.cells.count("-") > 6 and "nan" not in page.cells and "None" not in page.cells
+    text = page_of(tmp_path, [*experiment(), cell(K=2, **gone, inter_token_ms=[None] * 101)])
+    assert text.count(" - ") > 6 and "nan" not in text and "None" not in text
     page_of(tmp_path / "all", [each | gone | {"accepted_per_depth": [], "phase_ms": {}} for each in experiment()])
-
-
-@pytest.mark.slow
-def test_500_cells(tmp_path, capsys):
-    start_s = time.process_time()
-    text = page_of(tmp_path, many())
-    with capsys.disabled():
-        print(f"\n{len(many())} cells: {time.process_time() - start_s:.1f} s, {len(text.encode()) / 1e6:.2f} MB")
-    assert len(text.encode()) < 4e6 and text.count("<tr>") > 500
 
 
 @pytest.mark.slow
@@ -165,22 +115,22 @@ def test_a_page_without_matplotlib(monkeypatch, tmp_path, capsys):
     """It has the tables, and says, as the terminal does, what is missing. A page with pictures is not written over."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     cells = write(tmp_path / "results" / "gpu" / "experiment.jsonl", experiment())
-    out = tmp_path / "out" / "report.html"
+    out = tmp_path / "out" / "report.md"
     assert report.main(["--experiment", str(cells), "--output", str(out.parent)]) == 0
-    reason = "bench.report needs the package matplotlib, which is not installed: pip install matplotlib"
-    assert capsys.readouterr() == (f"wrote {out}. There are no pictures: {reason}\n", "")
-    assert f"<p>There are no pictures: {reason}</p>" in out.read_text(encoding="utf-8")
-    page = Page(out.read_text(encoding="utf-8"))
-    assert "figure" not in [tag for tag, _ in page.elements] and page.cells.count("tree") > 9
-    assert [path.name for path in out.parent.iterdir()] == ["report.html"]
-    (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    reason = "There are no pictures: bench.report needs the package matplotlib, which is not installed: "
+    reason += "pip install matplotlib"
+    assert capsys.readouterr() == (f"wrote {out}. {reason}\n", "")
+    text = out.read_text(encoding="utf-8")
+    assert reason in text and "figures" not in text and text.count("tree") > 9
+    assert [path.name for path in out.parent.iterdir()] == ["report.md"]
+    (tmp_path / "README.md").write_text(MARKS)
     where = ["--results", str(tmp_path / "results"), "--readme", str(tmp_path / "README.md")]
-    kept = tmp_path / "results" / "gpu" / "report.html"
+    kept = tmp_path / "results" / "gpu" / "report.md"
     assert report.main(where) == 0 and f"wrote {kept}. There are no pictures" in capsys.readouterr().out
     assert f"## An experiment\n\nOn {GPU}" in (tmp_path / "results" / "gpu" / "README.md").read_text()
     kept.write_text("pictures")
     assert report.main(where) == 0 and kept.read_text() == "pictures"
-    assert f"left {kept} as it is: {reason}\n" in capsys.readouterr().out
+    assert f"left {kept} as it is: bench.report needs the package matplotlib" in capsys.readouterr().out
 
 
 def test_a_page_with_nothing_to_draw_needs_no_matplotlib(monkeypatch, tmp_path, capsys):
@@ -188,16 +138,8 @@ def test_a_page_with_nothing_to_draw_needs_no_matplotlib(monkeypatch, tmp_path, 
     cells = write(tmp_path / "cells.jsonl", [cell(K=None)])
     assert report.main(["--experiment", str(cells), "--output", str(tmp_path / "out")]) == 0
     said = "There are no pictures: nothing was measured that one could show."
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'out' / 'report.html'}. {said}\n"
-    assert said in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-
-
-def test_long_tables_are_closed():
-    cells = records.newest_cells(many())
-    text = render("title", [], [], [tables.cell_table(cells), tables.best_table(cells)])
-    assert (
-        text.count("<details>") == 1 and "<summary>510 rows</summary>" in text and Page(text).cells.count("tree") > 99
-    )
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'out' / 'report.md'}. {said}\n"
+    assert said in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
 
 
 def test_hashes_say_of_what():
@@ -206,9 +148,9 @@ def test_hashes_say_of_what():
     assert records.prompts_text("mine.json, 3, a680ba01") == "3 prompts of mine.json (text hash a680ba01)"
     assert (records.prompts_text("others"), records.prompts_text("")) == ("prompts others", "")
     cells = [each | {"prompts": "built in, 24, a680ba01", "cell_hash": "0123456789ab"} for each in experiment()]
-    table = tables.cell_table(records.newest_cells(cells))
-    assert table.columns[-1].title == "experiment cell" and table.columns[-1].text(cells[0]) == "0123456789ab"
-    assert "commit: abc1234" in table.note and "It is not a commit." in table.columns[-1].meaning
+    shared, (head, row, *_) = tables.cell_table(records.newest_cells(cells))
+    assert head[-1] == "experiment cell" and row[-1] == "0123456789ab" and "which is no commit" in tables.LEGEND
+    assert "commit: abc1234" in shared and "prompts: 24 built-in prompts (text hash a680ba01)" in shared
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):
@@ -216,10 +158,10 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     folder = tmp_path / "results" / "gpu"
     write(folder / "experiment.jsonl", [*experiment(), cell(K=2, tokens_per_second=321.4, speedup=3.21)])
-    (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    (tmp_path / "README.md").write_text(MARKS)
     where = ["--results", str(tmp_path / "results"), "--readme", str(tmp_path / "README.md")]
     assert report.main(["--check", *where]) == 1 and not (folder / "figures").exists()
-    assert report.main(where) == 0 and (folder / "report.html").exists()
+    assert report.main(where) == 0 and (folder / "report.md").exists()
     lines = (folder / "README.md").read_text().splitlines()
     head = next(index for index, line in enumerate(lines) if line.startswith("| pair"))
     assert lines[head] == "| pair | batch | T | domain | plain | method | K=1 | K=2 | K=4 | at commit |"
@@ -240,8 +182,12 @@ def test_throughput_and_kernels_without_an_experiment(tmp_path):
          "case": f"B={size}", "tokens_per_s": 100.0 * size**power}
         for provider, power in (("plain", 1.0), ("tree", 0.5)) for size in (1, 4)
     ]  # fmt: skip
-    page = Page(write_page(tmp_path, [], steps, kernels()).page.read_text(encoding="utf-8"))
-    assert "200 (0.50×)" in page.cells
+    text = write_page(tmp_path, [], steps, kernels()).page.read_text(encoding="utf-8")
+    assert "## Throughput against batch" in text and "4 of these numbers were measured with uncommitted" in text
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"throughput_8b", "roofline"}
     assert gallery.is_drawable([], steps, []) and gallery.is_drawable([], [], kernels())
     assert not gallery.is_drawable([], [], [{"op": "build_tree", "graph_p50_us": 1.0}])
+
+
+def test_500_cells(tmp_path):
+    assert len(many()) == 510 and page_of(tmp_path, many()).count("| qwen3_eagle3 |") == 102 + 6
