@@ -27,6 +27,8 @@ from eagle_kernels.engine.requests import inputs
 from eagle_kernels.ops.registry import FAMILIES, OPS
 from eagle_kernels.runtime.library import schemas_of
 
+from .harness.markdown import write_stale
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_kernels"
 _WRITTEN = "Written by `python -m bench.api` from the docstrings; do not edit."
@@ -94,12 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.api", description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
     options = parser.parse_args(arguments)
-    stale = {file: text for file, text in generate().items() if not file.exists() or file.read_text("utf-8") != text}
-    for file, text in stale.items():
-        print(f"{file} is not up to date: run python -m bench.api" if options.check else f"wrote {file}")
-        if not options.check:
-            file.write_text(text, encoding="utf-8")
-    return int(bool(stale) and options.check)
+    return write_stale(generate(), "bench.api", options.check)
 
 
 def generate() -> dict[Path, str]:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = "#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9"
 PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
-# colours of nothing else, so that a page can give a picture its own
 INK, LINE, PAPER = "#1f2329", "#c9ced6", "#fefefe"
 WIDTH = 4.6  # inches: in a phone's width its letters still have their size
 

@@ -4,7 +4,7 @@
 tables), and every case; README.md, between its two marks, the rows of `README_ROWS` on one GPU; `PAGES`, between marks,
 the tables of an app. A row comes from one run: the newest in which our provider was timed on that case. Nobody types a
 number.
-`results/<gpu>/report.html` shows them too, with pictures, which `figures/` holds as PNG and SVG: of an experiment, of
+`results/<gpu>/report.md` shows cells of experiments, and pictures, which `figures/` holds as PNG and SVG: of them, of
 throughput, of kernels; none of these is committed. Without matplotlib a page that is there stays, and a new one has no
 pictures. `--experiment FILE --output DIR` makes nothing but the page and the pictures of one experiment.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from .apps import APPS, server_tables
 from .harness import results
 from .harness.declaration import Benchmark, Case, declared
-from .harness.markdown import markdown
+from .harness.markdown import filled, markdown, write_stale
 from .lab.gallery import is_drawable
 from .lab.log import read_events, read_lines
 from .lab.records import newest_cells
@@ -27,7 +27,6 @@ from .lab.report import PAGE, write_page
 from .pictures import MissingMatplotlib, matplotlib_for
 
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 OURS = "eagle_kernels"
 # the one table of README.md, from the results in these folders: building, verification and attention, including two ops
 # that are slower than the fastest other provider; then a whole server's step
@@ -73,17 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--experiment and --output go together, without --check")
     if options.experiment is not None:
         return _report_experiment(options.experiment, options.output)
-    directory, benchmarks, is_stale = Path(options.results), declared(), False
-    for file, text in generate(directory, Path(options.readme), benchmarks).items():
-        if file.exists() and file.read_text(encoding="utf-8") == text:
-            continue
-        is_stale = True
-        print(f"{file} is not up to date: run python -m bench.report" if options.check else f"wrote {file}")
-        if not options.check:
-            file.write_text(text, encoding="utf-8")
+    directory, benchmarks = Path(options.results), declared()
+    status = write_stale(generate(directory, Path(options.readme), benchmarks), "bench.report", options.check)
     if not options.check:
         _write_pages(directory, benchmarks)
-    return int(is_stale and options.check)
+    return status
 
 
 def _report_experiment(file: Path, output: Path) -> int:
@@ -141,24 +134,12 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
         if parts:
             title = f"# {_machine(sections) if sections else folder.name}"
             files[folder / "README.md"] = "\n\n".join([title, *parts]) + "\n"
-    written = _between(readme, BEGIN, END, front)
-    if written is None:
-        raise ValueError(f"{readme} must hold {BEGIN} and, after it, {END}")
-    files[readme] = written
-    for name, page in PAGES.items():
-        text = _between(
-            readme.parent / page, f"<!-- {name}:begin -->", f"<!-- {name}:end -->", _tables_of(directory, name)
-        )
-        if text is not None:
-            files[readme.parent / page] = text
+    marked = {"bench": (readme, front)}
+    marked |= {name: (readme.parent / page, _tables_of(directory, name)) for name, page in PAGES.items()}
+    for mark, (page, content) in marked.items():
+        if page.exists():  # a README alone, in tests
+            files[page] = filled(page, {mark: content or "No results yet."})
     return files
-
-
-def _between(file: Path, begin: str, end: str, text: str) -> str | None:
-    """Returns the whole text of a file with this between its two marks; None without the file or the marks."""
-    before, found, rest = file.read_text(encoding="utf-8").partition(begin) if file.exists() else ("", "", "")
-    _, closed, after = rest.partition(end)
-    return f"{before}{found}\n{text or 'No results yet.'}\n{end}{after}" if closed else None
 
 
 def _tables_of(directory: Path, name: str) -> str:

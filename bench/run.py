@@ -2,7 +2,9 @@
 
 Without `--op` all benchmarks run; `--provider` selects among theirs, `--sweep` adds the sizes that `python -m
 bench.plot` draws. No provider is timed that disagrees with the reference. `--check-only` checks the small cases of
-every declaration and times nothing; it needs no GPU.
+every declaration and times nothing; it needs no GPU. `--host` times the host's part in one call alone, on the smallest
+case of every op: all arguments and `out=` given, nothing before it on the GPU and no wait for its end; above them, for
+comparison, an empty kernel through Triton's own launch and one operator of torch.
 The README's tables are made of the results by `python -m bench.report`.
 """
 
@@ -12,13 +14,13 @@ import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from eagle_kernels.runtime.interpreter import speed_up
-from eagle_kernels.runtime.language import is_interpreting
+from eagle_kernels.runtime.language import is_interpreting, triton
 
 from .harness import results
 from .harness.check import Mismatch, check_provider, expected_outputs
@@ -27,7 +29,7 @@ from .harness.timing import Stopwatch, host_us
 
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark] | None = None) -> int:
-    """Runs the command line; a `bench_X.py` passes its own benchmark. Returns the exit status."""
+    """Runs the command line, of all benchmarks if none are given. Returns the exit status."""
     # what an app shares with ops; it has options of its own, `--case` among them
     shared = argparse.ArgumentParser(prog="python -m bench.run", add_help=False, allow_abbrev=False)
     shared.add_argument("-h", "--help", action="store_true", help="show this, or with --app what that one takes")
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--peers", action="store_true", help="run installed packages of other projects as well")
     parser.add_argument("--sweep", action="store_true", help="also the sizes that only plots are made of")
+    parser.add_argument("--host", action="store_true", help="time the host's part in one call alone, by every provider")
     parser.add_argument("--graphs", action="store_true", help="time CUDA graphs alone, which takes less long")
     parser.add_argument("--provider", action="append", help="only this provider; may be given several times")
     parser.add_argument("--list", action="store_true", help="print ops, cases and providers, and run nothing")
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
 
     if is_interpreting():
         speed_up()
-    benchmarks = list(benchmarks or declared())
+    benchmarks = benchmarks or declared()
     unknown = set(options.op or ()) - {benchmark.op for benchmark in benchmarks}
     if unknown:
         parser.error(f"no benchmark of {', '.join(sorted(unknown))}; --list names all")
@@ -84,9 +87,12 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         print("timing needs a GPU; --check-only checks the small cases without one")
         return 2
 
+    with_peers = options.peers or bool(options.provider)
+    runners = [_Runner(benchmark, with_peers, options.provider, options.graphs) for benchmark in benchmarks]
+    if options.host:
+        return _print_host_times(runners)
     is_red, run = False, results.new_run()
-    for benchmark in benchmarks:
-        runner = _Runner(benchmark, options.peers or bool(options.provider), options.provider, options.graphs)
+    for benchmark, runner in zip(benchmarks, runners):
         runner.check(benchmark.small_cases)
         if options.check_only:
             print(f"{benchmark.op}: {', '.join(runner.agreeing()) or 'nobody'} agree with the reference", flush=True)
@@ -150,11 +156,20 @@ class _Runner:
                 torch.cuda.empty_cache()
         return lines
 
+    def host_times(self) -> dict[str, float]:
+        """Returns the host's microseconds in one call, on the smallest case: of ours, raw and public, and of others."""
+        case = min(self.benchmark.cases, key=lambda case: self.benchmark.count_bytes(**case.sizes))
+        providers, times = dict(self.providers), {}
+        if (raw := providers.pop("eagle_kernels", None)) is not None:
+            providers = {"raw": raw, "public": self.benchmark.prepare_public, **providers}
+        for name, prepare in providers.items():
+            with self._reasons(name):
+                times[name] = _host_us(prepare(self.benchmark.inputs(case, self.device)))
+        return times
+
     def _public_host_us(self, case: Case) -> float:
         """Returns the host's time in a call of the public function."""
-        public = self.benchmark.prepare_public(self.benchmark.inputs(case, self.device))
-        public()
-        return host_us(public)
+        return _host_us(self.benchmark.prepare_public(self.benchmark.inputs(case, self.device)))
 
     def _check(self, case: Case, provider: str, expected: dict[str, torch.Tensor]) -> bool:
         """Tells whether the provider ran and agrees."""
@@ -180,6 +195,27 @@ class _Runner:
             if provider not in self.benchmark.peers:
                 raise
             _say(f"{provider}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+
+@triton.jit(do_not_specialize=["size"])
+def _empty_kernel(tensor_ptr, size):
+    pass
+
+
+def _print_host_times(runners: Sequence[_Runner]) -> int:
+    number = torch.zeros(1, device="cuda")
+    empty_us, fill_us = _host_us(lambda: _empty_kernel[(1,)](number, 1)), _host_us(lambda: number.fill_(1.0))
+    print(f"empty kernel by Triton {empty_us:.1f}   fill by torch {fill_us:.1f}")
+    for runner in runners:
+        times = (f"{name} {time_us:.1f}" for name, time_us in runner.host_times().items())
+        print(f"{runner.benchmark.op}: {'   '.join(times)}", flush=True)
+    return 0
+
+
+def _host_us(call: Callable[[], object]) -> float:
+    """Returns the host's time in a call that has not run before."""
+    call()
+    return host_us(call)
 
 
 @functools.cache

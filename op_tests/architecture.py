@@ -56,7 +56,6 @@ TESTS_OF_BENCH = (
     "op_tests/test_bench.py",
     "op_tests/test_bench_server.py",
     "op_tests/test_bench_texts.py",
-    "op_tests/test_compare.py",
     "op_tests/test_api.py",
     "op_tests/test_two_gpus.py",
     "op_tests/lab/",

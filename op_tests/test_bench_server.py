@@ -618,7 +618,7 @@ def test_tables(tmp_path, monkeypatch):
     ]
     for line in lines:
         results.append(tmp_path / "results", line)
-    (tmp_path / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
+    (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     monkeypatch.setattr(report, "declared", list)
     page = tmp_path / report.PAGES["server"]
     where = ["--results", str(tmp_path / "results"), "--readme", str(tmp_path / "README.md")]

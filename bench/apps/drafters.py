@@ -26,12 +26,12 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
 
-from ..harness import results
 from ..harness.markdown import markdown, newest
 from ..harness.trace import graph_gaps_us
 from ..lab.log import read_lines
 from .random_models import SHAPES, random_modules, random_target
 from .replay import Replay, ReplayModules, edited_file
+from .shared import Keep, start
 from .suffix_cache import Texts
 
 SECTIONS = ("methods", "trees", "naive", "gap")
@@ -56,10 +56,10 @@ PAIR_PROMPTS = ("import os\n\ndef walk(", "class Stack:\n    def __init__(self):
 
 
 class Bench:
-    """The models and the texts; `write` takes each line that was measured."""
+    """The models and the texts; `keep` takes each line that was measured."""
 
-    def __init__(self, shape: str, device: torch.device, num_lines: int, write: Callable[[dict], None]):
-        self.device, self.shape, self.write = device, shape, write
+    def __init__(self, shape: str, device: torch.device, num_lines: int, keep: Keep):
+        self.device, self.shape, self.keep = device, shape, keep
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         sizes = SHAPES["llama-3.1-8b"]
         shared = {"vocab_size": sizes["vocab_size"], "max_position_embeddings": MAX_LENGTH}
@@ -92,7 +92,7 @@ class Bench:
 
     def record(self, section: str, case: str, provider: str, **numbers: float) -> None:
         line = {"op": "drafters", "section": section, "case": case, "provider": provider}
-        self.write(line | {name: round(value, 4) for name, value in numbers.items()})
+        self.keep(line | {name: round(value, 4) for name, value in numbers.items()})
         shown = ", ".join(f"{name} {value:.2f}" for name, value in numbers.items())
         print(f"{section:10} {case:28} {provider:14} {shown}", flush=True)
 
@@ -221,22 +221,10 @@ def _trees_and_gaps(file: Path) -> list[str]:
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     """Runs the sections that are asked for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.run --app drafters")
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--num-lines", type=int, default=NUM_LINES, help="of the file that is edited (default: 400)")
-    options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and options.shape != "small":
-        print("a model of this size needs a GPU; --shape small runs anywhere")
-        return 2
-    run = results.new_run()
-
-    def write(line: dict) -> None:
-        if directory is not None and device.type == "cuda":
-            about = {"shape": options.shape, "gpu": torch.cuda.get_device_name(), "commit": commit, "run": run}
-            results.append(directory, line | about)
-
-    bench = Bench(options.shape, device, options.num_lines, write)
+    options, device, keep = start(parser, arguments, directory, commit)
+    bench = Bench(options.shape, device, options.num_lines, keep)
     for section in options.only:
         globals()[section](bench)
     return 0

@@ -37,7 +37,7 @@ from ..lab.measure import Measurement, Meter
 from ..lab.prompts import Prompt, PromptDataset
 from ..lab.records import newest_cells
 from ..lab.sources import DOMAINS
-from ..lab.tables import markdown_table
+from ..lab.tables import method_table
 
 # of all cells of a group; each makes pools and graphs anew where methods with a model meet those without
 MOST_TURNS = 5
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
 def tables(file: Path) -> list[str]:
     """Returns a section with one table: pair, domain and method against K."""
     cells = newest_cells(read_events(file, "cell"))
-    table = markdown_table(cells)
+    table = method_table(cells)
     if len(table) == 1:
         return []
     machines = ", ".join(dict.fromkeys(cell["gpu"] for cell in cells))

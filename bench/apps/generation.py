@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from eagle_kernels import EAGLEConfig, EAGLEInference, ops
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
 from eagle_kernels.engine.batch.kv_pool import DecodeAttend
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.serve.stream import TokenStream
@@ -36,12 +36,12 @@ from eagle_kernels.engine.serve.threads import running
 from eagle_kernels.engine.serve.warmup import warm_steps
 from eagle_kernels.engine.step.choice import PROBE_STEPS
 
-from ..harness import results
 from ..harness.markdown import markdown, newest
 from ..harness.timing import ceiling_gb_per_s
 from ..harness.trace import graph_gaps_us, kernel_us
 from ..lab.log import read_lines
 from .random_models import SHAPES, Hollow, random_head, random_target, target_config
+from .shared import Keep, start
 
 PROMPT_TOKENS = 512
 SECTIONS = ("plain", "tree", "deterministic", "outside", "throughput", "gap", "profile", "huggingface")
@@ -93,7 +93,7 @@ class Bench:
         self.target = random_target(shape, device, self.dtype, max_position_embeddings=self.max_length)
         self.draft = random_head(shape, device, self.dtype, max_position_embeddings=self.max_length)
         # what becomes of a line as soon as it is there, besides being printed
-        self.keep: Callable[[dict], None] = lambda line: None
+        self.keep: Keep = lambda line: None
 
     def engine(
         self,
@@ -117,6 +117,14 @@ class Bench:
             else:
                 config["simulated_accept_length"] = accept
         return EAGLEInference(draft or self.draft, target or self.target, EAGLEConfig(**config))
+
+    def preset_engine(self, preset: str, batch_size: int, **config) -> EAGLEInference:
+        """Makes an engine of a preset; on a GPU a warm one."""
+        engine = self.engine(batch_size, **PRESETS[preset], **config)
+        engine.is_speculating = bool(PRESETS[preset])
+        if self.device.type == "cuda":
+            engine.warmup(SamplingParams(), speculative=engine.is_speculating)
+        return engine
 
     @contextlib.contextmanager
     def running(
@@ -418,25 +426,13 @@ def _tables(lines: Sequence[dict]) -> str:
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     """Runs the sections that are asked for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.run --app generation")
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--steps", type=int, default=40, help="steps that are timed (default: 40)")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument("--batches", nargs="+", type=int, help="of throughput and huggingface (default: all of theirs)")
-    options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and options.shape != "small":
-        print("a model of this size needs a GPU; --shape small runs anywhere")
-        return 2
+    options, device, keep = start(parser, arguments, directory, commit)
     bench = Bench(options.shape, device, options.steps, options.prompt_tokens, options.batches)
-    if directory is not None and device.type == "cuda":
-        about = {
-            "shape": options.shape,
-            "gpu": torch.cuda.get_device_name(),
-            "commit": commit,
-            "run": results.new_run(),
-        }
-        bench.keep = lambda line: results.append(directory, line | about)
+    bench.keep = keep
     for section in options.only:
         globals()[section](bench)
     return 0

@@ -26,15 +26,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from eagle_kernels import EAGLEInference, SamplingParams
 
-from ..harness import results
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
 from .generation import PRESETS, Bench
 from .random_models import SHAPES
+from .shared import start
 
 PROMPT_TOKENS, NEW_TOKENS = (30, 8192), (32, 512)
 SHOWN = ("tokens_per_s", "of_plain", "first_ms", "gap_ms", "late_ms", "worst_ms", "of_alone")
@@ -178,21 +176,15 @@ def tables(file: Path) -> list[str]:
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     """Runs the presets that are asked for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.run --app load")
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--clients", nargs="+", default=["8", "32", "1-64"], help="at once (default: 8 32 1-64)")
     parser.add_argument("--requests", type=int, default=96, help="of all clients together (default: 96)")
     parser.add_argument("--max-step-ms", type=float, help="of EAGLEConfig (default: none)")
     parser.add_argument("--only", nargs="+", choices=list(PRESETS), default=list(PRESETS), help="presets")
     parser.add_argument("--join", type=int, metavar="TOKENS", help="instead: a prompt of this length joins clients")
-    options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and options.shape != "small":
-        print("a model of this size needs a GPU; --shape small runs anywhere")
-        return 2
+    options, device, keep = start(parser, arguments, directory, commit)
     # beside the longest prompt its text, and what a tree writes past the last token
     most = SHAPES[options.shape]["max_position_embeddings"] + NEW_TOKENS[1] + 64
     bench = Bench(options.shape, device, steps=1, prompt_tokens=1, max_length=most)
-    run = results.new_run()
     load = mixed_load(options.requests, SHAPES[options.shape]["vocab_size"], most - 64)
     limit = f", at most {options.max_step_ms:g} ms" if options.max_step_ms else ""
     for clients in options.clients:
@@ -200,10 +192,7 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
         most_clients = max(part.num_clients for part in parts)
         plain_speed = None
         for preset in options.only:
-            engine = bench.engine(most_clients + bool(options.join), **PRESETS[preset], max_step_ms=options.max_step_ms)
-            engine.is_speculating = bool(PRESETS[preset])
-            if device.type == "cuda":
-                engine.warmup(SamplingParams(), speculative=engine.is_speculating)
+            engine = bench.preset_engine(preset, most_clients + bool(options.join), max_step_ms=options.max_step_ms)
             if options.join:
                 case = f"{options.join} tokens join {clients} clients{limit}"
                 numbers = join(engine, most_clients, options.join, most - 64)
@@ -218,8 +207,6 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
             line |= {name: round(numbers[name], 4) for name in SHOWN if name in numbers}
             shown = "  ".join(f"{name} {line[name]:.4g}" for name in SHOWN if name in line)
             print(f"{line['case']:28} {preset:12} {shown}", flush=True)
-            if directory is not None and device.type == "cuda":
-                about = {"shape": options.shape, "gpu": torch.cuda.get_device_name(), "commit": commit, "run": run}
-                results.append(directory, line | about)
+            keep(line)
             del engine
     return 0

@@ -20,16 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from eagle_kernels import EAGLEInference, SamplingParams
+from eagle_kernels import EAGLEInference
 from eagle_kernels.engine.benchmark import time_requests
 
-from ..harness import results
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
 from .generation import PRESETS, Bench
 from .random_models import SHAPES
+from .shared import start
 
 COMMON_TOKENS, OWN_TOKENS, SMALLER = 2048, 64, 16  # of the small shape, prompts are shorter by this
 REPEATS = 10
@@ -87,27 +85,19 @@ def tables(file: Path) -> list[str]:
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     """Runs the cases that are asked for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.run --app prefixes")
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--requests", type=int, default=32, help="at once (default: 32)")
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--only", nargs="+", choices=list(PRESETS), default=["plain", "chain 3"], help="presets")
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and options.shape != "small":
-        print("a model of this size needs a GPU; --shape small runs anywhere")
-        return 2
+    options, device, keep = start(parser, arguments, directory, commit)
     smaller = SMALLER if options.shape == "small" else 1
     tokens = COMMON_TOKENS // smaller, OWN_TOKENS // smaller
     # beside the prompt its text, and what a tree writes past the last token
     most = sum(tokens) + max(case.new_tokens for case in CASES.values()) + 64
     bench = Bench(options.shape, device, steps=1, prompt_tokens=1, max_length=most)
-    run, vocab_size = results.new_run(), SHAPES[options.shape]["vocab_size"]
+    vocab_size = SHAPES[options.shape]["vocab_size"]
     for preset in options.only:
-        engine = bench.engine(options.requests, **PRESETS[preset])
-        engine.is_speculating = bool(PRESETS[preset])
-        if device.type == "cuda":
-            engine.warmup(SamplingParams())
+        engine = bench.preset_engine(preset, options.requests)
         for name in options.case:
             case, seen = CASES[name], {True: [], False: []}
             for repeat in range(options.repeats + 1):
@@ -121,8 +111,6 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
                 medians = map(statistics.median, list(zip(*seen[shares][1:]))[:2])
                 line[key] = dict(zip(SHOWN, (round(value, 3) for value in medians)))
             print(f"{line['case']:14} {preset:12} shared {line['shared']}  without {line['without']}", flush=True)
-            if directory is not None and device.type == "cuda":
-                about = {"shape": options.shape, "gpu": torch.cuda.get_device_name(), "commit": commit, "run": run}
-                results.append(directory, line | about)
+            keep(line)
         del engine
     return 0

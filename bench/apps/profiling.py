@@ -13,14 +13,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from eagle_kernels.engine.serve import scheduler
 from eagle_kernels.tools.measure import CUDATimerCollection
 
-from ..harness import results
 from .generation import PROMPT_TOKENS, Bench
-from .random_models import SHAPES
+from .shared import start
 
 CASES = {"plain": None, "tree 8/5/64": (8, 5, 64)}
 ACCEPT = 4.0
@@ -53,15 +50,9 @@ WAYS: dict[str, tuple[Callable, dict]] = {
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     """Runs all cases; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.run --app profiling")
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--steps", type=int, default=100)
-    options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and options.shape != "small":
-        print("a model of this size needs a GPU; --shape small runs anywhere")
-        return 2
+    options, device, keep = start(parser, arguments, directory, commit)
     bench = Bench(options.shape, device, options.steps, PROMPT_TOKENS if device.type == "cuda" else 3)
-    run, about = results.new_run(), {"shape": options.shape, "commit": commit}
     for case, tree in CASES.items():
         times: dict[str, list[float]] = {name: [] for name in WAYS}
         for _ in range(2):
@@ -75,6 +66,5 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
             line = {"op": "profiling", "case": case, "provider": name, "step_ms": round(min(measured), 4)}
             line["of_none"] = round(min(measured) / least, 4)
             print(f"{case:14} {name:20} {line['step_ms']:9.3f} ms  {line['of_none']:.4f} of none", flush=True)
-            if directory is not None and device.type == "cuda":
-                results.append(directory, line | about | {"gpu": torch.cuda.get_device_name(), "run": run})
+            keep(line)
     return 0

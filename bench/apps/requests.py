@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-from eagle_kernels import SamplingParams
 from eagle_kernels.tools.request_benchmark import random_requests, run_requests
 
-from ..harness import results
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
 from .generation import PRESETS, Bench
 from .random_models import SHAPES
+from .shared import start
 
 RANGE_RATIO = 0.7
 SHOWN = ("requests_per_second", "output_tokens_per_second", "mean_accept_length")
@@ -47,32 +44,23 @@ def tables(file: Path) -> list[str]:
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     """Runs the presets that are asked for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.run --app requests")
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--input-len", type=int, default=512, help="tokens of the longest prompt (default: 512)")
     parser.add_argument("--output-len", type=int, default=256, help="tokens of the longest text (default: 256)")
     parser.add_argument("--batch", type=int, default=64, help="requests that are served at once (default: 64)")
     parser.add_argument("--only", nargs="+", choices=list(PRESETS), default=["plain", "chain 3", "adaptive"])
-    options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and options.shape != "small":
-        print("a model of this size needs a GPU; --shape small runs anywhere")
-        return 2
+    options, device, keep = start(parser, arguments, directory, commit)
     # beside the text, what a tree writes past the last token
     most = options.input_len + options.output_len + 256
     bench = Bench(options.shape, device, steps=1, prompt_tokens=1, max_length=most)
-    vocab_size, run = SHAPES[options.shape]["vocab_size"], results.new_run()
+    vocab_size = SHAPES[options.shape]["vocab_size"]
     requests = random_requests(options.requests, options.input_len, options.output_len, RANGE_RATIO, vocab_size)
     for preset in options.only:
-        engine, speculative = bench.engine(options.batch, **PRESETS[preset]), bool(PRESETS[preset])
-        if device.type == "cuda":
-            engine.warmup(SamplingParams(), speculative=speculative)
-        measured = asdict(run_requests(engine, requests, speculative=speculative))
+        engine = bench.preset_engine(preset, options.batch)
+        measured = asdict(run_requests(engine, requests, speculative=engine.is_speculating))
         line = {"op": "requests", "case": f"{options.requests} of {options.input_len} + {options.output_len} tokens"}
         line |= {"preset": preset, "batch": options.batch} | measured
         print(f"{preset:14} " + "  ".join(f"{name} {measured[name]:.2f}" for name in SHOWN), flush=True)
-        if directory is not None and device.type == "cuda":
-            about = {"shape": options.shape, "gpu": torch.cuda.get_device_name(), "commit": commit, "run": run}
-            results.append(directory, line | about)
+        keep(line)
         del engine
     return 0

@@ -32,17 +32,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
 from eagle_kernels.engine.drafters.suffix_drafts import SuffixDraft
 
-from ..harness import results
 from ..harness.declaration import Unavailable
 from ..harness.markdown import markdown, newest
 from ..lab.log import read_lines
 from ..peers import arctic_inference
 from .replay import edited_file
+from .shared import keeper
 
 VOCABULARY = 100_000
 ACCEPTED = 3
@@ -116,16 +114,14 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     responses = [texts.response() for _ in range(options.responses)]
     kinds = kinds_of(texts, options.requests)
     ours: dict[str, list[SuffixDraft]] = {}
-    run = results.new_run()
+    keep = keeper(directory, commit)
 
     def write(kind: str, provider: str, steps_us: list[float]) -> None:
-        if directory is None or not torch.cuda.is_available():
-            return
         line = {"op": "suffix_cache", "section": "tree" if options.tree else "path", "case": kind, "provider": provider}
         names = ("p50_us", "p99_us", "worst_us")
         line |= {name: round(time_us, 1) for name, time_us in zip(names, _marks(steps_us))}
         line |= {"responses": options.responses, "cached": options.cached, "processor": _processor()}
-        results.append(directory, line | {"gpu": torch.cuda.get_device_name(), "commit": commit, "run": run})
+        keep(line)
 
     for provider, make in PROVIDERS.items():
         try:

@@ -1,9 +1,22 @@
-"""What a `bench_X.py` declares; the command line, the script itself and pytest-benchmark all read the same object."""
+"""What the `bench_X.py` of an op declares, by these names:
+
+    name(**sizes)         of a case; results refer to it
+    CASES, SMALL_CASES    dicts of sizes, see `Benchmark`; `grid` makes them
+    SWEEP                 likewise
+    DEFAULTS              sizes that a case has where it names no others
+    HEADLINES             names of the few cases at the head of `results/<gpu>/README.md`
+    make(device, **sizes), count_bytes(**sizes), PEERS, FLOOR    see `Benchmark`
+    is_checked(**sizes)   False where the reference is too slow or too large, or where providers draw other tokens
+    prepare_Y(values)     the provider Y
+
+Only `name`, the cases, `make` and `count_bytes` must be there.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,16 +48,18 @@ class Floor(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One set of sizes.
-
-    is_checked: False where the reference is too slow or too large for them, or where providers draw other tokens.
-    is_headline: one of the few at the head of `results/<gpu>/README.md`.
-    """
+    """One set of sizes. is_checked, is_headline: as declared by `is_checked` and HEADLINES."""
 
     name: str
     sizes: dict
     is_checked: bool = True
     is_headline: bool = False
+
+
+def grid(**sizes) -> list[dict]:
+    """Returns every combination of sizes, the last one changing fastest; what is no list is the same in all."""
+    axes = [value if isinstance(value, list) else [value] for value in sizes.values()]
+    return [dict(zip(sizes, values)) for values in itertools.product(*axes)]
 
 
 @dataclass(frozen=True)
@@ -112,6 +127,32 @@ class Benchmark:
 
 
 def declared() -> list[Benchmark]:
-    """The benchmark of every file `bench/ops/A/bench_X.py`."""
-    modules = sorted(f"bench.ops.{file.parent.name}.{file.stem}" for file in OPS.glob("*/bench_*.py"))
-    return [importlib.import_module(module).BENCHMARK for module in modules]
+    """Returns the benchmark of every file `bench/ops/A/bench_X.py`."""
+    return [_read(file.parent.name, file.stem) for file in sorted(OPS.glob("*/bench_*.py"))]
+
+
+def _read(family: str, stem: str) -> Benchmark:
+    module = importlib.import_module(f"bench.ops.{family}.{stem}")
+    names = vars(module)
+    headlines, is_checked = names.get("HEADLINES", ()), names.get("is_checked", lambda **sizes: True)
+
+    def cases(sets: Sequence[dict]) -> list[Case]:
+        sets = [names.get("DEFAULTS", {}) | sizes for sizes in sets]
+        named = [(module.name(**sizes), sizes) for sizes in sets]
+        return [Case(name, sizes, is_checked(**sizes), name in headlines) for name, sizes in named]
+
+    return Benchmark(
+        path=f"{family}.{stem.removeprefix('bench_')}",
+        cases=cases(module.CASES),
+        small_cases=cases(module.SMALL_CASES),
+        make=module.make,
+        count_bytes=module.count_bytes,
+        providers={
+            name.removeprefix("prepare_"): value
+            for name, value in names.items()
+            if name.startswith("prepare_") and value.__module__ == module.__name__
+        },
+        peers=names.get("PEERS", {}),
+        floor=names.get("FLOOR"),
+        sweep=cases(names.get("SWEEP", ())),
+    )

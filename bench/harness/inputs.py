@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from eagle_kernels import reference
@@ -13,8 +15,18 @@ LARGE_VOCABULARY = 151936
 # of a batch that is no power of two, as servers have them
 ODD_BATCH = 12
 
-# (K, S, N) of trees that servers run: SGLang's default, a wide one, EAGLE's own default
-TREES = ((4, 3, 8), (8, 5, 64), (10, 8, 60))
+
+class Tree(NamedTuple):
+    topk: int
+    spec_steps: int
+    num_nodes: int
+
+    def __str__(self) -> str:
+        return "K/S/N=" + "/".join(map(str, self))
+
+
+# that servers run: SGLang's default, a wide one, EAGLE's own default
+TREES = [Tree(4, 3, 8), Tree(8, 5, 64), Tree(10, 8, 60)]
 
 
 def of_vocabulary(vocab_size: int) -> str:
@@ -22,8 +34,9 @@ def of_vocabulary(vocab_size: int) -> str:
     return f" V={vocab_size}" if vocab_size == LARGE_VOCABULARY else ""
 
 
-def drafts(device, batch_size: int, topk: int, spec_steps: int, num_nodes: int, vocab_size: int = VOCABULARY) -> dict:
+def drafts(device, batch_size: int, tree: Tree, vocab_size: int = VOCABULARY) -> dict:
     """Arguments of build_tree: a random draft whose kept candidates are the best by score, siblings distinct."""
+    topk, spec_steps, num_nodes = tree
     num_candidates = topk + (spec_steps - 1) * topk * topk
     scores = torch.rand(batch_size, topk).log().sort(descending=True).values
     all_scores, parent_list = [scores], [torch.full((batch_size, 1), -1)]
@@ -53,26 +66,24 @@ def drafts(device, batch_size: int, topk: int, spec_steps: int, num_nodes: int, 
     return values | {"topk": topk, "spec_steps": spec_steps, "num_verify_tokens": num_nodes}
 
 
-def accepted_tree(device, batch_size: int, topk: int, spec_steps: int, num_nodes: int, vocab_size: int) -> dict:
+def built_tree(batch_size: int, tree: Tree, vocab_size: int = VOCABULARY, **mask):
+    """What build_tree makes of `drafts`, on the CPU. mask: its `tree_mask_mode`."""
+    return reference.ops.tree.build_tree.build_tree(**drafts("cpu", batch_size, tree, vocab_size), **mask)
+
+
+def accepted_tree(device, batch_size: int, tree: Tree, vocab_size: int) -> dict:
     """Tree arguments of the verify ops, positions, and target tokens `target_predict` that accept a deepest path."""
-    values = drafts("cpu", batch_size, topk, spec_steps, num_nodes, vocab_size)
-    tree = reference.ops.tree.build_tree.build_tree(**values, tree_mask_mode="qlen_only")
-    candidates = tree.draft_tokens.view(batch_size, num_nodes)
-    target_predict = torch.randint(vocab_size, (batch_size, num_nodes))
-    parent = parents(tree.retrieve_next_token, tree.retrieve_next_sibling)
-    deepest = tree.positions.view(batch_size, num_nodes).argmax(1)
+    built, shape = built_tree(batch_size, tree, vocab_size, tree_mask_mode="qlen_only"), (batch_size, tree.num_nodes)
+    candidates = built.draft_tokens.view(shape)
+    target_predict = torch.randint(vocab_size, shape)
+    parent = parents(built.retrieve_next_token, built.retrieve_next_sibling)
+    deepest = built.positions.view(shape).argmax(1)
     for request, node in enumerate(deepest.tolist()):
         while node > 0:
             target_predict[request, parent[request, node]] = candidates[request, node]
             node = int(parent[request, node])
-    tensors = {
-        "candidates": candidates,
-        "retrieve_index": tree.retrieve_index,
-        "retrieve_next_token": tree.retrieve_next_token,
-        "retrieve_next_sibling": tree.retrieve_next_sibling,
-        "positions": tree.positions,
-        "target_predict": target_predict,
-    }
+    links = {name: getattr(built, name) for name in ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling")}
+    tensors = {"candidates": candidates, **links, "positions": built.positions, "target_predict": target_predict}
     return {name: value.to(device) for name, value in tensors.items()}
 
 
@@ -117,17 +128,20 @@ def decisive_logits(winners: torch.Tensor, vocab_size: int, lead: float = 64.0) 
     return logits.scatter_(1, winners[:, None], lead)
 
 
-# query heads, KV heads, head dimension: Llama-3.1-8B, Llama-3.1-70B, Qwen2.5-7B, Qwen3-0.6B, one without groups, and
-# large heads, as Qwen3-Next has them
-HEADS = {
-    "32/8/128": (32, 8, 128),
-    "64/8/128": (64, 8, 128),
-    "28/4/128": (28, 4, 128),
-    "16/8/128": (16, 8, 128),
-    "32/32/64": (32, 32, 64),
-    "16/2/256": (16, 2, 256),
-}
-SMALL_HEADS = {"4/2/32": (4, 2, 32)}
+class Heads(NamedTuple):
+    query: int
+    kv: int
+    size: int
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
+
+
+# Llama-3.1-8B, Llama-3.1-70B, Qwen2.5-7B, Qwen3-0.6B, one without groups, and large heads, as Qwen3-Next has them
+HEADS = [
+    Heads(32, 8, 128), Heads(64, 8, 128), Heads(28, 4, 128), Heads(16, 8, 128), Heads(32, 32, 64), Heads(16, 2, 256)
+]  # fmt: skip
+SMALL_HEADS = Heads(4, 2, 32)
 
 
 def lengths(batch_size: int, longest: int, spread: str) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Tables of results as Markdown, of the newest lines."""
+"""Tables of results as Markdown, of the newest lines, and the pages that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 
 def markdown(table: list[list[str]]) -> str:
@@ -16,3 +17,25 @@ def markdown(table: list[list[str]]) -> str:
 def newest(lines: Sequence[dict]) -> dict[tuple[str, str, str], dict]:
     """Returns the last line of each section, case and provider."""
     return {(line["section"], line["case"], line["provider"]): line for line in lines}
+
+
+def filled(page: Path, parts: Mapping[str, str]) -> str:
+    """Returns a page's text with each part between its marks, `<!-- name:begin -->` and `<!-- name:end -->`."""
+    text = page.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        before, begin, rest = text.partition(f"<!-- {name}:begin -->")
+        _, end, after = rest.partition(f"<!-- {name}:end -->")
+        if not end:
+            raise ValueError(f"{page.name} must hold the marks {name}:begin and, after it, {name}:end")
+        text = f"{before}{begin}\n{part}\n{end}{after}"
+    return text
+
+
+def write_stale(pages: Mapping[Path, str], command: str, is_checked: bool) -> int:
+    """Writes the pages whose text is another one; with is_checked only names them, and returns 1 if there are any."""
+    stale = {page: text for page, text in pages.items() if not page.exists() or page.read_text("utf-8") != text}
+    for page, text in stale.items():
+        print(f"{page} is not up to date: run python -m {command}" if is_checked else f"wrote {page}")
+        if not is_checked:
+            page.write_text(text, encoding="utf-8")
+    return int(bool(stale) and is_checked)

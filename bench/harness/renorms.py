@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from .declaration import Case
+from .declaration import grid
 from .inputs import LARGE_VOCABULARY, ODD_BATCH, VOCABULARY, of_vocabulary
 
-KINDS = ("flat", "50 nonzeros")
+KINDS = ["flat", "50 nonzeros"]
+CASES = [
+    *grid(kind=KINDS, rows=[8, 64, 256, 1024, 2048], vocab_size=VOCABULARY),
+    *grid(kind=KINDS, rows=8 * ODD_BATCH, vocab_size=LARGE_VOCABULARY),
+]
+SMALL_CASES = grid(kind=KINDS, rows=2, vocab_size=300)
+
+
+def name(rows: int, vocab_size: int, kind: str, **parameter) -> str:
+    (named,) = (f"{name}={value}" for name, value in parameter.items())
+    return f"rows={rows} {kind} {named}{of_vocabulary(vocab_size)}"
 
 
 def make_probs(device, rows: int, vocab_size: int, kind: str) -> torch.Tensor:
@@ -19,27 +29,14 @@ def make_probs(device, rows: int, vocab_size: int, kind: str) -> torch.Tensor:
     return torch.zeros_like(probs).scatter_(1, ids, values / values.sum(dim=1, keepdim=True))
 
 
-def count_bytes(rows: int, vocab_size: int, kind: str, **parameters) -> int:
+def count_bytes(rows: int, vocab_size: int, **others) -> int:
     """One read and one write of fp32."""
     return rows * vocab_size * 8
 
 
-def cases(**parameters) -> list[Case]:
-    return [
-        *(_case(rows, VOCABULARY, kind, parameters) for kind in KINDS for rows in (8, 64, 256, 1024, 2048)),
-        *(_case(8 * ODD_BATCH, LARGE_VOCABULARY, kind, parameters) for kind in KINDS),
-    ]
-
-
-def small_cases(**parameters) -> list[Case]:
-    return [_case(2, 300, kind, parameters) for kind in KINDS]
+def is_checked(rows: int, **others) -> bool:
+    return rows <= 64
 
 
 def divided(probs: torch.Tensor) -> torch.Tensor:
     return probs / probs.sum(dim=-1, keepdim=True)
-
-
-def _case(rows: int, vocab_size: int, kind: str, parameters: dict) -> Case:
-    named = " ".join(f"{name}={value}" for name, value in parameters.items())
-    sizes = {"rows": rows, "vocab_size": vocab_size, "kind": kind, **parameters}
-    return Case(f"rows={rows} {kind} {named}{of_vocabulary(vocab_size)}", sizes, is_checked=rows <= 64)

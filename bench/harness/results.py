@@ -80,7 +80,7 @@ def record(
 
 def append(directory: Path, line: dict) -> None:
     """Adds a line to its file. Among the committed results it takes the place of the older line on the same subject;
-    another folder keeps the lines of all runs, which `bench.compare` needs."""
+    another folder keeps the lines of all runs."""
     file = directory / line["gpu"].replace(" ", "_") / f"{line['op']}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
@@ -151,11 +151,6 @@ def checkout_commit() -> str:
     results = f":(top,exclude){DIRECTORY.relative_to(DIRECTORY.parents[1])}"
     is_dirty = commit and _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", results)
     return f"{commit}-dirty" if is_dirty else commit
-
-
-def full_hash(revision: str) -> str:
-    """Returns the hash of a branch, tag or abbreviated hash of this checkout; empty if there is none."""
-    return _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
 
 
 def _git(*arguments: str) -> str:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..pictures import matplotlib_for, svg_text, write_png
-from . import alternatives, figures
-from .records import PLAIN, Setting, by_setting, cell_curves, method_of, preset_curves, prompts_text
+from . import figures
+from .records import PLAIN, Setting, by_setting, cell_curves, method_of, preset_curves
 
 # settings that get pictures of their own; of more there are tables
 MAX_SETTINGS = 3
 
 
 class Picture(NamedTuple):
-    """name: of its files; what: was measured; about: what a filter of the page compares with, {} where it is of all;
-    words: what it shows, for those who do not see it."""
+    """name: of its files; what: was measured."""
 
     name: str
     title: str
     what: str
     caption: str
-    about: dict[str, str]
-    svg: str
-    words: str = ""
 
 
 _OF_A_SETTING = (
@@ -54,6 +50,11 @@ _OF_A_SETTING = (
 )
 _CROSSING = (
     "A ring marks the batch size from which plain decoding is faster (interpolated between two measured batches)."
+)
+_ROOFLINE = (
+    "Each point is one case of an op; closer to the roof is better. The L2 cache was overwritten before each call. "
+    "Times of calls in a row, which the tables hold, are left out: what such a call finds in the cache needs no "
+    "memory. The roof is the memory's bandwidth and, on the left, the shortest of all these times."
 )
 
 
@@ -95,82 +96,44 @@ def draw(
         return []
     matplotlib_for("bench.report")
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = []
-
-    def add(name: str, title: str, what: str, caption: str, about: dict[str, str], figure: Any, words: str) -> None:
-        name = _unused(name, {picture.name for picture in pictures})
-        pictures.append(Picture(name, title, what, caption, about, svg_text(figure), words))
-        (folder / f"{name}.svg").write_text(pictures[-1].svg, encoding="utf-8")
+    pictures: list[Picture] = []
+    for name, title, what, caption, figure in _figures(cells, steps, kernels):
+        name = _unused(name, pictures)
+        pictures.append(Picture(name, title, what, caption))
+        (folder / f"{name}.svg").write_text(svg_text(figure), encoding="utf-8")
         write_png(figure, folder / f"{name}.png")
-
-    for setting, group in pictured(cells).items():
-        about = {
-            "pair": setting.pair,
-            "batch": str(setting.batch_size),
-            "temperature": f"{setting.temperature:g}",
-            "prompts": prompts_text(setting.prompts) or "-",
-            "machine": setting.gpu,
-        }
-        stem = f"{setting.pair}_b{setting.batch_size}_t{setting.temperature:g}"
-        for function, title, caption in _OF_A_SETTING:
-            figure = function(group, f"{title}\n{setting}")
-            add(
-                f"{function.__name__}_{stem}",
-                title,
-                str(setting),
-                caption,
-                about,
-                figure,
-                getattr(alternatives, function.__name__)(group),
-            )
-    for setting, curves in cell_curves(cells).items():
-        figure = figures.throughput(curves, f"Throughput against batch\n{setting}")
-        about = {"pair": setting.pair, "temperature": f"{setting.temperature:g}", "machine": setting.gpu}
-        stem = f"{setting.pair}_t{setting.temperature:g}"
-        add(
-            f"throughput_{stem}",
-            "Throughput against batch",
-            str(setting),
-            _CROSSING,
-            about,
-            figure,
-            alternatives.throughput(curves),
-        )
-    for shape, curves in preset_curves(steps).items():
-        what = f"shape of {shape}, random weights, simulated acceptance"
-        figure = figures.throughput(curves, f"Throughput against batch\n{what}")
-        add(
-            f"throughput_{shape}",
-            "Throughput against batch",
-            what,
-            _CROSSING,
-            {},
-            figure,
-            alternatives.throughput(curves),
-        )
-    cold = cold_kernels(kernels)
-    if cold:
-        caption = (
-            "Each point is one case of an op; closer to the roof is better. The L2 cache was overwritten before each "
-            "call. Times of calls in a row, which the tables hold, are left out: what such a call finds in the cache "
-            "needs no memory. The roof is the memory's bandwidth and, on the left, the shortest of all these times."
-        )
-        if missing := len(timed_kernels(kernels)) - len(cold):
-            caption += f" {missing} cases were timed in graphs alone and are left out."
-        figure = figures.roofline(cold, f"Bandwidth of the kernels\n{cold[0].get('gpu', '')}, no data in the L2 cache")
-        add(
-            "roofline",
-            "Bandwidth of the kernels",
-            str(cold[0].get("gpu", "")),
-            caption,
-            {},
-            figure,
-            alternatives.roofline(cold),
-        )
     return pictures
 
 
-def _unused(name: str, taken: set[str]) -> str:
+def _figures(
+    cells: Sequence[dict], steps: Sequence[Mapping], kernels: Sequence[Mapping]
+) -> Iterator[tuple[str, str, str, str, Any]]:
+    """Yields name, title, what was measured, caption and figure of each picture."""
+    for setting, group in pictured(cells).items():
+        stem = f"{setting.pair}_b{setting.batch_size}_t{setting.temperature:g}"
+        for function, title, caption in _OF_A_SETTING:
+            yield f"{function.__name__}_{stem}", title, str(setting), caption, function(group, f"{title}\n{setting}")
+    of_settings = {
+        (f"{setting.pair}_t{setting.temperature:g}", str(setting)): curves
+        for setting, curves in cell_curves(cells).items()
+    }
+    of_shapes = {
+        (shape, f"shape of {shape}, random weights, simulated acceptance"): curves
+        for shape, curves in preset_curves(steps).items()
+    }
+    for (stem, what), curves in (of_settings | of_shapes).items():
+        title = "Throughput against batch"
+        yield f"throughput_{stem}", title, what, _CROSSING, figures.throughput(curves, f"{title}\n{what}")
+    cold = cold_kernels(kernels)
+    if cold:
+        caption, title, gpu = _ROOFLINE, "Bandwidth of the kernels", str(cold[0].get("gpu", ""))
+        if missing := len(timed_kernels(kernels)) - len(cold):
+            caption += f" {missing} cases were timed in graphs alone and are left out."
+        figure = figures.roofline(cold, f"{title}\n{gpu}, no data in the L2 cache")
+        yield "roofline", title, gpu, caption, figure
+
+
+def _unused(name: str, pictures: Sequence[Picture]) -> str:
     """A file's name, whatever the pair is called."""
-    name = re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("._")[:80]
+    name, taken = re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("._")[:80], {picture.name for picture in pictures}
     return next(n for n in (name, *(f"{name}_{i}" for i in range(2, len(taken) + 3))) if n not in taken)

@@ -1,5 +1,5 @@
-"""The numbers of LOAD.md: `python -m bench.lab.load` writes them into the page, `--pictures FOLDER` draws them,
-`--check` tells whether the page is up to date.
+"""The numbers of LOAD.md: `python -m bench.lab.load` writes them into the page, `--check` tells whether they are up to
+date.
 
 Steps are those that `python -m bench.run --app generation` and `--app load` have measured; shared budgets are measured
 here, with the embedded pair, by `--measure`.
@@ -24,10 +24,8 @@ from eagle_kernels.engine.step.stepper import Verified
 
 from ..apps.load import SHOWN
 from ..harness import results
-from ..harness.markdown import markdown
-from ..pictures import INK, MARKERS, PALETTE, in_style, matplotlib_for, new_figure, write_png
+from ..harness.markdown import filled, markdown, write_stale
 from .log import read_lines
-from .marked_page import update
 from .records import PLAIN, newest_steps
 
 PAGE = Path(__file__).with_name("LOAD.md")
@@ -61,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.lab.load", description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
     parser.add_argument("--measure", action="store_true", help="measure shared budgets anew, on the CPU")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the steps; needs matplotlib")
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     if options.measure:
@@ -82,12 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "worth": worth_table(read_lines(GPU / "tree_steps.jsonl"), pair["accepted"]),
         "load": load_table(read_lines(GPU / "load.jsonl")),
     }
-    if options.pictures is not None:
-        matplotlib_for("bench.lab.load")
-        options.pictures.mkdir(parents=True, exist_ok=True)
-        for name, draw in (("load_steps", step_picture), ("load_even", even_picture), ("load_choice", choice_picture)):
-            write_png(draw(steps), options.pictures / f"{name}.png")
-    return update(options.page, parts, "python -m bench.lab.load", is_checked=options.check)
+    return write_stale({options.page: filled(options.page, parts)}, "bench.lab.load", options.check)
 
 
 def measured_steps(lines: Sequence[Mapping]) -> Steps:
@@ -266,63 +258,6 @@ def _decode(engine: EAGLEInference, prompts: list, new_tokens: int, temperature:
     fields = dict(zip(("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens"), tree))
     wanted = {"temperature": temperature, "seeds": list(range(len(prompts))), "max_batch": len(prompts)}
     return engine.generate(prompts, new_tokens, progress=False, **fields, **wanted).stats
-
-
-@in_style
-def step_picture(steps: Steps):
-    """Draws the time of a step against the rows that it verifies."""
-    axes = _axes("rows that a step verifies", "ms a step")
-    for place, (name, rows) in enumerate(ROWS.items()):
-        sizes = list(steps[name])
-        times = [steps[name][size]["step_ms"] for size in sizes]
-        axes.plot([rows * size for size in sizes], times, label=name, color=PALETTE[place], marker=MARKERS[place])
-    axes.set_yscale("log", base=2)
-    return _finished(axes)
-
-
-@in_style
-def even_picture(steps: Steps):
-    """Draws the tokens that a step has to bring; below a line plain decoding wins."""
-    axes = _axes("requests in a batch", "tokens a step needed")
-    for place, name in enumerate(name for name in ROWS if name != PLAIN):
-        sizes = list(steps[name])
-        tokens = [needed(steps, name, size) for size in sizes]
-        axes.plot(sizes, tokens, label=name, color=PALETTE[place], marker=MARKERS[place])
-    axes.axhline(1.0, color=INK, linestyle="--", label="plain")
-    axes.set_ylim(0.8, 6)
-    return _finished(axes)
-
-
-@in_style
-def choice_picture(steps: Steps):
-    """Draws the rows that the automatic choice gives a request."""
-    axes = _axes("requests in a batch", "rows of a request")
-    for place, share in enumerate((1.0, 0.5, 0.25)):
-        sizes = list(steps[PLAIN])
-        rows = [chosen(steps, size, share) for size in sizes]
-        label = f"{share:.0%} of the drafts accepted"
-        axes.plot(sizes, rows, label=label, color=PALETTE[place], marker=MARKERS[place], drawstyle="steps-mid")
-    axes.set_yscale("log", base=2)
-    return _finished(axes)
-
-
-def _axes(x: str, y: str):
-    figure = new_figure(3.2)
-    axes = figure.subplots()
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    figure.subplots_adjust(0.13, 0.16, 0.97, 0.96)
-    return axes
-
-
-def _finished(axes):
-    """Returns the figure, with a legend, and with numbers where matplotlib writes powers."""
-    axes.minorticks_off()
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.legend()
-    return axes.figure
 
 
 if __name__ == "__main__":

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
 
 class EventLog:
-    """`log.write("cell_done", k=4)` appends {"time": .., "event": "cell_done", "k": 4}.
+    """`log.write("cell", k=4)` appends {"time": .., "event": "cell", "k": 4}.
 
-    sink  a file, made with its folders and appended to, or an open text stream (`sys.stderr`)
+    sink  a file, made with its folders and appended to, or an open text stream (`sys.stdout`)
     """
 
-    def __init__(self, sink: str | Path | TextIO, **fields: Any):
+    def __init__(self, sink: str | Path | TextIO):
         self._owns = isinstance(sink, (str, Path))
         if self._owns:
             path = Path(sink)
@@ -26,32 +25,21 @@ class EventLog:
             is_torn = path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n")
             sink = path.open("a", encoding="utf-8")
             sink.write("\n" if is_torn else "")
-        self._sink, self._fields, self._lock = sink, fields, threading.Lock()
-
-    def bind(self, **fields: Any) -> EventLog:
-        """The same log, with fields that all lines of it have."""
-        child = EventLog(self._sink, **self._fields | fields)
-        child._lock = self._lock
-        return child
+        self._sink = sink
 
     def write(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Returns what was written. What JSON does not know is written as its text, numbers that are none as null."""
-        record = _plain({"time": round(time.time(), 3), "event": event} | self._fields | fields)
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-        with self._lock:
-            self._sink.write(line)
-            self._sink.flush()
+        """Returns what was written; numbers that are none are null."""
+        record = _plain({"time": round(time.time(), 3), "event": event} | fields)
+        self._sink.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        self._sink.flush()
         return record
-
-    def close(self) -> None:
-        if self._owns:
-            self._sink.close()
 
     def __enter__(self) -> EventLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._owns:
+            self._sink.close()
 
 
 def read_events(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
@@ -80,11 +68,7 @@ def read_lines(path: str | Path) -> list[Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # of NumPy and torch
-        return _plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (str, int, bool)) else str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,17 +7,13 @@ shows no logits and no cache, quantizes as it likes, and times itself.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import http.client
 import json
 import os
-import re
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from types import UnionType
 from typing import Any, NamedTuple
 
 DEFAULT_HOST = "http://localhost:11434"
@@ -50,12 +46,11 @@ def is_running(host: str | None = None) -> bool:
 
 def list_models(host: str | None = None, timeout: float = 10) -> list[OllamaModelInfo]:
     """What the server at host (None: $OLLAMA_HOST, else this machine) has fetched."""
-    answer, models = _call(host, "/api/tags", None, timeout), []
-    for model in _field(answer, "models", list):
-        name, num_bytes = _field(model, "name", str), _field(model, "size", int | float, 0)
-        details = _field(model, "details", dict | None) or {}
-        sizes = (_field(details, field, str | None) or "" for field in ("parameter_size", "quantization_level"))
-        models.append(OllamaModelInfo(name, *sizes, num_bytes / 1e9))
+    models = []
+    for model in _ask(host, "/api/tags", "models", None, timeout):
+        details = model.get("details") or {}
+        sizes = (details.get(field) or "" for field in ("parameter_size", "quantization_level"))
+        models.append(OllamaModelInfo(model["name"], *sizes, model.get("size", 0) / 1e9))
     return models
 
 
@@ -68,9 +63,9 @@ def generate(
     host: str | None = None,
 ) -> str:
     """The model's answer; timeout in seconds."""
-    body = {"model": model, "prompt": prompt, "stream": False}
-    body["options"] = {"num_predict": max_tokens, "temperature": temperature}
-    return _field(_call(host, "/api/generate", body, timeout), "response", str)
+    options = {"num_predict": max_tokens, "temperature": temperature}
+    body = {"model": model, "prompt": prompt, "stream": False, "options": options}
+    return _ask(host, "/api/generate", "response", body, timeout)
 
 
 def check_and_print_status(host: str | None = None) -> bool:
@@ -91,68 +86,29 @@ def check_and_print_status(host: str | None = None) -> bool:
 
 def _base_url(host: str | None) -> str:
     """With http:// and the port, either of which $OLLAMA_HOST may leave out."""
-    url = host or os.environ.get("OLLAMA_HOST") or DEFAULT_HOST
-    url = url if "://" in url else f"http://{url}"
-    scheme, _, place = url.rstrip("/").partition("://")
-    place, slash, path = place.partition("/")
-    place = place if ":" in place.rpartition("]")[2] or scheme == "https" else f"{place}:11434"
-    place = re.sub(r"^0\.0\.0\.0(?=:|$)", "localhost", place)  # what a server listens on is no address
-    return f"{scheme}://{place}{slash}{path}"
+    url = (host or os.environ.get("OLLAMA_HOST") or DEFAULT_HOST).rstrip("/")
+    scheme, _, place = url.rpartition("://")
+    if place.startswith("0.0.0.0"):  # what a server listens on is no address
+        place = "localhost" + place.removeprefix("0.0.0.0")
+    return f"{scheme or 'http'}://{place}" + ("" if ":" in place or scheme == "https" else ":11434")
 
 
-def _call(host: str | None, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
-    """The server's whole answer within the timeout."""
-    url = _base_url(host) + path
-    data = None if body is None else json.dumps(body).encode()
-    answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(_ask(url, data, timeout))
-        except Exception as error:
-            answer.set_exception(error)
-
-    # A socket's timeout begins anew with each byte, and finding an address has none: a thread alone can be left behind.
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        return answer.result(timeout)
-    except concurrent.futures.TimeoutError:
-        raise OllamaError(f"{url}: no whole answer within {timeout:g} s") from None
-
-
-def _ask(url: str, data: bytes | None, timeout: float) -> Any:
-    """timeout: of each read."""
+def _ask(host: str | None, path: str, field: str, body: dict[str, Any] | None, timeout: float) -> Any:
+    """Returns a field of the server's answer. timeout: of each read."""
+    url, data = _base_url(host) + path, None if body is None else json.dumps(body).encode()
     # the server is on this machine or this network: a proxy would not find it
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with opener.open(request, timeout=timeout) as response:
-            answer = json.loads(response.read())
+            answer = json.load(response)
     except urllib.error.HTTPError as error:
-        raise OllamaError(f"{url}: {error.code} {_reason(error)}") from None
-    except (OSError, ValueError, http.client.InvalidURL) as error:  # not there, too slow, no JSON, or no address
-        raise OllamaError(f"{url}: {getattr(error, 'reason', None) or error}") from None
-    except http.client.HTTPException as error:
-        raise OllamaError(f"{url}: no whole answer of HTTP: {error!r}") from None
-    if isinstance(answer, dict) and answer.get("error"):  # it may find out when it has said 200
-        raise OllamaError(f"{url}: {answer['error']}")
-    return answer
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    """The server's own words, as `model "x" not found`."""
-    try:
-        return json.loads(error.read())["error"]
-    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-        return error.reason
-
-
-def _field(answer: Any, name: str, kind: type | UnionType, default: Any = None) -> Any:
-    """default: where the answer leaves it out."""
-    value = answer.get(name, default) if isinstance(answer, dict) else None
-    if not isinstance(value, kind):
-        raise OllamaError(f"the server's answer has no {name} as Ollama's has, got {value!r:.60}")
-    return value
+        raise OllamaError(f"{url}: {error.code} {error.read().decode(errors='replace') or error.reason}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:  # not there, too slow, no JSON, or no address
+        raise OllamaError(f"{url}: {getattr(error, 'reason', None) or error!r}") from None
+    if not isinstance(answer, dict) or field not in answer:  # it may find out what is wrong when it has said 200
+        raise OllamaError(f"{url}: {answer!r:.200}")
+    return answer[field]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..harness.markdown import markdown
 from ..pictures import MissingMatplotlib
 from .gallery import MAX_SETTINGS, draw, pictured, timed_kernels
-from .page import render
-from .records import PLAIN, by_setting, fastest, label_of, method_of, newest_steps, preset_curves
-from .tables import best_table, cell_table, kernel_table, provenance_table, throughput_table
+from .records import PLAIN, by_setting, distinct, fastest, label_of, method_of, newest_steps, preset_curves
+from .tables import LEGEND, cell_table
 
-PAGE, FIGURES = "report.html", "figures"
-
-
-_INTRODUCTION = (
-    "Speculative decoding drafts several tokens cheaply and lets the target model check them all in one step; plain "
-    "decoding takes one step for each token. A speed-up of 2× means twice the tokens per second of plain decoding."
-)
+PAGE, FIGURES = "report.md", "figures"
+_INTRODUCTION = """\
+Speculative decoding drafts several tokens cheaply and lets the target model check them all in one step; plain decoding
+takes one step for each token. A speed-up of 2× means twice the tokens per second of plain decoding."""
+_OF_THE_FASTEST = (
+    "pair", "domain", "batch", "temperature", "method", "K", "tokens/s", "speed-up", "tokens a step", "prompts",
+    "machine",
+)  # fmt: skip
 
 
 class Written(NamedTuple):
@@ -38,7 +39,7 @@ def write_page(
     steps: Sequence[Mapping[str, Any]] = (),
     kernels: Sequence[Mapping[str, Any]] = (),
 ) -> Written:
-    """`report.html` and `figures/` in the folder; arguments as in `gallery.draw`. Without matplotlib: no pictures."""
+    """`report.md` and `figures/` in the folder; arguments as in `gallery.draw`. Without matplotlib: no pictures."""
     pictures, reason = [], ""
     try:
         pictures = draw(folder / FIGURES, cells, steps, kernels)
@@ -46,21 +47,34 @@ def write_page(
             reason = "There are no pictures: nothing was measured that one could show."
     except MissingMatplotlib as error:
         reason = f"There are no pictures: {error}"
-    timed = timed_kernels(kernels)
     curves = preset_curves(steps)
-    shown = [line for line in newest_steps(steps) if line["shape"] in curves]
-    sources = [*cells, *shown, *timed]
-    tables = [best_table(cells), *(throughput_table(shape, of_shape) for shape, of_shape in curves.items())]
-    tables += [cell_table(cells), kernel_table(timed), provenance_table(sources)]
+    sources = [*cells, *(line for line in newest_steps(steps) if line["shape"] in curves), *timed_kernels(kernels)]
     machines = dict.fromkeys(str(line["gpu"]) for line in sources if line.get("gpu"))
-    counts = {"experiment cell": len(cells), "engine measurement": len(shown), "kernel timing": len(timed)}
-    about = ", ".join(f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items() if count)
-    title = f"Speculative decoding on {', '.join(machines) or 'an unknown machine'}"
-    page = folder / PAGE
+    title = f"# Speculative decoding on {', '.join(machines) or 'an unknown machine'}"
+    parts = [title, _INTRODUCTION, *_notes(cells, sources, bool(pictures)), reason]
+    for picture in pictures:
+        parts += [f"## {picture.title}", f"{picture.what}. {picture.caption}"]
+        parts += [f"![{picture.title}]({FIGURES}/{picture.name}.svg)"]
+    if best := _fastest_cells(cells):
+        shared, table = cell_table(best, _OF_THE_FASTEST)
+        parts += ["## Fastest method for each domain", shared, markdown(table)]
+    if cells:
+        shared, table = cell_table(cells)
+        about = "Each row is one configuration: all prompts of its domain, all runs."
+        parts += ["## Every experiment cell", f"{about} {shared}", LEGEND, markdown(table)]
     folder.mkdir(parents=True, exist_ok=True)
-    notes = [_INTRODUCTION, *_notes(cells, sources, bool(pictures)), *filter(None, [reason])]
-    page.write_text(render(title, about, tables, pictures, notes), encoding="utf-8")
+    page = folder / PAGE
+    page.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
     return Written(page, folder / FIGURES if pictures else None, reason)
+
+
+def _fastest_cells(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each pair, setting and domain."""
+    found = []
+    for group in by_setting(cells).values():
+        for domain in distinct(group, "prompt_domain"):
+            found.append(fastest(cell for cell in group if cell["config"]["prompt_domain"] == domain))
+    return list(filter(None, found))
 
 
 def _notes(cells: Sequence[dict[str, Any]], sources: Sequence[Mapping[str, Any]], has_pictures: bool) -> list[str]:
@@ -71,7 +85,7 @@ def _notes(cells: Sequence[dict[str, Any]], sources: Sequence[Mapping[str, Any]]
     if best is not None:
         domain = best["config"]["prompt_domain"]
         notes.append(f"Fastest of all: {label_of(best)} on {domain}, {best['speedup']:.2f}× over plain decoding.")
-    greedy = [cell for cell in cells if method_of(cell) != PLAIN and cell["config"]["temperature"] == 0]
+    greedy = [cell for cell in drafted if cell["config"]["temperature"] == 0]
     parted = [cell for cell in greedy if cell.get("identical", 1.0) != 1.0]
     if greedy:
         all_same = f"All {len(greedy)} greedy cells give exactly the text of plain decoding, token for token."
@@ -79,7 +93,7 @@ def _notes(cells: Sequence[dict[str, Any]], sources: Sequence[Mapping[str, Any]]
         notes.append(some_differ if parted else all_same)
     dirty = sum(str(line.get("commit")).endswith("-dirty") for line in sources)
     if dirty:
-        notes.append(f"{dirty} of these numbers were measured with uncommitted changes (“-dirty” behind the commit).")
+        notes.append(f"{dirty} of these numbers were measured with uncommitted changes (“-dirty” after the commit).")
     count, drawn = len(by_setting(cells)), len(pictured(cells))
     if has_pictures and count > drawn == MAX_SETTINGS:
         notes.append(f"Pictures show {drawn} of {count} settings, those with the most cells; the tables show all.")

@@ -84,14 +84,3 @@ def test_what_accepted_tokens_are_worth(monkeypatch):
     table = load.worth_table(times, accepted).splitlines()
     assert table[0] == "| requests | 1/3/4 | 8/5/64, 16 rows |"
     assert table[-2:] == ["| 1 | 2.00 | 2.50 |", "| 64 | 1.75 | 1.00 |"]
-
-
-def test_pictures(steps):
-    pytest.importorskip("matplotlib")
-    (axes,) = load.step_picture(steps).axes
-    lines = {each.get_label(): each.get_xydata().tolist() for each in axes.get_lines()}
-    assert lines["chain 3"] == [[4, 7.0], [256, 16.0]]
-    (axes,) = load.even_picture(steps).axes
-    assert axes.get_lines()[1].get_xydata().tolist() == [[1, 7 / 5], [64, 2.0]]
-    (axes,) = load.choice_picture(steps).axes
-    assert axes.get_lines()[0].get_xydata().tolist() == [[1, 64], [64, 2]]

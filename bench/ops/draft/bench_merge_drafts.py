@@ -1,13 +1,17 @@
 """merge_drafts: a model's small trie and a longer one from retrieval."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.run import main
+from bench.harness import grid
+
+CASES = [
+    {"num_drafts": num_drafts, "num_others": num_others, "batch_size": batch_size}
+    for num_drafts, num_others in ((3, 4), (12, 20), (31, 32))
+    for batch_size in (1, 32, 256)
+]
+SMALL_CASES = grid(batch_size=2, num_drafts=4, num_others=6)
+
+name = "M={num_drafts} M2={num_others} B={batch_size}".format
 
 
 def make(device, batch_size, num_drafts, num_others):
@@ -66,21 +70,3 @@ def prepare_torch(values):
         return {"tokens": kept_tokens, "parents": kept_parents, "num_drafts": num_kept[:, 0]}
 
     return run
-
-
-def _case(batch_size, num_drafts, num_others):
-    sizes = {"batch_size": batch_size, "num_drafts": num_drafts, "num_others": num_others}
-    return Case(f"M={num_drafts} M2={num_others} B={batch_size}", sizes)
-
-
-BENCHMARK = Benchmark(
-    path="draft.merge_drafts",
-    cases=[_case(b, m, m2) for m, m2 in ((3, 4), (12, 20), (31, 32)) for b in (1, 32, 256)],
-    small_cases=[_case(2, 4, 6)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

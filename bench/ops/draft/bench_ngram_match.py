@@ -1,22 +1,32 @@
 """ngram_match over batch sizes and lengths: chains, trees, and chains under a budget of the batch."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case, Floor, Unavailable
-from bench.run import main
+from bench.harness import Floor, Unavailable, grid
 
 VOCABULARY = 32000
 NGRAM = 4
 # of eight rows, so that most end in something that they hold already
 PLANTED = 6
 
+KINDS = ["chain", "tree"]
+CASES = [
+    *grid(kind=KINDS, shape=[(1, 1024), (1, 131072), (32, 8192), (256, 8192), (256, 131072)]),
+    {"kind": "budget", "shape": (256, 8192)},
+]
+SMALL_CASES = grid(shape=(8, 1024), kind=[*KINDS, "budget"])
+HEADLINES = [f"B=256 L=128k {kind}" for kind in KINDS]
+# the goal: at most 1.3 of reading the histories once, and 5 us
+FLOOR = Floor("read", 5.0)
 
-def make(device, batch_size, length, kind):
+
+def name(shape, kind):
+    return f"B={shape[0]} L={shape[1] // 1024}k {kind}"
+
+
+def make(device, shape, kind):
     """Zipf-distributed tokens; three of four rows also hold their last tokens once before, somewhere."""
+    batch_size, length = shape
     weight = 1.0 / torch.arange(1, VOCABULARY + 1, dtype=torch.float64)
     shares = (weight.cumsum(0) / weight.sum()).float().to(device)
     token_ids = torch.empty(batch_size, length, dtype=torch.int32, device=device)
@@ -35,8 +45,8 @@ def make(device, batch_size, length, kind):
     return {"token_ids": token_ids, "seq_lens": seq_lens, "max_ngram_size": NGRAM} | sizes
 
 
-def count_bytes(batch_size, length, kind):
-    return 4 * batch_size * length
+def count_bytes(shape, kind):
+    return 4 * shape[0] * shape[1]
 
 
 def prepare_torch(values):
@@ -75,29 +85,3 @@ def prepare_torch(values):
         }
 
     return run
-
-
-def _case(batch_size, length, kind):
-    sizes = {"batch_size": batch_size, "length": length, "kind": kind}
-    is_headline = (batch_size, length) == (256, 131072) and kind != "budget"
-    return Case(f"B={batch_size} L={length // 1024}k {kind}", sizes, is_headline=is_headline)
-
-
-SIZES = ((1, 1024), (1, 131072), (32, 8192), (256, 8192), (256, 131072))
-
-BENCHMARK = Benchmark(
-    path="draft.ngram_match",
-    cases=[
-        *(_case(batch_size, length, kind) for kind in ("chain", "tree") for batch_size, length in SIZES),
-        _case(256, 8192, "budget"),
-    ],
-    small_cases=[_case(8, 1024, kind) for kind in ("chain", "tree", "budget")],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    # the goal: at most 1.3 of reading the histories once, and 5 us
-    floor=Floor("read", 5.0),
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

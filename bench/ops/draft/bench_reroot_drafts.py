@@ -1,13 +1,17 @@
 """reroot_drafts over sizes of tries and batches."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.run import main
+from bench.harness import grid
+
+CASES = [
+    {"num_drafts": num_drafts, "num_kept": num_kept, "batch_size": batch_size}
+    for num_drafts, num_kept in ((63, 31), (255, 63), (1023, 63))
+    for batch_size in (1, 32, 256)
+]
+SMALL_CASES = grid(batch_size=2, num_drafts=31, num_kept=8)
+
+name = "M={num_drafts} K={num_kept} B={batch_size}".format
 
 
 def make(device, batch_size, num_drafts, num_kept):
@@ -59,21 +63,3 @@ def prepare_torch(values):
         return outputs
 
     return run
-
-
-def _case(batch_size, num_drafts, num_kept):
-    sizes = {"batch_size": batch_size, "num_drafts": num_drafts, "num_kept": num_kept}
-    return Case(f"M={num_drafts} K={num_kept} B={batch_size}", sizes)
-
-
-BENCHMARK = Benchmark(
-    path="draft.reroot_drafts",
-    cases=[_case(b, m, k) for m, k in ((63, 31), (255, 63), (1023, 63)) for b in (1, 32, 256)],
-    small_cases=[_case(2, 31, 8)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

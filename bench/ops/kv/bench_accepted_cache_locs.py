@@ -1,17 +1,18 @@
 """accepted_cache_locs after four accepted drafts of trees of 64 nodes, with pages of 1 and of 16."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.run import main
+from bench.harness import grid
 
 NUM_NODES = 64
 # the accepted path, root first, and a depth that it did not reach
 PATH = (0, 3, 9, 20, 40, -1)
+
+CASES = grid(page_size=[1, 16], batch_size=[1, 8, 32, 128])
+SMALL_CASES = grid(batch_size=2, page_size=[1, 16])
+HEADLINES = ["B=8 P=16"]
+
+name = "B={batch_size} P={page_size}".format
 
 
 def make(device, batch_size, page_size):
@@ -56,21 +57,3 @@ def prepare_torch(values):
         }
 
     return run
-
-
-def _case(batch_size, page_size):
-    is_headline = (batch_size, page_size) == (8, 16)
-    return Case(f"B={batch_size} P={page_size}", {"batch_size": batch_size, "page_size": page_size}, True, is_headline)
-
-
-BENCHMARK = Benchmark(
-    path="kv.accepted_cache_locs",
-    cases=[_case(batch_size, page_size) for page_size in (1, 16) for batch_size in (1, 8, 32, 128)],
-    small_cases=[_case(2, 1), _case(2, 16)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

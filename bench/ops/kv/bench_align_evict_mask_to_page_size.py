@@ -1,13 +1,14 @@
 """align_evict_mask_to_page_size for chains of eight drafts, half of them accepted."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.run import main
+from bench.harness import grid
+
+CASES = grid(batch_size=[1, 8, 32, 128], num_drafts=8, page_size=16)
+SMALL_CASES = grid(batch_size=3, num_drafts=8, page_size=4)
+HEADLINES = ["B=8 N=8 P=16"]
+
+name = "B={batch_size} N={num_drafts} P={page_size}".format
 
 
 def make(device, batch_size, num_drafts, page_size):
@@ -33,21 +34,3 @@ def prepare_torch(values):
         mask.logical_and_((values["seq_lens"][:, None] + place) // page_size != last_page[:, None])
 
     return run
-
-
-def _case(batch_size, num_drafts=8, page_size=16):
-    sizes = {"batch_size": batch_size, "num_drafts": num_drafts, "page_size": page_size}
-    return Case(f"B={batch_size} N={num_drafts} P={page_size}", sizes, is_headline=batch_size == 8)
-
-
-BENCHMARK = Benchmark(
-    path="kv.align_evict_mask_to_page_size",
-    cases=[_case(batch_size) for batch_size in (1, 8, 32, 128)],
-    small_cases=[_case(3, page_size=4)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

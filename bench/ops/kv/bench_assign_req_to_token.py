@@ -1,13 +1,17 @@
 """assign_req_to_token for what a verification accepted, and for a prompt."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.run import main
+from bench.harness import grid
+
+CASES = [
+    *grid(batch_size=[1, 8, 32, 128], num_tokens=5, prefix=8192),
+    *grid(batch_size=[1, 8], num_tokens=8192, prefix=0),
+]
+SMALL_CASES = grid(batch_size=3, num_tokens=5, prefix=20)
+HEADLINES = ["B=8 5 tokens behind 8192"]
+
+name = "B={batch_size} {num_tokens} tokens behind {prefix}".format
 
 
 def make(device, batch_size, prefix, num_tokens):
@@ -39,25 +43,3 @@ def prepare_torch(values):
         table[values["req_pool_indices"][owner], column] = slots.to(table.dtype)
 
     return run
-
-
-def _case(batch_size, prefix, num_tokens):
-    sizes = {"batch_size": batch_size, "prefix": prefix, "num_tokens": num_tokens}
-    is_headline = (batch_size, num_tokens) == (8, 5)
-    return Case(f"B={batch_size} {num_tokens} tokens behind {prefix}", sizes, is_headline=is_headline)
-
-
-BENCHMARK = Benchmark(
-    path="kv.assign_req_to_token",
-    cases=[
-        *(_case(batch_size, 8192, 5) for batch_size in (1, 8, 32, 128)),
-        *(_case(batch_size, 0, 8192) for batch_size in (1, 8)),
-    ],
-    small_cases=[_case(3, 20, 5)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

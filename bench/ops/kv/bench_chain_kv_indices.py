@@ -1,13 +1,21 @@
 """chain_kv_indices for the root and its one draft, and for chains of four."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.run import main
+from bench.harness import grid
+
+CASES = grid(length=[1024, 8192], num_tokens=[2, 4], batch_size=[1, 8, 32])
+SMALL_CASES = [
+    {"batch_size": 3, "length": 20, "num_tokens": 2},
+    {"batch_size": 2, "length": 9, "num_tokens": 4},
+]
+HEADLINES = ["B=8 L=1024 N=2"]
+
+name = "B={batch_size} L={length} N={num_tokens}".format
+
+
+def is_checked(batch_size, length, num_tokens):
+    return batch_size * length <= 65536  # the reference makes Python lists
 
 
 def make(device, batch_size, length, num_tokens):
@@ -47,28 +55,3 @@ def prepare_torch(values):
         return {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
 
     return run
-
-
-def _case(batch_size, length, num_tokens):
-    sizes = {"batch_size": batch_size, "length": length, "num_tokens": num_tokens}
-    is_headline = (batch_size, length, num_tokens) == (8, 1024, 2)
-    # the reference makes Python lists
-    return Case(f"B={batch_size} L={length} N={num_tokens}", sizes, batch_size * length <= 65536, is_headline)
-
-
-BENCHMARK = Benchmark(
-    path="kv.chain_kv_indices",
-    cases=[
-        _case(batch_size, length, num_tokens)
-        for length in (1024, 8192)
-        for num_tokens in (2, 4)
-        for batch_size in (1, 8, 32)
-    ],
-    small_cases=[_case(3, 20, 2), _case(2, 9, 4)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

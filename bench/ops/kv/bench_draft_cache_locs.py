@@ -1,18 +1,20 @@
 """draft_cache_locs for five steps of eight branches, each on pages of its own but where pages hold one token."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.peers import sglang_triton
-from bench.run import main
 
 TOPK = 8
 NUM_STEPS = 5
 PREFIX = 8192
+
+CASES = grid(page_size=[1, 16, 64], batch_size=[1, 8, 32])
+SMALL_CASES = grid(batch_size=2, page_size=[1, 4])
+HEADLINES = ["B=8 P=16"]
+PEERS = {"sglang_triton": sglang_triton.draft_cache_locs}
+
+name = "B={batch_size} P={page_size}".format
 
 
 def make(device, batch_size, page_size):
@@ -62,22 +64,3 @@ def prepare_torch(values):
         return outputs
 
     return run
-
-
-def _case(batch_size, page_size):
-    is_headline = (batch_size, page_size) == (8, 16)
-    return Case(f"B={batch_size} P={page_size}", {"batch_size": batch_size, "page_size": page_size}, True, is_headline)
-
-
-BENCHMARK = Benchmark(
-    path="kv.draft_cache_locs",
-    cases=[_case(batch_size, page_size) for page_size in (1, 16, 64) for batch_size in (1, 8, 32)],
-    small_cases=[_case(2, 1), _case(2, 4)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"sglang_triton": sglang_triton.draft_cache_locs},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

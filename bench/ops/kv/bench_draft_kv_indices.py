@@ -1,17 +1,34 @@
 """draft_kv_indices for five steps of eight branches."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case, Unavailable
+from bench.harness import Unavailable, grid
 from bench.peers import sglang_triton
-from bench.run import main
 
 TOPK = 8
 NUM_STEPS = 5
+
+SINK = {"window_size": 1024, "sink_size": 4}
+MOVING = {"window_size": 1024, "window_counts_drafts": True}
+CASES = [
+    *grid(prefix=[1024, 8192], batch_size=[1, 8, 32]),
+    *(sizes | window for window in (SINK, MOVING) for sizes in grid(prefix=8192, batch_size=[1, 8, 32])),
+]
+SMALL_CASES = [
+    {"batch_size": 3, "prefix": 20} | window
+    for window in ({}, {"window_size": 6, "sink_size": 2}, {"window_size": 6, "window_counts_drafts": True})
+]
+HEADLINES = ["B=8 L=1024"]
+PEERS = {"sglang_triton": sglang_triton.draft_kv_indices}
+
+
+def name(batch_size, prefix, window_size=0, sink_size=0, window_counts_drafts=False):
+    kind = " of prefix and drafts" if window_counts_drafts else ""
+    return f"B={batch_size} L={prefix}" + (f" window {window_size}+{sink_size}{kind}" if window_size else "")
+
+
+def is_checked(batch_size, prefix, **window):
+    return batch_size * prefix <= 8192  # the reference makes Python lists
 
 
 def make(device, batch_size, prefix, **window):
@@ -70,35 +87,3 @@ def prepare_torch(values):
         return {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
 
     return run
-
-
-def _case(batch_size, prefix, **window):
-    name = f"B={batch_size} L={prefix}"
-    if window:
-        kind = " of prefix and drafts" if window.get("window_counts_drafts") else ""
-        name += f" window {window['window_size']}+{window.get('sink_size', 0)}{kind}"
-    # the reference makes Python lists
-    is_checked = batch_size * prefix <= 8192
-    is_headline = name == "B=8 L=1024"
-    return Case(name, {"batch_size": batch_size, "prefix": prefix} | window, is_checked, is_headline)
-
-
-SINK = {"window_size": 1024, "sink_size": 4}
-MOVING = {"window_size": 1024, "window_counts_drafts": True}
-
-BENCHMARK = Benchmark(
-    path="kv.draft_kv_indices",
-    cases=[
-        *(_case(batch_size, prefix) for prefix in (1024, 8192) for batch_size in (1, 8, 32)),
-        *(_case(batch_size, 8192, **window) for window in (SINK, MOVING) for batch_size in (1, 8, 32)),
-    ],
-    small_cases=[_case(3, 20), _case(3, 20, window_size=6, sink_size=2),
-                 _case(3, 20, window_size=6, window_counts_drafts=True)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"sglang_triton": sglang_triton.draft_kv_indices},
-)  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

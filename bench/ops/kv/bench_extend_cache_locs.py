@@ -1,19 +1,22 @@
 """extend_cache_locs for the nodes of a verification, N of each request, and for ranges given by their ends."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.peers import sglang_triton
-from bench.run import main
 
 PREFIX = 8192
 
+KINDS = ["uniform", "ragged"]
+CASES = grid(kind=KINDS, num_tokens=[8, 64], batch_size=[1, 8, 32, 128])
+SMALL_CASES = grid(batch_size=3, num_tokens=8, kind=KINDS)
+HEADLINES = ["B=8 64 tokens uniform"]
+PEERS = {"sglang_triton": sglang_triton.extend_cache_locs}
 
-def make(device, batch_size, num_tokens, is_uniform):
+name = "B={batch_size} {num_tokens} tokens {kind}".format
+
+
+def make(device, batch_size, num_tokens, kind):
     columns = PREFIX + num_tokens
     slots = torch.randperm(batch_size * columns, device=device).to(torch.int32)
     starts = torch.full((batch_size,), PREFIX, device=device)
@@ -22,12 +25,12 @@ def make(device, batch_size, num_tokens, is_uniform):
         "req_to_token": slots.view(batch_size, columns),
         "starts": starts,
     }
-    if is_uniform:
+    if kind == "uniform":
         return values | {"num_tokens": num_tokens}
     return values | {"ends": starts + num_tokens, "capacity": batch_size * num_tokens}
 
 
-def count_bytes(batch_size, num_tokens, is_uniform):
+def count_bytes(batch_size, num_tokens, kind):
     """Slots read as int32, slots and positions written as int64."""
     return batch_size * num_tokens * (4 + 8 + 8) + 4 * (batch_size + 1)
 
@@ -55,29 +58,3 @@ def prepare_torch(values):
         return {"cache_locs": table[rows[owner], positions].long(), "positions": positions}
 
     return run
-
-
-def _case(batch_size, num_tokens, is_uniform=True):
-    sizes = {"batch_size": batch_size, "num_tokens": num_tokens, "is_uniform": is_uniform}
-    is_headline = (batch_size, num_tokens, is_uniform) == (8, 64, True)
-    kind = "uniform" if is_uniform else "ragged"
-    return Case(f"B={batch_size} {num_tokens} tokens {kind}", sizes, is_headline=is_headline)
-
-
-BENCHMARK = Benchmark(
-    path="kv.extend_cache_locs",
-    cases=[
-        _case(batch_size, num_tokens, is_uniform)
-        for is_uniform in (True, False)
-        for num_tokens in (8, 64)
-        for batch_size in (1, 8, 32, 128)
-    ],
-    small_cases=[_case(3, 8), _case(3, 8, False)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"sglang_triton": sglang_triton.extend_cache_locs},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,13 +1,14 @@
 """find_slots for what a step of a tree writes, behind prefixes of 1024 tokens."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.run import main
+from bench.harness import grid
+
+CASES = grid(batch_size=[1, 8, 32, 128], count=64, page_size=16)
+SMALL_CASES = grid(batch_size=3, count=9, page_size=4)
+HEADLINES = ["B=8 N=64 P=16"]
+
+name = "B={batch_size} N={count} P={page_size}".format
 
 
 def make(device, batch_size, count, page_size):
@@ -40,21 +41,3 @@ def prepare_torch(values):
         return {"slots": slots, "positions": tokens.clamp(max=values["max_length"] - 1)}
 
     return run
-
-
-def _case(batch_size, count=64, page_size=16):
-    sizes = {"batch_size": batch_size, "count": count, "page_size": page_size}
-    return Case(f"B={batch_size} N={count} P={page_size}", sizes, is_headline=batch_size == 8)
-
-
-BENCHMARK = Benchmark(
-    path="kv.find_slots",
-    cases=[_case(batch_size) for batch_size in (1, 8, 32, 128)],
-    small_cases=[_case(3, count=9, page_size=4)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,13 +1,21 @@
 """kv_indices: slots of prefixes, and their pages."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.run import main
+from bench.harness import grid
+
+CASES = [
+    *grid(page_size=1, prefix=[1024, 8192], batch_size=[1, 8, 32]),
+    *grid(page_size=16, prefix=8192, batch_size=[1, 8, 32]),
+]
+SMALL_CASES = grid(batch_size=3, prefix=20, page_size=[1, 4])
+HEADLINES = ["B=8 L=1024 P=1"]
+
+name = "B={batch_size} L={prefix} P={page_size}".format
+
+
+def is_checked(batch_size, prefix, page_size):
+    return batch_size * prefix <= 65536  # the reference makes Python lists
 
 
 def make(device, batch_size, prefix, page_size):
@@ -45,26 +53,3 @@ def prepare_torch(values):
         return {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "last_page_len": last_page_len}
 
     return run
-
-
-def _case(batch_size, prefix, page_size=1):
-    sizes = {"batch_size": batch_size, "prefix": prefix, "page_size": page_size}
-    is_headline = (batch_size, prefix, page_size) == (8, 1024, 1)
-    # the reference makes Python lists
-    return Case(f"B={batch_size} L={prefix} P={page_size}", sizes, batch_size * prefix <= 65536, is_headline)
-
-
-BENCHMARK = Benchmark(
-    path="kv.kv_indices",
-    cases=[
-        *(_case(batch_size, prefix) for prefix in (1024, 8192) for batch_size in (1, 8, 32)),
-        *(_case(batch_size, 8192, 16) for batch_size in (1, 8, 32)),
-    ],
-    small_cases=[_case(3, 20), _case(3, 20, 4)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,19 +1,21 @@
 """move_accepted_kv in all layers of an 8B model: four accepted drafts, none of them in place already."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.harness.inputs import paged_cache
-from bench.run import main
 
 NUM_NODES = 64
 # the accepted path, root first
 PATH = (0, 3, 9, 20, 40)
 PAGE_SIZE = 16
+
+CASES = grid(batch_size=[1, 8, 32], layers=32, prefix=1024, num_heads=8, head_dim=128)
+SMALL_CASES = grid(batch_size=2, layers=2, prefix=20, num_heads=2, head_dim=16)
+
+
+def name(batch_size, layers, **others):
+    return f"B={batch_size} layers={layers}"
 
 
 def make(device, batch_size, layers, prefix, num_heads, head_dim):
@@ -45,21 +47,3 @@ def prepare_torch(values):
             cache[:, target_page, target % PAGE_SIZE] = cache[:, source_page, source % PAGE_SIZE]
 
     return run
-
-
-def _case(batch_size, layers=32, prefix=1024, num_heads=8, head_dim=128):
-    sizes = {"layers": layers, "prefix": prefix, "num_heads": num_heads, "head_dim": head_dim}
-    return Case(f"B={batch_size} layers={layers}", {"batch_size": batch_size} | sizes)
-
-
-BENCHMARK = Benchmark(
-    path="kv.move_accepted_kv",
-    cases=[_case(batch_size) for batch_size in (1, 8, 32)],
-    small_cases=[_case(2, layers=2, prefix=20, num_heads=2, head_dim=16)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

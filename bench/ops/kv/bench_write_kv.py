@@ -1,43 +1,47 @@
 """write_kv of one layer of an 8B model over tokens: with rotary embedding and without, into 16-bit and 8-bit caches."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.harness.inputs import half_dtype, rotary_tables
+from bench.harness import grid
+from bench.harness.inputs import HEADS, SMALL_HEADS, half_dtype, rotary_tables
 from bench.peers import sglang_ops
 from bench.peers.torch_compile import compiled
-from bench.run import main
 
 PAGE_SIZE = 16
 NUM_POSITIONS = 8192
 
+KINDS = ["rope", "rope fp8", "plain"]
+CASES = grid(kind=KINDS, num_tokens=[1, 8, 64, 512, 4096], heads=HEADS[0])
+SMALL_CASES = grid(num_tokens=3, kind=KINDS, heads=SMALL_HEADS)
 
-def make(device, num_tokens, kind, num_heads, num_kv_heads, head_dim):
+
+def name(num_tokens, kind, heads):
+    return f"T={num_tokens} {kind}"
+
+
+def make(device, num_tokens, kind, heads):
     """Parts of a fused projection, to tokens' slots anywhere in a pool of eight times their number."""
-    heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, device=device).to(half_dtype(device))
-    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    parts = (heads.query, heads.kv, heads.kv)
+    projected = torch.randn(num_tokens, sum(parts), heads.size, device=device).to(half_dtype(device))
+    query, key, value = projected.split(parts, dim=1)
     num_pages = max(8, 8 * num_tokens // PAGE_SIZE)
     slots = torch.randperm(num_pages * PAGE_SIZE, device=device)[:num_tokens]
-    caches = torch.randn(2, num_pages, PAGE_SIZE, num_kv_heads, head_dim, device=device)
-    caches = caches.to(torch.float8_e4m3fn if kind == "rope fp8" else heads.dtype)
+    caches = torch.randn(2, num_pages, PAGE_SIZE, heads.kv, heads.size, device=device)
+    caches = caches.to(torch.float8_e4m3fn if kind == "rope fp8" else projected.dtype)
     values = {"key": key, "value": value, "k_cache": caches[0], "v_cache": caches[1], "slots": slots}
     if kind != "plain":
         values |= {"query": query, "positions": torch.randint(NUM_POSITIONS, (num_tokens,), device=device)}
-        values |= rotary_tables(device, NUM_POSITIONS, head_dim)
+        values |= rotary_tables(device, NUM_POSITIONS, heads.size)
     if kind == "rope fp8":
         values |= {name: torch.full((1,), 0.02, device=device) for name in ("k_scale", "v_scale")}
     return values
 
 
-def count_bytes(num_tokens, kind, num_heads, num_kv_heads, head_dim):
+def count_bytes(num_tokens, kind, heads):
     """Keys and values read and written and the slot; with rope queries likewise, the position and a row of tables."""
-    num_bytes = 2 * num_kv_heads * head_dim * (2 + (1 if kind == "rope fp8" else 2)) + 8
+    num_bytes = 2 * heads.kv * heads.size * (2 + (1 if kind == "rope fp8" else 2)) + 8
     if kind != "plain":
-        num_bytes += 2 * 2 * num_heads * head_dim + 2 * head_dim + 8
+        num_bytes += 2 * 2 * heads.query * heads.size + 2 * heads.size + 8
     return num_tokens * num_bytes
 
 
@@ -70,24 +74,8 @@ def prepare_torch(values):
     return run
 
 
-def _case(num_tokens, kind, num_heads=32, num_kv_heads=8, head_dim=128):
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    return Case(f"T={num_tokens} {kind}", {"num_tokens": num_tokens, "kind": kind} | sizes)
-
-
-BENCHMARK = Benchmark(
-    path="kv.write_kv",
-    cases=[_case(tokens, kind) for kind in ("rope", "rope fp8", "plain") for tokens in (1, 8, 64, 512, 4096)],
-    small_cases=[_case(3, kind, num_heads=4, num_kv_heads=2, head_dim=32) for kind in ("rope", "rope fp8", "plain")],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={
-        "torch_compile": compiled(prepare_torch),
-        "sglang": sglang_ops.write_kv,
-        "sglang_apart": sglang_ops.write_kv_apart,
-    },
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))
+PEERS = {
+    "torch_compile": compiled(prepare_torch),
+    "sglang": sglang_ops.write_kv,
+    "sglang_apart": sglang_ops.write_kv_apart,
+}

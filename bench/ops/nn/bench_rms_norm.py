@@ -1,16 +1,24 @@
 """rms_norm over rows and hidden sizes, with the residual's addition and without."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.harness.inputs import half_dtype
 from bench.peers import sglang_ops
 from bench.peers.torch_compile import compiled
-from bench.run import main
+
+CASES = [
+    *grid(hidden_size=4096, has_residual=[True, False], num_tokens=[1, 8, 64, 512, 4096]),
+    *grid(hidden_size=[5120, 8192], has_residual=True, num_tokens=[1, 64, 4096]),
+]
+SMALL_CASES = [
+    {"num_tokens": 3, "hidden_size": 96, "has_residual": True},
+    {"num_tokens": 3, "hidden_size": 97, "has_residual": False},
+]
+
+
+def name(num_tokens, hidden_size, has_residual):
+    return f"T={num_tokens} H={hidden_size}" + (" residual" if has_residual else "")
 
 
 def make(device, num_tokens, hidden_size, has_residual):
@@ -37,24 +45,4 @@ def prepare_torch(values):
     return run
 
 
-def _case(num_tokens, hidden_size, has_residual):
-    name = f"T={num_tokens} H={hidden_size}" + (" residual" if has_residual else "")
-    sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "has_residual": has_residual}
-    return Case(name, sizes)
-
-
-BENCHMARK = Benchmark(
-    path="nn.rms_norm",
-    cases=[
-        *(_case(tokens, 4096, residual) for residual in (True, False) for tokens in (1, 8, 64, 512, 4096)),
-        *(_case(tokens, size, True) for size in (5120, 8192) for tokens in (1, 64, 4096)),
-    ],
-    small_cases=[_case(3, 96, True), _case(3, 97, False)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"torch_compile": compiled(prepare_torch), "sglang": sglang_ops.rms_norm},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))
+PEERS = {"torch_compile": compiled(prepare_torch), "sglang": sglang_ops.rms_norm}

@@ -1,32 +1,40 @@
 """rope of the heads of an 8B model, parts of a fused projection, over tokens."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.harness.inputs import half_dtype, rotary_tables
+from bench.harness import grid
+from bench.harness.inputs import HEADS, SMALL_HEADS, half_dtype, rotary_tables
 from bench.peers import sglang_ops
 from bench.peers.torch_compile import compiled
-from bench.run import main
 
 NUM_POSITIONS = 8192
 
+CASES = [
+    *grid(num_tokens=[1, 8, 64, 512, 4096], is_interleaved=False, heads=HEADS[0]),
+    *grid(num_tokens=[1, 64, 4096], is_interleaved=True, heads=HEADS[0]),
+]
+SMALL_CASES = grid(num_tokens=3, is_interleaved=[False, True], heads=SMALL_HEADS)
 
-def make(device, num_tokens, num_heads, num_kv_heads, head_dim, is_interleaved):
-    heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, device=device).to(half_dtype(device))
-    return rotary_tables(device, NUM_POSITIONS, head_dim) | {
-        "query": heads[:, :num_heads],
-        "key": heads[:, num_heads : num_heads + num_kv_heads],
+
+def name(num_tokens, is_interleaved, heads):
+    return f"T={num_tokens}" + (" interleaved" if is_interleaved else "")
+
+
+def make(device, num_tokens, is_interleaved, heads):
+    parts = (heads.query, heads.kv, heads.kv)
+    query, key, _ = (
+        torch.randn(num_tokens, sum(parts), heads.size, device=device).to(half_dtype(device)).split(parts, 1)
+    )
+    return rotary_tables(device, NUM_POSITIONS, heads.size) | {
+        "query": query,
+        "key": key,
         "positions": torch.randint(NUM_POSITIONS, (num_tokens,), device=device),
         "is_interleaved": is_interleaved,
     }
 
 
-def count_bytes(num_tokens, num_heads, num_kv_heads, head_dim, is_interleaved):
-    return num_tokens * (2 * 2 * (num_heads + num_kv_heads) * head_dim + 2 * head_dim + 8)
+def count_bytes(num_tokens, is_interleaved, heads):
+    return num_tokens * (2 * 2 * (heads.query + heads.kv) * heads.size + 2 * heads.size + 8)
 
 
 def prepare_torch(values):
@@ -49,21 +57,4 @@ def prepare_torch(values):
     return run
 
 
-def _case(num_tokens, is_interleaved=False, num_heads=32, num_kv_heads=8, head_dim=128):
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    sizes |= {"num_tokens": num_tokens, "is_interleaved": is_interleaved}
-    return Case(f"T={num_tokens}" + (" interleaved" if is_interleaved else ""), sizes)
-
-
-BENCHMARK = Benchmark(
-    path="nn.rope",
-    cases=[*(_case(tokens) for tokens in (1, 8, 64, 512, 4096)), *(_case(tokens, True) for tokens in (1, 64, 4096))],
-    small_cases=[_case(3, flag, num_heads=4, num_kv_heads=2, head_dim=32) for flag in (False, True)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"torch_compile": compiled(prepare_torch), "sglang": sglang_ops.rope},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))
+PEERS = {"torch_compile": compiled(prepare_torch), "sglang": sglang_ops.rope}

@@ -1,16 +1,24 @@
 """silu_and_mul between the matrix products of an 8B model's MLP, packed and apart, over tokens."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.harness.inputs import half_dtype
 from bench.peers import sglang_ops
 from bench.peers.torch_compile import compiled
-from bench.run import main
+
+CASES = [
+    *grid(is_packed=True, num_tokens=[1, 8, 64, 512, 4096], num_columns=14336),
+    *grid(is_packed=False, num_tokens=[1, 64], num_columns=14336),
+]
+SMALL_CASES = [
+    {"num_tokens": 3, "num_columns": 70, "is_packed": True},
+    {"num_tokens": 3, "num_columns": 64, "is_packed": False},
+]
+
+
+def name(num_tokens, num_columns, is_packed):
+    return f"T={num_tokens} I={num_columns}" + ("" if is_packed else " apart")
 
 
 def make(device, num_tokens, num_columns, is_packed):
@@ -31,20 +39,4 @@ def prepare_torch(values):
     return lambda: torch.nn.functional.silu(gate) * up
 
 
-def _case(num_tokens, is_packed=True, num_columns=14336):
-    sizes = {"num_tokens": num_tokens, "num_columns": num_columns, "is_packed": is_packed}
-    return Case(f"T={num_tokens} I={num_columns}" + ("" if is_packed else " apart"), sizes)
-
-
-BENCHMARK = Benchmark(
-    path="nn.silu_and_mul",
-    cases=[*(_case(tokens) for tokens in (1, 8, 64, 512, 4096)), *(_case(tokens, False) for tokens in (1, 64))],
-    small_cases=[_case(3, num_columns=70), _case(3, False, num_columns=64)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"torch_compile": compiled(prepare_torch), "sglang": sglang_ops.silu_and_mul},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))
+PEERS = {"torch_compile": compiled(prepare_torch), "sglang": sglang_ops.silu_and_mul}

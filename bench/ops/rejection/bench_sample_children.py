@@ -1,17 +1,35 @@
 """sample_children for one level of a tree, a row for every beam; the order of the best tokens is all but decided."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.harness.inputs import LARGE_VOCABULARY, ODD_BATCH, VOCABULARY, of_vocabulary
-from bench.run import main
+
+# of a level: the root alone, and all beams
+_ROWS = {topk: sorted({batch_size * beams for batch_size in (1, 8, 32) for beams in (1, topk)}) for topk in (4, 8)}
+
+KINDS = ["without", "with"]
+CASES = [
+    *(
+        {"rows": rows, "num_children": topk, "replacement": kind, "vocab_size": VOCABULARY}
+        for kind in KINDS
+        for topk in _ROWS
+        for rows in _ROWS[topk]
+    ),
+    *grid(rows=4 * ODD_BATCH, num_children=4, replacement=KINDS, vocab_size=LARGE_VOCABULARY),
+]
+SMALL_CASES = grid(rows=3, num_children=4, replacement=KINDS, vocab_size=300)
 
 
-def make(device, rows, num_children, vocab_size, replacement):
+def name(rows, num_children, replacement, vocab_size):
+    return f"rows={rows} K={num_children} {replacement} replacement{of_vocabulary(vocab_size)}"
+
+
+def is_checked(rows, **others):
+    return rows <= 64
+
+
+def make(device, rows, num_children, replacement, vocab_size):
     logits = torch.empty(rows, vocab_size, dtype=torch.bfloat16, device=device).normal_()
     # draws of different generators differ: only a decided outcome can be compared; no provider is faster for it
     winners = torch.argsort(torch.rand(rows, vocab_size, device=device), dim=1)[:, :num_children]
@@ -23,11 +41,11 @@ def make(device, rows, num_children, vocab_size, replacement):
         "temperature": torch.ones(rows, device=device),
         "nodes": torch.arange(rows, device=device),
         "num_children": num_children,
-        "replacement": replacement,
+        "replacement": replacement == "with",
     }
 
 
-def count_bytes(rows, num_children, vocab_size, replacement):
+def count_bytes(rows, num_children, replacement, vocab_size):
     return rows * vocab_size * 2
 
 
@@ -45,33 +63,3 @@ def prepare_torch(values):
         return {"tokens": tokens, "logprobs": logprobs.gather(1, tokens)}
 
     return run
-
-
-def _case(rows, num_children, replacement=False, vocab_size=VOCABULARY):
-    kind = "with" if replacement else "without"
-    sizes = {"rows": rows, "num_children": num_children, "vocab_size": vocab_size, "replacement": replacement}
-    return Case(
-        f"rows={rows} K={num_children} {kind} replacement{of_vocabulary(vocab_size)}", sizes, is_checked=rows <= 64
-    )
-
-
-BENCHMARK = Benchmark(
-    path="rejection.sample_children",
-    cases=[
-        *(
-            _case(rows, topk, replacement)
-            for replacement in (False, True)
-            for topk in (4, 8)
-            # the root alone, and all beams of a level
-            for rows in sorted({batch_size * beams for batch_size in (1, 8, 32) for beams in (1, topk)})
-        ),
-        *(_case(4 * ODD_BATCH, 4, replacement, LARGE_VOCABULARY) for replacement in (False, True)),
-    ],
-    small_cases=[_case(3, 4, replacement, vocab_size=300) for replacement in (False, True)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,14 +1,24 @@
 """verify_chain by both methods, from logits: half of the requests accept all drafts, the others the first ones."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.harness.inputs import LARGE_VOCABULARY, ODD_BATCH, VOCABULARY, decisive_logits, of_vocabulary
-from bench.run import main
+
+METHODS = ["standard", "block"]
+CASES = [
+    *grid(method=METHODS, batch_size=[1, 8, 32], num_tokens=6, vocab_size=VOCABULARY),
+    *grid(method=METHODS, batch_size=ODD_BATCH, num_tokens=6, vocab_size=LARGE_VOCABULARY),
+]
+SMALL_CASES = grid(batch_size=4, method=METHODS, num_tokens=4, vocab_size=300)
+
+
+def name(batch_size, method, num_tokens, vocab_size):
+    return f"T={num_tokens} B={batch_size} {method}{of_vocabulary(vocab_size)}"
+
+
+def is_checked(batch_size, **others):
+    return batch_size <= 8
 
 
 def make(device, batch_size, num_tokens, vocab_size, method):
@@ -78,24 +88,3 @@ def prepare_torch(values):
         }
 
     return once
-
-
-def _case(batch_size, method, num_tokens=6, vocab_size=VOCABULARY):
-    sizes = {"batch_size": batch_size, "num_tokens": num_tokens, "vocab_size": vocab_size, "method": method}
-    return Case(f"T={num_tokens} B={batch_size} {method}{of_vocabulary(vocab_size)}", sizes, is_checked=batch_size <= 8)
-
-
-BENCHMARK = Benchmark(
-    path="rejection.verify_chain",
-    cases=[
-        *(_case(batch_size, method) for method in ("standard", "block") for batch_size in (1, 8, 32)),
-        *(_case(ODD_BATCH, method, vocab_size=LARGE_VOCABULARY) for method in ("standard", "block")),
-    ],
-    small_cases=[_case(4, method, num_tokens=4, vocab_size=300) for method in ("standard", "block")],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,26 +1,41 @@
 """verify_tree_rejection; the target is all but decided, on a deepest path or on tokens that no child carries."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.harness.inputs import (
     LARGE_VOCABULARY,
     ODD_BATCH,
+    TREES,
     VOCABULARY,
     accepted_tree,
     decisive_logits,
     of_vocabulary,
     parents,
 )
-from bench.run import main
+
+CASES = [
+    *grid(replacement=[False, True], is_accepted=[True, False], tree=TREES[:2], batch_size=[1, 8, 32],
+          vocab_size=VOCABULARY),
+    *grid(batch_size=ODD_BATCH, tree=TREES[0], is_accepted=[True, False], replacement=False,
+          vocab_size=LARGE_VOCABULARY),
+]  # fmt: skip
+SMALL_CASES = grid(
+    batch_size=2, tree=TREES[0], is_accepted=[True, False], replacement=[False, True], vocab_size=300
+)  # fmt: skip
 
 
-def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, is_accepted, replacement):
-    values = accepted_tree(device, batch_size, topk, spec_steps, num_nodes, vocab_size)
+def name(batch_size, tree, is_accepted, replacement, vocab_size):
+    kind = ("full depth" if is_accepted else "none accepted") + (", with replacement" if replacement else "")
+    return f"{tree} B={batch_size} {kind}{of_vocabulary(vocab_size)}"
+
+
+def is_checked(batch_size, tree, **others):
+    return batch_size * tree.num_nodes <= 64  # the reference reads every row
+
+
+def make(device, batch_size, tree, is_accepted, replacement, vocab_size):
+    values = accepted_tree(device, batch_size, tree, vocab_size)
     winners = values.pop("target_predict").flatten()
     if not is_accepted:
         winners = torch.randint(vocab_size, (len(winners),), device=device)
@@ -28,12 +43,12 @@ def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, is_accepte
     values["draft_logits"] = torch.empty_like(values["target_logits"]).normal_()
     values["seeds"] = torch.randint(2**60, (batch_size,), device=device)
     values["temperature"] = torch.ones(batch_size, device=device)
-    return values | {"spec_steps": spec_steps, "replacement": replacement}
+    return values | {"spec_steps": tree.spec_steps, "replacement": replacement}
 
 
-def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size, is_accepted, replacement):
+def count_bytes(batch_size, tree, is_accepted, replacement, vocab_size):
     """One read of the target's visited rows, and of the draft's where they have children."""
-    visited = spec_steps + 1 if is_accepted else 1
+    visited = tree.spec_steps + 1 if is_accepted else 1
     return batch_size * (2 * visited - is_accepted) * vocab_size * 2
 
 
@@ -81,40 +96,3 @@ def prepare_torch(values):
         return {"predicts": predicts.flatten(), "accept_index": accept_index, "accept_token_num": accepted}
 
     return run
-
-
-def _case(batch_size, tree, is_accepted, replacement=False, vocab_size=VOCABULARY):
-    topk, spec_steps, num_nodes = tree
-    sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
-    # the reference reads every row
-    is_checked = batch_size * num_nodes <= 64
-    kind = f"{'full depth' if is_accepted else 'none accepted'}{', with replacement' if replacement else ''}"
-    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {kind}{of_vocabulary(vocab_size)}"
-    sizes |= {"vocab_size": vocab_size, "is_accepted": is_accepted, "replacement": replacement}
-    return Case(name, sizes, is_checked)
-
-
-BENCHMARK = Benchmark(
-    path="rejection.verify_tree_rejection",
-    cases=[
-        *(
-            _case(batch_size, tree, is_accepted, replacement)
-            for replacement in (False, True)
-            for is_accepted in (True, False)
-            for tree in ((4, 3, 8), (8, 5, 64))
-            for batch_size in (1, 8, 32)
-        ),
-        *(_case(ODD_BATCH, (4, 3, 8), is_accepted, vocab_size=LARGE_VOCABULARY) for is_accepted in (True, False)),
-    ],
-    small_cases=[
-        _case(2, (4, 3, 8), is_accepted, replacement, vocab_size=300)
-        for is_accepted in (True, False)
-        for replacement in (False, True)
-    ],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,37 +1,57 @@
 """verify_tree_traversal from logits; the target is all but decided on a deepest path, whose nodes are last children."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.harness.inputs import LARGE_VOCABULARY, ODD_BATCH, VOCABULARY, accepted_tree, decisive_logits, of_vocabulary
-from bench.run import main
+from bench.harness import grid
+from bench.harness.inputs import (
+    LARGE_VOCABULARY,
+    ODD_BATCH,
+    TREES,
+    VOCABULARY,
+    Tree,
+    accepted_tree,
+    decisive_logits,
+    of_vocabulary,
+)
+
+# T = 6 as a tree, a small tree, a wide one
+CASES = [
+    *grid(tree=[Tree(1, 5, 6), TREES[0]], batch_size=[1, 8, 32], vocab_size=VOCABULARY),
+    {"tree": TREES[1], "batch_size": 1, "vocab_size": VOCABULARY},
+    {"tree": TREES[0], "batch_size": ODD_BATCH, "vocab_size": LARGE_VOCABULARY},
+]
+SMALL_CASES = grid(batch_size=2, tree=TREES[0], vocab_size=300)
 
 
-def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size):
+def name(batch_size, tree, vocab_size):
+    return f"{tree} B={batch_size}{of_vocabulary(vocab_size)}"
+
+
+def is_checked(batch_size, tree, vocab_size):
+    return batch_size * tree.num_nodes <= 64  # the reference keeps P and Q of every node
+
+
+def make(device, batch_size, tree, vocab_size):
     """Every child is as likely as its siblings by the draft, so that those beside the path are rejected, one by one."""
-    values = accepted_tree("cpu", batch_size, topk, spec_steps, num_nodes, vocab_size)
+    values = accepted_tree("cpu", batch_size, tree, vocab_size)
     wanted = values.pop("target_predict").flatten()
-    draft_logits = torch.randn(batch_size * num_nodes, vocab_size).to(torch.bfloat16)
+    draft_logits = torch.randn(batch_size * tree.num_nodes, vocab_size).to(torch.bfloat16)
     for request, child, parent in _edges(values):
         token = values["candidates"][request, child]
-        draft_logits[request * num_nodes + parent, token] = 64.0
+        draft_logits[request * tree.num_nodes + parent, token] = 64.0
     values = {name: value.to(device) for name, value in values.items()}
     return values | {
         "target_logits": decisive_logits(wanted.to(device), vocab_size),
         "draft_logits": draft_logits.to(device),
         "seeds": torch.randint(2**60, (batch_size,), device=device),
         "temperature": torch.ones(batch_size, device=device),
-        "spec_steps": spec_steps,
+        "spec_steps": tree.spec_steps,
     }
 
 
-def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size):
+def count_bytes(batch_size, tree, vocab_size):
     """One read of the target's rows, in bf16."""
-    return batch_size * num_nodes * vocab_size * 2
+    return batch_size * tree.num_nodes * vocab_size * 2
 
 
 def prepare_torch(values):
@@ -137,26 +157,3 @@ def _schedule(values):
         events.append(order)
     # [step, 2, B]
     return torch.tensor(events).permute(1, 2, 0).contiguous(), parent, depth
-
-
-def _case(batch_size, tree, vocab_size=VOCABULARY):
-    topk, spec_steps, num_nodes = tree
-    sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
-    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size}{of_vocabulary(vocab_size)}"
-    # the reference keeps P and Q of every node
-    return Case(name, sizes | {"vocab_size": vocab_size}, is_checked=batch_size * num_nodes <= 64)
-
-
-BENCHMARK = Benchmark(
-    path="rejection.verify_tree_traversal",
-    # T = 6 as a tree, a small tree, a wide one
-    cases=[_case(batch_size, tree) for tree in ((1, 5, 6), (4, 3, 8)) for batch_size in (1, 8, 32)]
-    + [_case(1, (8, 5, 64)), _case(ODD_BATCH, (4, 3, 8), LARGE_VOCABULARY)],
-    small_cases=[_case(2, (4, 3, 8), vocab_size=300)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,30 +1,34 @@
 """penalize_logits with all three penalties, an output still too short for its end tokens, and a few bad tokens."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.harness.inputs import (
-    LARGE_VOCABULARY,
-    ODD_BATCH,
-    TREES,
-    VOCABULARY,
-    accepted_tree,
-    of_vocabulary,
-    parents,
-)
-from bench.run import main
+from bench.harness import grid
+from bench.harness.inputs import LARGE_VOCABULARY, ODD_BATCH, TREES, VOCABULARY, accepted_tree, of_vocabulary
+from bench.harness.torch_walk import Walk
 
 LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
 
+CASES = [
+    *grid(tree=TREES[0], batch_size=[1, 8, 32, 128], vocab_size=VOCABULARY),
+    *grid(tree=TREES[1], batch_size=[1, 8, 32], vocab_size=VOCABULARY),
+    {"tree": TREES[0], "batch_size": ODD_BATCH, "vocab_size": LARGE_VOCABULARY},
+]
+SMALL_CASES = grid(batch_size=2, tree=TREES[0], vocab_size=300)
+HEADLINES = ["K/S/N=4/3/8 B=8"]
 
-def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size):
-    tree = accepted_tree("cpu", batch_size, topk, spec_steps, num_nodes, vocab_size)
-    values = {name: tree[name].to(device) for name in LINKS}
-    rows, words = batch_size * num_nodes, -(-vocab_size // 32)
+
+def name(batch_size, tree, vocab_size):
+    return f"{tree} B={batch_size}{of_vocabulary(vocab_size)}"
+
+
+def is_checked(batch_size, tree, vocab_size):
+    return batch_size * tree.num_nodes <= 512
+
+
+def make(device, batch_size, tree, vocab_size):
+    accepted = accepted_tree("cpu", batch_size, tree, vocab_size)
+    values = {name: accepted[name].to(device) for name in LINKS}
+    rows, words = batch_size * tree.num_nodes, -(-vocab_size // 32)
     output = torch.randint(vocab_size, (batch_size, 512), device=device)
     counts = torch.zeros(batch_size, vocab_size, dtype=torch.int32, device=device)
     counts.scatter_add_(1, output, torch.ones_like(output, dtype=torch.int32))
@@ -42,9 +46,9 @@ def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size):
     }
 
 
-def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size):
+def count_bytes(batch_size, tree, vocab_size):
     """Logits read as bf16 and written as fp32, counts and prompt mask of each request read once."""
-    return batch_size * vocab_size * (num_nodes * (2 + 4) + 4) + batch_size * vocab_size // 8
+    return batch_size * vocab_size * (tree.num_nodes * (2 + 4) + 4) + batch_size * vocab_size // 8
 
 
 def prepare_torch(values):
@@ -52,11 +56,8 @@ def prepare_torch(values):
     candidates, logits = values["candidates"], values["target_logits"]
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
     vocab_size = logits.shape[1]
-    parent = parents(values["retrieve_next_token"], values["retrieve_next_sibling"]).to(device)
-    on_path = torch.eye(num_nodes, dtype=torch.int32, device=device).expand(batch_size, -1, -1).clone()
-    on_path[:, 0, 0] = 0  # the root is in output_counts
-    for node in range(1, num_nodes):
-        on_path[:, node] |= on_path[torch.arange(batch_size, device=device), parent[:, node]]
+    on_path = Walk(values).visible.int()
+    on_path[:, :, 0] = 0  # the root is in output_counts
     token = torch.arange(vocab_size, device=device)
     in_prompt = ((values["prompt_mask"][:, token // 32] >> (token % 32)) & 1).bool()
     tokens = candidates[:, None, :].expand(batch_size, num_nodes, num_nodes)
@@ -79,31 +80,3 @@ def prepare_torch(values):
         return changed.scatter_(2, bad, float("-inf")).view(logits.shape)
 
     return run
-
-
-def _case(batch_size, tree, vocab_size=VOCABULARY):
-    topk, spec_steps, num_nodes = tree
-    sizes = {"topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes, "vocab_size": vocab_size}
-    return Case(
-        f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size}{of_vocabulary(vocab_size)}",
-        {"batch_size": batch_size} | sizes,
-        is_checked=batch_size * num_nodes <= 512,
-        is_headline=(batch_size, num_nodes) == (8, 8),
-    )
-
-
-BENCHMARK = Benchmark(
-    path="sampling.penalize_logits",
-    cases=[
-        *(_case(batch_size, TREES[0]) for batch_size in (1, 8, 32, 128)),
-        *(_case(batch_size, TREES[1]) for batch_size in (1, 8, 32)),
-        _case(ODD_BATCH, TREES[0], LARGE_VOCABULARY),
-    ],
-    small_cases=[_case(2, (4, 3, 8), vocab_size=300)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

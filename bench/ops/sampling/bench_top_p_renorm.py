@@ -1,15 +1,12 @@
 """top_p_renorm of flat rows and of rows that hold little but zeros."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark
-from bench.harness.renorms import cases, count_bytes, divided, make_probs, small_cases
+from bench.harness.renorms import CASES, SMALL_CASES, count_bytes, divided, is_checked, make_probs, name  # noqa: F401
 from bench.peers import flashinfer
-from bench.run import main
+
+DEFAULTS = {"top_p": 0.9}
+PEERS = {"flashinfer": flashinfer.top_p_renorm}
 
 
 def make(device, rows, vocab_size, kind, top_p):
@@ -27,17 +24,3 @@ def prepare_torch(values):
         return divided(torch.zeros_like(probs).scatter_(1, ids, kept))
 
     return run
-
-
-BENCHMARK = Benchmark(
-    path="sampling.top_p_renorm",
-    cases=cases(top_p=0.9),
-    small_cases=small_cases(top_p=0.9),
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"flashinfer": flashinfer.top_p_renorm},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,18 +1,19 @@
 """build_tree_from_scores next to the two ops that it joins, and to their torch forms."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
 import eagle_kernels
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.harness.inputs import TREES, VOCABULARY
-from bench.run import main
+
+CASES = grid(tree=TREES, batch_size=[1, 8, 32, 128])
+SMALL_CASES = grid(batch_size=2, tree=TREES[0])
+
+name = "{tree} B={batch_size}".format
 
 
-def make(device, batch_size, topk, spec_steps, num_nodes):
+def make(device, batch_size, tree):
+    topk, spec_steps, num_nodes = tree
     num_candidates = topk + (spec_steps - 1) * topk * topk
     # distinct scores that fall from level to level: parents come before their children
     order = torch.arange(num_candidates, device=device) + torch.rand(batch_size, num_candidates, device=device)
@@ -31,7 +32,8 @@ def make(device, batch_size, topk, spec_steps, num_nodes):
     }
 
 
-def count_bytes(batch_size, topk, spec_steps, num_nodes):
+def count_bytes(batch_size, tree):
+    topk, spec_steps, num_nodes = tree
     num_candidates, width = topk + (spec_steps - 1) * topk * topk, topk * (spec_steps - 1) + 1
     return batch_size * (4 * num_candidates + 8 * (2 * num_nodes + width + num_nodes * 7))
 
@@ -63,21 +65,3 @@ def prepare_torch(values):
         return eagle_kernels.raw.build_tree(**shared, top_scores_index=kept, draft_tokens=tokens)._asdict()
 
     return run
-
-
-def _case(batch_size, tree):
-    sizes = dict(zip(("topk", "spec_steps", "num_nodes"), tree))
-    return Case("K/S/N={}/{}/{}".format(*tree) + f" B={batch_size}", {"batch_size": batch_size} | sizes)
-
-
-BENCHMARK = Benchmark(
-    path="tree.build_tree_from_scores",
-    cases=[_case(batch_size, tree) for tree in TREES for batch_size in (1, 8, 32, 128)],
-    small_cases=[_case(2, (4, 3, 8))],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"pipeline": prepare_pipeline, "torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,31 +1,38 @@
 """pack_tree_mask over mask sizes, batch sizes and layouts."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.peers.torch_compile import compiled
-from bench.run import main
 
 PREFIX = 1024
 
+CASES = [
+    *grid(shape=[(8, 8), (8, 32), (64, 64), (256, 256)], batch_size=[1, 8, 32, 128], tree_mask_mode="qlen_only"),
+    *grid(shape=(64, 64), batch_size=[1, 8, 32, 128], tree_mask_mode="full_mask"),
+]
+SMALL_CASES = [
+    {"batch_size": 2, "shape": (5, 70), "tree_mask_mode": "qlen_only"},
+    {"batch_size": 2, "shape": (8, 8), "tree_mask_mode": "full_mask"},
+]
 
-def make(device, batch_size, num_rows, num_keys, tree_mask_mode):
-    mask = torch.rand(batch_size, num_rows, num_keys, device=device) < 0.2
+name = "Nq/Nk={shape[0]}/{shape[1]} B={batch_size} {tree_mask_mode}".format
+
+
+def make(device, batch_size, shape, tree_mask_mode):
+    mask = torch.rand(batch_size, *shape, device=device) < 0.2
     if tree_mask_mode == "qlen_only":
         return {"tree_mask": mask}
     return {
         "tree_mask": torch.nn.functional.pad(mask, (PREFIX, 0), value=True).flatten(),
         "seq_lens": torch.full((batch_size,), PREFIX, device=device),
-        "num_verify_tokens": num_keys,
+        "num_verify_tokens": shape[1],
         "tree_mask_mode": tree_mask_mode,
     }
 
 
-def count_bytes(batch_size, num_rows, num_keys, tree_mask_mode):
+def count_bytes(batch_size, shape, tree_mask_mode):
+    num_rows, num_keys = shape
     return batch_size * num_rows * (num_keys + 8 * -(-num_keys // 64))
 
 
@@ -47,23 +54,4 @@ def prepare_torch(values):
     return run
 
 
-def _case(batch_size, num_rows, num_keys, mode):
-    sizes = {"batch_size": batch_size, "num_rows": num_rows, "num_keys": num_keys, "tree_mask_mode": mode}
-    return Case(f"Nq/Nk={num_rows}/{num_keys} B={batch_size} {mode}", sizes)
-
-
-BENCHMARK = Benchmark(
-    path="tree.pack_tree_mask",
-    cases=[
-        *(_case(b, *size, "qlen_only") for size in ((8, 8), (8, 32), (64, 64), (256, 256)) for b in (1, 8, 32, 128)),
-        *(_case(b, 64, 64, "full_mask") for b in (1, 8, 32, 128)),
-    ],
-    small_cases=[_case(2, 5, 70, "qlen_only"), _case(2, 8, 8, "full_mask")],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"torch_compile": compiled(prepare_torch)},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))
+PEERS = {"torch_compile": compiled(prepare_torch)}

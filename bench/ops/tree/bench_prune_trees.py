@@ -1,29 +1,30 @@
 """prune_trees over batches that keep a quarter of their drafts, the sure ones of a few requests."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.harness.inputs import drafts
-from bench.run import main
-from eagle_kernels import reference
+from bench.harness import grid
+from bench.harness.inputs import TREES, Tree, built_tree
+
+CASES = grid(tree=[TREES[0], Tree(4, 4, 16), TREES[1]], batch_size=[1, 8, 12, 32, 128])
+SMALL_CASES = grid(batch_size=3, tree=Tree(2, 3, 6))
+HEADLINES = ["N=16 B=32"]
+
+name = "N={tree.num_nodes} B={batch_size}".format
 
 
-def make(device, batch_size, topk, spec_steps, num_nodes):
+def make(device, batch_size, tree):
     """Trees of random drafts; log-probabilities fall along paths, faster in later requests."""
-    tree = reference.ops.tree.build_tree.build_tree(**drafts("cpu", batch_size, topk, spec_steps, num_nodes))
-    tokens, mask = tree.draft_tokens.view(batch_size, num_nodes), tree.tree_mask
-    depth = tree.positions.view(batch_size, num_nodes) - tree.positions.view(batch_size, num_nodes)[:, :1]
+    built, num_nodes = built_tree(batch_size, tree), tree.num_nodes
+    tokens, positions = (part.view(batch_size, num_nodes) for part in (built.draft_tokens, built.positions))
+    depth = positions - positions[:, :1]
     unsure = 0.2 + torch.arange(batch_size)[:, None] / batch_size
     scores = -(depth * unsure + 0.01 * torch.arange(num_nodes))[:, 1:].contiguous()
-    values = {"draft_tokens": tokens.to(device), "tree_mask": mask.to(device), "scores": scores.to(device)}
+    values = {"draft_tokens": tokens.to(device), "tree_mask": built.tree_mask.to(device), "scores": scores.to(device)}
     return values | {"max_rows": batch_size + batch_size * (num_nodes - 1) // 4}
 
 
-def count_bytes(batch_size, topk, spec_steps, num_nodes):
+def count_bytes(batch_size, tree):
+    num_nodes = tree.num_nodes
     num_words = -(-num_nodes // 64)
     return batch_size * (4 * (num_nodes - 1) + 16 * num_nodes * (1 + num_words) + 4)
 
@@ -54,24 +55,3 @@ def prepare_torch(values):
         }
 
     return run
-
-
-def _case(batch_size, topk, spec_steps, num_nodes):
-    sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
-    is_headline = (batch_size, num_nodes) == (32, 16)
-    return Case(f"N={num_nodes} B={batch_size}", sizes, is_headline=is_headline)
-
-
-BENCHMARK = Benchmark(
-    path="tree.prune_trees",
-    cases=[
-        _case(batch_size, *tree) for tree in ((4, 3, 8), (4, 4, 16), (8, 5, 64)) for batch_size in (1, 8, 12, 32, 128)
-    ],
-    small_cases=[_case(3, 2, 3, 6)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,14 +1,27 @@
 """select_top_k_tokens on draft logits of both usual vocabulary sizes, and on the root's own."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case, Floor
+from bench.harness import Floor, grid
 from bench.peers.torch_compile import compiled
-from bench.run import main
+
+DEFAULTS = {"topk": 8, "level": 2}
+CASES = [
+    *grid(vocab_size=[32000, 128256], batch_size=[1, 8, 32]),
+    {"batch_size": 8, "vocab_size": 128256, "level": 0},
+    {"batch_size": 4, "vocab_size": 128256, "topk": 16},
+]
+SMALL_CASES = [
+    {"batch_size": 2, "vocab_size": 300},
+    {"batch_size": 2, "vocab_size": 300, "level": 0},
+    {"batch_size": 1, "vocab_size": 300, "topk": 16, "level": 4},
+]
+FLOOR = Floor("read", 5.0)
+
+
+def name(batch_size, vocab_size, topk, level):
+    rows = batch_size * (topk if level else 1)
+    return f"rows={rows} V={vocab_size}" + (f" K={topk}" if topk != 8 else "") + ("" if level else " level 0")
 
 
 def make(device, batch_size, vocab_size, topk, level):
@@ -25,7 +38,7 @@ def count_bytes(batch_size, vocab_size, topk, level):
     return batch_size * (topk if level else 1) * vocab_size * 2
 
 
-def prepare_level(values):
+def _prepare_level(values):
     """Computes everything that the op returns."""
     logits, topk, level = values["logits"], values["topk"], values["level"]
     scores, ancestors = values.get("scores"), values.get("ancestors")
@@ -56,7 +69,7 @@ def prepare_level(values):
     return run
 
 
-def prepare_torch(values, prepare=prepare_level):
+def prepare_torch(values, prepare=_prepare_level):
     run = prepare(values)
 
     def compared():
@@ -67,30 +80,4 @@ def prepare_torch(values, prepare=prepare_level):
     return compared
 
 
-def prepare_compiled(values):
-    return prepare_torch(values, compiled(prepare_level))
-
-
-def _case(batch_size, vocab_size, topk=8, level=2):
-    rows = batch_size * (topk if level else 1)
-    name = f"rows={rows} V={vocab_size}" + (f" K={topk}" if topk != 8 else "") + ("" if level else " level 0")
-    return Case(name, {"batch_size": batch_size, "vocab_size": vocab_size, "topk": topk, "level": level})
-
-
-BENCHMARK = Benchmark(
-    path="tree.select_top_k_tokens",
-    cases=[
-        *(_case(batch_size, vocab_size) for vocab_size in (32000, 128256) for batch_size in (1, 8, 32)),
-        _case(8, 128256, level=0),
-        _case(4, 128256, topk=16),
-    ],
-    small_cases=[_case(2, 300), _case(2, 300, level=0), _case(1, 300, topk=16, level=4)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"torch_compile": prepare_compiled},
-    floor=Floor("read", 5.0),
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))
+PEERS = {"torch_compile": lambda values: prepare_torch(values, compiled(_prepare_level))}

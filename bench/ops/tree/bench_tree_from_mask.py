@@ -1,27 +1,28 @@
 """tree_from_mask over tree sizes, batch sizes and mask layouts."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.harness.inputs import TREES, drafts
 from bench.peers import sgl_kernel
 from bench.peers.torch_compile import compiled
-from bench.run import main
 from eagle_kernels import reference
 
+CASES = grid(tree_mask_mode=["packed", "qlen_only"], tree=TREES, batch_size=[1, 8, 32, 128])
+SMALL_CASES = grid(batch_size=2, tree=TREES[0], tree_mask_mode=["packed", "qlen_only"])
 
-def make(device, batch_size, topk, spec_steps, num_nodes, tree_mask_mode):
-    values = drafts("cpu", batch_size, topk, spec_steps, num_nodes)
-    tree = reference.ops.tree.build_tree.build_tree(**values, tree_mask_mode=tree_mask_mode)
-    tensors = {"tree_mask": tree.tree_mask.to(device), "seq_lens": values["seq_lens"].to(device)}
-    return tensors | {"num_verify_tokens": num_nodes, "tree_mask_mode": tree_mask_mode}
+name = "N={tree.num_nodes} B={batch_size} {tree_mask_mode}".format
 
 
-def count_bytes(batch_size, topk, spec_steps, num_nodes, tree_mask_mode):
+def make(device, batch_size, tree, tree_mask_mode):
+    values = drafts("cpu", batch_size, tree)
+    built = reference.ops.tree.build_tree.build_tree(**values, tree_mask_mode=tree_mask_mode)
+    tensors = {"tree_mask": built.tree_mask.to(device), "seq_lens": values["seq_lens"].to(device)}
+    return tensors | {"num_verify_tokens": tree.num_nodes, "tree_mask_mode": tree_mask_mode}
+
+
+def count_bytes(batch_size, tree, tree_mask_mode):
+    num_nodes = tree.num_nodes
     row_bytes = num_nodes if tree_mask_mode == "qlen_only" else 8 * -(-num_nodes // 64)
     return batch_size * (8 + num_nodes * (row_bytes + 4 * 8))
 
@@ -50,21 +51,4 @@ def prepare_torch(values):
     return run
 
 
-def _case(batch_size, tree, mode):
-    topk, spec_steps, num_nodes = tree
-    sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
-    return Case(f"N={num_nodes} B={batch_size} {mode}", sizes | {"tree_mask_mode": mode})
-
-
-BENCHMARK = Benchmark(
-    path="tree.tree_from_mask",
-    cases=[_case(b, tree, mode) for mode in ("packed", "qlen_only") for tree in TREES for b in (1, 8, 32, 128)],
-    small_cases=[_case(2, (4, 3, 8), mode) for mode in ("packed", "qlen_only")],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"sgl_kernel": sgl_kernel.tree_from_mask, "torch_compile": compiled(prepare_torch)},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))
+PEERS = {"sgl_kernel": sgl_kernel.tree_from_mask, "torch_compile": compiled(prepare_torch)}

@@ -1,14 +1,23 @@
 """unpack_tree_mask over mask sizes, batch sizes, layouts and prefix lengths."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.peers.torch_compile import compiled
-from bench.run import main
+
+CASES = [
+    *grid(num_nodes=[8, 64, 256], batch_size=[1, 8, 32, 128], tree_mask_mode="qlen_only", prefix=0),
+    *grid(num_nodes=64, batch_size=[1, 8, 32, 128], tree_mask_mode="full_mask", prefix=1024),
+    *grid(num_nodes=64, batch_size=[1, 32], tree_mask_mode="full_mask", prefix=16384),
+]
+SMALL_CASES = [
+    {"batch_size": 2, "num_nodes": 9, "tree_mask_mode": "qlen_only", "prefix": 0},
+    {"batch_size": 2, "num_nodes": 8, "tree_mask_mode": "full_mask", "prefix": 30},
+]
+
+
+def name(batch_size, num_nodes, tree_mask_mode, prefix):
+    return f"N={num_nodes} B={batch_size} {tree_mask_mode}" + (f" prefix={prefix}" if prefix else "")
 
 
 def make(device, batch_size, num_nodes, tree_mask_mode, prefix):
@@ -40,24 +49,4 @@ def prepare_torch(values):
     return run
 
 
-def _case(batch_size, num_nodes, mode, prefix=0):
-    sizes = {"batch_size": batch_size, "num_nodes": num_nodes, "tree_mask_mode": mode, "prefix": prefix}
-    return Case(f"N={num_nodes} B={batch_size} {mode}" + (f" prefix={prefix}" if prefix else ""), sizes)
-
-
-BENCHMARK = Benchmark(
-    path="tree.unpack_tree_mask",
-    cases=[
-        *(_case(b, num_nodes, "qlen_only") for num_nodes in (8, 64, 256) for b in (1, 8, 32, 128)),
-        *(_case(b, 64, "full_mask", 1024) for b in (1, 8, 32, 128)),
-        *(_case(b, 64, "full_mask", 16384) for b in (1, 32)),
-    ],
-    small_cases=[_case(2, 9, "qlen_only"), _case(2, 8, "full_mask", 30)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"torch_compile": compiled(prepare_torch)},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))
+PEERS = {"torch_compile": compiled(prepare_torch)}

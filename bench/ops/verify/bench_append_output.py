@@ -1,17 +1,20 @@
 """append_output for a step that keeps all its tokens, with end tokens alone and with stop sequences."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.run import main
+from bench.harness import grid
 
 VOCABULARY = 128256
 PROMPT, OUTPUT = 1024, 256
 NUM_STOPS, STOP_SIZE = 4, 8
+
+CASES = grid(has_stops=[False, True], batch_size=[1, 8, 32, 128], num_columns=6)
+SMALL_CASES = grid(batch_size=3, num_columns=4, has_stops=[False, True])
+HEADLINES = [f"B=32 T=6 end tokens and {NUM_STOPS} stop sequences"]
+
+
+def name(batch_size, num_columns, has_stops):
+    return f"B={batch_size} T={num_columns} end tokens" + (f" and {NUM_STOPS} stop sequences" if has_stops else "")
 
 
 def make(device, batch_size, num_columns, has_stops):
@@ -76,23 +79,3 @@ def prepare_torch(values):
         }
 
     return run
-
-
-def _case(batch_size, num_columns, has_stops):
-    sizes = {"batch_size": batch_size, "num_columns": num_columns, "has_stops": has_stops}
-    is_headline = (batch_size, num_columns, has_stops) == (32, 6, True)
-    looks_for = f"end tokens and {NUM_STOPS} stop sequences" if has_stops else "end tokens"
-    return Case(f"B={batch_size} T={num_columns} {looks_for}", sizes, is_headline=is_headline)
-
-
-BENCHMARK = Benchmark(
-    path="verify.append_output",
-    cases=[_case(batch_size, 6, has_stops) for has_stops in (False, True) for batch_size in (1, 8, 32, 128)],
-    small_cases=[_case(3, 4, has_stops) for has_stops in (False, True)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

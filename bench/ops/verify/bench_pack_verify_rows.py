@@ -1,13 +1,14 @@
 """pack_verify_rows for batches whose requests verify from none to all of their nodes."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.run import main
+from bench.harness import grid
+
+CASES = grid(num_nodes=[6, 8, 64], batch_size=[1, 8, 32, 128])
+SMALL_CASES = grid(batch_size=7, num_nodes=4)
+HEADLINES = ["B=32 N=8"]
+
+name = "B={batch_size} N={num_nodes}".format
 
 
 def make(device, batch_size, num_nodes):
@@ -51,22 +52,3 @@ def prepare_torch(values):
         }
 
     return run
-
-
-def _case(batch_size, num_nodes):
-    sizes = {"batch_size": batch_size, "num_nodes": num_nodes}
-    is_headline = (batch_size, num_nodes) == (32, 8)
-    return Case(f"B={batch_size} N={num_nodes}", sizes, is_headline=is_headline)
-
-
-BENCHMARK = Benchmark(
-    path="verify.pack_verify_rows",
-    cases=[_case(batch_size, num_nodes) for num_nodes in (6, 8, 64) for batch_size in (1, 8, 32, 128)],
-    small_cases=[_case(7, 4)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

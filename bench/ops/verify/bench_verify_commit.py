@@ -1,28 +1,30 @@
 """verify_commit after a verification that accepted a deepest path."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.harness.inputs import ODD_BATCH, TREES, VOCABULARY, accepted_tree
-from bench.run import main
 from eagle_kernels import reference
 
+CASES = grid(tree=TREES[:2], batch_size=[1, 8, ODD_BATCH, 32, 128], vocab_size=VOCABULARY)
+SMALL_CASES = grid(batch_size=2, tree=TREES[0], vocab_size=300)
 
-def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size):
-    values = accepted_tree("cpu", batch_size, topk, spec_steps, num_nodes, vocab_size)
+
+def name(batch_size, tree, vocab_size):
+    return f"{tree} B={batch_size}"
+
+
+def make(device, batch_size, tree, vocab_size):
+    values = accepted_tree("cpu", batch_size, tree, vocab_size)
     del values["positions"]
-    verdict = reference.ops.verify.verify_tree_greedy.verify_tree_greedy(**values, spec_steps=spec_steps)
+    verdict = reference.ops.verify.verify_tree_greedy.verify_tree_greedy(**values, spec_steps=tree.spec_steps)
     values = verdict._asdict() | {"seq_lens": torch.full((batch_size,), 1024)}
     return {name: value.to(device) for name, value in values.items()}
 
 
-def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size):
+def count_bytes(batch_size, tree, vocab_size):
     """Path and tokens read, the outputs written."""
-    return batch_size * ((4 + 4 + 8 + 8) * (spec_steps + 1) + 4 + 8 + 8 + 8 + 4 + 8)
+    return batch_size * ((4 + 4 + 8 + 8) * (tree.spec_steps + 1) + 4 + 8 + 8 + 8 + 4 + 8)
 
 
 def prepare_torch(values):
@@ -46,22 +48,3 @@ def prepare_torch(values):
         }
 
     return run
-
-
-def _case(batch_size, tree, vocab_size=VOCABULARY):
-    topk, spec_steps, num_nodes = tree
-    sizes = {"topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes, "vocab_size": vocab_size}
-    return Case(f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size}", {"batch_size": batch_size} | sizes)
-
-
-BENCHMARK = Benchmark(
-    path="verify.verify_commit",
-    cases=[_case(batch_size, tree) for tree in TREES[:2] for batch_size in (1, 8, ODD_BATCH, 32, 128)],
-    small_cases=[_case(2, (4, 3, 8), vocab_size=300)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,12 +1,8 @@
 """verify_tree_coins on rows that favour a deepest path, with coins that take it for some drafts or for all of it."""
 
-from __future__ import annotations
-
-import sys
-
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import grid
 from bench.harness.inputs import (
     LARGE_VOCABULARY,
     ODD_BATCH,
@@ -16,17 +12,33 @@ from bench.harness.inputs import (
     of_vocabulary,
     parents,
 )
-from bench.harness.torch_walk import prepare_walk
+from bench.harness.torch_walk import Walk
 from bench.peers import sgl_kernel
-from bench.run import main
+
+DEFAULTS = {"accepted": None, "vocab_size": VOCABULARY}
+CASES = [
+    *grid(tree=TREES[0], batch_size=[1, 8, 32, 128]),
+    *grid(tree=TREES[1], batch_size=[1, 8, 32]),
+    *grid(tree=TREES[1], accepted=[0, 3], batch_size=[1, 8, 32]),
+    {"tree": TREES[0], "batch_size": ODD_BATCH, "vocab_size": LARGE_VOCABULARY},
+]
+SMALL_CASES = grid(batch_size=2, tree=TREES[0], accepted=[None, 0, 2], vocab_size=300)
+PEERS = {"sgl_kernel": sgl_kernel.verify_tree_coins, "sgl_kernel_bare": sgl_kernel.verify_tree_coins_bare}
 
 
-def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, accepted):
-    """The walk follows a deepest path for `accepted` drafts.
+def name(batch_size, tree, accepted, vocab_size):
+    depth = "full depth" if accepted is None else f"accepts {accepted}"
+    return f"{tree} B={batch_size} {depth}{of_vocabulary(vocab_size)}"
+
+
+def make(device, batch_size, tree, accepted, vocab_size):
+    """The walk follows a deepest path for `accepted` drafts, or to its end.
 
     Coins stand in the middle of what they are to hit, so that sums in another order hit it as well.
     """
-    values = accepted_tree("cpu", batch_size, topk, spec_steps, num_nodes, vocab_size)
+    _, spec_steps, num_nodes = tree
+    accepted = spec_steps if accepted is None else accepted
+    values = accepted_tree("cpu", batch_size, tree, vocab_size)
     depth = values.pop("positions").view(batch_size, num_nodes) - 1024
     planned, candidates = values.pop("target_predict"), values["candidates"]
     values = {name: value.to(device) for name, value in values.items()}
@@ -73,9 +85,9 @@ def sibling_mass(values, target_probs):
     return mass - probs, mass, parent
 
 
-def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size, accepted):
+def count_bytes(batch_size, tree, accepted, vocab_size):
     """The row of the bonus, the links and coins, the outputs."""
-    return batch_size * (4 * vocab_size + num_nodes * (4 * 8 + 4 + 4) + 4 * (spec_steps + 3))
+    return batch_size * (4 * vocab_size + tree.num_nodes * (4 * 8 + 4 + 4) + 4 * (tree.spec_steps + 3))
 
 
 def prepare_torch(values):
@@ -83,7 +95,7 @@ def prepare_torch(values):
 
     For trees whose siblings carry distinct tokens, at thresholds 1. Where its siblings lie, a torch user knows anyway.
     """
-    walk = prepare_walk(values)
+    walk = Walk(values)
     candidates, target_probs = values["candidates"], values["target_probs"]
     batch_size, num_nodes, vocab_size = target_probs.shape
     request = torch.arange(batch_size, device=candidates.device)
@@ -100,7 +112,7 @@ def prepare_torch(values):
         # nobody's token where no child was hit; one more column takes what is not written
         chosen = torch.full((batch_size, num_nodes + 1), -1, device=candidates.device)
         chosen.scatter_(1, torch.where(is_hit, parent, num_nodes), candidates)
-        outputs = walk(chosen[:, :num_nodes])
+        outputs = walk.follow(chosen[:, :num_nodes])
         count = outputs["accept_token_num"].long()
         last = outputs["accept_index"].gather(1, count[:, None]).flatten().long() - request * num_nodes
         is_rejected = (parent == last[:, None]) & (node > 0) & (count < values["spec_steps"])[:, None]
@@ -114,31 +126,3 @@ def prepare_torch(values):
         return outputs
 
     return run
-
-
-def _case(batch_size, tree, accepted=None, vocab_size=VOCABULARY):
-    topk, spec_steps, num_nodes = tree
-    sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
-    depth = "full depth" if accepted is None else f"accepts {accepted}"
-    sizes |= {"vocab_size": vocab_size, "accepted": spec_steps if accepted is None else accepted}
-    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {depth}{of_vocabulary(vocab_size)}"
-    return Case(name, sizes)
-
-
-BENCHMARK = Benchmark(
-    path="verify.verify_tree_coins",
-    cases=[
-        *(_case(batch_size, TREES[0]) for batch_size in (1, 8, 32, 128)),
-        *(_case(batch_size, TREES[1]) for batch_size in (1, 8, 32)),
-        *(_case(batch_size, TREES[1], accepted) for accepted in (0, 3) for batch_size in (1, 8, 32)),
-        _case(ODD_BATCH, TREES[0], vocab_size=LARGE_VOCABULARY),
-    ],
-    small_cases=[_case(2, TREES[0], accepted, vocab_size=300) for accepted in (None, 0, 2)],
-    make=make,
-    count_bytes=count_bytes,
-    providers={"torch": prepare_torch},
-    peers={"sgl_kernel": sgl_kernel.verify_tree_coins, "sgl_kernel_bare": sgl_kernel.verify_tree_coins_bare},
-)
-
-if __name__ == "__main__":
-    sys.exit(main(benchmarks=[BENCHMARK]))
