@@ -79,7 +79,7 @@ setup(
         "datasets": ["datasets>=2.14"],  # the laboratory's prompts from the hub, instead of those built in
         "plots": ["matplotlib>=3.6"],
         # setuptools as in pyproject.toml: tests of the packaging build without a network
-        "test": ["pytest>=7", "pytest-xdist>=3.3", "safetensors>=0.4", "setuptools>=77.0.3"],
+        "test": ["pytest>=7", "pytest-benchmark>=4", "pytest-xdist>=3.3", "safetensors>=0.4", "setuptools>=77.0.3"],
         # Kernels on a machine without a GPU; GPU builds of torch bring their own triton, which must not be replaced.
         # Up to the newest that the smoke set was run with (op_tests/README.md): interpreters differ by minor version.
         # triton 3.6's interpreter turns one-element arrays into ints, which numpy 2.4 refuses.
