@@ -10,7 +10,7 @@ Invariants
     query or in a key that is read stays in its request and KV head. Of a request of more than max_query rows, the first
     max_query are attended, and see at most max_query draft keys.
     deterministic: as in gqa_decode; bits do not depend on Nq, on other rows' masks, or on the number of rows either.
-    With draft keys in the pool, the prefix and the draft keys that a row sees are read side by side (shared/paths.py).
+    With draft keys in the pool, the prefix and the draft keys that a row sees are read side by side.
 Grid
     (Hkv * row tiles, chunks), one program attends a tile of (token, head of the group) rows of one KV head to a chunk.
     deterministic: (.., shares), one program attends it to a share (shared/ordered.py); past 65535, shares take two

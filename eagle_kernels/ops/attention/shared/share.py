@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ....runtime.language import tl, triton
-from .attention import Pool, Queries, Span, attend
+from .attention import Pool, Queries, Span, attend, attend_path
 from .batch import Batch, request_rows
 from .columns import load_columns, scale_columns, store_columns
 from .paged_cache import request_pages
-from .paths import attend_path
 from .softmax import add_sink, finish_rows, match_keys, start_rows
 
 
