@@ -256,6 +256,6 @@ def tree_attention(
         tuned=_choose_tuning(values, num_query),
         num_query=num_query,
         num_drafts=num_query if num_draft_keys is None else num_draft_keys,
-        drafts="beside" if draft_key is not None else "behind" if kv_indptr is None else "counted",
+        drafts="beside" if draft_key is not None else "after" if kv_indptr is None else "counted",
     )
     return out

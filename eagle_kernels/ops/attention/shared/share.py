@@ -58,7 +58,7 @@ SIZES = [*Sizes._fields, *Batch._fields[1:]]
 
 class Keys(NamedTuple):
     """The slots begin..stop - 1 of a request, whose rows see none before `first`, all of first..prefix - 1, and drafts
-    behind; those from pool_stop on are read beside the pool, or along the path of one token, which sees some of
+    after those; slots from pool_stop on are read beside the pool, or along the path of one token, which sees some of
     num_seen_drafts drafts."""
 
     begin: Any
