@@ -214,7 +214,7 @@ class Generation(Unique):
         """Returns the token ids of a conversation, as the target's chat template writes it; for several, lists of them.
 
         Args:
-            messages: Dicts such as {"role": "user", "content": "Hello"}; or lists of such.
+            messages: Dicts such as {"role": "user", "content": "Hello"}, or several conversations as lists of them.
             add_generation_prompt: Whether the ids end with what begins the next answer.
             variables: What else the template reads, such as tools=[...] or enable_thinking=False.
 

@@ -243,7 +243,7 @@ class _Operator:
         else:
             out = check.allocate(self._op, contract, out)
             refuse_overlaps(self._op, values, out, self._fields, getattr(self._module, "IN_PLACE", {}))
-        # a reference does not take what only a launcher has to be told, such as whether bits may depend on the batch
+        # a reference does not take what only a launcher needs to know, such as whether bits may depend on the batch
         values = {name: value for name, value in values.items() if name in self._reference_names}
         with undisturbed():
             result = self._reference(**values, **({"out": out} if "out" in self._reference_names else {}))

@@ -19,6 +19,6 @@ def launch_of(compiled, grid: tuple[int, ...], stream) -> tuple[Callable, list]:
 
 
 def has_hooks(knobs) -> bool:
-    """Tells whether somebody, such as a profiler, asked to be told of launches."""
+    """Returns whether anybody, such as a profiler, has hooked launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

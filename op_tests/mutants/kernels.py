@@ -22,7 +22,7 @@ MUTANTS = [
     ),
     Mutant(
         "a path's keys in another order",
-        [(ATTENTION + "shared/paths.py", "place = start + lane",
+        [(ATTENTION + "shared/attention.py", "place = start + lane",
           "place = start + SHAPE.BLOCK_KEY - 1 - lane")],
         ["op_tests/ops/attention/test_tree_attention.py::test_deterministic_nodes_are_plain_decoding"],
     ),

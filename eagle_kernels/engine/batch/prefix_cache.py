@@ -23,7 +23,7 @@ class Prefix(NamedTuple):
     ahead   tokens after a page's that its keys depend on
     most    tokens of the prompt that may be shared at most
     unit    of which the number of shared tokens must be a multiple. If it is not 1, it is a multiple of the page size,
-            and so is `most`: who found a part of a unit would write its pages again, while others use them
+            and so is `most`: a request that found a part of a unit would write its pages again, while others use them
     """
 
     prompt: Sequence[int]

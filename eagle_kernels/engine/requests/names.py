@@ -176,7 +176,7 @@ def read_names(
         owner: What the errors name.
         given: Values by name.
         own: The owner's names.
-        where: Words of an error behind a name that there is not.
+        where: What an error says after an unknown name.
         placed: Arguments that were given by position.
         is_copy: Whether the own names come from a copy, as with `dataclasses.replace`: other names then change it.
         takes_rest: Whether names that the owner does not know stay as they are, for others to read.
@@ -295,7 +295,7 @@ def suggest(name: str, own: Collection[str]) -> str | None:
 
 
 def agree(one: Any, other: Any) -> bool:
-    """Returns whether two values mean the same, whatever types they came in, as far as that can be told."""
+    """Returns whether two values mean the same, whatever types they came in, as far as one can tell."""
     if one is other:
         return True
     one, other = _form(one), _form(other)

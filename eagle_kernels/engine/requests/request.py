@@ -116,7 +116,7 @@ class Request:
         # frames would hold the activations and pools of the failed step for as long as the request lives
         try:
             told = "".join(traceback.format_exception(error))
-        except Exception:  # an error of a caller's own, which cannot even be told
+        except Exception:  # a caller's own error, which cannot even be printed
             told = "".join(traceback.format_tb(error.__traceback__))
         origin = _Origin("\n" + told)
         traceback.clear_frames(error.__traceback__)
@@ -239,7 +239,7 @@ class StopStrings:
 
     @property
     def num_certain(self) -> int:
-        """Returns how many characters no later token can remove: those behind them may begin a stop string."""
+        """Returns how many characters no later token can remove: those after them may begin a stop string."""
         begin = self._begin
         named, spans = self._named(self.text, begin)
         return min(self._begun(self.text, begin, []), _unnamed(self._begun(named, begin, spans), spans))
@@ -250,7 +250,7 @@ class StopStrings:
         return max(0, len(self.text) - self._longest + 1)
 
     def _named(self, text: str, begin: int) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the text with the names that are seen behind `begin`, and the range of each in it."""
+        """Returns the text with the names that are seen after `begin`, and the range of each in it."""
         self._seen = [(place, name) for place, name in self._seen if place >= begin]
         named, spans, done = "", [], 0
         for place, name in self._seen:

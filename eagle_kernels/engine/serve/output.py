@@ -139,7 +139,7 @@ class _TokensAndStats(NamedTuple, Generic[Ids]):
 
 
 class Scores(Generic[One]):
-    """Types an attribute that is as of one request, or a list of such, as the tokens are."""
+    """Types an attribute that, like the tokens, is one request's value or a list of them."""
 
     @overload
     def __get__(self, output: GenerationOutput[list[int]], owner: object) -> One | None: ...

@@ -105,7 +105,7 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
     tokens = to_device(list(itertools.chain(*texts)), device).split([len(text) for text in texts])
     stops = list(itertools.accumulate(size for _, size in parts))
     begins, scored = [stop - size for stop, (_, size) in zip(stops, parts)], [scored_rows(*part) for part in parts]
-    # those whose logits are needed, a part's last one behind its others
+    # those whose logits are needed, a part's last one after its others
     rows = [begin + at for begin, inner, (_, size) in zip(begins, scored, parts) for at in (*inner, size - 1)]
     if len(rows) == 1:
         last = {"last_only": True}

@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 # Tokens of prompts that a step reads beside its own rows. Each of these has graphs of its own; all but the last are for
 # steps whose time is limited.
 JOINT_TOKENS = (64, 192)
-# So many steps end before a pass by itself would, which takes tens of milliseconds however short the prompts are.
+# This number of steps ends before a pass of its own would, which takes tens of milliseconds for any prompt.
 FEW_STEPS = 4
 
 
@@ -119,7 +119,7 @@ class Reading:
         self._plan, self._state, self._prefill_chunk, self._rows = plan, state, prefill_chunk, rows
         self._max_step_ms, self._reads_several = max_step_ms, plan.plain.reads_several
         self.shares_prefixes = self.takes_several = True
-        # who looks at every tree of a step would see it twice if the prompts beside it failed
+        # `on_tree` would see the tree twice if the prompts beside it failed
         self.is_joint = self._reads_several and plan.plain.on_tree is None
         self.pace = self._new_pace()
         self._filled: PromptRows | None = None  # for the next step

@@ -10,7 +10,7 @@ Invariants
     query or in a key that is read stays in its request and KV head. Of a request of more than max_query rows, the first
     max_query are attended, and see at most max_query draft keys.
     deterministic: as in gqa_decode; bits do not depend on Nq, on other rows' masks, or on the number of rows either.
-    With draft keys in the pool, the prefix and the draft keys that a row sees are read side by side (shared/paths.py).
+    With draft keys in the pool, the prefix and the draft keys that a row sees are read side by side.
 Grid
     (Hkv * row tiles, chunks), one program attends a tile of (token, head of the group) rows of one KV head to a chunk.
     deterministic: (.., shares), one program attends it to a share (shared/ordered.py); past 65535, shares take two
@@ -256,6 +256,6 @@ def tree_attention(
         tuned=_choose_tuning(values, num_query),
         num_query=num_query,
         num_drafts=num_query if num_draft_keys is None else num_draft_keys,
-        drafts="beside" if draft_key is not None else "behind" if kv_indptr is None else "counted",
+        drafts="beside" if draft_key is not None else "after" if kv_indptr is None else "counted",
     )
     return out

@@ -51,7 +51,7 @@ def slot_range(batch, request, SHAPE: tl.constexpr):
     """Returns (first, prefix, stop) int32 of a request, or of each of several.
 
     Prefix slots first..prefix - 1 may be seen, and the draft block ends at stop - 1. DRAFTS says where the block is: ""
-    nowhere, "counted" among the filled slots, "behind" them in the pool, or "beside" them in tensors of its own, with
+    nowhere, "counted" among the filled slots, "after" them in the pool, or "beside" them in tensors of its own, with
     slots from the next multiple of BLOCK_KEY on.
     """
     DRAFTS: tl.constexpr = SHAPE.DRAFTS
@@ -70,7 +70,7 @@ def slot_range(batch, request, SHAPE: tl.constexpr):
         if DRAFTS == "counted":
             prefix = tl.maximum(filled - num_counted, 0)
             stop = tl.minimum(prefix + num_drafts, filled)
-        elif DRAFTS == "behind":
+        elif DRAFTS == "after":
             stop = tl.minimum(prefix + num_drafts, page_count * SHAPE.PAGE_SIZE)
         else:
             # a request that does not exist counts nothing

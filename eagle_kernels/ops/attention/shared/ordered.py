@@ -1,7 +1,7 @@
 """Divides the keys of a request among programs by positions alone (`ordered_shares.py`): bits that no batch changes.
 
 From the tile on in which the prefix ends, each token of a tree has programs of its own, which read the keys along its
-path (`paths.py`), so that a node has the bits of plain decoding.
+path (`attend_path`), so that a node has the bits of plain decoding.
 """
 
 from __future__ import annotations

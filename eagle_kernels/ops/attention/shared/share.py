@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ....runtime.language import tl, triton
-from .attention import Pool, Queries, Span, attend
+from .attention import Pool, Queries, Span, attend, attend_path
 from .batch import Batch, request_rows
 from .columns import load_columns, scale_columns, store_columns
 from .paged_cache import request_pages
-from .paths import attend_path
 from .softmax import add_sink, finish_rows, match_keys, start_rows
 
 
@@ -59,7 +58,7 @@ SIZES = [*Sizes._fields, *Batch._fields[1:]]
 
 class Keys(NamedTuple):
     """The slots begin..stop - 1 of a request, whose rows see none before `first`, all of first..prefix - 1, and drafts
-    behind; those from pool_stop on are read beside the pool, or along the path of one token, which sees some of
+    after those; slots from pool_stop on are read beside the pool, or along the path of one token, which sees some of
     num_seen_drafts drafts."""
 
     begin: Any

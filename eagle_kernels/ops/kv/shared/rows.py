@@ -69,7 +69,7 @@ def check_rows(args: check.Arguments) -> None:
 def debug_rows(args: check.Arguments, lengths: tuple[str, ...], stop, is_read=None, rule: str = "end") -> None:
     """Checks with EAGLE_KERNELS_DEBUG=1 lengths, and what checked rows hold where they are read.
 
-    lengths: names of the arguments [B] that say which tokens; the last is told where they leave the table, by the rule.
+    lengths: names of the arguments [B] that say which tokens; an error names the last where they leave the table.
     stop: stop() gives the end of the columns that each request reads or writes, [B] int64; 0 for none.
     is_read: is_read(column) tells which of the columns [1, C] a request reads, bool [B, C]. None: they are written.
     """
