@@ -592,46 +592,6 @@ def test_arguments_of_another_kind(path):
                 one_line(call, rf"^eagle_kernels\.{name}: {parameter.name} must .*, got ")
 
 
-# tensors of numbers, with what each must be
-NUMBERS = {
-    "temperature": "be a number of at least 0",
-    "draft_temperature": "be a number of at least 0",
-    "top_p": "be a number",
-    "min_p": "be a number",
-    "repetition_penalty": "be a number above 0",
-    "frequency_penalty": "be a number",
-    "presence_penalty": "be a number",
-    "epsilon": "be a number of at least 0",
-    "delta": "be a number of at least 0",
-    "simulated_rates": "lie in 0..1",
-    "uniform_samples": r"lie in \[0, 1\)",
-    "uniform_samples_for_final_sampling": r"lie in \[0, 1\)",
-}
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize(
-    ("path", "field"), [(path, field) for path in PATHS for field in NUMBERS if field in signature_of(path)]
-)
-def test_debug_mode_refuses_what_is_no_number(path, field, monkeypatch):
-    """NaN, and -1 where the rule is more than that."""
-    name, rule = path.rpartition(".")[2], NUMBERS[field]
-    cases = list(cases_of(path))
-    values = next((case for case in cases if case.get(field) is not None), None)
-    if values is None and field == "simulated_rates":
-        values = cases[0] | {"accept_policy": "simulate", field: torch.ones(cases[0]["spec_steps"])}
-        rows, nodes = values["candidates"].shape
-        values |= {"seeds": torch.zeros(rows, dtype=torch.int64), "positions": torch.arange(rows * nodes)}
-    elif values is None:
-        values = cases[0] | {field: torch.ones(len(cases[0]["temperature"]))}
-    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
-    for bad in (NAN, -1.0) if rule != "be a number" else (NAN,):
-        numbers = values[field].clone()
-        numbers.view(-1)[-1] = bad
-        call = lambda: getattr(eagle_kernels, name)(**{**values, field: numbers})  # noqa: B023, E731
-        one_line(call, rf"^eagle_kernels\.{name}: {field} must {rule}, got {bad} at \[")
-
-
 def overlapping(buffers):
     """A call of build_tree with the outputs that `buffers` makes of sound ones."""
     values = make_tree(2, 4, 3, 8)

@@ -17,24 +17,6 @@ from op_tests.ops.verify.cases import make_logits
 from .harness.ahead_of_time import PATHS, count_variants, module_of_tests
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        ({"draft_tokens": [[1, 2]]}, TypeError, "draft_tokens must be a tensor, got list"),
-        ({"topk": 2.0}, TypeError, "topk must be an int, got float"),
-        ({"topk": None}, TypeError, "topk must be an int, got NoneType"),
-        ({"tree_mask_mode": None}, ValueError, "tree_mask_mode must be one of 'packed'"),
-        ({"num_verify_tokens": 300}, ValueError, "num_verify_tokens must lie in 1..256, got 300"),
-        ({"spec_step": 3}, TypeError, "got an unexpected keyword argument 'spec_step'"),
-        ({"prefix_is_set": True}, ValueError, "prefix_is_set must come with 'full_mask' and an out buffer"),
-    ],
-)
-def test_bad_arguments_are_named_in_one_line(change, kind, message):
-    with pytest.raises(kind, match="^eagle_kernels.build_tree: .*" + message) as caught:
-        eagle_kernels.build_tree(**{**make_tree(2, 4, 3, 8), **change})
-    assert "\n" not in str(caught.value)
-
-
 def test_a_missing_argument_is_named():
     values = make_tree(2, 4, 3, 8)
     del values["topk"]
@@ -56,23 +38,6 @@ def test_debug_mode_leaves_tracing_alone(monkeypatch):
     monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
     compiled = torch.compile(eagle_kernels.sample_from_logits, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**values), eagle_kernels.sample_from_logits(**values))
-
-
-def test_what_would_need_derivatives_is_refused(device):
-    """In grad mode alone, and below torch.no_grad() nothing is recorded, also not in reused buffers."""
-    _, values = next(iter(module_of_tests("attention.gqa_decode").ahead_of_time_cases()))
-    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-    values["query"] = values["query"].float().requires_grad_()
-    values["k_cache"], values["v_cache"] = values["k_cache"].float(), values["v_cache"].float()
-    with pytest.raises(RuntimeError, match="^eagle_kernels.gqa_decode: query must not require grad, since ops have no"):
-        eagle_kernels.gqa_decode(**values)
-    with torch.no_grad():
-        result = eagle_kernels.gqa_decode(**values)
-        out = type(result)(*(torch.empty_like(tensor) for tensor in result))
-        again = eagle_kernels.gqa_decode(**values, out=out)
-    assert not any(tensor.requires_grad for tensor in (*result, *again))
-    detached = eagle_kernels.gqa_decode(**values | {"query": values["query"].detach()})
-    assert torch.equal(detached.output, result.output) and not detached.output.requires_grad
 
 
 def test_compiles_into_one_graph_with_a_dynamic_batch(device):

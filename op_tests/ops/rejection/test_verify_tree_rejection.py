@@ -360,21 +360,6 @@ def test_matches_reference(shape, replacement, device):
     assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
 
 
-@pytest.mark.cross
-@REPLACEMENT
-@pytest.mark.parametrize("temperature", [None, 1.0], ids=["probabilities", "logits"])
-def test_children_after_rejections(temperature, replacement, device):
-    """Distributions with which first, later and no children are about as likely to be accepted."""
-    target, draft = torch.tensor([3.0, 6.0, 8.0, 9.0, 9.0, 2.0]), torch.tensor([10.0, 4.0, 4.0, 3.0, 1.0, 7.0])
-    values = one_level([0, 1, 2, 3], (target / 37.0).tolist(), (draft / 29.0).tolist(), num_requests=12)
-    if temperature is not None:
-        values |= {"draft_logits": values["draft_probs"].log(), "target_logits": values["target_probs"].log()}
-        values |= {"draft_probs": None, "target_probs": None}
-    output, _ = check_operation(PATH, to_device(values, device) | {"replacement": replacement})
-    path = output.accept_index[:, 1]
-    assert len(set(torch.where(path >= 0, path % 5, -1).tolist())) > 2
-
-
 def test_draft_logits_padded_past_the_vocabulary(device):
     """Tokens that the target does not have carry probability of q, and are never accepted."""
     values = make(4, 4, 3, 8, device=device)
@@ -588,15 +573,6 @@ def test_chosen_children_need_no_draft(device):
     followed = output.predicts.view(-1, 3)[:, 0]
     assert torch.equal(output.accept_token_num == 1, (followed == 1) | (followed == 3))
     assert len(set(followed.tolist())) > 2
-
-
-def test_greedy_everywhere_is_greedy_verification(device):
-    values = make(2, 4, 3, 8, device=device)
-    values |= {name: torch.zeros(2, device=device) for name in ("temperature", "draft_temperature")}
-    output, _ = check_operation(PATH, values)
-    links = [values[name] for name in list(values)[:4]]
-    greedy = eagle_kernels.raw.verify_tree_greedy(*links, target_logits=values["target_logits"], spec_steps=3)
-    assert all(torch.equal(got, want) for got, want in zip(output, greedy))
 
 
 @REPLACEMENT

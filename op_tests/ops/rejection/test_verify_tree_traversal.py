@@ -290,32 +290,6 @@ def test_links_that_share_nodes_are_walked_once(device):
     eagle_kernels.reference.ops.rejection.verify_tree_traversal.verify_tree_traversal(**values)
 
 
-def test_temperature_zero_follows_the_argmax(device):
-    values = make(2, 2, 2, 6, device=device)
-    values["temperature"].zero_()
-    values["target_logits"] = values["target_logits"].round()
-    argmax = torch.tensor([int((row == row.max()).nonzero()[0]) for row in values["target_logits"]]).view(2, 6)
-    last = {request: list(children_of(values, request, 0))[-1] for request in range(2)}
-    for request, node in last.items():
-        values["candidates"][request, node] = argmax[request, 0]
-        for other in children_of(values, request, 0):
-            if other != node:
-                values["candidates"][request, other] = (argmax[request, 0] + 1) % 61
-    output, _ = check_operation(PATH, values, case="greedy")
-    for request, node in last.items():
-        assert output.accept_index[request, 1] == request * 6 + node
-        path = output.accept_index[request, : output.accept_token_num[request] + 1] - request * 6
-        assert output.predicts.view(2, 6)[request, path].tolist() == argmax[request, path.cpu()].tolist()
-
-
-def test_no_deeper_than_spec_steps(device):
-    values = make(2, 2, 3, 7, device=device)
-    output, _ = check_operation(PATH, values | {"spec_steps": 1}, case="S = 1")
-    assert output.accept_index.shape == (2, 2)
-    output, _ = check_operation(PATH, values | {"spec_steps": 0}, case="S = 0")
-    assert output.accept_token_num.tolist() == [0, 0]
-
-
 # --- the law ---
 
 

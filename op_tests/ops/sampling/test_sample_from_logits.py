@@ -177,22 +177,6 @@ def test_streams_do_not_share_noise():
     assert torch.corrcoef(torch.stack([target.flatten(), draft.flatten()]))[0, 1].abs() < 0.05
 
 
-def test_greedy_rows_take_penalties_and_grammar_as_well(device):
-    """One token after the other is taken from a row of falling logits."""
-    values = make(4, 8, device=device, temperature=0.0)
-    values["logits"] = torch.tensor([8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0, 4.5], device=device).repeat(4, 1)
-    ones, zeros = torch.ones(4, device=device), torch.zeros(4, dtype=torch.int32, device=device)
-    counts = torch.zeros(4, 8, dtype=torch.int32, device=device)
-    counts[:, 1] = 1
-    values |= {"repetition_penalty": ones * 2, "prompt_mask": zeros[:, None] + 1, "output_counts": counts}
-    values |= {
-        "presence_penalty": ones * 0.25,
-        "token_bitmask": torch.tensor([[-1], [~4], [0], [128]]).int().to(device),
-    }
-    # token 0 by the prompt and token 1 by the output are halved, the grammar forbids 2, everything, all but 7
-    assert eagle_kernels.raw.sample_from_logits(**values).tolist() == [2, 3, 0, 7]
-
-
 def test_penalties_are_those_of_hugging_face():
     processors = pytest.importorskip("transformers.generation.logits_process")
     values = make(3, 50, temperature=1.0)
@@ -450,26 +434,6 @@ def test_gathering_and_searching_agree(num_large, device):
     tokens = eagle_kernels.raw.sample_from_logits(**values)
     assert len(set(tokens.tolist())) == 1 and logits[tokens[0]] == 1.0
     assert_same_tokens(values, tokens)
-
-
-def test_ties_of_greedy_rows_go_to_the_lowest_id(device):
-    """Across groups, tiles and slices, beside NaN, beside infinities, and of zeros of both signs."""
-    infinity, nan = float("inf"), float("nan")
-    logits = torch.full((6, 2100), -5.0, device=device)
-    for row, changes in enumerate(
-        (
-            {3: 2.0, 9: 2.0, 1030: 2.0, 2090: 2.0},
-            {2090: 2.0, 1030: 2.0, 1031: nan},
-            {12: 2.0, 1500: 2.0, 1501: nan, 40: 2.0, 41: nan},
-            {1030: infinity, 700: infinity, 8: 1e38},
-            {77: -0.0, 1200: 0.0},
-            {0: nan, 2048: -5.0, 2099: -4.0},
-        )
-    ):
-        for token, value in changes.items():
-            logits[row, token] = value
-    values = make(6, 2100, device=device, temperature=0.0) | {"logits": logits}
-    assert eagle_kernels.raw.sample_from_logits(**values).tolist() == [3, 1030, 12, 700, 77, 2099]
 
 
 @pytest.mark.slow

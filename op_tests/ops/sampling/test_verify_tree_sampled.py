@@ -267,15 +267,6 @@ def test_log_probabilities(device):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(without[:3], output))
 
 
-def test_rows_of_temperature_zero_are_greedy(device):
-    values = make(4, 4, 3, 8, device=device, **FILTERS["all"])
-    values["temperature"].zero_()
-    sampled = eagle_kernels.raw.verify_tree_sampled(**values)
-    links = list(values.values())[:4]
-    greedy = eagle_kernels.raw.verify_tree_greedy(*links, target_logits=values["target_logits"], spec_steps=3)
-    assert all(torch.equal(a, b) for a, b in zip(sampled, greedy))
-
-
 @pytest.mark.cross
 @pytest.mark.parametrize("filters", [{"top_p": 0.7}, {}, {"top_k": 3}, {"min_p": 0.2}], ids=str)
 def test_joint_law_of_the_emitted_tokens(filters, device):
@@ -332,14 +323,6 @@ def test_joint_law_of_the_emitted_tokens(filters, device):
     )
     outcome = (text[:, 0] * vocab_size + text[:, 1]) * vocab_size + text[:, 2]
     assert_follows_law(outcome.cpu(), law)
-
-
-def test_duplicate_siblings_are_followed_once(device):
-    values = make(2, 4, 1, 5, device=device)
-    values["candidates"][:, 1:] = 7
-    values["target_logits"][:, 7] = 100.0
-    output, _ = check_operation(PATH, values, case="duplicates")
-    assert output.accept_index[:, 1].tolist() == [1, 6]
 
 
 def test_front_door_samples_with_sampling_parameters(device):

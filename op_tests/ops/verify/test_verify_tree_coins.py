@@ -150,17 +150,6 @@ def test_no_mass_is_left(device):
         assert outcome(star([1, 2], trace, 0.75, final_coin, device=device)) == ([], [0])
 
 
-def test_duplicate_siblings_count_once(device):
-    """SGLang's kernel would accept the second one of a coin of 0.375, and tokens 2 and 3 never."""
-    probs = [0.25, 0.25, 0.25, 0.25]
-    assert outcome(star([1, 1, 2], probs, 0.125, 0.0, device=device))[0] == [1]
-    assert outcome(star([1, 1, 2], probs, 0.375, 0.0, device=device)) == ([3], [2, 0])
-    assert outcome(star([1, 1, 1, 1], probs, LAST_COIN, 0.5, device=device)) == ([], [2])
-    # the same token at another node is not met again, but new
-    values = explicit([0, 1, 2, 1], [-1, 0, 0, 2], probs, [0.375, 0.0, 0.0, 0.0], 0.0, device=device)
-    assert outcome(values) == ([2, 3], [2, 1, 0])
-
-
 def test_nothing_is_removed_where_no_child_was_tried(device):
     """At S drafts the children below are not looked at, and the bonus may be one of them."""
     probs = [0.0, 0.5, 0.5, 0.0]
@@ -168,21 +157,6 @@ def test_nothing_is_removed_where_no_child_was_tried(device):
         coins = [0.0, 0.0, LAST_COIN]
         values = explicit([0, 1, 1], [-1, 0, 1], probs, coins, 0.0, spec_steps=spec_steps, device=device)
         assert outcome(values, case=str(spec_steps)) == expected
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), -1.0])
-def test_what_is_no_probability_counts_as_zero(bad, device):
-    """Also where all else is 0, and beside the rows of other requests."""
-    assert outcome(star([1, 2], [0.25, bad, 0.25, 0.5], 0.125, 0.0, device=device)) == ([2], [2, 0])
-    assert outcome(star([1], [bad, 0.25, 0.5, bad], 0.5, LAST_COIN, device=device)) == ([], [2])
-    assert outcome(star([1], [bad] * 4, 0.0, 0.0, device=device)) == ([], [3])
-    values = make(3, 4, 3, 8, device=device)
-    clean = run(**values)
-    values["target_probs"][1] = bad
-    output, _ = check_operation(PATH, values, case=str(bad))
-    assert output.accept_token_num[1] == 0 and output.predicts[8] == 60
-    for row in (0, 2):
-        assert torch.equal(output.predicts.view(3, 8)[row], clean.predicts.view(3, 8)[row])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1.0, -0.5])

@@ -113,39 +113,6 @@ def test_the_arrangement_follows_from_shapes():
     assert list(kernels.values()) == [all_rows] * 3 + [by_level] * 2
 
 
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_all_equal_logits_take_the_lowest_id(zero, arrangement, device):
-    values = make(2, 2, 2, 4, source=torch.float32, vocab_size=600, device=device)
-    values["target_logits"].fill_(0.0)
-    values["target_logits"][:, 3:] = zero
-    values["target_logits"][:, ::3] = -zero
-    output, _ = check_operation(PATH, values, case="flat")
-    assert set(output.predicts.tolist()) <= {0, -1}
-
-
-def test_a_target_of_minus_one_matches_nothing(device):
-    values = make(2, 4, 3, 8, device=device)
-    values["candidates"].fill_(-1)
-    values["target_predict"].fill_(-1)
-    output, _ = check_operation(PATH, values, case="-1 meets -1")
-    assert output.accept_token_num.sum() == 0
-
-
-def test_target_ids_outside_int32_match_nothing(device):
-    """They are not cut to 32 bits, where they could equal a draft."""
-    values = make(2, 4, 3, 8, device=device)
-    values["target_predict"] += 2**32
-    output, _ = check_operation(PATH, values, case="ids past 2^32")
-    assert output.accept_token_num.sum() == 0 and (output.predicts == -1).all()
-
-
-def test_fewer_steps_than_levels_stop_the_walk(device):
-    values = make(4, 2, 4, 8, device=device)
-    deep = eagle_kernels.raw.verify_tree_greedy(**values)
-    output, _ = check_operation(PATH, {**values, "spec_steps": 1}, case="one step")
-    assert torch.equal(output.accept_token_num, deep.accept_token_num.clamp(max=1))
-
-
 def test_front_door_is_greedy_without_sampling_parameters(device):
     values = make(3, 4, 3, 8, source=torch.float32, device=device)
     want = eagle_kernels.verify_tree_greedy(**values)

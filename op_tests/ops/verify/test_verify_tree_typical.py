@@ -129,17 +129,6 @@ def test_the_bonus_is_what_plain_sampling_draws(slices, device):
     assert torch.equal(output.predicts[last].long(), plain)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-6, float("nan")])
-def test_without_temperature_it_is_greedy(temperature, slices, device):
-    values = make(4, 4, 3, 8, device=device)
-    values["temperature"].fill_(temperature)
-    got, _ = check_operation(PATH, values, case="greedy")
-    links = list(values.values())[:4]
-    want = eagle_kernels.raw.verify_tree_greedy(*links, target_logits=values["target_logits"], spec_steps=3)
-    assert all(torch.equal(a, b) for a, b in zip(got, want))
-    assert got.accept_token_num.sum() > 0
-
-
 def test_a_falling_temperature_ends_in_greedy(device):
     """Where the argmax is unique."""
     values = make(4, 4, 3, 8, device=device)
