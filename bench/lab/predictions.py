@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ..apps.random_models import SHAPES
 from ..harness import results
-from .config import BenchmarkConfig
 from .log import read_lines
-from .records import PLAIN, by_setting, distinct, is_number, method_of, newest_cells, was_beside
+from .records import newest_cells
 from .speedup import StepModel, Tree
 
 # of which steps are predicted, and by which they are
@@ -52,70 +50,6 @@ def of_presets(lines: Sequence[dict]) -> str:
         f"where arithmetic limits it ({tflops:.0f} TFLOP/s).",
     ]
     return "\n".join([*table, "", *constants])
-
-
-def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Of one request's steps with K levels of a method, from those with the fewest and the most in the same domain,
-    whose texts make all of its steps longer or shorter. A level takes the same time each, and so does a verified row:
-    that of n-gram's steps, in which K more drafts are K more rows and nothing else. Tokens a step are as measured."""
-    lines = []
-    for setting, group in by_setting(cell for cell in cells if cell["config"]["batch_size"] == 1).items():
-        rows, inputs = [], []
-        for domain in distinct(group, "prompt_domain"):
-            own: dict[str, list[Mapping[str, Any]]] = {}
-            of_domain = [cell for cell in group if cell["config"]["prompt_domain"] == domain and _is_timed(cell)]
-            plain = next((cell for cell in of_domain if method_of(cell) == PLAIN), None)
-            for cell in of_domain:  # K ascending
-                if plain is not None and was_beside(cell, plain):
-                    own.setdefault(method_of(cell), []).append(cell)
-            row_ms = _row_ms(own.get("ngram", ()))
-            for method, steps in own.items():
-                if len(steps) < 3:  # nothing lies between; plain decoding has one
-                    continue
-                plain_ms = plain["step_ms"]
-                few, *between, most = steps
-                level_ms = (most["step_ms"] - few["step_ms"] - _more_rows(few, most) * row_ms) / _more_levels(few, most)
-                inputs.append(f"| {domain} | {method} | {plain_ms:.3f} ms | {few['step_ms']:.3f} ms | ")
-                inputs[-1] += f"{1e3 * level_ms:.1f} µs | {1e3 * row_ms:.1f} µs |"
-                for cell in between:
-                    step_ms = few["step_ms"] + _more_levels(few, cell) * level_ms + _more_rows(few, cell) * row_ms
-                    tokens, wanted = cell["mean_accept_length"], cell["speedup"]
-                    got = tokens * plain_ms / step_ms
-                    row = f"| {domain} | {method} | {cell['config']['K']} | {tokens:.2f} | {wanted:.2f}× | "
-                    rows.append(row + f"{got:.2f}× | {got / wanted - 1:+.1%} |")
-        if rows:
-            lines += [f"{setting}:", "", "| domain | method | K | tokens a step | measured | predicted | error |"]
-            lines += ["|---|---|--:|--:|--:|--:|--:|", *rows, ""]
-            lines += ["Constants:", "", "| domain | method | plain step | step of the fewest levels | level | row |"]
-            lines += ["|---|---|--:|--:|--:|--:|", *inputs, ""]
-    return "\n".join(lines).rstrip() or "Not measured yet."
-
-
-def _is_timed(cell: Mapping[str, Any]) -> bool:
-    """Nothing is where every text ends with its first token."""
-    return is_number(cell["speedup"]) and cell["step_ms"] > 0
-
-
-def _row_ms(cells: Sequence[Mapping[str, Any]]) -> float:
-    """What a row more takes, of cells with nothing else more; 0 if that cannot be told."""
-    if len(cells) < 2:
-        return 0.0
-    few, *_, most = cells
-    return (most["step_ms"] - few["step_ms"]) / _more_rows(few, most)
-
-
-def _more_levels(few: Mapping[str, Any], more: Mapping[str, Any]) -> int:
-    return more["config"]["K"] - few["config"]["K"]
-
-
-def _more_rows(few: Mapping[str, Any], more: Mapping[str, Any]) -> int:
-    return _num_rows(more) - _num_rows(few)
-
-
-def _num_rows(cell: Mapping[str, Any]) -> int:
-    """That a step verifies."""
-    config = BenchmarkConfig.from_dict(cell["config"])
-    return config.batch_size * config.engine_config().num_verify_tokens
 
 
 def fitted(lines: Sequence[dict]) -> tuple[StepModel, dict[str, dict[int, tuple[float, float]]]]:

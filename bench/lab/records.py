@@ -66,11 +66,6 @@ def label_of(cell: Mapping[str, Any]) -> str:
     return PLAIN if cell["config"]["K"] is None else f"{cell['config']['method']} K={cell['config']['K']}"
 
 
-def was_beside(cell: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
-    """Whether a cell was measured with this plain decoding; a run that goes on, or has more K, measures that anew."""
-    return cell["plain_tokens_per_second"] == plain["plain_tokens_per_second"]
-
-
 def newest_cells(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The last line of each cell of a machine; pairs, domains and settings as they first came, K ascending."""
     newest: dict[tuple, dict[str, Any]] = {}

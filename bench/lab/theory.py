@@ -2,7 +2,7 @@
 to date.
 
 The example runs the library's own reference of verification, with every outcome of its draws enumerated; the
-predictions use what `python -m bench.run --app generation` and `--app experiment` have measured.
+predictions use what `python -m bench.run --app generation` has measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eagle_kernels.reference.enumeration import (
 from eagle_kernels.reference.ops.rejection.verify_chain import verify_request
 
 from ..harness.markdown import filled, write_stale
-from .predictions import CONTEXT_TOKENS, GB_PER_S, intensity, measured_cells, measured_lines, of_cells, of_presets
+from .predictions import CONTEXT_TOKENS, GB_PER_S, intensity, measured_lines, of_presets
 from .speedup import expected_tokens_of_chain, ideal_speedup
 
 PAGE = Path(__file__).with_name("THEORY.md")
@@ -48,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "intensity": intensities(),
         "example": worked_example(),
         "model": of_presets(measured_lines("generation")),
-        "pair": of_cells(measured_cells()),
     }
     return write_stale({options.page: filled(options.page, parts)}, "bench.lab.theory", options.check)
 
