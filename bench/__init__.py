@@ -2,10 +2,7 @@
 
 import os
 
-try:
-    import torch
-except ImportError:  # bench.plot draws what was measured elsewhere
-    torch = None
+import torch
 
-if torch is None or not torch.cuda.is_available():
+if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel: declarations are checked, not timed

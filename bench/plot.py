@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from . import pictures
-from .lab.log import read_lines
-
-DIRECTORY = Path(__file__).parent / "results"
-OURS = "eagle_kernels"
+from .harness import results
+from .harness.declaration import Case, declared
+from .pictures import MARKERS, PALETTE, MissingMatplotlib, in_style, matplotlib_for, new_figure, write_png
+from .report import OURS, Row, newest_rows
 
 # provider -> [(size, value)] in ascending order
 Curves = dict[str, list[tuple[int, float]]]
@@ -54,64 +53,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__.partition("\n")[0])
     parser.add_argument("--op", choices=list(PLOTS), help="name of an op; by default all that have sweeps")
-    parser.add_argument("--results", default=str(DIRECTORY), help="folder of the JSON lines")
+    parser.add_argument("--results", default=str(results.DIRECTORY), help="folder of the JSON lines")
     options = parser.parse_args(arguments)
     try:
-        pictures.matplotlib_for("bench.plot")
-    except pictures.MissingMatplotlib as error:
+        matplotlib_for("bench.plot")
+    except MissingMatplotlib as error:
         print(error)
         return 2
-    drawn_ops = set()
-    for op in [options.op] if options.op else PLOTS:
-        for file in sorted(Path(options.results).glob(f"*/{op}.jsonl")):
-            lines = read_lines(file)
-            for plot in PLOTS[op]:
-                drawn = curves(lines, plot)
+    drawn_ops, wanted = set(), [options.op] if options.op else PLOTS
+    for benchmark in (benchmark for benchmark in declared() if benchmark.op in wanted):
+        for file in sorted(Path(options.results).glob(f"*/{benchmark.op}.jsonl")):
+            rows = newest_rows(file, (*benchmark.cases, *benchmark.sweep))
+            for plot in PLOTS[benchmark.op]:
+                drawn = curves(rows, plot)
                 if len(drawn.get(OURS, ())) > 1:
-                    picture = file.with_name(f"{op}_{plot.name}.png")
-                    _draw(picture, f"{op}, {plot.title}\n{lines[-1]['gpu']}", plot, drawn)
+                    picture = file.with_name(f"{benchmark.op}_{plot.name}.png")
+                    write_png(_drawn(f"{benchmark.op}, {plot.title}\n{rows[-1][1][OURS]['gpu']}", plot, drawn), picture)
                     print(f"wrote {picture}")
-                    drawn_ops.add(op)
+                    drawn_ops.add(benchmark.op)
     for op in {options.op} - {None} - drawn_ops:
         print(f"no sweep of {op} in {options.results}: python -m bench.run --op {op} --peers --sweep")
     return 0 if drawn_ops else 1
 
 
-def curves(lines: Sequence[dict], plot: Plot) -> Curves:
-    """The curves of a picture. A point is of the newest run in which ours was timed on its case."""
-    runs: dict[int, dict[str, dict[str, float]]] = {}
-    for line in lines:
-        case = re.fullmatch(plot.cases, line["case"])
-        if case:
-            of_size = runs.setdefault(int(case[1]), {})
-            # taken out and put back: the run that was written to last comes last
-            of_size[line.get("run")] = {**of_size.pop(line.get("run"), {}), line["provider"]: line[plot.value]}
+def curves(rows: Iterable[tuple[Case, Row]], plot: Plot) -> Curves:
+    """Returns the curves of a picture: a point of each provider for every case that is drawn."""
     drawn: Curves = {}
-    for size, of_size in sorted(runs.items()):
-        newest = [values for values in of_size.values() if OURS in values][-1:]
-        for provider, value in (newest[0] if newest else {}).items():
-            drawn.setdefault(provider, []).append((size, value))
-    return drawn
+    for case, row in rows:
+        if found := re.fullmatch(plot.cases, case.name):
+            for provider, line in row.items():
+                drawn.setdefault(provider, []).append((int(found[1]), line[plot.value]))
+    return {provider: sorted(points) for provider, points in drawn.items()}
 
 
-def _draw(picture: Path, title: str, plot: Plot, drawn: Curves) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+@in_style
+def _drawn(title: str, plot: Plot, drawn: Curves):
+    figure = new_figure(4.5, 7)
     axes = figure.subplots()
-    for provider in sorted(drawn, key=lambda name: name != OURS):
-        sizes, values = zip(*drawn[provider])
-        axes.plot(sizes, values, marker="o", label=provider, linewidth=2.5 if provider == OURS else 1.2)
+    for place, provider in enumerate(sorted(drawn, key=lambda name: name != OURS)):
+        look = {"color": PALETTE[place % len(PALETTE)], "marker": MARKERS[place % len(MARKERS)]}
+        axes.plot(*zip(*drawn[provider]), label=provider, **look)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log" if plot.value.endswith("_us") else "linear")
     ticks = sorted({size for curve in drawn.values() for size, _ in curve})
     axes.set_xticks(ticks, [str(size) for size in ticks])
     axes.set_xlabel(plot.axis)
     axes.set_ylabel(_LABELS[plot.value])
-    axes.set_title(title, fontsize=10)
-    axes.grid(True, which="both", alpha=0.25)
+    axes.set_title(title)
     axes.legend()
-    figure.savefig(picture, dpi=120, metadata={"Software": None})
+    return figure
 
 
 if __name__ == "__main__":

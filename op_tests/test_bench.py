@@ -461,36 +461,40 @@ def test_the_pipeline_of_a_server_agrees():
         assert calls == (["top_k", "top_p"] * 2 if "top-k" in case.name else [])
 
 
-def sweep_line(provider, graph_us, size, run, kind="top-k 50 top-p 0.9 full depth"):
-    return line(provider, graph_us, case=f"K/S/N={size} {kind}", op="verify_tree_sampled", run=run)
+def row(name, **times):
+    return Case(name, {}), {provider: line(provider, us, case=name) for provider, us in times.items()}
 
 
-def test_a_curve_is_of_the_newest_runs():
+def test_a_curve_is_of_the_cases_that_differ_in_one_size():
+    kind = "top-k 50 top-p 0.9 full depth"
     batch_n8, _, nodes_b8 = plot.PLOTS["verify_tree_sampled"]
-    lines = [
-        sweep_line("eagle_kernels", 9.0, "4/3/8 B=1", "a"),
-        sweep_line("torch", 90.0, "4/3/8 B=1", "a"),
-        sweep_line("eagle_kernels", 8.0, "4/3/8 B=1", "b"),
-        sweep_line("pipeline", 80.0, "4/3/8 B=1", "b"),
-        sweep_line("pipeline", 70.0, "4/3/8 B=1", "c"),  # without ours it has nothing to be compared with
-        sweep_line("eagle_kernels", 20.0, "4/3/8 B=16", "a"),
-        sweep_line("eagle_kernels", 10.0, "4/3/8 B=2", "a"),
-        sweep_line("eagle_kernels", 5.0, "4/3/8 B=4", "a", kind="no filters full depth"),
-        sweep_line("eagle_kernels", 7.0, "8/5/8 B=8", "a"),
-        sweep_line("eagle_kernels", 6.0, "8/5/1 B=8", "a"),
-        line("eagle_kernels", 1.0),
+    rows = [
+        row(f"K/S/N=4/3/8 B=2 {kind}", eagle_kernels=10.0),
+        row(f"K/S/N=4/3/8 B=1 {kind}", eagle_kernels=8.0, pipeline=80.0),
+        row("K/S/N=4/3/8 B=4 no filters full depth", eagle_kernels=5.0),
+        row(f"K/S/N=8/5/8 B=8 {kind}", eagle_kernels=7.0),
+        row(f"K/S/N=8/5/1 B=8 {kind}", eagle_kernels=6.0),
     ]
-    assert plot.curves(lines, batch_n8) == {"eagle_kernels": [(1, 8.0), (2, 10.0), (16, 20.0)], "pipeline": [(1, 80.0)]}
-    assert plot.curves(lines, nodes_b8) == {"eagle_kernels": [(1, 6.0), (8, 7.0)]}
+    assert plot.curves(rows, batch_n8) == {"eagle_kernels": [(1, 8.0), (2, 10.0)], "pipeline": [(1, 80.0)]}
+    assert plot.curves(rows, nodes_b8) == {"eagle_kernels": [(1, 6.0), (8, 7.0)]}
 
 
 def test_every_case_of_the_sweep_is_drawn():
     benchmark = BENCHMARKS["verify_tree_sampled"]
-    cases = [sweep_line("eagle_kernels", 1.0, "", "a") | {"case": c.name} for c in (*benchmark.cases, *benchmark.sweep)]
-    sizes = [[x for x, _ in plot.curves(cases, p)["eagle_kernels"]] for p in plot.PLOTS["verify_tree_sampled"]]
+    rows = [row(case.name, eagle_kernels=1.0) for case in (*benchmark.cases, *benchmark.sweep)]
+    sizes = [[x for x, _ in plot.curves(rows, p)["eagle_kernels"]] for p in plot.PLOTS["verify_tree_sampled"]]
     assert sizes == [[1 << exponent for exponent in range(9)]] * 3
     drawn = {c.name for c in benchmark.sweep}
     assert not drawn & {c.name for c in benchmark.cases}
+
+
+def test_a_sweep_is_drawn(folder, capsys):
+    pytest.importorskip("matplotlib")
+    cases = BENCHMARKS["verify_tree_sampled"].cases
+    write(folder, *(line("eagle_kernels", 2.0, case=case.name, op="verify_tree_sampled") for case in cases))
+    assert plot.main(["--results", str(folder / "results")]) == 0
+    assert capsys.readouterr().out.count("wrote ") == 2  # of nodes there is one size
+    assert plot.main(["--op", "gqa_decode", "--results", str(folder / "results")]) == 1
 
 
 def test_a_plot_without_matplotlib_says_so(monkeypatch, capsys):

@@ -66,14 +66,11 @@ def target_config(shape: str) -> dict:
     return {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False} | sizes
 
 
-def empty_target(shape: str, **others: int) -> Decoder:
-    """Without weights. others: sizes that are not those of the shape."""
-    with torch.device("meta"):
-        return Decoder(DecoderConfig.from_dict(target_config(shape) | others))
-
-
 def random_target(shape: str, device: torch.device, dtype: torch.dtype, **others: int) -> Decoder:
-    return _filled(empty_target(shape, **others), device, dtype)
+    """others: sizes that are not those of the shape."""
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dict(target_config(shape) | others))
+    return _filled(model, device, dtype)
 
 
 def head_config(shape: str) -> dict:
@@ -82,16 +79,12 @@ def head_config(shape: str) -> dict:
     return target_config(shape) | own | {"draft_vocab_size": SHAPES[shape]["draft_vocab_size"]}
 
 
-def empty_head(shape: str, **others: int) -> EagleHead:
-    """An EAGLE-3 head without weights."""
-    with torch.device("meta"):
-        return EagleHead(EagleConfig.from_dict(head_config(shape) | others))
-
-
 def random_head(shape: str, device: torch.device, dtype: torch.dtype, **others: int) -> EagleHead:
     """An EAGLE-3 head whose draft vocabulary is spread evenly over the target's."""
     sizes = SHAPES[shape]
-    head = _filled(empty_head(shape, **others), device, dtype)
+    with torch.device("meta"):
+        head = EagleHead(EagleConfig.from_dict(head_config(shape) | others))
+    head = _filled(head, device, dtype)
     head.lm_head.weight *= LOGITS_STD / (WEIGHT_STD * sizes["hidden_size"] ** 0.5)
     draft_ids = torch.arange(sizes["draft_vocab_size"], device=device)
     step = sizes["vocab_size"] // sizes["draft_vocab_size"]

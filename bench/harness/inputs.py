@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ def accepted_tree(device, batch_size: int, tree: Tree, vocab_size: int) -> dict:
     built, shape = built_tree(batch_size, tree, vocab_size, tree_mask_mode="qlen_only"), (batch_size, tree.num_nodes)
     candidates = built.draft_tokens.view(shape)
     target_predict = torch.randint(vocab_size, shape)
-    parent = parents(built.retrieve_next_token, built.retrieve_next_sibling)
+    parent = parents(built._asdict())
     deepest = built.positions.view(shape).argmax(1)
     for request, node in enumerate(deepest.tolist()):
         while node > 0:
@@ -101,15 +102,21 @@ def ends_after(tree: dict, accepted: int, vocab_size: int) -> torch.Tensor:
     return torch.where(depth < accepted, wanted, strange)
 
 
-def parents(retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor) -> torch.Tensor:
-    """The parent of every node from the links, -1 for the root."""
-    parent = torch.full_like(retrieve_next_token, -1)
-    links = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
+def edges(values: dict) -> Iterator[tuple[int, int, int]]:
+    """(request, parent, child) of every edge, from the links; children of a node in their order."""
+    links = (values[name].tolist() for name in ("retrieve_next_token", "retrieve_next_sibling"))
     for request, (children, siblings) in enumerate(zip(*links)):
         for node, child in enumerate(children):
             while child >= 0:
-                parent[request, child] = node
+                yield request, node, child
                 child = siblings[child]
+
+
+def parents(values: dict) -> torch.Tensor:
+    """The parent of every node from the links, -1 for the root."""
+    parent = torch.full_like(values["retrieve_next_token"], -1)
+    for request, node, child in edges(values):
+        parent[request, child] = node
     return parent
 
 
@@ -186,6 +193,15 @@ def paged_cache(
         "k_cache": torch.randn(shape, dtype=dtype, device=device),
         "v_cache": torch.randn(shape, dtype=dtype, device=device),
         "block_table": table,
+    }
+
+
+def token_table(device, batch_size: int, columns: int) -> dict:
+    """req_pool_indices and req_to_token [batch_size, columns], as SGLang keeps the slots of requests."""
+    slots = torch.randperm(batch_size * columns, device=device).to(torch.int32)
+    return {
+        "req_pool_indices": torch.randperm(batch_size, device=device),
+        "req_to_token": slots.view(batch_size, columns),
     }
 
 

@@ -16,7 +16,7 @@ class Walk:
     def __init__(self, values: dict):
         self.candidates, self.num_columns = values["candidates"], values.get("spec_steps", 0) + 1
         device, (batch_size, self.num_nodes) = self.candidates.device, self.candidates.shape
-        parent = parents(values["retrieve_next_token"], values["retrieve_next_sibling"]).to(device)
+        parent = parents(values).to(device)
         self.node, self.request = (torch.arange(size, device=device) for size in (self.num_nodes, batch_size))
         self.visible = torch.eye(self.num_nodes, dtype=torch.bool, device=device).expand(batch_size, -1, -1).clone()
         for child in range(1, self.num_nodes):

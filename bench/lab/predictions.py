@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
-
-from ..apps.random_models import SHAPES, empty_head, empty_target
+from ..apps.random_models import SHAPES
 from ..harness import results
 from .log import read_lines
 from .records import newest_cells
@@ -69,7 +66,7 @@ def fitted(lines: Sequence[dict]) -> tuple[StepModel, dict[str, dict[int, tuple[
         {size: step_ms for size, (step_ms, _) in measured["naive_eagle"].items()},
         (PREDICTED[LARGE[0]], LARGE[1], measured[LARGE[0]][LARGE[1]][0]),
         request_ms=1e-6 * CONTEXT_TOKENS * token_bytes / GB_PER_S,
-        draft_share=_parameters("llama-3.1-8b", empty_head) / _parameters("llama-3.1-8b"),
+        draft_share=_head_parameters("llama-3.1-8b") / _parameters("llama-3.1-8b"),
     )
     return model, measured
 
@@ -83,8 +80,21 @@ def intensity(shape: str, requests: int, rows: int) -> float:
     return requests * rows * operations / (2 * _parameters(shape) + requests * CONTEXT_TOKENS * token_bytes)
 
 
-@functools.cache
-def _parameters(shape: str, make: Callable[[str], torch.nn.Module] = empty_target) -> int:
-    """That a row is multiplied with, of a target or a head: all but the embedding."""
-    named = make(shape).named_parameters()
-    return sum(each.numel() for name, each in named if each.dim() > 1 and "embed_tokens" not in name)
+def _layer_parameters(sizes: dict, input_size: int) -> int:
+    query, key = (sizes[name] * sizes["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    attention = (query + 2 * key) * input_size + query * sizes["hidden_size"]
+    return attention + 3 * sizes["hidden_size"] * sizes["intermediate_size"]
+
+
+def _parameters(shape: str) -> int:
+    """That a row is multiplied with: all but the embedding."""
+    sizes = SHAPES[shape]
+    layers = sizes["num_hidden_layers"] * _layer_parameters(sizes, sizes["hidden_size"])
+    return layers + sizes["vocab_size"] * sizes["hidden_size"]
+
+
+def _head_parameters(shape: str) -> int:
+    """The same of an EAGLE-3 head."""
+    sizes = SHAPES[shape]
+    layer = _layer_parameters(sizes, 2 * sizes["hidden_size"])
+    return layer + (3 * sizes["hidden_size"] + sizes["draft_vocab_size"]) * sizes["hidden_size"]

@@ -3,6 +3,7 @@
 import torch
 
 from bench.harness import grid
+from bench.harness.inputs import token_table
 
 CASES = grid(length=[1024, 8192], num_tokens=[2, 4], batch_size=[1, 8, 32])
 SMALL_CASES = [
@@ -19,10 +20,7 @@ def is_checked(batch_size, length, num_tokens):
 
 
 def make(device, batch_size, length, num_tokens):
-    slots = torch.randperm(batch_size * length, device=device).to(torch.int32)
-    return {
-        "req_pool_indices": torch.randperm(batch_size, device=device),
-        "req_to_token": slots.view(batch_size, length),
+    return token_table(device, batch_size, length) | {
         "kv_lens": torch.full((batch_size,), length, device=device),
         "num_verify_tokens": num_tokens,
         "capacity": batch_size * _count(length, num_tokens),

@@ -3,6 +3,7 @@
 import torch
 
 from bench.harness import grid
+from bench.harness.inputs import token_table
 from bench.peers import sglang_triton
 
 TOPK = 8
@@ -19,10 +20,7 @@ name = "B={batch_size} P={page_size}".format
 
 def make(device, batch_size, page_size):
     columns = PREFIX + page_size + TOPK * (NUM_STEPS + 2 * page_size)
-    slots = torch.randperm(batch_size * columns, device=device).to(torch.int32)
-    return {
-        "req_pool_indices": torch.randperm(batch_size, device=device),
-        "req_to_token": slots.view(batch_size, columns),
+    return token_table(device, batch_size, columns) | {
         "seq_lens": PREFIX + torch.randint(0, page_size, (batch_size,), device=device),
         "topk": TOPK,
         "num_steps": NUM_STEPS,

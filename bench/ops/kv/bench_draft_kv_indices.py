@@ -3,6 +3,7 @@
 import torch
 
 from bench.harness import Unavailable, grid
+from bench.harness.inputs import token_table
 from bench.peers import sglang_triton
 
 TOPK = 8
@@ -32,16 +33,16 @@ def is_checked(batch_size, prefix, **window):
 
 
 def make(device, batch_size, prefix, **window):
-    columns = prefix + TOPK * NUM_STEPS
-    slots = torch.randperm(batch_size * columns, device=device).to(torch.int32)
-    return {
-        "req_pool_indices": torch.randperm(batch_size, device=device),
-        "req_to_token": slots.view(batch_size, columns),
-        "seq_lens": torch.full((batch_size,), prefix, device=device),
-        "topk": TOPK,
-        "num_steps": NUM_STEPS,
-        "capacity": batch_size * TOPK * (_kept(prefix, **window) + NUM_STEPS),
-    } | window
+    return (
+        token_table(device, batch_size, prefix + TOPK * NUM_STEPS)
+        | {
+            "seq_lens": torch.full((batch_size,), prefix, device=device),
+            "topk": TOPK,
+            "num_steps": NUM_STEPS,
+            "capacity": batch_size * TOPK * (_kept(prefix, **window) + NUM_STEPS),
+        }
+        | window
+    )
 
 
 def _kept(prefix, window_size=0, sink_size=0, window_counts_drafts=False):

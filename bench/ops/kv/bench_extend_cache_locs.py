@@ -3,6 +3,7 @@
 import torch
 
 from bench.harness import grid
+from bench.harness.inputs import token_table
 from bench.peers import sglang_triton
 
 PREFIX = 8192
@@ -17,14 +18,8 @@ name = "B={batch_size} {num_tokens} tokens {kind}".format
 
 
 def make(device, batch_size, num_tokens, kind):
-    columns = PREFIX + num_tokens
-    slots = torch.randperm(batch_size * columns, device=device).to(torch.int32)
     starts = torch.full((batch_size,), PREFIX, device=device)
-    values = {
-        "req_pool_indices": torch.randperm(batch_size, device=device),
-        "req_to_token": slots.view(batch_size, columns),
-        "starts": starts,
-    }
+    values = token_table(device, batch_size, PREFIX + num_tokens) | {"starts": starts}
     if kind == "uniform":
         return values | {"num_tokens": num_tokens}
     return values | {"ends": starts + num_tokens, "capacity": batch_size * num_tokens}

@@ -10,8 +10,8 @@ from bench.harness.inputs import (
     VOCABULARY,
     accepted_tree,
     decisive_logits,
+    edges,
     of_vocabulary,
-    parents,
 )
 
 CASES = [
@@ -56,8 +56,9 @@ def prepare_torch(values):
     """Level by level and sibling by sibling, all requests at once; lists of children are made once."""
     candidates = values["candidates"]
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
-    parent = parents(values["retrieve_next_token"], values["retrieve_next_sibling"]).tolist()
-    lists = [[[c for c in range(num_nodes) if row[c] == node] for node in range(num_nodes)] for row in parent]
+    lists = [[[] for _ in range(num_nodes)] for _ in range(batch_size)]
+    for place, node, child in edges(values):
+        lists[place][node].append(child)
     width = max(len(one) for rows in lists for one in rows)
     children = torch.tensor([[one + [-1] * (width - len(one)) for one in rows] for rows in lists], device=device)
     request = torch.arange(batch_size, device=device)

@@ -11,6 +11,7 @@ from bench.harness.inputs import (
     Tree,
     accepted_tree,
     decisive_logits,
+    edges,
     of_vocabulary,
 )
 
@@ -36,7 +37,7 @@ def make(device, batch_size, tree, vocab_size):
     values = accepted_tree("cpu", batch_size, tree, vocab_size)
     wanted = values.pop("target_predict").flatten()
     draft_logits = torch.randn(batch_size * tree.num_nodes, vocab_size).to(torch.bfloat16)
-    for request, child, parent in _edges(values):
+    for request, parent, child in edges(values):
         token = values["candidates"][request, child]
         draft_logits[request * tree.num_nodes + parent, token] = 64.0
     values = {name: value.to(device) for name, value in values.items()}
@@ -122,23 +123,13 @@ def prepare_torch(values):
     return once
 
 
-def _edges(values):
-    """(request, child, parent) of every edge."""
-    first_child, next_sibling = values["retrieve_next_token"].tolist(), values["retrieve_next_sibling"].tolist()
-    for request, firsts in enumerate(first_child):
-        for parent, child in enumerate(firsts):
-            while child >= 0:
-                yield request, child, parent
-                child = next_sibling[request][child]
-
-
 def _schedule(values):
     """events [steps, 2, B] (node, is an entry) of a walk in depth-first order, and parent and depth [B, N]."""
     batch_size, num_nodes = values["candidates"].shape
     parent = torch.full((batch_size, num_nodes), -1)
     depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
     children: dict = {}
-    for request, child, above in _edges(values):
+    for request, above, child in edges(values):
         parent[request, child] = above
         depth[request, child] = depth[request, above] + 1
         children.setdefault((request, above), []).append(child)

@@ -75,7 +75,7 @@ def make(device, batch_size, tree, accepted, vocab_size):
 
 def sibling_mass(values, target_probs):
     """What the siblings before each node weigh [B, N], the same with its own weight, and its parent (0: the root's)."""
-    parent = parents(values["retrieve_next_token"], values["retrieve_next_sibling"]).to(target_probs.device)
+    parent = parents(values).to(target_probs.device)
     parent = parent.clamp(min=0)
     probs = target_probs.flatten(1).gather(1, parent * target_probs.shape[2] + values["candidates"])
     node = torch.arange(parent.shape[1], device=parent.device)
