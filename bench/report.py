@@ -12,6 +12,7 @@ pictures. `--experiment FILE --output DIR` makes nothing but the page and the pi
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -54,6 +55,10 @@ graph of many calls, *cold* with the L2 cache overwritten before, *eager* of man
 that its caller must do. A row describes the kernel at its commit."""
 _CASES_LEGEND = """\
 Other providers: their graph time from the same run, in brackets as a multiple of ours. *of floor*: graph over floor."""
+
+_DRAWN_LEGEND = """\
+By `python -m bench.run --peers --draw SEED`: sizes drawn as servers have them, inputs that the L2 cache does not hold.
+How many times as long as ours another provider takes."""
 
 # the lines of one case in one run, by provider
 Row = dict[str, dict]
@@ -129,6 +134,7 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
         for name, app in APPS.items():
             if (file := folder / f"{name}.jsonl").exists():
                 parts += app.tables(file)
+        parts += _drawn_table(folder / results.DRAWN)
         if sections:
             parts += ["## Every case", _CASES_LEGEND, *_case_tables(sections)]
         if parts:
@@ -192,6 +198,26 @@ def _case_tables(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> li
             heading += f"\n\nFloor: the bytes at the bandwidth of a large {bandwidth}, and {fixed_us:g} µs."
         parts += [heading, markdown(table)]
     return parts
+
+
+def _drawn_table(file: Path) -> list[str]:
+    """Returns what other providers take of our time over cases that were drawn, for each op and seed."""
+    rows: dict[tuple, Row] = {}
+    for line in read_lines(file) if file.exists() else ():
+        rows.setdefault((line["op"], line["seed"], line["case"]), {})[line["provider"]] = line
+    groups: dict[tuple, list[float]] = {}
+    for (op, seed, case), row in rows.items():
+        kind = "chains" if case.endswith(" chain") else "trees" if op == "tree_attention" else ""
+        for other in row.keys() - {OURS} if OURS in row else ():
+            groups.setdefault((op, kind, seed, other), []).append(_graph(row, other) / _graph(row, OURS))
+    if not groups:
+        return []
+    table = [["op", "seed", "other", "cases", "geometric mean", "worst", "below 1", "below 0.95"]]
+    for (op, kind, seed, other), ratios in sorted(groups.items()):
+        mean, below = statistics.geometric_mean(ratios), [sum(each < edge for each in ratios) for edge in (1, 0.95)]
+        cells = [f"`{op}` {kind}".strip(), str(seed), other, str(len(ratios)), f"{mean:.2f}×", f"{min(ratios):.2f}×"]
+        table.append(cells + [*map(str, below)])
+    return ["## Cases that nobody chose", _DRAWN_LEGEND, markdown(table)]
 
 
 def _front_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]], server: Path) -> str:

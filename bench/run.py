@@ -1,10 +1,12 @@
 """Checks, then times: `python -m bench.run --op build_tree [--case B=32] [--peers] [--list] [--results DIR|none]`.
 
 Without `--op` all benchmarks run; `--provider` selects among theirs, `--sweep` adds the sizes that `python -m
-bench.plot` draws. No provider is timed that disagrees with the reference. `--check-only` checks the small cases of
-every declaration and times nothing; it needs no GPU. `--host` times the host's part in one call alone, on the smallest
-case of every op: all arguments and `out=` given, nothing before it on the GPU and no wait for its end; above them, for
-comparison, an empty kernel through Triton's own launch and one operator of torch.
+bench.plot` draws. `--draw SEED` times, in place of the declared cases, others as servers have them, from which no
+setting was chosen; their inputs change from call to call, so that the L2 cache holds none. No provider is timed that
+disagrees with the reference. `--check-only` checks the small cases of every declaration and times nothing; it needs no
+GPU. `--host` times the host's part in one call alone, on the smallest case of every op: all arguments and `out=` given,
+nothing before it on the GPU and no wait for its end; above them, for comparison, an empty kernel through Triton's own
+launch and one operator of torch.
 The README's tables are made of the results by `python -m bench.report`.
 """
 
@@ -24,8 +26,8 @@ from eagle_kernels.runtime.language import is_interpreting, triton
 
 from .harness import results
 from .harness.check import Mismatch, check_provider, expected_outputs
-from .harness.declaration import Benchmark, Case, Unavailable, declared
-from .harness.timing import Stopwatch, host_us
+from .harness.declaration import Benchmark, Case, Run, Unavailable, declared
+from .harness.timing import Stopwatch, host_us, rotated
 
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark] | None = None) -> int:
@@ -43,6 +45,10 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--peers", action="store_true", help="run installed packages of other projects as well")
     parser.add_argument("--sweep", action="store_true", help="also the sizes that only plots are made of")
+    parser.add_argument(
+        "--draw", type=int, metavar="SEED", help="cases drawn from a seed, in place of the declared ones"
+    )
+    parser.add_argument("--count", type=int, default=20, help="how many cases of each op are drawn (default: 20)")
     parser.add_argument("--host", action="store_true", help="time the host's part in one call alone, by every provider")
     parser.add_argument("--graphs", action="store_true", help="time CUDA graphs alone, which takes less long")
     parser.add_argument("--provider", action="append", help="only this provider; may be given several times")
@@ -77,7 +83,11 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     unknown = set(options.provider or ()) - known
     if unknown:
         parser.error(f"no provider {', '.join(sorted(unknown))}; --list names all")
-    cases = {b.op: [*b.cases, *(b.sweep if options.sweep else ())] for b in benchmarks}
+    if options.draw is not None:
+        benchmarks = [benchmark for benchmark in benchmarks if benchmark.drawn is not None]
+        cases = {b.op: b.drawn(options.draw, options.count) for b in benchmarks}
+    else:
+        cases = {b.op: [*b.cases, *(b.sweep if options.sweep else ())] for b in benchmarks}
     if options.list:
         for benchmark in benchmarks:
             print(f"{benchmark.op}: {', '.join(benchmark.all_providers(with_peers=True))}")
@@ -88,7 +98,9 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         return 2
 
     with_peers = options.peers or bool(options.provider)
-    runners = [_Runner(benchmark, with_peers, options.provider, options.graphs) for benchmark in benchmarks]
+    runners = [
+        _Runner(benchmark, with_peers, options.provider, options.graphs, options.draw) for benchmark in benchmarks
+    ]
     if options.host:
         return _print_host_times(runners)
     is_red, run = False, results.new_run()
@@ -109,9 +121,15 @@ class _Runner:
     """Checks and timings of the providers of one benchmark; one that was `red` once is not run again."""
 
     def __init__(
-        self, benchmark: Benchmark, with_peers: bool, only: Sequence[str] | None = None, graphs_only: bool = False
+        self,
+        benchmark: Benchmark,
+        with_peers: bool,
+        only: Sequence[str] | None = None,
+        graphs_only: bool = False,
+        seed: int | None = None,
     ):
-        self.benchmark, self.graphs_only = benchmark, graphs_only
+        """seed: of cases that were drawn, which are timed in graphs alone, with inputs that the L2 does not hold."""
+        self.benchmark, self.graphs_only, self.seed = benchmark, graphs_only or seed is not None, seed
         providers = benchmark.all_providers(with_peers)
         self.providers = {name: prepare for name, prepare in providers.items() if not only or name in only}
         self.red: set[str] = set()
@@ -138,7 +156,7 @@ class _Runner:
                 if provider in self.red or (expected is not None and not self._check(case, provider, expected)):
                     continue
                 with self._reasons(provider):
-                    call = self.providers[provider](self.benchmark.inputs(case, self.device))
+                    call = self._call(case, provider)
                     call()
                     watches[provider] = Stopwatch(call)
             for _ in range(Stopwatch.ROUNDS):
@@ -150,11 +168,16 @@ class _Runner:
                     times = watches.pop(provider).times(self.graphs_only)
                     has_public = provider == "eagle_kernels" and not self.graphs_only
                     public = self._public_host_us(case) if has_public else None
-                    lines.append(results.record(self.benchmark, case, provider, times, commit, run, public))
+                    lines.append(results.record(self.benchmark, case, provider, times, commit, run, public, self.seed))
                     if directory is not None:
                         results.append(directory, lines[-1])
                 torch.cuda.empty_cache()
         return lines
+
+    def _call(self, case: Case, provider: str) -> Run:
+        """Returns the call that is timed."""
+        make = lambda: self.providers[provider](self.benchmark.inputs(case, self.device))  # noqa: E731
+        return make() if self.seed is None else rotated(make, self.benchmark.count_bytes(**case.sizes))
 
     def host_times(self) -> dict[str, float]:
         """Returns the host's microseconds in one call, on the smallest case: of ours, raw and public, and of others."""

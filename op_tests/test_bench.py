@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
@@ -262,6 +263,8 @@ def test_what_is_committed_exists_and_is_the_newest(gpu):
         lines = read_lines(file) if (file := folder / f"{op}.jsonl").exists() else []
         for number, one in enumerate(lines):
             assert not any(results.gives_way(older, one) for older in lines[:number]), f"{file}:{number + 1}"
+    for one in read_lines(file) if (file := folder / results.DRAWN).exists() else ():
+        assert one["case"] in {case.name for case in BENCHMARKS[one["op"]].drawn(one["seed"], 200)}, f"{file}: {one}"
     cells = read_lines(folder / "experiment.jsonl")
     assert newest_cells(cells) == cells
     assert len((folder / "NOTES.md").read_text(encoding="utf-8").splitlines()) <= 150
@@ -281,6 +284,32 @@ def test_results_are_found_by_the_names_of_cases(op):
     assert len(set(names)) == len(names)
     module = sys.modules[f"bench.ops.{BENCHMARKS[op].path.replace('.', '.bench_')}"]
     assert set(getattr(module, "HEADLINES", ())) == {case.name for case in BENCHMARKS[op].cases if case.is_headline}
+
+
+def test_what_is_drawn():
+    """A seed says which cases, and more of them go on where fewer end; each has inputs, and the table weighs them."""
+    for benchmark in filter(lambda benchmark: benchmark.drawn, BENCHMARKS.values()):
+        names = [case.name for case in benchmark.drawn(5, 30)]
+        assert len(set(names)) == 30 and names[:9] == [case.name for case in benchmark.drawn(5, 9)]
+        assert not set(names) & {case.name for case in benchmark.drawn(6, 30)}
+        assert all(benchmark.count_bytes(**case.sizes) > 0 for case in benchmark.drawn(5, 30))
+        parameters = set(inspect.signature(benchmark.make).parameters) - {"device"}
+        assert all(case.sizes.keys() == parameters for case in benchmark.drawn(5, 3))
+
+
+def test_the_table_of_drawn_cases(tmp_path):
+    """Ratios of the runs in which ours was timed too: their geometric mean, and how many are below the edges."""
+    times = {"a": (2.0, 4.0), "b": (1.0, 0.9), "c chain": (4.0, 8.0), "d": (1.0, 0.98), "e": (None, 3.0)}
+    for case, (ours, other) in times.items():
+        for provider, graph_us in (("eagle_kernels", ours), ("fa3", other)):
+            line = {"op": "tree_attention", "seed": 3, "case": case, "provider": provider, "graph_p50_us": graph_us}
+            if graph_us is not None:
+                results.append(tmp_path, line | {"gpu": "X Y", "run": "r"})
+    table = report._drawn_table(tmp_path / "X_Y" / results.DRAWN)[-1].splitlines()
+    assert table[2:] == [
+        "| `tree_attention` chains | 3 | fa3 | 1 | 2.00× | 2.00× | 0 | 0 |",
+        "| `tree_attention` trees | 3 | fa3 | 3 | 1.21× | 0.90× | 2 | 1 |",
+    ]
 
 
 @pytest.fixture
@@ -572,7 +601,7 @@ def test_graphs_alone_are_timed_on_request(monkeypatch):
 
     monkeypatch.setattr(run, "Stopwatch", Watch)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(results, "record", lambda *arguments: (arguments[3], *arguments[6:]))
+    monkeypatch.setattr(results, "record", lambda *arguments: (arguments[3], arguments[6]))
     monkeypatch.setattr(run._Runner, "_public_host_us", lambda *_: 20.0)
     for graphs_only, public in ((False, 20.0), (True, None)):
         runner = run._Runner(BUILD_TREE, False, ["eagle_kernels"], graphs_only)

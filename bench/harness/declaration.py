@@ -3,6 +3,7 @@
     name(**sizes)         of a case; results refer to it
     CASES, SMALL_CASES    dicts of sizes, see `Benchmark`; `grid` makes them
     SWEEP                 likewise
+    draw(random)          sizes of a case that nobody chose, see `Benchmark.drawn`
     DEFAULTS              sizes that a case has where it names no others
     HEADLINES             names of the few cases at the head of `results/<gpu>/README.md`
     make(device, **sizes), count_bytes(**sizes), PEERS, FLOOR    see `Benchmark`
@@ -17,6 +18,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +77,7 @@ class Benchmark:
     peers: providers that other projects' packages compute, run on request.
     floor: what the times are measured by, where the op has a goal of that kind.
     sweep: further sizes, for plots (`bench.plot`); timed on request, in no table.
+    drawn: drawn(seed, count) gives cases as servers have them, from which no setting was chosen; None: there are none.
     """
 
     path: str
@@ -86,6 +89,7 @@ class Benchmark:
     peers: dict[str, Prepare] = field(default_factory=dict)
     floor: Floor | None = None
     sweep: Sequence[Case] = ()
+    drawn: Callable[[int, int], list[Case]] | None = None
 
     @property
     def op(self) -> str:
@@ -141,6 +145,13 @@ def _read(family: str, stem: str) -> Benchmark:
         named = [(module.name(**sizes), sizes) for sizes in sets]
         return [Case(name, sizes, is_checked(**sizes), name in headlines) for name, sizes in named]
 
+    def drawn(seed: int, count: int) -> list[Case]:
+        coin, sets = random.Random(f"{stem} {seed}"), {}
+        while len(sets) < count:
+            sizes = module.draw(coin)
+            sets.setdefault(module.name(**names.get("DEFAULTS", {}) | sizes), sizes)
+        return cases([*sets.values()])
+
     return Benchmark(
         path=f"{family}.{stem.removeprefix('bench_')}",
         cases=cases(module.CASES),
@@ -155,4 +166,5 @@ def _read(family: str, stem: str) -> Benchmark:
         peers=names.get("PEERS", {}),
         floor=names.get("FLOOR"),
         sweep=cases(names.get("SWEEP", ())),
+        drawn=drawn if "draw" in names else None,
     )

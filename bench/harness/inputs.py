@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -149,15 +150,39 @@ HEADS = [
     Heads(32, 8, 128), Heads(64, 8, 128), Heads(28, 4, 128), Heads(16, 8, 128), Heads(32, 32, 64), Heads(16, 2, 256)
 ]  # fmt: skip
 SMALL_HEADS = Heads(4, 2, 32)
+# of draws: Qwen2.5-7B, Llama-3.1-8B, gpt-oss, Qwen3-Next, Qwen3-14B, Gemma 4's global layers
+DRAWN_HEADS = [
+    Heads(28, 4, 128), Heads(32, 8, 128), Heads(64, 8, 64), Heads(16, 2, 256), Heads(40, 8, 128), Heads(8, 1, 512)
+]  # fmt: skip
+
+
+def draw_batch(coin: random.Random) -> dict:
+    """Returns a batch as servers have them: requests, tokens of the longest, how lengths spread, heads, page size."""
+    spread = coin.choice(("one long", "ragged", "equal"))
+    longest = coin.randrange(8 << 10, 30 << 10) if spread == "one long" else coin.randrange(200, 8 << 10)
+    batch_size = coin.choice((1, 3, 5, 7, 12, 24, 48))
+    return {
+        "shape": (batch_size, longest), "spread": spread, "heads": coin.choice(DRAWN_HEADS),
+        "page_size": coin.choice((1, 16, 64)),
+    }  # fmt: skip
+
+
+# of a batch in which nearly all requests are short, and one is long
+SHORT = (50, 600)
 
 
 def lengths(batch_size: int, longest: int, spread: str) -> torch.Tensor:
     """Lengths [B] int32 of the requests of a batch, the longest one among them; the same at every call.
 
-    spread: "equal"; "ragged", evenly from a tenth of the longest on; "long tail", an eighth of it at most but for one.
+    spread: "equal"; "ragged", evenly from a tenth of the longest on; "long tail", an eighth of it at most but for one;
+    "one long", lengths within SHORT but for one.
     """
     if spread == "equal":
         return torch.full((batch_size,), longest, dtype=torch.int32)
+    if spread == "one long":
+        values = torch.linspace(*SHORT, batch_size, dtype=torch.float64).round().to(torch.int32)
+        values[-1] = longest
+        return values[torch.randperm(batch_size, generator=torch.Generator().manual_seed(0))]
     others = {"ragged": (0.1, 1.0), "long tail": (1 / 64, 1 / 8)}[spread]
     values = (torch.linspace(*others, batch_size, dtype=torch.float64) * longest).ceil().to(torch.int32)
     values[-1] = longest

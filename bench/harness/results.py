@@ -16,10 +16,12 @@ from .declaration import Benchmark, Case
 from .timing import Times, ceiling_gb_per_s
 
 DIRECTORY = Path(__file__).parent.parent / "results"
+# the file of cases that were drawn, of all ops
+DRAWN = "drawn.jsonl"
 
 # what tells two measurements apart, of ops and of apps
-_SUBJECT = ("section", "shape", "case", "provider", "preset", "system", "batch", "temperature", "top_p", "tp",
-            "all_reduce", "quick")  # fmt: skip
+_SUBJECT = ("op", "seed", "section", "shape", "case", "provider", "preset", "system", "batch", "temperature", "top_p",
+            "tp", "all_reduce", "quick")  # fmt: skip
 _COLUMNS = {
     "case": "case",
     "provider": "provider",
@@ -49,10 +51,12 @@ def record(
     commit: str,
     run: str = "",
     public_host_us: float | None = None,
+    seed: int | None = None,
 ) -> dict:
     """Everything that a table needs to quote a number, and to be able to make it again.
 
     public_host_us: what a call of the public function costs the host, known of our own provider alone.
+    seed: that the case was drawn from.
     """
     num_bytes = benchmark.count_bytes(**case.sizes)
     gb_per_s = num_bytes / times.graph_p50_us / 1e3
@@ -69,6 +73,8 @@ def record(
         "commit": commit,
         "run": run,
     }
+    if seed is not None:
+        line["seed"] = seed
     if public_host_us is not None:
         line["public_host_p50_us"] = round(public_host_us, 3)
     if benchmark.floor is not None:
@@ -81,7 +87,7 @@ def record(
 def append(directory: Path, line: dict) -> None:
     """Adds a line to its file. Among the committed results it takes the place of the older line on the same subject;
     another folder keeps the lines of all runs."""
-    file = directory / line["gpu"].replace(" ", "_") / f"{line['op']}.jsonl"
+    file = directory / line["gpu"].replace(" ", "_") / (DRAWN if "seed" in line else f"{line['op']}.jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
     if is_committed(directory):

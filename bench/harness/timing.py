@@ -12,6 +12,7 @@ Graphs are launched while the GPU is still busy with something else: a slow host
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -72,6 +73,16 @@ class Stopwatch:
         once = _captured(self._run)
         cold = _samples_us(once.replay, lambda: (flush.zero_(), _head_start()))
         return Times(*graph, _quantile(eager, 0.5) / self._calls, _quantile(cold, 0.5), host_us(self._run))
+
+
+def rotated(make: Callable[[], Run], num_bytes: int) -> Run:
+    """Returns a call whose inputs lie in memory each time, and not in the L2 cache: it goes round calls of `make`.
+
+    num_bytes: what one of them reads; together they read at least twice what the cache holds.
+    """
+    cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    runs = itertools.cycle([make() for _ in range(1 + 2 * cache_bytes // num_bytes)])
+    return lambda: next(runs)()
 
 
 def quick_us(run: Run) -> float:

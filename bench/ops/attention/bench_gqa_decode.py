@@ -3,8 +3,17 @@
 import torch
 
 from bench.harness import Floor, Unavailable, grid
-from bench.harness.inputs import HEADS, ODD_BATCH, SMALL_HEADS, Heads, contiguous_cache, lengths, paged_cache
-from bench.peers import flashinfer, sglang_triton
+from bench.harness.inputs import (
+    HEADS,
+    ODD_BATCH,
+    SMALL_HEADS,
+    Heads,
+    contiguous_cache,
+    draw_batch,
+    lengths,
+    paged_cache,
+)
+from bench.peers import fa3, flashinfer, sglang_triton
 
 _SHAPES = [
     (batch_size, length * 1024)
@@ -48,7 +57,9 @@ HEADLINES = [
     for kind in ("", " float8", " deterministic")
 ]
 FLOOR = Floor("read", 0.0)
-PEERS = {"flashinfer": flashinfer.gqa_decode, "sglang_triton": sglang_triton.gqa_decode}
+PEERS = {"fa3": fa3.gqa_decode, "flashinfer": flashinfer.gqa_decode, "sglang_triton": sglang_triton.gqa_decode}
+
+draw = draw_batch
 
 
 def name(shape, page_size, heads, kind, spread):

@@ -3,8 +3,8 @@
 import torch
 
 from bench.harness import Unavailable, grid
-from bench.harness.inputs import HEADS, ODD_BATCH, SMALL_HEADS, lengths, paged_cache
-from bench.peers import flashinfer
+from bench.harness.inputs import HEADS, ODD_BATCH, SMALL_HEADS, draw_batch, lengths, paged_cache
+from bench.peers import fa3, flashinfer
 
 _SHAPES = [(1, 1024), (1, 4096), (8, 2048), (1, 16384)]
 
@@ -21,7 +21,13 @@ SMALL_CASES = [
     {"shape": (3, 40), "page_size": 16, "heads": SMALL_HEADS, "spread": "long tail"},
 ]
 HEADLINES = ["B=1 L=4096 heads 32/8/128", *(f"B={ODD_BATCH} L=4096 heads {heads} ragged" for heads in HEADS)]
-PEERS = {"flashinfer": flashinfer.prefill_attention}
+PEERS = {"fa3": fa3.prefill_attention, "flashinfer": flashinfer.prefill_attention}
+
+
+def draw(coin):
+    sizes = draw_batch(coin)
+    batch_size, longest = sizes["shape"]
+    return sizes | {"shape": (min(batch_size, 12), longest), "page_size": coin.choice((None, 16, 64))}
 
 
 def name(shape, page_size, heads, spread):

@@ -1,4 +1,4 @@
-"""tree_attention of a verify step, the tree's keys after the prefix, over lengths, head layouts and page sizes."""
+"""tree_attention of a verify step, the drafts' keys after the prefix: trees and chains, over lengths, heads, pages."""
 
 import math
 
@@ -13,11 +13,12 @@ from bench.harness.inputs import (
     Tree,
     built_tree,
     contiguous_cache,
+    draw_batch,
     lengths,
     paged_cache,
     visible_drafts,
 )
-from bench.peers import flashinfer, sglang_triton
+from bench.peers import fa3, flashinfer, sglang_triton
 
 _SHAPES = [
     (batch_size, prefix * 1024, num_nodes)
@@ -27,7 +28,7 @@ _SHAPES = [
 ]  # fmt: skip
 
 # shape: requests, tokens of the longest prefix, nodes
-DEFAULTS = {"page_size": 16, "heads": HEADS[0], "spread": "equal"}
+DEFAULTS = {"page_size": 16, "heads": HEADS[0], "spread": "equal", "drafts": "tree"}
 CASES = [
     *grid(shape=_SHAPES),
     *grid(heads=HEADS[1:], shape=_SHAPES),
@@ -42,27 +43,39 @@ SMALL_CASES = [
     {"shape": (2, 20, 12), "heads": SMALL_HEADS},
     {"shape": (2, 300, 12), "heads": SMALL_HEADS, "page_size": 1},
     {"shape": (3, 300, 12), "heads": SMALL_HEADS, "spread": "ragged"},
+    {"shape": (3, 300, 4), "heads": SMALL_HEADS, "spread": "one long", "drafts": "chain"},
 ]
 HEADLINES = [f"B=8 L=8192 N={num_nodes} page {size} heads 32/8/128" for num_nodes in (64, 8) for size in (16, 1)]
 FLOOR = Floor("read", 0.0)
-PEERS = {"flashinfer": flashinfer.tree_attention, "sglang_triton": sglang_triton.tree_attention}
+PEERS = {
+    "fa3": fa3.tree_attention,
+    "flashinfer": flashinfer.tree_attention,
+    "sglang_triton": sglang_triton.tree_attention,
+}
 
 
-def name(shape, page_size, heads, spread):
-    name = "B={} L={} N={} page {} heads {}".format(*shape, page_size, heads)
-    return name if spread == "equal" else f"{name} {spread}"
+def draw(coin):
+    sizes = draw_batch(coin)
+    drafts, num_nodes = coin.choice((("chain", 4), ("chain", 8), ("tree", 12), ("tree", 48), ("tree", 64)))
+    return sizes | {"shape": (*sizes["shape"], num_nodes), "drafts": drafts}
+
+
+def name(shape, page_size, heads, spread, drafts):
+    words = ["B={} L={} N={} page {} heads {}".format(*shape, page_size, heads)]
+    return " ".join(words + [spread] * (spread != "equal") + [drafts] * (drafts != "tree"))
 
 
 def is_checked(shape, **others):
     return math.prod(shape) <= 1 << 20  # the reference gathers every key in float32
 
 
-def make(device, shape, page_size, heads, spread):
+def make(device, shape, page_size, heads, spread, drafts):
     batch_size, prefix, num_nodes = shape
     seq_lens = lengths(batch_size, prefix, spread)
     values = paged_cache(device, batch_size, seq_lens + num_nodes, page_size, heads.kv, heads.size)
     # enough candidates for 64 nodes
-    tree_mask = built_tree(batch_size, Tree(8, 5, num_nodes)).tree_mask
+    tree = Tree(8, 5, num_nodes) if drafts == "tree" else Tree(1, num_nodes - 1, num_nodes)
+    tree_mask = built_tree(batch_size, tree).tree_mask
     query = torch.randn(batch_size, num_nodes, heads.query, heads.size, device=device)
     return values | {
         "query": query.to(values["k_cache"].dtype),
@@ -72,7 +85,7 @@ def make(device, shape, page_size, heads, spread):
     }
 
 
-def count_bytes(shape, page_size, heads, spread):
+def count_bytes(shape, page_size, heads, spread, drafts):
     batch_size, prefix, num_nodes = shape
     num_keys = int(lengths(batch_size, prefix, spread).sum()) + batch_size * num_nodes
     return 2 * 2 * heads.size * (num_keys * heads.kv + batch_size * num_nodes * heads.query)

@@ -1,0 +1,139 @@
+"""FlashAttention 3, which SGLang and vLLM run by default on Hopper: vLLM's build for torch 2.11, `.peers/vllm_fa3.so`.
+
+The file may lie there as it is or packed (`.so.xz`). Work is planned outside of the timed call, as servers plan it once
+a step for all layers, and of its settings the one counts that is fastest for the case.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import lzma
+import tempfile
+from pathlib import Path
+
+import torch
+
+from ..harness.declaration import Run, Unavailable
+from ..harness.inputs import visible_drafts
+from ..harness.timing import quick_us
+from . import FOLDER
+
+
+def gqa_decode(values: dict) -> Run:
+    query, pages = values["query"], _pages(values)
+    run = _fastest(query, pages, _bounds(query, len(query), 1), values["seq_lens"], 1, is_causal=False)
+    return lambda: {"output": run()[0]}
+
+
+def tree_attention(values: dict) -> Run:
+    """A chain in one causal call; a tree as a cascade of the prefix and of each node's ancestors, which are merged."""
+    query, visible = values["query"], visible_drafts(values)
+    batch_size, num_nodes = query.shape[:2]
+    flat, pages, prefixes = query.flatten(0, 1), _pages(values), values["seq_lens"]
+    bounds = _bounds(query, batch_size, num_nodes)
+    if torch.equal(visible, torch.ones_like(visible).tril()):
+        run = _fastest(flat, pages, bounds, prefixes + num_nodes, num_nodes, is_causal=True)
+        return lambda: {"output": run()[0].view_as(query)}
+    prefix = _fastest(flat, pages, bounds, prefixes, num_nodes, is_causal=False)
+    # each node is a request of its own, whose pages are the slots of the nodes that it sees
+    counts = visible.sum(-1, dtype=torch.int32).flatten()
+    order = visible.flatten(0, 1).to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
+    slots = prefixes.repeat_interleave(num_nodes)[:, None] + order
+    size = values["k_cache"].shape[1]
+    table = values["block_table"].repeat_interleave(num_nodes, 0).gather(1, slots // size) * size + slots % size
+    rows = [cache.flatten(0, 1)[:, None] for cache in pages[:2]]
+    bounds = _bounds(query, len(flat), 1)
+    nodes = _fastest(flat, (*rows, table.to(torch.int32)), bounds, counts, 1, is_causal=False)
+    return lambda: {"output": _merged()(*prefix(), *nodes()).view_as(query)}
+
+
+def prefill_attention(values: dict) -> Run:
+    query, bounds, longest = values["query"], values["qo_indptr"], values["max_query"]
+    if "key" in values:
+        forward = _library().fwd
+        output = torch.empty_like(query)
+
+        def run() -> dict:
+            _forward(forward, query, values["key"], values["value"], output, bounds, longest, key_bounds=bounds,
+                     is_causal=True)  # fmt: skip
+            return {"output": output}
+
+        return run
+    run = _fastest(query, _pages(values), bounds, values["seq_lens"], longest, is_causal=True)
+    return lambda: {"output": run()[0]}
+
+
+def _fastest(query, pages, bounds, lengths, longest_query: int, is_causal: bool):
+    """Returns a call that gives (output, log-sum-exp [H, rows]) with the fastest of FA3's settings.
+
+    Splits by its scheduler, planned or found in the call, or none; heads of a group packed into a tile as it likes, or
+    always.
+    """
+    library, (key, value, table) = _library(), pages
+    longest_key, (batch_size, dtype) = int(lengths.max()), (len(lengths), query.dtype)
+
+    def prepared(num_splits: int, is_planned: bool, pack: bool | None):
+        plan = None
+        if is_planned:
+            plan = library.get_scheduler_metadata(
+                batch_size, longest_query, longest_key, query.shape[1], key.shape[2], key.shape[3], key.shape[3], dtype,
+                lengths, bounds, None, None, None, None, key.shape[1], 0, is_causal, -1, -1, False, num_splits, pack, 0,
+            )  # fmt: skip
+        output = torch.empty_like(query)
+        return lambda: _forward(library.fwd, query, key, value, output, bounds, longest_query, lengths=lengths,
+                                longest_key=longest_key, table=table, is_causal=is_causal, plan=plan,
+                                num_splits=num_splits, pack=pack)  # fmt: skip
+
+    settings = [*itertools.product((0,), (True, False), (None, True)), (1, False, None), (1, False, True)]
+    return min((prepared(*setting) for setting in settings), key=quick_us)
+
+
+def _forward(
+    forward, query, key, value, output, bounds, longest_query: int, lengths=None, longest_key: int = 0, table=None,
+    key_bounds=None, is_causal: bool = False, plan=None, num_splits: int = 0, pack: bool | None = None,
+):  # fmt: skip
+    """Calls FA3's varlen forward with the arguments that matter here, and returns (output, log-sum-exp)."""
+    result = forward(
+        query, key, value, None, None, None, output, bounds, key_bounds, None, None, lengths, longest_query,
+        longest_key or longest_query, table, None, None, None, None, None, None, None, None, query.shape[-1] ** -0.5,
+        is_causal, -1, -1, 0.0, True, plan, num_splits, pack, 0, None, 1, 0, None,
+    )  # fmt: skip
+    return result[:2]
+
+
+def _pages(values: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns keys, values and the table of pages, in which no entry is negative."""
+    if values["k_cache"].dtype != values["query"].dtype:
+        raise Unavailable("8-bit keys are multiplied in 8 bits here, which is another result")
+    return values["k_cache"], values["v_cache"], values["block_table"].clamp(min=0)
+
+
+def _bounds(tensor: torch.Tensor, count: int, size: int) -> torch.Tensor:
+    return torch.arange(count + 1, dtype=torch.int32, device=tensor.device) * size
+
+
+@functools.cache
+def _merged():
+    """Returns the weighted mean of two partial results, compiled."""
+
+    def merge(output, lse, other, other_lse):
+        weight = torch.sigmoid(lse - other_lse).transpose(0, 1)[:, :, None]
+        return (output * weight + other * (1 - weight)).to(output.dtype)
+
+    return torch.compile(merge, dynamic=True)
+
+
+@functools.cache
+def _library():
+    """Returns the operators of the library, unpacked if need be."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise Unavailable("FlashAttention 3 needs a Hopper GPU")
+    file, packed = FOLDER / "vllm_fa3.so", FOLDER / "vllm_fa3.so.xz"
+    if not file.exists():
+        if not packed.exists():
+            raise Unavailable(f"{file} does not exist")
+        file = Path(tempfile.mkdtemp()) / file.name
+        file.write_bytes(lzma.decompress(packed.read_bytes()))
+    torch.ops.load_library(str(file))
+    return torch.ops._vllm_fa3_C
