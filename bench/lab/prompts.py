@@ -81,8 +81,8 @@ class PromptDataset:
         if n_per_domain is not None:
             _check_count("from_questions", n_per_domain)
         texts: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
-        for question in read_questions(path):
-            texts[question.domain].append(question.turns[0])
+        for domain, text in read_questions(path):
+            texts[domain].append(text)
         texts = {domain: found[:n_per_domain] for domain, found in texts.items() if found}
         return cls(_numbered(texts, _counter(tokenizer)), dict.fromkeys(texts, str(path)))
 
