@@ -96,8 +96,8 @@ def test_sets_that_cannot_be():
     for count in (0, True, 1.5):
         said = refused(lambda count=count: PromptDataset.build("bytes", count, download=False))
         assert said == f"PromptDataset.build: n_per_domain must be an int of at least 1, got {count!r}"
-        said = refused(lambda count=count: PromptDataset.from_questions("nothing.jsonl", "bytes", count))
-        assert said == f"PromptDataset.from_questions: n_per_domain must be an int of at least 1, got {count!r}"
+        said = refused(lambda count=count: PromptDataset.build("bytes", count))
+        assert said == f"PromptDataset.build: n_per_domain must be an int of at least 1, got {count!r}"
     said = refused(lambda: PromptDataset.build("bytes", files={"poetry": "x"}))
     assert said.endswith("files must be of code, conversation, summarization, got one of 'poetry'")
 
@@ -160,10 +160,10 @@ def test_questions_are_read(questions):
     first, second, _, last = read_questions(questions)
     assert first == ("conversation", "Compose a post.") and second == ("code", "Write a function.")
     assert last == ("conversation", "Why?")
-    dataset = PromptDataset.from_questions(questions, "bytes")
+    dataset = PromptDataset.build("bytes", questions=questions)
     assert repr(dataset) == "PromptDataset(4 prompts: code 1, conversation 2, summarization 1)"
     assert dataset.get_by_domain("conversation")[1].raw_text == "Why?" and dataset.sources["code"] == str(questions)
-    assert len(PromptDataset.from_questions(questions, "bytes", 1)) == 3
+    assert len(PromptDataset.build("bytes", 1, questions=questions)) == 3
 
 
 def test_lines_end_at_line_feeds_alone(tmp_path):
@@ -210,4 +210,4 @@ def test_the_command(tmp_path, questions, folder, capsys, monkeypatch):
     for count in ("0", "-1"):
         assert prompts.main([*command, "--n-per-domain", count]) == 1
         rule = "n_per_domain must be an int of at least 1"
-        assert capsys.readouterr().err == f"error: PromptDataset.from_questions: {rule}, got {count}\n"
+        assert capsys.readouterr().err == f"error: PromptDataset.build: {rule}, got {count}\n"
