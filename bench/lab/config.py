@@ -25,26 +25,16 @@ _COMPUTED = ("is_speculative", "decoder_label", "config_hash")
 
 @dataclass(frozen=True, repr=False)
 class BenchmarkConfig:
-    """K, a method and the rest; `engine.stream(prompt, config.max_new_tokens, **config.stream_options())` runs it.
+    """K, a method and the rest; `engine.stream(prompt, config.max_new_tokens, **config.stream_options())` runs it."""
 
-    model_pair_name  of `registry.REGISTRY`, or any other name
-    K                drafts one behind another, levels of a tree; None: plain decoding
-    temperature      0: greedy
-    max_new_tokens   of each prompt
-    prompt_domain    of `prompts.DOMAINS`, or any other name
-    seed             of the sampling noise
-    method           of `METHODS`: where drafts come from and what they look like
-    batch_size       prompts that are decoded together
-    """
-
-    model_pair_name: str
-    K: int | None
-    temperature: float
-    max_new_tokens: int
-    prompt_domain: str
-    seed: int
-    method: str = "chain"
-    batch_size: int = 1
+    model_pair_name: str  # of `registry.REGISTRY`, or any other name
+    K: int | None  # drafts one after another, levels of a tree; None: plain decoding
+    temperature: float  # 0: greedy
+    max_new_tokens: int  # of each prompt
+    prompt_domain: str  # of `prompts.DOMAINS`, or any other name
+    seed: int  # of the sampling noise
+    method: str = "chain"  # of `METHODS`: where drafts come from and what they look like
+    batch_size: int = 1  # prompts that are decoded together
 
     def __post_init__(self) -> None:
         self._require(self.K is None or (is_integer(self.K) and self.K >= 1), "K", "be None or an int of at least 1")
