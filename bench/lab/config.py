@@ -9,6 +9,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from eagle_kernels import EAGLEConfig
+from eagle_kernels.engine.serve.output import record_of
 from eagle_kernels.runtime.values import is_integer
 
 TREE_TOPK = 4
@@ -20,7 +21,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "topk": 1},
     "suffix": {"method": "suffix", "topk": 1, "suffix_decoding_max_cached_requests": 0},
 }
-_COMPUTED = ("is_speculative", "decoder_label", "config_hash")
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,13 +81,7 @@ class BenchmarkConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BenchmarkConfig:
         """Of what `to_dict` made; what is computed there is ignored."""
-        known = {item.name: item for item in fields(cls)}
-        missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
-        unknown = [name for name in values if name not in known and name not in _COMPUTED]
-        if missing or unknown:
-            fault = f"{missing[0]} is missing" if missing else f"there is no field {unknown[0]}"
-            raise ValueError(f"BenchmarkConfig.from_dict: {fault}")
-        return cls(**{name: value for name, value in values.items() if name in known})
+        return record_of(cls, values)
 
     def config_hash(self) -> str:
         """12 hex digits of SHA-256, the same in every process and version: fields that came later count only where they
