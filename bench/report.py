@@ -90,7 +90,7 @@ def _report_experiment(file: Path, output: Path) -> int:
         if not cells:
             raise ValueError(f"{file} holds no cell of an experiment")
         print(write_page(output, cells))
-    except (ValueError, OSError) as error:
+    except (KeyError, ValueError, OSError) as error:  # a field that a line lacks
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -132,7 +132,7 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
                 front = _front_table(sections, directory / README_SERVER / "server.jsonl")
             parts += [_LEGEND, "## Headlines", _headline_table(sections)]
         for name, app in APPS.items():
-            if (file := folder / f"{name}.jsonl").exists():
+            if hasattr(app, "tables") and (file := folder / f"{name}.jsonl").exists():
                 parts += app.tables(file)
         parts += _drawn_table(folder / results.DRAWN)
         if sections:

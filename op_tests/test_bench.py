@@ -583,7 +583,7 @@ def test_a_record_names_its_run_and_its_floor(monkeypatch):
     graphs = results.record(benchmark, Case("x", {"size": 9}), "eagle_kernels", timing.Times(9.0, 10.0, 11.0), "abc")
     assert made.keys() - graphs.keys() == {"eager_p50_us", "cold_p50_us", "host_p50_us", "public_host_p50_us"}
     assert results.new_run() != results.new_run()
-    assert results.table([made]).splitlines()[1].split()[-2:] == ["5.0%", "5.00"]
+    assert results.table([made]).endswith(" | 5.0% | 5.00 |")
 
 
 def test_graphs_alone_are_timed_on_request(monkeypatch):

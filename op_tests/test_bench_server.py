@@ -637,7 +637,8 @@ def test_tables(tmp_path, monkeypatch):
     ]
     page.parent.mkdir(parents=True)
     page.write_text("no marks\n")
-    assert report.main([*where, "--check"]) == 0
+    with pytest.raises(ValueError, match="README.md must hold the marks server:begin"):
+        report.main([*where, "--check"])
     page.write_text("before\n<!-- server:begin -->\n<!-- server:end -->\nafter\n")
     assert report.main([*where, "--check"]) == 1 and report.main(where) == 0 and report.main([*where, "--check"]) == 0
     written = page.read_text()

@@ -1,34 +1,11 @@
-"""Benchmarks of the whole engine, by name: `python -m bench.run --app generation`."""
+"""Benchmarks of the whole engine, by name: `python -m bench.run --app generation`.
 
-from __future__ import annotations
+`main` of each is its command line; `tables`, where there is one, returns the sections that the README of a GPU's
+results has about the file that it writes.
+"""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
-
-from . import drafters, experiment, generation, load, prefixes, profiling, requests, server, server_tables, suffix_cache
-
-
-def _no_tables(file: Path) -> list[str]:
-    return []
-
-
-class App(NamedTuple):
-    """A command line, and the sections that the README of a GPU's results has about the file that it writes."""
-
-    main: Callable[..., int]
-    tables: Callable[[Path], list[str]] = _no_tables
-
+from . import drafters, experiment, generation, load, prefixes, profiling, requests, server, suffix_cache
 
 # in the order of their tables
-APPS = {
-    "generation": App(generation.main, generation.tables),
-    "load": App(load.main, load.tables),
-    "prefixes": App(prefixes.main, prefixes.tables),
-    "requests": App(requests.main, requests.tables),
-    "server": App(server.main, server_tables.tables),
-    "drafters": App(drafters.main, drafters.tables),
-    "suffix_cache": App(suffix_cache.main, suffix_cache.tables),
-    "experiment": App(experiment.main, experiment.tables),
-    "profiling": App(profiling.main),
-}
+_MODULES = (generation, load, prefixes, requests, server, drafters, suffix_cache, experiment, profiling)
+APPS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
         if output is None and directory is not None and runner.device.type == "cuda":
             output = directory / runner.machine["gpu"].replace(" ", "_") / "experiment.jsonl"
         with EventLog(sys.stdout if output is None else output) as log:
-            runner.run(log, set() if output is None else _done(output))
+            runner.run(log, {line.get("cell_hash") for line in ([] if output is None else read_events(output, "cell"))})
         if options.output is None and output is not None and results.is_committed(directory):
             cells = newest_cells(read_events(output, "cell"))
             output.write_text("".join(json.dumps(cell) + "\n" for cell in cells), encoding="utf-8")
@@ -184,10 +184,6 @@ def _numbers(measured: Measurement, plain: Measurement) -> dict[str, Any]:
 def _basis(cell: BenchmarkConfig) -> BenchmarkConfig:
     """Returns the plain decoding that a cell is compared with."""
     return replace(cell, K=None)
-
-
-def _done(output: Path) -> set[str]:
-    return {line.get("cell_hash") for line in read_events(output, "cell")}
 
 
 def _say(text: str) -> None:

@@ -158,19 +158,21 @@ def join(engine: EAGLEInference, num_clients: int, num_tokens: int, longest: int
 
 
 def tables(file: Path) -> list[str]:
-    """Returns a section of the newest line of each shape, number of clients and preset."""
-    shapes: dict[str, dict[tuple[str, str], dict]] = {}
+    """Returns a section for each shape of a model."""
+    shapes: dict[str, list[dict]] = {}
     for line in read_lines(file):
-        shapes.setdefault(line["shape"], {})[line["case"], line["provider"]] = line
-    sections = []
-    for shape, lines in shapes.items():
-        rows = [["load", "preset", *SHOWN, "at commit"]]
-        for (case, preset), line in lines.items():
-            numbers = (f"{line[name]:.4g}" if name in line else "-" for name in SHOWN)
-            rows.append([case, preset, *numbers, f"`{line['commit']}`"])
-        about = "Requests that join and leave, random weights, simulated acceptance (`--app load`):"
-        sections.append("\n\n".join([f"## A mixed load, shape of {shape}", about, markdown(rows)]))
-    return sections
+        shapes.setdefault(line["shape"], []).append(line)
+    about = "Requests that join and leave, random weights, simulated acceptance (`--app load`):"
+    return [f"## A mixed load, shape of {shape}\n\n{about}\n\n{load_table(lines)}" for shape, lines in shapes.items()]
+
+
+def load_table(lines: Sequence[dict]) -> str:
+    """Returns the newest line of each number of clients and preset, as Markdown."""
+    rows = [["load", "preset", *SHOWN, "at commit"]]
+    for (case, preset), line in {(line["case"], line["provider"]): line for line in lines}.items():
+        numbers = (f"{line[name]:.4g}" if name in line else "-" for name in SHOWN)
+        rows.append([case, preset, *numbers, f"`{line['commit']}`"])
+    return markdown(rows)
 
 
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:

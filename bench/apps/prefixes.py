@@ -67,8 +67,6 @@ def serve(engine: EAGLEInference, prompts: list[list[int]], new_tokens: int, sha
 def tables(file: Path) -> list[str]:
     """Returns a section of the newest lines of each shape, case and preset."""
     lines = {(line["shape"], line["case"], line["preset"]): line for line in read_lines(file)}
-    if not lines:
-        return []
     rows = [["shape", "requests", "preset", "", "shared", "without", "ratio", "at commit"]]
     for (shape, case, preset), line in lines.items():
         for name in SHOWN:

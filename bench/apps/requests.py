@@ -26,8 +26,6 @@ SHOWN = ("requests_per_second", "output_tokens_per_second", "mean_accept_length"
 def tables(file: Path) -> list[str]:
     """Returns a section of the newest lines of each shape, load and preset."""
     lines = {(line["shape"], line["case"], line["preset"]): line for line in read_lines(file)}
-    if not lines:
-        return []
     names = ["shape", "load", "at once", "preset", "requests/s", "tokens/s", "tokens a step"]
     rows = [[*names, "first token (p50, p99), ms", "at commit"]]
     for (shape, case, preset), line in lines.items():

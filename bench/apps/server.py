@@ -38,7 +38,7 @@ import torch
 from ..harness import results
 from ..peers import sglang_engine
 from ..peers.sglang_engine import ALL_REDUCES, EngineFailure, Installation, Order
-from . import generation, server_texts
+from . import generation, server_tables, server_texts
 from .random_models import head_config, target_config
 from .server_cases import CASES, MATCH, OWN, RANK_CASES, STOCK, SYSTEMS, Case, ranks_of
 from .server_judge import ROUNDING
@@ -77,6 +77,9 @@ PUBLISHED_OF = {
     },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
 }
+
+
+tables = server_tables.tables
 
 
 class Bench:

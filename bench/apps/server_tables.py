@@ -14,6 +14,7 @@ RATIOS = {
     "sglang+flashinfer": "of sglang+flashinfer",
     "sglang+triton": "of sglang+triton (not the default on Hopper, the one on AMD)",
 }
+STEP_COLUMNS = ("ms a step", "tokens/s", "tokens a step", *RATIOS.values(), "at commit")
 FRONT = ("4/3/8", 32, 0.0, 1.0)  # case, batch size, temperature and top-p of README's row
 CASE_NAMES = [case.name for case in CASES]
 REQUEST_CASES = [case.name for case in CASES if case.requests]
@@ -110,14 +111,9 @@ def table(lines: Sequence[dict]) -> list[list[str]]:
     for (case, batch, temperature, top_p), systems in newest(lines, STEPS).items():
         prompts = next(iter(systems.values()))["prompt_tokens"]
         name = f"{case}, prompts of {prompts}" if prompts > 512 else case
-        sampling = f"temperature {temperature:g}, top-p {top_p:g}" if temperature > 0 else "greedy"
-        for system, line in systems.items():
-            numbers = [f"{line['ms_per_step']:.3f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
-            rows.append(
-                [name, str(batch), sampling, system, *numbers, *_ratios(systems, system), f"`{line['commit']}`"]
-            )
-    header = ["case", "B", "sampling", "system", "ms a step", "tokens/s", "tokens a step", *RATIOS.values()]
-    return [[*header, "at commit"], *rows] if rows else []
+        for system in systems:
+            rows.append([name, str(batch), _sampling(temperature, top_p), system, *_step(systems, system)])
+    return [["case", "B", "sampling", "system", *STEP_COLUMNS], *rows] if rows else []
 
 
 def request_table(lines: Sequence[dict]) -> list[list[str]]:
@@ -154,34 +150,39 @@ def rank_table(lines: Sequence[dict]) -> list[list[str]]:
     """Returns a row for each system at each setting of engines on several GPUs, and on one; nothing without any."""
     rows = []
     for of in sorted({ranks(line) for line in lines}):
-        for (case, batch, temperature, top_p), systems in newest(lines, RANK_CASES, of).items():
-            sampling = f"temperature {temperature:g}, top-p {top_p:g}" if temperature > 0 else "greedy"
-            for system, line in systems.items():
-                numbers = [f"{line['ms_per_step']:.3f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
-                row = [case, str(batch), sampling, str(of[0]), of[1] or "-", system, *numbers]
-                row += [*_ratios(systems, system), f"`{line['commit']}`"]
-                rows.append(((RANK_CASES.index(case), batch, temperature, top_p), row))
+        for (case, batch, *sampling), systems in newest(lines, RANK_CASES, of).items():
+            for system in systems:
+                row = [case, str(batch), _sampling(*sampling), str(of[0]), of[1] or "-", system]
+                rows.append(((RANK_CASES.index(case), batch, *sampling), [*row, *_step(systems, system)]))
     rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]  # those of other GPUs stay in their order
-    header = ["case", "B", "sampling", "GPUs", "all-reduce", "system", "ms a step", "tokens/s", "tokens a step"]
-    return [[*header, *RATIOS.values(), "at commit"], *rows] if rows else []
+    return [["case", "B", "sampling", "GPUs", "all-reduce", "system", *STEP_COLUMNS], *rows] if rows else []
 
 
 def acceptance_table(lines: Sequence[dict]) -> list[list[str]]:
     """Returns what the embedded pair's drafts were accepted: a row for each tree, sampling and system."""
     rows = []
     for (case, _, temperature, top_p), systems in newest(lines, PAIR_CASES).items():
-        sampling = f"temperature {temperature:g}, top-p {top_p:g}" if temperature > 0 else "greedy"
         for system, line in systems.items():
             steps, (_, depth, _) = line["accepted"], line["tree"]
             reached = [sum(steps[level:]) / sum(steps) for level in range(1, depth + 1)]
             shares = [f"{share:.1%}" for share in (sum(reached) / depth, *reached)]
             shares += ["-"] * (1 + MOST_LEVELS - len(shares))
-            name = case.removeprefix("pair ")
-            rows.append([name, sampling, system, str(sum(steps)), f"{line['accept_length']:.3f}", *shares,
-                         f"`{line['commit']}`"])  # fmt: skip
+            row = [case.removeprefix("pair "), _sampling(temperature, top_p), system, str(sum(steps))]
+            rows.append([*row, f"{line['accept_length']:.3f}", *shares, f"`{line['commit']}`"])
     levels = [f"level {level}" for level in range(1, MOST_LEVELS + 1)]
     header = ["tree", "sampling", "system", "steps", "tokens a step", "of all levels", *levels, "at commit"]
     return [header, *rows] if rows else []
+
+
+def _sampling(temperature: float, top_p: float) -> str:
+    return f"temperature {temperature:g}, top-p {top_p:g}" if temperature > 0 else "greedy"
+
+
+def _step(systems: dict[str, dict], system: str) -> list[str]:
+    """Returns the STEP_COLUMNS of a system."""
+    line = systems[system]
+    numbers = [f"{line['ms_per_step']:.3f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
+    return [*numbers, *_ratios(systems, system), f"`{line['commit']}`"]
 
 
 def _ratios(systems: dict[str, dict], system: str, what: str = "tokens_per_s") -> list[str]:

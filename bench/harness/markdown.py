@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 
@@ -29,6 +30,27 @@ def filled(page: Path, parts: Mapping[str, str]) -> str:
             raise ValueError(f"{page.name} must hold the marks {name}:begin and, after it, {name}:end")
         text = f"{before}{begin}\n{part}\n{end}{after}"
     return text
+
+
+def fill_page(
+    module: str,
+    page: Path,
+    arguments: Sequence[str] | None,
+    parts: Callable[[], Mapping[str, str]],
+    measure: Callable[[], None] | None = None,
+) -> int:
+    """Runs the command line of a page whose numbers are computed; returns the exit status: 1 from `--check` if one is
+    another. measure: what `--measure` does before."""
+    about = f"Writes the numbers of {page.name}."
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
+    parser.add_argument("--page", type=Path, default=page)
+    if measure is not None:
+        parser.add_argument("--measure", action="store_const", const=measure, help="measure anew, on the CPU")
+    options = parser.parse_args(arguments)
+    if getattr(options, "measure", None):
+        measure()
+    return write_stale({options.page: filled(options.page, parts())}, module, options.check)
 
 
 def write_stale(pages: Mapping[Path, str], command: str, is_checked: bool) -> int:

@@ -13,6 +13,7 @@ import torch
 from eagle_kernels.runtime import language
 
 from .declaration import Benchmark, Case
+from .markdown import markdown
 from .timing import Times, ceiling_gb_per_s
 
 DIRECTORY = Path(__file__).parent.parent / "results"
@@ -110,17 +111,8 @@ def gives_way(older: dict, line: dict) -> bool:
 
 
 def table(lines: list[dict]) -> str:
-    rows = [list(_COLUMNS.values())]
-    for line in lines:
-        rows.append([_text(name, line.get(name)) for name in _COLUMNS])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if column < 2 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    )
+    """Returns the numbers of the lines, as Markdown."""
+    return markdown([list(_COLUMNS.values()), *([_text(name, line.get(name)) for name in _COLUMNS] for line in lines)])
 
 
 def _text(name: str, value) -> str:

@@ -9,6 +9,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from eagle_kernels import EAGLEConfig
+from eagle_kernels.engine.serve.output import record_of
 from eagle_kernels.runtime.values import is_integer
 
 TREE_TOPK = 4
@@ -20,31 +21,20 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "topk": 1},
     "suffix": {"method": "suffix", "topk": 1, "suffix_decoding_max_cached_requests": 0},
 }
-_COMPUTED = ("is_speculative", "decoder_label", "config_hash")
 
 
 @dataclass(frozen=True, repr=False)
 class BenchmarkConfig:
-    """K, a method and the rest; `engine.stream(prompt, config.max_new_tokens, **config.stream_options())` runs it.
+    """K, a method and the rest; `engine.stream(prompt, config.max_new_tokens, **config.stream_options())` runs it."""
 
-    model_pair_name  of `registry.REGISTRY`, or any other name
-    K                drafts one behind another, levels of a tree; None: plain decoding
-    temperature      0: greedy
-    max_new_tokens   of each prompt
-    prompt_domain    of `prompts.DOMAINS`, or any other name
-    seed             of the sampling noise
-    method           of `METHODS`: where drafts come from and what they look like
-    batch_size       prompts that are decoded together
-    """
-
-    model_pair_name: str
-    K: int | None
-    temperature: float
-    max_new_tokens: int
-    prompt_domain: str
-    seed: int
-    method: str = "chain"
-    batch_size: int = 1
+    model_pair_name: str  # of `registry.REGISTRY`, or any other name
+    K: int | None  # drafts one after another, levels of a tree; None: plain decoding
+    temperature: float  # 0: greedy
+    max_new_tokens: int  # of each prompt
+    prompt_domain: str  # of `prompts.DOMAINS`, or any other name
+    seed: int  # of the sampling noise
+    method: str = "chain"  # of `METHODS`: where drafts come from and what they look like
+    batch_size: int = 1  # prompts that are decoded together
 
     def __post_init__(self) -> None:
         self._require(self.K is None or (is_integer(self.K) and self.K >= 1), "K", "be None or an int of at least 1")
@@ -91,13 +81,7 @@ class BenchmarkConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BenchmarkConfig:
         """Of what `to_dict` made; what is computed there is ignored."""
-        known = {item.name: item for item in fields(cls)}
-        missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
-        unknown = [name for name in values if name not in known and name not in _COMPUTED]
-        if missing or unknown:
-            fault = f"{missing[0]} is missing" if missing else f"there is no field {unknown[0]}"
-            raise ValueError(f"BenchmarkConfig.from_dict: {fault}")
-        return cls(**{name: value for name, value in values.items() if name in known})
+        return record_of(cls, values)
 
     def config_hash(self) -> str:
         """12 hex digits of SHA-256, the same in every process and version: fields that came later count only where they

@@ -20,33 +20,20 @@ from .sources import DOMAINS
 
 @dataclass(frozen=True)
 class Experiment:
-    """Every pair, domain, temperature and batch size, plainly and with every method and K.
+    """Every pair, domain, temperature and batch size, plainly and with every method and K."""
 
-    pairs                of `registry.list_pairs()`
-    domains              of `sources.DOMAINS`
-    methods              of `config.METHODS`
-    k                    drafts one behind another, levels of a tree
-    temperatures, batch_sizes
-    max_new_tokens       of each prompt
-    prompts_per_domain   at most; they are repeated until every batch is full
-    num_runs             of all prompts of a cell, some in a turn, behind tokens that are not counted
-    seed                 of the sampling noise; prompt i has seed + i
-    dtype                of both models; None: what the pair says
-    prompts              a file of `python -m bench.lab.prompts`; None: those built in
-    """
-
-    pairs: tuple[str, ...] = ("embedded",)
+    pairs: tuple[str, ...] = ("embedded",)  # of `registry.list_pairs()`
     domains: tuple[str, ...] = DOMAINS
-    methods: tuple[str, ...] = ("chain", "tree", "ngram")
-    k: tuple[int, ...] = (1, 2, 4, 8)
+    methods: tuple[str, ...] = ("chain", "tree", "ngram")  # of `config.METHODS`
+    k: tuple[int, ...] = (1, 2, 4, 8)  # drafts one after another, levels of a tree
     temperatures: tuple[float, ...] = (0.0,)
     batch_sizes: tuple[int, ...] = (1,)
-    max_new_tokens: int = 128
-    prompts_per_domain: int = 8
-    num_runs: int = 3
-    seed: int = 0
-    dtype: str | None = None
-    prompts: str | None = None
+    max_new_tokens: int = 128  # of each prompt
+    prompts_per_domain: int = 8  # at most; they are repeated until every batch is full
+    num_runs: int = 3  # of all prompts of a cell, some in a turn, after tokens that are not counted
+    seed: int = 0  # of the sampling noise; prompt i has seed + i
+    dtype: str | None = None  # of both models; None: what the pair says
+    prompts: str | None = None  # a file of `python -m bench.lab.prompts`; None: those built in
 
     def __post_init__(self) -> None:
         for name in ("pairs", "domains", "methods", "k", "temperatures", "batch_sizes"):

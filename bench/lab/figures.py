@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..pictures import BLUE, INK, MARKERS, PALETTE, PAPER, VERMILION, in_style, new_figure
 from .config import METHODS
-from .records import (
-    PLAIN,
-    Curves,
-    crossover,
-    distinct,
-    fastest_labels,
-    is_number,
-    label_of,
-    method_of,
-)
+from .records import PLAIN, Curves, crossover, distinct, fastest_labels, is_number, label_of, method_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,6 @@ here, with the embedded pair, by `--measure`.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -22,9 +21,9 @@ from eagle_kernels.engine.serve.output import GenerationStats
 from eagle_kernels.engine.step.choice import Fastest
 from eagle_kernels.engine.step.stepper import Verified
 
-from ..apps.load import SHOWN
+from ..apps.load import load_table
 from ..harness import results
-from ..harness.markdown import filled, markdown, write_stale
+from ..harness.markdown import fill_page, markdown
 from .log import read_lines
 from .records import PLAIN, newest_steps
 
@@ -55,21 +54,25 @@ Steps = Mapping[str, Mapping[int, Mapping]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 1 from `--check` if a number differs."""
-    parser = argparse.ArgumentParser(prog="python -m bench.lab.load", description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
-    parser.add_argument("--measure", action="store_true", help="measure shared budgets anew, on the CPU")
-    parser.add_argument("--page", type=Path, default=PAGE)
-    options = parser.parse_args(arguments)
-    if options.measure:
-        tables = {"budgets": shared_budgets, "accepted": accepted_tokens, "likely": likely_drafts}
-        measured = [{"table": name} | line for name, measure in tables.items() for line in measure()]
-        PAIR.write_text("".join(json.dumps(line) + "\n" for line in measured), encoding="utf-8")
+    """Runs the command line; returns the exit status."""
+    return fill_page("bench.lab.load", PAGE, arguments, parts, measure)
+
+
+def measure() -> None:
+    """Measures what is of the embedded pair."""
+    tables = {"budgets": shared_budgets, "accepted": accepted_tokens, "likely": likely_drafts}
+    measured = [{"table": name} | line for name, measure in tables.items() for line in measure()]
+    PAIR.write_text("".join(json.dumps(line) + "\n" for line in measured), encoding="utf-8")
+
+
+def parts() -> dict[str, str]:
+    """Returns what stands between the marks of the page."""
     pair: dict[str, list[dict]] = {}
     for line in read_lines(PAIR):
         pair.setdefault(line["table"], []).append(line)
     steps = measured_steps(read_lines(GPU / "generation.jsonl"))
-    parts = {
+    loads = [line for line in read_lines(GPU / "load.jsonl") if line["shape"] == "llama-3.1-8b"]
+    return {
         "steps": step_table(steps),
         "even": even_table(steps),
         "choice": choice_table(steps),
@@ -77,9 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "budgets": budget_table(pair["budgets"]),
         "likely": likely_table(pair["likely"]),
         "worth": worth_table(read_lines(GPU / "tree_steps.jsonl"), pair["accepted"]),
-        "load": load_table(read_lines(GPU / "load.jsonl")),
+        "load": load_table(loads),
     }
-    return write_stale({options.page: filled(options.page, parts)}, "bench.lab.load", options.check)
 
 
 def measured_steps(lines: Sequence[Mapping]) -> Steps:
@@ -183,16 +185,6 @@ def likely_table(lines: Sequence[Mapping]) -> str:
 def _name(tree: Sequence[int | None]) -> str:
     *sizes, most, mean = tree
     return "/".join(map(str, (*sizes, most))) + ("" if mean is None else f", {mean} rows")
-
-
-def load_table(lines: Sequence[Mapping]) -> str:
-    """Returns the newest lines of the mixed load."""
-    newest = {(line["case"], line["provider"]): line for line in lines if line["shape"] == "llama-3.1-8b"}
-    table = [["load", "preset", *SHOWN, "at commit"]]
-    for (case, preset), line in newest.items():
-        numbers = (f"{line[name]:.4g}" if name in line else "-" for name in SHOWN)
-        table.append([case, preset, *numbers, f"`{line['commit']}`"])
-    return markdown(table)
 
 
 def shared_budgets(**sizes: int) -> list[dict]:

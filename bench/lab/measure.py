@@ -17,36 +17,21 @@ from eagle_kernels.engine.serve.output import GenerationStats
 
 @dataclass
 class Measurement:
-    """Of all runs together, if nothing else is said. Speeds and times are those after the first token of a
-    request.
+    """Of all runs together, if nothing else is said. Speeds and times are those after the first token of a request."""
 
-    texts               of the last run, by prompt
-    tokens              of all runs, first ones included
-    tokens_per_second   median of the runs; per_run: each of them
-    ttft_ms             time to first token: p50 over requests
-    inter_token_ms      time before a token: p0, p1, .. p100; what a round brings at once shares its time
-    round_ms            time of a round: p50, p95, p99
-    mean_accept_length  tokens a step, bonus included
-    acceptance_rate     accepted drafts over the most that steps could accept
-    accepted_per_depth  share of the steps in which the draft at depth 1, 2, .. was accepted
-    phase_ms            device time of a step's draft / verify / sample / bookkeeping
-    step_ms             wall time of a step of a batch, median of the runs, of which one may be disturbed
-    peak_memory_mib     most that torch held on the GPU, graphs of others that share the pools included; None on the CPU
-    """
-
-    texts: list[list[int]]
-    tokens: int
-    tokens_per_second: float
+    texts: list[list[int]]  # of the last run, by prompt
+    tokens: int  # of all runs, first ones included
+    tokens_per_second: float  # median of the runs
     per_run: list[float]
-    ttft_ms: float
-    inter_token_ms: list[float]
-    round_ms: dict[str, float]
-    mean_accept_length: float
-    acceptance_rate: float
-    accepted_per_depth: list[float]
-    phase_ms: dict[str, float]
-    step_ms: float
-    peak_memory_mib: float | None
+    ttft_ms: float  # time to first token: p50 over requests
+    inter_token_ms: list[float]  # time before a token: p0, p1, .. p100; what a round brings at once shares its time
+    round_ms: dict[str, float]  # time of a round: p50, p95, p99
+    mean_accept_length: float  # tokens a step, bonus included
+    acceptance_rate: float  # accepted drafts over the most that steps could accept
+    accepted_per_depth: list[float]  # share of the steps in which the draft at depth 1, 2, .. was accepted
+    phase_ms: dict[str, float]  # device time of a step's draft / verify / sample / bookkeeping
+    step_ms: float  # wall time of a step of a batch, median of the runs, of which one may be disturbed
+    peak_memory_mib: float | None  # most that torch held on the GPU, graphs that share the pools included; None: no GPU
 
     def to_dict(self) -> dict[str, Any]:
         """All but the texts, ready for JSON."""

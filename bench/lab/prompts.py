@@ -50,6 +50,7 @@ class PromptDataset:
         n_per_domain: int = 50,
         *,
         files: Mapping[str, str | Path] | None = None,
+        questions: str | Path | None = None,
         download: bool = True,
     ) -> PromptDataset:
         """Up to n_per_domain prompts of each domain: of its file, else of its data set on the Hugging Face hub, else
@@ -57,6 +58,7 @@ class PromptDataset:
 
         tokenizer  with `encode`; or a name, see `loader.load_tokenizer`; "bytes": that of the embedded pair
         files      by domain, see `sources.read_file`
+        questions  all from a `question.jsonl`, as MT-bench has them: first turns, by the domains of their categories
         download   False: the hub is not asked
         """
         _check_count("build", n_per_domain)
@@ -64,27 +66,16 @@ class PromptDataset:
         if unknown:
             raise ValueError(f"PromptDataset.build: files must be of {', '.join(DOMAINS)}, got one of {unknown[0]!r}")
         count_tokens, texts, sources = _counter(tokenizer), {}, {}
+        asked = [] if questions is None else read_questions(questions)
         for domain in DOMAINS:
-            if files and domain in files:
+            if asked:
+                found, sources[domain] = [text for of, text in asked if of == domain], str(questions)
+            elif files and domain in files:
                 found, sources[domain] = read_file(files[domain]), str(files[domain])
             else:
                 found, sources[domain] = _find(domain, n_per_domain, count_tokens, download)
             texts[domain] = found[:n_per_domain]
         return cls(_numbered(texts, count_tokens), sources)
-
-    @classmethod
-    def from_questions(cls, path: str | Path, tokenizer: Any, n_per_domain: int | None = None) -> PromptDataset:
-        """First turns of a `question.jsonl`, as MT-bench has them, by the domains of their categories.
-
-        n_per_domain  most of each; None: all
-        """
-        if n_per_domain is not None:
-            _check_count("from_questions", n_per_domain)
-        texts: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
-        for question in read_questions(path):
-            texts[question.domain].append(question.turns[0])
-        texts = {domain: found[:n_per_domain] for domain, found in texts.items() if found}
-        return cls(_numbered(texts, _counter(tokenizer)), dict.fromkeys(texts, str(path)))
 
     def save(self, path: str | Path) -> None:
         """As JSON, folders made where there are none."""
@@ -202,13 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-download", action="store_true", help="do not ask the hub for data sets")
     options = parser.parse_args(arguments)
     try:
-        if options.questions:
-            dataset = PromptDataset.from_questions(options.questions, options.tokenizer, options.n_per_domain)
-        else:
-            files = dict(part.partition("=")[::2] for part in options.file)
-            dataset = PromptDataset.build(
-                options.tokenizer, options.n_per_domain, files=files, download=not options.no_download
-            )
+        files = dict(part.partition("=")[::2] for part in options.file)
+        given = {"files": files, "questions": options.questions, "download": not options.no_download}
+        dataset = PromptDataset.build(options.tokenizer, options.n_per_domain, **given)
         dataset.print_stats()
         tiny = options.output.with_name(f"{options.output.stem}_tiny{options.output.suffix}")
         for path, chosen in ((options.output, dataset), (tiny, dataset.first(TINY))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..harness.markdown import markdown
 from ..pictures import MissingMatplotlib
@@ -22,24 +22,16 @@ _OF_THE_FASTEST = (
 )  # fmt: skip
 
 
-class Written(NamedTuple):
-    """The files; figures: None where the page has no pictures, and then `reason` says why."""
-
-    page: Path
-    figures: Path | None
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"wrote {self.page} and {self.figures}" if self.figures else f"wrote {self.page}. {self.reason}"
-
-
 def write_page(
     folder: Path,
     cells: Sequence[dict[str, Any]],
     steps: Sequence[Mapping[str, Any]] = (),
     kernels: Sequence[Mapping[str, Any]] = (),
-) -> Written:
-    """`report.md` and `figures/` in the folder; arguments as in `gallery.draw`. Without matplotlib: no pictures."""
+) -> str:
+    """Writes `report.md` and `figures/` into the folder, and says so; without matplotlib there are no pictures.
+
+    Arguments as in `gallery.draw`.
+    """
     pictures, reason = [], ""
     try:
         pictures = draw(folder / FIGURES, cells, steps, kernels)
@@ -65,7 +57,7 @@ def write_page(
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / PAGE
     page.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
-    return Written(page, folder / FIGURES if pictures else None, reason)
+    return f"wrote {page} and {folder / FIGURES}" if pictures else f"wrote {page}. {reason}"
 
 
 def _fastest_cells(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

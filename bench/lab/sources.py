@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from eagle_kernels.tools.inspection import read_prompts_file
 
@@ -29,73 +29,51 @@ _DATASETS: dict[str, tuple[str, str | None, str, Callable[[dict], str | None]]] 
 }
 
 
-class Question(NamedTuple):
-    """A line of a `question.jsonl`: what is asked, turn by turn, and what the file says beside."""
+def read_questions(path: str | Path) -> list[tuple[str, str]]:
+    """(domain, first turn) of a file in the manner of MT-bench: an object a line with `turns`, maybe `category`."""
 
-    question_id: str
-    category: str
-    turns: tuple[str, ...]
-    reference: tuple[str, ...] = ()
+    def read(values: dict) -> tuple[str, str]:
+        category = str(values.get("category") or "").lower()
+        return _CATEGORY_DOMAINS.get(category, "conversation"), _texts(values, "turns")[0]
 
-    @property
-    def domain(self) -> str:
-        return _CATEGORY_DOMAINS.get(self.category.lower(), "conversation")
-
-
-def read_questions(path: str | Path) -> list[Question]:
-    """Of a file in the manner of MT-bench: a JSON object a line with question_id, category, turns, maybe reference."""
-    path, questions = Path(path), []
-    for number, line in enumerate(json_lines(path), 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-            turns = _texts(values, "turns")
-            if not turns or not turns[0].strip():
-                raise ValueError("the first turn is empty")
-            category = str(values.get("category") or "")
-            reference = () if values.get("reference") is None else _texts(values, "reference")
-            questions.append(Question(str(values["question_id"]), category, turns, reference))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(
-                f"read_questions: {path}, line {number}: an object with question_id and turns was expected: {reason}"
-            ) from None
-    if not questions:
-        raise ValueError(f"read_questions: {path}: there is no question in it")
-    return questions
-
-
-def _texts(values: Any, name: str) -> tuple[str, ...]:
-    """A string alone is a list of one."""
-    texts = [values[name]] if isinstance(values[name], str) else values[name]
-    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
-        raise ValueError(f"{name} must be a list of strings, got {texts!r:.60}")
-    return tuple(texts)
+    return _read_lines(path, read, "turns")
 
 
 def read_file(path: str | Path) -> list[str]:
     """Prompts of a file: .jsonl of questions (first turns) or of objects with `prompt` or `text`; else as
     `read_prompts_file`, a .json list or one a line."""
-    path = Path(path)
-    if path.suffix != ".jsonl":
-        return read_prompts_file(path)
-    lines = json_lines(path)
-    first = next((line for line in lines if line.strip()), "")
-    if '"turns"' in first:
-        return [question.turns[0] for question in read_questions(path)]
-    texts = []
-    for number, line in enumerate(lines, 1):
+    if Path(path).suffix != ".jsonl":
+        return read_prompts_file(Path(path))
+
+    def read(values: dict) -> list[str]:
+        if "turns" in values:
+            return _texts(values, "turns")[:1]
+        return _texts(values, "prompt" if "prompt" in values else "text")
+
+    return [text for texts in _read_lines(path, read, "prompt, text or turns") for text in texts]
+
+
+def _read_lines(path: str | Path, read: Callable[[dict], Any], fields: str) -> list[Any]:
+    """What is read of the object in each line."""
+    found = []
+    for number, line in enumerate(json_lines(path), 1):
         if line.strip():
             try:
-                values = json.loads(line)
-                texts += _texts(values, "prompt" if "prompt" in values else "text")
-            except (ValueError, KeyError, TypeError):
+                found.append(read(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise ValueError(
-                    f"read_file: {path}, line {number}: an object with prompt, text or turns was expected"
+                    f"{path}, line {number}: an object with {fields} was expected, got {line:.60}"
                 ) from None
-    if not texts:
-        raise ValueError(f"read_file: {path}: there is no prompt in it")
+    if not found:
+        raise ValueError(f"{path}: there is no prompt in it")
+    return found
+
+
+def _texts(values: dict, name: str) -> list[str]:
+    """A string alone is a list of one."""
+    texts = [values[name]] if isinstance(values[name], str) else values[name]
+    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts) and texts and texts[0].strip()):
+        raise ValueError
     return texts
 
 

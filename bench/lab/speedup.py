@@ -46,20 +46,13 @@ def ideal_speedup(alpha: float, num_drafts: int, draft_cost: float) -> float:
 
 @dataclass(frozen=True)
 class StepModel:
-    """Measured times of a target and a draft, in ms; see the module's docstring.
+    """Measured times of a target and a draft, in ms; see the module's docstring."""
 
-    target_ms        (rows, t) ascending
-    draft_ms         (rows, d) ascending
-    request_ms       c
-    row_ms           s, what a row takes the target where arithmetic limits it
-    draft_row_ms     likewise the draft
-    """
-
-    target_ms: tuple[tuple[int, float], ...]
-    draft_ms: tuple[tuple[int, float], ...]
-    request_ms: float
-    row_ms: float
-    draft_row_ms: float
+    target_ms: tuple[tuple[int, float], ...]  # (rows, t) ascending
+    draft_ms: tuple[tuple[int, float], ...]  # (rows, d) ascending
+    request_ms: float  # c
+    row_ms: float  # s, what a row takes the target where arithmetic limits it
+    draft_row_ms: float  # likewise the draft
 
     @classmethod
     def fit(

@@ -7,7 +7,6 @@ predictions use what `python -m bench.run --app generation` has measured.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from eagle_kernels.reference.enumeration import (
 )
 from eagle_kernels.reference.ops.rejection.verify_chain import verify_request
 
-from ..harness.markdown import filled, write_stale
+from ..harness.markdown import fill_page
 from .predictions import CONTEXT_TOKENS, GB_PER_S, intensity, measured_lines, of_presets
 from .speedup import expected_tokens_of_chain, ideal_speedup
 
@@ -40,16 +39,13 @@ TFLOP_PER_S = 620
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 1 from `--check` if a number differs."""
-    parser = argparse.ArgumentParser(prog="python -m bench.lab.theory", description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
-    parser.add_argument("--page", type=Path, default=PAGE)
-    options = parser.parse_args(arguments)
-    parts = {
-        "intensity": intensities(),
-        "example": worked_example(),
-        "model": of_presets(measured_lines("generation")),
-    }
-    return write_stale({options.page: filled(options.page, parts)}, "bench.lab.theory", options.check)
+    return fill_page("bench.lab.theory", PAGE, arguments, parts)
+
+
+def parts() -> dict[str, str]:
+    """Returns what stands between the marks of the page."""
+    model = of_presets(measured_lines("generation"))
+    return {"intensity": intensities(), "example": worked_example(), "model": model}
 
 
 def intensities() -> str:

@@ -180,17 +180,7 @@ class Order(NamedTuple):
             "log_level": "info",
             **rank_arguments(self),
         }
-        if self.tree is not None:
-            topk, steps, nodes = self.tree
-            arguments |= {
-                "speculative_algorithm": "EAGLE3",
-                "speculative_draft_model_path": str(folder / "draft"),
-                "speculative_draft_load_format": "dummy",
-                "speculative_num_steps": steps,
-                "speculative_eagle_topk": topk,
-                "speculative_num_draft_tokens": nodes,
-            }
-        return arguments
+        return arguments | speculation(self.tree, folder / "draft", "dummy")
 
     def for_child(self, folder: Path) -> dict[str, Any]:
         """Returns what `sglang_child.py` reads."""
@@ -212,6 +202,21 @@ class Order(NamedTuple):
         for name, config in (("target", self.model), ("draft", self.draft)):
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def speculation(tree: tuple[int, int, int] | None, draft: Path, load_format: str) -> dict[str, Any]:
+    """Returns what `sglang.Engine` is told of drafts: topk, steps and nodes of their trees, and the draft model."""
+    if tree is None:
+        return {}
+    topk, steps, nodes = tree
+    return {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(draft),
+        "speculative_draft_load_format": load_format,
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": nodes,
+    }
 
 
 def rank_arguments(order: AnyOrder) -> dict[str, Any]:

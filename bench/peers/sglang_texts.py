@@ -9,7 +9,7 @@ from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.integrations.sglang.parts import PARTS
 
 from . import sglang_child, sglang_traffic
-from .sglang_engine import ALL_REDUCES, PLUGIN, rank_arguments
+from .sglang_engine import ALL_REDUCES, PLUGIN, rank_arguments, speculation
 
 # Fewer than the requests that run at once: larger batches run without a graph, smaller ones in the next larger graph.
 GRAPH_SIZES = (1, 4, 16)
@@ -64,7 +64,6 @@ class TextOrder(NamedTuple):
     def engine_arguments(self, folder: Path) -> dict[str, Any]:
         """Returns the arguments of `sglang.Engine`."""
         target, draft = demo_pair()
-        topk, steps, nodes = self.tree
         graphs = {"cuda_graph_bs_decode": list(GRAPH_SIZES), "cuda_graph_max_bs_decode": max(GRAPH_SIZES)}
         return {
             "model_path": str(target),
@@ -87,12 +86,7 @@ class TextOrder(NamedTuple):
             "random_seed": 1,
             "log_level": "info",
             **rank_arguments(self),
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(draft),
-            "speculative_draft_load_format": "auto",
-            "speculative_num_steps": steps,
-            "speculative_eagle_topk": topk,
-            "speculative_num_draft_tokens": nodes,
+            **speculation(self.tree, draft, "auto"),
         }
 
     def for_child(self, folder: Path) -> dict[str, Any]:

@@ -7,13 +7,13 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..engine.benchmark import percentile, time_requests
-from ..engine.serve.output import fields_and_properties
+from ..engine.serve.output import fields_and_properties, record_of
 from ..engine.serve.stream import TokenStream
 from ..engine.step.phases import mark, synchronize
 
@@ -143,13 +143,7 @@ class GenerationResult:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GenerationResult:
         """Reads what `to_dict` made; properties are computed anew."""
-        known = {item.name: item for item in fields(cls)}
-        missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
-        unknown = [name for name in values if name not in known and not isinstance(getattr(cls, name, None), property)]
-        if missing or unknown:
-            fault = f"{missing[0]} is missing" if missing else f"there is no field {unknown[0]}"
-            raise ValueError(f"GenerationResult.from_dict: {fault}")
-        return cls(**{name: value for name, value in values.items() if name in known})
+        return record_of(cls, values)
 
     def to_json_line(self) -> str:
         return json.dumps(self.to_dict(), allow_nan=False) + "\n"

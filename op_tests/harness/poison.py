@@ -6,6 +6,7 @@ import functools
 import sys
 
 import torch
+from torch.utils._device import _device_constructors
 
 _GUARD_ELEMENTS = 256
 _INTEGER_POISON = 0x5A
@@ -48,6 +49,7 @@ class Guarded:
 def poison_memory() -> None:
     """From now on whatever ops allocate, outputs and scratch, holds extremes of both signs, as a GPU's memory may."""
     empty = torch.empty
+    _device_constructors()  # keeps what torch.empty is now: `with torch.device("meta")` knows those functions alone
 
     @functools.wraps(empty)
     def poisoned(*sizes, **options):

@@ -11,7 +11,7 @@ import pytest
 
 from bench.lab import prompts, sources
 from bench.lab.prompts import Prompt, PromptDataset
-from bench.lab.sources import DOMAINS, Question, builtin_texts, read_file, read_questions
+from bench.lab.sources import DOMAINS, builtin_texts, read_file, read_questions
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 
 from .stock import refused
@@ -96,8 +96,8 @@ def test_sets_that_cannot_be():
     for count in (0, True, 1.5):
         said = refused(lambda count=count: PromptDataset.build("bytes", count, download=False))
         assert said == f"PromptDataset.build: n_per_domain must be an int of at least 1, got {count!r}"
-        said = refused(lambda count=count: PromptDataset.from_questions("nothing.jsonl", "bytes", count))
-        assert said == f"PromptDataset.from_questions: n_per_domain must be an int of at least 1, got {count!r}"
+        said = refused(lambda count=count: PromptDataset.build("bytes", count))
+        assert said == f"PromptDataset.build: n_per_domain must be an int of at least 1, got {count!r}"
     said = refused(lambda: PromptDataset.build("bytes", files={"poetry": "x"}))
     assert said.endswith("files must be of code, conversation, summarization, got one of 'poetry'")
 
@@ -158,13 +158,12 @@ def test_a_hub_that_is_not_there(monkeypatch):
 
 def test_questions_are_read(questions):
     first, second, _, last = read_questions(questions)
-    assert first == Question("81", "writing", ("Compose a post.", "Now shorter.")) and first.domain == "conversation"
-    assert second.domain == "code" and second.reference == ("def f(): pass",)
-    assert last.category == "" and last.domain == "conversation"
-    dataset = PromptDataset.from_questions(questions, "bytes")
+    assert first == ("conversation", "Compose a post.") and second == ("code", "Write a function.")
+    assert last == ("conversation", "Why?")
+    dataset = PromptDataset.build("bytes", questions=questions)
     assert repr(dataset) == "PromptDataset(4 prompts: code 1, conversation 2, summarization 1)"
     assert dataset.get_by_domain("conversation")[1].raw_text == "Why?" and dataset.sources["code"] == str(questions)
-    assert len(PromptDataset.from_questions(questions, "bytes", 1)) == 3
+    assert len(PromptDataset.build("bytes", 1, questions=questions)) == 3
 
 
 def test_lines_end_at_line_feeds_alone(tmp_path):
@@ -172,39 +171,24 @@ def test_lines_end_at_line_feeds_alone(tmp_path):
     texts = ["one\u2028two", "one\u2029two", "one\x85two"]
     lines = [json.dumps({"question_id": 1, "turns": [text]}, ensure_ascii=False) for text in texts]
     (tmp_path / "question.jsonl").write_text("\ufeff" + "\r\n".join(lines) + "\r\n", encoding="utf-8")
-    assert [question.turns for question in read_questions(tmp_path / "question.jsonl")] == [(text,) for text in texts]
+    assert [text for _, text in read_questions(tmp_path / "question.jsonl")] == texts
     assert read_file(tmp_path / "question.jsonl") == texts
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
     (tmp_path / "talk.jsonl").write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
     assert read_file(tmp_path / "talk.jsonl") == texts
 
 
-def test_a_reference_may_be_null(tmp_path):
-    path = tmp_path / "question.jsonl"
-    path.write_text('{"question_id": 1, "turns": "Why?", "reference": null}\n{"question_id": 2, "turns": ["a", "b"]}\n')
-    assert read_questions(path) == [Question("1", "", ("Why?",)), Question("2", "", ("a", "b"))]
-
-
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"question_id": 1}', "line 2: an object with question_id and turns was expected: turns is missing"),
-        ('{"turns": ["a"]}', "question_id is missing"),
-        ('{"question_id": 1, "turns": []}', "the first turn is empty"),
-        ('{"question_id": 1, "turns": [1]}', "turns must be a list of strings, got [1]"),
-        ('{"question_id": 1, "turns": {"a": 1}}', "turns must be a list of strings, got {'a': 1}"),
-        ('{"question_id": 1, "turns": null}', "turns must be a list of strings, got None"),
-        ('{"question_id": 1, "turns": ["a"], "reference": {"a": 1}}', "reference must be a list of strings, got {'a'"),
-        ("[1]", "line 2: an object"),
-        ("{", "line 2: an object"),
-    ],
+    "line",
+    ['{"question_id": 1}', '{"turns": []}', '{"turns": [1]}', '{"turns": {"a": 1}}', '{"turns": null}', "[1]", "{"],
 )
-def test_questions_that_are_none(tmp_path, line, message):
+def test_questions_that_are_none(tmp_path, line):
     path = tmp_path / "question.jsonl"
     path.write_text(json.dumps(QUESTIONS[0]) + "\n" + line + "\n")
-    assert message in refused(lambda: read_questions(path))
+    said = refused(lambda: read_questions(path))
+    assert said == f"{path}, line 2: an object with turns was expected, got {line}"
     path.write_text("")
-    assert "there is no question in it" in refused(lambda: read_questions(path))
+    assert "there is no prompt in it" in refused(lambda: read_questions(path))
 
 
 def test_the_command(tmp_path, questions, folder, capsys, monkeypatch):
@@ -226,4 +210,4 @@ def test_the_command(tmp_path, questions, folder, capsys, monkeypatch):
     for count in ("0", "-1"):
         assert prompts.main([*command, "--n-per-domain", count]) == 1
         rule = "n_per_domain must be an int of at least 1"
-        assert capsys.readouterr().err == f"error: PromptDataset.from_questions: {rule}, got {count}\n"
+        assert capsys.readouterr().err == f"error: PromptDataset.build: {rule}, got {count}\n"

@@ -30,8 +30,6 @@ def test_the_newest_line_of_a_cell_counts_and_k_ascends():
     assert shown == [*chain, ("embedded", "chain K=2", "b"), ("other", "chain K=2", GPU)]
     assert cells[1]["speedup"] == 3.0
     assert len(records.by_setting(cells)) == 3
-    with pytest.raises(ValueError, match="cell 2 of the experiment has no speedup"):
-        records.newest_cells([cell(), {name: value for name, value in cell().items() if name != "speedup"}])
 
 
 def test_tables_tell_machines_apart():
@@ -63,13 +61,6 @@ def test_settings_have_names_of_their_own():
     names = [str(setting) for setting in records.by_setting(records.newest_cells(cells))]
     assert len(names) == len(set(names)) == 3
     assert "seed 7" in names[0] and "24 built-in prompts (text hash 89abcdef)" in names[-1]
-
-
-def test_a_cell_without_its_configuration_is_named():
-    broken = cell()
-    del broken["config"]["seed"]
-    with pytest.raises(ValueError, match="cell 1 of the experiment has no config.seed"):
-        records.newest_cells([broken])
 
 
 @pytest.mark.slow
@@ -182,7 +173,8 @@ def test_throughput_and_kernels_without_an_experiment(tmp_path):
          "case": f"B={size}", "tokens_per_s": 100.0 * size**power}
         for provider, power in (("plain", 1.0), ("tree", 0.5)) for size in (1, 4)
     ]  # fmt: skip
-    text = write_page(tmp_path, [], steps, kernels()).page.read_text(encoding="utf-8")
+    assert write_page(tmp_path, [], steps, kernels()) == f"wrote {tmp_path / 'report.md'} and {tmp_path / 'figures'}"
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "## Throughput against batch" in text and "4 of these numbers were measured with uncommitted" in text
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"throughput_8b", "roofline"}
     assert gallery.is_drawable([], steps, []) and gallery.is_drawable([], [], kernels())

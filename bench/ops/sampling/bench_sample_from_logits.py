@@ -7,14 +7,7 @@ which filters keep tens of thousands of tokens.
 import torch
 
 from bench.harness import grid
-from bench.harness.inputs import (
-    LARGE_VOCABULARY,
-    NARROW_LEAD,
-    ODD_BATCH,
-    VOCABULARY,
-    decisive_logits,
-    of_vocabulary,
-)
+from bench.harness.inputs import LARGE_VOCABULARY, NARROW_LEAD, ODD_BATCH, VOCABULARY, decisive_logits, of_vocabulary
 from bench.harness.torch_sampling import sample
 
 FILTERS = ["no filters", "top-k 50 top-p 0.9"]

@@ -3,8 +3,8 @@
 import torch
 
 from bench.harness import grid
+from bench.harness.inputs import VOCABULARY
 
-VOCABULARY = 128256
 PROMPT, OUTPUT = 1024, 256
 NUM_STOPS, STOP_SIZE = 4, 8
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Generic, overload
 
 # torch brings this package; Python 3.10 itself has no named tuples that are generic
@@ -193,3 +193,14 @@ def fields_and_properties(record: object) -> dict[str, object]:
     names = names_of(record)
     values = {name: getattr(record, name) for name in reversed(names)}  # properties first, which may fill in fields
     return {name: values[name] for name in names}
+
+
+def record_of(kind: type[One], values: Mapping[str, Any]) -> One:
+    """Makes a dataclass of what its `to_dict` gave, in which other members of its class are passed over."""
+    known = {item.name: item for item in fields(kind)}
+    missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
+    unknown = [name for name in values if name not in known and not hasattr(kind, name)]
+    if missing or unknown:
+        fault = f"{missing[0]} is missing" if missing else f"there is no field {unknown[0]}"
+        raise ValueError(f"{kind.__name__}.from_dict: {fault}")
+    return kind(**{name: value for name, value in values.items() if name in known})
