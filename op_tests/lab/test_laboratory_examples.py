@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from bench.lab import autoregressive, config, loader, prompts, registry, wrapper
+from bench.lab import autoregressive, config, loader, ollama, prompts, registry, wrapper
 from eagle_kernels.tools import measure
 
 from .stock import stock
@@ -282,3 +282,9 @@ def test_the_decoder(run, gpt2):
     assert printed[0] == "50" and printed[3].startswith("AR  | 50 tok | ")
     assert printed[4].startswith("The quick brown fox ") and len(printed[4].split()) == 54
     assert names["result_sampled"].num_tokens <= 50
+
+
+def test_ollama_is_asked(run, monkeypatch, capsys):
+    monkeypatch.setenv("OLLAMA_HOST", "http://127.0.0.1:9")  # nobody is there
+    assert ollama.main([]) == 1
+    assert capsys.readouterr().out.startswith("Ollama at http://127.0.0.1:9: not running")
