@@ -1,11 +1,13 @@
-"""What an experiment writes down: configurations, memory, logs."""
+"""What an experiment writes down and holds still: configurations, memory, seeds, logs."""
 
 from __future__ import annotations
 
 import json
 import mmap
 import os
+import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from bench.lab import memory
 from bench.lab.config import METHODS, BenchmarkConfig
 from bench.lab.log import EventLog, read_events
 from bench.lab.memory import MemoryTracker
+from bench.lab.reproducibility import deterministic, set_seed
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.tools.measure import GenerationResult
 from op_tests.engine.toys import ToyModel
@@ -171,6 +174,49 @@ def test_the_memory_of_a_gpu():
             torch.empty(MIB, dtype=torch.uint8, device="cuda")
     peaks = tracker.summary()
     assert peaks["decode"] == peaks["draft"] == pytest.approx(peaks["verify"] + 63, abs=2)
+
+
+def test_seeds_are_of_all_generators():
+    def draws():
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    set_seed(7)
+    first = draws()
+    assert draws() != first
+    set_seed(7)
+    assert draws() == first
+    for seed in (-1, 2**32, True, 1.0):
+        with pytest.raises(ValueError, match="^set_seed: seed must be an int in 0..2.32 - 1, .*got"):
+            set_seed(seed)
+
+
+def state():
+    backends = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return (*modes, *backends, fill, torch.get_float32_matmul_precision(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+
+
+@pytest.mark.parametrize("workspace", [None, ":16:8"])
+def test_torch_is_held_still_and_let_go(monkeypatch, workspace):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if workspace:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
+    before = state()
+    with pytest.raises(RuntimeError, match="^leave$"), deterministic(seed=3):
+        drawn = torch.rand(1)
+        assert state() == (True, False, True, False, False, "highest", workspace or ":4096:8")
+        raise RuntimeError("leave")
+    assert state() == before
+    with pytest.raises(ValueError, match="^set_seed: seed must be"), deterministic(seed=-1):
+        pass
+    assert state() == before
+    with deterministic(seed=3, warn_only=True):
+        assert torch.equal(torch.rand(1), drawn) and state()[:2] == (True, True)
+        with deterministic():
+            assert state()[:2] == (True, False)
+        assert state()[:2] == (True, True)
+    assert state() == before
 
 
 def test_a_log_is_lines_of_json(tmp_path):
