@@ -37,17 +37,6 @@ class Parrot(ToyModel):
         return output._replace(logits=logits)
 
 
-@pytest.mark.parametrize("name", ["ngram chain", "ngram tree", "suffix chain", "suffix tree"])
-def test_periodic_text_is_drafted_to_the_end(name, lag, device):
-    """Every draft is right once the tokens have been said."""
-    target = Parrot(device=device)
-    config = EAGLEConfig(**METHODS[name])
-    engine = EAGLEInference(None, target, config)
-    text, stats = engine.generate([0, 1, 2, 3, 4, 5, 6, 0, 1, 2], 80)
-    assert text == [(3 + index) % 7 for index in range(80)]
-    assert stats.mean_accept_length > 0.8 * (1 + config.num_steps)
-
-
 def test_what_is_being_repeated_comes_before_the_model(device):
     """As many right drafts as the history alone has, beside a model that is always wrong; but where fewer tokens than
     `max_ngram_size` match, the model's drafts take their places."""

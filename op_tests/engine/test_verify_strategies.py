@@ -167,7 +167,7 @@ def test_typical_keeps_what_is_likely_enough(epsilon, delta, draft):
     counts = []
 
     def watch(step):
-        for row in engine.session.scheduler.stepping:
+        for row in View(engine).scheduler.stepping:
             laws, nodes, deepest = laws_of(step, row), [0], 0
             for node in nodes:  # which grow meanwhile
                 path, probs, children = laws[node]
@@ -206,7 +206,7 @@ def test_rejection_keeps_what_its_reference_keeps(drafts):
     counts, has_draft = [], draft is not None
 
     def watch(step):
-        batch, proposal, rows = step.batch, step.proposal, engine.session.scheduler.stepping
+        batch, proposal, rows = step.batch, step.proposal, View(engine).scheduler.stepping
         assert (proposal.draft_logits is not None) == has_draft
         probs, temperature = torch.zeros_like(step.logits, dtype=torch.float32), torch.zeros(len(batch))
         for row in rows:

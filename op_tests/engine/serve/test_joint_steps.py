@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from eagle_kernels import SamplingParams
-from eagle_kernels.engine.batch.kv_pool import JointAttend, KVPool, PrefillAttend, RaggedAttend
+from eagle_kernels.engine.batch.kv_pool import KVPool, PrefillAttend, RaggedAttend
 from eagle_kernels.engine.models.protocol import KVShape
 from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.serve import reading, scheduler
@@ -53,31 +52,6 @@ def test_parts_attend_as_they_do_by_themselves(window, device):
     torch.testing.assert_close(attend(0, *padded, window=window)[:, :18], want)
     torch.testing.assert_close(other.k_cache, pool.k_cache, rtol=0, atol=0)
     torch.testing.assert_close(other.v_cache, pool.v_cache, rtol=0, atol=0)
-
-
-@pytest.mark.cross
-def test_a_prompt_that_cannot_be_read_fails_alone_beside_others(target, draft, lag, monkeypatch):
-    engine = make(draft, target, max_batch=4)
-    params = SamplingParams(max_new_tokens=20, temperature=0.8, seed=3)
-    wanted = [engine.submit(prompt, params) for prompt in ([1, 2, 3], [4, 5])]
-    engine.collect()
-    forward = target.forward
-
-    @functools.wraps(forward)
-    def failing(input_ids, positions, attend, **options):
-        if isinstance(attend, JointAttend | PrefillAttend) and (input_ids == 60).any():
-            raise RuntimeError("no such token")
-        return forward(input_ids, positions, attend, **options)
-
-    monkeypatch.setattr(target, "forward", failing)
-    first = engine.submit([1, 2, 3], params)
-    engine.step()
-    bad, good = engine.submit([9, 60], params), engine.submit([4, 5], params)
-    engine.collect()
-    assert [request.finish_reason for request in (first, bad, good)] == ["length", "error", "length"]
-    assert [first.output_ids, good.output_ids] == [request.output_ids for request in wanted]
-    assert View(engine).reading.is_joint
-    View(engine).check_is_empty()
 
 
 def test_times_beside_prompts_are_kept_apart():
