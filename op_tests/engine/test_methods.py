@@ -127,6 +127,22 @@ def test_requests_of_other_threads_wait_for_a_benchmark(device):
     assert len(cache._responses) == 2
 
 
+@pytest.mark.slow
+def test_a_benchmark_is_told_no_answers(device):
+    """Neither by its warm-up nor by the benchmark before it; nor does it tell any."""
+    engine, cache = remembering(device)
+    before = [list(response) for response in cache._responses]
+    lengths = [engine.benchmark(PROMPTS[:1], 24).speculative.mean_accept_length for _ in range(2)]
+    alone = engine.generate(PROMPTS[0], 24, suffix_decoding_max_cached_requests=0).stats.mean_accept_length
+    assert lengths == [alone, alone]
+    assert len(before) == 1 and [list(response) for response in cache._responses] == before
+    # of two batches of one prompt the second one knows the text of the first
+    assert engine.benchmark(PROMPTS[:1] * 2, 24).speculative.mean_accept_length > alone
+    engine.submit([1], SamplingParams(max_new_tokens=3))
+    with pytest.raises(RuntimeError, match="benchmark: the batch must be empty; collect or abort the requests in it"):
+        engine.benchmark(PROMPTS, 24)
+
+
 def test_a_batch_is_empty_where_nobody_is_in_it(lag, device):
     """Whatever step the device was left with."""
     target, _ = toys(device)

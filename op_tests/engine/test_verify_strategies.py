@@ -104,6 +104,16 @@ def test_lossless_strategies_keep_the_law(case, device):
     assert_texts_follow_law(engine, NUM_REQUESTS, sampling, FALSE_ALARM / len(LOSSLESS))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["topp", "typical"])
+def test_lossy_strategies_leave_the_law(strategy, device):
+    """And are greedy at temperature 0, as far as their rules go."""
+    target, draft = Markov(**TOYS, device=device), Markov(**TOYS, seed=1, device=device)
+    engine = engine_of(draft, target, (1, 3, 4), strategy, max_batch=256)
+    with pytest.raises(AssertionError, match="chi-square|probability 0"):
+        assert_texts_follow_law(engine, NUM_REQUESTS, {"temperature": 1.0})
+
+
 # of 0.4, 0.3, 0.2, 0.06 and 0.04, at most 3: temperature, top_k, top_p, min_p, and how many are candidates
 CANDIDATES = [
     (1.0, 0, 1.0, 0.0, 3),

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.batch.kv_pool import JointAttend
+from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
 from eagle_kernels.engine.serve import prompts as reading
 from eagle_kernels.engine.serve import reading as choosing
 from eagle_kernels.engine.serve.reading import Pace
 from eagle_kernels.engine.step.runner import Launch
-from op_tests.engine.engines import make, prompt_of
+from op_tests.engine.engines import PARAMS, make, prompt_of
 from op_tests.engine.toys import ToyModel, random_modules
 from op_tests.engine.view import View
 
@@ -71,6 +71,34 @@ def test_a_deterministic_engine_reads_one_by_one(target, draft, monkeypatch):
     assert sizes == [3, 2, 1]
 
 
+@pytest.mark.slow
+def test_what_fails_only_together_is_no_longer_tried(target, draft, monkeypatch, caplog):
+    """After a layer has written its keys; draws and penalties come once, and the log holds no error alive."""
+    engine = make(draft, target, max_batch=7)
+    prompts = [prompt_of(number) for number in range(7)]
+    want = []
+    for prompt, params in zip(prompts, PARAMS):
+        want.append(engine.submit(prompt, params))
+        engine.collect()
+    attends = []
+
+    def failing(attend, layer, query, *arguments, **options):
+        result = call(attend, layer, query, *arguments, **options)
+        if len(attend._bounds) > 2 and layer == 0:
+            attends.append(attend)
+            raise MemoryError("too many")
+        return result
+
+    call = PrefillAttend.__call__
+    monkeypatch.setattr(PrefillAttend, "__call__", failing)
+    for _ in range(2):
+        requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
+        engine.collect()
+        assert [request.output_ids for request in requests] == [request.output_ids for request in want]
+    assert len(attends) == 1
+    assert [record.args for record in caplog.records] == [(7, "at once", "MemoryError: too many")]
+
+
 def read_prompts(engine):
     """Reads a part of each prompt, as for a stream of all requests."""
     view = View(engine)
@@ -84,6 +112,31 @@ def noting(call, seen):
         return call(*arguments, **options)
 
     return noted
+
+
+@pytest.mark.slow
+def test_a_draft_that_fails_with_several_reads_one_by_one(target, draft, lag, monkeypatch, caplog):
+    """From then on; nothing is drawn, counted or said twice."""
+    engine = make(draft, target, max_batch=7)
+    prompts = [prompt_of(number) for number in range(7)]
+    want = []
+    for prompt, params in zip(prompts, PARAMS):
+        want.append(engine.submit(prompt, params))
+        engine.collect()
+    reader = View(engine).plan.plain.resting
+    read = reader.read_prompts
+
+    def failing(state, parts):
+        read(state, parts)
+        if len(parts) > 1:
+            raise RuntimeError("one at a time")
+
+    monkeypatch.setattr(reader, "read_prompts", failing)
+    for _ in range(2):
+        requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
+        engine.collect()
+        assert [request.output_ids for request in requests] == [request.output_ids for request in want]
+    assert [record.args for record in caplog.records] == [(7, "by the draft at once", "RuntimeError: one at a time")]
 
 
 @pytest.mark.cross
@@ -139,6 +192,15 @@ def test_modules_read_again_what_failed_beside_others(target, monkeypatch):
         assert len(calls) == 12 + 6 * fails
     for one, other in zip(*keys):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+def test_warmup_reads_prompts_alone_and_at_once(target, draft, monkeypatch):
+    """Few rows and many, of one request and of several, may be other kernels."""
+    engine, sizes = make(draft, target), note_reading(monkeypatch, target)
+    engine.warmup()
+    long = max(sizes) - 1
+    assert long > 100 and {1, long, 1 + long} <= set(sizes)
 
 
 BUDGETS = range(64, 2049, 64)
