@@ -38,8 +38,8 @@ def endings(text: list[int], last: int, **others) -> dict[str, SamplingParams]:
     # with the last letter of the token before, unless there is none
     stop = TOKENIZER.decode(text[max(last - 1, 0) : last + 1])[-2:]
     return {
-        "eos": SamplingParams(max_new_tokens=99, stop_token_ids=(text[last],), **others),
-        "stop": SamplingParams(max_new_tokens=99, stop=(stop,), **others),
+        "eos": SamplingParams(max_new_tokens=40, stop_token_ids=(text[last],), **others),
+        "stop": SamplingParams(max_new_tokens=40, stop=(stop,), **others),
         "length": SamplingParams(max_new_tokens=last + 1, **others),
     }
 
@@ -114,6 +114,19 @@ def test_every_place_of_a_block(name, drawn, lag, device):
     again = [engine.submit(prompt, SamplingParams(max_new_tokens=9, **drawn, **seeds)) for prompt in JUMPERS]
     engine.collect()
     assert sum(sum(request.accepted) for request in again) == alone.stats.accepted
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("name", DRAFTING)
+def test_end_tokens_of_the_configuration(name, device):
+    """And the request behind the one that they end."""
+    engine = engine_of(name, device, SIZES)
+    num_steps = engine.config.num_steps
+    want = plain_of(device, SIZES).generate(JUMPERS[0], 12).output_ids
+    for last in range(num_steps + 3):
+        text, stats = engine.generate(PROMPT, 20, eos_token_ids=(TEXT[last],))
+        assert text == TEXT[: last + 1] and stats.finish_reasons == ["eos"]
+        assert engine.generate(JUMPERS[0], 12).output_ids == want
 
 
 # those that a table of positions or of tokens would not hold
