@@ -34,6 +34,26 @@ def padded(model, vocab_size):
     return other
 
 
+@pytest.mark.cross
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("vocab_size", [58, 61, 64])
+@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
+def test_tables_of_other_sizes(device, vocab_size, sampling, strategy):
+    """The prompt holds an id that the smaller table lacks."""
+    target = random_llama(device=device)
+    config = EAGLEConfig(method="draft_model", topk=1, num_steps=3, verify_strategy=strategy, **sampling)
+    engine = EAGLEInference(
+        CausalDraft(padded(target, vocab_size), vocab_size=61), target, config, allow_larger_draft=True
+    )
+    text, stats = engine.generate(PROMPTS, 25, seeds=range(3))
+    plain = engine.generate(PROMPTS, 25, seeds=range(3), speculative=False).output_ids
+    if not sampling or strategy == "target_match":
+        assert text == plain
+    if not sampling:
+        # the target's own drafts are right, but for ids that are not there
+        assert stats.mean_accept_length == 4.0 if vocab_size >= 61 else 2.2 < stats.mean_accept_length < 4.0
+
+
 def test_sizes_that_nobody_has_explained(device):
     target = random_llama(device=device)
     with pytest.raises(ValueError, match=r"target's 61 tokens, got 64; .*CausalDraft\(model, vocab_size=61\)"):

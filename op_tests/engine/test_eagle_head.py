@@ -102,21 +102,6 @@ def test_config_refuses_what_is_not_implemented(change, message):
         EagleConfig.from_dict(HEAD | change)
 
 
-@pytest.mark.parametrize(
-    ("target_change", "head_change", "message"),
-    [
-        ({"vocab_size": 51}, {}, "vocab_size 50 is not the target's 51"),
-        ({"hidden_size": 48}, {}, "features of width 32, the target's are 48"),
-        ({"hidden_size": 48}, {"target_hidden_size": 48}, "must hold embed_tokens"),
-        ({"num_layers": 4}, {}, "must lie in 0..4 for this target"),
-        ({}, {"eagle_config": None}, "do not ascend"),
-    ],
-)
-def test_bind_refuses_a_target_that_does_not_fit(target_change, head_change, message):
-    with pytest.raises(ModelError, match=message):
-        make_head(**head_change).bind(make_target(**target_change))
-
-
 def test_a_hint_is_for_layers_that_nobody_chose():
     """Those that a head names itself are wrong for another reason than that they are missing."""
     for chosen, is_hinted in ((None, True), ({"eagle_aux_hidden_state_layer_ids": [3, 2, 1]}, False)):

@@ -15,13 +15,13 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
-from op_tests.engine.endings import TOKENIZER, endings
 from op_tests.engine.methods import MIXED, engine_of, plain_of
 from op_tests.engine.methods import PROVEN as METHODS
 from op_tests.engine.methods import SIZES as SMALL
-from op_tests.engine.toys import RowWalker, ToyModel, Walker, WalkerHead, WalkerModules
+from op_tests.engine.toys import LetterTokenizer, RowWalker, ToyModel, Walker, WalkerHead, WalkerModules
 from op_tests.engine.view import View
 
+TOKENIZER = LetterTokenizer()
 # a walk that says no token twice, for longer than a block of any method
 SIZES = {"vocab_size": 60, "walk": 28}
 PROMPT = [*range(28), *range(12)]
@@ -31,6 +31,17 @@ JUMPERS = [[30, 39], [38, 35], [28, 49], [36, 30]]
 DRAFTING = [name for name in METHODS if name != "naive"]
 # on a CPU chains of a head and of suffix trees have to do
 MOST = [name for name in DRAFTING if torch.cuda.is_available() or name not in ("ngram chain", "hybrid chain")]
+
+
+def endings(text: list[int], last: int, **others) -> dict[str, SamplingParams]:
+    """All that can end the text with its token `last`, by the reason that is given for it."""
+    # with the last letter of the token before, unless there is none
+    stop = TOKENIZER.decode(text[max(last - 1, 0) : last + 1])[-2:]
+    return {
+        "eos": SamplingParams(max_new_tokens=40, stop_token_ids=(text[last],), **others),
+        "stop": SamplingParams(max_new_tokens=40, stop=(stop,), **others),
+        "length": SamplingParams(max_new_tokens=last + 1, **others),
+    }
 
 
 def known_behind(cache: SuffixCache, token: int) -> set[tuple]:

@@ -140,6 +140,23 @@ def test_a_simulated_length_is_that_of_the_whole_tree(name, device):
         assert policy == "reject_all" or text == wanted  # which keeps the target's own text
 
 
+LAST = SIZES["vocab_size"] - 1
+SHORT = [[LAST], [0], [LAST] * 3, [3, 3], [5, 1, 2], [1, 2, 1, 2], [0, LAST, 0]]
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("name", METHODS)
+def test_prompts_with_next_to_nothing_to_look_up(name, device):
+    """One token, fewer than an n-gram has, and such as have occurred once; side by side, and alone."""
+    others = {"max_ngram_size": 4, "min_ngram_size": 3} if "ngram" in name else {}
+    engine, plain = engine_of(name, device, prefill_chunk=1, **others), plain_of(device)
+    for count in (1, 2, 12):
+        want = plain.generate(SHORT, count).output_ids
+        assert engine.generate(SHORT, count).output_ids == want
+    for prompt, tokens in zip(SHORT[:3], want):
+        assert engine.generate(prompt, 12, prefill_chunk=2048).output_ids == tokens
+
+
 def test_no_step_accepts_more_than_it_drafts(target):
     """Deeper levels than drafts are none that could be accepted: a perfect draft is accepted whole."""
     fewer = {"topk": 1, "num_steps": 8, "num_draft_tokens": 4}

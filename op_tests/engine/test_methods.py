@@ -37,17 +37,6 @@ class Parrot(ToyModel):
         return output._replace(logits=logits)
 
 
-@pytest.mark.parametrize("name", ["ngram chain", "ngram tree", "suffix chain", "suffix tree"])
-def test_periodic_text_is_drafted_to_the_end(name, lag, device):
-    """Every draft is right once the tokens have been said."""
-    target = Parrot(device=device)
-    config = EAGLEConfig(**METHODS[name])
-    engine = EAGLEInference(None, target, config)
-    text, stats = engine.generate([0, 1, 2, 3, 4, 5, 6, 0, 1, 2], 80)
-    assert text == [(3 + index) % 7 for index in range(80)]
-    assert stats.mean_accept_length > 0.8 * (1 + config.num_steps)
-
-
 def test_what_is_being_repeated_comes_before_the_model(device):
     """As many right drafts as the history alone has, beside a model that is always wrong; but where fewer tokens than
     `max_ngram_size` match, the model's drafts take their places."""
@@ -136,6 +125,22 @@ def test_requests_of_other_threads_wait_for_a_benchmark(device):
             assert len(cache._responses) == 1
         assert len(waiting.result().output_ids) == 8
     assert len(cache._responses) == 2
+
+
+@pytest.mark.slow
+def test_a_benchmark_is_told_no_answers(device):
+    """Neither by its warm-up nor by the benchmark before it; nor does it tell any."""
+    engine, cache = remembering(device)
+    before = [list(response) for response in cache._responses]
+    lengths = [engine.benchmark(PROMPTS[:1], 24).speculative.mean_accept_length for _ in range(2)]
+    alone = engine.generate(PROMPTS[0], 24, suffix_decoding_max_cached_requests=0).stats.mean_accept_length
+    assert lengths == [alone, alone]
+    assert len(before) == 1 and [list(response) for response in cache._responses] == before
+    # of two batches of one prompt the second one knows the text of the first
+    assert engine.benchmark(PROMPTS[:1] * 2, 24).speculative.mean_accept_length > alone
+    engine.submit([1], SamplingParams(max_new_tokens=3))
+    with pytest.raises(RuntimeError, match="benchmark: the batch must be empty; collect or abort the requests in it"):
+        engine.benchmark(PROMPTS, 24)
 
 
 def test_a_batch_is_empty_where_nobody_is_in_it(lag, device):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
-from eagle_kernels.engine.batch.kv_pool import JointAttend, RaggedAttend
 from eagle_kernels.engine.drafters import model_drafter
 from eagle_kernels.engine.drafters.protocol import Proposal
 from eagle_kernels.engine.models.protocol import ModelError
@@ -55,36 +54,6 @@ def test_texts_are_those_of_plain_decoding(target, draft, lag, mean):
     for got, want in zip(run(engine), run(plain)):
         assert got.output_ids == want.output_ids
         assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
-
-
-@pytest.mark.cross
-def test_a_step_has_as_many_rows_as_it_may(target, draft, monkeypatch):
-    """Beside a prompt too; the requests' rows are of different numbers, and each keeps one at least."""
-    engine = make(draft, target, max_batch=4, mean_draft_tokens=3, cuda_graph=False, **TREE)
-    rows, counts, joint = [], [], []
-    init, joint_init, prune = RaggedAttend.__init__, JointAttend.__init__, packed_rows.prune
-
-    def noting(attend, pool, table, lengths, bounds, slots, positions, most_rows, tree_mask=None, **options):
-        if tree_mask is not None:
-            rows.append((len(lengths), slots.numel(), int((slots >= 0).sum())))
-        init(attend, pool, table, lengths, bounds, slots, positions, most_rows, tree_mask, **options)
-
-    def pruned(*arguments):
-        proposal = prune(*arguments)
-        counts.append(proposal.num_nodes.tolist())
-        return proposal
-
-    monkeypatch.setattr(RaggedAttend, "__init__", noting)
-    monkeypatch.setattr("eagle_kernels.engine.step.stepper.prune", pruned)
-    monkeypatch.setattr(JointAttend, "__init__", lambda *arguments: joint.append(1) or joint_init(*arguments))
-    run(engine, [0, 1, 4, 6])
-    engine.submit(prompt_of(1), SamplingParams(max_new_tokens=20))
-    engine.step()
-    run(engine, [5])
-    assert rows and joint and all(room == 3 * size for size, room, _ in rows)
-    assert any(used == room for _, room, used in rows)
-    assert all(min(row) >= 1 and max(row) <= 12 and sum(row) <= 3 * len(row) for row in counts)
-    assert any(len(set(row)) > 1 for row in counts)
 
 
 @pytest.mark.parametrize(

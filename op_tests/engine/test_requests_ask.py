@@ -109,21 +109,6 @@ def test_scores_of_a_long_prompt():
         assert len(found.prompt_top_logprobs) == 600 - start
 
 
-def test_scores_of_a_prompt_beside_running_requests(target):
-    """Which read prompts within their steps, whose last rows alone have logits; and with a limit of a step's time."""
-    for limit in (None, 50.0):
-        engine = make(target, target, max_step_ms=limit)
-        running = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=40))
-        engine.step()
-        asked = SamplingParams(max_new_tokens=2, logprob_start_len=0)
-        requests = [engine.submit(prompt, asked) for prompt in (PROMPTS[3], PROMPTS[1])]
-        engine.collect()
-        for request in requests:
-            wanted = engine.generate(request.prompt, 2, logprob_start_len=0).prompt_logprobs
-            assert request.prompt_logprobs[1:] == pytest.approx(wanted[1:], abs=1e-4) and not running.prompt_logprobs
-            assert len(request.prompt_logprobs) == len(request.prompt)
-
-
 @pytest.mark.cross
 @pytest.mark.parametrize("count", [3, 1])
 def test_samples_are_requests_with_the_seeds_that_follow(engine, count):
@@ -187,15 +172,6 @@ def test_bad_values_are_named(engine, options, message):
         return
     with pytest.raises(ValueError, match=message):
         engine.generate(PROMPTS[0], 8, **options)
-
-
-def test_least_lengths_are_warmed_up_and_measured():
-    """As many of them as the few tokens of a warm-up are."""
-    target = ToyModel()
-    engine = make(target, target)
-    engine.warmup(SamplingParams(max_new_tokens=30, min_new_tokens=20, top_logprobs=2))
-    result = engine.benchmark(PROMPTS[:2], 10, min_new_tokens=10, eos_token_ids=(1, 2))
-    assert result.speculative.tokens == 20 and result.identical == 1
 
 
 def test_too_many_end_tokens_to_keep_back():

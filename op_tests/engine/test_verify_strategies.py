@@ -104,6 +104,16 @@ def test_lossless_strategies_keep_the_law(case, device):
     assert_texts_follow_law(engine, NUM_REQUESTS, sampling, FALSE_ALARM / len(LOSSLESS))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["topp", "typical"])
+def test_lossy_strategies_leave_the_law(strategy, device):
+    """And are greedy at temperature 0, as far as their rules go."""
+    target, draft = Markov(**TOYS, device=device), Markov(**TOYS, seed=1, device=device)
+    engine = engine_of(draft, target, (1, 3, 4), strategy, max_batch=256)
+    with pytest.raises(AssertionError, match="chi-square|probability 0"):
+        assert_texts_follow_law(engine, NUM_REQUESTS, {"temperature": 1.0})
+
+
 # of 0.4, 0.3, 0.2, 0.06 and 0.04, at most 3: temperature, top_k, top_p, min_p, and how many are candidates
 CANDIDATES = [
     (1.0, 0, 1.0, 0.0, 3),
@@ -167,7 +177,7 @@ def test_typical_keeps_what_is_likely_enough(epsilon, delta, draft):
     counts = []
 
     def watch(step):
-        for row in engine.session.scheduler.stepping:
+        for row in View(engine).scheduler.stepping:
             laws, nodes, deepest = laws_of(step, row), [0], 0
             for node in nodes:  # which grow meanwhile
                 path, probs, children = laws[node]
@@ -206,7 +216,7 @@ def test_rejection_keeps_what_its_reference_keeps(drafts):
     counts, has_draft = [], draft is not None
 
     def watch(step):
-        batch, proposal, rows = step.batch, step.proposal, engine.session.scheduler.stepping
+        batch, proposal, rows = step.batch, step.proposal, View(engine).scheduler.stepping
         assert (proposal.draft_logits is not None) == has_draft
         probs, temperature = torch.zeros_like(step.logits, dtype=torch.float32), torch.zeros(len(batch))
         for row in rows:

@@ -78,6 +78,32 @@ def test_progress_ends_with_an_error(target, monkeypatch):
     assert len(engine.generate([[1], [2]], 3).output_ids) == 2
 
 
+@pytest.mark.slow
+def test_a_benchmark_is_as_wide_as_it_says(target, monkeypatch):
+    """Wider than max_batch, no wider than there are prompts; a batch that would wait for itself is refused."""
+    widths, step = [], Stepper.step
+
+    def stepped(self, state, num_rows, *rest):
+        widths.append(num_rows)
+        return step(self, state, num_rows, *rest)
+
+    monkeypatch.setattr(Stepper, "step", stepped)
+    engine = make(target, target, num_steps=2, topk=1, max_batch=2)
+    prompts = [prompt_of(number) for number in range(5)]
+    for batch_size, width in ((1, 1), (4, 4), (9, 5)):
+        widths.clear()
+        stats = engine.benchmark(prompts, 8, batch_size=batch_size)
+        assert stats.batch_size == max(widths) == width
+        assert dict(stats.rows())["prompts"] == f"5, {width} together, 8 tokens each"
+    assert engine.config.max_batch == 2
+    widths.clear()
+    for options, held in (({"max_batch": 2}, "max_batch=2"), ({"kv_cache_bytes": 120_000}, "max_batch=4")):
+        message = f"benchmark: batch_size must let .* fit into the pools and {held}, got 4; kv_cache_bytes"
+        with pytest.raises(ValueError, match=message):
+            engine.benchmark(prompts, 100, batch_size=4, **options)
+    assert not widths and not engine.has_work
+
+
 class Bar:
     """A bar of tqdm that notes all that it is asked to show."""
 

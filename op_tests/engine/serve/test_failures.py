@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import weakref
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
 from eagle_kernels.engine.models.protocol import KVShape, ModelError, TargetOutput
 from op_tests.engine.engines import all_of, make, prompt_of
 from op_tests.engine.hostile import refused
@@ -38,53 +36,6 @@ def test_who_cannot_run_fails_alone(target, draft):
     assert "kv_cache_bytes makes it larger" in full.error and not tiny.has_work
     with pytest.raises(ValueError, match="kv_cache_bytes makes it larger"):
         tiny.generate([1] * 100, 100)
-
-
-def test_lost_pages_are_told_and_not_waited_for(target, draft):
-    """Alone in the batch a request cannot wait for the pages of others; those that still fit go on."""
-    engine = make(draft, target, page_size=4)
-    engine.generate([1, 2, 3], 5)
-    free = View(engine).pages._free
-    while len(free) > 10:
-        free.pop()
-    requests = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=count)) for count in (60, 5, 60)]
-    engine.collect()
-    first, fine, last = requests
-    assert fine.finish_reason == "length" and len(fine.output_ids) == 5
-    for request in (first, last):
-        assert request.finish_reason == "error" and "pages have been lost" in request.error
-    with pytest.raises(RuntimeError, match=r"needs \d+ pages, and of .* only 10 are free"):
-        engine.generate([1, 2, 3], 60)
-
-
-@pytest.mark.cross
-def test_what_goes_wrong_for_one_request_is_its_own(target, draft, lag, monkeypatch):
-    """In a part of a prompt, and where its tokens are taken."""
-    engine = make(draft, target, prefill_chunk=8)
-    want = engine.generate(prompt_of(1), 12)[0]
-    fine = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=12))
-    engine.step()
-    forward, broken = target.forward, prompt_of(4) * 2
-
-    @functools.wraps(forward)
-    def out_of_memory(input_ids, positions, attend, **keywords):
-        if isinstance(attend, PrefillAttend | JointAttend) and str(broken[8:12])[1:-1] in str(input_ids.tolist()):
-            raise RuntimeError("out of memory\nand much more")
-        return forward(input_ids, positions, attend, **keywords)
-
-    monkeypatch.setattr(target, "forward", out_of_memory)
-    failed = engine.submit(broken, SamplingParams(max_new_tokens=5))
-    strange = engine.submit(prompt_of(2), SamplingParams(max_new_tokens=5))
-    monkeypatch.setattr(strange, "push", lambda *arguments: 1 / 0)
-    engine.collect()
-    assert failed.finish_reason == "error" and failed.error == "RuntimeError: out of memory"
-    assert strange.finish_reason == "error" and strange.error == "ZeroDivisionError: division by zero"
-    assert fine.output_ids == want
-    View(engine).check_is_empty()
-    assert not engine.has_work
-    with pytest.raises(RuntimeError, match="out of memory"):
-        engine.generate(broken, 5)
-    assert not engine.has_work
 
 
 class Odd(RuntimeError):

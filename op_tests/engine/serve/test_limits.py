@@ -105,7 +105,7 @@ def test_requests_of_full_length_fit_with_the_deepest_tree(trees):
     tables = [tuple(zip((1, 2, 9), trees)), *(((9, tree),) for tree in trees)]
     engine = walkers(**fields, adaptive=tables[0])
     for table in tables:
-        stream, scheduler = engine.stream([30], whole, adaptive=table), engine.session.scheduler
+        stream, scheduler = engine.stream([30], whole, adaptive=table), View(engine).scheduler
         assert scheduler.state.block_table.shape[1] >= -(-(16 + scheduler.plan.overshoot) // 4)
         assert [event.token_id for event in stream] == plain
 

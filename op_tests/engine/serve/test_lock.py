@@ -219,22 +219,6 @@ def test_what_is_allowed_inside_a_step(place, aborts):
         assert request.output_ids == want[: None if is_kept else len(request.output_ids)]
 
 
-def test_a_step_that_aborts_and_then_fails_frees_its_pages_once():
-    engine = make()
-    first = engine.submit(PROMPT, SamplingParams(max_new_tokens=COUNT))
-
-    def fail():
-        engine.abort(first)
-        raise ValueError("in a step")
-
-    with on_tree(engine, lambda: None):
-        engine.target.call = fail
-        engine.collect()
-    engine.target.call = None
-    View(engine).check_is_empty()
-    assert engine.generate(PROMPT, COUNT).output_ids == WANT
-
-
 def test_submitting_with_another_configuration_inside_a_step():
     engine, seen = make(), []
     with on_tree(engine, once(seen, lambda: engine.submit([4, 5]))):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import logging
 
 import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.batch.kv_pool import JointAttend
+from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
 from eagle_kernels.engine.serve import prompts as reading
 from eagle_kernels.engine.serve import reading as choosing
 from eagle_kernels.engine.serve.reading import Pace
 from eagle_kernels.engine.step.runner import Launch
-from op_tests.engine.engines import make, prompt_of
-from op_tests.engine.toys import DEVICE, ToyModel, random_head, random_llama, random_modules
+from op_tests.engine.engines import PARAMS, make, prompt_of
+from op_tests.engine.toys import ToyModel, random_modules
 from op_tests.engine.view import View
 
 
@@ -72,57 +71,32 @@ def test_a_deterministic_engine_reads_one_by_one(target, draft, monkeypatch):
     assert sizes == [3, 2, 1]
 
 
-def test_a_prompt_that_cannot_be_read_fails_alone(target, draft, monkeypatch, caplog):
-    """What fails together is read one by one, and the log says why."""
-    engine = make(draft, target)
-    want = engine.generate([1, 2, 3], 6)[0]
-    forward = target.forward
-
-    @functools.wraps(forward)
-    def failing(input_ids, *arguments, **options):
-        if options.keys() & {"last_only", "last_rows"} and (input_ids == 60).any():  # not in steps, which are captured
-            raise RuntimeError("no such token")
-        return forward(input_ids, *arguments, **options)
-
-    monkeypatch.setattr(target, "forward", failing)
-    with caplog.at_level(logging.WARNING):
-        requests = [
-            engine.submit(prompt, SamplingParams(max_new_tokens=6)) for prompt in ([1, 2, 3], [5, 60], [1, 2, 3])
-        ]
+@pytest.mark.slow
+def test_what_fails_only_together_is_no_longer_tried(target, draft, monkeypatch, caplog):
+    """After a layer has written its keys; draws and penalties come once, and the log holds no error alive."""
+    engine = make(draft, target, max_batch=7)
+    prompts = [prompt_of(number) for number in range(7)]
+    want = []
+    for prompt, params in zip(prompts, PARAMS):
+        want.append(engine.submit(prompt, params))
         engine.collect()
-    assert [request.finish_reason for request in requests] == ["length", "error", "length"]
-    assert "no such token" in requests[1].error and requests[0].output_ids == requests[2].output_ids == want
-    assert "3 prompts could not be read at once: RuntimeError: no such token" in caplog.text
+    attends = []
 
+    def failing(attend, layer, query, *arguments, **options):
+        result = call(attend, layer, query, *arguments, **options)
+        if len(attend._bounds) > 2 and layer == 0:
+            attends.append(attend)
+            raise MemoryError("too many")
+        return result
 
-@pytest.mark.parametrize(("kind", "calls"), [("head", ["store", "forward"]), ("model", ["forward"])])
-def test_the_draft_reads_several_at_once(kind, calls, target, monkeypatch):
-    """The parts of a call differ in size, and one of them is no prompt's last: what the draft keeps is the same.
-
-    A head has to attend for a prompt's last row alone.
-    """
-    prompts, seen, states = [prompt_of(number) * 2 for number in (4, 2, 9)], [], []
-    for reads_several in (True, False):
-        if kind == "head":
-            draft = random_head(target, aux_layers=(0, 1, 2))
-        else:
-            draft = random_llama(num_layers=1, seed=1, device=DEVICE)
-        engine = make(draft, target, prefill_chunk=70, cuda_graph=False)
-        model = engine.session.draft
-        monkeypatch.setattr(model, "reads_several", reads_several)
-        for name in calls:
-            monkeypatch.setattr(model, name, noting(getattr(model, name), seen))
-        for prompt in prompts:
-            engine.submit(prompt, SamplingParams(max_new_tokens=6, temperature=0.8, seed=1, frequency_penalty=0.3))
-        read_prompts(engine)
-        assert len(seen) == len(calls) * (1 if reads_several else 3) - (len(calls) == 2 and not reads_several)
-        state = View(engine).state
-        states.append([state.draft_logits, state.draft_hidden, state.draft_pool.k_cache, state.draft_pool.v_cache,
-                       state.lengths, state.roots, state.is_live, state.sampling.output_counts])  # fmt: skip
-        seen.clear()
-    assert states[0][4].tolist() == [42, 22, 0] and states[0][7].sum() == 2
-    for one, other in zip(*states):
-        torch.testing.assert_close(one, other)
+    call = PrefillAttend.__call__
+    monkeypatch.setattr(PrefillAttend, "__call__", failing)
+    for _ in range(2):
+        requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
+        engine.collect()
+        assert [request.output_ids for request in requests] == [request.output_ids for request in want]
+    assert len(attends) == 1
+    assert [record.args for record in caplog.records] == [(7, "at once", "MemoryError: too many")]
 
 
 def read_prompts(engine):
@@ -138,6 +112,31 @@ def noting(call, seen):
         return call(*arguments, **options)
 
     return noted
+
+
+@pytest.mark.slow
+def test_a_draft_that_fails_with_several_reads_one_by_one(target, draft, lag, monkeypatch, caplog):
+    """From then on; nothing is drawn, counted or said twice."""
+    engine = make(draft, target, max_batch=7)
+    prompts = [prompt_of(number) for number in range(7)]
+    want = []
+    for prompt, params in zip(prompts, PARAMS):
+        want.append(engine.submit(prompt, params))
+        engine.collect()
+    reader = View(engine).plan.plain.resting
+    read = reader.read_prompts
+
+    def failing(state, parts):
+        read(state, parts)
+        if len(parts) > 1:
+            raise RuntimeError("one at a time")
+
+    monkeypatch.setattr(reader, "read_prompts", failing)
+    for _ in range(2):
+        requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
+        engine.collect()
+        assert [request.output_ids for request in requests] == [request.output_ids for request in want]
+    assert [record.args for record in caplog.records] == [(7, "by the draft at once", "RuntimeError: one at a time")]
 
 
 @pytest.mark.cross
@@ -193,6 +192,15 @@ def test_modules_read_again_what_failed_beside_others(target, monkeypatch):
         assert len(calls) == 12 + 6 * fails
     for one, other in zip(*keys):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+def test_warmup_reads_prompts_alone_and_at_once(target, draft, monkeypatch):
+    """Few rows and many, of one request and of several, may be other kernels."""
+    engine, sizes = make(draft, target), note_reading(monkeypatch, target)
+    engine.warmup()
+    long = max(sizes) - 1
+    assert long > 100 and {1, long, 1 + long} <= set(sizes)
 
 
 BUDGETS = range(64, 2049, 64)

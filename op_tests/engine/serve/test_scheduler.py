@@ -183,33 +183,10 @@ def test_requests_have_their_turn_in_the_order_in_which_they_came(kind, num_page
             aborted |= {victim} - {request for request in requests if request.is_finished}
             engine.abort(victim)
         began += [event.request for event in engine.step() if event.request not in began]
-    pages = engine.session.scheduler.pages
+    pages = View(engine).pages
     assert pages.num_pages == pages.num_free == num_pages
     begins = list(dict.fromkeys(began))
     assert begins == sorted(begins) and {*begins} | {each.id for each in aborted} == {*range(len(requests))}
-
-
-@pytest.mark.parametrize(("stop", "reason", "text"), [("?", "stop", "A"), ("??", "length", "A?"), ("A?", "stop", "")])
-def test_stop_strings_in_what_is_held_back(target, draft, stop, reason, text):
-    """Of a character that the last token leaves unfinished a detokenizer makes something at the end only."""
-
-    class Holding(LetterTokenizer):
-        def detokenizer(self, context=()):
-            pieces = ["A", ""]  # of a token each, and then of the end
-
-            class Detokenizer:
-                def push(self, token_ids):
-                    return pieces.pop(0)
-
-                def finish(self):
-                    return "?"
-
-            return Detokenizer()
-
-    engine = EAGLEInference(draft, target, tokenizer=Holding())
-    request = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=2, stop=(stop,)))
-    engine.collect()
-    assert (request.finish_reason, request.text) == (reason, text)
 
 
 def test_what_another_engine_aborts_leaves_nothing(target, draft, lag):

@@ -52,24 +52,6 @@ def test_a_stream_that_is_forgotten(target, draft, lag):
     engine.generate(prompt_of(1), 3, topk=2)
 
 
-@pytest.mark.cross
-def test_a_request_that_is_aborted_before_its_stream_begins(target, draft, lag):
-    """It takes no place in the line, nor a row or pages once it is its turn."""
-    engine = make(draft, target, max_batch=2)
-    want = engine.generate(prompt_of(2), 9)[0]
-    both, one = engine.stream([prompt_of(1), prompt_of(2)], 9), engine.stream(prompt_of(1), 9)
-    for stream in (both, one):
-        engine.abort(stream.requests[0])
-    assert [(event.request, event.token_id) for event in both] == [(1, token) for token in want]
-    assert not engine.has_work
-    running = [engine.submit(prompt_of(2), SamplingParams(max_new_tokens=9)) for _ in range(2)]
-    engine.step()
-    assert list(one) == [] and not View(engine).waiting
-    engine.collect()
-    assert [request.output_ids for request in running] == [want, want]
-    View(engine).check_is_empty()
-
-
 @pytest.mark.slow
 def test_a_stream_holds_no_pools_before_and_after(target, draft):
     """It begins with those that the engine has then, and lets go of them when it has ended."""
