@@ -189,7 +189,7 @@ verify_chain = _with_reference(_verify_chain, _verify_chain_reference)
 verify_commit = _with_reference(_verify_commit, _verify_commit_reference)
 """Computes what a batch continues with after verification: lengths, roots, the draft's inputs and rows to gather."""
 verify_tree = _with_reference(_verify_tree, _verify_tree_reference)
-"""Verifies trees of `build_tree`, greedily or by sampling; both are lossless."""
+"""Verifies trees from `build_tree`, greedily or by sampling; both are lossless."""
 verify_tree_coins = _with_reference(_verify_tree_coins, _verify_tree_coins_reference)
 """Verifies token trees by given coins and the target's probabilities; lossless at the default thresholds."""
 verify_tree_greedy = _with_reference(_verify_tree_greedy, _verify_tree_greedy_reference)

@@ -60,15 +60,15 @@ def load_target(
     """Loads a target, frozen and in eval mode.
 
     Args:
-        folder: A model in Hugging Face layout: a decoder of `decoder_config.FAMILIES`, or another causal language
+        folder: A model in Hugging Face layout: a decoder in `decoder_config.FAMILIES`, or another causal language
             model, which is loaded through transformers.
-        device: Where its weights go. On "meta" a decoder's weights have names and sizes, and are not read; a model of
-            transformers goes onto the CPU instead.
+        device: Where its weights go. On "meta", a decoder's weights have names and sizes but are not read; a model
+            loaded through transformers goes to the CPU instead.
         dtype: The type that its weights are converted to.
-        check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
+        check_weights: Whether to refuse NaN and infinite weights, by name, in one pass over them on the device.
 
     Raises:
-        ModelError: The folder is incomplete, damaged or no target (a ValueError in one line).
+        ModelError: The folder is incomplete, damaged or not a target (a ValueError in one line).
     """
     folder = read_folder("load_target: folder", folder)
     device, dtype = read_placement("load_target", device, dtype, "meta")
@@ -243,13 +243,13 @@ def load_draft(
 
     Args:
         folder: An EAGLE head, or a target's own folder with next-token modules.
-        target: The target, whose embedding or lm_head the head uses if it has none.
+        target: The target, whose embedding or lm_head the head uses if it has none of its own.
         device, dtype: Where its weights go, and their type; None: the target's.
-        aux_layers: The hidden_states indices to read instead of those that config.json names.
+        aux_layers: The hidden_states indices to read instead of those in config.json.
         check_weights: As for `load_target`.
 
     Raises:
-        ModelError: The folder is incomplete, damaged or no head, or does not fit the target.
+        ModelError: The folder is incomplete, damaged or not a head, or the head does not fit the target.
     """
     folder = read_folder("load_draft: folder", folder)
     if not hasattr(target, "kv_shape"):

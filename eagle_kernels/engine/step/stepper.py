@@ -45,12 +45,12 @@ class StepResult(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Holds a step's trees and the verdict on them, before the batch has changed: the argument of `on_tree`.
+    """Holds a step's trees and the verdict on them, before the batch changes: the argument of `on_tree`.
 
     Attributes:
-        batch, features: The rows that step, and the parts of verification that they need.
+        batch, features: The rows in the step, and the parts of verification that they need.
         proposal: The trees: tokens, links, mask and positions.
-        logits: [B * N, V]. The target's logits at all nodes; those of nodes past `proposal.num_nodes` mean nothing.
+        logits: [B * N, V]. The target's logits at all nodes; those past `proposal.num_nodes` are meaningless.
         committed: What verification accepted and drew.
     """
 
