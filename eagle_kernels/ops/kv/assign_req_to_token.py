@@ -104,8 +104,8 @@ def assign_req_to_token(
         cache_locs: [T] int. Slots of all requests, one request after another.
 
     Returns:
-        None. Slots for places outside the table are skipped, and a column for which `cache_locs` is too short keeps
-        what it holds. Nothing checks that requests share no column that they write.
+        None. Slots for places outside the table are skipped, and a column for which `cache_locs` is too short keeps its
+        value. Nothing checks that requests write different columns.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

@@ -72,7 +72,7 @@ def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor 
 
     Example:
         >>> probs = torch.tensor([[0.375, 0.125, 0.375, 0.125]])
-        >>> eagle_kernels.min_p_renorm(probs, torch.tensor([0.5])).tolist()  # what is less likely than 0.5 * 0.375 goes
+        >>> eagle_kernels.min_p_renorm(probs, torch.tensor([0.5])).tolist()  # drops tokens below 0.5 * 0.375
         [[0.5, 0.0, 0.5, 0.0]]
     """
     out = check.allocate("min_p_renorm", contract(locals()), out)

@@ -97,7 +97,7 @@ def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor, *, out: torch.Tensor 
 
     Returns:
         [R, V] fp32. The kept probabilities divided by their sum, 0 elsewhere and in a row without mass. Tokens that tie
-        with the last one kept all stay.
+        with the last kept one all stay.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
