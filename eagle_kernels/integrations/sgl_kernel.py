@@ -40,7 +40,7 @@ counts once here and twice there, where it then leaves the target's law; and sum
 order, so that a final coin within rounding of an edge may give the token on its other side.
 
 SGLang's functions and kernels for KV slots are in sglang_cache_locs.py and sglang_kv_indices.py; its norms, activation,
-rotary embedding and renormalising filters are in sglang_elementwise.py. This module has all of their names too.
+rotary embedding and renormalizing filters are in sglang_elementwise.py. This module has all of their names too.
 
 segment_packbits, which SGLang itself no longer calls, is missing.
 """

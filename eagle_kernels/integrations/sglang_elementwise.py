@@ -1,4 +1,4 @@
-"""The norms, the activation, the rotary embedding and the renormalising filters of `sgl_kernel`, on top of our ops.
+"""The norms, the activation, the rotary embedding and the renormalizing filters of `sgl_kernel`, on top of our ops.
 
 Names, argument order and rounding are those of `sgl_kernel.elementwise` and `sgl_kernel.sampling`: each op rounds once,
 at the end, also where it adds a residual first. `enable_pdl` is accepted and ignored: our launches decide for
@@ -91,12 +91,12 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 
 def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
-    """Returns probs [T, V] fp32 of the k most likely tokens alone, renormalised."""
+    """Returns probs [T, V] fp32 of the k most likely tokens alone, renormalized."""
     return ops.top_k_renorm(probs, _per_row(probs, top_k, torch.int32))
 
 
 def top_p_renorm_prob(probs: torch.Tensor, top_p: torch.Tensor | float) -> torch.Tensor:
-    """Returns probs [T, V] fp32 of the fewest most likely tokens that hold top_p, renormalised."""
+    """Returns probs [T, V] fp32 of the fewest most likely tokens that hold top_p, renormalized."""
     return ops.top_p_renorm(probs, _per_row(probs, top_p, torch.float32))
 
 

@@ -139,7 +139,7 @@ linear_decode = _with_reference(_linear_decode, _linear_decode_reference)
 merge_drafts = _with_reference(_merge_drafts, _merge_drafts_reference)
 """Merges two tries per request: the other one goes below a node of the first."""
 min_p_renorm = _with_reference(_min_p_renorm, _min_p_renorm_reference)
-"""Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalises."""
+"""Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalizes."""
 move_accepted_kv = _with_reference(_move_accepted_kv, _move_accepted_kv_reference)
 """Moves the cached keys and values of accepted nodes so that each path is contiguous, in place, in all layers."""
 ngram_match = _with_reference(_ngram_match, _ngram_match_reference)
@@ -151,7 +151,7 @@ pack_tree_mask = _with_reference(_pack_tree_mask, _pack_tree_mask_reference)
 pack_verify_rows = _with_reference(_pack_verify_rows, _pack_verify_rows_reference)
 """Packs the first nodes of every request into rows without gaps, as a server's forward pass reads them."""
 penalize_logits = _with_reference(_penalize_logits, _penalize_logits_reference)
-"""Penalises the logits of every tree node, and counts the drafts on the node's own path as output."""
+"""Penalizes the logits of every tree node, and counts the drafts on the node's own path as output."""
 plan_attention = _with_reference(_plan_attention, _plan_attention_reference)
 """Plans the attention of a batch, once for all layers with the same window."""
 prefill_attention = _with_reference(_prefill_attention, _prefill_attention_reference)
@@ -173,9 +173,9 @@ select_top_k_tokens = _with_reference(_select_top_k_tokens, _select_top_k_tokens
 silu_and_mul = _with_reference(_silu_and_mul, _silu_and_mul_reference)
 """Returns silu(gate) * up, of two tensors or of the two halves of one."""
 top_k_renorm = _with_reference(_top_k_renorm, _top_k_renorm_reference)
-"""Keeps the top_k most likely tokens of each row of probabilities, and renormalises."""
+"""Keeps the top_k most likely tokens of each row of probabilities, and renormalizes."""
 top_p_renorm = _with_reference(_top_p_renorm, _top_p_renorm_reference)
-"""Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalises."""
+"""Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalizes."""
 tree_attention = _with_reference(_tree_attention, _tree_attention_reference)
 """Attends draft tokens to the prefix in the KV cache and to the draft keys that a tree mask allows."""
 tree_from_mask = _with_reference(_tree_from_mask, _tree_from_mask_reference)

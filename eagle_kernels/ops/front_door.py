@@ -93,7 +93,7 @@ def verify_tree(
     needed = {"target_logits": target_logits, "positions": positions, "seeds": seeds, "temperature": temperature}
     missing = [name for name, value in needed.items() if value is None]
     if missing:
-        raise ValueError(f"eagle_kernels.verify_tree: {', '.join(missing)} must be given too for sampling, got None")
+        raise ValueError(f"eagle_kernels.verify_tree: {', '.join(missing)} must also be given for sampling, got None")
     if target_predict is not None:
         raise ValueError("eagle_kernels.verify_tree: target_predict must not be given for sampling, which draws tokens")
     policy = {"accept_policy": accept_policy, "simulated_rates": simulated_rates}

@@ -135,7 +135,7 @@ if MISSING is None:
             _reduce_without_nan()
 else:
     if "not installed" not in MISSING:
-        warnings.warn(f"eagle_kernels: kernels cannot run, they need {MISSING}", stacklevel=2)
+        warnings.warn(f"eagle_kernels: kernels cannot run: they need {MISSING}", stacklevel=2)
     triton = tl = _StandIn()
     HAS_DEPENDENT_LAUNCH = HAS_WIDE_PRODUCT = True  # unused: every launch raises, with the reason
 

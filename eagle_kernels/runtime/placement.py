@@ -60,7 +60,7 @@ def read_device(owner: str, name: str | torch.device, *others: str) -> torch.dev
         reason = why_no_gpu() or f"this machine has {torch.cuda.device_count()} GPUs that torch can use"
         raise ValueError(f"{owner} {name}: {reason}")
     if device.type == "cpu" and device.index:
-        raise ValueError(f"{owner} must be cpu without a number, of which there is one, got {shown(name)}")
+        raise ValueError(f"{owner} must be cpu without a number, since there is only one, got {shown(name)}")
     if device.type == "cpu":
         return torch.device("cpu")
     return device

@@ -275,7 +275,7 @@ def test_of_several_texts_the_first_that_parts_is_shown(capsys, monkeypatch):
     ("arguments", "message"),
     [
         ([], "there is no prompt; give a text, - for standard input, or --prompts FILE"),
-        (["-", "--prompts", "-"], "- (standard input) must be given at most once, got it more often"),
+        (["-", "--prompts", "-"], "- (standard input) must be given at most once, got it more than once"),
         (["def f(", ""], "prompt 1 is empty; it must hold at least one token"),
     ],
 )

@@ -78,7 +78,7 @@ def load_target(
             swapped = "are draft and target swapped? EAGLEInference takes the draft first"
             raise ModelError(f"is {head_formats.KINDS[kind].called}: a draft, not a target; {swapped}")
         if kind is None and head_formats.is_of_other_kind(content):
-            raise ModelError(f"is {head_formats.tell_other_kind(content)}, no causal language model")
+            raise ModelError(f"is {head_formats.tell_other_kind(content)}, not a causal language model")
         if read_model_type(content) not in FAMILIES:
             device = torch.device("cpu") if device.type == "meta" else device
             return _load_through_transformers(folder, content, checkpoint, device, dtype, check_weights)
@@ -122,7 +122,7 @@ def _open_draft(folder: Path) -> tuple[dict[str, Any], Checkpoint, str]:
     config, checkpoint, kind = _open(folder)
     if kind is None:
         ways = "drafts are EAGLE heads, next-token modules, and smaller language models with the target's tokens"
-        raise ModelError(f"holds {head_formats.tell_other_kind(config)}, which is no draft: {ways}")
+        raise ModelError(f"holds {head_formats.tell_other_kind(config)}, which is not a draft: {ways}")
     return config, checkpoint, kind
 
 
@@ -377,7 +377,7 @@ def end_tokens(value: Any, vocab_size: int | None, of: str | None) -> tuple[int,
     token_ids = dict.fromkeys(token_ids)
     strangers = [token for token in token_ids if vocab_size is not None and not 0 <= token < vocab_size]
     if strangers and of is not None:
-        rule = f"cannot come, as the model's tokens are 0..{vocab_size - 1}, and ends no text"
+        rule = f"cannot occur: the model's tokens are 0..{vocab_size - 1}; it ends no text"
         _logger.warning("%s: eos_token_id %s %s", of, shown(strangers), rule)
     return tuple(token for token in token_ids if token not in strangers)
 

@@ -85,7 +85,7 @@ class Request:
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.is_finished:
-            rule = "must have ended before it is copied or pickled, as the engine fills the original alone"
+            rule = "must have ended before it is copied or pickled, since the engine fills in only the original"
             raise TypeError(f"Request: {rule}; its output_ids, list(request.output_ids), may be copied at any time")
         return vars(self) | {"outbox": None, "exception": None}
 

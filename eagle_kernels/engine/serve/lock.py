@@ -114,7 +114,7 @@ class EngineLock(Unique):
                 self._is_marked = True
                 self._put_off.popleft()()
             except Exception as error:  # its caller has gone on long ago
-                _logger.warning("EAGLEInference: what waited for the end of a step failed: %s", first_line(error))
+                _logger.warning("EAGLEInference: work put off during a step failed: %s", first_line(error))
             finally:
                 self._is_marked = False
                 self._lock.release()

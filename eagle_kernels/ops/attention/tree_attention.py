@@ -74,7 +74,7 @@ def contract(values: dict) -> Output:
         query = args.tensor("query", ("B", "Nq", "Hq", "D"), check.FLOAT, contiguous=2)
         batch, num_query, rows = "B", args.size("Nq"), ("B", "Nq")
         if values["max_query"] is not None:
-            args.fail("max_query", "not be given without qo_indptr, where Nq says it", values["max_query"])
+            args.fail("max_query", "not be given without qo_indptr: Nq already says it", values["max_query"])
         if not 1 <= num_query <= MAX_QUERY:
             args.fail("query", f"have Nq in 1..{MAX_QUERY}", num_query)
         num_keys = num_query

@@ -225,7 +225,7 @@ def contract(values: dict) -> Output:
     lists = [args.integers((room,), position, default=torch.int64)
              for room, position in ((capacity, 1), (capacity, 2), (free_capacity, 4))]  # fmt: skip
     if any(listed.dtype == torch.int32 for listed in lists):
-        rule = "hold what int32 holds, or out int64"
+        rule = "fit in int32, or out hold int64"
         args.debug("cache_locs", rule, lambda: cache_locs <= check.MAX_INT32, of_reference=True)
     return Output(
         args.spec((batch_size + 1,), torch.int32),

@@ -70,7 +70,7 @@ def contract(values: dict) -> Output:
     args.tensor("temperature", ("B",), (torch.float32,))  # read whatever the rows are
     if values["d2t"] is not None:
         token = range(args.size("V"))
-        args.debug("d2t", "lead to tokens of the target", lambda: _lead_into(values["d2t"], token))
+        args.debug("d2t", "map to tokens of the target", lambda: _lead_into(values["d2t"], token))
     return output
 
 

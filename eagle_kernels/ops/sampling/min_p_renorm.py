@@ -1,4 +1,4 @@
-"""Keeps the tokens of each row whose probability is at least min_p of the largest one, and renormalises.
+"""Keeps the tokens of each row whose probability is at least min_p of the largest one, and renormalizes.
 
 Computes
     Kept are the tokens of at least min_p * the largest probability, a product in fp32, rounded to nearest.
@@ -51,7 +51,7 @@ def contract(values: dict) -> check.Spec:
 
 @launcher
 def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalises.
+    """Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalizes.
 
     Symbols: R rows of V tokens, 1..2^21.
 

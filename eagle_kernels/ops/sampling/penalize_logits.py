@@ -1,4 +1,4 @@
-"""Penalises the logits of every tree node, and counts the drafts on the node's own path as output.
+"""Penalizes the logits of every tree node, and counts the drafts on the node's own path as output.
 
 Computes
     What `verify_tree_sampled` does to logits before temperature, for all rows and written to memory, for ops that
@@ -33,7 +33,7 @@ from .shared.logits import Processors, Row, check_processors, has_penalties, loa
 
 IN_PLACE = {"out": ("target_logits",)}
 
-# A program penalises BLOCK_VOCAB tokens of a node, 16 a thread.
+# A program penalizes BLOCK_VOCAB tokens of a node, 16 a thread.
 TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 4}}
 
 _NOT_LISTED = tl.constexpr(9223372036854775807)
@@ -186,7 +186,7 @@ def penalize_logits(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Penalises the logits of every tree node, and counts the drafts on the node's own path as output.
+    """Penalizes the logits of every tree node, and counts the drafts on the node's own path as output.
 
     Applies, in this order, repetition, frequency and presence penalty, bias, grammar; then early end tokens and bad
     tokens get -inf. The output at a node is all committed tokens, the root included, and the drafts down to the node,
@@ -212,7 +212,7 @@ def penalize_logits(
         out: a tensor to write into, whose rows may be strided. It may be target_logits, if these are fp32.
 
     Returns:
-        [B * N, V] fp32. The penalised logits; a dead row, as in `verify_tree`, keeps its logits.
+        [B * N, V] fp32. The penalized logits; a dead row, as in `verify_tree`, keeps its logits.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks that

@@ -1,7 +1,7 @@
 """Draws one token from each row of logits, as plain decoding does.
 
 Computes
-    argmax over the kept tokens of logits / temperature + Gumbel noise: a sample of the filtered, renormalised softmax
+    argmax over the kept tokens of logits / temperature + Gumbel noise: a sample of the filtered, renormalized softmax
     (`shared/sampling.py`). Edges of filters are exact.
 Invariants
     The noise is keyed by (seed, position, token id) and shared with `verify_tree_sampled`. Ties hardly occur in sampled

@@ -1,4 +1,4 @@
-"""Keeps the top_k most likely tokens of each row of probabilities, and renormalises.
+"""Keeps the top_k most likely tokens of each row of probabilities, and renormalizes.
 
 Computes
     Kept are the tokens with a probability of at least the k-th largest one. No sort: the edge is found between two keys
@@ -85,7 +85,7 @@ def contract(values: dict) -> check.Spec:
 
 @launcher
 def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Keeps the top_k most likely tokens of each row of probabilities, and renormalises.
+    """Keeps the top_k most likely tokens of each row of probabilities, and renormalizes.
 
     Symbols: R rows of V tokens, 1..2^21.
 

@@ -193,7 +193,7 @@ def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple
     tree_mask = args.values["tree_mask"]
     is_flat = isinstance(tree_mask, torch.Tensor) and tree_mask.dim() == 1
     if num_nodes is None and (mode == TreeMaskMode.FULL_MASK or (mode == TreeMaskMode.QLEN_ONLY and is_flat)):
-        args.fail("num_verify_tokens", "be given for a flat mask, from whose shape it does not follow", None)
+        args.fail("num_verify_tokens", "be given for a flat mask, whose shape does not say it", None)
     if mode == TreeMaskMode.FULL_MASK:
         args.tensor("tree_mask", (None,), _CELL)
         return args.size("B"), num_nodes, num_nodes
