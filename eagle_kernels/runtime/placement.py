@@ -106,12 +106,12 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def is_same_device(one: torch.device, other: torch.device) -> bool:
-    """Tells whether two devices are one; `cuda` without an index is any `cuda:N`."""
+    """Returns whether two devices are one; `cuda` without an index is any `cuda:N`."""
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
 def rounds_fp32_matmuls() -> bool:
-    """Tells whether PyTorch was allowed to round the inputs of fp32 products, on the GPU."""
+    """Returns whether PyTorch was allowed to round the inputs of fp32 products, on the GPU."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # its newer sibling, torch.backends.cuda.matmul.fp32_precision, was set to something lower

@@ -279,7 +279,7 @@ def _end_of(tokenizer: Any) -> tuple[int, ...]:
 
 
 def holds_bytes(folder: Path) -> bool:
-    """Tells whether the tokenizer of a model folder is `ByteTokenizer`."""
+    """Returns whether the tokenizer of a model folder is `ByteTokenizer`."""
     with naming(folder):
         configs = [read_json(folder / name, is_optional=True) for name in ("config.json", "tokenizer_config.json")]
     return any(config.get("tokenizer_class") == "ByteTokenizer" for config in configs)

@@ -121,7 +121,7 @@ class SamplingParams(Validated):
 
 
 class SamplingFields(TypedDict):
-    """Types the fields that a configuration has as well, as `SamplingParams(**config.sampling)` takes them."""
+    """Types the fields that a configuration shares, for `SamplingParams(**config.sampling)`."""
 
     temperature: float
     top_k: int

@@ -315,7 +315,7 @@ class Session(Unique):
 
     @property
     def has_work(self) -> bool:
-        """Tells whether a request runs or waits, or an event has not been collected."""
+        """Returns whether a request runs or waits, or an event has not been collected."""
         return bool(self.outbox) or (self.scheduler is not None and self.scheduler.has_work)
 
     @property

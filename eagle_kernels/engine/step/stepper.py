@@ -95,14 +95,14 @@ class Stepper:
 
     @property
     def can_be_captured(self) -> bool:
-        """Tells whether a step can be captured in a CUDA graph: nothing in it waits for the device."""
+        """Returns whether a step can be captured in a CUDA graph: nothing in it waits for the device."""
         if not all(getattr(model, "can_be_captured", True) for model in (self.target, self._model)):
             return False
         return self.num_nodes == 1 or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
 
     @property
     def reads_several(self) -> bool:
-        """Tells whether the target reads prompts of several requests at once, and beside the rows of a step."""
+        """Returns whether the target reads prompts of several requests at once, and beside the rows of a step."""
         return takes_rows(self.target) and not self.config.deterministic
 
     def step(
