@@ -233,11 +233,9 @@ def sample_children(
     Returns:
         A named tuple:
         tokens: [R, K] int64. Target ids in the order of the draws, -1 where q has no token left.
-        logprobs: [R, K] fp32. log of each child's probability in the full q, in greedy rows at temperature 1; -inf for
-            -1.
+        logprobs: [R, K] fp32. log of each child's q before any draw, in greedy rows at temperature 1; -inf for -1.
 
-        Equal logits, seed, position and node give equal children, in any row or batch; a smaller K gives the first of
-        them.
+        Equal logits, seed, position and node give equal children, in any row or batch; a smaller K gives the first.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperature; nodes and

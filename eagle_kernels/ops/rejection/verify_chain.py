@@ -254,9 +254,8 @@ def verify_chain(
         target_probs: None or [B * T, V] fp32.
         draft_probs: None or [B * (T - 1), Vd] fp32.
         d2t: None or [Vd] int. As in `verify_tree_rejection`.
-        method: "standard": drafts are accepted one by one, with probability min(1, p / q). "block": all at once, which
-            on average accepts no fewer; a position must then have a different node in each round, see
-            `sample_children`.
+        method: "standard": drafts are accepted one by one, with probability min(1, p / q). "block": all at once, on
+            average no fewer; a position must then have a different node in each round, see `sample_children`.
         out: three tensors to write into.
 
     Returns:

@@ -228,8 +228,8 @@ def append_output(
         end_token_ids: None, [E] or [B, E] int. Tokens that end any request or each, -1 padded.
         stop_sequences: None or [B, Q, W] int. Sequences whose last token ends the request, -1 padded on the left (all
             -1: none). They may begin in the output before the step, but not in the prompt.
-        min_tokens: None or [B] int. End tokens and stop sequences do not end an output that is shorter, themselves
-            included. None: 0.
+        min_tokens: None or [B] int. End tokens and stop sequences do not end a shorter output, themselves included.
+            None: 0.
         is_live: None or [B] int or bool. 0: the request is left alone. None: all are live.
         rows: None or [B] int. Each request's own row of token_ids. None: b, with R >= B.
         out: four tensors to write into.

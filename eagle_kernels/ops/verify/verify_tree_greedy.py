@@ -264,8 +264,8 @@ def verify_tree_greedy(
     Args:
         candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
         target_predict: None or [B, N] int. The target's token at every node: this or target_logits.
-        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. Ties go to the lowest id; NaN counts
-            as -inf.
+        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. Ties go to the lowest id; NaN is
+            -inf.
         spec_steps: S, 0..1024: the most drafts to accept.
         accept_policy: "normal"; "reject_all" (no draft); or, for timing, with text that is not the target's,
             "accept_all" (always the first child) or "simulate" (the first child as often as simulated_rates say).

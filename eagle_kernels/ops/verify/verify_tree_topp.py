@@ -154,8 +154,7 @@ def verify_tree_topp(
     Args:
         candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
         candidate_ids: [B * N, C] int. The target's most likely tokens at every node, in order.
-        candidate_lens: [B * N] int. How many of these, from the first on, are candidates: those within top-p. Above C:
-            all.
+        candidate_lens: [B * N] int. How many of these, from the first on, are candidates (top-p). Above C: all.
         target_predict: [B, N] int. The target's own token at every node.
         spec_steps: S, 0..1024: the most drafts to accept. A window that would go deeper does not count.
         verify_window: how many nodes, 0 or more, must agree below a second candidate.
