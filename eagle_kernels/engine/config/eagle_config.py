@@ -354,7 +354,7 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
         wanted, given = set(self._tree_sizes()), set(dict(lengths))
         missing, unknown = (", ".join(map(str, sorted(trees, key=str))) for trees in (wanted - given, given - wanted))
         self._require(not missing, name, f"have a number for each tree of adaptive, also for {missing}")
-        self._require(not unknown, name, f"name trees of adaptive alone, not {unknown}")
+        self._require(not unknown, name, f"name only trees of adaptive, not {unknown}")
 
     def _check_adaptive(self) -> None:
         if self.adaptive is None:
@@ -365,7 +365,7 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
             return
         rule = "be None, 'auto' or ascending ((most requests, (topk, num_steps, num_draft_tokens) or None), ...)"
         self._require(is_table(self.adaptive), "adaptive", rule)
-        self._require(self.max_spec_batch is None, "max_spec_batch", "be None where adaptive has a table that says it")
+        self._require(self.max_spec_batch is None, "max_spec_batch", "be None when adaptive is a table, which says it")
 
 
 CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))

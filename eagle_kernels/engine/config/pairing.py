@@ -169,7 +169,7 @@ def tell_sizes(folder: Path, vocab_size: int, wanted: int) -> str:
     rule = f"the draft must have the target's {wanted} tokens, got {vocab_size}"
     way = "from eagle_kernels.engine.models import causal_draft, loading; EAGLEInference(causal_draft.CausalDraft("
     way += f"loading.load_target(DRAFT), vocab_size={wanted}), loading.load_target(TARGET))"
-    where = "where they mean the same, a tokenizer.json in both folders tells it, or this line"
+    where = "if they mean the same, say so with a tokenizer.json in both folders, or with this line"
     return f"{brief(str(folder), 100)}: {rule}; {where}: {way}"
 
 
@@ -214,7 +214,7 @@ def bind_draft(draft: DraftModel, target: TargetModel, allow_larger_draft: bool)
             raise ValueError(f"EAGLEInference: {rule}")
         advice = f"CausalDraft(model, vocab_size={target.vocab_size})"
         where = "from eagle_kernels.engine.models.causal_draft import CausalDraft"
-        raise ValueError(f"EAGLEInference: {rule}; where only their padding differs, draft with {advice} ({where})")
+        raise ValueError(f"EAGLEInference: {rule}; if only their padding differs, draft with {advice} ({where})")
     sizes = [_weight_bytes(model) for model in (draft, target)]
     is_larger = not draft.token_shift and None not in sizes and sizes[0] > sizes[1]  # heads are never targets
     if is_larger and not allow_larger_draft:

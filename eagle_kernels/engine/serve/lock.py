@@ -82,7 +82,7 @@ class EngineLock(Unique):
             self.acquire()
         if self.is_in_step:
             rule = "must not be called inside a step of the same engine (from on_tree, a model, a signal handler, ...)"
-            raise RuntimeError(f"{caller}: {rule}, and a step of this engine is running; submit and abort may be")
+            raise RuntimeError(f"{caller}: {rule}, and a step of this engine is running; submit and abort are allowed")
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(f"{caller}: must not run inside a transform of torch.func, such as vmap, grad or jvp")
 
