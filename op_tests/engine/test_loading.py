@@ -140,7 +140,7 @@ def test_a_tied_output_that_is_stored_as_well(tmp_path, caplog, is_same):
     target = load_target(tmp_path)
     assert (target.lm_head.weight is target.get_input_embeddings().weight) == is_same
     assert torch.equal(target.lm_head.weight, stored.float())
-    told = f"{tmp_path}: lm_head.weight is not the embedding, although config.json ties them: using lm_head.weight"
+    told = f"{tmp_path}: lm_head.weight is not the embedding, although config.json ties them: it is used"
     assert caplog.messages == ([] if is_same else [told])
 
 

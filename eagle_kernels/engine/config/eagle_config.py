@@ -92,7 +92,7 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
         max_candidate_len: For "topp": most candidates of a node, 2..16.
         verify_window: For "topp": nodes that must agree with the target below a draft that is its second candidate.
         typical_epsilon, typical_delta: For "typical", in the formula above.
-        Defaults for the sampling and the end of requests.
+        Sampling and ends, for requests that set no others.
         temperature: 0 decodes greedily.
         top_k, top_p, min_p: Filters of sampling, in this order; 0, 1.0 and 0.0, or None, turn them off.
         eos_token_ids: A request ends with the first of these that it emits. None: with `from_pretrained`, those in

@@ -96,7 +96,7 @@ def load_target(
             config.tie_word_embeddings = torch.equal(*map(checkpoint.get, both))
             if not config.tie_word_embeddings:  # as transformers 5 reads it
                 _logger.warning(
-                    "%s: lm_head.weight is not the embedding, although config.json ties them: using lm_head.weight", folder
+                    "%s: lm_head.weight is not the embedding, although config.json ties them: it is used", folder
                 )
         with torch.device("meta"):
             target = Decoder(config)
