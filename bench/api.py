@@ -32,9 +32,9 @@ from .harness.markdown import write_stale
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_kernels"
 _WRITTEN = "Written by `python -m bench.api` from the docstrings; do not edit."
-# what Raises says of most functions, told once at the top of a page
+# what Raises says of most functions, said once at the top of a page
 _ARGUMENT_RAISES = re.compile(
-    "ValueError, TypeError: an argument breaks a rule above.|ValueError: An argument breaks its rule."
+    r"ValueError, TypeError: an argument breaks a rule above\.|ValueError: An argument breaks its rule\."
 )
 _WITH_REFERENCE = "from ..runtime.library import with_reference as _with_reference\n"
 _STUB_HEAD = "# Written by `python -m bench.api`; do not edit.\n"
@@ -124,8 +124,8 @@ def _family_page(family: str) -> str:
     entries += [outputs] if outputs else []
     others = (*_FAMILY_OTHERS.get(family, ()), *(("Output",) if outputs else ()))
     links = " · ".join(f"[{name}](#{name.lower()})" for name in (*sorted(names), *others))
-    rules = "[What holds for all ops](../README.md#what-holds-for-all-ops) is told once.\n"
-    rules += "How an op works stands at the top of its file, to which [README.md](README.md) links."
+    rules = "[What holds for all ops](../README.md#what-holds-for-all-ops) is not repeated here.\n"
+    rules += "The top of an op's file explains how it works; [README.md](README.md) links to the files."
     return _page(f"{_FAMILY_TITLES[family]}: API", [rules, links, *entries])
 
 

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     )
     parser.add_argument("--count", type=int, default=20, help="how many cases of each op are drawn (default: 20)")
     parser.add_argument("--host", action="store_true", help="time the host's part in one call alone, by every provider")
-    parser.add_argument("--graphs", action="store_true", help="time CUDA graphs alone, which takes less long")
+    parser.add_argument("--graphs", action="store_true", help="time CUDA graphs only, which is faster")
     parser.add_argument("--provider", action="append", help="only this provider; may be given several times")
     parser.add_argument("--list", action="store_true", help="print ops, cases and providers, and run nothing")
     parser.add_argument("--check-only", action="store_true", help="check the small cases, time nothing")

@@ -1,8 +1,8 @@
 """Triton kernels for speculative decoding with token trees, each paired with a PyTorch reference, and an engine.
 
-Start with README.md of the repository, whose examples run as they stand. `help(eagle_kernels.verify_tree)` tells the
-arguments, shapes and results of an op, as it does for every name in `eagle_kernels.ops.OPS`.
-`help(eagle_kernels.EAGLEInference)` tells how a model generates.
+Start with the repository's README.md, whose examples run as is. `help(eagle_kernels.verify_tree)` shows the arguments,
+shapes and results of that op; the same works for every name in `eagle_kernels.ops.OPS`.
+`help(eagle_kernels.EAGLEInference)` shows how to generate with a model.
 """
 
 from .runtime import interrupts  # isort: skip  # first, as the others take a second

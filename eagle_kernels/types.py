@@ -1,6 +1,6 @@
-"""Names of the types that public functions return: streams, events, results, statistics, outputs of ops.
+"""The types that public functions return: streams, events, results, statistics, outputs of ops.
 
-Each is imported when it is first used, and is where it always was; what type checkers see is in `types.pyi`.
+Each is imported from its own module on first use; type checkers read `types.pyi`.
 """
 
 from .runtime.lazy import lazily

@@ -64,7 +64,7 @@ def test_an_unusable_triton_is_a_warning(case, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.warns(UserWarning, match=f"^eagle_kernels: kernels cannot run, they need {re.escape(missing)}$"):
+    with pytest.warns(UserWarning, match=f"^eagle_kernels: kernels cannot run: they need {re.escape(missing)}$"):
         names = runpy.run_path(str(LANGUAGE))
     assert names["MISSING"] == missing and names["tl"].anything is names["triton"]
 

@@ -222,7 +222,7 @@ def test_the_pythons_are_those_that_were_run():
     were_run = sorted(set(re.findall(r"^\| (3\.\d+)\.\d+ \|", rows, re.MULTILINE)), key=lambda each: int(each[2:]))
     assert named == were_run and given["python_requires"] == f">={were_run[0]}"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"Python {were_run[0]} or newer ([run](op_tests/README.md#versions): up to {were_run[-1]})" in readme
+    assert f"Python {were_run[0]} or newer ([tested](op_tests/README.md#versions) up to {were_run[-1]})" in readme
 
 
 def test_every_extra_is_explained():

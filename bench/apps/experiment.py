@@ -196,7 +196,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", nargs="+", help="python -m bench.lab.registry lists them (default: embedded)")
     parser.add_argument("--domains", nargs="+", choices=DOMAINS)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS))
-    parser.add_argument("--k", nargs="+", type=int, help="drafts one behind another (default: 1 2 4 8)")
+    parser.add_argument("--k", nargs="+", type=int, help="drafts in a row (default: 1 2 4 8)")
     parser.add_argument("--temperatures", nargs="+", type=float)
     parser.add_argument("--batch-sizes", nargs="+", type=int)
     for name in ("max-new-tokens", "prompts-per-domain", "num-runs", "seed"):

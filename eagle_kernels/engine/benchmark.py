@@ -24,18 +24,18 @@ from .serve.warmup import warm_up
 
 @dataclass
 class RunStats:
-    """Holds the figures of one way of decoding all prompts. The times of a request start when its batch is submitted.
+    """Holds the figures for one way of decoding all prompts. A request's times start when its batch is submitted.
 
     Attributes:
         tokens: New tokens of all requests.
-        tokens_per_second: These per second of the whole time, prompts included.
+        tokens_per_second: The same per second of the whole time, prompts included.
         decode_tokens_per_second: Tokens after the first of each request, per second after the prompts.
-        mean_accept_length: Mean tokens of a request's step, bonus token included.
+        mean_accept_length: Mean tokens per step of a request, bonus token included.
         accepted_per_depth: [num_steps]. Share of the steps in which the draft at depth 1, 2, ... was accepted.
         step_ms: Mean wall time of a step of a batch.
         phase_ms: Device time of the draft, verify, sample and bookkeeping of a step.
         ttft_ms: Time to first token: p50, p95, p99 over the requests.
-        inter_token_ms: Time between tokens, likewise; tokens of a step share the time since the step before.
+        inter_token_ms: Time between tokens, likewise; a step's tokens share the time since the previous step.
     """
 
     tokens: int
@@ -51,16 +51,16 @@ class RunStats:
 
 @dataclass
 class BenchmarkResult:
-    """Holds the figures of both ways of decoding the same prompts, and how they compare.
+    """Holds the figures for both ways of decoding the same prompts, and how they compare.
 
     Attributes:
         prompts: Number of prompts.
         batch_size: Prompts decoded together, at most; the last batch may be smaller.
         max_batch: Rows of the pools, raised to batch_size if needed.
         max_new_tokens: Most new tokens of a prompt.
-        speculative, plain: The figures of decoding with and without drafts.
+        speculative, plain: The figures with and without drafts.
         identical: Share of the batches whose texts agree; None if they differ by design.
-        peak_memory_bytes: Most memory that torch held on the GPU in both; None on the CPU.
+        peak_memory_bytes: Most memory that torch held on the GPU in either; None on the CPU.
     """
 
     prompts: int

@@ -68,23 +68,23 @@ class Generation(Unique):
         """Generates up to `max_new_tokens` tokens for each prompt.
 
         Args:
-            input_ids: One prompt, a text or [L] token ids, or several: lists of any lengths, a tensor or array [B, L].
+            input_ids: One prompt, a text or [L] token ids; or several: lists of any lengths, an array or tensor [B, L].
             max_new_tokens: A request ends after its first end token or stop string, or with exactly this many tokens.
-            sampling_params: `SamplingParams`, or a dict of its fields, for all prompts, or a list of one for each; also
-                in the place of max_new_tokens. Overrides beside them say nothing about sampling.
-            n: Samples of each prompt, whose seeds are that of the prompt, and those after it.
-            seeds: One for all prompts or one for each; None: fresh ones from torch's generator, see `stats.seeds`.
+            sampling_params: `SamplingParams`, or a dict of its fields, for all prompts, or a list with one per prompt;
+                may also be given as max_new_tokens. Overrides must then not name sampling.
+            n: Samples of each prompt; their seeds count up from the prompt's.
+            seeds: One for all prompts, or one per prompt; None: fresh ones from torch's generator, see `stats.seeds`.
             speculative: False decodes plainly, with the same code and pools.
-            progress: Whether a bar counts the requests that end; None: for several prompts where stderr is a terminal.
+            progress: Whether a bar counts finished requests; None: for several prompts, if stderr is a terminal.
             overrides: Fields of `EAGLEConfig` and `SamplingParams` for this call, such as temperature=0.8.
 
         Returns:
-            The new tokens, a list for one prompt, a list of lists for several prompts or samples, those of a prompt
-            next to each other; the statistics of the call; and log-probabilities that are asked for, as attributes.
+            The new tokens: a list for one prompt; for several prompts or samples a list of lists, a prompt's samples
+            side by side. Also the call's statistics and, as attributes, the log-probabilities asked for.
 
         Raises:
-            ValueError: An argument breaks its rule, or a prompt is empty, too long or holds an id that is no token.
-            RuntimeError: Requests with another configuration have not ended.
+            ValueError: An argument breaks its rule, or a prompt is empty, too long or holds an invalid token id.
+            RuntimeError: Requests with another configuration are still running.
 
         Example:
             >>> prompt = engine.tokenizer.encode("import os\\n\\ndef walk(")  # the engine of the class's example
@@ -143,13 +143,13 @@ class Generation(Unique):
 
         Args:
             input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides: As for `generate`. After the
-                last token, the `output()` of the iterator is what `generate` returns.
+                last token, the iterator's `output()` returns what `generate` would.
 
         Raises:
-            ValueError, RuntimeError: As for `generate`, here or, where the pools or a step are at fault, at a token.
+            ValueError, RuntimeError: As for `generate`; errors in the pools or in a step are raised during iteration.
 
         Example:
-            >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of the example of `generate`
+            >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of `generate`'s example
             [115, 101, 108, 102]
         """
         return open_call(
@@ -181,13 +181,13 @@ class Generation(Unique):
     ) -> TextStream[TextPiece]: ...
 
     def stream_text(self, text: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, **options: Any) -> TextStream:
-        """Returns an iterator over the text that follows `text`, a text or any other prompt of `generate`.
+        """Returns an iterator over the text that follows `text`, which may be any prompt that `generate` takes.
 
-        It yields pieces of text; of several prompts or n samples, a `TextPiece` each. `max_new_tokens` and
+        It yields strings; with several prompts or n samples, it yields `TextPiece`s. `max_new_tokens` and
         `options`: as for `generate`.
 
         Raises:
-            ValueError, RuntimeError: As for `stream`; also where there is no tokenizer, or `text` holds no token.
+            ValueError, RuntimeError: As for `stream`; also if there is no tokenizer, or `text` has no tokens.
         """
         tokenizer = self.session.tokenizer_for("stream_text needs")
         prompts, is_single = read_prompts(text, "stream_text: text", self.session.tokenizer_for)
@@ -211,12 +211,12 @@ class Generation(Unique):
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int] | list[list[int]]:
-        """Returns the token ids of a conversation, as the target's chat template writes it; for several, lists of them.
+        """Returns the token ids of a conversation in the target's chat template; for several, a list of lists.
 
         Args:
             messages: Dicts such as {"role": "user", "content": "Hello"}, or several conversations as lists of them.
-            add_generation_prompt: Whether the ids end with what begins the next answer.
-            variables: What else the template reads, such as tools=[...] or enable_thinking=False.
+            add_generation_prompt: Whether the ids end with the start of the next answer.
+            variables: Other values for the template, such as tools=[...] or enable_thinking=False.
 
         Raises:
             ValueError: An argument breaks its rule, there is no template, or it refuses the conversation.

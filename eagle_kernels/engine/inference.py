@@ -1,4 +1,4 @@
-"""`EAGLEInference`: speculative generation with any target and draft that keep the protocol."""
+"""`EAGLEInference`: speculative generation with any target and draft that implement the protocol."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ from .step.stepper import Verified
 class EAGLEInference(Generation):
     """Generates the text of a target model faster: a draft proposes token trees, and the target verifies them.
 
-    The text is the target's own, unless `verify_strategy` is a lossy one: at temperature 0 that of plain decoding.
-    Sampled text is drawn with the noise of plain decoding, so one seed gives one text, with and without drafts, if
-    logits do not depend on how many rows are computed together (fp32 in practice; bf16 may part near-ties).
+    The text is the target's own, unless `verify_strategy` is a lossy one: at temperature 0 it equals plain decoding's.
+    Sampling uses the same noise as plain decoding, so one seed gives one text, with and without drafts, as long as
+    logits do not depend on how many rows are computed together (true of fp32 in practice; bf16 may flip near-ties).
 
     `generate` returns the whole text; `stream` yields it token by token; `submit`, `step` and `collect` serve requests
     that join and leave between steps. All share one batch and one pool of pages. On the CPU a step uses only
-    the threads of PyTorch for which the target has work, and then restores their number.
+    as many PyTorch threads as the target can keep busy, and restores the number afterwards.
 
     Args:
-        draft_model: An EAGLE head or any `DraftModel`; a plain language model drafts without features of the target.
-            None is for methods without a model.
-        target_model: Any `TargetModel`. Here and as the draft, a causal language model of transformers is wrapped
-            (`TransformersTarget`), and stays as it was.
-        config: The tree, sampling and limits; None: `EAGLEConfig()`. A dict has its fields; one that has "method" or
-            another field of servers alone is read as by `EAGLEConfig.from_speculative_config`.
+        draft_model: An EAGLE head or any `DraftModel`; a plain language model drafts without the target's features.
+            None: for methods without a model.
+        target_model: Any `TargetModel`. A causal language model from transformers, here or as the draft, is wrapped
+            (`TransformersTarget`) and left unchanged.
+        config: The tree, sampling and limits; None: `EAGLEConfig()`. A dict has its fields; one with "method" or
+            another field that only servers use is read by `EAGLEConfig.from_speculative_config`.
         device: Where both models already are; None: the target's device.
-        tokenizer: The target's, for stop strings, `stream_text` and `encode_chat`: a `Tokenizer`; one of transformers
-            or of the package `tokenizers`, which is wrapped; or a folder that holds one.
-        allow_larger_draft: Whether the draft may be a language model with more weights than the target: refused
-            otherwise, since other projects name the target first.
+        tokenizer: The target's, for stop strings, `stream_text` and `encode_chat`: a `Tokenizer`; one from transformers
+            or the package `tokenizers`, which is wrapped; or a folder with one.
+        allow_larger_draft: Whether the draft may be a language model with more weights than the target; refused by
+            default, since other projects take the target first.
 
     Attributes:
-        target, draft, config, device: Those in use. `draft` may be a wrapper of the given model, or None.
+        target, draft, config, device: Those in use. `draft` may wrap the given model, or be None.
 
     Raises:
         ValueError: An argument breaks its rule, or models and configuration do not fit.
@@ -117,19 +117,19 @@ class EAGLEInference(Generation):
 
         Args:
             draft_model: The folder of an EAGLE head, of next-token modules, or of a smaller language model with the
-                target's tokenizer; what it holds decides how it drafts. None: no model, or with method="mtp" the
-                target's own folder, where published targets have their modules.
+                target's tokenizer; its contents decide how it drafts. None: no model, or with method="mtp" the
+                target's own folder, where published targets keep their modules.
             target_model: The target's folder, with the end tokens and, if there is one, the tokenizer.
-            config: As for the class; "model" in fields of a server's `--speculative-config`, such as
-                {"method": "mtp", "model": folder}, is the draft where draft_model is None.
-            device: As for the class, but None is the GPU where there is one, else the CPU.
+            config: As for the class; "model" in the fields of a server's `--speculative-config`, such as
+                {"method": "mtp", "model": folder}, is the draft if draft_model is None.
+            device: As for the class, but None means the GPU if there is one, else the CPU.
             dtype: The type of the weights, such as "bfloat16"; None: float32; "auto": that of the target's config.json.
             check_weights: As for `load_target`.
             tokenizer: As for the class; None: that of the target's folder.
             allow_larger_draft: As for the class.
 
         Raises:
-            ValueError: As for the class; a folder that does not hold such a model raises its subclass `ModelError`.
+            ValueError: As for the class; its subclass `ModelError` if a folder does not hold such a model.
         """
         config, folder = read_config_and_draft(config, draft_model)
         draft, target, config = load_pair(folder, target_model, config, device, dtype, check_weights)
@@ -143,15 +143,15 @@ class EAGLEInference(Generation):
 
         Args:
             prompt: [L] token ids, or a text.
-            params: Sampling and ends of the request; None: the sampling of the configuration and 128 tokens.
+            params: How the request samples and ends; None: the configuration's sampling and 128 tokens.
 
         Raises:
-            ValueError: An argument breaks its rule, or the configuration does not serve such params.
+            ValueError: An argument breaks its rule, or the configuration cannot serve these params.
             RuntimeError: As for `generate`.
 
         Example:
             >>> request = engine.submit(prompt, eagle_kernels.SamplingParams(max_new_tokens=4))
-            >>> while engine.has_work:  # between steps a server may submit and abort others
+            >>> while engine.has_work:  # between steps a server may submit and abort requests
             ...     events = engine.step()
             >>> request
             Request(id=0, 20 prompt tokens, 4 new tokens, finish_reason='length')
@@ -161,17 +161,17 @@ class EAGLEInference(Generation):
         return self.session.submit(prompt, params, self.config)
 
     def step(self) -> list[TokenEvent]:
-        """Advances all requests; returns the tokens of submitted ones that have become known since the last call."""
+        """Advances all requests; returns the tokens of submitted ones that became known since the last call."""
         return self.session.step("step")
 
     def collect(self) -> None:
-        """Steps until all submitted requests have ended, and drops their events; each `Request` holds its tokens."""
+        """Steps until all submitted requests have ended, and discards their events; each `Request` holds its tokens."""
         self.lock.refuse("collect")
         while self.has_work:
             self.session.step("collect")
 
     def abort(self, request: Request) -> None:
-        """Ends a submitted request; its row and pages are free at once, or, inside a step, after it.
+        """Ends a submitted request; its row and pages are freed at once, or after the step if one is running.
 
         Raises:
             ValueError: An argument breaks its rule.
@@ -193,16 +193,16 @@ class EAGLEInference(Generation):
     ) -> BenchmarkResult:
         """Decodes the prompts with and without speculation, and compares speed, acceptance and latencies.
 
-        The batch must be empty. Suffix trees know no earlier requests, and forget its own afterwards.
+        The batch must be empty. Suffix trees start empty, and forget these requests afterwards.
 
         Args:
             prompts, max_new_tokens, sampling_params, seeds: As for `generate`.
             batch_size: Prompts decoded together; max_batch is raised to it.
-            progress: Whether a bar is shown; None: only where stderr is a terminal.
+            progress: Whether to show a bar; None: only if stderr is a terminal.
             overrides: As for `generate`.
 
         Raises:
-            ValueError: As for `generate`, or a whole batch does not fit into the pools.
+            ValueError: As for `generate`; also if a whole batch does not fit into the pools.
             RuntimeError: The batch is not empty.
         """
         return benchmark(
@@ -220,14 +220,14 @@ class EAGLEInference(Generation):
     def warmup(
         self, *params: SamplingParams, speculative: bool = True, most_requests: int | None = None, **overrides: Any
     ) -> None:
-        """Compiles and captures what requests like `params` will need; afterwards no step of theirs compiles anything.
+        """Compiles and captures what requests like `params` will need, so that none of their steps has to.
 
         Args:
-            params: Kinds of requests, which may later come in any mixture. None given: greedy, sampled, and sampled
+            params: Kinds of requests, which may later arrive in any mixture. Without any: greedy, sampled, and sampled
                 with filters, each with and without logprobs, as far as `verify_strategy` serves them; not those with
                 penalties, min_new_tokens or top_logprobs. `warmup(SamplingParams())` makes a sixth of the graphs, those
-                of greedy requests.
-            speculative, overrides: As for `generate`. Overrides that name sampling prepare for such calls alone.
+                for greedy requests.
+            speculative, overrides: As for `generate`. Overrides that name sampling prepare only for such calls.
             most_requests: Most requests at once; None: max_batch.
 
         Raises:
@@ -237,9 +237,9 @@ class EAGLEInference(Generation):
         warm_up_call(self.session, self.config, params, speculative, most_requests, overrides)
 
     def workspace_bytes(self, config: EAGLEConfig | Mapping[str, Any] | None = None) -> dict[str, int]:
-        """Returns the bytes that a configuration needs beside the weights; None: the engine's.
+        """Returns the bytes that a configuration (None: the engine's) needs in addition to the weights.
 
-        They are kv_cache, rows (state of the batch), step (the largest tensors of a step) and total.
+        The keys are kv_cache, rows (state of the batch), step (the largest tensors of a step) and total.
 
         Raises:
             ValueError: An argument breaks its rule.
@@ -247,11 +247,11 @@ class EAGLEInference(Generation):
         return self.session.workspace_bytes(self.config if config is None else read_config(config))
 
     def forget_prefixes(self) -> None:
-        """Forgets the keys that are kept of earlier prompts; call it after the weights of a model have changed."""
+        """Forgets the cached keys of earlier prompts; call it after changing a model's weights."""
         self.session.forget_prefixes()
 
     def next_token_logits(self, token_ids: Prompts) -> Tensor:
-        """Returns the target's logits, [V] fp32, for the token after `token_ids`, [L], or a text: one causal pass.
+        """Returns the target's logits, [V] fp32, for the token after `token_ids` ([L], or a text), in one causal pass.
 
         Raises:
             ValueError: An argument breaks its rule.
@@ -266,26 +266,26 @@ class EAGLEInference(Generation):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer; ValueError says why there is none."""
+        """The target's tokenizer; raises ValueError if there is none, and says why."""
         return self.session.tokenizer_for("the property tokenizer needs")
 
     @property
     def lock(self) -> EngineLock:
-        """The lock that each step holds, used like a `threading.RLock`; RuntimeError in a forked process.
+        """The lock that each step holds, used like a `threading.RLock`; raises RuntimeError in a forked process.
 
-        While another thread has it, no request advances; inside a step of one's own thread only `submit` and `abort`
-        are allowed.
+        While another thread holds it, no request advances. From inside a step, its own thread may call only `submit`
+        and `abort`.
         """
         return self.session.lock
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended, or `step` has something to return."""
+        """Whether any request is unfinished, or `step` has something to return."""
         return self.session.has_work
 
     @property
     def is_speculating(self) -> bool:
-        """Whether steps may have drafts. It may be set at any time; while it is False, requests decode plainly."""
+        """Whether steps may have drafts. May be set at any time; while it is False, requests decode plainly."""
         return self.session.is_speculating
 
     @is_speculating.setter
@@ -294,9 +294,9 @@ class EAGLEInference(Generation):
 
     @property
     def on_tree(self) -> Callable[[Verified], None] | None:
-        """The function that every step calls with its trees and the verdict on them (`Verified`); None: no function.
+        """The function that every step calls with its trees and the verdict on them (`Verified`), or None.
 
-        Set it while no request runs. Steps with it run without CUDA graphs; graphs captured without it are kept.
+        Set it while no request runs. Steps that call it run without CUDA graphs; graphs captured before are kept.
         """
         return self.session.on_tree
 

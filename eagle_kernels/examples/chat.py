@@ -1,8 +1,8 @@
-"""A conversation: every answer is streamed, and the next question is asked with all that was said before.
+"""A conversation: every answer is streamed, and each question is asked with the whole conversation before it.
 
     python -m eagle_kernels.examples.chat TARGET DRAFT
 
-The target's folder needs a chat template. What a prompt repeats of an earlier one is not read again: its keys are kept.
+The target's folder needs a chat template. What a prompt shares with an earlier one is not read again.
 """
 
 from __future__ import annotations

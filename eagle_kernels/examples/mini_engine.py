@@ -1,22 +1,22 @@
-"""A small complete engine: paged keys and values, an EAGLE head, token trees, and a step that is one CUDA graph.
+"""A small complete engine: a paged KV cache, an EAGLE head, token trees, and a step that is one CUDA graph.
 
     pip install -e '.[models]' && python -m eagle_kernels.examples.mini_engine "import os" "class Stack:"
 
 Read it from top to bottom: the data, then the loop in which requests begin and end, then the step. A step
 
-    drafts    a tree for each request: from the best beams of a level the head proposes the next one (EAGLE-2);
+    drafts    a tree for each request: from the best beams of one level the head proposes the next level (EAGLE-2);
     reads     all nodes of all trees in one pass of the target;
     verifies  the tree: the target's token is drawn at a node, and the child that carries it is the next node;
-    moves     keys and values of the nodes on that path to the places where the text continues;
+    moves     keys and values of the nodes on that path to where the text continues;
     follows   the path with the head, which reads the accepted tokens with the target's own features;
     records   the accepted tokens, and which requests end with them.
 
 It waits for nothing, and allocates nothing whose size depends on data: on a GPU it is captured once and replayed.
-Greedy or sampled, the text is that of plain decoding with the same seed, and so that of `EAGLEInference`.
+Greedy or sampled, the text is that of plain decoding with the same seed, and so of `EAGLEInference`.
 
 A request with n committed tokens has t_0 .. t_{n-1} in the target's cache, in slots 0 .. n-1. Its root t_n is drawn,
-but not yet read. Row i of the head's cache is made of the target's features at t_i and of the token t_{i+1}: the head
-has n rows as well, and both caches share one page table.
+but not yet read. Row i of the head's cache is made from the target's features at t_i and the token t_{i+1}, so the
+head has n rows, too, and both caches share one page table.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from eagle_kernels.engine.models.tokenizer import load_tokenizer
 from eagle_kernels.types import DraftHead, GenerationOutput, SampledVerifyOutput
 
 PAGE_SIZE = 16
-PROMPT_ROWS = 256  # most tokens of a prompt that are read at once
+PROMPT_ROWS = 256  # most prompt tokens that are read at once
 PROMPTS = ("import os\n\ndef walk(", "class Stack:\n", "def area(", "for i in range(10):\n")
 
 
 @dataclass
 class Request:
-    """Holds what a caller asks for, and after it has ended its new tokens and the steps that they took."""
+    """Holds what a caller asks for and, once it has ended, its new tokens and the steps that they took."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Holds the sizes of a tree: beams of a level, levels, and nodes that are verified, the root included."""
+    """Holds the sizes of a tree: beams per level, levels, and nodes verified, the root included."""
 
     topk: int = 4
     num_levels: int = 4
@@ -80,19 +80,19 @@ class Pool:
 
 @dataclass
 class Batch:
-    """Holds R rows, each a request's or nobody's, in tensors that stay where they are, as a CUDA graph needs them."""
+    """Holds R rows, each one request's or nobody's, in tensors that never move, as a CUDA graph needs."""
 
     text: Tensor  # [R, L] prompt and output; the root is text[r, lengths[r]]
-    lengths: Tensor  # [R] committed tokens, the root not counted
+    lengths: Tensor  # [R] committed tokens, without the root
     num_prompt_tokens: Tensor  # [R]
     max_tokens: Tensor  # [R] the most tokens of the request, prompt included
     seeds: Tensor  # [R]
     temperature: Tensor  # [R]
     num_steps: Tensor  # [R]
-    is_live: Tensor  # [R] 0: the row is computed in its place, but its text grows no longer
+    is_live: Tensor  # [R] 0: the row is still computed, but its text no longer grows
     block_table: Tensor  # [R, P] the request's pages in both pools; -1: none, and nothing is written
-    draft_logits: Tensor  # [R, draft tokens] what the head says after the root
-    draft_hidden: Tensor  # [R, width] its own state there
+    draft_logits: Tensor  # [R, draft tokens] the head's logits after the root
+    draft_hidden: Tensor  # [R, width] its hidden state there
 
     @classmethod
     def empty(cls, num_rows: int, num_pages: int, target: TargetModel, draft: DraftHead) -> Batch:
@@ -136,8 +136,8 @@ class Snapshot:
 class Attend:
     """Writes new keys and values into a pool, and attends to what each token sees; a model calls it in every layer.
 
-    The T new tokens of each of B rows see the row's committed tokens. Of the `num_keys` keys after these they see what
-    `tree_mask` names; without a mask they are a chain, in which each sees those before it.
+    The T new tokens of each of B rows see the row's committed tokens. Of the `num_keys` keys after these they see those
+    in `tree_mask`; without a mask they are a chain, in which each sees those before it.
     """
 
     pool: Pool
@@ -149,7 +149,7 @@ class Attend:
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, *,
                  angles: Angles | None = None, **options: Any) -> Tensor:  # fmt: skip
         """Returns [B, T, query heads, head_dim]; query, key and value are [B, T, heads, head_dim]."""
-        assert angles is not None  # these models leave the rotation to us
+        assert angles is not None  # these models leave the rotation to `attend`
         k_cache, v_cache = self.pool.k_cache[layer], self.pool.v_cache[layer]
         shape, query, key, value = query.shape, query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
         # one launch rotates queries and keys to their positions, and writes keys and values
@@ -164,7 +164,7 @@ class Attend:
 class MiniEngine:
     """Serves requests in a batch of `num_rows` rows, which they join and leave between steps.
 
-    A request waits until there are a row and enough pages; num_pages=None: there are enough for all rows.
+    A request waits until a row and enough pages are free; num_pages=None: enough for all rows.
     """
 
     def __init__(self, target: TargetModel, draft: DraftHead, shape: TreeShape, *, num_rows: int = 4,
@@ -207,7 +207,7 @@ class MiniEngine:
         return 1e3 * (time.perf_counter() - start) / max(num_steps, 1)
 
     def submit(self, request: Request) -> None:
-        """Adds a request to those that wait; it needs pages for all of its tokens and for the last tree after them."""
+        """Queues a request; it needs pages for all of its tokens and for the last tree after them."""
         num_pages = -(-(len(request.prompt) + request.max_new_tokens + self.shape.num_slots) // PAGE_SIZE)
         if not request.prompt or request.max_new_tokens < 1 or num_pages > self.most_pages:
             rule = f"have a prompt, new tokens and at most {self.most_pages} pages, got {num_pages} pages"
@@ -215,10 +215,10 @@ class MiniEngine:
         self.waiting.append((request, num_pages))
 
     def advance(self) -> None:
-        """Lets requests begin, launches a step, and ends requests whose end is known.
+        """Starts waiting requests, launches a step, and ends requests whose end is known.
 
         On a GPU the host looks at a step after it has launched the next one, so that the device never waits. A request
-        ends on the device (`record`), and the step after its end leaves it as it is.
+        ends on the device (`record`), and the step after its end leaves it unchanged.
         """
         self.admit()
         self.launch()
@@ -244,7 +244,7 @@ class MiniEngine:
             self.read_prompt(row, num_tokens)
 
     def take_snapshot(self) -> Snapshot:
-        """Starts to copy what the host must know of the step that was launched last."""
+        """Starts to copy what the host must know about the step that was launched last."""
         is_live = torch.empty_like(self.batch.is_live, device="cpu", pin_memory=self.on_gpu)
         is_live.copy_(self.batch.is_live, non_blocking=True)
         copied = torch.Event() if self.on_gpu else None
@@ -289,7 +289,7 @@ class MiniEngine:
         self.record(row, row.text[:, num_tokens, None].clone())  # the root may end the request
 
     def step(self) -> None:
-        """Brings every live request its accepted drafts and one token of the target."""
+        """Gives every live request its accepted drafts and one token of the target."""
         batch, pool, shape = self.batch, self.target_pool, self.shape
         slots, positions = ek.find_slots(batch.block_table, batch.lengths, count=shape.num_slots, page_size=PAGE_SIZE)
         tree = self.draft_tree(slots)
@@ -370,7 +370,7 @@ class MiniEngine:
 def main() -> None:
     """Prints texts, and compares them and, on a GPU, the time of a step with those of `EAGLEInference`."""
     shape, (target_folder, draft_folder) = TreeShape(), demo_pair()
-    torch.set_num_threads(1)  # on a CPU, threads of such small models wait for each other
+    torch.set_num_threads(1)  # on a CPU, threads of such small models only wait for each other
     target = load_target(target_folder, "cuda" if torch.cuda.is_available() else "cpu")
     draft, tokenizer = load_draft(draft_folder, target), load_tokenizer(target_folder)
     prompts, ends = map(tokenizer.encode, sys.argv[1:] or PROMPTS), read_eos_token_ids(target_folder)

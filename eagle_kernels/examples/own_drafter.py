@@ -2,8 +2,8 @@
 
     pip install -e '.[models]' && python -m eagle_kernels.examples.own_drafter
 
-This one guesses the next byte from the last one, by how often they follow each other in some Python files. A better
-guess makes generation faster; no guess changes the text. All that the engine asks of a draft model, and what it gives
+This one guesses the next byte from the last one, by how often one follows the other in some Python files. A better
+guess makes generation faster; no guess changes the text. What the engine asks of a draft model, and what it gives it
 (positions, attention over a KV pool, the target's features), is in `eagle_kernels/engine/models/protocol.py`.
 """
 
@@ -27,7 +27,7 @@ class BigramDraft:
     max_length = 1 << 20
     aux_layers: tuple[int, ...] = ()  # it reads none of the target's features
     draft_to_target: Tensor | None = None  # its ids are the target's
-    token_shift = 0  # the row of token i stands at position i
+    token_shift = 0  # the row of token i has position i
     kv_shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=16)  # the smallest pool: it stores nothing
 
     def __init__(self, text: bytes, vocab_size: int, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class BigramDraft:
 
 
 def main() -> None:
-    """Prints a text and its tokens a step, and checks it against plain decoding."""
+    """Prints a text and its tokens per step, and checks it against plain decoding."""
     folder, _ = demo_pair()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target, tokenizer = load_target(folder, device, torch.float32), load_tokenizer(folder)

@@ -1,10 +1,10 @@
-"""Token trees in a server of your own: the whole speculative loop around a Hugging Face Llama, without our engine.
+"""Token trees in your own server: the whole speculative loop around a Hugging Face Llama, without our engine.
 
     pip install -e '.[transformers]' && python -m eagle_kernels.examples.own_server
 
 A step drafts level by level, builds a tree, reads all its nodes in one forward pass of the target, verifies them, and
 keeps the keys and values of the accepted path. The text is that of plain decoding, greedy or sampled. The draft here is
-the target itself without two of its layers; put any model of the same vocabulary in its place.
+the target itself without two of its layers; replace it by any model with the same vocabulary.
 
 One request, so that the loop is easy to read; every op takes a batch of B requests of different lengths.
 """
@@ -20,13 +20,13 @@ import eagle_kernels as ek
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.ops.tree.build_tree_from_scores import Output as Tree
 
-TOPK, SPEC_STEPS, NUM_NODES = 4, 4, 16  # beams a level, levels, and nodes that are verified, the root included
+TOPK, SPEC_STEPS, NUM_NODES = 4, 4, 16  # beams per level, levels, and nodes verified, the root included
 SKIPPED_LAYERS = (1, 3)
 SEED = 7
 
 
 def main() -> None:
-    """Prints a continuation and tokens a step, and checks both texts against plain decoding."""
+    """Prints a continuation and its tokens per step, and checks both texts against plain decoding."""
     folder, _ = demo_pair()  # any Llama in Hugging Face layout; this one reads bytes
     target, draft = LlamaForCausalLM.from_pretrained(folder), LlamaForCausalLM.from_pretrained(folder)
     layers: Any = [layer for index, layer in enumerate(draft.model.layers) if index not in SKIPPED_LAYERS]
@@ -111,7 +111,7 @@ def draft_tree(draft: LlamaForCausalLM, cache: DynamicCache, tokens: list[int]) 
 
 
 def read_tree(target: LlamaForCausalLM, cache: DynamicCache, tree: Tree) -> torch.Tensor:
-    """Returns the target's logits [N, V] at all nodes; their keys and values lie in the cache after the text."""
+    """Returns the target's logits [N, V] at all nodes; their keys and values are in the cache after the text."""
     prefix = torch.ones(1, NUM_NODES, cache.get_seq_length(), dtype=torch.bool)
     mask = torch.cat([prefix, tree.tree_mask], dim=-1)
     logits: torch.Tensor = target(
@@ -143,7 +143,7 @@ def sample(logits: torch.Tensor, position: int, temperature: float) -> int:
 
 @torch.inference_mode()
 def decode_plainly(target: LlamaForCausalLM, prompt: list[int], max_new_tokens: int, temperature: float) -> list[int]:
-    """Returns the text of the target alone, one token a step."""
+    """Returns the target's own text, one token per step."""
     cache = DynamicCache()
     new, tokens = prompt, list(prompt)
     for _ in range(max_new_tokens):

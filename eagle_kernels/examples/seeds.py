@@ -2,9 +2,9 @@
 
     pip install -e '.[models]' && python -m eagle_kernels.examples.seeds
 
-Noise is keyed by the request's seed, the token's position and its id. What is drawn at a position therefore does not
-depend on how many nodes were verified, nor on who else is in the batch. In bf16 the target's logits depend a little on
-the number of rows that are computed together, so there a near-tie may part two texts; here weights are fp32.
+Noise is keyed by the request's seed, the token's position and its id. So the token drawn at a position does not depend
+on how many nodes were verified, or on what else is in the batch. In bf16 the target's logits depend a little on the
+number of rows computed together, so two texts may diverge at a near-tie; here weights are fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SEEDS = (1, 2, 1)
 
 
 def main() -> None:
-    """Prints three texts of one prompt; the first and the last, of one seed, are equal."""
+    """Prints three texts for one prompt; the first and the last have the same seed and are equal."""
     target, draft = demo_pair()
     engine = EAGLEInference.from_pretrained(draft, target, EAGLEConfig(topk=4, num_steps=4))
     prompt = engine.tokenizer.encode("def area(")

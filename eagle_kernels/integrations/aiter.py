@@ -2,13 +2,13 @@
 
     import eagle_kernels.integrations.aiter as speculative
 
-Names, argument order, returned shapes and counts are AITER's; nothing of AITER is imported. Its counts differ from
+Names, argument order, returned shapes and counts are AITER's; AITER is never imported. Its counts differ from
 ours in two places: `accept_length` excludes the bonus token (our statistics include it), and its acceptance rate
 divides by num_draft_tokens, the nodes verified with their root.
 
-One difference is on purpose: trees are trees. AITER's CPU path links the nodes into a chain and its kernel walks one;
-here mask, positions, links and walk are those of SGLang, which AITER models (`sgl_kernel.py`). `use_triton` is accepted
-and changes nothing: CPU tensors run the reference, GPU tensors the kernel. Equal scores go to the lower index.
+One difference is deliberate: trees are trees. AITER's CPU path links the nodes into a chain and its kernel walks one;
+here mask, positions, links and walk are SGLang's, on which AITER is modeled (`sgl_kernel.py`). `use_triton` is accepted
+and ignored: CPU tensors run the reference, GPU tensors the kernel. Ties go to the lower index.
 
 `compute_tree_statistics`, `generate_token_bitmask` and `select_top_k_tokens` share their names with functions of
 `eagle_kernels` that do more and take other arguments.
@@ -58,7 +58,7 @@ def build_tree_efficient_triton(
 ) -> Tree:
     """Builds every request's tree; returns tree_mask, positions, the three retrive_* and the tokens with their root.
 
-    seq_lens_sum sizes a FULL_MASK, other modes ignore it. tree_mask is flat; QLEN_ONLY_BITPACKING (which AITER lists
+    seq_lens_sum sizes a FULL_MASK; other modes ignore it. tree_mask is flat; QLEN_ONLY_BITPACKING (which AITER lists
     without packing) gives one word of 8, 16 or 32 bits for each node, as SGLang packs them.
     """
     mode = TreeMaskMode(tree_mask_mode)
@@ -95,7 +95,7 @@ def verify_tree_greedy_triton(
 
 
 class _Kernel:
-    """Lets a function be called as a Triton kernel is launched, `kernel[grid](...)`; our ops choose their own grids."""
+    """Makes a function callable like a Triton kernel, `kernel[grid](...)`; our ops choose their own grids."""
 
     def __init__(self, function: Callable[..., None]):
         self._function = function
@@ -126,7 +126,7 @@ def build_tree_kernel_triton(
 ) -> None:
     """Calls `sgl_kernel.build_tree_kernel_efficient`, which writes tree_mask to retrive_next_sibling.
 
-    draft_token_num_p2 is accepted and not used.
+    draft_token_num_p2 is accepted and ignored.
     """
     written = (tree_mask, positions, retrive_index, retrive_next_token, retrive_next_sibling)
     sizes = (topk, depth, draft_token_num, tree_mask_mode)
@@ -173,8 +173,8 @@ def tree_speculative_sampling_kernel(
 ) -> None:
     """Calls `sgl_kernel.tree_speculative_sampling_target_only`, which writes the first three arguments.
 
-    draft_probs is not read: drafts were chosen, not drawn, and SGLang's walk, which AITER models, keeps the target's
-    law without them (AITER's own kernel divides by them, and does not).
+    draft_probs is not read: drafts were chosen, not drawn, and SGLang's walk, on which AITER is modeled, keeps the
+    target's distribution without them (AITER's own kernel divides by them, and does not).
     """
     op = "tree_speculative_sampling_kernel"
     _check_sizes(op, accept_index, num_speculative_tokens, candidates, num_draft_tokens)
@@ -212,7 +212,7 @@ def organize_draft_results(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keeps the best num_draft_tokens - 1 candidates of all steps, ascending by flat id.
 
-    A list has one tensor for each step: scores [B, n] (or SGLang's [B, n, K]), tokens [B, n], parents [B, m].
+    A list has one tensor per step: scores [B, n] (or SGLang's [B, n, K]), tokens [B, n], parents [B, m].
     Returns parent_list (all steps but the last), top_scores_index and draft_tokens [B, num_draft_tokens - 1].
     """
     kept = _organize_draft_results(
@@ -267,9 +267,9 @@ def verify_tree_greedy(
 
 
 def compute_tree_statistics(accept_lengths: torch.Tensor, num_draft_tokens: int, num_steps: int) -> dict[str, float]:
-    """Returns the statistics of one verification, for which it waits; accept_lengths exclude the bonus.
+    """Waits for one verification and returns its statistics; accept_lengths exclude the bonus.
 
-    num_steps is accepted and not used, as in AITER. An empty batch gives zeros.
+    num_steps is accepted and ignored, as in AITER. An empty batch gives zeros.
     """
     arguments("compute_tree_statistics", num_draft_tokens=num_draft_tokens).integer("num_draft_tokens", 1)
     lengths = accept_lengths.tolist()

@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EAGLEConfig:
-    """The fields of AITER's configuration with its defaults; None turns a filter off.
+    """Holds the fields of AITER's configuration, with AITER's defaults; None turns a filter off.
 
-    num_draft_tokens  nodes verified in a step, root included, kept as given (AITER's code replaces it by the size of
+    num_draft_tokens  nodes verified per step, root included, kept as given (AITER's code replaces it by the size of
                       the full topk-ary tree)
-    device, dtype     where the models must be, and in which dtype; None: anything. Models are checked, never moved
+    device, dtype     where the models must be, and in which dtype; None: any. Models are checked, never moved
     """
 
     topk: int = 4
@@ -55,8 +55,8 @@ class EAGLEConfig:
 
 
 class EAGLEInference:
-    """AITER's interface of generation. The models are those of `eagle_kernels.EAGLEInference`, causal language models
-    of transformers among them.
+    """Generates through AITER's interface. Takes the models that `eagle_kernels.EAGLEInference` takes, causal language
+    models from transformers included.
 
     Unlike AITER's class it takes batches and ragged prompts (as lists), stops at exactly max_new_tokens and verifies
     sampled text by sampling.

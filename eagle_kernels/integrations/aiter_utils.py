@@ -1,4 +1,4 @@
-"""What AITER's `aiter.ops.speculative.spec_utils` offers, under its names and conventions (see `aiter.py`)."""
+"""The functions of AITER's `aiter.ops.speculative.spec_utils`, with its names and conventions (see `aiter.py`)."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ def fast_topk_torch(
 def select_top_k_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the k (up to 16) most likely tokens of each row of logits [B, V] or [B, n, V].
 
-    The result is log-probabilities fp32 and token ids. AITER's docstring promises log-probabilities and its code
-    returns the logits; this keeps the promise. Rows that are log-probabilities already are returned unchanged up to
-    rounding.
+    The results are fp32 log-probabilities and token ids. AITER's docstring promises log-probabilities, its code returns
+    logits; this keeps the promise. Rows that already are log-probabilities come back unchanged up to rounding.
     """
     level = _select_top_k_tokens(logits.reshape(-1, logits.shape[-1]), topk=k, level=0)
     shape = (*logits.shape[:-1], k)
@@ -51,7 +50,7 @@ def select_top_k_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, tor
 def generate_token_bitmask(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Returns bool [B, vocab_size], True at the ids of token_ids [B, n]; ids outside the vocabulary are skipped.
 
-    The packed words of a grammar over a whole tree are another function: `eagle_kernels.generate_token_bitmask`.
+    Another function packs a grammar's words over a whole tree: `eagle_kernels.generate_token_bitmask`.
     """
     args = arguments("generate_token_bitmask", token_ids=token_ids, vocab_size=vocab_size)
     args.tensor("token_ids", (None, None), check.INTEGER, contiguous=0)

@@ -2,8 +2,8 @@
 
     import eagle_kernels.integrations.sgl_kernel as sgl_kernel
 
-Names, argument order, dtypes and written values are those of `sgl_kernel.speculative` as SGLang 0.5.23 uses it; nothing
-of SGLang is imported. B requests, N = draft_token_num nodes with the root, S + 1 columns of accept_index. The caller's
+Names, argument order, dtypes and written values are those of `sgl_kernel.speculative` as SGLang 0.5.23 uses it; SGLang
+is never imported. B requests, N = draft_token_num nodes with the root, S + 1 columns of accept_index. The caller's
 buffers are written in place; they must be contiguous, and all but accept_index and accept_token_num may be longer than
 needed, as SGLang's graph buffers are.
 
@@ -17,8 +17,8 @@ Who writes what                  sgl_kernel                         here
     positions, retrive_index     written whole                      the same
 
 Selections may be in any order and trees may be malformed: every output of a build is what SGLang's
-test_build_eagle_tree_malformed.py asserts. That test is newer than 0.5.23, which hangs on cycles, and reads past a row
-where a parent is missing. These differences are asserted by no test of SGLang's:
+test_build_eagle_tree_malformed.py asserts. That test is newer than 0.5.23, which hangs on cycles and reads past a row
+if a parent is missing. No SGLang test asserts these differences:
 
 Odd input                        sgl_kernel                         here
     candidate ids below 0        children of the root               have no parent
@@ -35,12 +35,12 @@ A child of probability p, whose siblings up to itself have mass m, is accepted a
 The older rule (its sgl_kernel is that of sglang-kernel 0.4.5) takes tokens of probability 0, also underflowed ones: the
 first child always with threshold_single = 0, and with both thresholds at 1, which should be lossless, children of
 probability 0 at a coin of 0. The newer rule never does. It also divides as IEEE does, where the older one multiplies by
-a reciprocal and takes numbers below 2^-126 for 0. Two more differences, from both: a token that two siblings carry
-counts once here and twice there, where it then leaves the target's law; and sums for the bonus are made in another
-order, so that a final coin within rounding of an edge may give the token on its other side.
+a reciprocal and takes numbers below 2^-126 for 0. Two more differences from both: a token that two siblings carry
+counts once here but twice there, which departs from the target's distribution; and sums for the bonus are made in
+another order, so a final coin within rounding of an edge may give the token on its other side.
 
 SGLang's functions and kernels for KV slots are in sglang_cache_locs.py and sglang_kv_indices.py; its norms, activation,
-rotary embedding and renormalising filters are in sglang_elementwise.py. This module has all of their names too.
+rotary embedding and renormalizing filters are in sglang_elementwise.py. This module has all of their names too.
 
 segment_packbits, which SGLang itself no longer calls, is missing.
 """
@@ -121,7 +121,7 @@ __all__ = [
 
 
 class TreeMaskMode(IntEnum):
-    """The numbers that `tree_mask_mode` takes."""
+    """Names the numbers that `tree_mask_mode` takes."""
 
     FULL_MASK = 0
     QLEN_ONLY = 1
@@ -149,8 +149,8 @@ def build_tree_kernel_efficient(
     """Writes tree_mask, positions and the three retrive_* of every request's tree.
 
     parent_list [B, topk * (depth - 1) + 1], of any width for depth 1; selected_index [B, N - 1]; verified_seq_len [B];
-    tree_mask of any dtype, of which only the bytes matter; positions [B * N] int64; retrive_* [B, N] int64.
-    Raises ValueError where a buffer is too short (FULL_MASK: cells past its end are not written).
+    tree_mask of any dtype, since only its bytes matter; positions [B * N] int64; retrive_* [B, N] int64.
+    Raises ValueError if a buffer is too short (FULL_MASK: cells past its end are not written).
     """
     op = "build_tree_kernel_efficient"
     mode, batch_size = TreeMaskMode(tree_mask_mode), verified_seq_len.shape[0]
@@ -230,7 +230,7 @@ def tree_speculative_sampling_target_only(
 
     predicts [B * N] or longer; accept_index [B, S + 1], whose width bounds the walk; accept_token_num [B] counts the
     accepted drafts without the bonus. uniform_samples [B, N], uniform_samples_for_final_sampling [B], target_probs
-    [B, N, V], all fp32. Thresholds below 1 are lossy. `deterministic` changes nothing: the result always is.
+    [B, N, V], all fp32. Thresholds below 1 are lossy. `deterministic` is ignored: results always are.
     """
     op = "tree_speculative_sampling_target_only"
     _verify_tree_coins(
@@ -260,7 +260,7 @@ def reconstruct_indices_from_tree_mask(
     batch_size: int,
     draft_token_num: int,
 ) -> None:
-    """Writes positions and the three retrive_* of trees that are given by their QLEN_ONLY masks (n-gram drafts).
+    """Writes positions and the three retrive_* of trees given as QLEN_ONLY masks (n-gram drafts).
 
     tree_mask [B * N * N] of any one-byte dtype; verified_seq_len [B] or longer; outputs as of the build.
     """

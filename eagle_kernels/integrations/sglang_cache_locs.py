@@ -1,11 +1,11 @@
-"""SGLang's functions that keep account of KV slots, on top of our ops; its lists for attention: sglang_kv_indices.py.
+"""SGLang's functions for the bookkeeping of KV slots, on top of our ops; for lists, see sglang_kv_indices.py.
 
     import eagle_kernels.integrations.sgl_kernel as sgl_kernel      # has the names of both files as well
 
-Names, argument order, dtypes and written values are those of SGLang 0.5.23, or of an older version where a docstring
-says so; nothing of SGLang is imported. What is a Triton kernel there is called here as one, `name[grid](...)`; sizes
-that only a kernel needs (pool_len, bs_upper, BLOCK_SIZE and their like) are accepted and change nothing. Integers may
-be int32 or int64 everywhere.
+Names, argument order, dtypes and written values are those of SGLang 0.5.23, or of an older version if a docstring
+says so; SGLang is never imported. SGLang's Triton kernels are called like kernels here, too, `name[grid](...)`; sizes
+that only a kernel needs (such as pool_len, bs_upper, BLOCK_SIZE) are accepted and ignored. Integers may be int32 or
+int64 everywhere.
 
 What differs                     SGLang                             here
     lists that do not fit        are written past the buffer        are cut at its end
@@ -17,7 +17,7 @@ What differs                     SGLang                             here
     align_evict_mask             a request without a token keeps    keeps nothing: it has no page
                                  the slots of its first page
 
-Not supported, and refused with the reason: tables of pages (ENTRY_PAGE_SIZE), translation of virtual slots (v2p), and
+Refused, as not supported: tables of pages (ENTRY_PAGE_SIZE), translation of virtual slots (v2p), and
 `mrope` positions.
 """
 
@@ -41,7 +41,7 @@ from ..ops.kv.extend_cache_locs import Output as ExtendOutput
 
 
 class Kernel:
-    """A function that is called as a Triton kernel is; its first argument is the grid, a tuple."""
+    """Makes a function callable like a Triton kernel; its first argument is the grid, a tuple."""
 
     def __init__(self, function: Callable):
         functools.update_wrapper(self, function)
@@ -209,8 +209,8 @@ def get_src_tgt_cache_loc(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the slots of the path, a zero for each, and how many slots of each request are free (SGLang 0.5.10).
 
-    accept_index names the path's nodes only, accept_length counts accepted drafts. SGLang calls the same operators of
-    torch; `accepted_cache_locs` does this, and what `get_target_cache_loc` does, in one launch.
+    accept_index names the path's nodes only, accept_length counts accepted drafts. SGLang calls the same torch
+    operators; `accepted_cache_locs` does this and `get_target_cache_loc`'s work in one launch.
     """
     src_cache_loc = out_cache_loc[accept_index]
     extended = seq_lens + draft_token_num

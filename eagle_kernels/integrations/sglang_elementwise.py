@@ -1,7 +1,7 @@
-"""The norms, the activation, the rotary embedding and the renormalising filters of `sgl_kernel`, on top of our ops.
+"""The norms, the activation, the rotary embedding and the renormalizing filters of `sgl_kernel`, on top of our ops.
 
 Names, argument order and rounding are those of `sgl_kernel.elementwise` and `sgl_kernel.sampling`: each op rounds once,
-at the end, also where it adds a residual first. `enable_pdl` is accepted and ignored: our launches decide for
+at the end, even if it adds a residual first. `enable_pdl` is accepted and ignored: our launches decide for
 themselves. `sgl_kernel.py` has these names too.
 """
 
@@ -21,7 +21,7 @@ def rmsnorm(
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Returns input [T, H] normed, or writes it to `out`."""
+    """Returns input [T, H] normalized, or writes it to `out`."""
     return _norm(input, weight, eps, 0.0, out)
 
 
@@ -77,10 +77,10 @@ def apply_rope_with_cos_sin_cache_inplace(
     fused_set_kv_buffer_arg=None,
     enable_pdl: bool | None = None,
 ) -> None:
-    """Turns query [T, Hq * head_size] and key [T, Hkv * head_size] in place.
+    """Rotates query [T, Hq * head_size] and key [T, Hkv * head_size] in place.
 
     cos_sin_cache [max_positions, rotary_dim] fp32: cosines, then sines. fused_set_kv_buffer_arg is refused: our op
-    write_kv turns and writes in one launch.
+    write_kv rotates and writes in one launch.
     """
     if fused_set_kv_buffer_arg is not None:
         name = "apply_rope_with_cos_sin_cache_inplace"
@@ -91,12 +91,12 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 
 def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
-    """Returns probs [T, V] fp32 of the k most likely tokens alone, renormalised."""
+    """Returns probs [T, V] fp32 of only the k most likely tokens, renormalized."""
     return ops.top_k_renorm(probs, _per_row(probs, top_k, torch.int32))
 
 
 def top_p_renorm_prob(probs: torch.Tensor, top_p: torch.Tensor | float) -> torch.Tensor:
-    """Returns probs [T, V] fp32 of the fewest most likely tokens that hold top_p, renormalised."""
+    """Returns probs [T, V] fp32 of the fewest likeliest tokens that hold top_p, renormalized."""
     return ops.top_p_renorm(probs, _per_row(probs, top_p, torch.float32))
 
 

@@ -36,7 +36,7 @@ def generate_draft_decode_kv_indices(
 ) -> None:
     """Writes kv_indices [N, *] and kv_indptr [N, *] of N draft steps; grid (N, B, K), or (N * blocks, B, K).
 
-    N is NUM_STEPS where that is given. `draft_kv_indices` says what is written. As in SGLang, sink_size means nothing
+    N is NUM_STEPS if that is given. `draft_kv_indices` documents what is written. As in SGLang, sink_size is ignored
     without a window.
     """
     refuse_translation(f"{__name__}.generate_draft_decode_kv_indices", ENTRY_PAGE_SIZE, TRANSLATE)
@@ -91,7 +91,7 @@ def create_flashinfer_kv_indices_triton(
 ) -> None:
     """Writes the slots of every request, one after another, to kv_indices; grid (B,) or (B, blocks).
 
-    kv_indptr [B + 1] is the running sum of the lengths, as all callers make it; it is written once more.
+    kv_indptr [B + 1] is the running sum of the lengths, as all callers pass it; it is written again.
     """
     where, batch_size = f"{__name__}.create_flashinfer_kv_indices_triton", grid[0]
     refuse_translation(where, ENTRY_PAGE_SIZE, token_mapping is not None)
@@ -125,7 +125,7 @@ def create_draft_kv_indices(
 ) -> None:
     """Writes one list for each of the last expand_factor tokens of a request, for SGLang's naive EAGLE; grid (B,).
 
-    expand_factor is 2 there and may be any number here. `chain_kv_indices` says what is written.
+    expand_factor is 2 there and may be any number here. `chain_kv_indices` documents what is written.
     """
     batch_size = grid[0]
     chain_kv_indices(

@@ -16,7 +16,7 @@ from .. import ops
 
 
 def register(name: str = "eagle_kernels") -> None:
-    """Makes `attn_implementation=name` known to transformers, with masks that only say which keys are padding."""
+    """Registers `attn_implementation=name` with transformers, with masks that only say which keys are padding."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -42,10 +42,10 @@ def attention(
 
     query          [B, Hq, L, D]   the last L tokens of each sequence
     key, value     [B, Hkv, Lk, D]
-    attention_mask [B, Lk]         False for padding, which may stand anywhere; None: there is none
+    attention_mask [B, Lk]         False for padding, which may be anywhere; None: no padding
     s_aux          [Hq]            attention sinks
     Returns [B, L, Hq, D] and no attention weights; rows of padding hold arbitrary values.
-    Sequences packed into one row (told by position_ids) are not separated.
+    Sequences packed into one row (marked by position_ids) are not separated.
     Raises ValueError for dropout, for masks of any other shape, and for keys and values of different sizes.
     """
     batch_size, _, num_query, head_dim = query.shape

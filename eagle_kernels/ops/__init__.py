@@ -1,7 +1,7 @@
 """L2, the operators. `eagle_kernels.<op>` is the public function, `eagle_kernels.raw.<op>` the bare launcher.
 
-`verify_tree` is no op of its own but the front door of two; `generate_token_bitmask` runs on the host. What type
-checkers see of these names is in `__init__.pyi`.
+`verify_tree` is not an op itself but calls one of two; `generate_token_bitmask` runs on the host. Type checkers read
+`__init__.pyi`.
 """
 
 from ..runtime.lazy import lazily

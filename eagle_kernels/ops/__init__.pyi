@@ -123,7 +123,7 @@ chain_kv_indices = _with_reference(_chain_kv_indices, _chain_kv_indices_referenc
 compute_tree_statistics = _with_reference(_compute_tree_statistics, _compute_tree_statistics_reference)
 """Describes the tree of every request from its links: depth, branching, and the number of nodes at each depth."""
 draft_cache_locs = _with_reference(_draft_cache_locs, _draft_cache_locs_reference)
-"""Lists the slots that draft steps write, and the slots to copy before them where branches have pages of their own."""
+"""Lists the slots that draft steps write, and the slots to copy first if branches have pages of their own."""
 draft_kv_indices = _with_reference(_draft_kv_indices, _draft_kv_indices_reference)
 """Lists the KV slots that each branch attends to at every draft step: the prefix, then the branch's own drafts."""
 extend_cache_locs = _with_reference(_extend_cache_locs, _extend_cache_locs_reference)
@@ -137,9 +137,9 @@ kv_indices = _with_reference(_kv_indices, _kv_indices_reference)
 linear_decode = _with_reference(_linear_decode, _linear_decode_reference)
 """Returns x @ weight.T + bias for the tokens of a decoding step."""
 merge_drafts = _with_reference(_merge_drafts, _merge_drafts_reference)
-"""Merges two tries of every request: the other one goes below a node of the first."""
+"""Merges two tries per request: the other one goes below a node of the first."""
 min_p_renorm = _with_reference(_min_p_renorm, _min_p_renorm_reference)
-"""Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalises."""
+"""Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalizes."""
 move_accepted_kv = _with_reference(_move_accepted_kv, _move_accepted_kv_reference)
 """Moves the cached keys and values of accepted nodes so that each path is contiguous, in place, in all layers."""
 ngram_match = _with_reference(_ngram_match, _ngram_match_reference)
@@ -147,13 +147,13 @@ ngram_match = _with_reference(_ngram_match, _ngram_match_reference)
 organize_draft_results = _with_reference(_organize_draft_results, _organize_draft_results_reference)
 """Keeps the best candidates of every request, over all draft levels."""
 pack_tree_mask = _with_reference(_pack_tree_mask, _pack_tree_mask_reference)
-"""Packs a tree mask of any layout into int64 words, one bit for each draft key: the layout that attention reads."""
+"""Packs a tree mask of any layout into int64 words, one bit per draft key: the layout that attention reads."""
 pack_verify_rows = _with_reference(_pack_verify_rows, _pack_verify_rows_reference)
 """Packs the first nodes of every request into rows without gaps, as a server's forward pass reads them."""
 penalize_logits = _with_reference(_penalize_logits, _penalize_logits_reference)
-"""Penalises the logits of every tree node, and counts the drafts on the node's own path as output."""
+"""Penalizes the logits of every tree node, and counts the drafts on the node's own path as output."""
 plan_attention = _with_reference(_plan_attention, _plan_attention_reference)
-"""Plans the attention of a batch once for all layers that have the same window."""
+"""Plans the attention of a batch, once for all layers with the same window."""
 prefill_attention = _with_reference(_prefill_attention, _prefill_attention_reference)
 """Attends prompts, or chunks of prompts, to themselves and to what comes before them."""
 prune_trees = _with_reference(_prune_trees, _prune_trees_reference)
@@ -173,13 +173,13 @@ select_top_k_tokens = _with_reference(_select_top_k_tokens, _select_top_k_tokens
 silu_and_mul = _with_reference(_silu_and_mul, _silu_and_mul_reference)
 """Returns silu(gate) * up, of two tensors or of the two halves of one."""
 top_k_renorm = _with_reference(_top_k_renorm, _top_k_renorm_reference)
-"""Keeps the top_k most likely tokens of each row of probabilities, and renormalises."""
+"""Keeps the top_k most likely tokens of each row of probabilities, and renormalizes."""
 top_p_renorm = _with_reference(_top_p_renorm, _top_p_renorm_reference)
-"""Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalises."""
+"""Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalizes."""
 tree_attention = _with_reference(_tree_attention, _tree_attention_reference)
 """Attends draft tokens to the prefix in the KV cache and to the draft keys that a tree mask allows."""
 tree_from_mask = _with_reference(_tree_from_mask, _tree_from_mask_reference)
-"""Reads the tree of every request off its mask: positions and links, for drafters that deliver a mask."""
+"""Derives positions and links of every request's tree from its mask, for drafters that provide a mask."""
 tree_from_parents = _with_reference(_tree_from_parents, _tree_from_parents_reference)
 """Builds the verification tree of every request from the parents of its drafts: mask, positions and links."""
 unpack_tree_mask = _with_reference(_unpack_tree_mask, _unpack_tree_mask_reference)
@@ -187,17 +187,17 @@ unpack_tree_mask = _with_reference(_unpack_tree_mask, _unpack_tree_mask_referenc
 verify_chain = _with_reference(_verify_chain, _verify_chain_reference)
 """Verifies chains of drafts that were sampled from a draft distribution, without loss."""
 verify_commit = _with_reference(_verify_commit, _verify_commit_reference)
-"""Computes what a batch continues with after verification: lengths, roots, the draft's inputs and rows to gather."""
+"""Computes what the next step starts from: lengths, roots, the draft's inputs and rows to gather."""
 verify_tree = _with_reference(_verify_tree, _verify_tree_reference)
-"""Verifies trees of `build_tree`, greedily or by sampling; both are lossless."""
+"""Verifies trees from `build_tree`, greedily or by sampling; both are lossless."""
 verify_tree_coins = _with_reference(_verify_tree_coins, _verify_tree_coins_reference)
-"""Verifies token trees by given coins and the target's probabilities; lossless at the default thresholds."""
+"""Verifies token trees with given coins and target probabilities; lossless at the default thresholds."""
 verify_tree_greedy = _with_reference(_verify_tree_greedy, _verify_tree_greedy_reference)
 """Verifies token trees greedily: follows the target's argmax, or given target ids, from the root down."""
 verify_tree_rejection = _with_reference(_verify_tree_rejection, _verify_tree_rejection_reference)
 """Verifies token trees whose children were drawn from the draft's distribution, without loss: recursive rejection."""
 verify_tree_sampled = _with_reference(_verify_tree_sampled, _verify_tree_sampled_reference)
-"""Verifies token trees by sample and match: emits the text that plain sampling would have drawn, without loss."""
+"""Verifies token trees by sample and match: emits exactly the text that plain sampling would draw."""
 verify_tree_topp = _with_reference(_verify_tree_topp, _verify_tree_topp_reference)
 """LOSSY: Accepts drafts that are among the target's most likely tokens, whatever their probability."""
 verify_tree_traversal = _with_reference(_verify_tree_traversal, _verify_tree_traversal_reference)

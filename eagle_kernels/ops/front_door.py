@@ -1,4 +1,4 @@
-"""`verify_tree`, the front door of two ops: greedy without a sampling parameter, else sample and match."""
+"""`verify_tree`, the front door to two ops: greedy without a sampling parameter, else sample and match."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def verify_tree(
     spec_steps: int,
     out: VerifyOutput | None = None,
 ) -> VerifyOutput:
-    """Verifies trees of `build_tree`, greedily or by sampling; both are lossless.
+    """Verifies trees from `build_tree`, greedily or by sampling; both are lossless.
 
     Without a sampling parameter (temperature, seeds, top_k, top_p, min_p) this is `verify_tree_greedy`. With one it is
-    `verify_tree_sampled`, which needs target_logits, positions, seeds and temperature. The lossy rules have ops of
-    their own: `verify_tree_typical`, `verify_tree_topp`.
+    `verify_tree_sampled`, which needs target_logits, positions, seeds and temperature. The lossy rules are separate
+    ops: `verify_tree_typical`, `verify_tree_topp`.
     Symbols: B requests, N nodes of a tree (1..1024; node 0 is the root), V tokens.
 
     Args:
@@ -55,8 +55,8 @@ def verify_tree(
         temperature: None or [B] fp32. 0 (anything below 1e-5): greedy.
         top_k: None or [B] int. As in `sample_from_logits`.
         top_p, min_p: None or [B] fp32. Likewise.
-        accept_policy: as in `verify_tree_greedy`. Seeds that come with "simulate" alone do not ask for sampling.
-        simulated_rates: None or [S] fp32. Likewise; it needs seeds and positions.
+        accept_policy: as in `verify_tree_greedy`. With "simulate", seeds alone do not ask for sampling.
+        simulated_rates: None or [S] fp32. Likewise; needs seeds and positions.
         spec_steps: S, 0..1024: the most drafts to accept.
         out: three tensors to write into, for either rule.
 
@@ -69,10 +69,10 @@ def verify_tree(
         A dead row, whose root has a retrieve_index outside the request, gives -1 and accept_token_num 0.
 
     Raises:
-        ValueError, TypeError: what the called op refuses, a missing argument of sampling, or one with target_predict.
+        ValueError, TypeError: as for the op called; also if sampling lacks an argument or has target_predict.
 
     Source:
-        One function for both rules is eagle_kernels' own.
+        eagle_kernels' own.
 
     Example:
         >>> tree = [torch.tensor([x]) for x in ([4, 1, 2], [0, 1, 2], [1, -1, -1], [-1, 2, -1])]  # 4 above 1 and 2
@@ -93,7 +93,7 @@ def verify_tree(
     needed = {"target_logits": target_logits, "positions": positions, "seeds": seeds, "temperature": temperature}
     missing = [name for name, value in needed.items() if value is None]
     if missing:
-        raise ValueError(f"eagle_kernels.verify_tree: {', '.join(missing)} must be given too for sampling, got None")
+        raise ValueError(f"eagle_kernels.verify_tree: {', '.join(missing)} must also be given for sampling, got None")
     if target_predict is not None:
         raise ValueError("eagle_kernels.verify_tree: target_predict must not be given for sampling, which draws tokens")
     policy = {"accept_policy": accept_policy, "simulated_rates": simulated_rates}

@@ -20,10 +20,10 @@ _METHODS = ("accept_token", "rollback", "fill_next_token_bitmask", "is_terminate
 
 
 class Matcher(Protocol):
-    """Holds a grammar and a request's place in it, such as xgrammar's GrammarMatcher."""
+    """Holds a grammar and a request's state in it, such as xgrammar's GrammarMatcher."""
 
     def accept_token(self, token: int) -> bool:
-        """Advances by `token` and returns True, or stays and returns False if the grammar refuses it."""
+        """Advances by `token` and returns True, or stays put and returns False if the grammar refuses it."""
 
     def rollback(self, num_tokens: int) -> None:
         """Takes back the last accepted tokens, including one that ended the grammar."""
@@ -47,14 +47,14 @@ def generate_token_bitmask(
 ) -> Tensor:
     """Returns what each request's grammar allows after every node of its tree, as one bit per token.
 
-    The walk goes through each tree depth first, with the request's matcher. It runs on the CPU, where all tensors are,
-    and can overlap the target's forward pass on a GPU.
+    Walks each tree depth first, with the request's matcher. It runs on the CPU, where all tensors must be, and can
+    overlap the target's forward pass on a GPU.
 
     Symbols: B requests, N nodes of a tree, its root included.
 
     Args:
-        matchers: One per request; None allows everything. A matcher has accepted the committed tokens and the root, and
-            is left in that state, even after an error. It must be able to roll back a token for each level of the tree.
+        matchers: One per request; None allows everything. A matcher must have accepted the committed tokens and the
+            root, and is left in that state, even after an error. It must be able to roll back one token per tree level.
         draft_tokens: [B, N] or [B * N], int32 or int64. Tokens of the nodes, as `build_tree` returns them.
         retrieve_next_token: [B, N] int32 or int64. First child of each node.
         retrieve_next_sibling: [B, N] int32 or int64. Next sibling of each node. Links that do not point forward are
@@ -64,8 +64,8 @@ def generate_token_bitmask(
 
     Returns:
         [B * N, ceil(V / 32)] int32. Bit v % 32 of word v // 32 is set if token v may follow the node. All bits of a row
-        are set, those from V on included, without a grammar, after its end (what follows a stop token is cut off), and
-        at a node that cannot be accepted: the grammar refuses its token or one above it, or nothing links to it.
+        are set, even from V on, if there is no grammar, after its end (what follows a stop token is cut off), and at a
+        node that cannot be accepted, because the grammar refuses its token or one above it or nothing links to it.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

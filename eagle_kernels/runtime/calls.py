@@ -60,7 +60,7 @@ def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable
 
 
 def with_kinds(function: Callable[P, R]) -> Callable[P, R]:
-    """Wraps a front door that is no op of its own in checks of the names and kinds of its arguments."""
+    """Wraps a front door, which is not an op itself, in checks of the names and kinds of its arguments."""
     name, parameters = function.__name__, inspect.signature(function).parameters
     check_kinds = host_kinds(name, parameters)
 
@@ -186,7 +186,7 @@ def _pieces(tensor: torch.Tensor) -> numpy.ndarray:
 
 
 def _overlap(*pieces: numpy.ndarray) -> bool:
-    """Tells whether pieces of one tensor overlap each other, or those of two tensors."""
+    """Returns whether pieces of one tensor overlap each other, or those of two tensors."""
     if len(pieces) == 1:
         ordered = pieces[0][pieces[0][:, 0].argsort()]
         return bool((ordered[1:, 0] < ordered[:-1, 1]).any())
@@ -198,6 +198,6 @@ def _overlap(*pieces: numpy.ndarray) -> bool:
 
 
 def _are_one(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tells whether both begin at one address, with the same dtype and strides."""
+    """Returns whether both begin at one address, with the same dtype and strides."""
     strides = [[stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1] for tensor in (one, other)]
     return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and strides[0] == strides[1]

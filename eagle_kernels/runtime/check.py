@@ -251,12 +251,12 @@ def unpack(op: str, out, count: int) -> tuple:
 
 
 def is_dense(value) -> bool:
-    """Tells whether a value is a tensor with strides."""
+    """Returns whether a value is a tensor with strides."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
 def can_read(tensor: torch.Tensor, is_wanted: bool = False) -> bool:
-    """Tells whether checks of a tensor's values are wanted (EAGLE_KERNELS_DEBUG=1 at the first import) and possible.
+    """Returns whether checks of a tensor's values are wanted (EAGLE_KERNELS_DEBUG=1 at the first import) and possible.
 
     is_wanted: they are wanted in any case.
 

@@ -30,7 +30,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _is_command() -> bool:
-    """Tells whether this process is `python -m eagle_kernels` or `eagle-kernels`, in its imports."""
+    """Returns whether this process is `python -m eagle_kernels` or `eagle-kernels`, in its imports."""
     if sys.argv[:1] == ["-m"]:  # while Python looks for the module, whose name follows, perhaps in one word: -mNAME
         return re.fullmatch(r"(-\w*m)?eagle_kernels", sys.orig_argv[-len(sys.argv)]) is not None
     return bool(sys.argv) and Path(sys.argv[0]).stem == "eagle-kernels"

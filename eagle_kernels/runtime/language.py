@@ -17,7 +17,7 @@ OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 9)
 
 
 def wants_interpreter() -> bool:
-    """Tells whether the environment asks for Triton's interpreter now, as Triton reads it for a kernel."""
+    """Returns whether the environment asks for Triton's interpreter now, as Triton reads it for a kernel."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -25,7 +25,7 @@ _IS_INTERPRETING = wants_interpreter()
 
 
 def is_interpreting() -> bool:
-    """Tells whether kernels run through Triton's interpreter, which is fixed when the first one is imported."""
+    """Returns whether kernels run through Triton's interpreter, which is fixed when the first one is imported."""
     return _IS_INTERPRETING
 
 
@@ -135,7 +135,7 @@ if MISSING is None:
             _reduce_without_nan()
 else:
     if "not installed" not in MISSING:
-        warnings.warn(f"eagle_kernels: kernels cannot run, they need {MISSING}", stacklevel=2)
+        warnings.warn(f"eagle_kernels: kernels cannot run: they need {MISSING}", stacklevel=2)
     triton = tl = _StandIn()
     HAS_DEPENDENT_LAUNCH = HAS_WIDE_PRODUCT = True  # unused: every launch raises, with the reason
 

@@ -212,7 +212,7 @@ class _Plan:
         return tensors if self.guards.check(*distinct) else None
 
     def accepts(self, pointers: list) -> bool:
-        """Tells whether these addresses are aligned as this plan, which may be the latest one, needs them."""
+        """Returns whether these addresses are aligned as this plan, which may be the latest one, needs them."""
         return pointers == self.before[1] or _all_aligned(pointers)
 
     def run(self, tensors: Sequence, pointers: list, kwargs: dict):
@@ -243,7 +243,7 @@ def _knows_triton() -> bool:
 
 
 def _can_plan() -> bool:
-    """Tells whether calls may be planned: not with another Triton, in the interpreter, under the test harness, within
+    """Returns whether calls may be planned: not with another Triton, in the interpreter, under the test harness, within
     another launcher, for profilers that hook into launches, or where every call is to be checked."""
     if not _knows_triton() or _interceptor is not None or check.DEBUG:
         return False

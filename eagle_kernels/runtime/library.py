@@ -277,7 +277,7 @@ class _Operator:
 
 
 class Operator(Protocol[P, R, ReferenceP, ReferenceR]):
-    """A public function of an op, with the op's reference."""
+    """Types the public function of an op, with the op's reference as an attribute."""
 
     __name__: str
 
@@ -301,7 +301,7 @@ _num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, t
 
 
 def _goes_straight(args: tuple, kwargs: dict, buffers: tuple) -> bool:
-    """Tells whether nobody but the launcher of a GPU waits for a call: no tracer, mode, transform or profiler."""
+    """Returns whether nobody but the launcher of a GPU waits for a call: no tracer, mode, transform or profiler."""
     if _is_watched():
         return False
     if not all(_PLAIN.issuperset(map(type, values)) for values in (args, kwargs.values(), buffers)):
@@ -313,7 +313,7 @@ def _goes_straight(args: tuple, kwargs: dict, buffers: tuple) -> bool:
 
 
 def _is_watched() -> bool:
-    """Tells whether a mode, tracer, transform or profiler has to see calls."""
+    """Returns whether a mode, tracer, transform or profiler has to see calls."""
     return torch.compiler.is_compiling() or bool(
         _num_dispatch_modes()
         or _num_function_modes()

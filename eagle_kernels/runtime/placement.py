@@ -60,7 +60,7 @@ def read_device(owner: str, name: str | torch.device, *others: str) -> torch.dev
         reason = why_no_gpu() or f"this machine has {torch.cuda.device_count()} GPUs that torch can use"
         raise ValueError(f"{owner} {name}: {reason}")
     if device.type == "cpu" and device.index:
-        raise ValueError(f"{owner} must be cpu without a number, of which there is one, got {shown(name)}")
+        raise ValueError(f"{owner} must be cpu without a number, since there is only one, got {shown(name)}")
     if device.type == "cpu":
         return torch.device("cpu")
     return device
@@ -106,12 +106,12 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def is_same_device(one: torch.device, other: torch.device) -> bool:
-    """Tells whether two devices are one; `cuda` without an index is any `cuda:N`."""
+    """Returns whether two devices are one; `cuda` without an index is any `cuda:N`."""
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
 def rounds_fp32_matmuls() -> bool:
-    """Tells whether PyTorch was allowed to round the inputs of fp32 products, on the GPU."""
+    """Returns whether PyTorch was allowed to round the inputs of fp32 products, on the GPU."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # its newer sibling, torch.backends.cuda.matmul.fp32_precision, was set to something lower

@@ -32,7 +32,7 @@ def architecture(device: torch.device) -> str:
 
 
 def has_dependent_launch(device: torch.device) -> bool:
-    """Tells whether kernels start while the one before ends, see primitives/dependent_launch.py."""
+    """Returns whether kernels start while the one before ends, see primitives/dependent_launch.py."""
     name = architecture(device)
     is_able = name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
     return is_able and _PDL_IS_WANTED and language.HAS_DEPENDENT_LAUNCH
@@ -43,7 +43,7 @@ class NotSupported(ValueError):
 
 
 def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tells whether the architecture has this type, see FP8_ON; without a GPU both types are there."""
+    """Returns whether the architecture has this type, see FP8_ON; without a GPU both types are there."""
     name = architecture(device)
     if name.startswith("sm_"):
         return dtype == torch.float8_e4m3fn and int(name.removeprefix("sm_")) >= 89

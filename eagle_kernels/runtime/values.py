@@ -152,7 +152,7 @@ def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the field {shown_name(twice)} is there more than once")
+        raise ValueError(f"the field {shown_name(twice)} occurs more than once")
     return made
 
 

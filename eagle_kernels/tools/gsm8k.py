@@ -34,11 +34,11 @@ class Accuracy:
     """Holds how many questions were answered, and how.
 
     Attributes:
-        questions, correct: How many were asked, and answered by the right number.
-        invalid: How many texts hold no number.
-        accuracy: The share of right ones.
-        output_tokens, time_s, tokens_per_second: New tokens, the seconds they took, and how many that is a second.
-        mean_accept_length: Mean tokens of a step, bonus token included.
+        questions, correct: How many were asked, and answered with the right number.
+        invalid: How many texts have no number.
+        accuracy: The share of correct answers.
+        output_tokens, time_s, tokens_per_second: New tokens, the seconds they took, and their rate.
+        mean_accept_length: Mean tokens per step, bonus token included.
         texts: The text after each prompt.
     """
 
@@ -63,7 +63,7 @@ def read_examples(path: str | Path) -> list[Example]:
     """Reads a file of examples.
 
     Raises:
-        ValueError: There is no such file, or a line is no example; the message names the line.
+        ValueError: There is no such file, or a line is not an example; the message names the line.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
@@ -88,7 +88,7 @@ def _example(place: str, line: str) -> Example:
 
 
 def last_number(text: str) -> float | None:
-    """Returns the last number in a text, None without any; commas between digits are none of it."""
+    """Returns the last number in a text, without commas between digits; None if there is none."""
     numbers = _NUMBER.findall(re.sub(r"(?<=\d),(?=\d)", "", text))
     return float(numbers[-1]) if numbers else None
 
@@ -96,7 +96,7 @@ def last_number(text: str) -> float | None:
 def prompts_of(
     examples: Sequence[Example], num_shots: int, num_questions: int | None
 ) -> tuple[list[str], list[Example]]:
-    """Returns a prompt for each question that is asked, and these questions: those after the first num_shots.
+    """Returns a prompt for each question after the first num_shots, and these questions.
 
     Raises:
         ValueError: No question is left to ask.
@@ -114,7 +114,7 @@ def evaluate(
     """Answers all prompts at once; `options` are those of `EAGLEInference.generate`, such as speculative=False.
 
     Raises:
-        ValueError: As `generate`, for example for a prompt that is too long.
+        ValueError: As for `generate`, for example if a prompt is too long.
     """
     engine.forget_prefixes()  # of an earlier run
     start_s = time.perf_counter()

@@ -38,7 +38,7 @@ _OPTIONS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", 
 
 @dataclass
 class SweepRow:
-    """The mean acceptance length (bonus included) with the ids shifted by `shift`; None if they leave the target."""
+    """Holds the mean acceptance length (with bonus) for ids shifted by `shift`; None if they leave the target."""
 
     shift: int
     aux_layers: tuple[int, ...]
@@ -47,7 +47,7 @@ class SweepRow:
 
 @dataclass
 class HeadReport:
-    """The report of `inspect`.
+    """Holds the report of `inspect`.
 
     kind                EAGLE-1 includes EAGLE-2, whose network is the same; of a language model its class
     written_aux_layers  the ids in config.json, which number `written_aux_meaning`; None: it has none
@@ -58,7 +58,7 @@ class HeadReport:
     dtypes, parameters  those in the file; types in the words of safetensors, such as BF16
     fits                None: no target was given
     misfits             every reason why the head does not fit, and every fault of the head itself
-    remarks             notes that are no faults
+    remarks             notes that are not faults
     """
 
     folder: str

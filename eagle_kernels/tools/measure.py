@@ -1,4 +1,4 @@
-"""What one request took: its result as a record, and timers of the device for code of one's own."""
+"""What one request cost: its result as a record, and device timers for your own code."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _MOST_UNREAD = 256
 
 @dataclass
 class GenerationResult:
-    """What one request brought and what it took, as measurements keep it: a JSON line, there and back.
+    """Holds what one request produced and what it cost; converts to a line of JSON and back.
 
-    `GenerationResult.from_stream(engine.stream(prompt, 128))` measures one. Two kinds of latency are kept apart, so
-    that those of plain and of speculative decoding compare: a token's, and a round's, which brings several.
+    `GenerationResult.from_stream(engine.stream(prompt, 128))` measures one. Latencies per token and per round, which
+    brings several tokens, are kept apart, so that plain and speculative decoding compare.
 
     generated_ids           new tokens
-    per_token_latencies     s, one for each of them: the first one's is time_to_first_token, what a round brings at once
-                            shares its time. `inter_token_latencies` is without the first
+    per_token_latencies     s, one per token: the first is time_to_first_token; tokens of one round share its time.
+                            `inter_token_latencies` is without the first
     total_time              s on the wall, from the request to the end of the stream; not a sum of latencies
     peak_memory_mb          most that torch held on the GPU meanwhile, in 10^6 bytes, weights and pools included; None:
                             not measured, as on the CPU
     time_to_first_token     s
-    and of speculative decoding, None of plain:
+    and for speculative decoding (None for plain):
     acceptance_rate         accepted drafts over the most that the rounds could accept
     tokens_per_step         mean of the rounds: accepted drafts and the target's own token
     num_speculation_rounds  how many; the first token comes before them
     draft_time_total_ms, verify_time_total_ms, sampling_time_total_ms, bookkeeping_time_total_ms
                             device time, scaled to all rounds from those that were timed; None where none was
-    per_round_latencies     s, one for each round
+    per_round_latencies     s, one per round
     accepted_per_depth      in how many rounds the draft at depth 1, 2, ... was accepted
     """
 
@@ -78,7 +78,7 @@ class GenerationResult:
     def from_stream(cls, stream: TokenStream) -> GenerationResult:
         """Runs a stream of one request, which must not have begun, to its end and measures it.
 
-        On a GPU torch's peak of memory is reset first. Batches are measured by `EAGLEInference.benchmark`.
+        On a GPU, torch's peak memory is reset first. For batches, use `EAGLEInference.benchmark`.
         """
         if len(stream.requests) != 1:
             raise ValueError(f"GenerationResult.from_stream: stream must have 1 request, got {len(stream.requests)}")
@@ -111,7 +111,7 @@ class GenerationResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the whole time, prompt included; 0.0 of no time."""
+        """Tokens per second of the whole time, prompt included; 0.0 if no time passed."""
         return self.num_tokens / self.total_time if self.total_time else 0.0
 
     @property
@@ -120,12 +120,12 @@ class GenerationResult:
 
     @property
     def inter_token_latencies(self) -> list[float]:
-        """s, of all tokens but the first."""
+        """Latencies in s of all tokens but the first."""
         return self.per_token_latencies[1:]
 
     @property
     def latency_p50(self) -> float | None:
-        """s a token, the first one's included, as of p95 and p99; None without tokens."""
+        """Median s per token, the first included (p95 and p99 likewise); None without tokens."""
         return percentile(self.per_token_latencies, 50)
 
     @property
@@ -137,12 +137,12 @@ class GenerationResult:
         return percentile(self.per_token_latencies, 99)
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields and properties, ready for JSON."""
+        """Returns fields and properties, ready for JSON."""
         return fields_and_properties(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GenerationResult:
-        """Reads what `to_dict` made; properties are computed anew."""
+        """Reads what `to_dict` made; properties are recomputed."""
         return record_of(cls, values)
 
     def to_json_line(self) -> str:
@@ -162,21 +162,21 @@ class GenerationResult:
 
 
 def cuda_sync_time(device: str | torch.device | None = None) -> float:
-    """Seconds of the wall clock, once everything queued on the device is done; None: the GPU where there is one.
+    """Returns wall-clock seconds, once everything queued on the device is done; None: the GPU if there is one.
 
-    Everything else that is queued is waited for as well: to time a part of a stream without that, `CUDATimer`.
+    This waits for everything that is queued; to time part of a stream without that, use `CUDATimer`.
     """
     synchronize(_device(device))
     return time.perf_counter()
 
 
 class CUDATimer:
-    """Time on the device of what `with CUDATimer() as timer:` holds, by two events on its current stream.
+    """Times the block of `with CUDATimer() as timer:` on the device, by two events on its current stream.
 
-    Neither end waits for anything. `elapsed_ms` waits for the second event alone: what was queued behind it, or on
-    other streams, goes on. Without a GPU, and of the CPU, it is the wall clock.
+    Neither end waits for anything. `elapsed_ms` waits only for the second event: whatever was queued after it, or on
+    other streams, goes on. For the CPU, it reads the wall clock.
 
-    device  None: the current GPU where there is one, else the CPU
+    device  None: the current GPU if there is one, else the CPU
     """
 
     def __init__(self, device: str | torch.device | None = None):
@@ -195,7 +195,7 @@ class CUDATimer:
 
     @property
     def elapsed_ms(self) -> float:
-        """RuntimeError before the block has ended."""
+        """The time in ms; raises RuntimeError before the block has ended."""
         if self._end is None:
             state = "was never entered" if self._start is None else "is still running"
             raise RuntimeError(f"CUDATimer: elapsed_ms can be read only after the with block; this one {state}")
@@ -212,11 +212,11 @@ class CUDATimer:
 
 
 class CUDATimerCollection:
-    """Times by name, of intervals that may come again and overlap: draft, verify, sample, bookkeeping, or any others.
+    """Times intervals by name, which may repeat and overlap: draft, verify, sample, bookkeeping, or any others.
 
     `with timers.phase("verify"):` waits for nothing until a time is read; `start` and `stop` are for where a block does
-    not fit, and since `stop` returns its interval's time it waits for the interval to be done.
-    `elapsed_ms` and `summary` tell the sum of all intervals of a name since the last `reset`.
+    not fit, and since `stop` returns its interval's time, it waits for the interval to finish.
+    `elapsed_ms` and `summary` give the sum of all intervals of a name since the last `reset`.
     """
 
     def __init__(self, device: str | torch.device | None = None):
@@ -224,13 +224,13 @@ class CUDATimerCollection:
         self.reset()
 
     def start(self, name: str) -> None:
-        """Starts an interval; raises RuntimeError where one of this name runs."""
+        """Starts an interval; raises RuntimeError if one of this name is running."""
         if name in self._running:
             raise RuntimeError(f"CUDATimerCollection.start: {name!r} is running; stop it first")
         self._running[name] = CUDATimer(self._device).__enter__()
 
     def stop(self, name: str) -> float:
-        """Milliseconds since its start. RuntimeError where it does not run."""
+        """Ends an interval and returns its milliseconds; raises RuntimeError if it is not running."""
         return self._finish(name).elapsed_ms
 
     @contextlib.contextmanager
@@ -245,13 +245,13 @@ class CUDATimerCollection:
                 self._finish(name)
 
     def reset(self) -> None:
-        """Forgets all times, and what is running."""
+        """Forgets all times and running intervals."""
         self._running: dict[str, CUDATimer] = {}
         self._unread: dict[str, deque[CUDATimer]] = {}
         self._total_ms: dict[str, float] = {}
 
     def elapsed_ms(self, name: str) -> float:
-        """Returns the sum of the intervals of a name; raises KeyError where none has ended."""
+        """Returns the sum of a name's intervals; raises KeyError if none has ended."""
         if name not in self._total_ms:
             known = ", ".join(map(repr, self._total_ms)) or "none"
             raise KeyError(f"CUDATimerCollection.elapsed_ms: no finished interval of {name!r}; there are: {known}")
@@ -260,12 +260,12 @@ class CUDATimerCollection:
         return self._total_ms[name]
 
     def summary(self) -> dict[str, float]:
-        """Milliseconds by name, in the order in which they first ended."""
+        """Returns milliseconds by name, in the order in which the names first ended."""
         return {name: self.elapsed_ms(name) for name in self._total_ms}
 
     @property
     def names(self) -> list[str]:
-        """Of finished intervals."""
+        """The names of finished intervals."""
         return list(self._total_ms)
 
     def _finish(self, name: str) -> CUDATimer:

@@ -1,7 +1,7 @@
-"""Many requests of random lengths, sent at once: how many an engine serves a second, and how long each waits.
+"""Many requests of random lengths, sent at once: how many an engine serves per second, and how long each waits.
 
-The load is that of servers' benchmarks: random tokens, and texts that end at their length alone. By default prompts and
-texts have 0.7 to 1 of their largest length, as in SGLang's pull request of naive EAGLE (sgl-project/sglang #7017).
+The load is that of servers' benchmarks: random tokens, and outputs that end only at their length. By default, prompts
+and outputs have 0.7 to 1 times their largest length, as in SGLang's naive EAGLE (sgl-project/sglang #7017).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class RequestRun:
 
     Attributes:
         requests, time_s: How many requests were served, and in how many seconds.
-        requests_per_second: Of all.
-        input_tokens, output_tokens: Tokens of all prompts and of all texts.
+        requests_per_second: Their rate.
+        input_tokens, output_tokens: Tokens of all prompts and of all outputs.
         output_tokens_per_second, total_tokens_per_second: New tokens, and those of prompts with them.
-        mean_accept_length: Mean tokens of a request's step, bonus token included.
-        ttft_ms: From when all requests were sent to the first token of each, the time in the queue included.
-        latency_ms: To its last token.
-        tpot_ms: Mean time of a token after the first one of a request.
+        mean_accept_length: Mean tokens per step of a request, bonus token included.
+        ttft_ms: Time from when all requests were sent to the first token of each, time in the queue included.
+        latency_ms: The same to its last token.
+        tpot_ms: Mean time per token after a request's first one.
     """
 
     requests: int
@@ -52,7 +52,7 @@ def random_requests(
     """Returns prompts of random tokens and what each asks for; lengths lie in range_ratio .. 1 of the largest.
 
     Raises:
-        ValueError: A number is out of its range; the message names it.
+        ValueError: A number is out of range; the message names it.
     """
     for name, value in (("requests", count), ("input-len", input_len), ("output-len", output_len)):
         if value < 1:
@@ -74,9 +74,9 @@ def random_requests(
 def run_requests(
     engine: EAGLEInference, requests: Sequence[tuple[list[int], SamplingParams]], *, speculative: bool = True
 ) -> RequestRun:
-    """Sends all requests at once and serves them to their ends; no token ends one but the last.
+    """Sends all requests at once and serves each to its full length, past end tokens.
 
-    Their prompts must be read, so what is kept of earlier ones is forgotten.
+    Forgets cached prefixes first, so that their prompts must be read.
 
     Raises:
         ValueError: A request can never run.

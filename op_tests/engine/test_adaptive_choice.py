@@ -118,7 +118,7 @@ def test_a_tree_that_memory_does_not_hold_is_given_up(target, text, is_warm, mon
     told = [record.getMessage() for record in caplog.records]
     # a step that reads prompts as well is another one
     assert tried and len(set(tried)) == len(tried) == len(told)
-    assert any("does without the tree (4, 4, 16, 8) from " in line for line in told)
+    assert any("drops the tree (4, 4, 16, 8) from " in line for line in told)
     alone = settle(engine, text, 1, planted_ms)
     assert alone[8] > 0, alone
 

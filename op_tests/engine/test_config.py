@@ -207,7 +207,7 @@ def test_each_tree_may_accept_as_it_does_by_itself():
         ({"simulated_accept_lengths": (((1, 1, (2,)), 1.7),)}, "be pairs of a tree"),
         ({"simulated_accept_lengths": (((1, 1, 2), None),)}, "be pairs of a tree"),
         ({"simulated_accept_lengths": (((1, 1, 2), 1.5), ((1, 1, 2), 1.7))}, "each tree once"),
-        ({"more": (((1, 2, 3), 1.7),)}, r"name trees of adaptive alone, not \(1, 2, 3\)"),
+        ({"more": (((1, 2, 3), 1.7),)}, r"name only trees of adaptive, not \(1, 2, 3\)"),
         ({"wrong": (1, 1, 2)}, r"simulated_accept_lengths must be at most 2 for the tree \(1, 1, 2\)"),
         ({"simulated_accept_length": 2.0}, "accept_policy must come with one of simulated_accept_length, .*_lengths, "),
         ({"accept_policy": "accept_all"}, "simulated_accept_lengths must come with accept_policy='simulate'"),

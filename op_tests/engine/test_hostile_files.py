@@ -640,10 +640,10 @@ def test_bad_chat_templates(folder_of, settings, message):
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "c": 2, "a": 1}}]'])
 def test_a_field_that_is_there_twice_is_refused(originals, tmp_path, text, capsys):
     """In the command line and in files: Python would keep the last one alone."""
-    assert refused(parse_json, text) == "the field a is there more than once"
+    assert refused(parse_json, text) == "the field a occurs more than once"
     with pytest.raises(SystemExit):
         main(["generate", "a", "--speculative-config", text])
-    assert "(the field a is there more than once)" in capsys.readouterr().err
+    assert "(the field a occurs more than once)" in capsys.readouterr().err
     shutil.copytree(originals / "target", tmp_path / "target")
     (tmp_path / "target" / "config.json").write_text(text)
-    assert "config.json" in (told := refused(load_target, tmp_path / "target")) and "the field a is there" in told
+    assert "config.json" in (told := refused(load_target, tmp_path / "target")) and "the field a occurs" in told

@@ -289,7 +289,7 @@ def test_end_tokens_that_cannot_come(target_folder, caplog, file_name, ends, wan
     engine = EAGLEInference.from_pretrained(None, target_folder, config, device="cpu")
     assert engine.config.eos_token_ids == kept == read_eos_token_ids(target_folder) == end_tokens(ends, 40, None)
     assert len(engine.generate([1, 2], 3)[0]) <= 3
-    fault = f"{target_folder}: eos_token_id {dropped} cannot come, as the model's tokens are 0..39, and ends no text"
+    fault = f"{target_folder}: eos_token_id {dropped} cannot occur: the model's tokens are 0..39; it ends no text"
     assert caplog.messages == [fault] * bool(dropped)
     own = EAGLEConfig(method="ngram", eos_token_ids=(40,))
     with pytest.raises(ValueError, match=r"eos_token_ids must lie in 0..39, got 40"):
@@ -310,7 +310,7 @@ def test_end_tokens_of_objects_follow_the_same_rule(caplog):
     model.generation_config.eos_token_id = [2, 50256, 2]
     assert EAGLEInference(None, model, EAGLEConfig(method="ngram")).config.eos_token_ids == (2,)
     assert [record.message for record in caplog.records if record.name.startswith("eagle_kernels")] == [
-        "GPT2LMHeadModel: eos_token_id [50256] cannot come, as the model's tokens are 0..39, and ends no text"
+        "GPT2LMHeadModel: eos_token_id [50256] cannot occur: the model's tokens are 0..39; it ends no text"
     ]
 
 
@@ -355,7 +355,7 @@ OTHERS = {
     "pipeline": (write_files("model_index.json"), "a pipeline of diffusers, not a language model"),
     "notes": (write_files("a", "b", "c", "d", "e"), "config.json is missing; the folder holds a, b, c and 2 more"),
     "empty": (write_files(), "config.json is missing; it is empty"),
-    "a file": (lambda folder: folder.write_text("x"), "is a file, not a folder; a model's folder is named, as /"),
+    "a file": (lambda folder: folder.write_text("x"), "is a file, not a folder; name the model's folder, such as /"),
     "nothing": (lambda folder: None, "there is no such folder, and nothing is downloaded"),
 }
 
@@ -378,8 +378,8 @@ def test_folders_of_other_kinds_say_what_they_hold(target_folder, tmp_path, case
 def test_a_model_without_an_output_for_texts(target_folder, tmp_path):
     edit_config(target_folder, **BERT)
     kind = "a model of another kind (model_type='bert', architectures=['BertForMaskedLM'])"
-    assert refused(load_target, target_folder) == f"{target_folder}: is {kind}, no causal language model"
-    assert f"{target_folder}: holds {kind}, which is no draft: drafts are EAGLE heads, " in refused(
+    assert refused(load_target, target_folder) == f"{target_folder}: is {kind}, not a causal language model"
+    assert f"{target_folder}: holds {kind}, which is not a draft: drafts are EAGLE heads, " in refused(
         EAGLEInference.from_pretrained, target_folder, target_folder, device="cpu"
     )
     edit_tensors(target_folder, **{"model.layers.0.mlp.lora_A.weight": torch.zeros(1)})

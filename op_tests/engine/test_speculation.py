@@ -326,7 +326,7 @@ def test_a_warm_up_tells_the_choice_what_steps_take(target):
         ({"adaptive": ((8, (1, 2)),)}, "adaptive must be None"),
         ({"adaptive": ((8, (1, 3, 4)), (8, None))}, "adaptive must be None"),
         ({"adaptive": ((8, (0, 3, 4)),)}, "topk must lie in 1..16, got 0"),
-        ({"adaptive": ((8, None),), "max_spec_batch": 4}, "max_spec_batch must be None where adaptive has a table"),
+        ({"adaptive": ((8, None),), "max_spec_batch": 4}, "max_spec_batch must be None when adaptive is a table"),
         ({"max_spec_batch": -1}, "max_spec_batch"),
     ],
 )

@@ -126,7 +126,7 @@ def test_values_are_read(sources):
         (contract.Call("p.a.Other", ("one",), ("two",)), None),
         (contract.Call("p.a.Other", ("two",)), "p.a.Other takes one, two; expected first two"),
         (contract.Call("p.a.helper", ("a",), ("c", "d")), "p.a.helper takes no d"),
-        (contract.Call("p.a.gone", ("a",)), "p.a.gone is no function"),
+        (contract.Call("p.a.gone", ("a",)), "p.a.gone is not a function"),
         (contract.Either(("p.a.gone", "p.a.GROUP")), None),
         (contract.Either(("p.a.gone", "p.a.lost")), "there is neither p.a.gone nor p.a.lost"),
         (contract.Value("p.a.GROUP", "a.group"), None),
@@ -219,7 +219,7 @@ def test_env_lists_hooks_and_what_differs(install, capsys, monkeypatch):
     told = [line for line in lines if line.startswith("sglang hook ")]
     assert len(told) == len(hooks.GUARDS) + len(hooks.HOOKS)
     assert "sglang hook Scheduler.__init__: found (guard)" in told
-    missing = "sglang.srt.speculative.eagle_utils.eagle_sample is no function"
+    missing = "sglang.srt.speculative.eagle_utils.eagle_sample is not a function"
     assert f"sglang hook eagle_utils.eagle_sample: {missing}" in told
     differs = [line for line in lines if line.startswith("sglang differs: ")]
     assert len(differs) == sum(1 for entry in contract.CONTRACT for _ in entry.rules())

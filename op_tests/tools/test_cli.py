@@ -275,7 +275,7 @@ def test_of_several_texts_the_first_that_parts_is_shown(capsys, monkeypatch):
     ("arguments", "message"),
     [
         ([], "there is no prompt; give a text, - for standard input, or --prompts FILE"),
-        (["-", "--prompts", "-"], "- (standard input) must be given at most once, got it more often"),
+        (["-", "--prompts", "-"], "- (standard input) must be given at most once, got it more than once"),
         (["def f(", ""], "prompt 1 is empty; it must hold at least one token"),
     ],
 )
@@ -493,8 +493,8 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         ),
         (["--target", "/no/target", "--draft", DRAFT], "/no/target: there is no such folder"),
         (["--target", TARGET, "--draft", "/no/draft"], "/no/draft: there is no such folder"),
-        (["--target", TARGET / "config.json", "--draft", DRAFT], "config.json: is a file, not a folder; a model's"),
-        (["--target", TARGET, "--draft", TARGET / "config.json"], "config.json: is a file, not a folder; a model's"),
+        (["--target", TARGET / "config.json", "--draft", DRAFT], "config.json: is a file, not a folder; name the"),
+        (["--target", TARGET, "--draft", TARGET / "config.json"], "config.json: is a file, not a folder; name the"),
         (["--target", DRAFT, "--draft", TARGET], f"{DRAFT}: is an EAGLE-3 head: a draft, not a target; are draft and"),
         (
             ["--target", TARGET, "--draft", TARGET, "--speculative-config", '{"method": "eagle"}'],

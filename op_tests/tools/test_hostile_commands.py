@@ -344,7 +344,7 @@ def test_from_pretrained_takes_what_the_command_takes(machine, monkeypatch):
 @pytest.mark.parametrize(
     ("device", "dtype", "message"),
     [
-        ("cpu:3", None, "x: device must be cpu without a number, of which there is one, got 'cpu:3'"),
+        ("cpu:3", None, "x: device must be cpu without a number, since there is only one, got 'cpu:3'"),
         (torch.ones(9, 9), None, "x: device must be cpu, cuda or cuda:N, got tensor("),
         (10**5000, None, "x: device must be cpu, cuda or cuda:N, got one that cannot be shown"),
         ("cpu", numpy.ones(9), "x: dtype must be torch.float32, torch.bfloat16 or torch.float16, got array("),

@@ -31,7 +31,7 @@ _SIMULATED = ("simulated_accept_length", "simulated_accept_lengths", "simulated_
 class EAGLEConfig(ServingOptions, DraftingOptions):
     """Holds the tree, the source of drafts, sampling and limits. A value that breaks its rule raises ValueError.
 
-    Fields may have other engines' names, as max_num_seqs (`requests/names.py`).
+    Other engines' names for fields work, too, such as max_num_seqs (`requests/names.py`).
 
     The tree of a step (EAGLE-2) has `num_steps` levels. A level keeps its best `topk` nodes, and `topk` children of
     each are drafted: topk + (num_steps - 1) * topk^2 candidates. The target verifies the root, which is the last token
@@ -43,61 +43,61 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
         num_steps: Levels of drafts, and so the most drafts that a step accepts.
         num_draft_tokens: Nodes verified in a step, root included. None: 32, or all candidates and the root if fewer;
             `num_verify_tokens` is the number for the tree in use.
-        mean_draft_tokens: Nodes of a request in the mean, root included, of num_draft_tokens at most. The target
-            verifies those drafts of the whole batch whose paths the draft model finds most probable: more of sure
-            requests than of unsure ones. None: each has num_draft_tokens.
-        max_spec_batch: Most requests that step with drafts; a larger batch decodes plainly. None: any number. 0: the
+        mean_draft_tokens: Mean nodes per request, root included; a request has at most num_draft_tokens. The target
+            verifies the drafts whose paths the draft model finds most probable in the whole batch: more for confident
+            requests than for uncertain ones. None: each has num_draft_tokens.
+        max_spec_batch: Most requests that step with drafts; a larger batch decodes plainly. None: no limit. 0: the
             draft is never used, and its maximum length limits no request.
         adaptive: Chooses the tree by the number of requests. ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees
             of (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests; None decodes plainly, as does a
-            batch beyond the last entry. "auto" measures plain decoding, one draft, a chain of 4 rows in the mean
-            (`mean_draft_tokens`) and this tree with 8, 16 and all of its rows, and takes the one with the most tokens a
-            second; smaller trees, none wider than this one, where mean_draft_tokens must be None, and for targets
-            without `last_rows`. Unless `warmup` has run, a GPU begins with the largest that has at most 256 rows for
-            all requests, and measures another one after every 128 steps or more. A tree that memory does not suffice
-            for is given up, with a warning.
+            batch beyond the last entry. "auto" measures plain decoding, one draft, a chain with a mean of 4 rows
+            (`mean_draft_tokens`) and this tree with 8, 16 and all of its rows, and uses the one with the most tokens a
+            second; where mean_draft_tokens must be None, and for targets without `last_rows`, it measures smaller
+            trees instead, none wider than this one. Unless `warmup` has run, a GPU begins with the largest that has at
+            most 256 rows for all requests, and measures another after every 128 steps or more. A tree that does not
+            fit into memory is dropped, with a warning.
             None: this tree; but "auto" on a GPU if a model drafts, topk, num_steps, num_draft_tokens, mean_draft_tokens
             and num_model_steps equal their defaults (num_draft_tokens=32 keeps the default tree), verify_strategy is
-            "target_match" or "greedy", and accept_policy "normal": text then does not depend on the choice, but for
-            ties within rounding in fp16 and bf16.
+            "target_match" or "greedy", and accept_policy is "normal": the text then does not depend on the choice,
+            except for ties within rounding in fp16 and bf16.
         Where drafts come from.
-        method: Where drafts come from: one of these, or a tuple of several. Then each request chooses one
+        method: Where drafts come from: one of these, or a tuple of several. With several, each request chooses one
             (`SamplingParams.drafter`), their trees have one size, and each drafts for all requests of a step. Trees of
-            "ngram" and "suffix" have at most topk * num_steps drafts, and are chains with topk=1 ("suffix": in all
+            "ngram" and "suffix" have at most topk * num_steps drafts, and are chains if topk=1 (for "suffix", in all
             trees of an adaptive table).
             "eagle", "mtp", "draft_model": The draft model, of this kind; None: of any kind. Several next-token modules
-                draft one level each: topk must be 1, and num_steps at most their number.
+                draft one level each: topk must be 1, and num_steps at most the number of modules.
             "ngram": What followed the last tokens earlier in the prompt or output.
             "suffix": What followed the last tokens most often, there and in past responses.
             "hybrid": The draft model, and "ngram" after or beside it, or first if max_ngram_size tokens match.
             "naive": No drafts; the fields of the tree mean nothing.
         num_model_steps: For "hybrid": the levels that the model drafts, with topk nodes each.
-        max_ngram_size, min_ngram_size: For "ngram" and "hybrid": how many of the last tokens must have occurred
-            together before, at most and at least; the longest match comes first.
-        ngram_prefer: Which of equally long matches comes first, "latest" or "earliest". The first topk make the tree.
+        max_ngram_size, min_ngram_size: For "ngram" and "hybrid": the most and fewest last tokens that an earlier
+            place must match; the longest match comes first.
+        ngram_prefer: Which of equally long matches comes first, "latest" or "earliest". The first topk form the tree.
         suffix_decoding_max_tree_depth: Longest string in the suffix trees, context and drafts together.
         suffix_decoding_max_cached_requests: How many of the latest responses are remembered. -1: all; 0: none.
         suffix_decoding_max_spec_factor: Most drafts of a step, as a multiple of the longest match's length; on a GPU,
-            where the host learns of tokens late, of the last match it knew plus the tokens since.
+            where the host learns of tokens late, of the last known match plus the tokens since.
         suffix_decoding_min_token_prob: Lowest probability of a draft, from the counts in the suffix trees.
         Which drafts are kept.
-        verify_strategy: The rule by which drafts are kept.
-            "target_match": Draws the target's token after each node as plain decoding does; keeps drafts equal to it.
-            "greedy": The same, for requests of temperature 0 only.
+        verify_strategy: The rule that decides which drafts are kept.
+            "target_match": Draws the target's token after each node as plain decoding does; keeps drafts that match.
+            "greedy": The same, for requests with temperature 0 only.
             "rejection": The draft model samples its drafts, topk at the root and one below each; a draft is kept with
-                probability min(1, target / draft). The text has the target's distribution, but is not the text of plain
-                decoding with the same seed.
+                probability min(1, target / draft). The text has the target's distribution, but is not what plain
+                decoding writes with the same seed.
             "topp": LOSSY. Keeps drafts that are among the target's candidates.
             "typical": LOSSY. Keeps drafts of probability above min(typical_epsilon, typical_delta e^-entropy).
         max_candidate_len: For "topp": most candidates of a node, 2..16.
         verify_window: For "topp": nodes that must agree with the target below a draft that is its second candidate.
-        typical_epsilon, typical_delta: For "typical": see there.
-        Sampling and ends, of requests that ask for no others.
+        typical_epsilon, typical_delta: For "typical", in the formula above.
+        Sampling and ends, for requests that set no others.
         temperature: 0 decodes greedily.
         top_k, top_p, min_p: Filters of sampling, in this order; 0, 1.0 and 0.0, or None, turn them off.
-        eos_token_ids: A request ends with the first of these that it emits. None: those of the target's folder with
-            `from_pretrained`, otherwise none.
-        max_length: Most tokens of a request, prompt included. None: what the models were made for.
+        eos_token_ids: A request ends with the first of these that it emits. None: with `from_pretrained`, those in
+            the target's folder, otherwise none.
+        max_length: Most tokens of a request, prompt included. None: the most that the models support.
         The batch and its memory.
         page_size: Tokens in a page of the KV pools, a power of two up to 256.
         tree_mask_mode: Layout of the tree mask (`eagle_kernels.TreeMaskMode`).
@@ -105,31 +105,31 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
         kv_cache_bytes: Size of the KV pools of both models together. None: enough for max_batch requests of full
             length, at most half of the device's free memory (1 GiB on the CPU).
         How prompts are read.
-        prefill_chunk: Most prompt tokens that are read in a step or between two.
-        share_prefixes: Whether what prompts begin with in common is read once: whole pages, of running requests and,
-            while there is room, of earlier ones. See `Request.shared_tokens`.
-        max_step_ms: Most milliseconds that running requests should wait for a step while prompts of others are read: a
+        prefill_chunk: Most prompt tokens to read in one step, or between two steps.
+        share_prefixes: Whether a prefix that prompts share is read once, in whole pages: with running requests and,
+            while there is room, with earlier ones. See `Request.shared_tokens`.
+        max_step_ms: Most milliseconds that running requests should wait for a step while others' prompts are read: a
             step reads 64 or 192 prompt tokens beside its own rows, as the times so far allow. None: 192 in steps that
             are few, four at most, or of which one long prompt makes at most 256 rows each; otherwise whole prompts by
-            themselves. Targets without `last_rows` read prompts between steps, under a limit 64 tokens or more at a
+            themselves. Targets without `last_rows` read prompts between steps, with a limit 64 tokens or more at a
             time.
         How steps run.
-        deterministic: Whether the bits of a step's logits depend on a request's prompt, output and prefill_chunk alone.
-            Then speculative text is plain decoding's, bit for bit, in fp16 and bf16, too; without it, two tokens that
-            are equally likely within rounding may be exchanged. For a GPU, targets that `from_pretrained` loads, and
+        deterministic: Whether the bits of a step's logits depend only on a request's prompt, output and prefill_chunk.
+            Then speculative text equals plain decoding's in fp16 and bf16, too; without it, two tokens that are equally
+            likely within rounding may be swapped. Needs a GPU, a target that `from_pretrained` loads, and
             verify_strategy "target_match" or "greedy". Steps take longer, and attention needs more memory.
         cuda_graph: Whether steps are captured as CUDA graphs. None: on a GPU, if the mask's layout and the models allow
-            it. On the CPU True only refuses models that could not be captured on a GPU.
-        phase_times: Whether draft, verify, sample and bookkeeping of some steps are timed (`stats.phase_time_ms`), by
-            events in all steps. False: no step is waited for, and the times are {}.
+            it. On the CPU, True only refuses models that could not be captured on a GPU.
+        phase_times: Whether to time draft, verify, sample and bookkeeping of some steps (`stats.phase_time_ms`), by
+            events in all steps. False: the host waits for no step, and the times are {}.
         For timing alone.
-        accept_policy: "normal"; "reject_all" accepts no draft: plain decoding's text, a token a step. For timing,
-            "accept_all" and "simulate" replace the target's tokens, so that the path of first children is accepted
-            whole, or to a random depth. The text is then not the target's, and may hold end tokens: with
+        accept_policy: "normal"; "reject_all" accepts no draft: plain decoding's text, one token per step. For timing,
+            "accept_all" and "simulate" replace the target's tokens so that the path of first children is accepted
+            whole, or to a random depth. The text is then not the target's, and may hold end tokens; with
             eos_token_ids=() every request reaches its full length.
-        simulated_accept_length: Turns "simulate" on: the mean tokens of a step, bonus token included.
-        simulated_accept_lengths: Or, for adaptive, a length for each tree, as (((1, 3, 4), 2.6), ((8, 5, 64, 8), 3.2),
-            ((8, 5, 64), 4.0)), of which the second has mean_draft_tokens=8.
+        simulated_accept_length: Turns "simulate" on: the mean tokens per step, bonus token included.
+        simulated_accept_lengths: Or, for adaptive, a length per tree, such as (((1, 3, 4), 2.6), ((8, 5, 64, 8), 3.2),
+            ((8, 5, 64), 4.0)), where the second has mean_draft_tokens=8.
         simulated_accept_rates: Or P(at least 1, 2, .. num_steps drafts accepted), not increasing. A step ends where the
             path of first children ends, so trees may accept less; chains (topk=1) do not.
     """
@@ -157,12 +157,12 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
 
     @classmethod
     def naive_eagle(cls, **others: Any) -> EAGLEConfig:
-        """Returns one draft a step, the head's best, which pays even in large batches."""
+        """Returns a configuration with one draft per step, the head's best, which pays off even in large batches."""
         return cls._fixing("naive_eagle", 1, others)
 
     @classmethod
     def chain(cls, num_drafts: int, **others: Any) -> EAGLEConfig:
-        """Returns a chain of `num_drafts` drafts, one below the other; `others` are further fields."""
+        """Returns a configuration whose tree is a chain of `num_drafts` drafts; `others` are further fields."""
         num_drafts = scalar(num_drafts)
         if not is_integer(num_drafts) or num_drafts < 1:
             raise ValueError(f"EAGLEConfig.chain: num_drafts must be an int of at least 1, got {shown(num_drafts)}")
@@ -170,9 +170,9 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
 
     @classmethod
     def tree(cls, topk: int = 8, num_steps: int = 5, num_draft_tokens: int | None = None, **others: Any) -> EAGLEConfig:
-        """Returns a tree of `num_draft_tokens` nodes, root included; None: 64, or all candidates and the root if fewer.
+        """Returns a configuration whose tree has `num_draft_tokens` nodes, root included.
 
-        `topk`, `num_steps`, `others`: as in the class.
+        None: 64, or all candidates and the root if fewer. `topk`, `num_steps`, `others`: as in the class.
         """
         if num_draft_tokens is None:
             num_draft_tokens = default_nodes(64, topk, num_steps, others)
@@ -180,13 +180,13 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
 
     @classmethod
     def from_speculative_config(cls, fields: Mapping[str, Any], **others: Any) -> EAGLEConfig:
-        """Returns what the fields of FastDeploy's speculative configuration mean, and vLLM's where they coincide.
+        """Translates FastDeploy's speculative configuration, and vLLM's where the two agree.
 
         Args:
-            fields: Those of `speculative_config.FIELDS`, such as method and num_speculative_tokens. A tree has topk,
-                num_steps and num_draft_tokens of this class in place of num_speculative_tokens; without any of these
-                one token is drafted. Other absent fields have this class's defaults, as verify_strategy, which is
-                `topp` (lossy) in FastDeploy and `target_match` here.
+            fields: Those in `speculative_config.FIELDS`, such as method and num_speculative_tokens. For a tree, give
+                this class's topk, num_steps and num_draft_tokens in place of num_speculative_tokens; with none of
+                these, one token is drafted. Other missing fields get this class's defaults, such as verify_strategy,
+                which is `topp` (lossy) in FastDeploy and `target_match` here.
             others: Further fields, of this class or of such a configuration, which must not contradict `fields`.
 
         Raises:
@@ -354,7 +354,7 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
         wanted, given = set(self._tree_sizes()), set(dict(lengths))
         missing, unknown = (", ".join(map(str, sorted(trees, key=str))) for trees in (wanted - given, given - wanted))
         self._require(not missing, name, f"have a number for each tree of adaptive, also for {missing}")
-        self._require(not unknown, name, f"name trees of adaptive alone, not {unknown}")
+        self._require(not unknown, name, f"name only trees of adaptive, not {unknown}")
 
     def _check_adaptive(self) -> None:
         if self.adaptive is None:
@@ -365,7 +365,7 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
             return
         rule = "be None, 'auto' or ascending ((most requests, (topk, num_steps, num_draft_tokens) or None), ...)"
         self._require(is_table(self.adaptive), "adaptive", rule)
-        self._require(self.max_spec_batch is None, "max_spec_batch", "be None where adaptive has a table that says it")
+        self._require(self.max_spec_batch is None, "max_spec_batch", "be None when adaptive is a table, which says it")
 
 
 CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))

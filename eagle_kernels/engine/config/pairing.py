@@ -169,7 +169,7 @@ def tell_sizes(folder: Path, vocab_size: int, wanted: int) -> str:
     rule = f"the draft must have the target's {wanted} tokens, got {vocab_size}"
     way = "from eagle_kernels.engine.models import causal_draft, loading; EAGLEInference(causal_draft.CausalDraft("
     way += f"loading.load_target(DRAFT), vocab_size={wanted}), loading.load_target(TARGET))"
-    where = "where they mean the same, a tokenizer.json in both folders tells it, or this line"
+    where = "if they mean the same, say so with a tokenizer.json in both folders, or with this line"
     return f"{brief(str(folder), 100)}: {rule}; {where}: {way}"
 
 
@@ -214,11 +214,11 @@ def bind_draft(draft: DraftModel, target: TargetModel, allow_larger_draft: bool)
             raise ValueError(f"EAGLEInference: {rule}")
         advice = f"CausalDraft(model, vocab_size={target.vocab_size})"
         where = "from eagle_kernels.engine.models.causal_draft import CausalDraft"
-        raise ValueError(f"EAGLEInference: {rule}; where only their padding differs, draft with {advice} ({where})")
+        raise ValueError(f"EAGLEInference: {rule}; if only their padding differs, draft with {advice} ({where})")
     sizes = [_weight_bytes(model) for model in (draft, target)]
     is_larger = not draft.token_shift and None not in sizes and sizes[0] > sizes[1]  # heads are never targets
     if is_larger and not allow_larger_draft:
-        rule = "draft_model must have no more weights than target_model, or allow_larger_draft=True be given"
+        rule = "draft_model must not have more weights than target_model unless allow_larger_draft=True"
         got = "a draft of {:,} bytes and a target of {:,} bytes".format(*sizes)
         raise ValueError(f"EAGLEInference: {rule}, got {got}; {_ORDER}")
 
@@ -242,7 +242,7 @@ def check_deterministic(config: EAGLEConfig, target: TargetModel) -> None:
     if not config.deterministic:
         return
     if not getattr(target, "can_be_deterministic", False):
-        rule = "deterministic must be False for a target whose layers are not of this library"
+        rule = "deterministic must be False for a target with layers from outside this library"
         advice = "EAGLEInference.from_pretrained loads one that can be deterministic"
         raise ValueError(f"EAGLEInference: {rule}, got {type(target).__name__}; {advice}")
     if target.device.type == "cpu":
@@ -335,7 +335,7 @@ def _of_transformers(model: Any) -> Any:
     if kind is None or not isinstance(model, kind) or hasattr(model, "kv_shape"):
         return model
     if model.get_output_embeddings() is None:
-        rule = "a model of transformers must be a causal language model, with an output over its vocabulary"
+        rule = "a transformers model must be a causal language model, with logits over its vocabulary"
         raise ValueError(f"EAGLEInference: {rule}, got {type(model).__name__}")
     return TransformersTarget(model)
 

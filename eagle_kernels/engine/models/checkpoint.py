@@ -297,7 +297,7 @@ def read_config(folder: Path, *, is_optional: bool = False) -> dict[str, Any]:
         is_folder, exists = False, False
     if exists and not is_folder:
         what = " of GGUF, which is not read: take the folder with the model's safetensors"
-        rule = what if folder.suffix == ".gguf" else f", not a folder; a model's folder is named, as {folder.parent}"
+        rule = what if folder.suffix == ".gguf" else f", not a folder; name the model's folder, such as {folder.parent}"
         raise ModelError(f"is a file{rule}")
     if not is_folder:
         name = folder.as_posix()

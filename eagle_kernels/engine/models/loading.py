@@ -60,15 +60,15 @@ def load_target(
     """Loads a target, frozen and in eval mode.
 
     Args:
-        folder: A model in Hugging Face layout: a decoder of `decoder_config.FAMILIES`, or another causal language
+        folder: A model in Hugging Face layout: a decoder in `decoder_config.FAMILIES`, or another causal language
             model, which is loaded through transformers.
-        device: Where its weights go. On "meta" a decoder's weights have names and sizes, and are not read; a model of
-            transformers goes onto the CPU instead.
+        device: Where its weights go. On "meta", a decoder's weights have names and sizes but are not read; a model
+            loaded through transformers goes to the CPU instead.
         dtype: The type that its weights are converted to.
-        check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
+        check_weights: Whether to refuse NaN and infinite weights, by name, in one pass over them on the device.
 
     Raises:
-        ModelError: The folder is incomplete, damaged or no target (a ValueError in one line).
+        ModelError: The folder is incomplete, damaged or not a target (a ValueError in one line).
     """
     folder = read_folder("load_target: folder", folder)
     device, dtype = read_placement("load_target", device, dtype, "meta")
@@ -78,7 +78,7 @@ def load_target(
             swapped = "are draft and target swapped? EAGLEInference takes the draft first"
             raise ModelError(f"is {head_formats.KINDS[kind].called}: a draft, not a target; {swapped}")
         if kind is None and head_formats.is_of_other_kind(content):
-            raise ModelError(f"is {head_formats.tell_other_kind(content)}, no causal language model")
+            raise ModelError(f"is {head_formats.tell_other_kind(content)}, not a causal language model")
         if read_model_type(content) not in FAMILIES:
             device = torch.device("cpu") if device.type == "meta" else device
             return _load_through_transformers(folder, content, checkpoint, device, dtype, check_weights)
@@ -122,7 +122,7 @@ def _open_draft(folder: Path) -> tuple[dict[str, Any], Checkpoint, str]:
     config, checkpoint, kind = _open(folder)
     if kind is None:
         ways = "drafts are EAGLE heads, next-token modules, and smaller language models with the target's tokens"
-        raise ModelError(f"holds {head_formats.tell_other_kind(config)}, which is no draft: {ways}")
+        raise ModelError(f"holds {head_formats.tell_other_kind(config)}, which is not a draft: {ways}")
     return config, checkpoint, kind
 
 
@@ -243,13 +243,13 @@ def load_draft(
 
     Args:
         folder: An EAGLE head, or a target's own folder with next-token modules.
-        target: The target, whose embedding or lm_head the head uses if it has none.
+        target: The target, whose embedding or lm_head the head uses if it has none of its own.
         device, dtype: Where its weights go, and their type; None: the target's.
-        aux_layers: The hidden_states indices to read instead of those that config.json names.
+        aux_layers: The hidden_states indices to read instead of those in config.json.
         check_weights: As for `load_target`.
 
     Raises:
-        ModelError: The folder is incomplete, damaged or no head, or does not fit the target.
+        ModelError: The folder is incomplete, damaged or not a head, or the head does not fit the target.
     """
     folder = read_folder("load_draft: folder", folder)
     if not hasattr(target, "kv_shape"):
@@ -377,7 +377,7 @@ def end_tokens(value: Any, vocab_size: int | None, of: str | None) -> tuple[int,
     token_ids = dict.fromkeys(token_ids)
     strangers = [token for token in token_ids if vocab_size is not None and not 0 <= token < vocab_size]
     if strangers and of is not None:
-        rule = f"cannot come, as the model's tokens are 0..{vocab_size - 1}, and ends no text"
+        rule = f"cannot occur: the model's tokens are 0..{vocab_size - 1}; it ends no text"
         _logger.warning("%s: eos_token_id %s %s", of, shown(strangers), rule)
     return tuple(token for token in token_ids if token not in strangers)
 

@@ -1,4 +1,4 @@
-"""What the engine needs of a model. Any class with these members will do; it needs no base class.
+"""What the engine needs from a model. Any class with these members will do; it needs no base class.
 
 The engine owns the KV pool, the tree masks and the token bookkeeping. A model owns its weights and its positions: it
 projects, rotates, and calls `attend` once per layer.
@@ -24,11 +24,11 @@ FINAL_NORM = -1
 
 
 class ModelError(ValueError):
-    """Reports a model, files or a configuration that cannot be used, in one line that says what to change."""
+    """Reports an unusable model, file or configuration, in one line that says what to change."""
 
 
 class Angles(NamedTuple):
-    """Holds RoPE's arguments: `positions` [B, T] int64 of the rows, tables `cos` and `sin` [max_length, D / 2] fp32."""
+    """Holds RoPE's arguments: the rows' `positions` [B, T] int64, tables `cos` and `sin` [max_length, D / 2] fp32."""
 
     positions: Tensor
     cos: Tensor
@@ -38,19 +38,18 @@ class Angles(NamedTuple):
 class Attend(Protocol):
     """Writes the keys and values of the new tokens into the KV pool, and attends to all tokens that each row sees.
 
-    The engine supplies this function. Prefill, tree verification, draft levels and training differ only in it. Its
-    attribute `deterministic`, if there is one and it is True, asks that the model compute each row's bits from the row
-    alone.
+    The engine supplies this function. Prefill, tree verification, draft levels and training differ only in it. If it
+    has an attribute `deterministic` that is True, the model should compute each row's bits from that row alone.
 
     Args:
         layer: Index of the layer, below `KVShape.num_layers`.
         query: [B, T, Hq, D], in the model's dtype.
         key, value: [B, T, Hkv, D], in the model's dtype.
         window: A row at position p sees keys at positions above p - window. None: all.
-        angles: RoPE for query and key, applied in the launch that writes them. None: they are complete already.
+        angles: RoPE for query and key, applied in the launch that writes them. None: they are already rotated.
         sm_scale: Factor of query keyᵀ; None: 1 / sqrt(D).
         soft_cap: Replaces each score by soft_cap · tanh(score / soft_cap); None: off.
-        sinks: [Hq]. A score of each query head that takes part in the softmax without a value; None: there is none.
+        sinks: [Hq]. An extra score per query head, which takes part in the softmax without a value; None: off.
 
     Returns:
         [B, T, Hq, D]: softmax(query keyᵀ · sm_scale) value. Query head h reads key-value head h // (Hq // Hkv).
@@ -75,7 +74,7 @@ class StoringAttend(Attend, Protocol):
     """Adds to `Attend` the method that a draft model's `store` calls."""
 
     def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
-        """Writes `key` and `value` as a call with `layer` and `angles` does, without attending to anything."""
+        """Writes `key` and `value` as a call with `layer` and `angles` would, without attending to anything."""
 
 
 def is_deterministic(attend: Attend) -> bool:
@@ -84,7 +83,7 @@ def is_deterministic(attend: Attend) -> bool:
 
 
 class KVShape(NamedTuple):
-    """Holds the sizes of a KV cache: a token takes `num_layers` × 2 × `num_kv_heads` × `head_dim` numbers."""
+    """Holds the sizes of a KV cache: a token takes `num_layers` × 2 × `num_kv_heads` × `head_dim` elements."""
 
     num_layers: int
     num_kv_heads: int
@@ -105,7 +104,7 @@ class TargetOutput(NamedTuple):
 
 
 class DraftOutput(NamedTuple):
-    """Holds `logits` [B, T, Vd], and `hidden` [B, T, H], which the children of these rows receive as `hidden`."""
+    """Holds `logits` [B, T, Vd] and `hidden` [B, T, H], which the children of these rows receive as `hidden`."""
 
     logits: Tensor
     hidden: Tensor
@@ -196,18 +195,18 @@ def run_draft(
 class TargetModel(Protocol):
     """Computes the distribution of the text, which speculation does not change.
 
-    A draft head without an embedding calls `get_input_embeddings() -> nn.Embedding`, and one without an output
-    `get_output_embeddings() -> nn.Linear`, Hugging Face's names. A model whose forward waits for the device sets
-    `can_be_captured = False`; its steps are not captured as CUDA graphs. One that follows `Attend.deterministic` sets
+    A draft head without an embedding calls `get_input_embeddings() -> nn.Embedding`, and one without an output layer
+    `get_output_embeddings() -> nn.Linear`, as Hugging Face names them. A model whose forward waits for the device sets
+    `can_be_captured = False`; its steps are not captured as CUDA graphs. One that honors `Attend.deterministic` sets
     `can_be_deterministic = True`.
 
-    `forward` may take `last_rows: Tensor | None = None`, [R] int64: the rows of a batch of one whose logits [1, R, V]
-    to compute, without waiting for the device. Prompts of several requests are then read at once, one after another
-    or after the rows of a step, and `attend` tells them apart; without it they are read one by one.
+    `forward` may take `last_rows: Tensor | None = None`, [R] int64: the rows of a batch of one for which to compute
+    logits [1, R, V], without waiting for the device. Then one pass reads the prompts of several requests, one after
+    another or after a step's rows, and `attend` tells them apart; without it they are read one by one.
 
     Attributes:
         vocab_size, hidden_size: V and H.
-        max_length: Positions that the model was made for; the engine never exceeds them.
+        max_length: Most positions that the model supports; the engine never exceeds it.
         kv_shape: Sizes of the KV pool.
         device, dtype: Those of the weights.
     """
@@ -236,10 +235,10 @@ class TargetModel(Protocol):
         Args:
             input_ids: [B, T] int64. The tokens.
             positions: [B, T] int64. Absolute positions; nodes of a tree may share one.
-            attend: To be called once for each layer.
+            attend: To be called once per layer.
             capture: Residual streams to return as features, concatenated in this order. 0 is the embedding's output
                 and i that of layer i - 1, all before the final norm; FINAL_NORM is the stream after it.
-            last_only: Whether to compute the logits of the last row alone.
+            last_only: Whether to compute only the last row's logits.
         """
 
 
@@ -249,24 +248,24 @@ def takes_rows(target: TargetModel) -> bool:
 
 
 class DraftModel(Protocol):
-    """Drafts tokens. A draft with one module for each level of a chain is a `DraftModules`.
+    """Drafts tokens. A draft with one module per level of a chain is a `DraftModules`.
 
     Attributes:
         vocab_size: The target's V; `input_ids` are below it.
         draft_vocab_size: Vd, the width of the logits.
-        max_length: Positions that the draft was made for.
+        max_length: Most positions that the draft supports.
         kv_shape: Sizes of the KV pool.
-        aux_layers: The target's `capture` for the features of the draft; () if it reads none.
+        aux_layers: The `capture` that gives the draft its features of the target; () if it reads none.
         draft_to_target: [Vd] int64 *offsets*: target id = draft id + draft_to_target[draft id]. None if Vd = V.
         token_shift: 1 for EAGLE: the row of token t_i has the feature of t_{i-1} and draft position i - 1; t_0 has no
             row. 0 for a plain language model: t_i has position i.
         device, dtype: Optional, compared with the target's.
         method: Optional, compared with the configuration's: "eagle", "mtp" or "draft_model".
         reads_several: Optional, whether `forward` and `store` take rows of several requests as a batch of one, one
-            after another, as `attend` tells them apart. Prompts are then read at once.
-        store: Optional, `store(input_ids, hidden, positions, attend: StoringAttend) -> None`, for a draft of a single
+            after another; `attend` tells them apart. Prompts are then read at once.
+        store: Optional, `store(input_ids, hidden, positions, attend: StoringAttend) -> None`, for a draft with a single
             layer, whose keys depend on no attention. It writes what `forward(..., from_target=True)` writes and
-            computes nothing else: the draft stays ready during plain decoding at little cost.
+            computes nothing else, so the draft stays up to date during plain decoding at little cost.
     """
 
     vocab_size: int
@@ -290,8 +289,8 @@ class DraftModel(Protocol):
             hidden: [B, T, F]. With `from_target` the target's features, F = len(aux_layers)·H of the target; otherwise
                 the `DraftOutput.hidden` of each row's parent.
             positions: [B, T] int64. Draft positions: token index - token_shift.
-            attend: To be called once for each layer.
-            from_target: Which of the two `hidden` is; their widths may be equal.
+            attend: To be called once per layer.
+            from_target: Which of the two `hidden` is; they may have the same width.
         """
 
 
@@ -299,8 +298,8 @@ class DraftModules(DraftModel, Protocol):
     """Drafts with several next-token modules: module k predicts t_{i + k + 2} from row i.
 
     Attributes:
-        num_modules: Their number, above 1. `aux_layers`, `token_shift` and `forward` are those of the first module;
-            `kv_shape` has a layer for each.
+        num_modules: How many there are, above 1. `aux_layers`, `token_shift` and `forward` are those of the first
+            module; `kv_shape` has a layer per module.
     """
 
     num_modules: int

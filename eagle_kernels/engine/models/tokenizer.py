@@ -25,20 +25,20 @@ from .protocol import ModelError
 class Detokenizer(Protocol):
     """Decodes ids that arrive in pieces.
 
-    The texts joined, `finish` last, are `Tokenizer.decode` of all ids at once. After a context they are what
-    decode(context + ids) has beyond its common beginning with decode(context). So special tokens, which have no text,
-    change nothing, wherever they stand.
+    The joined texts, with that of `finish` last, equal `Tokenizer.decode` of all ids at once. After a context they are
+    what decode(context + ids) has beyond the common prefix with decode(context). So special tokens, which have no text,
+    change nothing, wherever they occur.
     """
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Returns the text that these ids make certain; a character that lacks some bytes waits for the next call."""
+        """Returns the text that these ids make certain; an incomplete character waits for the next call."""
 
     def finish(self) -> str:
-        """Returns the rest, with U+FFFD for an unfinished character, and changes nothing."""
+        """Returns the rest, with U+FFFD for an incomplete character, and changes nothing."""
 
 
 class Tokenizer(Protocol):
-    """Names the members that the engine and the command line use of a tokenizer.
+    """Names the members of a tokenizer that the engine and the command line use.
 
     Two more are optional: `special_tokens` maps ids of special tokens, whose text is not shown, to the names by which
     stop strings find them; `encode_chat(messages, add_generation_prompt, **variables)` returns the ids of a
@@ -49,13 +49,13 @@ class Tokenizer(Protocol):
     eos_token_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids; ValueError for text that UTF-8 cannot represent."""
+        """Returns the ids; raises ValueError for text that UTF-8 cannot represent."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text; ValueError for ids that neither the tokenizer nor the model has."""
+        """Returns the text; raises ValueError for ids that neither the tokenizer nor the model has."""
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
-        """Returns a detokenizer of ids that follow `context`; some tokenizers strip a space at the start of a text."""
+        """Returns a detokenizer for ids that follow `context`; some tokenizers strip a space at the start of a text."""
 
 
 ReadChat = Callable[[], ChatTemplate | None]
@@ -212,7 +212,7 @@ class PythonTokenizer(Chats):
 def load_tokenizer(folder: str | Path, num_ids: int = 0) -> Tokenizer:
     """Returns the tokenizer of a model's `folder`: `ByteTokenizer` if its config names that, else `tokenizer.json`.
 
-    ModelError says if there is neither. `num_ids`: how many ids the model has, if its config does not say.
+    Raises ModelError if there is neither. `num_ids`: how many ids the model has, if its config does not say.
     """
     folder = read_folder("load_tokenizer: folder", folder)
     with naming(folder):
@@ -279,7 +279,7 @@ def _end_of(tokenizer: Any) -> tuple[int, ...]:
 
 
 def holds_bytes(folder: Path) -> bool:
-    """Tells whether the tokenizer of a model folder is `ByteTokenizer`."""
+    """Returns whether the tokenizer of a model folder is `ByteTokenizer`."""
     with naming(folder):
         configs = [read_json(folder / name, is_optional=True) for name in ("config.json", "tokenizer_config.json")]
     return any(config.get("tokenizer_class") == "ByteTokenizer" for config in configs)

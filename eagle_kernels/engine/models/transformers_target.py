@@ -178,7 +178,7 @@ class TransformersTarget:
                 self._refuse(f"layer {layer} of {num_layers} does not attend {way}")
         shape, *others = sorted(set(shapes.values()))
         if others:
-            self._refuse(f"its layers must have one (key heads, head size), got {[shape, *others]}")
+            self._refuse(f"its layers must share one (key heads, head size), got {[shape, *others]}")
         if not MIN_HEAD_DIM <= shape[1] <= MAX_HEAD_DIM:
             self._refuse(f"its head size must lie in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {shape[1]}")
         window = getattr(self.config, "sliding_window", None)

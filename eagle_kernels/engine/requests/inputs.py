@@ -162,9 +162,9 @@ def read_call_params(
     if sampling_params is None and not is_in_place:
         return None
     if is_in_place and sampling_params is not None:
-        raise ValueError(f"{caller}: sampling_params must be absent where they are in the place of max_new_tokens")
+        raise ValueError(f"{caller}: sampling_params must be absent when max_new_tokens already holds them")
     if others:
-        raise ValueError(f"{caller}: {min(others)} must be set in the params that are given, and not beside them")
+        raise ValueError(f"{caller}: {min(others)} must be set in the given params, not beside them")
     given, name = (max_new_tokens if is_in_place else sampling_params), f"{caller}: sampling_params"
     many = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(many) != count:
@@ -172,7 +172,5 @@ def read_call_params(
     params = [read_params(each, name) for each in many]
     is_limited = not is_in_place and not isinstance(max_new_tokens, Unset)
     if is_limited and any(each.max_new_tokens != read_max_new_tokens(max_new_tokens, caller) for each in params):
-        raise ValueError(
-            f"{caller}: max_new_tokens must be that of the params that are given, got {shown(max_new_tokens)}"
-        )
+        raise ValueError(f"{caller}: max_new_tokens must be that of the given params, got {shown(max_new_tokens)}")
     return params

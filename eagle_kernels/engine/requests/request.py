@@ -19,9 +19,9 @@ class TokenEvent(NamedTuple):
     Attributes:
         request: The `id` of its request.
         token_id: The token.
-        is_draft: Whether an accepted draft had guessed it.
+        is_draft: Whether it was an accepted draft.
         logprob: Its log-probability, if `SamplingParams.logprobs` asks for it.
-        top_logprobs: (token, raw log-probability) of the most likely tokens in its place, if `top_logprobs` asks.
+        top_logprobs: (token, raw log-probability) of the most likely tokens at its position, if `top_logprobs` asks.
     """
 
     request: int
@@ -33,26 +33,26 @@ class TokenEvent(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """Holds a request as `EAGLEInference.submit` returns it; the engine fills it while it steps.
+    """Holds a request, as `EAGLEInference.submit` returns it; the engine fills it in as it steps.
 
     Attributes:
-        id: Its number among the submitted ones; in a stream, the index of its prompt or, with n samples,
+        id: Its number among submitted requests; in a stream, the index of its prompt or, with n samples,
             prompt * n + sample.
         prompt: [L] token ids.
-        params: Sampling and ends, as asked for.
+        params: How it samples and ends, as asked for.
         seed: The seed in use.
-        end_token_ids: The tokens that end it, of configuration and params.
+        end_token_ids: The tokens that end it, from configuration and params.
         output_ids: The new tokens so far.
         logprobs: Their log-probabilities, if params.logprobs asks for them.
-        top_logprobs: (token, raw log-probability) of the most likely tokens in the place of each, likewise.
-        prompt_logprobs, prompt_top_logprobs: The same, raw, of the prompt's tokens from logprob_start_len on, once they
-            have been read; None for its first token.
-        shared_tokens: How many of the prompt's first tokens were read for another request with the same.
+        top_logprobs: (token, raw log-probability) of the most likely tokens at the position of each, likewise.
+        prompt_logprobs, prompt_top_logprobs: The same, raw, for the prompt's tokens from logprob_start_len on, once
+            they have been read; None for its first token.
+        shared_tokens: How many of the prompt's first tokens another request with the same tokens had read.
         finish_reason: "eos" (one of end_token_ids), "stop" (a stop string), "length", "abort", "error"; None: not yet.
         error: Why it failed.
         accepted: How many drafts each of its steps accepted.
-        levels: How many its steps could have accepted, each by its own tree.
-        drafted: How many were verified in its steps; with mean_draft_tokens, of a request in the mean.
+        levels: How many drafts its steps could have accepted, given each step's tree.
+        drafted: How many drafts were verified in its steps; with mean_draft_tokens, the mean over the requests.
         stop_strings, outbox, exception: The engine's own.
     """
 
@@ -85,7 +85,7 @@ class Request:
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.is_finished:
-            rule = "must have ended before it is copied or pickled, as the engine fills the original alone"
+            rule = "must have ended before it is copied or pickled, since the engine fills in only the original"
             raise TypeError(f"Request: {rule}; its output_ids, list(request.output_ids), may be copied at any time")
         return vars(self) | {"outbox": None, "exception": None}
 
@@ -105,7 +105,7 @@ class Request:
         return bool(self._events)
 
     def collect(self) -> list[TokenEvent]:
-        """Returns the tokens that are new since the last call."""
+        """Returns the tokens since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -1,4 +1,4 @@
-"""What a request asks of its tokens, and which parts of verification that needs."""
+"""How a request samples and ends, and which parts of verification that needs."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _FINITE: Rule = ("be a finite int or float", lambda value: is_number(value) and 
 @takes_other_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Validated):
-    """Holds the sampling of one request, and what ends it. A value that breaks its rule raises ValueError.
+    """Holds how one request samples and what ends it. A value that breaks its rule raises ValueError.
 
-    Fields may have other engines' names, as max_tokens (`requests/names.py`).
+    Other engines' names for fields work, too, such as max_tokens (`requests/names.py`).
 
     Args:
         temperature: 0 decodes greedily.
         top_k, top_p, min_p: Filters, in this order; 0, 1.0 and 0.0, None, or top_k=-1 turn them off.
-        repetition_penalty: Divides the positive logits of tokens in prompt or output, multiplies negative ones; 1: off.
-        frequency_penalty: Subtracted from a token's logit once for each time it is in the output; 0: off.
+        repetition_penalty: Divides positive logits of tokens in the prompt or output, multiplies negative ones; 1: off.
+        frequency_penalty: Subtracted from a token's logit for each time it occurs in the output; 0: off.
         presence_penalty: Subtracted once from the logit of every token in the output; 0: off.
-        seed: An int of 64 bits; None: a fresh one, see `Request.seed`.
-        max_new_tokens: New tokens of a request, unless something else ends it first.
+        seed: A 64-bit int; None: a fresh one, see `Request.seed`.
+        max_new_tokens: New tokens of the request, unless something else ends it first.
         min_new_tokens: End tokens and stop_token_ids, at most 64 in all, are not drawn until the request has this many
-            new tokens, max_new_tokens at most. Stop strings end it all the same.
+            new tokens; at most max_new_tokens. Stop strings still end it.
         stop_token_ids: The request ends with the first of these that it emits; one id or several.
-        ignore_eos: Whether the configuration's end tokens do not end the request; stop_token_ids still do.
-        stop: The request ends with the token that completes this string, or one of several, which the text leaves out
-            and the tokens include. It may hold special tokens, such as "<|im_end|>". Needs the engine's tokenizer.
+        ignore_eos: Whether to go on after the configuration's end tokens; stop_token_ids still end the request.
+        stop: The request ends with the token that completes this string, or one of these strings; the text leaves it
+            out, the tokens include it. May contain special tokens, such as "<|im_end|>". Needs the engine's tokenizer.
         logprobs: Whether to keep each token's log-probability. True: among the tokens that the filters left, as it was
             drawn (greedy: among all, at temperature 1). "raw": before penalties, temperature and filters.
-        top_logprobs: How many of the most likely tokens are kept at each place, with raw log-probabilities; 0..20.
+        top_logprobs: How many of the most likely tokens to keep at each position, with raw log-probabilities; 0..20.
         logprob_start_len: From this token on, the prompt's tokens have raw log-probabilities and top_logprobs, too;
-            None: none has. Such a prompt is read between steps, not within them.
+            None: none do. Such a prompt is read between steps, not within them.
         drafter: The method that drafts for this request, if the configuration has several; None: the first.
     """
 
@@ -121,7 +121,7 @@ class SamplingParams(Validated):
 
 
 class SamplingFields(TypedDict):
-    """Types the fields that a configuration has as well, as `SamplingParams(**config.sampling)` takes them."""
+    """Types the fields that a configuration shares, for `SamplingParams(**config.sampling)`."""
 
     temperature: float
     top_k: int

@@ -27,11 +27,11 @@ class Unique:
 
 
 class EngineLock(Unique):
-    """A reentrant lock like `threading.RLock`, with marks for steps, the blocks in which the batch is half changed.
+    """Locks like `threading.RLock`, and marks steps, the blocks in which the batch is half changed.
 
-    Code that runs inside a step of its own thread (`on_tree`, a model, a signal handler, what the garbage collector
-    calls) must not step the batch again: `refuse` keeps it out, and `later` puts off what has to be done to the batch.
-    A process that was forked has no use of an engine: torch's threads and the thread that had the lock are not in it.
+    Code that a step's own thread runs inside it (`on_tree`, a model, a signal handler, what the garbage collector
+    calls) must not step the batch again: `refuse` keeps it out, and `later` defers what must be done to the batch.
+    A forked process cannot use the engine: torch's threads and the thread that held the lock are not in it.
     """
 
     def __init__(self) -> None:
@@ -43,16 +43,16 @@ class EngineLock(Unique):
 
     @property
     def is_in_step(self) -> bool:
-        """Tells whether the calling thread is inside a step."""
+        """Whether the calling thread is inside a step."""
         return self._is_marked and self._is_owned()
 
     @property
     def is_foreign(self) -> bool:
-        """Tells whether this process was forked from that of the engine."""
+        """Whether this process was forked from the engine's."""
         return self._process != os.getpid()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """See `threading.RLock`; raises RuntimeError in a process that was forked, where it would never return."""
+        """Acquires, as `threading.RLock` does; raises RuntimeError in a forked process, where it would never return."""
         if self.is_foreign:
             rule = f"an engine belongs to the process that made it, {self._process}, and this one was forked from it"
             advice = "make an engine here, in a process started by 'spawn' (multiprocessing.get_context)"
@@ -60,7 +60,7 @@ class EngineLock(Unique):
         return self._lock.acquire(blocking, timeout)
 
     def release(self) -> None:
-        """See `threading.RLock`."""
+        """Releases, as `threading.RLock` does."""
         self._lock.release()
         if self._put_off:
             self.settle()
@@ -82,7 +82,7 @@ class EngineLock(Unique):
             self.acquire()
         if self.is_in_step:
             rule = "must not be called inside a step of the same engine (from on_tree, a model, a signal handler, ...)"
-            raise RuntimeError(f"{caller}: {rule}, and a step of this engine is running; submit and abort may be")
+            raise RuntimeError(f"{caller}: {rule}, and a step of this engine is running; submit and abort are allowed")
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(f"{caller}: must not run inside a transform of torch.func, such as vmap, grad or jvp")
 
@@ -114,7 +114,7 @@ class EngineLock(Unique):
                 self._is_marked = True
                 self._put_off.popleft()()
             except Exception as error:  # its caller has gone on long ago
-                _logger.warning("EAGLEInference: what waited for the end of a step failed: %s", first_line(error))
+                _logger.warning("EAGLEInference: work put off during a step failed: %s", first_line(error))
             finally:
                 self._is_marked = False
                 self._lock.release()

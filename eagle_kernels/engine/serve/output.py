@@ -19,28 +19,28 @@ Ids = TypeVar("Ids", covariant=True, default=list[int] | list[list[int]])
 class GenerationStats:
     """Holds the counts and times of one `generate` call; `stats["name"]` reads fields and properties alike.
 
-    A *step* is one verification of one request, so a batch of 3 makes 3 steps at once. The first new token comes from
-    the prefill and belongs to no step. Acceptance counts what verification accepted, even if the text ended before.
+    A *step* is one verification of one request, so a batch of 3 takes 3 steps at once. The first new token comes from
+    the prefill and belongs to no step. Acceptance counts what verification accepted, even past the end of the text.
 
     Attributes:
-        num_requests: Its prompts, or their samples.
-        num_steps, num_draft_tokens: Levels and nodes of the tree, the largest if there are several.
-        seeds: Those of the requests, also where the engine chose them.
+        num_requests: Its prompts, or the samples of them.
+        num_steps, num_draft_tokens: Levels and nodes of the tree, or of the largest of several.
+        seeds: The requests' seeds, including those that the engine chose.
         prompt_tokens, generated_tokens: Tokens of all prompts, and new tokens of all requests.
-        shared_tokens: Prompt tokens not read again, as an earlier prompt began with the same.
+        shared_tokens: Prompt tokens not read again, since an earlier prompt began with the same ones.
         steps: Steps of all requests.
         batch_steps: Steps of the batch.
-        levels: Drafts that the steps could have accepted: of each the levels of its tree, or its drafts if they are
-            fewer; 0 of a plain step.
+        levels: Drafts that the steps could have accepted: for each, the levels of its tree, or its drafts if fewer; 0
+            for a plain step.
         drafted: Drafts verified; steps * (num_draft_tokens - 1) if the tree stays the same.
         accepted: Drafts accepted.
         accepted_per_depth: [num_steps]. Steps in which the draft at depth 1, 2, ... was accepted.
-        finish_reasons: One for each request, as in `Request`.
-        prefill_time_s, decode_time_s: Wall time until the prompts were read, and of the steps after that.
+        finish_reasons: One per request, as in `Request`.
+        prefill_time_s, decode_time_s: Wall time for reading the prompts, and for the steps after that.
         cold_steps, cold_time_s: Of these, the steps that compiled or captured something, and their time.
         phase_time_ms: Device time of draft, verify, sample and bookkeeping.
-        plain_step_ms: Time of a plain step of this number of requests: the mean of the latest call with
-            speculative=False, or else, once `speedup` has been read, the device's time of a step after the prompts of
+        plain_step_ms: Time of a plain step with this number of requests: the mean of the latest call with
+            speculative=False, or else, once `speedup` has been read, the device's time for a step after the prompts of
             the first `generate` with drafts. None without either, if other requests ran beside that call, or if it
             failed.
     """
@@ -78,7 +78,7 @@ class GenerationStats:
 
     @property
     def mean_accept_length(self) -> float:
-        """Mean tokens of a step: 1 (the target's own token) and the accepted drafts."""
+        """Mean tokens per step: 1 (the target's own token) plus the accepted drafts."""
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     @property
@@ -104,7 +104,7 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all requests per second after the prefill, without those that it brings."""
+        """Tokens of all requests per second after the prefill, not counting those from the prefill."""
         decoded = self.generated_tokens - self.num_requests
         return decoded / self.decode_time_s if self.decode_time_s else 0.0
 
@@ -112,7 +112,7 @@ class GenerationStats:
     def speedup(self) -> float | None:
         """Speedup over plain decoding, mean_accept_length * plain_step_ms / warm_step_ms; None if unknown.
 
-        After a `generate` with drafts, the first read of it times a plain step, unless requests are running.
+        After a `generate` with drafts, reading this for the first time times a plain step, unless requests are running.
         """
         if not self.batch_steps:
             return None

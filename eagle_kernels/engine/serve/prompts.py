@@ -44,7 +44,7 @@ class Row:
 
     @property
     def needs_step(self) -> bool:
-        """Tells whether the row runs and its pending launches do not reach the request's token limit yet."""
+        """Returns whether the row runs and its pending launches do not reach the request's token limit yet."""
         num_tokens = len(self.request.output_ids) + self.num_pending
         return self.is_running and num_tokens < self.request.params.max_new_tokens
 

@@ -72,7 +72,7 @@ class Scheduler:
 
     @property
     def is_reading(self) -> bool:
-        """Tells whether a step has a prompt to read now; requests that wait for a row or for pages do not count."""
+        """Returns whether a step has a prompt to read now; requests that wait for a row or for pages do not count."""
         return any(row is not None and not row.is_running for row in self._rows) or self._can_admit()
 
     def runs_beside(self, requests: Sequence[Request]) -> bool:

@@ -101,7 +101,7 @@ class Session(Unique):
         config = replace(config, **of_config) if of_config else config
         policy = overrides.get("accept_policy", config.accept_policy)
         if policy != config.accept_policy:
-            rule = "be 'simulate' with simulated_accept_length, _lengths or _rates, also with the engine's"
+            rule = "be 'simulate' with simulated_accept_length, _lengths or _rates, even if the engine has these"
             raise ValueError(f"{caller}: accept_policy must {rule}, got {shown(policy)}")
         self.check(config)
         return config, config.sampling | {name: overrides[name] for name in overrides.keys() - of_config.keys()}
@@ -130,7 +130,7 @@ class Session(Unique):
             sampling["max_new_tokens"] = read_max_new_tokens(max_new_tokens, caller)
             return config, [SamplingParams(**sampling, seed=s) for s in read_seeds(seeds, count, caller, num_samples)]
         if seeds is not None and not isinstance(seeds, Unset) and any(each.seed is not None for each in params):
-            raise ValueError(f"{caller}: seeds must be None where params have a seed, got {shown(seeds)}")
+            raise ValueError(f"{caller}: seeds must be None when params have a seed, got {shown(seeds)}")
         of_prompts = [None] * count if seeds is None else read_seeds(seeds, count, caller)
         return config, [
             replace(each, seed=seed)
@@ -315,7 +315,7 @@ class Session(Unique):
 
     @property
     def has_work(self) -> bool:
-        """Tells whether a request runs or waits, or an event has not been collected."""
+        """Returns whether a request runs or waits, or an event has not been collected."""
         return bool(self.outbox) or (self.scheduler is not None and self.scheduler.has_work)
 
     @property

@@ -126,7 +126,7 @@ class Call(NamedTuple):
 class TokenStream(Stream[TokenEvent], Generic[Ids]):
     """Yields a `TokenEvent` for each new token of some requests; other requests in the batch advance with them.
 
-    `EAGLEInference.stream` makes one. It aborts its requests when it is closed or no longer referenced.
+    Returned by `EAGLEInference.stream`. Aborts its requests when it is closed or no longer referenced.
 
     Attributes:
         requests: The `Request` of each prompt, in their order.

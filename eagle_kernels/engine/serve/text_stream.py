@@ -15,11 +15,11 @@ from .stream import Stream, TokenStream
 
 
 class TextPiece(NamedTuple):
-    """Holds new text of one of several requests.
+    """Holds new text from one of several requests.
 
     Attributes:
         request: The index of its prompt; with n samples, prompt * n + sample.
-        text: The text, of whole characters.
+        text: The text, in whole characters.
     """
 
     request: int
@@ -30,9 +30,9 @@ Piece = TypeVar("Piece", covariant=True, default=str | TextPiece)
 
 
 class TextStream(Stream[Piece]):
-    """Yields the text of one request, or a `TextPiece` for each new text of several, up to a stop string.
+    """Yields the text of one request, or `TextPiece`s for several, up to a stop string.
 
-    `EAGLEInference.stream_text` makes one. Text that could begin a stop string is held back until that is certain.
+    Returned by `EAGLEInference.stream_text`. Text that might begin a stop string is held back until that is certain.
     """
 
     def __init__(self, tokens: TokenStream, tokenizer: Tokenizer, session: Session):

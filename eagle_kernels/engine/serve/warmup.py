@@ -43,7 +43,7 @@ def warm_up_call(
     config, sampling = session.read_overrides("warmup", config, overrides)
     own = sorted(overrides.keys() - {*CONFIG_FIELDS})
     if params and own:
-        raise ValueError(f"warmup: {own[0]} must be set in the params that are given, got {shown(overrides[own[0]])}")
+        raise ValueError(f"warmup: {own[0]} must be set in the given params, got {shown(overrides[own[0]])}")
     most_requests = scalar(most_requests)
     if most_requests is not None and not (is_integer(most_requests) and most_requests >= 1):
         raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {shown(most_requests)}")

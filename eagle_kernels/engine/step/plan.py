@@ -45,13 +45,13 @@ class StepPlan(NamedTuple):
         return self.choices[prompt_tokens]
 
     def give_up(self, prompt_tokens: int, number: int, num_rows: int) -> bool:
-        """Lets a choice do without a step for which memory does not suffice; returns whether it has others."""
+        """Drops a step that does not fit into memory from a choice; returns whether it has others."""
         has_others = self.choice_beside(prompt_tokens).give_up(number, num_rows)
         if has_others:
             config = self.runners[number].stepper.config
             tree = config.topk, config.num_steps, config.num_verify_tokens, config.mean_draft_tokens
             beside = f" beside {prompt_tokens} tokens of prompts" if prompt_tokens else ""
-            told = "adaptive='auto' does without the tree %s from %d requests on%s: memory does not suffice for it"
+            told = "adaptive='auto' drops the tree %s from %d requests on%s: it does not fit into memory"
             _logger.warning("EAGLEInference: " + told, tree, num_rows, beside)
         return has_others
 

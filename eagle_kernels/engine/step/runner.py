@@ -227,7 +227,7 @@ class Launch:
 
     @property
     def is_done(self) -> bool:
-        """Tells whether `read` would return without waiting."""
+        """Returns whether `read` would return without waiting."""
         return not self._is_gpu or self._end.query()
 
     @property

@@ -45,12 +45,12 @@ class StepResult(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Holds a step's trees and the verdict on them, before the batch has changed: the argument of `on_tree`.
+    """Holds a step's trees and the verdict on them, before the batch changes: the argument of `on_tree`.
 
     Attributes:
-        batch, features: The rows that step, and the parts of verification that they need.
+        batch, features: The rows in the step, and the parts of verification that they need.
         proposal: The trees: tokens, links, mask and positions.
-        logits: [B * N, V]. The target's logits at all nodes; those of nodes past `proposal.num_nodes` mean nothing.
+        logits: [B * N, V]. The target's logits at all nodes; those past `proposal.num_nodes` are meaningless.
         committed: What verification accepted and drew.
     """
 
@@ -95,14 +95,14 @@ class Stepper:
 
     @property
     def can_be_captured(self) -> bool:
-        """Tells whether a step can be captured in a CUDA graph: nothing in it waits for the device."""
+        """Returns whether a step can be captured in a CUDA graph: nothing in it waits for the device."""
         if not all(getattr(model, "can_be_captured", True) for model in (self.target, self._model)):
             return False
         return self.num_nodes == 1 or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
 
     @property
     def reads_several(self) -> bool:
-        """Tells whether the target reads prompts of several requests at once, and beside the rows of a step."""
+        """Returns whether the target reads prompts of several requests at once, and beside the rows of a step."""
         return takes_rows(self.target) and not self.config.deterministic
 
     def step(

@@ -57,7 +57,7 @@ class Call:
     def _fault(self, sources: Sources) -> str | None:
         found = sources.parameters(self.target)
         if found is None:
-            return f"{self.target} is no function"
+            return f"{self.target} is not a function"
         if found[: len(self.first)] != self.first:
             return f"{self.target} takes {', '.join(found)}; expected first {', '.join(self.first)}"
         missing = [name for name in self.others if name not in found]

@@ -47,7 +47,7 @@ def refusals(server_args) -> list[str]:
             found.append(text)
 
     others = {mode: name for mode, name in chosen.items() if name != NAME}
-    refuse(bool(others), f"mixed attention backends: {others}; give --attention-backend {NAME} alone")
+    refuse(bool(others), f"mixed attention backends: {others}; give only --attention-backend {NAME}")
     has_gpu = server_args.device in ("cuda", "hip") or is_interpreting()
     refuse(not has_gpu, f"device {server_args.device!r}; it needs a GPU")
     refuse(model.attention_arch.name == "MLA", "models with multi-head latent attention (MLA)")
@@ -155,7 +155,7 @@ def refusal_of_preset(server_args) -> str | None:
     if found == wanted:
         return None
     given = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in zip(names, found))
-    return f"gives steps, topk and draft tokens {wanted}, and the server has {given}; leave one of both out"
+    return f"gives steps, topk and draft tokens {wanted}, and the server has {given}; leave out one of the two"
 
 
 def know_algorithm(original, cls, name):

@@ -33,7 +33,7 @@ def register() -> None:
     if not is_supported(version) and os.environ.get(FORCE) != "1":
         logger.warning(
             "eagle_kernels: SGLang %s is outside of %s..%s, which the plug-in was checked with: nothing is replaced; "
-            "%s=1 tries all the same, and `python -m eagle_kernels env` says what differs",
+            "%s=1 tries anyway, and `python -m eagle_kernels env` says what differs",
             version, hooks.TESTED[0], hooks.TESTED[-1], FORCE,
         )  # fmt: skip
         return

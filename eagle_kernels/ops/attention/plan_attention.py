@@ -75,15 +75,16 @@ def contract(values: dict) -> check.Spec:
 def plan_attention(
     seq_lens: torch.Tensor, *, num_drafts: int = 0, window: int | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Plans the attention of a batch once for all layers that have the same window.
+    """Plans the attention of a batch, once for all layers with the same window.
 
-    The result is the `plan` of `gqa_decode` and `tree_attention`. A plan of other lengths makes them slower, not wrong.
+    The result is the `plan` of `gqa_decode` and `tree_attention`. A plan for other lengths makes them slower, not
+    wrong.
 
     Args:
-        seq_lens: [B] int. Filled slots of each request, as attention is given them; with a CSR page table
-            (pages - 1) * page_size + last_page_len.
-        num_drafts: draft keys of a request after these slots, at least 0; their mean, if ragged. 0 where the slots hold
-            them, as those of a CSR page table do.
+        seq_lens: [B] int. Filled slots of each request, as passed to attention; with a CSR page table (pages - 1) *
+            page_size + last_page_len.
+        num_drafts: draft keys of a request after these slots, at least 0; their mean, if ragged. 0 if the slots include
+            them, as with a CSR page table.
         window: that of the attention.
         out: a tensor to write into.
 
@@ -95,8 +96,8 @@ def plan_attention(
         Not checked: that seq_lens are in 0..2^31 - 2^21.
 
     Source:
-        Even chunks of all work, as stream-K cuts matrix products, https://arxiv.org/abs/2301.03598; a plan once a step,
-        as FlashInfer makes it on the host, https://arxiv.org/abs/2501.01005.
+        Even chunks of all work, as stream-K cuts matrix products, https://arxiv.org/abs/2301.03598; a plan once per
+        step, as FlashInfer makes on the host, https://arxiv.org/abs/2501.01005.
 
     Example:
         >>> eagle_kernels.plan_attention(torch.tensor([100, 0, 64]), num_drafts=8).tolist()

@@ -233,9 +233,9 @@ def prefill_attention(
             if `query` is 16-bit. page_size: a power of two, 1..256. Pages may be strided.
         block_table, seq_lens: None, or [B, max_pages] and [B] int. A page table as in vLLM: page ids (rows may be
             strided, and -1 throughout pads the batch) and number of keys of each request.
-        kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. Another, as in FlashInfer and SGLang:
+        kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. A CSR one, as in FlashInfer and SGLang:
             request b has the pages kv_indices[kv_indptr[b]:kv_indptr[b + 1]], the last with last_page_len[b] keys.
-        sinks: None or [Hq] fp16, bf16 or fp32. A further logit of each head, without a value.
+        sinks: None or [Hq] fp16, bf16 or fp32. An extra logit per head, without a value.
         k_scale, v_scale: None, or [1] or [Hkv] fp32. Factors of cached keys and values, at least 0; both or neither.
         max_query: the most queries of a request, at least 1.
         is_causal: each query sees the keys up to its own. False: all keys of its request.
@@ -253,9 +253,8 @@ def prefill_attention(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
-        A float8 dtype that the GPU lacks is refused.
-        Not checked: each indptr, max_query, lengths, 0 to what the pages hold, and ids of seen pages; none outside the
-        pool is read.
+        A float8 dtype that the GPU lacks is refused. Not checked: each indptr, max_query, lengths (0 to what the pages
+        hold), and ids of seen pages; nothing outside the pool is read.
 
     Source:
         FlashAttention, https://arxiv.org/abs/2205.14135 and https://arxiv.org/abs/2307.08691; sinks as in gpt-oss.

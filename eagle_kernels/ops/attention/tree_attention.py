@@ -74,7 +74,7 @@ def contract(values: dict) -> Output:
         query = args.tensor("query", ("B", "Nq", "Hq", "D"), check.FLOAT, contiguous=2)
         batch, num_query, rows = "B", args.size("Nq"), ("B", "Nq")
         if values["max_query"] is not None:
-            args.fail("max_query", "not be given without qo_indptr, where Nq says it", values["max_query"])
+            args.fail("max_query", "not be given without qo_indptr: Nq already says it", values["max_query"])
         if not 1 <= num_query <= MAX_QUERY:
             args.fail("query", f"have Nq in 1..{MAX_QUERY}", num_query)
         num_keys = num_query
@@ -190,20 +190,20 @@ def tree_attention(
             if `query` is 16-bit. page_size: a power of two, 1..256. Pages may be strided.
         tree_mask: None or [B, Nq, W] int64; ragged [T, W]. Bit j % 64 of word j // 64: the row sees draft key j. W is
             at least ceil(Nk / 64), ragged ceil(max_query / 64); bits from Nk on are ignored. None: `is_causal`.
-        num_draft_keys: Nk, 1..512. None: Nq. Not if ragged.
+        num_draft_keys: Nk, 1..512. None: Nq. Not for ragged calls.
         draft_key, draft_value: None or [B, Nk, Hkv, D], dtype of `query`; ragged [T, Hkv, D]. The draft block, which
             may be strided as `query`; both or neither. None: it is in the pool.
         qo_indptr: None or [B + 1] int. Request b has the rows query[qo_indptr[b]:qo_indptr[b + 1]].
         positions: None or [B * Nq] int; ragged [T]. Positions of the rows, none within the prefix. Read only with
             `window`, where a `tree_mask` needs them; a chain without them follows the prefix.
         key_positions: None or [B * Nk] int. Positions of the draft keys; None: those of the rows. Read only with
-            `window`, and needed there with `positions` if Nk is not Nq. Not if ragged.
+            `window`, and needed there with `positions` if Nk is not Nq. Not for ragged calls.
         block_table, seq_lens: None, or [B, max_pages] and [B] int. A page table as in vLLM: page ids (rows may be
             strided) and slots of each request's prefix. Without `draft_key` the draft block is in the slots after it.
-        kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. Another, as in FlashInfer and SGLang:
+        kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. A CSR one, as in FlashInfer and SGLang:
             request b has the pages kv_indices[kv_indptr[b]:kv_indptr[b + 1]], the last with last_page_len[b] filled
             slots. These are the prefix; without `draft_key` the last ones are the draft block.
-        sinks: None or [Hq] fp16, bf16 or fp32. A further logit of each head, without a value.
+        sinks: None or [Hq] fp16, bf16 or fp32. An extra logit per head, without a value.
         k_scale, v_scale: None, or [1] or [Hkv] fp32. Factors of cached keys and values, not of `draft_key` and
             `draft_value`; at least 0; both or neither.
         is_causal: the draft block is a chain: rows are its last Nq keys, and see those up to their own. No `tree_mask`.
@@ -211,9 +211,9 @@ def tree_attention(
         sm_scale: factor of the logits, above 0. None: 1 / sqrt(D).
         soft_cap: above 0; makes logits soft_cap * tanh(logits / soft_cap). None: off.
         window: at least 1; a row at position p sees the keys at positions above p - window. None: all.
-        deterministic: a row's bits do not depend on rows around it; with draft keys in the pool they are those of
-            `gqa_decode` over the keys it sees, so of plain decoding along a node's path, with `window`, too. Takes
-            longer.
+        deterministic: a row's bits do not depend on rows around it; with draft keys in the pool they equal those of
+            `gqa_decode` over the keys it sees, and so those of plain decoding along a node's path, even with `window`.
+            Takes longer.
         plan: None or [B + 1] int32. From `plan_attention`, with the same lengths, draft keys and window. Not used if
             deterministic.
         out: two tensors to write into.
@@ -227,11 +227,10 @@ def tree_attention(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
-        A float8 dtype that the GPU lacks is refused.
-        Not checked: each indptr, max_query, lengths, 0 to what the pages hold with draft keys in the pool, and ids of
-        seen pages; none outside the pool is read. A row of `block_table` that is -1 throughout, or has no
-        prefix, may pad the batch: its draft keys are not checked.
-        Never checked: values of draft keys must be finite, whether a row sees them or not.
+        A float8 dtype that the GPU lacks is refused. Not checked: each indptr, max_query, lengths (0 to what the pages
+        hold, with draft keys in the pool), and ids of seen pages; nothing outside the pool is read. A row of
+        `block_table` that is -1 throughout, or has no prefix, may pad the batch: its draft keys are not checked. Never
+        checked: values of draft keys must be finite, whether a row sees them or not.
 
     Source:
         SpecInfer, https://arxiv.org/abs/2305.09781 (tree attention), on Flash-Decoding; sinks as in gpt-oss. The packed

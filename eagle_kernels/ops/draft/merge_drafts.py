@@ -137,14 +137,14 @@ def merge_drafts(
     num_speculative_tokens: int,
     out: Output | None = None,
 ) -> Output:
-    """Merges two tries of every request: the other one goes below a node of the first.
+    """Merges two tries per request: the other one goes below a node of the first.
 
     Args:
         tokens: [B, M] int, M <= 255. Tokens of nodes 1..M of the first trie.
         parents: [B, M] int. Their parents, 0 for the root; -1 padded.
         other_tokens, other_parents: [B, M2] int, M2 <= 255. The same of the other trie.
-        attach: [B] int. Node of the first trie that is the other one's root. If it is not kept, neither is that trie.
-        num_speculative_tokens: K, the most drafts kept, 1..255, the first trie's first.
+        attach: [B] int. Node of the first trie that is the other one's root. If it goes, so does the other trie.
+        num_speculative_tokens: K, the most drafts kept, 1..255; the first trie's go first.
         out: three tensors to write into.
 
     Returns:

@@ -260,7 +260,7 @@ def ngram_match(
     """Drafts what followed earlier occurrences of a request's last tokens in its own text.
 
     A match is an earlier place of the last n tokens of a request's history: `token_ids`, then `draft_tokens`. Longer
-    matches come first. The spec_steps tokens after each, past the end of the history its beginning again, are merged
+    matches come first. The spec_steps tokens after each, repeated from their start where the history ends, are merged
     into a trie below the last token, the root.
 
     Args:
@@ -283,15 +283,15 @@ def ngram_match(
         tokens: [B, M] int64. Tokens of nodes 1..M of the trie, -1 padded. Siblings differ.
         parents: [B, M] int64. Their parents, 0 for the root; -1 padded.
         num_drafts: [B] int32. Drafts of each request.
-        match_len: [B] int32. Length n of the first match, 0 for none, however many drafts are left.
+        match_len: [B] int32. Length n of the first match, 0 for none, even if no drafts are kept.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
 
     Source:
-        Prompt lookup. Of the longest matches "earliest" takes that of transformers' PromptLookupCandidateGenerator,
-        "latest" that of vLLM's n-gram speculator on the GPU. draft_tokens and token_budget are as in FastDeploy. The
-        rest is eagle_kernels' own.
+        Prompt lookup. Among the longest matches, "earliest" picks the one that transformers'
+        PromptLookupCandidateGenerator does, "latest" that of vLLM's GPU n-gram speculator. draft_tokens and
+        token_budget are as in FastDeploy. The rest is eagle_kernels' own.
 
     Example:
         >>> drafts = eagle_kernels.ngram_match(

@@ -123,8 +123,8 @@ def reroot_drafts(
     Args:
         tokens: [B, M] int, M <= 1023. Tokens of nodes 1..M.
         parents: [B, M] int. Their parents, 0 for the root; -1 padded.
-        path: [B, T] int. Those tokens, up to the first negative one. They lead down from the root to the new one, each
-            to the first child that carries it.
+        path: [B, T] int. The tokens committed since, up to the first negative one. They lead from the root down to the
+            new one, each to the first child that carries it.
         num_speculative_tokens: K, the most drafts kept, 1..1023.
         spec_steps: the most levels kept, at least 1.
         out: three tensors to write into.

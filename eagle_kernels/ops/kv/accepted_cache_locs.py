@@ -225,7 +225,7 @@ def contract(values: dict) -> Output:
     lists = [args.integers((room,), position, default=torch.int64)
              for room, position in ((capacity, 1), (capacity, 2), (free_capacity, 4))]  # fmt: skip
     if any(listed.dtype == torch.int32 for listed in lists):
-        rule = "hold what int32 holds, or out int64"
+        rule = "fit in int32, or out hold int64"
         args.debug("cache_locs", rule, lambda: cache_locs <= check.MAX_INT32, of_reference=True)
     return Output(
         args.spec((batch_size + 1,), torch.int32),
@@ -276,13 +276,13 @@ def accepted_cache_locs(
 ) -> Output:
     """Lists the slots to copy so that accepted paths become contiguous, and the slots that become free.
 
-    The path of a request moves to the first of its N slots. `source_locs` alone serves a pool that moves nothing.
+    The path of a request moves to the first of its N slots. A pool that moves nothing needs only `source_locs`.
 
     Args:
         cache_locs: [B * N] int. Slots of each request's tokens from seq_len on, its root's first; at most 2^31 - 1024
             in all. Slots below 0 count as -1.
-        accept_token_num: None or [B] int. Accepted drafts, the root and the bonus not counted: the path has one node
-            more. Negative for a dead request. None: `accept_index` tells the path.
+        accept_token_num: None or [B] int. Accepted drafts, without the root and the bonus: the path has one more node.
+            Negative for a dead request. None: `accept_index` gives the path.
         accept_index: None or [B, W] int, of at most 2^31 - 1024 entries. Nodes of each path, root first, as b * N +
             node; -1 padded. Entries outside the request's N nodes are left out. None: each tree is a chain, whose path
             is its first nodes (W = N); this needs `accept_token_num`.
@@ -305,8 +305,8 @@ def accepted_cache_locs(
         target_locs: [capacity] int64. Slots to copy to, -1 padded. If one slot of a pair is -1, both are.
         free_indptr: [B + 1] int32. Where each request's entries of `free_locs` begin and end.
         free_locs: [free_capacity] int64. Free slots, -1 padded.
-        overflow: [2] int32. The room that paths and free slots need if it exceeds their capacity, where lists and
-            bounds end; else 0.
+        overflow: [2] int32. The capacity that paths and free slots need if it exceeds theirs, where lists and bounds
+            end; else 0.
         A dead request, whose entries are -1 or whose accept_token_num is negative, moves and frees nothing; one whose
         first entry is left out frees nothing. The pairs of an ascending path may be copied in order.
 

@@ -76,12 +76,12 @@ def align_evict_mask_to_page_size(seq_lens: torch.Tensor, evict_mask: torch.Tens
 
     Args:
         seq_lens: [B] int. Committed tokens before this step; negative ones count as 0.
-        evict_mask: [B, N] bool, in place. True where the slot of token seq_len + i is to be freed. The tokens that are
-            not marked are accepted, and counted as if they were the first ones, as in a chain.
+        evict_mask: [B, N] bool, in place. True where the slot of token seq_len + i is to be freed. Unmarked tokens are
+            accepted, and count as if they came first, as in a chain.
         page_size: tokens of a page, at least 1.
 
     Returns:
-        None. No mark is set. A request without a token, committed or accepted, keeps its marks.
+        None. Marks are only cleared. A request without a token, committed or accepted, keeps its marks.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

@@ -81,7 +81,7 @@ def contract(values: dict) -> None:
     debug_rows(args, (), lambda: torch.where(ends > starts, ends, 0))
     if slots.dtype == torch.int64 and values["req_to_token"].dtype == torch.int32:
         are_held = lambda: abs(slots.clamp(min=-(2**62))) <= check.MAX_INT32  # noqa: E731
-        args.debug("cache_locs", "hold slots that req_to_token, of int32, holds", are_held, of_reference=True)
+        args.debug("cache_locs", "hold slots that fit in req_to_token, which is int32", are_held, of_reference=True)
     are_given = lambda: (ends - starts).clamp(min=0).cumsum(0) <= len(slots)  # noqa: E731
     args.debug("ends", f"ask for at most {len(slots)} slots", are_given)
 
@@ -104,8 +104,8 @@ def assign_req_to_token(
         cache_locs: [T] int. Slots of all requests, one request after another.
 
     Returns:
-        None. Slots for places outside the table are skipped, and a column for which `cache_locs` is too short keeps
-        what it holds. Nothing checks that requests share no column that they write.
+        None. Slots for places outside the table are skipped, and a column for which `cache_locs` is too short keeps its
+        value. Nothing checks that requests write different columns.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

@@ -195,7 +195,7 @@ def draft_cache_locs(
     is_step_major: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Lists the slots that draft steps write, and the slots to copy before them where branches have pages of their own.
+    """Lists the slots that draft steps write, and the slots to copy first if branches have pages of their own.
 
     Draft j of branch k is in column seq_len + k * num_steps + j of the request's row if P or K is 1. Otherwise it is in
     column `seq_len // P * P + k * ceil((seq_len % P + num_steps) / P) * P + seq_len % P + j`: each branch has pages of

@@ -243,10 +243,10 @@ def draft_kv_indices(
         capacity: room for the indices of one step. K * (sum of seq_lens + B * num_steps) is always enough; with a
             window, so is K * B * (window_size + sink_size + num_steps).
         page_size: P, tokens of a page, at least 1. It decides where drafts are; the indices are slots all the same.
-        window_size: how many of the prefix's last tokens are seen, beside all drafts. 0: all of them.
+        window_size: how many of the prefix's last tokens are seen, in addition to all drafts. 0: all of them.
         sink_size: with a window, how many of the prefix's first tokens are seen as well.
-        window_counts_drafts: the window, which it needs, holds the last `window_size` tokens of prefix and drafts, and
-            moves on by a token each step.
+        window_counts_drafts: the window, which is required, holds the last `window_size` tokens of prefix and drafts,
+            and moves by one token each step.
         keep_unused: unused tails of `out.kv_indices` stay as they are.
         out: three tensors to write into. Rows of the first two may be strided.
 

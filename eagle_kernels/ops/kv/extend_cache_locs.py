@@ -174,7 +174,7 @@ def extend_cache_locs(
         A named tuple, whose int64 is int32 where `out` holds int32:
         indptr: [B + 1] int32. Where each request's entries of the next two lists begin and end.
         cache_locs: [capacity] int64. Pool slots, -1 padded; -1 also where the table has none.
-        positions: [capacity] int64. Positions of the tokens; in the unused tail 0, which every table of positions has.
+        positions: [capacity] int64. Positions of the tokens; 0 in the unused tail, which is valid in any table.
         overflow: [1] int32. The room needed if it exceeds `capacity`, where lists and bounds end; else 0.
 
     Raises:

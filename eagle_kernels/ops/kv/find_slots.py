@@ -93,18 +93,18 @@ def find_slots(
 
     Args:
         block_table: [B, max_pages] int. Page ids of each request; below 0: no page. Token t is on page t // page_size.
-            Rows may be strided. Nothing checks that the pool has the pages.
+            Rows may be strided. Nothing checks that the pool has these pages.
         first: [B] int. First token of each request that is listed.
         count: tokens listed for every request, 0..2^20.
         page_size: tokens of a page, at least 1.
-        max_length: rows of the table of positions, at least 1: tokens past it are drafts that are never kept, and get
-            its last position. None: no limit.
+        max_length: rows of the position table, at least 1: tokens past it are drafts that are never kept, and get its
+            last position. None: no limit.
         out: two tensors to write into.
 
     Returns:
         A named tuple:
         slots: [B, count] int64. page * page_size + t % page_size; -1 for a token below 0 or without a page.
-        positions: [B, count] int64. The tokens first..first + count - 1, at most max_length - 1; also negative ones.
+        positions: [B, count] int64. first..first + count - 1, at most max_length - 1; may be negative.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

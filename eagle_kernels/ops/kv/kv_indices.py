@@ -169,8 +169,8 @@ def kv_indices(
         seq_lens: [B] int. How many tokens each request attends to; negative ones count as 0.
         starts: None or [B] int. First of these tokens; negative ones count as 0. None: 0.
         capacity: room for all indices. (sum of seq_lens) / P + 2 * B is always enough, as is the sum alone.
-        page_size: P, tokens of a page. 1 lists slots, more list the ids of whole pages, slot // P, so that the
-            attention begins at token starts // P * P.
+        page_size: P, tokens of a page. 1 lists slots; more lists the ids of whole pages, slot // P, so attention begins
+            at token starts // P * P.
         keep_unused: the unused tail of `out.kv_indices` stays as it is.
         out: four tensors to write into.
 

@@ -205,14 +205,14 @@ def move_accepted_kv(
         block_table: [B, max_pages] int. Page ids of each request. Rows may be strided.
         seq_lens: [B] int. Committed tokens before this step.
         accept_index: [B, W] int. Nodes of each path, root first, as b * N + node; -1 padded.
-        accept_token_num: [B] int. Accepted drafts, the root and the bonus not counted: one entry more is moved.
-            Negative for a dead request.
+        accept_token_num: [B] int. Accepted drafts, without the root and the bonus: one more entry is moved. Negative
+            for a dead request.
         num_verify_tokens: N, nodes of a tree, at least 1.
 
     Returns:
-        None. The rows of a path's entry d are copied bit by bit to slot seq_len + d, one entry after another. Entries
+        None. The rows of a path's entry d are copied bit for bit to slot seq_len + d, one entry after another. Entries
         outside the request's N nodes, slots past the block table and page ids outside the pool are skipped. Nothing
-        checks that requests share no page that they write.
+        checks that requests write different pages.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

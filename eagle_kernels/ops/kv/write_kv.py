@@ -240,13 +240,13 @@ def write_kv(
             tables nothing is rotated.
         is_interleaved: pairs are the coordinates 2 i and 2 i + 1 (GPT-J) instead of i and rotary_dim / 2 + i (GPT-NeoX,
             Llama).
-        k_scale, v_scale: None, or [], [1] or [Hkv] fp32. What keys and values are divided by, one number for all heads
-            or one for each; only with fp8 caches. Nothing checks that it is above 0. None: 1.
+        k_scale, v_scale: None, or [], [1] or [Hkv] fp32. Divisors of keys and values, one for all heads or one per
+            head; only with fp8 caches. Must be above 0, unchecked. None: 1.
         out: a tensor to write into, strided by multiples of D. It may be `query` itself.
 
     Returns:
         [T, Hq, D] fp16, bf16 or fp32, as `key`. The rotated query; without `query` [T, 0, D]. A slot that two tokens
-        have holds elements of either. Elements for an fp8 cache are rounded to nearest and limited to its largest
+        share holds elements of either. Elements for an fp8 cache are rounded to nearest and limited to its largest
         finite value; NaN stays NaN.
 
     Raises:
@@ -254,8 +254,8 @@ def write_kv(
         EAGLE_KERNELS_DEBUG=1 also refuses slots outside the pool other than -1.
 
     Source:
-        RoFormer, https://arxiv.org/abs/2104.09864 (rotation), rounded as in Hugging Face's models. The one launch is
-        eagle_kernels' own.
+        RoFormer, https://arxiv.org/abs/2104.09864 (rotation), rounded as in Hugging Face's models. Doing it in one
+        launch is eagle_kernels' own.
 
     Example:
         >>> k_cache, v_cache = torch.zeros(2, 2, 1, 1), torch.zeros(2, 2, 1, 1)  # two pages of two slots

@@ -106,7 +106,7 @@ def linear_decode(
             `eagle_kernels.ops.nn.linear_decode.parts_for` says when.
         prefetch_weight: reads the first weights before the previous kernel of the stream has ended, where the GPU can.
             Faster, but that kernel must not write `weight`.
-        deterministic: a row's bits do not depend on the number of rows, as in fp32 always. May take longer for up to
+        deterministic: a row's bits do not depend on the number of rows (always true in fp32). May take longer for up to
             16 rows.
         out: a tensor to write into. Its rows may be strided.
 

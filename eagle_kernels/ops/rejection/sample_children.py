@@ -219,12 +219,12 @@ def sample_children(
         draft_logits: [R, Vd] fp32, fp16 or bf16. Unit stride along Vd. NaN counts as -inf, which is never drawn.
         positions: [R] int. Position of the children.
         seeds: [R] int. Seed of the row's request.
-        temperature: [R] fp32. 0 (anything below 1e-5): greedy, the largest logits, among equal ones the lowest ids;
-            with replacement the argmax K times.
+        temperature: [R] fp32. 0 (anything below 1e-5): greedy, the largest logits, ties by lowest id; with replacement
+            the argmax K times.
         nodes: None or [R] int. The node whose children are drawn, 0..65535; None: 0. Rows of one request at one
             position draw independently if their nodes differ. `verify_tree_traversal` and the method "block" of
-            `verify_chain` look at drafts beyond those that they accept: there a position must have another node in
-            each round; the depth in the node's number is enough.
+            `verify_chain` look at drafts beyond those they accept: for them, a position must have a different node in
+            each round; putting the depth into the node's number is enough.
         d2t: None or [Vd] int. Target id minus draft id, for the reduced vocabulary of EAGLE-3. None: 0.
         num_children: K, 1..64.
         replacement: draw independently, so that tokens may repeat, instead of one after another.
@@ -233,7 +233,7 @@ def sample_children(
     Returns:
         A named tuple:
         tokens: [R, K] int64. Target ids in the order of the draws, -1 where q has no token left.
-        logprobs: [R, K] fp32. log of the whole q of each child, in greedy rows at temperature 1; -inf for -1.
+        logprobs: [R, K] fp32. log of each child's q before any draw, in greedy rows at temperature 1; -inf for -1.
 
         Equal logits, seed, position and node give equal children, in any row or batch; a smaller K gives the first.
 

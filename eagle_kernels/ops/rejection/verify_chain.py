@@ -237,8 +237,8 @@ def verify_chain(
 ) -> Output:
     """Verifies chains of drafts that were sampled from a draft distribution, without loss.
 
-    The text follows the target's distribution if every draft was drawn from its row of the draft's, with the noise of
-    `sample_children` or any other that is independent of this op's, which is keyed by seed and position.
+    The text follows the target's distribution if every draft was drawn from its row of draft probabilities, with the
+    noise of `sample_children` or any other that is independent of this op's, which is keyed by seed and position.
     Symbols: B requests, T tokens of a chain (1..256), its root included, V and Vd vocabularies of target and draft
     (1..2^20), p and q their distributions.
 
@@ -250,12 +250,12 @@ def verify_chain(
         positions: [B * T] int. Position of each token; the token emitted after it has position + 1.
         seeds: [B] int. Seed of each request.
         temperature: None or [B] fp32. Below 1e-5 a row is one-hot at its argmax. None if no logits need it.
-        draft_temperature: None or [B] fp32. Of draft_logits. None: temperature.
+        draft_temperature: None or [B] fp32. For draft_logits. None: temperature.
         target_probs: None or [B * T, V] fp32.
         draft_probs: None or [B * (T - 1), Vd] fp32.
         d2t: None or [Vd] int. As in `verify_tree_rejection`.
         method: "standard": drafts are accepted one by one, with probability min(1, p / q). "block": all at once, on
-            average no fewer; a position must then have another node in each round, see `sample_children`.
+            average no fewer; a position must then have a different node in each round, see `sample_children`.
         out: three tensors to write into.
 
     Returns:

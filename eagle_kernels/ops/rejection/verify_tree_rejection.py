@@ -70,7 +70,7 @@ def contract(values: dict) -> Output:
     args.tensor("temperature", ("B",), (torch.float32,))  # read whatever the rows are
     if values["d2t"] is not None:
         token = range(args.size("V"))
-        args.debug("d2t", "lead to tokens of the target", lambda: _lead_into(values["d2t"], token))
+        args.debug("d2t", "map to tokens of the target", lambda: _lead_into(values["d2t"], token))
     return output
 
 
@@ -103,8 +103,8 @@ def verify_tree_rejection(
     """Verifies token trees whose children were drawn from the draft's distribution, without loss: recursive rejection.
 
     At each node a child t is accepted if coin * q(t) < p(t), p being the target's and q the draft's distribution; if it
-    is rejected, p becomes what q leaves of it, and the next sibling is compared. If none is accepted, the bonus is
-    drawn from what is left of p. The text follows the target's distribution if the children were drawn from this q, in
+    is rejected, p becomes what q leaves of it, and the next sibling is tried. If none is accepted, the bonus is drawn
+    from what is left of p. The text follows the target's distribution if the children were drawn from this q, in
     sibling order, with the noise of `sample_children` or any other that is independent of this op's.
     Symbols: B requests, N nodes of a tree (1..1024), V and Vd vocabularies of target and draft (1..2^20).
 
@@ -112,20 +112,20 @@ def verify_tree_rejection(
         candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
         target_logits: None or [B * N, V] fp32, fp16 or bf16. This or target_probs. Unit stride along V; NaN counts as
             -inf.
-        draft_logits: None or [B * N, Vd] fp32, fp16 or bf16. This or draft_probs, likewise, by draft ids. Row of a
-            node: what its children were drawn from.
+        draft_logits: None or [B * N, Vd] fp32, fp16 or bf16. This or draft_probs, likewise, by draft ids. A node's row
+            is what its children were drawn from.
         positions: [B * N] int. Position of each node; the token emitted after it has position + 1.
         seeds: [B] int. Seed of each request.
-        temperature: [B] fp32. Below 1e-5 a row of logits is one-hot at its argmax. Needed with probabilities, too.
-        draft_temperature: None or [B] fp32. Of draft_logits. None: temperature. Below 1e-5, without replacement,
-            children count as chosen, as those of top-k trees are, and no row of the draft is read.
+        temperature: [B] fp32. Below 1e-5 a row of logits is one-hot at its argmax. Needed even with probabilities.
+        draft_temperature: None or [B] fp32. For draft_logits. None: temperature. Below 1e-5, without replacement,
+            children count as chosen rather than drawn, as in top-k trees, and the draft's rows are not read.
         target_probs: None or [B * N, V] fp32. Unit stride along V, used as they are. This op does not filter: for
             top-k, top-p or min-p pass rows from the renorm ops.
         draft_probs: None or [B * N, Vd] fp32. Likewise, by draft ids.
         d2t: None or [Vd] int. Target id minus draft id, one to one, for a reduced vocabulary. None: 0.
         spec_steps: S, 0..1024: the most drafts to accept.
-        replacement: how the children were drawn, as in `sample_children`: independently, or each from what those before
-            it left of q.
+        replacement: how the children were drawn, as in `sample_children`: independently, or each from what the earlier
+            ones left of q.
         out: three tensors to write into.
 
     Returns:
@@ -135,11 +135,11 @@ def verify_tree_rejection(
         accept_token_num: [B] int32.
 
         A child that cannot have been drawn (q(t) is 0, NaN, negative or above 1.001; a repeated token without
-        replacement) ends the list of its siblings; one without a token of the vocabulary is passed over.
+        replacement) ends the list of its siblings; one whose token is not in the vocabulary is skipped.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperatures, and
-            that d2t leads to tokens of the target; sums of probabilities are unchecked.
+        ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperatures, and that
+            d2t maps to target ids; sums of probabilities are unchecked.
 
     Source:
         Without replacement: RSD, https://arxiv.org/abs/2402.14160, algorithm 2; Sequoia,

@@ -167,10 +167,9 @@ def verify_tree_traversal(
 ) -> Output:
     """Verifies token trees of sampled drafts from their leaves up, without loss: traversal verification.
 
-    A leaf is accepted with its whole path, or deleted; then the next leaf is compared. On a chain this is block
-    verification (`verify_chain`), and as there a position must be drafted for another node in each round, see
-    `sample_children`. For the rest drafts are drawn, and arguments given, as for `verify_tree_rejection` without
-    replacement.
+    A leaf is accepted with its whole path, or deleted; then the next leaf is tried. On a chain this is block
+    verification (`verify_chain`), and as there, a position must have a different node in each round, see
+    `sample_children`. Otherwise, draw drafts and pass arguments as for `verify_tree_rejection` without replacement.
     Symbols: B requests, N nodes of a tree (1..1024), V and Vd vocabularies of target and draft (1..2^20).
 
     Args:
@@ -194,7 +193,7 @@ def verify_tree_traversal(
         accept_token_num: [B] int32.
 
         A child that cannot have been drawn (its probability is 0, NaN, negative or above 1.001; a repeated token) is
-        passed over with all nodes below it.
+        skipped with all nodes below it.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks temperatures; d2t and

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, filtering and penalising them, and verification by sample and match."""
+"""Drawing tokens from logits, filtering and penalizing them, and verification by sample and match."""
 
 from ...runtime.lazy import lazily
 from ..registry import FAMILIES

@@ -1,4 +1,4 @@
-"""Keeps the tokens of each row whose probability is at least min_p of the largest one, and renormalises.
+"""Keeps the tokens of each row whose probability is at least min_p of the largest one, and renormalizes.
 
 Computes
     Kept are the tokens of at least min_p * the largest probability, a product in fp32, rounded to nearest.
@@ -51,7 +51,7 @@ def contract(values: dict) -> check.Spec:
 
 @launcher
 def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalises.
+    """Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalizes.
 
     Symbols: R rows of V tokens, 1..2^21.
 
@@ -72,7 +72,7 @@ def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor 
 
     Example:
         >>> probs = torch.tensor([[0.375, 0.125, 0.375, 0.125]])
-        >>> eagle_kernels.min_p_renorm(probs, torch.tensor([0.5])).tolist()  # what is less likely than 0.5 * 0.375 goes
+        >>> eagle_kernels.min_p_renorm(probs, torch.tensor([0.5])).tolist()  # drops tokens below 0.5 * 0.375
         [[0.5, 0.0, 0.5, 0.0]]
     """
     out = check.allocate("min_p_renorm", contract(locals()), out)

@@ -1,4 +1,4 @@
-"""Penalises the logits of every tree node, and counts the drafts on the node's own path as output.
+"""Penalizes the logits of every tree node, and counts the drafts on the node's own path as output.
 
 Computes
     What `verify_tree_sampled` does to logits before temperature, for all rows and written to memory, for ops that
@@ -33,7 +33,7 @@ from .shared.logits import Processors, Row, check_processors, has_penalties, loa
 
 IN_PLACE = {"out": ("target_logits",)}
 
-# A program penalises BLOCK_VOCAB tokens of a node, 16 a thread.
+# A program penalizes BLOCK_VOCAB tokens of a node, 16 a thread.
 TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 4}}
 
 _NOT_LISTED = tl.constexpr(9223372036854775807)
@@ -186,17 +186,17 @@ def penalize_logits(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Penalises the logits of every tree node, and counts the drafts on the node's own path as output.
+    """Penalizes the logits of every tree node, and counts the drafts on the node's own path as output.
 
-    In this order: repetition, frequency and presence penalty, bias, grammar; then end tokens that come too early and
-    bad tokens get -inf. The output at a node is what is committed, the root included, and the drafts from the root down
-    to the node, the node included. `verify_tree_sampled` applies penalties, bias and grammar itself; ops that verify by
-    probabilities do not.
+    Applies, in this order, repetition, frequency and presence penalty, bias, grammar; then early end tokens and bad
+    tokens get -inf. The output at a node is all committed tokens, the root included, and the drafts down to the node,
+    itself included. `verify_tree_sampled` applies penalties, bias and grammar itself; ops that verify by probabilities
+    do not.
     Symbols: B requests, N nodes of a tree (1..1024), V tokens.
 
     Args:
         candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
-        target_logits: [B * N, V] fp32, fp16 or bf16. Unit stride along V; of a padded vocabulary pass
+        target_logits: [B * N, V] fp32, fp16 or bf16. Unit stride along V; for a padded vocabulary, pass
             `target_logits[:, :V]`.
         repetition_penalty, frequency_penalty, presence_penalty: None or [B] fp32. As in `sample_from_logits`.
         prompt_mask: None or [B, ceil(V / 32)] int32. Likewise.
@@ -205,14 +205,14 @@ def penalize_logits(
         logit_bias: None or [B, V] fp32, fp16 or bf16. Added to the logits.
         token_bitmask: None or [B * N, ceil(V / 32)] int32. Bit v % 32 of word v // 32: the grammar allows token v after
             the node; the others get -inf.
-        min_tokens: None or [B] int. End tokens get -inf where the output is shorter. Given together with the next two.
+        min_tokens: None or [B] int. End tokens get -inf while the output is shorter. Only together with the next two.
         num_output_tokens: None or [B] int. Length of the committed output, the root included.
         end_token_ids: None, [E] or [B, E] int. End tokens of all requests, or of each; -1 padded.
         bad_token_ids: None, [M] or [B, M] int. Tokens that always get -inf; likewise.
-        out: a tensor to write into, its rows possibly strided. It may be target_logits, if these are fp32.
+        out: a tensor to write into, whose rows may be strided. It may be target_logits, if these are fp32.
 
     Returns:
-        [B * N, V] fp32. The penalised logits; a dead row, as in `verify_tree`, keeps its logits.
+        [B * N, V] fp32. The penalized logits; a dead row, as in `verify_tree`, keeps its logits.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks that

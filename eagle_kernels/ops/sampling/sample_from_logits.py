@@ -1,7 +1,7 @@
 """Draws one token from each row of logits, as plain decoding does.
 
 Computes
-    argmax over the kept tokens of logits / temperature + Gumbel noise: a sample of the filtered, renormalised softmax
+    argmax over the kept tokens of logits / temperature + Gumbel noise: a sample of the filtered, renormalized softmax
     (`shared/sampling.py`). Edges of filters are exact.
 Invariants
     The noise is keyed by (seed, position, token id) and shared with `verify_tree_sampled`. Ties hardly occur in sampled
@@ -61,35 +61,36 @@ def sample_from_logits(
 ) -> torch.Tensor:
     """Draws one token from each row of logits, as plain decoding does.
 
-    In this order: repetition, frequency and presence penalty, bias, grammar, temperature, top-k, top-p, min-p, then the
-    argmax with Gumbel noise, which samples the softmax of what is left. Tokens that tie with a filter's edge all stay.
+    Applies, in this order, repetition, frequency and presence penalty, bias, grammar, temperature, top-k, top-p and
+    min-p, then takes the argmax with Gumbel noise, which samples the softmax of what is left. Tokens that tie at a
+    filter's edge all stay.
     Symbols: R rows of V tokens (1..2^20).
 
     Args:
-        logits: [R, V] fp32, fp16 or bf16. Unit stride along V; of a padded vocabulary pass `logits[:, :V]`. NaN counts
-            as -inf; a row of nothing else gives token 0.
-        positions: [R] int. Position of the token that is drawn: n, if it is the next one of n tokens.
+        logits: [R, V] fp32, fp16 or bf16. Unit stride along V; for a padded vocabulary, pass `logits[:, :V]`. NaN
+            counts as -inf; a row of only -inf gives token 0.
+        positions: [R] int. Position of the token that is drawn: n, if it follows n tokens.
         seeds: [R] int. The request's seed.
         temperature: [R] fp32. 0 (anything below 1e-5): greedy, without filters; ties go to the lowest id.
         top_k: None or [R] int. Tokens to keep; off at <= 0 or >= V.
         top_p: None or [R] fp32. Share of the probability to keep, at least one token; off at >= 1.
         min_p: None or [R] fp32. Keeps tokens of at least min_p times the largest probability; off at <= 0.
-        repetition_penalty: None or [R] fp32. Divides positive logits of tokens of the prompt and the output, multiplies
+        repetition_penalty: None or [R] fp32. Divides positive logits of tokens in the prompt or the output, multiplies
             negative ones; above 0, off at 1.
         frequency_penalty: None or [R] fp32. Subtracted once per occurrence in the output; off at 0.
-        presence_penalty: None or [R] fp32. Subtracted from tokens of the output; off at 0.
+        presence_penalty: None or [R] fp32. Subtracted once for tokens in the output; off at 0.
         prompt_mask: None or [R, ceil(V / 32)] int32. Bit v % 32 of word v // 32: token v occurs in the prompt. Only
             with repetition_penalty.
         output_counts: None or [R, V] int32. Occurrences of each token in the output so far. Only with a penalty.
         logit_bias: None or [R, V] fp32, fp16 or bf16. Added to the logits.
         token_bitmask: None or [R, ceil(V / 32)] int32. Bit v % 32 of word v // 32: the grammar allows token v
             (xgrammar, llguidance).
-        filter_order: what top-p works on: "top_k_first", the tokens that top-k left, renormalised; "joint", all tokens.
+        filter_order: what top-p works on: "top_k_first", the tokens that top-k left, renormalized; "joint", all tokens.
         out: a tensor to write into.
 
     Returns:
-        [R] int64. Tokens in [0, V). Equal logits, seed and position give the same token, in whichever row or batch, and
-        in `verify_tree_sampled`.
+        [R] int64. Tokens in [0, V). Equal logits, seed and position give the same token, in any row or batch, and in
+        `verify_tree_sampled`.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks that temperature is at

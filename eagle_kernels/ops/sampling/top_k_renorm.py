@@ -1,4 +1,4 @@
-"""Keeps the top_k most likely tokens of each row of probabilities, and renormalises.
+"""Keeps the top_k most likely tokens of each row of probabilities, and renormalizes.
 
 Computes
     Kept are the tokens with a probability of at least the k-th largest one. No sort: the edge is found between two keys
@@ -85,7 +85,7 @@ def contract(values: dict) -> check.Spec:
 
 @launcher
 def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Keeps the top_k most likely tokens of each row of probabilities, and renormalises.
+    """Keeps the top_k most likely tokens of each row of probabilities, and renormalizes.
 
     Symbols: R rows of V tokens, 1..2^21.
 
@@ -97,7 +97,7 @@ def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor, *, out: torch.Tensor 
 
     Returns:
         [R, V] fp32. The kept probabilities divided by their sum, 0 elsewhere and in a row without mass. Tokens that tie
-        with the last one kept all stay.
+        with the last kept one all stay.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

@@ -1,4 +1,4 @@
-"""Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalises.
+"""Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalizes.
 
 Computes
     Kept are the tokens with a probability of at least t, the largest one for which they hold top_p of the row's sum. No
@@ -89,7 +89,7 @@ def contract(values: dict) -> check.Spec:
 
 @launcher
 def top_p_renorm(probs: torch.Tensor, top_p: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalises.
+    """Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalizes.
 
     Symbols: R rows of V tokens, 1..2^21.
 

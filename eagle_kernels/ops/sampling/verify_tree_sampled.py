@@ -149,18 +149,18 @@ def verify_tree_sampled(
     accept_policy: str = "normal",
     out: Output | None = None,
 ) -> Output:
-    """Verifies token trees by sample and match: emits the text that plain sampling would have drawn, without loss.
+    """Verifies token trees by sample and match: emits exactly the text that plain sampling would draw.
 
-    At each node the token is drawn that `sample_from_logits` draws there: equal logits, seed and position give the same
-    token, with or without a tree around it, in any batch. If a child carries it (of several the first), that draft is
-    accepted and becomes the current node; else the token ends the walk as the bonus. The text does not depend on the
-    drafts, whoever made them, and draft probabilities are not needed.
+    At each node it draws the token that `sample_from_logits` draws there: equal logits, seed and position give the same
+    token, with or without a tree around it, in any batch. If a child carries it (the first, if several do), that draft
+    is accepted and becomes the current node; otherwise the token ends the walk as the bonus. The text does not depend
+    on the drafts or where they come from, and no draft probabilities are needed.
     Symbols: B requests, N nodes of a tree (1..1024), V tokens (1..2^20).
 
     Args:
         candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
-        target_logits: [B * N, V] fp32, fp16 or bf16. As in `sample_from_logits`, like all parameters down to
-            token_bitmask, of which each request has one row.
+        target_logits: [B * N, V] fp32, fp16 or bf16. This and the parameters down to token_bitmask are as in
+            `sample_from_logits`, but per node or per request.
         positions: [B * N] int. Position of each node; the token drawn at a node has position + 1.
         seeds: [B] int.
         temperature: [B] fp32.
@@ -172,24 +172,24 @@ def verify_tree_sampled(
         output_counts: None or [B, V] int32. Occurrences in the committed output, the root included.
         logit_bias: None or [B, V] fp32, fp16 or bf16.
         token_bitmask: None or [B * N, ceil(V / 32)] int32. Tokens that the grammar allows after each node.
-        seq_lens: None or [B] int. Committed tokens of each request, without the root: asks for what `verify_commit`
-            returns, from new_seq_lens on.
+        seq_lens: None or [B] int. Committed tokens of each request, without the root: asks for `verify_commit`'s
+            results, from new_seq_lens on.
         is_live: None or [B] int or bool. With seq_lens, for these outputs only: 0 for dead rows. None: all are live.
         simulated_rates: None or [S] fp32. As in `verify_tree_greedy`.
         spec_steps: S, 0..1024: the most drafts to accept.
         filter_order: as in `sample_from_logits`.
         return_logprobs: compute logprobs and raw_logprobs.
-        accept_policy: as in `verify_tree_greedy`; with "reject_all" what the root's row draws is the bonus.
+        accept_policy: as in `verify_tree_greedy`; with "reject_all" the bonus is what the root's row draws.
         out: eleven tensors to write into, of the shapes below.
 
     Returns:
-        A named tuple, as from `verify_tree`; what was not asked for has 0 in the place of B:
+        A named tuple, as from `verify_tree`; results not asked for have 0 in place of B:
         predicts: [B * N] int32. The tokens drawn, -1 off the path.
         accept_index: [B, S + 1] int32. -1 padded.
         accept_token_num: [B] int32.
         logprobs: [B, S + 1] fp32. Log-probability of each emitted token among the tokens that were kept (in greedy rows
             among all, at temperature 1), -inf past the path.
-        raw_logprobs: [B, S + 1] fp32. The same by the logits as given, at temperature 1.
+        raw_logprobs: [B, S + 1] fp32. The same, from the logits as given, at temperature 1.
         new_seq_lens: [B] int, the dtype of seq_lens.
         bonus_tokens: [B] int64.
         accept_lengths: [B] int32.

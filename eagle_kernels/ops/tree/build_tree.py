@@ -105,9 +105,9 @@ def build_tree(
         num_verify_tokens: N, nodes of a tree, 1..256 and at most 1 + K + (S - 1) * K^2.
         tree_mask_mode: a `TreeMaskMode`.
         prefix_is_set: the prefix of the "full_mask" in `out` already holds True and is not written.
-        any_order: `top_scores_index` need not ascend, and parents may come later. A node sees the root and its way up,
-            itself and at most S - 1 more nodes, and its position counts them. Links may lead backwards and form cycles,
-            which `verify_tree_greedy` and `verify_tree_coins` follow with the same argument.
+        any_order: `top_scores_index` need not ascend, and parents may come later. A node sees the root and its path up,
+            at most S nodes including itself, and its position counts them. Links may point backwards and form cycles;
+            `verify_tree_greedy` and `verify_tree_coins` follow them with the same argument.
         out: six tensors to write into.
 
     Returns:
@@ -118,8 +118,8 @@ def build_tree(
         retrieve_next_token: [B, N] int64. First child of each node, -1 for none.
         retrieve_next_sibling: [B, N] int64. Next sibling, -1 for none; siblings ascend.
         draft_tokens: [B * N] int64. verified_id, then draft_tokens.
-        A node whose parent is missing, or comes later without `any_order`, is no node's child. It sees itself and the
-        root and has the root's position, with `any_order` the one after it.
+        A node whose parent is missing, or comes later without `any_order`, is not any node's child. It sees itself and
+        the root, and has the root's position, or with `any_order` the next one.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
@@ -132,7 +132,7 @@ def build_tree(
         >>> tree = eagle_kernels.build_tree(
         ...     torch.tensor([9]), torch.tensor([[-1, 0, 1, 2, 4]]), torch.tensor([[0, 1, 2, 4]]),
         ...     torch.tensor([[11, 12, 21, 23]]), torch.tensor([4]), topk=2, spec_steps=3, num_verify_tokens=5)
-        >>> tree.tree_mask.flatten().tolist()  # of each node itself and its ancestors, as bits
+        >>> tree.tree_mask.flatten().tolist()  # each node and its ancestors, as bits
         [1, 3, 5, 11, 21]
     """
     values = locals()

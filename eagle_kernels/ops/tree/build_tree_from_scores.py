@@ -151,16 +151,15 @@ def build_tree_from_scores(
         retrieve_index: [B, N] int64. b * N + i.
         retrieve_next_token: [B, N] int64. First child of each node, -1 for none.
         retrieve_next_sibling: [B, N] int64. Next sibling, -1 for none; siblings ascend.
-        draft_tokens: [B * N] int64. verified_id, then the tokens of the candidates that are kept.
-        top_scores_index: [B, N - 1] int64. Their flat ids, ascending: nodes 1..N-1. Of equal scores the lower id is
-            kept.
+        draft_tokens: [B * N] int64. verified_id, then the tokens of the kept candidates.
+        top_scores_index: [B, N - 1] int64. Their flat ids, ascending: nodes 1..N-1. Ties go to the lower id.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
         EAGLE_KERNELS_DEBUG=1 also checks seq_lens, seq_lens_sum and the size of a "full_mask".
 
     Source:
-        EAGLE-2, https://arxiv.org/abs/2406.16858, sections 4.2 (reranking) and 4. SGLang has two steps for it,
+        EAGLE-2, https://arxiv.org/abs/2406.16858, sections 4.2 (reranking) and 4. SGLang does this in two steps,
         organize_draft_results and build_tree_kernel_efficient.
 
     Example:

@@ -85,25 +85,25 @@ def organize_draft_results(
     """Keeps the best candidates of every request, over all draft levels.
 
     Args:
-        candidate_scores: [B, C] fp32, C <= 4096. Scores of the candidates, level after level: K of level 0, K^2 of
-            every other one. A candidate's flat id is its column. NaN counts as -inf. Rows may be strided.
+        candidate_scores: [B, C] fp32, C <= 4096. Scores of the candidates, level by level: K for level 0, K^2 for every
+            other one. A candidate's flat id is its column. NaN counts as -inf. Rows may be strided.
         candidate_tokens: [B, C] int. Their tokens. Rows may be strided.
         num_verify_tokens: N, nodes of a tree, 1..C + 1.
         out: two tensors to write into.
 
     Returns:
         A named tuple:
-        top_scores_index: [B, N - 1] int64. Flat ids of the N - 1 candidates of the highest scores, ascending. Of equal
-            scores the lower id is kept.
+        top_scores_index: [B, N - 1] int64. Flat ids of the N - 1 candidates with the highest scores, ascending. Ties go
+            to the lower id.
         draft_tokens: [B, N - 1] int64. Their tokens.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
 
     Source:
-        EAGLE-2, https://arxiv.org/abs/2406.16858, section 4.2 (reranking); SGLang's organize_draft_results. That one
-        takes a tensor for each level: concatenate these along axis 1, or let `select_top_k_tokens` write into slices of
-        one buffer. That op also gives its third result, parent_list.
+        EAGLE-2, https://arxiv.org/abs/2406.16858, section 4.2 (reranking); SGLang's organize_draft_results. SGLang's
+        takes one tensor per level: concatenate them along axis 1, or let `select_top_k_tokens` write into slices of one
+        buffer. That op also gives SGLang's third result, parent_list.
 
     Example:
         >>> best = eagle_kernels.organize_draft_results(

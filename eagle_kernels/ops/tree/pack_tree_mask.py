@@ -73,7 +73,7 @@ def pack_tree_mask(
     tree_mask_mode: str = TreeMaskMode.QLEN_ONLY,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Packs a tree mask of any layout into int64 words, one bit for each draft key: the layout that attention reads.
+    """Packs a tree mask of any layout into int64 words, one bit per draft key: the layout that attention reads.
 
     Masks have Nq query rows and Nk draft keys. "packed" and "qlen_only" need not be square; elsewhere Nq = Nk = N.
 

@@ -215,18 +215,18 @@ def prune_trees(
 ) -> Output:
     """Prunes the trees of a batch to max_rows nodes in all; the drafts with the highest scores stay.
 
-    So sure drafts get more of a step than unsure ones. `tree_from_mask` then gives links and positions,
+    So requests with likely drafts get more of a step. `tree_from_mask` then gives links and positions,
     `pack_verify_rows` the target's rows.
 
     Args:
         draft_tokens: [B, N] int, N nodes of a tree. The root, then the drafts; ancestors come before their descendants.
             Requests may be strided.
         tree_mask: [B, N, ceil(N / 64)] int64, packed. Bits of later nodes are ignored.
-        scores: [B, N - 1] fp32. What each draft is worth with all above it, such as its path's log-probability. NaN and
-            -inf: it never stays.
-        max_drafts: None or [1] int. The most drafts that stay, as the load decides on the device, limited to
+        scores: [B, N - 1] fp32. The value of each draft and all above it together, such as its path's log-probability.
+            Drafts with NaN or -inf never stay.
+        max_drafts: None or [1] int. The most drafts that stay, for a limit decided on the device, clamped to
             0..max_rows - B. None: max_rows - B.
-        max_rows: the most nodes of all requests that stay, at least B.
+        max_rows: the most nodes that stay over all requests, at least B.
         out: three tensors to write into.
 
     Returns:
@@ -234,8 +234,8 @@ def prune_trees(
         draft_tokens: [B, N] int64. Tokens of the nodes that stay, in their order, -1 padded.
         tree_mask: [B, N, ceil(N / 64)] int64. Their masks, 0 padded, with bits of the nodes that stay.
         num_nodes: [B] int32. Nodes of each request that stay, at least 1.
-        A draft stays with all of its ancestors only, equal scores in the order of requests and nodes. So fewer than
-        max_rows stay where an ancestor has a lower score than its descendant, or where few drafts have a score.
+        A draft stays only with all of its ancestors; ties go to the earlier request, then to the earlier node. So fewer
+        than max_rows stay if an ancestor has a lower score than its descendant, or if few drafts have a score.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

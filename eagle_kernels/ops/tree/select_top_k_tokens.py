@@ -187,11 +187,11 @@ def select_top_k_tokens(
     Args:
         logits: [B * K, Vd] fp16, bf16 or fp32, but [B, Vd] at level 0. Draft logits over Vd ids; row b * K + j is beam
             j of request b. NaN counts as -inf, +inf as the largest finite fp32. Rows may be strided.
-        scores: None or [B, K] fp32. The `scores` of the level before. None at level 0, and only there.
+        scores: None or [B, K] fp32. The `scores` of the previous level. None at level 0, and only there.
         ancestors: None or [B, K, W] int64, ceil(level * K / 64) <= W <= ceil((level + 1) * K / 64). The `ancestors` of
-            the level before. None at level 0, and only there.
+            the previous level. None at level 0, and only there.
         draft_to_target: None or [Vd] int64. Offsets: target id = draft id + draft_to_target[draft id]. None: the draft
-            model has the target's ids. Nothing checks that the results are the target's.
+            model has the target's ids. Results are not checked to be valid target ids.
         topk: K, beams of a request and candidates of a beam, 1..16 and at most Vd.
         level: 0 for the logits of the roots, i for those of the beams of level i - 1.
         out: eight tensors to write into. Rows of candidate_scores, candidate_tokens and parent_slots may be strided, as
@@ -203,14 +203,14 @@ def select_top_k_tokens(
         tokens: [B, K] int64. Target ids of the new beams' tokens, which stand at the root's position + level + 1.
         parents: [B, K] int64. Beam that each new beam comes from; 0, the root, at level 0.
         hidden_rows: [B, K] int64. That beam's row of logits and of hidden states.
-        parent_slots: [B, K] int64. Candidate ids of the new beams: slots from 1 + level * K on of `parent_list`, which
+        parent_slots: [B, K] int64. Candidate ids of the new beams: slots 1 + level * K and up of `parent_list`, which
             has none for the last level.
         candidate_scores: [B, C] fp32, where C is K at level 0 and K^2 at the others. In the order beam * K + rank.
         candidate_tokens: [B, C] int64. Target ids of their tokens.
         ancestors: [B, K, ceil((level + 1) * K / 64)] int64. New beam j becomes draft key level * K + j, and sees its
             parent's draft keys and its own, besides the text and the root. Bit s % 64 of word s // 64: draft key s.
-            `unpack_tree_mask` makes booleans of them, with num_verify_tokens = (level + 1) * K.
-        Of equal logits or scores the lower id is first. A row of -inf alone proposes ids 0..K-1 with score -inf.
+            `unpack_tree_mask` turns them into booleans, with num_verify_tokens = (level + 1) * K.
+        Ties in logits or scores go to the lower id. A row of only -inf proposes ids 0..K-1 with score -inf.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

@@ -126,11 +126,11 @@ def tree_from_mask(
     tree_mask_mode: str = TreeMaskMode.PACKED,
     out: Output | None = None,
 ) -> Output:
-    """Reads the tree of every request off its mask: positions and links, for drafters that deliver a mask.
+    """Derives positions and links of every request's tree from its mask, for drafters that provide a mask.
 
     Args:
         tree_mask: [B, N, ceil(N / 64)] int64 if packed. Which nodes each node sees, in the layout `tree_mask_mode`.
-            Only earlier nodes are its ancestors: what it sees of itself and of later nodes is ignored.
+            Only earlier nodes are its ancestors: bits for itself and for later nodes are ignored.
         seq_lens: [B] int. Committed tokens, the root not counted.
         num_verify_tokens: N, nodes of a tree, 1..256.
         tree_mask_mode: a `TreeMaskMode`.
@@ -149,7 +149,7 @@ def tree_from_mask(
         EAGLE_KERNELS_DEBUG=1 also checks seq_lens.
 
     Source:
-        SGLang's reconstruct_indices_from_tree_mask, which takes "qlen_only" alone; "packed" is eagle_kernels' own.
+        SGLang's reconstruct_indices_from_tree_mask, which takes only "qlen_only"; "packed" is eagle_kernels' own.
 
     Example:
         >>> tree = eagle_kernels.tree_from_mask(

@@ -88,12 +88,12 @@ def tree_from_parents(
 ) -> Output:
     """Builds the verification tree of every request from the parents of its drafts: mask, positions and links.
 
-    A node is linked if its parents lead to the root, every step to an earlier node, over tokens that are not negative.
+    A node is linked if its parents lead to the root, each to an earlier node, through tokens that are not negative.
 
     Args:
         verified_id: [B] int. Token of the root, the last committed one.
         draft_tokens: [B, N - 1] int. Tokens of nodes 1..N-1; a negative one is padding.
-        parents: [B, N - 1] int. Node that each of them follows: 0 is the root, -1 is padding.
+        parents: [B, N - 1] int. Parent node of each: 0 is the root, -1 is padding.
         seq_lens: [B] int. Committed tokens, the root not counted.
         seq_lens_sum: their sum, for a "full_mask" without `out`.
         num_verify_tokens: N, nodes of a tree, 1..256.
@@ -109,8 +109,8 @@ def tree_from_parents(
         retrieve_next_token: [B, N] int64. First child of each node, -1 for none.
         retrieve_next_sibling: [B, N] int64. Next sibling, -1 for none; siblings ascend.
         draft_tokens: [B * N] int64. verified_id, then draft_tokens.
-        A node that is not linked, such as padding, has no links and sees itself alone. It has the root's position, and
-        its token, so that tables of embeddings are read in range. Siblings with the same token stay two nodes.
+        A node that is not linked, such as padding, has no links and sees itself alone. It has the root's position and
+        token, so that embedding lookups stay in range. Siblings with the same token stay separate nodes.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

@@ -112,8 +112,8 @@ def unpack_tree_mask(
         tree_mask: [B, Nq, ceil(Nk / 64)] int64, packed. Bits from Nk on are ignored.
         seq_lens: None or [B] int. For "full_mask" only: committed tokens, the root not counted.
         seq_lens_sum: their sum, for a "full_mask" without `out`.
-        num_verify_tokens: Nk. None: Nq. Give i * K for the `ancestors` of the beams that draft level i, or their keys
-            from K on are cut off without a word.
+        num_verify_tokens: Nk. None: Nq. Pass i * K for the `ancestors` of the beams that draft level i, or their keys
+            from K on are silently cut off.
         tree_mask_mode: layout of the result, a `TreeMaskMode`.
         out: a tensor to write into.
 

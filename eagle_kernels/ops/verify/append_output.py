@@ -222,14 +222,15 @@ def append_output(
     Args:
         token_ids: [R, L] int. Each request's prompt, then its output; written in place. Rows may be strided.
         num_tokens: [B] int. Tokens in the row before the step, prompt included; clamped to 0..L.
-        num_prompt_tokens: [B] int. Those of the prompt.
+        num_prompt_tokens: [B] int. How many of these are the prompt's.
         tokens: [B, T] int. The step's tokens, -1 padded, as from `verify_commit`; above 2^31 - 1 is padding, too.
         max_tokens: None or [B] int. The most tokens in the row, prompt included. None: L.
         end_token_ids: None, [E] or [B, E] int. Tokens that end any request or each, -1 padded.
         stop_sequences: None or [B, Q, W] int. Sequences whose last token ends the request, -1 padded on the left (all
             -1: none). They may begin in the output before the step, but not in the prompt.
-        min_tokens: None or [B] int. End tokens and stop sequences end no output that is shorter with them. None: 0.
-        is_live: None or [B] int or bool. 0: takes no part. None: all do.
+        min_tokens: None or [B] int. End tokens and stop sequences do not end a shorter output, themselves included.
+            None: 0.
+        is_live: None or [B] int or bool. 0: the request is left alone. None: all are live.
         rows: None or [B] int. Each request's own row of token_ids. None: b, with R >= B.
         out: four tensors to write into.
 
@@ -240,8 +241,8 @@ def append_output(
         num_kept: [B] int32. Their number.
         finish_reason: [B] int32. 0: not finished, 1: end token, 2: stop sequence, 3: no room; the lowest of several.
 
-        A full row keeps nothing, with reason 3. A request that has no token or no row, or is not live, keeps its
-        num_tokens; its tokens are -1, the rest is 0.
+        A row that is already full keeps nothing, with reason 3. A request that has no token or no row, or is not live,
+        keeps its num_tokens; its tokens are -1, the rest is 0.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks num_tokens.

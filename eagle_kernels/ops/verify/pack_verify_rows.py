@@ -138,7 +138,7 @@ def pack_verify_rows(
 ) -> Output:
     """Packs the first nodes of every request into rows without gaps, as a server's forward pass reads them.
 
-    Symbols: B requests, N nodes of a request. One of 0 tokens has no row: the caller packs prompts.
+    Symbols: B requests, N nodes of a request. A request with 0 tokens has no rows; packing prompts is up to the caller.
 
     Args:
         draft_tokens: [B, N] int. The root, then the drafts; below 0 they count as 0. Requests may be strided.
@@ -156,14 +156,14 @@ def pack_verify_rows(
         row_to_node: [max_rows] int32. Node of each row, -1 in the tail.
         cu_seqlens: [B + 1] int32. First row of each request, then the end of the last; at most max_rows.
         num_rows: [1] int32. Rows in use, at most max_rows.
-        overflow: [1] int32. The room needed if it exceeds max_rows, else 0; rows past max_rows are dropped.
+        overflow: [1] int32. The rows needed if more than max_rows, else 0; rows past max_rows are dropped.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks num_tokens, and that
             the rows fit.
 
     Source:
-        eagle_kernels' own; rows have names, as in FastDeploy's virtual padding.
+        eagle_kernels' own; rows name their requests, as in FastDeploy's virtual padding.
 
     Example:
         >>> rows = eagle_kernels.pack_verify_rows(

@@ -1,4 +1,4 @@
-"""Computes what a batch continues with after verification: lengths, roots, the draft's inputs and rows to gather.
+"""Computes what the next step starts from: lengths, roots, the draft's inputs and rows to gather.
 
 Computes
     The path of request b is accept_index[b, 0 .. a]. The target's token at its node d is predicts[accept_index[b, d]]:
@@ -111,7 +111,7 @@ def verify_commit(
     *,
     out: Output | None = None,
 ) -> Output:
-    """Computes what a batch continues with after verification: lengths, roots, the draft's inputs and rows to gather.
+    """Computes what the next step starts from: lengths, roots, the draft's inputs and rows to gather.
 
     Symbols: B requests, N nodes of a tree, S = spec_steps, a = accept_token_num clamped to 0..S.
 
@@ -144,7 +144,7 @@ def verify_commit(
         Lengths and bonus as in SGLang's prepare_verify_commit_outputs; the rest is eagle_kernels' own.
 
     Example:
-        >>> step = eagle_kernels.verify_commit(  # of three nodes 0 and 2 are the path
+        >>> step = eagle_kernels.verify_commit(  # nodes 0 and 2 of three are the path
         ...     torch.tensor([12, -1, 30]), torch.tensor([[0, 2, -1]]), torch.tensor([1]), torch.tensor([7]))
         >>> step.tokens.tolist(), step.new_seq_lens.tolist(), step.hidden_rows.tolist()
         ([[12, 30, -1]], [9], [[0, 2, 0]])

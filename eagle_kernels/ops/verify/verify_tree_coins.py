@@ -258,10 +258,10 @@ def verify_tree_coins(
     any_order: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Verifies token trees by given coins and the target's probabilities; lossless at the default thresholds.
+    """Verifies token trees with given coins and target probabilities; lossless at the default thresholds.
 
     The probabilities of a node's children are summed in sibling order; the first child whose sum exceeds the node's
-    coin is accepted. If none does, the bonus is drawn from the row without these children; after S drafts, from the
+    coin is accepted. If there is none, the bonus is drawn from the row without these children; after S drafts, from the
     whole row. The text follows the target's distribution if rows sum to 1, and coins are independent, uniform and
     unknown when the tree is drafted.
     Symbols: B requests, N nodes of a tree (1..1024), V tokens (at least 1).
@@ -274,9 +274,9 @@ def verify_tree_coins(
         spec_steps: S, 0..1024: the most drafts to accept.
         threshold_single: in 0..1. LOSSY below 1: a child of at least this probability is accepted whatever the coin.
         threshold_acc: in 0..1. LOSSY below 1: sums are divided by it before they are compared.
-        keep_unvisited: with `out` only: predicts off the path stay.
-        any_order: links may point backwards too, as those of `build_tree(any_order=True)` do; one to the root or to a
-            node met before counts as none.
+        keep_unvisited: leaves predicts off the path as they are; only with `out`.
+        any_order: links may point backwards, too, as those of `build_tree(any_order=True)` do; a link to the root or to
+            a visited node counts as none.
         out: three tensors to write into.
 
     Returns:
@@ -285,14 +285,14 @@ def verify_tree_coins(
         accept_index: [B, S + 1] int32. -1 padded.
         accept_token_num: [B] int32.
 
-        A token that a sibling before carried has probability 0. No such token is emitted, but for V - 1 where a row has
-        no mass left.
+        A token that an earlier sibling carries has probability 0. Such tokens are not emitted, except V - 1 if a row
+        has no mass left.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above. EAGLE_KERNELS_DEBUG=1 also checks the coins.
 
     Source:
-        SGLang's tree_speculative_sampling_target_only, in the rule of its newer versions, without its draft_probs; it
+        SGLang's tree_speculative_sampling_target_only, by the rule of its newer versions, without draft_probs; SGLang
         counts repeated tokens twice, which is lossy. For trees of EAGLE, https://arxiv.org/abs/2401.15077, and EAGLE-2,
         https://arxiv.org/abs/2406.16858.
 

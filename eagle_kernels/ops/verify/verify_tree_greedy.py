@@ -257,22 +257,23 @@ def verify_tree_greedy(
 ) -> Output:
     """Verifies token trees greedily: follows the target's argmax, or given target ids, from the root down.
 
-    If a child of the current node carries the target's token, that draft is accepted and becomes the current node; else
-    the token ends the walk as the bonus.
+    If a child of the current node carries the target's token, that draft is accepted and becomes the current node;
+    otherwise the token ends the walk as the bonus.
     Symbols: B requests, N nodes of a tree (1..1024), V tokens.
 
     Args:
         candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
         target_predict: None or [B, N] int. The target's token at every node: this or target_logits.
-        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. Of ties the lowest id; NaN is -inf.
+        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. Ties go to the lowest id; NaN is
+            -inf.
         spec_steps: S, 0..1024: the most drafts to accept.
         accept_policy: "normal"; "reject_all" (no draft); or, for timing, with text that is not the target's,
             "accept_all" (always the first child) or "simulate" (the first child as often as simulated_rates say).
-        simulated_rates: None or [S] fp32. Of "simulate" only, in 0..1 and not increasing: the probability that at least
-            1, 2, .. S drafts are accepted.
-        seeds: None or [B] int. Of "simulate" only, with positions: they key its coins.
-        positions: None or [B * N] int. The root's is read.
-        keep_unvisited: with `out` only: predicts off the path stay.
+        simulated_rates: None or [S] fp32. For "simulate" only, in 0..1 and not increasing: the probability that at
+            least 1, 2, .. S drafts are accepted.
+        seeds: None or [B] int. For "simulate" only; with positions, they key its coins.
+        positions: None or [B * N] int. Only the root's is read.
+        keep_unvisited: leaves predicts off the path as they are; only with `out`.
         any_order: with target_predict and "normal" only, as in `verify_tree_coins`.
         out: three tensors to write into.
 
@@ -292,7 +293,7 @@ def verify_tree_greedy(
     Example:
         >>> tree = [torch.tensor([x]) for x in ([3, 1, 2], [0, 1, 2], [1, -1, -1], [-1, 2, -1])]  # 3 above 1 and 2
         >>> step = eagle_kernels.verify_tree_greedy(*tree, torch.tensor([[2, 5, 7]]), spec_steps=2)
-        >>> step.predicts.tolist(), step.accept_index.tolist()  # 2 is accepted, 7 is not among its children: the bonus
+        >>> step.predicts.tolist(), step.accept_index.tolist()  # 2 is accepted; 7, not among its children, is the bonus
         ([2, -1, 7], [[0, 2, -1]])
     """
     values = locals()

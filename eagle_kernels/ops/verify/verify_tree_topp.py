@@ -146,17 +146,17 @@ def verify_tree_topp(
     """LOSSY: Accepts drafts that are among the target's most likely tokens, whatever their probability.
 
     The text does not follow the target's distribution; that of `verify_tree_sampled` does. At each node the first child
-    whose token is a candidate is accepted. If there is none, a child that carries the second candidate is, together
-    with verify_window nodes below it, if each of these carries the first candidate of the node before it. Else the
-    node's target_predict ends the walk as the bonus.
+    whose token is a candidate is accepted. If there is none, a child with the second candidate is, together with
+    verify_window nodes below it, if each of those carries its parent's first candidate. Otherwise the node's
+    target_predict ends the walk as the bonus.
     Symbols: B requests, N nodes of a tree (1..1024), C candidates (1..1024).
 
     Args:
         candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling: [B, N] int. Trees, as in `verify_tree`.
         candidate_ids: [B * N, C] int. The target's most likely tokens at every node, in order.
-        candidate_lens: [B * N] int. How many of them, the first ones, are candidates: those of top-p. Above C: all.
+        candidate_lens: [B * N] int. How many of these, from the first on, are candidates (top-p). Above C: all.
         target_predict: [B, N] int. The target's own token at every node.
-        spec_steps: S, 0..1024: the most drafts to accept. A window that would lead further is none.
+        spec_steps: S, 0..1024: the most drafts to accept. A window that would go deeper does not count.
         verify_window: how many nodes, 0 or more, must agree below a second candidate.
         out: three tensors to write into.
 
@@ -172,7 +172,7 @@ def verify_tree_topp(
         ValueError, TypeError: an argument breaks a rule above.
 
     Source:
-        FastDeploy's strategy TOPP for chains, as its Python has it; trees are eagle_kernels' own.
+        FastDeploy's strategy TOPP for chains, as in its Python code; trees are eagle_kernels' own.
 
     Example:
         >>> tree = [torch.tensor([x]) for x in ([9, 1, 2], [0, 1, 2], [1, -1, -1], [-1, 2, -1])]  # 9 above 1 and 2

@@ -291,7 +291,7 @@ def verify_tree_typical(
 
     The text does not follow the target's distribution; that of `verify_tree_sampled` does. A draft is accepted if its
     parent is and p(token | parent) > min(epsilon, delta * exp(-H)), H being the entropy of p. The deepest accepted node
-    ends the path, the lowest index among equally deep ones; the bonus is drawn from its p.
+    ends the path (of several, the one with the lowest index); the bonus is drawn from its p.
     Symbols: B requests, N nodes of a tree (1..1024), V tokens (1..2^20).
 
     Args:
@@ -299,8 +299,8 @@ def verify_tree_typical(
         target_logits: [B * N, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf.
         positions: [B * N] int. Position of each node; the bonus has the last node's position + 1.
         seeds: [B] int. Seed of each request.
-        temperature: [B] fp32. 0 (anything below 1e-5): the argmax is followed, which is lossless.
-        epsilon, delta: [B] fp32. Of the rule, at least 0. Medusa's values: 0.09 and 0.3.
+        temperature: [B] fp32. 0 (anything below 1e-5): follows the argmax, which is lossless.
+        epsilon, delta: [B] fp32. The rule's constants, at least 0. Medusa's values: 0.09 and 0.3.
         spec_steps: S, 0..1024: the most drafts to accept.
         out: three tensors to write into.
 

@@ -23,14 +23,14 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
         help="sample from the fewest tokens with this total probability (default: 1, off)",
     )
     command.add_argument(
-        "--min-p", type=float, default=0.0, help="drop tokens below this share of the best (default: 0)"
+        "--min-p", type=float, default=0.0, help="drop tokens below this share of the best one (default: 0, off)"
     )
     command.add_argument(
-        "--ignore-eos", action="store_true", help="go on behind end tokens, up to the number of new tokens"
+        "--ignore-eos", action="store_true", help="do not stop at end tokens, only at the number of new tokens"
     )
     command.add_argument("--topk", type=int, help=f"branching of the draft tree (default: {defaults.topk})")
     command.add_argument("--num-steps", type=int, help=f"levels of the draft tree (default: {defaults.num_steps})")
-    command.add_argument("--num-draft-tokens", type=int, help="nodes verified in a step, with the root (default: 32)")
+    command.add_argument("--num-draft-tokens", type=int, help="nodes verified per step, root included (default: 32)")
     command.add_argument(
         "--accept-policy",
         choices=ACCEPT_POLICIES,
@@ -38,30 +38,30 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
         help="for timing only: accept all drafts, none, or a simulated number (default: normal)",
     )
     command.add_argument(
-        "--simulated-accept-length", type=float, help="for simulate: mean tokens of a step, bonus token included"
+        "--simulated-accept-length", type=float, help="for simulate: mean tokens per step, bonus token included"
     )
     command.add_argument(
         "--simulated-accept-rates",
         metavar="RATE,RATE,...",
         type=_numbers,
-        help="for simulate, instead: shares of steps that accept at least 1,2,... drafts",
+        help="for simulate, instead: share of steps that accept at least 1,2,... drafts",
     )
     command.add_argument(
         "--adaptive",
         action="store_true",
-        help="measure some trees and use the fastest (default: on a GPU if the tree is the default one)",
+        help="time several trees and use the fastest (default: on a GPU, if no tree is given)",
     )
     command.add_argument(
         "--max-batch",
         type=int,
         default=defaults.max_batch,
-        help="most requests that step together (default: %(default)s)",
+        help="most requests per step (default: %(default)s)",
     )
     command.add_argument(
         "--page-size",
         type=int,
         default=defaults.page_size,
-        help="tokens in a page of the KV cache (default: %(default)s)",
+        help="tokens per page of the KV cache (default: %(default)s)",
     )
     command.add_argument("--eager", action="store_true", help="run without CUDA graphs (default: with them on a GPU)")
     command.add_argument("--target", type=read_folder, help="folder of the target model (default: the embedded pair)")
@@ -75,7 +75,7 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
         "--speculative-config",
         type=_fields,
         default=None,
-        help="""JSON of a server, as '{"method": "ngram", "num_speculative_tokens": 5}'; its "model" is --draft""",
+        help="""a server's JSON, such as '{"method": "ngram", "num_speculative_tokens": 5}'; its "model" is --draft""",
     )
 
 
@@ -88,7 +88,7 @@ def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
     tree = {name: value for name, value in tree.items() if value is not None}
     if fields is not None and tree:
         option = "--" + min(tree).replace("_", "-")
-        raise ValueError(f"{option} must be a field of --speculative-config, {min(tree)!r}, where that option is used")
+        raise ValueError(f"{option} must be given as the field {min(tree)!r} when --speculative-config is used")
     others = dict(
         temperature=arguments.temperature,
         top_k=arguments.top_k,

@@ -24,21 +24,21 @@ _GREEN, _PLAIN = "\033[32m", "\033[0m"
 def add_generate_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `generate`."""
     command.set_defaults(run=_generate)
-    command.add_argument("prompt", nargs="*", help="texts to continue, decoded together; -: standard input")
+    command.add_argument("prompt", nargs="*", help="texts to continue, decoded together; -: read standard input")
     command.add_argument(
         "--prompts",
         metavar="FILE",
-        help="more prompts: a .json list, or one prompt a line; -: standard input, one a line",
+        help="more prompts: a .json list, or one per line; -: one per line from standard input",
     )
     command.add_argument(
-        "--chat", action="store_true", help="texts are messages, written by the target's chat template; prints answers"
+        "--chat", action="store_true", help="put texts as messages into the target's chat template, print answers"
     )
-    command.add_argument("--system", metavar="TEXT", help="with --chat: the system message before each text")
-    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens for each text (default: 128)")
+    command.add_argument("--system", metavar="TEXT", help="with --chat: a system message before each text")
+    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens per text (default: 128)")
     command.add_argument(
         "--compare", action="store_true", help="also decode without drafts, and compare speed and text"
     )
-    command.add_argument("--seed", type=int, help="seed of the sampling noise (default: a fresh one, which is printed)")
+    command.add_argument("--seed", type=int, help="seed of the sampling noise (default: random, and printed)")
     add_config_arguments(command)
     add_machine_arguments(command)
 
@@ -78,7 +78,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _read_prompts(arguments: argparse.Namespace) -> list[str]:
     """Returns the prompts of the command line, and then those of the file."""
     if (arguments.prompt + [arguments.prompts]).count("-") > 1:
-        raise ValueError("- (standard input) must be given at most once, got it more often")
+        raise ValueError("- (standard input) must be given at most once, got it more than once")
     texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
     if arguments.prompts is not None:
         texts += read_prompts_file(arguments.prompts)

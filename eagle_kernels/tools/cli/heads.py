@@ -21,10 +21,10 @@ def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--sweep",
         default="none",
-        help="file of prompts (.json list, or one a line): measure acceptance also with layer ids one off",
+        help="file of prompts (.json list, or one per line): also measure acceptance with layer ids off by one",
     )
-    command.add_argument("--num-prompts", type=int, default=8, help="how many prompts of --sweep, at most (default: 8)")
-    command.add_argument("--max-new-tokens", type=int, default=64, help="most new tokens for each (default: 64)")
+    command.add_argument("--num-prompts", type=int, default=8, help="most prompts to take from --sweep (default: 8)")
+    command.add_argument("--max-new-tokens", type=int, default=64, help="most new tokens per prompt (default: 64)")
     add_machine_arguments(command)
 
 

@@ -20,8 +20,8 @@ _COMMANDS = {
     "generate": ("continue texts with speculative decoding", "generate:add_generate_arguments"),
     "show-tree": ("draw the verified tree of each step, as text and as SVG", "tree:add_tree_arguments"),
     "benchmark": ("measure speed and acceptance, with and without speculation", "benchmark:add_benchmark_arguments"),
-    "inspect": ("say what a draft head is, and whether it fits a target", "heads:add_inspect_arguments"),
-    "train-head": ("say where heads are trained", "main:say_where_heads_are_trained"),
+    "inspect": ("describe a draft head, and say whether it fits a target", "heads:add_inspect_arguments"),
+    "train-head": ("say where to train heads", "main:say_where_heads_are_trained"),
     "env": ("print versions, devices, backend and cache folder", "environment:add_environment_arguments"),
 }
 # how an error about a call of the engine begins
@@ -57,13 +57,13 @@ def say_where_heads_are_trained(command: argparse.ArgumentParser) -> None:
     """Ends `train-head`, which the package no longer holds, with one line."""
     command.exit(
         2,
-        "train-head has left the package: in a checkout, python -m bench.lab.train_head trains a head; at scale, "
-        "SpecForge (github.com/sgl-project/SpecForge) and speculators (github.com/vllm-project/speculators) do\n",
+        "train-head has left the package: in a checkout, python -m bench.lab.train_head trains a head; at scale, use "
+        "SpecForge (github.com/sgl-project/SpecForge) or speculators (github.com/vllm-project/speculators)\n",
     )
 
 
 def _told(error: Exception) -> str:
-    """Tells an error in one line, with the file that the system names."""
+    """Returns an error in one line, with the file that the system names."""
     if isinstance(error, OSError) and error.strerror:
         return f"{'a file' if error.filename is None else error.filename}: {error.strerror}"
     return first_line(error)
@@ -71,8 +71,7 @@ def _told(error: Exception) -> str:
 
 @contextmanager
 def _standard_streams() -> Iterator[list[str]]:
-    """Puts empty streams in the place of those that the program was started without, as `<&-` and `2>&-` do; yields
-    their names.
+    """Replaces standard streams that the program was started without (`<&-`, `2>&-`) by empty ones; yields their names.
 
     Without this, every write would need a check, and the next file would get descriptor 0, 1 or 2.
     """
@@ -89,7 +88,7 @@ def _standard_streams() -> Iterator[list[str]]:
 
 @contextmanager
 def _naming_options(names: Iterable[str]) -> Iterator[None]:
-    """Names options in place of the arguments of the engine's call, which the user of a command did not make."""
+    """Names options in place of the engine call's arguments, since the user of a command did not make that call."""
     try:
         yield
     except ValueError as error:
@@ -152,7 +151,7 @@ def _escaping(stream: TextIO) -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says of an unknown option which one may have been meant; gets the arguments of a command when it is given."""
+    """Suggests what an unknown option may have meant; adds a command's arguments only when the command is given."""
 
     home: str | None = None
 

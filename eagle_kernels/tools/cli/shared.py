@@ -32,7 +32,7 @@ def add_machine_arguments(command: argparse.ArgumentParser, dtype: str | None = 
         "--check-weights",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="read all weights once, and refuse NaN and infinite ones (default: on)",
+        help="read all weights once and refuse NaN and infinite ones (default: on)",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 

@@ -25,11 +25,11 @@ def add_tree_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `show-tree`."""
     command.set_defaults(run=_show_tree)
     command.add_argument("prompt", help="text to continue")
-    command.add_argument("--steps", type=int, default=1, help="how many steps to draw, at most (default: %(default)s)")
+    command.add_argument("--steps", type=int, default=1, help="most steps to draw (default: %(default)s)")
     command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens (default: %(default)s)")
-    command.add_argument("--seed", type=int, help="seed of the sampling noise (default: a fresh one, which is printed)")
+    command.add_argument("--seed", type=int, help="seed of the sampling noise (default: random, and printed)")
     command.add_argument(
-        "--svg", type=read_path, help="also draw to this .svg file, or to one file for each step in this folder"
+        "--svg", type=read_path, help="also draw to this .svg file, or to one file per step in this folder"
     )
     add_config_arguments(command)
     add_machine_arguments(command)

@@ -32,7 +32,7 @@ def test_warmup_and_workspace(target, draft):
     assert sizes["total"] == sizes["kv_cache"] + sizes["rows"] + sizes["step"]
     request = engine.submit([1], SamplingParams(max_new_tokens=3))
     for options, message in (
-        ({"logprobs": True}, "logprobs must be set in the params that are given, got True"),
+        ({"logprobs": True}, "logprobs must be set in the given params, got True"),
         ({"nonsense": 1}, "there is no field nonsense in EAGLEConfig or SamplingParams"),
         ({"most_requests": 0}, "most_requests must be None or an int of at least 1, got 0"),
         ({"most_requests": -3}, "most_requests must be None or an int of at least 1, got -3"),

@@ -330,10 +330,10 @@ def test_front_door_samples_with_sampling_parameters(device):
     want = eagle_kernels.verify_tree_sampled(**values)
     got = eagle_kernels.verify_tree(**values)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
-    with pytest.raises(ValueError, match="verify_tree: seeds must be given too for sampling"):
+    with pytest.raises(ValueError, match="verify_tree: seeds must also be given for sampling"):
         eagle_kernels.verify_tree(**{**values, "seeds": None})
     without_filters = {key: value for key, value in values.items() if key not in FILTERS["all"]}
-    with pytest.raises(ValueError, match="verify_tree: temperature must be given too for sampling"):
+    with pytest.raises(ValueError, match="verify_tree: temperature must also be given for sampling"):
         eagle_kernels.verify_tree(**{**without_filters, "temperature": None})
 
 
@@ -390,7 +390,7 @@ def test_every_sampling_parameter_alone_asks_for_sampling(policy, monkeypatch):
         assert calls.pop()[0] == ("verify_tree_sampled" if asks else "verify_tree_greedy"), name
         if asks:
             missing = ", ".join(other for other in NEEDED if other != name)
-            with pytest.raises(ValueError, match=f"verify_tree: {missing} must be given too for sampling, got None"):
+            with pytest.raises(ValueError, match=f"verify_tree: {missing} must also be given for sampling, got None"):
                 eagle_kernels.verify_tree(**bare, **{name: values[name]})
 
 

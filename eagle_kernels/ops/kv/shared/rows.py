@@ -106,7 +106,7 @@ def check_listed(args: check.Arguments, listed: check.Spec, stop, is_read, unit:
         row_exists = (rows >= 0) & (rows < len(table))
         return ~(_is_wanted(args, stop, is_read) & row_exists[:, None]) | is_held[rows.clamp(0, len(table) - 1)]
 
-    args.debug("req_to_token", "hold what int32 holds, or out int64, where it is read", holds, rows, of_reference=True)
+    args.debug("req_to_token", "fit in int32, or out hold int64, where it is read", holds, rows, of_reference=True)
     return listed
 
 

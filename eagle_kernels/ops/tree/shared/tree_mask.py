@@ -15,18 +15,17 @@ from ....runtime.language import tl, triton
 
 
 class TreeMaskMode(str, Enum):
-    """Names the layouts of a tree mask, which says what each node sees; plain strings serve as well.
+    """Names the layouts of a tree mask, which says what each node sees; plain strings work as well.
 
     In `out` a "full_mask" may be longer than needed, and the rest is not written; without `out`, seq_lens_sum gives its
-    size. Where the size contradicts seq_lens, the mask holds what fits.
+    size. If the size contradicts seq_lens, the mask holds what fits.
 
     Ops that read a mask take uint8 for bool (every value but 0 is set), a flat "qlen_only" [B * N * N], and words of
     more than N bits. They do not read the prefix, and cells past the end of a "full_mask" count as not set.
 
     Attributes:
         PACKED: "packed", the default: [B, N, ceil(N / 64)] int64. Bit j % 64 of word j // 64 of row i: node i sees j.
-        FULL_MASK: "full_mask": [sum of N * (seq_len + N)] bool, the rows of one request after those of another; True in
-            the prefix.
+        FULL_MASK: "full_mask": [sum of N * (seq_len + N)] bool, request after request; True in the prefix.
         QLEN_ONLY: "qlen_only": [B, N, N] bool.
         QLEN_ONLY_BITPACKING: "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, for N <= 8, 16 or 32. Bit j of the
             word of node i: it sees j.
@@ -194,7 +193,7 @@ def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple
     tree_mask = args.values["tree_mask"]
     is_flat = isinstance(tree_mask, torch.Tensor) and tree_mask.dim() == 1
     if num_nodes is None and (mode == TreeMaskMode.FULL_MASK or (mode == TreeMaskMode.QLEN_ONLY and is_flat)):
-        args.fail("num_verify_tokens", "be given for a flat mask, from whose shape it does not follow", None)
+        args.fail("num_verify_tokens", "be given for a flat mask, whose shape does not say it", None)
     if mode == TreeMaskMode.FULL_MASK:
         args.tensor("tree_mask", (None,), _CELL)
         return args.size("B"), num_nodes, num_nodes
