@@ -229,4 +229,9 @@ MUTANTS = [
         [(ATTENTION + "shared/batch.py", "stop = tl.minimum(prefix + num_drafts, filled)", "stop = filled")],
         ["op_tests/test_random_calls.py::test_ragged_trees_of_any_bits[csr-in pool]"],
     ),
+    Mutant(
+        "grammars on links that point backward",
+        [("eagle_kernels/ops/token_bitmask.py", "if node < link < len", "if 0 < link < len")],
+        ["op_tests/ops/test_token_bitmask.py::test_rows_of_malformed_links_are_those_of_the_definition"],
+    ),
 ]  # fmt: skip
