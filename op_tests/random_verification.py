@@ -223,7 +223,23 @@ def accept_what_is_drawn(path: str, values: dict, choice: Choice) -> None:
                 links[0][request, child] = output.predicts[request * num_nodes + node]
                 is_changed = True
         if not is_changed:
-            return
+            break
+    if values["spec_steps"] > 0 and choice.random() < 0.6:
+        send_away(choice, values, reference(**values).accept_index)
+
+
+def send_away(choice: Choice, values: dict, accept_index: torch.Tensor) -> None:
+    """Gives an accepted draft, or a sibling before it, a row of another request: the list of children ends there."""
+    batch_size, num_nodes = values["candidates"].shape
+    for request in range(batch_size):
+        retrieved = values["retrieve_index"][request]
+        path = [retrieved.tolist().index(row) for row in accept_index[request].tolist() if row >= 0]
+        if len(path) > 1:
+            place = choice.randrange(1, len(path))
+            child = int(values["retrieve_next_token"][request, path[place - 1]])
+            while child != path[place] and choice.random() < 0.7:
+                child = int(values["retrieve_next_sibling"][request, child])
+            retrieved[child] += choice.choice((-1, 1)) * batch_size * num_nodes
 
 
 def tree_sizes(choice: Choice) -> tuple[int, int, int]:

@@ -234,4 +234,14 @@ MUTANTS = [
         [("eagle_kernels/ops/token_bitmask.py", "if node < link < len", "if 0 < link < len")],
         ["op_tests/ops/test_token_bitmask.py::test_rows_of_malformed_links_are_those_of_the_definition"],
     ),
+    Mutant(
+        "a node that two parents list goes to the last one",
+        [(VERIFY + "verify_tree_typical.py", " & (weight > 0.0) & (depth < 0)", " & (weight > 0.0)")],
+        ["op_tests/test_random_verification.py::test_random_calls[verify.verify_tree_typical]"],
+    ),
+    Mutant(
+        "children after one with a row of another request",
+        [(PRIMITIVES + "tree_walk.py", "child = tl.where(is_sound, sibling, -1)", "child = sibling")],
+        ["op_tests/test_random_verification.py::test_random_calls[sampling.verify_tree_sampled]"],
+    ),
 ]  # fmt: skip
