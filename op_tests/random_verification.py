@@ -225,7 +225,7 @@ def accept_what_is_drawn(path: str, values: dict, choice: Choice) -> None:
         if not is_changed:
             break
     if values["spec_steps"] > 0 and choice.random() < 0.6:
-        send_away(choice, values, reference(**values).accept_index)
+        send_away(choice, values, output.accept_index)
 
 
 def send_away(choice: Choice, values: dict, accept_index: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import ATTENTION, NN, REJECTION, RUNTIME, SAMPLING, VERIFY, Mutant, of
+from .mutant import ATTENTION, NN, PRIMITIVES, REJECTION, RUNTIME, SAMPLING, VERIFY, Mutant, of
 
 KV = "eagle_kernels/ops/kv/"
 TREE = "eagle_kernels/ops/tree/"
