@@ -43,7 +43,7 @@ def each_of(values: list, number: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def tree(choice: Choice, batch_size: int, num_nodes: int, vocab_size: int, any_order: bool = False) -> dict:
-    """Links of random trees: bushy ones, chains, stars and all between; some requests dead.
+    """Links of random trees: bushy ones, chains, stars and all between; some requests dead, and half of all malformed.
 
     any_order: links lead back as well.
     """
@@ -71,11 +71,38 @@ def tree(choice: Choice, batch_size: int, num_nodes: int, vocab_size: int, any_o
         "retrieve_next_token": first,
         "retrieve_next_sibling": sibling,
     }
+    if choice.random() < 0.5:
+        share_children(choice, links)
     if choice.random() < 0.2:
         dead = choice.randrange(batch_size)
         for tensor in links.values():
             tensor[dead] = -1
     return links
+
+
+def share_children(choice: Choice, links: dict) -> None:
+    """Gives nodes children that another node lists too, and rows of another request; drafts are yet to be accepted."""
+    batch_size, num_nodes = links["candidates"].shape
+    for request in range(batch_size):
+        for _ in range(choice.choice((0, 1, 2, 4)) if num_nodes > 2 else 0):
+            above = choice.randrange(num_nodes - 1)
+            name = choice.choice(("retrieve_next_token", "retrieve_next_token", "retrieve_next_sibling"))
+            links[name][request, above] = choice.randrange(above + 1, num_nodes)
+        if num_nodes > 2 and choice.random() < 0.4:
+            away = choice.choice((-1, 1, batch_size)) * num_nodes
+            links["retrieve_index"][request, choice.randrange(1, num_nodes)] += away
+
+
+def lead_back(choice: Choice, links: dict) -> None:
+    """Lets links lead back, or to their own node, where tokens are those of the children that should follow."""
+    batch_size, num_nodes = links["candidates"].shape
+    for request in range(batch_size):
+        for node in range(num_nodes):
+            name = choice.choice(LINKS[2:])
+            there, back = int(links[name][request, node]), choice.randint(0, node)
+            if 0 < there < num_nodes and choice.random() < 0.4:
+                links[name][request, node] = back
+                links["candidates"][request, back] = links["candidates"][request, there]
 
 
 def spoil_tokens(choice: Choice, links: dict, vocab_size: int) -> None:
@@ -86,7 +113,7 @@ def spoil_tokens(choice: Choice, links: dict, vocab_size: int) -> None:
 
 
 def spoil_links(choice: Choice, values: dict) -> None:
-    """Links that lead back, away and round, and rows of other requests, in a third of all calls."""
+    """Links that lead back, away and round, and rows of other requests, in half of all calls."""
     links = {name: values[name] for name in LINKS}
     size = links["candidates"].shape[1]
     kind = choice.random()
@@ -98,6 +125,8 @@ def spoil_links(choice: Choice, values: dict) -> None:
             values[name] = torch.where(places, integers(-2, size + 6, *places.shape), values[name])
         is_far = torch.rand(is_any[0].shape) < 0.05
         values["retrieve_index"] = values["retrieve_index"] + is_far * integers(-size - 7, size + 7, *is_far.shape)
+    elif kind < 0.5:
+        lead_back(choice, links)
 
 
 def coins_of(batch_size: int, rows: int) -> dict:
@@ -194,7 +223,23 @@ def accept_what_is_drawn(path: str, values: dict, choice: Choice) -> None:
                 links[0][request, child] = output.predicts[request * num_nodes + node]
                 is_changed = True
         if not is_changed:
-            return
+            break
+    if values["spec_steps"] > 0 and choice.random() < 0.6:
+        send_away(choice, values, output.accept_index)
+
+
+def send_away(choice: Choice, values: dict, accept_index: torch.Tensor) -> None:
+    """Gives an accepted draft, or a sibling before it, a row of another request: the list of children ends there."""
+    batch_size, num_nodes = values["candidates"].shape
+    for request in range(batch_size):
+        retrieved = values["retrieve_index"][request]
+        path = [retrieved.tolist().index(row) for row in accept_index[request].tolist() if row >= 0]
+        if len(path) > 1:
+            place = choice.randrange(1, len(path))
+            child = int(values["retrieve_next_token"][request, path[place - 1]])
+            while child != path[place] and choice.random() < 0.7:
+                child = int(values["retrieve_next_sibling"][request, child])
+            retrieved[child] += choice.choice((-1, 1)) * batch_size * num_nodes
 
 
 def tree_sizes(choice: Choice) -> tuple[int, int, int]:
@@ -259,7 +304,9 @@ def verify_tree_sampled(choice):
     if "is_live" not in values:
         some(choice, values, "seq_lens")
     if "seq_lens" in values:  # rows that are committed are those of the nodes
-        values["retrieve_index"] = values["retrieve_index"].sort(1).values
+        rows = torch.arange(num_rows).view(batch_size, num_nodes)
+        is_own = values["retrieve_index"] // num_nodes == rows // num_nodes
+        values["retrieve_index"] = torch.where(is_own, rows, values["retrieve_index"])
     accept_what_is_drawn("sampling.verify_tree_sampled", values, choice)
     return values
 

@@ -187,6 +187,17 @@ def test_tools_alone_choose_the_template_and_only_if_they_are_given(names, varia
     assert written == f"{wanted}:{rest}"
 
 
+@pytest.mark.parametrize("options", [{}, {"ensure_ascii": True}, {"ensure_ascii": False}, {"indent": 2},
+                                     {"separators": (",", ":")}, {"sort_keys": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("value", [{"z": "Zürich 🦅 <é> & 'it'", "a": [1, 2.5, None, True]}, "ü", "", 0, None, [], {}])
+def test_json_in_a_prompt_is_that_of_python(value, options):
+    """Letters outside of ASCII stay as they are and HTML is none, unless the template asks for something else."""
+    given = ", ".join(f"{name}={option!r}" for name, option in options.items())
+    template = ChatTemplate({"default": f"{{{{ think | tojson({given}) }}}}"}, {})
+    written = template.write(USER, add_generation_prompt=False, think=value)
+    assert written == json.dumps(value, **{"ensure_ascii": False} | options)
+
+
 def test_bytes_have_templates_too(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}<|endoftext|>é")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
@@ -12,7 +14,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 def read(**changes) -> DecoderConfig:
-    return DecoderConfig.from_dict(CONFIG | changes)
+    """What a file says, which stays as it was."""
+    given = copy.deepcopy(CONFIG | changes)
+    config = DecoderConfig.from_dict(given)
+    assert given == CONFIG | changes
+    return config
 
 
 @pytest.mark.parametrize(
@@ -112,3 +118,61 @@ def test_defaults_agree_with_transformers():
         required += ("num_hidden_layers", "num_attention_heads")
         absent = DecoderConfig.from_dict({name: theirs[name] for name in required})
         assert absent == DecoderConfig.from_dict(theirs), model_type
+
+
+MOVED = {"rope_type": "default", "rope_theta": 7000}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LENGTH = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_theta": 5000.0}, {"rope_theta": 5000.0}),
+        ({"rope_theta": None, "rope_parameters": MOVED}, {"rope_theta": 7000}),
+        ({"rope_theta": 5.0, "rope_parameters": MOVED}, {"rope_theta": 7000}),
+        ({"rope_theta": 5.0, "rope_scaling": LINEAR | {"rope_theta": 6.0}}, {"rope_theta": 6.0}),
+        ({"rope_theta": 5.0, "rope_parameters": MOVED | {"rope_theta": None}}, {"rope_theta": 5.0}),
+        ({"rope_theta": 5000.0, "rope_scaling": LLAMA3, "max_position_embeddings": 64, "rope_parameters": MOVED},
+         {"rope_type": "llama3", "rope_theta": 5000.0, LENGTH: 64}),
+        ({"rope_scaling": {}, "rope_parameters": LINEAR}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_scaling": LINEAR, "rope_parameters": LLAMA3}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_scaling": LINEAR, "factor": 9.0}, {"factor": 2.0}),
+        ({"rope_scaling": LINEAR | {"type": "yarn"}}, {"rope_type": "linear"}),
+        ({"rope_scaling": {"type": "linear", "factor": 3.0}}, {"rope_type": "linear", "factor": 3.0}),
+        ({"rope_scaling": LLAMA3 | {LENGTH: 16}}, {LENGTH: 16}),
+        ({"rope_scaling": LLAMA3, LENGTH: 32}, {LENGTH: 32}),
+        ({"rope_scaling": LLAMA3 | {LENGTH: 16}, LENGTH: 32}, {LENGTH: 32}),
+        ({"rope_scaling": LLAMA3 | {LENGTH: 16}, LENGTH: None}, {LENGTH: 16}),
+        ({"rope_scaling": {"type": "yarn", LENGTH: 512}}, {"factor": 2048 / 512}),
+        ({"rope_scaling": {"type": "yarn", LENGTH: 512}, LENGTH: 256}, {"factor": 2048 / 256}),
+        ({"rope_scaling": {"type": "yarn", LENGTH: 512, "factor": 3.0}}, {"factor": 3.0}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_of_both_places_of_a_rotary_parameter_one_counts(changes, expected):
+    rope = read(**changes).rope
+    assert {name: getattr(rope, name) for name in expected} == expected
+
+
+def test_of_a_family_s_default_and_the_file_the_file_counts():
+    assert repr(read(rope_theta=10**30).rope.rope_theta) == "1e+30"  # torch takes no int of so many bits
+    required = {name: CONFIG[name] for name in CONFIG if name not in ("model_type", "num_key_value_heads")}
+    config = DecoderConfig.from_dict(required)
+    assert (config.num_key_value_heads, config.head_dim, config.rope.rope_theta) == (6, 16, 10000.0)
+    mistral = read(model_type="mistral", head_dim=16)
+    assert (mistral.windows, mistral.max_position_embeddings) == ((4096,) * 4, 131072)
+    own = {"head_dim": 16, "sliding_window": 5, "max_position_embeddings": 64}
+    assert read(model_type="mistral", **own).windows == (5,) * 4
+    assert read(model_type="mistral", **own).max_position_embeddings == 64
+    assert read(model_type="mistral", sliding_window=None).windows == (None,) * 4
+    assert (read(model_type="qwen3").head_dim, read(model_type="qwen3", head_dim=8).head_dim) == (128, 8)
+
+
+def test_kinds_of_layers_count_before_the_first_layers_with_a_window():
+    sliding = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7}
+    assert read(**sliding, max_window_layers=3).windows == (None, None, None, 7)
+    assert read(**sliding).windows == (None,) * 4  # transformers' default: from layer 28 on
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert read(**sliding, max_window_layers=3, layer_types=kinds).windows == (7, None, 7, None)
+    assert read(**sliding | {"use_sliding_window": False}, max_window_layers=0).windows == (None,) * 4

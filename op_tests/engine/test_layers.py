@@ -9,6 +9,8 @@ from eagle_kernels import ops
 from eagle_kernels.engine.models import layers
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
+from eagle_kernels.engine.models.next_token_modules import NextTokenConfig, NextTokenModules
 from eagle_kernels.reference.causal_attend import causal_attend
 
 CONFIG = {
@@ -27,10 +29,14 @@ CONFIG = {
 
 def make(device="cpu") -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(DecoderConfig.from_dict(CONFIG))
+    return with_random_numbers(Decoder(DecoderConfig.from_dict(CONFIG))).to(device)
+
+
+def with_random_numbers(model: torch.nn.Module) -> torch.nn.Module:
+    """None of which is one that a layer could do without."""
     for name, parameter in model.named_parameters():
         torch.nn.init.uniform_(parameter, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(parameter, std=0.3)
-    return model.to(device)
+    return model
 
 
 def logits_of(model: Decoder) -> torch.Tensor:
@@ -77,6 +83,46 @@ def rows_of_linear_decode(monkeypatch, device) -> list[int]:
         torch.testing.assert_close(result, torch.nn.functional.linear(x, linear.weight, linear.bias))
         assert linear(x).requires_grad
     return taken
+
+
+HEADS = {
+    "EAGLE-3": (EagleHead, EagleConfig, {"fc_norm": True, "norm_before_fc": True}),
+    "EAGLE-1": (Eagle1Head, Eagle1Config, {}),
+    "next-token modules": (NextTokenModules, NextTokenConfig, {"num_nextn_predict_layers": 2}),
+}
+BIASES = ("attention_bias", "qkv_bias", "bias")  # by the names of all kinds of heads
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_stores_the_keys_and_values_that_it_attends_to(name, model_type, has_bias):
+    """With every part that a family may have or not: biases, and norms of keys."""
+    kind, config, options = HEADS[name]
+    sizes = CONFIG | options | {"model_type": model_type} | dict.fromkeys(BIASES, has_bias)
+    sizes |= {"num_hidden_layers": 1, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}
+    head = with_random_numbers(kind(config.from_dict(sizes)).requires_grad_(False)).bind(make())
+    width = head.config.hidden_size * len(head.aux_layers)
+    input_ids, positions = torch.arange(10).view(2, 5), torch.arange(5).expand(2, -1)
+    hidden, kept = torch.randn(2, 5, width), []
+
+    class Pool:
+        """Keeps the keys and values, and all that is beside them."""
+
+        deterministic = False
+
+        def __call__(self, layer, query, key, value, *, window=None, angles=None):
+            kept.append((layer, key, value, angles))
+            return query
+
+        def store(self, layer, key, value, *, angles=None):
+            kept.append((layer, key, value, angles))
+
+    head(input_ids, hidden, positions, Pool(), from_target=True)
+    head.store(input_ids, hidden, positions, Pool())
+    (layer, *attended), (same_layer, *stored) = kept
+    assert layer == same_layer == 0
+    torch.testing.assert_close(stored, attended, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu

@@ -284,6 +284,31 @@ def test_text_says_why_there_is_no_tokenizer(tmp_path):
         engine.submit([1], SamplingParams(stop=("a",)))
 
 
+class OfTransformers:
+    """What a tokenizer of transformers that holds one of `tokenizers` has."""
+
+    eos_token_id, special_tokens_map, chat_template = None, {}, None
+
+    def __init__(self, backend):
+        self.backend_tokenizer = backend
+
+
+@pytest.mark.parametrize("wrapped", [lambda backend: backend, OfTransformers], ids=["tokenizers", "transformers"])
+def test_a_tokenizer_stays_what_it_was_and_so_does_the_engine_s(wrapped):
+    """Ours has neither padding nor truncation, and the caller's may go on to change."""
+    backend = pytest.importorskip("tokenizers").Tokenizer.from_str(made_tokenizer(WORDS, None)._tokenizer.to_str())
+    backend.enable_padding(length=7, pad_id=3)
+    backend.enable_truncation(2)
+    before, given = backend.to_str(), wrapped(backend)
+    ours = as_tokenizer(given, 300, "x")
+    ids = ours.encode("a")
+    assert len(ids) == 1 and ours.decode(ids) == "a" and ours.detokenizer().push(ids) == "a"
+    assert backend.to_str() == before and len(backend.encode("a").ids) == 7
+    unknown = ours.encode("日本")
+    backend.add_tokens(["日本"])
+    assert ours.encode("日本") == unknown != backend.encode("日本").ids[:1]
+
+
 class InPython:
     """What a tokenizer of transformers that is written in Python has."""
 

@@ -222,6 +222,13 @@ def test_requests_without_a_seed(device):
     assert 0 <= sampling.seed_of(make([0])[0]) < 2**63
 
 
+@pytest.mark.parametrize("seed", [0, 1, 42, 2**62, 2**63 - 1, 2**63, 2**64, -1, -(2**63)])
+def test_a_seed_that_is_given_is_the_seed(seed):
+    """Whatever the request is called; 0 is one as well."""
+    requests = [request(number, sampling_seed=seed) for number in range(3)]
+    assert [sampling.seed_of(each) for each in requests] == [seed & (2**63 - 1)] * 3
+
+
 # a rank of its own: its texts, and a hash of a text that other processes do not have
 RANK = """
 import pytest, torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -56,6 +57,32 @@ def test_a_timer_waits_for_its_own_end_and_nothing_else(events):
     assert len(events.stream) == 2 and not events.waits
     assert timer.elapsed_ms == 1.0 and events.waits == [events.stream[1]]
     assert repr(timer) == "CUDATimer(1.000 ms)"
+
+
+def test_a_timer_that_is_used_again_is_as_new():
+    """Whatever it timed before, and however that ended."""
+    timer, timers = CUDATimer(CPU), CUDATimerCollection(CPU)
+    for is_failing in (False, True, False):
+        timers.start("verify")
+        with contextlib.suppress(KeyError), timer:
+            assert repr(timer) == "CUDATimer(not finished)"
+            with pytest.raises(RuntimeError, match="this one is still running$"):
+                timer.elapsed_ms  # noqa: B018
+            if is_failing:
+                raise KeyError
+        assert timer.elapsed_ms >= 0
+        with pytest.raises(KeyError, match="no finished interval of 'verify'; there are: none"):
+            timers.elapsed_ms("verify")
+        with pytest.raises(RuntimeError, match="'verify' is running; stop it first"):
+            timers.start("verify")
+        assert timers.stop("verify") == timers.elapsed_ms("verify") >= 0
+        with pytest.raises(RuntimeError, match="'verify' is not running; start it first"):
+            timers.stop("verify")
+        timers.start("draft")
+        timers.reset()
+        assert timers.names == [] and timers.summary() == {}
+        with pytest.raises(RuntimeError, match="'draft' is not running; start it first"):
+            timers.stop("draft")
 
 
 def test_a_timer_on_the_wall():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import ATTENTION, NN, REJECTION, RUNTIME, SAMPLING, VERIFY, Mutant, of
+from .mutant import ATTENTION, NN, PRIMITIVES, REJECTION, RUNTIME, SAMPLING, VERIFY, Mutant, of
 
 KV = "eagle_kernels/ops/kv/"
 TREE = "eagle_kernels/ops/tree/"
@@ -228,5 +228,20 @@ MUTANTS = [
         "drafts past max_query are seen",
         [(ATTENTION + "shared/batch.py", "stop = tl.minimum(prefix + num_drafts, filled)", "stop = filled")],
         ["op_tests/test_random_calls.py::test_ragged_trees_of_any_bits[csr-in pool]"],
+    ),
+    Mutant(
+        "grammars on links that point backward",
+        [("eagle_kernels/ops/token_bitmask.py", "if node < link < len", "if 0 < link < len")],
+        ["op_tests/ops/test_token_bitmask.py::test_rows_of_malformed_links_are_those_of_the_definition"],
+    ),
+    Mutant(
+        "a node that two parents list goes to the last one",
+        [(VERIFY + "verify_tree_typical.py", " & (weight > 0.0) & (depth < 0)", " & (weight > 0.0)")],
+        ["op_tests/test_random_verification.py::test_random_calls[verify.verify_tree_typical]"],
+    ),
+    Mutant(
+        "children after one with a row of another request",
+        [(PRIMITIVES + "tree_walk.py", "child = tl.where(is_sound, sibling, -1)", "child = sibling")],
+        ["op_tests/test_random_verification.py::test_random_calls[sampling.verify_tree_sampled]"],
     ),
 ]  # fmt: skip

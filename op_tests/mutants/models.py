@@ -65,4 +65,36 @@ MUTANTS = [
         [(TOOLS + "inspection.py", "if not head.misfits(target):", "if head.aux_layers:")],
         ["op_tests/tools/test_inspection.py::test_a_sweep_measures_what_fits_and_changes_nothing"],
     ),
+    Mutant(
+        "JSON in a prompt is ASCII",
+        [(_MODELS + "chat_template.py", "ensure_ascii: bool = False", "ensure_ascii: bool = True")],
+        ["op_tests/engine/test_chat_template.py::test_json_in_a_prompt_is_that_of_python"],
+    ),
+    Mutant(
+        "keys that are stored without their bias",
+        [(_MODELS + "layers.py", "None if fused.bias is None else fused.bias[first:]", "None")],
+        ["op_tests/engine/test_layers.py::test_a_head_stores_the_keys_and_values_that_it_attends_to"],
+    ),
+    Mutant(
+        "the length inside the rotary section counts",
+        [(_MODELS + "decoder_config.py", "[item.name for item in fields(cls)]) | _present(config, [length])",
+          "[length]) | _present(config, [length]) | _present(section, [item.name for item in fields(cls)])")],
+        ["op_tests/engine/test_decoder_config.py::test_of_both_places_of_a_rotary_parameter_one_counts"],
+    ),
+    Mutant(
+        "the caller's tokenizer loses its padding",
+        [(_MODELS + "tokenizer.py", "FileTokenizer(_copy(tokenizer), ", "FileTokenizer(tokenizer, ")],
+        ["op_tests/engine/test_tokenizer.py::test_a_tokenizer_stays_what_it_was_and_so_does_the_engine_s"],
+    ),
+    Mutant(
+        "a timer that is used again can be read while it runs",
+        [(TOOLS + "measure.py", "        self._end = None\n        self._start = self._now()",
+          "        self._start = self._now()")],
+        ["op_tests/lab/test_timing.py::test_a_timer_that_is_used_again_is_as_new"],
+    ),
+    Mutant(
+        "probabilities of shown trees without min_p",
+        [(TOOLS + "trees/recorder.py", ', (ops.min_p_renorm, "min_p"))', ")")],
+        ["op_tests/tools/test_tree_view.py::test_target_probabilities_are_those_of_the_law"],
+    ),
 ]  # fmt: skip

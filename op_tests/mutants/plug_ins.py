@@ -181,4 +181,9 @@ MUTANTS = [
         [(SGLANG + "guards.py", "topk * steps > MAX_DRAFT_KEYS", "topk * steps >= MAX_DRAFT_KEYS")],
         _of("sglang_plugin", "test_sizes_are_refused_from_where_our_ops_refuse_them_on"),
     ),
+    Mutant(
+        "SGLang's seed 0 as none",
+        [(SGLANG + "sampling.py", "if seed is None:", "if not seed:")],
+        _of("sglang_sampling", "test_a_seed_that_is_given_is_the_seed"),
+    ),
 ]  # fmt: skip

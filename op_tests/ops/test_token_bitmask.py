@@ -160,6 +160,54 @@ def test_malformed_links_end(num_nodes):
     assert (bitmask[::num_nodes] != -1).any(1).all()
 
 
+def rows_of_any_links(matcher, tokens, children, siblings):
+    """As the definition says: forward links alone count, the first to a node only, each node asks a fresh matcher."""
+    rows, met = torch.full((len(tokens), 2), -1, dtype=torch.int32), {0}
+
+    def is_first(link, node):
+        is_new = node < link < len(tokens) and link not in met
+        met.update([link] if is_new else [])
+        return is_new
+
+    def walk(node, above):
+        has_sibling = node > 0 and is_first(siblings[node], node)
+        path, fresh = above + tokens[node : node + 1] * (node > 0), Digits(matcher.tokens, matcher.most)
+        is_allowed = all(
+            not fresh.is_terminated() and 0 <= token < VOCABULARY and fresh.accept_token(token) for token in path
+        )
+        if is_allowed and not fresh.is_terminated():
+            fresh.fill_next_token_bitmask(rows, node)
+            if is_first(children[node], node):
+                walk(children[node], path)
+        if has_sibling:
+            walk(siblings[node], above)
+
+    walk(0, [])
+    return rows
+
+
+def test_rows_of_malformed_links_are_those_of_the_definition():
+    """Links back, away, to oneself and to nodes that others name too; nothing that is given changes."""
+    num_trees, num_nodes, num_other = 160, 12, 0
+    parents = random_parents(num_trees, num_nodes)
+    tokens, links = random_tokens(parents), links_from(parents)
+    tokens[torch.rand(tokens.shape) < 0.05] = -1
+    malformed = [
+        torch.where(torch.rand(link.shape) < 0.25, torch.randint(-2, num_nodes + 3, link.shape), link) for link in links
+    ]
+    given = tokens, *malformed
+    before = [tensor.clone() for tensor in given]
+    matchers = [Digits() for _ in range(num_trees)]
+    bitmask = eagle_kernels.generate_token_bitmask(matchers, *given, vocab_size=VOCABULARY).view(num_trees, -1, 2)
+    assert all(map(torch.equal, given, before))
+    for request, matcher in enumerate(matchers):
+        expected = rows_of_any_links(matcher, *(tensor[request].tolist() for tensor in given))
+        assert torch.equal(bitmask[request], expected) and matcher.tokens == []
+        sound = rows_of_any_links(matcher, *(tensor[request].tolist() for tensor in (tokens, *links)))
+        num_other += not torch.equal(sound, expected)
+    assert num_other > num_trees // 2
+
+
 @pytest.mark.parametrize("token", [-1, VOCABULARY, 2**40])
 def test_tokens_out_of_range_are_refused_unasked(token):
     links = torch.tensor([[1, -1]]), torch.full((1, 2), -1)

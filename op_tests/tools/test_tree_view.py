@@ -17,6 +17,7 @@ from eagle_kernels.engine.step import plan as steps
 from eagle_kernels.tools.trees.view import VerifiedTree, verified_trees, why
 from op_tests.engine.methods import METHODS, toys
 from op_tests.engine.toys import ToyModel, plain_logits, random_llama, random_modules
+from op_tests.sampling_law import law
 
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
 CODE = "def quicksort(items):\n    return"
@@ -160,6 +161,46 @@ def test_draft_probabilities_are_those_of_the_model(options, sampling, device):
             num_known += 1
         at += len(tree.tokens)
     assert num_known >= 4 * len(trees)
+
+
+ASKED = {
+    "greedy": {"frequency_penalty": 1.5, "repetition_penalty": 1.7},
+    **{f"{name} alone": {"temperature": 0.9, name: value} for name, value in {
+        "top_k": 3, "top_p": 0.6, "min_p": 0.4, "repetition_penalty": 1.8, "frequency_penalty": 1.5,
+        "presence_penalty": 2.0, "min_new_tokens": 5,
+    }.items()},
+    "all": {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.3,
+            "frequency_penalty": 0.5, "presence_penalty": -0.5, "min_new_tokens": 7},
+}  # fmt: skip
+ENDS = (7, 9, 13)
+
+
+@pytest.mark.parametrize("sampling", ASKED.values(), ids=ASKED)
+def test_target_probabilities_are_those_of_the_law(sampling, device):
+    """Of every child of an accepted node and of the target's choice after it, from the definitions."""
+    target, draft = toys(device)
+    engine = EAGLEInference(draft, target, EAGLEConfig(**METHODS["hybrid tree"]))
+    output, num_seen = [], 0
+    for tree in collect(engine, PROMPT, 8, seeds=2, stop_token_ids=ENDS, **sampling):
+        output = output or [tree.nodes[0].token_id]
+        for node in (node for node in tree.nodes if node.target is not None):
+            path = output + path_to(tree, node.number)[1:]
+            given = {name: value for name, value in sampling.items() if name != "min_new_tokens"}
+            given |= {
+                "prompt": tuple(PROMPT),
+                "output_counts": [path.count(token) for token in range(target.vocab_size)],
+            }
+            given["temperature"] = given.get("temperature", 0.0) or 1.0  # greedy choices have probabilities at 1
+            held_back = ENDS if len(path) < sampling.get("min_new_tokens", 0) else ()
+            given["allowed"] = [token for token in range(target.vocab_size) if token not in held_back]
+            probs = law(plain_logits(engine, PROMPT + path)[-1].tolist(), given)
+            shown = [(node.target.token_id, node.target.prob)]
+            shown += [(child.token_id, child.target_prob) for child in tree.children(node.number)]
+            for token, prob in shown:
+                assert prob == pytest.approx(probs[token], rel=1e-3, abs=1e-6)
+                num_seen += 1
+        output += tree.tokens
+    assert num_seen >= 8
 
 
 class Counter(ToyModel):

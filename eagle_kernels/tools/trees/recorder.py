@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import ops
 from ...engine.step.stepper import Verified
-from ...engine.step.verification import penalized
+from ...engine.step.verification import penalized, without_early_ends
 
 
 @dataclass
@@ -108,7 +108,8 @@ def _walk(first_child: list[int], next_sibling: list[int]) -> tuple[dict[int, in
 def _target_law(seen: Verified, path: list[int]) -> Tensor:
     """Returns what the target draws from at nodes of the first row's path, [D, V] fp32; greedy: at temperature 1."""
     batch = seen.batch
-    logits = penalized(batch, seen.proposal.tree, seen.logits, seen.features)[path].float()
+    tree, features = seen.proposal.tree, seen.features
+    logits = without_early_ends(batch, tree, penalized(batch, tree, seen.logits, features), features)[path].float()
     temperature = float(batch.numbers("temperature")[0])
     if temperature <= 0:
         return torch.softmax(logits, dim=-1)
