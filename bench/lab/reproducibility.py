@@ -15,8 +15,8 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def set_seed(seed: int) -> None:
-    """Seeds the generators of Python, NumPy and torch, on all GPUs. The engine's own noise depends on none of them where
-    `seeds` are given."""
+    """Seeds the generators of Python, NumPy and torch, on all GPUs. With `seeds` the engine's noise depends on none of
+    them."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"set_seed: seed must be an int in 0..2^32 - 1, which all generators take, got {seed!r}")
     random.seed(seed)
