@@ -21,9 +21,9 @@ PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 class Choice(random.Random):
-    """Chooses; number: that of the call."""
+    """Chooses; number: that of the call; is_malformed: whether its trees are, where drafts are accepted."""
 
-    number = 0
+    number, is_malformed = 0, False
 
 
 def some(choice: Choice, values: dict, *names: str, chance: float = 0.5) -> None:
@@ -43,7 +43,7 @@ def each_of(values: list, number: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def tree(choice: Choice, batch_size: int, num_nodes: int, vocab_size: int, any_order: bool = False) -> dict:
-    """Links of random trees: bushy ones, chains, stars and all between; some requests dead, and half of all malformed.
+    """Links of random trees: bushy ones, chains, stars and all between; some requests dead.
 
     any_order: links lead back as well.
     """
@@ -71,7 +71,7 @@ def tree(choice: Choice, batch_size: int, num_nodes: int, vocab_size: int, any_o
         "retrieve_next_token": first,
         "retrieve_next_sibling": sibling,
     }
-    if choice.random() < 0.5:
+    if choice.is_malformed:
         share_children(choice, links)
     if choice.random() < 0.2:
         dead = choice.randrange(batch_size)
@@ -113,11 +113,14 @@ def spoil_tokens(choice: Choice, links: dict, vocab_size: int) -> None:
 
 
 def spoil_links(choice: Choice, values: dict) -> None:
-    """Links that lead back, away and round, and rows of other requests, in half of all calls."""
+    """Links that lead back, away and round, and rows of other requests, in a third of all calls."""
     links = {name: values[name] for name in LINKS}
     size = links["candidates"].shape[1]
     kind = choice.random()
-    if kind < 0.17:
+    if choice.is_malformed:
+        if kind < 0.4:
+            lead_back(choice, links)
+    elif kind < 0.17:
         MALFORMED[choice.choice([*MALFORMED])](links)
     elif kind < 0.34:
         is_any = torch.rand(2, *links["candidates"].shape) < choice.choice((0.1, 0.5))
@@ -125,8 +128,6 @@ def spoil_links(choice: Choice, values: dict) -> None:
             values[name] = torch.where(places, integers(-2, size + 6, *places.shape), values[name])
         is_far = torch.rand(is_any[0].shape) < 0.05
         values["retrieve_index"] = values["retrieve_index"] + is_far * integers(-size - 7, size + 7, *is_far.shape)
-    elif kind < 0.5:
-        lead_back(choice, links)
 
 
 def coins_of(batch_size: int, rows: int) -> dict:
@@ -224,7 +225,7 @@ def accept_what_is_drawn(path: str, values: dict, choice: Choice) -> None:
                 is_changed = True
         if not is_changed:
             break
-    if values["spec_steps"] > 0 and choice.random() < 0.6:
+    if values["spec_steps"] > 0 and choice.is_malformed:
         send_away(choice, values, output.accept_index)
 
 
@@ -234,7 +235,7 @@ def send_away(choice: Choice, values: dict, accept_index: torch.Tensor) -> None:
     for request in range(batch_size):
         retrieved = values["retrieve_index"][request]
         path = [retrieved.tolist().index(row) for row in accept_index[request].tolist() if row >= 0]
-        if len(path) > 1:
+        if len(path) > 1 and choice.random() < 0.6:
             place = choice.randrange(1, len(path))
             child = int(values["retrieve_next_token"][request, path[place - 1]])
             while child != path[place] and choice.random() < 0.7:
@@ -683,10 +684,10 @@ CALLS: dict[str, Callable[[Choice], dict]] = {
 }  # fmt: skip
 
 
-def drawn_call(path: str, number: int) -> tuple[dict, random.Random]:
+def drawn_call(path: str, number: int, is_malformed: bool = False) -> tuple[dict, random.Random]:
     """The arguments of a call, the same every time, and what to go on drawing with."""
     choice = Choice(f"{path} {number}")
-    choice.number = number
+    choice.number, choice.is_malformed = number, is_malformed
     torch.manual_seed(choice.getrandbits(32))
     values = CALLS[path](choice)
     if "retrieve_index" in values:
