@@ -408,7 +408,7 @@ def test_slots_past_int32(name, debug, monkeypatch):
         return {"out": type(result)(*listed)}
 
     call = lambda: function(**copied(values) | {field: wide}, **out_of(torch.int32))  # noqa: E731
-    one_line(call, rf"^eagle_kernels\.{name}: {field} must hold .*int32.*, got {2**40} at \[(0, )?1\]")
+    one_line(call, rf"^eagle_kernels\.{name}: {field} must fit in .*int32.*, got {2**40} at \[(0, )?1\]")
     if result is not None:
         listed = function(**values | {field: wide}, **out_of(torch.int64))
         assert any(2**40 in tensor for tensor in listed)
@@ -465,7 +465,7 @@ def test_the_last_slot_that_int32_holds(name, values, place, unit):
             except ValueError as error:
                 raise AssertionError(f"{slot} is refused for {dtype}") from error
             assert any(slot // unit in tensor for tensor in lists)
-    rule = rf"^eagle_kernels\.{name}: {field} must hold .*int32.*, got {most + 1} at \[(0, )?{place}\]"
+    rule = rf"^eagle_kernels\.{name}: {field} must fit in .*int32.*, got {most + 1} at \[(0, )?{place}\]"
     one_line(lambda: listed(functions[0], most + 1, torch.int32), rule)
 
 
@@ -1104,7 +1104,7 @@ ENGINE = {
     ),
     "a server's one": (
         lambda e: EAGLEConfig.from_speculative_config({"method": "ngram", "num_gpu_block_expand_ratio": True}),
-        "num_gpu_block_expand_ratio must be 1.0 or absent, since the server decides it, got True",
+        "num_gpu_block_expand_ratio must be 1.0 or absent, since the server decides this, got True",
     ),
 }
 

@@ -51,7 +51,7 @@ def test_probabilities_of_half_precision_logits_are_not_rounded_to_it(temperatur
     numbers = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     row = SimpleNamespace(numbers=lambda name: torch.tensor([numbers[name]]), seeds=torch.zeros(1, dtype=torch.int64))
     tree = SimpleNamespace(retrieve_index=torch.arange(6)[None])
-    proposal, none = SimpleNamespace(tree=tree), SimpleNamespace(penalties=False)
+    proposal, none = SimpleNamespace(tree=tree), SimpleNamespace(penalties=False, minimum=False)
     seen = SimpleNamespace(batch=row, proposal=proposal, logits=logits, features=none)
     close(_target_law(seen, [4, 0, 2]), law[[4, 0, 2]])
     best = torch.nn.functional.one_hot(logits.argmax(-1), 500)

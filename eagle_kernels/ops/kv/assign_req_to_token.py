@@ -81,7 +81,7 @@ def contract(values: dict) -> None:
     debug_rows(args, (), lambda: torch.where(ends > starts, ends, 0))
     if slots.dtype == torch.int64 and values["req_to_token"].dtype == torch.int32:
         are_held = lambda: abs(slots.clamp(min=-(2**62))) <= check.MAX_INT32  # noqa: E731
-        args.debug("cache_locs", "hold slots that fit in req_to_token, which is int32", are_held, of_reference=True)
+        args.debug("cache_locs", "fit in req_to_token, which is int32", are_held, of_reference=True)
     are_given = lambda: (ends - starts).clamp(min=0).cumsum(0) <= len(slots)  # noqa: E731
     args.debug("ends", f"ask for at most {len(slots)} slots", are_given)
 
