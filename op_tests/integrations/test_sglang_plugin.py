@@ -244,7 +244,7 @@ def test_arguments_reach_sglang_s_own_functions(started):
 
 REFUSED = {
     "mixed": ({"prefill_attention_backend": "fa3"},
-              "mixed attention backends: {'prefill': 'fa3'}; give --attention-backend eagle_kernels alone"),
+              "mixed attention backends: {'prefill': 'fa3'}; give only --attention-backend eagle_kernels"),
     "draft alone": ({"attention_backend": "triton", "speculative_draft_attention_backend": "eagle_kernels"},
                     "mixed attention backends: {'prefill': 'triton', 'decode': 'triton'}"),
     "device": ({"device": "cpu"}, "device 'cpu'; it needs a GPU"),
