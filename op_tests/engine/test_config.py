@@ -16,10 +16,11 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.config.drafting_options import METHODS, DraftingOptions, default_nodes
 from eagle_kernels.engine.config.eagle_config import CONFIG_FIELDS
 from eagle_kernels.engine.config.serving_options import ServingOptions
+from eagle_kernels.engine.requests.sampling_params import SAMPLING_FIELDS
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
 from op_tests.engine.hostile import refused
-from op_tests.engine.toys import RowWalker, ToyModel
+from op_tests.engine.toys import LetterTokenizer, RowWalker, ToyModel
 from op_tests.engine.view import View
 
 SIMULATE = {"accept_policy": "simulate"}
@@ -251,7 +252,9 @@ OTHERS = {
     "kv_cache_bytes": 1 << 17, "prefill_chunk": 7, "share_prefixes": False, "max_step_ms": 5.0, "deterministic": True,
     "cuda_graph": False, "phase_times": False, "max_spec_batch": 1, "adaptive": ((9, (1, 2, 3)),),
     "accept_policy": "reject_all", "simulated_accept_length": 2.0, "simulated_accept_lengths": (((1, 2, 3), 2.0),),
-    "simulated_accept_rates": (0.9, 0.5, 0.1),
+    "simulated_accept_rates": (0.9, 0.5, 0.1), "repetition_penalty": 1.5, "frequency_penalty": -0.5,
+    "presence_penalty": 0.5, "min_new_tokens": 1, "stop_token_ids": (5,), "stop": ("E",), "ignore_eos": True,
+    "logprobs": "raw", "top_logprobs": 2, "logprob_start_len": 1, "drafter": "draft_model",
 }  # fmt: skip
 NEEDED = {
     "num_model_steps": {"method": "hybrid", "topk": 1, "num_model_steps": 1},
@@ -266,7 +269,8 @@ NEEDED = {
 @pytest.fixture(scope="module")
 def engine():
     target = RowWalker()
-    return EAGLEInference(target, target, EAGLEConfig(topk=2, num_steps=3, max_batch=4, method="draft_model"))
+    config = EAGLEConfig(topk=2, num_steps=3, max_batch=4, method="draft_model")
+    return EAGLEInference(target, target, config, tokenizer=LetterTokenizer())
 
 
 def in_use(engine, name, fields):
@@ -275,7 +279,7 @@ def in_use(engine, name, fields):
     assert [*stream]
     scheduler, (request,) = View(engine).scheduler, stream.requests
     state, runners = scheduler.state, scheduler.plan.runners
-    if name in engine.config.sampling:
+    if name in SAMPLING_FIELDS:
         return getattr(request.params, name)
     if name == "max_length":  # refuses what is longer
         with contextlib.suppress(ValueError):
@@ -302,14 +306,16 @@ def in_use(engine, name, fields):
     return value
 
 
-@pytest.mark.parametrize("name", CONFIG_FIELDS)
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_call_has_its_own_values_and_the_next_one_those_of_the_engine(engine, name, monkeypatch):
     """The steps that run know each field as it was given for them."""
     monkeypatch.setattr("eagle_kernels.engine.serve.session.check_deterministic", lambda *_: None)  # a CPU refuses it
-    own, needed = getattr(engine.config, name), NEEDED.get(name, {})
+    own = getattr(engine.config if name in CONFIG_FIELDS else SamplingParams(), name)
+    needed = NEEDED.get(name, {})
     calls = ({}, needed, needed | {name: OTHERS[name]}, needed, {})
     assert [in_use(engine, name, fields) for fields in calls] == [fields.get(name, own) for fields in calls]
-    assert own != OTHERS[name]
+    # the limit and the seed are arguments of their own
+    assert own != OTHERS[name] and OTHERS.keys() == {*CONFIG_FIELDS, *SAMPLING_FIELDS} - {"max_new_tokens", "seed"}
 
 
 def test_a_config_cannot_change():

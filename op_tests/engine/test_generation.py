@@ -269,6 +269,38 @@ def test_a_plain_step_is_timed_once_and_keeps_nothing(target, stranger, monkeypa
     assert engine.generate(PROMPTS[1:], 4, speculative=False).stats.plain_step_ms and timed == [3, 1]
 
 
+@pytest.mark.parametrize(("page_size", "max_batch"), [(1, 3), (4, 1), (4, 2)])
+def test_a_plain_step_is_timed_with_the_rows_that_step(page_size, max_batch, monkeypatch):
+    """However many there are and whichever lengths they have; no key changes, whoever the pages belong to by then."""
+    timed, changed, time_ms = [], [], StepRunner.time_ms
+    config = EAGLEConfig(topk=1, num_steps=1, page_size=page_size, max_batch=max_batch, cuda_graph=False)
+    engine = EAGLEInference(WalkerHead(seed=1, device=DEVICE), RowWalker(device=DEVICE), config)
+
+    def noting(runner, num_rows, features, lengths, block_table):
+        state = runner._state
+        pools = [*itertools.chain(*((pool.k_cache, pool.v_cache) for pool in (state.target_pool, state.draft_pool)))]
+        for pool in pools:  # as if others had had the pages since
+            pool.uniform_()
+        before = [tensor.clone() for tensor in (*pools, *state.tensors())]
+        timed.append((num_rows, lengths[:num_rows].tolist()))
+        spent_ms = time_ms(runner, num_rows, features, lengths, block_table)
+        changed.extend(not torch.equal(*each) for each in zip((*pools, *state.tensors()), before))
+        return spent_ms
+
+    monkeypatch.setattr(StepRunner, "time_ms", noting)
+    sizes = 16, 3, 4, 15
+    for count, is_cut in itertools.product(range(1, max_batch + 2), (True, False)):
+        prompts = [[*range(place, place + size)] for place, size in enumerate(sizes[:count])]
+        params = [SamplingParams(max_new_tokens=5 if place or not is_cut else 1) for place in range(count)]
+        engine.session.plain_steps.known_ms.clear()
+        speedup, together = engine.generate(prompts, params).stats.speedup, min(count, max_batch)
+        if not is_cut:
+            assert timed == [(together, [*sizes[:together]])] and speedup and not any(changed)
+        elif count <= max_batch:  # the first one has ended with its prompt, and the others are too few
+            assert speedup is None and not timed
+        timed.clear()
+
+
 def test_a_plain_step_that_fails_costs_a_number(target, stranger, monkeypatch, caplog):
     """The texts are there, and it is not tried again; a stream times none, since somebody may time the stream."""
     engine, tried = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2)), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -94,6 +95,35 @@ def test_likely_tokens_of_a_text_with_ties(speculative):
     order = target.table.log_softmax(-1).sort(dim=-1, descending=True, stable=True).indices[:, :20].tolist()
     likely = [*output.prompt_top_logprobs[1:], *output.top_logprobs]
     assert [[token for token, _ in top] for top in likely] == [order[token] for token in text[:-1]]
+
+
+# what may be asked for, and the scores that it brings
+SCORES = [
+    ({}, ()),
+    ({"logprobs": True}, ("logprobs",)),
+    ({"top_logprobs": 2}, ("top_logprobs",)),
+    ({"logprob_start_len": 0}, ("prompt_logprobs",)),
+    ({"top_logprobs": 1, "logprob_start_len": 1}, ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs")),
+]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_request_is_told_the_scores_that_it_asks_for(size, n):
+    """In any order, whatever those beside it ask for; it has None for others, and scores that nobody wants are None."""
+    target = Markov(vocab_size=20, max_length=64)
+    engine = EAGLEInference(None, target, EAGLEConfig(method="naive", max_batch=6))
+    prompts = [[1 + place, 2, 3] for place in range(size)]
+    for kinds in itertools.permutations(SCORES, size):
+        stream = engine.stream(prompts, [SamplingParams(max_new_tokens=3, **asked) for asked, _ in kinds], n=n)
+        for _ in stream:
+            pass
+        output, brought = stream.output(), [names for _, names in kinds for _ in range(n)]
+        assert output.output_ids == [request.output_ids for request in stream.requests]
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
+            own = [getattr(each, name) if name in names else None for each, names in zip(stream.requests, brought)]
+            assert getattr(output, name) == (own if any(name in names for names in brought) else None), (name, kinds)
+            assert all(own[index] for index, names in enumerate(brought) if name in names)
 
 
 def test_scores_of_a_long_prompt():

@@ -21,6 +21,7 @@ _STATISTICS = "op_tests/engine/test_generation.py::test_statistics_are_what_the_
 _OWN_VALUES = "op_tests/engine/test_config.py::test_a_call_has_its_own_values_and_the_next_one_those_of_the_engine"
 _TIMES = ["op_tests/engine/test_generation.py::test_times_of_a_call_are_those_of_its_steps"]
 _JUDGES = ["op_tests/engine/serve/test_joint_steps.py::test_times_of_steps_reach_those_who_judge_by_them"]
+_PLAIN_STEPS = "op_tests/engine/test_generation.py::test_a_plain_step_is_timed_with_the_rows_that_step"
 _TABLES = ["op_tests/engine/test_generation.py::test_trees_of_a_table_are_refused_as_one_s_own"]
 _LAST = ["op_tests/engine/test_method_ends.py::test_no_model_is_asked_for_what_its_tables_do_not_hold"]
 _NUMBERS = ["op_tests/engine/test_requests_ask.py::test_refused_prompts_have_their_numbers"]
@@ -561,5 +562,43 @@ MUTANTS = [
         [(ENGINE + "step/verification.py", "drawn_at, draft_logits = torch.zeros_like(temperature), logits",
           "draft_logits = logits")],
         ["op_tests/engine/test_verify_strategies.py::test_rejection_keeps_what_its_reference_keeps[chosen]"],
+    ),
+    Mutant(
+        "pools kept whatever part of a prompt is read at once",
+        [(ENGINE + "serve/session.py", '"kv_cache_bytes", "prefill_chunk")', '"kv_cache_bytes")')],
+        [_OWN_VALUES + "[prefill_chunk]"],
+    ),
+    Mutant(
+        "the scores that the first request asks for",
+        [(_STREAM, "for name in {name: None for request in requests for name in request.params.scores}:",
+          "for name in requests[0].params.scores:")],
+        [_ASKED + "each_request_is_told_the_scores_that_it_asks_for"],
+    ),
+    Mutant(
+        "fields read before the properties that fill them in",
+        [(ENGINE + "serve/output.py", "for name in reversed(names)}", "for name in names}")],
+        ["op_tests/engine/serve/test_benchmark.py::test_figures_of_a_call"],
+    ),
+    Mutant(
+        "a lock without a limit",
+        [(ENGINE + "serve/lock.py", "self._lock.acquire(blocking, timeout)", "self._lock.acquire(blocking)")],
+        ["op_tests/engine/serve/test_lock.py::test_who_asks_for_the_lock_waits_as_long_as_they_say[limited]"],
+    ),
+    Mutant(
+        "no plain step of a call that does not fit into the rows",
+        [(ENGINE + "serve/plain_steps.py", "len(rows) == min(len(requests), state.num_rows)",
+          "len(rows) == len(requests)")],
+        [_PLAIN_STEPS],
+    ),
+    Mutant(
+        "a timed step that may write past whole pages",
+        [(ENGINE + "step/runner.py", "lengths // state.target_pool.page_size] = -1",
+          "(lengths - 1) // state.target_pool.page_size] = -1")],
+        [_PLAIN_STEPS],
+    ),
+    Mutant(
+        "bytes of more rows with drafts than there are rows",
+        [(ENGINE + "serve/memory.py", "min(rows, most), nodes, num_drafted", "most, nodes, num_drafted")],
+        [_LIMITS + "the_bytes_of_the_largest_step_are_those_of_its_logits"],
     ),
 ]  # fmt: skip

@@ -165,8 +165,22 @@ SECOND = FIRST | {
 }  # fmt: skip
 
 
+class PlainTimes:
+    """Times a plain step when somebody asks, and notes of how many requests it was."""
+
+    def __init__(self):
+        self.counts = []
+
+    def time_ms(self, count: int) -> float:
+        self.counts.append(count)
+        return FIRST["plain_step_ms"]
+
+
 def test_figures_of_a_call():
-    """Each is the quotient that its name says; those that nothing tells are None or 0."""
+    """Each is the quotient that its name says; those that nothing tells are None or 0.
+
+    A time that is taken when somebody asks is told by whatever is read then, and taken once.
+    """
     first, second, none = GenerationStats(**FIRST), GenerationStats(**SECOND), GenerationStats(1, 3, 7, [0])
     figures = {
         "mean_accept_length": (1 + 9 / 13, 1 + 31 / 19, 1.0),
@@ -180,7 +194,12 @@ def test_figures_of_a_call():
     for name, expected in figures.items():
         assert [each[name] for each in (first, second, none)] == pytest.approx(expected), name
     assert GenerationStats(**FIRST | {"plain_step_ms": None}).speedup is None
-    assert first.to_dict() == FIRST | {name: getattr(first, name) for name in figures}
+    whole = FIRST | {name: getattr(first, name) for name in figures}
+    for told in (GenerationStats.to_dict, lambda stats: {name: stats[name] for name in reversed(whole)}):
+        timed, untimed = PlainTimes(), GenerationStats(**FIRST | {"plain_step_ms": None})
+        for stats, counts in ((first, []), (untimed.measured_by(timed.time_ms), [2])):
+            assert told(stats) == whole == told(stats) and timed.counts == counts
+            assert [*stats.to_dict()] == [*whole] and json.loads(json.dumps(stats.to_dict())) == whole
     for name in ("no_such_number", "to_dict", "__dict__", 0):
         with pytest.raises(KeyError):
             first[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -146,6 +147,24 @@ def test_the_bytes_that_are_free_suffice(tree, monkeypatch):
         assert memory.count_pages(*arguments[:2], config, 9) == pages
     monkeypatch.setattr(memory, "_CPU_CACHE_BYTES", 7 * size)
     assert memory.count_pages(*arguments, 9) == 7
+
+
+BATCHES = [{"max_batch": count, "max_spec_batch": most} for count in (1, 2, 5) for most in (None, 0, 1, 2, 3, 64)]
+BATCHES += [{"max_batch": count, "adaptive": ((1, (2, 3, 7)), (4, (1, 2, 3)), (64, None))} for count in (1, 2, 5)]
+BATCHES += [{"max_batch": 5, "adaptive": ((2, None), (3, (2, 2, 5)), (9, (1, 2, 3)))}]
+
+
+def test_the_bytes_of_the_largest_step_are_those_of_its_logits():
+    """However many rows may step, and may have drafts: of all steps that there are while requests end one by one."""
+    engine = make(None, RowWalker(), method="ngram", topk=2, num_steps=2, cuda_graph=False)
+    counted, sizes = {}, []
+    engine.on_tree = lambda step: sizes.append(step.logits.nbytes)
+    for fields in BATCHES:
+        sizes.clear()
+        params = [SamplingParams(max_new_tokens=2 + 4 * place) for place in range(fields["max_batch"])]
+        engine.generate([[1 + place] for place in range(len(params))], params, **fields)
+        counted[str(fields)] = engine.workspace_bytes(replace(engine.config, **fields))["step"], max(sizes)
+    assert [case for case, (said, held) in counted.items() if said != held] == [], counted
 
 
 def test_what_is_done_is_read_and_nothing_is_waited_for(monkeypatch):

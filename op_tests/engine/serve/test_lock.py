@@ -11,6 +11,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -323,6 +324,38 @@ def test_the_lock_is_one_like_those_of_threading():
     lock.refuse("three")
     with lock.step("four"), pytest.raises(RuntimeError, match="^five: must not be called inside a step"):
         lock.refuse("five")
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        [((False,), {}, 0), ((), {"blocking": False}, 0), ((True, 0), {}, 0), ((), {"timeout": 0.05}, 0.05)],
+        [((), {}, None)],
+        [((True, -1), {}, None)],
+        [((), {"timeout": 20}, None)],
+    ],
+    ids=["limited", "bare", "unlimited", "long"],
+)
+def test_who_asks_for_the_lock_waits_as_long_as_they_say(forms):
+    """While another thread holds it; those who set no limit, or a long one, until it is free (a limit of None)."""
+    lock, is_held, may_let_go = EngineLock(), threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            is_held.set()
+            may_let_go.wait(9)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert is_held.wait(20)
+    for arguments, options, limit_s in forms:
+        if limit_s is None:
+            threading.Timer(0.1, may_let_go.set).start()
+        start_s = time.perf_counter()
+        assert lock.acquire(*arguments, **options) == lock._is_owned() == (limit_s is None)
+        assert time.perf_counter() - start_s >= 0.9 * (limit_s or 0) and may_let_go.is_set() == (limit_s is None)
+    may_let_go.set()
+    thread.join(20)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
