@@ -1,18 +1,13 @@
 """Merges two tries of drafts into one: a model's, and what retrieval found after or beside it.
 
-Computes
-    The nodes of the first trie, then those of the other one, whose root is node attach[b] of the first, are put into an
-    empty trie one after another: one whose parent is not in it is left out, one whose parent has a child of its token
-    already becomes that child, any other becomes the next node, until there are num_speculative_tokens of them.
-Invariants
-    Parents precede their children, siblings differ.
-Grid
-    (B,), one program merges the tries of one row, a node at a time.
-Launches
-    1
-Traffic
-    2 * B * (M + M2) * index size read, 16 B K + 4 B written, for tries of M and M2 drafts and
-    K = num_speculative_tokens.
+Computes: The nodes of the first trie, then those of the other one, whose root is node attach[b] of the first, are put
+    into an empty trie one after another: one whose parent is not in it is left out, one whose parent has a child of its
+    token already becomes that child, any other becomes the next node, until there are num_speculative_tokens of them.
+Invariants: Parents precede their children, siblings differ.
+Grid: (B,), one program merges the tries of one row, a node at a time.
+Launches: 1
+Traffic: 2 * B * (M + M2) * index size read, 16 B K + 4 B written, for tries of M and M2 drafts and K =
+    num_speculative_tokens.
 """
 
 from __future__ import annotations

@@ -1,25 +1,20 @@
 """Looks up what followed the last tokens earlier in a request's own text: drafts without a model.
 
-Computes
-    h is the history: token_ids[b, :seq_len], then draft_tokens[b] up to the first negative one. The match length of an
-    end position e < len(h) - 1 is the largest n <= max_ngram_size with h[e - n + 1 .. e] = the last n tokens, none of
-    them negative; e is a match if that is at least min_ngram_size and h[e + 1] is not negative. The first max_matches
-    of these are taken, by descending match length, equal ones by position as `prefer` says. Each continues with h[e +
-    1], h[e + 2], ... up to a negative token, past the end of h with the continuation itself from its beginning on,
-    again and again (as LZ77 copies). The trie's nodes are numbered as they are made. token_budget: row i has the first
-    min(want_i, max(0, budget - live rows - sum of want_j, j < i)) drafts of its trie.
-Invariants
-    Tokens past seq_len and past a row's drafts do not matter. Parents precede their children, siblings differ. The
-    result does not depend on the width of token_ids, on how a row is cut into parts, or, without a token_budget, on
+Computes: h is the history: token_ids[b, :seq_len], then draft_tokens[b] up to the first negative one. The match length
+    of an end position e < len(h) - 1 is the largest n <= max_ngram_size with h[e - n + 1 .. e] = the last n tokens,
+    none of them negative; e is a match if that is at least min_ngram_size and h[e + 1] is not negative. The first
+    max_matches of these are taken, by descending match length, equal ones by position as `prefer` says. Each continues
+    with h[e + 1], h[e + 2], ... up to a negative token, past the end of h with the continuation itself from its
+    beginning on, again and again (as LZ77 copies). The trie's nodes are numbered as they are made. token_budget: row i
+    has the first min(want_i, max(0, budget - live rows - sum of want_j, j < i)) drafts of its trie.
+Invariants: Tokens past seq_len and past a row's drafts do not matter. Parents precede their children, siblings differ.
+    The result does not depend on the width of token_ids, on how a row is cut into parts, or, without a token_budget, on
     other rows.
-Grid
-    (B, parts), one program scans one part of a row's history, in blocks; (B,), one program merges the matches of a
+Grid: (B, parts), one program scans one part of a row's history, in blocks; (B,), one program merges the matches of a
     row's parts and makes the trie; with token_budget (B,), one program cuts one trie.
-Launches
-    2 (3 with token_budget)
-Traffic
-    element size * sum of seq_lens read, 16 B M + 8 B written, for M = num_speculative_tokens; 8 B * parts * max_matches
-    written and read. Rows whose last token is frequent read some of it again, out of the cache.
+Launches: 2 (3 with token_budget)
+Traffic: element size * sum of seq_lens read, 16 B M + 8 B written, for M = num_speculative_tokens; 8 B * parts *
+    max_matches written and read. Rows whose last token is frequent read some of it again, out of the cache.
 """
 
 from __future__ import annotations

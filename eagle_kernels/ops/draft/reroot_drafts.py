@@ -1,18 +1,13 @@
 """Moves a trie of drafts to a later root: keeps what is below the tokens that were committed since it was made.
 
-Computes
-    A drafter on the host is a step behind the device: while it looks for drafts, the tokens of that step are verified.
-    The new trie has the first num_speculative_tokens descendants of the node at the end of the path, at most spec_steps
-    below it.
-Invariants
-    Parents precede their children.
-Grid
-    (B,), one program moves one trie.
-Launches
-    1
-Traffic
-    2 * B * M * index size and B * T * index size read, 16 B K + 4 B written, for tries of M drafts, paths of T tokens
-    and K = num_speculative_tokens.
+Computes: A drafter on the host is a step behind the device: while it looks for drafts, the tokens of that step are
+    verified. The new trie has the first num_speculative_tokens descendants of the node at the end of the path, at most
+    spec_steps below it.
+Invariants: Parents precede their children.
+Grid: (B,), one program moves one trie.
+Launches: 1
+Traffic: 2 * B * M * index size and B * T * index size read, 16 B K + 4 B written, for tries of M drafts, paths of T
+    tokens and K = num_speculative_tokens.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Root mean square norm of rows, with the addition of a residual before it.
 
-Computes
-    y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32; with a residual, of x + residual.
-Invariants
-    A row's bits depend on that row alone. A program reads its row before it writes.
-Grid
-    (T, heads) for T tokens, one program normalizes one row; heads is 1 where x has none.
-Launches
-    1
-Traffic
-    2 * element bytes per element of x, with a residual 4 * element bytes; of P parts 4 * P + element bytes, with a
+Computes: y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32; with a residual, of x + residual.
+Invariants: A row's bits depend on that row alone. A program reads its row before it writes.
+Grid: (T, heads) for T tokens, one program normalizes one row; heads is 1 where x has none.
+Launches: 1
+Traffic: 2 * element bytes per element of x, with a residual 4 * element bytes; of P parts 4 * P + element bytes, with a
     residual 4 * P + 3 * element bytes.
 """
 

@@ -1,17 +1,12 @@
 """Rotary position embedding of queries and keys.
 
-Computes
-    The turns of primitives/rotary.py. Partial rotary embedding is a matter of the tables, and so is every scaling of
-    frequencies (linear, llama3, yarn with its attention factor).
-Invariants
-    An element depends on its own pair and angle alone.
-    Bits are those of PyTorch's `a * cos - b * sin`: products are not fused into sums.
-Grid
-    (T, head tiles), one program rotates a few query heads or a few key heads of one of T tokens.
-Launches
-    1
-Traffic
-    2 * element bytes * T * (Hq + Hkv) * D, and a row of each table per token
+Computes: The turns of primitives/rotary.py. Partial rotary embedding is a matter of the tables, and so is every scaling
+    of frequencies (linear, llama3, yarn with its attention factor).
+Invariants: An element depends on its own pair and angle alone. Bits are those of PyTorch's `a * cos - b * sin`:
+    products are not fused into sums.
+Grid: (T, head tiles), one program rotates a few query heads or a few key heads of one of T tokens.
+Launches: 1
+Traffic: 2 * element bytes * T * (Hq + Hkv) * D, and a row of each table per token
 """
 
 from __future__ import annotations

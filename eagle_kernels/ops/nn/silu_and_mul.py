@@ -1,15 +1,10 @@
 """The activation of a SwiGLU block.
 
-Computes
-    silu(gate) * up, in fp32.
-Invariants
-    An element depends on its own gate and up alone, NaN as well. No program reads what another one overwrites.
-Grid
-    (T, column blocks) for T tokens, one program makes one block of a row.
-Launches
-    1
-Traffic
-    3 * element bytes * T * I
+Computes: silu(gate) * up, in fp32.
+Invariants: An element depends on its own gate and up alone, NaN as well. No program reads what another one overwrites.
+Grid: (T, column blocks) for T tokens, one program makes one block of a row.
+Launches: 1
+Traffic: 3 * element bytes * T * I
 """
 
 from __future__ import annotations

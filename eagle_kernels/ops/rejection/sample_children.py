@@ -1,22 +1,18 @@
 """Draws the children of tree nodes from the draft's distribution, without or with replacement.
 
-Computes
+Computes:
     With Gumbel noise g(v) keyed by seed, position, node and id:
     without replacement     the num_children largest of log q(v) + g(v), in order. This is sequential sampling: each
                             next child is drawn from q without the children before it, renormalised (Gumbel top-k:
                             Kool et al., arXiv 1903.06059, Alg. 1 without its tree; Vieira 2014). The order follows the
                             Plackett-Luce distribution.
     with replacement        num_children independent draws from q, each with noise of its own.
-Invariants
-    +inf counts as the largest finite number. Without replacement greedy rows give the children and the scores of a
-    top-k tree.
-Grid
-    (R, slices): one program finds the best children of a slice of a row. Then (R,): one finds the best of a row's
+Invariants: +inf counts as the largest finite number. Without replacement greedy rows give the children and the scores
+    of a top-k tree.
+Grid: (R, slices): one program finds the best children of a slice of a row. Then (R,): one finds the best of a row's
     slices.
-Launches
-    2
-Traffic
-    R * Vd * element size read, and per slice 8 K + 8 bytes written and read.
+Launches: 2
+Traffic: R * Vd * element size read, and per slice 8 K + 8 bytes written and read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Verifies chains of drafts that were sampled from a draft distribution, without loss: standard or block.
 
-Computes
+Computes:
     p_i, q_i: the distributions of target and draft after i drafts x_1 .. x_i, each at its temperature; gamma: the
     number of drafts.
     standard    The first draft that is not accepted is replaced by a token from the residual norm((p - q)+); after the
@@ -13,18 +13,16 @@ Computes
                 comes a token from norm((r_i p_i - q_i)+), or from p_gamma.
     Coins and noise are those of primitives/random.py, with streams that drafting does not use. For "block", whose next
     round drafts again at positions that this one has looked at, coins are also keyed by the place in the chain.
-Invariants
-    A draft of target probability 0 is never accepted (coin * q < p, strict). Where a draft cannot have been drawn from
-    its row, or rounding leaves no residual, the next token is drawn from p. +inf counts as the largest finite number; a
-    sampled row of nothing but -inf gives token 0. Results of a request do not depend on the batch around it.
-Grid
-    map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,) compares;
-    for chains of T tokens mass (B * (T - 1), slices) sums S_i; draw (B, slices) finds the best key of each slice;
-    finish (B,) writes.
-Launches
-    3: walk, draw and finish; one more each: scan for logits, mass for "block", map for d2t
-Traffic
-    every row of logits once, for "block" the rows of p and q at drafts 2 .. gamma once more, and two rows for the draw.
+Invariants: A draft of target probability 0 is never accepted (coin * q < p, strict). Where a draft cannot have been
+    drawn from its row, or rounding leaves no residual, the next token is drawn from p. +inf counts as the largest
+    finite number; a sampled row of nothing but -inf gives token 0. Results of a request do not depend on the batch
+    around it.
+Grid: map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,)
+    compares; for chains of T tokens mass (B * (T - 1), slices) sums S_i; draw (B, slices) finds the best key of each
+    slice; finish (B,) writes.
+Launches: 3: walk, draw and finish; one more each: scan for logits, mass for "block", map for d2t
+Traffic: every row of logits once, for "block" the rows of p and q at drafts 2 .. gamma once more, and two rows for the
+    draw.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Verifies trees of sampled drafts from their leaves up, without loss: traversal verification.
 
-Computes
+Computes:
     Traversal verification (Weng et al., arXiv 2505.12398, algorithms 1 and 2). Every node has a target distribution P,
     the draft distribution Q that its children were drawn from one after another without replacement, and an acceptance
     a: that of the root is 1, that of a child c is min(a P(c) / Q(c), 1) by its parent's numbers. The first leaf in
@@ -10,21 +10,17 @@ Computes
     from then on, and is a leaf itself when no child is left. The root's coin always succeeds. Coins and noise are those
     of primitives/random.py, keyed by seed, position of the token, node with its depth, and streams that drafting does
     not use.
-Invariants
-    A draft of target probability 0 is never accepted. If rounding leaves no residual P stays as it was. +inf counts as
-    the largest finite number; a sampled row of nothing but -inf gives token 0. A link to a node that was met before
-    ends the list of siblings. Results of a request do not depend on the batch around it.
-Grid
-    map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,), one
+Invariants: A draft of target probability 0 is never accepted. If rounding leaves no residual P stays as it was. +inf
+    counts as the largest finite number; a sampled row of nothing but -inf gives token 0. A link to a node that was met
+    before ends the list of siblings. Results of a request do not depend on the batch around it.
+Grid: map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,), one
     program walks one tree. For vocabularies of more than one slice, before the walk: edges (B, N) looks up every node's
     probabilities in its parent's rows; a round (B, slices) takes each walk to the next node that it deletes, and sums
     and draws from what that leaves of its parent's rows (`traversal_rounds.py`).
-Launches
-    1: walk; one more each: scan for logits, map for d2t; for more than one slice edges and R = min(N - 1, 24) rounds,
-    at least 1
-Traffic
-    every row of the target once and of the draft where there are children, two rows for every deleted node, one or two
-    for the draw where the accepted node is not the last one's parent.
+Launches: 1: walk; one more each: scan for logits, map for d2t; for more than one slice edges and R = min(N - 1, 24)
+    rounds, at least 1
+Traffic: every row of the target once and of the draft where there are children, two rows for every deleted node, one or
+    two for the draw where the accepted node is not the last one's parent.
 """
 
 from __future__ import annotations

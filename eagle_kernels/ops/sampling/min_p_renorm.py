@@ -1,17 +1,12 @@
 """Keeps the tokens of each row whose probability is at least min_p of the largest one, and renormalizes.
 
-Computes
-    Kept are the tokens of at least min_p * the largest probability, a product in fp32, rounded to nearest.
-Invariants
-    The sum that divides is one of whole numbers (`threshold.py`): bits do not depend on the batch around a row, nor on
-    tuning.
-Grid
-    (R, slices), one program for a slice of a row, or (R,), one for a row.
-Launches
-    4
-Traffic
-    R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold a kept token are read
-    twice more.
+Computes: Kept are the tokens of at least min_p * the largest probability, a product in fp32, rounded to nearest.
+Invariants: The sum that divides is one of whole numbers (`threshold.py`): bits do not depend on the batch around a row,
+    nor on tuning.
+Grid: (R, slices), one program for a slice of a row, or (R,), one for a row.
+Launches: 4
+Traffic: R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold a kept token are
+    read twice more.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
 """Penalizes the logits of every tree node, and counts the drafts on the node's own path as output.
 
-Computes
-    What `verify_tree_sampled` does to logits before temperature, for all rows and written to memory, for ops that
+Computes: What `verify_tree_sampled` does to logits before temperature, for all rows and written to memory, for ops that
     verify by probabilities (the renorms, coins, rejection, traversal). If `verify_tree_sampled` is given the result and
     no penalties, it draws, bit by bit, what it draws from the logits with them; only -inf for early end tokens and bad
     tokens is not part of that op.
-Invariants
-    NaN stays NaN where no -inf replaces it. Malformed links end a path: where they do not lead to the root, the drafts
-    are those from the node on that no link names. Tokens that are no ids count nowhere.
-Grid
-    (B * N, slices), one program writes one slice of one node's row.
-Launches
-    1
-Traffic
-    B * N * V * (element size + 4), and once per request (for its other nodes from the cache) 4 V for output_counts and
-    V / 8 for prompt_mask.
+Invariants: NaN stays NaN where no -inf replaces it. Malformed links end a path: where they do not lead to the root, the
+    drafts are those from the node on that no link names. Tokens that are no ids count nowhere.
+Grid: (B * N, slices), one program writes one slice of one node's row.
+Launches: 1
+Traffic: B * N * V * (element size + 4), and once per request (for its other nodes from the cache) 4 V for output_counts
+    and V / 8 for prompt_mask.
 """
 
 from __future__ import annotations

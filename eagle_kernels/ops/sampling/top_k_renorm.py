@@ -1,18 +1,13 @@
 """Keeps the top_k most likely tokens of each row of probabilities, and renormalizes.
 
-Computes
-    Kept are the tokens with a probability of at least the k-th largest one. No sort: the edge is found between two keys
-    that a sample of the row suggests and exact counts confirm (shared/threshold.py).
-Invariants
-    The sum that divides is one of whole numbers (`threshold.py`): bits do not depend on the batch around a row, nor on
-    tuning.
-Grid
-    (R, slices), one program for a slice of a row, or (R,), one for a row.
-Launches
-    5
-Traffic
-    R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold a kept token, or one
-    close to the edge, are read up to three times.
+Computes: Kept are the tokens with a probability of at least the k-th largest one. No sort: the edge is found between
+    two keys that a sample of the row suggests and exact counts confirm (shared/threshold.py).
+Invariants: The sum that divides is one of whole numbers (`threshold.py`): bits do not depend on the batch around a row,
+    nor on tuning.
+Grid: (R, slices), one program for a slice of a row, or (R,), one for a row.
+Launches: 5
+Traffic: R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold a kept token, or
+    one close to the edge, are read up to three times.
 """
 
 from __future__ import annotations

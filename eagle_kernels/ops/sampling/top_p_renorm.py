@@ -1,20 +1,15 @@
 """Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalizes.
 
-Computes
-    Kept are the tokens with a probability of at least t, the largest one for which they hold top_p of the row's sum. No
-    sort: the edge is found between two keys that a sample of the row suggests and exact sums confirm
+Computes: Kept are the tokens with a probability of at least t, the largest one for which they hold top_p of the row's
+    sum. No sort: the edge is found between two keys that a sample of the row suggests and exact sums confirm
     (shared/threshold.py).
-Invariants
-    Sums are of whole numbers (`threshold.py`), and top_p times such a sum is rounded up from float64: which tokens
-    stay, and the bits of the result, depend neither on the batch around a row nor on tuning. Where probabilities lie on
-    a coarse dyadic grid all sums are exact.
-Grid
-    (R, slices), one program for a slice of a row, or (R,), one for a row.
-Launches
-    5
-Traffic
-    R * V * (2 * element size + 4): each row is read twice and written once, and 128-byte lines that hold a kept token
-    are read again. Lines of next to no probability (2^-40 of the largest) are read once.
+Invariants: Sums are of whole numbers (`threshold.py`), and top_p times such a sum is rounded up from float64: which
+    tokens stay, and the bits of the result, depend neither on the batch around a row nor on tuning. Where probabilities
+    lie on a coarse dyadic grid all sums are exact.
+Grid: (R, slices), one program for a slice of a row, or (R,), one for a row.
+Launches: 5
+Traffic: R * V * (2 * element size + 4): each row is read twice and written once, and 128-byte lines that hold a kept
+    token are read again. Lines of next to no probability (2^-40 of the largest) are read once.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
 """Turns the drafts that were kept into a token tree: mask, positions and first-child / next-sibling links.
 
-Computes
-    For every node its parent (EAGLE-2, arXiv 2406.16858, section 4; the flat candidate ids of SGLang): node i >= 1
-    holds candidate id = top_scores_index[i - 1]; slot id // topk of parent_list names the parent's candidate id, slot 0
-    is the root. Ancestor sets follow by pointer doubling, ceil(log2 N) rounds; any_order walks up step by step.
-Invariants
-    Nodes below one whose parent is missing or does not precede it count their depth from there. Reads stay within the
-    row, and writes within a FULL_MASK whose size contradicts seq_lens.
-Grid
-    (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
-Launches
-    1
-Traffic
-    8 B (2 N + P) read, 8 B N (5 + ceil(N / 64)) written, FULL_MASK 1 byte a cell.
+Computes: For every node its parent (EAGLE-2, arXiv 2406.16858, section 4; the flat candidate ids of SGLang): node i >=
+    1 holds candidate id = top_scores_index[i - 1]; slot id // topk of parent_list names the parent's candidate id, slot
+    0 is the root. Ancestor sets follow by pointer doubling, ceil(log2 N) rounds; any_order walks up step by step.
+Invariants: Nodes below one whose parent is missing or does not precede it count their depth from there. Reads stay
+    within the row, and writes within a FULL_MASK whose size contradicts seq_lens.
+Grid: (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
+Launches: 1
+Traffic: 8 B (2 N + P) read, 8 B N (5 + ceil(N / 64)) written, FULL_MASK 1 byte a cell.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """Reranks the candidates of all draft levels and turns the best ones into a token tree: both ops in one launch.
 
-Computes
-    organize_draft_results, then build_tree.
-Invariants
-    Those of both ops. No child is kept without its parent, and none precedes it.
-Grid
-    That of build_tree; the program that builds a tree ranks its candidates first.
-Launches
-    1
-Traffic
-    B (4 C + 8 (2 N + P)) read, 8 B N (6 + ceil(N / 64)) written, FULL_MASK 1 byte a cell, for C candidates, N nodes and
-    P slots of parent_list.
+Computes: organize_draft_results, then build_tree.
+Invariants: Those of both ops. No child is kept without its parent, and none precedes it.
+Grid: That of build_tree; the program that builds a tree ranks its candidates first.
+Launches: 1
+Traffic: B (4 C + 8 (2 N + P)) read, 8 B N (6 + ceil(N / 64)) written, FULL_MASK 1 byte a cell, for C candidates, N
+    nodes and P slots of parent_list.
 """
 
 from __future__ import annotations

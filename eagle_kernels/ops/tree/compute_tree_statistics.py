@@ -1,17 +1,12 @@
 """Describes token trees from their links: how deep, how wide, how many nodes at each depth.
 
-Computes
-    Sums along the paths that links make. With the accepted drafts of a verify op they give acceptance by depth: of the
-    trees with nodes_per_depth[:, d] > 0, the share with accept_token_num >= d.
-Invariants
-    As in the verify ops the root has no sibling. A node that is named more than once belongs to the lowest node that
-    names it, to its child link first. So malformed trees end as well.
-Grid
-    (B,), one program describes one tree.
-Launches
-    1
-Traffic
-    2 * B * N * index size read, 4 B (5 + S) written, for N nodes and S = spec_steps.
+Computes: Sums along the paths that links make. With the accepted drafts of a verify op they give acceptance by depth:
+    of the trees with nodes_per_depth[:, d] > 0, the share with accept_token_num >= d.
+Invariants: As in the verify ops the root has no sibling. A node that is named more than once belongs to the lowest node
+    that names it, to its child link first. So malformed trees end as well.
+Grid: (B,), one program describes one tree.
+Launches: 1
+Traffic: 2 * B * N * index size read, 4 B (5 + S) written, for N nodes and S = spec_steps.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Reranks the candidates of all draft levels and keeps the best ones as the nodes of the verification tree.
 
-Computes
-    A stable selection. The ascending order of flat ids puts parents before children; a child never scores above its
-    parent and has a higher id, so the kept set is closed under parents.
-Invariants
-    -0.0 equals 0.0. One program holds a row, which limits the candidates.
-Grid
-    (B,), one program selects for one request.
-Launches
-    1; none for num_verify_tokens = 1, where the outputs are empty.
-Traffic
-    C * 4 B + (N - 1) * token size read, 16 B * (N - 1) written, per request of C candidates, for N = num_verify_tokens.
+Computes: A stable selection. The ascending order of flat ids puts parents before children; a child never scores above
+    its parent and has a higher id, so the kept set is closed under parents.
+Invariants: -0.0 equals 0.0. One program holds a row, which limits the candidates.
+Grid: (B,), one program selects for one request.
+Launches: 1; none for num_verify_tokens = 1, where the outputs are empty.
+Traffic: C * 4 B + (N - 1) * token size read, 16 B * (N - 1) written, per request of C candidates, for N =
+    num_verify_tokens.
 """
 
 from __future__ import annotations

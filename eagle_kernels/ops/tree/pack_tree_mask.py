@@ -1,16 +1,11 @@
 """Packs a tree mask of any layout into words, a bit per draft key: the form that attention reads.
 
-Computes
-    Each row's cells, or the words of its layout, as words of 64 bits.
-Invariants
-    Reads stay within a FULL_MASK that is too short for its lengths.
-Grid
-    (B, row blocks), one program packs a block of rows.
-Launches
-    1
-Traffic
-    1 byte a cell (or the words) read, the prefix of FULL_MASK not counted, 8 B Nq ceil(Nk / 64) written, for Nq rows
-    and Nk draft keys of each request.
+Computes: Each row's cells, or the words of its layout, as words of 64 bits.
+Invariants: Reads stay within a FULL_MASK that is too short for its lengths.
+Grid: (B, row blocks), one program packs a block of rows.
+Launches: 1
+Traffic: 1 byte a cell (or the words) read, the prefix of FULL_MASK not counted, 8 B Nq ceil(Nk / 64) written, for Nq
+    rows and Nk draft keys of each request.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
 """Prunes the trees of a batch to a number of rows in all: the drafts whose paths are worth most stay.
 
-Computes
-    The max_rows - B drafts with the highest scores of the whole batch stay, equal ones in the order of requests and
-    nodes, where all of their ancestors do. That is the case by itself where scores fall along paths, such as the path
-    probabilities of EAGLE-2 (arXiv 2406.16858).
-Invariants
-    A draft that does not see its root never stays. The sum of num_nodes is at most max_rows.
-Grid
-    (1,), one program finds the lowest score that stays, by bisection of its bits; (B,), one program prunes a tree.
-Launches
-    2
-Traffic
-    4 B (N - 1) read, again by the last programs where scores are equal (from the cache), 16 B N (1 + ceil(N / 64)) read
-    and written, for trees of N nodes.
+Computes: The max_rows - B drafts with the highest scores of the whole batch stay, equal ones in the order of requests
+    and nodes, where all of their ancestors do. That is the case by itself where scores fall along paths, such as the
+    path probabilities of EAGLE-2 (arXiv 2406.16858).
+Invariants: A draft that does not see its root never stays. The sum of num_nodes is at most max_rows.
+Grid: (1,), one program finds the lowest score that stays, by bisection of its bits; (B,), one program prunes a tree.
+Launches: 2
+Traffic: 4 B (N - 1) read, again by the last programs where scores are equal (from the cache), 16 B N (1 + ceil(N / 64))
+    read and written, for trees of N nodes.
 """
 
 from __future__ import annotations

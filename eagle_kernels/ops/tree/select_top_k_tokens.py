@@ -1,20 +1,16 @@
 """One level of drafting: the best tokens of every beam become candidates, the best candidates the next beams.
 
-Computes
-    EAGLE-2 (arXiv 2406.16858, section 4.1): a candidate's score is the log-probability of its path. Each of the topk
-    beams (one root at level 0) proposes the topk most probable tokens of its draft logits; the topk best of these
+Computes: EAGLE-2 (arXiv 2406.16858, section 4.1): a candidate's score is the log-probability of its path. Each of the
+    topk beams (one root at level 0) proposes the topk most probable tokens of its draft logits; the topk best of these
     candidates are expanded next.
-Invariants
-    -0.0 equals 0.0. Results of a row do not depend on the batch around it (except hidden_rows, which count its rows).
-Grid
-    One program scans some chunks of 1024 ids of a row, one warp each; then (B,), one program selects for one request,
+Invariants: -0.0 equals 0.0. Results of a row do not depend on the batch around it (except hidden_rows, which count its
+    rows).
+Grid: One program scans some chunks of 1024 ids of a row, one warp each; then (B,), one program selects for one request,
     one warp for each beam.
-Launches
-    2
-Traffic
-    rows * Vd * element size read once, for a draft vocabulary of Vd. The maxima of groups of 32 ids (element size) and
-    the maxima and sums of chunks (8 B) are written; those of chunks, topk * 32 of groups and topk * 32 logits are read
-    again, per row.
+Launches: 2
+Traffic: rows * Vd * element size read once, for a draft vocabulary of Vd. The maxima of groups of 32 ids (element size)
+    and the maxima and sums of chunks (8 B) are written; those of chunks, topk * 32 of groups and topk * 32 logits are
+    read again, per row.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Turns ancestor masks into trees: positions and first-child / next-sibling links, for drafters that deliver a mask.
 
-Computes
+Computes:
     With M[t, j]: node t sees node j, and j < t:
         depth(t) = how many j are seen; parent(t) = the largest of them, -1 if there is none;
         first child of t = the smallest k with M[k, t], which in a sound mask is a child;
         next sibling of t = the smallest k > t with parent(k) = parent(t), -1 if t has no parent.
-Invariants
-    Links point forward or are -1, so walks along them end, whatever the mask.
-Grid
-    (B,), one program reads one mask.
-Launches
-    1
-Traffic
-    8 B N ceil(N / 64) read (1 byte a cell where the layout has cells), 32 B N written, for trees of N nodes.
+Invariants: Links point forward or are -1, so walks along them end, whatever the mask.
+Grid: (B,), one program reads one mask.
+Launches: 1
+Traffic: 8 B N ceil(N / 64) read (1 byte a cell where the layout has cells), 32 B N written, for trees of N nodes.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """Turns tokens and their parents into a token tree: mask, positions and links, for drafters that name parents.
 
-Computes
-    Ancestor sets by pointer doubling, ceil(log2 N) rounds for N nodes; a node is linked if the root is among its own.
-    Linked nodes get a mask, a depth, a first child and a next sibling.
-Invariants
-    Writes stay within a FULL_MASK whose size contradicts seq_lens.
-Grid
-    (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
-Launches
-    1
-Traffic
-    16 B N read, 8 B N (5 + ceil(N / 64)) written, FULL_MASK 1 byte a cell.
+Computes: Ancestor sets by pointer doubling, ceil(log2 N) rounds for N nodes; a node is linked if the root is among its
+    own. Linked nodes get a mask, a depth, a first child and a next sibling.
+Invariants: Writes stay within a FULL_MASK whose size contradicts seq_lens.
+Grid: (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
+Launches: 1
+Traffic: 16 B N read, 8 B N (5 + ceil(N / 64)) written, FULL_MASK 1 byte a cell.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Writes packed tree masks in the layout that another attention kernel reads.
 
-Computes
-    Each row's bits as cells, or as the words of its layout.
-Invariants
-    Writes stay within a FULL_MASK whose size contradicts seq_lens.
-Grid
-    (B, row blocks), one program writes a block of rows.
-Launches
-    1
-Traffic
-    8 B Nq W read, 1 byte a cell (or the words) written, for Nq rows of W words of each request.
+Computes: Each row's bits as cells, or as the words of its layout.
+Invariants: Writes stay within a FULL_MASK whose size contradicts seq_lens.
+Grid: (B, row blocks), one program writes a block of rows.
+Launches: 1
+Traffic: 8 B Nq W read, 1 byte a cell (or the words) written, for Nq rows of W words of each request.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """Appends a step's tokens to every request's tokens, in place, up to the token that ends the request.
 
-Computes
-    For every token of the step, whether it ends the request: as an end token, by completing a stop sequence (a window
-    of the output that ends at it), or by filling the room. Tokens up to the first such one are kept.
-Invariants
-    In token_ids the kept tokens are written, and nothing else. Numbers of tokens below 0 count as 0.
-Grid
-    (B,), one program appends one request's tokens.
-Launches
-    1
-Traffic
-    Per request 16 T + 24 bytes, E and Q * W ids, and the W - 1 tokens before the step's.
+Computes: For every token of the step, whether it ends the request: as an end token, by completing a stop sequence (a
+    window of the output that ends at it), or by filling the room. Tokens up to the first such one are kept.
+Invariants: In token_ids the kept tokens are written, and nothing else. Numbers of tokens below 0 count as 0.
+Grid: (B,), one program appends one request's tokens.
+Launches: 1
+Traffic: Per request 16 T + 24 bytes, E and Q * W ids, and the W - 1 tokens before the step's.
 """
 
 from __future__ import annotations

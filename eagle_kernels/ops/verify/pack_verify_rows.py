@@ -1,18 +1,13 @@
 """Packs the nodes of ragged requests into rows without gaps, as a server's forward pass reads them.
 
-Computes
-    Request b has num_tokens[b] rows, after those of the requests before it. The maps from rows to requests and nodes
-    are made on the device, so that nothing has to be copied to the host (FastDeploy's virtual padding).
-Invariants
-    The first max_rows rows are those that more room would have given. No token and no position is below 0, so that a
-    gather by them stays in bounds.
-Grid
-    (max(B, 1),), one program writes one request's rows, its bound and its share of the unused tail.
-Launches
-    1
-Traffic
-    element sizes * (number of rows + 2 B) read (all counts by every program, from the cache),
-    24 * max_rows + 4 (B + 3) written.
+Computes: Request b has num_tokens[b] rows, after those of the requests before it. The maps from rows to requests and
+    nodes are made on the device, so that nothing has to be copied to the host (FastDeploy's virtual padding).
+Invariants: The first max_rows rows are those that more room would have given. No token and no position is below 0, so
+    that a gather by them stays in bounds.
+Grid: (max(B, 1),), one program writes one request's rows, its bound and its share of the unused tail.
+Launches: 1
+Traffic: element sizes * (number of rows + 2 B) read (all counts by every program, from the cache), 24 * max_rows + 4 (B
+    + 3) written.
 """
 
 from __future__ import annotations

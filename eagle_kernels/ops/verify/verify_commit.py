@@ -1,16 +1,11 @@
 """Computes what the next step starts from: lengths, roots, the draft's inputs and rows to gather.
 
-Computes
-    The path of request b is accept_index[b, 0 .. a]. The target's token at its node d is predicts[accept_index[b, d]]:
-    for d < a the accepted draft that follows, for d = a the bonus.
-Invariants
-    Every row that is returned exists, so that gathers by them stay in bounds.
-Grid
-    (B,), one program commits one request.
-Launches
-    1
-Traffic
-    per request 4 (S + 1) + 4 (S + 1) + 20 bytes read, 16 (S + 1) + 28 written.
+Computes: The path of request b is accept_index[b, 0 .. a]. The target's token at its node d is predicts[accept_index[b,
+    d]]: for d < a the accepted draft that follows, for d = a the bonus.
+Invariants: Every row that is returned exists, so that gathers by them stay in bounds.
+Grid: (B,), one program commits one request.
+Launches: 1
+Traffic: per request 4 (S + 1) + 4 (S + 1) + 20 bytes read, 16 (S + 1) + 28 written.
 """
 
 from __future__ import annotations

@@ -1,23 +1,19 @@
 """Verification by coins from target probabilities: one coin a node against the mass of its children, then a residual.
 
-Computes
+Computes:
     Of the children of a node in sibling order, each of probability p:
         mass += p;  accepted iff p > 0 and (coin < mass / max(threshold_acc, 1e-9) or p >= threshold_single)
     The bonus is drawn by inverse CDF from the last node's row without its rejected tokens, unnormalised (relu(target -
     draft) with draft = target on them). With both thresholds 1 one coin picks a child or the residual as one draw from
     the row would: lossless. threshold_acc = a multiplies the chance that one of the children is accepted by up to
     1 / a.
-Invariants
-    A token outside 0 .. V - 1 has probability 0. The bonus is the first token of a positive probability at which the
-    sum passes coin * mass, the last one of them if rounding lets none pass. Results of a request do not depend on the
-    batch around it.
-Grid
-    walk (B,), one program walks one tree; mass (B, slices), one program sums a slice of the row at which a walk ended,
-    in groups; draw (B,), one program finds the group and in it the token.
-Launches
-    3: walk, mass, draw
-Traffic
-    V * 4 bytes a request for the row of the bonus, the children's probabilities of visited nodes, 6 words a node.
+Invariants: A token outside 0 .. V - 1 has probability 0. The bonus is the first token of a positive probability at
+    which the sum passes coin * mass, the last one of them if rounding lets none pass. Results of a request do not
+    depend on the batch around it.
+Grid: walk (B,), one program walks one tree; mass (B, slices), one program sums a slice of the row at which a walk
+    ended, in groups; draw (B,), one program finds the group and in it the token.
+Launches: 3: walk, mass, draw
+Traffic: V * 4 bytes a request for the row of the bonus, the children's probabilities of visited nodes, 6 words a node.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
 """Greedy verification: follows the target's argmax through the tree.
 
-Computes
-    EAGLE (arXiv 2401.15077) with the first-child / next-sibling walk of SGLang. Under accept_all and simulate planted
-    tokens replace the target's (`accept_policy.py`); rows are read as always.
-Invariants
-    A target id outside int32 counts as -1. Results of a request do not depend on the batch around it.
-Grid
+Computes: EAGLE (arXiv 2401.15077) with the first-child / next-sibling walk of SGLang. Under accept_all and simulate
+    planted tokens replace the target's (`accept_policy.py`); rows are read as always.
+Invariants: A target id outside int32 counts as -1. Results of a request do not depend on the batch around it.
+Grid:
     (B,), one program walks one tree. From logits every row is cut into slices, (rows, slices), one program each:
     all rows, then walk     every node's row is scanned at once
     level by level          a launch per level scans the rows of the nodes that the walks have reached; its programs
                             first finish the level before. A walk that has ended costs no bytes.
     A launch takes as long as reading some MiB of logits: shapes alone decide (`scans_all_rows`), and both give the same
     bits.
-Launches
-    1 from ids; from logits 2 for all rows, S + 2 level by level
-Traffic
-    from ids: 5 words a node; from logits: V * element size for all B * N rows, or at most B * (S + 1) visited ones.
+Launches: 1 from ids; from logits 2 for all rows, S + 2 level by level
+Traffic: from ids: 5 words a node; from logits: V * element size for all B * N rows, or at most B * (S + 1) visited
+    ones.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """Lossy verification by membership: a draft is taken if it is among the target's most likely tokens.
 
-Computes
-    FastDeploy's strategy TOPP, on trees. The second candidate need not be within candidate_lens. A chain gives what
-    FastDeploy gives, and after a window the walk goes on at its last node, as in FastDeploy's Python (its kernel skips
-    the next row).
-Invariants
-    An id outside int32 counts as -1. Results of a request do not depend on the batch around it.
-Grid
-    (B,), one program walks one tree.
-Launches
-    1
-Traffic
-    5 words a node and the first candidates of all, all candidates of the at most S + 1 visited nodes.
+Computes: FastDeploy's strategy TOPP, on trees. The second candidate need not be within candidate_lens. A chain gives
+    what FastDeploy gives, and after a window the walk goes on at its last node, as in FastDeploy's Python (its kernel
+    skips the next row).
+Invariants: An id outside int32 counts as -1. Results of a request do not depend on the batch around it.
+Grid: (B,), one program walks one tree.
+Launches: 1
+Traffic: 5 words a node and the first candidates of all, all candidates of the at most S + 1 visited nodes.
 """
 
 from __future__ import annotations

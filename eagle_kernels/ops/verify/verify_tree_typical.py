@@ -1,19 +1,14 @@
 """Lossy verification by typical acceptance: drafts are taken that the target finds likely enough.
 
-Computes
-    Medusa's rule (arXiv 2401.10774, section 3.3.1) with p = softmax(target_logits / temperature) in fp32 and H of the
-    parent's row; the root is accepted. Drafts are favoured, and unlikely tokens are lost. The bonus is drawn as
+Computes: Medusa's rule (arXiv 2401.10774, section 3.3.1) with p = softmax(target_logits / temperature) in fp32 and H of
+    the parent's row; the root is accepted. Drafts are favoured, and unlikely tokens are lost. The bonus is drawn as
     `sample_from_logits` draws (same noise, no filters).
-Invariants
-    A token of probability 0 is never accepted; a sampled row of nothing but -inf accepts nothing and its bonus is token
-    0. A node that several parents list belongs to the first one that accepts it. A request's results do not depend on
-    the batch around it.
-Grid
-    rows: (B * N, slices), rows without children are not read; walk: (B,); bonus: (B, slices), then (B,)
-Launches
-    4
-Traffic
-    V * element size for each node with children and for the last of each path.
+Invariants: A token of probability 0 is never accepted; a sampled row of nothing but -inf accepts nothing and its bonus
+    is token 0. A node that several parents list belongs to the first one that accepts it. A request's results do not
+    depend on the batch around it.
+Grid: rows: (B * N, slices), rows without children are not read; walk: (B,); bonus: (B, slices), then (B,)
+Launches: 4
+Traffic: V * element size for each node with children and for the last of each path.
 """
 
 from __future__ import annotations
