@@ -110,13 +110,7 @@ def planted_token(token, node, is_wanted, tree):
 
 @triton.jit
 def plant_path(
-    predicted,
-    tree,
-    request,
-    coins,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
+    predicted, tree, request, coins, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ACCEPT_POLICY: tl.constexpr
 ):
     """Returns the target's tokens `predicted` [node] with planted ones at the nodes that they lead to."""
     if (ACCEPT_POLICY == "accept_all") | (ACCEPT_POLICY == "simulate"):

@@ -168,10 +168,7 @@ def check_tables(args: check.Arguments, dtype: torch.dtype) -> None:
 def head_strides(name: str, heads: torch.Tensor) -> dict[str, int]:
     """Returns the strides of heads [T, heads, D] as kernels take them: in rows of D."""
     head_dim = heads.shape[2]
-    return {
-        f"stride_{name}_token": heads.stride(0) // head_dim,
-        f"stride_{name}_head": heads.stride(1) // head_dim,
-    }
+    return {f"stride_{name}_token": heads.stride(0) // head_dim, f"stride_{name}_head": heads.stride(1) // head_dim}
 
 
 def table_arguments(positions: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None) -> dict:

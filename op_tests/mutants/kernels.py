@@ -17,7 +17,7 @@ _LIMITS = "op_tests/test_debug_mode.py::test_limits_pass_and_one_step_further_fa
 MUTANTS = [
     Mutant(
         "a tile's last lane is not masked",
-        [(VERIFY + "shared/inverse_cdf.py", "(rejected < start + BLOCK)", "(rejected < start + BLOCK - 1)")],
+        [(VERIFY + "verify_tree_coins.py", "(rejected < start + BLOCK)", "(rejected < start + BLOCK - 1)")],
         ["op_tests/test_tile_edges.py::test_coins"],
     ),
     Mutant(

@@ -33,7 +33,9 @@ from .shared.ngram import (
     Text,
     add_difference,
     as_row_token,
+    cut_to_budget,
     end_keys,
+    erase_drafts,
     history_lengths,
     keep_best,
     keep_if_better,
@@ -46,7 +48,6 @@ from .shared.ngram import (
     take_first,
     zeros_as_bits,
 )
-from .shared.token_budget import cut_to_budget, erase_drafts
 
 
 class Output(NamedTuple):

@@ -21,7 +21,7 @@ from ...primitives.tree import ancestor_word, depths
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.token_budget import erase_drafts
+from .shared.ngram import erase_drafts
 
 
 class Output(NamedTuple):

@@ -35,8 +35,7 @@ from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2
 from ...runtime.launch import bundle, launcher
 from .shared.prepare_pair import allocate_scans, check_pair, pair_arguments, scan_pair
-from .shared.rejection_rounds import allocate_rounds, launch_level_scan, launch_rounds
-from .shared.rejection_walk import launch_walk
+from .shared.rejection_rounds import allocate_rounds, launch_level_scan, launch_rounds, launch_walk
 
 # One program reads whole rows one after another: the tile is the largest that fits in its registers.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}

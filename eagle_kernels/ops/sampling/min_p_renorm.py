@@ -17,18 +17,21 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.renorm_state import load_chunks, open_state, start_row
-from .shared.renorm_steps import BRACKET_TUNING, check_renorm, launch_collect, launch_scan, launch_write
+from .shared.renorm_steps import (
+    BRACKET_TUNING,
+    check_renorm,
+    launch_collect,
+    launch_scan,
+    launch_write,
+    load_chunks,
+    open_state,
+    start_row,
+)
 from .shared.threshold import key_probability
 
 
 @triton.jit
-def _min_p_renorm_edge_kernel(
-    min_p_ptr,
-    scratch,
-    NUM_CHUNKS: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+def _min_p_renorm_edge_kernel(min_p_ptr, scratch, NUM_CHUNKS: tl.constexpr, ENABLE_PDL: tl.constexpr):
     """Writes the smallest key of a row that stays, 1 if the filter is off, as a bracket with nothing in it."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)

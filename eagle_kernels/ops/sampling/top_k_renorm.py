@@ -18,8 +18,19 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.renorm_state import LOW, load_chunks, open_state, start_row, store_edge
-from .shared.renorm_steps import BRACKET_TUNING, EDGE_TUNING, check_renorm, launch_collect, launch_scan, launch_write
+from .shared.renorm_steps import (
+    BRACKET_TUNING,
+    EDGE_TUNING,
+    LOW,
+    check_renorm,
+    launch_collect,
+    launch_scan,
+    launch_write,
+    load_chunks,
+    open_state,
+    start_row,
+    store_edge,
+)
 from .shared.threshold import bracket_by_count, lowest_with_mass
 
 

@@ -20,18 +20,26 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.renorm_state import LARGEST, LOW, load_chunks, open_state, start_row, store_edge
-from .shared.renorm_steps import BRACKET_TUNING, EDGE_TUNING, check_renorm, launch_collect, launch_scan, launch_write
+from .shared.renorm_steps import (
+    BRACKET_TUNING,
+    EDGE_TUNING,
+    LARGEST,
+    LOW,
+    check_renorm,
+    launch_collect,
+    launch_scan,
+    launch_write,
+    load_chunks,
+    open_state,
+    start_row,
+    store_edge,
+)
 from .shared.threshold import bracket_by_mass, lowest_with_mass, wanted_mass
 
 
 @triton.jit
 def _top_p_renorm_bracket_kernel(
-    top_p_ptr,
-    scratch,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
+    top_p_ptr, scratch, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr
 ):
     """Finds two keys of a row between which the key of the least likely kept token lies, all but surely."""
     await_predecessor(ENABLE_PDL)

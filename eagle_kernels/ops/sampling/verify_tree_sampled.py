@@ -34,8 +34,7 @@ from ...runtime.language import tl, triton
 from ...runtime.launch import bundle, launch, launcher
 from .shared import logits, sampling
 from .shared.sample_rows import sample_rows
-from .shared.sampled_levels import walk_by_levels
-from .shared.sampled_output import WALK_TUNING, Output, store_arguments, store_outputs
+from .shared.sampled_levels import WALK_TUNING, Output, store_arguments, store_outputs, walk_by_levels
 
 # An H100's: microseconds that a level takes besides reading, and microseconds of one draw on every multiprocessor,
 # with filters and without (plain_); then the speed at which rows are scanned.

@@ -19,9 +19,14 @@ from ...primitives.ordering import is_among_best
 from ...runtime import check
 from ...runtime.language import ceil_log2, next_power_of_2, tl, triton
 from ...runtime.launch import launcher
-from .shared.ranking import candidates_contract, ranking_warps
 from .shared.tree_building import Candidates, store_tree
-from .shared.tree_contract import candidates_tree_contract, count_candidates, launch_trees
+from .shared.tree_contract import (
+    candidates_contract,
+    candidates_tree_contract,
+    count_candidates,
+    launch_trees,
+    ranking_warps,
+)
 from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 

@@ -20,8 +20,8 @@ from ...primitives.ordering import is_among_best
 from ...runtime import check
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.ranking import MAX_CANDIDATES as MAX_CANDIDATES  # which the engine has to know as well
-from .shared.ranking import candidates_contract, ranking_warps
+from .shared.tree_contract import MAX_CANDIDATES as MAX_CANDIDATES  # which the engine has to know as well
+from .shared.tree_contract import candidates_contract, ranking_warps
 
 
 class Output(NamedTuple):
@@ -72,11 +72,7 @@ def contract(values: dict) -> Output:
 
 @launcher
 def organize_draft_results(
-    candidate_scores: torch.Tensor,
-    candidate_tokens: torch.Tensor,
-    *,
-    num_verify_tokens: int,
-    out: Output | None = None,
+    candidate_scores: torch.Tensor, candidate_tokens: torch.Tensor, *, num_verify_tokens: int, out: Output | None = None
 ) -> Output:
     """Keeps the best candidates of every request, over all draft levels.
 

@@ -57,13 +57,7 @@ def _count_keys(scores_ptr, stop, least, BLOCK_SCORE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_scores", "num_wanted"])
 def _find_cut_kernel(
-    scores_ptr,
-    max_drafts_ptr,
-    cut_ptr,
-    num_scores,
-    num_wanted,
-    BLOCK_SCORE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
+    scores_ptr, max_drafts_ptr, cut_ptr, num_scores, num_wanted, BLOCK_SCORE: tl.constexpr, ENABLE_PDL: tl.constexpr
 ):
     """Stores the highest key that num_wanted keys reach, and how many keys that equal it stay."""
     await_predecessor(ENABLE_PDL)

@@ -38,7 +38,6 @@ from ...primitives.tree_walk import (
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.inverse_cdf import first_above, residual, token_probs
 
 # One warp walks, and one draws: what they look up lies in its own registers.
 TUNING = {"default": {"num_warps": 1}}
@@ -82,7 +81,7 @@ def _verify_tree_coins_kernel(
     retrieved, tokens, steps = load_nodes(links, request, NUM_NODES, ANY_ORDER)
     coins = tl.load(uniform_samples_ptr + request * NUM_NODES + node, mask=is_node, other=0.0)
     row_ptr = target_probs_ptr + request * stride_probs_request
-    probs = token_probs(row_ptr, tokens, VOCAB_SIZE)
+    probs = _token_probs(row_ptr, tokens, VOCAB_SIZE)
 
     depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
     is_live = tl.max(depth) == 0
@@ -121,7 +120,7 @@ def _verify_tree_coins_kernel(
             below = tl.where(accepted < SPEC_STEPS, child_links >> 16, 0)
             child = tl.where(is_accepted, below, child_links & 0xFFFF)
             if is_accepted & (child > 0):
-                probs = token_probs(row_ptr + current * stride_probs_node.to(tl.int64), tokens, VOCAB_SIZE)
+                probs = _token_probs(row_ptr + current * stride_probs_node.to(tl.int64), tokens, VOCAB_SIZE)
 
     # the last node's token is not known yet: -1 until it is drawn
     store_walk(out, request, Walk(retrieved, predicted, depth), SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED)
@@ -153,7 +152,7 @@ def _verify_tree_coins_mass_kernel(
     if last >= 0:
         offset = request * stride_probs_request + last * stride_probs_node.to(tl.int64)
         row_ptr = target_probs_ptr + tl.multiple_of(offset, ALIGNMENT)
-        probs = residual(row_ptr, part * BLOCK_VOCAB, rejected, VOCAB_SIZE, BLOCK_VOCAB)
+        probs = _residual(row_ptr, part * BLOCK_VOCAB, rejected, VOCAB_SIZE, BLOCK_VOCAB)
         SLICE_GROUPS: tl.constexpr = BLOCK_VOCAB // BLOCK_GROUP
         # [group, token]
         sums = tl.sum(tl.reshape(probs, [SLICE_GROUPS, BLOCK_GROUP]), axis=1)
@@ -187,16 +186,16 @@ def _verify_tree_coins_draw_kernel(
         sums = tl.load(sums_ptr + request * NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0.0)
         reached = tl.cumsum(sums, axis=0)
         level = coin * tl.sum(tl.where(group == group.shape[0] - 1, reached, 0.0))
-        chosen = first_above(group, sums, reached, level)
+        chosen = _first_above(group, sums, reached, level)
         token = VOCAB_SIZE - 1
         if chosen >= 0:
             before = tl.sum(tl.where(group == chosen - 1, reached, 0.0))
             offset = request * stride_probs_request + last * stride_probs_node.to(tl.int64)
             row_ptr = target_probs_ptr + tl.multiple_of(offset, ALIGNMENT)
             start = chosen * BLOCK_GROUP
-            probs = residual(row_ptr, start, rejected, VOCAB_SIZE, BLOCK_GROUP)
+            probs = _residual(row_ptr, start, rejected, VOCAB_SIZE, BLOCK_GROUP)
             within = before + tl.cumsum(probs, axis=0)
-            token = start + first_above(tl.arange(0, BLOCK_GROUP), probs, within, level)
+            token = start + _first_above(tl.arange(0, BLOCK_GROUP), probs, within, level)
         tl.store(predicts_ptr + request * NUM_NODES + last, token)
 
 
@@ -213,6 +212,48 @@ def _load_end(ends_ptr, request, NUM_NODES: tl.constexpr):
     node = all_nodes(NUM_NODES)
     ends_ptr += request * (NUM_NODES + 1)
     return tl.load(ends_ptr), tl.load(ends_ptr + 1 + node, mask=node < NUM_NODES, other=-1)
+
+
+@triton.jit
+def _as_probs(values):
+    """Returns fp32 values with 0 in place of NaN, infinities and negative ones."""
+    return tl.where((values > 0.0) & (values < float("inf")), values, 0.0)
+
+
+@triton.jit
+def _token_probs(row_ptr, tokens, VOCAB_SIZE: tl.constexpr):
+    """Returns what the row gives each of the tokens int32; 0 for one outside the vocabulary."""
+    is_token = (tokens >= 0) & (tokens < VOCAB_SIZE)
+    return _as_probs(tl.load(row_ptr + tokens, mask=is_token, other=0.0))
+
+
+@triton.jit
+def _residual(row_ptr, start, rejected, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns BLOCK probabilities of a row from `start` on, 0 for the tokens in `rejected` and past the row's end.
+
+    Rejected tokens within the block, mostly none, are masked one after another: each round ends one of them.
+    """
+    index = start + tl.arange(0, BLOCK)
+    probs = _as_probs(tl.load(row_ptr + index, mask=index < VOCAB_SIZE, other=0.0))
+    rejected = tl.where((rejected >= start) & (rejected < start + BLOCK), rejected, -1)
+    token = tl.max(rejected)
+    while token >= 0:
+        probs = tl.where(index == token, 0.0, probs)
+        rejected = tl.where(rejected == token, -1, rejected)
+        token = tl.max(rejected)
+    return probs
+
+
+@triton.jit
+def _first_above(index, values, reached, level):
+    """Returns the first index of a positive value at which the running sum `reached` is above `level`.
+
+    Where there is none, which rounding or a coin outside [0, 1) can cause, this is the last index of a positive value,
+    or -1 without one.
+    """
+    is_positive = values > 0.0
+    first = tl.min(tl.where(is_positive & (reached > level), index, 2147483647))
+    return tl.where(first == 2147483647, tl.max(tl.where(is_positive, index, -1)), first)
 
 
 def contract(values: dict) -> Output:

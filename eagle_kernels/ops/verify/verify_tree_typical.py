@@ -235,11 +235,7 @@ def _verify_tree_typical_draw_kernel(
 
 @triton.jit
 def _verify_tree_typical_bonus_kernel(
-    scratch,
-    predicts_ptr,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
+    scratch, predicts_ptr, NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr, ENABLE_PDL: tl.constexpr
 ):
     """Writes the bonus of one path."""
     await_predecessor(ENABLE_PDL)

@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from eagle_kernels.ops.sampling.shared.renorm_state import NUM_CANDIDATES
+from eagle_kernels.ops.sampling.shared.renorm_steps import NUM_CANDIDATES
 from op_tests.harness import assert_close, assert_equal, check_operation
 
 # a row in several slices, and of more candidates than one program holds

@@ -28,12 +28,6 @@ def sample_from_logits(
     """See eagle_kernels/ops/sampling/sample_from_logits.py."""
     filters = Filters(top_k, top_p, min_p, filter_order)
     processors = Processors(
-        repetition_penalty,
-        frequency_penalty,
-        presence_penalty,
-        prompt_mask,
-        output_counts,
-        logit_bias,
-        token_bitmask,
+        repetition_penalty, frequency_penalty, presence_penalty, prompt_mask, output_counts, logit_bias, token_bitmask
     )
     return draw_tokens(logits, positions, seeds, temperature, filters, processors)

@@ -31,7 +31,7 @@ def verify_tree_topp(
         valid = {token for token in allowed if 0 <= token < 2**31}
         return [child for child in children_of(request, node) if tokens[request][child] in valid][:1]
 
-    def path_of(request: int) -> list[int]:
+    def verified(request: int) -> tuple[list[int], int]:
         path = [0]
         while len(path) <= spec_steps:
             row = request * num_nodes + path[-1]
@@ -45,8 +45,6 @@ def verify_tree_topp(
                 if not further or len(path) + len(further) > spec_steps + 1:
                     break
             path += further
-        return path
+        return path, int(predicted[request, path[-1]])
 
-    return write_paths(
-        candidates, retrieve_index, spec_steps, path_of, bonus_at=lambda request, node: predicted[request, node]
-    )
+    return write_paths(candidates, retrieve_index, spec_steps, verified)

@@ -37,7 +37,7 @@ def verify_tree_typical(
     is_greedy = ~(temperature >= GREEDY_BELOW).view(-1, num_nodes)[:, 0]
     tokens = candidates.tolist()
 
-    def deepest_path(request: int) -> list[int]:
+    def verified(request: int) -> tuple[list[int], int]:
         path_to = {0: [0]}
         for node in range(num_nodes):
             path = path_to.get(node, [])
@@ -54,8 +54,7 @@ def verify_tree_typical(
                 ][:1]
             for child in accepted:
                 path_to.setdefault(child, [*path, child])
-        return max(path_to.values(), key=lambda path: (len(path), -path[-1]))
+        deepest = max(path_to.values(), key=lambda path: (len(path), -path[-1]))
+        return deepest, drawn[request][deepest[-1]]
 
-    return write_paths(
-        candidates, retrieve_index, spec_steps, deepest_path, bonus_at=lambda request, node: drawn[request][node]
-    )
+    return write_paths(candidates, retrieve_index, spec_steps, verified)

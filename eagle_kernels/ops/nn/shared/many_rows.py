@@ -55,10 +55,7 @@ TUNING = {
 }
 # fast_rows: up to how many rows this is faster than cuBLAS. fast_outputs: from how many outputs on it is faster than
 # few_rows for 2 to 16 rows. Where neither was measured it is never preferred.
-MACHINES = {
-    "default": {"fast_rows": 0, "fast_outputs": 2**31},
-    "sm_90": {"fast_rows": 64, "fast_outputs": 5120},
-}
+MACHINES = {"default": {"fast_rows": 0, "fast_outputs": 2**31}, "sm_90": {"fast_rows": 64, "fast_outputs": 5120}}
 
 
 @triton.jit

@@ -6,14 +6,15 @@
     (edge)     by rows, if a bracket is wider than nothing: the edge, exactly, and the mass that stays (`store_edge`)
     write      by slices: kept probabilities divided by their mass, 0 for the others
 
-`threshold.py` explains keys, masses and brackets; `renorm_state.py` says what the steps write about a row for the next
-ones. By the largest keys of chunks later steps read only the chunks they need.
+`threshold.py` explains keys, masses and brackets; `Scratch` is what the steps write about a row for the next ones. By
+the largest keys of chunks later steps read only the chunks they need. The candidates of a row, the probabilities within
+its bracket, lie in the row of the output, which is written last.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +22,14 @@ from ....primitives.dependent_launch import await_predecessor
 from ....runtime import check, tuning
 from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
-from .renorm_state import HIGH, LARGEST, LOW, NUM_CANDIDATES, STATES, SUMS, Scratch, load_edge, open_state
 from .threshold import (
     MAX_VOCAB_SIZE,
     fixed_point_mass,
     key_probability,
+    largest_reaching,
+    largest_reaching_in_memory,
     lowest_with_mass,
+    mass_value,
     probability_keys,
     sample_offset,
 )
@@ -43,6 +46,122 @@ WRITE_TUNING = {"default": {"BLOCK_VOCAB": 1024, "num_warps": 1}}
 # MAX_CHUNKS at most.
 MIN_CHUNK_SIZE = 32
 MAX_CHUNKS = 8192
+
+# places in a row's state, see Scratch
+LOW = tl.constexpr(0)
+HIGH = tl.constexpr(1)
+LARGEST = tl.constexpr(2)
+NUM_CANDIDATES = tl.constexpr(3)
+
+
+class Scratch(NamedTuple):
+    """Pointers to what a step leaves for the next about C chunks of each row, and about each row."""
+
+    chunk_largest: Any  # int32 [R, C], keys
+    chunk_sample: Any  # int32 [R, C], keys; None, as the next one: the op's bracket does not need it
+    chunk_sum: Any  # fp32 [R, C]
+    state: Any  # int32 [R, 4]: LOW (at the end the edge), HIGH, LARGEST, NUM_CANDIDATES
+    # int64 [R, 2]: mass of the keys >= HIGH (at the end of the kept ones); the number of these keys or the row's mass
+    sums: Any
+
+
+class State(NamedTuple):
+    """Pointers to the state of one row."""
+
+    words_ptr: Any
+    sums_ptr: Any
+
+
+@triton.jit
+def open_state(scratch, row):
+    """Returns the State of the row with the number `row` int64."""
+    return State(scratch.state + row * 4, scratch.sums + row * 2)
+
+
+@triton.jit
+def load_chunks(chunk_ptr, row, NUM_CHUNKS: tl.constexpr):
+    """Returns what the scan wrote of all chunks of a row; 0 where there is no chunk."""
+    chunk = tl.arange(0, next_power_of_2(NUM_CHUNKS))
+    return tl.load(chunk_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0)
+
+
+@triton.jit
+def start_row(state, low, high, largest):
+    """Writes the bracket of a row that has no sums and no candidates yet."""
+    tl.store(state.words_ptr + LOW, low)
+    tl.store(state.words_ptr + HIGH, high)
+    tl.store(state.words_ptr + LARGEST, largest)
+    tl.store(state.words_ptr + NUM_CANDIDATES, 0)
+    tl.store(state.sums_ptr, tl.zeros([], tl.int64))
+    tl.store(state.sums_ptr + 1, tl.zeros([], tl.int64))
+
+
+@triton.jit
+def store_edge(
+    row_ptr,
+    candidates_ptr,
+    state,
+    wanted,
+    lowest,
+    BY_MASS: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    BLOCK_CANDIDATE: tl.constexpr,
+):
+    """Writes the edge and the mass that stays.
+
+    The edge is the largest key, `lowest` or above, such that all keys >= it weigh `wanted` (a number, or a mass) or
+    more. The row is read only if its bracket does not hold the edge.
+    """
+    low = tl.load(state.words_ptr + LOW)
+    high = tl.load(state.words_ptr + HIGH)
+    largest = tl.load(state.words_ptr + LARGEST)
+    num_candidates = tl.load(state.words_ptr + NUM_CANDIDATES)
+    mass_above = tl.load(state.sums_ptr)
+    above = mass_above if BY_MASS else tl.load(state.sums_ptr + 1)
+    BLOCK: tl.constexpr = BLOCK_CANDIDATE // 2
+
+    # the keys of the row between which the edge lies if it is not in the bracket
+    is_missed = above >= wanted
+    row_low = high
+    row_high = largest + 1
+    edge = low
+    mass = mass_above
+    if above < wanted:
+        if num_candidates <= BLOCK_CANDIDATE:
+            index = tl.arange(0, BLOCK_CANDIDATE)
+            is_candidate = index < num_candidates
+            keys = probability_keys(tl.load(candidates_ptr + index, mask=is_candidate, other=0.0))
+            masses = tl.where(is_candidate, fixed_point_mass(keys, largest), 0)
+            weights = masses if BY_MASS else is_candidate.to(tl.int32)
+            is_missed = above + tl.sum(weights) < wanted
+            # the edge is the key of one of the candidates
+            first = tl.maximum(tl.min(tl.where(is_candidate, keys, high)), low)
+            end = tl.maximum(tl.max(keys) + 1, first)
+            edge = largest_reaching(keys, weights, wanted - above, first, end)
+            mass += tl.sum(tl.where(keys >= edge, masses, 0))
+        else:
+            edge, count, candidate_mass = largest_reaching_in_memory(
+                candidates_ptr, num_candidates, wanted - above, low, high, largest, BY_MASS, BLOCK
+            )
+            is_missed = above + (candidate_mass if BY_MASS else count) < wanted
+            mass += candidate_mass
+        is_missed = is_missed & (low > lowest)
+        row_low = lowest
+        row_high = low
+    if is_missed:
+        edge, _, mass = largest_reaching_in_memory(
+            row_ptr, VOCAB_SIZE, wanted, row_low, row_high, largest, BY_MASS, BLOCK
+        )
+    tl.store(state.words_ptr + LOW, edge)
+    tl.store(state.sums_ptr, mass)
+
+
+@triton.jit
+def load_edge(state):
+    """Returns the edge of a row and, fp32, the mass that stays."""
+    edge = tl.load(state.words_ptr + LOW)
+    mass = tl.load(state.sums_ptr)
+    return edge, mass_value(mass, tl.load(state.words_ptr + LARGEST))
 
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
@@ -207,8 +326,8 @@ def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=F
         torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device),
         torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device) if has_sample else None,
         torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device) if has_sum else None,
-        torch.empty((num_rows, STATES), dtype=torch.int32, device=device),
-        torch.empty((num_rows, SUMS), dtype=torch.int64, device=device),
+        torch.empty((num_rows, 4), dtype=torch.int32, device=device),
+        torch.empty((num_rows, 2), dtype=torch.int64, device=device),
     )
     rows = {
         "probs_ptr": probs,

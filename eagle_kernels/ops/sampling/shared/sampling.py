@@ -15,15 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....primitives.ordering import (
-    LOWEST_KEY,
-    NO_NOISE,
-    comparable,
-    largest_key,
-    noisy_key,
-    noisy_key_id,
-    ordered_bits,
-)
+from ....primitives.ordering import LOWEST_KEY, NO_NOISE, comparable, largest_key, noisy_key, noisy_key_id, ordered_bits
 from ....primitives.random import (
     GROUP,
     LARGEST_GUMBEL,
