@@ -36,16 +36,9 @@ def check_policy(args: check.Arguments) -> None:
 
 @triton.jit
 def plant(
-    token,
-    node,
-    depth,
-    tree,
-    request,
-    coins,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-):
+    token, node, depth, tree, request, coins,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ACCEPT_POLICY: tl.constexpr,
+):  # fmt: skip
     """Returns what replaces the target's `token` (int32) at `node`, to which `depth` accepted drafts have led.
 
     Below depth SPEC_STEPS nothing is accepted, so nothing is planted.

@@ -100,18 +100,9 @@ def _store(place_ptr, value, mask, scale, FP8_BIAS: tl.constexpr):
 
 @triton.jit
 def move_heads(
-    source_ptr,
-    target_ptr,
-    source_row,
-    target_row,
-    is_head,
-    angles,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    FP8_BIAS: tl.constexpr,
-):
+    source_ptr, target_ptr, source_row, target_row, is_head, angles, scale,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, FP8_BIAS: tl.constexpr,
+):  # fmt: skip
     """Moves heads [HEAD] from row source_row to row target_row, both int64, a row being HEAD_DIM elements.
 
     scale: [HEAD, 1] or a number. FP8_BIAS: of the 8-bit float to write; 0: elements keep their dtype, unscaled.

@@ -80,18 +80,9 @@ def _insert(trie, drafts, request, root, NUM_DRAFTS: tl.constexpr, NUM_KEPT: tl.
 
 @triton.jit
 def _merge_drafts_kernel(
-    # inputs
-    drafts,
-    others,
-    attach_ptr,
-    # outputs
-    out,
-    # sizes
-    NUM_DRAFTS: tl.constexpr,
-    NUM_OTHERS: tl.constexpr,
-    NUM_KEPT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    drafts, others, attach_ptr, out,
+    NUM_DRAFTS: tl.constexpr, NUM_OTHERS: tl.constexpr, NUM_KEPT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     BLOCK_KEPT: tl.constexpr = next_power_of_2(NUM_KEPT)

@@ -77,23 +77,11 @@ MERGE_TUNING = {"default": {"BLOCK_KEY": 256, "num_warps": 2}}
 
 @triton.jit(do_not_specialize=["stride_token_ids_request", "width", "min_ngram_size", "max_ngram_size"])
 def _ngram_match_scan_kernel(
-    # inputs
-    text,
-    # scratch
-    keys_ptr,
-    # sizes
-    stride_token_ids_request,
-    width,
-    min_ngram_size,
-    max_ngram_size,
-    NUM_GIVEN: tl.constexpr,
-    MAX_MATCHES: tl.constexpr,
-    IS_LATEST: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_TOKEN: tl.constexpr,
-    BLOCK_NGRAM: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    text, keys_ptr,
+    stride_token_ids_request, width, min_ngram_size, max_ngram_size,
+    NUM_GIVEN: tl.constexpr, MAX_MATCHES: tl.constexpr, IS_LATEST: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_TOKEN: tl.constexpr, BLOCK_NGRAM: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Finds the best matches that end in one part of one row, except in its last few tokens, which fill no vector."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -155,28 +143,11 @@ def _ngram_match_scan_kernel(
     ]
 )  # fmt: skip
 def _ngram_match_merge_kernel(
-    # inputs
-    text,
-    max_drafts_ptr,
-    # scratch
-    keys_ptr,
-    # outputs
-    out,
-    # sizes
-    stride_token_ids_request,
-    width,
-    num_parts,
-    vector,
-    min_ngram_size,
-    max_ngram_size,
-    spec_steps,
-    NUM_DRAFTS: tl.constexpr,
-    NUM_GIVEN: tl.constexpr,
-    MAX_MATCHES: tl.constexpr,
-    IS_LATEST: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    text, max_drafts_ptr, keys_ptr, out,
+    stride_token_ids_request, width, num_parts, vector, min_ngram_size, max_ngram_size, spec_steps,
+    NUM_DRAFTS: tl.constexpr, NUM_GIVEN: tl.constexpr, MAX_MATCHES: tl.constexpr, IS_LATEST: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Picks a row's matches among those of its parts and those that end in its last few tokens; makes the trie."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)

@@ -40,19 +40,10 @@ TUNING = {"default": {"nodes_per_warp": 128}}
 
 @triton.jit(do_not_specialize=["path_size", "spec_steps"])
 def _reroot_drafts_kernel(
-    # inputs
-    tokens_ptr,
-    parents_ptr,
-    path_ptr,
-    # outputs
-    out,
-    # sizes
-    path_size,
-    spec_steps,
-    NUM_DRAFTS: tl.constexpr,
-    NUM_KEPT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    tokens_ptr, parents_ptr, path_ptr, out,
+    path_size, spec_steps,
+    NUM_DRAFTS: tl.constexpr, NUM_KEPT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     BLOCK_NODE: tl.constexpr = next_power_of_2(NUM_DRAFTS + 1, 16)

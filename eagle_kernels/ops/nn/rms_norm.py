@@ -42,32 +42,12 @@ TUNING = {"default": {"columns_per_warp": 512, "max_warps": 16}}
                        "stride_sum_head"]
 )  # fmt: skip
 def _rms_norm_kernel(
-    # inputs
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    # outputs
-    out,
-    # sizes
-    eps,
-    weight_offset,
-    stride_x_part,
-    stride_x_token,
-    stride_x_head,
-    stride_residual_token,
-    stride_residual_head,
-    stride_output_token,
-    stride_output_head,
-    stride_sum_token,
-    stride_sum_head,
-    UNIT: tl.constexpr,
-    X_UNIT: tl.constexpr,
-    HIDDEN_SIZE: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    IS_SUM_ROUNDED: tl.constexpr,
-    IS_ROUNDED: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, out,
+    eps, weight_offset, stride_x_part, stride_x_token, stride_x_head, stride_residual_token,
+    stride_residual_head, stride_output_token, stride_output_head, stride_sum_token, stride_sum_head,
+    UNIT: tl.constexpr, X_UNIT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
+    IS_SUM_ROUNDED: tl.constexpr, IS_ROUNDED: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)

@@ -42,35 +42,13 @@ TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
                        "stride_output_key_token", "stride_output_key_head"]
 )  # fmt: skip
 def _rope_kernel(
-    # inputs
-    query_ptr,
-    key_ptr,
-    tables,
-    # outputs
-    out,
-    # sizes
-    num_positions_columns,
-    stride_positions_row,
-    stride_positions_column,
-    num_positions,
-    stride_cos_position,
-    stride_sin_position,
-    stride_query_token,
-    stride_query_head,
-    stride_key_token,
-    stride_key_head,
-    stride_output_query_token,
-    stride_output_query_head,
-    stride_output_key_token,
-    stride_output_key_head,
-    NUM_QUERY_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    BLOCK_HEAD: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    query_ptr, key_ptr, tables, out,
+    num_positions_columns, stride_positions_row, stride_positions_column, num_positions, stride_cos_position,
+    stride_sin_position, stride_query_token, stride_query_head, stride_key_token, stride_key_head,
+    stride_output_query_token, stride_output_query_head, stride_output_key_token, stride_output_key_head,
+    NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, BLOCK_HEAD: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * BLOCK_HEAD

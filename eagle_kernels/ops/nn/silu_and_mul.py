@@ -25,18 +25,10 @@ TUNING = {"default": {"block_column": 1024, "num_warps": 4}}
 
 @triton.jit(do_not_specialize=["stride_gate_token", "stride_up_token", "stride_output_token"])
 def _silu_and_mul_kernel(
-    gate_ptr,
-    up_ptr,
-    output_ptr,
-    stride_gate_token,
-    stride_up_token,
-    stride_output_token,
-    UNIT: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    IS_ROUNDED: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
+    gate_ptr, up_ptr, output_ptr, stride_gate_token, stride_up_token, stride_output_token,
+    UNIT: tl.constexpr, NUM_COLUMNS: tl.constexpr, IS_ROUNDED: tl.constexpr, BLOCK_COLUMN: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_COLUMN + tl.arange(0, BLOCK_COLUMN)

@@ -78,20 +78,10 @@ def _store_best(keys, keys_ptr, NUM_CHILDREN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _sample_children_slice_kernel(
-    draft_logits_ptr,
-    coins,
-    temperature_ptr,
-    nodes_ptr,
-    scratch,
-    stride_logits_row,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    NUM_CHILDREN: tl.constexpr,
-    WITH_REPLACEMENT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    draft_logits_ptr, coins, temperature_ptr, nodes_ptr, scratch, stride_logits_row,
+    VOCAB_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, NUM_CHILDREN: tl.constexpr, WITH_REPLACEMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Finds the best tokens of a slice for every child, its maximum and its sum of exponentials."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -131,17 +121,9 @@ def _sample_children_slice_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _sample_children_merge_kernel(
-    draft_logits_ptr,
-    temperature_ptr,
-    d2t_ptr,
-    scratch,
-    out,
-    stride_logits_row,
-    NUM_SLICES: tl.constexpr,
-    NUM_CHILDREN: tl.constexpr,
-    WITH_REPLACEMENT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    draft_logits_ptr, temperature_ptr, d2t_ptr, scratch, out, stride_logits_row,
+    NUM_SLICES: tl.constexpr, NUM_CHILDREN: tl.constexpr, WITH_REPLACEMENT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes ids and log probabilities of the best among the slices' best."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)

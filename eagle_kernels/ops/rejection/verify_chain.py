@@ -60,22 +60,11 @@ def _load_coins(coins, seed, request, is_draft, NUM_TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _verify_chain_walk_kernel(
-    candidates_ptr,
-    coins,
-    target,
-    draft,
-    target_to_draft_ptr,
-    scratch,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
+    candidates_ptr, coins, target, draft, target_to_draft_ptr, scratch, vocab_size, draft_vocab_size, stride_target,
     stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SLICES: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Finds the end of one chain, and the drafts accepted one by one or their shares."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -110,22 +99,10 @@ def _verify_chain_walk_kernel(
 
 @triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _verify_chain_draw_kernel(
-    coins,
-    target,
-    draft,
-    target_to_draft_ptr,
-    scratch,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    coins, target, draft, target_to_draft_ptr, scratch, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Finds how many drafts of a chain are accepted, and draws from one slice, by the residual and by p."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -172,14 +149,9 @@ def _verify_chain_draw_kernel(
 
 @triton.jit
 def _verify_chain_finish_kernel(
-    candidates_ptr,
-    accepted_ptr,
-    keys_ptr,
-    out,
-    NUM_TOKENS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    candidates_ptr, accepted_ptr, keys_ptr, out,
+    NUM_TOKENS: tl.constexpr, NUM_SLICES: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the outputs of one request."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)

@@ -67,32 +67,11 @@ _NODE_WORDS = tl.constexpr(PATH_WORDS)
     ]
 )  # fmt: skip
 def _verify_tree_traversal_walk_kernel(
-    # inputs
-    links,
-    target,
-    draft,
-    target_to_draft_ptr,
-    coins,
-    # scratch
-    scratch,
-    # outputs
-    out,
-    # sizes
-    round,
-    num_places,
-    num_ids,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target, draft, target_to_draft_ptr, coins, scratch, out,
+    round, num_places, num_ids, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr,
+    NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Walks one tree depth first, from where the rounds have left it, and writes the outputs."""
     await_predecessor(ENABLE_PDL)
     num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)

@@ -46,25 +46,11 @@ class Forbidden(NamedTuple):
 @triton.jit(do_not_specialize=["stride_logits_row", "stride_output_row", "stride_end_token_ids_batch",
                                "stride_bad_token_ids_batch", "num_ends", "num_bad"])  # fmt: skip
 def _penalize_logits_kernel(
-    links,
-    target_logits_ptr,
-    processors,
-    forbidden,
-    output_ptr,
-    stride_logits_row,
-    stride_output_row,
-    stride_end_token_ids_batch,
-    stride_bad_token_ids_batch,
-    num_ends,
-    num_bad,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    BLOCK_ID: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_logits_ptr, processors, forbidden, output_ptr, stride_logits_row, stride_output_row,
+    stride_end_token_ids_batch, stride_bad_token_ids_batch, num_ends, num_bad,
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, BLOCK_ID: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     place = tl.program_id(0).to(tl.int64)
     request = place // NUM_NODES

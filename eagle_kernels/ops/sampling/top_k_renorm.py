@@ -36,13 +36,9 @@ from .shared.threshold import bracket_by_count, lowest_with_mass
 
 @triton.jit
 def _top_k_renorm_bracket_kernel(
-    top_k_ptr,
-    scratch,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    top_k_ptr, scratch,
+    VOCAB_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Finds two keys of a row between which the k-th largest lies, all but surely."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -60,16 +56,9 @@ def _top_k_renorm_bracket_kernel(
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
 def _top_k_renorm_edge_kernel(
-    top_k_ptr,
-    probs_ptr,
-    output_ptr,
-    scratch,
-    stride_probs_row,
-    ALIGNMENT: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    BLOCK_CANDIDATE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    top_k_ptr, probs_ptr, output_ptr, scratch, stride_probs_row,
+    ALIGNMENT: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK_CANDIDATE: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the k-th largest key of a row, and the mass that stays."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -60,16 +60,9 @@ def _top_p_renorm_bracket_kernel(
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
 def _top_p_renorm_edge_kernel(
-    top_p_ptr,
-    probs_ptr,
-    output_ptr,
-    scratch,
-    stride_probs_row,
-    ALIGNMENT: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    BLOCK_CANDIDATE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    top_p_ptr, probs_ptr, output_ptr, scratch, stride_probs_row,
+    ALIGNMENT: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK_CANDIDATE: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the key of the least likely token that stays, and the mass that does."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -45,16 +45,9 @@ CHOICE_TUNING = {
 
 @triton.jit
 def _verify_tree_sampled_walk_kernel(
-    links,
-    coins,
-    commit,
-    drawn_ptr,
-    out,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, coins, commit, drawn_ptr, out,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ACCEPT_POLICY: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Walks one tree by the tokens of all its rows, drawn [B * N], and writes the outputs."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)

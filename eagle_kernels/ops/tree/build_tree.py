@@ -25,24 +25,11 @@ from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 @triton.jit(do_not_specialize=["parent_width", "mask_size"])
 def _build_tree_kernel(
-    # inputs
-    verified_id_ptr,
-    parent_list_ptr,
-    top_scores_index_ptr,
-    draft_tokens_ptr,
-    seq_lens_ptr,
-    # outputs
-    out,
-    # sizes
-    parent_width,
-    mask_size,
-    TOPK: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    MAX_HOPS: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    verified_id_ptr, parent_list_ptr, top_scores_index_ptr, draft_tokens_ptr, seq_lens_ptr, out,
+    parent_width, mask_size,
+    TOPK: tl.constexpr, NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    MAX_HOPS: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     mask = TreeMask(out.tree_mask, seq_lens_ptr, mask_size)

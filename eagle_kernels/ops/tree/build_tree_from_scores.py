@@ -47,27 +47,11 @@ class Output(NamedTuple):
                        "stride_candidate_tokens_request"]
 )  # fmt: skip
 def _build_tree_from_scores_kernel(
-    # inputs
-    verified_id_ptr,
-    candidate_scores_ptr,
-    candidate_tokens_ptr,
-    parent_list_ptr,
-    seq_lens_ptr,
-    # outputs
-    out,
-    # sizes
-    parent_width,
-    mask_size,
-    num_candidates,
-    stride_candidate_scores_request,
-    stride_candidate_tokens_request,
-    TOPK: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    BLOCK_CANDIDATE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    verified_id_ptr, candidate_scores_ptr, candidate_tokens_ptr, parent_list_ptr, seq_lens_ptr, out,
+    parent_width, mask_size, num_candidates, stride_candidate_scores_request, stride_candidate_tokens_request,
+    TOPK: tl.constexpr, NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    BLOCK_CANDIDATE: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     mask = TreeMask(out.tree_mask, seq_lens_ptr, mask_size)

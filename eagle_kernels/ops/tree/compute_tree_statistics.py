@@ -42,14 +42,9 @@ _ROOT = tl.constexpr(1 << 16)
 
 @triton.jit(do_not_specialize=["num_depths"])
 def _compute_tree_statistics_kernel(
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    out,
-    num_depths,
-    NUM_NODES: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    retrieve_next_token_ptr, retrieve_next_sibling_ptr, out, num_depths,
+    NUM_NODES: tl.constexpr, BLOCK_DEPTH: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     BLOCK_NODE: tl.constexpr = next_power_of_2(NUM_NODES, 16)

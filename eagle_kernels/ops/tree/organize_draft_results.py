@@ -36,16 +36,10 @@ class Output(NamedTuple):
                        "stride_candidate_tokens_request"]
 )  # fmt: skip
 def _organize_draft_results_kernel(
-    candidate_scores_ptr,
-    candidate_tokens_ptr,
-    out,
-    num_candidates,
-    num_kept,
-    stride_candidate_scores_request,
+    candidate_scores_ptr, candidate_tokens_ptr, out, num_candidates, num_kept, stride_candidate_scores_request,
     stride_candidate_tokens_request,
-    BLOCK_CANDIDATE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    BLOCK_CANDIDATE: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK_CANDIDATE)

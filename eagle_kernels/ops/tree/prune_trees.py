@@ -103,19 +103,10 @@ def _load_seen(masks_ptr, node, other, word, WORDS: tl.constexpr, NUM_NODES: tl.
 
 @triton.jit(do_not_specialize=["stride_draft_tokens_batch"])
 def _prune_trees_kernel(
-    # inputs
-    draft_tokens_ptr,
-    tree_mask_ptr,
-    scores_ptr,
-    cut_ptr,
-    # outputs
-    out,
-    # sizes
+    draft_tokens_ptr, tree_mask_ptr, scores_ptr, cut_ptr, out,
     stride_draft_tokens_batch,
-    NUM_NODES: tl.constexpr,
-    BLOCK_SCORE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    NUM_NODES: tl.constexpr, BLOCK_SCORE: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Keeps and moves the nodes of one tree; until its tokens are written, their place holds what warps share."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)

@@ -49,28 +49,11 @@ MAX_TOPK = 16
                        "stride_parent_slots_request"]
 )  # fmt: skip
 def _select_top_k_tokens_kernel(
-    # inputs
-    logits_ptr,
-    scan,
-    beam_scores_ptr,
-    beam_ancestors_ptr,
-    draft_to_target_ptr,
-    # outputs
-    out,
-    # sizes
-    stride_logits_row,
-    vocab_size,
-    num_chunks,
-    level,
-    num_input_words,
-    stride_candidate_scores_request,
-    stride_candidate_tokens_request,
-    stride_parent_slots_request,
-    TOPK: tl.constexpr,
-    NUM_BEAMS: tl.constexpr,
-    BLOCK_SLOT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    logits_ptr, scan, beam_scores_ptr, beam_ancestors_ptr, draft_to_target_ptr, out,
+    stride_logits_row, vocab_size, num_chunks, level, num_input_words, stride_candidate_scores_request,
+    stride_candidate_tokens_request, stride_parent_slots_request,
+    TOPK: tl.constexpr, NUM_BEAMS: tl.constexpr, BLOCK_SLOT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     BLOCK_BEAM: tl.constexpr = next_power_of_2(NUM_BEAMS)

@@ -40,14 +40,9 @@ TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_128": 8, "min_w
 
 @triton.jit(do_not_specialize=["mask_size"])
 def _tree_from_mask_kernel(
-    tree_mask_ptr,
-    seq_lens_ptr,
-    out,
-    mask_size,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    tree_mask_ptr, seq_lens_ptr, out, mask_size,
+    NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     BLOCK_NODE: tl.constexpr = next_power_of_2(NUM_NODES, 16)

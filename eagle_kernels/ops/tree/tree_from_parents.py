@@ -23,20 +23,10 @@ from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 @triton.jit(do_not_specialize=["mask_size"])
 def _tree_from_parents_kernel(
-    # inputs
-    verified_id_ptr,
-    draft_tokens_ptr,
-    parents_ptr,
-    seq_lens_ptr,
-    # outputs
-    out,
-    # sizes
+    verified_id_ptr, draft_tokens_ptr, parents_ptr, seq_lens_ptr, out,
     mask_size,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, IS_ALIGNED: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     mask = TreeMask(out.tree_mask, seq_lens_ptr, mask_size)

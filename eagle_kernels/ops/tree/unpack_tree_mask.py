@@ -35,18 +35,10 @@ FULL_MASK_TUNING = {"default": {"BLOCK_ROW": 1, "BLOCK_FILL": 512, "num_warps": 
 
 @triton.jit(do_not_specialize=["mask_size"])
 def _unpack_tree_mask_kernel(
-    tree_mask_ptr,
-    seq_lens_ptr,
-    output_ptr,
-    mask_size,
-    NUM_ROWS: tl.constexpr,
-    NUM_KEYS: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_FILL: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    tree_mask_ptr, seq_lens_ptr, output_ptr, mask_size,
+    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, MASK_MODE: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    BLOCK_ROW: tl.constexpr, BLOCK_FILL: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)

@@ -51,29 +51,11 @@ class Output(NamedTuple):
 @triton.jit(do_not_specialize=["stride_token_ids_row", "stride_end_token_ids_batch", "num_rows", "row_size",
                                "num_ends", "num_stops", "stop_size"])  # fmt: skip
 def _append_output_kernel(
-    # inputs
-    token_ids_ptr,
-    tokens_ptr,
-    requests,
-    end_token_ids_ptr,
-    stop_sequences_ptr,
-    # outputs
-    out,
-    # sizes
-    stride_token_ids_row,
-    stride_end_token_ids_batch,
-    num_rows,
-    row_size,
-    num_ends,
-    num_stops,
-    stop_size,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_END: tl.constexpr,
-    BLOCK_STEP: tl.constexpr,
-    BLOCK_STOP: tl.constexpr,
-    BLOCK_WINDOW: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    token_ids_ptr, tokens_ptr, requests, end_token_ids_ptr, stop_sequences_ptr, out,
+    stride_token_ids_row, stride_end_token_ids_batch, num_rows, row_size, num_ends, num_stops, stop_size,
+    NUM_COLUMNS: tl.constexpr, BLOCK_END: tl.constexpr, BLOCK_STEP: tl.constexpr, BLOCK_STOP: tl.constexpr,
+    BLOCK_WINDOW: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, next_power_of_2(NUM_COLUMNS))

@@ -42,20 +42,10 @@ TUNING = {"default": {"BLOCK_ROW": 128, "num_warps": 1}}
 @triton.jit(do_not_specialize=["stride_draft_tokens_batch", "stride_positions_batch", "batch_size", "num_nodes",
                                "max_rows"])  # fmt: skip
 def _pack_verify_rows_kernel(
-    draft_tokens_ptr,
-    num_tokens_ptr,
-    positions_ptr,
-    seq_lens_ptr,
-    out,
-    stride_draft_tokens_batch,
-    stride_positions_batch,
-    batch_size,
-    num_nodes,
-    max_rows,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    draft_tokens_ptr, num_tokens_ptr, positions_ptr, seq_lens_ptr, out, stride_draft_tokens_batch,
+    stride_positions_batch, batch_size, num_nodes, max_rows,
+    BLOCK_BATCH: tl.constexpr, BLOCK_ROW: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     is_request = request < batch_size  # an empty batch still has one program, for its bound and its tail

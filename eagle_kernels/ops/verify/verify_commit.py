@@ -37,16 +37,9 @@ TUNING = {"default": {"num_warps": 1}}
 
 @triton.jit(do_not_specialize=["num_nodes"])
 def _verify_commit_kernel(
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
-    seq_lens_ptr,
-    is_live_ptr,
-    out,
-    num_nodes,
-    NUM_COLUMNS: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    predicts_ptr, accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, is_live_ptr, out, num_nodes,
+    NUM_COLUMNS: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, next_power_of_2(NUM_COLUMNS))

@@ -48,25 +48,12 @@ DRAW_TUNING = {"default": {"num_warps": 1}}
 
 @triton.jit(do_not_specialize=["stride_probs_request", "stride_probs_node"])
 def _verify_tree_coins_kernel(
-    # inputs
-    links,
-    target_probs_ptr,
-    uniform_samples_ptr,
-    # outputs
-    out,
-    ends_ptr,
-    # sizes
-    threshold_single,
-    threshold_acc,
-    stride_probs_request,
-    stride_probs_node,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    KEEPS_UNVISITED: tl.constexpr,
-    ANY_ORDER: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_probs_ptr, uniform_samples_ptr,
+    out, ends_ptr,  # outputs
+    threshold_single, threshold_acc, stride_probs_request, stride_probs_node,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, KEEPS_UNVISITED: tl.constexpr,
+    ANY_ORDER: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Walks one tree and writes all outputs but the bonus.
 
     ends [B, 1 + N] gets the last node (-1 for a dead row) and the tokens rejected there.
@@ -131,19 +118,10 @@ def _verify_tree_coins_kernel(
 
 @triton.jit(do_not_specialize=["stride_probs_request", "stride_probs_node"])
 def _verify_tree_coins_mass_kernel(
-    target_probs_ptr,
-    ends_ptr,
-    sums_ptr,
-    stride_probs_request,
-    stride_probs_node,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    target_probs_ptr, ends_ptr, sums_ptr, stride_probs_request, stride_probs_node,
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, BLOCK_GROUP: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the residual mass of every group of one slice of the row at which a walk ended, to sums [B, groups]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -162,20 +140,11 @@ def _verify_tree_coins_mass_kernel(
 
 @triton.jit(do_not_specialize=["stride_probs_request", "stride_probs_node"])
 def _verify_tree_coins_draw_kernel(
-    target_probs_ptr,
-    uniform_samples_for_final_sampling_ptr,
-    ends_ptr,
-    sums_ptr,
-    predicts_ptr,
-    stride_probs_request,
+    target_probs_ptr, uniform_samples_for_final_sampling_ptr, ends_ptr, sums_ptr, predicts_ptr, stride_probs_request,
     stride_probs_node,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Draws the bonus of one request: first the group, by the sums, then the token within it."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)

@@ -58,19 +58,10 @@ CHOICE_TUNING = {"default": {"level_bytes": 6 << 20}}
 
 @triton.jit
 def _verify_tree_greedy_kernel(
-    links,
-    target_predict_ptr,
-    partial_keys_ptr,
-    coins,
-    out,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    KEEPS_UNVISITED: tl.constexpr,
-    ANY_ORDER: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_predict_ptr, partial_keys_ptr, coins, out,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ACCEPT_POLICY: tl.constexpr, KEEPS_UNVISITED: tl.constexpr,
+    ANY_ORDER: tl.constexpr, NUM_SLICES: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Walks one tree by the target's ids, or by the keys [B, slices, N] of all rows."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -95,16 +86,10 @@ def _verify_tree_greedy_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _verify_tree_greedy_rows_kernel(
-    target_logits_ptr,
-    partial_keys_ptr,
-    stride_logits_row,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    target_logits_ptr, partial_keys_ptr, stride_logits_row,
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the key of one slice of any row, to [B, slices, N]."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -117,27 +102,12 @@ def _verify_tree_greedy_rows_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
 def _verify_tree_greedy_level_kernel(
-    # inputs
-    links,
-    target_logits_ptr,
-    coins,
-    # scratch
-    path_ptr,
-    partial_keys_ptr,
-    planted_ptr,
-    # sizes
-    stride_logits_row,
-    level,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_logits_ptr, coins,
+    path_ptr, partial_keys_ptr, planted_ptr,  # scratch
+    stride_logits_row, level, batch_size,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ACCEPT_POLICY: tl.constexpr, VOCAB_SIZE: tl.constexpr,
+    NUM_SLICES: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Steps one walk to its node of this level, path [level, B] (-1: ended), and scans a slice of that node's row.
 
     All programs of a request take the step, from what the launch before wrote to path and keys [level, B, slices].
@@ -178,18 +148,10 @@ def _verify_tree_greedy_level_kernel(
 
 @triton.jit(do_not_specialize=["batch_size"])
 def _verify_tree_greedy_path_kernel(
-    links,
-    path_ptr,
-    partial_keys_ptr,
-    planted_ptr,
-    out,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    KEEPS_UNVISITED: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
+    links, path_ptr, partial_keys_ptr, planted_ptr, out, batch_size,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, KEEPS_UNVISITED: tl.constexpr, NUM_SLICES: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Writes the outputs of one walk from its path [S + 1, B], keys [S + 1, B, slices] and, if any, planted [S, B]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)

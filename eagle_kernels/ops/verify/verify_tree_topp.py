@@ -39,17 +39,10 @@ TUNING = {"default": {"num_warps": 1}}
 
 @triton.jit
 def _verify_tree_topp_kernel(
-    links,
-    candidate_ids_ptr,
-    candidate_lens_ptr,
-    target_predict_ptr,
-    out,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_CANDIDATES: tl.constexpr,
-    VERIFY_WINDOW: tl.constexpr,
+    links, candidate_ids_ptr, candidate_lens_ptr, target_predict_ptr, out,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, NUM_CANDIDATES: tl.constexpr, VERIFY_WINDOW: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     offset = request * NUM_NODES

@@ -58,18 +58,10 @@ class Scratch(NamedTuple):
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _verify_tree_typical_rows_kernel(
-    retrieve_next_token_ptr,
-    target_logits_ptr,
-    temperature_ptr,
-    scratch,
-    stride_logits_row,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    retrieve_next_token_ptr, target_logits_ptr, temperature_ptr, scratch, stride_logits_row,
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Summarises one slice of the row of a node with children: by its key, or in a sampled request by its sums."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -98,23 +90,11 @@ def _verify_tree_typical_rows_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _verify_tree_typical_walk_kernel(
-    # inputs
-    links,
-    target_logits_ptr,
-    temperature_ptr,
-    epsilon_ptr,
-    delta_ptr,
-    scratch,
-    # outputs
-    out,
-    # sizes
+    links, target_logits_ptr, temperature_ptr, epsilon_ptr, delta_ptr, scratch, out,
     stride_logits_row,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Finds one tree's path."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -199,18 +179,10 @@ def _merge_slices(sums_ptr, request, mask, NUM_SLICES: tl.constexpr, NUM_NODES: 
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _verify_tree_typical_draw_kernel(
-    target_logits_ptr,
-    coins,
-    temperature_ptr,
-    scratch,
-    stride_logits_row,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    target_logits_ptr, coins, temperature_ptr, scratch, stride_logits_row,
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the key of the best noisy logit of one slice of the last node's row."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)

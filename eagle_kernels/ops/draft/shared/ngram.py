@@ -268,18 +268,10 @@ def erase_drafts(out, request, first, last, NUM_DRAFTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch_size", "token_budget"])
 def _ngram_match_budget_kernel(
-    # inputs
-    seq_lens_ptr,
-    wanted_ptr,
-    # outputs
-    out,
-    # sizes
-    batch_size,
-    token_budget,
-    NUM_DRAFTS: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    seq_lens_ptr, wanted_ptr, out,
+    batch_size, token_budget,
+    NUM_DRAFTS: tl.constexpr, BLOCK_BATCH: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Cuts one row's trie to what the budget leaves it."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)

@@ -92,21 +92,10 @@ def _add_products(
 
 @triton.jit(do_not_specialize=SIZES)
 def _linear_decode_plain_kernel(
-    layer,
-    num_rows,
-    num_outputs,
-    stride_x_row,
-    stride_weight_output,
-    stride_output_row,
-    UNIT: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_OUTPUT: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH_WEIGHT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    layer, num_rows, num_outputs, stride_x_row, stride_weight_output, stride_output_row,
+    UNIT: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_OUTPUT: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_WEIGHT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Multiplies BLOCK_ROW rows, one by one, on the plain floating-point units, while the next tiles are loaded."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
     first_row, output_block = 0, tl.program_id(0)
@@ -157,21 +146,10 @@ def _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS: tl.constexpr, IS_E
 
 @triton.jit(do_not_specialize=SIZES)
 def _linear_decode_rows_kernel(
-    layer,
-    num_rows,
-    num_outputs,
-    stride_x_row,
-    stride_weight_output,
-    stride_output_row,
-    UNIT: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_OUTPUT: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH_WEIGHT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    layer, num_rows, num_outputs, stride_x_row, stride_weight_output, stride_output_row,
+    UNIT: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_OUTPUT: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_WEIGHT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Multiplies up to ROWS rows on the tensor cores. Every warp has columns of its own, a part, which keeps all
     warps busy with few outputs; the parts' sums are added up last."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)

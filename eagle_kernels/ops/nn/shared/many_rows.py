@@ -69,24 +69,12 @@ def _load_tile(row_ptrs, is_row, columns, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl
 
 @triton.jit(do_not_specialize=[*SIZES, "outputs_each", "stride_output_part"])
 def _linear_decode_tiles_kernel(
-    layer,
-    num_rows,
-    num_outputs,
-    outputs_each,
-    stride_x_row,
-    stride_weight_output,
-    stride_output_row,
+    layer, num_rows, num_outputs, outputs_each, stride_x_row, stride_weight_output, stride_output_row,
     stride_output_part,
-    UNIT: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_OUTPUT: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH_WEIGHT: tl.constexpr,
+    UNIT: tl.constexpr, NUM_COLUMNS: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_ROW: tl.constexpr,
+    BLOCK_OUTPUT: tl.constexpr, BLOCK_COLUMN: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_WEIGHT: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Multiplies BLOCK_ROW rows by outputs_each rows of weight, in one part of the columns.
 
     PREFETCH_WEIGHT: the first tile of weights, PART_COLUMNS wide, is asked for before x is there, and kept for last.

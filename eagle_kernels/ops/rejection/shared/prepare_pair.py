@@ -26,14 +26,9 @@ MAP_TUNING = {"default": {"BLOCK_TARGET": 4096, "BLOCK_DRAFT": 4096, "num_warps"
 
 @triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size"])
 def _draft_map_kernel(
-    d2t_ptr,
-    target_to_draft_ptr,
-    vocab_size,
-    draft_vocab_size,
-    BLOCK_TARGET: tl.constexpr,
-    BLOCK_DRAFT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    d2t_ptr, target_to_draft_ptr, vocab_size, draft_vocab_size,
+    BLOCK_TARGET: tl.constexpr, BLOCK_DRAFT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes one part of target_to_draft [V] int32, from d2t [Vd]: target id - draft id, one to one.
 
     Every program reads all of d2t, so that none has to wait for another.
@@ -53,23 +48,10 @@ def _draft_map_kernel(
 
 @triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _scan_pair_kernel(
-    target,
-    draft,
-    first_child_ptr,
-    num_target_scans,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_ROWS: tl.constexpr,
-    DRAFT_ROWS: tl.constexpr,
-    SKIPS_GREEDY_DRAFT: tl.constexpr,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    target, draft, first_child_ptr, num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_ROWS: tl.constexpr, DRAFT_ROWS: tl.constexpr, SKIPS_GREEDY_DRAFT: tl.constexpr, TARGET_UNIT: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the statistics of one slice of a row of logits to its scan.
 
     first_child_ptr: if it is given, the draft's rows of nodes without a child are not read, as no kernel reads them.

@@ -85,24 +85,10 @@ def load_node(links, request, current, NUM_NODES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["level", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _verify_tree_rejection_scan_kernel(
-    links,
-    target,
-    draft,
-    scratch,
-    level,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    KEEPS_DRAFT: tl.constexpr,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target, draft, scratch, level, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, KEEPS_DRAFT: tl.constexpr, SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the statistics of one slice of both rows of the node that a walk has reached.
 
     The scans have the numbers of their requests.
@@ -133,34 +119,12 @@ def _verify_tree_rejection_scan_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def _verify_tree_rejection_round_kernel(
-    # inputs
-    links,
-    target,
-    draft,
-    target_to_draft_ptr,
-    coins,
-    # scratch
-    scratch,
-    # sizes
-    round,
-    level,
-    num_places,
-    num_ids,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    KEEPS_DRAFT: tl.constexpr,
-    IS_FIRST: tl.constexpr,
-    BY_LEVEL: tl.constexpr,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target, draft, target_to_draft_ptr, coins, scratch,
+    round, level, num_places, num_ids, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, KEEPS_DRAFT: tl.constexpr, IS_FIRST: tl.constexpr,
+    BY_LEVEL: tl.constexpr, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Makes one pass over one slice of the rows of a place's node; its State is handed on from round to round."""
     await_predecessor(ENABLE_PDL)
     num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)
@@ -232,35 +196,12 @@ def _hand_on(scratch, to, part, state, NUM_SLICES: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES)
 def _verify_tree_rejection_walk_kernel(
-    # inputs
-    links,
-    target,
-    draft,
-    target_to_draft_ptr,
-    coins,
-    # scratch
-    scratch,
-    # outputs
-    out,
-    # sizes
-    round,
-    level,
-    num_places,
-    num_ids,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    KEEPS_DRAFT: tl.constexpr,
-    BY_LEVEL: tl.constexpr,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
+    links, target, draft, target_to_draft_ptr, coins, scratch, out,
+    round, level, num_places, num_ids, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, KEEPS_DRAFT: tl.constexpr, BY_LEVEL: tl.constexpr,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Walks one tree, or with BY_LEVEL takes its step from this level on, and writes the outputs.
 
     What the rounds have not done at a node is done here.

@@ -41,17 +41,9 @@ STATE_WORDS = 8
 
 @triton.jit
 def open_node(
-    rows,
-    tree,
-    request,
-    current,
-    child,
-    coins,
-    KEEPS_DRAFT: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-):
+    rows, tree, request, current, child, coins,
+    KEEPS_DRAFT: tl.constexpr, NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr,
+):  # fmt: skip
     """Returns the Node with the number `current`, whose first child is `child`, 0 for none; then q is not read.
 
     Rows of more than one slice are scanned already.

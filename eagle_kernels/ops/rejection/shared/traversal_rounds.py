@@ -63,19 +63,9 @@ class Scratch(NamedTuple):
 
 @triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _verify_tree_traversal_edge_kernel(
-    links,
-    target,
-    draft,
-    target_to_draft_ptr,
-    scratch,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target, draft, target_to_draft_ptr, scratch, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the edge of one node."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -128,31 +118,11 @@ def open_request(links, scratch, coins, NUM_NODES: tl.constexpr):
     ]
 )  # fmt: skip
 def _verify_tree_traversal_round_kernel(
-    # inputs
-    links,
-    target,
-    draft,
-    target_to_draft_ptr,
-    coins,
-    # scratch
-    scratch,
-    # sizes
-    round,
-    num_places,
-    num_ids,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    IS_FIRST: tl.constexpr,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target, draft, target_to_draft_ptr, coins, scratch,
+    round, num_places, num_ids, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, IS_FIRST: tl.constexpr, SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Makes one pass of one walk over one slice; the walk is handed on from round to round."""
     await_predecessor(ENABLE_PDL)
     num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)

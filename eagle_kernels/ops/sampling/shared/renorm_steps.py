@@ -98,15 +98,9 @@ def start_row(state, low, high, largest):
 
 @triton.jit
 def store_edge(
-    row_ptr,
-    candidates_ptr,
-    state,
-    wanted,
-    lowest,
-    BY_MASS: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    BLOCK_CANDIDATE: tl.constexpr,
-):
+    row_ptr, candidates_ptr, state, wanted, lowest,
+    BY_MASS: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK_CANDIDATE: tl.constexpr,
+):  # fmt: skip
     """Writes the edge and the mass that stays.
 
     The edge is the largest key, `lowest` or above, such that all keys >= it weigh `wanted` (a number, or a mass) or
@@ -166,16 +160,10 @@ def load_edge(state):
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
 def _renorm_scan_kernel(
-    probs_ptr,
-    scratch,
-    stride_probs_row,
-    ALIGNMENT: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    probs_ptr, scratch, stride_probs_row,
+    ALIGNMENT: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes largest key, sampled key and fp32 sum of each chunk of a slice; the last two if there is a pointer."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -212,18 +200,10 @@ def _load_keys(row_ptr, token, is_read, VOCAB_SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
 def _renorm_collect_kernel(
-    probs_ptr,
-    output_ptr,
-    scratch,
-    stride_probs_row,
-    ALIGNMENT: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    probs_ptr, output_ptr, scratch, stride_probs_row,
+    ALIGNMENT: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    WEIGHT: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Adds a slice to the sums of its row, and its probabilities between LOW and HIGH to the row's candidates.
 
     WEIGHT: what the second sum adds up, "count" or "mass"; None: there is no second sum, and no candidates either.
@@ -268,17 +248,10 @@ def _renorm_collect_kernel(
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
 def _renorm_write_kernel(
-    probs_ptr,
-    output_ptr,
-    scratch,
-    stride_probs_row,
-    ALIGNMENT: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    probs_ptr, output_ptr, scratch, stride_probs_row,
+    ALIGNMENT: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes a slice of a row of the output: what reaches LOW divided by the first sum, 0 for the rest."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -23,23 +23,11 @@ _STREAM = tl.constexpr(STREAM_TARGET)
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _sample_rows_scan_kernel(
-    logits_ptr,
-    coins,
-    temperature_ptr,
-    filters,
-    processors,
-    scratch,
-    stride_logits_row,
-    ROWS_PER_REQUEST: tl.constexpr,
-    POSITION_OFFSET: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
+    logits_ptr, coins, temperature_ptr, filters, processors, scratch, stride_logits_row,
+    ROWS_PER_REQUEST: tl.constexpr, POSITION_OFFSET: tl.constexpr, VOCAB_SIZE: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr, IS_JOINT: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Scans one slice of one row."""
     await_predecessor(ENABLE_PDL)
     index = tl.program_id(0).to(tl.int64)
@@ -56,24 +44,11 @@ def _sample_rows_scan_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _sample_rows_draw_kernel(
-    logits_ptr,
-    coins,
-    temperature_ptr,
-    filters,
-    processors,
-    scratch,
-    tokens_ptr,
-    stride_logits_row,
-    ROWS_PER_REQUEST: tl.constexpr,
-    POSITION_OFFSET: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
+    logits_ptr, coins, temperature_ptr, filters, processors, scratch, tokens_ptr, stride_logits_row,
+    ROWS_PER_REQUEST: tl.constexpr, POSITION_OFFSET: tl.constexpr, VOCAB_SIZE: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr, IS_JOINT: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Draws the token of one scanned row."""
     await_predecessor(ENABLE_PDL)
     index = tl.program_id(0).to(tl.int64)

@@ -76,31 +76,13 @@ class Levels(NamedTuple):
 
 @triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
 def _verify_tree_sampled_scan_kernel(
-    # inputs
-    links,
-    target_logits_ptr,
-    coins,
-    temperature_ptr,
-    filters,
-    processors,
-    # scratch
-    levels,
-    scratch,
-    # sizes
-    stride_logits_row,
-    level,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_logits_ptr, coins, temperature_ptr, filters, processors,
+    levels, scratch,
+    stride_logits_row, level, batch_size,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr, IS_JOINT: tl.constexpr, ACCEPT_POLICY: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Scans a slice of the row of one walk's node of this level.
 
     Where the draw kernel does not run, all programs of a request first take the step to the node. Meanwhile one more
@@ -158,34 +140,13 @@ def _verify_tree_sampled_scan_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
 def _verify_tree_sampled_draw_kernel(
-    # inputs
-    links,
-    target_logits_ptr,
-    coins,
-    temperature_ptr,
-    filters,
-    processors,
-    commit,
-    # scratch
-    levels,
-    scratch,
-    # outputs
-    out,
-    # sizes
-    stride_logits_row,
-    level,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_logits_ptr, coins, temperature_ptr, filters, processors, commit,
+    levels, scratch, out,
+    stride_logits_row, level, batch_size,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr, IS_JOINT: tl.constexpr, ACCEPT_POLICY: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Draws the token of one walk's node of this level from the scanned row, and steps on.
 
     At the last level there is no step, and it writes the outputs.
@@ -235,20 +196,10 @@ def _verify_tree_sampled_draw_kernel(
 
 @triton.jit(do_not_specialize=["batch_size"])
 def _verify_tree_sampled_path_kernel(
-    links,
-    coins,
-    commit,
-    levels,
-    scratch,
-    out,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, coins, commit, levels, scratch, out, batch_size,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, ACCEPT_POLICY: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the outputs of one walk from its path and the winners of its rows."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)

@@ -47,15 +47,9 @@ class Scan(NamedTuple):
 
 @triton.jit(do_not_specialize=["stride_logits_row", "num_vectors", "num_chunks"])
 def _select_top_k_tokens_scan_kernel(
-    logits_ptr,
-    scan,
-    stride_logits_row,
-    num_vectors,
-    num_chunks,
-    VECTOR: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    logits_ptr, scan, stride_logits_row, num_vectors, num_chunks,
+    VECTOR: tl.constexpr, BLOCK_CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Scans BLOCK_CHUNK chunks of a row of num_vectors * VECTOR logits."""
     await_predecessor(ENABLE_PDL)
     num_blocks = tl.cdiv(num_chunks, BLOCK_CHUNK)
@@ -118,16 +112,9 @@ def scan_rows(op: str, logits: torch.Tensor) -> Scan:
 
 @triton.jit
 def largest_in_rows(
-    logits_ptr,
-    stride_logits_row,
-    vocab_size,
-    num_chunks,
-    scan,
-    row,
-    is_row,
-    COUNT: tl.constexpr,
-    BLOCK_SLOT: tl.constexpr,
-):
+    logits_ptr, stride_logits_row, vocab_size, num_chunks, scan, row, is_row,
+    COUNT: tl.constexpr, BLOCK_SLOT: tl.constexpr,
+):  # fmt: skip
     """Returns the COUNT best ids of some rows, and the log-sum-exp of each row in two parts.
 
     row int64 [1, BLOCK, 1]; LANES * BLOCK_SLOT is at least num_chunks. The results are (ordered bits, ids) int32

@@ -26,15 +26,9 @@ class Candidates(NamedTuple):
 
 @triton.jit
 def store_tree(
-    request,
-    candidates,
-    mask,
-    out,
-    TOPK: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    MAX_HOPS: tl.constexpr = 0,
-):
+    request, candidates, mask, out,
+    TOPK: tl.constexpr, NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, MAX_HOPS: tl.constexpr = 0,
+):  # fmt: skip
     """Writes all that `build_tree` returns for one request to its outputs `out`, of which `mask` is one."""
     node = tl.arange(0, candidates.ids.shape[0])
     is_node = node < NUM_NODES
@@ -50,16 +44,9 @@ def store_tree(
 
 @triton.jit
 def store_links(
-    request,
-    parent,
-    seq_len,
-    mask,
-    out,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    KEEP_LOOSE: tl.constexpr,
-    MAX_HOPS: tl.constexpr = 0,
-):
+    request, parent, seq_len, mask, out,
+    NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, KEEP_LOOSE: tl.constexpr, MAX_HOPS: tl.constexpr = 0,
+):  # fmt: skip
     """Writes links, mask and positions of one request from its parents int32 [node], each an earlier node or -1.
 
     KEEP_LOOSE: nodes that no path joins to the root still see it, and are linked among themselves; otherwise they see

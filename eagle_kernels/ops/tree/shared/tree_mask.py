@@ -121,15 +121,9 @@ def store_keys(
 
 @triton.jit
 def fill_prefix(
-    mask,
-    request,
-    part,
-    num_parts,
-    NUM_NODES: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    BLOCK_ROW: tl.constexpr = 4,
-    BLOCK_FILL: tl.constexpr = 128,
-):
+    mask, request, part, num_parts,
+    NUM_NODES: tl.constexpr, IS_ALIGNED: tl.constexpr, BLOCK_ROW: tl.constexpr = 4, BLOCK_FILL: tl.constexpr = 128,
+):  # fmt: skip
     """Fills one of num_parts of the rows of a FULL_MASK `mask`: every node sees the whole committed prefix.
 
     It writes BLOCK_ROW rows at a time, and of each BLOCK_FILL words.
