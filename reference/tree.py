@@ -26,11 +26,9 @@ def walk(
     most_accepted: int | None = None,
 ) -> Output:
     """Follows from each root the child that carries `token_at(request, node)`, until none does or S are accepted.
-
     most_accepted: the limit, if not S.
     unvisited: predicts [B * N] off the path; None: -1.
-    any_order: links may point to any node but the root; one to a node met before ends the walk.
-    """
+    any_order: links may point to any node but the root; one to a node met before ends the walk."""
     device = candidates.device
     batch_size, num_nodes = candidates.shape
     predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
@@ -88,9 +86,8 @@ def children_in(
     first_child: Sequence[int], next_sibling: Sequence[int], node: int, met: set[int] | None = None
 ) -> Iterator[int]:
     """Yields the children of a node in sibling order, until a link does not point forward within the tree.
-
-    met, for trees in any order: the root and all nodes met so far, to which no link may lead; the children are added.
-    """
+    met, for trees in any order: the root and all nodes met so far, to which no link may lead; the children are
+    added."""
     child, after = first_child[node], node
     while (after < child if met is None else child > 0 and child not in met) and child < len(first_child):
         if met is not None:
@@ -106,9 +103,7 @@ def trees(
     retrieve_next_sibling: torch.Tensor,
 ) -> Callable[[int], tuple[list[int], list[int], list[int]]]:
     """Returns the function request -> (tokens, first children, next siblings) of its nodes.
-
-    A node of another request ends the list it is met in: it has no token and no sibling.
-    """
+    A node of another request ends the list it is met in: it has no token and no sibling."""
     num_nodes = candidates.shape[1]
     is_own = retrieve_index // num_nodes == torch.arange(len(candidates), device=candidates.device)[:, None]
     tokens, siblings = (torch.where(is_own, links, -1).tolist() for links in (candidates, retrieve_next_sibling))
@@ -138,9 +133,7 @@ def write_paths(
     unvisited: torch.Tensor | None = None,
 ) -> Output:
     """Returns the Output of `verified(request)`, the path from the root on and its bonus; dead rows are not asked for.
-
-    unvisited: predicts [B * N] off the path; None: -1.
-    """
+    unvisited: predicts [B * N] off the path; None: -1."""
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
     predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
     if unvisited is not None:

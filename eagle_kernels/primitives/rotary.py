@@ -104,10 +104,8 @@ def move_heads(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, FP8_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Moves heads [HEAD] from row source_row to row target_row, both int64, a row being HEAD_DIM elements.
-
-    scale: [HEAD, 1] or a number. FP8_BIAS: of the 8-bit float to write; 0: elements keep their dtype, unscaled.
-    Source and target may be the same: a program reads an element before it writes there, and no other program reads it.
-    """
+    scale: [HEAD, 1] or a number. FP8_BIAS: of the 8-bit float to write; 0: elements keep their dtype, unscaled. Source
+    and target may be the same: a program reads an element before it writes there, and no other program reads it."""
     source_ptr += source_row[:, None] * HEAD_DIM
     target_ptr += target_row[:, None] * HEAD_DIM
     is_head = is_head[:, None]

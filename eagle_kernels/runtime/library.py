@@ -119,11 +119,9 @@ def schemas_of(module: ModuleType) -> list[str]:
 
 def operator(module: ModuleType, reference: Callable) -> Op:
     """Returns a registered op, from its op file and its reference.
-
     The op file offers the launcher (named as the file) and `contract(values)`. `MUTATES` names the arguments that an op
     works on in place; one that returns nothing besides has a contract that returns None, and no `out`. `IN_PLACE` names
-    for a field of `Output`, or `out`, the arguments that such a buffer may be; nothing else may overlap a buffer.
-    """
+    for a field of `Output`, or `out`, the arguments that such a buffer may be; nothing else may overlap a buffer."""
     op = _Operator(module, reference)
     return Op(with_reference(op.public(), reference), op.names, op.overloads())
 
@@ -326,10 +324,8 @@ def _is_watched() -> bool:
 
 def _below_autograd(overload, names: list[str], args: tuple, kwargs: dict):
     """Calls an op past autograd, which has nothing to record; raises RuntimeError where it would have.
-
     `names` are those of the positional arguments. Public functions do this by themselves, which takes half a
-    microsecond: the dispatcher's way here takes four.
-    """
+    microsecond: the dispatcher's way here takes four."""
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
         _refuse_derivative(
             overload, names, args, kwargs, lambda tensor: tensor.requires_grad,

@@ -54,9 +54,7 @@ class Trie(NamedTuple):
 @triton.jit
 def _insert(trie, drafts, request, root, NUM_DRAFTS: tl.constexpr, NUM_KEPT: tl.constexpr):
     """Puts the drafts of a request below node `root` (-1: nowhere).
-
-    Returns the trie with them, and of each of their nodes, root first, its node there (-1: none).
-    """
+    Returns the trie with them, and of each of their nodes, root first, its node there (-1: none)."""
     kept_tokens, kept_parents, count = trie
     tokens_ptr, parents_ptr = drafts.tokens + request * NUM_DRAFTS, drafts.parents + request * NUM_DRAFTS
     node = tl.arange(0, next_power_of_2(NUM_DRAFTS + 1))

@@ -199,9 +199,7 @@ def _token_probs(row_ptr, tokens, VOCAB_SIZE: tl.constexpr):
 @triton.jit
 def _residual(row_ptr, start, rejected, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Returns BLOCK probabilities of a row from `start` on, 0 for the tokens in `rejected` and past the row's end.
-
-    Rejected tokens within the block, mostly none, are masked one after another: each round ends one of them.
-    """
+    Rejected tokens within the block, mostly none, are masked one after another: each round ends one of them."""
     index = start + tl.arange(0, BLOCK)
     probs = _as_probs(tl.load(row_ptr + index, mask=index < VOCAB_SIZE, other=0.0))
     rejected = tl.where((rejected >= start) & (rejected < start + BLOCK), rejected, -1)
@@ -216,10 +214,8 @@ def _residual(row_ptr, start, rejected, VOCAB_SIZE: tl.constexpr, BLOCK: tl.cons
 @triton.jit
 def _first_above(index, values, reached, level):
     """Returns the first index of a positive value at which the running sum `reached` is above `level`.
-
     Where there is none, which rounding or a coin outside [0, 1) can cause, this is the last index of a positive value,
-    or -1 without one.
-    """
+    or -1 without one."""
     is_positive = values > 0.0
     first = tl.min(tl.where(is_positive & (reached > level), index, 2147483647))
     return tl.where(first == 2147483647, tl.max(tl.where(is_positive, index, -1)), first)

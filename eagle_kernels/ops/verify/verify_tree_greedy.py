@@ -109,10 +109,8 @@ def _verify_tree_greedy_level_kernel(
     NUM_SLICES: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Steps one walk to its node of this level, path [level, B] (-1: ended), and scans a slice of that node's row.
-
     All programs of a request take the step, from what the launch before wrote to path and keys [level, B, slices].
-    Under any policy but `normal` the token with which the step was taken goes to planted [level, B].
-    """
+    Under any policy but `normal` the token with which the step was taken goes to planted [level, B]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

@@ -155,9 +155,7 @@ def _verify_tree_typical_walk_kernel(
 @triton.jit
 def _merge_slices(sums_ptr, request, mask, NUM_SLICES: tl.constexpr, NUM_NODES: tl.constexpr):
     """Returns the maximum (0 where all is -inf), sum w and sum w (x - maximum) of the whole rows [node].
-
-    All are 0 for nodes that are not in mask.
-    """
+    All are 0 for nodes that are not in mask."""
     node = all_nodes(NUM_NODES)
     place = sums_ptr + request * (NUM_SLICES * 3 * NUM_NODES) + node
     largest = tl.full(node.shape, float("-inf"), tl.float32)

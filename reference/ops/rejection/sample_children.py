@@ -47,9 +47,7 @@ def sample_children(
 
 def _order(scaled, positions, seeds, temperature, draws) -> torch.Tensor:
     """Returns all ids, the largest first, by scaled logits [R, Vd] plus, but in greedy rows, noise of `draws` [R].
-
-    Of equal ones those of larger fine bits are first, then lower ids.
-    """
+    Of equal ones those of larger fine bits are first, then lower ids."""
     words = random.token_words(random.random_block(seeds, positions, random.STREAM_DRAFT, draws), scaled.shape[1])
     is_sampled = (temperature >= GREEDY_BELOW)[:, None]
     keys = torch.where(is_sampled, scaled + random.gumbel(words), scaled)

@@ -66,11 +66,9 @@ def verify_request(
     method: str = "standard",
 ) -> tuple[int, int]:
     """Returns the number of accepted drafts and the token after them, for one chain `tokens` [T], root first.
-
     target_probs [T, V] and draft_probs [T - 1, V] by target ids; row i of the latter is what tokens[i + 1] was drawn
     from. draws: `uniform(position, index)` is compared with `<` only, `choose(weights, position)` draws a token by its
-    weight.
-    """
+    weight."""
     ratios = []  # p / q of each draft, up to the first that was not drawn from its row
     for target, draft, token in zip(target_probs, draft_probs, tokens[1:]):
         if not prob_at(draft, token) > 0:

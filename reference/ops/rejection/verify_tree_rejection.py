@@ -77,12 +77,10 @@ def verify_request(
     draws: Draws,
 ) -> tuple[list[int], int]:
     """Returns the accepted nodes of one tree, root first, and the bonus token.
-
     target_at: a node's row of target probabilities [V].
     scores_at: logarithms [V] of weights that the node's children were drawn by.
     children_are_certain: they were not drawn; each is proposed with probability 1 and the scores are not used.
-    draws: `uniform(position, child)`, of which `<` alone is asked, and `choose(probs, position)`.
-    """
+    draws: `uniform(position, child)`, of which `<` alone is asked, and `choose(probs, position)`."""
     path = [0]
     while True:
         node = path[-1]

@@ -59,11 +59,9 @@ def verify_request(
     spec_steps: int,
 ) -> tuple[list[int], int]:
     """Returns the accepted nodes of one tree, root first, and the token after them (Weng et al., arXiv 2505.12398).
-
     target_probs, draft_probs [N, V] by target ids; draft_probs[i] is what the children of node i were drawn from,
     without replacement. draws: `uniform(position, depth * 65536 + node)` is compared with `<` only (with the depth, no
-    later round has the key again), `choose(weights, position)` draws a token by weight.
-    """
+    later round has the key again), `choose(weights, position)` draws a token by weight."""
     target, draft = list(target_probs), list(draft_probs)  # P and Q of every node, as deletions leave them
     acceptance = [1.0] * len(tokens)
     is_entered = [False] * len(tokens)

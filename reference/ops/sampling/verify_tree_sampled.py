@@ -57,9 +57,7 @@ def verify_tree_sampled(
     draw: Callable[[torch.Tensor, int, int], int] | None = None,
 ) -> Output:
     """See eagle_kernels/ops/sampling/verify_tree_sampled.py.
-
-    draw: draws instead of the noise, for exact enumeration: the token for the kept logits [V] of a request's node.
-    """
+    draw: draws instead of the noise, for exact enumeration: the token for the kept logits [V] of a request's node."""
     batch_size, num_nodes = candidates.shape
     device, num_columns = candidates.device, spec_steps + 1
     requests = torch.arange(batch_size, device=device)

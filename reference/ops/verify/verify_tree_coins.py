@@ -65,10 +65,8 @@ def verify_request(
     any_order: bool = False,
 ) -> tuple[list[int], int]:
     """Returns the accepted nodes of one tree, root first, and the bonus token.
-
     probs_at: a node's row of target probabilities [V], whose dtype the arithmetic has.
-    coin_at, final_coin: uniforms in [0, 1); anything with `<` that can be scaled.
-    """
+    coin_at, final_coin: uniforms in [0, 1); anything with `<` that can be scaled."""
     path, rejected = [0], set()
     met = {0} if any_order else None
     while len(path) <= spec_steps:
@@ -104,9 +102,7 @@ def residual(probs: torch.Tensor, rejected: set[int]) -> torch.Tensor:
 
 def draw(probs: torch.Tensor, coin: torch.Tensor) -> int:
     """Returns the first token of a positive probability at which the sum passes coin * mass.
-
-    The last one of them if rounding lets none pass; V - 1 if there is none.
-    """
+    The last one of them if rounding lets none pass; V - 1 if there is none."""
     support = probs.nonzero().flatten()
     if len(support) == 0:
         return len(probs) - 1

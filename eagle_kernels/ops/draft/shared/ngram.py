@@ -98,10 +98,8 @@ def add_difference(difference, history, position, shift):
 @triton.jit
 def zeros_as_bits(values, VECTOR: tl.constexpr):
     """Returns which values [N] are 0, as words of at most 16 bits.
-
     Bit i VECTOR + j of word k is that of the value at (i words + k) VECTOR + j, so that what a thread has loaded,
-    VECTOR values at once, stays with it.
-    """
+    VECTOR values at once, stays with it."""
     NUM_VALUES: tl.constexpr = values.shape[0]
     WANTED_WORDS: tl.constexpr = NUM_VALUES // 16 if NUM_VALUES > 512 else 32
     MOST_WORDS: tl.constexpr = NUM_VALUES // VECTOR
@@ -134,9 +132,7 @@ def take_first(words, VECTOR: tl.constexpr, IS_LATEST: tl.constexpr):
 @triton.jit
 def match_lengths(history, position, is_match, max_ngram_size):
     """Returns how many tokens that end at each position [n] match the text's last ones, at most max_ngram_size, int32.
-
-    is_match: whether the last token, which is not negative, is at the position, before its own place.
-    """
+    is_match: whether the last token, which is not negative, is at the position, before its own place."""
     length = is_match.to(tl.int32)
     shift = 1
     while (shift < max_ngram_size) & (tl.max(is_match.to(tl.int32)) > 0):
@@ -208,11 +204,9 @@ def merge_paths(
     history, key, spec_steps, limit, tokens_ptr, parents_ptr, IS_LATEST: tl.constexpr, BLOCK_NODE: tl.constexpr
 ):  # fmt: skip
     """Writes tokens and parents of the trie of what follows the matches `key` [BLOCK_MATCH], its first `limit` nodes.
-
     Returns (how many nodes, length of the best match), int32. A path shares with the earlier paths the longest
     beginning that it has in common with one of them; its other nodes are new and numbered in a row. So a whole path is
-    merged at once, from its tokens, that length, and the places of the nodes of earlier paths.
-    """
+    merged at once, from its tokens, that length, and the places of the nodes of earlier paths."""
     BLOCK_MATCH: tl.constexpr = key.shape[0]
     slot = tl.arange(0, BLOCK_MATCH)
     step = tl.arange(0, BLOCK_NODE)
@@ -290,9 +284,7 @@ def _ngram_match_budget_kernel(
 
 def cut_to_budget(op: str, seq_lens: torch.Tensor, wanted: torch.Tensor, out: NamedTuple, token_budget: int) -> None:
     """Cuts the tries out.tokens, out.parents [B, M] of wanted [B] drafts each; writes out.num_drafts, what is left.
-
-    token_budget: the most tokens that the batch verifies, the root of every live row counted.
-    """
+    token_budget: the most tokens that the batch verifies, the root of every live row counted."""
     batch_size, most_drafts = out.tokens.shape
     launch(
         op,

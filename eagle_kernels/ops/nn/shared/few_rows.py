@@ -46,9 +46,7 @@ SINGLE_TUNING = {
 @triton.jit
 def _load(row_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, EVICTION: tl.constexpr):
     """Loads a tile of weights, or the part of one row of x that meets it.
-
-    EVICTION: weights leave the caches first, as nothing reads them again later.
-    """
+    EVICTION: weights leave the caches first, as nothing reads them again later."""
     if IS_EVEN:
         return tl.load(row_ptr + start + column, eviction_policy=EVICTION)
     else:
@@ -70,10 +68,8 @@ def _add_products(
     totals, weight, x_ptrs, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Returns totals, [OUTPUT, COLUMN // VECTOR] for each row, plus the products of weight [OUTPUT, COLUMN] and x.
-
     A thread loads VECTOR neighbours at once and keeps one sum of them; a sum for each would take too many registers. In
-    fp32 each product is fused explicitly with the sum before: what a compiler fuses depends on the other rows.
-    """
+    fp32 each product is fused explicitly with the sum before: what a compiler fuses depends on the other rows."""
     sums = ()
     for index in tl.static_range(len(totals)):
         x = _load(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN, "")[None, :]

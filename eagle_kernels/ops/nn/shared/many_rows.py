@@ -76,9 +76,7 @@ def _linear_decode_tiles_kernel(
     ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiplies BLOCK_ROW rows by outputs_each rows of weight, in one part of the columns.
-
-    PREFETCH_WEIGHT: the first tile of weights, PART_COLUMNS wide, is asked for before x is there, and kept for last.
-    """
+    PREFETCH_WEIGHT: the first tile of weights, PART_COLUMNS wide, is asked for before x is there, and kept for last."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
     num_row_blocks, num_blocks = tl.cdiv(num_rows, BLOCK_ROW), tl.cdiv(num_outputs, outputs_each)
     # neighbouring programs read the same weights, which the first one brings into the cache

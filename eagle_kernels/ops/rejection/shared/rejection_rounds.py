@@ -74,9 +74,7 @@ def reached_node(scratch, links, request, level, NUM_NODES: tl.constexpr):
 @triton.jit
 def load_node(links, request, current, NUM_NODES: tl.constexpr):
     """Loads the request's Tree; also returns a node's first child, and whether the node is the request's own.
-
-    No walk comes to a node of another request.
-    """
+    No walk comes to a node of another request."""
     tree = load_nodes(links, request, NUM_NODES)
     is_node = all_nodes(NUM_NODES) == current
     child = tl.sum(tl.where(is_node, tree.links, 0)) >> 16
@@ -90,9 +88,7 @@ def _verify_tree_rejection_scan_kernel(
     NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes the statistics of one slice of both rows of the node that a walk has reached.
-
-    The scans have the numbers of their requests.
-    """
+    The scans have the numbers of their requests."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -203,9 +199,7 @@ def _verify_tree_rejection_walk_kernel(
     ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Walks one tree, or with BY_LEVEL takes its step from this level on, and writes the outputs.
-
-    What the rounds have not done at a node is done here.
-    """
+    What the rounds have not done at a node is done here."""
     await_predecessor(ENABLE_PDL)
     num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)
     HAS_ROUNDS: tl.constexpr = scratch.states is not None

@@ -48,11 +48,9 @@ EDGE_TUNING = {"default": {"num_warps": 1}}
 
 class Scratch(NamedTuple):
     """Pointers to what launches hand on; all but the deletions are None if there are no rounds.
-
     deletions is a stack: those of the nodes of the current path, in order. A deleted node's own deletions are dropped,
     so those of a node of the path lie side by side, after its parent's. The one that a round has settled is written in
-    it and read from there in later rounds only.
-    """
+    it and read from there in later rounds only."""
 
     edges: Any  # int32 [B, 3, N]: the node above each (-1 for none), p and q there
     walks: Any  # int32 [2, B, 8 + 4 N], see store_walk_words

@@ -137,9 +137,7 @@ def draw_filtered(row, filters, summary, noise, HAS_LOGPROBS: tl.constexpr):
 @triton.jit
 def _chunk_maxima(summary, NUM_CHUNKS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
     """Returns how many chunk maxima are above -inf, the smallest and the largest of them, and their sum.
-
-    Where none is above -inf, the largest is -inf.
-    """
+    Where none is above -inf, the largest is -inf."""
     chunk = tl.arange(0, BLOCK_CHUNK)
     chunk_max = tl.load(summary.chunk_max + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
     is_one = chunk_max > float("-inf")
@@ -156,9 +154,7 @@ def _merge_maxima(number, smallest, largest, total, other_number, other_smallest
 @triton.jit
 def _raise_edge(rank, low, high, wanted, ROOM: tl.constexpr):
     """Raises `low` while more than ROOM of rank [LANES, n] reach it, as long as at least `wanted` do.
-
-    Returns `low`, how many reach it, and the place of each that does among them. `high` is the largest rank.
-    """
+    Returns `low`, how many reach it, and the place of each that does among them. `high` is the largest rank."""
     in_column, running = _count(rank >= low)
     count = tl.sum(in_column)
     if count > ROOM:
@@ -177,9 +173,7 @@ def _raise_edge(rank, low, high, wanted, ROOM: tl.constexpr):
 @triton.jit
 def _count(flags):
     """Counts the set flags [LANES, n] of each column: int32 [n] of the whole column, [LANES, n] up to each flag.
-
-    A column's count needs one byte, so the lanes exchange words of four columns.
-    """
+    A column's count needs one byte, so the lanes exchange words of four columns."""
     NUM_COLUMNS: tl.constexpr = flags.shape[1]
     flags = tl.reshape(flags.to(tl.int32), [LANES, 4, NUM_COLUMNS // 4])
     place = (tl.arange(0, 4) * 8)[None, :, None]

@@ -102,10 +102,8 @@ def store_edge(
     BY_MASS: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK_CANDIDATE: tl.constexpr,
 ):  # fmt: skip
     """Writes the edge and the mass that stays.
-
     The edge is the largest key, `lowest` or above, such that all keys >= it weigh `wanted` (a number, or a mass) or
-    more. The row is read only if its bracket does not hold the edge.
-    """
+    more. The row is read only if its bracket does not hold the edge."""
     low = tl.load(state.words_ptr + LOW)
     high = tl.load(state.words_ptr + HIGH)
     largest = tl.load(state.words_ptr + LARGEST)
@@ -205,9 +203,7 @@ def _renorm_collect_kernel(
     WEIGHT: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Adds a slice to the sums of its row, and its probabilities between LOW and HIGH to the row's candidates.
-
-    WEIGHT: what the second sum adds up, "count" or "mass"; None: there is no second sum, and no candidates either.
-    """
+    WEIGHT: what the second sum adds up, "count" or "mass"; None: there is no second sum, and no candidates either."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     probs_ptr += tl.multiple_of(row * stride_probs_row, ALIGNMENT)
@@ -288,9 +284,7 @@ class Work(NamedTuple):
 
 def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=False, has_sum=False) -> Work:
     """Launches the first step, and allocates what the steps write for each other.
-
-    has_sample, has_sum: whether the op's bracket needs a sample of each chunk, and its sum.
-    """
+    has_sample, has_sum: whether the op's bracket needs a sample of each chunk, and its sum."""
     device, (num_rows, vocab_size) = probs.device, probs.shape
     chunk = max(MIN_CHUNK_SIZE, next_power_of_2(vocab_size) // MAX_CHUNKS)
     # a multiple of 4, so that the chunks of every row begin at 16 bytes
@@ -317,9 +311,7 @@ def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=F
 
 def launch_collect(op: str, work: Work, weight: str | None) -> None:
     """Launches the step that weighs what lies above the brackets and gathers what lies within.
-
-    weight: the kernel's WEIGHT.
-    """
+    weight: the kernel's WEIGHT."""
     _launch_by_slices(op, _renorm_collect_kernel, COLLECT_TUNING, work.rows | work.chunks | {"WEIGHT": weight})
 
 

@@ -68,10 +68,8 @@ def sample_rows(
     op: str, values: dict, rows: torch.Tensor, tokens: torch.Tensor, *, rows_per_request: int, position_offset: int
 ) -> None:
     """Draws `tokens` [R] from the logits `rows` [R, V], by the parameters and processors among the op's values.
-
     rows_per_request: rows that share one entry of each parameter; the bitmask has one for every row.
-    position_offset: what the position of a row's token has over that of the row.
-    """
+    position_offset: what the position of a row's token has over that of the row."""
     num_rows, device = len(rows), rows.device
     shared = {
         "logits_ptr": rows,

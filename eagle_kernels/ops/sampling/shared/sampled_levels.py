@@ -84,10 +84,8 @@ def _verify_tree_sampled_scan_kernel(
     BLOCK_CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Scans a slice of the row of one walk's node of this level.
-
     Where the draw kernel does not run, all programs of a request first take the step to the node. Meanwhile one more
-    program lists the node's children, so that the next step waits for memory once.
-    """
+    program lists the node's children, so that the next step waits for memory once."""
     await_predecessor(ENABLE_PDL)
     HAS_DRAW: tl.constexpr = levels.found is None
     request = tl.program_id(0).to(tl.int64)
@@ -148,9 +146,7 @@ def _verify_tree_sampled_draw_kernel(
     BLOCK_CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Draws the token of one walk's node of this level from the scanned row, and steps on.
-
-    At the last level there is no step, and it writes the outputs.
-    """
+    At the last level there is no step, and it writes the outputs."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     # read before the walk tells whether they are needed: it waits for memory once less

@@ -49,9 +49,7 @@ def _exponent(key):
 @triton.jit
 def fixed_point_mass(keys, largest):
     """Returns int64 masses: the keys' probabilities in units of 2^-40 of the largest one's power of two, rounded down.
-
-    No key is above the largest, so each mass is below 2^41.
-    """
+    No key is above the largest, so each mass is below 2^41."""
     # two factors, since the power of two can exceed the range of fp32; no product that gives a mass is rounded
     power = MASS_BITS + 127 - _exponent(largest)
     first = tl.minimum(power, 126)
@@ -124,9 +122,7 @@ def largest_reaching_in_memory(
     values_ptr, size, wanted, low, high, largest, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Returns t as `largest_reaching` does, of probabilities in memory; number and mass of the keys >= t.
-
-    Each halving reads all probabilities.
-    """
+    Each halving reads all probabilities."""
     while _middle(low, high) > low:  # at most 31 halvings
         candidate = _middle(low, high)
         count, mass = _weigh_in_memory(values_ptr, size, candidate, largest, not BY_MASS, BY_MASS, BLOCK)
@@ -146,9 +142,7 @@ def sample_offset(chunk, CHUNK: tl.constexpr):
 @triton.jit
 def bracket_by_count(largest, sample, wanted, low, high, CHUNK: tl.constexpr):
     """Returns keys (low, high), within the given two, between which the `wanted`-th largest key lies, all but surely.
-
-    largest, sample: keys of each chunk, below the given low where there is no chunk; at most 2^15 of them.
-    """
+    largest, sample: keys of each chunk, below the given low where there is no chunk; at most 2^15 of them."""
     low_end, high_end = high, high
     high_start = low
     rounds = 0
@@ -180,9 +174,7 @@ def _count_bounds(largest, sample, edge, CHUNK: tl.constexpr):
 @triton.jit
 def bracket_by_mass(largest, sample, total, wanted, low, high, CHUNK: tl.constexpr):
     """Returns keys (low, high), within the given two, between which lies, all but surely, the edge of `wanted` mass.
-
-    largest, sample: keys of each chunk, below the given low where there is no chunk. total: the sum of each chunk.
-    """
+    largest, sample: keys of each chunk, below the given low where there is no chunk. total: the sum of each chunk."""
     low_end, high_end = high, high
     high_start = low
     rounds = 0
@@ -200,10 +192,8 @@ def bracket_by_mass(largest, sample, total, wanted, low, high, CHUNK: tl.constex
 @triton.jit
 def _mass_bounds(largest, sample, total, edge, CHUNK: tl.constexpr):
     """Returns bounds fp32 of the sum of keys >= edge: what the sample says, within what the largest keys prove.
-
     Only chunks whose largest key reaches the edge hold such keys. The sample tells which part of their sum lies *below*
-    the edge: no key there weighs more than the edge, so a key that the sample missed matters little.
-    """
+    the edge: no key there weighs more than the edge, so a key that the sample missed matters little."""
     is_reached = largest >= edge
     below = tl.where(is_reached & (sample < edge), key_probability(sample) * CHUNK, 0.0)
     proven, at_most, estimate, squares = _four_sums(

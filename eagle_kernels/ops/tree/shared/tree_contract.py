@@ -87,9 +87,7 @@ def ranking_warps(block_candidate: int, device: torch.device) -> int:
 
 def launch_trees(op: str, kernel, values: dict, out: Output, num_warps: int = 1, **arguments) -> None:
     """Launches a kernel that stores the trees `out`: a program for each, and for a FULL_MASK those that fill prefixes.
-
-    These are enough for a GPU, and at most one for each row. values: the op's arguments. num_warps: the fewest.
-    """
+    These are enough for a GPU, and at most one for each row. values: the op's arguments. num_warps: the fewest."""
     (batch_size, num_nodes), mode = out.retrieve_index.shape, values["tree_mask_mode"]
     is_full = mode == TreeMaskMode.FULL_MASK
     num_fillers = 0

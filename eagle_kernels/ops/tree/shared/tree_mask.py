@@ -125,9 +125,7 @@ def fill_prefix(
     NUM_NODES: tl.constexpr, IS_ALIGNED: tl.constexpr, BLOCK_ROW: tl.constexpr = 4, BLOCK_FILL: tl.constexpr = 128,
 ):  # fmt: skip
     """Fills one of num_parts of the rows of a FULL_MASK `mask`: every node sees the whole committed prefix.
-
-    It writes BLOCK_ROW rows at a time, and of each BLOCK_FILL words.
-    """
+    It writes BLOCK_ROW rows at a time, and of each BLOCK_FILL words."""
     seq_len = tl.maximum(tl.load(mask.seq_lens + request).to(tl.int64), 0)
     request_begin = _full_mask_start(mask.seq_lens, request, NUM_NODES)
     for first_row in range(part * BLOCK_ROW, NUM_NODES, num_parts * BLOCK_ROW):
@@ -144,10 +142,8 @@ def _fill(
     mask_ptr, begin, end, length, IS_ALIGNED: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_FILL: tl.constexpr
 ):  # fmt: skip
     """Writes True to the cells begin .. end - 1 of each row, at most `length` of them, which start anywhere.
-
     Stores are aligned pairs of words in the middle and bytes at the ends, or bytes alone if the mask itself is not
-    aligned to 16 bytes.
-    """
+    aligned to 16 bytes."""
     lane = tl.arange(0, BLOCK_FILL)[None, :]
     if IS_ALIGNED:
         first_pair = (begin + 15) // 16
@@ -181,9 +177,7 @@ def check_lengths(args: check.Arguments, mode: str) -> None:
 
 def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple[int, int, int]:
     """Checks the argument `tree_mask`, a mask of layout `mode`; returns how many (requests, query rows, draft keys).
-
-    num_nodes: draft keys, None where the mask's shape gives them. FULL_MASK needs `seq_lens` checked before.
-    """
+    num_nodes: draft keys, None where the mask's shape gives them. FULL_MASK needs `seq_lens` checked before."""
     tree_mask = args.values["tree_mask"]
     is_flat = isinstance(tree_mask, torch.Tensor) and tree_mask.dim() == 1
     if num_nodes is None and (mode == TreeMaskMode.FULL_MASK or (mode == TreeMaskMode.QLEN_ONLY and is_flat)):
@@ -211,12 +205,10 @@ def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple
 
 def mask_spec(args: check.Arguments, mode: str, batch_size: int, num_rows: int, num_keys: int, out=None) -> check.Spec:
     """Describes a mask of layout `mode` as an output; `out` is the caller's buffer for it, if there is one.
-
     FULL_MASK: a given buffer may be larger than needed (for the longest batch) and is never overrun; without one the
     argument `seq_lens_sum` gives the size. Where lengths and size contradict each other, cells that the lengths place
     past the end are left out, and cells that they do not reach are not written; with EAGLE_KERNELS_DEBUG=1 a wrong sum
-    and a buffer that is too short are errors.
-    """
+    and a buffer that is too short are errors."""
     if args.values.get("seq_lens_sum") is not None:  # also where no mask depends on it
         args.integer("seq_lens_sum", 0)
     if mode == TreeMaskMode.PACKED:
