@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -29,55 +30,34 @@ def walk(
     most_accepted: the limit, if not S.
     unvisited: predicts [B * N] off the path; None: -1.
     any_order: links may point to any node but the root; one to a node met before ends the walk."""
-    device = candidates.device
-    batch_size, num_nodes = candidates.shape
-    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
-    if unvisited is not None:
-        predicts.copy_(unvisited.view(batch_size, num_nodes))
-    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32, device="cpu")
-    accept_token_num = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
     most_accepted = spec_steps if most_accepted is None else most_accepted
-    tokens, retrieved = candidates.tolist(), retrieve_index.tolist()
-    first_child, next_sibling = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
-    for request in range(batch_size):
-        own = range(request * num_nodes, (request + 1) * num_nodes)
-        if retrieved[request][0] not in own:
-            continue
-        node, accepted, met = 0, 0, {0}
-        accept_index[request, 0] = retrieved[request][0]
+    tree_of = trees(candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)
+
+    def verified(request: int) -> tuple[list[int], int]:
+        tokens, *links = tree_of(request)
+        path, met = [0], {0} if any_order else None
         while True:
-            token = token_at(request, node)
-            predicts[request, node] = token
-            child, after, is_match = first_child[request][node], node, False
-            while (child > 0 and child not in met if any_order else after < child) and not is_match:
-                if child >= num_nodes or retrieved[request][child] not in own:
-                    break
-                met.add(child)
-                is_match = tokens[request][child] == token
-                if not is_match:
-                    child, after = next_sibling[request][child], child
-            if not is_match or token < 0 or accepted == most_accepted:
-                break
-            node, accepted = child, accepted + 1
-            accept_index[request, accepted] = retrieved[request][node]
-        accept_token_num[request] = accepted
-    return Output(predicts.flatten().to(device), accept_index.to(device), accept_token_num.to(device))
+            token = token_at(request, path[-1])
+            matching = (child for child in children_in(*links, path[-1], met) if tokens[child] == token)
+            child = next(matching, None)
+            if child is None or token < 0 or len(path) > most_accepted:
+                return path, token
+            path.append(child)
+
+    return write_paths(candidates, retrieve_index, spec_steps, verified, unvisited)
 
 
 def children(
     retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor
 ) -> Callable[[int, int], list[int]]:
     """Returns the function (request, node) -> its children in sibling order, which end where a walk ends."""
-    num_nodes = retrieve_index.shape[1]
-    retrieved, first_child = retrieve_index.tolist(), retrieve_next_token.tolist()
-    next_sibling = retrieve_next_sibling.tolist()
+    retrieved, first_child, next_sibling = (
+        links.tolist() for links in (retrieve_index, retrieve_next_token, retrieve_next_sibling)
+    )
 
     def children_of(request: int, node: int) -> list[int]:
-        found, after, child = [], node, first_child[request][node]
-        while after < child < num_nodes and retrieved[request][child] // num_nodes == request:
-            found.append(child)
-            after, child = child, next_sibling[request][child]
-        return found
+        found = children_in(first_child[request], next_sibling[request], node)
+        return list(takewhile(lambda child: retrieved[request][child] // len(retrieved[request]) == request, found))
 
     return children_of
 

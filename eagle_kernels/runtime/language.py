@@ -152,16 +152,3 @@ def next_power_of_2(n, least=1):
     """Returns the smallest power of two that is at least n, and at least `least`, in kernels and on the host.
     Importing SGLang replaces `triton.next_power_of_2` by a function that kernels of triton 3.6 cannot call."""
     return max(1 << (n - 1).bit_length() if n > 1 else 1, least)
-
-
-__all__ = [
-    "HAS_DEPENDENT_LAUNCH",
-    "HAS_WIDE_PRODUCT",
-    "MISSING",
-    "ceil_log2",
-    "is_interpreting",
-    "next_power_of_2",
-    "tl",
-    "triton",
-    "wants_interpreter",
-]

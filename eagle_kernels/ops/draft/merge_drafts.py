@@ -97,7 +97,6 @@ def _merge_drafts_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `merge_drafts` and describes its outputs."""
     args = check.Arguments("merge_drafts", values)
     num_kept = args.integer("num_speculative_tokens", 1, MAX_DRAFTS)
     for prefix, axis in (("", "M"), ("other_", "M2")):

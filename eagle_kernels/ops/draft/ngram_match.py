@@ -137,11 +137,8 @@ def _ngram_match_scan_kernel(
     tl.store(keys_ptr + (request * num_parts + part) * MAX_MATCHES + slot, kept, mask=slot < MAX_MATCHES)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_token_ids_request", "width", "num_parts", "vector", "min_ngram_size", "max_ngram_size", "spec_steps"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["stride_token_ids_request", "width", "num_parts", "vector", "min_ngram_size",
+                               "max_ngram_size", "spec_steps"])  # fmt: skip
 def _ngram_match_merge_kernel(
     text, max_drafts_ptr, keys_ptr, out,
     stride_token_ids_request, width, num_parts, vector, min_ngram_size, max_ngram_size, spec_steps,
@@ -184,7 +181,6 @@ def _ngram_match_merge_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `ngram_match` and describes its outputs."""
     args = check.Arguments("ngram_match", values)
     num_drafts = args.integer("num_speculative_tokens", 1, MAX_DRAFTS)
     if values["spec_steps"] is not None:

@@ -81,7 +81,6 @@ def _reroot_drafts_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `reroot_drafts` and describes its outputs."""
     args = check.Arguments("reroot_drafts", values)
     num_kept = args.integer("num_speculative_tokens", 1, MAX_DRAFTS)
     args.integer("spec_steps", 1)

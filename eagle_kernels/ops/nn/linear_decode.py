@@ -32,7 +32,6 @@ _UNSPLIT_OUTPUTS = 5120
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `linear_decode` and describes its output."""
     args = check.Arguments("linear_decode", values)
     x = args.tensor("x", ("T", "K"), check.FLOAT, contiguous=1)
     if args.size("T") > max_rows(x.dtype):

@@ -36,11 +36,9 @@ IN_PLACE = {"output": ("x", "residual"), "residual": ("x", "residual")}
 TUNING = {"default": {"columns_per_warp": 512, "max_warps": 16}}
 
 
-@triton.jit(
-    do_not_specialize=["stride_x_part", "stride_x_token", "stride_x_head", "stride_residual_token",
-                       "stride_residual_head", "stride_output_token", "stride_output_head", "stride_sum_token",
-                       "stride_sum_head"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["stride_x_part", "stride_x_token", "stride_x_head", "stride_residual_token",
+                               "stride_residual_head", "stride_output_token", "stride_output_head", "stride_sum_token",
+                               "stride_sum_head"])  # fmt: skip
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out,
     eps, weight_offset, stride_x_part, stride_x_token, stride_x_head, stride_residual_token,
@@ -83,7 +81,6 @@ def _rms_norm_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `rms_norm` and describes its outputs."""
     args = check.Arguments("rms_norm", values)
     x = values["x"]
     axes = ("T", "heads", "H") if isinstance(x, torch.Tensor) and x.dim() == 3 else ("T", "H")

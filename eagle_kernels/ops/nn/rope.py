@@ -36,11 +36,9 @@ IN_PLACE = {"query": ("query",), "key": ("key",)}
 TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
 
 
-@triton.jit(
-    do_not_specialize=[*TableSizes._fields, "stride_query_token", "stride_query_head", "stride_key_token",
-                       "stride_key_head", "stride_output_query_token", "stride_output_query_head",
-                       "stride_output_key_token", "stride_output_key_head"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*TableSizes._fields, "stride_query_token", "stride_query_head", "stride_key_token",
+                               "stride_key_head", "stride_output_query_token", "stride_output_query_head",
+                               "stride_output_key_token", "stride_output_key_head"])  # fmt: skip
 def _rope_kernel(
     query_ptr, key_ptr, tables, out,
     num_positions_columns, stride_positions_row, stride_positions_column, num_positions, stride_cos_position,
@@ -75,7 +73,6 @@ def _rope_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `rope` and describes its outputs."""
     args = check.Arguments("rope", values)
     query = rotary.check_heads(args, "query", "Hq", check.FLOAT)
     key = rotary.check_heads(args, "key", "Hkv", (query.dtype,))

@@ -49,7 +49,6 @@ def _silu_and_mul_kernel(
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `silu_and_mul` and describes its output."""
     args = check.Arguments("silu_and_mul", values)
     if values["up"] is None:
         gate = args.tensor("gate", ("T", "2 * I"), check.FLOAT, contiguous=1)

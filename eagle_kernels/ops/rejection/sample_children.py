@@ -160,7 +160,6 @@ def _sample_children_merge_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `sample_children` and describes its outputs."""
     args = check.Arguments("sample_children", values)
     args.tensor("draft_logits", ("R", "Vd"), check.FLOAT, contiguous=1)
     args.tensor("positions", ("R",), check.INTEGER)

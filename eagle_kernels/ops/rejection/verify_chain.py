@@ -174,7 +174,6 @@ def _verify_chain_finish_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_chain` and describes its outputs."""
     args = check.Arguments("verify_chain", values)
     args.choice("method", ("standard", "block"))
     args.tensor("candidates", ("B", "T"), check.INTEGER)

@@ -55,7 +55,6 @@ def goes_by_level(target: torch.Tensor, num_rounds: int, spec_steps: int, batch_
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_rejection` and describes its outputs."""
     args = check.Arguments("verify_tree_rejection", values)
     output = check_tree(args)
     num_rows = args.size("B") * args.size("N")

@@ -61,11 +61,8 @@ _WORDS = tl.constexpr(AT_WORDS)
 _NODE_WORDS = tl.constexpr(PATH_WORDS)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "round", "num_places", "num_ids", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["round", "num_places", "num_ids", "vocab_size", "draft_vocab_size", "stride_target",
+                               "stride_draft"])  # fmt: skip
 def _verify_tree_traversal_walk_kernel(
     links, target, draft, target_to_draft_ptr, coins, scratch, out,
     round, num_places, num_ids, vocab_size, draft_vocab_size, stride_target, stride_draft,
@@ -113,7 +110,6 @@ def _verify_tree_traversal_walk_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_traversal` and describes its outputs."""
     args = check.Arguments("verify_tree_traversal", values)
     output = check_tree(args)
     num_rows = args.size("B") * args.size("N")

@@ -43,7 +43,6 @@ def _min_p_renorm_edge_kernel(min_p_ptr, scratch, NUM_CHUNKS: tl.constexpr, ENAB
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `min_p_renorm` and describes its output."""
     return check_renorm("min_p_renorm", values, "min_p", (torch.float32,))
 
 

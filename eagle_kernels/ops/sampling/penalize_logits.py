@@ -128,7 +128,6 @@ def _forbid(logit, ids, first, list_ptr, num_listed, BLOCK_VOCAB: tl.constexpr, 
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `penalize_logits` and describes its output."""
     args = check.Arguments("penalize_logits", values)
     batch_size, num_nodes = check_links(args)
     num_rows = batch_size * num_nodes

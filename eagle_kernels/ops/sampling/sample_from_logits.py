@@ -24,7 +24,6 @@ SCAN_TUNING, DRAW_TUNING = sampling.SCAN_TUNING, sampling.DRAW_TUNING
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `sample_from_logits` and describes its output."""
     args = check.Arguments("sample_from_logits", values)
     args.tensor("logits", ("R", "V"), check.FLOAT, contiguous=1)
     args.tensor("positions", ("R",), check.INTEGER)

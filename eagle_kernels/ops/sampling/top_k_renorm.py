@@ -74,7 +74,6 @@ def _top_k_renorm_edge_kernel(
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `top_k_renorm` and describes its output."""
     return check_renorm("top_k_renorm", values, "top_k", check.INTEGER)
 
 

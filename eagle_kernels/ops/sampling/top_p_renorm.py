@@ -79,7 +79,6 @@ def _top_p_renorm_edge_kernel(
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `top_p_renorm` and describes its output."""
     return check_renorm("top_p_renorm", values, "top_p", (torch.float32,))
 
 

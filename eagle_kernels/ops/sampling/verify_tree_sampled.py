@@ -66,7 +66,6 @@ def _verify_tree_sampled_walk_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_sampled` and describes its outputs."""
     args = check.Arguments("verify_tree_sampled", values)
     walk = check_tree(args)
     batch_size, num_columns = walk.accept_index.shape

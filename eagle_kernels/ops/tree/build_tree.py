@@ -46,7 +46,6 @@ def _build_tree_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `build_tree` and describes its outputs."""
     args = check.Arguments("build_tree", values)
     output = candidates_tree_contract(args)
     for name in ("top_scores_index", "draft_tokens"):

@@ -42,10 +42,8 @@ class Output(NamedTuple):
     top_scores_index: torch.Tensor
 
 
-@triton.jit(
-    do_not_specialize=["parent_width", "mask_size", "num_candidates", "stride_candidate_scores_request",
-                       "stride_candidate_tokens_request"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["parent_width", "mask_size", "num_candidates", "stride_candidate_scores_request",
+                               "stride_candidate_tokens_request"])  # fmt: skip
 def _build_tree_from_scores_kernel(
     verified_id_ptr, candidate_scores_ptr, candidate_tokens_ptr, parent_list_ptr, seq_lens_ptr, out,
     parent_width, mask_size, num_candidates, stride_candidate_scores_request, stride_candidate_tokens_request,
@@ -82,7 +80,6 @@ def _build_tree_from_scores_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `build_tree_from_scores` and describes its outputs."""
     args = check.Arguments("build_tree_from_scores", values)
     tree = candidates_tree_contract(args)
     num_candidates = candidates_contract(args)

@@ -81,7 +81,6 @@ def _compute_tree_statistics_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `compute_tree_statistics` and describes its outputs."""
     args = check.Arguments("compute_tree_statistics", values)
     spec_steps = args.integer("spec_steps", 0, MAX_NODES)
     args.tensor("retrieve_next_token", ("B", "N"), check.INTEGER)

@@ -31,10 +31,8 @@ class Output(NamedTuple):
     draft_tokens: torch.Tensor
 
 
-@triton.jit(
-    do_not_specialize=["num_candidates", "num_kept", "stride_candidate_scores_request",
-                       "stride_candidate_tokens_request"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["num_candidates", "num_kept", "stride_candidate_scores_request",
+                               "stride_candidate_tokens_request"])  # fmt: skip
 def _organize_draft_results_kernel(
     candidate_scores_ptr, candidate_tokens_ptr, out, num_candidates, num_kept, stride_candidate_scores_request,
     stride_candidate_tokens_request,
@@ -54,7 +52,6 @@ def _organize_draft_results_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `organize_draft_results` and describes its outputs."""
     args = check.Arguments("organize_draft_results", values)
     num_nodes = args.integer("num_verify_tokens", 1)
     num_candidates = candidates_contract(args)

@@ -40,7 +40,6 @@ def _pack_tree_mask_kernel(
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `pack_tree_mask` and describes its output."""
     args = check.Arguments("pack_tree_mask", values)
     mode = args.choice("tree_mask_mode", list(TreeMaskMode))
     num_nodes = None if values["num_verify_tokens"] is None else args.integer("num_verify_tokens", 1)

@@ -160,7 +160,6 @@ def _prune_trees_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `prune_trees` and describes its outputs."""
     args = check.Arguments("prune_trees", values)
     args.tensor("draft_tokens", ("B", "N"), check.INTEGER, contiguous=1)
     batch_size, num_nodes = args.size("B"), args.size("N")

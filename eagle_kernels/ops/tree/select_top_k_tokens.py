@@ -43,11 +43,9 @@ class Output(NamedTuple):
 MAX_TOPK = 16
 
 
-@triton.jit(
-    do_not_specialize=["stride_logits_row", "vocab_size", "num_chunks", "level", "num_input_words",
-                       "stride_candidate_scores_request", "stride_candidate_tokens_request",
-                       "stride_parent_slots_request"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["stride_logits_row", "vocab_size", "num_chunks", "level", "num_input_words",
+                               "stride_candidate_scores_request", "stride_candidate_tokens_request",
+                               "stride_parent_slots_request"])  # fmt: skip
 def _select_top_k_tokens_kernel(
     logits_ptr, scan, beam_scores_ptr, beam_ancestors_ptr, draft_to_target_ptr, out,
     stride_logits_row, vocab_size, num_chunks, level, num_input_words, stride_candidate_scores_request,
@@ -111,7 +109,6 @@ def _select_top_k_tokens_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `select_top_k_tokens` and describes its outputs."""
     args = check.Arguments("select_top_k_tokens", values)
     topk = args.integer("topk", 1, MAX_TOPK)
     level = args.integer("level", 0)

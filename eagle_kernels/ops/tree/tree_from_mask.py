@@ -93,7 +93,6 @@ def _first_later(parent, node, other_parent, other, NUM_NODES: tl.constexpr):
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `tree_from_mask` and describes its outputs."""
     args = check.Arguments("tree_from_mask", values)
     num_nodes = args.integer("num_verify_tokens", 1, MAX_NODES)
     mode = args.choice("tree_mask_mode", list(TreeMaskMode))

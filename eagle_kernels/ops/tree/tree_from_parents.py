@@ -50,7 +50,6 @@ def _tree_from_parents_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `tree_from_parents` and describes its outputs."""
     args = check.Arguments("tree_from_parents", values)
     output = tree_contract(args)
     for name in ("draft_tokens", "parents"):

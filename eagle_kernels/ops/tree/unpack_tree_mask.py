@@ -57,7 +57,6 @@ def _unpack_tree_mask_kernel(
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `unpack_tree_mask` and describes its output."""
     args = check.Arguments("unpack_tree_mask", values)
     mode = args.choice("tree_mask_mode", list(TreeMaskMode))
     args.tensor("tree_mask", ("B", "Nq", None), (torch.int64,))

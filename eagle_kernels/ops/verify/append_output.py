@@ -145,7 +145,6 @@ def _completes(window, stop_ptr, stop, is_stop, stop_size, BLOCK_WINDOW: tl.cons
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `append_output` and describes its outputs."""
     args = check.Arguments("append_output", values)
     token_ids = args.tensor("token_ids", ("R", "L"), check.INTEGER, contiguous=1)
     num_tokens = args.tensor("num_tokens", ("B",), check.INTEGER)

@@ -94,7 +94,6 @@ def _pack_verify_rows_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `pack_verify_rows` and describes its outputs."""
     args = check.Arguments("pack_verify_rows", values)
     args.tensor("draft_tokens", ("B", "N"), check.INTEGER, contiguous=1)
     num_tokens = args.tensor("num_tokens", ("B",), check.INTEGER)

@@ -66,7 +66,6 @@ def _verify_commit_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_commit` and describes its outputs."""
     args = check.Arguments("verify_commit", values)
     accept_index = args.tensor("accept_index", ("B", "S + 1"), check.INTEGER)
     batch_size, num_columns = args.size("B"), args.size("S + 1")

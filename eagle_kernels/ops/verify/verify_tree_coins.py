@@ -222,7 +222,6 @@ def _first_above(index, values, reached, level):
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_coins` and describes its outputs."""
     args = check.Arguments("verify_tree_coins", values)
     output = check_tree(args)
     batch_size, num_nodes = args.size("B"), args.size("N")

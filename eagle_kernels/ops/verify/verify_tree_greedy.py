@@ -167,7 +167,6 @@ def _verify_tree_greedy_path_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_greedy` and describes its outputs."""
     args = check.Arguments("verify_tree_greedy", values)
     output = check_tree(args)
     if args.exactly_one("target_predict", "target_logits") == "target_predict":

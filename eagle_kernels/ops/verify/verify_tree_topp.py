@@ -104,7 +104,6 @@ def _find_member(tree, node, ids, is_candidate):
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_topp` and describes its outputs."""
     args = check.Arguments("verify_tree_topp", values)
     output = check_tree(args)
     args.integer("verify_window", 0)

@@ -218,7 +218,6 @@ def _verify_tree_typical_bonus_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_typical` and describes its outputs."""
     args = check.Arguments("verify_tree_typical", values)
     output = check_tree(args)
     num_rows = args.size("B") * args.size("N")

@@ -110,11 +110,8 @@ def open_request(links, scratch, coins, NUM_NODES: tl.constexpr):
     return Request(request, first, tree, edges, coins.positions + first, seed, scratch.deletions + first * 4), is_live
 
 
-@triton.jit(
-    do_not_specialize=[
-        "round", "num_places", "num_ids", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["round", "num_places", "num_ids", "vocab_size", "draft_vocab_size", "stride_target",
+                               "stride_draft"])  # fmt: skip
 def _verify_tree_traversal_round_kernel(
     links, target, draft, target_to_draft_ptr, coins, scratch,
     round, num_places, num_ids, vocab_size, draft_vocab_size, stride_target, stride_draft,

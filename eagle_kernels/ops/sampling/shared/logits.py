@@ -135,9 +135,8 @@ def _load_bits(words_ptr, index, ids, mask, VOCAB_SIZE: tl.constexpr):
     return (word >> (ids % 32)) & 1 != 0
 
 
-def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> bool:
-    """Checks penalties, bias and grammar, one per row of `axis` (the bitmask: of node_axis).
-    Returns whether any is given."""
+def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> None:
+    """Checks penalties, bias and grammar, one per row of `axis` (the bitmask: of node_axis)."""
     words = -(-args.size("V") // 32)
     for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
         args.tensor(name, (axis,), (torch.float32,), optional=True)
@@ -154,7 +153,6 @@ def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> 
         args.debug("repetition_penalty", "be a number above 0", lambda: values["repetition_penalty"] > 0)
     args.debug_numbers("frequency_penalty")
     args.debug_numbers("presence_penalty")
-    return any(values[name] is not None for name in Processors._fields)
 
 
 def has_penalties(values: dict) -> bool:
