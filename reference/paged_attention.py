@@ -6,13 +6,9 @@ import torch
 
 
 def page_tables(
-    page_size: int,
-    block_table: torch.Tensor | None,
-    seq_lens: torch.Tensor | None,
-    kv_indptr: torch.Tensor | None,
-    kv_indices: torch.Tensor | None,
-    last_page_len: torch.Tensor | None,
-) -> list[tuple[torch.Tensor, int]]:
+    page_size: int, block_table: torch.Tensor | None, seq_lens: torch.Tensor | None, kv_indptr: torch.Tensor | None,
+    kv_indices: torch.Tensor | None, last_page_len: torch.Tensor | None,
+) -> list[tuple[torch.Tensor, int]]:  # fmt: skip
     """Returns the page ids and the number of filled slots of each request, from either form of a page table."""
     if block_table is not None:
         tables, lengths = list(block_table), seq_lens.tolist()

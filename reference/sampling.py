@@ -136,13 +136,9 @@ def kept_logits(
 
 
 def draw_tokens(
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor,
-    filters: Filters = NO_FILTERS,
-    processors: Processors = NO_PROCESSORS,
-) -> torch.Tensor:
+    logits: torch.Tensor, positions: torch.Tensor, seeds: torch.Tensor, temperature: torch.Tensor,
+    filters: Filters = NO_FILTERS, processors: Processors = NO_PROCESSORS,
+) -> torch.Tensor:  # fmt: skip
     """Returns tokens int64 [R] drawn from logits [R, V], below temperature 1e-5 the argmax (ties: the lowest id)."""
     kept = kept_logits(logits, temperature, filters, processors)
     noise, fine = random.grouped_gumbel(seeds, positions, logits.shape[1])

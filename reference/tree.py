@@ -16,16 +16,10 @@ class Output(NamedTuple):
 
 
 def walk(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    spec_steps: int,
-    token_at: Callable[[int, int], int],
-    unvisited: torch.Tensor | None = None,
-    any_order: bool = False,
-    most_accepted: int | None = None,
-) -> Output:
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, spec_steps: int, token_at: Callable[[int, int], int],
+    unvisited: torch.Tensor | None = None, any_order: bool = False, most_accepted: int | None = None,
+) -> Output:  # fmt: skip
     """Follows from each root the child that carries `token_at(request, node)`, until none does or S are accepted.
     most_accepted: the limit, if not S.
     unvisited: predicts [B * N] off the path; None: -1.

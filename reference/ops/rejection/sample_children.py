@@ -16,16 +16,10 @@ class Output(NamedTuple):
 
 
 def sample_children(
-    draft_logits: torch.Tensor,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor,
-    nodes: torch.Tensor | None = None,
-    d2t: torch.Tensor | None = None,
-    *,
-    num_children: int,
-    replacement: bool = False,
-) -> Output:
+    draft_logits: torch.Tensor, positions: torch.Tensor, seeds: torch.Tensor, temperature: torch.Tensor,
+    nodes: torch.Tensor | None = None, d2t: torch.Tensor | None = None,
+    *, num_children: int, replacement: bool = False,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/rejection/sample_children.py."""
     num_rows, vocab_size = draft_logits.shape
     scaled = scaled_logits(draft_logits, temperature).clamp(max=torch.finfo(torch.float32).max)

@@ -16,23 +16,13 @@ from ...tree import Output, children_in, trees, write_paths
 
 
 def verify_tree_rejection(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_logits: torch.Tensor | None,
-    draft_logits: torch.Tensor | None,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor,
-    draft_temperature: torch.Tensor | None = None,
-    target_probs: torch.Tensor | None = None,
-    draft_probs: torch.Tensor | None = None,
-    d2t: torch.Tensor | None = None,
-    *,
-    spec_steps: int,
-    replacement: bool = False,
-) -> Output:
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, target_logits: torch.Tensor | None, draft_logits: torch.Tensor | None,
+    positions: torch.Tensor, seeds: torch.Tensor, temperature: torch.Tensor,
+    draft_temperature: torch.Tensor | None = None, target_probs: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None, d2t: torch.Tensor | None = None,
+    *, spec_steps: int, replacement: bool = False,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/rejection/verify_tree_rejection.py."""
     num_nodes = candidates.shape[1]
     draft_temperature = temperature if draft_temperature is None else draft_temperature
@@ -64,18 +54,10 @@ def verify_tree_rejection(
 
 
 def verify_request(
-    tokens: Sequence[int],
-    first_child: Sequence[int],
-    next_sibling: Sequence[int],
-    positions: Sequence[int],
-    *,
-    target_at: Callable[[int], torch.Tensor],
-    scores_at: Callable[[int], torch.Tensor],
-    children_are_certain: bool = False,
-    spec_steps: int,
-    replacement: bool,
-    draws: Draws,
-) -> tuple[list[int], int]:
+    tokens: Sequence[int], first_child: Sequence[int], next_sibling: Sequence[int], positions: Sequence[int],
+    *, target_at: Callable[[int], torch.Tensor], scores_at: Callable[[int], torch.Tensor],
+    children_are_certain: bool = False, spec_steps: int, replacement: bool, draws: Draws,
+) -> tuple[list[int], int]:  # fmt: skip
     """Returns the accepted nodes of one tree, root first, and the bonus token.
     target_at: a node's row of target probabilities [V].
     scores_at: logarithms [V] of weights that the node's children were drawn by.

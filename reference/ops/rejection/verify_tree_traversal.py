@@ -11,22 +11,13 @@ from ...tree import Output, trees, write_paths
 
 
 def verify_tree_traversal(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_logits: torch.Tensor | None,
-    draft_logits: torch.Tensor | None,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor | None,
-    draft_temperature: torch.Tensor | None = None,
-    target_probs: torch.Tensor | None = None,
-    draft_probs: torch.Tensor | None = None,
-    d2t: torch.Tensor | None = None,
-    *,
-    spec_steps: int,
-) -> Output:
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, target_logits: torch.Tensor | None, draft_logits: torch.Tensor | None,
+    positions: torch.Tensor, seeds: torch.Tensor, temperature: torch.Tensor | None,
+    draft_temperature: torch.Tensor | None = None, target_probs: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None, d2t: torch.Tensor | None = None,
+    *, spec_steps: int,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/rejection/verify_tree_traversal.py."""
     num_nodes = candidates.shape[1]
     if target_probs is None:
@@ -49,15 +40,9 @@ def verify_tree_traversal(
 
 
 def verify_request(
-    tokens: Sequence[int],
-    first_child: Sequence[int],
-    next_sibling: Sequence[int],
-    target_probs: torch.Tensor,
-    draft_probs: torch.Tensor,
-    positions: Sequence[int],
-    draws: Draws,
-    spec_steps: int,
-) -> tuple[list[int], int]:
+    tokens: Sequence[int], first_child: Sequence[int], next_sibling: Sequence[int], target_probs: torch.Tensor,
+    draft_probs: torch.Tensor, positions: Sequence[int], draws: Draws, spec_steps: int,
+) -> tuple[list[int], int]:  # fmt: skip
     """Returns the accepted nodes of one tree, root first, and the token after them (Weng et al., arXiv 2505.12398).
     target_probs, draft_probs [N, V] by target ids; draft_probs[i] is what the children of node i were drawn from,
     without replacement. draws: `uniform(position, depth * 65536 + node)` is compared with `<` only (with the depth, no

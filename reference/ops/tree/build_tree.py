@@ -20,21 +20,11 @@ class Output(NamedTuple):
 
 
 def build_tree(
-    verified_id: torch.Tensor,
-    parent_list: torch.Tensor,
-    top_scores_index: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_lens_sum: int | None = None,
-    *,
-    topk: int,
-    spec_steps: int,
-    num_verify_tokens: int,
-    tree_mask_mode: str = "packed",
-    prefix_is_set: bool = False,
-    any_order: bool = False,
-    out: Output | None = None,
-) -> Output:
+    verified_id: torch.Tensor, parent_list: torch.Tensor, top_scores_index: torch.Tensor, draft_tokens: torch.Tensor,
+    seq_lens: torch.Tensor, seq_lens_sum: int | None = None,
+    *, topk: int, spec_steps: int, num_verify_tokens: int, tree_mask_mode: str = "packed", prefix_is_set: bool = False,
+    any_order: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/tree/build_tree.py. The prefix of `prefix_is_set` is True; `out` is read, not written."""
     device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
     visible = torch.zeros(batch_size, num_nodes, num_nodes, dtype=torch.bool, device="cpu")

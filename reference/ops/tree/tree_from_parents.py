@@ -10,17 +10,10 @@ from .build_tree import Output
 
 
 def tree_from_parents(
-    verified_id: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    parents: torch.Tensor,
-    seq_lens: torch.Tensor,
+    verified_id: torch.Tensor, draft_tokens: torch.Tensor, parents: torch.Tensor, seq_lens: torch.Tensor,
     seq_lens_sum: int | None = None,
-    *,
-    num_verify_tokens: int,
-    tree_mask_mode: str = "packed",
-    prefix_is_set: bool = False,
-    out: Output | None = None,
-) -> Output:
+    *, num_verify_tokens: int, tree_mask_mode: str = "packed", prefix_is_set: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/tree/tree_from_parents.py. `prefix_is_set`, `out`: see build_tree."""
     device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
     visible = torch.eye(num_nodes, dtype=torch.bool, device="cpu").repeat(batch_size, 1, 1)

@@ -14,21 +14,12 @@ from ...tree import Output, children_in, trees, write_paths
 
 
 def verify_tree_coins(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_probs: torch.Tensor,
-    uniform_samples: torch.Tensor,
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, target_probs: torch.Tensor, uniform_samples: torch.Tensor,
     uniform_samples_for_final_sampling: torch.Tensor,
-    *,
-    spec_steps: int,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    keep_unvisited: bool = False,
-    any_order: bool = False,
-    out: Output | None = None,
-) -> Output:
+    *, spec_steps: int, threshold_single: float = 1.0, threshold_acc: float = 1.0, keep_unvisited: bool = False,
+    any_order: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/verify/verify_tree_coins.py; `out` is read for keep_unvisited, not written."""
     batch_size, num_nodes = candidates.shape
     probs = target_probs.view(batch_size, num_nodes, target_probs.shape[-1])
@@ -52,18 +43,10 @@ def verify_tree_coins(
 
 
 def verify_request(
-    tokens: Sequence[int],
-    first_child: Sequence[int],
-    next_sibling: Sequence[int],
-    *,
-    probs_at: Callable[[int], torch.Tensor],
-    coin_at: Callable[[int], torch.Tensor],
-    final_coin: torch.Tensor,
-    spec_steps: int,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    any_order: bool = False,
-) -> tuple[list[int], int]:
+    tokens: Sequence[int], first_child: Sequence[int], next_sibling: Sequence[int],
+    *, probs_at: Callable[[int], torch.Tensor], coin_at: Callable[[int], torch.Tensor], final_coin: torch.Tensor,
+    spec_steps: int, threshold_single: float = 1.0, threshold_acc: float = 1.0, any_order: bool = False,
+) -> tuple[list[int], int]:  # fmt: skip
     """Returns the accepted nodes of one tree, root first, and the bonus token.
     probs_at: a node's row of target probabilities [V], whose dtype the arithmetic has.
     coin_at, final_coin: uniforms in [0, 1); anything with `<` that can be scaled."""

@@ -8,17 +8,11 @@ from ...tree import Output, children, write_paths
 
 
 def verify_tree_topp(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    candidate_ids: torch.Tensor,
-    candidate_lens: torch.Tensor,
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, candidate_ids: torch.Tensor, candidate_lens: torch.Tensor,
     target_predict: torch.Tensor,
-    *,
-    spec_steps: int,
-    verify_window: int = 2,
-) -> Output:
+    *, spec_steps: int, verify_window: int = 2,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/verify/verify_tree_topp.py."""
     num_nodes = candidates.shape[1]
     children_of = children(retrieve_index, retrieve_next_token, retrieve_next_sibling)

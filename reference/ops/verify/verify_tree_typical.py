@@ -9,19 +9,11 @@ from ...tree import Output, children, write_paths
 
 
 def verify_tree_typical(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_logits: torch.Tensor,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor,
-    epsilon: torch.Tensor,
-    delta: torch.Tensor,
-    *,
-    spec_steps: int,
-) -> Output:
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, target_logits: torch.Tensor, positions: torch.Tensor, seeds: torch.Tensor,
+    temperature: torch.Tensor, epsilon: torch.Tensor, delta: torch.Tensor,
+    *, spec_steps: int,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/verify/verify_tree_typical.py."""
     num_nodes = candidates.shape[1]
     children_of = children(retrieve_index, retrieve_next_token, retrieve_next_sibling)
