@@ -13,33 +13,9 @@ from __future__ import annotations
 
 import torch
 
-from ...primitives.dependent_launch import await_predecessor
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
-from .shared.renorm_steps import (
-    BRACKET_TUNING,
-    check_renorm,
-    launch_collect,
-    launch_scan,
-    launch_write,
-    load_chunks,
-    open_state,
-    start_row,
-)
-from .shared.threshold import key_probability
-
-
-@triton.jit
-def _min_p_renorm_edge_kernel(min_p_ptr, scratch, NUM_CHUNKS: tl.constexpr, ENABLE_PDL: tl.constexpr):
-    """Writes the smallest key of a row that stays, 1 if the filter is off, as a bracket with nothing in it."""
-    await_predecessor(ENABLE_PDL)
-    row = tl.program_id(0).to(tl.int64)
-    min_p = tl.load(min_p_ptr + row)
-    largest = tl.max(load_chunks(scratch.chunk_largest, row, NUM_CHUNKS))
-    edge = (tl.minimum(min_p, 1.0) * key_probability(largest)).to(tl.int32, bitcast=True)
-    edge = tl.where(min_p > 0.0, tl.maximum(edge, 1), 1)
-    start_row(open_state(scratch, row), edge, edge, largest)
+from ...runtime import check
+from ...runtime.launch import launcher
+from .shared.renorm_steps import check_renorm, launch_steps
 
 
 def contract(values: dict) -> check.Spec:
@@ -73,9 +49,5 @@ def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor 
         [[0.5, 0.0, 0.5, 0.0]]
     """
     out = check.allocate("min_p_renorm", contract(locals()), out)
-    work = launch_scan("min_p_renorm", probs, out)
-    edge = {name: work.chunks[name] for name in ("scratch", "NUM_CHUNKS")} | tuning.row(BRACKET_TUNING, probs.device)
-    launch("min_p_renorm", _min_p_renorm_edge_kernel, (len(probs),), min_p_ptr=min_p, **edge)
-    launch_collect("min_p_renorm", work, None)
-    launch_write("min_p_renorm", work)
+    launch_steps("min_p_renorm", probs, min_p, out)
     return out

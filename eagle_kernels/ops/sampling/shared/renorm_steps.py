@@ -1,14 +1,14 @@
 """The launched steps that top_k_renorm, top_p_renorm and min_p_renorm share: kernels and their launches.
 
     scan       by slices: the largest key of every chunk; if wanted, a sample of it and its sum
-    (bracket)  by rows, the op's own: two keys with the edge between them, the state of the row (`start_row`)
+    bracket    by rows: two keys with the edge between them (min_p: the edge twice), the state of the row (`start_row`)
     collect    by slices: the weight above the bracket, and the probabilities within it, gathered
-    (edge)     by rows, if a bracket is wider than nothing: the edge, exactly, and the mass that stays (`store_edge`)
+    edge       by rows, but for min_p: the edge, exactly, and the mass that stays (`store_edge`)
     write      by slices: kept probabilities divided by their mass, 0 for the others
 
 `threshold.py` explains keys, masses and brackets; `Scratch` is what the steps write about a row for the next ones. By
 the largest keys of chunks later steps read only the chunks they need. The candidates of a row, the probabilities within
-its bracket, lie in the row of the output, which is written last.
+its bracket, lie in the row of the output, which is written last. FILTER is "top_k", "top_p" or "min_p".
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
 from .threshold import (
     MAX_VOCAB_SIZE,
+    bracket_by_count,
+    bracket_by_mass,
     fixed_point_mass,
     key_probability,
     largest_reaching,
@@ -32,6 +34,7 @@ from .threshold import (
     mass_value,
     probability_keys,
     sample_offset,
+    wanted_mass,
 )
 
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/renorm.txt. Slices are small in steps that leave out slices without what
@@ -181,6 +184,40 @@ def _renorm_scan_kernel(
 
 
 @triton.jit
+def _renorm_bracket_kernel(
+    limit_ptr, scratch,
+    FILTER: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Finds two keys of a row between which its edge lies, all but surely; of min_p the edge is both."""
+    await_predecessor(ENABLE_PDL)
+    row = tl.program_id(0).to(tl.int64)
+    limit = tl.load(limit_ptr + row)
+    chunk_largest = load_chunks(scratch.chunk_largest, row, NUM_CHUNKS)
+    if FILTER != "min_p":
+        chunk_sample = load_chunks(scratch.chunk_sample, row, NUM_CHUNKS)
+    if FILTER == "top_p":
+        chunk_sum = load_chunks(scratch.chunk_sum, row, NUM_CHUNKS)
+    largest = tl.max(chunk_largest)
+    # if the filter is off, everything that has mass is above the bracket
+    low = lowest_with_mass(largest)
+    high = low
+    if FILTER == "top_k":
+        if (limit > 0) & (limit < VOCAB_SIZE):
+            lowest = tl.full([], 1, tl.int32)
+            low, high = bracket_by_count(chunk_largest, chunk_sample, limit, lowest, largest + 1, CHUNK)
+    elif FILTER == "top_p":
+        if limit < 1.0:
+            wanted = limit * tl.sum(chunk_sum)
+            low, high = bracket_by_mass(chunk_largest, chunk_sample, chunk_sum, wanted, low, largest + 1, CHUNK)
+    else:
+        low = (tl.minimum(limit, 1.0) * key_probability(largest)).to(tl.int32, bitcast=True)
+        low = tl.where(limit > 0.0, tl.maximum(low, 1), 1)
+        high = low
+    start_row(open_state(scratch, row), low, high, largest)
+
+
+@triton.jit
 def _open_slice(scratch, row, lowest, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
     """Returns the tokens [chunks, CHUNK] of a slice, which chunks [chunks] have a key >= lowest, whether any has."""
     BLOCK_CHUNK: tl.constexpr = BLOCK_VOCAB // CHUNK
@@ -200,10 +237,10 @@ def _load_keys(row_ptr, token, is_read, VOCAB_SIZE: tl.constexpr):
 def _renorm_collect_kernel(
     probs_ptr, output_ptr, scratch, stride_probs_row,
     ALIGNMENT: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    WEIGHT: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+    FILTER: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Adds a slice to the sums of its row, and its probabilities between LOW and HIGH to the row's candidates.
-    WEIGHT: what the second sum adds up, "count" or "mass"; None: there is no second sum, and no candidates either."""
+    min_p has neither candidates nor a second sum."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     probs_ptr += tl.multiple_of(row * stride_probs_row, ALIGNMENT)
@@ -212,7 +249,7 @@ def _renorm_collect_kernel(
     low = tl.load(state.words_ptr + LOW)
     high = tl.load(state.words_ptr + HIGH)
     largest = tl.load(state.words_ptr + LARGEST)
-    lowest = tl.minimum(low, lowest_with_mass(largest)) if WEIGHT == "mass" else low
+    lowest = tl.minimum(low, lowest_with_mass(largest)) if FILTER == "top_p" else low
     token, is_read, is_any = _open_slice(scratch, row, lowest, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
     if is_any:
         keys = _load_keys(probs_ptr, token, is_read, VOCAB_SIZE)
@@ -220,13 +257,13 @@ def _renorm_collect_kernel(
         is_above = keys >= high
         above = tl.sum(tl.where(is_above, mass, 0))
         tl.atomic_add(state.sums_ptr, above, mask=above > 0, sem="relaxed")
-        if WEIGHT == "mass":
+        if FILTER == "top_p":
             total = tl.sum(mass)
             tl.atomic_add(state.sums_ptr + 1, total, mask=total > 0, sem="relaxed")
-        elif WEIGHT == "count":
+        elif FILTER == "top_k":
             count = tl.sum(is_above.to(tl.int32)).to(tl.int64)
             tl.atomic_add(state.sums_ptr + 1, count, mask=count > 0, sem="relaxed")
-        if WEIGHT is not None:
+        if FILTER != "min_p":
             is_candidate = (keys >= low) & (keys < high)
             in_chunk = tl.cumsum(is_candidate.to(tl.int32), axis=1)
             of_chunk = tl.sum(is_candidate.to(tl.int32), axis=1)
@@ -240,6 +277,33 @@ def _renorm_collect_kernel(
                 pairs = (tl.where(is_candidate, place, -1).to(tl.int64) << 32) | keys
                 pairs = tl.reshape(pairs, [BLOCK_VOCAB], can_reorder=True)
                 tl.store(candidates_ptr + (pairs >> 32), key_probability(pairs.to(tl.int32)), mask=pairs >= 0)
+
+
+@triton.jit(do_not_specialize=["stride_probs_row"])
+def _renorm_edge_kernel(
+    limit_ptr, probs_ptr, output_ptr, scratch, stride_probs_row,
+    FILTER: tl.constexpr, ALIGNMENT: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK_CANDIDATE: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Writes the key of the least likely token of a row that stays, and the mass that does."""
+    await_predecessor(ENABLE_PDL)
+    row = tl.program_id(0).to(tl.int64)
+    state = open_state(scratch, row)
+    limit = tl.load(limit_ptr + row)
+    BY_MASS: tl.constexpr = FILTER == "top_p"
+    is_on = limit < 1.0 if BY_MASS else (limit > 0) & (limit < VOCAB_SIZE)
+    if is_on:
+        row_ptr = probs_ptr + tl.multiple_of(row * stride_probs_row, ALIGNMENT)
+        candidates_ptr = output_ptr + row * VOCAB_SIZE
+        if BY_MASS:
+            wanted = wanted_mass(tl.load(state.sums_ptr + 1), limit)
+            lowest = lowest_with_mass(tl.load(state.words_ptr + LARGEST))
+        else:
+            wanted = limit.to(tl.int64)
+            lowest = tl.full([], 1, tl.int32)
+        store_edge(row_ptr, candidates_ptr, state, wanted, lowest, BY_MASS, VOCAB_SIZE, BLOCK_CANDIDATE)
+    else:
+        tl.store(state.words_ptr + LOW, 1)
 
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
@@ -275,24 +339,16 @@ def check_renorm(op: str, values: dict, parameter: str, dtypes: tuple) -> check.
     return args.spec((args.size("R"), args.size("V")), torch.float32)
 
 
-class Work(NamedTuple):
-    """The kernel arguments of one call, by what a kernel needs them for."""
-
-    rows: dict  # to read rows and to write the output
-    chunks: dict  # to read what the scan wrote of chunks
-
-
-def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=False, has_sum=False) -> Work:
-    """Launches the first step, and allocates what the steps write for each other.
-    has_sample, has_sum: whether the op's bracket needs a sample of each chunk, and its sum."""
-    device, (num_rows, vocab_size) = probs.device, probs.shape
+def launch_steps(op: str, probs: torch.Tensor, limit: torch.Tensor, out: torch.Tensor) -> None:
+    """Launches all steps, and allocates what they write for each other; `limit` is the filter's parameter."""
+    name, device, (num_rows, vocab_size) = op.removesuffix("_renorm"), probs.device, probs.shape
     chunk = max(MIN_CHUNK_SIZE, next_power_of_2(vocab_size) // MAX_CHUNKS)
     # a multiple of 4, so that the chunks of every row begin at 16 bytes
     num_chunks = triton.cdiv(triton.cdiv(vocab_size, chunk), 4) * 4
     scratch = Scratch(
         torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device),
-        torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device) if has_sample else None,
-        torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device) if has_sum else None,
+        None if name == "min_p" else torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device),
+        torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device) if name == "top_p" else None,
         torch.empty((num_rows, 4), dtype=torch.int32, device=device),
         torch.empty((num_rows, 2), dtype=torch.int64, device=device),
     )
@@ -305,19 +361,14 @@ def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=F
         "VOCAB_SIZE": vocab_size,
     }
     chunks = {"scratch": scratch, "NUM_CHUNKS": num_chunks, "CHUNK": chunk}
+    filtering = {"limit_ptr": limit, "FILTER": name, "VOCAB_SIZE": vocab_size}
     _launch_by_slices(op, _renorm_scan_kernel, SCAN_TUNING, rows | chunks)
-    return Work(rows | {"output_ptr": out}, chunks)
-
-
-def launch_collect(op: str, work: Work, weight: str | None) -> None:
-    """Launches the step that weighs what lies above the brackets and gathers what lies within.
-    weight: the kernel's WEIGHT."""
-    _launch_by_slices(op, _renorm_collect_kernel, COLLECT_TUNING, work.rows | work.chunks | {"WEIGHT": weight})
-
-
-def launch_write(op: str, work: Work) -> None:
-    """Launches the last step."""
-    _launch_by_slices(op, _renorm_write_kernel, WRITE_TUNING, work.rows | work.chunks)
+    launch(op, _renorm_bracket_kernel, (num_rows,), **(chunks | filtering), **tuning.row(BRACKET_TUNING, device))
+    rows["output_ptr"] = out
+    _launch_by_slices(op, _renorm_collect_kernel, COLLECT_TUNING, rows | chunks | {"FILTER": name})
+    if name != "min_p":
+        launch(op, _renorm_edge_kernel, (num_rows,), **(rows | filtering), **tuning.row(EDGE_TUNING, device))
+    _launch_by_slices(op, _renorm_write_kernel, WRITE_TUNING, rows | chunks)
 
 
 def _launch_by_slices(op: str, kernel, table: dict, arguments: dict) -> None:
