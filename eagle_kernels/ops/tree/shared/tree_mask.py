@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....runtime import check
+from ....primitives.dependent_launch import await_predecessor
+from ....runtime import check, tuning
 from ....runtime.language import tl, triton
+from ....runtime.launch import launch
 
 
 class TreeMaskMode(str, Enum):
@@ -47,6 +49,11 @@ class TreeMask(NamedTuple):
     seq_lens: Any  # read for FULL_MASK only
     size: Any  # elements
 
+
+# A program converts BLOCK_ROW rows of one tree.
+CONVERT_TUNING = {"default": {"BLOCK_ROW": 16, "BLOCK_FILL": 64, "num_warps": 4}}
+# Rows are as long as the context: each has a program, since a small batch would leave most of the GPU idle.
+FULL_MASK_TUNING = {"default": {"BLOCK_ROW": 1, "BLOCK_FILL": 512, "num_warps": 4}}
 
 # lengths that are read at once
 _BLOCK_BATCH = tl.constexpr(128)
@@ -165,6 +172,52 @@ def _fill(
         for start in range(0, length, BLOCK_FILL):
             cell = begin[:, None] + start + lane
             tl.store(mask_ptr + cell, seen, mask=cell < end[:, None])
+
+
+@triton.jit(do_not_specialize=["mask_size"])
+def _convert_tree_mask_kernel(
+    tree_mask_ptr, seq_lens_ptr, output_ptr, mask_size,
+    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, SOURCE_MODE: tl.constexpr, TARGET_MODE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_FILL: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Writes a block of rows in another layout. mask_size: elements of the mask that is not packed."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+    is_row = row < NUM_ROWS
+    source = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, SOURCE_MODE)
+    target = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, TARGET_MODE)
+    if TARGET_MODE == "full_mask":
+        mask = TreeMask(output_ptr, seq_lens_ptr, mask_size)
+        fill_prefix(
+            mask, request, tl.program_id(1), tl.num_programs(1), NUM_KEYS, IS_ALIGNED,
+            BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
+        )  # fmt: skip
+    for word in range((NUM_KEYS + 63) // 64):
+        seen = load_keys(tree_mask_ptr, source, is_row, word, mask_size, NUM_KEYS, SOURCE_MODE)
+        store_keys(output_ptr, target, is_row, word, seen, mask_size, NUM_KEYS, TARGET_MODE)
+
+
+def convert(op: str, tree_mask, seq_lens, out, modes: tuple[str, str], sizes: tuple[int, int, int]) -> None:
+    """Launches the kernel above, from layout modes[0] to modes[1]; sizes: requests, query rows and draft keys."""
+    (source, target), (batch_size, num_rows, num_keys) = map(str, modes), sizes
+    is_full = target == TreeMaskMode.FULL_MASK
+    row = tuning.row(FULL_MASK_TUNING if is_full else CONVERT_TUNING, out.device)
+    launch(
+        op,
+        _convert_tree_mask_kernel,
+        (batch_size, triton.cdiv(num_rows, row["BLOCK_ROW"])),
+        tree_mask_ptr=tree_mask,
+        seq_lens_ptr=seq_lens,
+        output_ptr=out,
+        mask_size=(out if source == TreeMaskMode.PACKED else tree_mask).numel(),
+        NUM_ROWS=num_rows,
+        NUM_KEYS=num_keys,
+        SOURCE_MODE=source,
+        TARGET_MODE=target,
+        IS_ALIGNED=is_full and out.data_ptr() % 16 == 0,
+        **row,
+    )
 
 
 def check_lengths(args: check.Arguments, mode: str) -> None:
