@@ -108,7 +108,7 @@ def largest_key(keys):
 
 
 @triton.jit
-def middle(low, high):
+def halfway(low, high):
     """Returns the integer halfway between two of one type, rounded down, also where that type cannot hold their sum."""
     return (low & high) + ((low ^ high) >> 1)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ....primitives.ordering import LOWEST_KEY, middle, noisy_key, noisy_key_id, ordered_bits
+from ....primitives.ordering import LOWEST_KEY, halfway, noisy_key, noisy_key_id, ordered_bits
 from ....primitives.random import add_grouped_gumbel, grouped_words, noise_key
 from ....runtime.language import next_power_of_2, tl, triton
 from .edge_search import search_row
@@ -158,13 +158,13 @@ def _raise_edge(rank, low, high, wanted, ROOM: tl.constexpr):
     in_column, running = _count(rank >= low)
     count = tl.sum(in_column)
     if count > ROOM:
-        middle = middle(low, high)
+        middle = halfway(low, high)
         while (count > ROOM) & (middle > low):
             above = tl.sum(tl.sum((rank >= middle).to(tl.int32), axis=0))
             low = tl.where(above >= wanted, middle, low)
             count = tl.where(above >= wanted, above, count)
             high = tl.where(above >= wanted, high, middle)
-            middle = middle(low, high)
+            middle = halfway(low, high)
         in_column, running = _count(rank >= low)
     before = tl.cumsum(in_column, 0) - in_column
     return low, count, before[None, :] + running - 1

@@ -14,7 +14,7 @@ which it is), the row itself is halved (`largest_reaching_in_memory`), so the ed
 
 from __future__ import annotations
 
-from ....primitives.ordering import middle
+from ....primitives.ordering import halfway
 from ....runtime.language import tl, triton
 
 # Masses are in units of 2^-40 of the power of two at or below the largest value; a sum of 2^22 of them fits 63 bits.
@@ -86,8 +86,8 @@ def wanted_mass(total, share):
 @triton.jit
 def largest_reaching(keys, weights, wanted, low, high):
     """Returns the largest t in [low, high) such that keys >= t weigh `wanted` or more; low if there is none."""
-    while middle(low, high) > low:  # at most 31 halvings
-        candidate = middle(low, high)
+    while halfway(low, high) > low:  # at most 31 halvings
+        candidate = halfway(low, high)
         reaches = tl.sum(tl.where(keys >= candidate, weights, 0)) >= wanted
         low = tl.where(reaches, candidate, low)
         high = tl.where(reaches, high, candidate)
@@ -118,8 +118,8 @@ def largest_reaching_in_memory(
 ):
     """Returns t as `largest_reaching` does, of probabilities in memory; number and mass of the keys >= t.
     Each halving reads all probabilities."""
-    while middle(low, high) > low:  # at most 31 halvings
-        candidate = middle(low, high)
+    while halfway(low, high) > low:  # at most 31 halvings
+        candidate = halfway(low, high)
         count, mass = _weigh_in_memory(values_ptr, size, candidate, largest, not BY_MASS, BY_MASS, BLOCK)
         reaches = (mass if BY_MASS else count) >= wanted
         low = tl.where(reaches, candidate, low)
@@ -143,10 +143,10 @@ def bracket_by_count(largest, sample, wanted, low, high, CHUNK: tl.constexpr):
     rounds = 0
     while _goes_on(rounds, low, low_end, high_end):
         rounds += 1
-        candidate = middle(low, low_end)
+        candidate = halfway(low, low_end)
         at_least, _ = _count_bounds(largest, sample, candidate, CHUNK)
         low, low_end = _halve(low, low_end, candidate, at_least >= wanted)
-        candidate = middle(high_start, high_end)
+        candidate = halfway(high_start, high_end)
         _, at_most = _count_bounds(largest, sample, candidate, CHUNK)
         high_start, high_end = _halve(high_start, high_end, candidate, at_most >= wanted)
     return low, tl.maximum(low, high_end)
@@ -175,10 +175,10 @@ def bracket_by_mass(largest, sample, total, wanted, low, high, CHUNK: tl.constex
     rounds = 0
     while _goes_on(rounds, low, low_end, high_end):
         rounds += 1
-        candidate = middle(low, low_end)
+        candidate = halfway(low, low_end)
         at_least, _ = _mass_bounds(largest, sample, total, candidate, CHUNK)
         low, low_end = _halve(low, low_end, candidate, at_least >= wanted)
-        candidate = middle(high_start, high_end)
+        candidate = halfway(high_start, high_end)
         _, at_most = _mass_bounds(largest, sample, total, candidate, CHUNK)
         high_start, high_end = _halve(high_start, high_end, candidate, at_most >= wanted)
     return low, tl.maximum(low, high_end)
