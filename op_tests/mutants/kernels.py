@@ -142,8 +142,8 @@ MUTANTS = [
     Mutant(
         "logits of a draft beside probabilities of a target are not scanned",
         [(REJECTION + "shared/rejection_rounds.py",
-          'if shared["target"].scans is None and shared["draft"].scans is None:',
-          'if shared["target"].scans is None:')],
+          'shared["target"].scans is not None or shared["draft"].scans is not None',
+          'shared["target"].scans is not None')],
         [f"{_RANDOM}[rejection.verify_tree_rejection]"],
     ),
     Mutant(

@@ -35,7 +35,7 @@ from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2
 from ...runtime.launch import bundle, launcher
 from .shared.prepare_pair import allocate_scans, check_pair, pair_arguments, scan_pair
-from .shared.rejection_rounds import allocate_rounds, launch_level_scan, launch_rounds, launch_walk
+from .shared.rejection_rounds import allocate_rounds, launch_rounds_and_walks
 
 # One program reads whole rows one after another: the tile is the largest that fits in its registers.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
@@ -178,10 +178,5 @@ def verify_tree_rejection(
     }
     tile = dict(tuning.row(TUNING, device))
     tile["BLOCK_VOCAB"] = min(tile["BLOCK_VOCAB"], next_power_of_2(shared["num_ids"]))
-    for level in range(spec_steps + 1) if by_level else (0,):
-        if by_level:
-            launch_level_scan(shared, level)
-        launch_rounds(shared, num_rounds, level)
-        walk = shared | output_arguments(out) | tile | {"round": num_rounds, "level": level}
-        launch_walk(batch_size, walk)
+    launch_rounds_and_walks(shared, output_arguments(out) | tile, num_rounds)
     return out

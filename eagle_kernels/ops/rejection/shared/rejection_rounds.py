@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
+from ....primitives.ordering import largest_key
 from ....primitives.rows import GREEDY_BELOW, Rows, in_units, store_no_scan, store_scan
 from ....primitives.tree_walk import Walk, all_nodes, is_own, load_nodes, store_walk
 from ....runtime import tuning
@@ -173,7 +174,7 @@ def _verify_tree_rejection_round_kernel(
                 target_left, draft_left = load_left(rows, node, left_to_pass(node, at), ids, ids < num_ids, KEEPS_DRAFT)
                 noise_key = residual_key(node.seed, tl.load(node.positions + current).to(tl.int64) + 1)
                 keys = draw_keys(target_left, ids, noise_key)
-                store_found(scratch, to, part, target_left, draft_left, keys, NUM_SLICES)
+                store_found(scratch, to, part, tl.sum(target_left), tl.sum(draft_left), largest_key(keys), NUM_SLICES)
             else:
                 store_nothing(scratch, to, part, NUM_SLICES)
         else:
@@ -283,38 +284,20 @@ def allocate_rounds(candidates: torch.Tensor, num_places: int, num_slices: int, 
     return Scratch(states, *allocate_found(num_places, num_slices, device), depth, emitted)
 
 
-def launch_rounds(shared: dict, num_rounds: int, level: int) -> None:
-    """Launches all rounds of all nodes, or with BY_LEVEL of those that the walks have reached at a level."""
-    device = shared["links"].candidates.device
-    tuned = tuning.row(SLICE_TUNING, device) | ({} if shared["KEEPS_DRAFT"] else tuning.row(REGISTER_TUNING, device))
-    for round in range(num_rounds):
-        launch(
-            "verify_tree_rejection",
-            _verify_tree_rejection_round_kernel,
-            (shared["num_places"], shared["NUM_SLICES"]),
-            round=round,
-            level=level,
-            IS_FIRST=round == 0,
-            **shared,
-            **tuned,
-        )
-
-
-def launch_level_scan(shared: dict, level: int) -> None:
-    """Launches the scan of the rows of the nodes that the walks have reached at a level."""
-    if shared["target"].scans is None and shared["draft"].scans is None:
-        return
-    names = _verify_tree_rejection_scan_kernel.arg_names
-    launch(
-        "verify_tree_rejection",
-        _verify_tree_rejection_scan_kernel,
-        (shared["num_places"], shared["NUM_SLICES"]),
-        level=level,
-        **{name: value for name, value in shared.items() if name in names},
-        **tuning.row(SLICE_TUNING, shared["links"].candidates.device),
-    )
-
-
-def launch_walk(batch_size: int, arguments: dict) -> None:
-    """Launches the walks of all requests; round: the number of rounds made."""
-    launch("verify_tree_rejection", _verify_tree_rejection_walk_kernel, (batch_size,), **arguments)
+def launch_rounds_and_walks(shared: dict, walk: dict, num_rounds: int) -> None:
+    """Launches the rounds of all nodes, then the walks; with BY_LEVEL those of the nodes reached at one level after the
+    other, after a scan of their rows. walk: what the walk's kernel takes besides the shared arguments."""
+    op, device = "verify_tree_rejection", shared["links"].candidates.device
+    grid, tuned = (shared["num_places"], shared["NUM_SLICES"]), tuning.row(SLICE_TUNING, device)
+    rounds = shared | tuned | ({} if shared["KEEPS_DRAFT"] else tuning.row(REGISTER_TUNING, device))
+    has_logits = shared["target"].scans is not None or shared["draft"].scans is not None
+    for level in range(shared["SPEC_STEPS"] + 1) if shared["BY_LEVEL"] else (0,):
+        if shared["BY_LEVEL"] and has_logits:
+            names = _verify_tree_rejection_scan_kernel.arg_names
+            scan = tuned | {name: value for name, value in shared.items() if name in names}
+            launch(op, _verify_tree_rejection_scan_kernel, grid, level=level, **scan)
+        for round in range(num_rounds):
+            now = {"round": round, "level": level, "IS_FIRST": round == 0}
+            launch(op, _verify_tree_rejection_round_kernel, grid, **rounds, **now)
+        last = shared | walk | {"round": num_rounds, "level": level}
+        launch(op, _verify_tree_rejection_walk_kernel, (len(shared["links"].candidates),), **last)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
+from ....primitives.ordering import largest_key
 from ....primitives.rows import Rows, in_units
 from ....primitives.tree_walk import all_nodes, find_above, is_own, load_nodes
 from ....runtime import tuning
@@ -148,7 +149,7 @@ def _verify_tree_traversal_round_kernel(
         if (next_at.phase == DELETING) | (next_at.phase == DRAWING):
             ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
             target_left, draft_left, keys = pass_tile(rows, of, next_at, latest, ids, NUM_SLICES)
-            store_found(scratch, to, part, target_left, draft_left, keys, NUM_SLICES)
+            store_found(scratch, to, part, tl.sum(target_left), tl.sum(draft_left), largest_key(keys), NUM_SLICES)
         else:
             store_nothing(scratch, to, part, NUM_SLICES)
     else:
