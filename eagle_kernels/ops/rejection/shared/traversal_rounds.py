@@ -171,22 +171,11 @@ def allocate_rounds(candidates: torch.Tensor, num_slices: int, num_rounds: int) 
 
 def launch_rounds(shared: dict, num_rounds: int) -> None:
     """Launches the look-up of all edges, then all rounds."""
-    device, batch_size = shared["links"].candidates.device, shared["num_places"]
+    op, device, batch_size = "verify_tree_traversal", shared["links"].candidates.device, shared["num_places"]
     names = _verify_tree_traversal_edge_kernel.arg_names
-    launch(
-        "verify_tree_traversal",
-        _verify_tree_traversal_edge_kernel,
-        (batch_size, shared["NUM_NODES"]),
-        **{name: value for name, value in shared.items() if name in names},
-        **tuning.row(EDGE_TUNING, device),
-    )
+    edges = {name: value for name, value in shared.items() if name in names} | tuning.row(EDGE_TUNING, device)
+    launch(op, _verify_tree_traversal_edge_kernel, (batch_size, shared["NUM_NODES"]), **edges)
+    rounds = shared | tuning.row(SLICE_TUNING, device)
     for round in range(num_rounds):
-        launch(
-            "verify_tree_traversal",
-            _verify_tree_traversal_round_kernel,
-            (batch_size, shared["NUM_SLICES"]),
-            round=round,
-            IS_FIRST=round == 0,
-            **shared,
-            **tuning.row(SLICE_TUNING, device),
-        )
+        now = {"round": round, "IS_FIRST": round == 0}
+        launch(op, _verify_tree_traversal_round_kernel, (batch_size, shared["NUM_SLICES"]), **rounds, **now)
