@@ -28,7 +28,7 @@ from .ops.kv.kv_indices import Output as KVIndicesOutput
 from .ops.nn.rms_norm import Output as RMSNormOutput
 from .ops.nn.rope import Output as RopeOutput
 from .ops.rejection.sample_children import Output as SampleChildrenOutput
-from .ops.sampling.shared.sampled_output import Output as SampledVerifyOutput
+from .ops.sampling.shared.sampled_levels import Output as SampledVerifyOutput
 from .ops.token_bitmask import Matcher as Matcher
 from .ops.tree.build_tree_from_scores import Output as BuildTreeFromScoresOutput
 from .ops.tree.compute_tree_statistics import Output as TreeStatisticsOutput

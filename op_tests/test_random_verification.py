@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eagle_kernels.ops.draft import ngram_match
-from eagle_kernels.ops.draft.shared import token_budget
+from eagle_kernels.ops.draft.shared import ngram
 from eagle_kernels.ops.rejection import sample_children, verify_tree_rejection, verify_tree_traversal
 from eagle_kernels.ops.rejection.shared import prepare_pair
 from eagle_kernels.ops.sampling import penalize_logits, verify_tree_sampled
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide b
 TILES = [
     (ngram_match.SCAN_TUNING, {"BLOCK_TOKEN": 16, "programs": 8}),
     (ngram_match.MERGE_TUNING, {"BLOCK_KEY": 4}),
-    (token_budget.BUDGET_TUNING, {"BLOCK_BATCH": 2}),
+    (ngram.BUDGET_TUNING, {"BLOCK_BATCH": 2}),
     (sample_children.TUNING, {"BLOCK_VOCAB": 16}),
     (prepare_pair.SLICE_TUNING, {"BLOCK_VOCAB": 16}),
     (prepare_pair.MAP_TUNING, {"BLOCK_TARGET": 16, "BLOCK_DRAFT": 8}),

@@ -11,18 +11,11 @@ from .tree import children
 
 
 def planted(
-    token_at: Callable[[int, int], int],
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    *,
-    spec_steps: int,
-    accept_policy: str,
-    simulated_rates: torch.Tensor | None,
-    seeds: torch.Tensor | None,
+    token_at: Callable[[int, int], int], candidates: torch.Tensor, retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor,
+    *, spec_steps: int, accept_policy: str, simulated_rates: torch.Tensor | None, seeds: torch.Tensor | None,
     positions: torch.Tensor | None,
-) -> Callable[[int, int], int]:
+) -> Callable[[int, int], int]:  # fmt: skip
     """Returns `token_at` for `tree.walk` with the policy's tokens; it must be asked as a walk asks, root first."""
     if accept_policy in ("normal", "reject_all"):
         return token_at

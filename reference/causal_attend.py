@@ -21,17 +21,10 @@ def rotate(query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor, Tensor]) ->
 
 
 def causal_attend(
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None = None,
-    *,
-    angles: tuple[Tensor, Tensor, Tensor] | None = None,
-    sm_scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None,
+    *, angles: tuple[Tensor, Tensor, Tensor] | None = None, sm_scale: float | None = None,
+    soft_cap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attends to the tokens of the sequence itself, as a `protocol.Attend` without a KV pool."""
     if angles is not None:
         query, key = rotate(query, key, angles)

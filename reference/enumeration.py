@@ -19,9 +19,7 @@ import torch
 
 def enumerate_outcomes(function: Callable[[Source], Hashable], *, most: int = 1_000_000) -> dict[Hashable, float]:
     """Returns the probability of every outcome of `function`, which must depend on nothing but its source's draws.
-
-    Raises RuntimeError if there are more than `most` ways through it. Every way must end.
-    """
+    Raises RuntimeError if there are more than `most` ways through it. Every way must end."""
     law: dict[Hashable, float] = {}
     way: list[_Branch] | None = []
     for _ in range(most):
@@ -90,9 +88,7 @@ class Source:
 
 class EnumeratedDraws:
     """A stand-in for a reference's `Draws`, which draws from a source that enumerates all outcomes.
-
-    No two draws of one request may have the same key, in whatever rounds, or one of them would tell the other.
-    """
+    No two draws of one request may have the same key, in whatever rounds, or one of them would tell the other."""
 
     def __init__(self, source):
         self._source, self._keys = source, set()

@@ -6,13 +6,9 @@ import torch
 
 
 def page_tables(
-    page_size: int,
-    block_table: torch.Tensor | None,
-    seq_lens: torch.Tensor | None,
-    kv_indptr: torch.Tensor | None,
-    kv_indices: torch.Tensor | None,
-    last_page_len: torch.Tensor | None,
-) -> list[tuple[torch.Tensor, int]]:
+    page_size: int, block_table: torch.Tensor | None, seq_lens: torch.Tensor | None, kv_indptr: torch.Tensor | None,
+    kv_indices: torch.Tensor | None, last_page_len: torch.Tensor | None,
+) -> list[tuple[torch.Tensor, int]]:  # fmt: skip
     """Returns the page ids and the number of filled slots of each request, from either form of a page table."""
     if block_table is not None:
         tables, lengths = list(block_table), seq_lens.tolist()
@@ -66,10 +62,8 @@ def scaled_keys(key, value, k_scale, v_scale, dtype):
 
 def attention(query, key, value, visible, sm_scale, soft_cap=None, sinks=None):
     """Returns output [rows, Hq, D] and lse [rows, Hq] of query [rows, Hq, D] over key and value [keys, Hkv, D].
-
     `visible` is bool [rows, keys]; a row that sees no key has output 0, and lse -inf or its sink. sinks [Hq]: one more
-    logit per head, that has no value. Computed in float32, or in float64 for float64 queries.
-    """
+    logit per head, that has no value. Computed in float32, or in float64 for float64 queries."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     group_size = query.shape[1] // key.shape[1]
     key = key.to(dtype).repeat_interleave(group_size, dim=1)

@@ -52,9 +52,7 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: int, draw: int
 
 def token_words(key: list[torch.Tensor], num_tokens: int, domain: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns 64 bits of each id, two int64 words [R, num_tokens], for the four words [R] of a `random_block`.
-
-    domain: bits that no id has, for words that no id has.
-    """
+    domain: bits that no id has, for words that no id has."""
     key0, key1, key2, key3 = (word[:, None] for word in key)
     high, low = _multiply((torch.arange(num_tokens, device=key0.device) | domain) ^ key0, key1 | 1)
     high_product, low_product = _multiply(low ^ key2, high ^ key3)
@@ -82,10 +80,8 @@ def grouped_gumbel(
     seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, stream: int = STREAM_TARGET
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns grouped noise fp32 [R, num_tokens] of rows with `seeds` and `positions` [R], and its fine bits int64.
-
     Of the exponentials of tokens 8 g .. 8 g + 7 one has the minimum M, which is an exponential of rate 8: the leader.
-    The others exceed M by exponentials of rate 1.
-    """
+    The others exceed M by exponentials of rate 1."""
     key = random_block(seeds, positions, stream)
     token = torch.arange(num_tokens, device=seeds.device)
     num_groups = -(-num_tokens // GROUP)

@@ -16,10 +16,8 @@ LARGEST_PROB = 1.001
 
 def probs_of_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Returns softmax(logits [R, V] / temperature [R]) in fp32; one-hot at the largest logit (lowest id) below 1e-5.
-
     NaN counts as -inf, +inf as the largest finite number. A row of nothing but -inf has no probability above 0, but
-    that of token 0 where it is greedy.
-    """
+    that of token 0 where it is greedy."""
     if logits.numel() == 0:
         return logits.to(torch.float32)
     is_sampled = (temperature >= GREEDY_BELOW)[:, None]

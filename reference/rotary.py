@@ -9,9 +9,7 @@ def rotate(
     heads: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool
 ) -> torch.Tensor:
     """Returns heads [T, heads, D] turned by rows `positions` of cos and sin; without such a row they stay.
-
-    positions: [T], or [B, T / B].
-    """
+    positions: [T], or [B, T / B]."""
     positions = positions.flatten()
     num_positions, num_pairs = cos.shape
     is_known = (positions >= 0) & (positions < num_positions)

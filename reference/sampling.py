@@ -17,9 +17,7 @@ SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 class Processors(NamedTuple):
     """What changes logits before they are sampled, one row of each per row of logits; None: not at all.
-
-    prompt_mask and token_bitmask are int32 words: bit v % 32 of word v // 32 belongs to token v.
-    """
+    prompt_mask and token_bitmask are int32 words: bit v % 32 of word v // 32 belongs to token v."""
 
     repetition_penalty: torch.Tensor | None = None
     frequency_penalty: torch.Tensor | None = None
@@ -88,9 +86,7 @@ def token_bits(words: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Returns logits / temperature (unscaled where greedy), NaN as -inf, +inf as the largest finite fp32.
-
-    1 / temperature is never 0, so that +inf stays above all other logits.
-    """
+    1 / temperature is never 0, so that +inf stays above all other logits."""
     wide = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     inverse = torch.where(temperature >= GREEDY_BELOW, (1.0 / temperature).clamp(min=SMALLEST_NORMAL), 1.0)
     scaled = wide * inverse[:, None]
@@ -105,9 +101,7 @@ def filtered_logits(
     filter_order: str = "top_k_first",
 ) -> torch.Tensor:
     """Returns `scaled` with -inf where a filter removes the token; ties at an edge all stay.
-
-    filter_order: "top_k_first": top-p works on what top-k left, renormalised; "joint": both work on all tokens.
-    """
+    filter_order: "top_k_first": top-p works on what top-k left, renormalised; "joint": both work on all tokens."""
     num_tokens = scaled.shape[1]
     ordered = scaled.sort(dim=1, descending=True, stable=True).values
     maximum = ordered[:, :1]
@@ -142,13 +136,9 @@ def kept_logits(
 
 
 def draw_tokens(
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor,
-    filters: Filters = NO_FILTERS,
-    processors: Processors = NO_PROCESSORS,
-) -> torch.Tensor:
+    logits: torch.Tensor, positions: torch.Tensor, seeds: torch.Tensor, temperature: torch.Tensor,
+    filters: Filters = NO_FILTERS, processors: Processors = NO_PROCESSORS,
+) -> torch.Tensor:  # fmt: skip
     """Returns tokens int64 [R] drawn from logits [R, V], below temperature 1e-5 the argmax (ties: the lowest id)."""
     kept = kept_logits(logits, temperature, filters, processors)
     noise, fine = random.grouped_gumbel(seeds, positions, logits.shape[1])

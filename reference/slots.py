@@ -35,10 +35,8 @@ def packed(
     counts, capacity: int, read: Callable[[int, int], list[int]], *, unused: int | torch.Tensor = -1, dtype=torch.int64
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Returns (bounds, entries, overflow): lists one after another, cut at `capacity`.
-
     counts: how many entries each list has, as a list or a tensor. read(index, count) gives the first entries of a list,
-    at most those that have room. unused: a number, or a tensor whose entries stay where no list reaches.
-    """
+    at most those that have room. unused: a number, or a tensor whose entries stay where no list reaches."""
     counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
     needed = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     bounds = needed.clamp(max=capacity)

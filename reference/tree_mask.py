@@ -36,9 +36,7 @@ def write_mask(
     buffer: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the bool mask [B, Nq, Nk] in the layout that `mode` names.
-
-    FULL_MASK is as long as `buffer`, whose other cells stay, or as seq_lens_sum says; None: as the lengths do.
-    """
+    FULL_MASK is as long as `buffer`, whose other cells stay, or as seq_lens_sum says; None: as the lengths do."""
     batch_size, num_rows, num_keys = visible.shape
     if mode == "qlen_only":
         return visible

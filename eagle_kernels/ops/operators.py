@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from ..runtime.library import Op, operator, register, schemas_of
+from ..runtime.library import Op, register, schemas_of
 from .registry import OPS
 from .schemas import SCHEMAS
 
@@ -21,7 +21,7 @@ def find(name: str) -> Op:
         module = import_module(f".{OPS[name]}", __package__)
         if not set(schemas_of(module)) <= set(SCHEMAS):
             raise RuntimeError(f"ops/schemas.py does not have {name} as it is: run python -m bench.api")
-        made.setdefault(name, operator(module, reference_of(OPS[name])))
+        made.setdefault(name, Op(module, reference_of(OPS[name])))
     return made[name]
 
 
@@ -36,4 +36,5 @@ def __getattr__(name: str) -> Callable:
     return find(name).function
 
 
-register(SCHEMAS, find)
+for schema in SCHEMAS:
+    register(schema, find)

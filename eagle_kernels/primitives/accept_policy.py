@@ -36,20 +36,11 @@ def check_policy(args: check.Arguments) -> None:
 
 @triton.jit
 def plant(
-    token,
-    node,
-    depth,
-    tree,
-    request,
-    coins,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-):
+    token, node, depth, tree, request, coins,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ACCEPT_POLICY: tl.constexpr,
+):  # fmt: skip
     """Returns what replaces the target's `token` (int32) at `node`, to which `depth` accepted drafts have led.
-
-    Below depth SPEC_STEPS nothing is accepted, so nothing is planted.
-    """
+    Below depth SPEC_STEPS nothing is accepted, so nothing is planted."""
     if (ACCEPT_POLICY == "accept_all") | (ACCEPT_POLICY == "simulate"):
         if depth < SPEC_STEPS:
             is_wanted = tl.full([], True, tl.int1)
@@ -70,10 +61,8 @@ def next_node(child, ACCEPT_POLICY: tl.constexpr):
 @triton.jit
 def is_accepted_by_coin(depth, request, coins, NUM_NODES: tl.constexpr):
     """Tells whether the coin of this depth accepts the draft below it.
-
     It does so with probability rates[depth] over the rate of the depth before: rates[depth] is the probability that
-    more than `depth` drafts are accepted.
-    """
+    more than `depth` drafts are accepted."""
     position = tl.load(coins.positions + request * NUM_NODES).to(tl.int64) + depth + 1
     coin = uniform(tl.load(coins.seeds + request), position, STREAM, 0)
     rate = tl.load(coins.simulated_rates + depth)
@@ -85,10 +74,8 @@ def is_accepted_by_coin(depth, request, coins, NUM_NODES: tl.constexpr):
 @triton.jit
 def planted_token(token, node, is_wanted, tree):
     """Returns the token to plant at `node`.
-
     If one more draft is wanted, this is the token of the first child that carries one, or `token` where none does. If
-    not, a `token` that a child carries is replaced by the smallest id that none carries; any other stays.
-    """
+    not, a `token` that a child carries is replaced by the smallest id that none carries; any other stays."""
     tokens, links = tree.tokens, tree.links
     nodes = tl.arange(0, links.shape[0])
     is_child = nodes < 0
@@ -110,13 +97,7 @@ def planted_token(token, node, is_wanted, tree):
 
 @triton.jit
 def plant_path(
-    predicted,
-    tree,
-    request,
-    coins,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
+    predicted, tree, request, coins, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ACCEPT_POLICY: tl.constexpr
 ):
     """Returns the target's tokens `predicted` [node] with planted ones at the nodes that they lead to."""
     if (ACCEPT_POLICY == "accept_all") | (ACCEPT_POLICY == "simulate"):

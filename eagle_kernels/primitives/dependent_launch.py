@@ -22,9 +22,7 @@ from ..runtime.language import tl, triton
 @triton.jit
 def await_predecessor(ENABLE_PDL: tl.constexpr):
     """Waits until all that the kernels before wrote can be seen; then lets the kernel after this one start.
-
-    Every program calls it, outside of branches and loops, and once with a true ENABLE_PDL where the GPU can.
-    """
+    Every program calls it, outside of branches and loops, and once with a true ENABLE_PDL where the GPU can."""
     if ENABLE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

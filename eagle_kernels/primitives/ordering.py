@@ -108,12 +108,16 @@ def largest_key(keys):
 
 
 @triton.jit
+def halfway(low, high):
+    """Returns the integer halfway between two of one type, rounded down, also where that type cannot hold their sum."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+@triton.jit
 def is_among_best(values, is_present, count):
     """Returns whether each of a vector's fp32 values is among the `count` largest, equal ones by ascending place.
-
     NaN counts as -inf. The edge, the largest value that at least `count` values reach, is found from its highest bit
-    down.
-    """
+    down."""
     # unsigned: 0 is below every value
     order = tl.where(is_present, unsigned_rank(comparable(values)), 0)
     edge = tl.full([], 0, tl.uint32)

@@ -18,9 +18,7 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 4, 256
 
 def check_row_strides(args: check.Arguments, name: str, value: torch.Tensor, leading: int) -> None:
     """Checks that the `leading` axes step over whole rows of D elements, so that kernels know that rows are aligned.
-
-    Kernels count rows in uint32.
-    """
+    Kernels count rows in uint32."""
     head_dim = value.shape[-1]
     if head_dim == 0:
         args.fail(name, "have heads of at least one element", f"shape {list(value.shape)}")
@@ -35,9 +33,7 @@ def check_row_strides(args: check.Arguments, name: str, value: torch.Tensor, lea
 
 def debug_pages(args: check.Arguments, name: str, num_pages: int, is_read) -> None:
     """Checks with EAGLE_KERNELS_DEBUG=1 that a table names pages of the pool where is_read(), of its shape, is true.
-
-    A row of block_table that is -1 throughout is no request's: it pads the batch.
-    """
+    A row of block_table that is -1 throughout is no request's: it pads the batch."""
     table = args.values[name]
     rule = f"name one of the {num_pages} pages of the pool where it is read"
 

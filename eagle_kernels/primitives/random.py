@@ -97,9 +97,7 @@ def uniform(seed, position, STREAM: tl.constexpr, draw):
 @triton.jit
 def token_words(key, ids):
     """Returns 64 bits of each token id, for the four words of a `random_block`.
-
-    They are a word uint32 and a second one that tells equal words apart.
-    """
+    They are a word uint32 and a second one that tells equal words apart."""
     key0, key1, key2, key3 = key
     # odd: different ids have different low halves
     low, high = _halves_of_product(ids.to(tl.uint32) ^ key0, key1 | 1)
@@ -127,10 +125,8 @@ def fine_bits(words):
 @triton.jit
 def add_gumbel(values, words):
     """Returns values + standard Gumbel noise -ln E of `token_words`.
-
     E = -log1p(-u), u = (word + (low + 1/2) / 2^32) / 2^32.
-    It gives the same bits wherever it is compiled: every product is part of a named operation.
-    """
+    It gives the same bits wherever it is compiled: every product is part of a named operation."""
     return _add_noise(values, _add_exponential(0.0, words))
 
 
@@ -143,10 +139,8 @@ def group_words(key, groups):
 @triton.jit
 def grouped_words(key, ids):
     """Returns what the grouped noise of token ids is made of: their own words, their groups', and which of them lead.
-
     The leader has a hash of its own, as `low` is not as random as `word`: of a product, whose last bits are more often
-    0 than 1, and of words near 0, those of winners, it is the product's upper half as well, and rather small.
-    """
+    0 than 1, and of words near 0, those of winners, it is the product's upper half as well, and rather small."""
     group = ids.to(tl.uint32) // GROUP
     leader, _ = token_words(key, group | _LEADER)
     return token_words(key, ids), group_words(key, group), leader >> 29 == ids.to(tl.uint32) % GROUP
@@ -164,12 +158,10 @@ def add_grouped_gumbel(values, words):
 @triton.jit
 def add_group_bound(logits, scale, words):
     """Returns an upper bound of value + grouped noise, for tokens of a group whose value is at most logits * scale.
-
     `words` are those of `group_words`. No logarithm is taken; the bound is by at most 0.07 above logits * scale - ln M
     for words from 2^8 to 2^28. E >= u, and the bits of a float, as an integer, are its logarithm with the mantissa
     taken linearly, which is less. They become a float without a conversion: as the mantissa of 2^23 + bits / 128 -
-    constant.
-    """
+    constant."""
     word, _ = words
     u = tl.fma(word.to(tl.float32), 2.3283064365386963e-10, 2.710505431213761e-20)
     steps = ((u.to(tl.int32, bitcast=True) >> 7) + 0x4AC20000).to(tl.float32, bitcast=True)
@@ -186,10 +178,8 @@ def _add_noise(values, exponential):
 @triton.jit
 def _add_exponential(values, words):
     """Returns values + E.
-
     The largest noise decides which token wins, and u is near 0 there: log1p's series keeps what 1 - u
-    loses. (With 24-bit uniforms every 140th draw over a vocabulary of 128k would tie.)
-    """
+    loses. (With 24-bit uniforms every 140th draw over a vocabulary of 128k would tie.)"""
     word, low = words
     wide = word.to(tl.float32)
     u = tl.fma(low.to(tl.float32), 5.421010862427522e-20, tl.fma(wide, 2.3283064365386963e-10, 2.710505431213761e-20))

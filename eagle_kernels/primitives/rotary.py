@@ -100,23 +100,12 @@ def _store(place_ptr, value, mask, scale, FP8_BIAS: tl.constexpr):
 
 @triton.jit
 def move_heads(
-    source_ptr,
-    target_ptr,
-    source_row,
-    target_row,
-    is_head,
-    angles,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    FP8_BIAS: tl.constexpr,
-):
+    source_ptr, target_ptr, source_row, target_row, is_head, angles, scale,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, FP8_BIAS: tl.constexpr,
+):  # fmt: skip
     """Moves heads [HEAD] from row source_row to row target_row, both int64, a row being HEAD_DIM elements.
-
-    scale: [HEAD, 1] or a number. FP8_BIAS: of the 8-bit float to write; 0: elements keep their dtype, unscaled.
-    Source and target may be the same: a program reads an element before it writes there, and no other program reads it.
-    """
+    scale: [HEAD, 1] or a number. FP8_BIAS: of the 8-bit float to write; 0: elements keep their dtype, unscaled. Source
+    and target may be the same: a program reads an element before it writes there, and no other program reads it."""
     source_ptr += source_row[:, None] * HEAD_DIM
     target_ptr += target_row[:, None] * HEAD_DIM
     is_head = is_head[:, None]
@@ -168,10 +157,7 @@ def check_tables(args: check.Arguments, dtype: torch.dtype) -> None:
 def head_strides(name: str, heads: torch.Tensor) -> dict[str, int]:
     """Returns the strides of heads [T, heads, D] as kernels take them: in rows of D."""
     head_dim = heads.shape[2]
-    return {
-        f"stride_{name}_token": heads.stride(0) // head_dim,
-        f"stride_{name}_head": heads.stride(1) // head_dim,
-    }
+    return {f"stride_{name}_token": heads.stride(0) // head_dim, f"stride_{name}_head": heads.stride(1) // head_dim}
 
 
 def table_arguments(positions: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None) -> dict:

@@ -67,9 +67,7 @@ def open_row(row_ptr, size, temperature, maximum, total, best):
 @triton.jit
 def read_temperature(temperature):
     """Returns 1 / temperature and whether the row is sampled; NaN and all below 1e-5 is greedy, and not scaled.
-
-    1 / temperature is never 0, so that +inf stays above all other logits.
-    """
+    1 / temperature is never 0, so that +inf stays above all other logits."""
     is_sampled = temperature >= GREEDY_BELOW
     inverse = tl.maximum(tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), SMALLEST_NORMAL)
     return tl.where(is_sampled, inverse, 1.0), is_sampled
@@ -169,9 +167,7 @@ def load_row(rows, request, row, NUM_SLICES: tl.constexpr, IS_VECTOR: tl.constex
 @triton.jit
 def scan_row(rows, request, row, is_read, BLOCK_VOCAB: tl.constexpr):
     """Returns the Row with the number `row` int64, scanned by this program alone, or an empty one if not is_read.
-
-    The Rows need no scans.
-    """
+    The Rows need no scans."""
     offset = row * rows.stride
     size = tl.where(is_read, rows.size, 0)
     if rows.pointers.probs is not None:
@@ -192,10 +188,8 @@ def _anchor(maximum):
 @triton.jit
 def row_probs(rows, row, ids, is_token):
     """Returns the probabilities fp32 of tokens in one of the Rows, 0 where is_token is false or the row is shorter.
-
     Given probabilities that are NaN, negative or above 1.001 count as 0. In a row of logits none of which is above -inf
-    all are 0, except that a greedy row has token 0. `row` holds one Row, or one for each token.
-    """
+    all are 0, except that a greedy row has token 0. `row` holds one Row, or one for each token."""
     is_token = is_token & (ids >= 0) & (ids < row.size)
     if rows.pointers.probs is not None:
         probs = tl.load(row.row_ptr + ids, mask=is_token, other=0.0).to(tl.float32)

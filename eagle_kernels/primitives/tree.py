@@ -36,10 +36,8 @@ def ancestor_word(ancestors, parents, NUM_NODES: tl.constexpr):
 @triton.jit
 def way_up(parents, word, MAX_HOPS: tl.constexpr):
     """Returns one word of the nodes on every node's way up, and the number of steps on it.
-
     The node itself is on its way, the root is not. parents [node] may be any nodes, also in cycles. A way ends at the
-    root, at a parent of -1, or after MAX_HOPS steps.
-    """
+    root, at a parent of -1, or after MAX_HOPS steps."""
     hop = tl.arange(0, parents.shape[0])
     seen = tl.zeros([parents.shape[0]], tl.int64)
     length = tl.zeros([parents.shape[0]], tl.int32)

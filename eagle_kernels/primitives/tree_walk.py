@@ -171,10 +171,8 @@ def mark_children(tree, node):
 @triton.jit
 def find_above(tree, node):
     """Returns the node whose links name `node` (-1 if none does), and whether it is its parent.
-
     If it is not the parent, it is a sibling before `node`. In sound trees one node names each but the root; else the
-    first that does counts, and as parent if it does both. It always stands before `node`, so going up ends.
-    """
+    first that does counts, and as parent if it does both. It always stands before `node`, so going up ends."""
     nodes = tl.arange(0, tree.links.shape[0])
     NONE: tl.constexpr = 2 * tree.links.shape[0]
     key = tl.where(tree.links >> 16 == node, 2 * nodes, tl.where(tree.links & 0xFFFF == node, 2 * nodes + 1, NONE))
@@ -185,9 +183,7 @@ def find_above(tree, node):
 @triton.jit
 def load_children(links, request, parent, NUM_NODES: tl.constexpr):
     """Returns the tokens int32 [node] of the children of `parent`, -1 for all other nodes; parent -1 has none.
-
-    This follows the Links in memory, and each read waits for the one before: for a program that has the time.
-    """
+    This follows the Links in memory, and each read waits for the one before: for a program that has the time."""
     first = request * NUM_NODES
     node = all_nodes(NUM_NODES)
     tokens = tl.full(node.shape, -1, tl.int32)
@@ -217,10 +213,8 @@ def follow(
     tree, predicted, request, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ANY_ORDER: tl.constexpr = False
 ):
     """Returns the depth [node] of the nodes on the path that the target's tokens `predicted` [node] take, else -1.
-
     One loop goes over the siblings of all levels: a child brings along what is needed next if it is the one. In any
-    order a node that was met before ends the walk.
-    """
+    order a node that was met before ends the walk."""
     node = tl.arange(0, tree.links.shape[0])
     links = tree.links
     depth = tl.where((node == 0) & is_own(tree.retrieved, request, NUM_NODES), 0, -1)

@@ -29,10 +29,8 @@ _KINDS = {
 
 def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[[tuple, dict], None]:
     """Returns a check of the kinds of a call's arguments; it raises TypeError, and knows no ranges.
-
     It sees every argument, also one that the op does not read for the others. Unlike PyTorch's dispatcher it takes no
-    bool for a number, and no number for a bool.
-    """
+    bool for a number, and no number for a bool."""
     wanted = []
     for index, parameter in enumerate(parameters.values()):
         kind = str(parameter.annotation).removesuffix(" | None")
@@ -91,11 +89,9 @@ def refuse_without_data(op: str, values: Mapping) -> None:
 
 def checked(function: Callable) -> Callable:
     """Wraps a launcher in the checks of a call without a plan.
-
     A plan knows the kinds of its arguments, but not whether buffers overlap: to check that in every call would cost
     what planning saves, and buffers that are mixed up are so in the first call. With EAGLE_KERNELS_DEBUG=1 nothing is
-    planned, and every call is checked.
-    """
+    planned, and every call is checked."""
     module, parameters = sys.modules[function.__module__], inspect.signature(function).parameters
     check_kinds, names = host_kinds(function.__name__, parameters), tuple(parameters)
     result_type, in_place = getattr(module, "Output", None), getattr(module, "IN_PLACE", {})
@@ -118,10 +114,8 @@ def checked(function: Callable) -> Callable:
 
 def refuse_overlaps(op: str, inputs: Mapping, out, fields: tuple[str, ...], in_place: Mapping) -> None:
     """Raises ValueError where a buffer of `out` shares memory with another one, with an input, or with itself.
-
     out: a tensor, or one for each field. in_place: for each field, or `out`, the inputs whose memory it may
-    reuse; the op then reads an element before it writes it.
-    """
+    reuse; the op then reads an element before it writes it."""
     if isinstance(out, torch.Tensor):
         buffers = {"out": out}
     else:  # anything else is refused by the op's contract

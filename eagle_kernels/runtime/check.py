@@ -45,10 +45,8 @@ class OfReference(dict):
 
 class Arguments:
     """Checks of the arguments of one call; each error names the op, the argument, the rule and the value.
-
     Axes are named: the first tensor that shows an axis (`"B"`) binds its size, later ones must agree.
-    All tensors must be on one device.
-    """
+    All tensors must be on one device."""
 
     def __init__(self, op: str, values: dict):
         self.op = op
@@ -78,10 +76,8 @@ class Arguments:
         contiguous: int | None = None,
     ) -> torch.Tensor | None:
         """Checks and returns a tensor of this shape: an axis is a name, an exact size, or None for any size.
-
         `contiguous` counts the trailing axes that must be laid out without gaps (1: unit stride of the last axis);
-        None means all of them.
-        """
+        None means all of them."""
         value = self.values.get(name)
         if value is None and optional:
             return None
@@ -160,10 +156,8 @@ class Arguments:
 
     def debug(self, name: str, rule: str, holds, rows: torch.Tensor | None = None, of_reference: bool = False) -> None:
         """Checks `holds()`, a tensor of truths, only with EAGLE_KERNELS_DEBUG=1: it waits for the device.
-
         rows: which rows of the argument those of `holds()` are. None: the same. of_reference: it is always checked
-        for a reference, which reads the values anyway.
-        """
+        for a reference, which reads the values anyway."""
         if can_read(self.values[name], of_reference and isinstance(self.values, OfReference)):
             wrong = (~holds()).nonzero()
             if len(wrong):

@@ -69,10 +69,8 @@ class _StandIn:
 
 def _splat_by_type() -> None:
     """Makes the interpreter broadcast a scalar bool as bools.
-
     Its comparisons keep the dtype of their operands, so a scalar bool is broadcast as integers. Up to triton 3.8 these
-    worked as a mask; 3.9 refuses them ("mask has unsupported dtype").
-    """
+    worked as a mask; 3.9 refuses them ("mask has unsupported dtype")."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     splat = InterpreterBuilder.create_splat
@@ -152,20 +150,5 @@ def ceil_log2(n):
 @constexpr_function
 def next_power_of_2(n, least=1):
     """Returns the smallest power of two that is at least n, and at least `least`, in kernels and on the host.
-
-    Importing SGLang replaces `triton.next_power_of_2` by a function that kernels of triton 3.6 cannot call.
-    """
+    Importing SGLang replaces `triton.next_power_of_2` by a function that kernels of triton 3.6 cannot call."""
     return max(1 << (n - 1).bit_length() if n > 1 else 1, least)
-
-
-__all__ = [
-    "HAS_DEPENDENT_LAUNCH",
-    "HAS_WIDE_PRODUCT",
-    "MISSING",
-    "ceil_log2",
-    "is_interpreting",
-    "next_power_of_2",
-    "tl",
-    "triton",
-    "wants_interpreter",
-]

@@ -45,11 +45,9 @@ _recording = _Recording()
 
 def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
     """Runs `kernel` over `grid` on the device of its first tensor argument, whatever device is current.
-
     An empty grid launches nothing (B = 0 is a valid batch). Raises RuntimeError, naming `op`, where the machine cannot
     run Triton kernels on that device. The kernel's ENABLE_PDL follows from the device; products are fused into sums
-    unless `enable_fp_fusion=False` is among the arguments, in every version of Triton.
-    """
+    unless `enable_fp_fusion=False` is among the arguments, in every version of Triton."""
     device = next(value.device for value in _flat(arguments.values()) if isinstance(value, torch.Tensor))
     arguments["ENABLE_PDL"] = target.has_dependent_launch(device)
     if arguments["ENABLE_PDL"]:
@@ -99,10 +97,8 @@ def _flat(values: Iterable) -> Iterator:
 
 def launcher(function: Callable[P, R]) -> Callable[P, R]:
     """Makes the launcher of an op cheap to call again: see the module's docstring.
-
     Its attribute `again(args, kwargs)` makes a call that looks like the one before, and returns (its result,); it
-    returns () for any other call, and for one of which autograd would have to know.
-    """
+    returns () for any other call, and for one of which autograd would have to know."""
     function = checked(function)
     plans: dict[tuple, _Plan] = {}
     latest: _Plan | None = None  # most calls look like the one before
@@ -294,9 +290,7 @@ def _look(tensor: torch.Tensor, pointer: int) -> tuple:
 
 def _repeats(tensors: list) -> tuple:
     """Returns (place, earlier place) of each tensor that occurs twice, as when an op works in place.
-
-    A plan takes the two for one, which only a call that repeats them likewise may do.
-    """
+    A plan takes the two for one, which only a call that repeats them likewise may do."""
     places: dict[int, int] = {}
     pairs = ((place, places.setdefault(id(tensor), place)) for place, tensor in enumerate(tensors))
     return tuple(pair for pair in pairs if pair[0] != pair[1])
@@ -355,9 +349,7 @@ def _picker(places: list[int]) -> Callable:
 
 def _guards(tensors: list):
     """Returns the check that torch.compile makes of its inputs: it takes a twentieth of the time of the same in Python.
-
-    Each tensor is given once: the check fails if it meets one again.
-    """
+    Each tensor is given once: the check fails if it meets one again."""
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
     try:
         return torch._C._dynamo.guards.TensorGuards(

@@ -10,9 +10,7 @@ from typing import Any
 
 def lazily(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns the functions `__getattr__` and `__dir__` of a module, given by its `__name__`.
-
-    homes: where each name is, as `.ops.registry:OPS`; `.raw:` is a module itself.
-    """
+    homes: where each name is, as `.ops.registry:OPS`; `.raw:` is a module itself."""
 
     def get(name: str) -> Any:
         if name not in homes:

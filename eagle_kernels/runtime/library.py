@@ -1,8 +1,8 @@
 """Registration with torch.library and the choice of backend.
 
-`register(schemas, find)` defines all ops by their schemas alone, so that exported programs find them by name; the file
-of an op is imported when it is first used. `operator(op_module, reference)` then turns the launcher in it and the
-reference into one public function:
+`register(schema, find)` defines an op by its schema alone, so that exported programs find it by name; its file is
+imported when it is first used. `Op(op_module, reference)` then turns the launcher in it and the reference into one
+public function:
 
 * `eagle_kernels::build_tree` is functional and allocates, `eagle_kernels::build_tree.out` writes into given buffers;
   both work under torch.compile (the op's contract infers shapes) and inside CUDA graphs;
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -63,22 +63,8 @@ class Overload(NamedTuple):
     fake: Callable  # the same for tensors that have only shapes
 
 
-class Op(NamedTuple):
-    """Holds an op: its public function, the names of its arguments, and its overloads."""
-
-    function: Operator
-    names: list[str]
-    overloads: dict[str, Overload]
-
-
-def register(schemas: Iterable[str], find: Callable[[str], Op]) -> None:
-    """Defines ops by their schemas; what one does is asked of `find(name)` when it is called."""
-    for schema in schemas:
-        _register(schema, find)
-
-
-def _register(schema: str, find: Callable[[str], Op]) -> None:
-    """Registers one implementation of an overload for every device, and none for autograd."""
+def register(schema: str, find: Callable[[str], Op]) -> None:
+    """Defines an overload, for every device but not for autograd; what it does is asked of `find(name)` per call."""
     overload_name = schema.partition("(")[0]
     name, _, suffix = overload_name.partition(".")
     suffix = suffix or "default"
@@ -117,19 +103,13 @@ def schemas_of(module: ModuleType) -> list[str]:
     ]
 
 
-def operator(module: ModuleType, reference: Callable) -> Op:
-    """Returns a registered op, from its op file and its reference.
+class Op:
+    """An op, from its op file and its reference: its public `function`, its arguments' `names`, and its `overloads`.
 
     The op file offers the launcher (named as the file) and `contract(values)`. `MUTATES` names the arguments that an op
     works on in place; one that returns nothing besides has a contract that returns None, and no `out`. `IN_PLACE` names
     for a field of `Output`, or `out`, the arguments that such a buffer may be; nothing else may overlap a buffer.
     """
-    op = _Operator(module, reference)
-    return Op(with_reference(op.public(), reference), op.names, op.overloads())
-
-
-class _Operator:
-    """What the public function of an op does, and its overloads."""
 
     def __init__(self, module: ModuleType, reference: Callable):
         self._op = name = module.__name__.rpartition(".")[2]
@@ -145,15 +125,12 @@ class _Operator:
         self._check_kinds = host_kinds(name, parameters)
         self._reference_names = inspect.signature(reference).parameters
         self._packet = getattr(torch.ops.eagle_kernels, name)
-
-    def overloads(self) -> dict[str, Overload]:
-        """Returns what the registered overloads do."""
-        found = {"default": Overload(self._functional(self._run), self._functional(self._infer))}
+        self.function = with_reference(self._public(), reference)
+        self.overloads = {"default": Overload(self._functional(self._run), self._functional(self._infer))}
         if self._returns:
-            found["out"] = Overload(self._into_buffers(self._run), self._into_buffers(self._infer))
-        return found
+            self.overloads["out"] = Overload(self._into_buffers(self._run), self._into_buffers(self._infer))
 
-    def public(self) -> Callable:
+    def _public(self) -> Callable:
         """Returns the public function. The quickest of three ways comes first: a plan, the launcher, the dispatcher."""
         went_again, went_straight, result_type = self._went_again, self._went_straight, self._result_type
         functional_overload, fields = self._packet.default, self._fields
@@ -326,10 +303,8 @@ def _is_watched() -> bool:
 
 def _below_autograd(overload, names: list[str], args: tuple, kwargs: dict):
     """Calls an op past autograd, which has nothing to record; raises RuntimeError where it would have.
-
     `names` are those of the positional arguments. Public functions do this by themselves, which takes half a
-    microsecond: the dispatcher's way here takes four.
-    """
+    microsecond: the dispatcher's way here takes four."""
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
         _refuse_derivative(
             overload, names, args, kwargs, lambda tensor: tensor.requires_grad,

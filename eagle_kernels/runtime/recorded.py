@@ -63,9 +63,7 @@ class Tensors:
 
 def _picker(places: list[int | tuple[int, ...]]) -> Callable:
     """Returns a function that picks these places out of a list, and those of each tuple among them as a tuple.
-
-    It is written out in full, since it runs at every call: a loop over bundles would take twice as long.
-    """
+    It is written out in full, since it runs at every call: a loop over bundles would take twice as long."""
 
     def source(place) -> str:
         return f"({''.join(source(each) + ', ' for each in place)})" if isinstance(place, tuple) else f"v[{place}]"

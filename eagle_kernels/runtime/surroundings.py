@@ -18,9 +18,7 @@ def undisturbed() -> Iterator[None]:
 
 class _WholeProducts:
     """Keeps torch from rounding the inputs of fp32 products while one thread or more are within.
-
-    The settings are those of the process: the last thread to leave restores what the first one found.
-    """
+    The settings are those of the process: the last thread to leave restores what the first one found."""
 
     def __init__(self):
         # reentrant, since a signal handler may call an op

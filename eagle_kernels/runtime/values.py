@@ -32,9 +32,7 @@ def is_fp32(value: float) -> bool:
 
 def plain(value: Any, depth: int = 4) -> Any:
     """Returns nested lists of Python numbers for sequences, tensors and arrays, to some depth.
-
-    Text, and what has no order or is read only once, is left as it is; so is a tensor whose values cannot be read.
-    """
+    Text, and what has no order or is read only once, is left as it is; so is a tensor whose values cannot be read."""
     if are_integers(value):
         return list(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -138,9 +136,7 @@ def first_line(error: Exception) -> str:
 
 def parse_json(text: str) -> Any:
     """Returns the value of a JSON text; raises ValueError where it is no JSON, or more than Python can hold.
-
-    So it does where an object names a field twice: Python would keep the last one alone.
-    """
+    So it does where an object names a field twice: Python would keep the last one alone."""
     try:
         return json.loads(text, object_pairs_hook=_as_object)
     except RecursionError:

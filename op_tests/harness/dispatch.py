@@ -32,7 +32,7 @@ def assert_only_launches(path: str, values: dict, launches: int | None = None) -
     with launch_module.intercept(lambda *record: recorded.append(record)), _OnlyAllocations():
         getattr(module, name)(**values)
     if launches is None:
-        launches = int(re.search(r"^Launches\n\s+(\d+)", module.__doc__, re.MULTILINE).group(1))
+        launches = int(re.search(r"^Launches:?\s+(\d+)", module.__doc__, re.MULTILINE).group(1))
     if len(recorded) != launches:
         raise AssertionError(f"{name}: {len(recorded)} launches, its docstring says {launches}")
     if torch.cuda.is_available():

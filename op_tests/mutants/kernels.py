@@ -17,7 +17,7 @@ _LIMITS = "op_tests/test_debug_mode.py::test_limits_pass_and_one_step_further_fa
 MUTANTS = [
     Mutant(
         "a tile's last lane is not masked",
-        [(VERIFY + "shared/inverse_cdf.py", "(rejected < start + BLOCK)", "(rejected < start + BLOCK - 1)")],
+        [(VERIFY + "verify_tree_coins.py", "(rejected < start + BLOCK)", "(rejected < start + BLOCK - 1)")],
         ["op_tests/test_tile_edges.py::test_coins"],
     ),
     Mutant(
@@ -142,8 +142,8 @@ MUTANTS = [
     Mutant(
         "logits of a draft beside probabilities of a target are not scanned",
         [(REJECTION + "shared/rejection_rounds.py",
-          'if shared["target"].scans is None and shared["draft"].scans is None:',
-          'if shared["target"].scans is None:')],
+          'shared["target"].scans is not None or shared["draft"].scans is not None',
+          'shared["target"].scans is not None')],
         [f"{_RANDOM}[rejection.verify_tree_rejection]"],
     ),
     Mutant(

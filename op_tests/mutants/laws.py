@@ -116,7 +116,7 @@ MUTANTS = [
     ),
     both(
         "residual not subtracted, coins", _COINS, _COINS_LAW,
-        [(VERIFY + "shared/inverse_cdf.py", "tl.where(index == token, 0.0, probs)", "tl.where(index < 0, 0.0, probs)")],
+        [(VERIFY + "verify_tree_coins.py", "tl.where(index == token, 0.0, probs)", "tl.where(index < 0, 0.0, probs)")],
         [("left[[token for token in rejected if 0 <= token < len(probs)]] = 0", "left[:0] = 0")],
     ),
     both(

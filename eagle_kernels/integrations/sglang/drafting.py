@@ -13,7 +13,7 @@ import torch
 from ...ops import organize_draft_results, select_top_k_tokens
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.select_top_k_tokens import Output as Level
-from ...ops.tree.shared.ranking import MAX_CANDIDATES
+from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
 
 
 def draft_forward(original, worker, forward_batch):

@@ -1,18 +1,13 @@
 """Merges two tries of drafts into one: a model's, and what retrieval found after or beside it.
 
-Computes
-    The nodes of the first trie, then those of the other one, whose root is node attach[b] of the first, are put into an
-    empty trie one after another: one whose parent is not in it is left out, one whose parent has a child of its token
-    already becomes that child, any other becomes the next node, until there are num_speculative_tokens of them.
-Invariants
-    Parents precede their children, siblings differ.
-Grid
-    (B,), one program merges the tries of one row, a node at a time.
-Launches
-    1
-Traffic
-    2 * B * (M + M2) * index size read, 16 B K + 4 B written, for tries of M and M2 drafts and
-    K = num_speculative_tokens.
+Computes: The nodes of the first trie, then those of the other one, whose root is node attach[b] of the first, are put
+    into an empty trie one after another: one whose parent is not in it is left out, one whose parent has a child of its
+    token already becomes that child, any other becomes the next node, until there are num_speculative_tokens of them.
+Invariants: Parents precede their children, siblings differ.
+Grid: (B,), one program merges the tries of one row, a node at a time.
+Launches: 1
+Traffic: 2 * B * (M + M2) * index size read, 16 B K + 4 B written, for tries of M and M2 drafts and K =
+    num_speculative_tokens.
 """
 
 from __future__ import annotations
@@ -59,9 +54,7 @@ class Trie(NamedTuple):
 @triton.jit
 def _insert(trie, drafts, request, root, NUM_DRAFTS: tl.constexpr, NUM_KEPT: tl.constexpr):
     """Puts the drafts of a request below node `root` (-1: nowhere).
-
-    Returns the trie with them, and of each of their nodes, root first, its node there (-1: none).
-    """
+    Returns the trie with them, and of each of their nodes, root first, its node there (-1: none)."""
     kept_tokens, kept_parents, count = trie
     tokens_ptr, parents_ptr = drafts.tokens + request * NUM_DRAFTS, drafts.parents + request * NUM_DRAFTS
     node = tl.arange(0, next_power_of_2(NUM_DRAFTS + 1))
@@ -85,18 +78,9 @@ def _insert(trie, drafts, request, root, NUM_DRAFTS: tl.constexpr, NUM_KEPT: tl.
 
 @triton.jit
 def _merge_drafts_kernel(
-    # inputs
-    drafts,
-    others,
-    attach_ptr,
-    # outputs
-    out,
-    # sizes
-    NUM_DRAFTS: tl.constexpr,
-    NUM_OTHERS: tl.constexpr,
-    NUM_KEPT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    drafts, others, attach_ptr, out,
+    NUM_DRAFTS: tl.constexpr, NUM_OTHERS: tl.constexpr, NUM_KEPT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     BLOCK_KEPT: tl.constexpr = next_power_of_2(NUM_KEPT)
@@ -113,7 +97,6 @@ def _merge_drafts_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `merge_drafts` and describes its outputs."""
     args = check.Arguments("merge_drafts", values)
     num_kept = args.integer("num_speculative_tokens", 1, MAX_DRAFTS)
     for prefix, axis in (("", "M"), ("other_", "M2")):

@@ -1,25 +1,20 @@
 """Looks up what followed the last tokens earlier in a request's own text: drafts without a model.
 
-Computes
-    h is the history: token_ids[b, :seq_len], then draft_tokens[b] up to the first negative one. The match length of an
-    end position e < len(h) - 1 is the largest n <= max_ngram_size with h[e - n + 1 .. e] = the last n tokens, none of
-    them negative; e is a match if that is at least min_ngram_size and h[e + 1] is not negative. The first max_matches
-    of these are taken, by descending match length, equal ones by position as `prefer` says. Each continues with h[e +
-    1], h[e + 2], ... up to a negative token, past the end of h with the continuation itself from its beginning on,
-    again and again (as LZ77 copies). The trie's nodes are numbered as they are made. token_budget: row i has the first
-    min(want_i, max(0, budget - live rows - sum of want_j, j < i)) drafts of its trie.
-Invariants
-    Tokens past seq_len and past a row's drafts do not matter. Parents precede their children, siblings differ. The
-    result does not depend on the width of token_ids, on how a row is cut into parts, or, without a token_budget, on
+Computes: h is the history: token_ids[b, :seq_len], then draft_tokens[b] up to the first negative one. The match length
+    of an end position e < len(h) - 1 is the largest n <= max_ngram_size with h[e - n + 1 .. e] = the last n tokens,
+    none of them negative; e is a match if that is at least min_ngram_size and h[e + 1] is not negative. The first
+    max_matches of these are taken, by descending match length, equal ones by position as `prefer` says. Each continues
+    with h[e + 1], h[e + 2], ... up to a negative token, past the end of h with the continuation itself from its
+    beginning on, again and again (as LZ77 copies). The trie's nodes are numbered as they are made. token_budget: row i
+    has the first min(want_i, max(0, budget - live rows - sum of want_j, j < i)) drafts of its trie.
+Invariants: Tokens past seq_len and past a row's drafts do not matter. Parents precede their children, siblings differ.
+    The result does not depend on the width of token_ids, on how a row is cut into parts, or, without a token_budget, on
     other rows.
-Grid
-    (B, parts), one program scans one part of a row's history, in blocks; (B,), one program merges the matches of a
+Grid: (B, parts), one program scans one part of a row's history, in blocks; (B,), one program merges the matches of a
     row's parts and makes the trie; with token_budget (B,), one program cuts one trie.
-Launches
-    2 (3 with token_budget)
-Traffic
-    element size * sum of seq_lens read, 16 B M + 8 B written, for M = num_speculative_tokens; 8 B * parts * max_matches
-    written and read. Rows whose last token is frequent read some of it again, out of the cache.
+Launches: 2 (3 with token_budget)
+Traffic: element size * sum of seq_lens read, 16 B M + 8 B written, for M = num_speculative_tokens; 8 B * parts *
+    max_matches written and read. Rows whose last token is frequent read some of it again, out of the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +33,9 @@ from .shared.ngram import (
     Text,
     add_difference,
     as_row_token,
+    cut_to_budget,
     end_keys,
+    erase_drafts,
     history_lengths,
     keep_best,
     keep_if_better,
@@ -51,7 +48,6 @@ from .shared.ngram import (
     take_first,
     zeros_as_bits,
 )
-from .shared.token_budget import cut_to_budget, erase_drafts
 
 
 class Output(NamedTuple):
@@ -81,23 +77,11 @@ MERGE_TUNING = {"default": {"BLOCK_KEY": 256, "num_warps": 2}}
 
 @triton.jit(do_not_specialize=["stride_token_ids_request", "width", "min_ngram_size", "max_ngram_size"])
 def _ngram_match_scan_kernel(
-    # inputs
-    text,
-    # scratch
-    keys_ptr,
-    # sizes
-    stride_token_ids_request,
-    width,
-    min_ngram_size,
-    max_ngram_size,
-    NUM_GIVEN: tl.constexpr,
-    MAX_MATCHES: tl.constexpr,
-    IS_LATEST: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_TOKEN: tl.constexpr,
-    BLOCK_NGRAM: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    text, keys_ptr,
+    stride_token_ids_request, width, min_ngram_size, max_ngram_size,
+    NUM_GIVEN: tl.constexpr, MAX_MATCHES: tl.constexpr, IS_LATEST: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_TOKEN: tl.constexpr, BLOCK_NGRAM: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Finds the best matches that end in one part of one row, except in its last few tokens, which fill no vector."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -153,34 +137,14 @@ def _ngram_match_scan_kernel(
     tl.store(keys_ptr + (request * num_parts + part) * MAX_MATCHES + slot, kept, mask=slot < MAX_MATCHES)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_token_ids_request", "width", "num_parts", "vector", "min_ngram_size", "max_ngram_size", "spec_steps"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["stride_token_ids_request", "width", "num_parts", "vector", "min_ngram_size",
+                               "max_ngram_size", "spec_steps"])  # fmt: skip
 def _ngram_match_merge_kernel(
-    # inputs
-    text,
-    max_drafts_ptr,
-    # scratch
-    keys_ptr,
-    # outputs
-    out,
-    # sizes
-    stride_token_ids_request,
-    width,
-    num_parts,
-    vector,
-    min_ngram_size,
-    max_ngram_size,
-    spec_steps,
-    NUM_DRAFTS: tl.constexpr,
-    NUM_GIVEN: tl.constexpr,
-    MAX_MATCHES: tl.constexpr,
-    IS_LATEST: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    text, max_drafts_ptr, keys_ptr, out,
+    stride_token_ids_request, width, num_parts, vector, min_ngram_size, max_ngram_size, spec_steps,
+    NUM_DRAFTS: tl.constexpr, NUM_GIVEN: tl.constexpr, MAX_MATCHES: tl.constexpr, IS_LATEST: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Picks a row's matches among those of its parts and those that end in its last few tokens; makes the trie."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -217,7 +181,6 @@ def _ngram_match_merge_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `ngram_match` and describes its outputs."""
     args = check.Arguments("ngram_match", values)
     num_drafts = args.integer("num_speculative_tokens", 1, MAX_DRAFTS)
     if values["spec_steps"] is not None:

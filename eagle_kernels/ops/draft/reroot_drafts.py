@@ -1,18 +1,13 @@
 """Moves a trie of drafts to a later root: keeps what is below the tokens that were committed since it was made.
 
-Computes
-    A drafter on the host is a step behind the device: while it looks for drafts, the tokens of that step are verified.
-    The new trie has the first num_speculative_tokens descendants of the node at the end of the path, at most spec_steps
-    below it.
-Invariants
-    Parents precede their children.
-Grid
-    (B,), one program moves one trie.
-Launches
-    1
-Traffic
-    2 * B * M * index size and B * T * index size read, 16 B K + 4 B written, for tries of M drafts, paths of T tokens
-    and K = num_speculative_tokens.
+Computes: A drafter on the host is a step behind the device: while it looks for drafts, the tokens of that step are
+    verified. The new trie has the first num_speculative_tokens descendants of the node at the end of the path, at most
+    spec_steps below it.
+Invariants: Parents precede their children.
+Grid: (B,), one program moves one trie.
+Launches: 1
+Traffic: 2 * B * M * index size and B * T * index size read, 16 B K + 4 B written, for tries of M drafts, paths of T
+    tokens and K = num_speculative_tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from ...primitives.tree import ancestor_word, depths
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.token_budget import erase_drafts
+from .shared.ngram import erase_drafts
 
 
 class Output(NamedTuple):
@@ -45,19 +40,10 @@ TUNING = {"default": {"nodes_per_warp": 128}}
 
 @triton.jit(do_not_specialize=["path_size", "spec_steps"])
 def _reroot_drafts_kernel(
-    # inputs
-    tokens_ptr,
-    parents_ptr,
-    path_ptr,
-    # outputs
-    out,
-    # sizes
-    path_size,
-    spec_steps,
-    NUM_DRAFTS: tl.constexpr,
-    NUM_KEPT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    tokens_ptr, parents_ptr, path_ptr, out,
+    path_size, spec_steps,
+    NUM_DRAFTS: tl.constexpr, NUM_KEPT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     BLOCK_NODE: tl.constexpr = next_power_of_2(NUM_DRAFTS + 1, 16)
@@ -95,7 +81,6 @@ def _reroot_drafts_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `reroot_drafts` and describes its outputs."""
     args = check.Arguments("reroot_drafts", values)
     num_kept = args.integer("num_speculative_tokens", 1, MAX_DRAFTS)
     args.integer("spec_steps", 1)

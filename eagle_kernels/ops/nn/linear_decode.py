@@ -1,21 +1,16 @@
 """A linear layer for the tokens of a decoding step: the weights are read once, as fast as memory gives them.
 
-Computes
-    x @ weight.T + bias, with products and sums in fp32 (no TF32).
-Invariants
-    In fp16 and bf16 one row, 2 to 16 rows, and more are summed in orders of their own, so their last bits may differ;
-    deterministic: all are summed the way large batches are.
-    An output's bits depend on no other row of weight. Sums are made in one order, without atomics.
-    With prefetch_weight, weights are read before the wait of primitives/dependent_launch.py, x and bias after it.
-Grid
-    (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to end;
-    in fp32 (output blocks * blocks of 4 rows,); past 16 rows, and where it is faster, (output blocks * blocks of rows *
-    parts,).
-Launches
-    1
-Traffic
-    element bytes * (N * K + T * (K + N)), and N more with a bias; with parts, 4 bytes * parts * T * N for the output.
-    Blocks of rows read the weights out of the cache.
+Computes: x @ weight.T + bias, with products and sums in fp32 (no TF32).
+Invariants: In fp16 and bf16 one row, 2 to 16 rows, and more are summed in orders of their own, so their last bits may
+    differ; deterministic: all are summed the way large batches are. An output's bits depend on no other row of weight.
+    Sums are made in one order, without atomics. With prefetch_weight, weights are read before the wait of
+    primitives/dependent_launch.py, x and bias after it.
+Grid: (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to
+    end; in fp32 (output blocks * blocks of 4 rows,); past 16 rows, and where it is faster, (output blocks * blocks of
+    rows * parts,).
+Launches: 1
+Traffic: element bytes * (N * K + T * (K + N)), and N more with a bias; with parts, 4 bytes * parts * T * N for the
+    output. Blocks of rows read the weights out of the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +32,6 @@ _UNSPLIT_OUTPUTS = 5120
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `linear_decode` and describes its output."""
     args = check.Arguments("linear_decode", values)
     x = args.tensor("x", ("T", "K"), check.FLOAT, contiguous=1)
     if args.size("T") > max_rows(x.dtype):

@@ -1,15 +1,10 @@
 """Root mean square norm of rows, with the addition of a residual before it.
 
-Computes
-    y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32; with a residual, of x + residual.
-Invariants
-    A row's bits depend on that row alone. A program reads its row before it writes.
-Grid
-    (T, heads) for T tokens, one program normalizes one row; heads is 1 where x has none.
-Launches
-    1
-Traffic
-    2 * element bytes per element of x, with a residual 4 * element bytes; of P parts 4 * P + element bytes, with a
+Computes: y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32; with a residual, of x + residual.
+Invariants: A row's bits depend on that row alone. A program reads its row before it writes.
+Grid: (T, heads) for T tokens, one program normalizes one row; heads is 1 where x has none.
+Launches: 1
+Traffic: 2 * element bytes per element of x, with a residual 4 * element bytes; of P parts 4 * P + element bytes, with a
     residual 4 * P + 3 * element bytes.
 """
 
@@ -41,38 +36,16 @@ IN_PLACE = {"output": ("x", "residual"), "residual": ("x", "residual")}
 TUNING = {"default": {"columns_per_warp": 512, "max_warps": 16}}
 
 
-@triton.jit(
-    do_not_specialize=["stride_x_part", "stride_x_token", "stride_x_head", "stride_residual_token",
-                       "stride_residual_head", "stride_output_token", "stride_output_head", "stride_sum_token",
-                       "stride_sum_head"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["stride_x_part", "stride_x_token", "stride_x_head", "stride_residual_token",
+                               "stride_residual_head", "stride_output_token", "stride_output_head", "stride_sum_token",
+                               "stride_sum_head"])  # fmt: skip
 def _rms_norm_kernel(
-    # inputs
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    # outputs
-    out,
-    # sizes
-    eps,
-    weight_offset,
-    stride_x_part,
-    stride_x_token,
-    stride_x_head,
-    stride_residual_token,
-    stride_residual_head,
-    stride_output_token,
-    stride_output_head,
-    stride_sum_token,
-    stride_sum_head,
-    UNIT: tl.constexpr,
-    X_UNIT: tl.constexpr,
-    HIDDEN_SIZE: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    IS_SUM_ROUNDED: tl.constexpr,
-    IS_ROUNDED: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, out,
+    eps, weight_offset, stride_x_part, stride_x_token, stride_x_head, stride_residual_token,
+    stride_residual_head, stride_output_token, stride_output_head, stride_sum_token, stride_sum_head,
+    UNIT: tl.constexpr, X_UNIT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
+    IS_SUM_ROUNDED: tl.constexpr, IS_ROUNDED: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -108,7 +81,6 @@ def _rms_norm_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `rms_norm` and describes its outputs."""
     args = check.Arguments("rms_norm", values)
     x = values["x"]
     axes = ("T", "heads", "H") if isinstance(x, torch.Tensor) and x.dim() == 3 else ("T", "H")

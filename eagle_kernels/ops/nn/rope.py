@@ -1,17 +1,12 @@
 """Rotary position embedding of queries and keys.
 
-Computes
-    The turns of primitives/rotary.py. Partial rotary embedding is a matter of the tables, and so is every scaling of
-    frequencies (linear, llama3, yarn with its attention factor).
-Invariants
-    An element depends on its own pair and angle alone.
-    Bits are those of PyTorch's `a * cos - b * sin`: products are not fused into sums.
-Grid
-    (T, head tiles), one program rotates a few query heads or a few key heads of one of T tokens.
-Launches
-    1
-Traffic
-    2 * element bytes * T * (Hq + Hkv) * D, and a row of each table per token
+Computes: The turns of primitives/rotary.py. Partial rotary embedding is a matter of the tables, and so is every scaling
+    of frequencies (linear, llama3, yarn with its attention factor).
+Invariants: An element depends on its own pair and angle alone. Bits are those of PyTorch's `a * cos - b * sin`:
+    products are not fused into sums.
+Grid: (T, head tiles), one program rotates a few query heads or a few key heads of one of T tokens.
+Launches: 1
+Traffic: 2 * element bytes * T * (Hq + Hkv) * D, and a row of each table per token
 """
 
 from __future__ import annotations
@@ -41,41 +36,17 @@ IN_PLACE = {"query": ("query",), "key": ("key",)}
 TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
 
 
-@triton.jit(
-    do_not_specialize=[*TableSizes._fields, "stride_query_token", "stride_query_head", "stride_key_token",
-                       "stride_key_head", "stride_output_query_token", "stride_output_query_head",
-                       "stride_output_key_token", "stride_output_key_head"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*TableSizes._fields, "stride_query_token", "stride_query_head", "stride_key_token",
+                               "stride_key_head", "stride_output_query_token", "stride_output_query_head",
+                               "stride_output_key_token", "stride_output_key_head"])  # fmt: skip
 def _rope_kernel(
-    # inputs
-    query_ptr,
-    key_ptr,
-    tables,
-    # outputs
-    out,
-    # sizes
-    num_positions_columns,
-    stride_positions_row,
-    stride_positions_column,
-    num_positions,
-    stride_cos_position,
-    stride_sin_position,
-    stride_query_token,
-    stride_query_head,
-    stride_key_token,
-    stride_key_head,
-    stride_output_query_token,
-    stride_output_query_head,
-    stride_output_key_token,
-    stride_output_key_head,
-    NUM_QUERY_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    BLOCK_HEAD: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    query_ptr, key_ptr, tables, out,
+    num_positions_columns, stride_positions_row, stride_positions_column, num_positions, stride_cos_position,
+    stride_sin_position, stride_query_token, stride_query_head, stride_key_token, stride_key_head,
+    stride_output_query_token, stride_output_query_head, stride_output_key_token, stride_output_key_head,
+    NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, BLOCK_HEAD: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * BLOCK_HEAD
@@ -102,7 +73,6 @@ def _rope_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `rope` and describes its outputs."""
     args = check.Arguments("rope", values)
     query = rotary.check_heads(args, "query", "Hq", check.FLOAT)
     key = rotary.check_heads(args, "key", "Hkv", (query.dtype,))

@@ -1,15 +1,10 @@
 """The activation of a SwiGLU block.
 
-Computes
-    silu(gate) * up, in fp32.
-Invariants
-    An element depends on its own gate and up alone, NaN as well. No program reads what another one overwrites.
-Grid
-    (T, column blocks) for T tokens, one program makes one block of a row.
-Launches
-    1
-Traffic
-    3 * element bytes * T * I
+Computes: silu(gate) * up, in fp32.
+Invariants: An element depends on its own gate and up alone, NaN as well. No program reads what another one overwrites.
+Grid: (T, column blocks) for T tokens, one program makes one block of a row.
+Launches: 1
+Traffic: 3 * element bytes * T * I
 """
 
 from __future__ import annotations
@@ -30,18 +25,10 @@ TUNING = {"default": {"block_column": 1024, "num_warps": 4}}
 
 @triton.jit(do_not_specialize=["stride_gate_token", "stride_up_token", "stride_output_token"])
 def _silu_and_mul_kernel(
-    gate_ptr,
-    up_ptr,
-    output_ptr,
-    stride_gate_token,
-    stride_up_token,
-    stride_output_token,
-    UNIT: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    IS_ROUNDED: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
+    gate_ptr, up_ptr, output_ptr, stride_gate_token, stride_up_token, stride_output_token,
+    UNIT: tl.constexpr, NUM_COLUMNS: tl.constexpr, IS_ROUNDED: tl.constexpr, BLOCK_COLUMN: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_COLUMN + tl.arange(0, BLOCK_COLUMN)
@@ -62,7 +49,6 @@ def _silu_and_mul_kernel(
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `silu_and_mul` and describes its output."""
     args = check.Arguments("silu_and_mul", values)
     if values["up"] is None:
         gate = args.tensor("gate", ("T", "2 * I"), check.FLOAT, contiguous=1)

@@ -1,22 +1,18 @@
 """Draws the children of tree nodes from the draft's distribution, without or with replacement.
 
-Computes
+Computes:
     With Gumbel noise g(v) keyed by seed, position, node and id:
     without replacement     the num_children largest of log q(v) + g(v), in order. This is sequential sampling: each
                             next child is drawn from q without the children before it, renormalised (Gumbel top-k:
                             Kool et al., arXiv 1903.06059, Alg. 1 without its tree; Vieira 2014). The order follows the
                             Plackett-Luce distribution.
     with replacement        num_children independent draws from q, each with noise of its own.
-Invariants
-    +inf counts as the largest finite number. Without replacement greedy rows give the children and the scores of a
-    top-k tree.
-Grid
-    (R, slices): one program finds the best children of a slice of a row. Then (R,): one finds the best of a row's
+Invariants: +inf counts as the largest finite number. Without replacement greedy rows give the children and the scores
+    of a top-k tree.
+Grid: (R, slices): one program finds the best children of a slice of a row. Then (R,): one finds the best of a row's
     slices.
-Launches
-    2
-Traffic
-    R * Vd * element size read, and per slice 8 K + 8 bytes written and read.
+Launches: 2
+Traffic: R * Vd * element size read, and per slice 8 K + 8 bytes written and read.
 """
 
 from __future__ import annotations
@@ -82,20 +78,10 @@ def _store_best(keys, keys_ptr, NUM_CHILDREN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _sample_children_slice_kernel(
-    draft_logits_ptr,
-    coins,
-    temperature_ptr,
-    nodes_ptr,
-    scratch,
-    stride_logits_row,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    NUM_CHILDREN: tl.constexpr,
-    WITH_REPLACEMENT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    draft_logits_ptr, coins, temperature_ptr, nodes_ptr, scratch, stride_logits_row,
+    VOCAB_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, NUM_CHILDREN: tl.constexpr, WITH_REPLACEMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Finds the best tokens of a slice for every child, its maximum and its sum of exponentials."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -135,17 +121,9 @@ def _sample_children_slice_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _sample_children_merge_kernel(
-    draft_logits_ptr,
-    temperature_ptr,
-    d2t_ptr,
-    scratch,
-    out,
-    stride_logits_row,
-    NUM_SLICES: tl.constexpr,
-    NUM_CHILDREN: tl.constexpr,
-    WITH_REPLACEMENT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    draft_logits_ptr, temperature_ptr, d2t_ptr, scratch, out, stride_logits_row,
+    NUM_SLICES: tl.constexpr, NUM_CHILDREN: tl.constexpr, WITH_REPLACEMENT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes ids and log probabilities of the best among the slices' best."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -182,7 +160,6 @@ def _sample_children_merge_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `sample_children` and describes its outputs."""
     args = check.Arguments("sample_children", values)
     args.tensor("draft_logits", ("R", "Vd"), check.FLOAT, contiguous=1)
     args.tensor("positions", ("R",), check.INTEGER)

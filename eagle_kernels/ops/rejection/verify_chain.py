@@ -1,6 +1,6 @@
 """Verifies chains of drafts that were sampled from a draft distribution, without loss: standard or block.
 
-Computes
+Computes:
     p_i, q_i: the distributions of target and draft after i drafts x_1 .. x_i, each at its temperature; gamma: the
     number of drafts.
     standard    The first draft that is not accepted is replaced by a token from the residual norm((p - q)+); after the
@@ -13,18 +13,16 @@ Computes
                 comes a token from norm((r_i p_i - q_i)+), or from p_gamma.
     Coins and noise are those of primitives/random.py, with streams that drafting does not use. For "block", whose next
     round drafts again at positions that this one has looked at, coins are also keyed by the place in the chain.
-Invariants
-    A draft of target probability 0 is never accepted (coin * q < p, strict). Where a draft cannot have been drawn from
-    its row, or rounding leaves no residual, the next token is drawn from p. +inf counts as the largest finite number; a
-    sampled row of nothing but -inf gives token 0. Results of a request do not depend on the batch around it.
-Grid
-    map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,) compares;
-    for chains of T tokens mass (B * (T - 1), slices) sums S_i; draw (B, slices) finds the best key of each slice;
-    finish (B,) writes.
-Launches
-    3: walk, draw and finish; one more each: scan for logits, mass for "block", map for d2t
-Traffic
-    every row of logits once, for "block" the rows of p and q at drafts 2 .. gamma once more, and two rows for the draw.
+Invariants: A draft of target probability 0 is never accepted (coin * q < p, strict). Where a draft cannot have been
+    drawn from its row, or rounding leaves no residual, the next token is drawn from p. +inf counts as the largest
+    finite number; a sampled row of nothing but -inf gives token 0. Results of a request do not depend on the batch
+    around it.
+Grid: map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,)
+    compares; for chains of T tokens mass (B * (T - 1), slices) sums S_i; draw (B, slices) finds the best key of each
+    slice; finish (B,) writes.
+Launches: 3: walk, draw and finish; one more each: scan for logits, mass for "block", map for d2t
+Traffic: every row of logits once, for "block" the rows of p and q at drafts 2 .. gamma once more, and two rows for the
+    draw.
 """
 
 from __future__ import annotations
@@ -62,22 +60,11 @@ def _load_coins(coins, seed, request, is_draft, NUM_TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _verify_chain_walk_kernel(
-    candidates_ptr,
-    coins,
-    target,
-    draft,
-    target_to_draft_ptr,
-    scratch,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
+    candidates_ptr, coins, target, draft, target_to_draft_ptr, scratch, vocab_size, draft_vocab_size, stride_target,
     stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SLICES: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Finds the end of one chain, and the drafts accepted one by one or their shares."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -112,22 +99,10 @@ def _verify_chain_walk_kernel(
 
 @triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _verify_chain_draw_kernel(
-    coins,
-    target,
-    draft,
-    target_to_draft_ptr,
-    scratch,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    coins, target, draft, target_to_draft_ptr, scratch, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Finds how many drafts of a chain are accepted, and draws from one slice, by the residual and by p."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -174,14 +149,9 @@ def _verify_chain_draw_kernel(
 
 @triton.jit
 def _verify_chain_finish_kernel(
-    candidates_ptr,
-    accepted_ptr,
-    keys_ptr,
-    out,
-    NUM_TOKENS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    candidates_ptr, accepted_ptr, keys_ptr, out,
+    NUM_TOKENS: tl.constexpr, NUM_SLICES: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the outputs of one request."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -204,7 +174,6 @@ def _verify_chain_finish_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_chain` and describes its outputs."""
     args = check.Arguments("verify_chain", values)
     args.choice("method", ("standard", "block"))
     args.tensor("candidates", ("B", "T"), check.INTEGER)

@@ -1,32 +1,26 @@
 """Verifies trees whose children were drawn from the draft's distribution: recursive rejection.
 
-Computes
-    On rejection of a child t, p <- norm((p - q)+); without replacement also q(t) <- 0, q <- norm(q). Nothing of the
-    vocabulary's size is written to memory (`rejection.py`). At a leaf, and after spec_steps drafts, the bonus is drawn
-    from the node's p.
-Invariants
-    Comparisons are strict, so a token of p = 0 is never accepted. +inf counts as the largest finite number.
-    Children that were not drawn but chosen count as proposed with certainty: q is one-hot at each (EAGLE-2's rule).
-    A child with q(t) = 0 takes nothing from p. Independent draws may be verified without replacement as well: a
-    repeated token costs only the children after it.
-    If p = q but for rounding, (p - q)+ may have no mass, and rejection no probability: the child is then accepted if
-    p(t) > 0, else p stays as it was.
-    Without replacement q is summed anew after every rejection, and on another scale once the tokens left have less than
-    1e-9 of it: if it comes from logits, it does not run out before the vocabulary does.
-    A sampled row of the target that is nothing but -inf accepts nothing, and its bonus is token 0; a greedy one has its
-    argmax at token 0. Results of a request do not depend on the batch around it.
-    The coin of a child is keyed by (seed, its position, its node), the bonus by (seed, its position, token).
-Grid
-    walk (B,), one program walks one tree. For a vocabulary of one slice that is all. Else rows are read in slices
+Computes: On rejection of a child t, p <- norm((p - q)+); without replacement also q(t) <- 0, q <- norm(q). Nothing of
+    the vocabulary's size is written to memory (`rejection.py`). At a leaf, and after spec_steps drafts, the bonus is
+    drawn from the node's p.
+Invariants: Comparisons are strict, so a token of p = 0 is never accepted. +inf counts as the largest finite number.
+    Children that were not drawn but chosen count as proposed with certainty: q is one-hot at each (EAGLE-2's rule). A
+    child with q(t) = 0 takes nothing from p. Independent draws may be verified without replacement as well: a repeated
+    token costs only the children after it. If p = q but for rounding, (p - q)+ may have no mass, and rejection no
+    probability: the child is then accepted if p(t) > 0, else p stays as it was. Without replacement q is summed anew
+    after every rejection, and on another scale once the tokens left have less than 1e-9 of it: if it comes from logits,
+    it does not run out before the vocabulary does. A sampled row of the target that is nothing but -inf accepts
+    nothing, and its bonus is token 0; a greedy one has its argmax at token 0. Results of a request do not depend on the
+    batch around it. The coin of a child is keyed by (seed, its position, its node), the bonus by (seed, its position,
+    token).
+Grid: walk (B,), one program walks one tree. For a vocabulary of one slice that is all. Else rows are read in slices
     before: scan (rows of logits, slices) finds every row's maximum and sum; a round (nodes, slices) takes each node to
     its next rejection, and sums and draws from what that leaves (`rejection_rounds.py`). What comes of a node does not
     depend on the path to it, so all nodes make their rounds at once; where they are too many to read, only those at
     which the walks have arrived, level by level. Shapes alone decide, and both give the same bits.
-Launches
-    1: walk; for more than one slice R + 2 with R = min(N - 1, 8) rounds, at least 1 (R + 1 without logits); level by
-    level S + 1 times that number; one more for d2t, whose inverse int32 [V] is made first
-Traffic
-    Rows of all nodes (of visited ones only, level by level): those of the target, and the draft's where there are
+Launches: 1: walk; for more than one slice R + 2 with R = min(N - 1, 8) rounds, at least 1 (R + 1 without logits); level
+    by level S + 1 times that number; one more for d2t, whose inverse int32 [V] is made first
+Traffic: Rows of all nodes (of visited ones only, level by level): those of the target, and the draft's where there are
     children, once each for statistics, which probabilities need not have, and once for each rejected child, or for a
     draw where no child is rejected. Extra memory: 32 bytes per slice and node, and 64 per node.
 """
@@ -41,8 +35,7 @@ from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2
 from ...runtime.launch import bundle, launcher
 from .shared.prepare_pair import allocate_scans, check_pair, pair_arguments, scan_pair
-from .shared.rejection_rounds import allocate_rounds, launch_level_scan, launch_rounds
-from .shared.rejection_walk import launch_walk
+from .shared.rejection_rounds import allocate_rounds, launch_rounds_and_walks
 
 # One program reads whole rows one after another: the tile is the largest that fits in its registers.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
@@ -62,7 +55,6 @@ def goes_by_level(target: torch.Tensor, num_rounds: int, spec_steps: int, batch_
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_rejection` and describes its outputs."""
     args = check.Arguments("verify_tree_rejection", values)
     output = check_tree(args)
     num_rows = args.size("B") * args.size("N")
@@ -186,10 +178,5 @@ def verify_tree_rejection(
     }
     tile = dict(tuning.row(TUNING, device))
     tile["BLOCK_VOCAB"] = min(tile["BLOCK_VOCAB"], next_power_of_2(shared["num_ids"]))
-    for level in range(spec_steps + 1) if by_level else (0,):
-        if by_level:
-            launch_level_scan(shared, level)
-        launch_rounds(shared, num_rounds, level)
-        walk = shared | output_arguments(out) | tile | {"round": num_rounds, "level": level}
-        launch_walk(batch_size, walk)
+    launch_rounds_and_walks(shared, output_arguments(out) | tile, num_rounds)
     return out

@@ -1,6 +1,6 @@
 """Verifies trees of sampled drafts from their leaves up, without loss: traversal verification.
 
-Computes
+Computes:
     Traversal verification (Weng et al., arXiv 2505.12398, algorithms 1 and 2). Every node has a target distribution P,
     the draft distribution Q that its children were drawn from one after another without replacement, and an acceptance
     a: that of the root is 1, that of a child c is min(a P(c) / Q(c), 1) by its parent's numbers. The first leaf in
@@ -10,21 +10,17 @@ Computes
     from then on, and is a leaf itself when no child is left. The root's coin always succeeds. Coins and noise are those
     of primitives/random.py, keyed by seed, position of the token, node with its depth, and streams that drafting does
     not use.
-Invariants
-    A draft of target probability 0 is never accepted. If rounding leaves no residual P stays as it was. +inf counts as
-    the largest finite number; a sampled row of nothing but -inf gives token 0. A link to a node that was met before
-    ends the list of siblings. Results of a request do not depend on the batch around it.
-Grid
-    map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,), one
+Invariants: A draft of target probability 0 is never accepted. If rounding leaves no residual P stays as it was. +inf
+    counts as the largest finite number; a sampled row of nothing but -inf gives token 0. A link to a node that was met
+    before ends the list of siblings. Results of a request do not depend on the batch around it.
+Grid: map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,), one
     program walks one tree. For vocabularies of more than one slice, before the walk: edges (B, N) looks up every node's
     probabilities in its parent's rows; a round (B, slices) takes each walk to the next node that it deletes, and sums
     and draws from what that leaves of its parent's rows (`traversal_rounds.py`).
-Launches
-    1: walk; one more each: scan for logits, map for d2t; for more than one slice edges and R = min(N - 1, 24) rounds,
-    at least 1
-Traffic
-    every row of the target once and of the draft where there are children, two rows for every deleted node, one or two
-    for the draw where the accepted node is not the last one's parent.
+Launches: 1: walk; one more each: scan for logits, map for d2t; for more than one slice edges and R = min(N - 1, 24)
+    rounds, at least 1
+Traffic: every row of the target once and of the draft where there are children, two rows for every deleted node, one or
+    two for the draw where the accepted node is not the last one's parent.
 """
 
 from __future__ import annotations
@@ -65,38 +61,14 @@ _WORDS = tl.constexpr(AT_WORDS)
 _NODE_WORDS = tl.constexpr(PATH_WORDS)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "round", "num_places", "num_ids", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["round", "num_places", "num_ids", "vocab_size", "draft_vocab_size", "stride_target",
+                               "stride_draft"])  # fmt: skip
 def _verify_tree_traversal_walk_kernel(
-    # inputs
-    links,
-    target,
-    draft,
-    target_to_draft_ptr,
-    coins,
-    # scratch
-    scratch,
-    # outputs
-    out,
-    # sizes
-    round,
-    num_places,
-    num_ids,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target, draft, target_to_draft_ptr, coins, scratch, out,
+    round, num_places, num_ids, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr,
+    NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Walks one tree depth first, from where the rounds have left it, and writes the outputs."""
     await_predecessor(ENABLE_PDL)
     num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)
@@ -138,7 +110,6 @@ def _verify_tree_traversal_walk_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_traversal` and describes its outputs."""
     args = check.Arguments("verify_tree_traversal", values)
     output = check_tree(args)
     num_rows = args.size("B") * args.size("N")

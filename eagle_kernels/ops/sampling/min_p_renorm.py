@@ -1,51 +1,24 @@
 """Keeps the tokens of each row whose probability is at least min_p of the largest one, and renormalizes.
 
-Computes
-    Kept are the tokens of at least min_p * the largest probability, a product in fp32, rounded to nearest.
-Invariants
-    The sum that divides is one of whole numbers (`threshold.py`): bits do not depend on the batch around a row, nor on
-    tuning.
-Grid
-    (R, slices), one program for a slice of a row, or (R,), one for a row.
-Launches
-    4
-Traffic
-    R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold a kept token are read
-    twice more.
+Computes: Kept are the tokens of at least min_p * the largest probability, a product in fp32, rounded to nearest.
+Invariants: The sum that divides is one of whole numbers (`threshold.py`): bits do not depend on the batch around a row,
+    nor on tuning.
+Grid: (R, slices), one program for a slice of a row, or (R,), one for a row.
+Launches: 4
+Traffic: R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold a kept token are
+    read twice more.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...primitives.dependent_launch import await_predecessor
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
-from .shared.renorm_state import load_chunks, open_state, start_row
-from .shared.renorm_steps import BRACKET_TUNING, check_renorm, launch_collect, launch_scan, launch_write
-from .shared.threshold import key_probability
-
-
-@triton.jit
-def _min_p_renorm_edge_kernel(
-    min_p_ptr,
-    scratch,
-    NUM_CHUNKS: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Writes the smallest key of a row that stays, 1 if the filter is off, as a bracket with nothing in it."""
-    await_predecessor(ENABLE_PDL)
-    row = tl.program_id(0).to(tl.int64)
-    min_p = tl.load(min_p_ptr + row)
-    largest = tl.max(load_chunks(scratch.chunk_largest, row, NUM_CHUNKS))
-    edge = (tl.minimum(min_p, 1.0) * key_probability(largest)).to(tl.int32, bitcast=True)
-    edge = tl.where(min_p > 0.0, tl.maximum(edge, 1), 1)
-    start_row(open_state(scratch, row), edge, edge, largest)
+from ...runtime import check
+from ...runtime.launch import launcher
+from .shared.renorm_steps import check_renorm, launch_steps
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `min_p_renorm` and describes its output."""
     return check_renorm("min_p_renorm", values, "min_p", (torch.float32,))
 
 
@@ -76,9 +49,5 @@ def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor 
         [[0.5, 0.0, 0.5, 0.0]]
     """
     out = check.allocate("min_p_renorm", contract(locals()), out)
-    work = launch_scan("min_p_renorm", probs, out)
-    edge = {name: work.chunks[name] for name in ("scratch", "NUM_CHUNKS")} | tuning.row(BRACKET_TUNING, probs.device)
-    launch("min_p_renorm", _min_p_renorm_edge_kernel, (len(probs),), min_p_ptr=min_p, **edge)
-    launch_collect("min_p_renorm", work, None)
-    launch_write("min_p_renorm", work)
+    launch_steps("min_p_renorm", probs, min_p, out)
     return out

@@ -1,20 +1,15 @@
 """Penalizes the logits of every tree node, and counts the drafts on the node's own path as output.
 
-Computes
-    What `verify_tree_sampled` does to logits before temperature, for all rows and written to memory, for ops that
+Computes: What `verify_tree_sampled` does to logits before temperature, for all rows and written to memory, for ops that
     verify by probabilities (the renorms, coins, rejection, traversal). If `verify_tree_sampled` is given the result and
     no penalties, it draws, bit by bit, what it draws from the logits with them; only -inf for early end tokens and bad
     tokens is not part of that op.
-Invariants
-    NaN stays NaN where no -inf replaces it. Malformed links end a path: where they do not lead to the root, the drafts
-    are those from the node on that no link names. Tokens that are no ids count nowhere.
-Grid
-    (B * N, slices), one program writes one slice of one node's row.
-Launches
-    1
-Traffic
-    B * N * V * (element size + 4), and once per request (for its other nodes from the cache) 4 V for output_counts and
-    V / 8 for prompt_mask.
+Invariants: NaN stays NaN where no -inf replaces it. Malformed links end a path: where they do not lead to the root, the
+    drafts are those from the node on that no link names. Tokens that are no ids count nowhere.
+Grid: (B * N, slices), one program writes one slice of one node's row.
+Launches: 1
+Traffic: B * N * V * (element size + 4), and once per request (for its other nodes from the cache) 4 V for output_counts
+    and V / 8 for prompt_mask.
 """
 
 from __future__ import annotations
@@ -51,25 +46,11 @@ class Forbidden(NamedTuple):
 @triton.jit(do_not_specialize=["stride_logits_row", "stride_output_row", "stride_end_token_ids_batch",
                                "stride_bad_token_ids_batch", "num_ends", "num_bad"])  # fmt: skip
 def _penalize_logits_kernel(
-    links,
-    target_logits_ptr,
-    processors,
-    forbidden,
-    output_ptr,
-    stride_logits_row,
-    stride_output_row,
-    stride_end_token_ids_batch,
-    stride_bad_token_ids_batch,
-    num_ends,
-    num_bad,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    BLOCK_ID: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_logits_ptr, processors, forbidden, output_ptr, stride_logits_row, stride_output_row,
+    stride_end_token_ids_batch, stride_bad_token_ids_batch, num_ends, num_bad,
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, BLOCK_ID: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     place = tl.program_id(0).to(tl.int64)
     request = place // NUM_NODES
@@ -147,7 +128,6 @@ def _forbid(logit, ids, first, list_ptr, num_listed, BLOCK_VOCAB: tl.constexpr, 
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `penalize_logits` and describes its output."""
     args = check.Arguments("penalize_logits", values)
     batch_size, num_nodes = check_links(args)
     num_rows = batch_size * num_nodes

@@ -1,17 +1,12 @@
 """Draws one token from each row of logits, as plain decoding does.
 
-Computes
-    argmax over the kept tokens of logits / temperature + Gumbel noise: a sample of the filtered, renormalized softmax
-    (`shared/sampling.py`). Edges of filters are exact.
-Invariants
-    The noise is keyed by (seed, position, token id) and shared with `verify_tree_sampled`. Ties hardly occur in sampled
-    rows, as noise in more bits than fp32 has decides them.
-Grid
-    (R, slices), programs that scan a slice of a row each; (R,), programs that draw a token each.
-Launches
-    2
-Traffic
-    R * V * element size read (once, and what is gathered), 8 R written.
+Computes: argmax over the kept tokens of logits / temperature + Gumbel noise: a sample of the filtered, renormalized
+    softmax (`shared/sampling.py`). Edges of filters are exact.
+Invariants: The noise is keyed by (seed, position, token id) and shared with `verify_tree_sampled`. Ties hardly occur in
+    sampled rows, as noise in more bits than fp32 has decides them.
+Grid: (R, slices), programs that scan a slice of a row each; (R,), programs that draw a token each.
+Launches: 2
+Traffic: R * V * element size read (once, and what is gathered), 8 R written.
 """
 
 from __future__ import annotations
@@ -29,7 +24,6 @@ SCAN_TUNING, DRAW_TUNING = sampling.SCAN_TUNING, sampling.DRAW_TUNING
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `sample_from_logits` and describes its output."""
     args = check.Arguments("sample_from_logits", values)
     args.tensor("logits", ("R", "V"), check.FLOAT, contiguous=1)
     args.tensor("positions", ("R",), check.INTEGER)

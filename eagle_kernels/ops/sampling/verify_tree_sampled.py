@@ -1,12 +1,10 @@
 """Stochastic verification by sample and match: the text that plain sampling would have drawn.
 
-Computes
-    The drafts are a function of the prefix alone (top-k trees), so a child is followed with probability p(child). For
-    distinct siblings the paths, too, have the distribution of the recursive rejection of EAGLE-2 (arXiv 2406.16858) and
-    of SGLang's coin walk.
-Invariants
-    A token is drawn with the same bits with or without a tree around it, in any batch.
-Grid
+Computes: The drafts are a function of the prefix alone (top-k trees), so a child is followed with probability p(child).
+    For distinct siblings the paths, too, have the distribution of the recursive rejection of EAGLE-2 (arXiv 2406.16858)
+    and of SGLang's coin walk.
+Invariants: A token is drawn with the same bits with or without a tree around it, in any batch.
+Grid:
     Every row that is read is cut into slices: (rows, slices), one program scans a slice; (rows,), one program draws a
     token; (B,), one program writes a request's outputs.
     level by level          only the rows of nodes that the walks have reached are scanned and drawn: nothing is read or
@@ -16,12 +14,10 @@ Grid
     all rows, then walk     all rows are drawn at once (`sample_rows.py`) where this takes less time: few rows, which
                             leave most of the GPU idle. Shapes alone decide (`draws_all_rows`), and both give the same
                             bits. Penalties and log-probabilities go level by level, as they need the path.
-Launches
-    S + 2; 2 S + 2 with filters, penalties or log-probabilities; 3 for all rows
-Traffic
-    V * element size per visited node (at most S + 1 of N; all rows: N), and what filters gather. Extra memory: level by
-    level V / 7 bytes per request with filters, else 8 bytes per slice and visited node, 4 N bytes per request and level
-    for the children; all rows: of all rows.
+Launches: S + 2; 2 S + 2 with filters, penalties or log-probabilities; 3 for all rows
+Traffic: V * element size per visited node (at most S + 1 of N; all rows: N), and what filters gather. Extra memory:
+    level by level V / 7 bytes per request with filters, else 8 bytes per slice and visited node, 4 N bytes per request
+    and level for the children; all rows: of all rows.
 """
 
 from __future__ import annotations
@@ -38,8 +34,7 @@ from ...runtime.language import tl, triton
 from ...runtime.launch import bundle, launch, launcher
 from .shared import logits, sampling
 from .shared.sample_rows import sample_rows
-from .shared.sampled_levels import walk_by_levels
-from .shared.sampled_output import WALK_TUNING, Output, store_arguments, store_outputs
+from .shared.sampled_levels import WALK_TUNING, Output, store_arguments, store_outputs, walk_by_levels
 
 # An H100's: microseconds that a level takes besides reading, and microseconds of one draw on every multiprocessor,
 # with filters and without (plain_); then the speed at which rows are scanned.
@@ -50,16 +45,9 @@ CHOICE_TUNING = {
 
 @triton.jit
 def _verify_tree_sampled_walk_kernel(
-    links,
-    coins,
-    commit,
-    drawn_ptr,
-    out,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, coins, commit, drawn_ptr, out,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ACCEPT_POLICY: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Walks one tree by the tokens of all its rows, drawn [B * N], and writes the outputs."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -78,7 +66,6 @@ def _verify_tree_sampled_walk_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_sampled` and describes its outputs."""
     args = check.Arguments("verify_tree_sampled", values)
     walk = check_tree(args)
     batch_size, num_columns = walk.accept_index.shape

@@ -1,18 +1,13 @@
 """Turns the drafts that were kept into a token tree: mask, positions and first-child / next-sibling links.
 
-Computes
-    For every node its parent (EAGLE-2, arXiv 2406.16858, section 4; the flat candidate ids of SGLang): node i >= 1
-    holds candidate id = top_scores_index[i - 1]; slot id // topk of parent_list names the parent's candidate id, slot 0
-    is the root. Ancestor sets follow by pointer doubling, ceil(log2 N) rounds; any_order walks up step by step.
-Invariants
-    Nodes below one whose parent is missing or does not precede it count their depth from there. Reads stay within the
-    row, and writes within a FULL_MASK whose size contradicts seq_lens.
-Grid
-    (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
-Launches
-    1
-Traffic
-    8 B (2 N + P) read, 8 B N (5 + ceil(N / 64)) written, FULL_MASK 1 byte a cell.
+Computes: For every node its parent (EAGLE-2, arXiv 2406.16858, section 4; the flat candidate ids of SGLang): node i >=
+    1 holds candidate id = top_scores_index[i - 1]; slot id // topk of parent_list names the parent's candidate id, slot
+    0 is the root. Ancestor sets follow by pointer doubling, ceil(log2 N) rounds; any_order walks up step by step.
+Invariants: Nodes below one whose parent is missing or does not precede it count their depth from there. Reads stay
+    within the row, and writes within a FULL_MASK whose size contradicts seq_lens.
+Grid: (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
+Launches: 1
+Traffic: 8 B (2 N + P) read, 8 B N (5 + ceil(N / 64)) written, FULL_MASK 1 byte a cell.
 """
 
 from __future__ import annotations
@@ -30,24 +25,11 @@ from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 @triton.jit(do_not_specialize=["parent_width", "mask_size"])
 def _build_tree_kernel(
-    # inputs
-    verified_id_ptr,
-    parent_list_ptr,
-    top_scores_index_ptr,
-    draft_tokens_ptr,
-    seq_lens_ptr,
-    # outputs
-    out,
-    # sizes
-    parent_width,
-    mask_size,
-    TOPK: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    MAX_HOPS: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    verified_id_ptr, parent_list_ptr, top_scores_index_ptr, draft_tokens_ptr, seq_lens_ptr, out,
+    parent_width, mask_size,
+    TOPK: tl.constexpr, NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    MAX_HOPS: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     mask = TreeMask(out.tree_mask, seq_lens_ptr, mask_size)
@@ -64,7 +46,6 @@ def _build_tree_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `build_tree` and describes its outputs."""
     args = check.Arguments("build_tree", values)
     output = candidates_tree_contract(args)
     for name in ("top_scores_index", "draft_tokens"):

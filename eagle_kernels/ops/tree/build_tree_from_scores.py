@@ -1,16 +1,11 @@
 """Reranks the candidates of all draft levels and turns the best ones into a token tree: both ops in one launch.
 
-Computes
-    organize_draft_results, then build_tree.
-Invariants
-    Those of both ops. No child is kept without its parent, and none precedes it.
-Grid
-    That of build_tree; the program that builds a tree ranks its candidates first.
-Launches
-    1
-Traffic
-    B (4 C + 8 (2 N + P)) read, 8 B N (6 + ceil(N / 64)) written, FULL_MASK 1 byte a cell, for C candidates, N nodes and
-    P slots of parent_list.
+Computes: organize_draft_results, then build_tree.
+Invariants: Those of both ops. No child is kept without its parent, and none precedes it.
+Grid: That of build_tree; the program that builds a tree ranks its candidates first.
+Launches: 1
+Traffic: B (4 C + 8 (2 N + P)) read, 8 B N (6 + ceil(N / 64)) written, FULL_MASK 1 byte a cell, for C candidates, N
+    nodes and P slots of parent_list.
 """
 
 from __future__ import annotations
@@ -24,9 +19,14 @@ from ...primitives.ordering import is_among_best
 from ...runtime import check
 from ...runtime.language import ceil_log2, next_power_of_2, tl, triton
 from ...runtime.launch import launcher
-from .shared.ranking import candidates_contract, ranking_warps
 from .shared.tree_building import Candidates, store_tree
-from .shared.tree_contract import candidates_tree_contract, count_candidates, launch_trees
+from .shared.tree_contract import (
+    candidates_contract,
+    candidates_tree_contract,
+    count_candidates,
+    launch_trees,
+    ranking_warps,
+)
 from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 
@@ -42,32 +42,14 @@ class Output(NamedTuple):
     top_scores_index: torch.Tensor
 
 
-@triton.jit(
-    do_not_specialize=["parent_width", "mask_size", "num_candidates", "stride_candidate_scores_request",
-                       "stride_candidate_tokens_request"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["parent_width", "mask_size", "num_candidates", "stride_candidate_scores_request",
+                               "stride_candidate_tokens_request"])  # fmt: skip
 def _build_tree_from_scores_kernel(
-    # inputs
-    verified_id_ptr,
-    candidate_scores_ptr,
-    candidate_tokens_ptr,
-    parent_list_ptr,
-    seq_lens_ptr,
-    # outputs
-    out,
-    # sizes
-    parent_width,
-    mask_size,
-    num_candidates,
-    stride_candidate_scores_request,
-    stride_candidate_tokens_request,
-    TOPK: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    BLOCK_CANDIDATE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    verified_id_ptr, candidate_scores_ptr, candidate_tokens_ptr, parent_list_ptr, seq_lens_ptr, out,
+    parent_width, mask_size, num_candidates, stride_candidate_scores_request, stride_candidate_tokens_request,
+    TOPK: tl.constexpr, NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    BLOCK_CANDIDATE: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     mask = TreeMask(out.tree_mask, seq_lens_ptr, mask_size)
@@ -98,7 +80,6 @@ def _build_tree_from_scores_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `build_tree_from_scores` and describes its outputs."""
     args = check.Arguments("build_tree_from_scores", values)
     tree = candidates_tree_contract(args)
     num_candidates = candidates_contract(args)

@@ -1,17 +1,12 @@
 """Describes token trees from their links: how deep, how wide, how many nodes at each depth.
 
-Computes
-    Sums along the paths that links make. With the accepted drafts of a verify op they give acceptance by depth: of the
-    trees with nodes_per_depth[:, d] > 0, the share with accept_token_num >= d.
-Invariants
-    As in the verify ops the root has no sibling. A node that is named more than once belongs to the lowest node that
-    names it, to its child link first. So malformed trees end as well.
-Grid
-    (B,), one program describes one tree.
-Launches
-    1
-Traffic
-    2 * B * N * index size read, 4 B (5 + S) written, for N nodes and S = spec_steps.
+Computes: Sums along the paths that links make. With the accepted drafts of a verify op they give acceptance by depth:
+    of the trees with nodes_per_depth[:, d] > 0, the share with accept_token_num >= d.
+Invariants: As in the verify ops the root has no sibling. A node that is named more than once belongs to the lowest node
+    that names it, to its child link first. So malformed trees end as well.
+Grid: (B,), one program describes one tree.
+Launches: 1
+Traffic: 2 * B * N * index size read, 4 B (5 + S) written, for N nodes and S = spec_steps.
 """
 
 from __future__ import annotations
@@ -47,14 +42,9 @@ _ROOT = tl.constexpr(1 << 16)
 
 @triton.jit(do_not_specialize=["num_depths"])
 def _compute_tree_statistics_kernel(
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    out,
-    num_depths,
-    NUM_NODES: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    retrieve_next_token_ptr, retrieve_next_sibling_ptr, out, num_depths,
+    NUM_NODES: tl.constexpr, BLOCK_DEPTH: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     BLOCK_NODE: tl.constexpr = next_power_of_2(NUM_NODES, 16)
@@ -91,7 +81,6 @@ def _compute_tree_statistics_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `compute_tree_statistics` and describes its outputs."""
     args = check.Arguments("compute_tree_statistics", values)
     spec_steps = args.integer("spec_steps", 0, MAX_NODES)
     args.tensor("retrieve_next_token", ("B", "N"), check.INTEGER)

@@ -1,16 +1,12 @@
 """Reranks the candidates of all draft levels and keeps the best ones as the nodes of the verification tree.
 
-Computes
-    A stable selection. The ascending order of flat ids puts parents before children; a child never scores above its
-    parent and has a higher id, so the kept set is closed under parents.
-Invariants
-    -0.0 equals 0.0. One program holds a row, which limits the candidates.
-Grid
-    (B,), one program selects for one request.
-Launches
-    1; none for num_verify_tokens = 1, where the outputs are empty.
-Traffic
-    C * 4 B + (N - 1) * token size read, 16 B * (N - 1) written, per request of C candidates, for N = num_verify_tokens.
+Computes: A stable selection. The ascending order of flat ids puts parents before children; a child never scores above
+    its parent and has a higher id, so the kept set is closed under parents.
+Invariants: -0.0 equals 0.0. One program holds a row, which limits the candidates.
+Grid: (B,), one program selects for one request.
+Launches: 1; none for num_verify_tokens = 1, where the outputs are empty.
+Traffic: C * 4 B + (N - 1) * token size read, 16 B * (N - 1) written, per request of C candidates, for N =
+    num_verify_tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +20,8 @@ from ...primitives.ordering import is_among_best
 from ...runtime import check
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.ranking import MAX_CANDIDATES as MAX_CANDIDATES  # which the engine has to know as well
-from .shared.ranking import candidates_contract, ranking_warps
+from .shared.tree_contract import MAX_CANDIDATES as MAX_CANDIDATES  # which the engine has to know as well
+from .shared.tree_contract import candidates_contract, ranking_warps
 
 
 class Output(NamedTuple):
@@ -35,21 +31,13 @@ class Output(NamedTuple):
     draft_tokens: torch.Tensor
 
 
-@triton.jit(
-    do_not_specialize=["num_candidates", "num_kept", "stride_candidate_scores_request",
-                       "stride_candidate_tokens_request"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["num_candidates", "num_kept", "stride_candidate_scores_request",
+                               "stride_candidate_tokens_request"])  # fmt: skip
 def _organize_draft_results_kernel(
-    candidate_scores_ptr,
-    candidate_tokens_ptr,
-    out,
-    num_candidates,
-    num_kept,
-    stride_candidate_scores_request,
+    candidate_scores_ptr, candidate_tokens_ptr, out, num_candidates, num_kept, stride_candidate_scores_request,
     stride_candidate_tokens_request,
-    BLOCK_CANDIDATE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    BLOCK_CANDIDATE: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK_CANDIDATE)
@@ -64,7 +52,6 @@ def _organize_draft_results_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `organize_draft_results` and describes its outputs."""
     args = check.Arguments("organize_draft_results", values)
     num_nodes = args.integer("num_verify_tokens", 1)
     num_candidates = candidates_contract(args)
@@ -76,11 +63,7 @@ def contract(values: dict) -> Output:
 
 @launcher
 def organize_draft_results(
-    candidate_scores: torch.Tensor,
-    candidate_tokens: torch.Tensor,
-    *,
-    num_verify_tokens: int,
-    out: Output | None = None,
+    candidate_scores: torch.Tensor, candidate_tokens: torch.Tensor, *, num_verify_tokens: int, out: Output | None = None
 ) -> Output:
     """Keeps the best candidates of every request, over all draft levels.
 

@@ -1,57 +1,23 @@
 """Packs a tree mask of any layout into words, a bit per draft key: the form that attention reads.
 
-Computes
-    Each row's cells, or the words of its layout, as words of 64 bits.
-Invariants
-    Reads stay within a FULL_MASK that is too short for its lengths.
-Grid
-    (B, row blocks), one program packs a block of rows.
-Launches
-    1
-Traffic
-    1 byte a cell (or the words) read, the prefix of FULL_MASK not counted, 8 B Nq ceil(Nk / 64) written, for Nq rows
-    and Nk draft keys of each request.
+Computes: Each row's cells, or the words of its layout, as words of 64 bits.
+Invariants: Reads stay within a FULL_MASK that is too short for its lengths.
+Grid: (B, row blocks), one program packs a block of rows.
+Launches: 1
+Traffic: 1 byte a cell (or the words) read, the prefix of FULL_MASK not counted, 8 B Nq ceil(Nk / 64) written, for Nq
+    rows and Nk draft keys of each request.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...primitives.dependent_launch import await_predecessor
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
-from .shared.tree_mask import TreeMaskMode, check_lengths, check_mask, load_keys, mask_spec, row_starts, store_keys
-
-# A program packs BLOCK_ROW rows of one tree.
-TUNING = {"default": {"BLOCK_ROW": 16, "num_warps": 4}}
-
-
-@triton.jit(do_not_specialize=["mask_size"])
-def _pack_tree_mask_kernel(
-    tree_mask_ptr,
-    seq_lens_ptr,
-    output_ptr,
-    mask_size,
-    NUM_ROWS: tl.constexpr,
-    NUM_KEYS: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    await_predecessor(ENABLE_PDL)
-    request = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
-    is_row = row < NUM_ROWS
-    source = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, MASK_MODE)
-    target = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, "packed")
-    for word in range((NUM_KEYS + 63) // 64):
-        seen = load_keys(tree_mask_ptr, source, is_row, word, mask_size, NUM_KEYS, MASK_MODE)
-        store_keys(output_ptr, target, is_row, word, seen, mask_size, NUM_KEYS, "packed")
+from ...runtime import check
+from ...runtime.launch import launcher
+from .shared.tree_mask import TreeMaskMode, check_lengths, check_mask, convert, mask_spec
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `pack_tree_mask` and describes its output."""
     args = check.Arguments("pack_tree_mask", values)
     mode = args.choice("tree_mask_mode", list(TreeMaskMode))
     num_nodes = None if values["num_verify_tokens"] is None else args.integer("num_verify_tokens", 1)
@@ -104,18 +70,6 @@ def pack_tree_mask(
     batch_size, num_rows, num_words = out.shape
     if num_verify_tokens is None:
         num_verify_tokens = 64 * num_words if tree_mask_mode == TreeMaskMode.PACKED else tree_mask.shape[-1]
-    row = tuning.row(TUNING, tree_mask.device)
-    launch(
-        "pack_tree_mask",
-        _pack_tree_mask_kernel,
-        (batch_size, triton.cdiv(num_rows, row["BLOCK_ROW"])),
-        tree_mask_ptr=tree_mask,
-        seq_lens_ptr=seq_lens,
-        output_ptr=out,
-        mask_size=tree_mask.numel(),
-        NUM_ROWS=num_rows,
-        NUM_KEYS=num_verify_tokens,
-        MASK_MODE=str(tree_mask_mode),
-        **row,
-    )
+    modes, sizes = (tree_mask_mode, TreeMaskMode.PACKED), (batch_size, num_rows, num_verify_tokens)
+    convert("pack_tree_mask", tree_mask, seq_lens, out, modes, sizes)
     return out

@@ -1,18 +1,13 @@
 """Prunes the trees of a batch to a number of rows in all: the drafts whose paths are worth most stay.
 
-Computes
-    The max_rows - B drafts with the highest scores of the whole batch stay, equal ones in the order of requests and
-    nodes, where all of their ancestors do. That is the case by itself where scores fall along paths, such as the path
-    probabilities of EAGLE-2 (arXiv 2406.16858).
-Invariants
-    A draft that does not see its root never stays. The sum of num_nodes is at most max_rows.
-Grid
-    (1,), one program finds the lowest score that stays, by bisection of its bits; (B,), one program prunes a tree.
-Launches
-    2
-Traffic
-    4 B (N - 1) read, again by the last programs where scores are equal (from the cache), 16 B N (1 + ceil(N / 64)) read
-    and written, for trees of N nodes.
+Computes: The max_rows - B drafts with the highest scores of the whole batch stay, equal ones in the order of requests
+    and nodes, where all of their ancestors do. That is the case by itself where scores fall along paths, such as the
+    path probabilities of EAGLE-2 (arXiv 2406.16858).
+Invariants: A draft that does not see its root never stays. The sum of num_nodes is at most max_rows.
+Grid: (1,), one program finds the lowest score that stays, by bisection of its bits; (B,), one program prunes a tree.
+Launches: 2
+Traffic: 4 B (N - 1) read, again by the last programs where scores are equal (from the cache), 16 B N (1 + ceil(N / 64))
+    read and written, for trees of N nodes.
 """
 
 from __future__ import annotations
@@ -62,13 +57,7 @@ def _count_keys(scores_ptr, stop, least, BLOCK_SCORE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_scores", "num_wanted"])
 def _find_cut_kernel(
-    scores_ptr,
-    max_drafts_ptr,
-    cut_ptr,
-    num_scores,
-    num_wanted,
-    BLOCK_SCORE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
+    scores_ptr, max_drafts_ptr, cut_ptr, num_scores, num_wanted, BLOCK_SCORE: tl.constexpr, ENABLE_PDL: tl.constexpr
 ):
     """Stores the highest key that num_wanted keys reach, and how many keys that equal it stay."""
     await_predecessor(ENABLE_PDL)
@@ -114,19 +103,10 @@ def _load_seen(masks_ptr, node, other, word, WORDS: tl.constexpr, NUM_NODES: tl.
 
 @triton.jit(do_not_specialize=["stride_draft_tokens_batch"])
 def _prune_trees_kernel(
-    # inputs
-    draft_tokens_ptr,
-    tree_mask_ptr,
-    scores_ptr,
-    cut_ptr,
-    # outputs
-    out,
-    # sizes
+    draft_tokens_ptr, tree_mask_ptr, scores_ptr, cut_ptr, out,
     stride_draft_tokens_batch,
-    NUM_NODES: tl.constexpr,
-    BLOCK_SCORE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    NUM_NODES: tl.constexpr, BLOCK_SCORE: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Keeps and moves the nodes of one tree; until its tokens are written, their place holds what warps share."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -180,7 +160,6 @@ def _prune_trees_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `prune_trees` and describes its outputs."""
     args = check.Arguments("prune_trees", values)
     args.tensor("draft_tokens", ("B", "N"), check.INTEGER, contiguous=1)
     batch_size, num_nodes = args.size("B"), args.size("N")

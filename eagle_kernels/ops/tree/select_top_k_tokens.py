@@ -1,20 +1,16 @@
 """One level of drafting: the best tokens of every beam become candidates, the best candidates the next beams.
 
-Computes
-    EAGLE-2 (arXiv 2406.16858, section 4.1): a candidate's score is the log-probability of its path. Each of the topk
-    beams (one root at level 0) proposes the topk most probable tokens of its draft logits; the topk best of these
+Computes: EAGLE-2 (arXiv 2406.16858, section 4.1): a candidate's score is the log-probability of its path. Each of the
+    topk beams (one root at level 0) proposes the topk most probable tokens of its draft logits; the topk best of these
     candidates are expanded next.
-Invariants
-    -0.0 equals 0.0. Results of a row do not depend on the batch around it (except hidden_rows, which count its rows).
-Grid
-    One program scans some chunks of 1024 ids of a row, one warp each; then (B,), one program selects for one request,
+Invariants: -0.0 equals 0.0. Results of a row do not depend on the batch around it (except hidden_rows, which count its
+    rows).
+Grid: One program scans some chunks of 1024 ids of a row, one warp each; then (B,), one program selects for one request,
     one warp for each beam.
-Launches
-    2
-Traffic
-    rows * Vd * element size read once, for a draft vocabulary of Vd. The maxima of groups of 32 ids (element size) and
-    the maxima and sums of chunks (8 B) are written; those of chunks, topk * 32 of groups and topk * 32 logits are read
-    again, per row.
+Launches: 2
+Traffic: rows * Vd * element size read once, for a draft vocabulary of Vd. The maxima of groups of 32 ids (element size)
+    and the maxima and sums of chunks (8 B) are written; those of chunks, topk * 32 of groups and topk * 32 logits are
+    read again, per row.
 """
 
 from __future__ import annotations
@@ -47,34 +43,15 @@ class Output(NamedTuple):
 MAX_TOPK = 16
 
 
-@triton.jit(
-    do_not_specialize=["stride_logits_row", "vocab_size", "num_chunks", "level", "num_input_words",
-                       "stride_candidate_scores_request", "stride_candidate_tokens_request",
-                       "stride_parent_slots_request"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["stride_logits_row", "vocab_size", "num_chunks", "level", "num_input_words",
+                               "stride_candidate_scores_request", "stride_candidate_tokens_request",
+                               "stride_parent_slots_request"])  # fmt: skip
 def _select_top_k_tokens_kernel(
-    # inputs
-    logits_ptr,
-    scan,
-    beam_scores_ptr,
-    beam_ancestors_ptr,
-    draft_to_target_ptr,
-    # outputs
-    out,
-    # sizes
-    stride_logits_row,
-    vocab_size,
-    num_chunks,
-    level,
-    num_input_words,
-    stride_candidate_scores_request,
-    stride_candidate_tokens_request,
-    stride_parent_slots_request,
-    TOPK: tl.constexpr,
-    NUM_BEAMS: tl.constexpr,
-    BLOCK_SLOT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    logits_ptr, scan, beam_scores_ptr, beam_ancestors_ptr, draft_to_target_ptr, out,
+    stride_logits_row, vocab_size, num_chunks, level, num_input_words, stride_candidate_scores_request,
+    stride_candidate_tokens_request, stride_parent_slots_request,
+    TOPK: tl.constexpr, NUM_BEAMS: tl.constexpr, BLOCK_SLOT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     BLOCK_BEAM: tl.constexpr = next_power_of_2(NUM_BEAMS)
@@ -132,7 +109,6 @@ def _select_top_k_tokens_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `select_top_k_tokens` and describes its outputs."""
     args = check.Arguments("select_top_k_tokens", values)
     topk = args.integer("topk", 1, MAX_TOPK)
     level = args.integer("level", 0)

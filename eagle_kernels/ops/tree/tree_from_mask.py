@@ -1,18 +1,14 @@
 """Turns ancestor masks into trees: positions and first-child / next-sibling links, for drafters that deliver a mask.
 
-Computes
+Computes:
     With M[t, j]: node t sees node j, and j < t:
         depth(t) = how many j are seen; parent(t) = the largest of them, -1 if there is none;
         first child of t = the smallest k with M[k, t], which in a sound mask is a child;
         next sibling of t = the smallest k > t with parent(k) = parent(t), -1 if t has no parent.
-Invariants
-    Links point forward or are -1, so walks along them end, whatever the mask.
-Grid
-    (B,), one program reads one mask.
-Launches
-    1
-Traffic
-    8 B N ceil(N / 64) read (1 byte a cell where the layout has cells), 32 B N written, for trees of N nodes.
+Invariants: Links point forward or are -1, so walks along them end, whatever the mask.
+Grid: (B,), one program reads one mask.
+Launches: 1
+Traffic: 8 B N ceil(N / 64) read (1 byte a cell where the layout has cells), 32 B N written, for trees of N nodes.
 """
 
 from __future__ import annotations
@@ -44,14 +40,9 @@ TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_128": 8, "min_w
 
 @triton.jit(do_not_specialize=["mask_size"])
 def _tree_from_mask_kernel(
-    tree_mask_ptr,
-    seq_lens_ptr,
-    out,
-    mask_size,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    tree_mask_ptr, seq_lens_ptr, out, mask_size,
+    NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     BLOCK_NODE: tl.constexpr = next_power_of_2(NUM_NODES, 16)
@@ -102,7 +93,6 @@ def _first_later(parent, node, other_parent, other, NUM_NODES: tl.constexpr):
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `tree_from_mask` and describes its outputs."""
     args = check.Arguments("tree_from_mask", values)
     num_nodes = args.integer("num_verify_tokens", 1, MAX_NODES)
     mode = args.choice("tree_mask_mode", list(TreeMaskMode))

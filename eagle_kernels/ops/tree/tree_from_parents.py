@@ -1,16 +1,11 @@
 """Turns tokens and their parents into a token tree: mask, positions and links, for drafters that name parents.
 
-Computes
-    Ancestor sets by pointer doubling, ceil(log2 N) rounds for N nodes; a node is linked if the root is among its own.
-    Linked nodes get a mask, a depth, a first child and a next sibling.
-Invariants
-    Writes stay within a FULL_MASK whose size contradicts seq_lens.
-Grid
-    (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
-Launches
-    1
-Traffic
-    16 B N read, 8 B N (5 + ceil(N / 64)) written, FULL_MASK 1 byte a cell.
+Computes: Ancestor sets by pointer doubling, ceil(log2 N) rounds for N nodes; a node is linked if the root is among its
+    own. Linked nodes get a mask, a depth, a first child and a next sibling.
+Invariants: Writes stay within a FULL_MASK whose size contradicts seq_lens.
+Grid: (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
+Launches: 1
+Traffic: 16 B N read, 8 B N (5 + ceil(N / 64)) written, FULL_MASK 1 byte a cell.
 """
 
 from __future__ import annotations
@@ -28,20 +23,10 @@ from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 @triton.jit(do_not_specialize=["mask_size"])
 def _tree_from_parents_kernel(
-    # inputs
-    verified_id_ptr,
-    draft_tokens_ptr,
-    parents_ptr,
-    seq_lens_ptr,
-    # outputs
-    out,
-    # sizes
+    verified_id_ptr, draft_tokens_ptr, parents_ptr, seq_lens_ptr, out,
     mask_size,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, IS_ALIGNED: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     mask = TreeMask(out.tree_mask, seq_lens_ptr, mask_size)
@@ -65,7 +50,6 @@ def _tree_from_parents_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `tree_from_parents` and describes its outputs."""
     args = check.Arguments("tree_from_parents", values)
     output = tree_contract(args)
     for name in ("draft_tokens", "parents"):

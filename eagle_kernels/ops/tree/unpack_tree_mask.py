@@ -1,76 +1,22 @@
 """Writes packed tree masks in the layout that another attention kernel reads.
 
-Computes
-    Each row's bits as cells, or as the words of its layout.
-Invariants
-    Writes stay within a FULL_MASK whose size contradicts seq_lens.
-Grid
-    (B, row blocks), one program writes a block of rows.
-Launches
-    1
-Traffic
-    8 B Nq W read, 1 byte a cell (or the words) written, for Nq rows of W words of each request.
+Computes: Each row's bits as cells, or as the words of its layout.
+Invariants: Writes stay within a FULL_MASK whose size contradicts seq_lens.
+Grid: (B, row blocks), one program writes a block of rows.
+Launches: 1
+Traffic: 8 B Nq W read, 1 byte a cell (or the words) written, for Nq rows of W words of each request.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...primitives.dependent_launch import await_predecessor
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
-from .shared.tree_mask import (
-    TreeMask,
-    TreeMaskMode,
-    check_lengths,
-    check_mask,
-    fill_prefix,
-    load_keys,
-    mask_spec,
-    row_starts,
-    store_keys,
-)
-
-# A program unpacks BLOCK_ROW rows of one tree.
-TUNING = {"default": {"BLOCK_ROW": 16, "BLOCK_FILL": 64, "num_warps": 4}}
-# Rows are as long as the context: each has a program, since a small batch would leave most of the GPU idle.
-FULL_MASK_TUNING = {"default": {"BLOCK_ROW": 1, "BLOCK_FILL": 512, "num_warps": 4}}
-
-
-@triton.jit(do_not_specialize=["mask_size"])
-def _unpack_tree_mask_kernel(
-    tree_mask_ptr,
-    seq_lens_ptr,
-    output_ptr,
-    mask_size,
-    NUM_ROWS: tl.constexpr,
-    NUM_KEYS: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_FILL: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    await_predecessor(ENABLE_PDL)
-    request = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
-    is_row = row < NUM_ROWS
-    source = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, "packed")
-    target = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, MASK_MODE)
-    if MASK_MODE == "full_mask":
-        mask = TreeMask(output_ptr, seq_lens_ptr, mask_size)
-        fill_prefix(
-            mask, request, tl.program_id(1), tl.num_programs(1), NUM_KEYS, IS_ALIGNED,
-            BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
-        )  # fmt: skip
-    for word in range((NUM_KEYS + 63) // 64):
-        seen = load_keys(tree_mask_ptr, source, is_row, word, mask_size, NUM_KEYS, "packed")
-        store_keys(output_ptr, target, is_row, word, seen, mask_size, NUM_KEYS, MASK_MODE)
+from ...runtime import check
+from ...runtime.launch import launcher
+from .shared.tree_mask import TreeMaskMode, check_lengths, check_mask, convert, mask_spec
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `unpack_tree_mask` and describes its output."""
     args = check.Arguments("unpack_tree_mask", values)
     mode = args.choice("tree_mask_mode", list(TreeMaskMode))
     args.tensor("tree_mask", ("B", "Nq", None), (torch.int64,))
@@ -135,20 +81,7 @@ def unpack_tree_mask(
     """
     out = check.allocate("unpack_tree_mask", contract(locals()), out)
     batch_size, num_rows, _ = tree_mask.shape
-    is_full = tree_mask_mode == TreeMaskMode.FULL_MASK
-    row = tuning.row(FULL_MASK_TUNING if is_full else TUNING, tree_mask.device)
-    launch(
-        "unpack_tree_mask",
-        _unpack_tree_mask_kernel,
-        (batch_size, triton.cdiv(num_rows, row["BLOCK_ROW"])),
-        tree_mask_ptr=tree_mask,
-        seq_lens_ptr=seq_lens,
-        output_ptr=out,
-        mask_size=out.numel(),
-        NUM_ROWS=num_rows,
-        NUM_KEYS=num_rows if num_verify_tokens is None else num_verify_tokens,
-        MASK_MODE=str(tree_mask_mode),
-        IS_ALIGNED=is_full and out.data_ptr() % 16 == 0,
-        **row,
-    )
+    modes = TreeMaskMode.PACKED, tree_mask_mode
+    sizes = batch_size, num_rows, num_rows if num_verify_tokens is None else num_verify_tokens
+    convert("unpack_tree_mask", tree_mask, seq_lens, out, modes, sizes)
     return out

@@ -1,16 +1,11 @@
 """Appends a step's tokens to every request's tokens, in place, up to the token that ends the request.
 
-Computes
-    For every token of the step, whether it ends the request: as an end token, by completing a stop sequence (a window
-    of the output that ends at it), or by filling the room. Tokens up to the first such one are kept.
-Invariants
-    In token_ids the kept tokens are written, and nothing else. Numbers of tokens below 0 count as 0.
-Grid
-    (B,), one program appends one request's tokens.
-Launches
-    1
-Traffic
-    Per request 16 T + 24 bytes, E and Q * W ids, and the W - 1 tokens before the step's.
+Computes: For every token of the step, whether it ends the request: as an end token, by completing a stop sequence (a
+    window of the output that ends at it), or by filling the room. Tokens up to the first such one are kept.
+Invariants: In token_ids the kept tokens are written, and nothing else. Numbers of tokens below 0 count as 0.
+Grid: (B,), one program appends one request's tokens.
+Launches: 1
+Traffic: Per request 16 T + 24 bytes, E and Q * W ids, and the W - 1 tokens before the step's.
 """
 
 from __future__ import annotations
@@ -56,29 +51,11 @@ class Output(NamedTuple):
 @triton.jit(do_not_specialize=["stride_token_ids_row", "stride_end_token_ids_batch", "num_rows", "row_size",
                                "num_ends", "num_stops", "stop_size"])  # fmt: skip
 def _append_output_kernel(
-    # inputs
-    token_ids_ptr,
-    tokens_ptr,
-    requests,
-    end_token_ids_ptr,
-    stop_sequences_ptr,
-    # outputs
-    out,
-    # sizes
-    stride_token_ids_row,
-    stride_end_token_ids_batch,
-    num_rows,
-    row_size,
-    num_ends,
-    num_stops,
-    stop_size,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_END: tl.constexpr,
-    BLOCK_STEP: tl.constexpr,
-    BLOCK_STOP: tl.constexpr,
-    BLOCK_WINDOW: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    token_ids_ptr, tokens_ptr, requests, end_token_ids_ptr, stop_sequences_ptr, out,
+    stride_token_ids_row, stride_end_token_ids_batch, num_rows, row_size, num_ends, num_stops, stop_size,
+    NUM_COLUMNS: tl.constexpr, BLOCK_END: tl.constexpr, BLOCK_STEP: tl.constexpr, BLOCK_STOP: tl.constexpr,
+    BLOCK_WINDOW: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, next_power_of_2(NUM_COLUMNS))
@@ -168,7 +145,6 @@ def _completes(window, stop_ptr, stop, is_stop, stop_size, BLOCK_WINDOW: tl.cons
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `append_output` and describes its outputs."""
     args = check.Arguments("append_output", values)
     token_ids = args.tensor("token_ids", ("R", "L"), check.INTEGER, contiguous=1)
     num_tokens = args.tensor("num_tokens", ("B",), check.INTEGER)

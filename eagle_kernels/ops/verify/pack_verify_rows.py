@@ -1,18 +1,13 @@
 """Packs the nodes of ragged requests into rows without gaps, as a server's forward pass reads them.
 
-Computes
-    Request b has num_tokens[b] rows, after those of the requests before it. The maps from rows to requests and nodes
-    are made on the device, so that nothing has to be copied to the host (FastDeploy's virtual padding).
-Invariants
-    The first max_rows rows are those that more room would have given. No token and no position is below 0, so that a
-    gather by them stays in bounds.
-Grid
-    (max(B, 1),), one program writes one request's rows, its bound and its share of the unused tail.
-Launches
-    1
-Traffic
-    element sizes * (number of rows + 2 B) read (all counts by every program, from the cache),
-    24 * max_rows + 4 (B + 3) written.
+Computes: Request b has num_tokens[b] rows, after those of the requests before it. The maps from rows to requests and
+    nodes are made on the device, so that nothing has to be copied to the host (FastDeploy's virtual padding).
+Invariants: The first max_rows rows are those that more room would have given. No token and no position is below 0, so
+    that a gather by them stays in bounds.
+Grid: (max(B, 1),), one program writes one request's rows, its bound and its share of the unused tail.
+Launches: 1
+Traffic: element sizes * (number of rows + 2 B) read (all counts by every program, from the cache), 24 * max_rows + 4 (B
+    + 3) written.
 """
 
 from __future__ import annotations
@@ -47,20 +42,10 @@ TUNING = {"default": {"BLOCK_ROW": 128, "num_warps": 1}}
 @triton.jit(do_not_specialize=["stride_draft_tokens_batch", "stride_positions_batch", "batch_size", "num_nodes",
                                "max_rows"])  # fmt: skip
 def _pack_verify_rows_kernel(
-    draft_tokens_ptr,
-    num_tokens_ptr,
-    positions_ptr,
-    seq_lens_ptr,
-    out,
-    stride_draft_tokens_batch,
-    stride_positions_batch,
-    batch_size,
-    num_nodes,
-    max_rows,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    draft_tokens_ptr, num_tokens_ptr, positions_ptr, seq_lens_ptr, out, stride_draft_tokens_batch,
+    stride_positions_batch, batch_size, num_nodes, max_rows,
+    BLOCK_BATCH: tl.constexpr, BLOCK_ROW: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     is_request = request < batch_size  # an empty batch still has one program, for its bound and its tail
@@ -109,7 +94,6 @@ def _pack_verify_rows_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `pack_verify_rows` and describes its outputs."""
     args = check.Arguments("pack_verify_rows", values)
     args.tensor("draft_tokens", ("B", "N"), check.INTEGER, contiguous=1)
     num_tokens = args.tensor("num_tokens", ("B",), check.INTEGER)

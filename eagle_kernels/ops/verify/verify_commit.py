@@ -1,16 +1,11 @@
 """Computes what the next step starts from: lengths, roots, the draft's inputs and rows to gather.
 
-Computes
-    The path of request b is accept_index[b, 0 .. a]. The target's token at its node d is predicts[accept_index[b, d]]:
-    for d < a the accepted draft that follows, for d = a the bonus.
-Invariants
-    Every row that is returned exists, so that gathers by them stay in bounds.
-Grid
-    (B,), one program commits one request.
-Launches
-    1
-Traffic
-    per request 4 (S + 1) + 4 (S + 1) + 20 bytes read, 16 (S + 1) + 28 written.
+Computes: The path of request b is accept_index[b, 0 .. a]. The target's token at its node d is predicts[accept_index[b,
+    d]]: for d < a the accepted draft that follows, for d = a the bonus.
+Invariants: Every row that is returned exists, so that gathers by them stay in bounds.
+Grid: (B,), one program commits one request.
+Launches: 1
+Traffic: per request 4 (S + 1) + 4 (S + 1) + 20 bytes read, 16 (S + 1) + 28 written.
 """
 
 from __future__ import annotations
@@ -42,16 +37,9 @@ TUNING = {"default": {"num_warps": 1}}
 
 @triton.jit(do_not_specialize=["num_nodes"])
 def _verify_commit_kernel(
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
-    seq_lens_ptr,
-    is_live_ptr,
-    out,
-    num_nodes,
-    NUM_COLUMNS: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    predicts_ptr, accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, is_live_ptr, out, num_nodes,
+    NUM_COLUMNS: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, next_power_of_2(NUM_COLUMNS))
@@ -78,7 +66,6 @@ def _verify_commit_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_commit` and describes its outputs."""
     args = check.Arguments("verify_commit", values)
     accept_index = args.tensor("accept_index", ("B", "S + 1"), check.INTEGER)
     batch_size, num_columns = args.size("B"), args.size("S + 1")

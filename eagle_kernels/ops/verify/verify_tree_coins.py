@@ -1,23 +1,19 @@
 """Verification by coins from target probabilities: one coin a node against the mass of its children, then a residual.
 
-Computes
+Computes:
     Of the children of a node in sibling order, each of probability p:
         mass += p;  accepted iff p > 0 and (coin < mass / max(threshold_acc, 1e-9) or p >= threshold_single)
     The bonus is drawn by inverse CDF from the last node's row without its rejected tokens, unnormalised (relu(target -
     draft) with draft = target on them). With both thresholds 1 one coin picks a child or the residual as one draw from
     the row would: lossless. threshold_acc = a multiplies the chance that one of the children is accepted by up to
     1 / a.
-Invariants
-    A token outside 0 .. V - 1 has probability 0. The bonus is the first token of a positive probability at which the
-    sum passes coin * mass, the last one of them if rounding lets none pass. Results of a request do not depend on the
-    batch around it.
-Grid
-    walk (B,), one program walks one tree; mass (B, slices), one program sums a slice of the row at which a walk ended,
-    in groups; draw (B,), one program finds the group and in it the token.
-Launches
-    3: walk, mass, draw
-Traffic
-    V * 4 bytes a request for the row of the bonus, the children's probabilities of visited nodes, 6 words a node.
+Invariants: A token outside 0 .. V - 1 has probability 0. The bonus is the first token of a positive probability at
+    which the sum passes coin * mass, the last one of them if rounding lets none pass. Results of a request do not
+    depend on the batch around it.
+Grid: walk (B,), one program walks one tree; mass (B, slices), one program sums a slice of the row at which a walk
+    ended, in groups; draw (B,), one program finds the group and in it the token.
+Launches: 3: walk, mass, draw
+Traffic: V * 4 bytes a request for the row of the bonus, the children's probabilities of visited nodes, 6 words a node.
 """
 
 from __future__ import annotations
@@ -42,7 +38,6 @@ from ...primitives.tree_walk import (
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.inverse_cdf import first_above, residual, token_probs
 
 # One warp walks, and one draws: what they look up lies in its own registers.
 TUNING = {"default": {"num_warps": 1}}
@@ -53,25 +48,12 @@ DRAW_TUNING = {"default": {"num_warps": 1}}
 
 @triton.jit(do_not_specialize=["stride_probs_request", "stride_probs_node"])
 def _verify_tree_coins_kernel(
-    # inputs
-    links,
-    target_probs_ptr,
-    uniform_samples_ptr,
-    # outputs
-    out,
-    ends_ptr,
-    # sizes
-    threshold_single,
-    threshold_acc,
-    stride_probs_request,
-    stride_probs_node,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    KEEPS_UNVISITED: tl.constexpr,
-    ANY_ORDER: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_probs_ptr, uniform_samples_ptr,
+    out, ends_ptr,  # outputs
+    threshold_single, threshold_acc, stride_probs_request, stride_probs_node,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, KEEPS_UNVISITED: tl.constexpr,
+    ANY_ORDER: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Walks one tree and writes all outputs but the bonus.
 
     ends [B, 1 + N] gets the last node (-1 for a dead row) and the tokens rejected there.
@@ -86,7 +68,7 @@ def _verify_tree_coins_kernel(
     retrieved, tokens, steps = load_nodes(links, request, NUM_NODES, ANY_ORDER)
     coins = tl.load(uniform_samples_ptr + request * NUM_NODES + node, mask=is_node, other=0.0)
     row_ptr = target_probs_ptr + request * stride_probs_request
-    probs = token_probs(row_ptr, tokens, VOCAB_SIZE)
+    probs = _token_probs(row_ptr, tokens, VOCAB_SIZE)
 
     depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
     is_live = tl.max(depth) == 0
@@ -125,7 +107,7 @@ def _verify_tree_coins_kernel(
             below = tl.where(accepted < SPEC_STEPS, child_links >> 16, 0)
             child = tl.where(is_accepted, below, child_links & 0xFFFF)
             if is_accepted & (child > 0):
-                probs = token_probs(row_ptr + current * stride_probs_node.to(tl.int64), tokens, VOCAB_SIZE)
+                probs = _token_probs(row_ptr + current * stride_probs_node.to(tl.int64), tokens, VOCAB_SIZE)
 
     # the last node's token is not known yet: -1 until it is drawn
     store_walk(out, request, Walk(retrieved, predicted, depth), SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED)
@@ -136,19 +118,10 @@ def _verify_tree_coins_kernel(
 
 @triton.jit(do_not_specialize=["stride_probs_request", "stride_probs_node"])
 def _verify_tree_coins_mass_kernel(
-    target_probs_ptr,
-    ends_ptr,
-    sums_ptr,
-    stride_probs_request,
-    stride_probs_node,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    target_probs_ptr, ends_ptr, sums_ptr, stride_probs_request, stride_probs_node,
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, BLOCK_GROUP: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the residual mass of every group of one slice of the row at which a walk ended, to sums [B, groups]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -157,7 +130,7 @@ def _verify_tree_coins_mass_kernel(
     if last >= 0:
         offset = request * stride_probs_request + last * stride_probs_node.to(tl.int64)
         row_ptr = target_probs_ptr + tl.multiple_of(offset, ALIGNMENT)
-        probs = residual(row_ptr, part * BLOCK_VOCAB, rejected, VOCAB_SIZE, BLOCK_VOCAB)
+        probs = _residual(row_ptr, part * BLOCK_VOCAB, rejected, VOCAB_SIZE, BLOCK_VOCAB)
         SLICE_GROUPS: tl.constexpr = BLOCK_VOCAB // BLOCK_GROUP
         # [group, token]
         sums = tl.sum(tl.reshape(probs, [SLICE_GROUPS, BLOCK_GROUP]), axis=1)
@@ -167,20 +140,11 @@ def _verify_tree_coins_mass_kernel(
 
 @triton.jit(do_not_specialize=["stride_probs_request", "stride_probs_node"])
 def _verify_tree_coins_draw_kernel(
-    target_probs_ptr,
-    uniform_samples_for_final_sampling_ptr,
-    ends_ptr,
-    sums_ptr,
-    predicts_ptr,
-    stride_probs_request,
+    target_probs_ptr, uniform_samples_for_final_sampling_ptr, ends_ptr, sums_ptr, predicts_ptr, stride_probs_request,
     stride_probs_node,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Draws the bonus of one request: first the group, by the sums, then the token within it."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -191,16 +155,16 @@ def _verify_tree_coins_draw_kernel(
         sums = tl.load(sums_ptr + request * NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0.0)
         reached = tl.cumsum(sums, axis=0)
         level = coin * tl.sum(tl.where(group == group.shape[0] - 1, reached, 0.0))
-        chosen = first_above(group, sums, reached, level)
+        chosen = _first_above(group, sums, reached, level)
         token = VOCAB_SIZE - 1
         if chosen >= 0:
             before = tl.sum(tl.where(group == chosen - 1, reached, 0.0))
             offset = request * stride_probs_request + last * stride_probs_node.to(tl.int64)
             row_ptr = target_probs_ptr + tl.multiple_of(offset, ALIGNMENT)
             start = chosen * BLOCK_GROUP
-            probs = residual(row_ptr, start, rejected, VOCAB_SIZE, BLOCK_GROUP)
+            probs = _residual(row_ptr, start, rejected, VOCAB_SIZE, BLOCK_GROUP)
             within = before + tl.cumsum(probs, axis=0)
-            token = start + first_above(tl.arange(0, BLOCK_GROUP), probs, within, level)
+            token = start + _first_above(tl.arange(0, BLOCK_GROUP), probs, within, level)
         tl.store(predicts_ptr + request * NUM_NODES + last, token)
 
 
@@ -219,8 +183,45 @@ def _load_end(ends_ptr, request, NUM_NODES: tl.constexpr):
     return tl.load(ends_ptr), tl.load(ends_ptr + 1 + node, mask=node < NUM_NODES, other=-1)
 
 
+@triton.jit
+def _as_probs(values):
+    """Returns fp32 values with 0 in place of NaN, infinities and negative ones."""
+    return tl.where((values > 0.0) & (values < float("inf")), values, 0.0)
+
+
+@triton.jit
+def _token_probs(row_ptr, tokens, VOCAB_SIZE: tl.constexpr):
+    """Returns what the row gives each of the tokens int32; 0 for one outside the vocabulary."""
+    is_token = (tokens >= 0) & (tokens < VOCAB_SIZE)
+    return _as_probs(tl.load(row_ptr + tokens, mask=is_token, other=0.0))
+
+
+@triton.jit
+def _residual(row_ptr, start, rejected, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns BLOCK probabilities of a row from `start` on, 0 for the tokens in `rejected` and past the row's end.
+    Rejected tokens within the block, mostly none, are masked one after another: each round ends one of them."""
+    index = start + tl.arange(0, BLOCK)
+    probs = _as_probs(tl.load(row_ptr + index, mask=index < VOCAB_SIZE, other=0.0))
+    rejected = tl.where((rejected >= start) & (rejected < start + BLOCK), rejected, -1)
+    token = tl.max(rejected)
+    while token >= 0:
+        probs = tl.where(index == token, 0.0, probs)
+        rejected = tl.where(rejected == token, -1, rejected)
+        token = tl.max(rejected)
+    return probs
+
+
+@triton.jit
+def _first_above(index, values, reached, level):
+    """Returns the first index of a positive value at which the running sum `reached` is above `level`.
+    Where there is none, which rounding or a coin outside [0, 1) can cause, this is the last index of a positive value,
+    or -1 without one."""
+    is_positive = values > 0.0
+    first = tl.min(tl.where(is_positive & (reached > level), index, 2147483647))
+    return tl.where(first == 2147483647, tl.max(tl.where(is_positive, index, -1)), first)
+
+
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_coins` and describes its outputs."""
     args = check.Arguments("verify_tree_coins", values)
     output = check_tree(args)
     batch_size, num_nodes = args.size("B"), args.size("N")

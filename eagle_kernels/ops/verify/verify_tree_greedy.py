@@ -1,21 +1,18 @@
 """Greedy verification: follows the target's argmax through the tree.
 
-Computes
-    EAGLE (arXiv 2401.15077) with the first-child / next-sibling walk of SGLang. Under accept_all and simulate planted
-    tokens replace the target's (`accept_policy.py`); rows are read as always.
-Invariants
-    A target id outside int32 counts as -1. Results of a request do not depend on the batch around it.
-Grid
+Computes: EAGLE (arXiv 2401.15077) with the first-child / next-sibling walk of SGLang. Under accept_all and simulate
+    planted tokens replace the target's (`accept_policy.py`); rows are read as always.
+Invariants: A target id outside int32 counts as -1. Results of a request do not depend on the batch around it.
+Grid:
     (B,), one program walks one tree. From logits every row is cut into slices, (rows, slices), one program each:
     all rows, then walk     every node's row is scanned at once
     level by level          a launch per level scans the rows of the nodes that the walks have reached; its programs
                             first finish the level before. A walk that has ended costs no bytes.
     A launch takes as long as reading some MiB of logits: shapes alone decide (`scans_all_rows`), and both give the same
     bits.
-Launches
-    1 from ids; from logits 2 for all rows, S + 2 level by level
-Traffic
-    from ids: 5 words a node; from logits: V * element size for all B * N rows, or at most B * (S + 1) visited ones.
+Launches: 1 from ids; from logits 2 for all rows, S + 2 level by level
+Traffic: from ids: 5 words a node; from logits: V * element size for all B * N rows, or at most B * (S + 1) visited
+    ones.
 """
 
 from __future__ import annotations
@@ -61,19 +58,10 @@ CHOICE_TUNING = {"default": {"level_bytes": 6 << 20}}
 
 @triton.jit
 def _verify_tree_greedy_kernel(
-    links,
-    target_predict_ptr,
-    partial_keys_ptr,
-    coins,
-    out,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    KEEPS_UNVISITED: tl.constexpr,
-    ANY_ORDER: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_predict_ptr, partial_keys_ptr, coins, out,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ACCEPT_POLICY: tl.constexpr, KEEPS_UNVISITED: tl.constexpr,
+    ANY_ORDER: tl.constexpr, NUM_SLICES: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Walks one tree by the target's ids, or by the keys [B, slices, N] of all rows."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -98,16 +86,10 @@ def _verify_tree_greedy_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _verify_tree_greedy_rows_kernel(
-    target_logits_ptr,
-    partial_keys_ptr,
-    stride_logits_row,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    target_logits_ptr, partial_keys_ptr, stride_logits_row,
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the key of one slice of any row, to [B, slices, N]."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -120,32 +102,15 @@ def _verify_tree_greedy_rows_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
 def _verify_tree_greedy_level_kernel(
-    # inputs
-    links,
-    target_logits_ptr,
-    coins,
-    # scratch
-    path_ptr,
-    partial_keys_ptr,
-    planted_ptr,
-    # sizes
-    stride_logits_row,
-    level,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_logits_ptr, coins,
+    path_ptr, partial_keys_ptr, planted_ptr,  # scratch
+    stride_logits_row, level, batch_size,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ACCEPT_POLICY: tl.constexpr, VOCAB_SIZE: tl.constexpr,
+    NUM_SLICES: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Steps one walk to its node of this level, path [level, B] (-1: ended), and scans a slice of that node's row.
-
     All programs of a request take the step, from what the launch before wrote to path and keys [level, B, slices].
-    Under any policy but `normal` the token with which the step was taken goes to planted [level, B].
-    """
+    Under any policy but `normal` the token with which the step was taken goes to planted [level, B]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -181,18 +146,10 @@ def _verify_tree_greedy_level_kernel(
 
 @triton.jit(do_not_specialize=["batch_size"])
 def _verify_tree_greedy_path_kernel(
-    links,
-    path_ptr,
-    partial_keys_ptr,
-    planted_ptr,
-    out,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    KEEPS_UNVISITED: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
+    links, path_ptr, partial_keys_ptr, planted_ptr, out, batch_size,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, KEEPS_UNVISITED: tl.constexpr, NUM_SLICES: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Writes the outputs of one walk from its path [S + 1, B], keys [S + 1, B, slices] and, if any, planted [S, B]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -210,7 +167,6 @@ def _verify_tree_greedy_path_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_greedy` and describes its outputs."""
     args = check.Arguments("verify_tree_greedy", values)
     output = check_tree(args)
     if args.exactly_one("target_predict", "target_logits") == "target_predict":

@@ -1,17 +1,12 @@
 """Lossy verification by membership: a draft is taken if it is among the target's most likely tokens.
 
-Computes
-    FastDeploy's strategy TOPP, on trees. The second candidate need not be within candidate_lens. A chain gives what
-    FastDeploy gives, and after a window the walk goes on at its last node, as in FastDeploy's Python (its kernel skips
-    the next row).
-Invariants
-    An id outside int32 counts as -1. Results of a request do not depend on the batch around it.
-Grid
-    (B,), one program walks one tree.
-Launches
-    1
-Traffic
-    5 words a node and the first candidates of all, all candidates of the at most S + 1 visited nodes.
+Computes: FastDeploy's strategy TOPP, on trees. The second candidate need not be within candidate_lens. A chain gives
+    what FastDeploy gives, and after a window the walk goes on at its last node, as in FastDeploy's Python (its kernel
+    skips the next row).
+Invariants: An id outside int32 counts as -1. Results of a request do not depend on the batch around it.
+Grid: (B,), one program walks one tree.
+Launches: 1
+Traffic: 5 words a node and the first candidates of all, all candidates of the at most S + 1 visited nodes.
 """
 
 from __future__ import annotations
@@ -44,17 +39,10 @@ TUNING = {"default": {"num_warps": 1}}
 
 @triton.jit
 def _verify_tree_topp_kernel(
-    links,
-    candidate_ids_ptr,
-    candidate_lens_ptr,
-    target_predict_ptr,
-    out,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_CANDIDATES: tl.constexpr,
-    VERIFY_WINDOW: tl.constexpr,
+    links, candidate_ids_ptr, candidate_lens_ptr, target_predict_ptr, out,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, NUM_CANDIDATES: tl.constexpr, VERIFY_WINDOW: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     offset = request * NUM_NODES
@@ -116,7 +104,6 @@ def _find_member(tree, node, ids, is_candidate):
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_topp` and describes its outputs."""
     args = check.Arguments("verify_tree_topp", values)
     output = check_tree(args)
     args.integer("verify_window", 0)

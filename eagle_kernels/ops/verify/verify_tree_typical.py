@@ -1,19 +1,14 @@
 """Lossy verification by typical acceptance: drafts are taken that the target finds likely enough.
 
-Computes
-    Medusa's rule (arXiv 2401.10774, section 3.3.1) with p = softmax(target_logits / temperature) in fp32 and H of the
-    parent's row; the root is accepted. Drafts are favoured, and unlikely tokens are lost. The bonus is drawn as
+Computes: Medusa's rule (arXiv 2401.10774, section 3.3.1) with p = softmax(target_logits / temperature) in fp32 and H of
+    the parent's row; the root is accepted. Drafts are favoured, and unlikely tokens are lost. The bonus is drawn as
     `sample_from_logits` draws (same noise, no filters).
-Invariants
-    A token of probability 0 is never accepted; a sampled row of nothing but -inf accepts nothing and its bonus is token
-    0. A node that several parents list belongs to the first one that accepts it. A request's results do not depend on
-    the batch around it.
-Grid
-    rows: (B * N, slices), rows without children are not read; walk: (B,); bonus: (B, slices), then (B,)
-Launches
-    4
-Traffic
-    V * element size for each node with children and for the last of each path.
+Invariants: A token of probability 0 is never accepted; a sampled row of nothing but -inf accepts nothing and its bonus
+    is token 0. A node that several parents list belongs to the first one that accepts it. A request's results do not
+    depend on the batch around it.
+Grid: rows: (B * N, slices), rows without children are not read; walk: (B,); bonus: (B, slices), then (B,)
+Launches: 4
+Traffic: V * element size for each node with children and for the last of each path.
 """
 
 from __future__ import annotations
@@ -63,18 +58,10 @@ class Scratch(NamedTuple):
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _verify_tree_typical_rows_kernel(
-    retrieve_next_token_ptr,
-    target_logits_ptr,
-    temperature_ptr,
-    scratch,
-    stride_logits_row,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    retrieve_next_token_ptr, target_logits_ptr, temperature_ptr, scratch, stride_logits_row,
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Summarises one slice of the row of a node with children: by its key, or in a sampled request by its sums."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -103,23 +90,11 @@ def _verify_tree_typical_rows_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _verify_tree_typical_walk_kernel(
-    # inputs
-    links,
-    target_logits_ptr,
-    temperature_ptr,
-    epsilon_ptr,
-    delta_ptr,
-    scratch,
-    # outputs
-    out,
-    # sizes
+    links, target_logits_ptr, temperature_ptr, epsilon_ptr, delta_ptr, scratch, out,
     stride_logits_row,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Finds one tree's path."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -180,9 +155,7 @@ def _verify_tree_typical_walk_kernel(
 @triton.jit
 def _merge_slices(sums_ptr, request, mask, NUM_SLICES: tl.constexpr, NUM_NODES: tl.constexpr):
     """Returns the maximum (0 where all is -inf), sum w and sum w (x - maximum) of the whole rows [node].
-
-    All are 0 for nodes that are not in mask.
-    """
+    All are 0 for nodes that are not in mask."""
     node = all_nodes(NUM_NODES)
     place = sums_ptr + request * (NUM_SLICES * 3 * NUM_NODES) + node
     largest = tl.full(node.shape, float("-inf"), tl.float32)
@@ -204,18 +177,10 @@ def _merge_slices(sums_ptr, request, mask, NUM_SLICES: tl.constexpr, NUM_NODES: 
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _verify_tree_typical_draw_kernel(
-    target_logits_ptr,
-    coins,
-    temperature_ptr,
-    scratch,
-    stride_logits_row,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    target_logits_ptr, coins, temperature_ptr, scratch, stride_logits_row,
+    NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the key of the best noisy logit of one slice of the last node's row."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -240,11 +205,7 @@ def _verify_tree_typical_draw_kernel(
 
 @triton.jit
 def _verify_tree_typical_bonus_kernel(
-    scratch,
-    predicts_ptr,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
+    scratch, predicts_ptr, NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr, ENABLE_PDL: tl.constexpr
 ):
     """Writes the bonus of one path."""
     await_predecessor(ENABLE_PDL)
@@ -257,7 +218,6 @@ def _verify_tree_typical_bonus_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `verify_tree_typical` and describes its outputs."""
     args = check.Arguments("verify_tree_typical", values)
     output = check_tree(args)
     num_rows = args.size("B") * args.size("N")

@@ -13,7 +13,8 @@ from eagle_kernels.ops.rejection import verify_tree_rejection as op
 from eagle_kernels.ops.rejection.shared import prepare_pair
 from eagle_kernels.reference import random as reference_random
 from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
-from eagle_kernels.reference.ops.rejection.verify_tree_rejection import children, normalised, verify_request, without
+from eagle_kernels.reference.ops.rejection.verify_tree_rejection import normalised, verify_request, without
+from eagle_kernels.reference.tree import children_in
 from op_tests.harness import check_operation, to_device
 from op_tests.harness.retune import retune
 from op_tests.harness.statistics import assert_follows_law
@@ -64,7 +65,7 @@ def draw_children(links, draft_logits, draft_temperature, replacement, ids):
     batch_size, num_nodes = links["candidates"].shape
     first, sibling = links["retrieve_next_token"].tolist(), links["retrieve_next_sibling"].tolist()
     for request, node in itertools.product(range(batch_size), range(num_nodes)):
-        drawn = list(children(first[request], sibling[request], node))
+        drawn = list(children_in(first[request], sibling[request], node))
         if drawn:
             row = draft_logits[request * num_nodes + node] / draft_temperature[request]
             tokens = torch.multinomial(torch.softmax(row, 0), len(drawn), replacement=replacement)
@@ -273,7 +274,7 @@ def wrong_request(
     """The recursion with one mistake, on a tree of one level."""
     target, scores = target_at(0), scores_at(0)
     original, draft = target, normalised(scores)
-    for child in children(first_child, next_sibling, 0):
+    for child in children_in(first_child, next_sibling, 0):
         token = tokens[child]
         if not draft[token] > 0:
             break

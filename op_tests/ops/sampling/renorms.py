@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 
-from eagle_kernels.ops.sampling.shared.renorm_state import NUM_CANDIDATES
+from eagle_kernels.ops.sampling.shared import renorm_steps
 from op_tests.harness import assert_close, assert_equal, check_operation
 
 # a row in several slices, and of more candidates than one program holds
@@ -70,14 +68,14 @@ def assert_as_oracle(op: str, case: str, probs: torch.Tensor, actual: torch.Tens
 
 def check_flat_rows(monkeypatch, path: str, values: dict) -> None:
     """All of a row lies within a thousandth of its largest value; the bracket holds a part of it even so."""
-    module, states = importlib.import_module(f"eagle_kernels.ops.{path}"), []
+    states = []
 
     def noting(op, kernel, grid, **arguments):
         states.append(arguments["scratch"].state)
         return launch(op, kernel, grid, **arguments)
 
-    launch = module.launch
-    monkeypatch.setattr(module, "launch", noting)
+    launch = renorm_steps.launch
+    monkeypatch.setattr(renorm_steps, "launch", noting)
     check(path, values, "flat")
-    num_candidates = states[-1][:, int(NUM_CANDIDATES.value)]
+    num_candidates = states[-1][:, int(renorm_steps.NUM_CANDIDATES.value)]
     assert int(num_candidates.min()) > 0 and int(num_candidates.max()) < values["probs"].shape[1] // 2, num_candidates

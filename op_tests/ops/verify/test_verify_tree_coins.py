@@ -193,7 +193,7 @@ def assert_agrees_near_edges(values, note):
         assert place == expected.accept_index[request, count], "a draft that was accepted has another token"
         tokens = values["candidates"][request].tolist()
         first, sibling = (values[name][request].tolist() for name in LINKS[2:])
-        below = reference.children(first, sibling, node) if count < values["spec_steps"] else ()
+        below = reference.children_in(first, sibling, node) if count < values["spec_steps"] else ()
         probs = values["target_probs"][request, node].double().cpu()
         reached = reference.residual(probs, {tokens[child] for child in below}).cumsum(0)
         level = values["uniform_samples_for_final_sampling"][request].item() * reached[-1]

@@ -14,14 +14,10 @@ class Output(NamedTuple):
 
 
 def merge_drafts(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    other_tokens: torch.Tensor,
-    other_parents: torch.Tensor,
+    tokens: torch.Tensor, parents: torch.Tensor, other_tokens: torch.Tensor, other_parents: torch.Tensor,
     attach: torch.Tensor,
-    *,
-    num_speculative_tokens: int,
-) -> Output:
+    *, num_speculative_tokens: int,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/draft/merge_drafts.py."""
     merged_tokens = torch.full((len(tokens), num_speculative_tokens), -1, device="cpu")
     merged_parents = torch.full_like(merged_tokens, -1)

@@ -15,19 +15,11 @@ class Output(NamedTuple):
 
 
 def ngram_match(
-    token_ids: torch.Tensor,
-    seq_lens: torch.Tensor,
-    draft_tokens: torch.Tensor | None = None,
+    token_ids: torch.Tensor, seq_lens: torch.Tensor, draft_tokens: torch.Tensor | None = None,
     max_drafts: torch.Tensor | None = None,
-    *,
-    num_speculative_tokens: int,
-    spec_steps: int | None = None,
-    max_ngram_size: int,
-    min_ngram_size: int = 1,
-    max_matches: int = 1,
-    prefer: str = "latest",
-    token_budget: int | None = None,
-) -> Output:
+    *, num_speculative_tokens: int, spec_steps: int | None = None, max_ngram_size: int, min_ngram_size: int = 1,
+    max_matches: int = 1, prefer: str = "latest", token_budget: int | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/draft/ngram_match.py."""
     device, batch_size = token_ids.device, len(seq_lens)
     tokens = torch.full((batch_size, num_speculative_tokens), -1, device="cpu")

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-
-class Output(NamedTuple):
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    num_drafts: torch.Tensor
+from .merge_drafts import Output
 
 
 def reroot_drafts(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    path: torch.Tensor,
-    *,
-    num_speculative_tokens: int,
-    spec_steps: int,
+    tokens: torch.Tensor, parents: torch.Tensor, path: torch.Tensor, *, num_speculative_tokens: int, spec_steps: int
 ) -> Output:
     """See eagle_kernels/ops/draft/reroot_drafts.py."""
     new_tokens = torch.full((len(tokens), num_speculative_tokens), -1, device="cpu")

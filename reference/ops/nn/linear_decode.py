@@ -6,11 +6,7 @@ import torch
 
 
 def linear_decode(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    num_parts: int | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, num_parts: int | None = None
 ) -> torch.Tensor:
     """See eagle_kernels/ops/nn/linear_decode.py. Float64 tensors are computed in float64."""
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -13,16 +13,10 @@ class Output(NamedTuple):
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    round_sum: bool = True,
-    round_normalized: bool = True,
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None,
+    *, eps: float = 1e-6, weight_offset: float = 0.0, round_sum: bool = True, round_normalized: bool = True,
     sums_parts: bool = False,
-) -> Output:
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/nn/rms_norm.py. Float64 tensors are computed in float64."""
     if sums_parts:
         x = sum(x[1:], x[0]).to(weight.dtype)

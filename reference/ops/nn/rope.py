@@ -15,13 +15,8 @@ class Output(NamedTuple):
 
 
 def rope(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    is_interleaved: bool = False,
-) -> Output:
+    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    *, is_interleaved: bool = False,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/nn/rope.py."""
     return Output(*(rotate(heads, positions, cos, sin, is_interleaved) for heads in (query, key)))

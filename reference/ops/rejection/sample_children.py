@@ -16,16 +16,10 @@ class Output(NamedTuple):
 
 
 def sample_children(
-    draft_logits: torch.Tensor,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor,
-    nodes: torch.Tensor | None = None,
-    d2t: torch.Tensor | None = None,
-    *,
-    num_children: int,
-    replacement: bool = False,
-) -> Output:
+    draft_logits: torch.Tensor, positions: torch.Tensor, seeds: torch.Tensor, temperature: torch.Tensor,
+    nodes: torch.Tensor | None = None, d2t: torch.Tensor | None = None,
+    *, num_children: int, replacement: bool = False,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/rejection/sample_children.py."""
     num_rows, vocab_size = draft_logits.shape
     scaled = scaled_logits(draft_logits, temperature).clamp(max=torch.finfo(torch.float32).max)
@@ -47,9 +41,7 @@ def sample_children(
 
 def _order(scaled, positions, seeds, temperature, draws) -> torch.Tensor:
     """Returns all ids, the largest first, by scaled logits [R, Vd] plus, but in greedy rows, noise of `draws` [R].
-
-    Of equal ones those of larger fine bits are first, then lower ids.
-    """
+    Of equal ones those of larger fine bits are first, then lower ids."""
     words = random.token_words(random.random_block(seeds, positions, random.STREAM_DRAFT, draws), scaled.shape[1])
     is_sampled = (temperature >= GREEDY_BELOW)[:, None]
     keys = torch.where(is_sampled, scaled + random.gumbel(words), scaled)

@@ -11,19 +11,12 @@ from ...tree import Output
 
 
 def verify_chain(
-    candidates: torch.Tensor,
-    target_logits: torch.Tensor | None,
-    draft_logits: torch.Tensor | None,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor | None,
-    draft_temperature: torch.Tensor | None = None,
-    target_probs: torch.Tensor | None = None,
-    draft_probs: torch.Tensor | None = None,
-    d2t: torch.Tensor | None = None,
-    *,
-    method: str = "standard",
-) -> Output:
+    candidates: torch.Tensor, target_logits: torch.Tensor | None, draft_logits: torch.Tensor | None,
+    positions: torch.Tensor, seeds: torch.Tensor, temperature: torch.Tensor | None,
+    draft_temperature: torch.Tensor | None = None, target_probs: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None, d2t: torch.Tensor | None = None,
+    *, method: str = "standard",
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/rejection/verify_chain.py."""
     device = candidates.device
     batch_size, num_tokens = candidates.shape
@@ -58,19 +51,13 @@ def verify_chain(
 
 
 def verify_request(
-    tokens: Sequence[int],
-    target_probs: torch.Tensor,
-    draft_probs: torch.Tensor,
-    positions: Sequence[int],
-    draws: Draws,
-    method: str = "standard",
-) -> tuple[int, int]:
+    tokens: Sequence[int], target_probs: torch.Tensor, draft_probs: torch.Tensor, positions: Sequence[int],
+    draws: Draws, method: str = "standard",
+) -> tuple[int, int]:  # fmt: skip
     """Returns the number of accepted drafts and the token after them, for one chain `tokens` [T], root first.
-
     target_probs [T, V] and draft_probs [T - 1, V] by target ids; row i of the latter is what tokens[i + 1] was drawn
     from. draws: `uniform(position, index)` is compared with `<` only, `choose(weights, position)` draws a token by its
-    weight.
-    """
+    weight."""
     ratios = []  # p / q of each draft, up to the first that was not drawn from its row
     for target, draft, token in zip(target_probs, draft_probs, tokens[1:]):
         if not prob_at(draft, token) > 0:

@@ -6,35 +6,25 @@ yet and have every outcome enumerated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ...residual import GREEDY_BELOW, Draws, given_probs, probs_of_logits
 from ...sampling import scaled_logits
-from ...tree import Output
+from ...tree import Output, children_in, trees, write_paths
 
 
 def verify_tree_rejection(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_logits: torch.Tensor | None,
-    draft_logits: torch.Tensor | None,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor,
-    draft_temperature: torch.Tensor | None = None,
-    target_probs: torch.Tensor | None = None,
-    draft_probs: torch.Tensor | None = None,
-    d2t: torch.Tensor | None = None,
-    *,
-    spec_steps: int,
-    replacement: bool = False,
-) -> Output:
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, target_logits: torch.Tensor | None, draft_logits: torch.Tensor | None,
+    positions: torch.Tensor, seeds: torch.Tensor, temperature: torch.Tensor,
+    draft_temperature: torch.Tensor | None = None, target_probs: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None, d2t: torch.Tensor | None = None,
+    *, spec_steps: int, replacement: bool = False,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/rejection/verify_tree_rejection.py."""
-    device, (batch_size, num_nodes) = candidates.device, candidates.shape
+    num_nodes = candidates.shape[1]
     draft_temperature = temperature if draft_temperature is None else draft_temperature
     if target_probs is None:
         target = probs_of_logits(target_logits, temperature.repeat_interleave(num_nodes)).to(torch.float64).cpu()
@@ -45,65 +35,41 @@ def verify_tree_rejection(
     target = torch.nn.functional.pad(target, (0, scores.shape[1] - target.shape[1]))
     is_certain = (~(draft_temperature >= GREEDY_BELOW)).tolist()
 
-    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
-    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32, device="cpu")
-    accept_token_num = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
-    tokens, retrieved = candidates.tolist(), retrieve_index.tolist()
-    first_child, next_sibling = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
-    for request in range(batch_size):
-        first = request * num_nodes
-        own = range(first, first + num_nodes)
-        if retrieved[request][0] not in own:
-            continue
-        is_own = [index in own for index in retrieved[request]]
-        path, bonus = verify_request(
-            # a node of another request ends the list it is met in
-            [token if own_node else -1 for token, own_node in zip(tokens[request], is_own)],
-            first_child[request],
-            [sibling if own_node else -1 for sibling, own_node in zip(next_sibling[request], is_own)],
-            positions[first : first + num_nodes].tolist(),
-            target_at=lambda node, first=first: target[first + node],
-            scores_at=lambda node, first=first: scores[first + node],
+    tree_of = trees(candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)
+
+    def verified(request: int) -> tuple[list[int], int]:
+        rows = slice(request * num_nodes, (request + 1) * num_nodes)
+        return verify_request(
+            *tree_of(request),
+            positions[rows].tolist(),
+            target_at=lambda node: target[rows][node],
+            scores_at=lambda node: scores[rows][node],
             children_are_certain=is_certain[request] and not replacement,
             spec_steps=spec_steps,
             replacement=replacement,
             draws=Draws(int(seeds[request])),
         )
-        emitted = [tokens[request][node] for node in path[1:]] + [bonus]
-        for depth, (node, token) in enumerate(zip(path, emitted)):
-            accept_index[request, depth] = retrieved[request][node]
-            predicts[request, node] = token
-        accept_token_num[request] = len(path) - 1
-    return Output(predicts.flatten().to(device), accept_index.to(device), accept_token_num.to(device))
+
+    return write_paths(candidates, retrieve_index, spec_steps, verified)
 
 
 def verify_request(
-    tokens: Sequence[int],
-    first_child: Sequence[int],
-    next_sibling: Sequence[int],
-    positions: Sequence[int],
-    *,
-    target_at: Callable[[int], torch.Tensor],
-    scores_at: Callable[[int], torch.Tensor],
-    children_are_certain: bool = False,
-    spec_steps: int,
-    replacement: bool,
-    draws: Draws,
-) -> tuple[list[int], int]:
+    tokens: Sequence[int], first_child: Sequence[int], next_sibling: Sequence[int], positions: Sequence[int],
+    *, target_at: Callable[[int], torch.Tensor], scores_at: Callable[[int], torch.Tensor],
+    children_are_certain: bool = False, spec_steps: int, replacement: bool, draws: Draws,
+) -> tuple[list[int], int]:  # fmt: skip
     """Returns the accepted nodes of one tree, root first, and the bonus token.
-
     target_at: a node's row of target probabilities [V].
     scores_at: logarithms [V] of weights that the node's children were drawn by.
     children_are_certain: they were not drawn; each is proposed with probability 1 and the scores are not used.
-    draws: `uniform(position, child)`, of which `<` alone is asked, and `choose(probs, position)`.
-    """
+    draws: `uniform(position, child)`, of which `<` alone is asked, and `choose(probs, position)`."""
     path = [0]
     while True:
         node = path[-1]
         target, scores = target_at(node), scores_at(node)
         if len(path) > spec_steps:
             break
-        for child in children(first_child, next_sibling, node):
+        for child in children_in(first_child, next_sibling, node):
             token = tokens[child]
             if not 0 <= token < len(target):
                 continue
@@ -124,14 +90,6 @@ def verify_request(
         if path[-1] == node:
             break
     return path, draws.choose(target, positions[node] + 1)
-
-
-def children(first_child: Sequence[int], next_sibling: Sequence[int], node: int) -> Iterator[int]:
-    """Returns the children of a node in sibling order, until a link does not point forward within the tree."""
-    child, after = first_child[node], node
-    while after < child < len(first_child):
-        yield child
-        child, after = next_sibling[child], child
 
 
 def normalised(scores: torch.Tensor) -> torch.Tensor:

@@ -7,29 +7,19 @@ from collections.abc import Sequence
 import torch
 
 from ...residual import Draws, given_probs, on_target_ids, prob_at, probs_of_logits, ratio, remove, subtract, widened
-from ...tree import Output
+from ...tree import Output, trees, write_paths
 
 
 def verify_tree_traversal(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_logits: torch.Tensor | None,
-    draft_logits: torch.Tensor | None,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor | None,
-    draft_temperature: torch.Tensor | None = None,
-    target_probs: torch.Tensor | None = None,
-    draft_probs: torch.Tensor | None = None,
-    d2t: torch.Tensor | None = None,
-    *,
-    spec_steps: int,
-) -> Output:
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, target_logits: torch.Tensor | None, draft_logits: torch.Tensor | None,
+    positions: torch.Tensor, seeds: torch.Tensor, temperature: torch.Tensor | None,
+    draft_temperature: torch.Tensor | None = None, target_probs: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None, d2t: torch.Tensor | None = None,
+    *, spec_steps: int,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/rejection/verify_tree_traversal.py."""
-    device = candidates.device
-    batch_size, num_nodes = candidates.shape
+    num_nodes = candidates.shape[1]
     if target_probs is None:
         target_probs = probs_of_logits(target_logits, temperature.repeat_interleave(num_nodes))
     if draft_probs is None:
@@ -37,51 +27,26 @@ def verify_tree_traversal(
         draft_probs = probs_of_logits(draft_logits, draft_temperature.repeat_interleave(num_nodes))
     draft_probs = on_target_ids(given_probs(draft_probs), d2t, target_probs.shape[1])
     target_probs = widened(given_probs(target_probs), draft_probs.shape[1])
-    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
-    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32, device="cpu")
-    accept_token_num = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
-    tokens, retrieved = candidates.tolist(), retrieve_index.tolist()
-    first_child, next_sibling = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
-    for request in range(batch_size):
+    tree_of = trees(candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)
+
+    def verified(request: int) -> tuple[list[int], int]:
         rows = slice(request * num_nodes, (request + 1) * num_nodes)
-        is_own = [rows.start <= index < rows.stop for index in retrieved[request]]
-        if not is_own[0]:
-            continue
-        path, bonus = verify_request(
-            # a node of another request ends the list it is met in
-            [token if own else -1 for token, own in zip(tokens[request], is_own)],
-            first_child[request],
-            [sibling if own else -1 for sibling, own in zip(next_sibling[request], is_own)],
-            target_probs[rows].cpu(),
-            draft_probs[rows].cpu(),
-            positions[rows].tolist(),
-            Draws(int(seeds[request])),
-            spec_steps,
+        pair = target_probs[rows].cpu(), draft_probs[rows].cpu()
+        return verify_request(
+            *tree_of(request), *pair, positions[rows].tolist(), Draws(int(seeds[request])), spec_steps
         )
-        emitted = [tokens[request][node] for node in path[1:]] + [bonus]
-        for depth, (node, token) in enumerate(zip(path, emitted)):
-            accept_index[request, depth] = retrieved[request][node]
-            predicts[request, node] = token
-        accept_token_num[request] = len(path) - 1
-    return Output(predicts.flatten().to(device), accept_index.to(device), accept_token_num.to(device))
+
+    return write_paths(candidates, retrieve_index, spec_steps, verified)
 
 
 def verify_request(
-    tokens: Sequence[int],
-    first_child: Sequence[int],
-    next_sibling: Sequence[int],
-    target_probs: torch.Tensor,
-    draft_probs: torch.Tensor,
-    positions: Sequence[int],
-    draws: Draws,
-    spec_steps: int,
-) -> tuple[list[int], int]:
+    tokens: Sequence[int], first_child: Sequence[int], next_sibling: Sequence[int], target_probs: torch.Tensor,
+    draft_probs: torch.Tensor, positions: Sequence[int], draws: Draws, spec_steps: int,
+) -> tuple[list[int], int]:  # fmt: skip
     """Returns the accepted nodes of one tree, root first, and the token after them (Weng et al., arXiv 2505.12398).
-
     target_probs, draft_probs [N, V] by target ids; draft_probs[i] is what the children of node i were drawn from,
     without replacement. draws: `uniform(position, depth * 65536 + node)` is compared with `<` only (with the depth, no
-    later round has the key again), `choose(weights, position)` draws a token by weight.
-    """
+    later round has the key again), `choose(weights, position)` draws a token by weight."""
     target, draft = list(target_probs), list(draft_probs)  # P and Q of every node, as deletions leave them
     acceptance = [1.0] * len(tokens)
     is_entered = [False] * len(tokens)

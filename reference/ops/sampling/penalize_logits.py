@@ -8,23 +8,14 @@ from ...sampling import Processors, processed_logits
 
 
 def penalize_logits(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_logits: torch.Tensor,
-    repetition_penalty: torch.Tensor | None = None,
-    frequency_penalty: torch.Tensor | None = None,
-    presence_penalty: torch.Tensor | None = None,
-    prompt_mask: torch.Tensor | None = None,
-    output_counts: torch.Tensor | None = None,
-    logit_bias: torch.Tensor | None = None,
-    token_bitmask: torch.Tensor | None = None,
-    min_tokens: torch.Tensor | None = None,
-    num_output_tokens: torch.Tensor | None = None,
-    end_token_ids: torch.Tensor | None = None,
-    bad_token_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, target_logits: torch.Tensor, repetition_penalty: torch.Tensor | None = None,
+    frequency_penalty: torch.Tensor | None = None, presence_penalty: torch.Tensor | None = None,
+    prompt_mask: torch.Tensor | None = None, output_counts: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None, token_bitmask: torch.Tensor | None = None,
+    min_tokens: torch.Tensor | None = None, num_output_tokens: torch.Tensor | None = None,
+    end_token_ids: torch.Tensor | None = None, bad_token_ids: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """See eagle_kernels/ops/sampling/penalize_logits.py."""
     batch_size, num_nodes = candidates.shape
     vocab_size, device = target_logits.shape[1], target_logits.device

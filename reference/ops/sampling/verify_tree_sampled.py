@@ -28,38 +28,20 @@ class Output(NamedTuple):
 
 
 def verify_tree_sampled(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_logits: torch.Tensor,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
-    repetition_penalty: torch.Tensor | None = None,
-    frequency_penalty: torch.Tensor | None = None,
-    presence_penalty: torch.Tensor | None = None,
-    prompt_mask: torch.Tensor | None = None,
-    output_counts: torch.Tensor | None = None,
-    logit_bias: torch.Tensor | None = None,
-    token_bitmask: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
-    is_live: torch.Tensor | None = None,
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, target_logits: torch.Tensor, positions: torch.Tensor, seeds: torch.Tensor,
+    temperature: torch.Tensor, top_k: torch.Tensor | None = None, top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None,
+    frequency_penalty: torch.Tensor | None = None, presence_penalty: torch.Tensor | None = None,
+    prompt_mask: torch.Tensor | None = None, output_counts: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None, token_bitmask: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None, is_live: torch.Tensor | None = None,
     simulated_rates: torch.Tensor | None = None,
-    *,
-    spec_steps: int,
-    filter_order: str = "top_k_first",
-    return_logprobs: bool = False,
-    accept_policy: str = "normal",
+    *, spec_steps: int, filter_order: str = "top_k_first", return_logprobs: bool = False, accept_policy: str = "normal",
     draw: Callable[[torch.Tensor, int, int], int] | None = None,
-) -> Output:
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/sampling/verify_tree_sampled.py.
-
-    draw: draws instead of the noise, for exact enumeration: the token for the kept logits [V] of a request's node.
-    """
+    draw: draws instead of the noise, for exact enumeration: the token for the kept logits [V] of a request's node."""
     batch_size, num_nodes = candidates.shape
     device, num_columns = candidates.device, spec_steps + 1
     requests = torch.arange(batch_size, device=device)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...tree import links_of
 from ...tree_mask import write_mask
 
 
@@ -19,46 +20,28 @@ class Output(NamedTuple):
 
 
 def build_tree(
-    verified_id: torch.Tensor,
-    parent_list: torch.Tensor,
-    top_scores_index: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_lens_sum: int | None = None,
-    *,
-    topk: int,
-    spec_steps: int,
-    num_verify_tokens: int,
-    tree_mask_mode: str = "packed",
-    prefix_is_set: bool = False,
-    any_order: bool = False,
-    out: Output | None = None,
-) -> Output:
+    verified_id: torch.Tensor, parent_list: torch.Tensor, top_scores_index: torch.Tensor, draft_tokens: torch.Tensor,
+    seq_lens: torch.Tensor, seq_lens_sum: int | None = None,
+    *, topk: int, spec_steps: int, num_verify_tokens: int, tree_mask_mode: str = "packed", prefix_is_set: bool = False,
+    any_order: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/tree/build_tree.py. The prefix of `prefix_is_set` is True; `out` is read, not written."""
     device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
     visible = torch.zeros(batch_size, num_nodes, num_nodes, dtype=torch.bool, device="cpu")
     depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64, device="cpu")
-    next_token = torch.full((batch_size, num_nodes), -1, device="cpu")
-    next_sibling = torch.full((batch_size, num_nodes), -1, device="cpu")
     # a candidate id that does not fit 31 bits names nobody
     slots, kept = (ids.masked_fill(ids >= 2**31 - 1, -1).tolist() for ids in (parent_list, top_scores_index))
-    for request in range(batch_size):
-        last_child: dict[int, int] = {}
-        visible[request, :, 0] = True
-        parents = [_parent(node, slots[request], kept[request], topk, any_order) for node in range(num_nodes)]
-        for node, parent in enumerate(parents):
-            if parent >= 0:
-                if parent in last_child:
-                    next_sibling[request, last_child[parent]] = node
-                else:
-                    next_token[request, parent] = node
-                last_child[parent] = node
+    visible[:, :, 0] = True
+    parents = [[_parent(node, *row, topk, any_order) for node in range(num_nodes)] for row in zip(slots, kept)]
+    for request, parent_of in enumerate(parents):
+        for node in range(num_nodes):
             hop, steps = node, 0
             while hop > 0 and not (any_order and steps == spec_steps):
                 visible[request, node, hop] = True
-                hop, steps = parents[hop], steps + 1
+                hop, steps = parent_of[hop], steps + 1
             # on a way that ends at a missing parent the last step leads nowhere: in any order it counts all the same
             depth[request, node] = steps if hop == 0 or any_order else steps - 1
+    next_token, next_sibling = links_of(parents, num_nodes)
     lengths = seq_lens.to(torch.int64)
     nodes = torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes)
     return Output(

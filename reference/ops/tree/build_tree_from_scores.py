@@ -21,20 +21,11 @@ class Output(NamedTuple):
 
 
 def build_tree_from_scores(
-    verified_id: torch.Tensor,
-    candidate_scores: torch.Tensor,
-    candidate_tokens: torch.Tensor,
-    parent_list: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_lens_sum: int | None = None,
-    *,
-    topk: int,
-    spec_steps: int,
-    num_verify_tokens: int,
-    tree_mask_mode: str = "packed",
-    prefix_is_set: bool = False,
+    verified_id: torch.Tensor, candidate_scores: torch.Tensor, candidate_tokens: torch.Tensor,
+    parent_list: torch.Tensor, seq_lens: torch.Tensor, seq_lens_sum: int | None = None,
+    *, topk: int, spec_steps: int, num_verify_tokens: int, tree_mask_mode: str = "packed", prefix_is_set: bool = False,
     out: Output | None = None,
-) -> Output:
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/tree/build_tree_from_scores.py."""
     best = organize_draft_results(candidate_scores, candidate_tokens, num_verify_tokens=num_verify_tokens)
     tree = build_tree(

@@ -17,13 +17,9 @@ class Output(NamedTuple):
 
 
 def prune_trees(
-    draft_tokens: torch.Tensor,
-    tree_mask: torch.Tensor,
-    scores: torch.Tensor,
-    max_drafts: torch.Tensor | None = None,
-    *,
-    max_rows: int,
-) -> Output:
+    draft_tokens: torch.Tensor, tree_mask: torch.Tensor, scores: torch.Tensor, max_drafts: torch.Tensor | None = None,
+    *, max_rows: int,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/tree/prune_trees.py."""
     batch_size, num_nodes = draft_tokens.shape
     lengths = torch.zeros(batch_size, dtype=torch.int64, device=draft_tokens.device)

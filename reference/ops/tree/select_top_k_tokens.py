@@ -19,14 +19,10 @@ class Output(NamedTuple):
 
 
 def select_top_k_tokens(
-    logits: torch.Tensor,
-    scores: torch.Tensor | None = None,
-    ancestors: torch.Tensor | None = None,
+    logits: torch.Tensor, scores: torch.Tensor | None = None, ancestors: torch.Tensor | None = None,
     draft_to_target: torch.Tensor | None = None,
-    *,
-    topk: int,
-    level: int,
-) -> Output:
+    *, topk: int, level: int,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/tree/select_top_k_tokens.py."""
     num_beams = 1 if level == 0 else topk
     batch_size, device = logits.shape[0] // num_beams, logits.device

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...tree import links_of
 from ...tree_mask import read_mask
 
 
@@ -24,23 +25,18 @@ def tree_from_mask(
     visible = read_mask(tree_mask, seq_lens, num_nodes, tree_mask_mode).tolist()
     num_ancestors = torch.zeros(batch_size, num_nodes, dtype=torch.int64, device="cpu")
     next_token = torch.full((batch_size, num_nodes), -1, device="cpu")
-    next_sibling = torch.full((batch_size, num_nodes), -1, device="cpu")
+    parent_of = [[-1] * num_nodes for _ in range(batch_size)]
     for request in range(batch_size):
-        last_child: dict[int, int] = {}
         for node in range(num_nodes):
             ancestors = [other for other in range(node) if visible[request][node][other]]
             num_ancestors[request, node] = len(ancestors)
             for other in ancestors:
                 if next_token[request, other] < 0:
                     next_token[request, other] = node
-            if ancestors:
-                parent = ancestors[-1]
-                if parent in last_child:
-                    next_sibling[request, last_child[parent]] = node
-                last_child[parent] = node
+            parent_of[request][node] = max(ancestors, default=-1)
     return Output(
         positions=(seq_lens.to(torch.int64)[:, None] + num_ancestors.to(device)).flatten(),
         retrieve_index=torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes),
         retrieve_next_token=next_token.to(device),
-        retrieve_next_sibling=next_sibling.to(device),
+        retrieve_next_sibling=links_of(parent_of, num_nodes)[1].to(device),
     )

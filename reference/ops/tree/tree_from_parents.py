@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from ...tree import links_of
 from ...tree_mask import write_mask
-
-
-class Output(NamedTuple):
-    tree_mask: torch.Tensor
-    positions: torch.Tensor
-    retrieve_index: torch.Tensor
-    retrieve_next_token: torch.Tensor
-    retrieve_next_sibling: torch.Tensor
-    draft_tokens: torch.Tensor
+from .build_tree import Output
 
 
 def tree_from_parents(
-    verified_id: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    parents: torch.Tensor,
-    seq_lens: torch.Tensor,
+    verified_id: torch.Tensor, draft_tokens: torch.Tensor, parents: torch.Tensor, seq_lens: torch.Tensor,
     seq_lens_sum: int | None = None,
-    *,
-    num_verify_tokens: int,
-    tree_mask_mode: str = "packed",
-    prefix_is_set: bool = False,
-    out: Output | None = None,
-) -> Output:
+    *, num_verify_tokens: int, tree_mask_mode: str = "packed", prefix_is_set: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/tree/tree_from_parents.py. `prefix_is_set`, `out`: see build_tree."""
     device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
     visible = torch.eye(num_nodes, dtype=torch.bool, device="cpu").repeat(batch_size, 1, 1)
     depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64, device="cpu")
-    next_token = torch.full((batch_size, num_nodes), -1, device="cpu")
-    next_sibling = torch.full((batch_size, num_nodes), -1, device="cpu")
+    parent_of = [[-1] * num_nodes for _ in range(batch_size)]  # of linked nodes
     tokens = verified_id.to(torch.int64)[:, None].repeat(1, num_nodes)
     drafts, named = draft_tokens.tolist(), parents.tolist()
     for request in range(batch_size):
-        linked, last_child = {0}, {}
+        linked = {0}
         for node in range(1, num_nodes):
             parent = named[request][node - 1]
             # whoever is linked already precedes this node
@@ -49,11 +32,8 @@ def tree_from_parents(
             tokens[request, node] = drafts[request][node - 1]
             visible[request, node] |= visible[request, parent]
             depth[request, node] = depth[request, parent] + 1
-            if parent in last_child:
-                next_sibling[request, last_child[parent]] = node
-            else:
-                next_token[request, parent] = node
-            last_child[parent] = node
+            parent_of[request][node] = parent
+    next_token, next_sibling = links_of(parent_of, num_nodes)
     lengths = seq_lens.to(torch.int64)
     return Output(
         tree_mask=write_mask(visible.to(device), lengths, tree_mask_mode, seq_lens_sum, out and out.tree_mask),

@@ -17,17 +17,11 @@ class Output(NamedTuple):
 
 
 def append_output(
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
-    num_prompt_tokens: torch.Tensor,
-    tokens: torch.Tensor,
-    max_tokens: torch.Tensor | None = None,
-    end_token_ids: torch.Tensor | None = None,
-    stop_sequences: torch.Tensor | None = None,
-    min_tokens: torch.Tensor | None = None,
-    is_live: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-) -> Output:
+    token_ids: torch.Tensor, num_tokens: torch.Tensor, num_prompt_tokens: torch.Tensor, tokens: torch.Tensor,
+    max_tokens: torch.Tensor | None = None, end_token_ids: torch.Tensor | None = None,
+    stop_sequences: torch.Tensor | None = None, min_tokens: torch.Tensor | None = None,
+    is_live: torch.Tensor | None = None, rows: torch.Tensor | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/verify/append_output.py."""
     num_rows, row_size = token_ids.shape
     batch_size, device = len(tokens), tokens.device

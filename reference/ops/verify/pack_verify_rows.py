@@ -18,13 +18,10 @@ class Output(NamedTuple):
 
 
 def pack_verify_rows(
-    draft_tokens: torch.Tensor,
-    num_tokens: torch.Tensor,
-    positions: torch.Tensor | None = None,
+    draft_tokens: torch.Tensor, num_tokens: torch.Tensor, positions: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
-    *,
-    max_rows: int,
-) -> Output:
+    *, max_rows: int,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/verify/pack_verify_rows.py."""
     num_nodes, device = draft_tokens.shape[1], draft_tokens.device
     if positions is None:

@@ -6,92 +6,57 @@ and have every outcome enumerated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ...tree import Output
+from ...tree import Output, children_in, trees, write_paths
 
 
 def verify_tree_coins(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_probs: torch.Tensor,
-    uniform_samples: torch.Tensor,
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, target_probs: torch.Tensor, uniform_samples: torch.Tensor,
     uniform_samples_for_final_sampling: torch.Tensor,
-    *,
-    spec_steps: int,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    keep_unvisited: bool = False,
-    any_order: bool = False,
-    out: Output | None = None,
-) -> Output:
+    *, spec_steps: int, threshold_single: float = 1.0, threshold_acc: float = 1.0, keep_unvisited: bool = False,
+    any_order: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/verify/verify_tree_coins.py; `out` is read for keep_unvisited, not written."""
-    device = candidates.device
     batch_size, num_nodes = candidates.shape
     probs = target_probs.view(batch_size, num_nodes, target_probs.shape[-1])
     coins, final_coins = uniform_samples.cpu(), uniform_samples_for_final_sampling.cpu()
-    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32, device="cpu")
-    if keep_unvisited:
-        predicts.copy_(out.predicts.view(batch_size, num_nodes))
-    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32, device="cpu")
-    accept_token_num = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
-    tokens, retrieved = candidates.tolist(), retrieve_index.tolist()
-    first_child, next_sibling = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
-    for request in range(batch_size):
-        own = range(request * num_nodes, (request + 1) * num_nodes)
-        if retrieved[request][0] not in own:
-            continue
-        is_own = [index in own for index in retrieved[request]]
-        path, bonus = verify_request(
-            # a node of another request ends the list it is met in
-            [token if own_node else -1 for token, own_node in zip(tokens[request], is_own)],
-            first_child[request],
-            [sibling if own_node else -1 for sibling, own_node in zip(next_sibling[request], is_own)],
-            probs_at=lambda node, request=request: probs[request, node].cpu(),
-            coin_at=lambda node, request=request: coins[request, node],
+    tree_of = trees(candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)
+
+    def verified(request: int) -> tuple[list[int], int]:
+        return verify_request(
+            *tree_of(request),
+            probs_at=lambda node: probs[request, node].cpu(),
+            coin_at=lambda node: coins[request, node],
             final_coin=final_coins[request],
             spec_steps=spec_steps,
             threshold_single=threshold_single,
             threshold_acc=threshold_acc,
             any_order=any_order,
         )
-        emitted = [tokens[request][node] for node in path[1:]] + [bonus]
-        for depth, (node, token) in enumerate(zip(path, emitted)):
-            accept_index[request, depth] = retrieved[request][node]
-            predicts[request, node] = token
-        accept_token_num[request] = len(path) - 1
-    return Output(predicts.flatten().to(device), accept_index.to(device), accept_token_num.to(device))
+
+    unvisited = out.predicts if keep_unvisited else None
+    return write_paths(candidates, retrieve_index, spec_steps, verified, unvisited)
 
 
 def verify_request(
-    tokens: Sequence[int],
-    first_child: Sequence[int],
-    next_sibling: Sequence[int],
-    *,
-    probs_at: Callable[[int], torch.Tensor],
-    coin_at: Callable[[int], torch.Tensor],
-    final_coin: torch.Tensor,
-    spec_steps: int,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    any_order: bool = False,
-) -> tuple[list[int], int]:
+    tokens: Sequence[int], first_child: Sequence[int], next_sibling: Sequence[int],
+    *, probs_at: Callable[[int], torch.Tensor], coin_at: Callable[[int], torch.Tensor], final_coin: torch.Tensor,
+    spec_steps: int, threshold_single: float = 1.0, threshold_acc: float = 1.0, any_order: bool = False,
+) -> tuple[list[int], int]:  # fmt: skip
     """Returns the accepted nodes of one tree, root first, and the bonus token.
-
     probs_at: a node's row of target probabilities [V], whose dtype the arithmetic has.
-    coin_at, final_coin: uniforms in [0, 1); anything with `<` that can be scaled.
-    """
+    coin_at, final_coin: uniforms in [0, 1); anything with `<` that can be scaled."""
     path, rejected = [0], set()
     met = {0} if any_order else None
     while len(path) <= spec_steps:
         probs = as_probs(probs_at(path[-1]))
         coin, mass, rejected = coin_at(path[-1]), probs.new_zeros(()), set()
         single, acc = probs.new_tensor(threshold_single), probs.new_tensor(max(threshold_acc, 1e-9))
-        for child in children(first_child, next_sibling, path[-1], met):
+        for child in children_in(first_child, next_sibling, path[-1], met):
             token = tokens[child]
             is_new_token = 0 <= token < len(probs) and token not in rejected
             prob = probs[token] if is_new_token else probs.new_zeros(())
@@ -104,21 +69,6 @@ def verify_request(
         else:
             break
     return path, draw(residual(as_probs(probs_at(path[-1])), rejected), final_coin)
-
-
-def children(
-    first_child: Sequence[int], next_sibling: Sequence[int], node: int, met: set[int] | None = None
-) -> Iterator[int]:
-    """Yields the children of a node in sibling order, until a link does not point forward within the tree.
-
-    met, for trees in any order: the root and all nodes met so far, to which no link may lead; the children are added.
-    """
-    child, after = first_child[node], node
-    while (after < child if met is None else child > 0 and child not in met) and child < len(first_child):
-        if met is not None:
-            met.add(child)
-        yield child
-        child, after = next_sibling[child], child
 
 
 def as_probs(row: torch.Tensor) -> torch.Tensor:
@@ -135,9 +85,7 @@ def residual(probs: torch.Tensor, rejected: set[int]) -> torch.Tensor:
 
 def draw(probs: torch.Tensor, coin: torch.Tensor) -> int:
     """Returns the first token of a positive probability at which the sum passes coin * mass.
-
-    The last one of them if rounding lets none pass; V - 1 if there is none.
-    """
+    The last one of them if rounding lets none pass; V - 1 if there is none."""
     support = probs.nonzero().flatten()
     if len(support) == 0:
         return len(probs) - 1

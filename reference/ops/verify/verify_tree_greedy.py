@@ -10,22 +10,13 @@ from ...tree import Output, walk
 
 
 def verify_tree_greedy(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_predict: torch.Tensor | None = None,
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, target_predict: torch.Tensor | None = None,
     target_logits: torch.Tensor | None = None,
-    *,
-    spec_steps: int,
-    accept_policy: str = "normal",
-    simulated_rates: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    keep_unvisited: bool = False,
-    any_order: bool = False,
-    out: Output | None = None,
-) -> Output:
+    *, spec_steps: int, accept_policy: str = "normal", simulated_rates: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None, positions: torch.Tensor | None = None, keep_unvisited: bool = False,
+    any_order: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/verify/verify_tree_greedy.py; `out` is read for keep_unvisited, not written."""
     num_nodes = candidates.shape[1]
     if target_predict is None:

@@ -8,17 +8,11 @@ from ...tree import Output, children, write_paths
 
 
 def verify_tree_topp(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    candidate_ids: torch.Tensor,
-    candidate_lens: torch.Tensor,
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, candidate_ids: torch.Tensor, candidate_lens: torch.Tensor,
     target_predict: torch.Tensor,
-    *,
-    spec_steps: int,
-    verify_window: int = 2,
-) -> Output:
+    *, spec_steps: int, verify_window: int = 2,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/verify/verify_tree_topp.py."""
     num_nodes = candidates.shape[1]
     children_of = children(retrieve_index, retrieve_next_token, retrieve_next_sibling)
@@ -31,7 +25,7 @@ def verify_tree_topp(
         valid = {token for token in allowed if 0 <= token < 2**31}
         return [child for child in children_of(request, node) if tokens[request][child] in valid][:1]
 
-    def path_of(request: int) -> list[int]:
+    def verified(request: int) -> tuple[list[int], int]:
         path = [0]
         while len(path) <= spec_steps:
             row = request * num_nodes + path[-1]
@@ -45,8 +39,6 @@ def verify_tree_topp(
                 if not further or len(path) + len(further) > spec_steps + 1:
                     break
             path += further
-        return path
+        return path, int(predicted[request, path[-1]])
 
-    return write_paths(
-        candidates, retrieve_index, spec_steps, path_of, bonus_at=lambda request, node: predicted[request, node]
-    )
+    return write_paths(candidates, retrieve_index, spec_steps, verified)

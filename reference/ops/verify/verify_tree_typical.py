@@ -9,19 +9,11 @@ from ...tree import Output, children, write_paths
 
 
 def verify_tree_typical(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_logits: torch.Tensor,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor,
-    epsilon: torch.Tensor,
-    delta: torch.Tensor,
-    *,
-    spec_steps: int,
-) -> Output:
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, target_logits: torch.Tensor, positions: torch.Tensor, seeds: torch.Tensor,
+    temperature: torch.Tensor, epsilon: torch.Tensor, delta: torch.Tensor,
+    *, spec_steps: int,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/verify/verify_tree_typical.py."""
     num_nodes = candidates.shape[1]
     children_of = children(retrieve_index, retrieve_next_token, retrieve_next_sibling)
@@ -37,7 +29,7 @@ def verify_tree_typical(
     is_greedy = ~(temperature >= GREEDY_BELOW).view(-1, num_nodes)[:, 0]
     tokens = candidates.tolist()
 
-    def deepest_path(request: int) -> list[int]:
+    def verified(request: int) -> tuple[list[int], int]:
         path_to = {0: [0]}
         for node in range(num_nodes):
             path = path_to.get(node, [])
@@ -54,8 +46,7 @@ def verify_tree_typical(
                 ][:1]
             for child in accepted:
                 path_to.setdefault(child, [*path, child])
-        return max(path_to.values(), key=lambda path: (len(path), -path[-1]))
+        deepest = max(path_to.values(), key=lambda path: (len(path), -path[-1]))
+        return deepest, drawn[request][deepest[-1]]
 
-    return write_paths(
-        candidates, retrieve_index, spec_steps, deepest_path, bonus_at=lambda request, node: drawn[request][node]
-    )
+    return write_paths(candidates, retrieve_index, spec_steps, verified)

@@ -1,4 +1,4 @@
-"""Device functions that look for the last tokens of a text in the text itself, and merge what followed into a trie.
+"""What looks for the last tokens of a text in the text itself, merges what followed into a trie, and cuts tries.
 
 A match that ends at position e is one int64 key, larger is better, 0 is none:
 
@@ -12,7 +12,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
+from ....primitives.dependent_launch import await_predecessor
+from ....runtime import tuning
 from ....runtime.language import next_power_of_2, tl, triton
+from ....runtime.launch import launch
+
+# Each program reads the lengths of the batch, BLOCK_BATCH at a time: for the batches of servers in one read.
+BUDGET_TUNING = {"default": {"BLOCK_BATCH": 256, "num_warps": 1}}
 
 
 class Text(NamedTuple):
@@ -90,10 +98,8 @@ def add_difference(difference, history, position, shift):
 @triton.jit
 def zeros_as_bits(values, VECTOR: tl.constexpr):
     """Returns which values [N] are 0, as words of at most 16 bits.
-
     Bit i VECTOR + j of word k is that of the value at (i words + k) VECTOR + j, so that what a thread has loaded,
-    VECTOR values at once, stays with it.
-    """
+    VECTOR values at once, stays with it."""
     NUM_VALUES: tl.constexpr = values.shape[0]
     WANTED_WORDS: tl.constexpr = NUM_VALUES // 16 if NUM_VALUES > 512 else 32
     MOST_WORDS: tl.constexpr = NUM_VALUES // VECTOR
@@ -126,9 +132,7 @@ def take_first(words, VECTOR: tl.constexpr, IS_LATEST: tl.constexpr):
 @triton.jit
 def match_lengths(history, position, is_match, max_ngram_size):
     """Returns how many tokens that end at each position [n] match the text's last ones, at most max_ngram_size, int32.
-
-    is_match: whether the last token, which is not negative, is at the position, before its own place.
-    """
+    is_match: whether the last token, which is not negative, is at the position, before its own place."""
     length = is_match.to(tl.int32)
     shift = 1
     while (shift < max_ngram_size) & (tl.max(is_match.to(tl.int32)) > 0):
@@ -200,11 +204,9 @@ def merge_paths(
     history, key, spec_steps, limit, tokens_ptr, parents_ptr, IS_LATEST: tl.constexpr, BLOCK_NODE: tl.constexpr
 ):  # fmt: skip
     """Writes tokens and parents of the trie of what follows the matches `key` [BLOCK_MATCH], its first `limit` nodes.
-
     Returns (how many nodes, length of the best match), int32. A path shares with the earlier paths the longest
     beginning that it has in common with one of them; its other nodes are new and numbered in a row. So a whole path is
-    merged at once, from its tokens, that length, and the places of the nodes of earlier paths.
-    """
+    merged at once, from its tokens, that length, and the places of the nodes of earlier paths."""
     BLOCK_MATCH: tl.constexpr = key.shape[0]
     slot = tl.arange(0, BLOCK_MATCH)
     step = tl.arange(0, BLOCK_NODE)
@@ -246,3 +248,53 @@ def merge_paths(
         count += path_length - shared
         index += 1
     return tl.minimum(count, limit), (tl.max(key) >> 32).to(tl.int32)
+
+
+@triton.jit
+def erase_drafts(out, request, first, last, NUM_DRAFTS: tl.constexpr):
+    """Writes -1 as the drafts first .. last - 1 of a request's NUM_DRAFTS."""
+    place = tl.arange(0, next_power_of_2(NUM_DRAFTS))
+    is_erased = (place >= first) & (place < last)
+    nothing = tl.full(place.shape, -1, tl.int64)
+    tl.store(out.tokens + request * NUM_DRAFTS + place, nothing, mask=is_erased)
+    tl.store(out.parents + request * NUM_DRAFTS + place, nothing, mask=is_erased)
+
+
+@triton.jit(do_not_specialize=["batch_size", "token_budget"])
+def _ngram_match_budget_kernel(
+    seq_lens_ptr, wanted_ptr, out,
+    batch_size, token_budget,
+    NUM_DRAFTS: tl.constexpr, BLOCK_BATCH: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Cuts one row's trie to what the budget leaves it."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    num_live = tl.zeros([BLOCK_BATCH], tl.int64)
+    before = tl.zeros([BLOCK_BATCH], tl.int64)
+    for start in range(0, batch_size, BLOCK_BATCH):
+        other = start + tl.arange(0, BLOCK_BATCH)
+        num_live += (tl.load(seq_lens_ptr + other, mask=other < batch_size, other=0) > 0).to(tl.int64)
+        before += tl.load(wanted_ptr + other, mask=other < request, other=0).to(tl.int64)
+    room = tl.maximum(tl.maximum(token_budget - tl.sum(num_live), 0) - tl.sum(before), 0)
+    wanted = tl.load(wanted_ptr + request)
+    granted = tl.minimum(wanted.to(tl.int64), room).to(tl.int32)
+    tl.store(out.num_drafts + request, granted)
+    erase_drafts(out, request, granted, wanted, NUM_DRAFTS)
+
+
+def cut_to_budget(op: str, seq_lens: torch.Tensor, wanted: torch.Tensor, out: NamedTuple, token_budget: int) -> None:
+    """Cuts the tries out.tokens, out.parents [B, M] of wanted [B] drafts each; writes out.num_drafts, what is left.
+    token_budget: the most tokens that the batch verifies, the root of every live row counted."""
+    batch_size, most_drafts = out.tokens.shape
+    launch(
+        op,
+        _ngram_match_budget_kernel,
+        (batch_size,),
+        seq_lens_ptr=seq_lens,
+        wanted_ptr=wanted,
+        out=out,
+        batch_size=batch_size,
+        token_budget=token_budget,
+        NUM_DRAFTS=most_drafts,
+        **tuning.row(BUDGET_TUNING, wanted.device),
+    )

@@ -46,9 +46,7 @@ SINGLE_TUNING = {
 @triton.jit
 def _load(row_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, EVICTION: tl.constexpr):
     """Loads a tile of weights, or the part of one row of x that meets it.
-
-    EVICTION: weights leave the caches first, as nothing reads them again later.
-    """
+    EVICTION: weights leave the caches first, as nothing reads them again later."""
     if IS_EVEN:
         return tl.load(row_ptr + start + column, eviction_policy=EVICTION)
     else:
@@ -70,10 +68,8 @@ def _add_products(
     totals, weight, x_ptrs, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Returns totals, [OUTPUT, COLUMN // VECTOR] for each row, plus the products of weight [OUTPUT, COLUMN] and x.
-
     A thread loads VECTOR neighbours at once and keeps one sum of them; a sum for each would take too many registers. In
-    fp32 each product is fused explicitly with the sum before: what a compiler fuses depends on the other rows.
-    """
+    fp32 each product is fused explicitly with the sum before: what a compiler fuses depends on the other rows."""
     sums = ()
     for index in tl.static_range(len(totals)):
         x = _load(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN, "")[None, :]
@@ -92,21 +88,10 @@ def _add_products(
 
 @triton.jit(do_not_specialize=SIZES)
 def _linear_decode_plain_kernel(
-    layer,
-    num_rows,
-    num_outputs,
-    stride_x_row,
-    stride_weight_output,
-    stride_output_row,
-    UNIT: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_OUTPUT: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH_WEIGHT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    layer, num_rows, num_outputs, stride_x_row, stride_weight_output, stride_output_row,
+    UNIT: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_OUTPUT: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_WEIGHT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Multiplies BLOCK_ROW rows, one by one, on the plain floating-point units, while the next tiles are loaded."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
     first_row, output_block = 0, tl.program_id(0)
@@ -157,21 +142,10 @@ def _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS: tl.constexpr, IS_E
 
 @triton.jit(do_not_specialize=SIZES)
 def _linear_decode_rows_kernel(
-    layer,
-    num_rows,
-    num_outputs,
-    stride_x_row,
-    stride_weight_output,
-    stride_output_row,
-    UNIT: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_OUTPUT: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH_WEIGHT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    layer, num_rows, num_outputs, stride_x_row, stride_weight_output, stride_output_row,
+    UNIT: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_OUTPUT: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_WEIGHT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Multiplies up to ROWS rows on the tensor cores. Every warp has columns of its own, a part, which keeps all
     warps busy with few outputs; the parts' sums are added up last."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)

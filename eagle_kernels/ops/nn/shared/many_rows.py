@@ -55,10 +55,7 @@ TUNING = {
 }
 # fast_rows: up to how many rows this is faster than cuBLAS. fast_outputs: from how many outputs on it is faster than
 # few_rows for 2 to 16 rows. Where neither was measured it is never preferred.
-MACHINES = {
-    "default": {"fast_rows": 0, "fast_outputs": 2**31},
-    "sm_90": {"fast_rows": 64, "fast_outputs": 5120},
-}
+MACHINES = {"default": {"fast_rows": 0, "fast_outputs": 2**31}, "sm_90": {"fast_rows": 64, "fast_outputs": 5120}}
 
 
 @triton.jit
@@ -72,28 +69,14 @@ def _load_tile(row_ptrs, is_row, columns, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl
 
 @triton.jit(do_not_specialize=[*SIZES, "outputs_each", "stride_output_part"])
 def _linear_decode_tiles_kernel(
-    layer,
-    num_rows,
-    num_outputs,
-    outputs_each,
-    stride_x_row,
-    stride_weight_output,
-    stride_output_row,
+    layer, num_rows, num_outputs, outputs_each, stride_x_row, stride_weight_output, stride_output_row,
     stride_output_part,
-    UNIT: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_OUTPUT: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH_WEIGHT: tl.constexpr,
+    UNIT: tl.constexpr, NUM_COLUMNS: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_ROW: tl.constexpr,
+    BLOCK_OUTPUT: tl.constexpr, BLOCK_COLUMN: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_WEIGHT: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Multiplies BLOCK_ROW rows by outputs_each rows of weight, in one part of the columns.
-
-    PREFETCH_WEIGHT: the first tile of weights, PART_COLUMNS wide, is asked for before x is there, and kept for last.
-    """
+    PREFETCH_WEIGHT: the first tile of weights, PART_COLUMNS wide, is asked for before x is there, and kept for last."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
     num_row_blocks, num_blocks = tl.cdiv(num_rows, BLOCK_ROW), tl.cdiv(num_outputs, outputs_each)
     # neighbouring programs read the same weights, which the first one brings into the cache

@@ -41,21 +41,10 @@ def block_shares(target_prob, draft_prob, NUM_TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _verify_chain_mass_kernel(
-    target,
-    draft,
-    target_to_draft_ptr,
-    scratch,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    target, draft, target_to_draft_ptr, scratch, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes one slice of S_i to masses."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -60,11 +60,9 @@ def deletions_of(words_ptr, base, top, latest):
 @triton.jit
 def _delete(target, draft, ids, acceptance, target_mass, draft_mass, token):
     """Returns P and Q of tokens after one deletion: see the module's docstring.
-
     target_mass: the sum of (acceptance P - Q)+ over all tokens; if it is 0 nothing is left of P, which stays as it was
     (in exact arithmetic the child would have been accepted). draft_mass: the sum of Q without the token; if it is 0
-    nothing is left of Q.
-    """
+    nothing is left of Q."""
     left = tl.maximum(acceptance * target - draft, 0.0)
     has_target = target_mass > 0.0
     target = tl.where(has_target, left * tl.math.div_rn(1.0, tl.where(has_target, target_mass, 1.0)), target)

@@ -33,10 +33,8 @@ def residual_key(seed, position):
 @triton.jit
 def draw_keys(weights, ids, noise_key):
     """Returns keys int64; the token of the largest one is drawn by its weight. LOWEST_KEY for weights of 0.
-
     A key is log(weight) + Gumbel noise (Gumbel 1954; Maddison et al., arXiv 1411.0030): weights need not sum to 1.
-    noise_key: the `random_block` of the draw.
-    """
+    noise_key: the `random_block` of the draw."""
     return keys_of_words(weights, ids, token_words(noise_key, ids))
 
 

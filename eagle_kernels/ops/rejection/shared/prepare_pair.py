@@ -26,18 +26,11 @@ MAP_TUNING = {"default": {"BLOCK_TARGET": 4096, "BLOCK_DRAFT": 4096, "num_warps"
 
 @triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size"])
 def _draft_map_kernel(
-    d2t_ptr,
-    target_to_draft_ptr,
-    vocab_size,
-    draft_vocab_size,
-    BLOCK_TARGET: tl.constexpr,
-    BLOCK_DRAFT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    d2t_ptr, target_to_draft_ptr, vocab_size, draft_vocab_size,
+    BLOCK_TARGET: tl.constexpr, BLOCK_DRAFT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes one part of target_to_draft [V] int32, from d2t [Vd]: target id - draft id, one to one.
-
-    Every program reads all of d2t, so that none has to wait for another.
-    """
+    Every program reads all of d2t, so that none has to wait for another."""
     await_predecessor(ENABLE_PDL)
     start = tl.program_id(0).to(tl.int64) * BLOCK_TARGET
     stop = tl.minimum(start + BLOCK_TARGET, vocab_size)
@@ -53,28 +46,13 @@ def _draft_map_kernel(
 
 @triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _scan_pair_kernel(
-    target,
-    draft,
-    first_child_ptr,
-    num_target_scans,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_ROWS: tl.constexpr,
-    DRAFT_ROWS: tl.constexpr,
-    SKIPS_GREEDY_DRAFT: tl.constexpr,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    target, draft, first_child_ptr, num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_ROWS: tl.constexpr, DRAFT_ROWS: tl.constexpr, SKIPS_GREEDY_DRAFT: tl.constexpr, TARGET_UNIT: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the statistics of one slice of a row of logits to its scan.
-
     first_child_ptr: if it is given, the draft's rows of nodes without a child are not read, as no kernel reads them.
-    So are, with SKIPS_GREEDY_DRAFT, those whose draft temperature is greedy.
-    """
+    So are, with SKIPS_GREEDY_DRAFT, those whose draft temperature is greedy."""
     await_predecessor(ENABLE_PDL)
     scan = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -141,9 +119,7 @@ def invert_draft_map(op: str, d2t: torch.Tensor, vocab_size: int) -> torch.Tenso
 
 def pair_arguments(op: str, values: dict) -> dict:
     """Launches the map and returns the arguments of kernels that read the rows (as a Pair), but for the scans.
-
-    values: the op's arguments.
-    """
+    values: the op's arguments."""
     target = values["target_logits"] if values["target_probs"] is None else values["target_probs"]
     draft = values["draft_logits"] if values["draft_probs"] is None else values["draft_probs"]
     draft_temperature = values["draft_temperature"]
@@ -187,10 +163,8 @@ def scan_pair(
     skips_greedy_draft: bool = False,
 ) -> None:
     """Launches the scan of all rows of logits and puts it into `pair`, which comes from `pair_arguments`.
-
     target_rows, draft_rows: rows of each request. first_child [draft rows] and skips_greedy_draft: see the scan kernel;
-    without them all rows are read.
-    """
+    without them all rows are read."""
     num_target_scans, num_draft_scans = allocate_scans(pair)
     scanned = [rows.logits for rows in (pair["target"], pair["draft"]) if rows.logits is not None]
     if not scanned:

@@ -97,9 +97,7 @@ def next_scale(node, state):
 @triton.jit
 def masses_after(node, state, new_mass, new_draft_mass, KEEPS_DRAFT: tl.constexpr):
     """Returns scale, mass and draft_mass of a node after one more rejection, which leaves the sums `new_`.
-
-    If nothing is left of p it stays as it was.
-    """
+    If nothing is left of p it stays as it was."""
     has_left = new_mass > 0.0
     scale = tl.where(has_left, next_scale(node, state), state.scale)
     mass = tl.where(has_left, new_mass, state.mass)

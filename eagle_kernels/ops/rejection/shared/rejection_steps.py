@@ -41,21 +41,11 @@ STATE_WORDS = 8
 
 @triton.jit
 def open_node(
-    rows,
-    tree,
-    request,
-    current,
-    child,
-    coins,
-    KEEPS_DRAFT: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-):
+    rows, tree, request, current, child, coins,
+    KEEPS_DRAFT: tl.constexpr, NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr,
+):  # fmt: skip
     """Returns the Node with the number `current`, whose first child is `child`, 0 for none; then q is not read.
-
-    Rows of more than one slice are scanned already.
-    """
+    Rows of more than one slice are scanned already."""
     first = request * NUM_NODES
     # whether children were chosen, not drawn; a NaN counts as below
     is_certain = (tl.load(rows.draft.pointers.temperature + request) >= GREEDY_BELOW) == 0
@@ -107,9 +97,7 @@ def select_state(condition, first, second):
 @triton.jit
 def visit(rows, node, state, KEEPS_DRAFT: tl.constexpr):
     """Visits children from the State's on; returns the State at the first one that is accepted or rejected, or DRAWING.
-
-    A State of another phase than VISITING comes back as it is.
-    """
+    A State of another phase than VISITING comes back as it is."""
     tree = node.tree
     nodes = tl.arange(0, tree.links.shape[0])
     is_visiting = state.phase == VISITING
@@ -139,10 +127,8 @@ def visit(rows, node, state, KEEPS_DRAFT: tl.constexpr):
 @triton.jit
 def settle(rows, node, state, mass, draft_mass, KEEPS_DRAFT: tl.constexpr):
     """Returns the State after the rejection that it is about, given the sums of the pass, and two things more.
-
     Whether the pass has drawn from what is left now; whether what is left of q wants a scale of its own, which one
-    program can find out (`rescan_draft`).
-    """
+    program can find out (`rescan_draft`)."""
     nodes = tl.arange(0, node.tree.links.shape[0])
     is_child = nodes == state.child
     token = tl.sum(tl.where(is_child, node.tree.tokens, 0))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ....primitives.ordering import LOWEST_KEY, largest_key
+from ....primitives.ordering import LOWEST_KEY
 from ....runtime.language import next_power_of_2, tl, triton
 
 
@@ -28,23 +28,18 @@ def turn(round, num_rows):
 
 
 @triton.jit
-def store_found(scratch, row, part, target, draft, keys, NUM_SLICES: tl.constexpr):
-    """Writes the sums of two tiles of numbers, and the largest key of a third."""
-    _store_slice(scratch, row, part, tl.sum(target), tl.sum(draft), largest_key(keys), NUM_SLICES)
+def store_found(scratch, row, part, target, draft, key, NUM_SLICES: tl.constexpr):
+    """Writes the two sums of a slice, and its largest key."""
+    sums_ptr = scratch.sums + row * (2 * NUM_SLICES) + part
+    tl.store(sums_ptr, target)
+    tl.store(sums_ptr + NUM_SLICES, draft)
+    tl.store(scratch.keys + row * NUM_SLICES + part, key)
 
 
 @triton.jit
 def store_nothing(scratch, row, part, NUM_SLICES: tl.constexpr):
     """Writes what a slice that is not read has: the next launch loads it before it knows that it has no use for it."""
-    _store_slice(scratch, row, part, 0.0, 0.0, LOWEST_KEY, NUM_SLICES)
-
-
-@triton.jit
-def _store_slice(scratch, row, part, target, draft, key, NUM_SLICES: tl.constexpr):
-    sums_ptr = scratch.sums + row * (2 * NUM_SLICES) + part
-    tl.store(sums_ptr, target)
-    tl.store(sums_ptr + NUM_SLICES, draft)
-    tl.store(scratch.keys + row * NUM_SLICES + part, key)
+    store_found(scratch, row, part, 0.0, 0.0, LOWEST_KEY, NUM_SLICES)
 
 
 @triton.jit

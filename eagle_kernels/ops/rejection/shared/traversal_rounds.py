@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
+from ....primitives.ordering import largest_key
 from ....primitives.rows import Rows, in_units
 from ....primitives.tree_walk import all_nodes, find_above, is_own, load_nodes
 from ....runtime import tuning
@@ -48,11 +49,9 @@ EDGE_TUNING = {"default": {"num_warps": 1}}
 
 class Scratch(NamedTuple):
     """Pointers to what launches hand on; all but the deletions are None if there are no rounds.
-
     deletions is a stack: those of the nodes of the current path, in order. A deleted node's own deletions are dropped,
     so those of a node of the path lie side by side, after its parent's. The one that a round has settled is written in
-    it and read from there in later rounds only.
-    """
+    it and read from there in later rounds only."""
 
     edges: Any  # int32 [B, 3, N]: the node above each (-1 for none), p and q there
     walks: Any  # int32 [2, B, 8 + 4 N], see store_walk_words
@@ -63,19 +62,9 @@ class Scratch(NamedTuple):
 
 @triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _verify_tree_traversal_edge_kernel(
-    links,
-    target,
-    draft,
-    target_to_draft_ptr,
-    scratch,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target, draft, target_to_draft_ptr, scratch, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the edge of one node."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -122,37 +111,14 @@ def open_request(links, scratch, coins, NUM_NODES: tl.constexpr):
     return Request(request, first, tree, edges, coins.positions + first, seed, scratch.deletions + first * 4), is_live
 
 
-@triton.jit(
-    do_not_specialize=[
-        "round", "num_places", "num_ids", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["round", "num_places", "num_ids", "vocab_size", "draft_vocab_size", "stride_target",
+                               "stride_draft"])  # fmt: skip
 def _verify_tree_traversal_round_kernel(
-    # inputs
-    links,
-    target,
-    draft,
-    target_to_draft_ptr,
-    coins,
-    # scratch
-    scratch,
-    # sizes
-    round,
-    num_places,
-    num_ids,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_UNIT: tl.constexpr,
-    DRAFT_UNIT: tl.constexpr,
-    IS_FIRST: tl.constexpr,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target, draft, target_to_draft_ptr, coins, scratch,
+    round, num_places, num_ids, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, IS_FIRST: tl.constexpr, SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Makes one pass of one walk over one slice; the walk is handed on from round to round."""
     await_predecessor(ENABLE_PDL)
     num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)
@@ -183,7 +149,7 @@ def _verify_tree_traversal_round_kernel(
         if (next_at.phase == DELETING) | (next_at.phase == DRAWING):
             ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
             target_left, draft_left, keys = pass_tile(rows, of, next_at, latest, ids, NUM_SLICES)
-            store_found(scratch, to, part, target_left, draft_left, keys, NUM_SLICES)
+            store_found(scratch, to, part, tl.sum(target_left), tl.sum(draft_left), largest_key(keys), NUM_SLICES)
         else:
             store_nothing(scratch, to, part, NUM_SLICES)
     else:
@@ -205,22 +171,11 @@ def allocate_rounds(candidates: torch.Tensor, num_slices: int, num_rounds: int) 
 
 def launch_rounds(shared: dict, num_rounds: int) -> None:
     """Launches the look-up of all edges, then all rounds."""
-    device, batch_size = shared["links"].candidates.device, shared["num_places"]
+    op, device, batch_size = "verify_tree_traversal", shared["links"].candidates.device, shared["num_places"]
     names = _verify_tree_traversal_edge_kernel.arg_names
-    launch(
-        "verify_tree_traversal",
-        _verify_tree_traversal_edge_kernel,
-        (batch_size, shared["NUM_NODES"]),
-        **{name: value for name, value in shared.items() if name in names},
-        **tuning.row(EDGE_TUNING, device),
-    )
+    edges = {name: value for name, value in shared.items() if name in names} | tuning.row(EDGE_TUNING, device)
+    launch(op, _verify_tree_traversal_edge_kernel, (batch_size, shared["NUM_NODES"]), **edges)
+    rounds = shared | tuning.row(SLICE_TUNING, device)
     for round in range(num_rounds):
-        launch(
-            "verify_tree_traversal",
-            _verify_tree_traversal_round_kernel,
-            (batch_size, shared["NUM_SLICES"]),
-            round=round,
-            IS_FIRST=round == 0,
-            **shared,
-            **tuning.row(SLICE_TUNING, device),
-        )
+        now = {"round": round, "IS_FIRST": round == 0}
+        launch(op, _verify_tree_traversal_round_kernel, (batch_size, shared["NUM_SLICES"]), **rounds, **now)

@@ -89,10 +89,8 @@ def search_row(row, filters, summary, noise, largest, HAS_LOGPROBS: tl.constexpr
 @triton.jit
 def _winner(row, summary, largest, noise, edge, min_weight):
     """Draws a token int32 from those that reach a rank and weigh `min_weight`, of which there is one at least.
-
     The bounds of all groups are computed from what the scan has kept, without reading a logit. In each turn the group
-    with the largest bound of each column is looked at, if it could win, until no group left could.
-    """
+    with the largest bound of each column is looked at, if it could win, until no group left could."""
     NUM_GROUPS: tl.constexpr = (row.VOCAB_SIZE + GROUP - 1) // GROUP
     key = noise_key(noise)
     line = tl.arange(0, _LINES)[:, None]
@@ -124,9 +122,7 @@ def _winner(row, summary, largest, noise, edge, min_weight):
 @triton.jit
 def _outweighs(row, largest, least, floor, mass, wanted):
     """Tells whether the tokens above a value weigh `wanted` together; all those of at least `least` weigh `mass`.
-
-    It reads on until the tokens above that it has read weigh `wanted`, or the others weigh too much for that.
-    """
+    It reads on until the tokens above that it has read weigh `wanted`, or the others weigh too much for that."""
     above = tl.zeros([], tl.float32)
     read = tl.zeros([], tl.float32)
     # what the rounding of sums could hide is left open

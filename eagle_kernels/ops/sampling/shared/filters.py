@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ....primitives.ordering import LOWEST_KEY, noisy_key, noisy_key_id, ordered_bits
+from ....primitives.ordering import LOWEST_KEY, halfway, noisy_key, noisy_key_id, ordered_bits
 from ....primitives.random import add_grouped_gumbel, grouped_words, noise_key
 from ....runtime.language import next_power_of_2, tl, triton
 from .edge_search import search_row
@@ -137,9 +137,7 @@ def draw_filtered(row, filters, summary, noise, HAS_LOGPROBS: tl.constexpr):
 @triton.jit
 def _chunk_maxima(summary, NUM_CHUNKS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
     """Returns how many chunk maxima are above -inf, the smallest and the largest of them, and their sum.
-
-    Where none is above -inf, the largest is -inf.
-    """
+    Where none is above -inf, the largest is -inf."""
     chunk = tl.arange(0, BLOCK_CHUNK)
     chunk_max = tl.load(summary.chunk_max + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
     is_one = chunk_max > float("-inf")
@@ -156,19 +154,17 @@ def _merge_maxima(number, smallest, largest, total, other_number, other_smallest
 @triton.jit
 def _raise_edge(rank, low, high, wanted, ROOM: tl.constexpr):
     """Raises `low` while more than ROOM of rank [LANES, n] reach it, as long as at least `wanted` do.
-
-    Returns `low`, how many reach it, and the place of each that does among them. `high` is the largest rank.
-    """
+    Returns `low`, how many reach it, and the place of each that does among them. `high` is the largest rank."""
     in_column, running = _count(rank >= low)
     count = tl.sum(in_column)
     if count > ROOM:
-        middle = _middle(low, high)
+        middle = halfway(low, high)
         while (count > ROOM) & (middle > low):
             above = tl.sum(tl.sum((rank >= middle).to(tl.int32), axis=0))
             low = tl.where(above >= wanted, middle, low)
             count = tl.where(above >= wanted, above, count)
             high = tl.where(above >= wanted, high, middle)
-            middle = _middle(low, high)
+            middle = halfway(low, high)
         in_column, running = _count(rank >= low)
     before = tl.cumsum(in_column, 0) - in_column
     return low, count, before[None, :] + running - 1
@@ -177,9 +173,7 @@ def _raise_edge(rank, low, high, wanted, ROOM: tl.constexpr):
 @triton.jit
 def _count(flags):
     """Counts the set flags [LANES, n] of each column: int32 [n] of the whole column, [LANES, n] up to each flag.
-
-    A column's count needs one byte, so the lanes exchange words of four columns.
-    """
+    A column's count needs one byte, so the lanes exchange words of four columns."""
     NUM_COLUMNS: tl.constexpr = flags.shape[1]
     flags = tl.reshape(flags.to(tl.int32), [LANES, 4, NUM_COLUMNS // 4])
     place = (tl.arange(0, 4) * 8)[None, :, None]
@@ -187,12 +181,6 @@ def _count(flags):
     running = (tl.cumsum(words, 0) >> place) & 0xFF
     in_column = (tl.sum(words, axis=0, keep_dims=True) >> place) & 0xFF
     return tl.reshape(in_column, [NUM_COLUMNS]), tl.reshape(running, [LANES, NUM_COLUMNS])
-
-
-@triton.jit
-def _middle(low, high):
-    """Returns the mean of two int32, rounded down, also where their sum is no int32."""
-    return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit

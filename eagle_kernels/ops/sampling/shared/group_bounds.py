@@ -17,9 +17,7 @@ NO_BOUND = tl.constexpr(-(2**31))
 @triton.jit
 def number_bounds(bounds, place, NUM_PLACES: tl.constexpr):
     """Returns int32 that order as the bounds fp32 do, nearly equal ones by their place.
-
-    Places are 0 .. NUM_PLACES - 1, a power of two.
-    """
+    Places are 0 .. NUM_PLACES - 1, a power of two."""
     return (ordered_bits(tl.minimum(bounds, LARGEST_FINITE)) & -NUM_PLACES) | place
 
 

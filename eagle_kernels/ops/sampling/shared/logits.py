@@ -38,9 +38,7 @@ class Drafts(NamedTuple):
 
 class Row(NamedTuple):
     """One row of logits and what its tokens go through.
-
-    It is made where it is handed on, as is `Noise`: assigned to a variable or returned, constants become numbers.
-    """
+    It is made where it is handed on, as is `Noise`: assigned to a variable or returned, constants become numbers."""
 
     logits: Any  # pointer to its first logit
     processors: Any
@@ -55,9 +53,7 @@ class Row(NamedTuple):
 @triton.jit
 def load_scaled(row, ids, mask):
     """Loads the tokens' logits as they are sampled from.
-
-    NaN and masked lanes count as -inf, +inf as the largest finite fp32, -0 as 0.
-    """
+    NaN and masked lanes count as -inf, +inf as the largest finite fp32, -0 as 0."""
     return scaled(row, load_processed(row, ids, mask))
 
 
@@ -139,11 +135,8 @@ def _load_bits(words_ptr, index, ids, mask, VOCAB_SIZE: tl.constexpr):
     return (word >> (ids % 32)) & 1 != 0
 
 
-def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> bool:
-    """Checks penalties, bias and grammar, one per row of `axis` (the bitmask: of node_axis).
-
-    Returns whether any is given.
-    """
+def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> None:
+    """Checks penalties, bias and grammar, one per row of `axis` (the bitmask: of node_axis)."""
     words = -(-args.size("V") // 32)
     for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
         args.tensor(name, (axis,), (torch.float32,), optional=True)
@@ -160,7 +153,6 @@ def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> 
         args.debug("repetition_penalty", "be a number above 0", lambda: values["repetition_penalty"] > 0)
     args.debug_numbers("frequency_penalty")
     args.debug_numbers("presence_penalty")
-    return any(values[name] is not None for name in Processors._fields)
 
 
 def has_penalties(values: dict) -> bool:

@@ -36,9 +36,7 @@ class Summary(NamedTuple):
 @triton.jit
 def scan_filtered(row, summary, part, needs_sums, HAS_LOGPROBS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
     """Writes the maxima of the groups and chunks of slice `part` of a row and, if needed, the sums of the chunks.
-
-    The kernel has BLOCK_CHUNK warps.
-    """
+    The kernel has BLOCK_CHUNK warps."""
     chunk = part * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
     # [BLOCK_CHUNK, CHUNK / WIDTH, WIDTH]: every warp reads chunks of its own, so no maximum and no sum crosses warps
     VECTOR: tl.constexpr = 128 // row.logits.dtype.element_ty.primitive_bitwidth  # what one load of 16 bytes reads

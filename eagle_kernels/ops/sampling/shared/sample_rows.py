@@ -23,23 +23,11 @@ _STREAM = tl.constexpr(STREAM_TARGET)
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _sample_rows_scan_kernel(
-    logits_ptr,
-    coins,
-    temperature_ptr,
-    filters,
-    processors,
-    scratch,
-    stride_logits_row,
-    ROWS_PER_REQUEST: tl.constexpr,
-    POSITION_OFFSET: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
+    logits_ptr, coins, temperature_ptr, filters, processors, scratch, stride_logits_row,
+    ROWS_PER_REQUEST: tl.constexpr, POSITION_OFFSET: tl.constexpr, VOCAB_SIZE: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr, IS_JOINT: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Scans one slice of one row."""
     await_predecessor(ENABLE_PDL)
     index = tl.program_id(0).to(tl.int64)
@@ -56,24 +44,11 @@ def _sample_rows_scan_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
 def _sample_rows_draw_kernel(
-    logits_ptr,
-    coins,
-    temperature_ptr,
-    filters,
-    processors,
-    scratch,
-    tokens_ptr,
-    stride_logits_row,
-    ROWS_PER_REQUEST: tl.constexpr,
-    POSITION_OFFSET: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
+    logits_ptr, coins, temperature_ptr, filters, processors, scratch, tokens_ptr, stride_logits_row,
+    ROWS_PER_REQUEST: tl.constexpr, POSITION_OFFSET: tl.constexpr, VOCAB_SIZE: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr, IS_JOINT: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Draws the token of one scanned row."""
     await_predecessor(ENABLE_PDL)
     index = tl.program_id(0).to(tl.int64)
@@ -93,10 +68,8 @@ def sample_rows(
     op: str, values: dict, rows: torch.Tensor, tokens: torch.Tensor, *, rows_per_request: int, position_offset: int
 ) -> None:
     """Draws `tokens` [R] from the logits `rows` [R, V], by the parameters and processors among the op's values.
-
     rows_per_request: rows that share one entry of each parameter; the bitmask has one for every row.
-    position_offset: what the position of a row's token has over that of the row.
-    """
+    position_offset: what the position of a row's token has over that of the row."""
     num_rows, device = len(rows), rows.device
     shared = {
         "logits_ptr": rows,

@@ -24,6 +24,8 @@ from ....primitives.tree_walk import (
     load_children,
     load_nodes,
     match_child,
+    output_arguments,
+    store_path,
     tree_arguments,
 )
 from ....runtime import tuning
@@ -32,10 +34,35 @@ from ....runtime.launch import bundle, launch
 from . import logits, sampling
 from .filters import FilterPointers, load_filters
 from .logits import Drafts, Processors, Row
-from .sampled_output import WALK_TUNING, Output, store_arguments, store_outputs
 from .sampling import DRAW_TUNING, Found, Share, draw_token, row_winner, scan_slice, store_slice_key
 
 _STREAM = tl.constexpr(STREAM_TARGET)
+
+# One warp walks, or reads a path, and writes: what it looks up lies in its own registers.
+WALK_TUNING = {"default": {"num_warps": 1}}
+
+
+class Output(NamedTuple):
+    """The outputs of `verify_tree_sampled`; those that were not asked for are empty. In a kernel, pointers to them."""
+
+    predicts: torch.Tensor
+    accept_index: torch.Tensor
+    accept_token_num: torch.Tensor
+    logprobs: torch.Tensor
+    raw_logprobs: torch.Tensor
+    new_seq_lens: torch.Tensor
+    bonus_tokens: torch.Tensor
+    accept_lengths: torch.Tensor
+    tokens: torch.Tensor
+    hidden_rows: torch.Tensor
+    last_row: torch.Tensor
+
+
+class Commit(NamedTuple):
+    """Pointers to what the outputs of `verify_commit` are made from; seq_lens None: they are not wanted."""
+
+    seq_lens: Any
+    is_live: Any
 
 
 class Levels(NamedTuple):
@@ -49,36 +76,16 @@ class Levels(NamedTuple):
 
 @triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
 def _verify_tree_sampled_scan_kernel(
-    # inputs
-    links,
-    target_logits_ptr,
-    coins,
-    temperature_ptr,
-    filters,
-    processors,
-    # scratch
-    levels,
-    scratch,
-    # sizes
-    stride_logits_row,
-    level,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_logits_ptr, coins, temperature_ptr, filters, processors,
+    levels, scratch,
+    stride_logits_row, level, batch_size,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr, IS_JOINT: tl.constexpr, ACCEPT_POLICY: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Scans a slice of the row of one walk's node of this level.
-
     Where the draw kernel does not run, all programs of a request first take the step to the node. Meanwhile one more
-    program lists the node's children, so that the next step waits for memory once.
-    """
+    program lists the node's children, so that the next step waits for memory once."""
     await_predecessor(ENABLE_PDL)
     HAS_DRAW: tl.constexpr = levels.found is None
     request = tl.program_id(0).to(tl.int64)
@@ -131,38 +138,15 @@ def _verify_tree_sampled_scan_kernel(
 
 @triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
 def _verify_tree_sampled_draw_kernel(
-    # inputs
-    links,
-    target_logits_ptr,
-    coins,
-    temperature_ptr,
-    filters,
-    processors,
-    commit,
-    # scratch
-    levels,
-    scratch,
-    # outputs
-    out,
-    # sizes
-    stride_logits_row,
-    level,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, target_logits_ptr, coins, temperature_ptr, filters, processors, commit,
+    levels, scratch, out,
+    stride_logits_row, level, batch_size,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr, IS_JOINT: tl.constexpr, ACCEPT_POLICY: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Draws the token of one walk's node of this level from the scanned row, and steps on.
-
-    At the last level there is no step, and it writes the outputs.
-    """
+    At the last level there is no step, and it writes the outputs."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     # read before the walk tells whether they are needed: it waits for memory once less
@@ -208,20 +192,10 @@ def _verify_tree_sampled_draw_kernel(
 
 @triton.jit(do_not_specialize=["batch_size"])
 def _verify_tree_sampled_path_kernel(
-    links,
-    coins,
-    commit,
-    levels,
-    scratch,
-    out,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    links, coins, commit, levels, scratch, out, batch_size,
+    SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, ACCEPT_POLICY: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Writes the outputs of one walk from its path and the winners of its rows."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -238,6 +212,36 @@ def _verify_tree_sampled_path_kernel(
             token = plant(token, node, level, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY=ACCEPT_POLICY)
             drawn = tl.where(is_here & (path >= 0), token, drawn)
     store_outputs(out, links, commit, request, Path(path, drawn), SPEC_STEPS, NUM_NODES)
+
+
+@triton.jit
+def store_outputs(out, links, commit, request, path, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr):
+    """Writes the outputs of a walk, all but log-probabilities, from its Path."""
+    depth = tl.arange(0, path.nodes.shape[0])
+    in_row = depth <= SPEC_STEPS
+    is_visited = path.nodes >= 0
+    store_path(out, links, request, path, SPEC_STEPS, NUM_NODES)
+    if commit.seq_lens is not None:
+        if commit.is_live is not None:
+            is_visited = is_visited & (tl.load(commit.is_live + request) != 0)
+        num_emitted = tl.sum(is_visited.to(tl.int32))
+        seq_len = tl.load(commit.seq_lens + request)
+        last = tl.maximum(num_emitted - 1, 0)
+        root_row = request * NUM_NODES
+        row = tl.load(links.retrieve_index + root_row + path.nodes, mask=is_visited, other=0).to(tl.int64)
+        column = request * (SPEC_STEPS + 1) + depth
+        bonus = tl.sum(tl.where(is_visited & (depth == last), path.tokens, 0)) - tl.where(num_emitted > 0, 0, 1)
+        tl.store(out.new_seq_lens + request, (seq_len + num_emitted).to(seq_len.dtype))
+        tl.store(out.bonus_tokens + request, bonus.to(tl.int64))
+        tl.store(out.accept_lengths + request, num_emitted)
+        tl.store(out.tokens + column, tl.where(is_visited, path.tokens, -1).to(tl.int64), mask=in_row)
+        tl.store(out.hidden_rows + column, tl.where(is_visited, row, root_row), mask=in_row)
+        tl.store(out.last_row + request, request * (SPEC_STEPS + 1) + last)
+
+
+def store_arguments(values: dict, out: Output) -> dict:
+    """Returns the kernel arguments that `store_outputs` writes by."""
+    return output_arguments(out) | {"commit": bundle(Commit, values)}
 
 
 def walk_by_levels(values: dict, out: Output) -> None:

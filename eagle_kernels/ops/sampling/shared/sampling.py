@@ -15,15 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....primitives.ordering import (
-    LOWEST_KEY,
-    NO_NOISE,
-    comparable,
-    largest_key,
-    noisy_key,
-    noisy_key_id,
-    ordered_bits,
-)
+from ....primitives.ordering import LOWEST_KEY, NO_NOISE, comparable, largest_key, noisy_key, noisy_key_id, ordered_bits
 from ....primitives.random import (
     GROUP,
     LARGEST_GUMBEL,
@@ -77,9 +69,7 @@ def scan_slice(
     row, is_sampled, filters, noise, share, found, part, HAS_FILTERS: tl.constexpr, BLOCK_CHUNK: tl.constexpr
 ):
     """Scans slice `part` of a row and keeps what it finds in its share of the scratch.
-
-    A slice's key is its own largest one, or one that cannot win either way.
-    """
+    A slice's key is its own largest one, or one that cannot win either way."""
     HAS_LOGPROBS: tl.constexpr = share.scratch.raw is not None
     is_plain = not HAS_FILTERS
     if HAS_FILTERS:
@@ -97,9 +87,7 @@ def scan_slice(
 @triton.jit
 def draw_token(row, filters, noise, share, HAS_FILTERS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
     """Draws the token int32 of a scanned row; returns it and its log-probabilities, processed and raw, else NaN.
-
-    NaN logits count as -inf, ties of greedy rows go to the lowest id, a row of nothing but -inf gives token 0.
-    """
+    NaN logits count as -inf, ties of greedy rows go to the lowest id, a row of nothing but -inf gives token 0."""
     HAS_LOGPROBS: tl.constexpr = share.scratch.raw is not None
     token = tl.zeros([], tl.int32)
     log_mass = tl.zeros([], tl.float32)
@@ -165,11 +153,9 @@ def row_winner(keys_ptr, key_place, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.co
 @triton.jit
 def _slice_winner(row, is_sampled, noise, part, found, BLOCK_CHUNK: tl.constexpr):
     """Returns the noisy key of the largest noisy logit of a slice; greedy rows have no noise.
-
     Of all tokens only the maximum of each group of eight is taken; what is looked at in full are the groups that could
     have the winner. A tile draws no noise if none of its tokens could win with the largest possible one. A slice of
-    nothing but -inf gives its first token.
-    """
+    nothing but -inf gives its first token."""
     TILE: tl.constexpr = (BLOCK_CHUNK if BLOCK_CHUNK < 4 else 4) * CHUNK
     first = part * (BLOCK_CHUNK * CHUNK)
     token = first + tl.arange(0, TILE)
@@ -209,11 +195,9 @@ def _largest_logit(row, group_max, first):
 @triton.jit
 def _best_with_noise(row, key, group_max, first, best, found):
     """Returns the largest of `best` and the noisy keys of the groups from token `first` on.
-
     In each turn 32 tokens are looked at: of each quarter of the groups the one with the largest bound, until no bound
     of those left reaches the best key. One group of a flat slice has to be, of others three to five: one turn, or two,
-    in a few of a thousand slices ten, which what other slices have found cuts short.
-    """
+    in a few of a thousand slices ten, which what other slices have found cuts short."""
     NUM_GROUPS: tl.constexpr = group_max.shape[0]
     group = tl.arange(0, NUM_GROUPS)
     bound = add_group_bound(group_max, row.inverse_temperature, group_words(key, first // GROUP + group))
@@ -285,11 +269,9 @@ def _needs_summary(values: dict) -> bool:
 
 def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_levels: int = 1) -> Scratch:
     """Allocates what scanning keeps of the rows (see `open_summary`).
-
     keys int64 [num_levels * num_places, slices]; with filters or log-probabilities summary fp32 [num_places, chunks *
     34] (group maxima, chunk maxima, chunk sums) and gathered fp32 [num_places, 512]; with log-probabilities raw fp32
-    [num_places, chunks * 2] (chunk maxima and sums of the logits as the model gave them).
-    """
+    [num_places, chunks * 2] (chunk maxima and sums of the logits as the model gave them)."""
     num_chunks = -(-rows.shape[1] // CHUNK_SIZE)
 
     def allocate(is_needed: bool, width: int):

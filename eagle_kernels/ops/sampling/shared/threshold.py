@@ -14,6 +14,7 @@ which it is), the row itself is halved (`largest_reaching_in_memory`), so the ed
 
 from __future__ import annotations
 
+from ....primitives.ordering import halfway
 from ....runtime.language import tl, triton
 
 # Masses are in units of 2^-40 of the power of two at or below the largest value; a sum of 2^22 of them fits 63 bits.
@@ -49,9 +50,7 @@ def _exponent(key):
 @triton.jit
 def fixed_point_mass(keys, largest):
     """Returns int64 masses: the keys' probabilities in units of 2^-40 of the largest one's power of two, rounded down.
-
-    No key is above the largest, so each mass is below 2^41.
-    """
+    No key is above the largest, so each mass is below 2^41."""
     # two factors, since the power of two can exceed the range of fp32; no product that gives a mass is rounded
     power = MASS_BITS + 127 - _exponent(largest)
     first = tl.minimum(power, 126)
@@ -85,16 +84,10 @@ def wanted_mass(total, share):
 
 
 @triton.jit
-def _middle(low, high):
-    """Returns the integer halfway between two keys, rounded down, without overflow."""
-    return (low & high) + ((low ^ high) >> 1)
-
-
-@triton.jit
 def largest_reaching(keys, weights, wanted, low, high):
     """Returns the largest t in [low, high) such that keys >= t weigh `wanted` or more; low if there is none."""
-    while _middle(low, high) > low:  # at most 31 halvings
-        candidate = _middle(low, high)
+    while halfway(low, high) > low:  # at most 31 halvings
+        candidate = halfway(low, high)
         reaches = tl.sum(tl.where(keys >= candidate, weights, 0)) >= wanted
         low = tl.where(reaches, candidate, low)
         high = tl.where(reaches, high, candidate)
@@ -124,11 +117,9 @@ def largest_reaching_in_memory(
     values_ptr, size, wanted, low, high, largest, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Returns t as `largest_reaching` does, of probabilities in memory; number and mass of the keys >= t.
-
-    Each halving reads all probabilities.
-    """
-    while _middle(low, high) > low:  # at most 31 halvings
-        candidate = _middle(low, high)
+    Each halving reads all probabilities."""
+    while halfway(low, high) > low:  # at most 31 halvings
+        candidate = halfway(low, high)
         count, mass = _weigh_in_memory(values_ptr, size, candidate, largest, not BY_MASS, BY_MASS, BLOCK)
         reaches = (mass if BY_MASS else count) >= wanted
         low = tl.where(reaches, candidate, low)
@@ -146,18 +137,16 @@ def sample_offset(chunk, CHUNK: tl.constexpr):
 @triton.jit
 def bracket_by_count(largest, sample, wanted, low, high, CHUNK: tl.constexpr):
     """Returns keys (low, high), within the given two, between which the `wanted`-th largest key lies, all but surely.
-
-    largest, sample: keys of each chunk, below the given low where there is no chunk; at most 2^15 of them.
-    """
+    largest, sample: keys of each chunk, below the given low where there is no chunk; at most 2^15 of them."""
     low_end, high_end = high, high
     high_start = low
     rounds = 0
     while _goes_on(rounds, low, low_end, high_end):
         rounds += 1
-        candidate = _middle(low, low_end)
+        candidate = halfway(low, low_end)
         at_least, _ = _count_bounds(largest, sample, candidate, CHUNK)
         low, low_end = _halve(low, low_end, candidate, at_least >= wanted)
-        candidate = _middle(high_start, high_end)
+        candidate = halfway(high_start, high_end)
         _, at_most = _count_bounds(largest, sample, candidate, CHUNK)
         high_start, high_end = _halve(high_start, high_end, candidate, at_most >= wanted)
     return low, tl.maximum(low, high_end)
@@ -180,18 +169,16 @@ def _count_bounds(largest, sample, edge, CHUNK: tl.constexpr):
 @triton.jit
 def bracket_by_mass(largest, sample, total, wanted, low, high, CHUNK: tl.constexpr):
     """Returns keys (low, high), within the given two, between which lies, all but surely, the edge of `wanted` mass.
-
-    largest, sample: keys of each chunk, below the given low where there is no chunk. total: the sum of each chunk.
-    """
+    largest, sample: keys of each chunk, below the given low where there is no chunk. total: the sum of each chunk."""
     low_end, high_end = high, high
     high_start = low
     rounds = 0
     while _goes_on(rounds, low, low_end, high_end):
         rounds += 1
-        candidate = _middle(low, low_end)
+        candidate = halfway(low, low_end)
         at_least, _ = _mass_bounds(largest, sample, total, candidate, CHUNK)
         low, low_end = _halve(low, low_end, candidate, at_least >= wanted)
-        candidate = _middle(high_start, high_end)
+        candidate = halfway(high_start, high_end)
         _, at_most = _mass_bounds(largest, sample, total, candidate, CHUNK)
         high_start, high_end = _halve(high_start, high_end, candidate, at_most >= wanted)
     return low, tl.maximum(low, high_end)
@@ -200,10 +187,8 @@ def bracket_by_mass(largest, sample, total, wanted, low, high, CHUNK: tl.constex
 @triton.jit
 def _mass_bounds(largest, sample, total, edge, CHUNK: tl.constexpr):
     """Returns bounds fp32 of the sum of keys >= edge: what the sample says, within what the largest keys prove.
-
     Only chunks whose largest key reaches the edge hold such keys. The sample tells which part of their sum lies *below*
-    the edge: no key there weighs more than the edge, so a key that the sample missed matters little.
-    """
+    the edge: no key there weighs more than the edge, so a key that the sample missed matters little."""
     is_reached = largest >= edge
     below = tl.where(is_reached & (sample < edge), key_probability(sample) * CHUNK, 0.0)
     proven, at_most, estimate, squares = _four_sums(

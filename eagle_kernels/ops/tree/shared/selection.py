@@ -47,15 +47,9 @@ class Scan(NamedTuple):
 
 @triton.jit(do_not_specialize=["stride_logits_row", "num_vectors", "num_chunks"])
 def _select_top_k_tokens_scan_kernel(
-    logits_ptr,
-    scan,
-    stride_logits_row,
-    num_vectors,
-    num_chunks,
-    VECTOR: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    logits_ptr, scan, stride_logits_row, num_vectors, num_chunks,
+    VECTOR: tl.constexpr, BLOCK_CHUNK: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     """Scans BLOCK_CHUNK chunks of a row of num_vectors * VECTOR logits."""
     await_predecessor(ENABLE_PDL)
     num_blocks = tl.cdiv(num_chunks, BLOCK_CHUNK)
@@ -118,22 +112,13 @@ def scan_rows(op: str, logits: torch.Tensor) -> Scan:
 
 @triton.jit
 def largest_in_rows(
-    logits_ptr,
-    stride_logits_row,
-    vocab_size,
-    num_chunks,
-    scan,
-    row,
-    is_row,
-    COUNT: tl.constexpr,
-    BLOCK_SLOT: tl.constexpr,
-):
+    logits_ptr, stride_logits_row, vocab_size, num_chunks, scan, row, is_row,
+    COUNT: tl.constexpr, BLOCK_SLOT: tl.constexpr,
+):  # fmt: skip
     """Returns the COUNT best ids of some rows, and the log-sum-exp of each row in two parts.
-
     row int64 [1, BLOCK, 1]; LANES * BLOCK_SLOT is at least num_chunks. The results are (ordered bits, ids) int32
     [COUNT to a power of two, BLOCK, LANES], the same in all lanes, by descending logit and ascending id, and (maximum,
-    logarithm of the sum of exponentials relative to it) [1, BLOCK, 1].
-    """
+    logarithm of the sum of exponentials relative to it) [1, BLOCK, 1]."""
     lane = tl.arange(0, LANES)[None, None, :]
     chunk = tl.arange(0, BLOCK_SLOT)[:, None, None] * LANES + lane
     is_chunk = is_row & (chunk < num_chunks)
@@ -162,9 +147,7 @@ def largest_in_rows(
 @triton.jit
 def _load_lanes(pointer, offsets, mask):
     """Loads [slot, row, LANES], neighbours in neighbouring lanes, without a change of layout.
-
-    Triton rearranges three axes for a load, but keeps two axes as the selection needs them if it knows their order.
-    """
+    Triton rearranges three axes for a load, but keeps two axes as the selection needs them if it knows their order."""
     SLOTS: tl.constexpr = offsets.shape[0]
     ROWS: tl.constexpr = offsets.shape[1]
     offsets = tl.max_contiguous(tl.reshape(offsets, [SLOTS * ROWS, LANES]), [1, LANES])
@@ -181,9 +164,7 @@ def _pair_bits(values, exists):
 @triton.jit
 def _largest_ids(values, ids, exists, TYPE: tl.constexpr, MAX_ID: tl.constexpr, COUNT: tl.constexpr):
     """Returns the ids of `_largest_pairs`, from values that were of TYPE and ids below MAX_ID.
-
-    If both fit 16 bits, one number holds the pair, and a round takes one maximum.
-    """
+    If both fit 16 bits, one number holds the pair, and a round takes one maximum."""
     if TYPE.primitive_bitwidth == 16 and MAX_ID <= 65536:
         BLOCK_COUNT: tl.constexpr = next_power_of_2(COUNT)
         rank = tl.arange(0, BLOCK_COUNT)[:, None, None]
@@ -202,10 +183,8 @@ def _largest_ids(values, ids, exists, TYPE: tl.constexpr, MAX_ID: tl.constexpr, 
 @triton.jit
 def _largest_pairs(bits, ids, COUNT: tl.constexpr):
     """Returns the COUNT largest pairs of each row: larger bits first, equal ones by ascending id.
-
     bits and distinct ids, int32 [slot, row, LANES] -> bits and ids [COUNT to a power of two, row, LANES], the same in
-    all lanes; id -1 where a row has no more pairs, and from COUNT on.
-    """
+    all lanes; id -1 where a row has no more pairs, and from COUNT on."""
     BLOCK_COUNT: tl.constexpr = next_power_of_2(COUNT)
     rank = tl.arange(0, BLOCK_COUNT)[:, None, None]
     best_bits = tl.full([BLOCK_COUNT, bits.shape[1], LANES], _NO_BITS, tl.int32)

@@ -26,15 +26,9 @@ class Candidates(NamedTuple):
 
 @triton.jit
 def store_tree(
-    request,
-    candidates,
-    mask,
-    out,
-    TOPK: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    MAX_HOPS: tl.constexpr = 0,
-):
+    request, candidates, mask, out,
+    TOPK: tl.constexpr, NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, MAX_HOPS: tl.constexpr = 0,
+):  # fmt: skip
     """Writes all that `build_tree` returns for one request to its outputs `out`, of which `mask` is one."""
     node = tl.arange(0, candidates.ids.shape[0])
     is_node = node < NUM_NODES
@@ -50,23 +44,14 @@ def store_tree(
 
 @triton.jit
 def store_links(
-    request,
-    parent,
-    seq_len,
-    mask,
-    out,
-    NUM_NODES: tl.constexpr,
-    MASK_MODE: tl.constexpr,
-    KEEP_LOOSE: tl.constexpr,
-    MAX_HOPS: tl.constexpr = 0,
-):
+    request, parent, seq_len, mask, out,
+    NUM_NODES: tl.constexpr, MASK_MODE: tl.constexpr, KEEP_LOOSE: tl.constexpr, MAX_HOPS: tl.constexpr = 0,
+):  # fmt: skip
     """Writes links, mask and positions of one request from its parents int32 [node], each an earlier node or -1.
-
     KEEP_LOOSE: nodes that no path joins to the root still see it, and are linked among themselves; otherwise they see
     themselves alone and are linked to nothing. Returns which nodes a path joins to the root.
     MAX_HOPS, with KEEP_LOOSE: parents may be any nodes, and a way up has at most that many steps, which a depth counts,
-    the last one to a missing parent too.
-    """
+    the last one to a missing parent too."""
     BLOCK_NODE: tl.constexpr = parent.shape[0]
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
@@ -127,9 +112,7 @@ def _find_parents(
     request, candidates, ANY_ORDER: tl.constexpr, TOPK: tl.constexpr, NUM_NODES: tl.constexpr
 ):  # fmt: skip
     """Returns parents [node]: slot -> the parent's candidate id -> the first node with it, -1 if there is none.
-
-    Without ANY_ORDER the parent must be an earlier node.
-    """
+    Without ANY_ORDER the parent must be an earlier node."""
     row_ptr = candidates.parent_list + request * candidates.parent_width
     candidate = candidates.ids
     BLOCK_NODE: tl.constexpr = candidate.shape[0]

@@ -1,4 +1,4 @@
-"""What the ops that build trees have in common on the host: checks, outputs, tuning rows and the launch."""
+"""What the ops that rank candidates or build trees have in common on the host: checks, outputs, tuning, the launch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from ....runtime.launch import launch
 from .tree_mask import TreeMaskMode, mask_spec
 
 MAX_NODES = 256
+MAX_CANDIDATES = 4096
 
 # With a warp for every 16 nodes the N x N comparisons stay in registers, and more warps wait for each other; past 64
 # nodes that many warps do not find the registers they need.
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
 TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_64": 32}}
+# Few candidates are counted by one warp, which waits for no other; more than four warps wait longer than they count.
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
+RANKING_TUNING = {"default": {"candidates_per_warp": 128, "max_warps": 4}}
 # More programs that fill prefixes would wait for each other.
 FILL_PROGRAMS = 1024
 
@@ -65,11 +69,25 @@ def tree_contract(args: check.Arguments) -> Output:
     return Output(mask, flat, node, node, node, flat)
 
 
+def candidates_contract(args: check.Arguments) -> int:
+    """Checks the candidates of an op that ranks them, and returns their number."""
+    args.tensor("candidate_scores", ("B", "C"), (torch.float32,), contiguous=1)
+    args.tensor("candidate_tokens", ("B", "C"), check.INTEGER, contiguous=1)
+    num_candidates = args.size("C")
+    if num_candidates > MAX_CANDIDATES:
+        args.fail("candidate_scores", f"have at most {MAX_CANDIDATES} candidates", num_candidates)
+    return num_candidates
+
+
+def ranking_warps(block_candidate: int, device: torch.device) -> int:
+    """Returns the warps of a program that ranks this many candidates."""
+    tuned = tuning.row(RANKING_TUNING, device)
+    return min(max(block_candidate // tuned["candidates_per_warp"], 1), tuned["max_warps"])
+
+
 def launch_trees(op: str, kernel, values: dict, out: Output, num_warps: int = 1, **arguments) -> None:
     """Launches a kernel that stores the trees `out`: a program for each, and for a FULL_MASK those that fill prefixes.
-
-    These are enough for a GPU, and at most one for each row. values: the op's arguments. num_warps: the fewest.
-    """
+    These are enough for a GPU, and at most one for each row. values: the op's arguments. num_warps: the fewest."""
     (batch_size, num_nodes), mode = out.retrieve_index.shape, values["tree_mask_mode"]
     is_full = mode == TreeMaskMode.FULL_MASK
     num_fillers = 0

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....runtime import check
+from ....primitives.dependent_launch import await_predecessor
+from ....runtime import check, tuning
 from ....runtime.language import tl, triton
+from ....runtime.launch import launch
 
 
 class TreeMaskMode(str, Enum):
@@ -47,6 +49,11 @@ class TreeMask(NamedTuple):
     seq_lens: Any  # read for FULL_MASK only
     size: Any  # elements
 
+
+# A program converts BLOCK_ROW rows of one tree.
+CONVERT_TUNING = {"default": {"BLOCK_ROW": 16, "BLOCK_FILL": 64, "num_warps": 4}}
+# Rows are as long as the context: each has a program, since a small batch would leave most of the GPU idle.
+FULL_MASK_TUNING = {"default": {"BLOCK_ROW": 1, "BLOCK_FILL": 512, "num_warps": 4}}
 
 # lengths that are read at once
 _BLOCK_BATCH = tl.constexpr(128)
@@ -121,19 +128,11 @@ def store_keys(
 
 @triton.jit
 def fill_prefix(
-    mask,
-    request,
-    part,
-    num_parts,
-    NUM_NODES: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    BLOCK_ROW: tl.constexpr = 4,
-    BLOCK_FILL: tl.constexpr = 128,
-):
+    mask, request, part, num_parts,
+    NUM_NODES: tl.constexpr, IS_ALIGNED: tl.constexpr, BLOCK_ROW: tl.constexpr = 4, BLOCK_FILL: tl.constexpr = 128,
+):  # fmt: skip
     """Fills one of num_parts of the rows of a FULL_MASK `mask`: every node sees the whole committed prefix.
-
-    It writes BLOCK_ROW rows at a time, and of each BLOCK_FILL words.
-    """
+    It writes BLOCK_ROW rows at a time, and of each BLOCK_FILL words."""
     seq_len = tl.maximum(tl.load(mask.seq_lens + request).to(tl.int64), 0)
     request_begin = _full_mask_start(mask.seq_lens, request, NUM_NODES)
     for first_row in range(part * BLOCK_ROW, NUM_NODES, num_parts * BLOCK_ROW):
@@ -150,10 +149,8 @@ def _fill(
     mask_ptr, begin, end, length, IS_ALIGNED: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_FILL: tl.constexpr
 ):  # fmt: skip
     """Writes True to the cells begin .. end - 1 of each row, at most `length` of them, which start anywhere.
-
     Stores are aligned pairs of words in the middle and bytes at the ends, or bytes alone if the mask itself is not
-    aligned to 16 bytes.
-    """
+    aligned to 16 bytes."""
     lane = tl.arange(0, BLOCK_FILL)[None, :]
     if IS_ALIGNED:
         first_pair = (begin + 15) // 16
@@ -177,6 +174,52 @@ def _fill(
             tl.store(mask_ptr + cell, seen, mask=cell < end[:, None])
 
 
+@triton.jit(do_not_specialize=["mask_size"])
+def _convert_tree_mask_kernel(
+    tree_mask_ptr, seq_lens_ptr, output_ptr, mask_size,
+    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, SOURCE_MODE: tl.constexpr, TARGET_MODE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_FILL: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Writes a block of rows in another layout. mask_size: elements of the mask that is not packed."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+    is_row = row < NUM_ROWS
+    source = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, SOURCE_MODE)
+    target = row_starts(seq_lens_ptr, request, row, NUM_ROWS, NUM_KEYS, TARGET_MODE)
+    if TARGET_MODE == "full_mask":
+        mask = TreeMask(output_ptr, seq_lens_ptr, mask_size)
+        fill_prefix(
+            mask, request, tl.program_id(1), tl.num_programs(1), NUM_KEYS, IS_ALIGNED,
+            BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
+        )  # fmt: skip
+    for word in range((NUM_KEYS + 63) // 64):
+        seen = load_keys(tree_mask_ptr, source, is_row, word, mask_size, NUM_KEYS, SOURCE_MODE)
+        store_keys(output_ptr, target, is_row, word, seen, mask_size, NUM_KEYS, TARGET_MODE)
+
+
+def convert(op: str, tree_mask, seq_lens, out, modes: tuple[str, str], sizes: tuple[int, int, int]) -> None:
+    """Launches the kernel above, from layout modes[0] to modes[1]; sizes: requests, query rows and draft keys."""
+    (source, target), (batch_size, num_rows, num_keys) = map(str, modes), sizes
+    is_full = target == TreeMaskMode.FULL_MASK
+    row = tuning.row(FULL_MASK_TUNING if is_full else CONVERT_TUNING, out.device)
+    launch(
+        op,
+        _convert_tree_mask_kernel,
+        (batch_size, triton.cdiv(num_rows, row["BLOCK_ROW"])),
+        tree_mask_ptr=tree_mask,
+        seq_lens_ptr=seq_lens,
+        output_ptr=out,
+        mask_size=(out if source == TreeMaskMode.PACKED else tree_mask).numel(),
+        NUM_ROWS=num_rows,
+        NUM_KEYS=num_keys,
+        SOURCE_MODE=source,
+        TARGET_MODE=target,
+        IS_ALIGNED=is_full and out.data_ptr() % 16 == 0,
+        **row,
+    )
+
+
 def check_lengths(args: check.Arguments, mode: str) -> None:
     """Checks seq_lens, which only a mask of layout FULL_MASK needs, beside a mask of another layout as well."""
     if mode == TreeMaskMode.FULL_MASK and args.values["seq_lens"] is None:
@@ -187,9 +230,7 @@ def check_lengths(args: check.Arguments, mode: str) -> None:
 
 def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple[int, int, int]:
     """Checks the argument `tree_mask`, a mask of layout `mode`; returns how many (requests, query rows, draft keys).
-
-    num_nodes: draft keys, None where the mask's shape gives them. FULL_MASK needs `seq_lens` checked before.
-    """
+    num_nodes: draft keys, None where the mask's shape gives them. FULL_MASK needs `seq_lens` checked before."""
     tree_mask = args.values["tree_mask"]
     is_flat = isinstance(tree_mask, torch.Tensor) and tree_mask.dim() == 1
     if num_nodes is None and (mode == TreeMaskMode.FULL_MASK or (mode == TreeMaskMode.QLEN_ONLY and is_flat)):
@@ -217,12 +258,10 @@ def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple
 
 def mask_spec(args: check.Arguments, mode: str, batch_size: int, num_rows: int, num_keys: int, out=None) -> check.Spec:
     """Describes a mask of layout `mode` as an output; `out` is the caller's buffer for it, if there is one.
-
     FULL_MASK: a given buffer may be larger than needed (for the longest batch) and is never overrun; without one the
     argument `seq_lens_sum` gives the size. Where lengths and size contradict each other, cells that the lengths place
     past the end are left out, and cells that they do not reach are not written; with EAGLE_KERNELS_DEBUG=1 a wrong sum
-    and a buffer that is too short are errors.
-    """
+    and a buffer that is too short are errors."""
     if args.values.get("seq_lens_sum") is not None:  # also where no mask depends on it
         args.integer("seq_lens_sum", 0)
     if mode == TreeMaskMode.PACKED:
