@@ -99,7 +99,7 @@ def test_folders_without_tokenizers(tmp_path):
     load(tmp_path / "same", None, None, vocab_size=61)
     with pytest.raises(ValueError, match="must have the target's 61 tokens, got 58") as caught:
         load(tmp_path / "other", None, None, vocab_size=58)
-    line = str(caught.value).partition("or this line: ")[2]  # which can be followed as it is
+    line = str(caught.value).partition("this line: ")[2]  # which can be followed as it is
     names = {"DRAFT": tmp_path / "other" / "draft", "TARGET": tmp_path / "other" / "target"}
     engine = eval(line.split("; ")[1], names | {"EAGLEInference": EAGLEInference} | imported(line.split("; ")[0]))
     assert engine.generate(PROMPTS, 9).output_ids == engine.generate(PROMPTS, 9, speculative=False).output_ids
