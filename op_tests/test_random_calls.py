@@ -13,6 +13,7 @@ import torch
 from op_tests.harness import assume_multiprocessors, to_device
 from op_tests.harness.ahead_of_time import module_of_tests
 from op_tests.harness.drawn import check_drawn, with_small_tiles
+from op_tests.harness.pools import ORDERS, with_pools
 from op_tests.ops.attention.cases import paged_cache
 from op_tests.random_calls import CALLS, drawn_call
 
@@ -45,6 +46,8 @@ def drawn_cache(coin: random.Random, lengths: list[int]) -> dict:
         values["soft_cap"] = 2.0
     if coin.random() < 0.4:
         values["sinks"] = torch.randn(num_heads)
+    if coin.random() < 0.6:
+        values = with_pools(values, coin.choice(ORDERS))
     return values | {"heads": (num_heads, head_dim), "dtype": dtype}
 
 
