@@ -57,8 +57,8 @@ def check_pool(
     if v_cache.dtype != k_cache.dtype:
         args.fail("v_cache", f"have dtype {k_cache.dtype} like k_cache", v_cache.dtype)
     if slot_strides(v_cache) != slot_strides(k_cache):
-        wanted = f"have the strides of k_cache for slots and heads, {list(k_cache.stride()[-3:-1])}"
-        args.fail("v_cache", wanted, list(v_cache.stride()[-3:-1]))
+        wanted = f"have the strides of k_cache, {list(k_cache.stride())}, for slots and heads"
+        args.fail("v_cache", wanted, list(v_cache.stride()))
 
 
 def slot_strides(cache: torch.Tensor) -> tuple[int, int]:
