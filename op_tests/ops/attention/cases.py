@@ -87,7 +87,7 @@ def fp8_of(device) -> torch.dtype:
 
 
 HEAD_DIMS = (8, 64, 80, 96, 112, 128, 192, 256, 320, 512)
-EVERY_HEAD_DIM = (*range(4, 257, 2), 258, 288, 384, 386, 510, 512)
+EVERY_HEAD_DIM = (*range(4, 257, 2), 258, 386, 512)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
