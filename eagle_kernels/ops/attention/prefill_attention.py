@@ -41,13 +41,13 @@ _ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, 
         "widest": {"min_rows": 32, "max_rows": 32, "num_warps": 4}}  # fmt: skip
 _FEW = {"from_rows": 0, "min_rows": 32, "max_rows": 32}
 _AMD = _ROW | {"tile_bytes": 8192}  # with more, heads past 128 spill half a kB a thread
-_GFX942 = _AMD | {"widest": _ROW["widest"] | {"num_stages": 1}}  # has 64 KiB of shared memory
+_SMALL = _AMD | {"widest": _ROW["widest"] | {"num_stages": 1}}  # has 64 KiB of shared memory
 BLOCK_BATCH = tl.constexpr(32)  # requests that a program looks at at once
 # for prompts and chunks; for a few rows, as of a tree
 TUNING = {
     "default": (_ROW, _ROW | _FEW),
     "sm_90": (_ROW | {"num_stages": 3}, _ROW | _FEW | {"num_stages": 3}),
-    "gfx942": (_GFX942, _GFX942 | _FEW),
+    "gfx942": (_SMALL, _SMALL | _FEW),
     "gfx950": (_AMD, _AMD | _FEW),
 }
 

@@ -22,8 +22,8 @@ from .softmax import LOG2_E, tile_sizes, tuned_for
 # A row of an op's TUNING has the compiler's options, and
 #     for tiles       at most max_rows and at least min_rows rows, and tile_bytes of keys
 #     for chunks      at least share_keys keys, and `programs` programs for a multiprocessor, see `chunks.count_chunks`
-#     wide, float8, widest
-#                     what differs with heads of more elements than its `above`, keys of 8 bits, heads past 256 elements
+#     wide, float8    what differs with heads of more elements than its `above`, and with keys of 8 bits
+#     widest          with heads past 256 elements: registers hold the sums of 32 rows (not measured on a GPU yet)
 
 
 def launch_attention(
