@@ -123,9 +123,7 @@ def _find_pages(table, slot, is_wanted, PAGE_SIZE: tl.constexpr):
 @triton.jit
 def _move_path(path, table, cache_ptr, first_head, stride_page, column, SHAPE: tl.constexpr):
     """Moves these columns of a path's rows, bytes of their heads, depth by depth.
-
-    first_head and stride_page count heads of HEAD_BYTES.
-    """
+    first_head and stride_page count heads of HEAD_BYTES."""
     HEAD_BYTES: tl.constexpr = SHAPE.HEAD_BYTES
     place = column
     if SHAPE.NUM_HEADS > 1:

@@ -141,9 +141,7 @@ def merge_rows(row_max, row_sum, accumulator, lse, output):
 
 def tuned_for(tuned: dict, head_dim: int, is_float8: bool = False) -> dict:
     """Returns an op's tuning row for heads of this size and keys of this type.
-
-    Its entries `wide`, `float8` and `widest`, in this order, say what differs there; the last is for heads past 256.
-    """
+    Its entries `wide`, `float8` and `widest`, in this order, say what differs there; the last is for heads past 256."""
     is_wide = "wide" in tuned and head_dim > tuned["wide"]["above"]
     for kind, counts in (("wide", is_wide), ("float8", is_float8), ("widest", head_dim > 256)):
         if counts:
