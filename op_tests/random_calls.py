@@ -10,6 +10,8 @@ import random
 
 import torch
 
+from eagle_kernels.runtime.check import FLOAT
+from op_tests.harness.pools import ORDERS, ORDERS_OF_LAYERS, with_pools
 from op_tests.ops.tree.cases import make_parents, make_scored, make_tree, make_words
 from op_tests.ops.tree.masks import MODES, in_layout, random_parents, visible_from
 
@@ -167,11 +169,34 @@ def move_accepted_kv(coin):
     path = torch.rand(batch_size, max(width, num_nodes)).argsort(1)[:, :width]
     path = path.sort(1).values if is_drawn(coin) else path
     path = torch.where(torch.rand(path.shape) < 0.1, -1, path + torch.arange(batch_size)[:, None] * num_nodes)
-    return {
+    values = {
         "k_cache": cache, "v_cache": cache.flip(1).clone(), "block_table": pages, "accept_index": path,
         "seq_lens": integers(coin, batch_size, -1, max_pages * page_size), "num_verify_tokens": num_nodes,
         "accept_token_num": integers(coin, batch_size, -1, width),
     }  # fmt: skip
+    return with_pools(values, coin.choice(ORDERS_OF_LAYERS)) if is_drawn(coin, 0.6) else values
+
+
+def write_kv(coin):
+    """Slots of which no two tokens have the same, some of them in no page."""
+    num_tokens, page_size, num_pages = coin.choice(SIZES), coin.choice((1, 2, 3, 8)), coin.choice((1, 3, 9))
+    num_heads, head_dim, dtype = coin.choice((1, 2, 5)), coin.choice((1, 2, 6, 40)), coin.choice(FLOAT)
+    heads = lambda count: torch.randint(-9, 9, (num_tokens, count, head_dim)).to(dtype)  # noqa: E731
+    slots = torch.randperm(max(num_pages * page_size, num_tokens))[:num_tokens]
+    slots[torch.rand(num_tokens) < 0.1] = coin.choice((-1, 2**40))
+    cache = pool(coin, num_pages, page_size, num_heads, head_dim, dtype=dtype)
+    values = {"key": heads(num_heads), "value": heads(num_heads), "k_cache": cache, "v_cache": cache.flip(0).clone(),
+              "slots": slots}  # fmt: skip
+    if head_dim > 1 and dtype != torch.bfloat16 and is_drawn(coin):  # the interpreter rounds bfloat16 its own way
+        angles = torch.rand(7, coin.randint(1, head_dim // 2))
+        values |= {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype), "is_interleaved": is_drawn(coin),
+                   "positions": integers(coin, num_tokens, -1, 7)}  # fmt: skip
+        if is_drawn(coin):
+            values["query"] = heads(coin.choice((1, 4)))
+    if is_drawn(coin, 0.3):  # a row of a fused projection, as a server's linear layer returns it
+        fused = heads(2 * num_heads + 3)
+        values |= {"key": fused[:, 1 : num_heads + 1], "value": fused[:, num_heads + 1 : -2]}
+    return with_pools(values, coin.choice(ORDERS)) if is_drawn(coin, 0.6) else values
 
 
 def modes(coin, num_nodes: int) -> str:
@@ -320,7 +345,8 @@ CALLS = {
     f"{family}.{function.__name__}": function
     for family, functions in {
         "kv": [accepted_cache_locs, align_evict_mask_to_page_size, assign_req_to_token, chain_kv_indices,
-               draft_cache_locs, draft_kv_indices, extend_cache_locs, find_slots, kv_indices, move_accepted_kv],
+               draft_cache_locs, draft_kv_indices, extend_cache_locs, find_slots, kv_indices, move_accepted_kv,
+               write_kv],
         "tree": [build_tree, build_tree_from_scores, compute_tree_statistics, organize_draft_results, pack_tree_mask,
                  prune_trees, select_top_k_tokens, tree_from_mask, tree_from_parents, unpack_tree_mask],
     }.items()

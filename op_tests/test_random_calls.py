@@ -13,6 +13,7 @@ import torch
 from op_tests.harness import assume_multiprocessors, to_device
 from op_tests.harness.ahead_of_time import module_of_tests
 from op_tests.harness.drawn import check_drawn, with_small_tiles
+from op_tests.harness.pools import ORDERS, with_pools
 from op_tests.ops.attention.cases import paged_cache
 from op_tests.random_calls import CALLS, drawn_call
 
@@ -45,6 +46,8 @@ def drawn_cache(coin: random.Random, lengths: list[int]) -> dict:
         values["soft_cap"] = 2.0
     if coin.random() < 0.4:
         values["sinks"] = torch.randn(num_heads)
+    if coin.random() < 0.6:
+        values = with_pools(values, coin.choice(ORDERS))
     return values | {"heads": (num_heads, head_dim), "dtype": dtype}
 
 
@@ -68,8 +71,10 @@ def drawn_attention(path: str, coin: random.Random) -> dict:
         shape = (len(lengths), num_rows) if is_chain else (len(lengths),)
         values |= {"is_causal": True} if is_chain else {}
         if is_beside:
-            rows = (*shape, *values["k_cache"].shape[2:])
-            values |= {name: torch.randn(rows).to(values["dtype"]) for name in ("draft_key", "draft_value")}
+            num_kv_heads, head_dim = values["k_cache"].shape[2:]
+            # parts of a fused projection, in which rows lie further apart than they must, or not
+            drafts = torch.randn(*shape, 2 * num_kv_heads + coin.choice((0, 0, 3)), head_dim).to(values["dtype"])
+            values |= {"draft_key": drafts[..., :num_kv_heads, :], "draft_value": drafts[..., -num_kv_heads:, :]}
         elif is_chain and "seq_lens" in values:
             values["seq_lens"] = values["seq_lens"] - num_rows
     query = torch.randn(*shape, *values.pop("heads")).to(values.pop("dtype"))

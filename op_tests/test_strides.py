@@ -16,7 +16,7 @@ from eagle_kernels.runtime import check, launch
 
 from .harness import to_device
 from .harness.ahead_of_time import PATHS, module_of_tests
-from .harness.cases import cases_of, copied, num_elements, tensors_of
+from .harness.cases import cases_of, copied, num_elements, signature_of, tensors_of
 from .harness.drawn import contracted
 
 MOST_ELEMENTS = 120_000
@@ -27,6 +27,16 @@ def laid_out(tensor: torch.Tensor, free=(), odd: int | None = None) -> torch.Ten
     strides, extent = [1], tensor.shape[-1]
     for axis in range(tensor.dim() - 2, -1, -1):
         strides.insert(0, -(-extent // 16) * 16 + (axis == odd) if axis in (*free, odd) else extent)
+        extent += strides[0] * (tensor.shape[axis] - 1)
+    memory = tensor.new_empty(extent).view(torch.uint8).fill_(0x5A).view(tensor.dtype)
+    return memory.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def laid_out_rows(tensor: torch.Tensor, odd: int) -> torch.Tensor:
+    """The same numbers; leading axes step over whole rows of the last axis, and the axis `odd` over one row more."""
+    rows, strides, extent = tensor.shape[-1], [1], tensor.shape[-1]
+    for axis in range(tensor.dim() - 2, -1, -1):
+        strides.insert(0, extent + rows * (axis == odd))
         extent += strides[0] * (tensor.shape[axis] - 1)
     memory = tensor.new_empty(extent).view(torch.uint8).fill_(0x5A).view(tensor.dtype)
     return memory.as_strided(tensor.shape, strides).copy_(tensor)
@@ -93,4 +103,20 @@ def test_strides_do_not_matter(path, device):
                 torch.testing.assert_close(
                     found.float(), expected[name].float(), rtol=2e-3, atol=2e-3, equal_nan=True,
                     msg=lambda text, at=(name, changed, odd): f"{at}: {text}",
+                )  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if "k_cache" in signature_of(path)])
+def test_strides_of_pools_do_not_matter(path, device):
+    """Each axis of both caches in turn, heads among them, steps over one row of a head more than the axes within it."""
+    for values in [values for values in some_cases(path) if values.get("k_cache") is not None][-1:]:
+        values = to_device(values, device)
+        expected = call(path, all_tensors(path, values), values)
+        for odd in range(values["k_cache"].dim() - 1):
+            tensors = all_tensors(path, values)
+            laid = {name: laid_out_rows(tensors[name], odd) for name in ("k_cache", "v_cache")}
+            for name, found in call(path, tensors | laid, values).items():
+                torch.testing.assert_close(
+                    found.float(), expected[name].float(), rtol=2e-3, atol=2e-3, equal_nan=True,
+                    msg=lambda text, at=(name, odd): f"{at}: {text}",
                 )  # fmt: skip

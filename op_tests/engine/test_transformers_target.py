@@ -278,7 +278,7 @@ STREAMS = {
     [
         ("Bloom", {}, "BloomForCausalLM: its forward takes no position_ids"),
         ("GPT2", {"add_cross_attention": True}, "GPT2LMHeadModel: cross attention is not supported"),
-        ("GPT2", {"hidden_size": 8}, r"GPT2LMHeadModel: its head size must lie in 4\.\.256, got 2"),
+        ("GPT2", {"hidden_size": 8}, r"GPT2LMHeadModel: its head size must lie in 4\.\.512, got 2"),
         ("Gemma2", {"use_bidirectional_attention": True}, "Gemma2ForCausalLM: attention to later tokens is not"),
         (
             "Llama4Text",

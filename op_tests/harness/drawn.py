@@ -17,19 +17,21 @@ import torch
 from eagle_kernels.runtime import check
 
 from .bounds import assert_in_bounds
-from .cases import as_tuple, module_of_op, signature_of
+from .cases import as_tuple, module_of_op, signature_of, tensors_of
 from .compare import assert_close, assert_equal
 from .retune import retune
 
 INTEGERS = (torch.int32, torch.int64)
 GAP = 0x5A
+# ops whose buffers are strided by whole rows of their last axis
+IN_ROWS = ("kv.write_kv",)
 
 
-def spread(tensor: torch.Tensor, coin: random.Random) -> torch.Tensor:
-    """The same numbers, with gaps between what its leading axes count."""
+def spread(tensor: torch.Tensor, coin: random.Random, unit: int = 1) -> torch.Tensor:
+    """The same numbers, with gaps of some units between what its leading axes count."""
     strides, extent = [1], tensor.shape[-1]
     for axis in range(tensor.dim() - 2, -1, -1):
-        strides.insert(0, extent + coin.choice((0, 1, 3, 16)))
+        strides.insert(0, extent + unit * coin.choice((0, 1, 3, 16)))
         extent = max(extent, strides[0] * tensor.shape[axis])
     memory = torch.full((max(extent, 1) * tensor.element_size(),), GAP, dtype=torch.uint8, device=tensor.device)
     return memory.view(tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
@@ -56,10 +58,12 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory as the tensor does."""
-    memory = memory_of(tensor).clone().view(tensor.dtype)
-    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+def in_place(tensor: torch.Tensor, memories: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+    """A copy that lies in memory as the tensor does; memories: those that copies of other tensors may share with it."""
+    memories = {} if memories is None else memories
+    memory = memory_of(tensor)
+    copy = memories.setdefault(memory.data_ptr(), memory.clone()).view(tensor.dtype)
+    return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def contracted(path: str, values: dict) -> Any:
@@ -94,11 +98,11 @@ def with_small_tiles(path: str, coin: random.Random, monkeypatch: Any, sizes: tu
 class Buffer:
     """A tensor of a spec to write into, and all memory around it and between its rows."""
 
-    def __init__(self, spec: check.Spec, coin: random.Random):
+    def __init__(self, spec: check.Spec, coin: random.Random, in_rows: bool):
         self.tensor = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
         memory_of(self.tensor).copy_(torch.randint(0, 2 if spec.dtype == torch.bool else 256, [self.tensor.nbytes]))
         if spec.contiguous is not None and self.tensor.dim() > spec.contiguous and self.tensor.numel():
-            self.tensor = spread(self.tensor, coin)
+            self.tensor = spread(self.tensor, coin, spec.shape[-1] if in_rows else 1)
         self.before = in_place(self.tensor)
 
     def check(self, op: str, name: str) -> None:
@@ -114,7 +118,7 @@ def buffers_of(path: str, values: dict, coin: random.Random) -> list[Buffer]:
     empty = [torch.empty(spec.shape, dtype=dtype, device=spec.device) for spec, dtype in zip(specs, wanted)]
     if len(specs) > 1:
         specs = as_specs(contracted(path, values | {"out": tuple(empty)}))
-    return [Buffer(spec, coin) for spec in specs]
+    return [Buffer(spec, coin, path in IN_ROWS) for spec in specs]
 
 
 def as_specs(specs: Any) -> list[check.Spec]:
@@ -138,7 +142,8 @@ def check_drawn(path: str, values: dict, coin: random.Random, case: str, close: 
         given = {"out": result_type(*tensors) if result_type else tensors[0]}
         values |= given | keeps
     mutated = [name for name in getattr(module, "MUTATES", ()) if values[name] is not None]
-    before = {name: in_place(tensor) for name, tensor in values.items() if isinstance(tensor, torch.Tensor)}
+    memories: dict[int, torch.Tensor] = {}
+    before = {name: in_place(tensor, memories) for name, tensor in tensors_of(values).items()}
     expected_values = values | before
     names = inspect.signature(reference).parameters
     known = {name: value for name, value in expected_values.items() if name in names}

@@ -12,6 +12,7 @@ _REFUSED = "op_tests/test_debug_law.py::test_refused_is_what_depends_on_what_is_
 _ENTRIES = "op_tests/test_debug_law.py::test_entries_that_are_refused_are_those_that_are_read"
 _HOSTILE = "op_tests/test_hostile_calls.py::"
 _RANDOM = "op_tests/test_random_verification.py::test_random_calls"
+_LAYOUTS = "op_tests/test_pool_layouts.py::"
 _LIMITS = "op_tests/test_debug_mode.py::test_limits_pass_and_one_step_further_fails"
 
 MUTANTS = [
@@ -25,6 +26,52 @@ MUTANTS = [
         [(ATTENTION + "shared/attention.py", "place = start + lane",
           "place = start + SHAPE.BLOCK_KEY - 1 - lane")],
         ["op_tests/ops/attention/test_tree_attention.py::test_deterministic_nodes_are_plain_decoding"],
+    ),
+    Mutant(
+        "heads that lie outside of slots are read as dense",
+        [(ATTENTION + "shared/share.py", "first_row=kv_head.to(tl.uint32) * SHAPE.STRIDE_HEAD",
+          "first_row=kv_head.to(tl.uint32)")],
+        [_LAYOUTS + "test_every_layout_gives_the_same_bits[attention.gqa_decode]"],
+    ),
+    Mutant(
+        "slots of a path are read as dense",
+        [(ATTENTION + "shared/attention.py", "page.to(tl.int64), slot % SHAPE.PAGE_SIZE\n",
+          "page.to(tl.int64), slot % SHAPE.PAGE_SIZE * SHAPE.NUM_KV_HEADS // SHAPE.STRIDE_TOKEN\n")],
+        [_LAYOUTS + "test_every_layout_gives_the_same_bits[attention.tree_attention]"],
+    ),
+    Mutant(
+        "rows of a page in int32",
+        [(ATTENTION + "shared/attention.py", "row = slot_of_page.to(tl.uint32) *",
+          "row = slot_of_page.to(tl.int32) *"),
+         (ATTENTION + "shared/share.py", "first_row=kv_head.to(tl.uint32) *", "first_row=kv_head *")],
+        [_LAYOUTS + "test_rows_of_a_page_past_int32[attention.tree_attention-tokens]"],
+    ),
+    Mutant(
+        "heads that lie together are moved as one whatever lies between slots",
+        [(KV + "move_accepted_kv.py", " for stride in (*strides, stride_token * head_dim))",
+          " for stride in strides)")],
+        [_LAYOUTS + "test_some_of_the_heads_move_in_place"],
+    ),
+    Mutant(
+        "a head written next to the one before",
+        [(KV + "write_kv.py", "page * stride_v_page + row_in_page + head * SHAPE.STRIDE_HEAD",
+          "page * stride_v_page + row_in_page + head")],
+        ["op_tests/test_strides.py::test_strides_of_pools_do_not_matter[kv.write_kv]"],
+    ),
+    Mutant(
+        "slots that overlap are taken",
+        [(PRIMITIVES + "paging.py", "extent += max(size - 1, 0) * stride", "extent += 0 * stride")],
+        [_LAYOUTS + "test_what_is_no_layout_is_refused"],
+    ),
+    Mutant(
+        "caches of two layouts are taken",
+        [(PRIMITIVES + "paging.py", "if slot_strides(v_cache) != slot_strides(k_cache):", "if False:")],
+        [_LAYOUTS + "test_what_is_no_layout_is_refused"],
+    ),
+    Mutant(
+        "caches of one look never overlap",
+        [(RUNTIME + "calls.py", "_lie_apart(buffer, (abs(begin - other_begin), 2))", "_lie_apart(buffer)")],
+        [_HOSTILE + "test_overlaps_are_those_of_the_addresses"],
     ),
     Mutant(
         "a block planned twice",

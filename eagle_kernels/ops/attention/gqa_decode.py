@@ -35,11 +35,12 @@ from .shared.split_attention import launch_attention
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/attention.txt
 # See `split_attention`; deterministic calls use `ordered.TUNING` instead. gfx942 has 64 KiB of shared memory.
 _ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": (1, 2), "num_warps": 4,
-        "num_stages": 3}  # fmt: skip
+        "num_stages": 3, "widest": {"max_rows": 32, "num_warps": 4, "num_stages": 2}}  # fmt: skip
 # keys of 8 bits cost instructions rather than memory: fewer warps for a tile, and more tiles at a time
 _HOPPER = {"share_keys": 64, "num_stages": 4, "wide": {"above": 192, "programs": (1, 1)},
            "float8": {"tile_bytes": 8192, "programs": (4, 4), "num_warps": 2}}  # fmt: skip
-TUNING = {"default": _ROW, "gfx942": _ROW | {"num_stages": 2}, "sm_90": _ROW | _HOPPER}
+_SMALL = _ROW | {"num_stages": 2, "widest": {"max_rows": 32, "num_stages": 1}}
+TUNING = {"default": _ROW, "gfx942": _SMALL, "sm_90": _ROW | _HOPPER}
 
 
 def contract(values: dict) -> Output:
@@ -79,13 +80,14 @@ def gqa_decode(
 ) -> Output:
     """Attends one query token per request to the keys in its pages of the KV cache.
 
-    Symbols: B requests, Hq query heads, a multiple of the Hkv KV heads, of D = 4..256 elements. Slot t of a request is
+    Symbols: B requests, Hq query heads, a multiple of the Hkv KV heads, of D = 4..512 elements. Slot t of a request is
     in its page t // page_size; the last one holds the query's own key.
 
     Args:
         query: [B, Hq, D] fp16, bf16 or fp32. Rows may be strided.
         k_cache, v_cache: [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn or float8_e4m3fnuz
-            if `query` is 16-bit. page_size: a power of two, 1..256. Pages may be strided.
+            if `query` is 16-bit. page_size: a power of two, 1..256. Pages, slots and heads may be strided by multiples
+            of D, slots and heads of both caches alike: as parts of one tensor, or heads outside of slots.
         block_table, seq_lens: None, or [B, max_pages] and [B] int. A page table as in vLLM: page ids (rows may be
             strided, and -1 throughout pads the batch) and number of keys of each request.
         kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. A CSR one, as in FlashInfer and SGLang:

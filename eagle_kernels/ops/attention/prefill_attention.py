@@ -33,19 +33,21 @@ from .shared.attention import Output, Pool, Queries, Span, attend
 from .shared.batch import Batch, Shape, request_rows
 from .shared.columns import load_columns, scale_columns, store_columns
 from .shared.share import Inputs
-from .shared.softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes
+from .shared.softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes, tuned_for
 
 # See `split_attention`. The first entry is taken whose from_rows rows for a KV head a request has: two
 # tiles for all lengths, so that few variants are ever compiled.
-_ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2}
+_ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2,
+        "widest": {"min_rows": 32, "max_rows": 32, "num_warps": 4}}  # fmt: skip
 _FEW = {"from_rows": 0, "min_rows": 32, "max_rows": 32}
 _AMD = _ROW | {"tile_bytes": 8192}  # with more, heads past 128 spill half a kB a thread
+_SMALL = _AMD | {"widest": _ROW["widest"] | {"num_stages": 1}}  # has 64 KiB of shared memory
 BLOCK_BATCH = tl.constexpr(32)  # requests that a program looks at at once
 # for prompts and chunks; for a few rows, as of a tree
 TUNING = {
     "default": (_ROW, _ROW | _FEW),
     "sm_90": (_ROW | {"num_stages": 3}, _ROW | _FEW | {"num_stages": 3}),
-    "gfx942": (_AMD, _AMD | _FEW),
+    "gfx942": (_SMALL, _SMALL | _FEW),
     "gfx950": (_AMD, _AMD | _FEW),
 }
 
@@ -135,11 +137,12 @@ def _prefill_attention_kernel(
             # queries before the first key are at positions below 0, where the largest window would wrap around
             begin = tl.minimum(tl.maximum(tl.maximum(first_position, 0) - window + 1, 0), stop)
         query, logit_scale = match_keys(query, scale, k_scale_ptr, inputs.k_cache.dtype.element_ty)
+        head_row = kv_head.to(tl.uint32) * SHAPE.STRIDE_HEAD
         row_max, row_sum, accumulator = attend(
             Queries(query, logit_scale, num_before + token, last_slot, None, 0, soft_cap),
             Pool(
                 inputs.k_cache, inputs.v_cache, page_table_ptr, first_page, num_pages, stride_k_page, stride_v_page,
-                kv_head,
+                head_row,
             ),
             Span(begin, stop, common_stop, window, last_position, 0, None),
             start_rows(BLOCK_ROW, HEAD_DIM),
@@ -221,7 +224,7 @@ def prefill_attention(
     """Attends prompts, or chunks of prompts, to themselves and to what comes before them.
 
     Symbols: B requests, T queries and Tk keys of all of them, Hq query heads, a multiple of the Hkv KV heads, of
-    D = 4..256 elements. Keys are in `key` and `value`, or in a paged cache. A request's last keys are those of its
+    D = 4..512 elements. Keys are in `key` and `value`, or in a paged cache. A request's last keys are those of its
     queries.
 
     Args:
@@ -230,7 +233,8 @@ def prefill_attention(
         key, value: None or [Tk, Hkv, D], dtype of `query`. Rows may be strided.
         key_indptr: None or [B + 1] int. The same for `key` and `value`. None: qo_indptr, which needs Tk = T.
         k_cache, v_cache: None or [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn or float8_e4m3fnuz
-            if `query` is 16-bit. page_size: a power of two, 1..256. Pages may be strided.
+            if `query` is 16-bit. page_size: a power of two, 1..256. Pages, slots and heads may be strided by multiples
+            of D, slots and heads of both caches alike: as parts of one tensor, or heads outside of slots.
         block_table, seq_lens: None, or [B, max_pages] and [B] int. A page table as in vLLM: page ids (rows may be
             strided, and -1 throughout pads the batch) and number of keys of each request.
         kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. A CSR one, as in FlashInfer and SGLang:
@@ -272,9 +276,10 @@ def prefill_attention(
     batch_size = len(qo_indptr) - 1
     keys = (k_cache, v_cache) if key is None else (key, value)
     page_size, num_kv_heads = k_cache.shape[1:3] if key is None else (0, key.shape[1])
+    strides = paging.slot_strides(k_cache) if key is None else (num_kv_heads, 1)
     group_size = num_heads // num_kv_heads
     num_rows = max_query * group_size
-    tuned = next(row for row in tuning.row(TUNING, device) if num_rows >= row["from_rows"])
+    tuned = tuned_for(next(row for row in tuning.row(TUNING, device) if num_rows >= row["from_rows"]), head_dim)
     block_row, block_key = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
     most_tiles = batch_size * triton.cdiv(num_rows, block_row)
     num_tiles = min(most_tiles, len(query) * group_size // block_row + batch_size)
@@ -294,7 +299,9 @@ def prefill_attention(
         num_rows=len(query),
         **paged_cache.cache_arguments(*keys, kv_indices if block_table is None else block_table),
         stride_query=query.stride(0) // head_dim,
-        SHAPE=Shape(group_size, num_kv_heads, head_dim, page_size, k_scale is None or len(k_scale) == 1, block_key),
+        SHAPE=Shape(
+            group_size, num_kv_heads, head_dim, page_size, *strides, k_scale is None or len(k_scale) == 1, block_key
+        ),
         IS_CAUSAL=is_causal,
         BLOCK_ROW=block_row,
         **tuning.compiler_options(tuned),

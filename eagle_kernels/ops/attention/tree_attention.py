@@ -42,13 +42,17 @@ MAX_DRAFT_KEYS = 512
 # See `split_attention`; deterministic calls use `ordered.TUNING` instead. From tiles of many rows, which read keys less
 # often, to tiles of few rows, which give more programs. The first entry is taken whose from_rows rows for a KV head a
 # request has, whose least_programs programs, with program_keys keys each, the batch has, and whose max_dim heads have.
-_ROW = {"from_rows": 0, "least_programs": 0, "program_keys": 1 << 31, "max_dim": 256, "max_rows": 64, "min_rows": 16,
-        "tile_bytes": 16384, "share_keys": 128, "programs": (2, 2), "num_warps": 4, "num_stages": 2}  # fmt: skip
+_ROW = {"from_rows": 0, "least_programs": 0, "program_keys": 1 << 31, "max_dim": 512, "max_rows": 64, "min_rows": 16,
+        "tile_bytes": 16384, "share_keys": 128, "programs": (2, 2), "num_warps": 4, "num_stages": 2,
+        "widest": {"min_rows": 16, "max_rows": 32, "programs": (1, 1), "num_warps": 8}}  # fmt: skip
 _MANY = _ROW | {"from_rows": 65, "programs": (1, 1), "num_stages": 3}
 TUNING = {
     "default": (_ROW,),
+    # whose warps have 64 threads
+    "gfx942": (_ROW | {"widest": _ROW["widest"] | {"num_warps": 4, "num_stages": 1}},),
+    "gfx950": (_ROW | {"widest": _ROW["widest"] | {"num_warps": 4}},),
     "sm_90": (
-        _MANY | {"least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8},
+        _MANY | {"max_dim": 256, "least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8},
         _MANY | {"max_dim": 128, "tile_bytes": 8192},
         # rows may be empty, but the tensor cores' large instructions are used
         _ROW | {"min_rows": 64, "tile_bytes": 8192, "num_stages": 3,
@@ -181,13 +185,14 @@ def tree_attention(
     chains (`is_causal`).
 
     Symbols: B requests, Nq = 1..256 rows (draft tokens) and Nk draft keys of each, Hq query heads, a multiple of the
-    Hkv KV heads, of D = 4..256 elements. Calls with `qo_indptr` are ragged: T rows of all requests, one request after
+    Hkv KV heads, of D = 4..512 elements. Calls with `qo_indptr` are ragged: T rows of all requests, one request after
     another, each with a draft key for each row.
 
     Args:
         query: [B, Nq, Hq, D] fp16, bf16 or fp32; ragged [T, Hq, D]. All axes but the last two may be strided.
         k_cache, v_cache: [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn or float8_e4m3fnuz
-            if `query` is 16-bit. page_size: a power of two, 1..256. Pages may be strided.
+            if `query` is 16-bit. page_size: a power of two, 1..256. Pages, slots and heads may be strided by multiples
+            of D, slots and heads of both caches alike: as parts of one tensor, or heads outside of slots.
         tree_mask: None or [B, Nq, W] int64; ragged [T, W]. Bit j % 64 of word j // 64: the row sees draft key j. W is
             at least ceil(Nk / 64), ragged ceil(max_query / 64); bits from Nk on are ignored. None: `is_causal`.
         num_draft_keys: Nk, 1..512. None: Nq. Not for ragged calls.

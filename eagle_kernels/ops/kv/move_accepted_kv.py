@@ -20,12 +20,13 @@ Traffic
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.paging import debug_pages
+from ...primitives.paging import check_pool, debug_pages, slot_strides
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
@@ -66,6 +67,16 @@ class Path(NamedTuple):
     num_nodes: Any  # of the request's tree
 
 
+class Shape(NamedTuple):
+    """The constants of a call; strides count heads."""
+
+    PAGE_SIZE: int
+    STRIDE_TOKEN: int
+    STRIDE_HEAD: int
+    NUM_HEADS: int  # of a slot; 1: a slot's heads lie together and are moved as one
+    HEAD_BYTES: int
+
+
 @triton.jit(
     do_not_specialize=["num_pages", "table_width", "num_depths", "num_verify_tokens", "stride_k_layer",
                        "stride_k_page", "stride_v_layer", "stride_v_page", "stride_block_table_request"]
@@ -83,8 +94,7 @@ def _move_accepted_kv_kernel(
     stride_v_layer,
     stride_v_page,
     stride_block_table_request,
-    PAGE_SIZE: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
@@ -96,9 +106,9 @@ def _move_accepted_kv_kernel(
     table = Table(inputs.block_table + request * stride_block_table_request, table_width, num_pages)
     # two calls rather than a choice of pointers, which would lose what is known about their alignment
     if tl.program_id(1) % 2 == 0:
-        _move_path(path, table, k_cache_ptr, layer * stride_k_layer, stride_k_page, column, PAGE_SIZE, ROW_BYTES)
+        _move_path(path, table, k_cache_ptr, layer * stride_k_layer, stride_k_page, column, SHAPE)
     else:
-        _move_path(path, table, v_cache_ptr, layer * stride_v_layer, stride_v_page, column, PAGE_SIZE, ROW_BYTES)
+        _move_path(path, table, v_cache_ptr, layer * stride_v_layer, stride_v_page, column, SHAPE)
 
 
 @triton.jit
@@ -111,10 +121,13 @@ def _find_pages(table, slot, is_wanted, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _move_path(
-    path, table, cache_ptr, first_row, stride_page, column, PAGE_SIZE: tl.constexpr, ROW_BYTES: tl.constexpr
-):
-    """Moves these columns of a path's rows, depth by depth; first_row and stride_page count rows of ROW_BYTES."""
+def _move_path(path, table, cache_ptr, first_head, stride_page, column, SHAPE: tl.constexpr):
+    """Moves these columns of a path's rows, bytes of their heads, depth by depth.
+    first_head and stride_page count heads of HEAD_BYTES."""
+    HEAD_BYTES: tl.constexpr = SHAPE.HEAD_BYTES
+    place = column
+    if SHAPE.NUM_HEADS > 1:
+        place = (column // HEAD_BYTES).to(tl.int64) * (SHAPE.STRIDE_HEAD * HEAD_BYTES) + column % HEAD_BYTES
     seq_len = tl.load(path.inputs.seq_lens + path.request).to(tl.int64)
     accepted = tl.load(path.inputs.accept_token_num + path.request).to(tl.int64)
     for depth in range(0, tl.minimum(accepted + 1, path.num_depths)):
@@ -123,29 +136,24 @@ def _move_path(
         is_moved = (node >= 0) & (node < path.num_nodes) & (node != depth)
         source = seq_len + node
         destination = seq_len + depth
-        source_page, source_exists = _find_pages(table, source, is_moved, PAGE_SIZE)
-        destination_page, destination_exists = _find_pages(table, destination, is_moved, PAGE_SIZE)
-        in_bounds = (column < ROW_BYTES) & source_exists & destination_exists
-        source_row = first_row + source_page * stride_page + source % PAGE_SIZE
-        destination_row = first_row + destination_page * stride_page + destination % PAGE_SIZE
-        value = tl.load(cache_ptr + source_row * ROW_BYTES + column, mask=in_bounds)
-        tl.store(cache_ptr + destination_row * ROW_BYTES + column, value, mask=in_bounds)
+        source_page, source_exists = _find_pages(table, source, is_moved, SHAPE.PAGE_SIZE)
+        destination_page, destination_exists = _find_pages(table, destination, is_moved, SHAPE.PAGE_SIZE)
+        in_bounds = (column < SHAPE.NUM_HEADS * HEAD_BYTES) & source_exists & destination_exists
+        source_head = first_head + source_page * stride_page + source % SHAPE.PAGE_SIZE * SHAPE.STRIDE_TOKEN
+        destination_head = (
+            first_head + destination_page * stride_page + destination % SHAPE.PAGE_SIZE * SHAPE.STRIDE_TOKEN
+        )
+        value = tl.load(cache_ptr + source_head * HEAD_BYTES + place, mask=in_bounds)
+        tl.store(cache_ptr + destination_head * HEAD_BYTES + place, value, mask=in_bounds)
 
 
 def contract(values: dict) -> None:
     """Checks the arguments of `move_accepted_kv`."""
     args = check.Arguments("move_accepted_kv", values)
     args.integer("num_verify_tokens", 1)
-    for name in MUTATES:
-        cache = args.tensor(name, ("L", "num_pages", "page_size", "Hkv", "D"), CACHE_DTYPES, contiguous=3)
-        row = cache.shape[3] * cache.shape[4]
-        if row == 0:
-            args.fail(name, "have at least one KV head of at least one element", list(cache.shape))
-        for axis in (0, 1):
-            if cache.shape[axis] > 1 and cache.stride(axis) % row:
-                args.fail(name, f"have strides that are multiples of Hkv * D = {row}", list(cache.stride()))
-    if values["v_cache"].dtype != values["k_cache"].dtype:
-        args.fail("v_cache", f"have dtype {values['k_cache'].dtype} like k_cache", values["v_cache"].dtype)
+    check_pool(args, CACHE_DTYPES, ("L",), most_rows=math.inf)
+    if args.size("Hkv") == 0:
+        args.fail("k_cache", "have at least one KV head", list(values["k_cache"].shape))
     if args.size("page_size") < 1:
         args.fail("k_cache", "have a page size of at least 1", args.size("page_size"))
     args.tensor("block_table", ("B", "M"), check.INTEGER, contiguous=1)
@@ -200,8 +208,8 @@ def move_accepted_kv(
 
     Args:
         k_cache, v_cache: [L, num_pages, page_size, Hkv, D] fp16, bf16, fp32, fp8 (float8_e4m3fn, float8_e5m2 or their
-            fnuz forms), uint8 or int8, in place; L layers. Both of one shape and dtype; page_size is at least 1. The
-            axes L and num_pages may be strided by multiples of Hkv * D.
+            fnuz forms), uint8 or int8, in place; L layers. Both of one shape and dtype; page_size is at least 1. All
+            axes but the last may be strided by multiples of D, slots and heads of both caches alike.
         block_table: [B, max_pages] int. Page ids of each request. Rows may be strided.
         seq_lens: [B] int. Committed tokens before this step.
         accept_index: [B, W] int. Nodes of each path, root first, as b * N + node; -1 padded.
@@ -234,8 +242,14 @@ def move_accepted_kv(
     """
     contract(locals())
     num_layers, num_pages, page_size, num_heads, head_dim = k_cache.shape
-    row = num_heads * head_dim
-    row_bytes = row * k_cache.element_size()
+    strides = [
+        cache.stride(axis) if cache.shape[axis] > 1 else 0 for cache in (k_cache, v_cache) for axis in (0, 1)
+    ]  # of layers and pages
+    stride_token, stride_head = slot_strides(k_cache)
+    if stride_head == 1 and not any(stride % (num_heads * head_dim) for stride in (*strides, stride_token * head_dim)):
+        stride_token //= num_heads
+        num_heads, head_dim = 1, num_heads * head_dim
+    row_bytes = num_heads * head_dim * k_cache.element_size()
     tuned = dict(tuning.row(TUNING, k_cache.device))
     block_column = min(next_power_of_2(row_bytes), tuned.pop("block_bytes"))
     launch(
@@ -249,13 +263,12 @@ def move_accepted_kv(
         table_width=block_table.shape[1],
         num_depths=accept_index.shape[1],
         num_verify_tokens=num_verify_tokens,
-        stride_k_layer=k_cache.stride(0) // row,
-        stride_k_page=k_cache.stride(1) // row,
-        stride_v_layer=v_cache.stride(0) // row,
-        stride_v_page=v_cache.stride(1) // row,
+        stride_k_layer=strides[0] // head_dim,
+        stride_k_page=strides[1] // head_dim,
+        stride_v_layer=strides[2] // head_dim,
+        stride_v_page=strides[3] // head_dim,
         stride_block_table_request=block_table.stride(0),
-        PAGE_SIZE=page_size,
-        ROW_BYTES=row_bytes,
+        SHAPE=Shape(page_size, stride_token, stride_head, num_heads, head_dim * k_cache.element_size()),
         BLOCK_COLUMN=block_column,
         **tuned,
     )

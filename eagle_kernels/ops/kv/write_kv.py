@@ -24,7 +24,7 @@ import torch
 
 from ...primitives import fp8, rotary
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.paging import check_row_strides
+from ...primitives.paging import check_pool, slot_strides
 from ...primitives.rotary import TableSizes, load_angles, move_heads
 from ...primitives.strides import check_tokens, of_token, token_arguments, token_sizes
 from ...runtime import check, tuning
@@ -61,6 +61,8 @@ class Shape(NamedTuple):
     """The constants of a call."""
 
     PAGE_SIZE: int
+    STRIDE_TOKEN: int  # of the slots of a page in the caches, in rows of HEAD_DIM
+    STRIDE_HEAD: int  # of the heads of a slot, likewise
     NUM_KV_HEADS: int
     NUM_QUERY_HEADS: int
     HEAD_DIM: int
@@ -114,7 +116,7 @@ def _write_kv_kernel(
     slot = tl.load(inputs.slots + place).to(tl.int64)
     page = slot // SHAPE.PAGE_SIZE
     is_written = (slot >= 0) & (page < num_pages)
-    row_in_page = (slot % SHAPE.PAGE_SIZE) * SHAPE.NUM_KV_HEADS
+    row_in_page = (slot % SHAPE.PAGE_SIZE) * SHAPE.STRIDE_TOKEN
     block = tl.arange(0, BLOCK_HEAD).to(tl.int64)
     sizes = TableSizes(
         num_positions, stride_cos_position, stride_sin_position, num_positions_columns, stride_positions_row,
@@ -127,7 +129,7 @@ def _write_kv_kernel(
         angles = load_angles(tables, sizes, tl.program_id(0), ROTARY_DIM)
         move_heads(
             inputs.key, out.k_cache, token * stride_key_token + head * stride_key_head,
-            page * stride_k_page + row_in_page + head, is_head, angles,
+            page * stride_k_page + row_in_page + head * SHAPE.STRIDE_HEAD, is_head, angles,
             _load_scale(inputs.k_scale, head, is_head, stride_k_scale_head),
             HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED,
             FP8_BIAS=SHAPE.FP8_BIAS,
@@ -137,7 +139,7 @@ def _write_kv_kernel(
         is_head = (head < SHAPE.NUM_KV_HEADS) & is_written
         move_heads(
             inputs.value, out.v_cache, token * stride_value_token + head * stride_value_head,
-            page * stride_v_page + row_in_page + head, is_head, None,
+            page * stride_v_page + row_in_page + head * SHAPE.STRIDE_HEAD, is_head, None,
             _load_scale(inputs.v_scale, head, is_head, stride_v_scale_head),
             HEAD_DIM=SHAPE.HEAD_DIM, ROTARY_DIM=0, IS_INTERLEAVED=SHAPE.IS_INTERLEAVED, FP8_BIAS=SHAPE.FP8_BIAS,
         )  # fmt: skip
@@ -185,12 +187,8 @@ def contract(values: dict) -> check.Spec:
 
 def _check_caches(args: check.Arguments, dtype: torch.dtype) -> None:
     """Checks the caches, and their scales, for keys of this dtype."""
-    for name in MUTATES:
-        cache = args.tensor(name, ("num_pages", "page_size", "Hkv", "D"), (dtype, *fp8.FP8), contiguous=3)
-        check_row_strides(args, name, cache, 1)
-    k_cache, v_cache = args.values["k_cache"], args.values["v_cache"]
-    if v_cache.dtype != k_cache.dtype:
-        args.fail("v_cache", f"have dtype {k_cache.dtype} like k_cache", v_cache.dtype)
+    check_pool(args, (dtype, *fp8.FP8))
+    k_cache = args.values["k_cache"]
     if args.size("page_size") < 1:
         args.fail("k_cache", "have a page size of at least 1", args.size("page_size"))
     for name in ("k_scale", "v_scale"):
@@ -229,7 +227,8 @@ def write_kv(
             strided by multiples of D.
         k_cache, v_cache: [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `key`, or fp8: float8_e4m3fn (sm_89 or
             later, gfx950) or float8_e4m3fnuz (gfx942). Both of one shape and dtype, in place; page_size is at least 1.
-            Pages may be strided by multiples of D.
+            Pages, slots and heads may be strided by multiples of D, slots and heads of both caches alike: as parts of
+            one tensor, or heads outside of slots.
         slots: [T] int, or [B, T / B] with any strides. page * page_size + offset of each token. A token with a slot
             outside the pool, such as -1, is not written.
         query: None or [T, Hq, D] fp16, bf16 or fp32, as `key`, strided likewise. Needs the three tables below.
@@ -289,7 +288,9 @@ def write_kv(
         stride_v_page=v_cache.stride(0) // head_dim,
         stride_k_scale_head=int(k_scale is not None and k_scale.numel() > 1),  # 0: all heads share one
         stride_v_scale_head=int(v_scale is not None and v_scale.numel() > 1),
-        SHAPE=Shape(page_size, num_kv_heads, num_query_heads, head_dim, bool(is_interleaved), fp8_bias),
+        SHAPE=Shape(
+            page_size, *slot_strides(k_cache), num_kv_heads, num_query_heads, head_dim, bool(is_interleaved), fp8_bias
+        ),
         BLOCK_HEAD=block_head,
         enable_fp_fusion=False,
         **rotary.table_arguments(positions, cos, sin),

@@ -86,8 +86,8 @@ def fp8_of(device) -> torch.dtype:
     return next(dtype for dtype in kinds if target.has_fp8(torch.device(device), dtype))
 
 
-HEAD_DIMS = (8, 64, 80, 96, 112, 128, 192, 256)
-EVERY_HEAD_DIM = range(4, 257, 2)
+HEAD_DIMS = (8, 64, 80, 96, 112, 128, 192, 256, 320, 512)
+EVERY_HEAD_DIM = (*range(4, 257, 2), 258, 386, 512)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 

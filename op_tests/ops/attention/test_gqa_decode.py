@@ -21,6 +21,7 @@ from op_tests.harness import (
     check_operation,
     retune,
 )
+from op_tests.harness.pools import with_pools
 
 from .cases import (
     EVERY_HEAD_DIM,
@@ -46,6 +47,8 @@ SHAPES = [
     (192, 16, 1, 2, torch.float16, [40]),
     (256, 4, 2, 16, torch.float16, [70, 5]),
     (256, 1, 1, 8, torch.float32, [66]),
+    (512, 4, 1, 16, torch.float16, [40]),
+    (320, 2, 1, 4, torch.float32, [21]),
     (64, 20, 1, 16, torch.float32, [50]),  # more heads than a tile of rows
     (8, 2, 4, 16, torch.float16, [70, 3]),
     (160, 4, 1, 16, torch.float16, [33]),
@@ -75,7 +78,7 @@ NOT_SUPPORTED = {
 def ahead_of_time_cases():
     for head_dim, dtype in ((8, torch.bfloat16), (64, torch.float16), (80, torch.bfloat16), (96, torch.float16),
                             (112, torch.float16), (128, torch.float32), (192, torch.bfloat16), (256, torch.float16),
-                            (256, torch.float32)):  # fmt: skip
+                            (256, torch.float32), (512, torch.bfloat16)):  # fmt: skip
         yield f"D={head_dim} {dtype}", make(head_dim, 4, 2, 16, dtype, [100])
     yield "D=128 bfloat16 csr", make(128, 8, 1, 1, torch.bfloat16, [100], form="csr")
     everything = make(128, 8, 2, 16, torch.float16, [100]) | {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(16)}
@@ -87,6 +90,7 @@ def ahead_of_time_cases():
     # so many parts of one request that they are merged at once
     yield "one request D=128", make(128, 4, 2, 16, torch.bfloat16, [8000])
     yield "one request D=256", make(256, 8, 2, 16, torch.float16, [8000])
+    yield "packed", with_pools(make(128, 8, 2, 16, torch.float16, [100]), "pthw")
     yield "planned", make(128, 4, 2, 16, torch.bfloat16, [100, 30]) | {"plan": torch.tensor([0, 2, 3]).int()}
 
 
@@ -132,7 +136,7 @@ def test_chunks(multiprocessors, device, monkeypatch):
     check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "chunks")
 
 
-@pytest.mark.parametrize("head_dim", [136, 256])
+@pytest.mark.parametrize("head_dim", [136, 256, 384, 512])
 def test_parts_of_wide_heads(head_dim, device, monkeypatch):
     """Merged some columns at a time."""
     assume_multiprocessors(monkeypatch, 5)
@@ -407,7 +411,7 @@ def test_deterministic_bits_in_a_batch_of_64(dtype, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 192, 256, 320, 512])
 def test_full_cross(head_dim, dtype, window, device):
     pages = itertools.cycle([1, 16, 32, 64, 128, 256])
     for group_size in (1, 2, 3, 5, 6, 7, 8, 16):

@@ -11,6 +11,7 @@ import eagle_kernels
 from eagle_kernels.ops.attention.prefill_attention import TUNING
 from eagle_kernels.reference.ops.attention.prefill_attention import prefill_attention as reference
 from op_tests.harness import assert_close, assert_equal, check_operation, retune
+from op_tests.harness.pools import with_pools
 
 from .cases import (
     EVERY_HEAD_DIM,
@@ -35,6 +36,8 @@ SHAPES = [
     ([20], [40], 128, 8, 1, None, torch.float32),
     ([12], [30], 192, 16, 1, 32, torch.float16),
     ([50], [10], 256, 6, 1, 256, torch.float16),
+    ([9], [12], 512, 4, 1, 16, torch.float16),
+    ([7], [3], 320, 2, 1, None, torch.float32),
     ([20, 3], [0, 9], 8, 2, 4, 16, torch.float16),
     ([18], [3], 160, 2, 1, None, torch.float16),
 ]
@@ -78,9 +81,10 @@ NOT_SUPPORTED = {
 
 def ahead_of_time_cases():
     for head_dim, dtype in ((80, torch.float16), (96, torch.bfloat16), (112, torch.float16), (128, torch.bfloat16),
-                            (128, torch.float32), (192, torch.bfloat16)):  # fmt: skip
+                            (128, torch.float32), (192, torch.bfloat16), (512, torch.bfloat16)):  # fmt: skip
         yield f"D={head_dim} {dtype}", make([300], [0], head_dim, 4, 2, None, dtype)
     yield "D=64 float16 paged", make([100], [40], 64, 4, 2, 16, torch.float16)
+    yield "packed", with_pools(make([100], [40], 128, 4, 2, 16, torch.float16), "pthw")
     everything = make([100], [40], 256, 4, 1, 64, torch.float16, form="csr")
     everything |= {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(4)}
     yield "all that changes logits", everything

@@ -20,6 +20,7 @@ from op_tests.harness import (
     check_operation,
     retune,
 )
+from op_tests.harness.pools import with_pools
 
 from .cases import (
     EVERY_HEAD_DIM,
@@ -44,6 +45,8 @@ SHAPES = [
     (2, 65, 128, 8, 1, 16, torch.float32, [10]),
     (17, 129, 192, 1, 1, 16, torch.float16, [30]),
     (2, 320, 256, 6, 1, 2, torch.float16, [9]),
+    (5, 5, 512, 8, 1, 16, torch.float16, [20]),
+    (3, 3, 384, 2, 1, 4, torch.float32, [9]),
     (40, 40, 32, 2, 1, 16, torch.float32, [17]),  # several tiles of rows
     (3, 9, 8, 2, 4, 16, torch.float16, [40, 5]),
     (6, 6, 160, 2, 1, 16, torch.float16, [33]),
@@ -106,7 +109,7 @@ NOT_SUPPORTED = {
 def ahead_of_time_cases():
     yield "D=64 float32 csr separate", make(8, 24, 64, 4, 2, 1, torch.float32, [100], form="csr", is_separate=True)
     for head_dim, dtype in ((80, torch.float16), (96, torch.bfloat16), (112, torch.float16), (128, torch.bfloat16),
-                            (192, torch.float16), (256, torch.bfloat16)):  # fmt: skip
+                            (192, torch.float16), (256, torch.bfloat16), (512, torch.bfloat16)):  # fmt: skip
         yield f"D={head_dim} {dtype}", make(64, 64, head_dim, 8, 1, 64, dtype, [100])
     yield "D=256 float32", make(8, 24, 256, 4, 1, 16, torch.float32, [100])
     everything = make(64, 64, 128, 8, 1, 64, torch.float16, [100]) | {
@@ -120,6 +123,7 @@ def ahead_of_time_cases():
     everything["query"] = everything["query"].bfloat16()
     for dtype in FLOAT8:
         yield str(dtype), with_float8(everything, dtype)
+    yield "packed", with_pools(make(64, 64, 128, 8, 2, 64, torch.float16, [100]), "pthw")
     yield "ragged", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7])
     yield "ragged chains", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7], is_causal=True, is_separate=True)
 

@@ -10,6 +10,7 @@ import torch
 import eagle_kernels
 from eagle_kernels.reference.ops.kv.move_accepted_kv import move_accepted_kv as reference
 from op_tests.harness import assert_equal
+from op_tests.harness.pools import with_pools
 
 # (layers, page_size, kv heads, head_dim, dtype, nodes, spec_steps, seq_lens)
 SHAPES = [
@@ -86,6 +87,7 @@ def check(values, case=""):
 
 def ahead_of_time_cases():
     yield "bfloat16", make(2, 16, 8, 128, torch.bfloat16, 8, 3, [20])
+    yield "packed", with_pools(make(2, 16, 8, 128, torch.bfloat16, 8, 3, [20]), "lpthw")
     yield "float32 int64", make(2, 1, 2, 80, torch.float32, 8, 3, [20], index_dtype=torch.int64)
 
 

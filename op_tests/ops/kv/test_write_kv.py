@@ -11,6 +11,7 @@ import eagle_kernels
 from eagle_kernels.reference.ops.kv.write_kv import write_kv as reference
 from eagle_kernels.runtime import launch, target
 from op_tests.harness import Guarded, assert_close, assert_equal, to_device
+from op_tests.harness.pools import with_pools
 
 from ..attention.cases import in_float64
 from ..nn.tables import make_tables
@@ -102,6 +103,7 @@ def ahead_of_time_cases():
     shape = (16, 32, 8, 128)
     yield "bfloat16", make(*shape, torch.bfloat16, torch.bfloat16)
     yield "float16 interleaved", make(*shape, torch.float16, torch.float16, is_interleaved=True, rotary_dim=64)
+    yield "packed", with_pools(make(*shape, torch.float16, torch.float16), "pthw")
     yield "float32 without tables", make(1, 4, 2, 80, torch.float32, torch.float32, rotary_dim=0)
     for dtype in (FN, FNUZ):
         name = str(dtype).removeprefix("torch.")

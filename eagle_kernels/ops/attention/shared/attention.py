@@ -42,7 +42,7 @@ class Pool(NamedTuple):
     num_pages: Any
     stride_key: Any  # of a page, in rows of HEAD_DIM
     stride_value: Any  # None: that of the keys, so that places are computed once for both
-    kv_head: Any
+    first_row: Any  # of the head, from the beginning of a page
 
 
 class Queries(NamedTuple):
@@ -128,7 +128,8 @@ def attend_path(queries, pool, span, state, mask_ptr, num_drafts, SHAPE: tl.cons
         is_read = (place >= span.origin) & (place < path_stop)
         page = tl.load(pool.page_table_ptr + pool.first_page + slot // SHAPE.PAGE_SIZE, mask=is_read, other=-1)
         is_read &= (page >= 0) & (page < pool.num_pages)
-        page, row = page.to(tl.int64), slot % SHAPE.PAGE_SIZE * SHAPE.NUM_KV_HEADS + pool.kv_head
+        page, slot_of_page = page.to(tl.int64), slot % SHAPE.PAGE_SIZE
+        row = slot_of_page.to(tl.uint32) * SHAPE.STRIDE_TOKEN + pool.first_row
         key_row = page * pool.stride_key + row
         value_row = key_row
         if pool.stride_value is not None:
@@ -209,12 +210,12 @@ def _find_rows(pool, page, start, SHAPE: tl.constexpr):
     BLOCK_KEY: tl.constexpr = SHAPE.BLOCK_KEY
     lane = tl.arange(0, BLOCK_KEY)
     if pool.page_table_ptr is None:
-        place, row = (pool.first_page + start + lane).to(tl.uint32), pool.kv_head
+        place, row = (pool.first_page + start + lane).to(tl.uint32), pool.first_row
     else:
         place = page.to(tl.uint32)
         # with small pages the same in every tile, so that it is computed once
         slot_of_page = lane % PAGE_SIZE if PAGE_SIZE < BLOCK_KEY else start % PAGE_SIZE + lane
-        row = slot_of_page * SHAPE.NUM_KV_HEADS + pool.kv_head
+        row = slot_of_page.to(tl.uint32) * SHAPE.STRIDE_TOKEN + pool.first_row
     key_row = place * pool.stride_key + row
     if pool.stride_value is None:
         return key_row, key_row

@@ -15,6 +15,8 @@ class Shape(NamedTuple):
     NUM_KV_HEADS: int
     HEAD_DIM: int
     PAGE_SIZE: int  # 0: keys are not in pages
+    STRIDE_TOKEN: int  # of the slots of a page, in rows of HEAD_DIM
+    STRIDE_HEAD: int  # of the KV heads of a slot, likewise
     ONE_SCALE: bool  # for all KV heads
     BLOCK_KEY: int
     DRAFTS: str = ""  # where the draft block is, see `slot_range`

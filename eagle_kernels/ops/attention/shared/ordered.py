@@ -27,8 +27,13 @@ MAX_PROGRAMS = 65535
 # rows, and shares of each, that are merged at once
 MERGED_ROWS, MERGED_SHARES = 4, 16
 # See `split_attention`. One table for all ops, since each node of a tree must have the bits of plain decoding.
-_ROW = {"max_rows": 16, "min_rows": 16, "tile_bytes": 8192, "share_keys": 128, "num_warps": 2, "num_stages": 2}
-TUNING = {"default": _ROW, "sm_90": _ROW | {"num_stages": 3}}
+_ROW = {"max_rows": 16, "min_rows": 16, "tile_bytes": 8192, "share_keys": 128, "num_warps": 2, "num_stages": 2,
+        "widest": {"num_warps": 4}}  # fmt: skip
+TUNING = {
+    "default": _ROW,
+    "gfx942": _ROW | {"widest": {"num_warps": 4, "num_stages": 1}},
+    "sm_90": _ROW | {"num_stages": 3},
+}
 
 
 @triton.jit(do_not_specialize=[*SIZES, "num_shares"])

@@ -15,7 +15,7 @@ from ....primitives.paging import (
     MAX_HEAD_DIM,
     MAX_PAGE_SIZE,
     MIN_HEAD_DIM,
-    check_row_strides,
+    check_pool,
     debug_bounds,
     debug_pages,
 )
@@ -62,12 +62,7 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
     """
     values = args.values
     check_head_dim(args)
-    dtypes = (dtype,) if dtype == torch.float32 else (dtype, *FP8)
-    for name in ("k_cache", "v_cache"):
-        cache = args.tensor(name, ("num_pages", "page_size", "Hkv", "D"), dtypes, contiguous=3)
-        check_row_strides(args, name, cache, 1)
-    if values["k_cache"].dtype != values["v_cache"].dtype:
-        args.fail("v_cache", f"have dtype {values['k_cache'].dtype} like k_cache", values["v_cache"].dtype)
+    check_pool(args, (dtype,) if dtype == torch.float32 else (dtype, *FP8))
     check_target(args.op, "k_cache", values["k_cache"])
     for name in ("k_scale", "v_scale"):
         scale = args.tensor(name, (None,), (torch.float32,), optional=True)

@@ -147,7 +147,7 @@ def attend_share(
     queries = Queries(matched, logit_scale, position, last_slot, mask_ptr, sizes.num_words, sizes.soft_cap)
     pool = Pool(
         inputs.k_cache, inputs.v_cache, page_table_ptr, first_page, sizes.num_pages, sizes.stride_k_page,
-        sizes.stride_v_page, kv_head,
+        sizes.stride_v_page, first_row=kv_head.to(tl.uint32) * SHAPE.STRIDE_HEAD,
     )  # fmt: skip
     begin, stop, prefix = keys.begin, keys.stop, keys.prefix
     row_max, row_sum, accumulator = attend(

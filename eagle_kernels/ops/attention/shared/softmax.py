@@ -139,6 +139,16 @@ def merge_rows(row_max, row_sum, accumulator, lse, output):
     return new_max, row_sum, (accumulator[0] * decay[:, None] + tl.sum(weight[:, :, None] * output, axis=1),)
 
 
+def tuned_for(tuned: dict, head_dim: int, is_float8: bool = False) -> dict:
+    """Returns an op's tuning row for heads of this size and keys of this type.
+    Its entries `wide`, `float8` and `widest`, in this order, say what differs there; the last is for heads past 256."""
+    is_wide = "wide" in tuned and head_dim > tuned["wide"]["above"]
+    for kind, counts in (("wide", is_wide), ("float8", is_float8), ("widest", head_dim > 256)):
+        if counts:
+            tuned = tuned | tuned.get(kind, {})
+    return tuned
+
+
 def tile_sizes(num_rows: int, head_dim: int, element_bytes: int, tuned: dict) -> tuple[int, int]:
     """Returns BLOCK_ROW and BLOCK_KEY for query rows that share a KV head, within an op's tuning row.
 

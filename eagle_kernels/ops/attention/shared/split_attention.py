@@ -8,6 +8,7 @@ the rows of requests that have several parts (`merge_shares.py`).
 from __future__ import annotations
 
 from ....primitives.fp8 import FP8
+from ....primitives.paging import slot_strides
 from ....runtime import tuning
 from ....runtime.launch import bundle
 from . import ordered
@@ -16,12 +17,13 @@ from .batch import Shape
 from .chunks import launch_chunks
 from .paged_cache import Lengths, cache_arguments
 from .share import Inputs
-from .softmax import LOG2_E, tile_sizes
+from .softmax import LOG2_E, tile_sizes, tuned_for
 
 # A row of an op's TUNING has the compiler's options, and
 #     for tiles       at most max_rows and at least min_rows rows, and tile_bytes of keys
 #     for chunks      at least share_keys keys, and `programs` programs for a multiprocessor, see `chunks.count_chunks`
-#     float8, wide    what differs with keys of 8 bits, and with heads of more elements than its `above`
+#     wide, float8    what differs with heads of more elements than its `above`, and with keys of 8 bits
+#     widest          with heads past 256 elements: registers hold the sums of 32 rows (not measured on a GPU yet)
 
 
 def launch_attention(
@@ -40,10 +42,7 @@ def launch_attention(
     is_csr, is_ordered = values["block_table"] is None, values["deterministic"]
     if is_ordered:
         tuned = tuning.row(ordered.TUNING, query.device)
-    else:
-        wide = tuned.get("wide", {"above": head_dim})
-        tuned = tuned | (wide if head_dim > wide["above"] else {})
-        tuned |= tuned.get("float8", {}) if k_cache.dtype in FP8 else {}
+    tuned = tuned_for(tuned, head_dim, k_cache.dtype in FP8)
     block_row, block_key = tile_sizes(num_query * group_size, head_dim, query.element_size(), tuned)
     share_tiles = max(1, tuned["share_keys"] // block_key) if is_ordered else 0
 
@@ -71,7 +70,17 @@ def launch_attention(
         "stride_draft_key_token": stride(draft_key, token_axis),
         "stride_draft_value_batch": stride(draft_value, 0),
         "stride_draft_value_token": stride(draft_value, token_axis),
-        "SHAPE": Shape(group_size, num_kv_heads, head_dim, page_size, one_scale, block_key, drafts, share_tiles),
+        "SHAPE": Shape(
+            group_size,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            *slot_strides(k_cache),
+            one_scale,
+            block_key,
+            drafts,
+            share_tiles,
+        ),
         "BLOCK_ROW": block_row,
     }
     launch_parts = ordered.launch_ordered if is_ordered else launch_chunks
