@@ -202,11 +202,13 @@ def rotary_tables(device, num_positions: int, rotary_dim: int) -> dict:
 
 
 def paged_cache(
-    device, batch_size: int, capacity: int | torch.Tensor, page_size: int, num_heads: int, head_dim: int, layers=()
-) -> dict:
+    device, batch_size: int, capacity: int | torch.Tensor, page_size: int, num_heads: int, head_dim: int, layers=(),
+    layout: str = "",
+) -> dict:  # fmt: skip
     """k_cache, v_cache and block_table, pages in random order, -1 where a request has none.
 
     capacity: the tokens of every request, or [B] int32, those of each.
+    layout: "packed", a head's value after its key, as vLLM has them; "HND", heads before the slots of a page.
     """
     dtype = half_dtype(device)
     counts = -(-torch.as_tensor(capacity).expand(batch_size) // page_size)
@@ -214,11 +216,14 @@ def paged_cache(
     shape = (*layers, int(counts.sum()), page_size, num_heads, head_dim)
     table = torch.full(is_page.shape, -1, dtype=torch.int32, device=device)
     table[is_page.to(device)] = torch.randperm(shape[-4], device=device).to(torch.int32)
-    return {
-        "k_cache": torch.randn(shape, dtype=dtype, device=device),
-        "v_cache": torch.randn(shape, dtype=dtype, device=device),
-        "block_table": table,
-    }
+    if layout == "packed":
+        caches = torch.randn(*shape[:-1], 2 * head_dim, dtype=dtype, device=device).split(head_dim, dim=-1)
+    elif layout == "HND":
+        shape = (*layers, shape[-4], num_heads, page_size, head_dim)
+        caches = [torch.randn(shape, dtype=dtype, device=device).transpose(-3, -2) for _ in range(2)]
+    else:
+        caches = [torch.randn(shape, dtype=dtype, device=device) for _ in range(2)]
+    return {"k_cache": caches[0], "v_cache": caches[1], "block_table": table}
 
 
 def token_table(device, batch_size: int, columns: int) -> dict:

@@ -22,13 +22,14 @@ _SHAPES = [
 ]
 
 # shape: requests, tokens of the longest
-DEFAULTS = {"page_size": 16, "heads": HEADS[0], "kind": "", "spread": "equal"}
+DEFAULTS = {"page_size": 16, "heads": HEADS[0], "kind": "", "spread": "equal", "layout": ""}
 CASES = [
     *grid(page_size=[1, 16], shape=_SHAPES),
     *grid(heads=HEADS[1:], shape=_SHAPES),
     *grid(kind="float8", shape=[(8, 8192), (32, 8192)]),
     *grid(kind="deterministic", shape=[(1, 8192), (8, 8192), (32, 8192)]),
     *grid(shape=[(3, 8192), (ODD_BATCH, 8192)]),
+    *grid(layout=["packed", "HND"], shape=[(1, 8192), (ODD_BATCH, 8192)]),
     {"shape": (64, 2048), "page_size": 1, "spread": "ragged"},
     {"shape": (48, 2000), "spread": "ragged"},
     {"shape": (ODD_BATCH, 20000), "heads": Heads(28, 4, 128), "spread": "ragged"},
@@ -43,6 +44,7 @@ SMALL_CASES = [
     {"shape": (2, 40), "heads": SMALL_HEADS},
     {"shape": (2, 300), "heads": SMALL_HEADS, "page_size": 1},
     {"shape": (3, 300), "heads": SMALL_HEADS, "spread": "ragged"},
+    *grid(layout=["packed", "HND"], shape=(2, 40), heads=SMALL_HEADS),
     {"shape": (3, 300), "heads": SMALL_HEADS, "page_size": 1, "spread": "long tail"},
 ]
 SWEEP = [
@@ -62,8 +64,8 @@ PEERS = {"fa3": fa3.gqa_decode, "flashinfer": flashinfer.gqa_decode, "sglang_tri
 draw = draw_batch
 
 
-def name(shape, page_size, heads, kind, spread):
-    words = [f"B={shape[0]} L={shape[1]} page {page_size} heads {heads}", kind, "" if spread == "equal" else spread]
+def name(shape, page_size, heads, kind, spread, layout):
+    words = [f"B={shape[0]} L={shape[1]} page {page_size} heads {heads}", kind, spread * (spread != "equal"), layout]
     return " ".join(filter(None, words))
 
 
@@ -71,9 +73,9 @@ def is_checked(shape, **others):
     return shape[0] * shape[1] <= 1 << 17  # the reference gathers every key in float32
 
 
-def make(device, shape, page_size, heads, kind, spread):
+def make(device, shape, page_size, heads, kind, spread, layout):
     seq_lens = lengths(*shape, spread)
-    values = paged_cache(device, shape[0], seq_lens, page_size, heads.kv, heads.size)
+    values = paged_cache(device, shape[0], seq_lens, page_size, heads.kv, heads.size, layout=layout)
     values["query"] = torch.randn(shape[0], heads.query, heads.size, device=device).to(values["k_cache"].dtype)
     values["seq_lens"] = seq_lens.to(device)
     if kind == "float8":
@@ -84,7 +86,7 @@ def make(device, shape, page_size, heads, kind, spread):
     return values
 
 
-def count_bytes(shape, page_size, heads, kind, spread):
+def count_bytes(shape, page_size, heads, kind, spread, layout):
     num_keys = int(lengths(*shape, spread).sum())
     return 2 * heads.size * ((1 if kind == "float8" else 2) * num_keys * heads.kv + 2 * shape[0] * heads.query)
 
