@@ -13,8 +13,8 @@ from .harness.cases import cases_of, module_of_op
 
 # launches of each case in turn, where the docstring names several numbers
 NUMBERS = {
-    "attention.gqa_decode": [1] * 14 + [2] * 3,
-    "attention.tree_attention": [2] * 7 + [1] + [2] * 4 + [1] + [2] * 7,
+    "attention.gqa_decode": [1] * 15 + [2, 2, 1, 2],
+    "attention.tree_attention": [2] * 8 + [1] + [2] * 5 + [1] + [2] * 7,
     "draft.ngram_match": [2, 2, 2, 3, 3],
     "rejection.verify_chain": [4, 5, 5, 6, 5, 4, 4, 4],
     "rejection.verify_tree_rejection": [1, 1, 2, 2, 9, 5, 20, 1],
