@@ -57,18 +57,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.in_turn", description=__doc__.partition("\n")[0])
     parser.add_argument("checkouts", nargs=2, type=Path, metavar="CHECKOUT", help="folders: the old one, the new one")
     parser.add_argument("--op", action="append", help="only this op; may be given several times")
-    parser.add_argument("--case", default="", help="only cases whose name contains this")
+    parser.add_argument("--case", action="append", help="only cases with this in the name; may be given several times")
     parser.add_argument("--host", action="store_true", help="time the host, on the first case of each op, not the GPU")
-    parser.add_argument("--warmers", type=int, default=12, help="processes that compile beforehand")
+    parser.add_argument("--warmers", type=int, default=12, help="processes that compile beforehand; 0: none")
     parser.add_argument("--log", type=Path, help="file to which a line of JSON is appended for each case")
     options = parser.parse_args()
     folders = [folder.resolve() for folder in options.checkouts]
     old, new = map(Checkout, folders)
     has = [{tuple(case) for case in checkout.ask("cases", options.host)} for checkout in (old, new)]
-    cases = sorted(c for c in has[0] & has[1] if options.case in c[1] and (not options.op or c[0] in options.op))
-    begin, each = time.monotonic(), max(options.warmers // 2, 1)
-    with ThreadPoolExecutor(2 * each) as pool:
-        warmed = [pool.submit(_warm, folder, cases, first, each) for folder in folders for first in range(each)]
+    texts, ops = options.case or [""], options.op
+    cases = sorted(c for c in has[0] & has[1] if any(t in c[1] for t in texts) and (not ops or c[0] in ops))
+    begin, each = time.monotonic(), options.warmers // 2
+    with ThreadPoolExecutor(max(options.warmers, 1)) as pool:
+        # Neighbours share kernels, so each process takes a run of them: no two compile the same.
+        runs = [cases[first * len(cases) // each : (first + 1) * len(cases) // each] for first in range(each)]
+        warmed = [pool.submit(_warm, folder, run) for folder in folders for run in runs]
         for one in warmed:
             one.result()
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
@@ -83,9 +86,9 @@ def main() -> None:
     _report(rows)
 
 
-def _warm(folder: Path, cases: list, first: int, step: int) -> None:
+def _warm(folder: Path, cases: list) -> None:
     with Checkout(folder) as checkout:
-        for op, case in cases[first::step]:
+        for op, case in cases:
             checkout.ask("call", op, case)
 
 
