@@ -77,6 +77,7 @@ _RESULTS = ("GenerationOutput", "GenerationStats", "Request", "TokenEvent", "Tex
 _OWN = {
     "EAGLEConfig": ("on", "trees_for", "most_beams", "sampling", "keeps_text", "may_speculate", "simulated_rates"),
     "BenchmarkResult": ("rows",),
+    "GenerationOutput": ("with_scores",),
     "GenerationStats": ("measured_by",),
     "Request": ("has_news", "fail", "raise_error", "push", "score_prompt", "stop_strings", "outbox", "exception"),
     "SamplingParams": ("has_filters", "has_penalties", "scores"),

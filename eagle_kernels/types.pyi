@@ -10,9 +10,9 @@ from .engine.requests.sampling_params import SamplingFields as SamplingFields
 from .engine.serve.lock import EngineLock as EngineLock
 from .engine.serve.output import GenerationOutput as GenerationOutput
 from .engine.serve.output import GenerationStats as GenerationStats
+from .engine.serve.stream import TextPiece as TextPiece
+from .engine.serve.stream import TextStream as TextStream
 from .engine.serve.stream import TokenStream as TokenStream
-from .engine.serve.text_stream import TextPiece as TextPiece
-from .engine.serve.text_stream import TextStream as TextStream
 from .engine.step.stepper import Verified as Verified
 from .ops.attention.shared.attention import Output as AttentionOutput
 from .ops.draft.merge_drafts import Output as MergeDraftsOutput

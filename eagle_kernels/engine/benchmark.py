@@ -152,18 +152,10 @@ class Decoding:
 
 
 def benchmark(
-    session: Session,
-    config: EAGLEConfig,
-    *,
-    prompts: Prompts,
-    max_new_tokens: Asked,
-    sampling_params: Params,
-    batch_size: int,
-    seeds: Seeds,
-    progress: bool | None,
-    overrides: dict[str, Any],
-) -> BenchmarkResult:
-    """Checks the arguments of a call, and measures it."""
+    session: Session, config: EAGLEConfig, prompts: Prompts, max_new_tokens: Asked, sampling_params: Params,
+    batch_size: int, seeds: Seeds, progress: bool | None, overrides: dict[str, Any],
+) -> BenchmarkResult:  # fmt: skip
+    """Checks the arguments of `EAGLEInference.benchmark`, and measures."""
     prompts, _ = read_prompts(prompts, "benchmark: prompts", session.tokenizer_for)
     batch_size = scalar(batch_size)
     if not (is_integer(batch_size) and batch_size >= 1):
@@ -173,29 +165,10 @@ def benchmark(
     batch_size = min(batch_size, len(prompts))
     overrides = read_fields("benchmark", config, overrides)
     overrides.setdefault("max_batch", max(config.max_batch, batch_size))
-    config, params = session.read_call(
-        "benchmark",
-        config,
-        count=len(prompts),
-        max_new_tokens=max_new_tokens,
-        seeds=seeds,
-        overrides=overrides,
-        sampling_params=sampling_params,
-    )
-    config = replace(config, temperature=max(each.temperature for each in params))
-    return _measure(session, config, prompts, params, batch_size, progress)
-
-
-def _measure(
-    session: Session,
-    config: EAGLEConfig,
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    batch_size: int,
-    progress: bool | None,
-) -> BenchmarkResult:
-    """Decodes every batch both ways, one right after the other, so that disturbances of the machine affect both."""
-    config = replace(config, share_prefixes=False)  # prompts are decoded several times, and read each time
+    asked = max_new_tokens, sampling_params
+    config, params = session.read_call("benchmark", config, len(prompts), *asked, seeds, overrides)
+    # prompts are decoded several times, and read each time
+    config = replace(config, temperature=max(each.temperature for each in params), share_prefixes=False)
     batches = [slice(start, start + batch_size) for start in range(0, len(prompts), batch_size)]
     max_new_tokens, device = max(each.max_new_tokens for each in params), session.device
 
@@ -226,6 +199,7 @@ def _measure(
         torch.cuda.reset_peak_memory_stats(device)
     runs = {True: Decoding(), False: Decoding()}
     identical = 0
+    # every batch both ways, one right after the other, so that disturbances of the machine affect both
     with session.alone("benchmark", config), progress_bar("benchmark", len(batches), "batch", progress) as bar:
         for batch in batches:
             texts = [run.add(partial(open_batch, batch, speculative)) for speculative, run in runs.items()]

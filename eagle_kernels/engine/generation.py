@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -10,13 +11,13 @@ from torch import Tensor
 from ..runtime.values import read_flag
 from .config.eagle_config import EAGLEConfig
 from .models.chat_template import encode_chat
-from .requests.inputs import DEFAULT_TOKENS, Asked, OnePrompt, Params, Prompts, Seeds, SeveralPrompts, read_prompts
+from .requests import inputs
+from .requests.inputs import DEFAULT_TOKENS, Asked, OnePrompt, Params, Prompts, Seeds, SeveralPrompts
 from .requests.names import takes_other_names
 from .serve.lock import Unique
 from .serve.output import GenerationOutput
 from .serve.session import Session
-from .serve.stream import TokenStream, open_call, run
-from .serve.text_stream import TextPiece, TextStream
+from .serve.stream import TextPiece, TextStream, TokenStream, open_stream, progress_bar
 
 # prompts of which a type checker cannot tell whether there is one, or how many samples there are
 Either = Tensor | Mapping[str, Any] | OnePrompt
@@ -54,17 +55,10 @@ class Generation(Unique):
     ) -> GenerationOutput[list[list[int]]]: ...  # fmt: skip
 
     def generate(
-        self,
-        input_ids: Prompts,
-        max_new_tokens: Asked = DEFAULT_TOKENS,
-        *,
-        sampling_params: Params = None,
-        n: int = 1,
-        seeds: Seeds = None,
-        speculative: bool = True,
-        progress: bool | None = None,
-        **overrides: Any,
-    ) -> GenerationOutput:
+        self, input_ids: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, *,
+        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
+        progress: bool | None = None, **overrides: Any,
+    ) -> GenerationOutput:  # fmt: skip
         """Generates up to `max_new_tokens` tokens for each prompt.
 
         Args:
@@ -92,19 +86,9 @@ class Generation(Unique):
             >>> engine.tokenizer.decode(output_ids), stats.mean_accept_length
             ('self, size, walk', 3.4)
         """
-        stream = open_call(
-            self.session,
-            self._config,
-            "generate",
-            input_ids=input_ids,
-            max_new_tokens=max_new_tokens,
-            sampling_params=sampling_params,
-            n=n,
-            seeds=seeds,
-            speculative=speculative,
-            overrides=overrides,
-        )
-        run(stream, "generate", n, progress)
+        how = max_new_tokens, sampling_params, n, seeds, speculative, overrides
+        stream = self._open("generate", input_ids, *how)
+        _run(stream, n, progress)
         return stream.output()
 
     @overload
@@ -129,16 +113,10 @@ class Generation(Unique):
     ) -> TokenStream[list[list[int]]]: ...  # fmt: skip
 
     def stream(
-        self,
-        input_ids: Prompts,
-        max_new_tokens: Asked = DEFAULT_TOKENS,
-        *,
-        sampling_params: Params = None,
-        n: int = 1,
-        seeds: Seeds = None,
-        speculative: bool = True,
+        self, input_ids: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, *,
+        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
         **overrides: Any,
-    ) -> TokenStream:
+    ) -> TokenStream:  # fmt: skip
         """Returns an iterator, for `for` and `async for`, that yields a `TokenEvent` for each token once it is known.
 
         Args:
@@ -152,18 +130,23 @@ class Generation(Unique):
             >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of `generate`'s example
             [115, 101, 108, 102]
         """
-        return open_call(
-            self.session,
-            self._config,
-            "stream",
-            input_ids=input_ids,
-            max_new_tokens=max_new_tokens,
-            sampling_params=sampling_params,
-            n=n,
-            seeds=seeds,
-            speculative=speculative,
-            overrides=overrides,
-        )
+        how = max_new_tokens, sampling_params, n, seeds, speculative, overrides
+        return self._open("stream", input_ids, *how)
+
+    def _open(
+        self, caller: str, input_ids: Prompts, max_new_tokens: Asked, sampling_params: Params, n: int, seeds: Seeds,
+        speculative: bool, overrides: dict[str, Any],
+    ) -> TokenStream:  # fmt: skip
+        """Checks the arguments of a call; returns its stream."""
+        session = self.session
+        session.lock.refuse(caller)
+        speculative = read_flag(f"{caller}: speculative", speculative)
+        prompts, is_single = inputs.read_prompts(input_ids, f"{caller}: input_ids", session.tokenizer_for)
+        n = inputs.read_samples(n, len(prompts), caller)
+        asked = max_new_tokens, sampling_params
+        config, params = session.read_call(caller, self._config, len(prompts), *asked, seeds, overrides, n)
+        prompts = [prompt for prompt in prompts for _ in range(n)]
+        return open_stream(session, prompts, params, config, speculative, is_single and n == 1, caller, n)
 
     @overload
     def stream_text(
@@ -190,7 +173,7 @@ class Generation(Unique):
             ValueError, RuntimeError: As for `stream`; also if there is no tokenizer, or `text` has no tokens.
         """
         tokenizer = self.session.tokenizer_for("stream_text needs")
-        prompts, is_single = read_prompts(text, "stream_text: text", self.session.tokenizer_for)
+        prompts, is_single = inputs.read_prompts(text, "stream_text: text", self.session.tokenizer_for)
         tokens = self.stream(prompts[0] if is_single else prompts, max_new_tokens, **options)
         return TextStream(tokens, tokenizer, self.session)
 
@@ -223,3 +206,20 @@ class Generation(Unique):
         """
         read_flag("encode_chat: add_generation_prompt", add_generation_prompt)
         return encode_chat(self.session.tokenizer_for("encode_chat needs"), messages, add_generation_prompt, variables)
+
+
+def _run(stream: TokenStream, num_samples: int, wanted: bool | None) -> None:
+    """Reads a stream to its end. Of several prompts, or if `wanted`, a bar counts the requests that have ended."""
+    wanted = False if wanted is None and len(stream.requests) == num_samples else wanted
+    with progress_bar("generate", len(stream.requests), "request", wanted) as bar:
+        if bar is None:
+            for _ in stream:
+                pass
+            return
+        start_s, ended = time.perf_counter(), set()
+        for count, event in enumerate(stream, start=1):
+            if stream.requests[event.request].is_finished and event.request not in ended:
+                ended.add(event.request)
+                speed = count / (time.perf_counter() - start_s)
+                bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
+                bar.update()

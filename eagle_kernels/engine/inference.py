@@ -12,18 +12,8 @@ from torch import Tensor
 
 from ..runtime.values import read_flag, shown
 from .benchmark import BenchmarkResult, benchmark
+from .config import pairing
 from .config.eagle_config import EAGLEConfig
-from .config.pairing import (
-    as_draft,
-    as_target,
-    bind_draft,
-    check_device,
-    check_trees,
-    load_pair,
-    read_config,
-    read_config_and_draft,
-    warn_of_rounding,
-)
 from .generation import Generation
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer
@@ -79,40 +69,29 @@ class EAGLEInference(Generation):
     """
 
     def __init__(
-        self,
-        draft_model: DraftModel | TargetModel | None,
-        target_model: TargetModel,
-        config: EAGLEConfig | Mapping[str, Any] | None = None,
-        device: str | torch.device | None = None,
-        tokenizer: Any = None,
-        *,
-        allow_larger_draft: bool = False,
-    ):
-        target, self._config = as_target(target_model, read_config(config))
-        config, draft = self.config, None if draft_model is None else as_draft(draft_model)
+        self, draft_model: DraftModel | TargetModel | None, target_model: TargetModel,
+        config: EAGLEConfig | Mapping[str, Any] | None = None, device: str | torch.device | None = None,
+        tokenizer: Any = None, *, allow_larger_draft: bool = False,
+    ):  # fmt: skip
+        target, self._config = pairing.as_target(target_model, pairing.read_config(config))
+        config, draft = self.config, None if draft_model is None else pairing.as_draft(draft_model)
         self.session = Session(target, draft, tokenizer)
         self.session.check(config)
-        check_device(device, target)
+        pairing.check_device(device, target)
         read_flag("EAGLEInference: allow_larger_draft", allow_larger_draft)
         if draft is not None:
-            bind_draft(draft, target, allow_larger_draft)
-        check_trees(config, draft)
+            pairing.bind_draft(draft, target, allow_larger_draft)
+        pairing.check_trees(config, draft)
         warn_of_eager_steps(target, draft, config)
-        warn_of_rounding(target)
+        pairing.warn_of_rounding(target)
 
     @classmethod
     def from_pretrained(
-        cls,
-        draft_model: str | Path | None,
-        target_model: str | Path,
-        config: EAGLEConfig | Mapping[str, Any] | None = None,
-        *,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | str | None = None,
-        check_weights: bool = True,
-        tokenizer: Any = None,
+        cls, draft_model: str | Path | None, target_model: str | Path,
+        config: EAGLEConfig | Mapping[str, Any] | None = None, *, device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None, check_weights: bool = True, tokenizer: Any = None,
         allow_larger_draft: bool = False,
-    ) -> EAGLEInference:
+    ) -> EAGLEInference:  # fmt: skip
         """Loads an engine from two model folders in Hugging Face layout.
 
         Args:
@@ -131,8 +110,8 @@ class EAGLEInference(Generation):
         Raises:
             ValueError: As for the class; its subclass `ModelError` if a folder does not hold such a model.
         """
-        config, folder = read_config_and_draft(config, draft_model)
-        draft, target, config = load_pair(folder, target_model, config, device, dtype, check_weights)
+        config, folder = pairing.read_config_and_draft(config, draft_model)
+        draft, target, config = pairing.load_pair(folder, target_model, config, device, dtype, check_weights)
         engine = cls(draft, target, config, tokenizer=tokenizer, allow_larger_draft=allow_larger_draft)
         if tokenizer is None:
             engine.session.load_tokenizer(target_model)
@@ -181,16 +160,10 @@ class EAGLEInference(Generation):
         self.session.abort(request)
 
     def benchmark(
-        self,
-        prompts: Prompts,
-        max_new_tokens: Asked = DEFAULT_TOKENS,
-        *,
-        sampling_params: Params = None,
-        batch_size: int = 1,
-        seeds: Seeds = DEFAULT_SEED,
-        progress: bool | None = None,
-        **overrides: Any,
-    ) -> BenchmarkResult:
+        self, prompts: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, *,
+        sampling_params: Params = None, batch_size: int = 1, seeds: Seeds = DEFAULT_SEED,
+        progress: bool | None = None, **overrides: Any,
+    ) -> BenchmarkResult:  # fmt: skip
         """Decodes the prompts with and without speculation, and compares speed, acceptance and latencies.
 
         The batch must be empty. Suffix trees start empty, and forget these requests afterwards.
@@ -205,17 +178,8 @@ class EAGLEInference(Generation):
             ValueError: As for `generate`; also if a whole batch does not fit into the pools.
             RuntimeError: The batch is not empty.
         """
-        return benchmark(
-            self.session,
-            self.config,
-            prompts=prompts,
-            max_new_tokens=max_new_tokens,
-            sampling_params=sampling_params,
-            batch_size=batch_size,
-            seeds=seeds,
-            progress=progress,
-            overrides=overrides,
-        )
+        asked = max_new_tokens, sampling_params
+        return benchmark(self.session, self.config, prompts, *asked, batch_size, seeds, progress, overrides)
 
     def warmup(
         self, *params: SamplingParams, speculative: bool = True, most_requests: int | None = None, **overrides: Any
@@ -244,7 +208,7 @@ class EAGLEInference(Generation):
         Raises:
             ValueError: An argument breaks its rule.
         """
-        return self.session.workspace_bytes(self.config if config is None else read_config(config))
+        return self.session.workspace_bytes(self.config if config is None else pairing.read_config(config))
 
     def forget_prefixes(self) -> None:
         """Forgets the cached keys of earlier prompts; call it after changing a model's weights."""

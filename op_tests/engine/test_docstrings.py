@@ -19,8 +19,7 @@ from eagle_kernels.engine.benchmark import BenchmarkResult, RunStats
 from eagle_kernels.engine.models import protocol
 from eagle_kernels.engine.models.loading import demo_pair, load_draft, load_target
 from eagle_kernels.engine.models.tokenizer import load_tokenizer
-from eagle_kernels.engine.serve.stream import TokenStream
-from eagle_kernels.engine.serve.text_stream import TextStream
+from eagle_kernels.engine.serve.stream import TextStream, TokenStream
 
 PROTOCOLS = ("Angles", "Attend", "StoringAttend", "KVShape", "TargetOutput", "DraftOutput", "TargetModel", "DraftModel",
              "DraftModules")  # fmt: skip

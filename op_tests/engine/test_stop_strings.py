@@ -12,7 +12,7 @@ import pytest
 from eagle_kernels import SamplingParams
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, PythonTokenizer
 from eagle_kernels.engine.requests.request import Request, StopStrings
-from eagle_kernels.engine.serve.text_stream import TextStream
+from eagle_kernels.engine.serve.stream import TextStream
 from op_tests.engine.made_tokenizers import (
     BYTE_LEVEL,
     BYTES,

@@ -346,12 +346,12 @@ MUTANTS = [
     ),
     Mutant(
         "a plain step's time is that of compiling it",
-        [(_STREAM, "stats.batch_steps > stats.cold_steps:", "stats.batch_steps:")],
+        [(_STREAM, 'self._times["batch_steps"] > self._times["cold_steps"]:', 'self._times["batch_steps"]:')],
         _TIMES,
     ),
     Mutant(
         "a sample's number in the place of its prompt's",
-        [(_STREAM, "{self.first + index // self.num_samples}", "{self.first + index}")],
+        [(_STREAM, "{self._first + index // self._num_samples}", "{self._first + index}")],
         _NUMBERS,
     ),
     Mutant(
@@ -512,7 +512,7 @@ MUTANTS = [
     ),
     Mutant(
         "a request that a bar counts again",
-        [(_STREAM, " and event.request not in ended:", ":")],
+        [(ENGINE + "generation.py", " and event.request not in ended:", ":")],
         ["op_tests/engine/serve/test_benchmark.py::test_a_bar_counts_what_has_ended"],
     ),
     Mutant(
@@ -570,8 +570,8 @@ MUTANTS = [
     ),
     Mutant(
         "the scores that the first request asks for",
-        [(_STREAM, "for name in {name: None for request in requests for name in request.params.scores}:",
-          "for name in requests[0].params.scores:")],
+        [(_STREAM, "for name in {name: None for request in requests for name in request.params.scores}",
+          "for name in requests[0].params.scores")],
         [_ASKED + "each_request_is_told_the_scores_that_it_asks_for"],
     ),
     Mutant(

@@ -164,6 +164,11 @@ class GenerationOutput(_TokensAndStats[Ids]):
     prompt_logprobs: Scores[list[float | None]] = None
     prompt_top_logprobs: Scores[list[list[tuple[int, float]] | None]] = None
 
+    def with_scores(self, scores: dict[str, Any]) -> GenerationOutput[Ids]:
+        """Sets the log-probabilities of these names; returns the output."""
+        vars(self).update(scores)
+        return self
+
     def __repr__(self) -> str:
         stats = self.stats
         counts = f"num_requests={stats.num_requests}, generated_tokens={stats.generated_tokens}"

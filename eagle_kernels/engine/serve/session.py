@@ -107,18 +107,10 @@ class Session(Unique):
         return config, config.sampling | {name: overrides[name] for name in overrides.keys() - of_config.keys()}
 
     def read_call(
-        self,
-        caller: str,
-        config: EAGLEConfig,
-        *,
-        count: int,
-        max_new_tokens: Any,
-        seeds: Seeds,
-        overrides: dict[str, Any],
-        num_samples: int = 1,
-        sampling_params: Any = None,
-    ) -> tuple[EAGLEConfig, list[SamplingParams]]:
-        """Returns the configuration of a call, and the parameters of its requests, num_samples for each prompt.
+        self, caller: str, config: EAGLEConfig, count: int, max_new_tokens: Any, sampling_params: Any, seeds: Seeds,
+        overrides: dict[str, Any], n: int = 1,
+    ) -> tuple[EAGLEConfig, list[SamplingParams]]:  # fmt: skip
+        """Returns the configuration of a call of `count` prompts, and the parameters of their requests, n for each.
 
         Without params, in the place of max_new_tokens or as sampling_params, requests differ in their seeds alone.
         """
@@ -128,14 +120,14 @@ class Session(Unique):
         params = read_call_params(caller, max_new_tokens, sampling_params, count, asked)
         if params is None:
             sampling["max_new_tokens"] = read_max_new_tokens(max_new_tokens, caller)
-            return config, [SamplingParams(**sampling, seed=s) for s in read_seeds(seeds, count, caller, num_samples)]
+            return config, [SamplingParams(**sampling, seed=s) for s in read_seeds(seeds, count, caller, n)]
         if seeds is not None and not isinstance(seeds, Unset) and any(each.seed is not None for each in params):
             raise ValueError(f"{caller}: seeds must be None when params have a seed, got {shown(seeds)}")
         of_prompts = [None] * count if seeds is None else read_seeds(seeds, count, caller)
         return config, [
             replace(each, seed=seed)
             for each, first in zip(params, of_prompts)
-            for seed in read_seeds(first if each.seed is None else each.seed, 1, caller, num_samples)
+            for seed in read_seeds(first if each.seed is None else each.seed, 1, caller, n)
         ]
 
     def make_request(

@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, overload
+
+from typing_extensions import TypeVar
 
 from ...runtime.values import is_terminal, read_flag
 from ..config.eagle_config import EAGLEConfig
-from ..requests.inputs import Asked, Params, Prompts, Seeds, read_prompts, read_samples
+from ..models.tokenizer import Tokenizer
 from ..requests.request import Request, TokenEvent
 from ..requests.sampling_params import SamplingParams
 from ..step.phases import synchronize
@@ -25,7 +27,21 @@ from .output import GenerationOutput, GenerationStats, Ids
 from .scheduler import Scheduler
 from .session import Session
 
+
+class TextPiece(NamedTuple):
+    """Holds new text from one of several requests.
+
+    Attributes:
+        request: The index of its prompt; with n samples, prompt * n + sample.
+        text: The text, in whole characters.
+    """
+
+    request: int
+    text: str
+
+
 Item = TypeVar("Item", covariant=True)
+Piece = TypeVar("Piece", covariant=True, default=str | TextPiece)
 
 
 class Stream(Unique, Generic[Item], Iterator[Item], AsyncIterator[Item]):
@@ -98,29 +114,121 @@ class Stream(Unique, Generic[Item], Iterator[Item], AsyncIterator[Item]):
         await asyncio.to_thread(self.close)
 
 
-class Call(NamedTuple):
-    """Holds the requests of a call, and what they are decoded with.
+class Call:
+    """Serves the requests of one call, and measures the steps that they take.
 
     caller       what errors name
     first        the number of the first prompt, as errors tell it
     num_samples  how many of the requests, one after another, have the same prompt
     """
 
-    caller: str
-    requests: list[Request]
-    config: EAGLEConfig
-    speculative: bool
-    first: int
-    num_samples: int
+    def __init__(
+        self, session: Session, config: EAGLEConfig, caller: str, requests: list[Request], speculative: bool,
+        first: int, num_samples: int,
+    ):  # fmt: skip
+        self.session, self.requests = session, requests
+        self._config, self._caller, self._speculative = config, caller, speculative
+        self._first, self._num_samples = first, num_samples
+        steppers = [runner.stepper for runner in self._scheduler().plan.runners]
+        self._num_steps = max(stepper.num_steps for stepper in steppers)
+        self._num_draft_tokens = max(stepper.num_nodes for stepper in steppers)
+        self._times: dict[str, Any] = {"batch_steps": 0, "cold_steps": 0, "decode_time_s": 0.0, "cold_time_s": 0.0}
 
-    def scheduler_of(self, session: Session) -> Scheduler:
+    def _scheduler(self) -> Scheduler:
         """Returns the scheduler for the requests; raises ValueError if its pools can never hold one of them."""
-        scheduler = session.scheduler_for(self.config, self.speculative)
+        scheduler = self.session.scheduler_for(self._config, self._speculative)
         for index, request in enumerate(self.requests):
             reason = scheduler.why_never(request)
             if reason:
-                raise ValueError(f"{self.caller}: prompt {self.first + index // self.num_samples}: {reason}")
+                raise ValueError(f"{self._caller}: prompt {self._first + index // self._num_samples}: {reason}")
         return scheduler
+
+    def events(self) -> Iterator[TokenEvent]:
+        """Yields the tokens of all requests, in the order in which they become known."""
+        session, requests, times, start_s = self.session, self.requests, self._times, time.perf_counter()
+        with session.changing(self._caller):
+            scheduler = self._scheduler()  # again, since another stream may have replaced it by now
+            scheduler.phase_times.restart()
+            try:
+                for request in requests:
+                    scheduler.submit(request)
+            except BaseException:  # Ctrl-C: none may stay that nobody would end
+                scheduler.drop(requests)
+                raise
+            waiting = contextlib.nullcontext()
+        try:
+            while True:  # reads prompts
+                with session.lock.step(self._caller):
+                    # Stops at the first token: steps read prompts as well, and as long as other requests keep
+                    # arriving, there might always be another prompt to read.
+                    has_token = any(request.has_news for request in requests)
+                    if has_token or not scheduler.is_reading or all(request.is_finished for request in requests):
+                        break
+                    scheduler.step(session.is_speculating, requests)
+            synchronize(session.device)
+            with session.changing(self._caller):
+                # The first tokens are known by now; they need not wait for the first step, which is a timed one.
+                scheduler.read_what_is_done()
+                # all steps until now were for other requests
+                first_step = scheduler.num_steps
+                if self._num_draft_tokens > 1:
+                    session.plain_steps.note(scheduler, requests)
+            times["prefill_time_s"] = time.perf_counter() - start_s
+            for request in requests:
+                yield from request.collect()
+            while not all(request.is_finished for request in requests):
+                start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
+                with session.lock.step(self._caller):
+                    # no step is needed if another stream's step has brought something
+                    if not any(request.has_news for request in requests):
+                        scheduler.step(session.is_speculating)
+                elapsed_s = time.perf_counter() - start_s
+                times["decode_time_s"] += elapsed_s
+                if scheduler.num_cold_steps > num_cold:
+                    times["cold_time_s"] += elapsed_s
+                    times["cold_steps"] += scheduler.num_cold_steps - num_cold
+                times["batch_steps"] = scheduler.num_steps - first_step
+                for request in requests:
+                    yield from request.collect()
+            for request in requests:
+                yield from request.collect()
+                request.raise_error()
+            waiting = session.lock
+        finally:  # the garbage collector may come in the middle of a step, and must not wait for another thread's
+            with waiting:
+                session.lock.later(partial(self._end, scheduler))
+
+    def _end(self, scheduler: Scheduler) -> None:
+        """Ends the requests, and completes the statistics."""
+        scheduler.drop(self.requests)
+        scheduler.drain()
+        self._times["phase_time_ms"] = scheduler.phase_times.take_ms(self._times["batch_steps"])
+        if self._num_draft_tokens == 1 and self._times["batch_steps"] > self._times["cold_steps"]:
+            self.session.plain_steps.known_ms[len(self.requests)] = self.stats().warm_step_ms
+
+    def stats(self) -> GenerationStats:
+        """Returns the statistics so far."""
+        requests = self.requests
+        counts = [count for request in requests for count in request.accepted]
+        stats = GenerationStats(
+            num_requests=len(requests),
+            num_steps=self._num_steps,
+            num_draft_tokens=self._num_draft_tokens,
+            seeds=[request.seed for request in requests],
+            prompt_tokens=sum(len(request.prompt) for request in requests),
+            generated_tokens=sum(len(request.output_ids) for request in requests),
+            shared_tokens=sum(request.shared_tokens for request in requests),
+            steps=len(counts),
+            levels=sum(request.levels for request in requests),
+            drafted=sum(request.drafted for request in requests),
+            accepted=sum(counts),
+            accepted_per_depth=[sum(count > depth for count in counts) for depth in range(self._num_steps)],
+            finish_reasons=[request.finish_reason for request in requests],
+            plain_step_ms=self.session.plain_steps.known_ms.get(len(requests)),
+            **self._times,
+        )
+        # a stream times no plain step, since somebody may time the stream
+        return stats.measured_by(self.session.time_plain_step) if self._caller == "generate" else stats
 
 
 class TokenStream(Stream[TokenEvent], Generic[Ids]):
@@ -134,20 +242,11 @@ class TokenStream(Stream[TokenEvent], Generic[Ids]):
         is_single: Whether there is one prompt, which came without a batch axis.
     """
 
-    def __init__(self, session: Session, call: Call, is_single: bool):
-        self.requests, self.device, self.is_single = call.requests, session.device, is_single
-        steppers = [runner.stepper for runner in call.scheduler_of(session).plan.runners]
-        self._stats = GenerationStats(
-            num_requests=len(call.requests),
-            num_steps=max(stepper.num_steps for stepper in steppers),
-            num_draft_tokens=max(stepper.num_nodes for stepper in steppers),
-            seeds=[request.seed for request in call.requests],
-            prompt_tokens=sum(len(request.prompt) for request in call.requests),
-        )
-        if call.caller == "generate":  # a stream times no plain step, since somebody may time the stream
-            self._stats.measured_by(session.time_plain_step)
+    def __init__(self, call: Call, is_single: bool):
+        self.requests, self.device, self.is_single = call.requests, call.session.device, is_single
+        self._call = call
         # the generator must not refer to the stream, which would then never be freed by itself
-        super().__init__(_events(session, call, self._stats), session)
+        super().__init__(call.events(), call.session)
 
     def __repr__(self) -> str:
         ended = sum(request.is_finished for request in self.requests)
@@ -162,147 +261,32 @@ class TokenStream(Stream[TokenEvent], Generic[Ids]):
 
     def output(self) -> GenerationOutput[Ids]:
         """Returns the tokens and statistics so far, which are complete after the last token."""
-        stats, requests = self._stats, self.requests
-        counts = [count for request in requests for count in request.accepted]
-        stats.shared_tokens = sum(request.shared_tokens for request in requests)
-        stats.generated_tokens = sum(len(request.output_ids) for request in requests)
-        stats.steps, stats.accepted = len(counts), sum(counts)
-        stats.levels = sum(request.levels for request in requests)
-        stats.drafted = sum(request.drafted for request in requests)
-        stats.accepted_per_depth = [sum(count > depth for count in counts) for depth in range(stats.num_steps)]
-        stats.finish_reasons = [request.finish_reason for request in requests]
-        stats.plain_step_ms = self._session.plain_steps.known_ms.get(stats.num_requests)
+        requests = self.requests
         tokens = [list(request.output_ids) for request in requests]
-        output = GenerationOutput(tokens[0] if self.is_single else tokens, stats)
-        for name in {name: None for request in requests for name in request.params.scores}:
-            asked = [list(getattr(each, name)) if name in each.params.scores else None for each in requests]
-            setattr(output, name, asked[0] if self.is_single else asked)
-        return output
-
-
-def _events(session: Session, call: Call, stats: GenerationStats) -> Iterator[TokenEvent]:
-    """Yields the tokens of all requests of a call, in the order in which they become known."""
-    requests, start_s = call.requests, time.perf_counter()
-    with session.changing(call.caller):
-        scheduler = call.scheduler_of(session)  # again, since another stream may have replaced it by now
-        scheduler.phase_times.restart()
-        try:
-            for request in requests:
-                scheduler.submit(request)
-        except BaseException:  # Ctrl-C: none may stay that nobody would end
-            scheduler.drop(requests)
-            raise
-        first_step, waiting = scheduler.num_steps, contextlib.nullcontext()
-    try:
-        while True:  # reads prompts
-            with session.lock.step(call.caller):
-                # Stops at the first token: steps read prompts as well, and as long as other requests keep
-                # arriving, there might always be another prompt to read.
-                has_token = any(request.has_news for request in requests)
-                if has_token or not scheduler.is_reading or all(request.is_finished for request in requests):
-                    break
-                scheduler.step(session.is_speculating, requests)
-        synchronize(session.device)
-        with session.changing(call.caller):
-            # The first tokens are known by now; they need not wait for the first step, which is a timed one.
-            scheduler.read_what_is_done()
-            # all steps until now were for other requests
-            first_step = scheduler.num_steps
-            if stats.num_draft_tokens > 1:
-                session.plain_steps.note(scheduler, requests)
-        stats.prefill_time_s = time.perf_counter() - start_s
-        for request in requests:
-            yield from request.collect()
-        while not all(request.is_finished for request in requests):
-            start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
-            with session.lock.step(call.caller):
-                # no step is needed if another stream's step has brought something
-                if not any(request.has_news for request in requests):
-                    scheduler.step(session.is_speculating)
-            elapsed_s = time.perf_counter() - start_s
-            stats.decode_time_s += elapsed_s
-            if scheduler.num_cold_steps > num_cold:
-                stats.cold_time_s += elapsed_s
-                stats.cold_steps += scheduler.num_cold_steps - num_cold
-            stats.batch_steps = scheduler.num_steps - first_step
-            for request in requests:
-                yield from request.collect()
-        for request in requests:
-            yield from request.collect()
-            request.raise_error()
-        waiting = session.lock
-    finally:  # the garbage collector may come in the middle of a step, and must not wait for another thread's
-        with waiting:
-            session.lock.later(partial(_end, session, scheduler, requests, stats))
-
-
-def _end(session: Session, scheduler: Scheduler, requests: list[Request], stats: GenerationStats) -> None:
-    """Ends the requests of a stream, and completes its statistics."""
-    scheduler.drop(requests)
-    scheduler.drain()
-    stats.phase_time_ms = scheduler.phase_times.take_ms(stats.batch_steps)
-    if stats.num_draft_tokens == 1 and stats.batch_steps > stats.cold_steps:
-        session.plain_steps.known_ms[stats.num_requests] = stats.warm_step_ms
+        scores = {
+            name: [list(getattr(each, name)) if name in each.params.scores else None for each in requests]
+            for name in {name: None for request in requests for name in request.params.scores}
+        }
+        if self.is_single:
+            tokens, scores = tokens[0], {name: values[0] for name, values in scores.items()}
+        return GenerationOutput(tokens, self._call.stats()).with_scores(scores)
 
 
 def open_stream(
-    session: Session,
-    prompts: list[list[int]],
-    params: Sequence[SamplingParams],
-    config: EAGLEConfig,
-    speculative: bool,
-    is_single: bool = False,
-    caller: str = "generate",
-    num_samples: int = 1,
-    first: int = 0,
-) -> TokenStream:
+    session: Session, prompts: list[list[int]], params: Sequence[SamplingParams], config: EAGLEConfig,
+    speculative: bool, is_single: bool = False, caller: str = "generate", num_samples: int = 1, first: int = 0,
+) -> TokenStream:  # fmt: skip
     """Returns a stream for some prompts, each with its params; raises ValueError for a prompt that can never run.
 
-    caller, num_samples, first: what the errors name, how many of the prompts, one after another, are the same, and the
-    number of the first one.
+    caller, num_samples, first: as in `Call`.
     """
     for index, (prompt, wanted) in enumerate(zip(prompts, params)):
         reason = session.why_unfit(prompt, wanted.max_new_tokens, config, speculative)
         if reason:
             raise ValueError(f"{caller}: {reason}".replace("the prompt", f"prompt {first + index // num_samples}"))
-    requests = [
-        session.make_request(index, prompt, wanted, config)
-        for index, (prompt, wanted) in enumerate(zip(prompts, params))
-    ]
+    requests = [session.make_request(index, *each, config) for index, each in enumerate(zip(prompts, params))]
     with session.changing(caller):
-        return TokenStream(session, Call(caller, requests, config, speculative, first, num_samples), is_single)
-
-
-def open_call(
-    session: Session,
-    config: EAGLEConfig,
-    caller: str,
-    *,
-    input_ids: Prompts,
-    max_new_tokens: Asked,
-    sampling_params: Params,
-    n: int,
-    seeds: Seeds,
-    speculative: bool,
-    overrides: dict[str, Any],
-) -> TokenStream:
-    """Returns the stream of a call with these arguments; see `EAGLEInference.generate`."""
-    session.lock.refuse(caller)
-    speculative = read_flag(f"{caller}: speculative", speculative)
-    prompts, is_single = read_prompts(input_ids, f"{caller}: input_ids", session.tokenizer_for)
-    n = read_samples(n, len(prompts), caller)
-    config, params = session.read_call(
-        caller,
-        config,
-        count=len(prompts),
-        max_new_tokens=max_new_tokens,
-        seeds=seeds,
-        overrides=overrides,
-        num_samples=n,
-        sampling_params=sampling_params,
-    )
-    prompts = [prompt for prompt in prompts for _ in range(n)]
-    return open_stream(session, prompts, params, config, speculative, is_single and n == 1, caller, n)
+        return TokenStream(Call(session, config, caller, requests, speculative, first, num_samples), is_single)
 
 
 @contextmanager
@@ -324,18 +308,73 @@ def progress_bar(caller: str, total: int, unit: str, wanted: bool | None) -> Ite
         yield bar
 
 
-def run(stream: TokenStream, caller: str, num_samples: int, wanted: bool | None) -> None:
-    """Reads a stream to its end. Of several prompts, or if `wanted`, a bar counts the requests that have ended."""
-    wanted = False if wanted is None and len(stream.requests) == num_samples else wanted
-    with progress_bar(caller, len(stream.requests), "request", wanted) as bar:
-        if bar is None:
-            for _ in stream:
-                pass
-            return
-        start_s, ended = time.perf_counter(), set()
-        for count, event in enumerate(stream, start=1):
-            if stream.requests[event.request].is_finished and event.request not in ended:
-                ended.add(event.request)
-                speed = count / (time.perf_counter() - start_s)
-                bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
-                bar.update()
+class TextStream(Stream[Piece]):
+    """Yields the text of one request, or `TextPiece`s for several, up to a stop string.
+
+    Returned by `EAGLEInference.stream_text`. Text that might begin a stop string is held back until that is certain.
+    """
+
+    def __init__(self, tokens: TokenStream, tokenizer: Tokenizer, session: Session):
+        self._tokens = tokens
+        pieces = _pieces(tokens, tokenizer)
+        super().__init__((piece.text for piece in pieces) if tokens.is_single else pieces, session)
+
+    def close(self) -> None:
+        """Ends the iterator, and aborts the requests that have not ended."""
+        super().close()
+        self._tokens.close()
+
+    @overload
+    def output(self: TextStream[str]) -> GenerationOutput[list[int]]: ...
+    @overload
+    def output(self: TextStream[TextPiece]) -> GenerationOutput[list[list[int]]]: ...
+    @overload
+    def output(self) -> GenerationOutput: ...
+
+    def output(self) -> GenerationOutput:
+        """Returns the tokens and statistics so far, as `generate` would."""
+        return self._tokens.output()
+
+
+class _Text:
+    """Holds how much of a request's text has been handed out."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer):
+        self._request, self._num_tokens, self._num_shown = request, 0, 0
+        self._detokenizer = tokenizer.detokenizer(request.prompt) if request.text is None else None
+        self._has_ended = False
+
+    def push(self, token: int) -> str:
+        """Returns the text that is certain after one more token."""
+        self._num_tokens += 1
+        if self._detokenizer is None:
+            return self._new(self._request.is_finished)
+        is_last = self._request.is_finished and self._num_tokens == len(self._request.output_ids)
+        return self._detokenizer.push([token]) + (self.finish() if is_last else "")
+
+    def finish(self) -> str:
+        """Returns the rest, once."""
+        if self._detokenizer is None:
+            return self._new(True)
+        rest = "" if self._has_ended else self._detokenizer.finish()
+        self._has_ended = True
+        return rest
+
+    def _new(self, ends: bool) -> str:
+        text = self._request.text
+        sure = max(self._num_shown, len(text) if ends else self._request.stop_strings.num_certain)
+        new, self._num_shown = text[self._num_shown : sure], sure
+        return new
+
+
+def _pieces(tokens: TokenStream, tokenizer: Tokenizer) -> Generator[TextPiece, None, None]:
+    """Yields the text of each request, without the part that a stop string cuts off."""
+    texts = [_Text(request, tokenizer) for request in tokens.requests]
+    for event in tokens:
+        piece = texts[event.request].push(event.token_id)
+        if piece:
+            yield TextPiece(event.request, piece)
+    for number, text in enumerate(texts):
+        rest = text.finish()
+        if rest:
+            yield TextPiece(number, rest)

@@ -132,7 +132,8 @@ def test_a_bar_counts_what_has_ended(n, lag, monkeypatch):
     """Each request once, when it has ended, with the tokens of all so far by the time until then; batches likewise."""
     clock, bars = StepClock(monkeypatch), []
     monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
-    monkeypatch.setattr("eagle_kernels.engine.serve.stream.time", clock)
+    for module in ("serve.stream", "generation"):
+        monkeypatch.setattr(f"eagle_kernels.engine.{module}.time", clock)
     monkeypatch.setattr(Bar, "made", bars, raising=False)
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=Bar))
     target = RowWalker()  # as its own draft, all of whose drafts are accepted: up to four tokens a step
