@@ -79,7 +79,8 @@ _OWN = {
     "BenchmarkResult": ("rows",),
     "GenerationOutput": ("with_scores",),
     "GenerationStats": ("measured_by",),
-    "Request": ("has_news", "fail", "raise_error", "push", "score_prompt", "stop_strings", "outbox", "exception"),
+    "Request": ("has_news", "end", "count_step", "fail", "raise_error", "push", "score_prompt", "stop_strings",
+                "outbox", "exception"),
     "SamplingParams": ("has_filters", "has_penalties", "scores"),
     "TokenStream": ("device", "is_single"),
 }  # fmt: skip

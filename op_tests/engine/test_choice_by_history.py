@@ -231,7 +231,8 @@ class Device:
 def test_a_budget_follows_from_all_that_was_read(seed, budgets, monkeypatch):
     """By itself and beside steps, whole budgets and rests, just as long as is allowed, and noticed late."""
     coin, limit_ms, seen = random.Random(seed), 16.0, set()
-    device, chosen, readings = Device(monkeypatch), reading.Pace(limit_ms, budgets), Readings(limit_ms, budgets)
+    device, readings = Device(monkeypatch), Readings(limit_ms, budgets)
+    chosen, unlimited = (reading.Pace(limit, budgets, "a device") for limit in (limit_ms, None))
     unread = []
     for _ in range(300):
         if coin.random() < 0.3:
@@ -240,13 +241,13 @@ def test_a_budget_follows_from_all_that_was_read(seed, budgets, monkeypatch):
                 each.note_step(step_ms)
         for _ in range(coin.choice((0, 1, 1, 2))):
             tokens = coin.choice((readings.now, readings.now, max(1, readings.now // 2), 3, budgets[-1]))
-            is_joint, start, step_ms = coin.random() < 0.5, chosen.begin("a device"), readings.step_ms or 0.0
+            is_joint, start, step_ms = coin.random() < 0.5, chosen.begin(), readings.step_ms or 0.0
             just = limit_ms - step_ms * (not is_joint)
             device.now_ms += coin.choice((0.0, 8.0, just, just, 15.0, tokens / 64, 3.0)) if just > 0 else 1.0
-            chosen.end(start, tokens, "a device", is_joint=is_joint)
+            chosen.end(start, tokens, is_joint=is_joint)
             unread.append((device.now_ms, tokens, device.now_ms - start.at, is_joint))
-            chosen.end(start, 0, "a device")
-            chosen.end(None, tokens, "a device")
+            chosen.end(start, 0)
+            chosen.end(None, tokens)
         if coin.random() < 0.6:
             device.passed = device.now_ms
         while unread and unread[0][0] <= device.passed:
@@ -254,4 +255,4 @@ def test_a_budget_follows_from_all_that_was_read(seed, budgets, monkeypatch):
         assert chosen.budget() == readings.now
         seen.add(readings.now)
     assert len(seen) >= min(4, len(budgets))
-    assert reading.Pace(None, budgets).begin("a device") is None and reading.Pace(None, budgets).budget() == budgets[-1]
+    assert unlimited.begin() is None and unlimited.budget() == budgets[-1]

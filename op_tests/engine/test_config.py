@@ -294,7 +294,7 @@ def in_use(engine, name, fields):
         "eos_token_ids": lambda: tuple(request.end_token_ids) or None,
         "page_size": lambda: state.target_pool.page_size,
         "max_batch": lambda: state.num_rows,
-        "prefill_chunk": lambda: scheduler._prefill_chunk,
+        "prefill_chunk": lambda: scheduler.reading._prefill_chunk,
         "share_prefixes": lambda: scheduler.reading.shares_prefixes,
         "max_step_ms": lambda: scheduler.reading.pace._max_step_ms,
     }

@@ -51,8 +51,8 @@ MUTANTS = [
     ),
     Mutant(
         "scores of prompts after the mark",
-        [(ENGINE + "serve/prompts.py", "scores = [_score_part(*part) for part in parts]",
-          "scores = (_score_part(*part) for part in parts)")],
+        [(ENGINE + "serve/prompts.py", "scores = [_score_part(part) for part in parts]",
+          "scores = (_score_part(part) for part in parts)")],
         ["op_tests/engine/serve/test_prompts.py::test_scores_of_prompts_are_queued_before_the_first_token_is_marked"],
     ),
     Mutant(
@@ -293,7 +293,7 @@ MUTANTS = [
     ),
     Mutant(
         "drafts that shared rows left out count as verified",
-        [(_SCHEDULER, "request.drafted += stepper.mean_nodes - 1", "request.drafted += stepper.num_nodes - 1")],
+        [(_SCHEDULER, "stepper.mean_nodes - 1)", "stepper.num_nodes - 1)")],
         [_STATISTICS + "[shared rows]"],
     ),
     Mutant(
@@ -371,7 +371,7 @@ MUTANTS = [
     ),
     Mutant(
         "reading in a step is taken for reading alone",
-        [(_SCHEDULER, "reading.end(start, sum(num_read), is_joint=True)", "reading.end(start, sum(num_read))")],
+        [(_SCHEDULER, "pace.end(start, sum(num_read), is_joint=True)", "pace.end(start, sum(num_read))")],
         _JUDGES,
     ),
     Mutant(
@@ -448,7 +448,7 @@ MUTANTS = [
     ),
     Mutant(
         "scores of the first tokens that are scored at once alone",
-        [(ENGINE + "serve/prompts.py", "zip(output.scored.split(256), after.split(256))",
+        [(ENGINE + "serve/prompts.py", "zip(part.scored.split(256), after.split(256))",
           "zip(output.scored.split(256)[:1], after.split(256))")],
         [_ASKED + "scores_of_a_long_prompt"],
     ),

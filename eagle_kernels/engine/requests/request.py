@@ -109,6 +109,11 @@ class Request:
         events, self._events = self._events, []
         return events
 
+    def end(self, reason: str, error: str | None = None) -> None:
+        """Ends the request for a reason, unless it has ended; the engine calls this."""
+        if not self.is_finished:
+            self.finish_reason, self.error = reason, error
+
     def fail(self, error: Exception) -> None:
         """Ends the request with an error; the engine calls this."""
         self.finish_reason, self.exception = "error", error
@@ -130,6 +135,12 @@ class Request:
                 raise error
         finally:
             del error
+
+    def count_step(self, accepted: int, levels: int, drafted: int) -> None:
+        """Counts a step's drafts; the engine calls this."""
+        self.accepted.append(accepted)
+        self.levels += levels
+        self.drafted += drafted
 
     def push(
         self,

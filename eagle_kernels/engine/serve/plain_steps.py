@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from ...runtime import check
 from ...runtime.values import first_line
 from ..requests.request import Request
 from ..requests.sampling_params import Features
-from ..step.runner import StepRunner
 from .scheduler import Scheduler
 
 _logger = logging.getLogger(__name__)
-
-
-class PlainStep(NamedTuple):
-    """Holds the rows of a batch after their prompts, as `StepRunner.time_ms` takes them."""
-
-    runner: StepRunner
-    num_rows: int
-    features: Features
-    lengths: Tensor
-    block_table: Tensor
 
 
 class PlainSteps:
     """Holds the times of plain steps by number of requests.
 
     known_ms  those of steps that compiled nothing; None: timing it failed
-    untimed   steps that may be timed when somebody asks
+    untimed   functions that time a step, for when somebody asks
     """
 
     def __init__(self) -> None:
         self.known_ms: dict[int, float | None] = {}
-        self.untimed: dict[int, PlainStep] = {}
+        self.untimed: dict[int, Callable[[], float]] = {}
 
     def note(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
         """Keeps what a plain step of these requests is timed with, as they are now that their prompts have been read.
@@ -52,16 +39,16 @@ class PlainSteps:
             return
         if not scheduler.runs_beside(requests) and runner.stepper.on_tree is None:
             num_rows, features = 1 + max(row.index for row in rows), Features.of([row.request.params for row in rows])
-            tensors = state.lengths.clone(), state.block_table.clone()
-            self.untimed[count] = PlainStep(runner, num_rows, features, *tensors)
+            conditions = num_rows, features, state.lengths.clone(), state.block_table.clone()
+            self.untimed[count] = partial(runner.time_ms, *conditions)
 
     def measure(self, count: int) -> None:
         """Times the step of `count` requests, of which nothing is kept."""
-        runner, *conditions = self.untimed.pop(count)
+        time_ms = self.untimed.pop(count)
         if count in self.known_ms:  # plain steps have run meanwhile
             return
         self.known_ms[count] = None
         try:
-            self.known_ms[count] = runner.time_ms(*conditions)
+            self.known_ms[count] = time_ms()
         except Exception as error:  # a number less is no harm
             _logger.warning("EAGLEInference: no plain step could be timed: %s", first_line(error))

@@ -18,7 +18,7 @@ from ..drafters.protocol import PromptPart
 from ..models.protocol import run_target, takes_rows
 from ..requests.request import Request
 from ..requests.sampling_params import Features
-from ..step.packed_rows import Part, PromptRows
+from ..step.packed_rows import PromptRows
 from ..step.runner import Launch
 from ..step.stepper import Stepper
 from ..step.verification import Scores, score
@@ -49,18 +49,26 @@ class Row:
         return self.is_running and num_tokens < self.request.params.max_new_tokens
 
 
-class PartOutput(NamedTuple):
-    """Holds a part's tokens, [P + 1] with the one after it or [P] if it is the last, and what the target makes of it.
+class ReadPart(NamedTuple):
+    """Holds a part of `size` tokens of a row's prompt, and what the target makes of it.
 
+    tokens    [P + 1]    with the one after it; [P] if it is the last part
     logits    [1, V]     after its last token, until the next pass
     features  [1, P, F]  None: nobody reads them
     scored    [K, V]     logits of its `scored_rows`; None without any
     """
 
+    row: Row
+    size: int
     tokens: Tensor
     logits: Tensor
     features: Tensor | None
     scored: Tensor | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Returns whether the prompt ends with it, until the row has noted that it is read."""
+        return self.row.num_read + self.size == len(self.row.request.prompt)
 
 
 def scored_rows(row: Row, size: int) -> range:
@@ -71,33 +79,18 @@ def scored_rows(row: Row, size: int) -> range:
     return range(max(0, first - 1 - row.num_read), min(size, len(row.request.prompt) - 1 - row.num_read))
 
 
-def fill_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> None:
-    """Prepares the next `size` prompt tokens of each row for the next step to read."""
-    prompts.fill(
-        [
-            Part(row.request.prompt[row.num_read : row.num_read + size + 1], row.num_read, size, row.pages.ids)
-            for row, size in parts
-        ]
-    )
-
-
-def take_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> list[PartOutput]:
-    """Returns what the step has read of the parts that `fill_rows` was given; the next step overwrites it."""
-    (logits, features), outputs, text_begin, begin = prompts.output, [], 0, 0
+def take_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> list[ReadPart]:
+    """Returns the parts that the step has read in these rows; the next step overwrites them."""
+    (logits, features), read, text_begin, begin = prompts.output, [], 0, 0
     for number, (row, size) in enumerate(parts):
         text_stop, stop = text_begin + min(size + 1, len(row.request.prompt) - row.num_read), begin + size
-        outputs.append(
-            PartOutput(
-                prompts.texts[text_begin:text_stop],
-                logits[number, None],
-                None if features is None else features[:, begin:stop],
-            )
-        )
+        own = None if features is None else features[:, begin:stop]
+        read.append(ReadPart(row, size, prompts.texts[text_begin:text_stop], logits[number, None], own))
         text_begin, begin = text_stop, stop
-    return outputs
+    return read
 
 
-def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int]]) -> list[PartOutput]:
+def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int]]) -> list[ReadPart]:
     """Reads the next `size` prompt tokens of each row; of several rows only where the target `reads_several`."""
     device, spans = state.roots.device, [(row.num_read, size) for row, size in parts]
     # the draft reads the token after a part together with the part's last feature
@@ -122,15 +115,11 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
         **last,
     )
     logits = logits[0] if last else logits[0, rows]
-    return [
-        PartOutput(
-            text,
-            own[-1:],
-            None if features is None else features[:, begin:stop],
-            own[:-1] if len(own) > 1 else None,
-        )
-        for text, own, begin, stop in zip(tokens, logits.split([1 + len(inner) for inner in scored]), begins, stops)
-    ]
+    read = []
+    for part, text, own, begin in zip(parts, tokens, logits.split([1 + len(inner) for inner in scored]), begins):
+        own_features = None if features is None else features[:, begin : begin + part[1]]
+        read.append(ReadPart(*part, text, own[-1:], own_features, own[:-1] if len(own) > 1 else None))
+    return read
 
 
 def hand_scores(row: Row) -> None:
@@ -141,44 +130,44 @@ def hand_scores(row: Row) -> None:
         row.scores.clear()
 
 
-def take_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int, PartOutput]]) -> Launch | None:
+def take_parts(stepper: Stepper, state: BatchState, parts: Sequence[ReadPart]) -> Launch | None:
     """Lets the draft read parts, too; returns the first tokens of the rows whose prompts end with them.
 
     The batch changes last of all, so that a failure leaves every row as it was, but for what is read again.
     """
-    ended = [(row, output) for row, size, output in parts if row.num_read + size == len(row.request.prompt)]
-    scores = [_score_part(*part) for part in parts]  # before the launch, whose end they are waited for with
+    ended = [part for part in parts if part.is_last]
+    scores = [_score_part(part) for part in parts]  # before the launch, whose end they are waited for with
     roots, launch = iter(()), None
     if ended:
-        device, requests = state.roots.device, [row.request for row, _ in ended]
-        indices, lengths = to_device([(row.index, len(row.request.prompt)) for row, _ in ended], device).unbind(1)
-        features = Features.of([request.params for request in requests])
-        logits = torch.cat([output.logits for _, output in ended])  # a copy, which nothing overwrites
+        rows = [part.row for part in ended]
+        places = to_device([(row.index, len(row.request.prompt)) for row in rows], state.roots.device)
+        indices, lengths = places.unbind(1)
+        features = Features.of([row.request.params for row in rows])
+        logits = torch.cat([part.logits for part in ended])  # a copy, which nothing overwrites
         first = stepper.draw_first(logits, state, indices, lengths, features)
-        roots, tables = iter(first.tokens), torch.cat([row.block_table for row, _ in ended])
-        launch = Launch(first, [(number, row) for number, (row, _) in enumerate(ended)])
+        roots, tables = iter(first.tokens), torch.cat([row.block_table for row in rows])
+        launch = Launch(first, [*enumerate(rows)])
     if stepper.resting is not None:
         read = []
-        for row, size, output in parts:
-            is_last = row.num_read + size == len(row.request.prompt)
-            tokens = torch.cat([output.tokens, next(roots)]) if is_last else output.tokens
-            place = row.index, row.block_table, tokens, output.features, row.num_read, row.num_shared
-            read.append(PromptPart(*place, is_last))
+        for part in parts:
+            row, tokens = part.row, torch.cat([part.tokens, next(roots)]) if part.is_last else part.tokens
+            place = row.index, row.block_table, tokens, part.features, row.num_read, row.num_shared
+            read.append(PromptPart(*place, part.is_last))
         stepper.resting.read_prompts(state, read)
-    for (row, _, _), scored in zip(parts, scores):
-        row.scores += scored
+    for part, scored in zip(parts, scores):
+        part.row.scores += scored
     if ended:
         state.begin(indices, lengths, first.tokens[:, 0], tables, features)
     return launch
 
 
-def _score_part(row: Row, size: int, output: PartOutput) -> list[Scores]:
+def _score_part(part: ReadPart) -> list[Scores]:
     """Returns the scores of a part's tokens, on their way to the host."""
-    if output.scored is None:
+    if part.scored is None:
         return []
-    has_top, inner = row.request.params.top_logprobs > 0, scored_rows(row, size)
-    after = output.tokens[inner.start + 1 : inner.stop + 1]
+    has_top, inner = part.row.request.params.top_logprobs > 0, scored_rows(part.row, part.size)
+    after = part.tokens[inner.start + 1 : inner.stop + 1]
     return [  # some at a time, since they are widened to fp32
-        Scores(*(part if part is None else to_host(part) for part in score(*each, has_top)))
-        for each in zip(output.scored.split(256), after.split(256))
+        Scores(*(values if values is None else to_host(values) for values in score(*each, has_top)))
+        for each in zip(part.scored.split(256), after.split(256))
     ]

@@ -13,10 +13,10 @@ from ..batch.prefix_cache import Prefix
 from ..batch.state import BatchState
 from ..requests.request import Request
 from ..step.choice import FREE_ROWS
-from ..step.packed_rows import MOST_PARTS, PromptRows
+from ..step.packed_rows import MOST_PARTS, Part, PromptRows
 from ..step.phases import Mark, elapsed_ms, mark
 from ..step.plan import StepPlan
-from .prompts import PartOutput, Row, fill_rows, read_parts, take_rows
+from .prompts import ReadPart, Row, read_parts
 
 # The budgets of prompts that are read by themselves are multiples of this.
 UNIT_TOKENS = 64
@@ -45,8 +45,8 @@ class Pace:
     budgets      to choose from, ascending; the least one is read whatever it takes, so that no prompt waits for ever
     """
 
-    def __init__(self, max_step_ms: float | None, budgets: Sequence[int]):
-        self._max_step_ms, self._budgets = max_step_ms, budgets
+    def __init__(self, max_step_ms: float | None, budgets: Sequence[int], device: Device):
+        self._max_step_ms, self._budgets, self._device = max_step_ms, budgets, device
         self._tokens, self._step_ms = budgets[0], 0.0
         # a budget that took too long, and readings since that did not
         self._too_many, self._num_fitting = budgets[-1] + 1, 0
@@ -63,14 +63,14 @@ class Pace:
             self._note_reading(tokens, elapsed_ms(start, end) - (self._step_ms if is_joint else 0.0))
         return self._tokens if self.is_limited else self._budgets[-1]
 
-    def begin(self, device: Device) -> Mark | None:
+    def begin(self) -> Mark | None:
         """Returns the mark that `end` takes, before prompts are read."""
-        return mark(device) if self.is_limited else None
+        return mark(self._device) if self.is_limited else None
 
-    def end(self, start: Mark | None, tokens: int, device: Device, *, is_joint: bool = False) -> None:
+    def end(self, start: Mark | None, tokens: int, *, is_joint: bool = False) -> None:
         """Notes that `tokens` have been read since `start`, is_joint: in a step; the device may still be at it."""
         if self.is_limited and start is not None and tokens:
-            self._unread.append((start, mark(device), tokens, is_joint))
+            self._unread.append((start, mark(self._device), tokens, is_joint))
 
     def note_step(self, step_ms: float | None) -> None:
         """Notes the time of a step that read nothing; None: it was not measured."""
@@ -108,26 +108,19 @@ class Reading:
     pace          how many tokens there is time for
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        state: BatchState,
-        prefill_chunk: int,
-        max_step_ms: float | None,
-        rows: dict[int, PromptRows],
-    ):
-        self._plan, self._state, self._prefill_chunk, self._rows = plan, state, prefill_chunk, rows
+    def __init__(self, plan: StepPlan, state: BatchState, max_step_ms: float | None, rows: dict[int, PromptRows]):
+        self._plan, self._state, self._rows = plan, state, rows
+        self._prefill_chunk = plan.plain.config.prefill_chunk
         self._max_step_ms, self._reads_several = max_step_ms, plan.plain.reads_several
         self.shares_prefixes = self.takes_several = True
         # `on_tree` would see the tree twice if the prompts beside it failed
         self.is_joint = self._reads_several and plan.plain.on_tree is None
         self.pace = self._new_pace()
-        self._filled: PromptRows | None = None  # for the next step
 
     def _new_pace(self) -> Pace:
         chunk = self._prefill_chunk
         sizes = JOINT_TOKENS if self.is_joint else [*range(UNIT_TOKENS, chunk, UNIT_TOKENS), chunk]
-        return Pace(self._max_step_ms, sorted({min(size, chunk) for size in sizes}))
+        return Pace(self._max_step_ms, sorted({min(size, chunk) for size in sizes}), self._state.lengths.device)
 
     def prefix(self, request: Request) -> Prefix:
         """Returns what the request may share of its prompt."""
@@ -193,13 +186,9 @@ class Reading:
             prompts = self._kept_rows(self.joint_size(parts))
         else:
             prompts = PromptRows(sum(size for _, size in parts), self._state)
-        fill_rows(prompts, parts)
-        self._filled = prompts
+        texts = [row.request.prompt[row.num_read : row.num_read + size + 1] for row, size in parts]
+        prompts.fill([Part(text, row.num_read, size, row.pages.ids) for text, (row, size) in zip(texts, parts)])
         return prompts
-
-    def outputs(self, parts: Sequence[tuple[Row, int]]) -> list[tuple[Row, int, PartOutput]]:
-        """Returns each part with what the step made of it that has just run."""
-        return [(row, size, output) for (row, size), output in zip(parts, take_rows(self._filled, parts))]
 
     def rows_in_use(self) -> list[PromptRows]:
         """Returns the rows of prompts with which steps are compiled or captured."""
@@ -214,7 +203,7 @@ class Reading:
             self._rows[size] = PromptRows(size, self._state)
         return self._rows[size]
 
-    def read(self, parts: Sequence[tuple[Row, int]]) -> list[PartOutput] | None:
+    def read(self, parts: Sequence[tuple[Row, int]]) -> list[ReadPart] | None:
         """Reads parts by themselves, all in one pass; None if they have to be read one by one."""
         if len(parts) > 1 and not self._reads_several:
             return None
@@ -243,14 +232,6 @@ class Reading:
         # an error that a log keeps would hold all that it passed
         reason = f"{type(error).__name__}: {error}"
         _logger.warning("EAGLEInference: %d prompts could not be read %s: %s", len(parts), how, reason)
-
-    def begin(self) -> Mark | None:
-        """Returns the mark that `end` takes, before prompts are read."""
-        return self.pace.begin(self._state.lengths.device)
-
-    def end(self, start: Mark | None, num_read: int, is_joint: bool = False) -> None:
-        """Records the number of tokens read since `start`; is_joint: in a step."""
-        self.pace.end(start, num_read, self._state.lengths.device, is_joint=is_joint)
 
 
 def _is_scored(row: Row) -> bool:

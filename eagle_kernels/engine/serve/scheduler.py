@@ -23,7 +23,7 @@ from ..step.phases import PhaseTimes, mark
 from ..step.plan import StepPlan
 from ..step.runner import Launch, StepRunner
 from ..step.stepper import StepResult
-from .prompts import PartOutput, Row, hand_scores, take_parts
+from .prompts import ReadPart, Row, hand_scores, take_parts, take_rows
 from .reading import Reading
 from .threads import running
 
@@ -39,8 +39,8 @@ class Scheduler:
     lag             how many steps the host is behind the device
     """
 
-    def __init__(self, state: BatchState, prefill_chunk: int):
-        self.state, self._prefill_chunk = state, prefill_chunk
+    def __init__(self, state: BatchState):
+        self.state = state
         self.pages = PrefixCache(state.target_pool.k_cache.shape[1], state.target_pool.page_size)
         self.plan: StepPlan | None = None
         self.max_step_ms: float | None = None
@@ -82,7 +82,7 @@ class Scheduler:
     def use(self, plan: StepPlan, max_step_ms: float | None = None) -> None:
         """Switches to the steps of `plan` and to a limit of their time, while there is no work."""
         self.plan, self.max_step_ms, self._num_missed, self.last_runner = plan, max_step_ms, 0, None
-        self.reading = Reading(plan, self.state, self._prefill_chunk, max_step_ms, self._prompt_rows)
+        self.reading = Reading(plan, self.state, max_step_ms, self._prompt_rows)
 
     def _pages_for(self, request: Request) -> int:
         """Returns the pages that a request needs, including those that its steps write past its last token."""
@@ -121,7 +121,7 @@ class Scheduler:
     def drop(self, requests: Iterable[Request]) -> None:
         """Ends requests that have not ended, and frees their places in the line, their rows and their pages."""
         for request in requests:
-            request.finish_reason = request.finish_reason or "abort"
+            request.end("abort")
             if request in self._waiting:
                 self._waiting.remove(request)
         for row in [row for row in self._rows if row is not None and row.request in requests]:
@@ -210,26 +210,23 @@ class Scheduler:
 
     def _read_prompts(self, parts: list[tuple[Row, int]], is_timed: bool) -> None:
         """Reads these parts of prompts by themselves, all at once where that is possible."""
-        start = self.reading.begin() if is_timed else None
-        outputs = None if len(parts) == 1 else self.reading.read(parts)
-        if outputs is not None:
-            num_read = self._take_parts([(*part, output) for part, output in zip(parts, outputs)])
-        else:
-            num_read = [self._read_alone(part) for part in parts]
-            if len(parts) > 1:
-                self.reading.note_failure(num_read, in_a_step=False)
-        self.reading.end(start, sum(num_read))
+        start = self.reading.pace.begin() if is_timed else None
+        read = None if len(parts) == 1 else self.reading.read(parts)
+        num_read = [self._read_alone(part) for part in parts] if read is None else self._take_parts(read)
+        if read is None and len(parts) > 1:
+            self.reading.note_failure(num_read, in_a_step=False)
+        self.reading.pace.end(start, sum(num_read))
 
     def _read_alone(self, part: tuple[Row, int]) -> int:
         """Reads one part; returns its size, or 0 if that failed."""
         with self._failing_alone(part[0]):
-            return self._take_parts([(*part, *self.reading.read([part]))])[0]
+            return self._take_parts(self.reading.read([part]))[0]
         return 0
 
-    def _take_parts(self, parts: list[tuple[Row, int, PartOutput]]) -> list[int]:
+    def _take_parts(self, parts: list[ReadPart]) -> list[int]:
         """Lets the rest of the engine know what the target made of parts; returns their sizes, 0 where that failed."""
         if len(parts) == 1:
-            with self._failing_alone(parts[0][0]):
+            with self._failing_alone(parts[0].row):
                 return self._begin(parts)
             return [0]
         if self.reading.takes_several:
@@ -241,17 +238,17 @@ class Scheduler:
         self.reading.takes_several &= not all(num_read)
         return num_read
 
-    def _begin(self, parts: list[tuple[Row, int, PartOutput]]) -> list[int]:
+    def _begin(self, parts: list[ReadPart]) -> list[int]:
         """Notes that parts are read, after the last of which a row runs; returns their sizes."""
         launch = take_parts(self.plan.plain, self.state, parts)
         if launch is not None:
             self._push(launch)
             for _, row in launch.rows:
                 row.is_running = True
-        for row, size, _ in parts:
-            row.num_read += size
-            self.pages.note_read(row.pages, row.num_read)
-        return [size for _, size, _ in parts]
+        for part in parts:
+            part.row.num_read += part.size
+            self.pages.note_read(part.row.pages, part.row.num_read)
+        return [part.size for part in parts]
 
     def _compact(self) -> None:
         """Moves the last rows to free places before them, if that makes the batch smaller."""
@@ -299,8 +296,8 @@ class Scheduler:
         self.num_cold_steps += not is_known
         if parts:
             with self._failing_alone(*(row for row, _ in parts)):  # the step is done, whatever becomes of the prompts
-                num_read = self._take_parts(reading.outputs(parts))
-                reading.end(start, sum(num_read), is_joint=True)
+                num_read = self._take_parts(take_rows(prompts, parts))
+                reading.pace.end(start, sum(num_read), is_joint=True)
         if failed:  # one of them, or all of them together, may be to blame
             reading.note_failure([self._read_alone(part) for part in failed], in_a_step=True)
 
@@ -366,10 +363,8 @@ class Scheduler:
         """Gives a running request what a launch of this number brought."""
         request, accepted = row.request, len(brought.tokens) - 1
         if number is not None:
-            request.accepted.append(accepted)
             stepper = self.plan.runners[number].stepper
-            request.levels += min(stepper.num_steps, stepper.num_nodes - 1)
-            request.drafted += stepper.mean_nodes - 1
+            request.count_step(accepted, min(stepper.num_steps, stepper.num_nodes - 1), stepper.mean_nodes - 1)
         with self._failing_alone(row):
             num_known = len(request.output_ids)
             if number is None:

@@ -169,7 +169,7 @@ class Session(Unique):
             reason = self.why_unfit(prompt, params.max_new_tokens, config, speculative=True)
             reason = reason or scheduler.why_never(request)
             if reason:
-                request.finish_reason, request.error = "error", reason
+                request.end("error", reason)
             else:
                 scheduler.submit(request)
             return request
@@ -178,7 +178,7 @@ class Session(Unique):
         """Ends requests, wherever they are; inside a step, they keep their rows and pages until its end."""
         with self.lock:
             for request in requests:
-                request.finish_reason = request.finish_reason or "abort"
+                request.end("abort")
             if self.scheduler is not None:
                 self.lock.later(partial(self.scheduler.drop, requests))
 
@@ -346,7 +346,7 @@ class Session(Unique):
         num_pages = count_pages(self.target, draft, config, max_pages)
         check_fits(self.target, draft, config, max_pages, num_pages)
         state = BatchState(self.target, draft, config, max_pages, num_pages)
-        self.scheduler, self._pools_for = Scheduler(state, config.prefill_chunk), _pools_of(config)
+        self.scheduler, self._pools_for = Scheduler(state), _pools_of(config)
 
     def _has_pools_for(self, config: EAGLEConfig) -> bool:
         if self.scheduler is None or self._pools_for != _pools_of(config):

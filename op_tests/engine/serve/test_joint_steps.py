@@ -124,10 +124,10 @@ def test_times_of_steps_reach_those_who_judge_by_them(kind, limit_ms, lag, monke
         now_ms[0] += alone[-1] / 4
         return read_parts(stepper, state, parts)
 
-    def ending(pace, start, tokens, device, *, is_joint=False):
+    def ending(pace, start, tokens, *, is_joint=False):
         if start is not None:
             ended.append((tokens, now_ms[0] - 1e3 * start, is_joint))
-        end(pace, start, tokens, device, is_joint=is_joint)
+        end(pace, start, tokens, is_joint=is_joint)
 
     def reading_noted(pace, tokens, read_ms):
         paced.append((tokens, read_ms, pace._step_ms))

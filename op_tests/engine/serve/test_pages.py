@@ -32,10 +32,12 @@ CHUNKS = (2, 3, 6)
 
 
 def reading_of(reader, page_size: int, chunk: int, is_deterministic: bool) -> Reading:
-    config = SimpleNamespace(deterministic=is_deterministic)
+    config = SimpleNamespace(deterministic=is_deterministic, prefill_chunk=chunk)
     plain = SimpleNamespace(resting=reader, config=config, reads_several=not is_deterministic, on_tree=None)
-    state = SimpleNamespace(target_pool=SimpleNamespace(page_size=page_size))
-    return Reading(SimpleNamespace(plain=plain), state, chunk, None, {})
+    state = SimpleNamespace(
+        target_pool=SimpleNamespace(page_size=page_size), lengths=SimpleNamespace(device="a device")
+    )
+    return Reading(SimpleNamespace(plain=plain), state, None, {})
 
 
 class Row(SimpleNamespace):

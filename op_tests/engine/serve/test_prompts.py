@@ -218,10 +218,10 @@ class Card:
         gaps, read = [], 0
         while read < prompt:
             size = min(chosen.budget(), prompt - read)
-            start = chosen.begin(torch.device("cpu"))
+            start = chosen.begin()
             read_ms = self.fixed_ms + size * self.token_ms * (1 + read / 10_000)
             self.now += read_ms / 1e3
-            chosen.end(start, size, torch.device("cpu"))
+            chosen.end(start, size)
             chosen.note_step(self.step_ms)
             gaps.append(read_ms + self.step_ms)
             read += size
@@ -231,7 +231,7 @@ class Card:
 @pytest.mark.parametrize(("step_ms", "fixed_ms", "token_ms"), [(5.4, 5.0, 0.03), (7.0, 5.0, 0.03), (1.0, 0.1, 0.08)])
 def test_a_pace_fills_the_limit_and_keeps_it(step_ms, fixed_ms, token_ms, monkeypatch):
     card, limit_ms = Card(monkeypatch, step_ms, fixed_ms, token_ms), 40.0
-    gaps = card.gaps(Pace(limit_ms, BUDGETS), 60_000)
+    gaps = card.gaps(Pace(limit_ms, BUDGETS, torch.device("cpu")), 60_000)
     settled = gaps[8:-1]
     too_long = [gap for gap in settled if gap > limit_ms]  # texts grow, and 64 tokens more are tried now and then
     assert len(too_long) <= len(settled) / 8 and max(gaps) <= limit_ms + 64 * token_ms * 7
@@ -241,7 +241,7 @@ def test_a_pace_fills_the_limit_and_keeps_it(step_ms, fixed_ms, token_ms, monkey
 def test_a_pace_follows_the_card(monkeypatch):
     """Slower from one step to the next, and fast again; the rest of a prompt changes nothing."""
     card = Card(monkeypatch, 5.0, 1.0, 0.02)
-    chosen = Pace(30.0, BUDGETS)
+    chosen = Pace(30.0, BUDGETS, torch.device("cpu"))
     card.gaps(chosen, 20_000)
     fast = chosen.budget()
     card.token_ms = 0.2
