@@ -268,7 +268,7 @@ class EAGLEInference(Generation):
     def on_tree(self, function: Callable[[Verified], None] | None) -> None:
         if not (function is None or callable(function)):
             raise ValueError(f"EAGLEInference: on_tree must be None or a callable, got {shown(function)}")
-        self.session.on_tree = function
+        self.session.watch(function)
 
     def __repr__(self) -> str:
         target, draft = (None if model is None else type(model).__name__ for model in (self.target, self.draft))

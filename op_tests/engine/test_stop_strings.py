@@ -133,7 +133,7 @@ class Tokens:
         (request,), begin = self.requests, 0
         for end, text in self._steps:
             is_last = end == self._steps[-1][0]
-            request.push(0, self._ids[begin : end + 3 * is_last])  # a step may bring more than the text takes
+            request.push(self._ids[begin : end + 3 * is_last])  # a step may bring more than the text takes
             yield from request.collect()
             assert self.shown == text, f"{request.params.stop} of {self._ids}: {self.shown!r} after {end}, not {text!r}"
             begin = end

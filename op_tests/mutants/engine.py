@@ -293,7 +293,7 @@ MUTANTS = [
     ),
     Mutant(
         "drafts that shared rows left out count as verified",
-        [(_SCHEDULER, "stepper.mean_nodes - 1)", "stepper.num_nodes - 1)")],
+        [(_SCHEDULER, ", stepper.mean_nodes - 1", ", stepper.num_nodes - 1")],
         [_STATISTICS + "[shared rows]"],
     ),
     Mutant(

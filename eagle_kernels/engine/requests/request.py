@@ -143,21 +143,13 @@ class Request:
         self.drafted += drafted
 
     def push(
-        self,
-        accepted: int,
-        tokens: list[int],
-        logprobs: list[float] | None = None,
-        raw_logprobs: list[float] | None = None,
-        top_ids: list[list[int]] | None = None,
-        top_logprobs: list[list[float]] | None = None,
-    ) -> None:
-        """Adds what a step brought, until the request ends; the engine calls this.
+        self, tokens: list[int], logprobs: list[float] | None = None, raw_logprobs: list[float] | None = None,
+        top_ids: list[list[int]] | None = None, top_logprobs: list[list[float]] | None = None,
+    ) -> None:  # fmt: skip
+        """Adds a step's tokens, all of them drafts but the last, until the request ends; the engine calls this.
 
-        Args:
-            accepted: How many of the tokens were drafts; the last one is the target's.
-            tokens: The step's tokens.
-            logprobs, raw_logprobs: Their log-probabilities of both kinds.
-            top_ids, top_logprobs: The most likely tokens in the place of each.
+        logprobs, raw_logprobs: Their log-probabilities of both kinds. top_ids, top_logprobs: The most likely tokens in
+        the place of each.
         """
         events, has_top = [], self.params.top_logprobs > 0
         logprobs = raw_logprobs if self.params.logprobs == "raw" else logprobs
@@ -170,15 +162,15 @@ class Request:
             if has_top:
                 top = self._top(top_ids[index], top_logprobs[index])
                 self.top_logprobs.append(top)
-            events.append(TokenEvent(self.id, token, index < accepted, logprob, top))
+            events.append(TokenEvent(self.id, token, index < len(tokens) - 1, logprob, top))
             # an end token may have text, too
             is_stopped = self.stop_strings is not None and self.stop_strings.push(token)
             if token in self.end_token_ids:
-                self.finish_reason = "eos"
+                self.end("eos")
             elif is_stopped:
-                self.finish_reason = "stop"
+                self.end("stop")
             elif len(self.output_ids) == self.params.max_new_tokens:
-                self.finish_reason = "length"
+                self.end("length")
             if self.is_finished:
                 if self.stop_strings is not None and not is_stopped and self.stop_strings.finish():
                     self.finish_reason = "stop"

@@ -361,15 +361,16 @@ class Scheduler:
 
     def _hand_out(self, number: int | None, row: Row, brought: StepResult) -> None:
         """Gives a running request what a launch of this number brought."""
-        request, accepted = row.request, len(brought.tokens) - 1
+        request = row.request
         if number is not None:
             stepper = self.plan.runners[number].stepper
-            request.count_step(accepted, min(stepper.num_steps, stepper.num_nodes - 1), stepper.mean_nodes - 1)
+            levels, drafted = min(stepper.num_steps, stepper.num_nodes - 1), stepper.mean_nodes - 1
+            request.count_step(len(brought.tokens) - 1, levels, drafted)
         with self._failing_alone(row):
             num_known = len(request.output_ids)
             if number is None:
                 hand_scores(row)
-            request.push(accepted, *brought)
+            request.push(*brought)
             if self.plan.feed is not None:
                 self.plan.feed.extend(request, request.output_ids[num_known:])
 

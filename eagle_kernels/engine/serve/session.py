@@ -70,7 +70,7 @@ class Session(Unique):
         self.outbox: list[TokenEvent] = []
         self.is_speculating = True
         self._pools_for: tuple = ()
-        self._on_tree: Callable[[Verified], None] | None = None
+        self.on_tree: Callable[[Verified], None] | None = None
         self.plain_steps = PlainSteps()
 
     def check(self, config: EAGLEConfig) -> None:
@@ -131,13 +131,9 @@ class Session(Unique):
         ]
 
     def make_request(
-        self,
-        number: int,
-        prompt: list[int],
-        params: SamplingParams,
-        config: EAGLEConfig,
+        self, number: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig,
         outbox: list[TokenEvent] | None = None,
-    ) -> Request:
+    ) -> Request:  # fmt: skip
         """Returns a request with this configuration; raises ValueError if its parameters cannot be served."""
         stop = StopStrings(params.stop, self.tokenizer_for("stop strings need"), prompt) if params.stop else None
         self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
@@ -158,11 +154,9 @@ class Session(Unique):
         Inside a step, it joins those that the step is for.
         """
         with self.lock:
-            if self.lock.is_in_step:
-                scheduler = self.scheduler_for(config, speculative=True, may_change=False)
-            else:
-                with self.changing("submit"):
-                    scheduler = self.scheduler_for(config, speculative=True)
+            may_change = not self.lock.is_in_step
+            with self.changing("submit") if may_change else contextlib.nullcontext():
+                scheduler = self.scheduler_for(config, speculative=True, may_change=may_change)
             params = params or SamplingParams(**config.sampling)
             request = self.make_request(self._num_submitted, prompt, params, config, self.outbox)
             self._num_submitted += 1
@@ -253,8 +247,7 @@ class Session(Unique):
 
         may_change: False raises RuntimeError where it uses another one now.
         """
-        on_tree = self._on_tree
-        if on_tree is None:  # on_tree sees the configured trees, not those that a choice takes
+        if self.on_tree is None:  # on_tree sees the configured trees, not those that a choice takes
             config = config.on(self.device)
         if speculative:
             check_trees(config, self.draft)
@@ -262,13 +255,12 @@ class Session(Unique):
         if not self._has_pools_for(config):
             self._require_no_work(may_change)
             self._make_pools(config, draft)
-        key = speculative, on_tree is not None, *(getattr(config, name) for name in _STEP_FIELDS)
+        key = speculative, self.on_tree is not None, *(getattr(config, name) for name in _STEP_FIELDS)
         if key not in self.plans:
             self._require_no_work(may_change)
             cache = self.suffix_cache(config) if "suffix" in config.methods else None
-            self.plans[key] = plan_steps(
-                self.target, draft, config, self.scheduler.state, speculative, self.scheduler.lag, cache, on_tree
-            )
+            state, lag = self.scheduler.state, self.scheduler.lag
+            self.plans[key] = plan_steps(self.target, draft, config, state, speculative, lag, cache, self.on_tree)
         if (self.scheduler.plan, self.scheduler.max_step_ms) != (self.plans[key], config.max_step_ms):
             self._require_no_work(may_change)
             self.scheduler.use(self.plans[key], config.max_step_ms)
@@ -310,17 +302,12 @@ class Session(Unique):
         """Returns whether a request runs or waits, or an event has not been collected."""
         return bool(self.outbox) or (self.scheduler is not None and self.scheduler.has_work)
 
-    @property
-    def on_tree(self) -> Callable[[Verified], None] | None:
-        """Returns the function that every step calls with its trees and the verdict on them; see `Stepper`."""
-        return self._on_tree
-
-    @on_tree.setter
-    def on_tree(self, function: Callable[[Verified], None] | None) -> None:
+    def watch(self, on_tree: Callable[[Verified], None] | None) -> None:
+        """Lets every step call a function with its trees and the verdict on them; see `EAGLEInference.on_tree`."""
         with self.lock:
             # steps made for the previous function are of no use any more
             self.plans = {key: plan for key, plan in self.plans.items() if plan.plain.on_tree is None}
-            self._on_tree = function
+            self.on_tree = on_tree
 
     def workspace_bytes(self, config: EAGLEConfig) -> dict[str, int]:
         """Returns the bytes that a configuration needs besides the weights; see `memory.workspace_bytes`."""

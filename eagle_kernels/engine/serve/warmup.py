@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,14 +30,10 @@ COMMON_PARAMS = tuple(
 
 
 def warm_up_call(
-    session: Session,
-    config: EAGLEConfig,
-    params: Sequence[SamplingParams],
-    speculative: bool,
-    most_requests: int | None,
-    overrides: dict[str, Any],
-) -> None:
-    """Checks the arguments of a call, and prepares the session for it."""
+    session: Session, config: EAGLEConfig, params: Sequence[SamplingParams], speculative: bool,
+    most_requests: int | None, overrides: dict[str, Any],
+) -> None:  # fmt: skip
+    """Checks the arguments of `EAGLEInference.warmup`, and prepares the session."""
     speculative = read_flag("warmup: speculative", speculative)
     params = [read_params(each, "warmup: params") for each in params]
     overrides = read_fields("warmup", config, overrides)
@@ -67,6 +64,11 @@ def warm_up(
     limit = min(room, session.max_length(config, speculative) - 2)
     prompts = [[0] * max(1, min(length, limit)) for length in _PROMPT_LENGTHS]
     mixtures: dict[Features, list[SamplingParams]] = {}  # with requests that bring them about
+
+    def draw_first(together: list[list[int]], params: list[SamplingParams]) -> None:
+        """Reads prompts that arrive together, and draws their first tokens, at once where the target can."""
+        deque(open_stream(session, together, params, config, speculative, caller="warmup"), maxlen=0)
+
     for wanted in params:
         # Prompts and first tokens only. Steps are run below, one runner after another, since an automatic choice must
         # learn nothing from such prompts.
@@ -75,22 +77,14 @@ def warm_up(
         first = replace(first, stop_token_ids=(), stop=())
         # each by itself, and all at once, which may be other kernels
         for together in (*([prompt] for prompt in prompts), prompts):
-            _draw_first(session, config, together, [first] * len(together), speculative)
+            draw_first(together, [first] * len(together))
         for group in [[first], *([*others, first] for others in mixtures.values())]:
             mixtures.setdefault(Features.of(group), group)
     for group in mixtures.values():
         if len(group) > 1:
-            _draw_first(session, config, [[0]] * len(group), group, speculative)
+            draw_first([[0]] * len(group), group)
     with session.changing("warmup"):
         warm_steps(scheduler, mixtures, buckets(min(most_rows, scheduler.state.num_rows)))
-
-
-def _draw_first(
-    session: Session, config: EAGLEConfig, prompts: list[list[int]], params: list[SamplingParams], speculative: bool
-) -> None:
-    """Reads prompts that arrive together, and draws their first tokens, at once where the target can."""
-    for _ in open_stream(session, prompts, params, config, speculative, caller="warmup"):
-        pass
 
 
 @torch.inference_mode()

@@ -226,7 +226,7 @@ def test_ends_where_requests_of_the_engine_end(max_new_tokens, device):
     for _ in range(20):
         step = torch.randint(0, 12, (1, 4))
         step[:, int(torch.randint(1, 5, ())) :] = -1
-        request.push(0, [token for token in step[0].tolist() if token >= 0])
+        request.push([token for token in step[0].tolist() if token >= 0])
         result, values["token_ids"] = check(values | {"tokens": step.to(device)})
         values["num_tokens"], reason = result.new_num_tokens, int(result.finish_reason)
         assert values["token_ids"][0, 3 : int(values["num_tokens"])].tolist() == request.output_ids
