@@ -11,7 +11,7 @@ import torch
 from ...ops.tree.build_tree import TreeMaskMode
 from ...runtime.validated import is_number
 from ...runtime.values import as_tuples, is_int64, is_integer, scalar, several, shown
-from ..requests.names import join_fields, read_names, takes_other_names
+from ..requests.names import agree, read_names, takes_other_names
 from ..requests.sampling_params import SamplingFields
 from .drafting_options import DraftingOptions, default_nodes, is_table, is_tree
 from .serving_options import ServingOptions
@@ -201,10 +201,15 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
 
     @classmethod
     def _fixing(cls, name: str, num_drafts: int, others: Mapping[str, Any]) -> EAGLEConfig:
-        """Returns a chain for one of the methods above."""
+        """Returns a chain for one of the methods above; the other fields must not contradict it."""
         fixed = {"topk": 1, "num_steps": num_drafts, "num_draft_tokens": num_drafts + 1}
-        reason = f"{name} makes a chain of {shown(num_drafts)} {'draft' if num_drafts == 1 else 'drafts'}"
-        return cls(**join_fields(f"EAGLEConfig.{name}", fixed, others, CONFIG_FIELDS, reason))
+        others = read_names(f"EAGLEConfig.{name}", others, CONFIG_FIELDS)
+        for field in sorted(fixed.keys() & others.keys()):
+            if not agree(fixed[field], others[field]):
+                reason = f"{name} makes a chain of {shown(num_drafts)} {'draft' if num_drafts == 1 else 'drafts'}"
+                rule = f"{field} must be {shown(fixed[field])} or absent, since {reason}"
+                raise ValueError(f"EAGLEConfig.{name}: {rule}, got {shown(others[field])}")
+        return cls(**{**others, **fixed})
 
     def on(self, device: torch.device) -> EAGLEConfig:
         """Returns the configuration as a device serves it: a GPU chooses the tree if none is asked for."""

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -40,10 +40,6 @@ def _is_size(value: Any) -> bool:
     return is_integer(scalar(value)) and 0 < value < 2**63
 
 
-def _is_offsets(value: Any) -> bool:
-    return value is None or isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype == torch.int64
-
-
 _SIZE = "an int of at least 1", _is_size
 # what models say of themselves (`protocol`): what it must be, in words, and whether it is that
 _ATTRIBUTES = {
@@ -57,16 +53,16 @@ _ATTRIBUTES = {
         lambda shape: all(_is_size(getattr(shape, name, None)) for name in KVShape._fields),
     ),
     "device": ("a torch.device", lambda device: isinstance(device, torch.device)),
-    "dtype": (
-        f"one of {', '.join(map(str, DTYPES))}",
-        lambda dtype: isinstance(dtype, torch.dtype) and dtype in DTYPES,
-    ),
+    "dtype": (f"one of {', '.join(map(str, DTYPES))}", lambda kind: isinstance(kind, torch.dtype) and kind in DTYPES),
     "token_shift": ("0 or 1", lambda shift: is_word(shift, 0) or is_word(shift, 1)),
     "aux_layers": (
         "a tuple of ints, the target's streams",
         lambda layers: isinstance(layers, (tuple, list)) and all(map(is_integer, layers)),
     ),
-    "draft_to_target": ("None or offsets [draft_vocab_size] of torch.int64", _is_offsets),
+    "draft_to_target": (
+        "None or offsets [draft_vocab_size] of torch.int64",
+        lambda ids: ids is None or isinstance(ids, torch.Tensor) and (ids.dim(), ids.dtype) == (1, torch.int64),
+    ),
     "method": (  # what is no name may be a function of the model's own
         f"None or one of {list(MODEL_KINDS)}",
         lambda method: not isinstance(method, str) or method in MODEL_KINDS,
@@ -83,8 +79,8 @@ def as_target(model: Any, config: EAGLEConfig) -> tuple[TargetModel, EAGLEConfig
     where.
     """
     if getattr(model, "token_shift", 0) or getattr(model, "method", None) in MODEL_KINDS:
-        rule = "target_model must be the model whose text is wanted"
-        raise ValueError(f"EAGLEInference: {rule}, got {type(model).__name__}, which is a draft; {_ORDER}")
+        got = f"{type(model).__name__}, which is a draft; {_ORDER}"
+        _refuse("target_model must be the model whose text is wanted", got)
     target = _of_transformers(model)
     _check_members("target_model", "a TargetModel or a model of transformers", target, _TARGET_MEMBERS)
     _check_attributes("target_model", target, _TARGET_MEMBERS[1:])
@@ -103,13 +99,9 @@ class DraftFolder(NamedTuple):
 
 
 def load_pair(
-    draft_folder: str | Path | None,
-    target_folder: str | Path,
-    config: EAGLEConfig,
-    device: str | torch.device | None,
-    dtype: torch.dtype | str | None,
-    check_weights: bool,
-) -> tuple[DraftModel | None, TargetModel, EAGLEConfig]:
+    draft_folder: str | Path | None, target_folder: str | Path, config: EAGLEConfig,
+    device: str | torch.device | None, dtype: torch.dtype | str | None, check_weights: bool,
+) -> tuple[DraftModel | None, TargetModel, EAGLEConfig]:  # fmt: skip
     """Loads the models of two folders; the configuration gets the target's end tokens where it names none."""
     read_flag("EAGLEInference.from_pretrained: check_weights", check_weights)
     chosen = _choose_draft(target_folder, draft_folder, config)
@@ -200,27 +192,23 @@ def bind_draft(draft: DraftModel, target: TargetModel, allow_larger_draft: bool)
     for name, is_same in (("device", is_same_device), ("dtype", operator.eq)):
         of_draft, of_target = getattr(draft, name, None), getattr(target, name)
         if of_draft is not None and not is_same(of_draft, of_target):
-            raise ValueError(f"EAGLEInference: the draft's {name} must be the target's, {of_target}, got {of_draft}")
+            _refuse(f"the draft's {name} must be the target's, {of_target}", of_draft)
     if hasattr(draft, "bind"):
         draft.bind(target)
-    _check_members(
-        "draft_model", "a DraftModel", draft, ("vocab_size", "draft_vocab_size", "aux_layers", "draft_to_target")
-    )
+    members = ("vocab_size", "draft_vocab_size", "aux_layers", "draft_to_target")
+    _check_members("draft_model", "a DraftModel", draft, members)
     _check_attributes("draft_model", draft, _ATTRIBUTES.keys() - {"hidden_size"})
     _check_streams(draft, target)
     if draft.vocab_size != target.vocab_size:
-        rule = f"the draft must have the target's {target.vocab_size} tokens, got {draft.vocab_size}"
-        if not isinstance(draft, CausalDraft):
-            raise ValueError(f"EAGLEInference: {rule}")
-        advice = f"CausalDraft(model, vocab_size={target.vocab_size})"
-        where = "from eagle_kernels.engine.models.causal_draft import CausalDraft"
-        raise ValueError(f"EAGLEInference: {rule}; if only their padding differs, draft with {advice} ({where})")
+        advice = f"; if only their padding differs, draft with CausalDraft(model, vocab_size={target.vocab_size}) "
+        advice += "(from eagle_kernels.engine.models.causal_draft import CausalDraft)"
+        got = f"{draft.vocab_size}{advice if isinstance(draft, CausalDraft) else ''}"
+        _refuse(f"the draft must have the target's {target.vocab_size} tokens", got)
     sizes = [_weight_bytes(model) for model in (draft, target)]
     is_larger = not draft.token_shift and None not in sizes and sizes[0] > sizes[1]  # heads are never targets
     if is_larger and not allow_larger_draft:
-        rule = "draft_model must not have more weights than target_model unless allow_larger_draft=True"
-        got = "a draft of {:,} bytes and a target of {:,} bytes".format(*sizes)
-        raise ValueError(f"EAGLEInference: {rule}, got {got}; {_ORDER}")
+        got = "a draft of {:,} bytes and a target of {:,} bytes; {}".format(*sizes, _ORDER)
+        _refuse("draft_model must not have more weights than target_model unless allow_larger_draft=True", got)
 
 
 def check_device(device: Any, target: TargetModel) -> None:
@@ -232,9 +220,7 @@ def check_device(device: Any, target: TargetModel) -> None:
     except Exception:  # torch raises what the kind of value makes it raise
         is_device = False
     if not is_device:
-        raise ValueError(
-            f"EAGLEInference: device must be where the models are, on {target.device}, got {shown(device)}"
-        )
+        _refuse(f"device must be where the models are, on {target.device}", shown(device))
 
 
 def check_deterministic(config: EAGLEConfig, target: TargetModel) -> None:
@@ -242,12 +228,11 @@ def check_deterministic(config: EAGLEConfig, target: TargetModel) -> None:
     if not config.deterministic:
         return
     if not getattr(target, "can_be_deterministic", False):
-        rule = "deterministic must be False for a target with layers from outside this library"
-        advice = "EAGLEInference.from_pretrained loads one that can be deterministic"
-        raise ValueError(f"EAGLEInference: {rule}, got {type(target).__name__}; {advice}")
+        got = f"{type(target).__name__}; EAGLEInference.from_pretrained loads one that can be deterministic"
+        _refuse("deterministic must be False for a target with layers from outside this library", got)
     if target.device.type == "cpu":
-        rule = "deterministic must be False on the CPU, where torch sums a row in an order that depends on the others"
-        raise ValueError(f"EAGLEInference: {rule}, got True")
+        reason = "where torch sums a row in an order that depends on the others"
+        _refuse(f"deterministic must be False on the CPU, {reason}", True)
 
 
 def warn_of_rounding(target: TargetModel) -> None:
@@ -263,13 +248,11 @@ def warn_of_rounding(target: TargetModel) -> None:
 def check_method(config: EAGLEConfig, draft: DraftModel | None) -> None:
     """Raises ValueError where the configuration's method needs a draft model, or one of another kind."""
     if config.needs_model and draft is None:
-        rule = f"draft_model must be given for method={config.method!r} ('ngram' and 'suffix' need none)"
-        raise ValueError(f"EAGLEInference: {rule}, got None")
+        _refuse(f"draft_model must be given for method={config.method!r} ('ngram' and 'suffix' need none)", None)
     own = getattr(draft, "method", None)
     for method in config.methods:
         if isinstance(own, str) and method in MODEL_KINDS and method != own:
-            rule = f"method must be {own!r} or None for a draft of {type(draft).__name__}"
-            raise ValueError(f"EAGLEInference: {rule}, got {method!r}")
+            _refuse(f"method must be {own!r} or None for a draft of {type(draft).__name__}", repr(method))
 
 
 def check_trees(config: EAGLEConfig, draft: DraftModel | None) -> None:
@@ -279,25 +262,28 @@ def check_trees(config: EAGLEConfig, draft: DraftModel | None) -> None:
     num_modules = getattr(draft, "num_modules", 1)
     for tree in [config, *(tree for _, tree in config.trees if tree is not None)]:
         if tree.topk >= draft.draft_vocab_size:
-            rule = f"topk must be smaller than the draft vocabulary of {draft.draft_vocab_size} tokens"
-            raise ValueError(f"EAGLEInference: {rule}, got {tree.topk}")
+            _refuse(f"topk must be smaller than the draft vocabulary of {draft.draft_vocab_size} tokens", tree.topk)
         if num_modules == 1:
             continue
         if tree.topk > 1:
-            rule = f"topk must be 1 for a draft of {num_modules} next-token modules, whose drafts are a chain"
-            raise ValueError(f"EAGLEInference: {rule}, got {tree.topk}")
+            rule = f"be 1 for a draft of {num_modules} next-token modules, whose drafts are a chain"
+            _refuse(f"topk must {rule}", tree.topk)
         if tree.num_model_levels > num_modules:
             name = "num_steps" if tree.num_model_levels == tree.num_steps else "num_model_steps"
-            rule = f"{name} must be at most the {num_modules} next-token modules of the draft, one for each level"
-            raise ValueError(f"EAGLEInference: {rule}, got {tree.num_model_levels}")
+            rule = f"be at most the {num_modules} next-token modules of the draft, one for each level"
+            _refuse(f"{name} must {rule}", tree.num_model_levels)
+
+
+def _refuse(rule: str, got: object) -> NoReturn:
+    raise ValueError(f"EAGLEInference: {rule}, got {got}")
 
 
 def _check_members(name: str, kind: str, model: Any, members: tuple[str, ...]) -> None:
     missing = [member for member in members if not hasattr(model, member)]
     if missing:
         value = repr(model) if isinstance(model, (str, Path)) else type(model).__name__
-        ways = "EAGLEInference.from_pretrained loads folders"
-        raise ValueError(f"EAGLEInference: {name} must be {kind}, which has {missing[0]}, got {value}; {ways}")
+        got = f"{value}; EAGLEInference.from_pretrained loads folders"
+        _refuse(f"{name} must be {kind}, which has {missing[0]}", got)
 
 
 def _check_attributes(name: str, model: Any, attributes: Iterable[str]) -> None:
@@ -308,24 +294,21 @@ def _check_attributes(name: str, model: Any, attributes: Iterable[str]) -> None:
         is_optional = name == "draft_model" and attribute in ("device", "dtype") and value is None
         if value is not _ABSENT and not is_optional and not holds(value):
             model_class = type(getattr(model, "model", model)).__name__
-            told = f"{attribute} of {name} ({model_class}) must be {rule}"
-            raise ValueError(f"EAGLEInference: {told}, got {shown(value)}")
+            _refuse(f"{attribute} of {name} ({model_class}) must be {rule}", shown(value))
 
 
 def _check_streams(draft: DraftModel, target: TargetModel) -> None:
     """Raises ValueError where a draft reads streams that its target has not, or its offsets do not fit its tokens."""
-    most, offsets, model_class = target.kv_shape.num_layers, draft.draft_to_target, type(draft).__name__
+    most, offsets, where = target.kv_shape.num_layers, draft.draft_to_target, f"draft_model ({type(draft).__name__})"
     if not all(FINAL_NORM <= layer <= most for layer in draft.aux_layers):
-        rule = f"aux_layers of draft_model ({model_class}) must lie in {FINAL_NORM}..{most}, the target's streams"
-        raise ValueError(f"EAGLEInference: {rule}, got {shown(draft.aux_layers)}")
+        rule = f"lie in {FINAL_NORM}..{most}, the target's streams"
+        _refuse(f"aux_layers of {where} must {rule}", shown(draft.aux_layers))
     if offsets is not None and not is_same_device(offsets.device, target.device):
-        rule = f"draft_to_target of draft_model ({model_class}) must be on {target.device}"
-        raise ValueError(f"EAGLEInference: {rule}, got {offsets.device}")
+        _refuse(f"draft_to_target of {where} must be on {target.device}", offsets.device)
     num_offsets = draft.vocab_size if offsets is None else len(offsets)
     if num_offsets != draft.draft_vocab_size:
-        got = "None" if offsets is None else f"{num_offsets} offsets"
-        rule = f"must be offsets of the {draft.draft_vocab_size} tokens of draft_vocab_size"
-        raise ValueError(f"EAGLEInference: draft_to_target of draft_model ({model_class}) {rule}, got {got}")
+        rule = f"be offsets of the {draft.draft_vocab_size} tokens of draft_vocab_size"
+        _refuse(f"draft_to_target of {where} must {rule}", None if offsets is None else f"{num_offsets} offsets")
 
 
 def _of_transformers(model: Any) -> Any:
@@ -336,7 +319,7 @@ def _of_transformers(model: Any) -> Any:
         return model
     if model.get_output_embeddings() is None:
         rule = "a transformers model must be a causal language model, with logits over its vocabulary"
-        raise ValueError(f"EAGLEInference: {rule}, got {type(model).__name__}")
+        _refuse(rule, type(model).__name__)
     return TransformersTarget(model)
 
 
@@ -350,13 +333,11 @@ def read_config(config: Any) -> EAGLEConfig:
         given = {str(name): value for name, value in config.items()}
         if not is_of_server(given):
             return EAGLEConfig(**given)
-        others = {
-            name for name in given if own_name(name, FIELDS) is None and own_name(name, CONFIG_FIELDS) is not None
-        }
+        others = {name for name in given if own_name(name, FIELDS) is None and own_name(name, CONFIG_FIELDS)}
         fields = {name: given[name] for name in given.keys() - others}
         return EAGLEConfig.from_speculative_config(fields, **{name: given[name] for name in others})
     if not (config is None or isinstance(config, EAGLEConfig)):
-        raise ValueError(f"EAGLEInference: config must be None, an EAGLEConfig or a dict, got {shown(config)}")
+        _refuse("config must be None, an EAGLEConfig or a dict", shown(config))
     return config or EAGLEConfig()
 
 

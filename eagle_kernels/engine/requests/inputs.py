@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...runtime.validated import IN_64_BITS, at_least
 from ...runtime.values import are_integers, is_integer, plain, scalar, shown
 from ..models.tokenizer import Tokenizer
 from .sampling_params import SamplingParams, are_params, read_params
@@ -32,7 +34,7 @@ def read_prompts(
     rows, rule = plain(_ids_of(input_ids, name)), f"{name} must be text, integer ids [L] or [B, L]"
     if _are_texts(rows) and tokenizer_for is not None and not isinstance(input_ids, Mapping):
         caller, _, argument = name.partition(": ")
-        rows = encode_texts(rows, tokenizer_for(f"text as {argument} of {caller} needs"), name)
+        rows = _encode(rows, tokenizer_for(f"text as {argument} of {caller} needs"), name)
     if not isinstance(rows, list):
         raise ValueError(f"{rule} or a list of texts, got {shown(input_ids)}")
     is_single = bool(rows) and not any(isinstance(row, list) for row in rows)
@@ -51,13 +53,13 @@ def read_prompts(
 def read_prompt(token_ids: Prompts, name: str, tokenizer_for: TokenizerFor | None = None) -> list[int]:
     """Returns one prompt as a list, which may be empty."""
     rows = plain(_ids_of(token_ids, name))
-    if isinstance(token_ids, Mapping) and isinstance(rows, list) and len(rows) == 1 and isinstance(rows[0], list):
-        rows = rows[0]
-    prompts, is_single = (
-        ([rows], True)
-        if rows == []
-        else read_prompts(rows, name, None if isinstance(token_ids, Mapping) else tokenizer_for)
-    )
+    if isinstance(token_ids, Mapping):
+        tokenizer_for = None
+        if isinstance(rows, list) and len(rows) == 1 and isinstance(rows[0], list):
+            rows = rows[0]
+    if rows == []:
+        return rows
+    prompts, is_single = read_prompts(rows, name, tokenizer_for)
     if not is_single:
         raise ValueError(f"{name} must be one prompt, a text or [L] token ids, got a batch of {len(prompts)}")
     return prompts[0]
@@ -81,13 +83,8 @@ def _ids_of(value: Any, name: str) -> Any:
     return rows[0] if is_single else rows
 
 
-def encode_texts(
-    texts: str | Sequence[str], tokenizer: Tokenizer, name: str = "stream_text: text"
-) -> list[int] | list[list[int]]:
+def _encode(texts: str | list[str], tokenizer: Tokenizer, name: str) -> list[int] | list[list[int]]:
     """Returns the token ids of one text, or of each of several."""
-    texts = plain(texts)
-    if texts != [] and not _are_texts(texts):
-        raise ValueError(f"{name} must be a string or a list of strings, got {shown(texts)}")
     many = [texts] if isinstance(texts, str) else texts
     prompts = [tokenizer.encode(text) for text in many]
     if not all(prompts):
@@ -106,11 +103,9 @@ def read_seeds(seeds: Seeds, count: int, caller: str = "generate", num_samples: 
         return torch.randint(-(2**63), 2**63 - 1, (count * num_samples,), device="cpu").tolist()
     seeds = plain(seeds)
     seeds = seeds if isinstance(seeds, list) else [seeds] * count
-    for seed in seeds:
-        if not is_integer(seed):
-            raise ValueError(f"{caller}: seeds must be ints, got {shown(seed)}")
-        if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"{caller}: seeds must fit in 64 bits, got {shown(seed)}")
+    for seed, (rule, holds) in itertools.product(seeds, (("be ints", is_integer), IN_64_BITS)):
+        if not holds(seed):
+            raise ValueError(f"{caller}: seeds must {rule}, got {shown(seed)}")
     if len(seeds) != count:
         raise ValueError(f"{caller}: seeds must be one for all or one per prompt, got {len(seeds)} for {count} prompts")
     return [(seed + sample + 2**63) % 2**64 - 2**63 for seed in seeds for sample in range(num_samples)]
@@ -131,10 +126,10 @@ def read_samples(n: Any, count: int, caller: str) -> int:
     n = scalar(n)
     if not (is_integer(n) and n >= 1):
         raise ValueError(f"{caller}: n must be an int of at least 1, got {shown(n)}")
+    if count > MOST_REQUESTS:
+        raise ValueError(f"{caller}: input_ids must hold at most {MOST_REQUESTS} prompts, got {count}")
     if n * count > MOST_REQUESTS:
         rule = f"n must be at most {MOST_REQUESTS // count} for {count} prompts"
-        if count > MOST_REQUESTS:
-            raise ValueError(f"{caller}: input_ids must hold at most {MOST_REQUESTS} prompts, got {count}")
         raise ValueError(f"{caller}: {rule}, {MOST_REQUESTS} requests in all, got {shown(n)}")
     return n
 
@@ -142,12 +137,9 @@ def read_samples(n: Any, count: int, caller: str) -> int:
 def read_max_new_tokens(max_new_tokens: int, caller: str = "generate") -> int:
     """Returns the limit, a positive int."""
     max_new_tokens = scalar(max_new_tokens)
-    if not is_integer(max_new_tokens):
-        raise ValueError(f"{caller}: max_new_tokens must be an int, got {shown(max_new_tokens)}")
-    if max_new_tokens < 1:
-        raise ValueError(f"{caller}: max_new_tokens must be at least 1, got {shown(max_new_tokens)}")
-    if max_new_tokens >= 2**63:
-        raise ValueError(f"{caller}: max_new_tokens must fit in 64 bits, got {shown(max_new_tokens)}")
+    for rule, holds in (("be an int", is_integer), at_least(1), IN_64_BITS):
+        if not holds(max_new_tokens):
+            raise ValueError(f"{caller}: max_new_tokens must {rule}, got {shown(max_new_tokens)}")
     return int(max_new_tokens)
 
 

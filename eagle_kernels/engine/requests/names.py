@@ -112,8 +112,7 @@ _SAYS_NOTHING = (
     ("load_in_4bit load_in_8bit trust_remote_code", (False,),
      "weights are read as they are, and no remote code is run"),
     ("quantization quantization_config quantize torchao_config", (), "weights have the dtype named by dtype"),
-    ("load_format kv_cache_dtype", ("auto",),
-     "weights and caches have the dtype named by dtype"),
+    ("load_format kv_cache_dtype", ("auto",), "weights and caches have the dtype named by dtype"),
     ("revision code_revision download_dir cache_dir token", (), "models are folders on this machine"),
     ("gpu_memory_utilization mem_fraction_static", (), "kv_cache_bytes of EAGLEConfig sets the size of the pools"),
     ("swap_space cpu_offload_gb", (0,), "models and pools stay on their device"),
@@ -159,36 +158,20 @@ class UnknownName(TypeError, ValueError):
 
 
 def read_names(
-    owner: str,
-    given: Mapping[str, Any],
-    own: Collection[str],
-    *,
-    where: str = "",
-    placed: Mapping[str, Any] | None = None,
-    is_copy: bool = False,
-    takes_rest: bool = False,
-    required: Collection[str] = (),
-    temperature: float = 0.0,
-) -> dict[str, Any]:
-    """Returns what was given by the owner's own names.
+    owner: str, given: Mapping[str, Any], own: Collection[str], *, where: str = "", placed: Mapping[str, Any] = {},
+    is_copy: bool = False, takes_rest: bool = False, required: Collection[str] = (), temperature: float = 0.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns what was given by the owner's own names; raises ValueError for a name that says what cannot be.
 
-    Args:
-        owner: What the errors name.
-        given: Values by name.
-        own: The owner's names.
-        where: What an error says after an unknown name.
-        placed: Arguments that were given by position.
-        is_copy: Whether the own names come from a copy, as with `dataclasses.replace`: other names then change it.
-        takes_rest: Whether names that the owner does not know stay as they are, for others to read.
-        required: The names for which None is an answer; for the others it says nothing.
-        temperature: That of the owner, where none is given.
-
-    Raises:
-        UnknownName: There is no such name.
-        ValueError: A name asks for what there is not, or contradicts another name.
+    owner, where  what errors name, and what they say after an unknown name
+    placed        arguments that were given by position
+    is_copy       whether the own names come from a copy, as with `dataclasses.replace`: other names then change it
+    takes_rest    whether names that the owner does not know stay as they are, for others to read
+    required      the names for which None is an answer; for the others it says nothing
+    temperature   that of the owner, where none is given
     """
     read = {name: value for name, value in given.items() if name in own}
-    known = dict(placed or {}) if is_copy else {**(placed or {}), **read}
+    known = dict(placed) if is_copy else {**placed, **read}
     for name, value in given.items():
         if name in own:
             continue
@@ -199,13 +182,11 @@ def read_names(
                 says_nothing = ours not in required
                 if value is None and says_nothing:
                     continue
-                if known[ours] is not None or ours in (placed or {}) or not says_nothing:
-                    raise ValueError(
-                        f"{owner}: {name} must agree with {ours} = {shown(known[ours])}, since both mean the same, "
-                        f"got {shown(value)}"
-                    )
+                if known[ours] is not None or ours in placed or not says_nothing:
+                    rule = f"agree with {ours} = {shown(known[ours])}, since both mean the same"
+                    raise ValueError(f"{owner}: {name} must {rule}, got {shown(value)}")
             known[ours] = value
-            if ours not in (placed or {}):
+            if ours not in placed:
                 read[ours] = value
         elif takes_rest:
             read[name] = value
@@ -221,60 +202,39 @@ def read_names(
     return read
 
 
-def join_fields(
-    owner: str, fixed: Mapping[str, Any], others: Mapping[str, Any], own: Collection[str], reason: str
-) -> dict[str, Any]:
-    """Returns the fields that an owner fixes and further ones, by the names in `own`; none may contradict another."""
-    others = read_names(owner, others, own)
-    for name in sorted(fixed.keys() & others.keys()):
-        if not agree(fixed[name], others[name]):
-            rule = f"{name} must be {shown(fixed[name])} or absent, since {reason}"
-            raise ValueError(f"{owner}: {rule}, got {shown(others[name])}")
-    return {**others, **fixed}
-
-
 def takes_other_names(cls: Class) -> Class:
     """Lets a dataclass, or the methods of a class, be called by the names of others as well."""
     is_record = is_dataclass(cls)
     if is_record:
         _RECORDS.add(cls.__name__)
     for name, kept in list(vars(cls).items()):
-        if name != "__init__" and (name[0] == "_" or is_record and not isinstance(kept, classmethod)):
-            continue
-        function = kept.__func__ if isinstance(kept, classmethod) else kept
-        if not inspect.isfunction(function):
+        of_class, makes = isinstance(kept, classmethod), name == "__init__"
+        function = kept.__func__ if of_class else kept
+        if not inspect.isfunction(function) or not makes and (name[0] == "_" or is_record and not of_class):
             continue
         parameters = list(inspect.signature(function).parameters.values())[1:]
         order = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-        makes_record = is_record and name == "__init__"
-        if makes_record or not _NAMED.keys().isdisjoint(order):
-            owner = cls.__name__ if name == "__init__" else name
-            owner = f"{cls.__name__}.{name}" if isinstance(kept, classmethod) else owner
-            takes_rest = any(each.kind == each.VAR_KEYWORD for each in parameters)
-            required = {each.name for each in parameters if each.default is each.empty}
-            reading = _reading(function, owner, order, required, is_record=makes_record, takes_rest=takes_rest)
-            setattr(cls, name, classmethod(reading) if isinstance(kept, classmethod) else reading)
+        if is_record and makes or not _NAMED.keys().isdisjoint(order):
+            owner = f"{cls.__name__}.{name}" if of_class else cls.__name__ if makes else name
+            reading = _reading(function, owner, parameters, order, is_record=is_record and makes)
+            setattr(cls, name, classmethod(reading) if of_class else reading)
     return cls
 
 
 def _reading(
-    function: Any, owner: str, order: list[str], required: set[str], *, is_record: bool, takes_rest: bool
+    function: Any, owner: str, parameters: list[inspect.Parameter], order: list[str], *, is_record: bool
 ) -> Any:
     """Returns a function that is called with its own names, whichever it was called with."""
-    own = frozenset(order)
-    _OWNERS[owner] = own
+    own = _OWNERS[owner] = frozenset(order)
+    takes_rest = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    required = {each.name for each in parameters if each.default is each.empty}
 
     @functools.wraps(function)
     def call(*args: Any, **given: Any) -> Any:
         if not given.keys() <= own:
+            placed, is_copy = dict(zip(order, args[1:])), is_record and own <= given.keys()
             given = read_names(
-                owner,
-                given,
-                own,
-                placed=dict(zip(order, args[1:])),
-                is_copy=is_record and own <= given.keys(),
-                takes_rest=takes_rest,
-                required=required,
+                owner, given, own, placed=placed, is_copy=is_copy, takes_rest=takes_rest, required=required
             )
         return function(*args, **given)
 
