@@ -21,7 +21,7 @@ from typing import Protocol
 
 import eagle_kernels
 from eagle_kernels import engine, ops, raw, types
-from eagle_kernels.engine.config import serving_options
+from eagle_kernels.engine.config import drafting_options
 from eagle_kernels.engine.generation import Generation
 from eagle_kernels.engine.requests import inputs
 from eagle_kernels.ops.registry import FAMILIES, OPS
@@ -90,7 +90,7 @@ _ALIASES = {
     for name in ("Asked", "Params", "Prompts", "Seeds")
 }
 # the same, written out where they stand
-_SHORT_ALIASES = {"Tree": str(serving_options.Tree), "Ids": "list[int] | list[list[int]]"}
+_SHORT_ALIASES = {"Tree": str(drafting_options.Tree), "Ids": "list[int] | list[list[int]]"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

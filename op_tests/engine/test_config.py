@@ -15,7 +15,6 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.config.drafting_options import METHODS, DraftingOptions, default_nodes
 from eagle_kernels.engine.config.eagle_config import CONFIG_FIELDS
-from eagle_kernels.engine.config.serving_options import ServingOptions
 from eagle_kernels.engine.requests.sampling_params import SAMPLING_FIELDS
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
@@ -44,7 +43,7 @@ def test_fields_stand_in_the_groups_of_their_docstring():
             group.extend(entry[1].split(", "))
         elif line[4] != " ":
             group = documented.setdefault(line.strip(" .").lower().partition(",")[0], [])
-    for options in (DraftingOptions, ServingOptions):
+    for options in (DraftingOptions, EAGLEConfig):
         for line in inspect.getsource(options).splitlines():
             if line.startswith("    # "):
                 group = defined.setdefault(line.removeprefix("    # ").partition(",")[0], [])

@@ -20,6 +20,8 @@ MODEL_KINDS = ("eagle", "mtp", "draft_model")
 # methods whose drafts come from a model, some of them at least; None: from a model of any kind
 MODEL_METHODS = (None, *MODEL_KINDS, "hybrid")
 METHODS = (*MODEL_KINDS, "ngram", "suffix", "hybrid", "naive")
+# topk, num_steps, num_draft_tokens, and mean_draft_tokens of those that have one
+Tree = tuple[int | None, ...]
 # most tokens of a match and its drafts together, in a suffix tree
 MAX_TREE_DEPTH = 2**16
 

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 
 from ...ops.tree.build_tree import TreeMaskMode
-from ...runtime.validated import is_number
+from ...primitives.accept_policy import ACCEPT_POLICIES
+from ...primitives.paging import MAX_PAGE_SIZE
+from ...runtime.validated import Rule, above, at_least, checked, integer, is_number, number, one_of, same_as
 from ...runtime.values import as_tuples, is_int64, is_integer, scalar, several, shown
 from ..requests.names import agree, read_names, takes_other_names
-from ..requests.sampling_params import SamplingFields
-from .drafting_options import DraftingOptions, default_nodes, is_table, is_tree
-from .serving_options import ServingOptions
+from ..requests.sampling_params import SamplingFields, SamplingParams
+from .drafting_options import DraftingOptions, Tree, default_nodes, is_table, is_tree
 from .speculative_config import FIELDS, add_fields, check_fields_are_read, read_speculative_config
 
 # What adaptive="auto" tries beside its own tree: (topk, num_steps, num_draft_tokens) of chains, and mean_draft_tokens
 # of the tree itself, or, where requests cannot share rows, smaller trees.
 _CHAINS, _TREE_MEANS, _SMALLER_TREES = ((1, 1, 2), (1, 3, 4)), (8, 16), ((4, 3, 8), (4, 4, 16))
+_FLAG: Rule = ("be True or False", lambda flag: isinstance(flag, bool))
+_PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
 # the fields that ask for a tree
 _TREE_FIELDS = ("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens", "num_model_steps", "adaptive")
 # the fields that turn accept_policy="simulate" on
@@ -28,7 +31,7 @@ _SIMULATED = ("simulated_accept_length", "simulated_accept_lengths", "simulated_
 
 @takes_other_names
 @dataclass(frozen=True)
-class EAGLEConfig(ServingOptions, DraftingOptions):
+class EAGLEConfig(DraftingOptions):
     """Holds the tree, the source of drafts, sampling and limits. A value that breaks its rule raises ValueError.
 
     Other engines' names for fields work, too, such as max_num_seqs (`requests/names.py`).
@@ -52,19 +55,18 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
             of (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests; None decodes plainly, as does a
             batch beyond the last entry. "auto" measures plain decoding, one draft, a chain with a mean of 4 rows
             (`mean_draft_tokens`) and this tree with 8, 16 and all of its rows, and uses the one with the most tokens a
-            second; where mean_draft_tokens must be None, and for targets without `last_rows`, it measures smaller
-            trees instead, none wider than this one. Unless `warmup` has run, a GPU begins with the largest that has at
-            most 256 rows for all requests, and measures another after every 128 steps or more. A tree that does not
-            fit into memory is dropped, with a warning.
+            second; where mean_draft_tokens must be None, and for targets without `last_rows`, smaller trees instead,
+            none wider than this one. Unless `warmup` has run, a GPU begins with the largest that has at most 256 rows
+            for all requests, and measures another after every 128 steps or more. A tree that does not fit is dropped,
+            with a warning.
             None: this tree; but "auto" on a GPU if a model drafts, topk, num_steps, num_draft_tokens, mean_draft_tokens
             and num_model_steps equal their defaults (num_draft_tokens=32 keeps the default tree), verify_strategy is
             "target_match" or "greedy", and accept_policy is "normal": the text then does not depend on the choice,
             except for ties within rounding in fp16 and bf16.
         Where drafts come from.
-        method: Where drafts come from: one of these, or a tuple of several. With several, each request chooses one
-            (`SamplingParams.drafter`), their trees have one size, and each drafts for all requests of a step. Trees of
-            "ngram" and "suffix" have at most topk * num_steps drafts, and are chains if topk=1 (for "suffix", in all
-            trees of an adaptive table).
+        method: One of these, or a tuple of several. With several, each request chooses one (`SamplingParams.drafter`),
+            their trees have one size, and each drafts for all requests of a step. Trees of "ngram" and "suffix" have at
+            most topk * num_steps drafts, and are chains if topk=1 (for "suffix", in all trees of an adaptive table).
             "eagle", "mtp", "draft_model": The draft model, of this kind; None: of any kind. Several next-token modules
                 draft one level each: topk must be 1, and num_steps at most the number of modules.
             "ngram": What followed the last tokens earlier in the prompt or output.
@@ -93,8 +95,7 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
         verify_window: For "topp": nodes that must agree with the target below a draft that is its second candidate.
         typical_epsilon, typical_delta: For "typical", in the formula above.
         Sampling and ends, for requests that set no others.
-        temperature: 0 decodes greedily.
-        top_k, top_p, min_p: Filters of sampling, in this order; 0, 1.0 and 0.0, or None, turn them off.
+        temperature, top_k, top_p, min_p: As in `SamplingParams`.
         eos_token_ids: A request ends with the first of these that it emits. None: with `from_pretrained`, those in
             the target's folder, otherwise none.
         max_length: Most tokens of a request, prompt included. None: the most that the models support.
@@ -111,8 +112,7 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
         max_step_ms: Most milliseconds that running requests should wait for a step while others' prompts are read: a
             step reads 64 or 192 prompt tokens beside its own rows, as the times so far allow. None: 192 in steps that
             are few, four at most, or of which one long prompt makes at most 256 rows each; otherwise whole prompts by
-            themselves. Targets without `last_rows` read prompts between steps, with a limit 64 tokens or more at a
-            time.
+            themselves. Targets without `last_rows` read prompts between steps, with a limit 64 or more tokens at once.
         How steps run.
         deterministic: Whether the bits of a step's logits depend only on a request's prompt, output and prefill_chunk.
             Then speculative text equals plain decoding's in fp16 and bf16, too; without it, two tokens that are equally
@@ -133,6 +133,35 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
         simulated_accept_rates: Or P(at least 1, 2, .. num_steps drafts accepted), not increasing. A step ends where the
             path of first children ends, so trees may accept less; chains (topk=1) do not.
     """
+
+    # sampling and ends, of requests that ask for no others
+    temperature: float = same_as(SamplingParams, "temperature")
+    top_k: int = same_as(SamplingParams, "top_k")
+    top_p: float = same_as(SamplingParams, "top_p")
+    min_p: float = same_as(SamplingParams, "min_p")
+    eos_token_ids: tuple[int, ...] | None = None
+    max_length: int | None = integer(None, at_least(2))
+    # the batch and its memory
+    page_size: int = integer(16, (f"be a power of two up to {MAX_PAGE_SIZE}", lambda size: size in _PAGE_SIZES))
+    tree_mask_mode: str = TreeMaskMode.PACKED
+    max_batch: int = integer(32, at_least(1))
+    kv_cache_bytes: int | None = integer(None, at_least(1))
+    # how prompts are read
+    prefill_chunk: int = integer(2048, at_least(1))
+    share_prefixes: bool = checked(True, _FLAG)
+    max_step_ms: float | None = number(None, above(0))
+    # how steps run
+    deterministic: bool = checked(False, _FLAG)
+    cuda_graph: bool | None = checked(None, ("be True, False or None", lambda flag: isinstance(flag, bool)))
+    phase_times: bool = checked(True, _FLAG)
+    # the tree of a step, by the number of requests
+    max_spec_batch: int | None = integer(None, at_least(0))
+    adaptive: str | tuple[tuple[int, Tree | None], ...] | None = None
+    # for timing alone
+    accept_policy: str = one_of(*ACCEPT_POLICIES)
+    simulated_accept_length: float | None = number(None)
+    simulated_accept_lengths: tuple[tuple[Tree, float], ...] | None = None
+    simulated_accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eos_token_ids", several(self.eos_token_ids))
@@ -224,12 +253,12 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
 
     def trees_for(self, takes_rows: bool) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:
         """Returns `trees`; of an automatic choice, if not takes_rows, those that targets without `last_rows` verify."""
-        if self.adaptive is None or self.adaptive == "auto":
+        if self.adaptive in (None, "auto"):
             most = self.max_spec_batch if self.adaptive is None else None
             return tuple((most, self._with_tree(tree)) for tree in self._tree_sizes(takes_rows))
         return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
 
-    def _tree_sizes(self, takes_rows: bool = True) -> list[tuple[int | None, ...]]:
+    def _tree_sizes(self, takes_rows: bool = True) -> list[Tree]:
         """Returns (topk, num_steps, num_draft_tokens) of each tree of a choice, and mean_draft_tokens of some."""
         own = (self.topk, self.num_steps, self.num_verify_tokens)
         if self.adaptive is None:
@@ -237,7 +266,8 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
         if self.adaptive != "auto":
             return [tree for _, tree in self.adaptive if tree is not None]
         most = self.num_verify_tokens if self.mean_draft_tokens is None else self.mean_draft_tokens
-        shares_rows = takes_rows and self._has_probs and self.verify_strategy != "rejection" and self._is_packed
+        shares_rows = takes_rows and self._has_probs and self.verify_strategy != "rejection"
+        shares_rows &= self.tree_mask_mode == TreeMaskMode.PACKED
         smaller = [*_CHAINS, *([(*own, mean) for mean in _TREE_MEANS] if shares_rows else _SMALLER_TREES)]
         levels = self.num_model_steps if "hybrid" in self.methods else 0  # the model has a part in each tree
         return [
@@ -267,8 +297,8 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
     def may_speculate(self) -> bool:
         """Whether any step may have drafts. If none may, the draft model reads nothing and limits no request."""
         is_wanted = self.methods != ("naive",) and self.max_spec_batch != 0
-        is_fixed = self.adaptive is None or self.adaptive == "auto"
-        return is_wanted and (is_fixed or any(tree is not None for _, tree in self.adaptive))
+        is_table = self.adaptive not in (None, "auto")
+        return is_wanted and (not is_table or any(tree is not None for _, tree in self.adaptive))
 
     @property
     def simulated_rates(self) -> list[float] | None:
@@ -282,32 +312,27 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
             return [min(max(mean - 1 - depth, 0.0), 1.0) for depth in range(self.num_steps)]
         return None if rates is None else list(rates)
 
-    def _with_tree(self, tree: tuple[int | None, ...]) -> EAGLEConfig:
+    def _with_tree(self, tree: Tree) -> EAGLEConfig:
         """Returns this configuration with one of `_tree_sizes`, and with what it simulates cut to the tree's size."""
         sizes = dict(zip(("topk", "num_steps", "num_draft_tokens"), tree))
-        policy = {"accept_policy": "normal", **dict.fromkeys(_SIMULATED)}
-        made = replace(self, **sizes, **policy, adaptive=None, max_spec_batch=None, mean_draft_tokens=None)
+        normal = {"accept_policy": "normal", **dict.fromkeys(_SIMULATED)}
+        made = replace(self, **sizes, **normal, adaptive=None, max_spec_batch=None, mean_draft_tokens=None)
+        policy, most = {"accept_policy": self.accept_policy}, made.most_accepted + 1
         mean = tree[3] if len(tree) > 3 else self.mean_draft_tokens
         if mean is not None and mean < made.num_verify_tokens:
             policy["mean_draft_tokens"] = mean
-        policy["accept_policy"] = self.accept_policy
         if self.simulated_accept_length is not None:
-            policy["simulated_accept_length"] = min(self.simulated_accept_length, made.most_accepted + 1)
+            policy["simulated_accept_length"] = min(self.simulated_accept_length, most)
         if self.simulated_accept_lengths is not None:
-            lengths, most = dict(self.simulated_accept_lengths), made.most_accepted + 1
+            lengths, name = dict(self.simulated_accept_lengths), "simulated_accept_lengths"
             rule = f"have a number for the tree {tree}, which is tried with a target without last_rows"
-            self._require(tree in lengths, "simulated_accept_lengths", rule)
-            mean = lengths[tree]
-            self._require(mean <= most, "simulated_accept_lengths", f"be at most {most} for the tree {tree}")
-            policy["simulated_accept_length"] = mean
+            self._require(tree in lengths, name, rule)
+            self._require(lengths[tree] <= most, name, f"be at most {most} for the tree {tree}")
+            policy["simulated_accept_length"] = lengths[tree]
         if self.simulated_accept_rates is not None:
-            rates = self.simulated_accept_rates[: made.most_accepted]
+            rates = self.simulated_accept_rates[: most - 1]
             policy["simulated_accept_rates"] = (*rates, *(0,) * (made.num_steps - len(rates)))
         return replace(made, **policy)
-
-    @property
-    def _is_packed(self) -> bool:
-        return self.tree_mask_mode == TreeMaskMode.PACKED
 
     def _check_mask(self) -> None:
         modes = [str(mode) for mode in TreeMaskMode]
@@ -319,8 +344,8 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
             rule = "not be True with tree_mask_mode='full_mask', whose size the host must know at each step"
             self._require(self.cuda_graph is not True, "cuda_graph", rule)
             self._require(len(self.methods) == 1, "tree_mask_mode", "not be 'full_mask' with several methods")
-        has_mean = self.mean_draft_tokens is not None
-        self._require(self._is_packed or not has_mean, "tree_mask_mode", "be 'packed' with mean_draft_tokens")
+        is_served = self.tree_mask_mode == TreeMaskMode.PACKED or self.mean_draft_tokens is None
+        self._require(is_served, "tree_mask_mode", "be 'packed' with mean_draft_tokens")
 
     def _check_accept_policy(self) -> None:
         is_planted = self.verify_strategy in ("target_match", "greedy")
@@ -330,16 +355,14 @@ class EAGLEConfig(ServingOptions, DraftingOptions):
             for name in _SIMULATED:
                 self._require(getattr(self, name) is None, name, "come with accept_policy='simulate'")
             return
-        length, rates = self.simulated_accept_length, self.simulated_accept_rates
         rule = f"come with one of {', '.join(_SIMULATED)} for 'simulate'"
         self._require(sum(getattr(self, name) is not None for name in _SIMULATED) == 1, "accept_policy", rule)
+        most, length, rates = self.most_accepted, self.simulated_accept_length, self.simulated_accept_rates
         if self.simulated_accept_lengths is not None:
             return self._check_accept_lengths()
-        most = self.most_accepted
         if length is not None:
             rule = f"lie in 1..min(num_steps + 1, num_draft_tokens) = {most + 1} (bonus token included)"
-            self._require(1 <= length <= most + 1, "simulated_accept_length", rule)
-            return
+            return self._require(1 <= length <= most + 1, "simulated_accept_length", rule)
         is_rates = isinstance(rates, tuple) and len(rates) == self.num_steps and all(map(is_number, rates))
         is_falling = is_rates and all(1 >= above >= rate >= 0 for above, rate in zip((1, *rates), rates))
         rule = f"be num_steps = {self.num_steps} numbers in 0..1, none above the one before it"

@@ -110,7 +110,7 @@ class Request:
         return events
 
     def end(self, reason: str, error: str | None = None) -> None:
-        """Ends the request for a reason, unless it has ended; the engine calls this."""
+        """Ends the request, unless it has ended, for a `reason`, such as an `error`; the engine calls this."""
         if not self.is_finished:
             self.finish_reason, self.error = reason, error
 
@@ -137,7 +137,7 @@ class Request:
             del error
 
     def count_step(self, accepted: int, levels: int, drafted: int) -> None:
-        """Counts a step's drafts; the engine calls this."""
+        """Counts a step: `accepted` of `drafted` drafts, where `levels` was the most; the engine calls this."""
         self.accepted.append(accepted)
         self.levels += levels
         self.drafted += drafted
@@ -146,10 +146,12 @@ class Request:
         self, tokens: list[int], logprobs: list[float] | None = None, raw_logprobs: list[float] | None = None,
         top_ids: list[list[int]] | None = None, top_logprobs: list[list[float]] | None = None,
     ) -> None:  # fmt: skip
-        """Adds a step's tokens, all of them drafts but the last, until the request ends; the engine calls this.
+        """Adds a step's tokens, until the request ends; the engine calls this.
 
-        logprobs, raw_logprobs: Their log-probabilities of both kinds. top_ids, top_logprobs: The most likely tokens in
-        the place of each.
+        Args:
+            tokens: Those of the step, all of them drafts but the last.
+            logprobs, raw_logprobs: Their log-probabilities of both kinds.
+            top_ids, top_logprobs: The most likely tokens in the place of each.
         """
         events, has_top = [], self.params.top_logprobs > 0
         logprobs = raw_logprobs if self.params.logprobs == "raw" else logprobs

@@ -165,7 +165,7 @@ class GenerationOutput(_TokensAndStats[Ids]):
     prompt_top_logprobs: Scores[list[list[tuple[int, float]] | None]] = None
 
     def with_scores(self, scores: dict[str, Any]) -> GenerationOutput[Ids]:
-        """Sets the log-probabilities of these names; returns the output."""
+        """Sets the log-probabilities in `scores`, by name; returns the output."""
         vars(self).update(scores)
         return self
 
