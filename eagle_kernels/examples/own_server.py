@@ -55,16 +55,10 @@ def speculate(
         tree = draft_tree(draft, draft_cache, tokens)
         logits = read_tree(target, target_cache, tree)
         verdict = ek.verify_tree(
-            tree.draft_tokens.view(1, NUM_NODES),
-            tree.retrieve_index,
-            tree.retrieve_next_token,
-            tree.retrieve_next_sibling,
-            logits,
-            positions=tree.positions,
-            seeds=torch.tensor([SEED]),
-            temperature=torch.tensor([temperature]),
-            spec_steps=SPEC_STEPS,
-        )
+            tree.draft_tokens.view(1, NUM_NODES), tree.retrieve_index, tree.retrieve_next_token,
+            tree.retrieve_next_sibling, logits, positions=tree.positions, seeds=torch.tensor([SEED]),
+            temperature=torch.tensor([temperature]), spec_steps=SPEC_STEPS,
+        )  # fmt: skip
         # the path from the root: accepted drafts, and then the target's own token, the bonus
         path = verdict.accept_index[0, : int(verdict.accept_token_num[0]) + 1].long()
         length = len(tokens) - 1
@@ -103,22 +97,16 @@ def draft_tree(draft: LlamaForCausalLM, cache: DynamicCache, tokens: list[int]) 
         # slot 0 stands for the root; the last level's beams have no children
         torch.cat([torch.tensor([[-1]]), *(level.parent_slots for level in levels[:-1])], dim=1),
         torch.tensor([length - 1]),
-        topk=TOPK,
-        spec_steps=SPEC_STEPS,
-        num_verify_tokens=NUM_NODES,
-        tree_mask_mode="qlen_only",
-    )
+        topk=TOPK, spec_steps=SPEC_STEPS, num_verify_tokens=NUM_NODES, tree_mask_mode="qlen_only",
+    )  # fmt: skip
 
 
 def read_tree(target: LlamaForCausalLM, cache: DynamicCache, tree: Tree) -> torch.Tensor:
     """Returns the target's logits [N, V] at all nodes; their keys and values are in the cache after the text."""
     prefix = torch.ones(1, NUM_NODES, cache.get_seq_length(), dtype=torch.bool)
-    mask = torch.cat([prefix, tree.tree_mask], dim=-1)
+    mask = as_bias(torch.cat([prefix, tree.tree_mask], dim=-1), target.dtype)
     logits: torch.Tensor = target(
-        tree.draft_tokens[None],
-        attention_mask=as_bias(mask, target.dtype),
-        position_ids=tree.positions[None],
-        past_key_values=cache,
+        tree.draft_tokens[None], attention_mask=mask, position_ids=tree.positions[None], past_key_values=cache
     ).logits[0]
     return logits
 

@@ -160,9 +160,8 @@ class DraftingOptions(Validated):
             is_known = self.method is None or isinstance(self.method, str) and self.method in METHODS
             self._require(is_known, "method", f"be None, one of {list(METHODS)} or a tuple of several")
             return
-        is_choice = all(isinstance(method, str) and method in METHODS for method in self.method) and 1 < len(
-            self.method
-        ) == len(set(self.method))
+        are_known = all(isinstance(method, str) and method in METHODS for method in self.method)
+        is_choice = are_known and 1 < len(self.method) == len(set(self.method))
         self._require(is_choice, "method", f"be a tuple of two or more different methods of {list(METHODS)}")
         is_one = len(set(MODEL_KINDS).intersection(self.method)) < 2
         self._require(is_one, "method", "hold at most one of eagle, mtp and draft_model: there is one draft model")

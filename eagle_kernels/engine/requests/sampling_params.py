@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypedDict
@@ -19,6 +20,10 @@ MOST_TOP_LOGPROBS = 20
 MOST_ENDS = 64
 _LARGEST = torch.finfo(torch.float32).max  # rows hold numbers in fp32
 _FINITE: Rule = ("be a finite int or float", lambda value: is_number(value) and -_LARGEST <= value <= _LARGEST)
+
+
+def _whole(rule: str, least: int, bound: float = math.inf) -> Rule:
+    return rule, lambda value: is_integer(value) and least <= value < bound
 
 
 @takes_other_names
@@ -51,23 +56,15 @@ class SamplingParams(Validated):
     """
 
     temperature: float = checked(0.0, _FINITE, at_least(0))
-    top_k: int = checked(
-        0, ("be an int of at least 0 (0: off), below 2^31", lambda k: is_integer(k) and 0 <= k < 2**31), off=(-1, None)
-    )
+    top_k: int = checked(0, _whole("be an int of at least 0 (0: off), below 2^31", 0, 2**31), off=(-1, None))
     top_p: float = checked(1.0, _FINITE, TOP_P_RULE, off=(None,))
     min_p: float = checked(0.0, _FINITE, MIN_P_RULE, off=(None,))
     repetition_penalty: float = checked(1.0, _FINITE, ("be above 0 (1: off)", lambda penalty: penalty > 0), off=(None,))
     frequency_penalty: float = checked(0.0, _FINITE, off=(None,))
     presence_penalty: float = checked(0.0, _FINITE, off=(None,))
-    seed: int | None = checked(
-        None, ("be None or an int of 64 bits", lambda seed: is_integer(seed) and -(2**63) <= seed < 2**63)
-    )
-    max_new_tokens: int = checked(
-        128, ("be an int of at least 1", lambda count: is_integer(count) and count >= 1), IN_64_BITS
-    )
-    min_new_tokens: int = checked(
-        0, ("be an int of at least 0", lambda count: is_integer(count) and count >= 0), IN_64_BITS, off=(None,)
-    )
+    seed: int | None = checked(None, ("be None or an int of 64 bits", is_int64))
+    max_new_tokens: int = checked(128, _whole("be an int of at least 1", 1), IN_64_BITS)
+    min_new_tokens: int = checked(0, _whole("be an int of at least 0", 0), IN_64_BITS, off=(None,))
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = checked(False, ("be True or False", lambda flag: isinstance(flag, bool)))
@@ -78,13 +75,9 @@ class SamplingParams(Validated):
         off=(None,),
     )  # fmt: skip
     top_logprobs: int = checked(
-        0,
-        (f"be an int in 0..{MOST_TOP_LOGPROBS}", lambda count: is_integer(count) and 0 <= count <= MOST_TOP_LOGPROBS),
-        off=(None,),
+        0, _whole(f"be an int in 0..{MOST_TOP_LOGPROBS}", 0, MOST_TOP_LOGPROBS + 1), off=(None,)
     )
-    logprob_start_len: int | None = checked(
-        None, ("be None or an int of at least 0", lambda start: is_integer(start) and start >= 0), IN_64_BITS, off=(-1,)
-    )
+    logprob_start_len: int | None = checked(None, _whole("be None or an int of at least 0", 0), IN_64_BITS, off=(-1,))
     drafter: str | None = checked(None, ("be None or a method's name", lambda name: isinstance(name, str)))
 
     def __post_init__(self) -> None:
@@ -110,9 +103,8 @@ class SamplingParams(Validated):
     def scores(self) -> list[str]:
         """The fields of a `Request` with the log-probabilities that are asked for."""
         from_prompt, has_top = self.logprob_start_len is not None, self.top_logprobs > 0
-        asked = {"logprobs": bool(self.logprobs), "top_logprobs": has_top}
-        asked |= {"prompt_logprobs": from_prompt, "prompt_top_logprobs": from_prompt and has_top}
-        return [name for name, is_asked in asked.items() if is_asked]
+        asked = self.logprobs, has_top, from_prompt, from_prompt and has_top
+        return [name for name, is_asked in zip(SCORES, asked) if is_asked]
 
     @property
     def has_penalties(self) -> bool:
@@ -129,6 +121,7 @@ class SamplingFields(TypedDict):
     min_p: float
 
 
+SCORES = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Generic, overload
 # torch brings this package; Python 3.10 itself has no named tuples that are generic
 from typing_extensions import NamedTuple, TypeVar
 
+from ..requests.sampling_params import SCORES
+
 One = TypeVar("One")
 # the form of the tokens, which type checkers know of most calls
 Ids = TypeVar("Ids", covariant=True, default=list[int] | list[list[int]])
@@ -172,8 +174,7 @@ class GenerationOutput(_TokensAndStats[Ids]):
     def __repr__(self) -> str:
         stats = self.stats
         counts = f"num_requests={stats.num_requests}, generated_tokens={stats.generated_tokens}"
-        names = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
-        scores = {f".{name}": getattr(self, name) for name in names if getattr(self, name) is not None}
+        scores = {f".{name}": getattr(self, name) for name in SCORES if getattr(self, name) is not None}
         told = "".join(f", {name}={_shortened(value)}" for name, value in scores.items())
         return f"GenerationOutput({counts}, mean_accept_length={stats.mean_accept_length:.2f}{told})"
 

@@ -58,7 +58,7 @@ class Pace:
 
     def budget(self) -> int:
         """Returns how many tokens may be read now, beside others that wait for their next step meanwhile."""
-        while self._unread and _is_over(self._unread[0][1]):
+        while self._unread and (isinstance(self._unread[0][1], float) or self._unread[0][1].query()):
             start, end, tokens, is_joint = self._unread.popleft()
             self._note_reading(tokens, elapsed_ms(start, end) - (self._step_ms if is_joint else 0.0))
         return self._tokens if self.is_limited else self._budgets[-1]
@@ -92,10 +92,6 @@ class Pace:
                 self._too_many = self._budgets[-1] + 1
             wanted = max(min(wanted, self._too_many - 1), tokens)
         self._tokens = next((budget for budget in reversed(self._budgets) if budget <= wanted), self._budgets[0])
-
-
-def _is_over(end: Mark) -> bool:
-    return isinstance(end, float) or end.query()
 
 
 class Reading:

@@ -94,8 +94,7 @@ class Scheduler:
         return self.pages.num_pages * self.state.target_pool.page_size - self.plan.overshoot
 
     def _can_admit(self) -> bool:
-        has_room = bool(self._waiting) and None in self._rows
-        if not has_room:
+        if not self._waiting or None not in self._rows:
             return False
         return self.pages.has_room(self.reading.prefix(self._waiting[0]), self._pages_for(self._waiting[0]))
 

@@ -251,19 +251,22 @@ class Session(Unique):
             config = config.on(self.device)
         if speculative:
             check_trees(config, self.draft)
-        draft = self._pooled_draft(config)
-        if not self._has_pools_for(config):
-            self._require_no_work(may_change)
-            self._make_pools(config, draft)
+        draft, has_pools = self._pooled_draft(config), self._has_pools_for(config)
         key = speculative, self.on_tree is not None, *(getattr(config, name) for name in _STEP_FIELDS)
-        if key not in self.plans:
-            self._require_no_work(may_change)
-            cache = self.suffix_cache(config) if "suffix" in config.methods else None
-            state, lag = self.scheduler.state, self.scheduler.lag
-            self.plans[key] = plan_steps(self.target, draft, config, state, speculative, lag, cache, self.on_tree)
-        if (self.scheduler.plan, self.scheduler.max_step_ms) != (self.plans[key], config.max_step_ms):
-            self._require_no_work(may_change)
-            self.scheduler.use(self.plans[key], config.max_step_ms)
+        plan = self.plans.get(key) if has_pools else None
+        if plan is None or (self.scheduler.plan, self.scheduler.max_step_ms) != (plan, config.max_step_ms):
+            if not may_change:
+                raise RuntimeError("submit: a step with another configuration is running; submit between steps")
+            if self.scheduler is not None and self.scheduler.has_work:
+                raise RuntimeError("EAGLEInference: collect or abort the requests with another configuration first")
+            if not has_pools:
+                self._make_pools(config, draft)
+            if plan is None:
+                cache = self.suffix_cache(config) if "suffix" in config.methods else None
+                state, lag = self.scheduler.state, self.scheduler.lag
+                plan = plan_steps(self.target, draft, config, state, speculative, lag, cache, self.on_tree)
+                self.plans[key] = plan
+            self.scheduler.use(plan, config.max_step_ms)
         self.scheduler.reading.shares_prefixes = config.share_prefixes
         return self.scheduler
 
@@ -319,12 +322,6 @@ class Session(Unique):
                 state, num_pages = self.scheduler.state, self.scheduler.pages.num_pages
                 max_pages = state.block_table.shape[1]
         return workspace_bytes(self.target, self._pooled_draft(config), config, max_pages, num_pages)
-
-    def _require_no_work(self, may_change: bool) -> None:
-        if not may_change:
-            raise RuntimeError("submit: a step with another configuration is running; submit between steps")
-        if self.scheduler is not None and self.scheduler.has_work:
-            raise RuntimeError("EAGLEInference: collect or abort the requests with another configuration first")
 
     def _make_pools(self, config: EAGLEConfig, draft: DraftModel | None) -> None:
         self.scheduler, self.plans = None, {}  # frees the old pools before new ones are allocated
