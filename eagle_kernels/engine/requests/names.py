@@ -295,8 +295,7 @@ def _fail_unknown(owner: str, name: str, own: Collection[str], where: str) -> No
     """Says what might have been meant, or where there is such a name."""
     kind = "field" if where or owner.partition(".")[0] in _RECORDS else "argument"
     told = f"{owner}: there is no {kind} {shown_name(name)}{where}"
-    homes = {home: own_name(name, names) for home, names in _OWNERS.items() if home != owner}
-    homes = {home: theirs for home, theirs in homes.items() if theirs is not None}
+    homes = {home: theirs for home, names in _OWNERS.items() if home != owner and (theirs := own_name(name, names))}
     records = [home for home in homes if home in _RECORDS]
     if homes:
         *others, last = records or [*homes][:1]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -267,13 +267,11 @@ class StopStrings:
 
     def _begun(self, text: str, begin: int, spans: list[tuple[int, int]]) -> int:
         """Returns where the first string begins of which the text ends with a part; else the text's length."""
-        places = [len(text)]
-        for string in self._strings:
-            for place in _finds(text, string[0], begin):
-                if string.startswith(text[place:]) and not any(first < place < last for first, last in spans):
-                    places.append(place)
-                    break
-        return min(places)
+        for place in range(begin, len(text)):
+            is_inside = any(first < place < last for first, last in spans)
+            if not is_inside and any(string.startswith(text[place:]) for string in self._strings):
+                return place
+        return len(text)
 
     def _ends(self, text: str, whole: str) -> bool:
         """Adds to the text, up to a string; names may also be found in `whole`, which has the text held back, too."""
@@ -281,22 +279,14 @@ class StopStrings:
         found = [place for place in (text.find(string, begin) for string in self._strings) if place >= 0]
         if self._seen:
             named, spans = self._named(whole, begin)
-            for string in self._strings:
-                for place in _finds(named, string, begin):
-                    end = place + len(string)
-                    is_cut = any(first < edge < last for first, last in spans for edge in (place, end))
-                    if not is_cut and any(place <= first and last <= end for first, last in spans):
-                        found.append(_unnamed(place, spans))
+            for string, place in itertools.product(self._strings, range(begin, len(named))):
+                end = place + len(string)
+                is_cut = any(first < edge < last for first, last in spans for edge in (place, end))
+                has_name = any(place <= first and last <= end for first, last in spans)
+                if has_name and not is_cut and named.startswith(string, place):
+                    found.append(_unnamed(place, spans))
         self.text = whole[: min(found)] if found else text
         return bool(found)
-
-
-def _finds(text: str, part: str, begin: int) -> Iterator[int]:
-    """Yields the places of a part of a text, from `begin` on."""
-    place = text.find(part, begin)
-    while place >= 0:
-        yield place
-        place = text.find(part, place + 1)
 
 
 def _unnamed(place: int, spans: list[tuple[int, int]]) -> int:

@@ -294,18 +294,17 @@ def progress_bar(caller: str, total: int, unit: str, wanted: bool | None) -> Ite
     """Gives a bar of tqdm until the block ends or fails, or None; for `wanted` None only a terminal has a bar."""
     if wanted is not None:
         wanted = read_flag(f"{caller}: progress", wanted)
-    if wanted is False or wanted is None and not is_terminal(sys.stderr):
-        yield None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        if wanted:
-            raise ValueError(f"{caller}: progress=True needs tqdm: pip install tqdm") from None
-        yield None
-        return
-    with tqdm(total=total, unit=unit, file=sys.stderr) as bar:
-        yield bar
+    bar = contextlib.nullcontext()
+    if wanted or wanted is None and is_terminal(sys.stderr):
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            if wanted:
+                raise ValueError(f"{caller}: progress=True needs tqdm: pip install tqdm") from None
+        else:
+            bar = tqdm(total=total, unit=unit, file=sys.stderr)
+    with bar as shown:
+        yield shown
 
 
 class TextStream(Stream[Piece]):
