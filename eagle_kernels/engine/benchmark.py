@@ -224,11 +224,8 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
 
 def round_times_s(first_s: float, arrivals: Sequence[tuple[float, bool]]) -> list[tuple[float, int]]:
     """Returns (seconds, tokens) for each round after the first token of a request, which arrived at `first_s`.
-
     A round ends with the target's own token, or with the request.
-
-    arrivals  for each token after the first: when it arrived, and whether it is an accepted draft
-    """
+    arrivals  for each token after the first: when it arrived, and whether it is an accepted draft"""
     rounds, num_pending, last_s = [], 0, first_s
     for index, (now_s, is_draft) in enumerate(arrivals, 1):
         num_pending += 1

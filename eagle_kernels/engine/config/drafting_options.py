@@ -119,10 +119,8 @@ class DraftingOptions(Validated):
     @property
     def _most_steps(self) -> int:
         """The most levels that the ops hold.
-
         The beams of all levels but the last attend at once, all candidates are ranked at once, and the draft rereads an
-        accepted path, which has num_steps + 1 tokens with its root, at once.
-        """
+        accepted path, which has num_steps + 1 tokens with its root, at once."""
         if not self.needs_model:
             return MAX_NODES - 1
         if self.method == "hybrid":  # its model drafts few of the levels

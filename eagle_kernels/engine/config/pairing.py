@@ -74,10 +74,7 @@ _UNBOUND = ("device", "dtype", "token_shift", "method")
 
 def as_target(model: Any, config: EAGLEConfig) -> tuple[TargetModel, EAGLEConfig]:
     """Returns `model` as a target, and the configuration; raises ValueError if it cannot be one.
-
-    A model of transformers is wrapped. Its texts end where its own `generate` ends them, unless the configuration says
-    where.
-    """
+    A model of transformers is wrapped; it ends texts as its own `generate` does, unless the configuration says how."""
     if getattr(model, "token_shift", 0) or getattr(model, "method", None) in MODEL_KINDS:
         got = f"{type(model).__name__}, which is a draft; {_ORDER}"
         _refuse("target_model must be the model whose text is wanted", got)
@@ -115,10 +112,8 @@ def load_pair(
 
 def _choose_draft(target_folder: str | Path, folder: str | Path | None, config: EAGLEConfig) -> DraftFolder | None:
     """Returns the draft of two folders, before anything large is read; None for methods without a model.
-
     What the folder holds decides how it drafts. The target's own holds the modules of method="mtp"; ValueError and
-    ModelError say where there is no draft, or one of another method.
-    """
+    ModelError say where there is no draft, or one of another method."""
     caller = "EAGLEInference.from_pretrained"
     target_folder = read_folder(f"{caller}: target_model", target_folder)
     wanted = [method for method in config.methods if method in MODEL_KINDS]
@@ -325,10 +320,8 @@ def _of_transformers(model: Any) -> Any:
 
 def read_config(config: Any) -> EAGLEConfig:
     """Returns the configuration that a caller gives, or the default one for None.
-
     A dict is that of a server where it has `method` or a field that `EAGLEConfig` has not; it may have further fields
-    of `EAGLEConfig`. Otherwise it has fields of `EAGLEConfig` alone.
-    """
+    of `EAGLEConfig`. Otherwise it has fields of `EAGLEConfig` alone."""
     if isinstance(config, Mapping):
         given = {str(name): value for name, value in config.items()}
         if not is_of_server(given):

@@ -52,9 +52,7 @@ def take_model(given: Mapping[str, Any], draft: Any = None) -> tuple[dict[str, A
 
 def add_fields(given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a server's fields with those of others that such a configuration may have; refuses contradictions.
-
-    What the others say may also be what a given field means, such as num_steps=5 beside num_speculative_tokens=5.
-    """
+    What the others say may also be what a given field means, such as num_steps=5 beside num_speculative_tokens=5."""
     meant, own = read_speculative_config(given), _own(given)
     is_counted = any(own.get(name) is not None for name in ("num_speculative_tokens", "num_model_steps"))
     for name in sorted(others.keys() & FIELDS):

@@ -147,9 +147,7 @@ def read_call_params(
     caller: str, max_new_tokens: Any, sampling_params: Any, count: int, others: Iterable[str]
 ) -> list[SamplingParams] | None:
     """Returns the params of each of `count` prompts, which may be in the place of max_new_tokens; None: there are none.
-
-    others: The fields of sampling that the call names by themselves.
-    """
+    others: The fields of sampling that the call names by themselves."""
     is_in_place = are_params(max_new_tokens)
     if sampling_params is None and not is_in_place:
         return None

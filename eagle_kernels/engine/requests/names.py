@@ -162,14 +162,12 @@ def read_names(
     is_copy: bool = False, takes_rest: bool = False, required: Collection[str] = (), temperature: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns what was given by the owner's own names; raises ValueError for a name that says what cannot be.
-
     owner, where  what errors name, and what they say after an unknown name
     placed        arguments that were given by position
     is_copy       whether the own names come from a copy, as with `dataclasses.replace`: other names then change it
     takes_rest    whether names that the owner does not know stay as they are, for others to read
     required      the names for which None is an answer; for the others it says nothing
-    temperature   that of the owner, where none is given
-    """
+    temperature   that of the owner, where none is given"""
     read = {name: value for name, value in given.items() if name in own}
     known = dict(placed) if is_copy else {**placed, **read}
     for name, value in given.items():

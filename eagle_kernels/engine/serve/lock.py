@@ -100,9 +100,7 @@ class EngineLock(Unique):
 
     def later(self, function: Callable[[], None]) -> None:
         """Runs a function as its own step: now if possible, otherwise when the current step ends or the lock is free.
-
-        It never blocks, so the garbage collector may call it.
-        """
+        It never blocks, so the garbage collector may call it."""
         if not self.is_foreign:
             self._put_off.append(function)
             self.settle()

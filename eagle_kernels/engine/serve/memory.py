@@ -25,11 +25,9 @@ def workspace_bytes(
     target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int | None = None
 ) -> dict[str, int]:
     """Returns the bytes besides the weights, by purpose, and their `total`; num_pages: of pools that exist already.
-
     kv_cache  the pools of both models
     rows      the state of a batch's rows, without penalties (4 bytes more per token of the vocabulary)
-    step      the largest tensors of the largest step: logits, and the features that the draft reads
-    """
+    step      the largest tensors of the largest step: logits, and the features that the draft reads"""
     element, rows = target.dtype.itemsize, config.max_batch
     num_streams, draft_vocab_size = (0, 0) if draft is None else (len(draft.aux_layers), draft.draft_vocab_size)
     # width of the draft's own state: a head's is about as wide as the target's, a language model has none

@@ -28,9 +28,7 @@ class PlainSteps:
 
     def note(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
         """Keeps what a plain step of these requests is timed with, as they are now that their prompts have been read.
-
-        Nothing if that is known, others run beside them, some cannot step, or somebody looks at every step.
-        """
+        Nothing if that is known, others run beside them, some cannot step, or somebody looks at every step."""
         rows, runner, state = scheduler.stepping, scheduler.plan.runners[0], scheduler.state
         count, is_full = len(requests), len(rows) == min(len(requests), state.num_rows)
         if check.DEBUG:  # a step waits for checks, and the timed one has no page for its own keys

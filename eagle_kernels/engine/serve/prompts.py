@@ -132,9 +132,7 @@ def hand_scores(row: Row) -> None:
 
 def take_parts(stepper: Stepper, state: BatchState, parts: Sequence[ReadPart]) -> Launch | None:
     """Lets the draft read parts, too; returns the first tokens of the rows whose prompts end with them.
-
-    The batch changes last of all, so that a failure leaves every row as it was, but for what is read again.
-    """
+    The batch changes last of all, so that a failure leaves every row as it was, but for what is read again."""
     ended = [part for part in parts if part.is_last]
     scores = [_score_part(part) for part in parts]  # before the launch, whose end they are waited for with
     roots, launch = iter(()), None

@@ -144,11 +144,9 @@ class Reading:
 
     def is_in_step(self, unread: Sequence[Row], num_rows: int) -> bool:
         """Returns whether the next step, of about num_rows rows, should read prompts as well.
-
         Without a limit of its time: what a few steps can read, and one long prompt, for which all others would wait,
         where its rows cost little. Several that join are there sooner by themselves; where they join faster than steps
-        can read, they would wait in a queue that never ends.
-        """
+        can read, they would wait in a queue that never ends."""
         size, num_tokens = self._joint_sizes[-1], sum(len(row.request.prompt) - row.num_read for row in unread)
         is_cheap = num_tokens <= FEW_STEPS * min(size, self._prefill_chunk) and len(unread) <= FEW_STEPS * MOST_PARTS
         is_cheap |= len(unread) == 1 and num_rows + size <= FREE_ROWS
@@ -158,10 +156,8 @@ class Reading:
 
     def next_parts(self, unread: Sequence[Row], is_beside: bool, is_in_step: bool) -> list[tuple[Row, int]]:
         """Returns the rows whose prompts are read now, the oldest first, each with the number of its tokens.
-
         Where each is read by itself, it is cut at multiples of prefill_chunk, whatever else is read: bits depend on
-        where it is cut. is_beside: whether others wait for their next step meanwhile. is_in_step: that step reads them.
-        """
+        where it is cut. is_beside: whether others wait for their next step. is_in_step: that step reads them."""
         is_paced = is_in_step or is_beside and self.pace.is_limited
         budget, parts = self.pace.budget() if is_paced else self._prefill_chunk, []
         most_parts = MOST_PARTS if is_in_step else len(unread)

@@ -128,9 +128,7 @@ class Scheduler:
 
     def step(self, is_speculating: bool = True, reads_for: Sequence[Request] | None = None) -> None:
         """Advances all requests by one step, without drafts if `is_speculating` is off, and hands out their tokens.
-
-        reads_for: requests of a stream that waits for their prompts. Others step beside them; without any, none does.
-        """
+        reads_for: requests of a stream that waits for their prompts. Others step beside; without any, none does."""
         with running(self.plan.plain.target):
             is_beside = bool(self.stepping) if reads_for is None else self.runs_beside(reads_for)
             while self._can_admit():
@@ -166,9 +164,7 @@ class Scheduler:
 
     def _next_parts(self, is_beside: bool) -> tuple[list[tuple[Row, int]], list[tuple[Row, int]]]:
         """Returns parts of prompts that are read next by themselves, and parts that the step reads; one is empty.
-
-        is_beside: whether others wait for their next step meanwhile.
-        """
+        is_beside: whether others wait for their next step meanwhile."""
         unread = [row for row in self._rows if row is not None and not row.is_running and self._may_read(row)]
         num_rows = len(self._running) * (self.last_runner or self.plan.runners[-1]).stepper.mean_nodes
         is_in_step = is_beside and self.reading.is_in_step(unread, num_rows)
@@ -261,10 +257,8 @@ class Scheduler:
 
     def _launch_rows(self, rows: list[Row], is_speculating: bool, parts: list[tuple[Row, int]]) -> None:
         """Queues a step of these rows, which reads these parts of prompts as well.
-
         If it fails, another one is queued: with another tree where memory does not suffice for this one, else without
-        the prompts, which may be to blame.
-        """
+        the prompts, which may be to blame."""
         num_rows, reading, failed = 1 + max(row.index for row in rows), self.reading, []
         features = Features.of([row.request.params for row in rows])
         if self.plan.feed is not None:
@@ -319,9 +313,7 @@ class Scheduler:
     @contextlib.contextmanager
     def _failing_alone(self, *rows: Row) -> Iterator[None]:
         """Ends the requests of these rows, and no others, if anything fails in the block, such as an allocation.
-
-        All of a step's rows must be named, since a step that breaks off may have changed any of them.
-        """
+        All of a step's rows must be named, since a step that breaks off may have changed any of them."""
         try:
             yield
         except Exception as error:

@@ -94,9 +94,7 @@ class Session(Unique):
 
     def read_overrides(self, caller: str, config: EAGLEConfig, overrides: dict[str, Any]) -> tuple[EAGLEConfig, dict]:
         """Returns the configuration of a call, and what its requests ask for: its sampling and the overrides.
-
-        overrides: What `read_fields` returns.
-        """
+        overrides: What `read_fields` returns."""
         of_config = {name: value for name, value in overrides.items() if name in CONFIG_FIELDS}
         config = replace(config, **of_config) if of_config else config
         policy = overrides.get("accept_policy", config.accept_policy)
@@ -111,9 +109,7 @@ class Session(Unique):
         overrides: dict[str, Any], n: int = 1,
     ) -> tuple[EAGLEConfig, list[SamplingParams]]:  # fmt: skip
         """Returns the configuration of a call of `count` prompts, and the parameters of their requests, n for each.
-
-        Without params, in the place of max_new_tokens or as sampling_params, requests differ in their seeds alone.
-        """
+        Without params, in the place of max_new_tokens or as sampling_params, requests differ in their seeds alone."""
         overrides = read_fields(caller, config, overrides)
         config, sampling = self.read_overrides(caller, config, overrides)
         asked = overrides.keys() & {*SAMPLING_FIELDS}
@@ -150,9 +146,7 @@ class Session(Unique):
 
     def submit(self, prompt: list[int], params: SamplingParams | None, config: EAGLEConfig) -> Request:
         """Queues a request, and returns it; one that can never run is returned finished, with `error`.
-
-        Inside a step, it joins those that the step is for.
-        """
+        Inside a step, it joins those that the step is for."""
         with self.lock:
             may_change = not self.lock.is_in_step
             with self.changing("submit") if may_change else contextlib.nullcontext():
@@ -187,9 +181,7 @@ class Session(Unique):
 
     def time_plain_step(self, count: int) -> float | None:
         """Returns what a plain step of `count` requests takes; it is timed now if it can be, and the engine is free.
-
-        None: nothing is known of such a step, a step runs, or requests have not ended.
-        """
+        None: nothing is known of such a step, a step runs, or requests have not ended."""
         lock, steps = self.lock, self.plain_steps
         if count in steps.untimed and not lock.is_foreign and lock.acquire(blocking=False):
             try:
@@ -244,9 +236,7 @@ class Session(Unique):
 
     def scheduler_for(self, config: EAGLEConfig, speculative: bool, may_change: bool = True) -> Scheduler:
         """Returns the scheduler of the batch, which uses this configuration from now on.
-
-        may_change: False raises RuntimeError where it uses another one now.
-        """
+        may_change: False raises RuntimeError where it uses another one now."""
         if self.on_tree is None:  # on_tree sees the configured trees, not those that a choice takes
             config = config.on(self.device)
         if speculative:
@@ -286,9 +276,7 @@ class Session(Unique):
     @contextlib.contextmanager
     def alone(self, caller: str, config: EAGLEConfig) -> Iterator[None]:
         """Reserves the batch for a `caller` that measures or warms up; other threads wait.
-
-        In the block suffix trees know no earlier requests; afterwards they know none from the block.
-        """
+        In the block suffix trees know no earlier requests; afterwards they know none from the block."""
         self.lock.refuse(caller)
         with self.lock:
             with self.changing(caller):

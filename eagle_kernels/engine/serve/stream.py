@@ -277,9 +277,7 @@ def open_stream(
     speculative: bool, is_single: bool = False, caller: str = "generate", num_samples: int = 1, first: int = 0,
 ) -> TokenStream:  # fmt: skip
     """Returns a stream for some prompts, each with its params; raises ValueError for a prompt that can never run.
-
-    caller, num_samples, first: as in `Call`.
-    """
+    caller, num_samples, first: as in `Call`."""
     for index, (prompt, wanted) in enumerate(zip(prompts, params)):
         reason = session.why_unfit(prompt, wanted.max_new_tokens, config, speculative)
         if reason:

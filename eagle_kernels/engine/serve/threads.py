@@ -27,9 +27,7 @@ _limits: list[tuple[int, int, int]] = []
 
 def most_threads(target: TargetModel) -> int:
     """Returns the most threads worth using on the CPU, from the weights of a decoder layer (about 12 H^2).
-
-    The number must not depend on rows or load, since the sums of some operators change with the number of threads.
-    """
+    The number must not depend on rows or load, since the sums of some operators change with the number of threads."""
     return max(1, 12 * target.hidden_size**2 // WEIGHTS_PER_THREAD)
 
 
@@ -43,9 +41,7 @@ def running(target: TargetModel) -> Iterator[None]:
 @contextmanager
 def few_threads(target: TargetModel) -> Iterator[None]:
     """Limits PyTorch to `most_threads(target)` threads in the block, then restores the number; does nothing on a GPU.
-
-    The limit belongs to the calling thread, but a thread that runs its first operator meanwhile inherits it.
-    """
+    The limit belongs to the calling thread, but a thread that runs its first operator meanwhile inherits it."""
     if target.device.type != "cpu":
         yield
         return
