@@ -15,6 +15,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
+from op_tests.engine.drafters.suffix_oracle import num_states
 from op_tests.engine.methods import MIXED, engine_of, plain_of
 from op_tests.engine.methods import PROVEN as METHODS
 from op_tests.engine.methods import SIZES as SMALL
@@ -58,7 +59,7 @@ def known_behind(cache: SuffixCache, token: int) -> set[tuple]:
 def check_cache(engine, responses: list[list[int]]) -> None:
     """The engine's suffix cache knows these responses and no more."""
     (cache,), fresh = engine.session.suffix_caches.values(), SuffixCache()
-    assert cache.num_states[0] == 0
+    assert num_states(cache)[0] == 0
     cache = copy.deepcopy(cache)
     cache.max_cached_requests = -1  # so that it drops none for those that ask
     for number, response in enumerate(responses):

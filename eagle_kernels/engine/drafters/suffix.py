@@ -111,8 +111,7 @@ class SuffixFeed:
 
     def stop(self, request: Request) -> None:
         """Ends a request, which may not have started."""
-        if request in self._cache:
-            self._cache.stop(request)
+        self._cache.stop(request)
         self._made.pop(request, None)
 
     def think(self, requests: Iterable[Request]) -> None:

@@ -139,3 +139,8 @@ class OracleCache:
         local = best(self.own[request], *arguments, min_token_prob)
         shared = best(self.texts, *arguments, min_token_prob)
         return local if local.score >= shared.score else shared
+
+
+def num_states(cache):
+    """Sizes of all local automata of a `SuffixCache` together, and of the global one."""
+    return sum(request.counts.num_states for request in cache._requests.values()), cache._counts.num_states

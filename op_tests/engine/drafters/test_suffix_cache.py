@@ -1,4 +1,4 @@
-"""SuffixCache against the definition, exactly, on random work; what it forgets, long prompts, and bad arguments."""
+"""SuffixCache against the definition, exactly, on random work; what it forgets, and long prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from eagle_kernels.engine.drafters import suffix_automaton, suffix_drafts
 from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
 
-from .suffix_oracle import OracleCache
+from .suffix_oracle import OracleCache, num_states
 
 DEPTHS = (2, 3, 4, 5, 6, 8, 16, 64)
 
@@ -90,7 +90,7 @@ def test_forgetting(most_cached):
     with pytest.raises(RuntimeError, match="forgetting must begin while no request runs, got 1"), cache.forgetting():
         pass
     cache.stop("before")
-    before = cache.num_states
+    before = num_states(cache)
     with cache.forgetting():
         assert behind(1) == []
         respond("within", [1, 7, 8])
@@ -103,7 +103,7 @@ def test_forgetting(most_cached):
     cache.stop("goes on")
     assert behind(1) == [2, 3]
     if most_cached < 0:
-        assert cache.num_states == before
+        assert num_states(cache) == before
 
 
 def test_nothing_stays(monkeypatch):
@@ -122,14 +122,14 @@ def test_nothing_stays(monkeypatch):
         sizes.append(len(counts.link))
         assert all(counts.count[state] for state in counts._leaders)
     assert max(sizes[10:]) < 1.5 * max(sizes[:10])
-    assert cache.num_states[0] > 0 and 0 < cache.num_states[1] < len(counts.link)
-    assert sum(others is not None for others in counts.others) <= cache.num_states[1] + 1
+    assert num_states(cache)[0] > 0 and 0 < num_states(cache)[1] < len(counts.link)
+    assert sum(others is not None for others in counts.others) <= num_states(cache)[1] + 1
     for request in (58, 59):
         cache.stop(request)
     for request in range(4):
         cache.start(request, [])
         cache.stop(request)
-    assert cache.num_states == (0, 0)
+    assert num_states(cache) == (0, 0)
     assert len(counts.link) == len(counts.others) == 1 and not counts.others[0] and not counts._leaders
     assert not cache._requests and sum(map(len, cache._responses)) == 0
 
@@ -143,54 +143,10 @@ def test_a_long_prompt(text, note):
     start_s = time.perf_counter()
     cache.start(0, prompt)
     note(f"{num_tokens} tokens in {time.perf_counter() - start_s:.2f} s")
-    assert cache.num_states[0] < 2 * num_tokens
+    assert num_states(cache)[0] < 2 * num_tokens
     cache.extend(0, prompt[500:540])
     if text == "mixed":
         assert cache.speculate(0, max_spec_tokens=8).token_ids == prompt[540:548]
     else:
         assert cache.speculate(0, max_spec_tokens=8).token_ids == [0] * 8
-        assert cache.num_states[0] == 16
-
-
-BAD = [
-    (lambda cache: SuffixCache(1), "SuffixCache: max_tree_depth must lie in 2..65536, got 1"),
-    (lambda cache: SuffixCache(2.5), "SuffixCache: max_tree_depth must be an int, got float"),
-    (lambda cache: SuffixCache(8, -2), "SuffixCache: max_cached_requests must be at least -1, got -2"),
-    (lambda cache: cache.start("a", []), "SuffixCache.start: request must not be running already, got 'a'"),
-    (lambda cache: cache.start("b", [1, -1]), "SuffixCache.start: prompt must hold token ids in 0..2147483647, got -1"),
-    (lambda cache: cache.start("b", None), "SuffixCache.start: prompt must be a sequence of ints, got NoneType"),
-    (lambda cache: cache.extend("b", [1]), "SuffixCache.extend: request must be running (start begins one), got 'b'"),
-    (lambda cache: cache.extend("a", [1 << 31]), "SuffixCache.extend: tokens must hold token ids in 0..2147483647"),
-    (lambda cache: cache.extend("a", [1.5]), "SuffixCache.extend: tokens must be a sequence of ints, got list"),
-    (lambda cache: cache.stop("b"), "SuffixCache.stop: request must be running (start begins one), got 'b'"),
-    (lambda cache: cache.speculate("b", max_spec_tokens=1), "SuffixCache.speculate: request must be running"),
-    (lambda cache: cache.speculate("a", max_spec_tokens=-1), "SuffixCache.speculate: max_spec_tokens must be at least"),
-    (lambda cache: cache.speculate("a", max_spec_tokens=True), "max_spec_tokens must be an int, got bool"),
-    (lambda cache: cache.speculate("a", max_spec_tokens=[]), "max_spec_tokens must be an int, got list"),
-    (lambda cache: cache.speculate("a", max_spec_tokens=1, max_spec_factor=-1), "max_spec_factor must be at least 0"),
-    (
-        lambda cache: cache.speculate("a", max_spec_tokens=1, max_spec_offset=float("inf")),
-        "max_spec_offset must be a finite number, got inf",
-    ),
-    (lambda cache: cache.speculate("a", max_spec_tokens=1, min_token_prob=float("nan")), "min_token_prob must be a"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), BAD, ids=range(len(BAD)))
-def test_bad_arguments(call, message):
-    cache = SuffixCache()
-    cache.start("a", [1])
-    cache.speculate("a", max_spec_tokens=1)
-    with pytest.raises((ValueError, TypeError)) as caught:
-        call(cache)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert list(cache._requests) == ["a"] and cache.num_states == (1, 0)
-
-
-def test_a_refused_prompt_evicts_nothing():
-    cache = SuffixCache(max_cached_requests=1)
-    cache.start(0, [])
-    cache.extend(0, [1, 2, 3])
-    with pytest.raises(ValueError):
-        cache.start(1, [-5])
-    assert cache.num_states[1] > 0
+        assert num_states(cache)[0] == 16

@@ -13,6 +13,7 @@ from eagle_kernels.engine.batch.state import BatchState, RowSampling
 from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.step.runner import Launch
 from eagle_kernels.engine.step.stepper import Stepper
+from op_tests.engine.drafters.suffix_oracle import num_states
 from op_tests.engine.methods import MIXED, PROVEN, SIZES
 from op_tests.engine.toys import DEVICE, LetterTokenizer, RowWalker, Walker, WalkerHead
 from op_tests.engine.view import View
@@ -55,7 +56,7 @@ def traces(engine) -> dict:
         ),
         "lock": (session.lock.is_in_step, len(session.lock._put_off)),
         "torch": (torch.get_num_threads(), torch.is_inference_mode_enabled(), torch.is_grad_enabled()),
-        "caches": [(set(cache._requests), cache.num_states) for cache in session.suffix_caches.values()],
+        "caches": [(set(cache._requests), num_states(cache)) for cache in session.suffix_caches.values()],
     }
 
 
