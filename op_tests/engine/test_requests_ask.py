@@ -13,7 +13,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.model_drafter import SampledDrafter
-from eagle_kernels.engine.step.verification import _filtered, _RowParams, score
+from eagle_kernels.engine.step.verification import _filtered, _params_of_nodes, score
 from eagle_kernels.tools.trees.recorder import _target_law
 from op_tests.engine.engines import make
 from op_tests.engine.request_law import check_end, check_tokens
@@ -56,7 +56,7 @@ def test_probabilities_of_half_precision_logits_are_not_rounded_to_it(temperatur
     seen = SimpleNamespace(batch=row, proposal=proposal, logits=logits, features=none)
     close(_target_law(seen, [4, 0, 2]), law[[4, 0, 2]])
     best = torch.nn.functional.one_hot(logits.argmax(-1), 500)
-    close(_filtered(_RowParams(row, proposal), logits), law if temperature else best.double())
+    close(_filtered(_params_of_nodes(row, proposal), logits), law if temperature else best.double())
 
     drafter = SampledDrafter.__new__(SampledDrafter)
     drafter._topk, drafter._parents = 2, torch.tensor([[0, 0, 1, 2, 3]])

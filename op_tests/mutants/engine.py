@@ -73,8 +73,8 @@ MUTANTS = [
     ),
     Mutant(
         "a stale cost table",
-        [(ENGINE + "step/choice.py", "other._tokens, other._rows_seen = self._tokens, self._rows_seen",
-          "other._tokens, other._rows_seen, other._step_ms = self._tokens, self._rows_seen, self._step_ms")],
+        [(ENGINE + "step/choice.py", "return Fastest(self._most_tokens, self._most_rows, self._rows, (",
+          "return self or Fastest(self._most_tokens, self._most_rows, self._rows, (")],
         ["op_tests/engine/serve/test_joint_steps.py::test_times_beside_prompts_are_kept_apart"],
     ),
     Mutant(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -30,11 +29,15 @@ HOPELESS = 0.8
 
 
 class Choice:
-    """Chooses among the runners of a plan by their numbers; number 0 is plain decoding."""
+    """Chooses among the runners of a plan by their numbers, of which 0 is plain decoding: from an ascending table of
+    (most rows, number), beyond whose last entry batches are decoded plainly."""
+
+    def __init__(self, table: Sequence[tuple[int | None, int]]):
+        self._table = table
 
     def choose(self, num_rows: int) -> int:
         """Returns the number of the runner for a step of `num_rows` rows, including dead rows among them."""
-        raise NotImplementedError
+        return next((number for most, number in self._table if most is None or num_rows <= most), 0)
 
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
         """Notes the time of such a step (None: it was not measured) and the mean number of tokens per request."""
@@ -55,16 +58,6 @@ class Choice:
         return self
 
 
-class ByBatchSize(Choice):
-    """Chooses by an ascending table of (most rows, number); batches beyond its last entry are decoded plainly."""
-
-    def __init__(self, table: tuple[tuple[int | None, int], ...]):
-        self._table = table
-
-    def choose(self, num_rows: int) -> int:
-        return next((number for most, number in self._table if most is None or num_rows <= most), 0)
-
-
 class Fastest(Choice):
     """Chooses the number with the most tokens per second, from step times by batch size and tokens over all sizes.
 
@@ -78,13 +71,18 @@ class Fastest(Choice):
     most_tokens  of each number: the tokens that a step brings a request in the mean, at most
     most_rows    larger batches are decoded plainly; None: there is no limit
     rows         of each number: the rows of a request in a step; None: no step has to be captured
+    tokens       by number: tokens per step, and the rows that they were averaged over; None: nothing is known of them
     """
 
-    def __init__(self, most_tokens: Sequence[int], most_rows: int | None, rows: Sequence[int] | None = None):
+    def __init__(
+        self,
+        most_tokens: Sequence[int],
+        most_rows: int | None,
+        rows: Sequence[int] | None = None,
+        tokens: tuple[dict[int, float], Counter[int]] | None = None,
+    ):
         self._count, self._most_tokens, self._most_rows, self._rows = len(most_tokens), most_tokens, most_rows, rows
-        # by number: tokens per step, and rows that they were averaged over
-        self._tokens: dict[int, float] = {0: 1.0}
-        self._rows_seen: Counter[int] = Counter()
+        self._tokens, self._rows_seen = tokens or ({0: 1.0}, Counter())
         # by (batch size class, number): mean, least and expected time, steps timed and noted, steps since it was in use
         self._step_ms: dict[tuple[int, int], float] = {}
         self._least_ms: dict[tuple[int, int], float] = {}
@@ -95,9 +93,7 @@ class Fastest(Choice):
         self._too_large: dict[int, int] = {}
 
     def beside_prompts(self) -> Fastest:
-        other = Fastest(self._most_tokens, self._most_rows, self._rows)
-        other._tokens, other._rows_seen = self._tokens, self._rows_seen
-        return other
+        return Fastest(self._most_tokens, self._most_rows, self._rows, (self._tokens, self._rows_seen))
 
     def choose(self, num_rows: int) -> int:
         if self._most_rows is not None and num_rows > self._most_rows:
@@ -110,9 +106,9 @@ class Fastest(Choice):
         if not numbers:
             return max(number for number in fitting if number == 0 or self._rows[number] * num_rows <= FREE_ROWS)
         for number in numbers:
-            if self._num_seen[size, number] < PROBE_STEPS and not self._is_hopeless(size, number):
-                if self._may_win(size, number):
-                    return number
+            is_young = self._num_seen[size, number] < PROBE_STEPS
+            if is_young and not self._is_hopeless(size, number) and self._may_win(size, number):
+                return number
         best = max(numbers, key=lambda number: self._speed(size, number))
         for number in numbers:
             key = size, number
@@ -182,15 +178,9 @@ class Fastest(Choice):
         Its steps take no less than those of smaller trees, and of smaller batches, have taken. One step alone proves
         nothing: the machine may have been busy.
         """
-        noted = ((key, ms) for key, ms in self._least_ms.items() if self._num_timed[key] > 1)
-        least_ms = max(
-            (
-                ms
-                for (fewer, smaller), ms in itertools.chain(noted, self._expected_ms.items())
-                if fewer <= size and smaller <= number
-            ),
-            default=0.0,
-        )
+        known = [(key, ms) for key, ms in self._least_ms.items() if self._num_timed[key] > 1]
+        known += self._expected_ms.items()
+        least_ms = max((ms for (fewer, smaller), ms in known if fewer <= size and smaller <= number), default=0.0)
         speeds = [self._speed(size, other) for other in range(self._count) if other != number]
         return self._most_tokens[number] >= max(speeds, default=0.0) * least_ms
 

@@ -22,9 +22,10 @@ def prune(batch: Batch, proposal: Proposal, mean_nodes: int) -> Proposal:
     """Keeps the roots and the most probable drafts of the live rows, which have mean_nodes nodes in the mean."""
     tree, shape = proposal.tree, proposal.tree.retrieve_index.shape
     probs = torch.where(batch.is_live[:, None] > 0, proposal.path_probs(), torch.nan)
-    most, max_rows = (mean_nodes - 1) * batch.is_live.sum(0, keepdim=True), mean_nodes * shape[0]
-    nodes = tree.draft_tokens.view(shape), tree.tree_mask
-    tokens, mask, num_nodes = ops.prune_trees(*nodes, probs, most, max_rows=max_rows)
+    most = (mean_nodes - 1) * batch.is_live.sum(0, keepdim=True)
+    tokens, mask, num_nodes = ops.prune_trees(
+        tree.draft_tokens.view(shape), tree.tree_mask, probs, most, max_rows=mean_nodes * shape[0]
+    )
     links = ops.tree_from_mask(mask, batch.lengths, num_verify_tokens=shape[1])
     pruned = tree._replace(tree_mask=mask, draft_tokens=tokens.flatten(), **links._asdict())
     return proposal._replace(tree=pruned, num_nodes=num_nodes, path_probs=None)
@@ -51,15 +52,11 @@ class PackedNodes:
         """Returns the `attend` function of the rows; slots: [B, N] of the nodes."""
         batch, node = self._batch, self._node.clamp(max=slots.numel() - 1)
         slots = torch.where(self._is_used, slots.flatten()[node], -1)[None]
-        sizes = (self._num_nodes, self._words[node])
-        table, lengths = batch.block_table, batch.lengths
-        return RaggedAttend(
-            pool, table, lengths, self._bounds, slots, self.positions, *sizes, deterministic=deterministic
-        )
+        rows = self._bounds, slots, self.positions, self._num_nodes, self._words[node]
+        return RaggedAttend(pool, batch.block_table, batch.lengths, *rows, deterministic=deterministic)
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Returns values [R, X] of the rows as those of the nodes [B * N, X]; those of nodes without a row mean
-        nothing."""
+        """Returns values [R, X] of the rows as those of the nodes [B * N, X]; nodes without a row have any."""
         num_nodes = self._batch.is_live.numel() * self._num_nodes
         unpacked = values.new_empty(num_nodes + 1, values.shape[1])
         return unpacked.index_copy_(0, self._node, values)[:num_nodes]
@@ -102,8 +99,8 @@ class PromptRows:
         self.num_tokens, max_pages = num_tokens, state.block_table.shape[1]
         sizes = (num_tokens, num_tokens, num_tokens, num_tokens + MOST_PARTS, MOST_PARTS, MOST_PARTS, MOST_PARTS + 1)
         self.held = torch.zeros(sum(sizes) + MOST_PARTS * max_pages, dtype=torch.int64, device=state.lengths.device)
-        *fields, tables = self.held.split([*sizes, MOST_PARTS * max_pages])
-        self.tokens, self.positions, self._part_of, self.texts, self.starts, self.lasts, self.bounds = fields
+        *self._fields, tables = self.held.split([*sizes, MOST_PARTS * max_pages])
+        self.tokens, self.positions, self._part_of, self.texts, self.starts, self.lasts, self.bounds = self._fields
         self._tables = tables.view(MOST_PARTS, max_pages)
         self._pool = state.target_pool
         self.output: PromptOutput | None = None
@@ -128,10 +125,6 @@ class PromptRows:
         for table, part in zip(tables.view(self._tables.shape), parts):
             table[: len(part.pages)] = torch.tensor(part.pages, **options)
         self.held.copy_(staged, non_blocking=True)
-
-    @property
-    def _fields(self) -> tuple[Tensor, ...]:
-        return self.tokens, self.positions, self._part_of, self.texts, self.starts, self.lasts, self.bounds
 
     def attend(self) -> RaggedAttend:
         """Returns the `attend` function of these rows."""

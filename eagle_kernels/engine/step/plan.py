@@ -13,7 +13,7 @@ from ..drafters.suffix import SuffixFeed
 from ..drafters.suffix_cache import SuffixCache
 from ..models.causal_draft import CausalDraft
 from ..models.protocol import DraftModel, TargetModel, takes_rows
-from .choice import ByBatchSize, Choice, Fastest
+from .choice import Choice, Fastest
 from .runner import StepRunner
 from .stepper import Stepper, Verified
 
@@ -95,7 +95,7 @@ def plan_steps(
     most_tokens = [min(stepper.num_steps + 1, stepper.mean_nodes) for stepper in steppers]
     runners = tuple(_runner(stepper, state) for stepper in steppers)
     rows = [stepper.mean_nodes for stepper in steppers] if runners[0].uses_graphs else None
-    choice = Fastest(most_tokens, config.max_spec_batch, rows) if is_automatic else ByBatchSize(tuple(table))
+    choice = Fastest(most_tokens, config.max_spec_batch, rows) if is_automatic else Choice(table)
     return StepPlan(runners, {0: choice}, feed, config.methods)
 
 

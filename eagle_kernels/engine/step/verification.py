@@ -112,22 +112,19 @@ class TopP(Verifier):
     """
 
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
-        tree, rows = proposal.tree, _RowParams(batch, proposal)
+        tree, params = proposal.tree, _params_of_nodes(batch, proposal)
         logits = penalized(batch, tree, logits, features)
-        temperature, top_p = rows.of("temperature"), rows.of("top_p")
-        is_greedy, num_candidates = temperature < GREEDY_TEMPERATURE, self._config.max_candidate_len
+        num_candidates = self._config.max_candidate_len
         best = ops.select_top_k_tokens(logits.float(), topk=num_candidates, level=0)
-        num_kept = torch.where(is_greedy, 1, num_candidates)
+        num_kept = torch.where(params.temperature < GREEDY_TEMPERATURE, 1, num_candidates)
         if features.filters:
-            num_left = (_filtered(rows, logits) > 0).sum(-1)
-            most = torch.where(top_p < 1, 0, num_candidates)
+            num_left = (_filtered(params, logits) > 0).sum(-1)
+            most = torch.where(params.top_p < 1, 0, num_candidates)
             num_left = torch.where(num_left > num_candidates, most, num_left)
             # by each row's own filters: a row without any also keeps tokens whose probability rounds to 0
-            has_filters = (rows.of("top_k") > 0) | (top_p < 1) | (rows.of("min_p") > 0)
+            has_filters = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
             num_kept = torch.where(has_filters, num_left, num_kept)
-        own = ops.sample_from_logits(
-            logits, tree.positions + 1, rows.seeds, temperature, rows.of("top_k"), top_p, rows.of("min_p")
-        )
+        own = ops.sample_from_logits(logits, tree.positions + 1, *params)
         verdict = ops.verify_tree_topp(
             *links_of(tree),
             best.tokens,
@@ -169,7 +166,7 @@ class Rejection(Verifier):
         logits = penalized(batch, tree, logits, features)
         target: dict[str, Tensor | None] = {"target_logits": logits}
         if features.filters:
-            target = {"target_logits": None, "target_probs": _filtered(_RowParams(batch, proposal), logits)}
+            target = {"target_logits": None, "target_probs": _filtered(_params_of_nodes(batch, proposal), logits)}
         drawn_at, draft_logits = temperature, proposal.draft_logits
         if draft_logits is None:
             # drafts were chosen: the op reads no draft logits, so any will do
@@ -188,26 +185,28 @@ class Rejection(Verifier):
         return _commit(batch, verdict)
 
 
-class _RowParams:
-    """Repeats the sampling parameters of a batch for each of its nodes: [B * N]."""
+class _NodeParams(NamedTuple):
+    """Holds the sampling parameters of each node's request: [B * N]."""
 
-    def __init__(self, batch: Batch, proposal: Proposal):
-        self._batch, self._num_nodes = batch, proposal.tree.retrieve_index.shape[1]
-        self.seeds = batch.seeds.repeat_interleave(self._num_nodes)
+    seeds: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
 
-    def of(self, name: str) -> Tensor:
-        return self._batch.numbers(name).repeat_interleave(self._num_nodes)
+
+def _params_of_nodes(batch: Batch, proposal: Proposal) -> _NodeParams:
+    of_rows = batch.seeds, *map(batch.numbers, _NodeParams._fields[1:])
+    return _NodeParams(*(each.repeat_interleave(proposal.tree.retrieve_index.shape[1]) for each in of_rows))
 
 
-def _filtered(rows: _RowParams, logits: Tensor) -> Tensor:
+def _filtered(params: _NodeParams, logits: Tensor) -> Tensor:
     """Returns the target's probabilities after the filters, in plain decoding's order; 1 for the argmax if greedy."""
-    temperature = rows.of("temperature")[:, None]
-    is_greedy = temperature < GREEDY_TEMPERATURE
-    probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature), dim=-1)
-    probs = ops.top_k_renorm(probs, rows.of("top_k"))
-    probs = ops.top_p_renorm(probs, rows.of("top_p"))
-    probs = ops.min_p_renorm(probs, rows.of("min_p"))
-    best = ops.sample_from_logits(logits, rows.seeds, rows.seeds, torch.zeros_like(temperature[:, 0]))[:, None]
+    seeds, temperature, top_k, top_p, min_p = params
+    is_greedy = temperature[:, None] < GREEDY_TEMPERATURE
+    probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature[:, None]), dim=-1)
+    probs = ops.min_p_renorm(ops.top_p_renorm(ops.top_k_renorm(probs, top_k), top_p), min_p)
+    best = ops.sample_from_logits(logits, seeds, seeds, torch.zeros_like(temperature))[:, None]
     return torch.where(is_greedy, torch.zeros_like(probs).scatter_(1, best, 1.0), probs)
 
 

@@ -16,7 +16,7 @@ from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.serve import reading, scheduler
 from eagle_kernels.engine.serve.reading import FEW_STEPS, JOINT_TOKENS, Pace
 from eagle_kernels.engine.step import runner
-from eagle_kernels.engine.step.choice import ByBatchSize, Fastest
+from eagle_kernels.engine.step.choice import Choice, Fastest
 from eagle_kernels.engine.step.runner import bucket_of
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import PARAMS, make, prompt_of
@@ -94,7 +94,7 @@ def test_times_beside_prompts_are_kept_apart():
     for number, step_ms, tokens in ((0, 5.0, 1.0), (1, 25.0, 3.0)) * 8:
         beside.note(number, 2, step_ms, tokens)
     assert beside.choose(2) == 0 and choice.choose(2) == 1
-    table = ByBatchSize(((None, 1),))
+    table = Choice(((None, 1),))
     assert table.beside_prompts() is table
 
 

@@ -14,7 +14,7 @@ from eagle_kernels.engine.drafters import model_reader
 from eagle_kernels.engine.serve import memory
 from eagle_kernels.engine.serve import scheduler as serving
 from eagle_kernels.engine.serve.threads import running
-from eagle_kernels.engine.step.choice import ByBatchSize
+from eagle_kernels.engine.step.choice import Choice
 from eagle_kernels.engine.step.runner import Launch, StepRunner, bucket_of
 from op_tests.engine.engines import make
 from op_tests.engine.toys import RowWalker, WalkerHead
@@ -210,8 +210,8 @@ def test_steps_are_noted_as_they_were(lag, monkeypatch):
 
     watch(StepRunner, "run", tell("run"))
     watch(StepRunner, "catch_up", tell("catch up"))
-    watch(ByBatchSize, "note", lambda choice, *args: noted.append(args))
-    monkeypatch.setattr(ByBatchSize, "choose", lambda choice, num_rows: coin.randrange(2))
+    watch(Choice, "note", lambda choice, *args: noted.append(args))
+    monkeypatch.setattr(Choice, "choose", lambda choice, num_rows: coin.randrange(2))
     read_launch = Launch.read
     monkeypatch.setattr(Launch, "read", lambda launch: read.append((launch, read_launch(launch))) or read[-1][1])
     engine = walkers(topk=1, num_steps=2, phase_times=False, prefill_chunk=6)
