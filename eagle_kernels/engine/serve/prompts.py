@@ -18,7 +18,7 @@ from ..drafters.protocol import PromptPart
 from ..models.protocol import run_target, takes_rows
 from ..requests.request import Request
 from ..requests.sampling_params import Features
-from ..step.packed_rows import PromptRows
+from ..step.packed_rows import PromptOutput, PromptRows
 from ..step.runner import Launch
 from ..step.stepper import Stepper
 from ..step.verification import Scores, score
@@ -79,9 +79,9 @@ def scored_rows(row: Row, size: int) -> range:
     return range(max(0, first - 1 - row.num_read), min(size, len(row.request.prompt) - 1 - row.num_read))
 
 
-def take_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> list[ReadPart]:
+def take_rows(prompts: PromptRows, output: PromptOutput, parts: Sequence[tuple[Row, int]]) -> list[ReadPart]:
     """Returns the parts that the step has read in these rows; the next step overwrites them."""
-    (logits, features), read, text_begin, begin = prompts.output, [], 0, 0
+    (logits, features), read, text_begin, begin = output, [], 0, 0
     for number, (row, size) in enumerate(parts):
         text_stop, stop = text_begin + min(size + 1, len(row.request.prompt) - row.num_read), begin + size
         own = None if features is None else features[:, begin:stop]

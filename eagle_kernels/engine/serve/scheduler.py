@@ -271,7 +271,7 @@ class Scheduler:
             try:
                 prompts = reading.rows_for(parts)
                 is_known, start = runner.has_run(num_rows, features, prompts), mark(self.state.lengths.device)
-                result = runner.run(num_rows, features, prompts)
+                result, prompt_output = runner.run(num_rows, features, prompts)
                 break
             except Exception as error:
                 is_given_up = isinstance(error, torch.OutOfMemoryError) and self.plan.give_up(
@@ -289,7 +289,7 @@ class Scheduler:
         self.num_cold_steps += not is_known
         if parts:
             with self._failing_alone(*(row for row, _ in parts)):  # the step is done, whatever becomes of the prompts
-                num_read = self._take_parts(take_rows(prompts, parts))
+                num_read = self._take_parts(take_rows(prompts, prompt_output, parts))
                 reading.pace.end(start, sum(num_read), is_joint=True)
         if failed:  # one of them, or all of them together, may be to blame
             reading.note_failure([self._read_alone(part) for part in failed], in_a_step=True)

@@ -92,7 +92,6 @@ class PromptRows:
     starts, lasts      [R]             where each part begins in its prompt, and the row of its last token
     bounds             [R + 1]         the rows where each part begins and ends
     held               all of these; zeros are no part
-    output             of the last step with these rows
     """
 
     def __init__(self, num_tokens: int, state: BatchState):
@@ -103,7 +102,6 @@ class PromptRows:
         self.tokens, self.positions, self._part_of, self.texts, self.starts, self.lasts, self.bounds = self._fields
         self._tables = tables.view(MOST_PARTS, max_pages)
         self._pool = state.target_pool
-        self.output: PromptOutput | None = None
 
     def fill(self, parts: Sequence[Part]) -> None:
         """Writes the parts, at most R with at most P tokens; the host does not wait for the device."""

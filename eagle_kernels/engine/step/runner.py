@@ -15,9 +15,9 @@ from ..batch.state import BatchState
 from ..batch.transfer import to_host
 from ..models.protocol import ModelError
 from ..requests.sampling_params import Features
-from .packed_rows import PromptOutput, PromptRows
+from .packed_rows import PromptRows
 from .phases import Mark, PhaseTimer, elapsed_ms, mark, synchronize
-from .stepper import Stepper, StepResult
+from .stepper import Stepped, Stepper, StepResult
 
 
 def buckets(most: int) -> list[int]:
@@ -42,8 +42,7 @@ class StepGraph(NamedTuple):
     """Holds a captured step, and what a replay overwrites."""
 
     graph: torch.cuda.CUDAGraph
-    result: StepResult
-    prompt_output: PromptOutput | None
+    result: Stepped
     timer: PhaseTimer
 
 
@@ -76,16 +75,14 @@ class StepRunner:
         kind = self._kind(num_rows, features, prompts)
         return kind in self._graphs or kind in self._have_run
 
-    def run(self, num_rows: int, features: Features, prompts: PromptRows | None = None) -> StepResult:
+    def run(self, num_rows: int, features: Features, prompts: PromptRows | None = None) -> Stepped:
         """Steps at least the first `num_rows` rows, and reads prompts; the next run overwrites the results."""
         kind = self._kind(num_rows, features, prompts)
         if not self.uses_graphs:
             result = self._step(kind._replace(num_rows=num_rows), prompts)
             self._have_run.add(kind)
             return result
-        graph, result, prompt_output, self._timer = self._captured(kind, prompts)
-        if prompts is not None:
-            prompts.output = prompt_output
+        graph, result, self._timer = self._captured(kind, prompts)
         graph.replay()
         return result
 
@@ -140,19 +137,19 @@ class StepRunner:
         """Returns the times of the phases of the last step, which the device must have finished."""
         return self._timer.read_ms()
 
-    def _step(self, kind: StepKind, prompts: PromptRows | None, is_captured: bool = False) -> StepResult:
+    def _step(self, kind: StepKind, prompts: PromptRows | None, is_captured: bool = False) -> Stepped:
         self._timer = PhaseTimer(self.stepper.target.device, is_captured, is_on=self.stepper.config.phase_times)
         return self.stepper.step(self._state, kind.num_rows, kind.features, self._timer, prompts)
 
     def _captured(self, kind: StepKind, prompts: PromptRows | None) -> StepGraph:
         if kind not in self._graphs:
             graph, result = self._record(lambda is_captured: self._step(kind, prompts, is_captured), prompts, "a step")
-            self._graphs[kind] = StepGraph(graph, result, None if prompts is None else prompts.output, self._timer)
+            self._graphs[kind] = StepGraph(graph, result, self._timer)
         return self._graphs[kind]
 
     def _record(
-        self, run: Callable[[bool], StepResult | None], prompts: PromptRows | None, what: str
-    ) -> tuple[torch.cuda.CUDAGraph, StepResult | None]:
+        self, run: Callable[[bool], Any], prompts: PromptRows | None, what: str
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Captures what `run(True)` launches, after a first `run(False)`; `what` names it in an error."""
         # The first run compiles kernels and lets libraries allocate; live rows would be changed by it.
         with _all_dead(self._state, prompts):
@@ -219,11 +216,9 @@ class Launch:
         prompt_tokens: int = 0,
     ):
         device = result.tokens.device
-        self._is_gpu = device.type == "cuda"
-        if self._is_gpu:
-            result = StepResult(*(None if tensor is None else to_host(tensor) for tensor in result))
+        self._is_gpu, self._result = device.type == "cuda", [part if part is None else to_host(part) for part in result]
         self.rows, self.number, self.prompt_tokens = rows, number, prompt_tokens
-        self._result, self._start, self._end = result, start, mark(device)
+        self._start, self._end = start, mark(device)
 
     @property
     def is_done(self) -> bool:
@@ -240,12 +235,8 @@ class Launch:
         if self._is_gpu:
             self._end.synchronize()
         tokens, *scores = (None if part is None else part.tolist() for part in self._result)
+        brought = [[token for token in tokens[index] if token >= 0] for index, _ in self.rows]
         return [
-            (row, StepResult(_before_padding(tokens[index]), *(part and part[index] for part in scores)))
-            for index, row in self.rows
+            (row, StepResult(own, *(part and part[index] for part in scores)))
+            for own, (index, row) in zip(brought, self.rows)
         ]
-
-
-def _before_padding(tokens: list[int]) -> list[int]:
-    """Returns a row's tokens before the first -1."""
-    return tokens[: tokens.index(-1)] if tokens[-1] < 0 else tokens

@@ -44,6 +44,10 @@ class StepResult(NamedTuple):
     top_logprobs: Tensor | None = None
 
 
+# with what the target's pass made of parts of prompts
+Stepped = tuple[StepResult, PromptOutput | None]
+
+
 class Verified(NamedTuple):
     """Holds a step's trees and the verdict on them, before the batch changes: the argument of `on_tree`.
 
@@ -84,10 +88,9 @@ class Stepper:
         self._model = None if reader is None else reader.model
         self.aux_layers = () if reader is None else self._model.aux_layers
         self.num_steps, self.num_nodes = drafter.num_steps, drafter.num_nodes
+        mean = config.mean_draft_tokens
         # of a request in the mean; those of a batch are shared out by what they are worth if that is less
-        self.mean_nodes = (
-            self.num_nodes if config.mean_draft_tokens is None else min(config.mean_draft_tokens, self.num_nodes)
-        )
+        self.mean_nodes = self.num_nodes if mean is None else min(mean, self.num_nodes)
         if self.mean_nodes < self.num_nodes and not takes_rows(target):
             rule = "be None for a target whose forward does not take last_rows: trees of different sizes are one batch"
             raise ModelError(f"EAGLEInference: mean_draft_tokens must {rule}")
@@ -112,10 +115,11 @@ class Stepper:
         features: Features,
         timer: PhaseTimer,
         prompts: PromptRows | None = None,
-    ) -> StepResult:
+    ) -> Stepped:
         """Advances the live rows among the first `num_rows` by their accepted drafts and one token of the target.
 
-        prompts: parts of prompts that the target reads in the same pass, if it `reads_several`.
+        prompts: parts of prompts that the target reads in the same pass, if it `reads_several`; what it makes of them
+        is returned as well.
         """
         with timer.phase("draft"):
             max_length = None if self.drafter.reader is None else self._model.max_length
@@ -124,7 +128,7 @@ class Stepper:
             if self.mean_nodes < self.num_nodes:
                 proposal = prune(batch, proposal, self.mean_nodes)
         with timer.phase("verify"):
-            logits, target_features = self._run_target(batch, proposal, prompts)
+            logits, target_features, prompt_output = self._run_target(batch, proposal, prompts)
         with timer.phase("sample"):
             kept = without_early_ends(batch, proposal.tree, logits, features)
             committed = self._verifier.verify(batch, proposal, kept, features)
@@ -154,7 +158,7 @@ class Stepper:
             # dead rows have -1, which is no token
             torch.clamp(committed.bonus_tokens, min=0, out=batch.roots)
             batch.lengths.copy_(committed.new_seq_lens)
-        return result
+        return result, prompt_output
 
     def draw_first(
         self, logits: Tensor, state: BatchState, rows: Tensor, lengths: Tensor, features: Features
@@ -175,8 +179,11 @@ class Stepper:
         drawn = drawn._replace(tokens=drawn.predicts.to(torch.int64)[:, None])
         return _result(logits, torch.arange(len(logits), device=logits.device)[:, None], drawn, features)
 
-    def _run_target(self, batch: Batch, proposal: Proposal, prompts: PromptRows | None) -> tuple[Tensor, Tensor]:
-        """Returns logits [B * N, V] and features [B, N, F] of all nodes; their KV goes after the committed prefix."""
+    def _run_target(
+        self, batch: Batch, proposal: Proposal, prompts: PromptRows | None
+    ) -> tuple[Tensor, Tensor, PromptOutput | None]:
+        """Returns logits [B * N, V] and features [B, N, F] of all nodes, whose KV goes after the committed prefix, and
+        what the same pass makes of prompts."""
         shape, tree = (len(batch), self.num_nodes), proposal.tree
         # Drafts past the last position are never kept (the token limit comes first) but must not index out of range.
         positions = tree.positions.view(shape).clamp(max=self.target.max_length - 1)
@@ -196,20 +203,20 @@ class Stepper:
             attend = DecodeAttend(pool, table, batch.lengths, slots, **options)
         if prompts is None:
             logits, features = run_target(self.target, tokens, positions, attend, self.aux_layers)
-            logits = logits.flatten(0, 1)
+            logits, prompt_output = logits.flatten(0, 1), None
         else:
-            logits, features = self._run_with(prompts, tokens, positions, attend)
+            logits, features, prompt_output = self._run_with(prompts, tokens, positions, attend)
         if nodes is not None:
             logits = nodes.unpack(logits)
             features = None if features is None else nodes.unpack(features[0]).unflatten(0, shape)
         if features is None:
             features = logits.new_zeros(*shape, 0)
-        return logits, features
+        return logits, features, prompt_output
 
     def _run_with(
         self, prompts: PromptRows, tokens: Tensor, positions: Tensor, attend: TreeAttend | DecodeAttend | RaggedAttend
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns logits [B * N, V] and features [B, N, F] of nodes [B, N], after a pass that reads prompts as well."""
+    ) -> tuple[Tensor, Tensor | None, PromptOutput]:
+        """Returns logits [B * N, V] and features [B, N, F] of nodes [B, N], and what the same pass makes of prompts."""
         shape, num_nodes = tokens.shape, tokens.numel()
         rows = torch.arange(num_nodes, device=tokens.device)
         logits, features = run_target(
@@ -221,8 +228,8 @@ class Stepper:
             last_rows=torch.cat([rows, num_nodes + prompts.lasts]),
         )
         ours, theirs = (None, None) if features is None else features.split([num_nodes, prompts.num_tokens], dim=1)
-        prompts.output = PromptOutput(logits[0, num_nodes:], theirs)
-        return logits[0, :num_nodes], None if ours is None else ours[0].unflatten(0, shape)
+        ours = None if ours is None else ours[0].unflatten(0, shape)
+        return logits[0, :num_nodes], ours, PromptOutput(logits[0, num_nodes:], theirs)
 
 
 def _result(logits: Tensor, rows: Tensor, drawn: Committed, features: Features) -> StepResult:
