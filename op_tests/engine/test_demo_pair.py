@@ -13,7 +13,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, ops
 from eagle_kernels.engine.batch.kv_pool import TreeAttend
-from eagle_kernels.engine.drafters.model_reader import ModelReader
+from eagle_kernels.engine.drafters.readers import ModelReader
 from eagle_kernels.engine.models.loading import demo_pair
 from op_tests.engine.toys import plain_logits
 

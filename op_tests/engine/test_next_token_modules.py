@@ -9,7 +9,7 @@ pytest.importorskip("safetensors")
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
-from eagle_kernels.engine.drafters.module_reader import ModuleReader
+from eagle_kernels.engine.drafters.readers import ModuleReader
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from eagle_kernels.reference.causal_attend import causal_attend

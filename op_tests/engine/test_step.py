@@ -10,7 +10,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.batch.kv_pool import TreeAttend
-from eagle_kernels.engine.drafters import model_reader
+from eagle_kernels.engine.drafters import readers
 from eagle_kernels.engine.step import phases as timing
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.toys import ToyModel, random_llama, random_modules
@@ -39,7 +39,7 @@ def test_draft_slots_have_the_positions_of_the_rows_that_wrote_them(monkeypatch,
                 assert torch.equal(key_positions, torch.cat([before, positions], dim=1))
                 levels.append(key_positions)
 
-    monkeypatch.setattr(model_reader, "TreeAttend", Watched)
+    monkeypatch.setattr(readers, "TreeAttend", Watched)
     toy = ToyModel(device=device)
     EAGLEInference(toy, toy, EAGLEConfig(topk=3, num_steps=4, cuda_graph=False)).generate([[1, 2, 3], [4]], 8)
     assert len(levels) > 3

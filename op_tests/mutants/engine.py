@@ -253,7 +253,7 @@ MUTANTS = [
     ),
     Mutant(
         "a tokenizer with the ids of the last model alone",
-        [(ENGINE + "models/tokenizer.py", "max(tokenizer.num_ids, num_ids)", "num_ids")],
+        [(_CHAT, "max(self.num_ids, num_ids)", "num_ids")],
         ["op_tests/engine/test_tokenizer.py::test_a_tokenizer_has_the_ids_of_every_model_that_it_was_given_to"],
     ),
     Mutant(
@@ -330,7 +330,7 @@ MUTANTS = [
     ),
     Mutant(
         "a draft that catches up past its last position",
-        [(ENGINE + "drafters/model_reader.py", "memory, model.max_length)", "memory, model.max_length + 9)")],
+        [(ENGINE + "drafters/readers.py", "memory, model.max_length)", "memory, model.max_length + 9)")],
         _LAST,
     ),
     Mutant(

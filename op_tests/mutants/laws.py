@@ -232,12 +232,8 @@ MUTANTS = [
     Mutant(
         "min-p before top-p, rejection",
         [(ENGINE + "step/verification.py",
-          """    probs = ops.top_p_renorm(probs, rows.of("top_p"))
-    probs = ops.min_p_renorm(probs, rows.of("min_p"))
-""",
-          """    probs = ops.min_p_renorm(probs, rows.of("min_p"))
-    probs = ops.top_p_renorm(probs, rows.of("top_p"))
-""")],
+          "ops.min_p_renorm(ops.top_p_renorm(ops.top_k_renorm(probs, top_k), top_p), min_p)",
+          "ops.top_p_renorm(ops.min_p_renorm(ops.top_k_renorm(probs, top_k), min_p), top_p)")],
         [f"{_EXACT}test_lossless_strategies_have_exactly_the_law", f"{_EXACT}test_lossy_strategies_go_by_the_same_law"],
     ),
     both(

@@ -12,10 +12,9 @@ from ..batch.state import Batch
 from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel
 from .model_drafter import ModelDrafter, SampledDrafter
-from .model_reader import ModelReader
-from .module_reader import ModuleReader
 from .ngram import HybridDrafter, NgramDrafter
 from .protocol import Drafter, Proposal, Reader, root_only, tree_of
+from .readers import ModelReader, ModuleReader
 from .suffix import SuffixDrafter, SuffixFeed
 
 # the fields of a tree that depend on its drafts
@@ -77,7 +76,6 @@ class NaiveDrafter(Drafter):
             super().__init__(config)
 
     def propose(self, batch: Batch) -> Proposal:
-        """See `Drafter`."""
         if self._config is None:
             return Proposal(root_only(batch.roots, batch.lengths))
         none = batch.roots.new_full((len(batch), self.num_nodes - 1), -1)
@@ -98,7 +96,6 @@ class MixedDrafter(Drafter):
         self.reads_history = any(part.reads_history for part in parts)
 
     def propose(self, batch: Batch) -> Proposal:
-        """See `Drafter`."""
         method = batch.state.methods[batch.rows]
         proposals = [drafter.propose(batch) for drafter in self.parts]
         tree = proposals[0].tree

@@ -22,7 +22,6 @@ class ModelDrafter(Drafter):
         self.reader, self.num_slots = reader, max(self.num_nodes, reader.num_slots)
 
     def propose(self, batch: Batch) -> Proposal:
-        """See `Drafter`."""
         tree, places = self._draft(batch)
         links = ops.BuildTreeOutput(*tree[: len(ops.BuildTreeOutput._fields)])
         return Proposal(links, path_probs=lambda: places.path_probs(tree.top_scores_index))

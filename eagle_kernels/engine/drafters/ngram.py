@@ -21,7 +21,6 @@ class NgramDrafter(Drafter):
     reads_history = True
 
     def propose(self, batch: Batch) -> Proposal:
-        """See `Drafter`."""
         found = match(batch, self._config, self.num_nodes - 1, self.num_steps, self._config.max_ngram_size)
         return Proposal(tree_of(batch, found.tokens, found.parents, self._config))
 
@@ -69,7 +68,6 @@ class HybridDrafter(ModelDrafter):
         self.num_slots = max(self.num_nodes, self.num_slots)
 
     def propose(self, batch: Batch) -> Proposal:
-        """See `Drafter`."""
         config = self._whole
         drafted, places = self._draft(batch)
         tokens = drafted.draft_tokens.view_as(drafted.retrieve_index)[:, 1:]

@@ -60,7 +60,6 @@ class SuffixDrafter(Drafter):
         self._feed = feed
 
     def propose(self, batch: Batch) -> Proposal:
-        """See `Drafter`."""
         offers, rows, history = self._feed.offers, batch.rows, batch.state.history[batch.rows]
         places = offers.bases[rows, None] + torch.arange(1, self._feed.most_tokens + 1, device=history.device)
         is_since = places <= batch.lengths[:, None]

@@ -45,12 +45,16 @@ class ChatTemplate:
 class Chats:
     """Gives a tokenizer `encode_chat`.
 
-    num_ids    how many ids the model has
+    num_ids    how many ids the model has, if more than the tokenizer
     read_chat  returns its chat template, if it has one
     """
 
-    num_ids: int
-    read_chat: Callable[[], ChatTemplate | None] | None
+    def __init__(self, vocab_size: int, num_ids: int, read_chat: Callable[[], ChatTemplate | None] | None) -> None:
+        self.vocab_size, self.num_ids, self.read_chat = vocab_size, max(num_ids, vocab_size), read_chat
+
+    def allow(self, num_ids: int) -> None:
+        """Takes more ids than the folder said, if the model has them."""
+        self.num_ids = max(self.num_ids, num_ids)
 
     @property
     def chat(self) -> ChatTemplate | None:
@@ -113,16 +117,13 @@ def _compiled(source: str) -> tuple[Any, set[str]]:
 
 
 class FolderChat:
-    """Returns the chat template of a folder, which is read once. A copy in another process reads it anew."""
+    """Returns the chat template of a folder, which is read once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __call__(self) -> ChatTemplate | None:
         return self._template
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_folder": self._folder}
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
@@ -174,33 +175,23 @@ def _sources(value: Any) -> dict[str, str]:
     return dict(sources)
 
 
-def read_conversations(messages: Any, caller: str) -> tuple[list[list[dict[str, Any]]], bool]:
-    """Returns conversations whose messages have been checked, and whether a single one came by itself."""
-    if not isinstance(messages, (list, tuple)):
-        raise ValueError(f"{caller}: messages must be {_FORM}, got {shown(messages)}")
-    is_single = not (messages and all(isinstance(each, (list, tuple)) for each in messages))
-    conversations = [messages] if is_single else messages
-    return [_read_messages(each, caller) for each in conversations], is_single
-
-
-def _read_messages(messages: Sequence[Any], caller: str) -> list[dict[str, Any]]:
+def _read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the messages of a conversation, which it checks, without what says nothing."""
     if not messages:
-        raise ValueError(f"{caller}: messages must hold at least one message, got {shown(messages)}")
+        raise ValueError(f"encode_chat: messages must hold at least one message, got {shown(messages)}")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(f"{caller}: messages must be {_FORM}, but message {index} is {shown(message)}")
-        if not (isinstance(message.get("role"), str) and message["role"]):
-            raise ValueError(f"{caller}: role of message {index} must be a text, got {shown(message.get('role'))}")
-        content = message.get("content")
-        is_content = isinstance(content, str) or (
-            isinstance(content, (list, tuple)) and content and all(isinstance(part, Mapping) for part in content)
-        )
-        if not (is_content or (content is None and message.get("tool_calls"))):
+            raise ValueError(f"encode_chat: messages must be {_FORM}, but message {index} is {shown(message)}")
+        role, content = message.get("role"), message.get("content")
+        if not (isinstance(role, str) and role):
+            raise ValueError(f"encode_chat: role of message {index} must be a text, got {shown(role)}")
+        is_parts = isinstance(content, (list, tuple)) and content and all(isinstance(part, Mapping) for part in content)
+        if not (isinstance(content, str) or is_parts or (content is None and message.get("tool_calls"))):
             rule = "be a text or a list of parts (dicts)"
-            raise ValueError(f"{caller}: content of message {index} must {rule}, got {shown(content)}")
+            raise ValueError(f"encode_chat: content of message {index} must {rule}, got {shown(content)}")
         fault = utf8_fault(content) if isinstance(content, str) else None
         if fault is not None:
-            raise ValueError(f"{caller}: content of message {index} must be UTF-8, {fault}")
+            raise ValueError(f"encode_chat: content of message {index} must be UTF-8, {fault}")
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
@@ -208,7 +199,10 @@ def encode_chat(
     tokenizer: Any, messages: Any, add_generation_prompt: bool, variables: dict[str, Any]
 ) -> list[int] | list[list[int]]:
     """Returns the ids of a conversation, or of each of several; see `EAGLEInference.encode_chat`."""
-    conversations, is_single = read_conversations(messages, "encode_chat")
+    if not isinstance(messages, (list, tuple)):
+        raise ValueError(f"encode_chat: messages must be {_FORM}, got {shown(messages)}")
+    is_single = not (messages and all(isinstance(each, (list, tuple)) for each in messages))
+    conversations = [_read_messages(each) for each in ([messages] if is_single else messages)]
     encode = getattr(tokenizer, "encode_chat", None)
     if encode is None:
         raise ValueError(f"encode_chat: {type(tokenizer).__name__} has no method encode_chat; write the prompt as text")

@@ -62,18 +62,13 @@ ReadChat = Callable[[], ChatTemplate | None]
 
 
 class ByteTokenizer(Chats):
-    """Encodes text as its bytes in UTF-8, which are ids 0..255; 256 is `<|endoftext|>`, which separates texts.
+    """Encodes text as its bytes in UTF-8, which are ids 0..255; 256 is `<|endoftext|>`, which separates texts."""
 
-    num_ids    how many ids the model has, if more
-    read_chat  returns its chat template, if it has one
-    """
-
-    vocab_size = 257
     eos_token_ids: tuple[int, ...] = (256,)
     special_tokens: Mapping[int, str] = MappingProxyType({256: "<|endoftext|>"})
 
     def __init__(self, num_ids: int = 257, read_chat: ReadChat | None = None) -> None:
-        self.num_ids, self.read_chat = max(num_ids, self.vocab_size), read_chat
+        super().__init__(257, num_ids, read_chat)
 
     def encode(self, text: str) -> list[int]:
         return list(_checked_text(text).encode("utf-8"))
@@ -135,21 +130,15 @@ def _checked_ids(token_ids: Sequence[int], num_ids: int) -> list[int]:
 
 
 class FileTokenizer(Chats):
-    """Encodes by a `tokenizers.Tokenizer`, such as that of a Hugging Face `tokenizer.json`.
-
-    num_ids    how many ids the model has, if more
-    read_chat  returns its chat template, if it has one
-    """
+    """Encodes by a `tokenizers.Tokenizer`, such as that of a Hugging Face `tokenizer.json`."""
 
     def __init__(
         self, backend: Any, eos_token_ids: tuple[int, ...], num_ids: int = 0, read_chat: ReadChat | None = None
     ) -> None:
         backend.no_padding()  # some files have settings of training, which would cut a prompt or fill it
         backend.no_truncation()
-        self._tokenizer, self.read_chat = backend, read_chat
-        self.vocab_size: int = backend.get_vocab_size()
-        self.num_ids = max(num_ids, self.vocab_size)
-        self.eos_token_ids = eos_token_ids
+        super().__init__(backend.get_vocab_size(), num_ids, read_chat)
+        self._tokenizer, self.eos_token_ids = backend, eos_token_ids
         added = backend.get_added_tokens_decoder()
         self.special_tokens = {token_id: token.content for token_id, token in added.items() if token.special}
         self._chain = Chain.of(backend.decoder, self._token_of)
@@ -174,17 +163,12 @@ class FileTokenizer(Chats):
 
 
 class PythonTokenizer(Chats):
-    """Encodes by a tokenizer of transformers that is written in Python.
-
-    num_ids  how many ids the model has, if more
-    """
+    """Encodes by a tokenizer of transformers that is written in Python."""
 
     def __init__(self, tokenizer: Any, num_ids: int = 0) -> None:
-        self._tokenizer, self.vocab_size = tokenizer, len(tokenizer)
-        self.num_ids = max(num_ids, self.vocab_size)
-        self.eos_token_ids = _end_of(tokenizer)
+        super().__init__(len(tokenizer), num_ids, partial(chat_template_of, tokenizer))
+        self._tokenizer, self.eos_token_ids = tokenizer, _end_of(tokenizer)
         self.special_tokens = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
-        self.read_chat = partial(chat_template_of, tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(_checked_text(text)))
@@ -251,7 +235,7 @@ def as_tokenizer(tokenizer: Any, num_ids: int, caller: str) -> Tokenizer:
 
     if has(*_MEMBERS):
         if isinstance(tokenizer, Chats):  # ours; the model may have more ids than its folder said
-            tokenizer.num_ids = max(tokenizer.num_ids, num_ids)
+            tokenizer.allow(num_ids)
         return tokenizer
     if has("backend_tokenizer", "special_tokens_map"):  # of transformers
         backend, chat = tokenizer.backend_tokenizer, partial(chat_template_of, tokenizer)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from eagle_kernels import SamplingParams
-from eagle_kernels.engine.drafters import model_reader
+from eagle_kernels.engine.drafters import readers
 from eagle_kernels.engine.serve import memory
 from eagle_kernels.engine.serve import scheduler as serving
 from eagle_kernels.engine.serve.threads import running
@@ -198,7 +198,7 @@ def test_steps_are_noted_as_they_were(lag, monkeypatch):
     """Their rows, tokens and times, those of the first of a kind excepted; and drafts catch up where it is time to."""
     events, read, noted, coin = [], [], [], random.Random(lag)
     monkeypatch.setattr(serving, "host_lag", lambda device: lag)
-    for module in (serving, model_reader):
+    for module in (serving, readers):
         monkeypatch.setattr(module, "CATCH_UP_EVERY", 3)
 
     def watch(owner, name, tell):
