@@ -222,7 +222,7 @@ MUTANTS = [
     ),
     Mutant(
         "one step alone rules a tree out",
-        [(_CHOICE, "if self._num_timed[key] > 1)", "if self._num_timed[key] > 0)")],
+        [(_CHOICE, "if self._num_timed[key] > 1]", "if self._num_timed[key] > 0]")],
         [_CHOSEN + "one_busy_step_decides_nothing"],
     ),
     Mutant(
@@ -308,13 +308,13 @@ MUTANTS = [
     ),
     Mutant(
         "no limit on requests beside prompts",
-        [(_CHOICE, "Fastest(self._most_tokens, self._most_rows, self._rows)",
-          "Fastest(self._most_tokens, None, self._rows)")],
+        [(_CHOICE, "Fastest(self._most_tokens, self._most_rows, self._rows,",
+          "Fastest(self._most_tokens, None, self._rows,")],
         [_CHOSEN + "limits_on_requests_hold_to_one_request[automatic-2]"],
     ),
     Mutant(
         "means of tokens over rows of other steps",
-        [(_CHOICE, "other._tokens, other._rows_seen = self._tokens, self._rows_seen", "other._tokens = self._tokens")],
+        [(_CHOICE, "(self._tokens, self._rows_seen))", "(self._tokens, Counter()))")],
         [_CHOSEN + "what_steps_with_and_without_prompts_tell_each_other"],
     ),
     Mutant(
