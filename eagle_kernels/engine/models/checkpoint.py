@@ -12,7 +12,7 @@ import re
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ class Checkpoint:
     """Reads the tensors of a folder: of `model.safetensors` or `pytorch_model.bin`, or of its shards.
 
     `tensors` maps the name that the module has for a tensor to its header. Only these are read: callers delete those
-    that the module lacks, and rename those whose names in the file differ.
+    that the module lacks, and `rename` those whose names in the file differ.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -90,6 +90,17 @@ class Checkpoint:
                     if not name.endswith("rotary_emb.inv_freq"):
                         header = file.get_slice(name)
                         self.tensors[name] = StoredTensor(file_name, name, header.get_shape(), header.get_dtype())
+
+    def rename(self, new_name: Callable[[str], str | None]) -> None:
+        """Gives each tensor the module's name for it; drops those that have none."""
+        renamed: dict[str, StoredTensor] = {}
+        for name, stored in self.tensors.items():
+            ours = new_name(name)
+            if ours in renamed:
+                raise ModelError(f"tensor {brief(name)}: another tensor stands for {brief(ours)} already")
+            if ours is not None:
+                renamed[ours] = stored
+        self.tensors = renamed
 
     def check_layers(self, config: dict[str, Any], field: str, prefix: str) -> None:
         """Refuses a number of layers that differs from that of the tensors `prefix`0, `prefix`1, ..."""

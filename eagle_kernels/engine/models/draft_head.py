@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -133,13 +133,13 @@ class DraftHead(ConfiguredModel):
             raise ModelError("the head reads the target's last feature: there are no aux layers to choose")
         if len(aux_layers) != self.config.num_aux_layers:
             raise ModelError(f"aux_layers must be {self.config.num_aux_layers} indices, got {list(aux_layers)}")
-        self.config.aux_layers = tuple(aux_layers)
+        self.config = replace(self.config, aux_layers=tuple(aux_layers))
 
     def bind(self, target: TargetModel) -> DraftHead:
         """Checks that the head fits the target, takes missing aux layers and parts from it, and returns the head."""
         for misfit in self.misfits(target):
             raise ModelError(misfit)
-        self.config.aux_layers = self._aux_layers_for(target)
+        self.config = replace(self.config, aux_layers=self._aux_layers_for(target))
         for part, (_, getter) in _SHARED_PARTS.items():
             if getattr(self, part) is None:
                 self._shared[part] = getattr(target, getter)()

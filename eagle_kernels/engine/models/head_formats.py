@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from ...runtime.values import is_integer, shown
-from .checkpoint import StoredTensor, brief
+from .checkpoint import brief
 from .decoder_config import (
     FAMILIES,
     MOST_LAYERS,
@@ -184,23 +184,15 @@ def tell_other_kind(config: dict[str, Any]) -> str:
     return f"a model of another kind ({', '.join(told)})"
 
 
-def rename(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Returns the draft's tensors by our names."""
-    changes = [("model.", ""), *form.tensor_names]
-    if kind == "EAGLE-3":
-        changes.append(("layers.0.", "midlayer."))
-    renamed: dict[str, StoredTensor] = {}
-    for name, stored in tensors.items():
-        if kind == "MTP" and not name.startswith(MODULE_PREFIX):
-            continue  # it is the target's
-        ours = name
-        for theirs, new in changes:
-            if ours.startswith(theirs):
-                ours = new + ours.removeprefix(theirs)
-        if ours in renamed:
-            raise ModelError(f"tensor {brief(name)}: another tensor stands for {brief(ours)} already")
-        renamed[ours] = stored
-    return renamed
+def our_name(form: HeadFormat, kind: str, name: str) -> str | None:
+    """Returns our name of a draft's tensor; None for one of the target."""
+    if kind == "MTP" and not name.startswith(MODULE_PREFIX):
+        return None
+    own = (("layers.0.", "midlayer."),) if kind == "EAGLE-3" else ()
+    for theirs, ours in (("model.", ""), *form.tensor_names, *own):
+        if name.startswith(theirs):
+            name = ours + name.removeprefix(theirs)
+    return name
 
 
 def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:

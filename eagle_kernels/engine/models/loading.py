@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,28 +84,25 @@ def load_target(
         if read_model_type(content) not in FAMILIES:
             device = torch.device("cpu") if device.type == "meta" else device
             return _load_through_transformers(folder, content, checkpoint, device, dtype, check_weights)
-        tensors = checkpoint.tensors
-        for name in [name for name in tensors if name.startswith(head_formats.MODULE_PREFIX)]:
-            del tensors[name]  # they are a draft, see `load_draft`
-        if "embed_tokens.weight" in tensors:  # of a model that was saved without its output
-            own = {name: name if name.startswith("lm_head.") else f"model.{name}" for name in tensors}
-            checkpoint.tensors = tensors = {own[name]: stored for name, stored in tensors.items()}
+        # the modules are a draft, see `load_draft`
+        checkpoint.rename(lambda name: None if name.startswith(head_formats.MODULE_PREFIX) else name)
+        if "embed_tokens.weight" in checkpoint.tensors:  # of a model that was saved without its output
+            checkpoint.rename(lambda name: name if name.startswith("lm_head.") else f"model.{name}")
         checkpoint.check_layers(content, "num_hidden_layers", "model.layers.")
         config = DecoderConfig.from_dict(content)
         checkpoint.check_sizes(config)
         both = ("model.embed_tokens.weight", "lm_head.weight")
-        if config.tie_word_embeddings and tensors.keys() >= {*both} and device.type != "meta":
-            config.tie_word_embeddings = torch.equal(*map(checkpoint.get, both))
-            if not config.tie_word_embeddings:  # as transformers 5 reads it
-                _logger.warning(
-                    "%s: lm_head.weight is not the embedding, although config.json ties them: it is used", folder
-                )
+        if config.tie_word_embeddings and checkpoint.tensors.keys() >= {*both} and device.type != "meta":
+            if not torch.equal(*map(checkpoint.get, both)):  # as transformers 5 reads it
+                told = "lm_head.weight is not the embedding, although config.json ties them: it is used"
+                _logger.warning("%s: %s", folder, told)
+                config = replace(config, tie_word_embeddings=False)
         with torch.device("meta"):
             target = Decoder(config)
         if config.tie_word_embeddings:
             # allocates the shared weight once, and reads it once if the checkpoint holds it twice
             target.lm_head.weight = None
-            tensors.pop("lm_head.weight", None)
+            checkpoint.tensors.pop("lm_head.weight", None)
         checkpoint.fill(target, device, dtype, check_weights)
         target.tie_weights()
         return target
@@ -299,7 +298,8 @@ def read_head(
         form = head_formats.NEXT_TOKEN_MODULES if kind == "MTP" else head_formats.recognise(config)
         if kind == "MTP":  # config.json is the target's
             checkpoint.check_layers(config, "num_hidden_layers", "model.layers.")
-        checkpoint.tensors = tensors = head_formats.rename(form, kind, checkpoint.tensors)
+        checkpoint.rename(partial(head_formats.our_name, form, kind))
+        tensors = checkpoint.tensors
         for name in ("d2t", "t2d"):
             if name in tensors and 0 in tensors[name].shape:
                 del tensors[name]  # an empty mapping says nothing
