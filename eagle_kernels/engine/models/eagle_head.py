@@ -65,26 +65,34 @@ class EagleConfig(HeadConfig):
             raise ModelError(f"config.json: target_hidden_size {rule}, got {self.target_hidden_size}")
 
 
-class EagleLayer(nn.Module):
-    """Computes the only layer: a Llama layer whose attention reads (embedding, hidden) pairs and adds to hidden."""
+class HeadLayer(nn.Module):
+    """Computes a Llama layer without input_layernorm. [B, T, H] and the attention's [B, T, input_size] -> [B, T, H]."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: HeadConfig, input_size: int) -> None:
         super().__init__()
-        self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, input_size=2 * config.hidden_size)
+        self.self_attn = Attention(config, input_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        hidden = residual + self.self_attn(self.pair(embedding, normed), angles, attend, layer=0)
+    def forward(self, residual: Tensor, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        hidden = residual + self.self_attn(x, angles, attend, layer=0)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
-    def pair(self, embedding: Tensor, normed: Tensor) -> Tensor:
-        return torch.cat((self.input_layernorm(embedding), normed), dim=-1)
+
+class EagleLayer(HeadLayer):
+    """Computes the layer of EAGLE-3, whose attention reads (embedding, hidden) pairs and adds to hidden."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config, input_size=2 * config.hidden_size)
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the residual and the input of attention."""
+        normed = self.hidden_norm(hidden)
+        pair = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
+        return normed if self.norm_before_residual else hidden, pair
 
 
 class EagleHead(DraftHead):
@@ -117,15 +125,14 @@ class EagleHead(DraftHead):
         """See `protocol.DraftModel.forward`; F is len(aux_layers)·target_hidden_size, or hidden_size when fed back."""
         if from_target:
             hidden = self._fuse(hidden)
-        out = self.midlayer(self.embed(input_ids), hidden, self.rotary(positions), attend)
+        out = self.midlayer(*self.midlayer.enter(self.embed(input_ids), hidden), self.rotary(positions), attend)
         normed = self.norm(out)
         return DraftOutput(self.project(normed), normed if self.config.norm_output else out)
 
     def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:
         """See `protocol.DraftModel`."""
-        layer, embedding = self.midlayer, self.embed(input_ids)
-        pair = layer.pair(embedding, layer.hidden_norm(self._fuse(hidden)))
-        layer.self_attn.store(pair, self.rotary(positions), attend, layer=0)
+        _, pair = self.midlayer.enter(self.embed(input_ids), self._fuse(hidden))
+        self.midlayer.self_attn.store(pair, self.rotary(positions), attend, layer=0)
 
 
 @dataclass(kw_only=True)
@@ -138,20 +145,6 @@ class Eagle1Config(HeadConfig):
     fc_bias: bool = True
 
 
-class Eagle1Layer(nn.Module):
-    """Computes a Llama layer without input_layernorm. [B, T, H] -> [B, T, H]."""
-
-    def __init__(self, config: Eagle1Config) -> None:
-        super().__init__()
-        self.self_attn = Attention(config, input_size=config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(self, hidden: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        hidden = hidden + self.self_attn(hidden, angles, attend, layer=0)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
 class Eagle1Head(DraftHead):
     """Computes an EAGLE-1 or EAGLE-2 head."""
 
@@ -160,13 +153,14 @@ class Eagle1Head(DraftHead):
     def __init__(self, config: Eagle1Config, *, own_embedding: bool = False, own_output: bool = False) -> None:
         super().__init__(config, own_embedding=own_embedding, own_output=own_output)
         self.fc = Linear(config.hidden_size + config.target_hidden_size, config.hidden_size, bias=config.fc_bias)
-        self.layers = nn.ModuleList([Eagle1Layer(config)])
+        self.layers = nn.ModuleList([HeadLayer(config, config.hidden_size)])
 
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
     ) -> DraftOutput:
         """See `protocol.DraftModel.forward`; the target's features and the head's guesses are read alike."""
-        out = self.layers[0](self._fuse(input_ids, hidden), self.rotary(positions), attend)
+        fused = self._fuse(input_ids, hidden)
+        out = self.layers[0](fused, fused, self.rotary(positions), attend)
         return DraftOutput(self.project(out), out)
 
     def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:

@@ -108,18 +108,16 @@ def load_target(
         return target
 
 
-def _open(folder: Path) -> tuple[dict[str, Any], Checkpoint, str | None]:
-    """Returns config.json, the headers of the tensors, and what the folder holds (`head_formats.kind_of`)."""
+def _open(folder: Path, of_draft: bool = False) -> tuple[dict[str, Any], Checkpoint, str | None]:
+    """Returns config.json, the headers of the tensors, and what the folder holds (`head_formats.kind_of`).
+
+    of_draft: what cannot draft is refused.
+    """
     config = read_config(folder)
     head_formats.refuse_other_drafts(config)  # whose tensors may lie in files that are not read
     checkpoint = Checkpoint(folder)
-    return config, checkpoint, head_formats.kind_of(config, checkpoint.tensors)
-
-
-def _open_draft(folder: Path) -> tuple[dict[str, Any], Checkpoint, str]:
-    """Returns the same of a draft's folder, and refuses what cannot draft."""
-    config, checkpoint, kind = _open(folder)
-    if kind is None:
+    kind = head_formats.kind_of(config, checkpoint.tensors)
+    if kind is None and of_draft:
         ways = "drafts are EAGLE heads, next-token modules, and smaller language models with the target's tokens"
         raise ModelError(f"holds {head_formats.tell_other_kind(config)}, which is not a draft: {ways}")
     return config, checkpoint, kind
@@ -128,7 +126,7 @@ def _open_draft(folder: Path) -> tuple[dict[str, Any], Checkpoint, str]:
 def read_kind(folder: Path) -> str:
     """Returns what the folder of a draft holds, a key of `head_formats.KINDS`; refuses what cannot draft."""
     with naming(folder):
-        return _open_draft(folder)[2]
+        return _open(folder, of_draft=True)[2]
 
 
 def _load_through_transformers(
@@ -289,7 +287,7 @@ def read_head(
     folder = read_folder("load_draft: folder", folder)
     device, dtype = read_placement("load_draft", device, dtype)
     with naming(folder):
-        config, checkpoint, kind = _open_draft(folder)
+        config, checkpoint, kind = _open(folder, of_draft=True)
         if kind == "language model":
             modules = f"num_nextn_predict_layers is set, but no tensor is named {head_formats.MODULE_PREFIX}*"
             fault = "" if is_off(config.get("num_nextn_predict_layers")) else f" ({modules})"
