@@ -41,16 +41,9 @@ class _PoolAttend:
         self._plans: dict[int | None, Tensor] = {}  # by window
 
     def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None = None,
-        *,
-        angles: Angles | None = None,
-        **options: Any,
-    ) -> Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, *,
+        angles: Angles | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
         """See `protocol.Attend`; scales, soft caps and sinks go to the ops under the names that they have there."""
         if angles is None:
             self.store(layer, key, value)
@@ -125,18 +118,9 @@ class RaggedAttend(_PoolAttend):
     """
 
     def __init__(
-        self,
-        pool: KVPool,
-        block_table: Tensor,
-        lengths: Tensor,
-        bounds: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        most_rows: int,
-        tree_mask: Tensor | None = None,
-        *,
-        deterministic: bool = False,
-    ):
+        self, pool: KVPool, block_table: Tensor, lengths: Tensor, bounds: Tensor, slots: Tensor, positions: Tensor,
+        most_rows: int, tree_mask: Tensor | None = None, *, deterministic: bool = False,
+    ):  # fmt: skip
         super().__init__(pool, block_table, slots, deterministic)
         self._positions = positions
         self._sizes = {"seq_lens": lengths, "qo_indptr": bounds, "max_query": most_rows}
@@ -161,18 +145,10 @@ class TreeAttend(_PoolAttend):
     """
 
     def __init__(
-        self,
-        pool: KVPool,
-        block_table: Tensor,
-        lengths: Tensor,
-        slots: Tensor,
-        num_draft_keys: int,
-        tree_mask: Tensor | None,
-        positions: Tensor,
-        key_positions: Tensor | None = None,
-        *,
+        self, pool: KVPool, block_table: Tensor, lengths: Tensor, slots: Tensor, num_draft_keys: int,
+        tree_mask: Tensor | None, positions: Tensor, key_positions: Tensor | None = None, *,
         deterministic: bool = False,
-    ):
+    ):  # fmt: skip
         super().__init__(pool, block_table, slots, deterministic)
         self.tree_mask, self._positions, self._key_positions = tree_mask, positions, key_positions
         self._sizes = {"seq_lens": lengths, "num_draft_keys": num_draft_keys, "is_causal": tree_mask is None}

@@ -26,13 +26,9 @@ class NgramDrafter(Drafter):
 
 
 def match(
-    batch: Batch,
-    config: EAGLEConfig,
-    num_drafts: int,
-    num_steps: int,
-    max_ngram_size: int,
+    batch: Batch, config: EAGLEConfig, num_drafts: int, num_steps: int, max_ngram_size: int,
     draft_tokens: Tensor | None = None,
-) -> NgramOutput:
+) -> NgramOutput:  # fmt: skip
     """Finds what followed the last tokens of each live row; draft_tokens [B, D], -1 padded, count as the last ones."""
     return ops.ngram_match(
         batch.state.history[batch.rows],

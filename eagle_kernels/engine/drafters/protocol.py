@@ -154,11 +154,9 @@ def root_only(roots: Tensor, lengths: Tensor) -> ops.BuildTreeOutput:
 
 
 def copy_probs(
-    drafts: Iterable[tuple[int, int]],
-    known: Iterable[tuple[int, int]],
-    probs: Sequence[float],
+    drafts: Iterable[tuple[int, int]], known: Iterable[tuple[int, int]], probs: Sequence[float],
     path: Iterable[int] = (),
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """Returns the path probabilities of a row's drafts, each a token and its parent, from those of a tree.
 
     known, probs  the tree's nodes 1, 2, ..; the drafts lie below the node that `path` leads to

@@ -100,15 +100,9 @@ class SuffixCache:
             self._counts, self._responses = known
 
     def speculate(
-        self,
-        request: Hashable,
-        *,
-        max_spec_tokens: int,
-        max_spec_factor: float = 1.0,
-        max_spec_offset: float = 0.0,
-        min_token_prob: float = 0.1,
-        use_tree: bool = False,
-    ) -> SuffixDraft:
+        self, request: Hashable, *, max_spec_tokens: int, max_spec_factor: float = 1.0, max_spec_offset: float = 0.0,
+        min_token_prob: float = 0.1, use_tree: bool = False,
+    ) -> SuffixDraft:  # fmt: skip
         """Returns the best drafts to follow the text of a request.
 
         A match is the last m tokens of the text if they occur elsewhere, 1 <= m < max_tree_depth. It allows

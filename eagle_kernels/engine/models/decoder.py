@@ -107,15 +107,9 @@ class Decoder(ConfiguredModel):
         return self.lm_head.weight.device  # read in every step, and finding the first parameter takes microseconds
 
     def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        *,
-        capture: Sequence[int] = (),
-        last_only: bool = False,
-        last_rows: Tensor | None = None,
-    ) -> TargetOutput:
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, *, capture: Sequence[int] = (),
+        last_only: bool = False, last_rows: Tensor | None = None,
+    ) -> TargetOutput:  # fmt: skip
         """See `protocol.TargetModel.forward`. `capture` = num_hidden_layers is the stream *before* the final norm."""
         normed, features = self.model(input_ids, positions, attend, capture)
         if last_rows is not None:

@@ -173,12 +173,9 @@ class Chain:
     """
 
     def __init__(
-        self,
-        token_of: Callable[[int], str | None],
-        makers: Sequence[Callable[[], Any]],
-        touched: str = "",
+        self, token_of: Callable[[int], str | None], makers: Sequence[Callable[[], Any]], touched: str = "",
         is_local: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.token_of, self._makers, self._touched, self._is_local = token_of, makers, touched, is_local
 
     @classmethod
@@ -328,11 +325,9 @@ class WindowDetokenizer:
     """
 
     def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        read_ids: Callable[[Iterable[int]], list[int]],
+        self, decode: Callable[[Sequence[int]], str], read_ids: Callable[[Iterable[int]], list[int]],
         context: Sequence[int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._decode, self._read_ids = decode, read_ids
         self._settled = list(context[-_MOST_BEFORE:])
         self._pending: list[int] = []

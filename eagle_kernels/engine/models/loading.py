@@ -53,12 +53,9 @@ _CLASSES = {
 
 
 def load_target(
-    folder: str | Path,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    *,
+    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, *,
     check_weights: bool = True,
-) -> TargetModel:
+) -> TargetModel:  # fmt: skip
     """Loads a target, frozen and in eval mode.
 
     Args:
@@ -130,13 +127,9 @@ def read_kind(folder: Path) -> str:
 
 
 def _load_through_transformers(
-    folder: Path,
-    config: dict[str, Any],
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
+    folder: Path, config: dict[str, Any], checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
     check_weights: bool,
-) -> TransformersTarget:
+) -> TransformersTarget:  # fmt: skip
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -226,14 +219,9 @@ class HeadFile(NamedTuple):
 
 
 def load_draft(
-    folder: str | Path,
-    target: TargetModel,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    *,
-    aux_layers: Sequence[int] | None = None,
-    check_weights: bool = True,
-) -> DraftHead:
+    folder: str | Path, target: TargetModel, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
+    *, aux_layers: Sequence[int] | None = None, check_weights: bool = True,
+) -> DraftHead:  # fmt: skip
     """Loads a draft head, frozen, in eval mode and bound to its target.
 
     Logs one line that names the format and the auxiliary layers as written and as read.
@@ -277,12 +265,9 @@ def tell_capture(aux_layers: Sequence[int]) -> str:
 
 
 def read_head(
-    folder: str | Path,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    *,
+    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, *,
     check_weights: bool = True,
-) -> HeadFile:
+) -> HeadFile:  # fmt: skip
     """Loads the head of a folder, with its floating-point tensors converted to `dtype`."""
     folder = read_folder("load_draft: folder", folder)
     device, dtype = read_placement("load_draft", device, dtype)

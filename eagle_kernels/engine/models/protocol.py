@@ -114,14 +114,9 @@ _Output = TypeVar("_Output", TargetOutput, DraftOutput)
 
 
 def checked(
-    model: Any,
-    kind: type[_Output],
-    output: Any,
-    rows: Sequence[int],
-    width: int,
-    second: tuple[int | None, ...] | None,
-    dtype_of_second: torch.dtype | None = None,
-) -> _Output:
+    model: Any, kind: type[_Output], output: Any, rows: Sequence[int], width: int,
+    second: tuple[int | None, ...] | None, dtype_of_second: torch.dtype | None = None,
+) -> _Output:  # fmt: skip
     """Returns what a model's forward returned; raises ModelError where it is not what the engine asked for.
 
     rows: the first sizes of its logits, whose last one is `width`. second: the shape of its features or hidden, with

@@ -90,14 +90,9 @@ class TransformersTarget:
         self._learn_sizes()
 
     def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        *,
-        capture: Sequence[int] = (),
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, *, capture: Sequence[int] = (),
         last_only: bool = False,
-    ) -> TargetOutput:
+    ) -> TargetOutput:  # fmt: skip
         """See `protocol.TargetModel.forward`."""
         options: dict[str, Any] = {"use_cache": False, "return_dict": True}
         if last_only and self._keeps_last:

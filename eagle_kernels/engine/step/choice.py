@@ -75,12 +75,9 @@ class Fastest(Choice):
     """
 
     def __init__(
-        self,
-        most_tokens: Sequence[int],
-        most_rows: int | None,
-        rows: Sequence[int] | None = None,
+        self, most_tokens: Sequence[int], most_rows: int | None, rows: Sequence[int] | None = None,
         tokens: tuple[dict[int, float], Counter[int]] | None = None,
-    ):
+    ):  # fmt: skip
         self._count, self._most_tokens, self._most_rows, self._rows = len(most_tokens), most_tokens, most_rows, rows
         self._tokens, self._rows_seen = tokens or ({0: 1.0}, Counter())
         # by (batch size class, number): mean, least and expected time, steps timed and noted, steps since it was in use

@@ -62,15 +62,9 @@ class StepPlan(NamedTuple):
 
 
 def plan_steps(
-    target: TargetModel,
-    draft: DraftModel | None,
-    config: EAGLEConfig,
-    state: BatchState,
-    speculative: bool,
-    lag: int,
-    suffix_cache: SuffixCache | None,
-    on_tree: Callable[[Verified], None] | None,
-) -> StepPlan:
+    target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, state: BatchState, speculative: bool, lag: int,
+    suffix_cache: SuffixCache | None, on_tree: Callable[[Verified], None] | None,
+) -> StepPlan:  # fmt: skip
     """Plans the steps for `config`; only plain decoding when `speculative` is off.
 
     lag           how many steps the host is behind the device

@@ -208,13 +208,9 @@ class Launch:
     """
 
     def __init__(
-        self,
-        result: StepResult,
-        rows: list[tuple[int, Any]],
-        number: int | None = None,
-        start: Mark | None = None,
+        self, result: StepResult, rows: list[tuple[int, Any]], number: int | None = None, start: Mark | None = None,
         prompt_tokens: int = 0,
-    ):
+    ):  # fmt: skip
         device = result.tokens.device
         self._is_gpu, self._result = device.type == "cuda", [part if part is None else to_host(part) for part in result]
         self.rows, self.number, self.prompt_tokens = rows, number, prompt_tokens

@@ -74,14 +74,9 @@ class Stepper:
     """
 
     def __init__(
-        self,
-        target: TargetModel,
-        drafter: Drafter,
-        config: EAGLEConfig,
-        resting: Reader | None = None,
-        keeps_history: bool = False,
-        on_tree: Callable[[Verified], None] | None = None,
-    ):
+        self, target: TargetModel, drafter: Drafter, config: EAGLEConfig, resting: Reader | None = None,
+        keeps_history: bool = False, on_tree: Callable[[Verified], None] | None = None,
+    ):  # fmt: skip
         self.target, self.drafter, self.config, self.on_tree = target, drafter, config, on_tree
         self.resting, self.keeps_history = resting, keeps_history
         reader = drafter.reader or resting
@@ -109,13 +104,9 @@ class Stepper:
         return takes_rows(self.target) and not self.config.deterministic
 
     def step(
-        self,
-        state: BatchState,
-        num_rows: int,
-        features: Features,
-        timer: PhaseTimer,
+        self, state: BatchState, num_rows: int, features: Features, timer: PhaseTimer,
         prompts: PromptRows | None = None,
-    ) -> Stepped:
+    ) -> Stepped:  # fmt: skip
         """Advances the live rows among the first `num_rows` by their accepted drafts and one token of the target.
 
         prompts: parts of prompts that the target reads in the same pass, if it `reads_several`; what it makes of them
