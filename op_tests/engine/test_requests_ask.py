@@ -56,7 +56,7 @@ def test_probabilities_of_half_precision_logits_are_not_rounded_to_it(temperatur
     seen = SimpleNamespace(batch=row, proposal=proposal, logits=logits, features=none)
     close(_target_law(seen, [4, 0, 2]), law[[4, 0, 2]])
     best = torch.nn.functional.one_hot(logits.argmax(-1), 500)
-    close(_filtered(_params_of_nodes(row, proposal), logits), law if temperature else best.double())
+    close(_filtered(logits, *_params_of_nodes(row, proposal)), law if temperature else best.double())
 
     drafter = SampledDrafter.__new__(SampledDrafter)
     drafter._topk, drafter._parents = 2, torch.tensor([[0, 0, 1, 2, 3]])

@@ -38,7 +38,7 @@ class _PoolAttend:
     def __init__(self, pool: KVPool, block_table: Tensor, slots: Tensor, deterministic: bool = False):
         self._pool, self._block_table, self._slots = pool, block_table, slots
         self.deterministic = deterministic
-        self._plans: dict[int | None, Tensor] = {}  # by window
+        self._plans: dict[int | None, Tensor | None] = {}  # by window
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, *,
@@ -69,13 +69,13 @@ class _PoolAttend:
             rotation["query"] = query.flatten(0, 1)
         return ops.write_kv(*rows, pool.k_cache[layer], pool.v_cache[layer], self._slots, **rotation)
 
-    def _plan(self, seq_lens: Tensor, window: int | None, num_drafts: int = 0) -> Tensor | None:
-        """Returns the plan of all layers that have this window; None where few layers would have use of it."""
-        if self.deterministic or len(self._pool.k_cache) < _LEAST_PLANNED_LAYERS:
-            return None
+    def _schedule(self, seq_lens: Tensor, window: int | None, num_drafts: int = 0) -> dict[str, Any]:
+        """Returns `deterministic` and the plan of all layers that have this window, None where few would use it."""
         if window not in self._plans:
-            self._plans[window] = ops.plan_attention(seq_lens, num_drafts=num_drafts, window=window)
-        return self._plans[window]
+            is_planned = not self.deterministic and self._pool.num_layers >= _LEAST_PLANNED_LAYERS
+            plan = ops.plan_attention(seq_lens, num_drafts=num_drafts, window=window) if is_planned else None
+            self._plans[window] = plan
+        return {"deterministic": self.deterministic, "plan": self._plans[window]}
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
         raise NotImplementedError
@@ -129,9 +129,8 @@ class RaggedAttend(_PoolAttend):
     def _read(self, query: Tensor, **options: Any) -> Tensor:
         if options["window"] is not None:
             options["positions"] = self._positions[0]
-        options["deterministic"] = self.deterministic
-        lengths, mean_rows = self._sizes["seq_lens"], self._slots.numel() // max(len(self._block_table), 1)
-        options["plan"] = self._plan(lengths, options["window"], mean_rows)
+        mean_rows = self._slots.numel() // max(len(self._block_table), 1)
+        options |= self._schedule(self._sizes["seq_lens"], options["window"], mean_rows)
         return ops.tree_attention(query[0], **self._sizes, **self._sees, **options).output[None]
 
 
@@ -158,8 +157,7 @@ class TreeAttend(_PoolAttend):
             options["positions"] = self._positions.flatten().contiguous()
             if self._key_positions is not None:
                 options["key_positions"] = self._key_positions.flatten().contiguous()
-        options["deterministic"] = self.deterministic
-        options["plan"] = self._plan(self._sizes["seq_lens"], options["window"], self._sizes["num_draft_keys"])
+        options |= self._schedule(self._sizes["seq_lens"], options["window"], self._sizes["num_draft_keys"])
         return ops.tree_attention(query, tree_mask=self.tree_mask, **self._sizes, **options).output
 
 
@@ -173,8 +171,7 @@ class DecodeAttend(_PoolAttend):
         self._seq_lens = lengths + 1
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
-        options["deterministic"] = self.deterministic
-        options["plan"] = self._plan(self._seq_lens, options["window"])
+        options |= self._schedule(self._seq_lens, options["window"])
         return ops.gqa_decode(query[:, 0], seq_lens=self._seq_lens, **options).output[:, None]
 
 

@@ -67,10 +67,6 @@ class PrefixCache:
         """Returns how many pages nobody uses, kept ones included."""
         return len(self._free) + len(self._unused)
 
-    def free_ids(self) -> list[int]:
-        """Returns their ids."""
-        return [*self._free, *(page.id for page in self._unused)]
-
     def has_room(self, prefix: Prefix, count: int) -> bool:
         """Returns whether a request gets `count` pages, with those that it shares."""
         if count - len(prefix.prompt) // self._page_size > self.num_free:  # whatever is found

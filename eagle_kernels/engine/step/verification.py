@@ -113,16 +113,17 @@ class TopP(Verifier):
 
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
         tree, params = proposal.tree, _params_of_nodes(batch, proposal)
+        _, temperature, top_k, top_p, min_p = params
         logits = penalized(batch, tree, logits, features)
         num_candidates = self._config.max_candidate_len
         best = ops.select_top_k_tokens(logits.float(), topk=num_candidates, level=0)
-        num_kept = torch.where(params.temperature < GREEDY_TEMPERATURE, 1, num_candidates)
+        num_kept = torch.where(temperature < GREEDY_TEMPERATURE, 1, num_candidates)
         if features.filters:
-            num_left = (_filtered(params, logits) > 0).sum(-1)
-            most = torch.where(params.top_p < 1, 0, num_candidates)
+            num_left = (_filtered(logits, *params) > 0).sum(-1)
+            most = torch.where(top_p < 1, 0, num_candidates)
             num_left = torch.where(num_left > num_candidates, most, num_left)
             # by each row's own filters: a row without any also keeps tokens whose probability rounds to 0
-            has_filters = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+            has_filters = (top_k > 0) | (top_p < 1) | (min_p > 0)
             num_kept = torch.where(has_filters, num_left, num_kept)
         own = ops.sample_from_logits(logits, tree.positions + 1, *params)
         verdict = ops.verify_tree_topp(
@@ -166,7 +167,7 @@ class Rejection(Verifier):
         logits = penalized(batch, tree, logits, features)
         target: dict[str, Tensor | None] = {"target_logits": logits}
         if features.filters:
-            target = {"target_logits": None, "target_probs": _filtered(_params_of_nodes(batch, proposal), logits)}
+            target = {"target_logits": None, "target_probs": _filtered(logits, *_params_of_nodes(batch, proposal))}
         drawn_at, draft_logits = temperature, proposal.draft_logits
         if draft_logits is None:
             # drafts were chosen: the op reads no draft logits, so any will do
@@ -185,24 +186,16 @@ class Rejection(Verifier):
         return _commit(batch, verdict)
 
 
-class _NodeParams(NamedTuple):
-    """Holds the sampling parameters of each node's request: [B * N]."""
-
-    seeds: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
+def _params_of_nodes(batch: Batch, proposal: Proposal) -> tuple[Tensor, ...]:
+    """Returns seed, temperature, top_k, top_p and min_p of each node's request: [B * N]."""
+    of_rows = batch.seeds, *map(batch.numbers, ("temperature", "top_k", "top_p", "min_p"))
+    return tuple(each.repeat_interleave(proposal.tree.retrieve_index.shape[1]) for each in of_rows)
 
 
-def _params_of_nodes(batch: Batch, proposal: Proposal) -> _NodeParams:
-    of_rows = batch.seeds, *map(batch.numbers, _NodeParams._fields[1:])
-    return _NodeParams(*(each.repeat_interleave(proposal.tree.retrieve_index.shape[1]) for each in of_rows))
-
-
-def _filtered(params: _NodeParams, logits: Tensor) -> Tensor:
+def _filtered(
+    logits: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
     """Returns the target's probabilities after the filters, in plain decoding's order; 1 for the argmax if greedy."""
-    seeds, temperature, top_k, top_p, min_p = params
     is_greedy = temperature[:, None] < GREEDY_TEMPERATURE
     probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature[:, None]), dim=-1)
     probs = ops.min_p_renorm(ops.top_p_renorm(ops.top_k_renorm(probs, top_k), top_p), min_p)

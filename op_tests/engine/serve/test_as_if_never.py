@@ -16,7 +16,7 @@ from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.drafters.suffix_oracle import num_states
 from op_tests.engine.methods import MIXED, PROVEN, SIZES
 from op_tests.engine.toys import DEVICE, LetterTokenizer, RowWalker, Walker, WalkerHead
-from op_tests.engine.view import View
+from op_tests.engine.view import View, free_ids
 
 METHODS = {
     "head": PROVEN["eagle"] | {"share_prefixes": False},
@@ -45,7 +45,7 @@ def traces(engine) -> dict:
         "rows": rows,
         "line": (View(engine).waiting, View(engine).unread),
         "counts": (scheduler.num_steps, scheduler.num_cold_steps, scheduler._num_missed, session._num_submitted),
-        "pages": (scheduler.pages.num_free, sorted(scheduler.pages.free_ids())),
+        "pages": (scheduler.pages.num_free, sorted(free_ids(scheduler.pages))),
         "tensors": [tensor.clone() for tensor in scheduler.state.tensors()],
         "phases": list(scheduler.phase_times.held_ms),
         "session": (

@@ -17,6 +17,7 @@ import pytest
 
 from eagle_kernels.engine.batch.prefix_cache import PrefixCache, SharedPage
 from eagle_kernels.engine.serve.reading import Reading
+from op_tests.engine.view import free_ids
 
 
 class Model(SimpleNamespace):
@@ -159,7 +160,7 @@ class World:
 
     def check(self) -> None:
         held = {page for row in self.rows for page in row.held.ids}
-        assert sorted([*self.cache.free_ids(), *held]) == list(range(self.cache.num_pages))
+        assert sorted([*free_ids(self.cache), *held]) == list(range(self.cache.num_pages))
         assert self.cache.num_free == self.cache.num_pages - len(held)
         assert self.kept_ids() == [page.id for page in self.kept]
         for page in self.kept:  # which is of no use without the one above it
