@@ -845,7 +845,7 @@ def test_steps_of_the_cache_are_kept_beside_a_gpu(tmp_path, monkeypatch, capsys)
 
 def test_the_cache_of_another_project_gets_the_same_steps(capsys, monkeypatch):
     """Under its names; ours plays it, with each third draft made another."""
-    from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
+    from eagle_kernels.engine.drafters.suffix import SuffixCache
 
     class SuffixDecodingCache:
         def __init__(self, max_tree_depth, max_cached_requests):

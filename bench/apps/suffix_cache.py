@@ -32,7 +32,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
+from eagle_kernels.engine.drafters.suffix import SuffixCache
 from eagle_kernels.engine.drafters.suffix_drafts import SuffixDraft
 
 from ..harness.declaration import Unavailable

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
+from eagle_kernels.engine.drafters.suffix import SuffixCache
 from op_tests.engine.drafters.suffix_oracle import num_states
 from op_tests.engine.methods import MIXED, engine_of, plain_of
 from op_tests.engine.methods import PROVEN as METHODS

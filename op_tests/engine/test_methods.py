@@ -13,8 +13,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.methods import MixedDrafter
 from eagle_kernels.engine.drafters.protocol import Proposal, tree_of
-from eagle_kernels.engine.drafters.suffix import SuffixDrafter, SuffixFeed
-from eagle_kernels.engine.drafters.suffix_cache import SuffixCache, _limits
+from eagle_kernels.engine.drafters.suffix import SuffixCache, SuffixDrafter, SuffixFeed, _limits
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.requests.request import Request

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.methods import NaiveDrafter, make_drafter, make_reader
-from ..drafters.suffix import SuffixFeed
-from ..drafters.suffix_cache import SuffixCache
+from ..drafters.suffix import SuffixCache, SuffixFeed
 from ..models.causal_draft import CausalDraft
 from ..models.protocol import DraftModel, TargetModel, takes_rows
 from .choice import Choice, Fastest

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from eagle_kernels.engine.drafters import suffix_automaton, suffix_drafts
-from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
+from eagle_kernels.engine.drafters.suffix import SuffixCache
 
 from .suffix_oracle import OracleCache, num_states
 

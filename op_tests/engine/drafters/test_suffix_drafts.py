@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
+from eagle_kernels.engine.drafters.suffix import SuffixCache
 from eagle_kernels.engine.drafters.suffix_drafts import FEW, SuffixSearch
 
 from .suffix_oracle import OracleCache
