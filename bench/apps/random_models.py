@@ -7,8 +7,7 @@ from torch import Tensor
 
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
-from eagle_kernels.engine.models.next_token_modules import NextTokenConfig, NextTokenModules
+from eagle_kernels.engine.models.heads import EagleConfig, EagleHead, NextTokenConfig, NextTokenModules
 from eagle_kernels.engine.models.protocol import DraftOutput, TargetModel, TargetOutput
 
 # Standard deviation of a draft's logits: the best one takes most of the probability, as a trained head's does, and

@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor
 
-from eagle_kernels.engine.models.next_token_modules import NextTokenModules
+from eagle_kernels.engine.models.heads import NextTokenModules
 from eagle_kernels.engine.models.protocol import TargetModel, TargetOutput
 
 _POSITION_BITS = 20

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+from eagle_kernels.engine.models.heads import EagleConfig, EagleHead
 from eagle_kernels.runtime.placement import choose_device, device_name
 
 from .training.acceptance import NEW_TOKENS, measure_acceptance

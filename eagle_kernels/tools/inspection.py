@@ -20,8 +20,8 @@ from ..engine.config.pairing import tell_sizes
 from ..engine.inference import EAGLEInference
 from ..engine.models.checkpoint import Checkpoint, read_folder
 from ..engine.models.draft_head import DraftHead
+from ..engine.models.heads import NextTokenModules
 from ..engine.models.loading import HeadFile, load_draft, load_target, read_head, read_kind, tell_capture
-from ..engine.models.next_token_modules import NextTokenModules
 from ..engine.models.protocol import FINAL_NORM, ModelError, TargetModel
 from ..engine.models.tokenizer import check_same_vocabulary, load_tokenizer
 from ..runtime.placement import read_placement

@@ -7,7 +7,7 @@ import torch
 
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+from eagle_kernels.engine.models.heads import EagleConfig, EagleHead
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 

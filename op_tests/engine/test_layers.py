@@ -9,8 +9,14 @@ from eagle_kernels import ops
 from eagle_kernels.engine.models import layers
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
-from eagle_kernels.engine.models.next_token_modules import NextTokenConfig, NextTokenModules
+from eagle_kernels.engine.models.heads import (
+    Eagle1Config,
+    Eagle1Head,
+    EagleConfig,
+    EagleHead,
+    NextTokenConfig,
+    NextTokenModules,
+)
 from eagle_kernels.reference.causal_attend import causal_attend
 
 CONFIG = {

@@ -15,7 +15,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference  # noqa: E402
 from eagle_kernels.engine.models import checkpoint, loading  # noqa: E402
 from eagle_kernels.engine.models.decoder import Decoder  # noqa: E402
 from eagle_kernels.engine.models.decoder_config import DecoderConfig  # noqa: E402
-from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead  # noqa: E402
+from eagle_kernels.engine.models.heads import EagleConfig, EagleHead  # noqa: E402
 from eagle_kernels.engine.models.loading import (  # noqa: E402
     end_tokens,
     load_draft,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models import checkpoint
 from eagle_kernels.engine.models.decoder import Decoder
-from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head
+from eagle_kernels.engine.models.heads import Eagle1Config, Eagle1Head
 from eagle_kernels.engine.models.loading import load_target
 from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape, ModelError
 from eagle_kernels.engine.models.transformers_target import TransformersTarget

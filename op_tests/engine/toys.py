@@ -8,8 +8,14 @@ import torch
 
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
-from eagle_kernels.engine.models.next_token_modules import NextTokenConfig, NextTokenModules
+from eagle_kernels.engine.models.heads import (
+    Eagle1Config,
+    Eagle1Head,
+    EagleConfig,
+    EagleHead,
+    NextTokenConfig,
+    NextTokenModules,
+)
 from eagle_kernels.engine.models.protocol import DraftOutput, KVShape, TargetOutput
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.reference.causal_attend import causal_attend

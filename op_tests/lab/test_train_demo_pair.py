@@ -17,7 +17,7 @@ from bench.lab.training.corpus import END_OF_TEXT, MAX_FILE_BYTES, held_out_prom
 from bench.lab.training.recipe import Stage, make_recipe
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+from eagle_kernels.engine.models.heads import EagleConfig, EagleHead
 from eagle_kernels.engine.models.loading import load_draft, load_target
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
 

@@ -25,8 +25,8 @@ from eagle_kernels.engine.config.eagle_config import EAGLEConfig
 from eagle_kernels.engine.inference import EAGLEInference
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.eagle_head import EagleConfig
 from eagle_kernels.engine.models.head_formats import recognise
+from eagle_kernels.engine.models.heads import EagleConfig
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.runtime.interrupts import EXIT_INTERRUPTED

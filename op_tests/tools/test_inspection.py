@@ -208,7 +208,7 @@ def test_every_reason_is_told(capsys, tmp_path):
 
 def test_the_sweep_leaves_the_head_as_it_was():
     target = random_llama(num_layers=8, vocab_size=TARGET_VOCAB)
-    from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
+    from eagle_kernels.engine.models.heads import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 
     head = EagleHead(EagleConfig.from_dict(heads.WIDTHS)).bind(target)
     rows = sweep_aux_layers(head, target, [[1, 2, 3]], 4)

@@ -16,7 +16,7 @@ import torch
 from eagle_kernels.engine.config.eagle_config import EAGLEConfig
 from eagle_kernels.engine.inference import EAGLEInference
 from eagle_kernels.engine.models.decoder import Decoder
-from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+from eagle_kernels.engine.models.heads import EagleConfig, EagleHead
 from eagle_kernels.runtime.values import is_integer, parse_json, shown
 
 from .progress import decode

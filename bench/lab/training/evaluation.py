@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle_kernels.engine.models.decoder import Decoder
-from eagle_kernels.engine.models.eagle_head import EagleHead
+from eagle_kernels.engine.models.heads import EagleHead
 
 from .corpus import windows
 from .recipe import Recipe

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_kernels.engine.models.decoder import Decoder
-from eagle_kernels.engine.models.eagle_head import EagleHead
+from eagle_kernels.engine.models.heads import EagleHead
 
 from .head_data import Batch, Example, collate
 from .head_recipe import HeadOptions

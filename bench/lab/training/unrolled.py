@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_kernels.engine.models.decoder import Decoder
-from eagle_kernels.engine.models.eagle_head import EagleHead
+from eagle_kernels.engine.models.heads import EagleHead
 from eagle_kernels.engine.models.protocol import FINAL_NORM, Angles, ModelError
 from eagle_kernels.reference.causal_attend import causal_attend, positions_of, rotate
 

@@ -34,8 +34,7 @@ from .checkpoint import (
 from .decoder import Decoder
 from .decoder_config import FAMILIES, DecoderConfig, is_empty, is_off, read_model_type, read_value, stated
 from .draft_head import OPTIONS_IN_FILE, DraftHead
-from .eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
-from .next_token_modules import NextTokenConfig, NextTokenModules
+from .heads import Eagle1Config, Eagle1Head, EagleConfig, EagleHead, NextTokenConfig, NextTokenModules
 from .protocol import FINAL_NORM, ModelError, TargetModel
 from .transformers_target import TransformersTarget
 
