@@ -122,10 +122,8 @@ class _StripJoined:
     def read(self, tokens: list[str], ends: bool) -> list[str]:
         text = "".join(tokens)
         while text and self._start:
-            if text[0] != self._content:
-                self._start = 0
-                break
-            text, self._start = text[1:], self._start - 1
+            is_content = text[0] == self._content
+            text, self._start = (text[1:], self._start - 1) if is_content else (text, 0)
         text = self._tail + text
         size = len(text)
         while size > max(0, len(text) - self._stop) and text[size - 1] == self._content:

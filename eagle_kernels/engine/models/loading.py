@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -153,18 +153,6 @@ def _load_through_transformers(
     return TransformersTarget(model)
 
 
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    from transformers import logging as log
-
-    level = log.get_verbosity()
-    log.set_verbosity_error()
-    try:
-        yield
-    finally:
-        log.set_verbosity(level)
-
-
 def _check_tensors(folder: Path, config: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Refuses a folder that lacks tensors of the model that config.json asks for, or has others of their names.
 
@@ -175,10 +163,13 @@ def _check_tensors(folder: Path, config: dict[str, Any], checkpoint: Checkpoint)
         return  # the tensors are those of the quantised model
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import logging as log
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
-        with _quiet_transformers(), torch.device("meta"):  # loading says the same again
+        with ExitStack() as afterwards, torch.device("meta"):
+            afterwards.callback(log.set_verbosity, log.get_verbosity())
+            log.set_verbosity_error()  # loading says the same again
             known = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             model = AutoModelForCausalLM.from_config(known, trust_remote_code=False)
         expected, changes = model.state_dict(), get_model_conversion_mapping(model)

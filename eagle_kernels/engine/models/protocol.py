@@ -56,18 +56,10 @@ class Attend(Protocol):
     """
 
     def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None = None,
-        *,
-        angles: Angles | None = None,
-        sm_scale: float | None = None,
-        soft_cap: float | None = None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, *,
+        angles: Angles | None = None, sm_scale: float | None = None, soft_cap: float | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor: ...  # fmt: skip
 
 
 class StoringAttend(Attend, Protocol):
@@ -217,14 +209,9 @@ class TargetModel(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        *,
-        capture: Sequence[int] = (),
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, *, capture: Sequence[int] = (),
         last_only: bool = False,
-    ) -> TargetOutput:
+    ) -> TargetOutput:  # fmt: skip
         """Runs the T new tokens of each request.
 
         Args:
