@@ -37,10 +37,8 @@ def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
 def make_drafter(
     config: EAGLEConfig, reader: Reader | None, device: torch.device, feed: SuffixFeed | None = None
 ) -> Drafter:
-    """Makes the drafter of a configuration with one tree; reader: for methods with a model.
-
-    feed  for suffix decoding; None: the drafter is asked for its sizes alone
-    """
+    """Makes the drafter of a configuration with one tree, with a reader for methods with a model, and a feed for suffix
+    decoding; without that it is asked for its sizes alone."""
     if len(config.methods) > 1:
         parts = []
         for name in config.methods:

@@ -61,11 +61,8 @@ class Drafter:
 
     @property
     def overshoot(self) -> int:
-        """The slots that a request may need past its last token.
-
-        These are the tokens that its last step brings beyond it, a step that runs before the host knows of the end, and
-        the slots that steps write after the committed tokens.
-        """
+        """The slots that a request may need past its last token: for what its last step brings beyond it, for a step
+        that runs before the host knows of the end, and for what steps write after the committed tokens."""
         return 2 * (self.num_steps + 1) + self.num_slots
 
 
@@ -112,10 +109,8 @@ class Reader(Protocol):
         """Takes what was accepted, and the target's features [B, N, F] of all nodes."""
 
     def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
-        """Reads what was kept of the first `num_rows` rows.
-
-        is_wanted: its drafts are wanted next. Otherwise a plain step follows, which it will read before it drafts.
-        """
+        """Reads what was kept of the first `num_rows` rows. If no drafts are wanted next, a plain step follows, which
+        it will read before it drafts."""
 
 
 class Levels(Protocol):
@@ -157,10 +152,8 @@ def copy_probs(
     drafts: Iterable[tuple[int, int]], known: Iterable[tuple[int, int]], probs: Sequence[float],
     path: Iterable[int] = (),
 ) -> list[float]:  # fmt: skip
-    """Returns the path probabilities of a row's drafts, each a token and its parent, from those of a tree.
-
-    known, probs  the tree's nodes 1, 2, ..; the drafts lie below the node that `path` leads to
-    """
+    """Returns the path probabilities of a row's drafts, each a token and its parent, from those of a tree of `known`
+    nodes 1, 2, .., in which the drafts lie below the node that `path` leads to."""
     nodes = {(parent, token): node for node, (token, parent) in enumerate(known, start=1)}
     reached: list[int | None] = [0]
     for token in path:

@@ -36,10 +36,8 @@ class ModelReader:
         self.num_slots = self._past_root + max((num_levels - 1) * topk, num_steps + 1)
 
     def read_prompts(self, state: BatchState, parts: Sequence[PromptPart]) -> None:
-        """Reads token i + token_shift in row i; without a shift, the root's row comes last.
-
-        All parts are read at once if the model can do that. Before a prompt's last row only the keys are of use.
-        """
+        """Reads token i + token_shift in row i; without a shift, the root's row comes last. All parts are read at once
+        if the model can do that. Before a prompt's last row only the keys are of use."""
         model, shift, device = self.model, self.model.token_shift, state.roots.device
         if len(parts) > 1 and not getattr(model, "reads_several", False):
             for part in parts:
@@ -73,10 +71,8 @@ class ModelReader:
         return ModelLevels(self.model, batch, self._past_root)
 
     def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
-        """Reads the accepted path with the target's own features, over the rows of the tree.
-
-        Row d reads the token after path node d with that node's feature; only later rows see those past the path.
-        """
+        """Reads the accepted path with the target's own features, over the rows of the tree. Row d reads the token
+        after path node d with that node's feature; only later rows see those past the path."""
         levels = self.levels(batch)
         positions = levels.positions[:, : committed.tokens.shape[1]]
         output = run_draft(
@@ -148,10 +144,8 @@ class ModelLevels:
 def attend_chain(
     state: BatchState, rows: slice, first: Tensor, count: int, max_length: int
 ) -> tuple[Tensor, TreeAttend]:
-    """Returns positions [B, count] and the `attend` of a chain that the draft reads from its rows `first` [B] on.
-
-    A request with fewer tokens to read has padding in the last rows, in empty slots, which only later rows see.
-    """
+    """Returns positions [B, count] and the `attend` of a chain that the draft reads from its rows `first` [B] on. A
+    request with fewer tokens to read has padding in the last rows, in empty slots, which only later rows see."""
     pool, table = state.draft_pool, state.block_table[rows]
     slots, positions = ops.find_slots(table, first, count=count, page_size=pool.page_size, max_length=max_length)
     return positions, TreeAttend(pool, table, first, slots, count, None, positions)
@@ -230,10 +224,8 @@ class ModuleReader:
 
 
 class ModuleLevels:
-    """Drafts chains, K = 1 (`Levels`): one module after the other reads the first `num_rows` kept rows.
-
-    is_drafting  False: the modules read alone, and there are no logits
-    """
+    """Drafts chains, K = 1 (`Levels`): one module after the other reads the first `num_rows` kept rows. If it is not
+    drafting, the modules read alone, and there are no logits."""
 
     logits: Tensor
 

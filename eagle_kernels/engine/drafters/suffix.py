@@ -98,10 +98,8 @@ class SuffixCache:
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Hides earlier responses inside the context, and forgets those from inside after it.
-
-        No request may run when it begins.
-        """
+        """Hides earlier responses inside the context, and forgets those from inside after it. No request may run when
+        it begins."""
         if self._requests:
             raise RuntimeError(f"SuffixCache: forgetting must begin while no request runs, got {len(self._requests)}")
         known = self._counts, self._responses
@@ -191,10 +189,8 @@ class Offer(NamedTuple):
 
 
 class SuffixDrafter(Drafter):
-    """Drafts, on the device, what is left of an offer of the `feed`, which all drafters of a batch share.
-
-    feed  None: the drafter is made for its sizes alone
-    """
+    """Drafts, on the device, what is left of an offer of the `feed`, which all drafters of a batch share. Without a
+    feed it is made for its sizes alone."""
 
     reads_history = True
 

@@ -103,10 +103,8 @@ class SuffixSearch(NamedTuple):
 
     def _spans(self, low: int, high: int) -> list[tuple[int, int, int]]:
         """Returns the lengths low .. high of which one has the best tree: most drafts, longest and shortest length.
-
         More drafts never lower the score, and neither do deeper ones. So the shortest of several lengths that allow
-        equally many drafts is best, and the longest of those whose depth is no limit.
-        """
+        equally many drafts is best, and the longest of those whose depth is no limit."""
         drafts = self.drafts
         first = bisect_left(drafts, drafts[high], low, high)
         found = [(drafts[high], high, first)]
@@ -139,11 +137,9 @@ class SuffixSearch(NamedTuple):
         return SuffixDraft(tokens, list(range(-1, len(tokens) - 1)), probs, score, longest)
 
     def _tree(self, candidate: Candidate, least_score: float) -> SuffixDraft:
-        """Makes the tree of the shortest match, with the longest match that has a tree of the same score.
-
-        A longer match has the same tree until its depth cuts something off. Then its tree is worse, unless drafts that
-        are as probable take the place of what was cut.
-        """
+        """Makes the tree of the shortest match, with the longest match that has a tree of the same score. A longer
+        match has the same tree until its depth cuts something off. Then its tree is worse, unless drafts that are as
+        probable take the place of what was cut."""
         _, longest, shortest, state, _ = candidate
         draft, depths, waiting = self._grow(state, shortest, least_score)
         deepest, max_length = max(depths, default=0), self.counts.max_length

@@ -62,10 +62,8 @@ class Chats:
         return None if self.read_chat is None else self.read_chat()
 
     def encode_with_spans(self, text: str, is_marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids, and for each the characters [begin, end) of the text that it stands for.
-
-        is_marked  the text has its own marks of beginning and end, and gets no others
-        """
+        """Returns the ids, and for each the characters [begin, end) of the text that it stands for. A text that is
+        marked has its own marks of beginning and end, and gets no others."""
         raise NotImplementedError
 
     def encode_chat(

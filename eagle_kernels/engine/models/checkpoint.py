@@ -137,10 +137,8 @@ class Checkpoint:
 
     def fill(self, module: nn.Module, device: torch.device, dtype: torch.dtype, check_weights: bool) -> None:
         """Moves a module built on the meta device to `device` and fills it with the tensors, floating-point ones as
-        `dtype`; leaves it frozen and in eval mode.
-
-        Names, shapes and memory are checked before anything is allocated, and then whether all weights are finite.
-        """
+        `dtype`; leaves it frozen and in eval mode. Names, shapes and memory are checked before anything is allocated,
+        and then whether all weights are finite."""
         module.to(dtype)
         expected = module.state_dict()
         refuse_names("missing tensors", sorted(expected.keys() - self.tensors.keys()))
@@ -210,10 +208,8 @@ def _show(line: str) -> None:
 
 
 class _PickledFile(dict[str, Tensor]):
-    """Holds the tensors of a file of torch.save, with the methods of an open safetensors file.
-
-    The file is mapped, so that each tensor is read on demand; one from before torch 1.6, no zip archive, is read whole.
-    """
+    """Holds the tensors of a file of torch.save, with the methods of an open safetensors file. The file is mapped, so
+    that each tensor is read on demand; one from before torch 1.6, no zip archive, is read whole."""
 
     get_tensor = dict.__getitem__
 
@@ -251,10 +247,8 @@ def refuse_not_finite(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
 
 
 def not_finite(tensors: dict[str, Tensor]) -> list[str]:
-    """Returns the names of the floating-point tensors that hold NaN or infinite values.
-
-    Each tensor is read once, on its device and without a copy of its size; the host waits once, for all of them.
-    """
+    """Returns the names of the floating-point tensors that hold NaN or infinite values. Each tensor is read once, on
+    its device and without a copy of its size; the host waits once, for all of them."""
     names, extremes = [], []
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel() > 0:

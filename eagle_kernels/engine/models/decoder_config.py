@@ -43,12 +43,8 @@ FAMILIES = {
         sliding="all", defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
     ),
     "qwen2": _QWEN2,
-    "qwen3": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        has_qk_norms=True,
-        sliding="by layer",
-        defaults=_QWEN | {"head_dim": 128},
+    "qwen3": _QWEN2._replace(
+        qkv_bias="attention_bias", o_bias="attention_bias", has_qk_norms=True, defaults=_QWEN | {"head_dim": 128}
     ),
     "mimo": _QWEN2,
 }
@@ -135,10 +131,8 @@ def stated(config: dict[str, Any], *kept: str) -> dict[str, Any]:
 
 
 def check_implemented(config: dict[str, Any], implemented: dict[str, Any], of: str = "") -> None:
-    """Refuses values other than the implemented one of each key, which an absent, null or empty one means.
-
-    Where nothing is implemented (None or False), so does any value that is off.
-    """
+    """Refuses values other than the implemented one of each key, which an absent, null or empty one means. Where
+    nothing is implemented (None or False), so does any value that is off."""
     for name, only in implemented.items():
         value = config.get(name)
         value = _SAME.get(value, value) if isinstance(value, str) else value
@@ -286,14 +280,11 @@ class DecoderConfig:
         """Returns the fields; of_head: whether they are a head's, whose only window is one that its file states."""
         model_type = read_model_type(config)
         if model_type not in FAMILIES:
-            raise ModelError(
-                f"config.json: model_type={shown(model_type)} is not implemented (only {', '.join(FAMILIES)})"
-            )
+            known = ", ".join(FAMILIES)
+            raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented (only {known})")
         check_implemented(config, _IMPLEMENTED)
         family = FAMILIES[model_type]
-        defaults = dict(family.defaults)
-        if of_head:
-            defaults["sliding_window"] = None
+        defaults = family.defaults | ({"sliding_window": None} if of_head else {})
         config = defaults | stated(config, *NULL_IS_A_VALUE)
         values = _present(config, [item.name for item in fields(cls)])
         for item in fields(cls):
@@ -305,18 +296,14 @@ class DecoderConfig:
         values["has_qk_norms"] = family.has_qk_norms
         values.setdefault("max_position_embeddings", cls.max_position_embeddings)
         max_length = read_size(values, "max_position_embeddings")
-        windows = _windows(config, family, read_size(config, "num_hidden_layers"), max_length, of_head)
-        values["windows"] = windows
+        num_layers = read_size(config, "num_hidden_layers")
+        values["windows"] = _windows(config, family, num_layers, max_length, of_head)
         values["rope"] = RopeConfig.from_dict(config, max_length)
-        _check_scales(config, values)
+        # scales of the scores other than the usual one
+        size = values.get("head_dim") or read_size(values, "hidden_size") // read_size(values, "num_attention_heads")
+        if is_integer(size) and size > 0:  # another is refused by its own name
+            check_implemented(config, {"attention_multiplier": size**-0.5, "query_pre_attn_scalar": size})
         return values
-
-
-def _check_scales(config: dict[str, Any], values: dict[str, Any]) -> None:
-    """Refuses scales of the scores other than the usual one, which depends on the size of a head."""
-    size = values.get("head_dim") or read_size(values, "hidden_size") // read_size(values, "num_attention_heads")
-    if is_integer(size) and size > 0:  # another is refused by its own name
-        check_implemented(config, {"attention_multiplier": size**-0.5, "query_pre_attn_scalar": size})
 
 
 def _windows(

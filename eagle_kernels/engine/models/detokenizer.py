@@ -202,10 +202,8 @@ class Chain:
         return [make() for make in self._makers]
 
     def tokens_before(self, context: Sequence[int]) -> list[str]:
-        """Returns the last tokens of a context, those that matter to what follows it.
-
-        A letter that no step touches ends whatever went on before it: a run of bytes, a character, spaces to strip.
-        """
+        """Returns the last tokens of a context, those that matter to what follows it. A letter that no step touches
+        ends whatever went on before it: a run of bytes, a character, spaces to strip."""
         tokens = []
         for token_id in reversed(context):
             token = self.token_of(token_id)
@@ -225,10 +223,8 @@ def _parts_of(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _maker_of(part: dict[str, Any], is_joined: bool, is_last: bool) -> Callable[[], Any] | None:
-    """Returns what makes the step for a part of a decoder; None if it cannot be read in pieces.
-
-    is_joined, is_last  whether an earlier step joins all tokens; whether no step follows
-    """
+    """Returns what makes the step for a part of a decoder; None if it cannot be read in pieces, given whether an
+    earlier step joins all tokens, and whether no step follows."""
     kind, content, pattern = part["type"], part.get("content"), part.get("pattern", {}).get("String")
     if kind == "Fuse":
         return _Join
@@ -280,13 +276,11 @@ def _bytes_of(token: str) -> bytes:
 
 
 class ChainDetokenizer:
-    """Decodes ids by the steps of a decoder (a `Detokenizer`).
-
-    before  the text that the context would end with, of which the pieces have nothing
-    """
+    """Decodes ids by the steps of a decoder (a `Detokenizer`)."""
 
     def __init__(self, chain: Chain, read_ids: Callable[[Iterable[int]], list[int]], context: Sequence[int]) -> None:
         self._token_of, self._read_ids = chain.token_of, read_ids
+        # what the context would end with, of which the pieces have nothing
         self._steps, self._before = chain.steps(), ""
         _read(self._steps, chain.tokens_before(context), ends=False)
         self._before = self.finish()
@@ -317,10 +311,8 @@ _MOST_OPEN = 3  # ids that can be bytes of one unfinished character
 
 class WindowDetokenizer:
     """Decodes ids by a function of which nothing is known but that the text of an id depends on its near neighbours.
-
     Recent ids are decoded with and without the new ones: the difference is the new text, except for what may be an
-    unfinished character. `read_ids` leaves out the ids without text; the context has none.
-    """
+    unfinished character. `read_ids` leaves out the ids without text; the context has none."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], read_ids: Callable[[Iterable[int]], list[int]],

@@ -172,10 +172,8 @@ class DraftHead(ConfiguredModel):
         return found
 
     def vocabulary_faults(self) -> list[str]:
-        """Returns what is wrong with the draft vocabulary for any target: the first bad id of each fault.
-
-        The offsets d2t and, if there is one, t2d must describe the same ascending subset of the target's vocabulary.
-        """
+        """Returns what is wrong with the draft vocabulary for any target: the first bad id of each fault. The offsets
+        d2t and, if there is one, t2d must describe the same ascending subset of the target's vocabulary."""
         d2t, t2d, vocab_size = self.d2t, self.t2d, self.vocab_size
         if d2t is None:
             return []

@@ -131,10 +131,8 @@ def recognise(config: dict[str, Any]) -> HeadFormat:
 
 
 def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
-    """Returns what a folder holds, from config.json or, failing that, the tensors: a key of `KINDS`.
-
-    `EAGLE-1` is EAGLE-2 as well, and `MTP` a target with its own modules. None: another kind of model.
-    """
+    """Returns what a folder holds, from config.json or, failing that, the tensors: a key of `KINDS`. `EAGLE-1` is
+    EAGLE-2 as well, and `MTP` a target with its own modules. None: another kind of model."""
     if any(name.startswith(MODULE_PREFIX) for name in names):
         return "MTP"
     refuse_other_drafts(config, names)

@@ -111,9 +111,7 @@ def library(*tensors: Tensor) -> ModuleType | SimpleNamespace:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deterministic: bool = False) -> Tensor:
     """Multiplies x [B, T, K] by weightᵀ and adds the bias; on a GPU, `ops.linear_decode` does it for a few tokens.
-
-    deterministic: a row's bits do not depend on the other rows, nor on their number. For GPUs alone.
-    """
+    deterministic: a row's bits do not depend on the other rows, nor on their number. For GPUs alone."""
     is_decoding = deterministic or x.is_cuda and is_for(x.shape[:2].numel(), weight)
     if is_decoding and library(x, weight, *(() if bias is None else (bias,))) is ops:
         return _decode(x, weight, bias, deterministic)
@@ -158,10 +156,8 @@ class RMSNorm(nn.Module):
         return norm(x.flatten(0, 1), self.weight, eps=self.eps).output.unflatten(0, x.shape[:2])
 
     def add(self, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns stream + delta [B, T, H] and its norm, from one kernel; delta None stands for zeros.
-
-        delta may be what `Linear.in_parts` returns.
-        """
+        """Returns stream + delta [B, T, H] and its norm, from one kernel; delta None stands for zeros. delta may be
+        what `Linear.in_parts` returns."""
         if delta is None:
             return stream, self(stream)
         norm, shape = library(stream, delta, self.weight).rms_norm, stream.shape
@@ -172,10 +168,8 @@ class RMSNorm(nn.Module):
 
 class FusedLinear(Linear):
     """Computes several projections of the same input as one product; `parts` maps their names to their output sizes.
-
     Its state dict holds views of the parts, under the names that separate modules would have. The parent module must
-    register `join_parts`, which joins them again on loading.
-    """
+    register `join_parts`, which joins them again on loading."""
 
     def __init__(self, input_size: int, parts: dict[str, int], bias: bool) -> None:
         super().__init__(input_size, sum(parts.values()), bias=bias)
@@ -199,10 +193,8 @@ def join_parts(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
 
 
 class Attention(nn.Module):
-    """Computes grouped-query attention around the caller's `attend`. [B, T, input_size] -> [B, T, H].
-
-    `input_size` is H in a decoder layer, and 2H in an EAGLE-3 head, whose input is (embedding, feature) pairs.
-    """
+    """Computes grouped-query attention around the caller's `attend`. [B, T, input_size] -> [B, T, H]. `input_size` is H
+    in a decoder layer, and 2H in an EAGLE-3 head, whose input is (embedding, feature) pairs."""
 
     def __init__(self, config: DecoderConfig, input_size: int, window: int | None = None) -> None:
         super().__init__()
@@ -218,9 +210,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: Angles, attend: Attend, layer: int, in_parts: bool = False) -> Tensor:
         """in_parts: the result goes to `RMSNorm.add`, which takes what `Linear.in_parts` returns."""
         deterministic = is_deterministic(attend)
-        query, key, value = (
-            self.qkv_proj(x, deterministic).unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=-2)
-        )
+        heads = self.qkv_proj(x, deterministic).unflatten(-1, (-1, self.head_dim))
+        query, key, value = heads.split(self.num_heads, dim=-2)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         output = attend(layer, query, key, value, window=self.window, angles=angles).flatten(-2)

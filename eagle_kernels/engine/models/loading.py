@@ -105,10 +105,8 @@ def load_target(
 
 
 def _open(folder: Path, of_draft: bool = False) -> tuple[dict[str, Any], Checkpoint, str | None]:
-    """Returns config.json, the headers of the tensors, and what the folder holds (`head_formats.kind_of`).
-
-    of_draft: what cannot draft is refused.
-    """
+    """Returns config.json, the headers of the tensors, and what the folder holds (`head_formats.kind_of`); refuses what
+    cannot draft if it should be `of_draft`."""
     config = read_config(folder)
     head_formats.refuse_other_drafts(config)  # whose tensors may lie in files that are not read
     checkpoint = Checkpoint(folder)
@@ -155,10 +153,8 @@ def _load_through_transformers(
 
 def _check_tensors(folder: Path, config: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Refuses a folder that lacks tensors of the model that config.json asks for, or has others of their names.
-
     transformers would fill these with random numbers first, which takes minutes for a large model. Its own renaming is
-    applied; where this version of it has none, or cannot make the model without memory, loading finds the fault.
-    """
+    applied; where this version of it has none, or cannot make the model without memory, loading finds the fault."""
     if not is_off(config.get("quantization_config")):
         return  # the tensors are those of the quantised model
     try:

@@ -113,18 +113,17 @@ class TransformersTarget:
     def _check_config(self) -> None:
         """Refuses what config.json declares but a run of the layers does not show."""
         config = self.config
+        is_causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
         unfit = {
             "an encoder": config.is_encoder_decoder,
             "cross attention": getattr(config, "add_cross_attention", False),
             "alibi": getattr(config, "alibi", False) or getattr(config, "use_alibi", False),
-            "attention to later tokens": not getattr(config, "is_causal", True)
-            or getattr(config, "use_bidirectional_attention", False),
+            "attention to later tokens": not is_causal,
         }
-        for layer_type in getattr(config, "layer_types", None) or ():
-            unfit[f"a layer of type {layer_type}"] = layer_type not in _LAYER_TYPES
-        for name, is_there in unfit.items():
-            if is_there:
-                self._refuse(f"{name} is not supported")
+        layer_types = getattr(config, "layer_types", None) or ()
+        unfit |= {f"a layer of type {each}": each not in _LAYER_TYPES for each in layer_types}
+        for name in (name for name, is_there in unfit.items() if is_there):
+            self._refuse(f"{name} is not supported")
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             self._refuse("its forward takes no position_ids, which the rows of a tree need")
         if not config.num_hidden_layers > 0:
@@ -167,10 +166,9 @@ class TransformersTarget:
         """Returns what all layers store, from each one's (key-value heads, head size) and window; refuses layers that
         differ, do not attend, or hide their window."""
         num_layers = self.config.num_hidden_layers
-        for layer in range(num_layers):
-            if layer not in shapes:
-                way = "through transformers' AttentionInterface, so the engine cannot keep its keys and values"
-                self._refuse(f"layer {layer} of {num_layers} does not attend {way}")
+        for layer in sorted({*range(num_layers)} - shapes.keys()):
+            way = "through transformers' AttentionInterface, so the engine cannot keep its keys and values"
+            self._refuse(f"layer {layer} of {num_layers} does not attend {way}")
         shape, *others = sorted(set(shapes.values()))
         if others:
             self._refuse(f"its layers must share one (key heads, head size), got {[shape, *others]}")
@@ -187,10 +185,8 @@ class TransformersTarget:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Passes a layer's attention on to the `attend` of the call in progress.
-
-    query [B, Hq, T, D]; key, value [B, Hkv, T, D], of the new tokens only. Returns [B, T, Hq, D] and no weights.
-    """
+    """Passes a layer's attention [B, Hq, T, D], with keys and values [B, Hkv, T, D] of the new tokens only, on to the
+    `attend` of the call in progress. Returns [B, T, Hq, D] and no weights."""
     call = _CALL.get()
     if call is None:
         raise ModelError("the model now uses the engine's KV pool: call forward of its TransformersTarget instead")

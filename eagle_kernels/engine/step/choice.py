@@ -170,11 +170,9 @@ class Fastest(Choice):
         return False
 
     def _may_win(self, size: int, number: int) -> bool:
-        """Returns whether the number could be the fastest if all its drafts were accepted.
-
-        Its steps take no less than those of smaller trees, and of smaller batches, have taken. One step alone proves
-        nothing: the machine may have been busy.
-        """
+        """Returns whether the number could be the fastest if all its drafts were accepted. Its steps take no less than
+        those of smaller trees, and of smaller batches, have taken. One step alone proves nothing: the machine may have
+        been busy."""
         known = [(key, ms) for key, ms in self._least_ms.items() if self._num_timed[key] > 1]
         known += self._expected_ms.items()
         least_ms = max((ms for (fewer, smaller), ms in known if fewer <= size and smaller <= number), default=0.0)

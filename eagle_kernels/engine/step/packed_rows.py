@@ -63,10 +63,8 @@ class PackedNodes:
 
 
 class Part(NamedTuple):
-    """Holds a part of a prompt: `size` tokens from `start` on, in the request's pages.
-
-    text  the part's tokens and the one after it, which the last part does not have
-    """
+    """Holds a part of a prompt: `size` tokens from `start` on, in the request's pages. `text` has these tokens and the
+    one after them, which the last part lacks."""
 
     text: list[int]
     start: int

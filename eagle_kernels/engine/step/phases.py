@@ -72,10 +72,8 @@ class PhaseTimer:
 
 
 class PhaseTimes:
-    """Chooses the steps whose phases are timed, and holds their times.
-
-    The next step overwrites the times of its phases, so the host must wait for a step to read them.
-    """
+    """Chooses the steps whose phases are timed, and holds their times. The next step overwrites the times of its
+    phases, so the host must wait for a step to read them."""
 
     def __init__(self) -> None:
         self._left, self.held_ms = 0, deque[dict[str, float]](maxlen=256)

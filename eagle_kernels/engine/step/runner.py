@@ -98,11 +98,8 @@ class StepRunner:
         self._catch_ups[key].replay()
 
     def warm_up(self, num_rows: int, features: Features, prompts: PromptRows | None = None) -> float | None:
-        """Compiles and captures whatever the first call of `run` would.
-
-        Returns the milliseconds of a step without any request, which one with requests takes at least; None without
-        graphs, where the host takes most of them.
-        """
+        """Compiles and captures whatever the first call of `run` would. Returns the milliseconds of a step without any
+        request, which one with requests takes at least; None without graphs, where the host takes most of them."""
         self._state.sampling.make_room(features)
         if self.uses_graphs:
             self._captured(self._kind(num_rows, features, prompts), prompts)

@@ -107,11 +107,8 @@ class Stepper:
         self, state: BatchState, num_rows: int, features: Features, timer: PhaseTimer,
         prompts: PromptRows | None = None,
     ) -> Stepped:  # fmt: skip
-        """Advances the live rows among the first `num_rows` by their accepted drafts and one token of the target.
-
-        prompts: parts of prompts that the target reads in the same pass, if it `reads_several`; what it makes of them
-        is returned as well.
-        """
+        """Advances the live rows among the first `num_rows` by their accepted drafts and one token of the target, which
+        reads parts of prompts in the same pass, if it `reads_several`."""
         with timer.phase("draft"):
             max_length = None if self.drafter.reader is None else self._model.max_length
             batch = Batch(state, slice(0, num_rows), self.drafter.num_slots, max_length)

@@ -64,9 +64,7 @@ def make_verifier(config: EAGLEConfig, num_steps: int, device: torch.device) -> 
 
 class TargetMatch(Verifier):
     """Samples and matches: draws the target's token at each node as plain decoding would, and keeps drafts equal to it.
-
-    Greedy rows need no draws; `greedy` is this strategy for requests of temperature 0 only.
-    """
+    Greedy rows need no draws; `greedy` is this strategy for requests of temperature 0 only."""
 
     def __init__(self, config: EAGLEConfig, num_steps: int, device: torch.device):
         super().__init__(config, num_steps)
@@ -156,11 +154,9 @@ class Typical(Verifier):
 
 
 class Rejection(Verifier):
-    """Keeps a draft drawn from the draft model's distribution with probability min(1, target / draft), recursively.
-
-    The token after a rejection is drawn from what is left of the target's distribution. Drafts that were chosen, not
-    drawn, count as drawn with probability 1.
-    """
+    """Keeps a draft drawn from the draft model's distribution with probability min(1, target / draft), recursively. The
+    token after a rejection is drawn from what is left of the target's distribution. Drafts that were chosen, not drawn,
+    count as drawn with probability 1."""
 
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
         tree, temperature = proposal.tree, batch.numbers("temperature")
