@@ -51,7 +51,7 @@ FACTORIES = {
 # those whose dtype does not depend on the default, for integers and tensors
 OWN_DTYPE = {"arange", "asarray", "as_tensor", "randint", "randperm", "tril_indices", "triu_indices"}
 # as transformers has it
-ZERO_IS_NONE = {(name, "eagle_kernels/engine/models/layers.py") for name in (".mscale", ".mscale_all_dim")}
+ZERO_IS_NONE = {(name, "eagle_kernels/engine/models/decoder.py") for name in (".mscale", ".mscale_all_dim")}
 TESTS_OF_BENCH = (
     "op_tests/test_bench.py",
     "op_tests/test_bench_server.py",

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from eagle_kernels.engine.models.causal_draft import CausalDraft
-from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder import Decoder, Rotary
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.layers import Rotary
 from eagle_kernels.reference.causal_attend import rotate
 from op_tests.engine.toys import DECODER_CONFIG as SIZES
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_kernels import ops
-from eagle_kernels.engine.models import layers
+from eagle_kernels.engine.models import decoder
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.heads import (
@@ -65,18 +65,18 @@ def test_kernels_and_training_agree(device, monkeypatch):
 
 def test_what_chooses_between_them(device):
     weight = torch.nn.Parameter(torch.ones(2, device=device))
-    assert layers.library(weight) is not ops
-    assert layers.library(weight.detach()) is ops
+    assert decoder.library(weight) is not ops
+    assert decoder.library(weight.detach()) is ops
     with torch.no_grad():
-        assert layers.library(weight) is ops
+        assert decoder.library(weight) is ops
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
-            assert layers.library(weight) is not ops
+            assert decoder.library(weight) is not ops
             assert logits_of(make(device)).isfinite().all()
 
 
 def rows_of_linear_decode(monkeypatch, device) -> list[int]:
     """Rows of the products that go through it, of seven; all are those of PyTorch, and trained by it."""
-    linear = layers.Linear(24, 40).to(device)
+    linear = decoder.Linear(24, 40).to(device)
     taken = []
     decode = ops.linear_decode
     monkeypatch.setattr(

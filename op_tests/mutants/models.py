@@ -11,7 +11,7 @@ _FORMULA = "op_tests/engine/test_decoder_formula.py::test_"
 MUTANTS = [
     Mutant(
         "long waves by the bound of short ones",
-        [(_MODELS + "layers.py", "is_long = wavelengths > length / low", "is_long = wavelengths > length / high")],
+        [(_MODELS + "decoder.py", "is_long = wavelengths > length / low", "is_long = wavelengths > length / high")],
         [_FORMULA + "a_decoder_is_the_formula[llama, llama3]"],
     ),
     Mutant(
@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys that are stored without their bias",
-        [(_MODELS + "layers.py", "None if fused.bias is None else fused.bias[first:]", "None")],
+        [(_MODELS + "decoder.py", "None if fused.bias is None else fused.bias[first:]", "None")],
         ["op_tests/engine/test_layers.py::test_a_head_stores_the_keys_and_values_that_it_attends_to"],
     ),
     Mutant(

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import StoredSize
-from .decoder import ConfiguredModel
+from .decoder import ConfiguredModel, Linear, Rotary
 from .decoder_config import DecoderConfig, layer_sizes
 from .head_formats import flatten
-from .layers import Linear, Rotary
 from .protocol import FINAL_NORM, ModelError, TargetModel
 
 # Options that a head has if its file holds their tensors: the setting, and the end of the tensor's name.

@@ -42,10 +42,9 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import StoredSize
-from .decoder import DecoderLayer
+from .decoder import MLP, Attention, DecoderLayer, Linear, RMSNorm
 from .decoder_config import read_size
 from .draft_head import DraftHead, HeadConfig, head_sizes
-from .layers import MLP, Attention, Linear, RMSNorm
 from .protocol import FINAL_NORM, Angles, Attend, DraftOutput, ModelError, StoringAttend
 
 

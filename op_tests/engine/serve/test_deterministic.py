@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.models.layers import linear
+from eagle_kernels.engine.models.decoder import linear
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import make, prompt_of
