@@ -407,8 +407,8 @@ MUTANTS = [
     ),
     Mutant(
         "first tokens are drawn without filters",
-        [(ENGINE + "step/stepper.py", "**state.sampling.arguments(features, rows)",
-          "**state.sampling.arguments(features._replace(filters=False), rows)")],
+        [(ENGINE + "step/stepper.py", "params = state.sampling.arguments(features, rows)",
+          "params = state.sampling.arguments(features._replace(filters=False), rows)")],
         [_BUSY],
     ),
     Mutant(

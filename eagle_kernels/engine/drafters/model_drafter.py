@@ -37,17 +37,10 @@ class ModelDrafter(Drafter):
                 logits, level.scores, level.ancestors, offsets, topk=topk, level=depth, out=places.level(depth)
             )
         levels.finish()
+        candidates, total = (places.scores, places.tokens, places.parent_slots), lengths_sum(batch, config)
+        sizes = {"topk": topk, "spec_steps": config.num_steps, "num_verify_tokens": config.num_verify_tokens}
         tree = ops.build_tree_from_scores(
-            batch.roots,
-            places.scores,
-            places.tokens,
-            places.parent_slots,
-            batch.lengths,
-            lengths_sum(batch, config),
-            topk=topk,
-            spec_steps=config.num_steps,
-            num_verify_tokens=config.num_verify_tokens,
-            tree_mask_mode=config.tree_mask_mode,
+            batch.roots, *candidates, batch.lengths, total, **sizes, tree_mask_mode=config.tree_mask_mode
         )
         return tree, places
 

@@ -75,14 +75,8 @@ class ModelReader:
         after path node d with that node's feature; only later rows see those past the path."""
         levels = self.levels(batch)
         positions = levels.positions[:, : committed.tokens.shape[1]]
-        output = run_draft(
-            self.model,
-            committed.tokens.clamp(min=0),
-            features.flatten(0, 1)[committed.hidden_rows],
-            positions,
-            levels.attend(0, positions),
-            from_target=True,
-        )
+        read = committed.tokens.clamp(min=0), features.flatten(0, 1)[committed.hidden_rows], positions
+        output = run_draft(self.model, *read, levels.attend(0, positions), from_target=True)
         for held, read in ((levels.logits, output.logits), (levels.hidden, output.hidden)):
             torch.index_select(read.flatten(0, 1), 0, committed.last_row, out=held)
 

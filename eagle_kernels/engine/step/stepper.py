@@ -125,15 +125,9 @@ class Stepper:
             self.on_tree(Verified(batch, proposal, logits, features, committed))
         with timer.phase("bookkeeping"):
             if self.num_nodes > 1:
-                ops.move_accepted_kv(
-                    state.target_pool.k_cache,
-                    state.target_pool.v_cache,
-                    batch.block_table,
-                    batch.lengths,
-                    committed.accept_index,
-                    committed.accept_token_num,
-                    num_verify_tokens=self.num_nodes,
-                )
+                pool, sizes = state.target_pool, {"num_verify_tokens": self.num_nodes}
+                accepted = committed.accept_index, committed.accept_token_num
+                ops.move_accepted_kv(pool.k_cache, pool.v_cache, batch.block_table, batch.lengths, *accepted, **sizes)
         if self.drafter.reader is not None:
             with timer.phase("draft"):
                 self.drafter.reader.observe(batch, committed, target_features)
@@ -156,14 +150,9 @@ class Stepper:
         tree = root_only(torch.zeros_like(last), last)
         if features.minimum:
             kept = ops.penalize_logits(*links_of(tree), logits, **state.sampling.early_ends(rows, last))
-        drawn = ops.verify_tree_sampled(
-            *links_of(tree),
-            kept,
-            tree.positions,
-            **state.sampling.arguments(features, rows),
-            spec_steps=0,
-            return_logprobs=features.logprobs,
-        )
+        options = {"spec_steps": 0, "return_logprobs": features.logprobs}
+        params = state.sampling.arguments(features, rows)
+        drawn = ops.verify_tree_sampled(*links_of(tree), kept, tree.positions, **params, **options)
         drawn = drawn._replace(tokens=drawn.predicts.to(torch.int64)[:, None])
         return _result(logits, torch.arange(len(logits), device=logits.device)[:, None], drawn, features)
 
@@ -206,15 +195,11 @@ class Stepper:
     ) -> tuple[Tensor, Tensor | None, PromptOutput]:
         """Returns logits [B * N, V] and features [B, N, F] of nodes [B, N], and what the same pass makes of prompts."""
         shape, num_nodes = tokens.shape, tokens.numel()
-        rows = torch.arange(num_nodes, device=tokens.device)
-        logits, features = run_target(
-            self.target,
-            torch.cat([tokens.flatten(), prompts.tokens])[None],
-            torch.cat([positions.flatten(), prompts.positions])[None],
-            JointAttend(attend, prompts.attend()),
-            self.aux_layers,
-            last_rows=torch.cat([rows, num_nodes + prompts.lasts]),
-        )
+        tokens = torch.cat([tokens.flatten(), prompts.tokens])[None]
+        positions = torch.cat([positions.flatten(), prompts.positions])[None]
+        last_rows = torch.cat([torch.arange(num_nodes, device=tokens.device), num_nodes + prompts.lasts])
+        attend = JointAttend(attend, prompts.attend())
+        logits, features = run_target(self.target, tokens, positions, attend, self.aux_layers, last_rows=last_rows)
         ours, theirs = (None, None) if features is None else features.split([num_nodes, prompts.num_tokens], dim=1)
         ours = None if ours is None else ours[0].unflatten(0, shape)
         return logits[0, :num_nodes], ours, PromptOutput(logits[0, num_nodes:], theirs)

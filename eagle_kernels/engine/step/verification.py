@@ -124,14 +124,9 @@ class TopP(Verifier):
             has_filters = (top_k > 0) | (top_p < 1) | (min_p > 0)
             num_kept = torch.where(has_filters, num_left, num_kept)
         own = ops.sample_from_logits(logits, tree.positions + 1, *params)
-        verdict = ops.verify_tree_topp(
-            *links_of(tree),
-            best.tokens,
-            num_kept,
-            own.view_as(tree.retrieve_index),
-            spec_steps=self._num_steps,
-            verify_window=self._config.verify_window,
-        )
+        own = own.view_as(tree.retrieve_index)
+        sizes = {"spec_steps": self._num_steps, "verify_window": self._config.verify_window}
+        verdict = ops.verify_tree_topp(*links_of(tree), best.tokens, num_kept, own, **sizes)
         return _commit(batch, verdict)
 
 
@@ -140,16 +135,11 @@ class Typical(Verifier):
 
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
         tree, temperature = proposal.tree, batch.numbers("temperature")
-        verdict = ops.verify_tree_typical(
-            *links_of(tree),
-            penalized(batch, tree, logits, features),
-            tree.positions,
-            batch.seeds,
-            temperature,
-            torch.full_like(temperature, self._config.typical_epsilon),
-            torch.full_like(temperature, self._config.typical_delta),
-            spec_steps=self._num_steps,
-        )
+        epsilon = torch.full_like(temperature, self._config.typical_epsilon)
+        delta = torch.full_like(temperature, self._config.typical_delta)
+        params = batch.seeds, temperature, epsilon, delta
+        logits = penalized(batch, tree, logits, features)
+        verdict = ops.verify_tree_typical(*links_of(tree), logits, tree.positions, *params, spec_steps=self._num_steps)
         return _commit(batch, verdict)
 
 
