@@ -74,14 +74,11 @@ class ByteTokenizer(Chats):
         return list(_checked_text(text).encode("utf-8"))
 
     def encode_with_spans(self, text: str, is_marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        ids, spans, begin = [], [], 0
-        for part in re.split(r"(<\|endoftext\|>)" if is_marked else "(?!)", _checked_text(text)):
-            is_mark = is_marked and part == self.special_tokens[256]
-            for piece in [part] if is_mark else part:
-                token_ids = [256] if is_mark else piece.encode("utf-8")
-                ids += token_ids
-                spans += [(begin, begin + len(piece))] * len(token_ids)
-                begin += len(piece)
+        ids, spans, mark = [], [], self.special_tokens[256]
+        for piece in re.finditer(re.escape(mark) + "|." if is_marked else ".", _checked_text(text), re.DOTALL):
+            token_ids = [256] if piece[0] == mark else piece[0].encode("utf-8")
+            ids += token_ids
+            spans += [piece.span()] * len(token_ids)
         return ids, spans
 
     def decode(self, token_ids: Sequence[int]) -> str:
