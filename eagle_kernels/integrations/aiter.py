@@ -24,19 +24,19 @@ import torch
 
 from ..ops import build_tree
 from ..ops import organize_draft_results as _organize_draft_results
-from . import sgl_kernel
+from . import aiter_utils, sgl_kernel
 from .aiter_engine import EAGLEConfig, EAGLEInference
-from .aiter_utils import (
-    arguments,
-    calculate_acceptance_rate,
-    fast_topk_torch,
-    generate_token_bitmask,
-    next_power_of_2,
-    pad_to_alignment,
-    sample_from_logits,
-    select_top_k_tokens,
-)
+from .aiter_utils import *  # noqa: F403
+from .aiter_utils import arguments
 from .sgl_kernel import TreeMaskMode
+
+__all__ = [
+    "EAGLEConfig", "EAGLEInference", "TreeMaskMode", "build_tree_efficient_triton", "build_tree_kernel_efficient",
+    "build_tree_kernel_triton", "build_tree_structure", "compute_tree_statistics", "organize_draft_results",
+    "tree_speculative_sampling_kernel", "verify_tree_greedy", "verify_tree_greedy_func", "verify_tree_greedy_kernel",
+    "verify_tree_greedy_triton",
+]  # fmt: skip
+__all__ += aiter_utils.__all__
 
 Tree = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -45,17 +45,10 @@ Tree = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def build_tree_efficient_triton(
-    verified_id: torch.Tensor,
-    parent_list: torch.Tensor,
-    top_scores_index: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_lens_sum: int,
-    topk: int,
-    spec_steps: int,
-    num_verify_tokens: int,
-    tree_mask_mode: int = TreeMaskMode.FULL_MASK,
-) -> Tree:
+    verified_id: torch.Tensor, parent_list: torch.Tensor, top_scores_index: torch.Tensor,
+    draft_tokens: torch.Tensor, seq_lens: torch.Tensor, seq_lens_sum: int,
+    topk: int, spec_steps: int, num_verify_tokens: int, tree_mask_mode: int = TreeMaskMode.FULL_MASK,
+) -> Tree:  # fmt: skip
     """Builds every request's tree; returns tree_mask, positions, the three retrive_* and the tokens with their root.
 
     seq_lens_sum sizes a FULL_MASK; other modes ignore it. tree_mask is flat; QLEN_ONLY_BITPACKING (which AITER lists
@@ -63,31 +56,19 @@ def build_tree_efficient_triton(
     """
     mode = TreeMaskMode(tree_mask_mode)
     tree = build_tree(
-        verified_id,
-        sgl_kernel.parent_slots(parent_list, spec_steps),
-        top_scores_index,
-        draft_tokens,
-        seq_lens,
+        verified_id, sgl_kernel.parent_slots(parent_list, spec_steps), top_scores_index, draft_tokens, seq_lens,
         seq_lens_sum if mode == TreeMaskMode.FULL_MASK else None,
-        topk=topk,
-        spec_steps=spec_steps,
-        num_verify_tokens=num_verify_tokens,
-        tree_mask_mode=sgl_kernel.layout(mode),
-        any_order=True,
-    )
+        topk=topk, spec_steps=spec_steps, num_verify_tokens=num_verify_tokens,
+        tree_mask_mode=sgl_kernel.layout(mode), any_order=True,
+    )  # fmt: skip
     return (tree.tree_mask.view(-1), *tree[1:])
 
 
 def verify_tree_greedy_triton(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    candidates: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    target_predict: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
+    candidates: torch.Tensor, retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor, target_predict: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Calls `sgl_kernel.verify_tree_greedy`, which writes the first three arguments in place, and returns these."""
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
     sgl_kernel.verify_tree_greedy(predicts, accept_index, accept_token_num, candidates, *links, target_predict)
@@ -98,32 +79,22 @@ class _Kernel:
     """Makes a function callable like a Triton kernel, `kernel[grid](...)`; our ops choose their own grids."""
 
     def __init__(self, function: Callable[..., None]):
-        self._function = function
         functools.update_wrapper(self, function)
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self._function
+        return self.__wrapped__
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
-        self._function(*arguments, **options)
+        self.__wrapped__(*arguments, **options)
 
 
 @_Kernel
 def build_tree_kernel_triton(
-    parent_list: torch.Tensor,
-    selected_index: torch.Tensor,
-    verified_seq_len: torch.Tensor,
-    tree_mask: torch.Tensor,
-    positions: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    topk: int,
-    depth: int,
-    draft_token_num: int,
-    draft_token_num_p2: int,
-    tree_mask_mode: int,
-) -> None:
+    parent_list: torch.Tensor, selected_index: torch.Tensor, verified_seq_len: torch.Tensor,
+    tree_mask: torch.Tensor, positions: torch.Tensor,
+    retrive_index: torch.Tensor, retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor,
+    topk: int, depth: int, draft_token_num: int, draft_token_num_p2: int, tree_mask_mode: int,
+) -> None:  # fmt: skip
     """Calls `sgl_kernel.build_tree_kernel_efficient`, which writes tree_mask to retrive_next_sibling.
 
     draft_token_num_p2 is accepted and ignored.
@@ -135,17 +106,11 @@ def build_tree_kernel_triton(
 
 @_Kernel
 def verify_tree_greedy_kernel(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    candidates: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    target_predict: torch.Tensor,
-    num_speculative_tokens: int,
-    num_draft_tokens: int,
-) -> None:
+    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
+    candidates: torch.Tensor, retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor, target_predict: torch.Tensor,
+    num_speculative_tokens: int, num_draft_tokens: int,
+) -> None:  # fmt: skip
     """Calls `sgl_kernel.verify_tree_greedy`, which writes the first three arguments; checks the two numbers."""
     _check_sizes("verify_tree_greedy_kernel", accept_index, num_speculative_tokens, candidates, num_draft_tokens)
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
@@ -154,23 +119,14 @@ def verify_tree_greedy_kernel(
 
 @_Kernel
 def tree_speculative_sampling_kernel(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    candidates: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    uniform_samples: torch.Tensor,
-    uniform_samples_final: torch.Tensor,
-    target_probs: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    threshold_single: float,
-    threshold_acc: float,
-    vocab_size: int,
-    num_speculative_tokens: int,
-    num_draft_tokens: int,
-) -> None:
+    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
+    candidates: torch.Tensor, retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor,
+    uniform_samples: torch.Tensor, uniform_samples_final: torch.Tensor,
+    target_probs: torch.Tensor, draft_probs: torch.Tensor | None,
+    threshold_single: float, threshold_acc: float,
+    vocab_size: int, num_speculative_tokens: int, num_draft_tokens: int,
+) -> None:  # fmt: skip
     """Calls `sgl_kernel.tree_speculative_sampling_target_only`, which writes the first three arguments.
 
     draft_probs is not read: drafts were chosen, not drawn, and SGLang's walk, on which AITER is modeled, keeps the
@@ -205,11 +161,9 @@ verify_tree_greedy_func = verify_tree_greedy_triton
 
 
 def organize_draft_results(
-    score_list: Sequence[torch.Tensor],
-    token_list: Sequence[torch.Tensor],
-    parents_list: Sequence[torch.Tensor],
+    score_list: Sequence[torch.Tensor], token_list: Sequence[torch.Tensor], parents_list: Sequence[torch.Tensor],
     num_draft_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Keeps the best num_draft_tokens - 1 candidates of all steps, ascending by flat id.
 
     A list has one tensor per step: scores [B, n] (or SGLang's [B, n, K]), tokens [B, n], parents [B, m].
@@ -226,17 +180,10 @@ def organize_draft_results(
 
 
 def build_tree_structure(
-    verified_id: torch.Tensor,
-    parent_list: torch.Tensor,
-    top_scores_index: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    topk: int,
-    spec_steps: int,
-    num_draft_tokens: int,
-    tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK,
-    use_triton: bool = False,
-) -> Tree:
+    verified_id: torch.Tensor, parent_list: torch.Tensor, top_scores_index: torch.Tensor,
+    draft_tokens: torch.Tensor, seq_lens: torch.Tensor, topk: int, spec_steps: int, num_draft_tokens: int,
+    tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK, use_triton: bool = False,
+) -> Tree:  # fmt: skip
     """Does what `build_tree_efficient_triton` does; FULL_MASK waits for the device to learn the sum of seq_lens."""
     seq_lens_sum = int(seq_lens.sum()) if tree_mask_mode == TreeMaskMode.FULL_MASK else 0
     drafts = (verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, seq_lens_sum)
@@ -244,26 +191,18 @@ def build_tree_structure(
 
 
 def verify_tree_greedy(
-    candidates: torch.Tensor,
-    target_predict: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
+    candidates: torch.Tensor, target_predict: torch.Tensor,
+    retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor,
     use_triton: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns predicts [B * N] (0 where not visited), accept_index [B, N] (-1 padded) and accept_length [B]."""
     batch_size, num_draft_tokens = candidates.shape
     integers = {"dtype": torch.int32, "device": candidates.device}
     return verify_tree_greedy_triton(
-        torch.zeros(batch_size * num_draft_tokens, **integers),
-        torch.empty(batch_size, num_draft_tokens, **integers),
+        torch.zeros(batch_size * num_draft_tokens, **integers), torch.empty(batch_size, num_draft_tokens, **integers),
         torch.empty(batch_size, **integers),
-        candidates,
-        retrieve_index,
-        retrieve_next_token,
-        retrieve_next_sibling,
-        target_predict,
-    )
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict,
+    )  # fmt: skip
 
 
 def compute_tree_statistics(accept_lengths: torch.Tensor, num_draft_tokens: int, num_steps: int) -> dict[str, float]:
@@ -283,28 +222,3 @@ def compute_tree_statistics(accept_lengths: torch.Tensor, num_draft_tokens: int,
         "total_accepted": sum(lengths),
         "batch_size": len(lengths),
     }
-
-
-__all__ = [
-    "EAGLEConfig",
-    "EAGLEInference",
-    "TreeMaskMode",
-    "build_tree_efficient_triton",
-    "build_tree_kernel_efficient",
-    "build_tree_kernel_triton",
-    "build_tree_structure",
-    "calculate_acceptance_rate",
-    "compute_tree_statistics",
-    "fast_topk_torch",
-    "generate_token_bitmask",
-    "next_power_of_2",
-    "organize_draft_results",
-    "pad_to_alignment",
-    "sample_from_logits",
-    "select_top_k_tokens",
-    "tree_speculative_sampling_kernel",
-    "verify_tree_greedy",
-    "verify_tree_greedy_func",
-    "verify_tree_greedy_kernel",
-    "verify_tree_greedy_triton",
-]

@@ -43,15 +43,11 @@ class EAGLEConfig:
     def for_engine(self) -> EngineConfig:
         """Returns the same choices as our engine's configuration."""
         return EngineConfig(
-            topk=self.topk,
-            num_steps=self.num_steps,
-            num_draft_tokens=self.num_draft_tokens,
+            topk=self.topk, num_steps=self.num_steps, num_draft_tokens=self.num_draft_tokens,
             temperature=self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=0 if self.top_k is None else self.top_k,
-            tree_mask_mode=layout(self.tree_mask_mode),
-            eos_token_ids=(),
-        )
+            top_p=1.0 if self.top_p is None else self.top_p, top_k=0 if self.top_k is None else self.top_k,
+            tree_mask_mode=layout(self.tree_mask_mode), eos_token_ids=(),
+        )  # fmt: skip
 
 
 class EAGLEInference:
@@ -73,14 +69,10 @@ class EAGLEInference:
             raise ValueError(f"EAGLEInference: dtype must be that of the models, {dtype}, got {self.config.dtype}")
 
     def generate(
-        self,
-        input_ids,
-        max_new_tokens: int = 100,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
+        self, input_ids, max_new_tokens: int = 100,
+        temperature: float | None = None, top_p: float | None = None, top_k: int | None = None,
         return_stats: bool = True,
-    ) -> tuple[torch.Tensor | list[list[int]], dict[str, float] | None]:
+    ) -> tuple[torch.Tensor | list[list[int]], dict[str, float] | None]:  # fmt: skip
         """Continues prompts [B, L]; returns [B, L + max_new_tokens] on their device, and the statistics.
 
         temperature, top_p, top_k override the configuration for this call. Ragged prompts give a list of lists. The

@@ -11,6 +11,11 @@ from ..ops import sample_from_logits as _sample_from_logits
 from ..ops import select_top_k_tokens as _select_top_k_tokens
 from ..runtime import check
 
+__all__ = [
+    "calculate_acceptance_rate", "fast_topk_torch", "generate_token_bitmask", "next_power_of_2", "pad_to_alignment",
+    "sample_from_logits", "select_top_k_tokens",
+]  # fmt: skip
+
 
 def arguments(function: str, **values: Any) -> check.Arguments:
     """Returns the checks of a function's arguments."""
@@ -83,13 +88,9 @@ def sample_from_logits(
 
     seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), device=device)
     return _sample_from_logits(
-        logits,
-        rows(0, torch.int64),
-        seeds,
-        rows(temperature, torch.float32),
-        rows(top_k, torch.int64),
-        rows(top_p, torch.float32),
-    )
+        logits, rows(0, torch.int64), seeds,
+        rows(temperature, torch.float32), rows(top_k, torch.int64), rows(top_p, torch.float32),
+    )  # fmt: skip
 
 
 def calculate_acceptance_rate(accept_lengths: torch.Tensor, num_draft_tokens: int) -> float:

@@ -57,67 +57,16 @@ from ..ops import verify_tree_coins as _verify_tree_coins
 from ..ops import verify_tree_greedy as _verify_tree_greedy
 from ..ops.tree.build_tree import TreeMaskMode as _Layout
 from ..ops.tree.tree_from_mask import Output as TreeFromMaskOutput
-from .sglang_cache_locs import (
-    align_evict_mask_to_page_size,
-    assign_draft_cache_locs_contiguous_func,
-    assign_extend_cache_locs_func,
-    assign_extend_cache_locs_uniform_func,
-    assign_req_to_token_pool_func,
-    fill_accept_out_cache_loc_func,
-    fill_front_out_cache_loc_func,
-    get_src_tgt_cache_loc,
-    get_target_cache_loc,
-)
-from .sglang_elementwise import (
-    apply_rope_with_cos_sin_cache_inplace,
-    fused_add_rmsnorm,
-    gemma_fused_add_rmsnorm,
-    gemma_rmsnorm,
-    rmsnorm,
-    silu_and_mul,
-    top_k_renorm_prob,
-    top_k_renorm_probs,
-    top_p_renorm_prob,
-    top_p_renorm_probs,
-)
-from .sglang_kv_indices import (
-    create_draft_kv_indices,
-    create_flashinfer_kv_indices_triton,
-    generate_draft_decode_kv_indices,
-    generate_draft_decode_window_kv_indices,
-)
+from . import sglang_cache_locs, sglang_elementwise, sglang_kv_indices
+from .sglang_cache_locs import *  # noqa: F403
+from .sglang_elementwise import *  # noqa: F403
+from .sglang_kv_indices import *  # noqa: F403
 
-# those that are imported here are names of this module, too
 __all__ = [
-    "TreeMaskMode",
-    "align_evict_mask_to_page_size",
-    "apply_rope_with_cos_sin_cache_inplace",
-    "assign_draft_cache_locs_contiguous_func",
-    "assign_extend_cache_locs_func",
-    "assign_extend_cache_locs_uniform_func",
-    "assign_req_to_token_pool_func",
-    "build_tree_kernel_efficient",
-    "create_draft_kv_indices",
-    "create_flashinfer_kv_indices_triton",
-    "fill_accept_out_cache_loc_func",
-    "fill_front_out_cache_loc_func",
-    "fused_add_rmsnorm",
-    "gemma_fused_add_rmsnorm",
-    "gemma_rmsnorm",
-    "generate_draft_decode_kv_indices",
-    "generate_draft_decode_window_kv_indices",
-    "get_src_tgt_cache_loc",
-    "get_target_cache_loc",
-    "reconstruct_indices_from_tree_mask",
-    "rmsnorm",
-    "silu_and_mul",
-    "top_k_renorm_prob",
-    "top_k_renorm_probs",
-    "top_p_renorm_prob",
-    "top_p_renorm_probs",
-    "tree_speculative_sampling_target_only",
-    "verify_tree_greedy",
-]
+    "TreeMaskMode", "build_tree_kernel_efficient", "reconstruct_indices_from_tree_mask",
+    "tree_speculative_sampling_target_only", "verify_tree_greedy",
+]  # fmt: skip
+__all__ += sglang_cache_locs.__all__ + sglang_elementwise.__all__ + sglang_kv_indices.__all__
 
 
 class TreeMaskMode(IntEnum):
@@ -133,19 +82,11 @@ class TreeMaskMode(IntEnum):
 
 
 def build_tree_kernel_efficient(
-    parent_list: torch.Tensor,
-    selected_index: torch.Tensor,
-    verified_seq_len: torch.Tensor,
-    tree_mask: torch.Tensor,
-    positions: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    topk: int,
-    depth: int,
-    draft_token_num: int,
-    tree_mask_mode: int,
-) -> None:
+    parent_list: torch.Tensor, selected_index: torch.Tensor, verified_seq_len: torch.Tensor,
+    tree_mask: torch.Tensor, positions: torch.Tensor,
+    retrive_index: torch.Tensor, retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor,
+    topk: int, depth: int, draft_token_num: int, tree_mask_mode: int,
+) -> None:  # fmt: skip
     """Writes tree_mask, positions and the three retrive_* of every request's tree.
 
     parent_list [B, topk * (depth - 1) + 1], of any width for depth 1; selected_index [B, N - 1]; verified_seq_len [B];
@@ -166,31 +107,18 @@ def build_tree_kernel_efficient(
     # Our op also lays out the tokens, which this interface does not have: give it what it reads anyway, and scratch to
     # write to (through views: a launch is planned for tensors that are all different).
     build_tree(
-        verified_id=verified_seq_len.view(-1),
-        parent_list=parent_slots(parent_list, depth),
-        top_scores_index=selected_index,
-        draft_tokens=selected_index.view_as(selected_index),
-        seq_lens=verified_seq_len,
-        topk=topk,
-        spec_steps=depth,
-        num_verify_tokens=draft_token_num,
-        tree_mask_mode=layout(mode),
-        prefix_is_set=mode == TreeMaskMode.FULL_MASK,
-        any_order=True,
-        out=out,
-    )
+        verified_seq_len.view(-1), parent_slots(parent_list, depth), selected_index,
+        selected_index.view_as(selected_index), verified_seq_len,
+        topk=topk, spec_steps=depth, num_verify_tokens=draft_token_num, tree_mask_mode=layout(mode),
+        prefix_is_set=mode == TreeMaskMode.FULL_MASK, any_order=True, out=out,
+    )  # fmt: skip
 
 
 def verify_tree_greedy(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    candidates: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    target_predict: torch.Tensor,
-) -> None:
+    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
+    candidates: torch.Tensor, retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor, target_predict: torch.Tensor,
+) -> None:  # fmt: skip
     """Walks every tree along the target's tokens; writes predicts, accept_index and accept_token_num, all int32.
 
     predicts [B * N] or longer; accept_index [B, S + 1], whose width bounds the walk; accept_token_num [B] counts the
@@ -198,34 +126,20 @@ def verify_tree_greedy(
     """
     predicts = _front("verify_tree_greedy", "predicts", predicts, candidates.numel())
     _verify_tree_greedy(
-        candidates,
-        retrive_index,
-        retrive_next_token,
-        retrive_next_sibling,
-        target_predict,
-        spec_steps=accept_index.shape[1] - 1,
-        keep_unvisited=True,
-        any_order=True,
+        candidates, retrive_index, retrive_next_token, retrive_next_sibling, target_predict,
+        spec_steps=accept_index.shape[1] - 1, keep_unvisited=True, any_order=True,
         out=VerifyOutput(predicts, accept_index, accept_token_num),
-    )
+    )  # fmt: skip
 
 
 def tree_speculative_sampling_target_only(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    candidates: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    uniform_samples: torch.Tensor,
-    uniform_samples_for_final_sampling: torch.Tensor,
-    target_probs: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    deterministic: bool = True,
-) -> None:
+    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
+    candidates: torch.Tensor, retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor,
+    uniform_samples: torch.Tensor, uniform_samples_for_final_sampling: torch.Tensor,
+    target_probs: torch.Tensor, draft_probs: torch.Tensor | None,
+    threshold_single: float = 1.0, threshold_acc: float = 1.0, deterministic: bool = True,
+) -> None:  # fmt: skip
     """Walks every tree by coins and draws the bonus; writes predicts, accept_index and accept_token_num, all int32.
 
     predicts [B * N] or longer; accept_index [B, S + 1], whose width bounds the walk; accept_token_num [B] counts the
@@ -234,32 +148,20 @@ def tree_speculative_sampling_target_only(
     """
     op = "tree_speculative_sampling_target_only"
     _verify_tree_coins(
-        candidates,
-        retrive_index,
-        retrive_next_token,
-        retrive_next_sibling,
-        target_probs,
-        uniform_samples,
-        uniform_samples_for_final_sampling,
-        spec_steps=accept_index.shape[1] - 1,
-        threshold_single=threshold_single,
-        threshold_acc=threshold_acc,
-        keep_unvisited=True,
-        any_order=True,
+        candidates, retrive_index, retrive_next_token, retrive_next_sibling,
+        target_probs, uniform_samples, uniform_samples_for_final_sampling,
+        spec_steps=accept_index.shape[1] - 1, threshold_single=threshold_single, threshold_acc=threshold_acc,
+        keep_unvisited=True, any_order=True,
         out=VerifyOutput(_front(op, "predicts", predicts, candidates.numel()), accept_index, accept_token_num),
-    )
+    )  # fmt: skip
 
 
 def reconstruct_indices_from_tree_mask(
-    tree_mask: torch.Tensor,
-    verified_seq_len: torch.Tensor,
+    tree_mask: torch.Tensor, verified_seq_len: torch.Tensor,
     positions: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    batch_size: int,
-    draft_token_num: int,
-) -> None:
+    retrive_index: torch.Tensor, retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor,
+    batch_size: int, draft_token_num: int,
+) -> None:  # fmt: skip
     """Writes positions and the three retrive_* of trees given as QLEN_ONLY masks (n-gram drafts).
 
     tree_mask [B * N * N] of any one-byte dtype; verified_seq_len [B] or longer; outputs as of the build.

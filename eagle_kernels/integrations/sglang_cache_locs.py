@@ -28,16 +28,17 @@ from collections.abc import Callable
 
 import torch
 
-from ..ops import (
-    accepted_cache_locs,
-    assign_req_to_token,
-    draft_cache_locs,
-    extend_cache_locs,
-)
+from ..ops import accepted_cache_locs, assign_req_to_token, draft_cache_locs, extend_cache_locs
 from ..ops import align_evict_mask_to_page_size as _align_evict_mask_to_page_size
 from ..ops.kv.accepted_cache_locs import Output as AcceptedOutput
 from ..ops.kv.draft_cache_locs import Output as DraftLocsOutput
 from ..ops.kv.extend_cache_locs import Output as ExtendOutput
+
+__all__ = [
+    "align_evict_mask_to_page_size", "assign_draft_cache_locs_contiguous_func", "assign_extend_cache_locs_func",
+    "assign_extend_cache_locs_uniform_func", "assign_req_to_token_pool_func", "fill_accept_out_cache_loc_func",
+    "fill_front_out_cache_loc_func", "get_src_tgt_cache_loc", "get_target_cache_loc",
+]  # fmt: skip
 
 
 class Kernel:
@@ -54,59 +55,37 @@ class Kernel:
 
 
 def assign_req_to_token_pool_func(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor,
+    start_offset: torch.Tensor, end_offset: torch.Tensor, out_cache_loc: torch.Tensor,
     batch_size: int,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the packed slots out_cache_loc to columns start..end - 1 of the requests' rows."""
     assign_req_to_token(
-        req_pool_indices[:batch_size],
-        req_to_token,
-        start_offset[:batch_size],
-        end_offset[:batch_size],
-        out_cache_loc.view(-1),
-    )
+        req_pool_indices[:batch_size], req_to_token, start_offset[:batch_size],
+        end_offset[:batch_size], out_cache_loc.view(-1),
+    )  # fmt: skip
 
 
 def assign_extend_cache_locs_func(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    batch_size: int,
-    draft_token_num: int,
-    device: torch.device | str,
-) -> torch.Tensor:
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor,
+    start_offset: torch.Tensor, end_offset: torch.Tensor,
+    batch_size: int, draft_token_num: int, device: torch.device | str,
+) -> torch.Tensor:  # fmt: skip
     """Returns the slots in columns start..end - 1, packed, as int64 [batch_size * draft_token_num]; then -1."""
     return extend_cache_locs(
-        req_pool_indices[:batch_size],
-        req_to_token,
-        start_offset[:batch_size],
-        end_offset[:batch_size],
+        req_pool_indices[:batch_size], req_to_token, start_offset[:batch_size], end_offset[:batch_size],
         capacity=batch_size * draft_token_num,
-    ).cache_locs
+    ).cache_locs  # fmt: skip
 
 
 def assign_extend_cache_locs_uniform_func(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    batch_size: int,
-    draft_token_num: int,
-    device: torch.device | str,
-    *,
-    full_v2p: torch.Tensor | None = None,
-    swa_v2p: torch.Tensor | None = None,
-    full_out: torch.Tensor | None = None,
-    swa_out: torch.Tensor | None = None,
-    page_size: int = 1,
-    positions_out: torch.Tensor | None = None,
-    anchor_src: torch.Tensor | None = None,
-    anchor_out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, start_offset: torch.Tensor,
+    batch_size: int, draft_token_num: int, device: torch.device | str, *,
+    full_v2p: torch.Tensor | None = None, swa_v2p: torch.Tensor | None = None,
+    full_out: torch.Tensor | None = None, swa_out: torch.Tensor | None = None,
+    page_size: int = 1, positions_out: torch.Tensor | None = None,
+    anchor_src: torch.Tensor | None = None, anchor_out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Returns the slots in draft_token_num columns from start on, as int64 [batch_size * draft_token_num].
 
     positions_out, if given, gets the columns; anchor_out[:, 0] gets anchor_src.
@@ -117,27 +96,19 @@ def assign_extend_cache_locs_uniform_func(
     cache_locs = torch.empty(size, dtype=torch.int64, device=start_offset.device)
     positions = torch.empty_like(cache_locs) if positions_out is None else positions_out.view(-1)[:size]
     extend_cache_locs(
-        req_pool_indices[:batch_size],
-        req_to_token,
-        start_offset[:batch_size],
-        num_tokens=draft_token_num,
+        req_pool_indices[:batch_size], req_to_token, start_offset[:batch_size], num_tokens=draft_token_num,
         out=ExtendOutput(scratch(cache_locs, batch_size + 1), cache_locs, positions, scratch(cache_locs, 1)),
-    )
+    )  # fmt: skip
     if anchor_out is not None:
         anchor_out[:, 0].copy_(anchor_src.view(-1))
     return cache_locs
 
 
 def assign_draft_cache_locs_contiguous_func(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    topk: int,
-    num_cols: int,
-    positions: torch.Tensor | None = None,
-    mrope: torch.Tensor | None = None,
-) -> None:
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor, topk: int, num_cols: int,
+    positions: torch.Tensor | None = None, mrope: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Writes the slots of topk branches of num_cols steps to out_cache_loc [B * topk * num_cols], branch by branch.
 
     positions [B * topk], if given, gets the length that each branch starts from.
@@ -145,35 +116,25 @@ def assign_draft_cache_locs_contiguous_func(
     if mrope is not None:
         where = f"{__name__}.assign_draft_cache_locs_contiguous_func"
         raise ValueError(f"{where}: mrope must be None, got a tensor")
-    num_branches = seq_lens.shape[0] * topk
+    batch_size = seq_lens.shape[0]
+    num_branches = batch_size * topk
     if positions is None:
         positions = torch.empty(num_branches, dtype=torch.int64, device=seq_lens.device)
-    draft_cache_locs(
-        req_pool_indices[: seq_lens.shape[0]],
-        req_to_token,
-        seq_lens,
-        topk=topk,
-        num_steps=num_cols,
-        out=DraftLocsOutput(
-            cache_locs=out_cache_loc.view(-1)[: num_branches * num_cols].view(num_branches, num_cols),
-            positions=positions.view(-1)[:num_branches],
-            copy_indptr=scratch(seq_lens, seq_lens.shape[0] + 1),
-            source_locs=scratch(seq_lens, 0),
-            target_locs=scratch(seq_lens, 0),
-            overflow=scratch(seq_lens, 1),
-        ),
-    )
+    out = DraftLocsOutput(
+        cache_locs=out_cache_loc.view(-1)[: num_branches * num_cols].view(num_branches, num_cols),
+        positions=positions.view(-1)[:num_branches],
+        copy_indptr=scratch(seq_lens, batch_size + 1),
+        source_locs=scratch(seq_lens, 0), target_locs=scratch(seq_lens, 0), overflow=scratch(seq_lens, 1),
+    )  # fmt: skip
+    draft_cache_locs(req_pool_indices[:batch_size], req_to_token, seq_lens, topk=topk, num_steps=num_cols, out=out)
 
 
 # after verification
 
 
 def fill_accept_out_cache_loc_func(
-    accept_index: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    accept_out_cache_loc: torch.Tensor,
-    size: int,
-) -> None:
+    accept_index: torch.Tensor, out_cache_loc: torch.Tensor, accept_out_cache_loc: torch.Tensor, size: int,
+) -> None:  # fmt: skip
     """Writes the slots that the first `size` entries of accept_index name, one after another; -1 names none."""
     # for our op all requests are one, whose nodes are numbered as here
     slots, target = out_cache_loc.view(-1), accept_out_cache_loc.view(-1)
@@ -181,32 +142,22 @@ def fill_accept_out_cache_loc_func(
 
 
 def fill_front_out_cache_loc_func(
-    num_front: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    front_out_cache_loc: torch.Tensor,
+    num_front: torch.Tensor, out_cache_loc: torch.Tensor, front_out_cache_loc: torch.Tensor
 ) -> None:
     """Writes the first num_front[i] slots of each request's share of out_cache_loc, one after another."""
     batch_size, front = num_front.numel(), front_out_cache_loc.view(-1)
     windows = out_cache_loc.view(batch_size, -1)
     extend_cache_locs(
-        torch.arange(batch_size, device=windows.device),
-        windows,
-        torch.zeros_like(num_front),
-        num_front,
-        capacity=front.numel(),
-        keep_unused=True,
+        torch.arange(batch_size, device=windows.device), windows, torch.zeros_like(num_front), num_front,
+        capacity=front.numel(), keep_unused=True,
         out=ExtendOutput(scratch(front, batch_size + 1), front, torch.empty_like(front), scratch(front, 1)),
-    )
+    )  # fmt: skip
 
 
 def get_src_tgt_cache_loc(
-    seq_lens: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_length: torch.Tensor,
-    draft_token_num: int,
-    page_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    seq_lens: torch.Tensor, out_cache_loc: torch.Tensor, accept_index: torch.Tensor,
+    accept_length: torch.Tensor, draft_token_num: int, page_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns the slots of the path, a zero for each, and how many slots of each request are free (SGLang 0.5.10).
 
     accept_index names the path's nodes only, accept_length counts accepted drafts. SGLang calls the same torch
@@ -221,15 +172,10 @@ def get_src_tgt_cache_loc(
 @Kernel
 def get_target_cache_loc(
     grid: tuple[int, ...],
-    tgt_cache_loc: torch.Tensor,
-    to_free_slots: torch.Tensor,
-    accept_length: torch.Tensor,
-    to_free_num_slots: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    num_verify_tokens: int,
-    num_verify_tokens_upper: int,
-    bs_upper: int,
-) -> None:
+    tgt_cache_loc: torch.Tensor, to_free_slots: torch.Tensor,
+    accept_length: torch.Tensor, to_free_num_slots: torch.Tensor, out_cache_loc: torch.Tensor,
+    num_verify_tokens: int, num_verify_tokens_upper: int, bs_upper: int,
+) -> None:  # fmt: skip
     """Writes the first accept_length + 1 slots of each request to tgt_cache_loc, its last ones to to_free_slots.
 
     grid (B,); accept_length counts accepted drafts, to_free_num_slots says how many of the last ones.
@@ -243,13 +189,9 @@ def get_target_cache_loc(
 
 @Kernel
 def align_evict_mask_to_page_size(
-    grid: tuple[int, ...],
-    seq_lens: torch.Tensor,
-    evict_mask: torch.Tensor,
-    page_size: int,
-    num_draft_tokens: int,
-    BLOCK_SIZE: int,
-) -> None:
+    grid: tuple[int, ...], seq_lens: torch.Tensor, evict_mask: torch.Tensor,
+    page_size: int, num_draft_tokens: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     """Clears in evict_mask [B * num_draft_tokens] the marks of each request's partly used page; grid (B,)."""
     batch_size = grid[0]
     mask = evict_mask.view(-1)[: batch_size * num_draft_tokens].view(batch_size, num_draft_tokens)
@@ -262,24 +204,18 @@ def _list_accepted(slots, accepted, paths, num_free, num_nodes, *, source=None, 
     batch_size = 1 if accepted is None else accepted.shape[0]
     if num_nodes == 0:
         return
-    accepted_cache_locs(
-        slots,
-        accepted,
-        paths,
-        free_token_num=num_free,
-        num_verify_tokens=num_nodes,
-        capacity=wanted.numel(),
-        free_capacity=0 if free is None else free.numel(),
-        keep_unused=True,
-        out=AcceptedOutput(
-            path_indptr=scratch(slots, batch_size + 1),
-            source_locs=torch.empty_like(wanted) if source is None else source,
-            target_locs=torch.empty_like(wanted) if target is None else target,
-            free_indptr=scratch(slots, batch_size + 1),
-            free_locs=scratch(slots, 0) if free is None else free,
-            overflow=scratch(slots, 2),
-        ),
+    out = AcceptedOutput(
+        path_indptr=scratch(slots, batch_size + 1),
+        source_locs=torch.empty_like(wanted) if source is None else source,
+        target_locs=torch.empty_like(wanted) if target is None else target,
+        free_indptr=scratch(slots, batch_size + 1),
+        free_locs=scratch(slots, 0) if free is None else free,
+        overflow=scratch(slots, 2),
     )
+    accepted_cache_locs(
+        slots, accepted, paths, free_token_num=num_free, num_verify_tokens=num_nodes, capacity=wanted.numel(),
+        free_capacity=out.free_locs.numel(), keep_unused=True, out=out,
+    )  # fmt: skip
 
 
 def scratch(like: torch.Tensor, size: int) -> torch.Tensor:

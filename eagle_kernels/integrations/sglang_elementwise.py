@@ -13,46 +13,37 @@ from .. import ops
 from ..ops.nn.rms_norm import Output as _NormOutput
 from ..ops.nn.rope import Output as _RopeOutput
 
+__all__ = [
+    "apply_rope_with_cos_sin_cache_inplace", "fused_add_rmsnorm", "gemma_fused_add_rmsnorm", "gemma_rmsnorm", "rmsnorm",
+    "silu_and_mul", "top_k_renorm_prob", "top_k_renorm_probs", "top_p_renorm_prob", "top_p_renorm_probs",
+]  # fmt: skip
+
 
 def rmsnorm(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    out: torch.Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> torch.Tensor:
+    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
+    out: torch.Tensor | None = None, enable_pdl: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Returns input [T, H] normalized, or writes it to `out`."""
     return _norm(input, weight, eps, 0.0, out)
 
 
 def gemma_rmsnorm(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    out: torch.Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> torch.Tensor:
+    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
+    out: torch.Tensor | None = None, enable_pdl: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Does what rmsnorm does, with 1 + weight."""
     return _norm(input, weight, eps, 1.0, out)
 
 
 def fused_add_rmsnorm(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    enable_pdl: bool | None = None,
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """Adds input to residual and writes the norm of the sum to input, both in place."""
     _add_norm(input, residual, weight, eps, 0.0)
 
 
 def gemma_fused_add_rmsnorm(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    enable_pdl: bool | None = None,
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """Does what fused_add_rmsnorm does, with 1 + weight."""
     _add_norm(input, residual, weight, eps, 1.0)
@@ -68,15 +59,10 @@ def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.
 
 
 def apply_rope_with_cos_sin_cache_inplace(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    head_size: int,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool = True,
-    fused_set_kv_buffer_arg=None,
-    enable_pdl: bool | None = None,
-) -> None:
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+    head_size: int, cos_sin_cache: torch.Tensor,
+    is_neox: bool = True, fused_set_kv_buffer_arg=None, enable_pdl: bool | None = None,
+) -> None:  # fmt: skip
     """Rotates query [T, Hq * head_size] and key [T, Hkv * head_size] in place.
 
     cos_sin_cache [max_positions, rotary_dim] fp32: cosines, then sines. fused_set_kv_buffer_arg is refused: our op

@@ -52,7 +52,7 @@ MUTANTS = [
     ),
     Mutant(
         "drafts whose third level is their second",
-        [(INTEGRATIONS + "sglang/drafting.py", "level=step + 1,\n", "level=step or 1,\n")],
+        [(INTEGRATIONS + "sglang/drafting.py", "topk=topk, level=step + 1,", "topk=topk, level=step or 1,")],
         ["op_tests/integrations/test_sglang_steps.py::test_drafts_are_those_of_sglang"],
     ),
     Mutant(

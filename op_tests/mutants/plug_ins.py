@@ -141,8 +141,8 @@ MUTANTS = [
     ),
     Mutant(
         "sgl_kernel's thresholds in each other's place",
-        [(INTEGRATIONS + "sgl_kernel.py", "threshold_single=threshold_single,\n        threshold_acc=threshold_acc",
-          "threshold_single=threshold_acc,\n        threshold_acc=threshold_single")],
+        [(INTEGRATIONS + "sgl_kernel.py", "threshold_single=threshold_single, threshold_acc=threshold_acc",
+          "threshold_single=threshold_acc, threshold_acc=threshold_single")],
         _of("sgl_kernel", "test_sample"),
     ),
     Mutant(

@@ -57,14 +57,9 @@ def draft_forward(original, worker, forward_batch):
         forward_batch.positions.add_(1)
         hidden_states = result.hidden_states
         level = select_top_k_tokens(
-            result.next_token_logits,
-            level.scores,
-            level.ancestors,
-            constants.draft_to_target,
-            topk=topk,
-            level=step + 1,
-            out=levels.output(step + 1),
-        )
+            result.next_token_logits, level.scores, level.ancestors, constants.draft_to_target,
+            topk=topk, level=step + 1, out=levels.output(step + 1),
+        )  # fmt: skip
     kept = organize_draft_results(
         levels.scores, levels.tokens, num_verify_tokens=worker.speculative_num_draft_tokens
     )  # fmt: skip

@@ -17,20 +17,11 @@ def num_words(num_nodes: int) -> int:
 
 
 def build_tree_kernel_efficient(
-    original,
-    bonus_tokens: torch.Tensor,
-    parent_list: torch.Tensor,
-    top_scores_index: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_lens_sum: int,
-    topk: int,
-    spec_steps: int,
-    num_verify_tokens: int,
-    tree_mask_mode=0,
-    tree_mask_buf: torch.Tensor | None = None,
-    fill_prefix_mask: bool = True,
-):
+    original, bonus_tokens: torch.Tensor, parent_list: torch.Tensor,
+    top_scores_index: torch.Tensor, draft_tokens: torch.Tensor, seq_lens: torch.Tensor,
+    seq_lens_sum: int, topk: int, spec_steps: int, num_verify_tokens: int,
+    tree_mask_mode=0, tree_mask_buf: torch.Tensor | None = None, fill_prefix_mask: bool = True,
+):  # fmt: skip
     """Builds the trees of a batch for our attention in one launch; leaves those for another attention to SGLang.
 
     Returns the mask, positions, the three links and the tokens, as SGLang's function of this name does.
@@ -50,16 +41,9 @@ def build_tree_kernel_efficient(
     nodes = batch_size * num_verify_tokens
     out = BuildTreeOutput(mask, make(nodes), *links, make(nodes))
     tree = build_tree(
-        bonus_tokens,
-        parent_slots(parent_list, spec_steps),
-        top_scores_index,
-        draft_tokens,
-        seq_lens,
-        topk=topk,
-        spec_steps=spec_steps,
-        num_verify_tokens=num_verify_tokens,
-        out=out,
-    )
+        bonus_tokens, parent_slots(parent_list, spec_steps), top_scores_index, draft_tokens, seq_lens,
+        topk=topk, spec_steps=spec_steps, num_verify_tokens=num_verify_tokens, out=out,
+    )  # fmt: skip
     return (
         tree.tree_mask, tree.positions, tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling,
         tree.draft_tokens,

@@ -62,16 +62,10 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
     predicts, accept_index, num_accepted = out
     if is_simulated:
         accept_index = spec_utils.generate_simulated_accept_index(
-            accept_index=accept_index,
-            predict=predicts,
-            num_correct_drafts=num_accepted,
-            candidates=tree[0],
-            target_predict=None,
-            simulate_acc_len=spec_utils.SIMULATE_ACC_LEN,
-            simulate_acc_token_mode=spec_utils.SIMULATE_ACC_TOKEN_MODE,
-            bs=batch_size,
-            spec_steps=depth - 1,
-        )
+            accept_index=accept_index, predict=predicts, num_correct_drafts=num_accepted, candidates=tree[0],
+            target_predict=None, simulate_acc_len=spec_utils.SIMULATE_ACC_LEN,
+            simulate_acc_token_mode=spec_utils.SIMULATE_ACC_TOKEN_MODE, bs=batch_size, spec_steps=depth - 1,
+        )  # fmt: skip
     if is_counted:
         is_output = accept_index >= 0
         tokens = predicts.long()[accept_index.clamp(min=0).long()]
@@ -90,13 +84,10 @@ def _walk(tree, batch, logits: torch.Tensor, spec_steps: int, spec) -> VerifyOut
     if batch.sampling_info.is_all_greedy:
         return verify_tree_greedy(*tree, target_logits=logits, **options)
     return verify_tree_coins(
-        *tree,
-        _probs(logits, batch.sampling_info, num_nodes),
-        *_coins(batch, tree[0]),
-        threshold_single=spec.speculative_accept_threshold_single,
-        threshold_acc=spec.speculative_accept_threshold_acc,
+        *tree, _probs(logits, batch.sampling_info, num_nodes), *_coins(batch, tree[0]),
+        threshold_single=spec.speculative_accept_threshold_single, threshold_acc=spec.speculative_accept_threshold_acc,
         **options,
-    )
+    )  # fmt: skip
 
 
 def _adjust(logits: torch.Tensor, sampling) -> None:
@@ -126,12 +117,9 @@ def _coins(batch, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     from sglang.srt.speculative import eagle_utils
 
     return eagle_utils._verify_coins(
-        sampling_info=batch.sampling_info,
-        seq_lens=batch.seq_lens,
-        draft_token_num=candidates.shape[1],
-        candidates=candidates,
-        device=candidates.device,
-    )
+        sampling_info=batch.sampling_info, seq_lens=batch.seq_lens, draft_token_num=candidates.shape[1],
+        candidates=candidates, device=candidates.device,
+    )  # fmt: skip
 
 
 def _agree(out: VerifyOutput) -> VerifyOutput:
