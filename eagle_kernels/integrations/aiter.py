@@ -50,10 +50,8 @@ def build_tree_efficient_triton(
     topk: int, spec_steps: int, num_verify_tokens: int, tree_mask_mode: int = TreeMaskMode.FULL_MASK,
 ) -> Tree:  # fmt: skip
     """Builds every request's tree; returns tree_mask, positions, the three retrive_* and the tokens with their root.
-
     seq_lens_sum sizes a FULL_MASK; other modes ignore it. tree_mask is flat; QLEN_ONLY_BITPACKING (which AITER lists
-    without packing) gives one word of 8, 16 or 32 bits for each node, as SGLang packs them.
-    """
+    without packing) gives one word of 8, 16 or 32 bits for each node, as SGLang packs them."""
     mode = TreeMaskMode(tree_mask_mode)
     tree = build_tree(
         verified_id, sgl_kernel.parent_slots(parent_list, spec_steps), top_scores_index, draft_tokens, seq_lens,
@@ -96,9 +94,7 @@ def build_tree_kernel_triton(
     topk: int, depth: int, draft_token_num: int, draft_token_num_p2: int, tree_mask_mode: int,
 ) -> None:  # fmt: skip
     """Calls `sgl_kernel.build_tree_kernel_efficient`, which writes tree_mask to retrive_next_sibling.
-
-    draft_token_num_p2 is accepted and ignored.
-    """
+    draft_token_num_p2 is accepted and ignored."""
     written = (tree_mask, positions, retrive_index, retrive_next_token, retrive_next_sibling)
     sizes = (topk, depth, draft_token_num, tree_mask_mode)
     sgl_kernel.build_tree_kernel_efficient(parent_list, selected_index, verified_seq_len, *written, *sizes)
@@ -128,10 +124,8 @@ def tree_speculative_sampling_kernel(
     vocab_size: int, num_speculative_tokens: int, num_draft_tokens: int,
 ) -> None:  # fmt: skip
     """Calls `sgl_kernel.tree_speculative_sampling_target_only`, which writes the first three arguments.
-
     draft_probs is not read: drafts were chosen, not drawn, and SGLang's walk, on which AITER is modeled, keeps the
-    target's distribution without them (AITER's own kernel divides by them, and does not).
-    """
+    target's distribution without them (AITER's own kernel divides by them, and does not)."""
     op = "tree_speculative_sampling_kernel"
     _check_sizes(op, accept_index, num_speculative_tokens, candidates, num_draft_tokens)
     _check_width(op, "vocab_size", vocab_size, "target_probs", target_probs)
@@ -165,10 +159,8 @@ def organize_draft_results(
     num_draft_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Keeps the best num_draft_tokens - 1 candidates of all steps, ascending by flat id.
-
     A list has one tensor per step: scores [B, n] (or SGLang's [B, n, K]), tokens [B, n], parents [B, m].
-    Returns parent_list (all steps but the last), top_scores_index and draft_tokens [B, num_draft_tokens - 1].
-    """
+    Returns parent_list (all steps but the last), top_scores_index and draft_tokens [B, num_draft_tokens - 1]."""
     kept = _organize_draft_results(
         torch.cat(list(score_list), dim=1).flatten(1).float(),
         torch.cat(list(token_list), dim=1),
@@ -207,9 +199,7 @@ def verify_tree_greedy(
 
 def compute_tree_statistics(accept_lengths: torch.Tensor, num_draft_tokens: int, num_steps: int) -> dict[str, float]:
     """Waits for one verification and returns its statistics; accept_lengths exclude the bonus.
-
-    num_steps is accepted and ignored, as in AITER. An empty batch gives zeros.
-    """
+    num_steps is accepted and ignored, as in AITER. An empty batch gives zeros."""
     arguments("compute_tree_statistics", num_draft_tokens=num_draft_tokens).integer("num_draft_tokens", 1)
     lengths = accept_lengths.tolist()
     mean = sum(lengths) / len(lengths) if lengths else 0.0

@@ -74,12 +74,10 @@ class EAGLEInference:
         return_stats: bool = True,
     ) -> tuple[torch.Tensor | list[list[int]], dict[str, float] | None]:  # fmt: skip
         """Continues prompts [B, L]; returns [B, L + max_new_tokens] on their device, and the statistics.
-
         temperature, top_p, top_k override the configuration for this call. Ragged prompts give a list of lists. The
         statistics' acceptance rates are accepted drafts over num_draft_tokens a step; `speedup_ratio` is accepted
         drafts per target pass, `speedup` the measured one of `GenerationStats` over plain decoding (NaN where no step
-        was needed).
-        """
+        was needed)."""
         given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         overrides = {name: value for name, value in given.items() if value is not None}
         texts, stats = self.engine.generate(input_ids, max_new_tokens, **overrides)
@@ -92,9 +90,7 @@ class EAGLEInference:
 
     def benchmark(self, test_data: Iterable, max_new_tokens: int = 100) -> dict[str, float]:
         """Returns statistics over all prompts of `test_data`, each an `input_ids`, decoded with and without drafts.
-
-        Rates and ratios are means over the prompts.
-        """
+        Rates and ratios are means over the prompts."""
         runs = []
         for input_ids in test_data:
             self.engine.generate(input_ids, max_new_tokens, speculative=False)

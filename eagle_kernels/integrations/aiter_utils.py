@@ -43,10 +43,8 @@ def fast_topk_torch(
 
 def select_top_k_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the k (up to 16) most likely tokens of each row of logits [B, V] or [B, n, V].
-
     The results are fp32 log-probabilities and token ids. AITER's docstring promises log-probabilities, its code returns
-    logits; this keeps the promise. Rows that already are log-probabilities come back unchanged up to rounding.
-    """
+    logits; this keeps the promise. Rows that already are log-probabilities come back unchanged up to rounding."""
     level = _select_top_k_tokens(logits.reshape(-1, logits.shape[-1]), topk=k, level=0)
     shape = (*logits.shape[:-1], k)
     return level.scores.view(shape), level.tokens.view(shape)
@@ -54,9 +52,7 @@ def select_top_k_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, tor
 
 def generate_token_bitmask(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Returns bool [B, vocab_size], True at the ids of token_ids [B, n]; ids outside the vocabulary are skipped.
-
-    Another function packs a grammar's words over a whole tree: `eagle_kernels.generate_token_bitmask`.
-    """
+    Another function packs a grammar's words over a whole tree: `eagle_kernels.generate_token_bitmask`."""
     args = arguments("generate_token_bitmask", token_ids=token_ids, vocab_size=vocab_size)
     args.tensor("token_ids", (None, None), check.INTEGER, contiguous=0)
     args.integer("vocab_size", 0)
@@ -70,10 +66,8 @@ def sample_from_logits(
     logits: torch.Tensor, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None
 ) -> torch.Tensor:
     """Draws one token from each row of logits [B, V]; returns int64 [B]. Temperature 0 is greedy.
-
     Seeds come from torch's generator of the device. top_p keeps the token that crosses it (the usual nucleus), which
-    AITER drops.
-    """
+    AITER drops."""
     args = arguments("sample_from_logits", logits=logits, temperature=temperature, top_p=top_p, top_k=top_k)
     args.tensor("logits", (None, None), check.FLOAT, contiguous=1)
     args.number("temperature", 0)

@@ -88,11 +88,9 @@ def build_tree_kernel_efficient(
     topk: int, depth: int, draft_token_num: int, tree_mask_mode: int,
 ) -> None:  # fmt: skip
     """Writes tree_mask, positions and the three retrive_* of every request's tree.
-
     parent_list [B, topk * (depth - 1) + 1], of any width for depth 1; selected_index [B, N - 1]; verified_seq_len [B];
     tree_mask of any dtype, since only its bytes matter; positions [B * N] int64; retrive_* [B, N] int64.
-    Raises ValueError if a buffer is too short (FULL_MASK: cells past its end are not written).
-    """
+    Raises ValueError if a buffer is too short (FULL_MASK: cells past its end are not written)."""
     op = "build_tree_kernel_efficient"
     mode, batch_size = TreeMaskMode(tree_mask_mode), verified_seq_len.shape[0]
     nodes = (batch_size, draft_token_num)
@@ -120,10 +118,8 @@ def verify_tree_greedy(
     retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor, target_predict: torch.Tensor,
 ) -> None:  # fmt: skip
     """Walks every tree along the target's tokens; writes predicts, accept_index and accept_token_num, all int32.
-
     predicts [B * N] or longer; accept_index [B, S + 1], whose width bounds the walk; accept_token_num [B] counts the
-    accepted drafts without the bonus; the inputs are [B, N].
-    """
+    accepted drafts without the bonus; the inputs are [B, N]."""
     predicts = _front("verify_tree_greedy", "predicts", predicts, candidates.numel())
     _verify_tree_greedy(
         candidates, retrive_index, retrive_next_token, retrive_next_sibling, target_predict,
@@ -141,11 +137,9 @@ def tree_speculative_sampling_target_only(
     threshold_single: float = 1.0, threshold_acc: float = 1.0, deterministic: bool = True,
 ) -> None:  # fmt: skip
     """Walks every tree by coins and draws the bonus; writes predicts, accept_index and accept_token_num, all int32.
-
     predicts [B * N] or longer; accept_index [B, S + 1], whose width bounds the walk; accept_token_num [B] counts the
     accepted drafts without the bonus. uniform_samples [B, N], uniform_samples_for_final_sampling [B], target_probs
-    [B, N, V], all fp32. Thresholds below 1 are lossy. `deterministic` is ignored: results always are.
-    """
+    [B, N, V], all fp32. Thresholds below 1 are lossy. `deterministic` is ignored: results always are."""
     op = "tree_speculative_sampling_target_only"
     _verify_tree_coins(
         candidates, retrive_index, retrive_next_token, retrive_next_sibling,
@@ -163,9 +157,7 @@ def reconstruct_indices_from_tree_mask(
     batch_size: int, draft_token_num: int,
 ) -> None:  # fmt: skip
     """Writes positions and the three retrive_* of trees given as QLEN_ONLY masks (n-gram drafts).
-
-    tree_mask [B * N * N] of any one-byte dtype; verified_seq_len [B] or longer; outputs as of the build.
-    """
+    tree_mask [B * N * N] of any one-byte dtype; verified_seq_len [B] or longer; outputs as of the build."""
     op, nodes = "reconstruct_indices_from_tree_mask", (batch_size, draft_token_num)
     cells = tree_mask.view(-1).view(torch.uint8)
     tree_from_mask(

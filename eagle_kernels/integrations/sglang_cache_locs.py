@@ -87,9 +87,7 @@ def assign_extend_cache_locs_uniform_func(
     anchor_src: torch.Tensor | None = None, anchor_out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Returns the slots in draft_token_num columns from start on, as int64 [batch_size * draft_token_num].
-
-    positions_out, if given, gets the columns; anchor_out[:, 0] gets anchor_src.
-    """
+    positions_out, if given, gets the columns; anchor_out[:, 0] gets anchor_src."""
     where = f"{__name__}.assign_extend_cache_locs_uniform_func"
     refuse_translation(where, 1, full_v2p is not None or swa_v2p is not None)
     size = batch_size * draft_token_num
@@ -110,9 +108,7 @@ def assign_draft_cache_locs_contiguous_func(
     positions: torch.Tensor | None = None, mrope: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes the slots of topk branches of num_cols steps to out_cache_loc [B * topk * num_cols], branch by branch.
-
-    positions [B * topk], if given, gets the length that each branch starts from.
-    """
+    positions [B * topk], if given, gets the length that each branch starts from."""
     if mrope is not None:
         where = f"{__name__}.assign_draft_cache_locs_contiguous_func"
         raise ValueError(f"{where}: mrope must be None, got a tensor")
@@ -159,10 +155,8 @@ def get_src_tgt_cache_loc(
     accept_length: torch.Tensor, draft_token_num: int, page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns the slots of the path, a zero for each, and how many slots of each request are free (SGLang 0.5.10).
-
     accept_index names the path's nodes only, accept_length counts accepted drafts. SGLang calls the same torch
-    operators; `accepted_cache_locs` does this and `get_target_cache_loc`'s work in one launch.
-    """
+    operators; `accepted_cache_locs` does this and `get_target_cache_loc`'s work in one launch."""
     src_cache_loc = out_cache_loc[accept_index]
     extended = seq_lens + draft_token_num
     kept = (seq_lens + accept_length + 1 + page_size - 1) // page_size * page_size
@@ -177,9 +171,7 @@ def get_target_cache_loc(
     num_verify_tokens: int, num_verify_tokens_upper: int, bs_upper: int,
 ) -> None:  # fmt: skip
     """Writes the first accept_length + 1 slots of each request to tgt_cache_loc, its last ones to to_free_slots.
-
-    grid (B,); accept_length counts accepted drafts, to_free_num_slots says how many of the last ones.
-    """
+    grid (B,); accept_length counts accepted drafts, to_free_num_slots says how many of the last ones."""
     batch_size = grid[0]
     _list_accepted(
         out_cache_loc.view(-1)[: batch_size * num_verify_tokens], accept_length[:batch_size], None,

@@ -64,10 +64,8 @@ def apply_rope_with_cos_sin_cache_inplace(
     is_neox: bool = True, fused_set_kv_buffer_arg=None, enable_pdl: bool | None = None,
 ) -> None:  # fmt: skip
     """Rotates query [T, Hq * head_size] and key [T, Hkv * head_size] in place.
-
     cos_sin_cache [max_positions, rotary_dim] fp32: cosines, then sines. fused_set_kv_buffer_arg is refused: our op
-    write_kv rotates and writes in one launch.
-    """
+    write_kv rotates and writes in one launch."""
     if fused_set_kv_buffer_arg is not None:
         name = "apply_rope_with_cos_sin_cache_inplace"
         raise ValueError(f"{name}: fused_set_kv_buffer_arg must be None, got a value; eagle_kernels.write_kv does this")

@@ -27,10 +27,8 @@ def generate_draft_decode_kv_indices(
     v2p: torch.Tensor | None = None, TRANSLATE: bool = False,
 ) -> None:  # fmt: skip
     """Writes kv_indices [N, *] and kv_indptr [N, *] of N draft steps; grid (N, B, K), or (N * blocks, B, K).
-
     N is NUM_STEPS if that is given. `draft_kv_indices` documents what is written. As in SGLang, sink_size is ignored
-    without a window.
-    """
+    without a window."""
     refuse_translation(f"{__name__}.generate_draft_decode_kv_indices", ENTRY_PAGE_SIZE, TRANSLATE)
     _list_draft_steps(
         (NUM_STEPS or grid[0], *grid[1:]), req_pool_indices, req_to_token, paged_kernel_lens, kv_indices, kv_indptr,
@@ -66,9 +64,7 @@ def create_flashinfer_kv_indices_triton(
     token_mapping: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes the slots of every request, one after another, to kv_indices; grid (B,) or (B, blocks).
-
-    kv_indptr [B + 1] is the running sum of the lengths, as all callers pass it; it is written again.
-    """
+    kv_indptr [B + 1] is the running sum of the lengths, as all callers pass it; it is written again."""
     where, batch_size = f"{__name__}.create_flashinfer_kv_indices_triton", grid[0]
     refuse_translation(where, ENTRY_PAGE_SIZE, token_mapping is not None)
     out = IndicesOutput(
@@ -89,9 +85,7 @@ def create_draft_kv_indices(
     expand_factor: int, row_stride: int, num_tokens_upper: int,
 ) -> None:  # fmt: skip
     """Writes one list for each of the last expand_factor tokens of a request, for SGLang's naive EAGLE; grid (B,).
-
-    expand_factor is 2 there and may be any number here. `chain_kv_indices` documents what is written.
-    """
+    expand_factor is 2 there and may be any number here. `chain_kv_indices` documents what is written."""
     batch_size = grid[0]
     chain_kv_indices(
         req_pool[:batch_size], req_to_token, seq_lens[:batch_size],

@@ -92,10 +92,8 @@ def _padding_mask(
     device: torch.device | str | None = None, **kwargs,
 ) -> torch.Tensor | None:  # fmt: skip
     """Returns which of the filled keys are no padding, [B, keys], or None if all of kv_length are.
-
     Unlike transformers' mask for flash attention it also tells how much of a preallocated cache is filled.
-    cache_position: given instead of q_offset and q_length by transformers before version 5.
-    """
+    cache_position: given instead of q_offset and q_length by transformers before version 5."""
     if attention_mask is None:
         num_seen = int(q_offset) + q_length if cache_position is None else int(cache_position[-1]) + 1
         num_keys = min(num_seen - kv_offset, kv_length)

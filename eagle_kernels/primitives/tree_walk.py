@@ -117,13 +117,11 @@ def is_own(retrieved, request, NUM_NODES: tl.constexpr):
 @triton.jit
 def load_nodes(links, request, NUM_NODES: tl.constexpr, ANY_ORDER: tl.constexpr = False):
     """Loads one request's Tree, given the Links.
-
     All nodes are read at once, so that a walk waits for memory a single time. `Tree.links` holds the first child in its
     upper half and the next sibling in its lower half; 0, which no sound link names, stands for none. Nodes are in
     topological order, so a sound link points forward within the tree; that also ends every cycle. With ANY_ORDER a link
     may point to any node but the root, and the caller that follows it looks out for cycles. A node whose retrieve_index
-    is not of this request ends the list in which it is met: it carries no token and has no sibling.
-    """
+    is not of this request ends the list in which it is met: it carries no token and has no sibling."""
     node = all_nodes(NUM_NODES)
     is_node = node < NUM_NODES
     offset = request * NUM_NODES + node

@@ -175,10 +175,8 @@ def _look_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _lie_apart(tensor: torch.Tensor, *more: tuple[int, int]) -> bool:
     """Tells whether each axis steps past all elements of the axes that step less far, so that none overlap.
-
     more: further axes, (stride in bytes, size), as that from a tensor to another one of the same look. A pool is often
-    millions of pieces, keys and values side by side in each head: to compare all of them would take seconds.
-    """
+    millions of pieces, keys and values side by side in each head: to compare all of them would take seconds."""
     extent = tensor.itemsize
     axes = [(stride * tensor.itemsize, size) for size, stride in zip(tensor.shape, tensor.stride())]
     for stride, size in sorted([*axes, *more]):

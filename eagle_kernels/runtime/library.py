@@ -105,11 +105,9 @@ def schemas_of(module: ModuleType) -> list[str]:
 
 class Op:
     """An op, from its op file and its reference: its public `function`, its arguments' `names`, and its `overloads`.
-
     The op file offers the launcher (named as the file) and `contract(values)`. `MUTATES` names the arguments that an op
     works on in place; one that returns nothing besides has a contract that returns None, and no `out`. `IN_PLACE` names
-    for a field of `Output`, or `out`, the arguments that such a buffer may be; nothing else may overlap a buffer.
-    """
+    for a field of `Output`, or `out`, the arguments that such a buffer may be; nothing else may overlap a buffer."""
 
     def __init__(self, module: ModuleType, reference: Callable):
         self._op = name = module.__name__.rpartition(".")[2]

@@ -30,9 +30,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 class PageLists:
     """The pages of all requests of a forward pass, in buffers that CUDA graphs can read.
-
-    pages: a `kv_indices.Output` of the current pass. plan: in a graph, for layers without a window.
-    """
+    pages: a `kv_indices.Output` of the current pass. plan: in a graph, for layers without a window."""
 
     def __init__(self, req_to_token: torch.Tensor, page_size: int, max_batch: int = 0, extra: int = 0):
         self.req_to_token, self.page_size = req_to_token, page_size
@@ -94,10 +92,8 @@ class PageLists:
 
 class EagleKernelsAttnBackend(TritonAttnBackend):
     """Attention of a target model, and of a draft model outside of its levels.
-
     It inherits from SGLang's Triton backend for its fields, and because SGLang captures the draft's extend in a CUDA
-    graph for the classes of a list only.
-    """
+    graph for the classes of a list only."""
 
     def __init__(self, model_runner, skip_prefill: bool = False):
         super().__init__(model_runner, skip_prefill=skip_prefill)

@@ -11,9 +11,7 @@ from ..sgl_kernel import assign_extend_cache_locs_uniform_func as _assign
 
 def move_accept_tokens_to_target_kvcache(original, batch, accept_index, num_correct_drafts, token_to_kv_pool_allocator):
     """Moves each accepted path to the first slots of its tree, in all layers; SGLang's pool does the copying.
-
-    accept_index [B, S + 1] int, -1 padded; num_correct_drafts [B] int, without the bonus.
-    """
+    accept_index [B, S + 1] int, -1 padded; num_correct_drafts [B] int, without the bonus."""
     slots, batch_size = batch.out_cache_loc, len(batch.seq_lens)
     make = lambda size, dtype: torch.empty(size, dtype=dtype, device=slots.device)  # noqa: E731
     # slot 0 is SGLang's for padding: what no path uses is copied from there to there

@@ -22,9 +22,7 @@ PAGE_TREES = "_topk > 1 with page_size > 1 is only supported on"
 @dataclass(frozen=True)
 class Names:
     """A module or class, and what ours reads, calls, sets or overrides of it.
-
-    members: a list of classes in SGLang's sources whose fields are the owner's too.
-    """
+    members: a list of classes in SGLang's sources whose fields are the owner's too."""
 
     owner: str
     names: tuple[str, ...]
@@ -139,6 +137,8 @@ _SPEC = _SRT + "speculative."
 _ATTENTION = _SRT + "layers.attention."
 _BATCH = _SRT + "model_executor.forward_batch_info."
 _ARGUMENTS = _SRT + "server_args.ServerArgs"
+_BACKEND = _ATTENTION + "triton_backend.TritonAttnBackend"
+_POOL = _SRT + "mem_cache.memory_pool."
 
 CONTRACT = (
     # plugin.py
@@ -147,14 +147,14 @@ CONTRACT = (
     Names(_SRT + "plugins.hook_registry.HookType", ("AROUND",)),
     Call(_ATTENTION + "attention_registry.register_attention_backend", ("name",)),
     Names(_SRT + "server_args", ("add_attention_backend_choices",)),
-    # parts.py and guards.py
+    # parts.py, guards.py, drafting.py, sampling.py
     Names(_ARGUMENTS, (
         "attention_backend", "prefill_attention_backend", "decode_attention_backend",
         "speculative_draft_attention_backend", "speculative_algorithm", "device", "kv_cache_dtype",
         "disable_hybrid_swa_memory", "enable_deterministic_inference", "enable_two_batch_overlap", "enable_pdmux",
         "enable_unified_memory", "speculative_adaptive", "enable_multi_layer_eagle", "dcp_size", "attn_cp_size",
-        "enable_dp_attention",
-        "speculative_eagle_topk", "speculative_num_steps", "speculative_num_draft_tokens",
+        "enable_dp_attention", "speculative_eagle_topk", "speculative_num_steps", "speculative_num_draft_tokens",
+        "speculative_use_rejection_sampling", "disaggregation_mode", "enable_custom_logit_processor",
     ), members=_SRT + "server_args._INPUT_NAMESPACES"),
     # where resolved arguments are not written back into the record, a view shows them
     Either((_SRT + "arg_groups.overrides.materialize_declarations", _SRT + "arg_groups.overrides.resolving_view")),
@@ -174,22 +174,19 @@ CONTRACT = (
     LastRefusal(_SRT + "arg_groups.speculative_hook._handle_eagle_family",
                 (PAGE_TREES, "{view.attention_backend!r}"), "view.attention_backend not in _PAGE_TREE_SPEC_BACKENDS"),
     # attention.py
-    Call(_ATTENTION + "triton_backend.TritonAttnBackend", ("model_runner", "skip_prefill")),
-    Names(_ATTENTION + "triton_backend.TritonAttnBackend", (
+    Call(_BACKEND, ("model_runner", "skip_prefill")),
+    Names(_BACKEND, (
         "req_to_token_pool", "token_to_kv_pool", "req_to_token", "page_size", "device", "sliding_window_size",
         "num_draft_tokens", "is_draft_runner", "max_context_len", "skip_prefill",  # fields that ours reads
         "init_forward_metadata", "init_forward_metadata_out_graph", "init_forward_metadata_in_graph",
         "init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value", "verify_mask", "forward_decode",
         "forward_extend", "needs_cpu_seq_lens",
     )),
-    Call(_ATTENTION + "triton_backend.TritonAttnBackend.init_forward_metadata_out_graph",
-         ("self", "forward_batch", "in_capture")),
+    Call(_BACKEND + ".init_forward_metadata_out_graph", ("self", "forward_batch", "in_capture")),
     Call(_ATTENTION + "base_attn_backend.AttentionBackend.init_forward_metadata_in_graph", ("self", "forward_batch")),
-    Call(_ATTENTION + "triton_backend.TritonAttnBackend.init_cuda_graph_state", ("self", "max_bs", "max_num_tokens")),
-    Call(_ATTENTION + "triton_backend.TritonAttnBackend.forward_decode",
-         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "sinks")),
-    Call(_ATTENTION + "triton_backend.TritonAttnBackend.forward_extend",
-         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "sinks")),
+    Call(_BACKEND + ".init_cuda_graph_state", ("self", "max_bs", "max_num_tokens")),
+    Call(_BACKEND + ".forward_decode", ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "sinks")),
+    Call(_BACKEND + ".forward_extend", ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "sinks")),
     Names(_ATTENTION + "triton_backend.TritonMultiStepDraftBackend", (  # that DraftLevels stands in for
         "init_forward_metadata", "init_cuda_graph_state", "init_forward_metadata_out_graph",
         "init_forward_metadata_in_graph", "attn_backends", "needs_cpu_seq_lens", "topk", "speculative_num_steps",
@@ -203,19 +200,19 @@ CONTRACT = (
         "tp_q_head_num", "qk_head_dim", "v_head_dim", "layer_id", "scaling", "logit_cap", "logit_capping_method",
         "sliding_window_size", "is_cross_attention", "attn_type", "xai_temperature_len", "k_scale", "v_scale",
     )),
-    Call(_SRT + "mem_cache.memory_pool.KVWriteLoc", ("loc",)),
-    Call(_SRT + "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
+    Call(_POOL + "KVWriteLoc", ("loc",)),
+    Call(_POOL + "MHATokenToKVPool.set_kv_buffer",
          ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale")),
-    Call(_SRT + "mem_cache.memory_pool.MHATokenToKVPool.get_kv_buffer", ("self", "layer_id")),
-    Names(_SRT + "mem_cache.memory_pool.ReqToTokenPool", ("req_to_token", "size")),
+    Call(_POOL + "MHATokenToKVPool.get_kv_buffer", ("self", "layer_id")),
+    Names(_POOL + "ReqToTokenPool", ("req_to_token", "size")),
     Names(_BATCH + "ForwardBatch", (
         "batch_size", "forward_mode", "req_pool_indices", "seq_lens", "seq_lens_sum", "extend_seq_lens",
-        "extend_seq_lens_cpu", "spec_info", "positions", "out_cache_loc", "input_ids",
+        "extend_seq_lens_cpu", "spec_info", "positions", "out_cache_loc", "input_ids", "sampling_info",
     )),
-    Names(_BATCH + "ForwardMode", ("is_idle", "is_decode_or_idle", "is_target_verify", "is_draft_extend_v2")),
+    Names(_BATCH + "ForwardMode",
+          ("is_idle", "is_decode", "is_decode_or_idle", "is_target_verify", "is_draft_extend_v2")),
     # drafting.py
     Names(_SRT + "runtime_context", ("get_spec",)),
-    Names(_ARGUMENTS, ("speculative_use_rejection_sampling",), members=_SRT + "server_args._INPUT_NAMESPACES"),
     Names(_SPEC + "eagle_worker_v2.EagleDraftWorker", (
         "topk", "speculative_num_steps", "speculative_num_draft_tokens", "index_share_for_mtp_iteration",
         "draft_runner", "draft_attn_backend", "hot_token_id", "req_to_token_pool", "device",
@@ -224,8 +221,7 @@ CONTRACT = (
           ("server_args", "model_config", "canary_manager", "forward", "is_draft_worker", "req_to_token_pool")),
     Names(_SPEC + "eagle_info.EagleDraftInput", ("topk_p", "topk_index", "hidden_states")),
     Names(_SRT + "layers.logits_processor.LogitsProcessorOutput", ("next_token_logits", "hidden_states")),
-    Call(_SPEC + "eagle_utils.per_step_draft_out_cache_loc",
-         ("out_cache_loc", "batch_size", "topk", "num_steps")),
+    Call(_SPEC + "eagle_utils.per_step_draft_out_cache_loc", ("out_cache_loc", "batch_size", "topk", "num_steps")),
     Call(_SRT + "model_executor.forward_context.ForwardContext", ("attn_backend",)),
     Call(_SRT + "model_executor.forward_context.forward_context", ("ctx",)),
     # verification.py
@@ -254,22 +250,17 @@ CONTRACT = (
         "simulate_acc_token_mode", "bs", "spec_steps",
     )),
     # sampling.py
-    Names(_SRT + "managers.schedule_batch.Req",
-          ("rid", "sampling_params", "output_ids", "tokenizer", "eos_token_ids")),
+    Names(_SRT + "managers.schedule_batch.Req", ("rid", "sampling_params", "output_ids", "tokenizer", "eos_token_ids")),
     Names(_SRT + "sampling.sampling_params.SamplingParams", (
         "sampling_seed", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_new_tokens",
         "stop_token_ids",
     )),
-    Names(_BATCH + "ForwardBatch", ("sampling_info",)),
-    Names(_BATCH + "ForwardMode", ("is_decode",)),
     Names(_SRT + "layers.sampler.Sampler",
           ("_preprocess_logits", "_sync_token_ids_across_tp", "output_logprob_processor")),
     Names(_SRT + "layers.sampler", ("SGLANG_RETURN_ORIGINAL_LOGPROB",)),
     Call(_SRT + "layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
          ("self", "logprobs", "top_logprobs_nums", "token_ids_logprobs", "batch_next_token_ids")),
     Call(_SRT + "layers.logprob_processor.LogprobResult.write_output_to", ("self", "logits_output")),
-    Names(_ARGUMENTS, ("disaggregation_mode", "enable_custom_logit_processor"),
-          members=_SRT + "server_args._INPUT_NAMESPACES"),
 )  # fmt: skip
 
 

@@ -18,10 +18,8 @@ from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
 
 def draft_forward(original, worker, forward_batch):
     """Drafts a tree for each request; leaves chains, rejection sampling and idle batches to SGLang.
-
     Returns parent_list [B, K * (S - 1) + 1], top_scores_index [B, N - 1], draft tokens [B, N - 1] and None, as SGLang's
-    method of this name does.
-    """
+    method of this name does."""
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 

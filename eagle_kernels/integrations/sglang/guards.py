@@ -170,9 +170,7 @@ def know_algorithm(original, cls, name):
 
 def resolve_algorithm(original, speculative_algorithm, speculative_draft_model_path, *rest, **options):
     """Resolves NAIVE_EAGLE to EAGLE, or to EAGLE3 for a head of that kind, and asks for its preset.
-
-    The name is SGLang's where SGLang resolves it itself, or has an algorithm of that name.
-    """
+    The name is SGLang's where SGLang resolves it itself, or has an algorithm of that name."""
     note_algorithm(False)
     found = original(speculative_algorithm, speculative_draft_model_path, *rest, **options)
     if (found or "").upper() != ALGORITHM:

@@ -18,10 +18,8 @@ TESTED = ("0.5.17", "0.5.23")
 @dataclass(frozen=True)
 class Hook:
     """A function of SGLang, and what is called around it: it gets the original first, then the original's arguments.
-
     part: empty for guards, which are always on. ours: module and name in this folder. parameters: names that ours
-    relies on, in this order at the front of SGLang's signature.
-    """
+    relies on, in this order at the front of SGLang's signature."""
 
     part: str
     target: str

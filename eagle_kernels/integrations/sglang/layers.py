@@ -12,10 +12,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def forward_norm(original, norm, x, residual=None, post_residual_addition=None, *rest, **options):
     """Returns the RMS norm of x [T, H]; with a residual adds x to it and returns both, in place, as SGLang's layer.
-
     SGLang keeps norms of part of a row, those that round as Hugging Face's, those that quantise, and batch-invariant
-    mode.
-    """
+    mode."""
     from sglang.srt.layers import layernorm
 
     is_plain = (

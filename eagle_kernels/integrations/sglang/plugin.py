@@ -18,11 +18,9 @@ FORCE = "EAGLE_KERNELS_SGLANG_FORCE"
 
 def register() -> None:
     """Registers the attention backend `eagle_kernels` and the hooks of all parts, which do nothing until asked for.
-
     SGLang calls this in every process before its arguments are known, and only logs what is raised here. So hooks look
     at the resolved arguments themselves, and what is wrong is told by them (`guards.py`). The process ends here only if
-    a variable of ours is wrong, or EAGLE_KERNELS_SGLANG asks for parts while one of those guards cannot be hooked.
-    """
+    a variable of ours is wrong, or EAGLE_KERNELS_SGLANG asks for parts while one of those guards cannot be hooked."""
     try:
         asked = asked_by_variable()
         is_matching()
@@ -64,10 +62,8 @@ def _version() -> str:
 
 def _marked(hook: hooks.Hook):
     """Returns what SGLang calls around its function: ours, or the original alone while the part is off.
-
     Ours is imported at its first call. The mark tells `guards` that it is in place. What torch.compile traces keeps
-    SGLang's function, which it knows how to fuse.
-    """
+    SGLang's function, which it knows how to fuse."""
     ours = None
 
     def call(original, *args, **kwargs):

@@ -13,9 +13,7 @@ from .sources import Sources
 
 def lines() -> list[tuple[str, str]]:
     """Returns rows: the installed SGLang, each hook, and what else differs from what the plug-in relies on.
-
-    SGLang is read, not imported, so this works on a machine on which it would not start.
-    """
+    SGLang is read, not imported, so this works on a machine on which it would not start."""
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:

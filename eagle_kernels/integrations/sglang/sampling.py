@@ -22,11 +22,9 @@ from ...ops import penalize_logits, sample_from_logits
 @dataclass
 class Asked:
     """What R requests whose prompts are read ask for, on the device.
-
     numbers: int64 [5, R], row of the pool, seed, slot of counts (0: none), length of the output, min_new_tokens.
     penalties: fp32 [3, R], repetition, frequency, presence. ends: int64 [R, E], end tokens, -1 padded. counted: int64
-    [2, T], slot and token of each token that the slots' outputs have already.
-    """
+    [2, T], slot and token of each token that the slots' outputs have already."""
 
     numbers: torch.Tensor
     penalties: torch.Tensor
@@ -78,9 +76,7 @@ class Requests:
 
     def penalize(self, tree: tuple[torch.Tensor, ...], logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns the logits of a tree's nodes, fp32, after the penalties of these rows; each node counts its path.
-
-        They take the place of logits that are fp32: all nodes of a batch are up to a GB.
-        """
+        They take the place of logits that are fp32: all nodes of a batch are up to a GB."""
         repetition, frequency, presence = self._penalties[:, rows]
         _, slots, lengths, least = self._numbers[:, rows]
         return penalize_logits(

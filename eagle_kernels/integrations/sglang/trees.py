@@ -23,9 +23,7 @@ def build_tree_kernel_efficient(
     tree_mask_mode=0, tree_mask_buf: torch.Tensor | None = None, fill_prefix_mask: bool = True,
 ):  # fmt: skip
     """Builds the trees of a batch for our attention in one launch; leaves those for another attention to SGLang.
-
-    Returns the mask, positions, the three links and the tokens, as SGLang's function of this name does.
-    """
+    Returns the mask, positions, the three links and the tokens, as SGLang's function of this name does."""
     if tree_mask_mode != PACKED:
         return original(
             bonus_tokens, parent_list, top_scores_index, draft_tokens, seq_lens, seq_lens_sum, topk, spec_steps,

@@ -13,11 +13,9 @@ from .parts import is_on
 
 def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None, *rest, **options):
     """Verifies the trees of a batch; leaves idle batches, rejection sampling and watermarks to SGLang.
-
     Penalties, biases, grammar masks, filters, seeds and simulated acceptance are applied as SGLang applies them. On AMD
     GPUs, where SGLang takes the argmax whatever the temperature, requests that sample are sampled.
-    Returns predicts int32 [B * N], accepted lengths int32 [B] with the bonus, and accept_index int32 [B, S + 1].
-    """
+    Returns predicts int32 [B * N], accepted lengths int32 [B] with the bonus, and accept_index int32 [B, S + 1]."""
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative import spec_utils
     from sglang.srt.utils import async_probe

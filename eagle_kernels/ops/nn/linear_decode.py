@@ -60,10 +60,8 @@ def is_for(num_rows: int, weight: torch.Tensor) -> bool:
 
 def parts_for(num_rows: int, weight: torch.Tensor, deterministic: bool = False) -> int | None:
     """Returns the num_parts with which `linear_decode` is faster than cuBLAS, if there are any, else None.
-
     This is where a weight has too few rows for all SMs; the op that reads the result must take parts. deterministic:
-    the parts are the same for any number of rows, as cuBLAS is no choice.
-    """
+    the parts are the same for any number of rows, as cuBLAS is no choice."""
     if weight.dtype == torch.float32 or weight.shape[0] >= _UNSPLIT_OUTPUTS:
         return None
     is_best = num_rows > few_rows.MAX_ROWS and many_rows.is_fast(num_rows, weight.device)

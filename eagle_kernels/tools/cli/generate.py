@@ -113,10 +113,8 @@ def print_texts(
     are_answers: bool = False,
 ) -> list[str]:
     """Prints the texts, except with --json, and returns what follows each prompt.
-
     Answers are texts of their own, printed without the prompts. One text is printed as its tokens are committed,
-    several when all have ended. On a terminal, tokens that were drafted are green.
-    """
+    several when all have ended. On a terminal, tokens that were drafted are green."""
     use_color, streams = is_terminal(sys.stdout), not arguments.json and len(prompts) == 1
     contexts = [() if are_answers else request.prompt for request in stream.requests]
     detokenizers = [tokenizer.detokenizer(context) for context in contexts]
@@ -140,11 +138,9 @@ def _comparison(
     engine: EAGLEInference, prompt: list[int], token_ids: list[int], plain_ids: list[int], tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Reports where plain decoding's text parts from the speculative one, if it does.
-
     logit_gap is the distance of the two tokens in the target's logits there, from one plain pass over the text before
     them: they are nearly tied, unless something is wrong. With sampling, each token's noise is added to its logit.
-    Texts that differ by design are not compared: identical is None.
-    """
+    Texts that differ by design are not compared: identical is None."""
     report = {"identical": True, "parts_at": None, "logit_gap": None, "plain_text_from_there": None}
     if not engine.config.keeps_text:
         return report | {"identical": None}

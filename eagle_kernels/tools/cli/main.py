@@ -30,10 +30,8 @@ _CALL = re.compile("(stream|generate|benchmark): ")
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command.
-
     Returns 0 on success, 1 with one line on stderr if the input is wrong or the machine cannot do it, and 130 if it was
-    interrupted.
-    """
+    interrupted."""
     with _standard_streams() as lost:
         try:
             if "stdout" in lost:
@@ -72,9 +70,7 @@ def _told(error: Exception) -> str:
 @contextmanager
 def _standard_streams() -> Iterator[list[str]]:
     """Replaces standard streams that the program was started without (`<&-`, `2>&-`) by empty ones; yields their names.
-
-    Without this, every write would need a check, and the next file would get descriptor 0, 1 or 2.
-    """
+    Without this, every write would need a check, and the next file would get descriptor 0, 1 or 2."""
     lost = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in lost:
         setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115

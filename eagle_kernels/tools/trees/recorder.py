@@ -43,9 +43,7 @@ class RecordedTree:
 
 class TreeRecorder:
     """An `on_tree` that keeps the trees of the batch's first row, oldest first, while a request has that row.
-
-    The first request of an empty batch has it until it ends.
-    """
+    The first request of an empty batch has it until it ends."""
 
     def __init__(self) -> None:
         self.trees: deque[RecordedTree] = deque()

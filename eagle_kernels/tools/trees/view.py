@@ -42,9 +42,7 @@ def verified_trees(
     engine: EAGLEInference, prompt: list[int], max_new_tokens: int = 128, *, seeds: Seeds = None, **overrides: Any
 ) -> Iterator[VerifiedTree]:
     """Generates from one prompt and yields the tree of each step; close the iterator to stop early.
-
-    The engine must be idle. Its steps run without CUDA graphs meanwhile. overrides: those of `generate`.
-    """
+    The engine must be idle. Its steps run without CUDA graphs meanwhile. overrides: those of `generate`."""
     if engine.has_work or engine.on_tree is not None:
         raise RuntimeError("verified_trees: engine must have no other requests and no on_tree of its own")
     recorder = TreeRecorder()

@@ -9,9 +9,7 @@ from ....runtime import check
 
 def debug_paths(args: check.Arguments, num_nodes: int) -> None:
     """Checks with EAGLE_KERNELS_DEBUG=1 that paths, either of whose two tensors may be None, lead through the trees.
-
-    A request is dead, and not checked, if its accept_token_num is negative or its whole row of accept_index is -1.
-    """
+    A request is dead, and not checked, if its accept_token_num is negative or its whole row of accept_index is -1."""
     if not check.DEBUG:
         return
     num_drafts, path = args.values["accept_token_num"], args.values["accept_index"]

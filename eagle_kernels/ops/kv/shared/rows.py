@@ -49,10 +49,8 @@ def read_slots(row, column, is_wanted):
 @triton.jit
 def first_draft_column(seq_len, branch, TOPK: tl.constexpr, NUM_STEPS: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Returns the column of its request's row where the draft tokens of a branch begin; they follow each other.
-
     Branches lie one after another after the prefix. With pages and several branches each branch has pages of its own,
-    from the prefix's last page on, and leaves as much room at their beginning as the prefix takes in that page.
-    """
+    from the prefix's last page on, and leaves as much room at their beginning as the prefix takes in that page."""
     if (PAGE_SIZE == 1) or (TOPK == 1):
         return seq_len + branch * NUM_STEPS
     else:
@@ -68,11 +66,9 @@ def check_rows(args: check.Arguments) -> None:
 
 def debug_rows(args: check.Arguments, lengths: tuple[str, ...], stop, is_read=None, rule: str = "end") -> None:
     """Checks with EAGLE_KERNELS_DEBUG=1 lengths, and what checked rows hold where they are read.
-
     lengths: names of the arguments [B] that say which tokens; an error names the last where they leave the table.
     stop: stop() gives the end of the columns that each request reads or writes, [B] int64; 0 for none.
-    is_read: is_read(column) tells which of the columns [1, C] a request reads, bool [B, C]. None: they are written.
-    """
+    is_read: is_read(column) tells which of the columns [1, C] a request reads, bool [B, C]. None: they are written."""
     if not check.DEBUG:
         return
     values = args.values
@@ -92,9 +88,7 @@ def debug_rows(args: check.Arguments, lengths: tuple[str, ...], stop, is_read=No
 
 def check_listed(args: check.Arguments, listed: check.Spec, stop, is_read, unit: int = 1) -> check.Spec:
     """Returns the spec of a list; checks that it holds the slots that are read, each divided by `unit`, if it is int32.
-
-    stop, is_read: as in `debug_rows`. Without EAGLE_KERNELS_DEBUG=1 this is checked for references alone.
-    """
+    stop, is_read: as in `debug_rows`. Without EAGLE_KERNELS_DEBUG=1 this is checked for references alone."""
     rows, table = args.values["req_pool_indices"], args.values["req_to_token"]
     if table.dtype == listed.dtype or listed.dtype == torch.int64 or table.numel() == 0:
         return listed
@@ -118,9 +112,7 @@ def _is_wanted(args: check.Arguments, stop, is_read) -> torch.Tensor:
 
 def draft_columns(seq_lens: torch.Tensor, topk: int, num_steps: int, page_size: int):
     """Returns what `debug_rows` is to know of drafts in the columns of `first_draft_column`: stop, is_read, and end.
-
-    A request without a prefix may be a row that pads the batch: it has an end, but its stop is 0.
-    """
+    A request without a prefix may be a row that pads the batch: it has an end, but its stop is 0."""
 
     def prefix() -> torch.Tensor:
         return seq_lens.to(torch.int64).clamp(0, check.MAX_INT32)
