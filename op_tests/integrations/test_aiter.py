@@ -11,7 +11,6 @@ import torch
 
 import eagle_kernels
 import eagle_kernels.integrations.aiter as aiter
-from eagle_kernels.integrations import aiter_utils
 from eagle_kernels.integrations.aiter import EAGLEConfig, EAGLEInference, TreeMaskMode
 from op_tests.engine.toys import ToyModel
 from op_tests.harness.statistics import assert_follows_law
@@ -259,7 +258,7 @@ def test_every_number_of_sampling_reaches_the_op(monkeypatch, device):
     """0 is a number: of top_p it is the narrowest, of temperature greedy. What is None is not given at all."""
     order = [*inspect.signature(eagle_kernels.sample_from_logits).parameters]
     given, logits = {}, torch.tensor([[0.0, 3.0, 2.9, 1.0]] * 64, device=device)
-    monkeypatch.setattr(aiter_utils, "_sample_from_logits", lambda *args: given.update(zip(order, args)))
+    monkeypatch.setattr(aiter, "_sample_from_logits", lambda *args: given.update(zip(order, args)))
     for temperature, top_p, top_k in itertools.product((0.0, 0.5), (None, 0.0, 0.5, 1.0), (None, 0, -1, 3)):
         aiter.sample_from_logits(logits, temperature, top_p, top_k)
         asked = {"positions": 0, "temperature": temperature, "top_p": top_p, "top_k": top_k}

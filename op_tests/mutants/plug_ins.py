@@ -163,7 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         "AITER's top_p of 0 as none",
-        [(INTEGRATIONS + "aiter_utils.py", "rows(top_p, ", "rows(top_p or None, ")],
+        [(INTEGRATIONS + "aiter.py", "rows(top_p, ", "rows(top_p or None, ")],
         _of("aiter", "test_every_number_of_sampling_reaches_the_op"),
     ),
     Mutant(

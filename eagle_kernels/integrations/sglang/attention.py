@@ -83,11 +83,8 @@ class PageLists:
 
     def keys(self) -> dict[str, torch.Tensor]:
         """Returns the page table as arguments of the attention ops."""
-        return {
-            "kv_indptr": self.pages.kv_indptr,
-            "kv_indices": self.pages.kv_indices,
-            "last_page_len": self.pages.last_page_len,
-        }
+        pages = self.pages
+        return {"kv_indptr": pages.kv_indptr, "kv_indices": pages.kv_indices, "last_page_len": pages.last_page_len}
 
 
 class EagleKernelsAttnBackend(TritonAttnBackend):
@@ -164,9 +161,7 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return gqa_decode(
-            query, **self._cache(layer), **self.lists.table(_window(layer)), **_logits(layer, sinks)
-        ).output.view(len(query), -1)
+        return gqa_decode(query, **self._read(layer, sinks, self.lists)).output.view(len(query), -1)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **unsupported):
         _check_layer(layer, unsupported)
@@ -177,13 +172,10 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
         if mode.is_target_verify():
             output = self._verify(query, layer, forward_batch, sinks)
         elif mode.is_draft_extend_v2() and self.is_static:
-            batch_size = len(self.lists.pages.last_page_len)
-            rows = query.unflatten(0, (batch_size, -1))
-            output = tree_attention(
-                rows, **self._cache(layer), **self.lists.table(_window(layer)), **_logits(layer, sinks), is_causal=True
-            ).output  # fmt: skip
+            rows = query.unflatten(0, (len(self.lists.pages.last_page_len), -1))
+            output = tree_attention(rows, **self._read(layer, sinks, self.lists), is_causal=True).output
         else:
-            keys = {**self._cache(layer), **self.lists.keys()}
+            keys = self._cache(layer, self.lists) | self.lists.keys()
             if k is not None and not self.has_prefix and keys["k_cache"].dtype == query.dtype:
                 keys = {"key": k.view(-1, *keys["k_cache"].shape[2:]), "value": v.view(-1, *keys["v_cache"].shape[2:])}
             output = prefill_attention(
@@ -199,25 +191,21 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
             tree = {"is_causal": True}  # no tree: SGLang's warm-up of other kernels
         else:
             tree = {"tree_mask": mask.view(*rows.shape[:2], -1), "positions": forward_batch.positions}
-        return tree_attention(
-            rows, **tree, **self._cache(layer), **self.lists.table(_window(layer)), **_logits(layer, sinks)
-        ).output  # fmt: skip
+        return tree_attention(rows, **tree, **self._read(layer, sinks, self.lists)).output
 
     def _save(self, layer, forward_batch, k, v) -> None:
         """Writes keys and values into the pool; SGLang's function divides in place by the scales of an fp8 pool."""
-        if layer.k_scale is None:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
-        else:
-            self.token_to_kv_pool.set_kv_buffer(
-                layer, KVWriteLoc(forward_batch.out_cache_loc), k, v, layer.k_scale, layer.v_scale
-            )
+        scales = () if layer.k_scale is None else (layer.k_scale, layer.v_scale)
+        self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v, *scales)
 
-    def _cache(self, layer, page_size: int | None = None) -> dict:
+    def _read(self, layer, sinks: torch.Tensor | None, lists: PageLists) -> dict:
+        """Returns what decoding and trees read: the layer's keys and values by these lists, and how to weigh them."""
+        return self._cache(layer, lists) | lists.table(_window(layer)) | _logits(layer, sinks)
+
+    def _cache(self, layer, lists: PageLists) -> dict:
         """Returns the layer's part of the pool in pages, and the scales of an fp8 pool."""
-        page_size = self.lists.page_size if page_size is None else page_size
-        cache = {}
-        for name, buffer in zip(("k_cache", "v_cache"), self.token_to_kv_pool.get_kv_buffer(layer.layer_id)):
-            cache[name] = buffer.unflatten(0, (-1, page_size))
+        buffers = zip(("k_cache", "v_cache"), self.token_to_kv_pool.get_kv_buffer(layer.layer_id))
+        cache = {name: buffer.unflatten(0, (-1, lists.page_size)) for name, buffer in buffers}
         if cache["k_cache"].dtype in FP8 and layer.k_scale is not None and layer.v_scale is not None:
             cache["k_scale"], cache["v_scale"] = layer.k_scale.float().view(1), layer.v_scale.float().view(1)
         return cache
@@ -248,11 +236,8 @@ class DraftStep(EagleKernelsAttnBackend):
         positions = {}
         if _window(layer) is not None:
             positions = {"positions": forward_batch.positions, "key_positions": levels.key_positions}
-        output = tree_attention(
-            rows, tree_mask=self.masks, num_draft_keys=levels.num_keys, **positions,
-            **self._cache(layer, levels.lists.page_size), **levels.lists.table(_window(layer)), **_logits(layer, sinks),
-        ).output  # fmt: skip
-        return output.view(q.shape[0], -1)
+        drafts = {"tree_mask": self.masks, "num_draft_keys": levels.num_keys, **positions}
+        return tree_attention(rows, **drafts, **self._read(layer, sinks, levels.lists)).output.view(q.shape[0], -1)
 
 
 class DraftLevels:
@@ -329,12 +314,8 @@ def _window(layer) -> int | None:
 
 
 def _logits(layer, sinks: torch.Tensor | None) -> dict:
-    return {
-        "sm_scale": layer.scaling,
-        "soft_cap": layer.logit_cap or None,
-        "window": _window(layer),
-        "sinks": sinks,
-    }
+    window, soft_cap = _window(layer), layer.logit_cap or None
+    return {"sm_scale": layer.scaling, "soft_cap": soft_cap, "window": window, "sinks": sinks}
 
 
 def _check_layer(layer, unsupported: dict) -> None:

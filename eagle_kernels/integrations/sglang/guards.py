@@ -8,24 +8,9 @@ from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
 from ...runtime.language import is_interpreting
-from . import hooks
+from . import hooks, parts
 from .contract import PAGE_TREES
-from .parts import (
-    ALGORITHM,
-    NAME,
-    RULE,
-    VARIABLE,
-    asked_by,
-    backends,
-    logger,
-    note_algorithm,
-    note_use,
-    preset,
-    preset_asked_by,
-    resolved,
-    turn_on,
-    unused,
-)
+from .parts import ALGORITHM, NAME, RULE, VARIABLE, backends, preset, resolved
 
 SPECULATIVE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp8_e4m3")
@@ -125,21 +110,21 @@ def _model_config(server_args):
 
 def check_server_args(original, server_args):
     """Refuses before any weight is loaded what the plug-in does not support."""
-    parts = asked_by(server_args)
-    if NAME in backends(server_args).values() and "attention" not in parts:
+    asked = parts.asked_by(server_args)
+    if NAME in backends(server_args).values() and "attention" not in asked:
         raise ValueError(
             f"eagle_kernels: --attention-backend {NAME} needs the part attention, which {VARIABLE} leaves out"
         )
     reasons = refusals(server_args)
     if reasons:
         raise ValueError(f"eagle_kernels: the attention backend {NAME} does not support " + "; nor ".join(reasons))
-    reasons = refusals_to_match(server_args) if "match" in parts else []
+    reasons = refusals_to_match(server_args) if "match" in asked else []
     if reasons:
         raise ValueError(f"eagle_kernels: {RULE}=match does not support " + "; nor ".join(reasons))
     reason = refusal_of_preset(server_args)
     if reason is not None:
-        raise ValueError(f"eagle_kernels: {preset_asked_by()} {reason}")
-    check_hooks(parts)
+        raise ValueError(f"eagle_kernels: {parts.preset_asked_by()} {reason}")
+    check_hooks(asked)
     return original(server_args)
 
 
@@ -171,7 +156,7 @@ def know_algorithm(original, cls, name):
 def resolve_algorithm(original, speculative_algorithm, speculative_draft_model_path, *rest, **options):
     """Resolves NAIVE_EAGLE to EAGLE, or to EAGLE3 for a head of that kind, and asks for its preset.
     The name is SGLang's where SGLang resolves it itself, or has an algorithm of that name."""
-    note_algorithm(False)
+    parts.note_algorithm(False)
     found = original(speculative_algorithm, speculative_draft_model_path, *rest, **options)
     if (found or "").upper() != ALGORITHM:
         return found
@@ -180,8 +165,8 @@ def resolve_algorithm(original, speculative_algorithm, speculative_draft_model_p
     if SpeculativeAlgorithm.from_string(ALGORITHM) != SpeculativeAlgorithm.from_string("EAGLE"):
         return found
     algorithm = "EAGLE3" if _is_eagle3(speculative_draft_model_path, *rest, **options) else "EAGLE"
-    note_algorithm(True)
-    logger.info("eagle_kernels: %s is %s with one draft in each step", ALGORITHM, algorithm)
+    parts.note_algorithm(True)
+    parts.logger.info("eagle_kernels: %s is %s with one draft in each step", ALGORITHM, algorithm)
     return original(algorithm, speculative_draft_model_path, *rest, **options)
 
 
@@ -200,10 +185,10 @@ def choose_drafts(original, server_args, model_arch):
     return preset() or original(server_args, model_arch)
 
 
-def check_hooks(parts: frozenset[str]) -> None:
+def check_hooks(asked: frozenset[str]) -> None:
     """Raises where a function that is hooked for these parts is not as expected, or where ours is not in its place."""
     faults = []
-    for hook in (*hooks.GUARDS, *hooks.of_parts(parts)) if parts else ():
+    for hook in (hook for hook in (*hooks.GUARDS, *hooks.HOOKS) if asked and hook.part in ("", *asked)):
         fault = hook.fault()
         if fault is None and not _is_in_place(hook):
             fault = f"{hook.target} is not hooked; is the plug-in filtered out by SGLANG_PLUGINS?"
@@ -231,18 +216,18 @@ def _is_in_place(hook) -> bool:
 
 def start_scheduler(original, scheduler, server_args, *rest, **options):
     """Checks in every scheduler process that what was asked for is in place, and says what is on."""
-    parts = asked_by(server_args)
-    check_hooks(parts)
-    turn_on(parts)
+    asked = parts.asked_by(server_args)
+    check_hooks(asked)
+    parts.turn_on(asked)
     return original(scheduler, server_args, *rest, **options)
 
 
 def create_backend(model_runner):
     """Makes the attention backend; SGLang's registry calls this by name."""
-    check_hooks(asked_by(model_runner.server_args))
+    check_hooks(parts.asked_by(model_runner.server_args))
     from .attention import EagleKernelsAttnBackend
 
-    note_use("attention")
+    parts.note_use("attention")
     return EagleKernelsAttnBackend(model_runner)
 
 
@@ -288,7 +273,7 @@ def run_eagle_verify(original, batch, *rest, **options):
     is_drafted = options.get("finalize_tree_path", True) and options.get("num_steps", 1) > 0
     is_idle = batch.forward_mode.is_idle()
     result = original(batch, *rest, **options)
-    missed = set() if is_idle else unused({"attention", "verify"} | ({"draft"} if is_drafted else set()))
+    missed = set() if is_idle else parts.unused({"attention", "verify"} | ({"draft"} if is_drafted else set()))
     if missed:
         raise RuntimeError(
             f"eagle_kernels: {', '.join(sorted(missed))} did not run in SGLang's verification step, although it is on; "

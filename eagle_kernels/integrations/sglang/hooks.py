@@ -33,7 +33,15 @@ class Hook:
 
     def fault(self) -> str | None:
         """Says what is wrong with the target in the installed SGLang; None if it is as expected."""
-        return _fault(self.target, self.parameters)
+        try:
+            function = resolve(self.target)
+        except (ImportError, AttributeError) as error:
+            return f"{self.target} does not exist ({error})"
+        function = inspect.unwrap(getattr(function, "__func__", function))  # also of a method of the class
+        found = tuple(inspect.signature(function).parameters)
+        if found[: len(self.parameters)] != self.parameters:
+            return f"{self.target} takes {', '.join(found)}; expected first {', '.join(self.parameters)}"
+        return None
 
 
 _SPEC = "sglang.srt.speculative."
@@ -87,11 +95,6 @@ HOOKS = (
 )  # fmt: skip
 
 
-def of_parts(parts: frozenset[str]) -> tuple[Hook, ...]:
-    """Returns the hooks of these parts."""
-    return tuple(hook for hook in HOOKS if hook.part in parts)
-
-
 def resolve(target: str):
     """Imports a dotted path; raises ImportError or AttributeError where it does not exist."""
     names = target.split(".")
@@ -106,15 +109,3 @@ def resolve(target: str):
             value = getattr(value, name)
         return value
     raise ImportError(f"no module of {target}")
-
-
-def _fault(target: str, parameters: tuple[str, ...]) -> str | None:
-    try:
-        function = resolve(target)
-    except (ImportError, AttributeError) as error:
-        return f"{target} does not exist ({error})"
-    function = inspect.unwrap(getattr(function, "__func__", function))  # also of a method of the class
-    found = tuple(inspect.signature(function).parameters)
-    if found[: len(parameters)] != parameters:
-        return f"{target} takes {', '.join(found)}; expected first {', '.join(parameters)}"
-    return None
