@@ -33,6 +33,8 @@ SWEEP_STEPS = 5
 # The least best mean length, and its least lead over the next, for a verdict.
 LEAST_LENGTH, LEAST_LEAD = 1.05, 0.05
 
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+          "draft_vocab_size")  # fmt: skip
 _OPTIONS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", "fc_bias")
 
 
@@ -180,13 +182,7 @@ def _describe(folder: Path, file: HeadFile) -> HeadReport:
         kind=file.kind,
         dtypes=file.dtypes,
         parameters=sum(parameter.numel() for parameter in head.parameters()),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.draft_vocab_size,
+        **{name: getattr(config, name) for name in _SIZES},
         has_embedding=head.embed_tokens is not None,
         has_output=head.lm_head is not None,
         max_positions=head.max_length,
@@ -218,15 +214,10 @@ def _inspect_language_model(draft: Path, target: str | Path | None, prompts: Seq
         head_dim=shape.head_dim,
         vocab_size=model.vocab_size,
         draft_vocab_size=model.vocab_size,
-        has_embedding=True,
-        has_output=True,
         max_positions=model.max_length,
-        options=[],
-        written_aux_layers=None,
-        written_aux_meaning="",
-        hidden_states=[],
-        layer_outputs=[],
-    )
+        has_embedding=True, has_output=True, options=[],
+        written_aux_layers=None, written_aux_meaning="", hidden_states=[], layer_outputs=[],
+    )  # fmt: skip
     if target is None:
         return report
     report.target, target_model = str(target), load_target(target, "meta")

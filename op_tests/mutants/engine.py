@@ -268,7 +268,7 @@ MUTANTS = [
     ),
     Mutant(
         "answers as if they followed their prompts",
-        [(_GENERATE, "() if are_answers else request.prompt for", "request.prompt for")],
+        [(_GENERATE, "() if arguments.chat else request.prompt for", "request.prompt for")],
         ["op_tests/engine/test_tokenizer.py::test_the_command_tells_texts_as_they_are_decoded"],
     ),
     Mutant(

@@ -26,24 +26,19 @@ from .shared import add_machine_arguments, as_lines, encode_prompt, first_prompt
 def add_benchmark_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `benchmark`."""
     command.set_defaults(run=_benchmark)
-    command.add_argument("prompts", nargs="?", help="file of prompts: a .json list, or one per line")
-    command.add_argument(
-        "--requests", type=int, metavar="N", help="in place of prompts: N requests of random tokens, sent at once"
-    )
-    command.add_argument("--input-len", type=int, default=1024, help="tokens of the longest prompt (default: 1024)")
-    command.add_argument("--output-len", type=int, default=1024, help="tokens of the longest output (default: 1024)")
-    command.add_argument(
-        "--range-ratio", type=float, default=0.7, help="shortest length as a share of the longest (default: 0.7)"
-    )
-    command.add_argument(
-        "--gsm8k", metavar="FILE", help="in place of prompts: questions in a GSM8K file (.jsonl); prints accuracy"
-    )
-    command.add_argument("--num-shots", type=int, default=5, help="worked examples before a question (default: 5)")
-    command.add_argument("--num-questions", type=int, help="most questions to ask (default: all)")
-    command.add_argument("--num-prompts", type=int, default=80, help="most prompts to take from the file (default: 80)")
-    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens per prompt (default: 128)")
-    command.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default: 1)")
-    command.add_argument("--seed", type=int, default=0, help="seed of the sampling noise (default: 0)")
+    add = command.add_argument
+    add("prompts", nargs="?", help="file of prompts: a .json list, or one per line")
+    add("--requests", type=int, metavar="N", help="in place of prompts: N requests of random tokens, sent at once")
+    add("--input-len", type=int, default=1024, help="tokens of the longest prompt (default: 1024)")
+    add("--output-len", type=int, default=1024, help="tokens of the longest output (default: 1024)")
+    add("--range-ratio", type=float, default=0.7, help="shortest length as a share of the longest (default: 0.7)")
+    add("--gsm8k", metavar="FILE", help="in place of prompts: questions in a GSM8K file (.jsonl); prints accuracy")
+    add("--num-shots", type=int, default=5, help="worked examples before a question (default: 5)")
+    add("--num-questions", type=int, help="most questions to ask (default: all)")
+    add("--num-prompts", type=int, default=80, help="most prompts to take from the file (default: 80)")
+    add("--max-new-tokens", type=int, default=128, help="most new tokens per prompt (default: 128)")
+    add("--batch-size", type=int, default=1, help="prompts decoded together (default: 1)")
+    add("--seed", type=int, default=0, help="seed of the sampling noise (default: 0)")
     add_config_arguments(command)
     add_machine_arguments(command)
 

@@ -13,70 +13,45 @@ from ...runtime.values import parse_json, shown
 
 def add_config_arguments(command: argparse.ArgumentParser) -> None:
     """Adds options for drafting, sampling and limits, and the folders of the models."""
-    defaults = EAGLEConfig()
-    command.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy (default: 0)")
-    command.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: 0, off)")
-    command.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
+    defaults, add = EAGLEConfig(), command.add_argument
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy (default: 0)")
+    add("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: 0, off)")
+    add(
+        "--top-p", type=float, default=1.0,
         help="sample from the fewest tokens with this total probability (default: 1, off)",
-    )
-    command.add_argument(
-        "--min-p", type=float, default=0.0, help="drop tokens below this share of the best one (default: 0, off)"
-    )
-    command.add_argument(
-        "--ignore-eos", action="store_true", help="do not stop at end tokens, only at the number of new tokens"
-    )
-    command.add_argument("--topk", type=int, help=f"branching of the draft tree (default: {defaults.topk})")
-    command.add_argument("--num-steps", type=int, help=f"levels of the draft tree (default: {defaults.num_steps})")
-    command.add_argument("--num-draft-tokens", type=int, help="nodes verified per step, root included (default: 32)")
-    command.add_argument(
-        "--accept-policy",
-        choices=ACCEPT_POLICIES,
-        default="normal",
+    )  # fmt: skip
+    add("--min-p", type=float, default=0.0, help="drop tokens below this share of the best one (default: 0, off)")
+    add("--ignore-eos", action="store_true", help="do not stop at end tokens, only at the number of new tokens")
+    add("--topk", type=int, help=f"branching of the draft tree (default: {defaults.topk})")
+    add("--num-steps", type=int, help=f"levels of the draft tree (default: {defaults.num_steps})")
+    add("--num-draft-tokens", type=int, help="nodes verified per step, root included (default: 32)")
+    add(
+        "--accept-policy", choices=ACCEPT_POLICIES, default="normal",
         help="for timing only: accept all drafts, none, or a simulated number (default: normal)",
-    )
-    command.add_argument(
-        "--simulated-accept-length", type=float, help="for simulate: mean tokens per step, bonus token included"
-    )
-    command.add_argument(
-        "--simulated-accept-rates",
-        metavar="RATE,RATE,...",
-        type=_numbers,
+    )  # fmt: skip
+    add("--simulated-accept-length", type=float, help="for simulate: mean tokens per step, bonus token included")
+    add(
+        "--simulated-accept-rates", metavar="RATE,RATE,...", type=_numbers,
         help="for simulate, instead: share of steps that accept at least 1,2,... drafts",
-    )
-    command.add_argument(
+    )  # fmt: skip
+    add(
         "--adaptive",
         action="store_true",
         help="time several trees and use the fastest (default: on a GPU, if no tree is given)",
     )
-    command.add_argument(
-        "--max-batch",
-        type=int,
-        default=defaults.max_batch,
-        help="most requests per step (default: %(default)s)",
-    )
-    command.add_argument(
-        "--page-size",
-        type=int,
-        default=defaults.page_size,
+    add("--max-batch", type=int, default=defaults.max_batch, help="most requests per step (default: %(default)s)")
+    add(
+        "--page-size", type=int, default=defaults.page_size,
         help="tokens per page of the KV cache (default: %(default)s)",
-    )
-    command.add_argument("--eager", action="store_true", help="run without CUDA graphs (default: with them on a GPU)")
-    command.add_argument("--target", type=read_folder, help="folder of the target model (default: the embedded pair)")
-    command.add_argument(
-        "--draft", type=read_folder, help="folder of the EAGLE head or draft model (default: the embedded pair)"
-    )
-    command.add_argument(
-        "--allow-larger-draft", action="store_true", help="let a draft model have more weights than the target"
-    )
-    command.add_argument(
-        "--speculative-config",
-        type=_fields,
-        default=None,
+    )  # fmt: skip
+    add("--eager", action="store_true", help="run without CUDA graphs (default: with them on a GPU)")
+    add("--target", type=read_folder, help="folder of the target model (default: the embedded pair)")
+    add("--draft", type=read_folder, help="folder of the EAGLE head or draft model (default: the embedded pair)")
+    add("--allow-larger-draft", action="store_true", help="let a draft model have more weights than the target")
+    add(
+        "--speculative-config", type=_fields, default=None,
         help="""a server's JSON, such as '{"method": "ngram", "num_speculative_tokens": 5}'; its "model" is --draft""",
-    )
+    )  # fmt: skip
 
 
 def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
@@ -89,20 +64,12 @@ def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
     if fields is not None and tree:
         option = "--" + min(tree).replace("_", "-")
         raise ValueError(f"{option} must be given as the field {min(tree)!r} when --speculative-config is used")
-    others = dict(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        eos_token_ids=() if arguments.ignore_eos else None,
-        accept_policy=arguments.accept_policy,
-        simulated_accept_length=arguments.simulated_accept_length,
-        simulated_accept_rates=arguments.simulated_accept_rates,
-        adaptive="auto" if arguments.adaptive else None,
-        max_batch=arguments.max_batch,
-        page_size=arguments.page_size,
-        cuda_graph=False if arguments.eager else None,
-    )
+    same = ("temperature", "top_k", "top_p", "min_p", "accept_policy", "simulated_accept_length",
+            "simulated_accept_rates", "max_batch", "page_size")  # fmt: skip
+    others = {name: getattr(arguments, name) for name in same}
+    others["eos_token_ids"] = () if arguments.ignore_eos else None
+    others["adaptive"] = "auto" if arguments.adaptive else None
+    others["cuda_graph"] = False if arguments.eager else None
     if fields is None:
         return EAGLEConfig(**tree, **others)
     if "accept_policy" in fields or fields.get("benchmark_mode"):

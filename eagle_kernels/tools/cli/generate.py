@@ -24,21 +24,18 @@ _GREEN, _PLAIN = "\033[32m", "\033[0m"
 def add_generate_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `generate`."""
     command.set_defaults(run=_generate)
-    command.add_argument("prompt", nargs="*", help="texts to continue, decoded together; -: read standard input")
-    command.add_argument(
+    add = command.add_argument
+    add("prompt", nargs="*", help="texts to continue, decoded together; -: read standard input")
+    add(
         "--prompts",
         metavar="FILE",
         help="more prompts: a .json list, or one per line; -: one per line from standard input",
     )
-    command.add_argument(
-        "--chat", action="store_true", help="put texts as messages into the target's chat template, print answers"
-    )
-    command.add_argument("--system", metavar="TEXT", help="with --chat: a system message before each text")
-    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens per text (default: 128)")
-    command.add_argument(
-        "--compare", action="store_true", help="also decode without drafts, and compare speed and text"
-    )
-    command.add_argument("--seed", type=int, help="seed of the sampling noise (default: random, and printed)")
+    add("--chat", action="store_true", help="put texts as messages into the target's chat template, print answers")
+    add("--system", metavar="TEXT", help="with --chat: a system message before each text")
+    add("--max-new-tokens", type=int, default=128, help="most new tokens per text (default: 128)")
+    add("--compare", action="store_true", help="also decode without drafts, and compare speed and text")
+    add("--seed", type=int, help="seed of the sampling noise (default: random, and printed)")
     add_config_arguments(command)
     add_machine_arguments(command)
 
@@ -54,7 +51,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     # Made before the warm-up, whose limits are smaller: it checks what was asked for.
     stream = engine.stream(prompts, arguments.max_new_tokens, seeds=arguments.seed)
     warm_up(engine, prompts, arguments)
-    written = print_texts(stream, tokenizer, texts, arguments, arguments.chat)
+    written = print_texts(stream, tokenizer, texts, arguments)
     output_ids, stats = stream.output()
     results = [
         {"prompt": prompt, "text": text, "token_ids": token_ids}
@@ -106,20 +103,16 @@ def warm_up(engine: EAGLEInference, prompts: list[list[int]], arguments: argpars
 
 
 def print_texts(
-    stream: TokenStream,
-    tokenizer: Tokenizer,
-    prompts: list[str],
-    arguments: argparse.Namespace,
-    are_answers: bool = False,
+    stream: TokenStream, tokenizer: Tokenizer, prompts: list[str], arguments: argparse.Namespace
 ) -> list[str]:
     """Prints the texts, except with --json, and returns what follows each prompt.
-    Answers are texts of their own, printed without the prompts. One text is printed as its tokens are committed,
+    Answers (--chat) are texts of their own, printed without the prompts. One text is printed as its tokens come,
     several when all have ended. On a terminal, tokens that were drafted are green."""
     use_color, streams = is_terminal(sys.stdout), not arguments.json and len(prompts) == 1
-    contexts = [() if are_answers else request.prompt for request in stream.requests]
+    contexts = [() if arguments.chat else request.prompt for request in stream.requests]
     detokenizers = [tokenizer.detokenizer(context) for context in contexts]
     pieces: list[list[str]] = [[] for _ in prompts]
-    shown: list[list[str]] = [["" if are_answers else prompt] for prompt in prompts]
+    shown: list[list[str]] = [["" if arguments.chat else prompt] for prompt in prompts]
     for index, event in enumerate(stream):
         piece = detokenizers[event.request].push([event.token_id])
         pieces[event.request].append(piece)

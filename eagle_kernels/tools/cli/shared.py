@@ -21,20 +21,17 @@ from .config import read_config
 
 def add_machine_arguments(command: argparse.ArgumentParser, dtype: str | None = "float32") -> None:
     """Adds device, dtype, weight check and JSON; dtype: its default, None: bfloat16 on GPUs, else float32."""
-    command.add_argument(
-        "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)"
-    )
+    add = command.add_argument
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
     default = dtype or "bfloat16 on GPUs, else float32"
-    command.add_argument(
-        "--dtype", choices=DTYPE_NAMES, default=dtype, help=f"dtype of the weights (default: {default})"
-    )
-    command.add_argument(
+    add("--dtype", choices=DTYPE_NAMES, default=dtype, help=f"dtype of the weights (default: {default})")
+    add(
         "--check-weights",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="read all weights once and refuse NaN and infinite ones (default: on)",
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def read_machine(arguments: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
@@ -66,14 +63,9 @@ def load_engine(arguments: argparse.Namespace) -> EAGLEInference:
     device, dtype = read_machine(arguments)
     with _logging_the_head() if arguments.draft else nullcontext():
         return EAGLEInference.from_pretrained(
-            draft,
-            target,
-            config,
-            device=device,
-            dtype=dtype,
-            check_weights=arguments.check_weights,
-            allow_larger_draft=arguments.allow_larger_draft,
-        )
+            draft, target, config, device=device, dtype=dtype,
+            check_weights=arguments.check_weights, allow_larger_draft=arguments.allow_larger_draft,
+        )  # fmt: skip
 
 
 def first_prompts(path: str, arguments: argparse.Namespace) -> list[str]:

@@ -24,13 +24,12 @@ _WIDTH = 100  # columns, if the terminal does not tell its width
 def add_tree_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `show-tree`."""
     command.set_defaults(run=_show_tree)
-    command.add_argument("prompt", help="text to continue")
-    command.add_argument("--steps", type=int, default=1, help="most steps to draw (default: %(default)s)")
-    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens (default: %(default)s)")
-    command.add_argument("--seed", type=int, help="seed of the sampling noise (default: random, and printed)")
-    command.add_argument(
-        "--svg", type=read_path, help="also draw to this .svg file, or to one file per step in this folder"
-    )
+    add = command.add_argument
+    add("prompt", help="text to continue")
+    add("--steps", type=int, default=1, help="most steps to draw (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=128, help="most new tokens (default: %(default)s)")
+    add("--seed", type=int, help="seed of the sampling noise (default: random, and printed)")
+    add("--svg", type=read_path, help="also draw to this .svg file, or to one file per step in this folder")
     add_config_arguments(command)
     add_machine_arguments(command)
 

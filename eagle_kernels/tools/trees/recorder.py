@@ -73,21 +73,13 @@ def _record(seen: Verified) -> RecordedTree:
 
     law = _target_law(seen, path)
     places = {node: place for place, node in enumerate(path)}
+    places_above = {node: places[parent] for node, parent in parents.items() if parent in places}
+    target_probs = {node: float(law[place, tokens[node]]) for node, place in places_above.items()}
     return RecordedTree(
-        length=int(seen.batch.lengths[0]),
-        tokens=tokens,
-        parents=parents,
-        depths=depths,
-        path=path,
-        brought=brought,
+        length=int(seen.batch.lengths[0]), tokens=tokens, parents=parents, depths=depths, path=path, brought=brought,
         choice_probs=[float(row[token]) for row, token in zip(law, brought)],
-        draft_probs=draft_probs,
-        path_probs=path_probs,
-        target_probs={
-            node: float(law[places[parent], tokens[node]]) for node, parent in parents.items() if parent in places
-        },
-        num_levels=max(depths.values()),
-    )
+        draft_probs=draft_probs, path_probs=path_probs, target_probs=target_probs, num_levels=max(depths.values()),
+    )  # fmt: skip
 
 
 def _walk(first_child: list[int], next_sibling: list[int]) -> tuple[dict[int, int], dict[int, int]]:
