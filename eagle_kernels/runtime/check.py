@@ -28,6 +28,7 @@ _MANY_BYTES = 2**30
 _TIMES_OUTPUTS, _TIMES_INTEGERS = 2, 8
 _LONGEST_VALUE = 100  # characters of a value in an error
 FLOAT = (torch.float16, torch.bfloat16, torch.float32)
+Shape = Sequence[str | int | None]  # an axis is a name, an exact size, or None for any size
 
 
 class Spec(NamedTuple):
@@ -67,15 +68,10 @@ class Arguments:
         return self._sizes[axis][0]
 
     def tensor(
-        self,
-        name: str,
-        shape: Sequence[str | int | None],
-        dtypes: Sequence[torch.dtype],
-        *,
-        optional: bool = False,
+        self, name: str, shape: Shape, dtypes: Sequence[torch.dtype], *, optional: bool = False,
         contiguous: int | None = None,
-    ) -> torch.Tensor | None:
-        """Checks and returns a tensor of this shape: an axis is a name, an exact size, or None for any size.
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Checks and returns a tensor of this shape.
         `contiguous` counts the trailing axes that must be laid out without gaps (1: unit stride of the last axis);
         None means all of them."""
         value = self.values.get(name)
@@ -262,5 +258,5 @@ def can_read(tensor: torch.Tensor, is_wanted: bool = False) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _shape_text(shape: Sequence[str | int | None]) -> str:
+def _shape_text(shape: Shape) -> str:
     return "[" + ", ".join("*" if axis is None else str(axis) for axis in shape) + "]"

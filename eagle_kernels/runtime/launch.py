@@ -256,12 +256,8 @@ _TENSORS, _data_ptr = (torch.Tensor, torch.nn.Parameter), torch.Tensor.data_ptr
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-def _empty_strided(shape: tuple, strides: tuple, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-# on the current device; the compiled programs of torch allocate by the former, in a third of the time of torch.empty
-_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
+# on the current device, as the compiled programs of torch allocate, in a third of the time of torch.empty
+_empty = torch._C._dynamo.guards._empty_strided_cuda
 
 
 def _split(args: tuple, kwargs: dict) -> tuple[list | None, list]:
@@ -320,22 +316,13 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
     is_plain = [not isinstance(value, (torch.Tensor, tuple)) for value in values]
     plain = _picker([at for at, plainly in enumerate(is_plain) if plainly])
     plan = _Plan(
-        num_args=len(args),
-        names=tuple(kwargs),
-        out_type=type(out),
-        plain_of=plain,
-        plain=plain(values),
-        plain_types=[*map(type, plain(values))],
+        num_args=len(args), names=tuple(kwargs), out_type=type(out),
+        plain_of=plain, plain=plain(values), plain_types=[*map(type, plain(values))],
         picked=_picker([at for at, value in enumerate(values) if isinstance(value, torch.Tensor)]),
-        repeats=repeats,
-        distinct_of=_picker([place for place in range(len(tensors)) if place not in dict(repeats)]),
-        device=tensors[0].get_device(),
-        current_stream=language.triton.runtime.driver.active.get_current_stream,
-        allocated=tuple(known.allocated),
-        launches=planned,
-        result=index,
-        result_type=result_type,
-    )
+        repeats=repeats, distinct_of=_picker([place for place in range(len(tensors)) if place not in dict(repeats)]),
+        device=tensors[0].get_device(), current_stream=language.triton.runtime.driver.active.get_current_stream,
+        allocated=tuple(known.allocated), launches=planned, result=index, result_type=result_type,
+    )  # fmt: skip
     plan.guard(tensors)
     return result, plan
 

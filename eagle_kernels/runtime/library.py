@@ -37,15 +37,9 @@ ReferenceR = TypeVar("ReferenceR", covariant=True)
 _LIBRARY = torch.library.Library("eagle_kernels", "DEF")
 
 _SCHEMA_TYPES = {
-    "torch.Tensor": "Tensor",
-    "torch.Tensor | None": "Tensor?",
-    "int": "SymInt",
-    "int | None": "SymInt?",
-    "float": "float",
-    "float | None": "float?",
-    "bool": "bool",
-    "str": "str",
-}
+    "torch.Tensor": "Tensor", "int": "SymInt", "float": "float", "bool": "bool", "str": "str",
+    "torch.Tensor | None": "Tensor?", "int | None": "SymInt?", "float | None": "float?",
+}  # fmt: skip
 
 
 def backend(device: torch.device) -> str:

@@ -60,11 +60,7 @@ class Accuracy:
 
 
 def read_examples(path: str | Path) -> list[Example]:
-    """Reads a file of examples.
-
-    Raises:
-        ValueError: There is no such file, or a line is not an example; the message names the line.
-    """
+    """Reads a file of examples; raises ValueError where there is none, or for a line that is no example, by number."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
@@ -96,11 +92,7 @@ def last_number(text: str) -> float | None:
 def prompts_of(
     examples: Sequence[Example], num_shots: int, num_questions: int | None
 ) -> tuple[list[str], list[Example]]:
-    """Returns a prompt for each question after the first num_shots, and these questions.
-
-    Raises:
-        ValueError: No question is left to ask.
-    """
+    """Returns a prompt for each question after the first num_shots, and these questions; raises ValueError for none."""
     asked = list(examples[num_shots:] if num_questions is None else examples[num_shots : num_shots + num_questions])
     if num_shots < 0 or not asked:
         raise ValueError(f"--num-shots must leave a question to ask, got {num_shots} of {len(examples)} examples")
@@ -111,11 +103,7 @@ def prompts_of(
 def evaluate(
     engine: EAGLEInference, prompts: Sequence[str], asked: Sequence[Example], max_new_tokens: int, **options
 ) -> Accuracy:
-    """Answers all prompts at once; `options` are those of `EAGLEInference.generate`, such as speculative=False.
-
-    Raises:
-        ValueError: As for `generate`, for example if a prompt is too long.
-    """
+    """Answers all prompts at once; `options` are those of `EAGLEInference.generate`, such as speculative=False."""
     engine.forget_prefixes()  # of an earlier run
     start_s = time.perf_counter()
     stream = engine.stream(

@@ -49,11 +49,7 @@ class RequestRun:
 def random_requests(
     count: int, input_len: int, output_len: int, range_ratio: float, vocab_size: int, seed: int = 0, **sampling: float
 ) -> list[tuple[list[int], SamplingParams]]:
-    """Returns prompts of random tokens and what each asks for; lengths lie in range_ratio .. 1 of the largest.
-
-    Raises:
-        ValueError: A number is out of range; the message names it.
-    """
+    """Returns prompts of random tokens and what each asks for; lengths lie in range_ratio .. 1 of the largest."""
     for name, value in (("requests", count), ("input-len", input_len), ("output-len", output_len)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
@@ -75,12 +71,7 @@ def run_requests(
     engine: EAGLEInference, requests: Sequence[tuple[list[int], SamplingParams]], *, speculative: bool = True
 ) -> RequestRun:
     """Sends all requests at once and serves each to its full length, past end tokens.
-
-    Forgets cached prefixes first, so that their prompts must be read.
-
-    Raises:
-        ValueError: A request can never run.
-    """
+    Forgets cached prefixes first, so that their prompts must be read. Raises ValueError if a request can never run."""
     prompts, params = map(list, zip(*requests))
     engine.forget_prefixes()
     config, start_s = replace(engine.config, eos_token_ids=()), time.perf_counter()
@@ -89,15 +80,12 @@ def run_requests(
     time_s, stats = time.perf_counter() - start_s, stream.output().stats
     first_s = [each.first_s - start_s for each in times]
     return RequestRun(
-        requests=len(requests),
-        time_s=time_s,
-        requests_per_second=len(requests) / time_s,
-        input_tokens=stats.prompt_tokens,
-        output_tokens=stats.generated_tokens,
+        requests=len(requests), time_s=time_s, requests_per_second=len(requests) / time_s,
+        input_tokens=stats.prompt_tokens, output_tokens=stats.generated_tokens,
         output_tokens_per_second=stats.generated_tokens / time_s,
         total_tokens_per_second=(stats.prompt_tokens + stats.generated_tokens) / time_s,
         mean_accept_length=stats.mean_accept_length,
         ttft_ms=percentiles([1e3 * first for first in first_s]),
         latency_ms=percentiles([1e3 * (first + sum(each.gaps_s)) for first, each in zip(first_s, times)]),
         tpot_ms=percentiles([1e3 * fmean(each.gaps_s) for each in times if each.gaps_s]),
-    )
+    )  # fmt: skip
