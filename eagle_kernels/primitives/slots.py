@@ -10,8 +10,6 @@ from __future__ import annotations
 from ..runtime import check
 from ..runtime.language import tl, triton
 
-MAX_CAPACITY = 2**31 - 1
-
 
 @triton.jit
 def read_lengths(lengths_ptr, request, is_wanted):
@@ -37,7 +35,7 @@ def store_overflow(overflow_ptr, needed, capacity):
 
 def check_capacity(args: check.Arguments, name: str = "capacity") -> int:
     """Checks the room for a list, an argument of the op, and returns it."""
-    return args.integer(name, 0, MAX_CAPACITY)
+    return args.integer(name, 0, check.MAX_INT32)
 
 
 def check_keep_unused(args: check.Arguments) -> None:

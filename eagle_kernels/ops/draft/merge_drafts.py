@@ -152,16 +152,9 @@ def merge_drafts(
     """
     out = check.allocate("merge_drafts", contract(locals()), out)
     launch(
-        "merge_drafts",
-        _merge_drafts_kernel,
-        (tokens.shape[0],),
-        drafts=Drafts(tokens, parents),
-        others=Drafts(other_tokens, other_parents),
-        attach_ptr=attach,
-        out=out,
-        NUM_DRAFTS=tokens.shape[1],
-        NUM_OTHERS=other_tokens.shape[1],
-        NUM_KEPT=num_speculative_tokens,
+        "merge_drafts", _merge_drafts_kernel, (tokens.shape[0],),
+        drafts=Drafts(tokens, parents), others=Drafts(other_tokens, other_parents), attach_ptr=attach, out=out,
+        NUM_DRAFTS=tokens.shape[1], NUM_OTHERS=other_tokens.shape[1], NUM_KEPT=num_speculative_tokens,
         **tuning.row(TUNING, tokens.device),
-    )
+    )  # fmt: skip
     return out

@@ -275,37 +275,23 @@ def ngram_match(
     shared = {
         "text": Text(token_ids, seq_lens, draft_tokens),
         "keys_ptr": torch.empty((batch_size, num_parts, max_matches), dtype=torch.int64, device=device),
-        "stride_token_ids_request": token_ids.stride(0),
-        "width": width,
-        "min_ngram_size": min_ngram_size,
-        "max_ngram_size": max_ngram_size,
+        "stride_token_ids_request": token_ids.stride(0), "width": width,
+        "min_ngram_size": min_ngram_size, "max_ngram_size": max_ngram_size,
         "NUM_GIVEN": 0 if draft_tokens is None else draft_tokens.shape[1],
-        "MAX_MATCHES": max_matches,
-        "IS_LATEST": prefer == "latest",
-    }
+        "MAX_MATCHES": max_matches, "IS_LATEST": prefer == "latest",
+    }  # fmt: skip
     launch(
-        "ngram_match",
-        _ngram_match_scan_kernel,
-        (batch_size, num_parts),
+        "ngram_match", _ngram_match_scan_kernel, (batch_size, num_parts),
         **shared,
-        VECTOR=vector,
-        BLOCK_TOKEN=scan["BLOCK_TOKEN"],
-        BLOCK_NGRAM=next_power_of_2(max_ngram_size),
+        VECTOR=vector, BLOCK_TOKEN=scan["BLOCK_TOKEN"], BLOCK_NGRAM=next_power_of_2(max_ngram_size),
         num_warps=scan["num_warps"],
-    )
+    )  # fmt: skip
     launch(
-        "ngram_match",
-        _ngram_match_merge_kernel,
-        (batch_size,),
-        **shared,
-        max_drafts_ptr=max_drafts,
-        out=wanted,
-        num_parts=num_parts,
-        vector=vector,
+        "ngram_match", _ngram_match_merge_kernel, (batch_size,),
+        **shared, max_drafts_ptr=max_drafts, out=wanted, num_parts=num_parts, vector=vector,
         spec_steps=num_speculative_tokens if spec_steps is None else min(spec_steps, num_speculative_tokens),
-        NUM_DRAFTS=num_speculative_tokens,
-        **merge,
-    )
+        NUM_DRAFTS=num_speculative_tokens, **merge,
+    )  # fmt: skip
     if token_budget is not None:
         cut_to_budget("ngram_match", seq_lens, wanted.num_drafts, out, token_budget)
     return out

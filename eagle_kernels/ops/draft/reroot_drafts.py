@@ -137,17 +137,10 @@ def reroot_drafts(
     out = check.allocate("reroot_drafts", contract(locals()), out)
     batch_size, num_drafts = tokens.shape
     launch(
-        "reroot_drafts",
-        _reroot_drafts_kernel,
-        (batch_size,),
-        tokens_ptr=tokens,
-        parents_ptr=parents,
-        path_ptr=path,
-        out=out,
-        path_size=path.shape[1],
+        "reroot_drafts", _reroot_drafts_kernel, (batch_size,),
+        tokens_ptr=tokens, parents_ptr=parents, path_ptr=path, out=out, path_size=path.shape[1],
         spec_steps=min(spec_steps, MAX_DRAFTS),
-        NUM_DRAFTS=num_drafts,
-        NUM_KEPT=num_speculative_tokens,
+        NUM_DRAFTS=num_drafts, NUM_KEPT=num_speculative_tokens,
         num_warps=max(next_power_of_2(num_drafts + 1) // tuning.row(TUNING, tokens.device)["nodes_per_warp"], 1),
-    )
+    )  # fmt: skip
     return out

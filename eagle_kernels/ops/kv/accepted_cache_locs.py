@@ -1,17 +1,12 @@
 """Lists the slots to copy so that accepted paths become contiguous, and the slots that become free, after verification.
 
-Computes
-    Node i of request b, one of N, was verified at slot cache_locs[b * N + i]. The nodes of the path, root first, move
-    to the first of the request's N slots: source_locs lists the slots of the path, target_locs those at the front.
-Invariants
-    Nothing is written past a capacity, and no bound exceeds it. No target is free, unless free_token_num says so. Along
-    an ascending path a slot is copied from, if at all, no later than it is copied to.
-Grid
-    (max(B, 1),) for B requests, one program lists what belongs to one request and its share of the unused tails.
-Launches
-    1
-Traffic
-    per request 4 W + 8 N + 16 bytes read, for W entries of accept_index; 16 capacity + 8 free_capacity + 8 (B + 2)
+Computes: Node i of request b, one of N, was verified at slot cache_locs[b * N + i]. The nodes of the path, root first,
+    move to the first of the request's N slots: source_locs lists the slots of the path, target_locs those at the front.
+Invariants: Nothing is written past a capacity, and no bound exceeds it. No target is free, unless free_token_num says
+    so. Along an ascending path a slot is copied from, if at all, no later than it is copied to.
+Grid: (max(B, 1),) for B requests, one program lists what belongs to one request and its share of the unused tails.
+Launches: 1
+Traffic: per request 4 W + 8 N + 16 bytes read, for W entries of accept_index; 16 capacity + 8 free_capacity + 8 (B + 2)
     written.
 """
 
@@ -22,14 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.slots import (
-    MAX_CAPACITY,
-    check_capacity,
-    check_keep_unused,
-    fill_unused,
-    read_lengths,
-    store_overflow,
-)
+from ...primitives.slots import check_capacity, check_keep_unused, fill_unused, read_lengths, store_overflow
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import bundle, launch, launcher
@@ -104,19 +92,10 @@ def _count_free(paths, request, is_wanted, PAGE_SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch_size", "path_width", "num_verify_tokens", "capacity", "free_capacity"])
 def _accepted_cache_locs_kernel(
-    inputs,
-    out,
-    # sizes
-    batch_size,
-    path_width,
-    num_verify_tokens,
-    capacity,
-    free_capacity,
-    PAGE_SIZE: tl.constexpr,
-    KEEPS_UNUSED: tl.constexpr,
-    BLOCK_ENTRY: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    inputs, out,
+    batch_size, path_width, num_verify_tokens, capacity, free_capacity,
+    PAGE_SIZE: tl.constexpr, KEEPS_UNUSED: tl.constexpr, BLOCK_ENTRY: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     # `contract` ensures that int32 is enough for all entries and slots; divisions of int64 would take longer than
     # all the rest
@@ -185,9 +164,8 @@ def _accepted_cache_locs_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `accepted_cache_locs` and describes its outputs."""
     args = check.Arguments("accepted_cache_locs", values)
-    num_nodes = args.integer("num_verify_tokens", 1, MAX_CAPACITY)
+    num_nodes = args.integer("num_verify_tokens", 1, check.MAX_INT32)
     args.integer("page_size", 1)
     check_keep_unused(args)
     cache_locs = args.tensor("cache_locs", (None,), check.INTEGER)
@@ -197,7 +175,7 @@ def contract(values: dict) -> Output:
         args.fail("at least one of accept_token_num and accept_index", "be given", "none of them")
     batch_size = args.size("B")
     # the kernel counts in int32 up to one tile past the end
-    most = MAX_CAPACITY - 1023
+    most = check.MAX_INT32 - 1023
     if cache_locs.shape[0] > most:
         args.fail("cache_locs", f"hold at most {most} slots", cache_locs.shape[0])
     if accept_index is not None and accept_index.numel() > most:
@@ -227,13 +205,8 @@ def contract(values: dict) -> Output:
     if any(listed.dtype == torch.int32 for listed in lists):
         rule = "fit in int32, or out hold int64"
         args.debug("cache_locs", rule, lambda: cache_locs <= check.MAX_INT32, of_reference=True)
-    return Output(
-        args.spec((batch_size + 1,), torch.int32),
-        *lists[:2],
-        args.spec((batch_size + 1,), torch.int32),
-        lists[2],
-        args.spec((2,), torch.int32),
-    )
+    indptr, (source, target, free) = args.spec((batch_size + 1,), torch.int32), lists
+    return Output(indptr, source, target, indptr, free, args.spec((2,), torch.int32))
 
 
 def _debug_values(args: check.Arguments, cache_locs: torch.Tensor, num_nodes: int) -> None:
@@ -330,18 +303,10 @@ def accepted_cache_locs(
     out = check.allocate("accepted_cache_locs", contract(values), out)
     batch_size = cache_locs.shape[0] // num_verify_tokens
     launch(
-        "accepted_cache_locs",
-        _accepted_cache_locs_kernel,
-        (max(batch_size, 1),),
-        inputs=bundle(Inputs, values),
-        out=out,
-        batch_size=batch_size,
+        "accepted_cache_locs", _accepted_cache_locs_kernel, (max(batch_size, 1),),
+        inputs=bundle(Inputs, values), out=out, batch_size=batch_size,
         path_width=num_verify_tokens if accept_index is None else accept_index.shape[1],
-        num_verify_tokens=num_verify_tokens,
-        capacity=out.source_locs.shape[0],
-        free_capacity=out.free_locs.shape[0],
-        PAGE_SIZE=page_size,
-        KEEPS_UNUSED=keep_unused,
-        **tuning.row(TUNING, cache_locs.device),
-    )
+        num_verify_tokens=num_verify_tokens, capacity=out.source_locs.shape[0], free_capacity=out.free_locs.shape[0],
+        PAGE_SIZE=page_size, KEEPS_UNUSED=keep_unused, **tuning.row(TUNING, cache_locs.device),
+    )  # fmt: skip
     return out

@@ -1,20 +1,15 @@
 """Keeps the page in which a request's accepted tokens end, in place: only whole pages can be freed.
 
-Computes
-    k of a request's N drafts are not marked. Its tokens then end in the page that begins at token ceil((seq_len + k) /
-    P - 1) * P, for pages of P tokens; the marks of this page's tokens are cleared.
+Computes: k of a request's N drafts are not marked. Its tokens then end in the page that begins at token
+    ceil((seq_len + k) / P - 1) * P, for pages of P tokens; the marks of this page's tokens are cleared.
 
         P = 4, seq_len = 5, k = 2:  page        4 5 6 7|8 9 10
                                     mask            0 0 1|1 1 1    (tokens 5 to 10)
                                     cleared         0 0 0|1 1 1
-Invariants
-    Marks are cleared, never set. A request without a token, committed or accepted, has no page to keep.
-Grid
-    (B,) for B requests, one program clears the marks of one request.
-Launches
-    1
-Traffic
-    N bytes read and at most min(N, P) written per request, and its length.
+Invariants: Marks are cleared, never set. A request without a token, committed or accepted, has no page to keep.
+Grid: (B,) for B requests, one program clears the marks of one request.
+Launches: 1
+Traffic: N bytes read and at most min(N, P) written per request, and its length.
 """
 
 from __future__ import annotations
@@ -35,13 +30,10 @@ TUNING = {"default": {"BLOCK_TOKEN": 128, "num_warps": 1}}
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _align_evict_mask_to_page_size_kernel(
-    seq_lens_ptr,
-    evict_mask_ptr,
+    seq_lens_ptr, evict_mask_ptr,
     num_tokens,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_TOKEN: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    PAGE_SIZE: tl.constexpr, BLOCK_TOKEN: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     mask_row_ptr = evict_mask_ptr + request * num_tokens
@@ -62,7 +54,6 @@ def _align_evict_mask_to_page_size_kernel(
 
 
 def contract(values: dict) -> None:
-    """Checks the arguments of `align_evict_mask_to_page_size`."""
     args = check.Arguments("align_evict_mask_to_page_size", values)
     args.integer("page_size", 1)
     args.tensor("seq_lens", ("B",), check.INTEGER)
@@ -98,12 +89,7 @@ def align_evict_mask_to_page_size(seq_lens: torch.Tensor, evict_mask: torch.Tens
     """
     contract(locals())
     launch(
-        "align_evict_mask_to_page_size",
-        _align_evict_mask_to_page_size_kernel,
-        (seq_lens.shape[0],),
-        seq_lens_ptr=seq_lens,
-        evict_mask_ptr=evict_mask,
-        num_tokens=evict_mask.shape[1],
-        PAGE_SIZE=page_size,
-        **tuning.row(TUNING, seq_lens.device),
-    )
+        "align_evict_mask_to_page_size", _align_evict_mask_to_page_size_kernel, (seq_lens.shape[0],),
+        seq_lens_ptr=seq_lens, evict_mask_ptr=evict_mask, num_tokens=evict_mask.shape[1],
+        PAGE_SIZE=page_size, **tuning.row(TUNING, seq_lens.device),
+    )  # fmt: skip

@@ -1,15 +1,10 @@
 """Writes newly allocated slots into the rows of req_to_token, in place: the inverse of `extend_cache_locs`.
 
-Computes
-    Tokens starts[b]..ends[b] - 1 of request b get the next ends[b] - starts[b] slots of cache_locs.
-Invariants
-    Nothing outside the columns starts..ends - 1 of the requests' rows is written.
-Grid
-    (B, chunks) for B requests, one program writes every chunks-th block of one request's range.
-Launches
-    1
-Traffic
-    per slot its element size read from cache_locs and that of req_to_token written.
+Computes: Tokens starts[b]..ends[b] - 1 of request b get the next ends[b] - starts[b] slots of cache_locs.
+Invariants: Nothing outside the columns starts..ends - 1 of the requests' rows is written.
+Grid: (B, chunks) for B requests, one program writes every chunks-th block of one request's range.
+Launches: 1
+Traffic: per slot its element size read from cache_locs and that of req_to_token written.
 """
 
 from __future__ import annotations
@@ -31,18 +26,10 @@ TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_SLOT": 256, "max_chunks": 32, "
 
 @triton.jit(do_not_specialize=[*ROW_SIZES, "num_slots"])
 def _assign_req_to_token_kernel(
-    rows,
-    starts_ptr,
-    ends_ptr,
-    cache_locs_ptr,
-    num_rows,
-    row_size,
-    stride_req_to_token_row,
-    num_slots,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_SLOT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    rows, starts_ptr, ends_ptr, cache_locs_ptr,
+    num_rows, row_size, stride_req_to_token_row, num_slots,
+    BLOCK_BATCH: tl.constexpr, BLOCK_SLOT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     row = find_row(rows, request, True, num_rows, row_size, stride_req_to_token_row)
@@ -67,7 +54,6 @@ def _assign_req_to_token_kernel(
 
 
 def contract(values: dict) -> None:
-    """Checks the arguments of `assign_req_to_token`."""
     args = check.Arguments("assign_req_to_token", values)
     check_rows(args)
     args.tensor("starts", ("B",), check.INTEGER)
@@ -128,13 +114,7 @@ def assign_req_to_token(
     tuned = dict(tuning.row(TUNING, req_to_token.device))
     num_chunks = max(1, min(tuned.pop("max_chunks"), -(-num_slots // tuned["BLOCK_SLOT"])))
     launch(
-        "assign_req_to_token",
-        _assign_req_to_token_kernel,
-        (req_pool_indices.shape[0], num_chunks),
-        starts_ptr=starts,
-        ends_ptr=ends,
-        cache_locs_ptr=cache_locs,
-        **row_arguments(req_pool_indices, req_to_token),
-        num_slots=num_slots,
-        **tuned,
-    )
+        "assign_req_to_token", _assign_req_to_token_kernel, (req_pool_indices.shape[0], num_chunks),
+        starts_ptr=starts, ends_ptr=ends, cache_locs_ptr=cache_locs, **row_arguments(req_pool_indices, req_to_token),
+        num_slots=num_slots, **tuned,
+    )  # fmt: skip

@@ -1,17 +1,12 @@
 """KV indices that make one request of every token of a chain: each token's list ends with the token itself.
 
-Computes
-    A chain of N tokens is verified by attention that takes one query per request. With N = 2 these are the indices of
-    naive EAGLE, where the root and its one draft are decoded as two requests.
-Invariants
-    No index is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
-Grid
-    (max(B * N, 1), chunks) for B requests, one program writes every chunks-th block of one row's indices and its share
-    of the unused tail; chunk 0 writes the bound as well.
-Launches
-    1
-Traffic
-    element size * (number of indices) read, 4 B * (capacity + B * N + 2) written.
+Computes: A chain of N tokens is verified by attention that takes one query per request. With N = 2 these are the
+    indices of naive EAGLE, where the root and its one draft are decoded as two requests.
+Invariants: No index is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
+Grid: (max(B * N, 1), chunks) for B requests, one program writes every chunks-th block of one row's indices and its
+    share of the unused tail; chunk 0 writes the bound as well.
+Launches: 1
+Traffic: element size * (number of indices) read, 4 B * (capacity + B * N + 2) written.
 """
 
 from __future__ import annotations
@@ -21,14 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.slots import (
-    MAX_CAPACITY,
-    check_capacity,
-    check_keep_unused,
-    fill_unused,
-    read_lengths,
-    store_overflow,
-)
+from ...primitives.slots import check_capacity, check_keep_unused, fill_unused, read_lengths, store_overflow
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -58,22 +46,10 @@ def _count(kv_len, num_tokens, chain_length):
 
 @triton.jit(do_not_specialize=[*ROW_SIZES, "batch_size", "num_verify_tokens", "capacity"])
 def _chain_kv_indices_kernel(
-    # inputs
-    rows,
-    kv_lens_ptr,
-    out,
-    # sizes
-    num_rows,
-    row_size,
-    stride_req_to_token_row,
-    batch_size,
-    num_verify_tokens,
-    capacity,
-    KEEPS_UNUSED: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_INDEX: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    rows, kv_lens_ptr, out,
+    num_rows, row_size, stride_req_to_token_row, batch_size, num_verify_tokens, capacity,
+    KEEPS_UNUSED: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_INDEX: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     query = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -114,16 +90,15 @@ def _chain_kv_indices_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `chain_kv_indices` and describes its outputs."""
     args = check.Arguments("chain_kv_indices", values)
-    num_verify_tokens = args.integer("num_verify_tokens", 1, MAX_CAPACITY)
+    num_verify_tokens = args.integer("num_verify_tokens", 1, check.MAX_INT32)
     capacity = check_capacity(args)
     check_keep_unused(args)
     check_rows(args)
     args.tensor("kv_lens", ("B",), check.INTEGER)
     num_rows = args.size("B") * num_verify_tokens
-    if num_rows > MAX_CAPACITY:
-        args.fail("num_verify_tokens", f"give at most {MAX_CAPACITY} rows in all", num_rows)
+    if num_rows > check.MAX_INT32:
+        args.fail("num_verify_tokens", f"give at most {check.MAX_INT32} rows in all", num_rows)
     kv_lens = values["kv_lens"]
     stop, is_read = lambda: kv_lens, lambda column: column < kv_lens[:, None]
     debug_rows(args, ("kv_lens",), stop, is_read)
@@ -185,16 +160,9 @@ def chain_kv_indices(
     tuned = dict(tuning.row(TUNING, kv_lens.device))
     num_chunks = max(1, min(tuned.pop("max_chunks"), -(-row_size // tuned["BLOCK_INDEX"])))
     launch(
-        "chain_kv_indices",
-        _chain_kv_indices_kernel,
-        (max(batch_size * num_verify_tokens, 1), num_chunks),
-        kv_lens_ptr=kv_lens,
-        out=out,
-        **row_arguments(req_pool_indices, req_to_token),
-        batch_size=batch_size,
-        num_verify_tokens=num_verify_tokens,
-        capacity=capacity,
-        KEEPS_UNUSED=keep_unused,
-        **tuned,
-    )
+        "chain_kv_indices", _chain_kv_indices_kernel, (max(batch_size * num_verify_tokens, 1), num_chunks),
+        kv_lens_ptr=kv_lens, out=out, **row_arguments(req_pool_indices, req_to_token), batch_size=batch_size,
+        num_verify_tokens=num_verify_tokens, capacity=capacity,
+        KEEPS_UNUSED=keep_unused, **tuned,
+    )  # fmt: skip
     return out

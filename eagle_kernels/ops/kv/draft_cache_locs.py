@@ -1,9 +1,8 @@
 """Lists the slots that draft steps write: one for every step of every branch, and copies of the prefix's last page.
 
-Computes
-    The slots of draft tokens 0..num_steps - 1 of branch z = b * K + k, which `draft_kv_indices` lists for reading, for
-    K = topk branches of a request and pages of P tokens. With pages and several branches each branch has its own pages,
-    and some of the columns are left out:
+Computes: The slots of draft tokens 0..num_steps - 1 of branch z = b * K + k, which `draft_kv_indices` lists for
+    reading, for K = topk branches of a request and pages of P tokens. With pages and several branches each branch has
+    its own pages, and some of the columns are left out:
 
         P = 4, num_steps = 5, seq_len = 9, K = 2: p prefix, x draft, . unused, c copy
         p p p p p p p p|p x x x x x . .|c x x x x x . .
@@ -12,14 +11,10 @@ Computes
     Attention that reads whole pages then needs the prefix's partial last page in front of every branch except branch 0,
     whose first page it is: for each branch k >= 1 the seq_len % P slots after the last full page are copied to those in
     front of the branch.
-Invariants
-    No copy is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
-Grid
-    (max(B * K, 1),) for B requests, one program writes what belongs to one branch and its share of the unused tails.
-Launches
-    1
-Traffic
-    element size * (B * K * num_steps + 2 * copies) read, 8 B * (B * K * (num_steps + 1) + 2 * capacity) written.
+Invariants: No copy is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
+Grid: (max(B * K, 1),) for B requests, one program writes what belongs to one branch and its share of the unused tails.
+Launches: 1
+Traffic: element size * (B * K * num_steps + 2 * copies) read, 8 B * (B * K * (num_steps + 1) + 2 * capacity) written.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.slots import MAX_CAPACITY, check_capacity, fill_unused, read_lengths, store_overflow
+from ...primitives.slots import check_capacity, fill_unused, read_lengths, store_overflow
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
@@ -67,25 +62,11 @@ TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_SLOT": 256, "num_warps": 1}}
     do_not_specialize=[*ROW_SIZES, "batch_size", "capacity", "stride_cache_locs_branch", "stride_cache_locs_step"]
 )
 def _draft_cache_locs_kernel(
-    # inputs
-    rows,
-    seq_lens_ptr,
-    out,
-    # sizes
-    num_rows,
-    row_size,
-    stride_req_to_token_row,
-    batch_size,
-    capacity,
-    stride_cache_locs_branch,
-    stride_cache_locs_step,
-    TOPK: tl.constexpr,
-    NUM_STEPS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_SLOT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    rows, seq_lens_ptr, out,
+    num_rows, row_size, stride_req_to_token_row, batch_size, capacity, stride_cache_locs_branch, stride_cache_locs_step,
+    TOPK: tl.constexpr, NUM_STEPS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_BATCH: tl.constexpr,
+    BLOCK_SLOT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     branch = tl.program_id(0).to(tl.int64)
     request = branch // TOPK
@@ -139,15 +120,14 @@ def _draft_cache_locs_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `draft_cache_locs` and describes its outputs."""
     args = check.Arguments("draft_cache_locs", values)
     topk = args.integer("topk", 1)
     num_steps = args.integer("num_steps", 1, MAX_STEPS)
     page_size = args.integer("page_size", 1)
     check_rows(args)
     args.tensor("seq_lens", ("B",), check.INTEGER)
-    if args.size("B") * topk > MAX_CAPACITY:
-        args.fail("topk", f"give the B = {args.size('B')} requests at most {MAX_CAPACITY} branches in all", topk)
+    if args.size("B") * topk > check.MAX_INT32:
+        args.fail("topk", f"give the B = {args.size('B')} requests at most {check.MAX_INT32} branches in all", topk)
     seq_lens = values["seq_lens"]
     stop, is_draft, end = draft_columns(seq_lens, topk, num_steps, page_size)
 
@@ -165,8 +145,8 @@ def contract(values: dict) -> Output:
         capacity = check_capacity(args)
     else:
         capacity = args.size("B") * (topk - 1) * (page_size - 1)
-        if capacity > MAX_CAPACITY:
-            args.fail("capacity", f"be given where B * (topk - 1) * (page_size - 1) exceeds {MAX_CAPACITY}", None)
+        if capacity > check.MAX_INT32:
+            args.fail("capacity", f"be given where B * (topk - 1) * (page_size - 1) exceeds {check.MAX_INT32}", None)
     shape = (num_steps, num_branches) if values["is_step_major"] else (num_branches, num_steps)
 
     def slots(shape: tuple[int, ...], position: int) -> check.Spec:
@@ -242,19 +222,10 @@ def draft_cache_locs(
     out = check.allocate("draft_cache_locs", contract(locals()), out)
     batch_size, num_branches = seq_lens.shape[0], seq_lens.shape[0] * topk
     launch(
-        "draft_cache_locs",
-        _draft_cache_locs_kernel,
-        (max(num_branches, 1),),
-        seq_lens_ptr=seq_lens,
-        out=out,
-        **row_arguments(req_pool_indices, req_to_token),
-        batch_size=batch_size,
-        capacity=out.source_locs.shape[0],
-        stride_cache_locs_branch=1 if is_step_major else num_steps,
+        "draft_cache_locs", _draft_cache_locs_kernel, (max(num_branches, 1),),
+        seq_lens_ptr=seq_lens, out=out, **row_arguments(req_pool_indices, req_to_token), batch_size=batch_size,
+        capacity=out.source_locs.shape[0], stride_cache_locs_branch=1 if is_step_major else num_steps,
         stride_cache_locs_step=num_branches if is_step_major else 1,
-        TOPK=topk,
-        NUM_STEPS=num_steps,
-        PAGE_SIZE=page_size,
-        **tuning.row(TUNING, seq_lens.device),
-    )
+        TOPK=topk, NUM_STEPS=num_steps, PAGE_SIZE=page_size, **tuning.row(TUNING, seq_lens.device),
+    )  # fmt: skip
     return out

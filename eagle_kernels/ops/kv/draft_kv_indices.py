@@ -1,21 +1,17 @@
 """Token-level KV indices of every draft step: each branch's prefix and then its own chain of draft slots.
 
-Computes
-    For draft step s and branch z = b * K + k, the pool slots that the branch attends to: those of the request's seq_len
-    prefix tokens, then of its s + 1 own draft tokens, for K = topk branches of a request. A window drops what lies
-    before it, except the first sink_size tokens of the prefix. By default the same prefix stays at every step, and all
-    drafts; with window_counts_drafts the window moves on by a token each step, past the first drafts if it is small.
-Invariants
-    No index is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
-Grid
-    (max(B * K, 1), chunks, 1) for B requests, one program writes every chunks-th block of one branch's prefix to all
+Computes: For draft step s and branch z = b * K + k, the pool slots that the branch attends to: those of the request's
+    seq_len prefix tokens, then of its s + 1 own draft tokens, for K = topk branches of a request. A window drops what
+    lies before it, except the first sink_size tokens of the prefix. By default the same prefix stays at every step, and
+    all drafts; with window_counts_drafts the window moves on by a token each step, past the first drafts if it is
+    small.
+Invariants: No index is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
+Grid: (max(B * K, 1), chunks, 1) for B requests, one program writes every chunks-th block of one branch's prefix to all
     steps, and its share of the unused tails; chunk 0 writes the branch's draft slots and bounds as well. With
     window_counts_drafts (max(B * K, 1), chunks, num_steps), one program for each step.
-Launches
-    1
-Traffic
-    K * (index bytes * sum of the prefix tokens kept) read, with window_counts_drafts once a step; 4 B * num_steps *
-    (capacity + B * K + 1) written.
+Launches: 1
+Traffic: K * (index bytes * sum of the prefix tokens kept) read, with window_counts_drafts once a step; 4 B * num_steps
+    * (capacity + B * K + 1) written.
 """
 
 from __future__ import annotations
@@ -25,14 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.slots import (
-    MAX_CAPACITY,
-    check_capacity,
-    check_keep_unused,
-    fill_unused,
-    read_lengths,
-    store_overflow,
-)
+from ...primitives.slots import check_capacity, check_keep_unused, fill_unused, read_lengths, store_overflow
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
@@ -83,29 +72,12 @@ def _count(seq_len, num_drafts, window_size, sink_size):
                        "stride_kv_indices_step"]
 )  # fmt: skip
 def _draft_kv_indices_kernel(
-    # inputs
-    rows,
-    seq_lens_ptr,
-    out,
-    # sizes
-    num_rows,
-    row_size,
-    stride_req_to_token_row,
-    batch_size,
-    capacity,
-    window_size,
-    sink_size,
-    stride_kv_indptr_step,
+    rows, seq_lens_ptr, out,
+    num_rows, row_size, stride_req_to_token_row, batch_size, capacity, window_size, sink_size, stride_kv_indptr_step,
     stride_kv_indices_step,
-    TOPK: tl.constexpr,
-    NUM_STEPS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    COUNTS_DRAFTS: tl.constexpr,
-    KEEPS_UNUSED: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_INDEX: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    TOPK: tl.constexpr, NUM_STEPS: tl.constexpr, PAGE_SIZE: tl.constexpr, COUNTS_DRAFTS: tl.constexpr,
+    KEEPS_UNUSED: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_INDEX: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     branch = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -181,22 +153,21 @@ def _draft_kv_indices_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `draft_kv_indices` and describes its outputs."""
     args = check.Arguments("draft_kv_indices", values)
     topk = args.integer("topk", 1)
     num_steps = args.integer("num_steps", 1, MAX_STEPS)
     capacity = check_capacity(args)
     args.integer("page_size", 1)
-    window_size = args.integer("window_size", 0, MAX_CAPACITY)
-    if args.integer("sink_size", 0, MAX_CAPACITY) > 0 and window_size == 0:
+    window_size = args.integer("window_size", 0, check.MAX_INT32)
+    if args.integer("sink_size", 0, check.MAX_INT32) > 0 and window_size == 0:
         args.fail("sink_size", "be 0 without a window_size", values["sink_size"])
     if values["window_counts_drafts"] and window_size == 0:
         args.fail("window_counts_drafts", "come with a window_size", True)
     check_keep_unused(args)
     check_rows(args)
     args.tensor("seq_lens", ("B",), check.INTEGER)
-    if args.size("B") * topk > MAX_CAPACITY:
-        args.fail("topk", f"give the B = {args.size('B')} requests at most {MAX_CAPACITY} branches in all", topk)
+    if args.size("B") * topk > check.MAX_INT32:
+        args.fail("topk", f"give the B = {args.size('B')} requests at most {check.MAX_INT32} branches in all", topk)
     seq_lens = values["seq_lens"]
     stop, is_draft, end = draft_columns(seq_lens, topk, num_steps, values["page_size"])
 
@@ -279,24 +250,14 @@ def draft_kv_indices(
     most_entries = min(row_size, window_size + sink_size) if window_size else row_size
     num_chunks = max(1, min(tuned.pop("max_chunks"), triton.cdiv(most_entries, tuned["BLOCK_INDEX"])))
     launch(
-        "draft_kv_indices",
-        _draft_kv_indices_kernel,
+        "draft_kv_indices", _draft_kv_indices_kernel,
         (max(batch_size * topk, 1), num_chunks, num_steps if window_counts_drafts else 1),
-        seq_lens_ptr=seq_lens,
-        out=out,
-        **row_arguments(req_pool_indices, req_to_token),
-        batch_size=batch_size,
-        capacity=capacity,
+        seq_lens_ptr=seq_lens, out=out, **row_arguments(req_pool_indices, req_to_token),
+        batch_size=batch_size, capacity=capacity,
         # without a window the kernel gets one that leaves nothing out
-        window_size=window_size or MAX_CAPACITY,
-        sink_size=sink_size,
-        stride_kv_indptr_step=out.kv_indptr.stride(0),
-        stride_kv_indices_step=out.kv_indices.stride(0),
-        TOPK=topk,
-        NUM_STEPS=num_steps,
-        PAGE_SIZE=page_size,
-        COUNTS_DRAFTS=window_counts_drafts,
-        KEEPS_UNUSED=keep_unused,
-        **tuned,
-    )
+        window_size=window_size or check.MAX_INT32, sink_size=sink_size,
+        stride_kv_indptr_step=out.kv_indptr.stride(0), stride_kv_indices_step=out.kv_indices.stride(0),
+        TOPK=topk, NUM_STEPS=num_steps, PAGE_SIZE=page_size, COUNTS_DRAFTS=window_counts_drafts,
+        KEEPS_UNUSED=keep_unused, **tuned,
+    )  # fmt: skip
     return out

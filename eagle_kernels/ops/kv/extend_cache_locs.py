@@ -1,17 +1,12 @@
 """Slots and positions of a range of every request's tokens, packed: the inverse of `assign_req_to_token`.
 
-Computes
-    The slots of the tokens starts[b]..ends[b] - 1 of request b, those of all requests one after another, and the
+Computes: The slots of the tokens starts[b]..ends[b] - 1 of request b, those of all requests one after another, and the
     tokens' positions with them.
-Invariants
-    No entry is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
-Grid
-    (max(B, 1), chunks) for B requests, one program writes every chunks-th block of one request's range and its share of
-    the unused tail; chunk 0 writes the bound as well.
-Launches
-    1
-Traffic
-    element size * (number of slots) read, 16 B * capacity + 4 B * (B + 2) written.
+Invariants: No entry is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
+Grid: (max(B, 1), chunks) for B requests, one program writes every chunks-th block of one request's range and its share
+    of the unused tail; chunk 0 writes the bound as well.
+Launches: 1
+Traffic: element size * (number of slots) read, 16 B * capacity + 4 B * (B + 2) written.
 """
 
 from __future__ import annotations
@@ -21,14 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.slots import (
-    MAX_CAPACITY,
-    check_capacity,
-    check_keep_unused,
-    fill_unused,
-    read_lengths,
-    store_overflow,
-)
+from ...primitives.slots import check_capacity, check_keep_unused, fill_unused, read_lengths, store_overflow
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -50,23 +38,10 @@ TUNING = {"default": {"BLOCK_BATCH": 128, "BLOCK_SLOT": 256, "max_chunks": 32, "
 
 @triton.jit(do_not_specialize=[*ROW_SIZES, "batch_size", "num_tokens", "capacity"])
 def _extend_cache_locs_kernel(
-    # inputs
-    rows,
-    starts_ptr,
-    ends_ptr,
-    out,
-    # sizes
-    num_rows,
-    row_size,
-    stride_req_to_token_row,
-    batch_size,
-    num_tokens,
-    capacity,
-    KEEPS_UNUSED: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_SLOT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    rows, starts_ptr, ends_ptr, out,
+    num_rows, row_size, stride_req_to_token_row, batch_size, num_tokens, capacity,
+    KEEPS_UNUSED: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_SLOT: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -115,7 +90,6 @@ def _extend_cache_locs_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `extend_cache_locs` and describes its outputs."""
     args = check.Arguments("extend_cache_locs", values)
     check_keep_unused(args)
     check_rows(args)
@@ -126,7 +100,7 @@ def contract(values: dict) -> Output:
     else:
         if values["capacity"] is not None:
             args.fail("capacity", "not be given with num_tokens, from which it follows", values["capacity"])
-        capacity = args.size("B") * args.integer("num_tokens", 0, MAX_CAPACITY)
+        capacity = args.size("B") * args.integer("num_tokens", 0, check.MAX_INT32)
     starts, ends = values["starts"], values["ends"]
 
     def stop():
@@ -197,17 +171,9 @@ def extend_cache_locs(
     longest = min(req_to_token.shape[1], capacity) if num_tokens is None else num_tokens
     num_chunks = max(1, min(tuned.pop("max_chunks"), -(-longest // tuned["BLOCK_SLOT"])))
     launch(
-        "extend_cache_locs",
-        _extend_cache_locs_kernel,
-        (max(batch_size, 1), num_chunks),
-        starts_ptr=starts,
-        ends_ptr=ends,
-        out=out,
-        **row_arguments(req_pool_indices, req_to_token),
-        batch_size=batch_size,
-        num_tokens=0 if num_tokens is None else num_tokens,
-        capacity=capacity,
-        KEEPS_UNUSED=keep_unused,
-        **tuned,
-    )
+        "extend_cache_locs", _extend_cache_locs_kernel, (max(batch_size, 1), num_chunks),
+        starts_ptr=starts, ends_ptr=ends, out=out, **row_arguments(req_pool_indices, req_to_token),
+        batch_size=batch_size, num_tokens=0 if num_tokens is None else num_tokens, capacity=capacity,
+        KEEPS_UNUSED=keep_unused, **tuned,
+    )  # fmt: skip
     return out

@@ -1,15 +1,11 @@
 """Slots and positions of the next tokens of every request, through its page table: where a step writes its keys.
 
-Computes
-    Token t of request b lies at slot page * page_size + t % page_size, with page = block_table[b, t // page_size].
-Invariants
-    Entries outside the table are not read. A token's results depend on its own request alone.
-Grid
-    (B, chunks) for B requests, one program lists BLOCK_TOKEN tokens of one request.
-Launches
-    1
-Traffic
-    element size * pages of the tokens read, 16 B * B * count written.
+Computes: Token t of request b lies at slot page * page_size + t % page_size, with page = block_table[b, t //
+    page_size].
+Invariants: Entries outside the table are not read. A token's results depend on its own request alone.
+Grid: (B, chunks) for B requests, one program lists BLOCK_TOKEN tokens of one request.
+Launches: 1
+Traffic: element size * pages of the tokens read, 16 B * B * count written.
 """
 
 from __future__ import annotations
@@ -37,19 +33,10 @@ TUNING = {"default": {"BLOCK_TOKEN": 128, "num_warps": 1}}
 
 @triton.jit(do_not_specialize=["max_pages", "stride_block_table_request", "count", "max_length", "page_size"])
 def _find_slots_kernel(
-    # inputs
-    block_table_ptr,
-    first_ptr,
-    out,
-    # sizes
-    max_pages,
-    stride_block_table_request,
-    count,
-    page_size,
-    max_length,
-    BLOCK_TOKEN: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    block_table_ptr, first_ptr, out,
+    max_pages, stride_block_table_request, count, page_size, max_length,
+    BLOCK_TOKEN: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK_TOKEN + tl.arange(0, BLOCK_TOKEN)
@@ -67,7 +54,6 @@ def _find_slots_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `find_slots` and describes its outputs."""
     args = check.Arguments("find_slots", values)
     args.tensor("block_table", ("B", "max_pages"), check.INTEGER, contiguous=1)
     args.tensor("first", ("B",), check.INTEGER)
@@ -120,17 +106,9 @@ def find_slots(
     out = check.allocate("find_slots", contract(locals()), out)
     tuned = tuning.row(TUNING, first.device)
     launch(
-        "find_slots",
-        _find_slots_kernel,
-        (first.shape[0], triton.cdiv(count, tuned["BLOCK_TOKEN"])),
-        block_table_ptr=block_table,
-        first_ptr=first,
-        out=out,
-        max_pages=block_table.shape[1],
-        stride_block_table_request=block_table.stride(0),
-        count=count,
-        page_size=page_size,
-        max_length=max_length,
+        "find_slots", _find_slots_kernel, (first.shape[0], triton.cdiv(count, tuned["BLOCK_TOKEN"])),
+        block_table_ptr=block_table, first_ptr=first, out=out, max_pages=block_table.shape[1],
+        stride_block_table_request=block_table.stride(0), count=count, page_size=page_size, max_length=max_length,
         **tuned,
-    )
+    )  # fmt: skip
     return out

@@ -1,17 +1,12 @@
 """The KV indices of every request one after another, from its row of req_to_token: the CSR form of a page table.
 
-Computes
-    The pool slots of the tokens starts[b]..starts[b] + seq_lens[b] - 1 of request b, or with pages of P tokens the ids
-    of the pages that hold them, slot // P, from the page of the first token to that of the last.
-Invariants
-    No index is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
-Grid
-    (max(B, 1), chunks) for B requests, one program writes every chunks-th block of one request's indices and its share
-    of the unused tail; chunk 0 writes the bound and last_page_len as well.
-Launches
-    1
-Traffic
-    element size * (number of indices) read, 4 B * (capacity + 2 B + 2) written.
+Computes: The pool slots of the tokens starts[b]..starts[b] + seq_lens[b] - 1 of request b, or with pages of P tokens
+    the ids of the pages that hold them, slot // P, from the page of the first token to that of the last.
+Invariants: No index is written past `capacity`, and no bound exceeds it; nothing outside the table is read.
+Grid: (max(B, 1), chunks) for B requests, one program writes every chunks-th block of one request's indices and its
+    share of the unused tail; chunk 0 writes the bound and last_page_len as well.
+Launches: 1
+Traffic: element size * (number of indices) read, 4 B * (capacity + 2 B + 2) written.
 """
 
 from __future__ import annotations
@@ -21,13 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.slots import (
-    check_capacity,
-    check_keep_unused,
-    fill_unused,
-    read_lengths,
-    store_overflow,
-)
+from ...primitives.slots import check_capacity, check_keep_unused, fill_unused, read_lengths, store_overflow
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -60,23 +49,11 @@ def _read_span(seq_lens_ptr, starts_ptr, request, is_live, PAGE_SIZE: tl.constex
 
 @triton.jit(do_not_specialize=[*ROW_SIZES, "batch_size", "capacity"])
 def _kv_indices_kernel(
-    # inputs
-    rows,
-    seq_lens_ptr,
-    starts_ptr,
-    out,
-    # sizes
-    num_rows,
-    row_size,
-    stride_req_to_token_row,
-    batch_size,
-    capacity,
-    PAGE_SIZE: tl.constexpr,
-    KEEPS_UNUSED: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_INDEX: tl.constexpr,
+    rows, seq_lens_ptr, starts_ptr, out,
+    num_rows, row_size, stride_req_to_token_row, batch_size, capacity,
+    PAGE_SIZE: tl.constexpr, KEEPS_UNUSED: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_INDEX: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -118,7 +95,6 @@ def _kv_indices_kernel(
 
 
 def contract(values: dict) -> Output:
-    """Checks the arguments of `kv_indices` and describes its outputs."""
     args = check.Arguments("kv_indices", values)
     capacity = check_capacity(args)
     args.integer("page_size", 1)
@@ -202,17 +178,9 @@ def kv_indices(
     tuned = dict(tuning.row(TUNING, seq_lens.device))
     most_chunks = -(-row_size // (page_size * tuned["BLOCK_INDEX"]))
     launch(
-        "kv_indices",
-        _kv_indices_kernel,
-        (max(batch_size, 1), max(1, min(tuned.pop("max_chunks"), most_chunks))),
-        seq_lens_ptr=seq_lens,
-        starts_ptr=starts,
-        out=out,
-        **row_arguments(req_pool_indices, req_to_token),
-        batch_size=batch_size,
-        capacity=capacity,
-        PAGE_SIZE=page_size,
-        KEEPS_UNUSED=keep_unused,
-        **tuned,
-    )
+        "kv_indices", _kv_indices_kernel, (max(batch_size, 1), max(1, min(tuned.pop("max_chunks"), most_chunks))),
+        seq_lens_ptr=seq_lens, starts_ptr=starts, out=out, **row_arguments(req_pool_indices, req_to_token),
+        batch_size=batch_size, capacity=capacity,
+        PAGE_SIZE=page_size, KEEPS_UNUSED=keep_unused, **tuned,
+    )  # fmt: skip
     return out

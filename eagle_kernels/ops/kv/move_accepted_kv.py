@@ -1,21 +1,16 @@
 """Moves the KV rows of accepted nodes to the front of the verified block, in place, in all layers at once.
 
-Computes
-    For every depth d of the accepted path, the root included, the row at slot seq_len + (accept_index[b, d] - b * N)
-    moves to slot seq_len + d, in keys and values of every layer.
-Invariants
-    Nothing outside a request's slots seq_len..seq_len + W - 1, for W entries of a path, is written. There are no races:
-    no two programs touch the same column of a request's rows, and a program walks up the depths in one fixed 1-D
-    layout, so each thread reads and writes only its own columns, in program order. Along an ascending path source >=
-    destination, so a row that depth d overwrites was read at an earlier depth or is not on the path. A path that does
-    not ascend moves the same way, depth by depth.
-Grid
-    (B, 2 * L, column blocks) for B requests and L layers, one program moves one range of columns of the keys or values
-    of one layer and request.
-Launches
-    1
-Traffic
-    2 * L * row bytes * 2 per moved row.
+Computes: For every depth d of the accepted path, the root included, the row at slot seq_len + (accept_index[b, d] - b *
+    N) moves to slot seq_len + d, in keys and values of every layer.
+Invariants: Nothing outside a request's slots seq_len..seq_len + W - 1, for W entries of a path, is written. There are
+    no races: no two programs touch the same column of a request's rows, and a program walks up the depths in one fixed
+    1-D layout, so each thread reads and writes only its own columns, in program order. Along an ascending path source
+    >= destination, so a row that depth d overwrites was read at an earlier depth or is not on the path. A path that
+    does not ascend moves the same way, depth by depth.
+Grid: (B, 2 * L, column blocks) for B requests and L layers, one program moves one range of columns of the keys or
+    values of one layer and request.
+Launches: 1
+Traffic: 2 * L * row bytes * 2 per moved row.
 """
 
 from __future__ import annotations
@@ -82,22 +77,11 @@ class Shape(NamedTuple):
                        "stride_k_page", "stride_v_layer", "stride_v_page", "stride_block_table_request"]
 )  # fmt: skip
 def _move_accepted_kv_kernel(
-    k_cache_ptr,
-    v_cache_ptr,
-    inputs,
-    num_pages,
-    table_width,
-    num_depths,
-    num_verify_tokens,
-    stride_k_layer,
-    stride_k_page,
-    stride_v_layer,
-    stride_v_page,
+    k_cache_ptr, v_cache_ptr, inputs,
+    num_pages, table_width, num_depths, num_verify_tokens, stride_k_layer, stride_k_page, stride_v_layer, stride_v_page,
     stride_block_table_request,
-    SHAPE: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    SHAPE: tl.constexpr, BLOCK_COLUMN: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     layer = (tl.program_id(1) // 2).to(tl.int64)
@@ -148,7 +132,6 @@ def _move_path(path, table, cache_ptr, first_head, stride_page, column, SHAPE: t
 
 
 def contract(values: dict) -> None:
-    """Checks the arguments of `move_accepted_kv`."""
     args = check.Arguments("move_accepted_kv", values)
     args.integer("num_verify_tokens", 1)
     check_pool(args, CACHE_DTYPES, ("L",), most_rows=math.inf)
@@ -253,22 +236,14 @@ def move_accepted_kv(
     tuned = dict(tuning.row(TUNING, k_cache.device))
     block_column = min(next_power_of_2(row_bytes), tuned.pop("block_bytes"))
     launch(
-        "move_accepted_kv",
-        _move_accepted_kv_kernel,
+        "move_accepted_kv", _move_accepted_kv_kernel,
         (block_table.shape[0], 2 * num_layers, -(-row_bytes // block_column)),
-        k_cache_ptr=k_cache.view(torch.uint8),
-        v_cache_ptr=v_cache.view(torch.uint8),
-        inputs=Inputs(block_table, seq_lens, accept_index, accept_token_num),
-        num_pages=num_pages,
-        table_width=block_table.shape[1],
-        num_depths=accept_index.shape[1],
-        num_verify_tokens=num_verify_tokens,
-        stride_k_layer=strides[0] // head_dim,
-        stride_k_page=strides[1] // head_dim,
-        stride_v_layer=strides[2] // head_dim,
-        stride_v_page=strides[3] // head_dim,
+        k_cache_ptr=k_cache.view(torch.uint8), v_cache_ptr=v_cache.view(torch.uint8),
+        inputs=Inputs(block_table, seq_lens, accept_index, accept_token_num), num_pages=num_pages,
+        table_width=block_table.shape[1], num_depths=accept_index.shape[1], num_verify_tokens=num_verify_tokens,
+        stride_k_layer=strides[0] // head_dim, stride_k_page=strides[1] // head_dim,
+        stride_v_layer=strides[2] // head_dim, stride_v_page=strides[3] // head_dim,
         stride_block_table_request=block_table.stride(0),
         SHAPE=Shape(page_size, stride_token, stride_head, num_heads, head_dim * k_cache.element_size()),
-        BLOCK_COLUMN=block_column,
-        **tuned,
-    )
+        BLOCK_COLUMN=block_column, **tuned,
+    )  # fmt: skip

@@ -1,19 +1,14 @@
 """Writes new keys and values into the paged cache, in one launch with the rotary embedding that comes before it.
 
-Computes
-    k_cache[slots[t]] = key[t], v_cache[slots[t]] = value[t]; slot s is row s % page_size of page s // page_size. With
-    tables cos and sin, keys are rotated on their way, and so are queries if there are any: the bits are those of `rope`
-    and a write after it. A cache of 8-bit floats gets elements divided by their scale (primitives/fp8.py).
-Invariants
-    Nothing is written in the caches but the slots of the tokens. Queries are rotated whatever the slot of their token.
-    Without 8-bit floats elements keep their bits, NaN as well.
-Grid
-    (T, head tiles), one program moves a few heads of one of T tokens: of keys, of values or of queries.
-Launches
-    1
-Traffic
-    element bytes * T * (2 * Hkv + 2 * Hq) * D, cache element bytes * 2 * T * Hkv * D, and a row of each table a token;
-    for Hq query heads and Hkv KV heads of D elements.
+Computes: k_cache[slots[t]] = key[t], v_cache[slots[t]] = value[t]; slot s is row s % page_size of page s // page_size.
+    With tables cos and sin, keys are rotated on their way, and so are queries if there are any: the bits are those of
+    `rope` and a write after it. A cache of 8-bit floats gets elements divided by their scale (primitives/fp8.py).
+Invariants: Nothing is written in the caches but the slots of the tokens. Queries are rotated whatever the slot of their
+    token. Without 8-bit floats elements keep their bits, NaN as well.
+Grid: (T, head tiles), one program moves a few heads of one of T tokens: of keys, of values or of queries.
+Launches: 1
+Traffic: element bytes * T * (2 * Hkv + 2 * Hq) * D, cache element bytes * 2 * T * Hkv * D, and a row of each table a
+    token; for Hq query heads and Hkv KV heads of D elements.
 """
 
 from __future__ import annotations
@@ -77,37 +72,15 @@ class Shape(NamedTuple):
                        "stride_k_scale_head", "stride_v_scale_head"]
 )  # fmt: skip
 def _write_kv_kernel(
-    inputs,
-    tables,
-    out,
-    # sizes
-    num_slots_columns,
-    stride_slots_row,
-    stride_slots_column,
-    num_pages,
-    num_positions,
-    stride_cos_position,
-    stride_sin_position,
-    num_positions_columns,
-    stride_positions_row,
-    stride_positions_column,
-    stride_key_token,
-    stride_key_head,
-    stride_value_token,
-    stride_value_head,
-    stride_query_token,
-    stride_query_head,
-    stride_output_token,
-    stride_output_head,
-    stride_k_page,
-    stride_v_page,
-    stride_k_scale_head,
-    stride_v_scale_head,
-    SHAPE: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    BLOCK_HEAD: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
+    inputs, tables, out,
+    num_slots_columns, stride_slots_row, stride_slots_column, num_pages,
+    num_positions, stride_cos_position, stride_sin_position,
+    num_positions_columns, stride_positions_row, stride_positions_column,
+    stride_key_token, stride_key_head, stride_value_token, stride_value_head,
+    stride_query_token, stride_query_head, stride_output_token, stride_output_head,
+    stride_k_page, stride_v_page, stride_k_scale_head, stride_v_scale_head,
+    SHAPE: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
     await_predecessor(ENABLE_PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -163,7 +136,6 @@ def _load_scale(scale_ptr, head, is_head, stride_scale_head):
 
 
 def contract(values: dict) -> check.Spec:
-    """Checks the arguments of `write_kv` and describes its output."""
     args = check.Arguments("write_kv", values)
     key = rotary.check_heads(args, "key", "Hkv", check.FLOAT)
     rotary.check_heads(args, "value", "Hkv", (key.dtype,))
@@ -273,8 +245,7 @@ def write_kv(
     tuned = dict(tuning.row(TUNING, key.device))
     block_head = rotary.tile_of_heads(max(num_query_heads, num_kv_heads), head_dim, tuned.pop("tile_elements"))
     launch(
-        "write_kv",
-        _write_kv_kernel,
+        "write_kv", _write_kv_kernel,
         (num_tokens, 2 * triton.cdiv(num_kv_heads, block_head) + triton.cdiv(num_query_heads, block_head)),
         inputs=Inputs(key, value, query, slots, k_scale, v_scale),
         out=Outputs(
@@ -282,22 +253,15 @@ def write_kv(
             v_cache.view(torch.uint8) if fp8_bias else v_cache,
             None if query is None else out,
         ),
-        **token_arguments("slots", slots),
-        num_pages=num_pages,
-        stride_k_page=k_cache.stride(0) // head_dim,
-        stride_v_page=v_cache.stride(0) // head_dim,
+        **token_arguments("slots", slots), num_pages=num_pages,
+        stride_k_page=k_cache.stride(0) // head_dim, stride_v_page=v_cache.stride(0) // head_dim,
         stride_k_scale_head=int(k_scale is not None and k_scale.numel() > 1),  # 0: all heads share one
         stride_v_scale_head=int(v_scale is not None and v_scale.numel() > 1),
         SHAPE=Shape(
             page_size, *slot_strides(k_cache), num_kv_heads, num_query_heads, head_dim, bool(is_interleaved), fp8_bias
         ),
-        BLOCK_HEAD=block_head,
-        enable_fp_fusion=False,
-        **rotary.table_arguments(positions, cos, sin),
-        **rotary.head_strides("key", key),
-        **rotary.head_strides("value", value),
-        **rotary.head_strides("query", out if query is None else query),
-        **rotary.head_strides("output", out),
-        **tuned,
-    )
+        BLOCK_HEAD=block_head, enable_fp_fusion=False, **rotary.table_arguments(positions, cos, sin),
+        **rotary.head_strides("key", key), **rotary.head_strides("value", value),
+        **rotary.head_strides("query", out if query is None else query), **rotary.head_strides("output", out), **tuned,
+    )  # fmt: skip
     return out

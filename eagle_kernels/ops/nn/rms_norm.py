@@ -169,22 +169,10 @@ def rms_norm(
     tuned = tuning.row(TUNING, x.device)
     block_hidden = next_power_of_2(x.shape[-1])
     launch(
-        "rms_norm",
-        _rms_norm_kernel,
-        (out.output.shape[0], out.output.shape[1] if has_heads else 1),
-        x_ptr=x,
-        residual_ptr=residual,
-        weight_ptr=weight,
-        out=out,
-        eps=float(eps),
-        weight_offset=float(weight_offset),
-        UNIT=unit,
-        X_UNIT=x_unit,
-        HIDDEN_SIZE=x.shape[-1],
-        NUM_PARTS=num_parts,
+        "rms_norm", _rms_norm_kernel, (out.output.shape[0], out.output.shape[1] if has_heads else 1),
+        x_ptr=x, residual_ptr=residual, weight_ptr=weight, out=out, eps=float(eps), weight_offset=float(weight_offset),
+        UNIT=unit, X_UNIT=x_unit, HIDDEN_SIZE=x.shape[-1], NUM_PARTS=num_parts, IS_ROUNDED=bool(round_normalized),
         IS_SUM_ROUNDED=bool(round_sum) or residual is None,  # one kernel for both where no sum is made
-        IS_ROUNDED=bool(round_normalized),
-        num_warps=min(max(block_hidden // tuned["columns_per_warp"], 1), tuned["max_warps"]),
-        **strides,
-    )
+        num_warps=min(max(block_hidden // tuned["columns_per_warp"], 1), tuned["max_warps"]), **strides,
+    )  # fmt: skip
     return out

@@ -132,23 +132,13 @@ def rope(
     tuned = dict(tuning.row(TUNING, query.device))
     block_head = rotary.tile_of_heads(max(num_query_heads, num_kv_heads), head_dim, tuned.pop("tile_elements"))
     launch(
-        "rope",
-        _rope_kernel,
+        "rope", _rope_kernel,
         (num_tokens, triton.cdiv(num_query_heads, block_head) + triton.cdiv(num_kv_heads, block_head)),
-        query_ptr=query,
-        key_ptr=key,
-        out=out,
-        NUM_QUERY_HEADS=num_query_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        IS_INTERLEAVED=bool(is_interleaved),
-        BLOCK_HEAD=block_head,
-        enable_fp_fusion=False,
-        **rotary.table_arguments(positions, cos, sin),
-        **rotary.head_strides("query", query),
-        **rotary.head_strides("key", key),
-        **rotary.head_strides("output_query", out.query),
-        **rotary.head_strides("output_key", out.key),
-        **tuned,
-    )
+        query_ptr=query, key_ptr=key, out=out,
+        NUM_QUERY_HEADS=num_query_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        IS_INTERLEAVED=bool(is_interleaved), BLOCK_HEAD=block_head, enable_fp_fusion=False,
+        **rotary.table_arguments(positions, cos, sin), **rotary.head_strides("query", query),
+        **rotary.head_strides("key", key), **rotary.head_strides("output_query", out.query),
+        **rotary.head_strides("output_key", out.key), **tuned,
+    )  # fmt: skip
     return out

@@ -98,19 +98,9 @@ def silu_and_mul(
     tuned = dict(tuning.row(TUNING, gate.device))
     block_column = min(tuned.pop("block_column"), next_power_of_2(max(out.shape[1], 1)))
     launch(
-        "silu_and_mul",
-        _silu_and_mul_kernel,
-        (out.shape[0], triton.cdiv(out.shape[1], block_column)),
-        gate_ptr=gate,
-        up_ptr=up,
-        output_ptr=out,
-        stride_gate_token=gate.stride(0) // unit,
-        stride_up_token=0 if up is None else up.stride(0) // unit,
-        stride_output_token=out.stride(0) // unit,
-        UNIT=unit,
-        NUM_COLUMNS=out.shape[1],
-        IS_ROUNDED=bool(round_activation),
-        BLOCK_COLUMN=block_column,
-        **tuned,
-    )
+        "silu_and_mul", _silu_and_mul_kernel, (out.shape[0], triton.cdiv(out.shape[1], block_column)),
+        gate_ptr=gate, up_ptr=up, output_ptr=out, stride_gate_token=gate.stride(0) // unit,
+        stride_up_token=0 if up is None else up.stride(0) // unit, stride_output_token=out.stride(0) // unit,
+        UNIT=unit, NUM_COLUMNS=out.shape[1], IS_ROUNDED=bool(round_activation), BLOCK_COLUMN=block_column, **tuned,
+    )  # fmt: skip
     return out

@@ -119,15 +119,9 @@ def build_tree(
     values = locals()
     out = check.allocate("build_tree", contract(values), out)
     launch_trees(
-        "build_tree",
-        _build_tree_kernel,
-        values,
-        out,
-        parent_list_ptr=parent_list,
-        top_scores_index_ptr=top_scores_index,
-        draft_tokens_ptr=draft_tokens,
+        "build_tree", _build_tree_kernel, values, out,
+        parent_list_ptr=parent_list, top_scores_index_ptr=top_scores_index, draft_tokens_ptr=draft_tokens,
         parent_width=parent_list.shape[1],
-        TOPK=topk,
-        MAX_HOPS=spec_steps if any_order else 0,
-    )
+        TOPK=topk, MAX_HOPS=spec_steps if any_order else 0,
+    )  # fmt: skip
     return out

@@ -155,19 +155,12 @@ def build_tree_from_scores(
     out = check.allocate("build_tree_from_scores", contract(values), out)
     block_candidate = next_power_of_2(candidate_scores.shape[1])
     launch_trees(
-        "build_tree_from_scores",
-        _build_tree_from_scores_kernel,
-        values,
-        out,
+        "build_tree_from_scores", _build_tree_from_scores_kernel, values, out,
         ranking_warps(block_candidate, seq_lens.device),
-        candidate_scores_ptr=candidate_scores,
-        candidate_tokens_ptr=candidate_tokens,
-        parent_list_ptr=parent_list,
-        parent_width=parent_list.shape[1],
-        num_candidates=candidate_scores.shape[1],
+        candidate_scores_ptr=candidate_scores, candidate_tokens_ptr=candidate_tokens, parent_list_ptr=parent_list,
+        parent_width=parent_list.shape[1], num_candidates=candidate_scores.shape[1],
         stride_candidate_scores_request=candidate_scores.stride(0),
         stride_candidate_tokens_request=candidate_tokens.stride(0),
-        TOPK=topk,
-        BLOCK_CANDIDATE=block_candidate,
-    )
+        TOPK=topk, BLOCK_CANDIDATE=block_candidate,
+    )  # fmt: skip
     return out

@@ -135,15 +135,10 @@ def compute_tree_statistics(
     batch_size, num_nodes = retrieve_next_token.shape
     row = tuning.row(TUNING, retrieve_next_token.device)
     launch(
-        "compute_tree_statistics",
-        _compute_tree_statistics_kernel,
-        (batch_size,),
-        retrieve_next_token_ptr=retrieve_next_token,
-        retrieve_next_sibling_ptr=retrieve_next_sibling,
-        out=out,
+        "compute_tree_statistics", _compute_tree_statistics_kernel, (batch_size,),
+        retrieve_next_token_ptr=retrieve_next_token, retrieve_next_sibling_ptr=retrieve_next_sibling, out=out,
         num_depths=spec_steps + 1,
-        NUM_NODES=num_nodes,
-        BLOCK_DEPTH=row["BLOCK_DEPTH"],
+        NUM_NODES=num_nodes, BLOCK_DEPTH=row["BLOCK_DEPTH"],
         num_warps=max(next_power_of_2(num_nodes) // row["nodes_per_warp"], row["min_warps"]),
-    )
+    )  # fmt: skip
     return out

@@ -101,17 +101,11 @@ def organize_draft_results(
         return out
     block_candidate = next_power_of_2(num_candidates)
     launch(
-        "organize_draft_results",
-        _organize_draft_results_kernel,
-        (batch_size,),
-        candidate_scores_ptr=candidate_scores,
-        candidate_tokens_ptr=candidate_tokens,
-        out=out,
-        num_candidates=num_candidates,
-        num_kept=num_verify_tokens - 1,
+        "organize_draft_results", _organize_draft_results_kernel, (batch_size,),
+        candidate_scores_ptr=candidate_scores, candidate_tokens_ptr=candidate_tokens, out=out,
+        num_candidates=num_candidates, num_kept=num_verify_tokens - 1,
         stride_candidate_scores_request=candidate_scores.stride(0),
         stride_candidate_tokens_request=candidate_tokens.stride(0),
-        BLOCK_CANDIDATE=block_candidate,
-        num_warps=ranking_warps(block_candidate, candidate_scores.device),
-    )
+        BLOCK_CANDIDATE=block_candidate, num_warps=ranking_warps(block_candidate, candidate_scores.device),
+    )  # fmt: skip
     return out

@@ -234,29 +234,16 @@ def prune_trees(
     row = tuning.row(TUNING, draft_tokens.device)
     cut = torch.empty(2, dtype=torch.int64, device=draft_tokens.device)
     launch(
-        "prune_trees",
-        _find_cut_kernel,
-        (1,),
-        scores_ptr=scores,
-        max_drafts_ptr=max_drafts,
-        cut_ptr=cut,
-        num_scores=scores.numel(),
+        "prune_trees", _find_cut_kernel, (1,),
+        scores_ptr=scores, max_drafts_ptr=max_drafts, cut_ptr=cut, num_scores=scores.numel(),
         num_wanted=max_rows - batch_size,
-        BLOCK_SCORE=row["BLOCK_SCORE"],
-        num_warps=row["num_warps"],
-    )
+        BLOCK_SCORE=row["BLOCK_SCORE"], num_warps=row["num_warps"],
+    )  # fmt: skip
     launch(
-        "prune_trees",
-        _prune_trees_kernel,
-        (batch_size,),
-        draft_tokens_ptr=draft_tokens,
-        tree_mask_ptr=tree_mask,
-        scores_ptr=scores,
-        cut_ptr=cut,
-        out=out,
+        "prune_trees", _prune_trees_kernel, (batch_size,),
+        draft_tokens_ptr=draft_tokens, tree_mask_ptr=tree_mask, scores_ptr=scores, cut_ptr=cut, out=out,
         stride_draft_tokens_batch=draft_tokens.stride(0),
-        NUM_NODES=num_nodes,
-        BLOCK_SCORE=row["BLOCK_SCORE"],
+        NUM_NODES=num_nodes, BLOCK_SCORE=row["BLOCK_SCORE"],
         num_warps=min(max(next_power_of_2(num_nodes) // row["nodes_per_warp"], 4), row["most_warps"]),
-    )
+    )  # fmt: skip
     return out

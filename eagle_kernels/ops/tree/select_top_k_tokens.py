@@ -135,14 +135,12 @@ def contract(values: dict) -> Output:
     beam = args.spec((batch_size, topk), torch.int64)
     return Output(
         scores=args.spec((batch_size, topk), torch.float32),
-        tokens=beam,
-        parents=beam,
-        hidden_rows=beam,
+        tokens=beam, parents=beam, hidden_rows=beam,
         parent_slots=args.spec((batch_size, topk), torch.int64, contiguous=1),
         candidate_scores=args.spec((batch_size, num_candidates), torch.float32, contiguous=1),
         candidate_tokens=args.spec((batch_size, num_candidates), torch.int64, contiguous=1),
         ancestors=args.spec((batch_size, topk, num_words), torch.int64),
-    )
+    )  # fmt: skip
 
 
 @launcher
@@ -209,26 +207,14 @@ def select_top_k_tokens(
     num_chunks = scan.chunk_max.shape[1]
     num_beams = 1 if level == 0 else topk
     launch(
-        "select_top_k_tokens",
-        _select_top_k_tokens_kernel,
-        (out.scores.shape[0],),
-        logits_ptr=logits,
-        scan=scan,
-        beam_scores_ptr=scores,
-        beam_ancestors_ptr=ancestors,
-        draft_to_target_ptr=draft_to_target,
-        out=out,
-        stride_logits_row=logits.stride(0),
-        vocab_size=logits.shape[1],
-        num_chunks=num_chunks,
-        level=level,
-        num_input_words=0 if ancestors is None else ancestors.shape[2],
+        "select_top_k_tokens", _select_top_k_tokens_kernel, (out.scores.shape[0],),
+        logits_ptr=logits, scan=scan, beam_scores_ptr=scores, beam_ancestors_ptr=ancestors,
+        draft_to_target_ptr=draft_to_target, out=out, stride_logits_row=logits.stride(0), vocab_size=logits.shape[1],
+        num_chunks=num_chunks, level=level, num_input_words=0 if ancestors is None else ancestors.shape[2],
         stride_candidate_scores_request=out.candidate_scores.stride(0),
         stride_candidate_tokens_request=out.candidate_tokens.stride(0),
         stride_parent_slots_request=out.parent_slots.stride(0),
-        TOPK=topk,
-        NUM_BEAMS=num_beams,
-        BLOCK_SLOT=next_power_of_2(triton.cdiv(num_chunks, NUM_LANES)),
+        TOPK=topk, NUM_BEAMS=num_beams, BLOCK_SLOT=next_power_of_2(triton.cdiv(num_chunks, NUM_LANES)),
         num_warps=next_power_of_2(num_beams),
-    )
+    )  # fmt: skip
     return out

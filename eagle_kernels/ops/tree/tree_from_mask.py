@@ -152,15 +152,9 @@ def tree_from_mask(
     block_node = next_power_of_2(num_verify_tokens)
     nodes_per_warp = row["nodes_per_warp" if block_node <= 128 else "nodes_per_warp_past_128"]
     launch(
-        "tree_from_mask",
-        _tree_from_mask_kernel,
-        (seq_lens.shape[0],),
-        tree_mask_ptr=tree_mask,
-        seq_lens_ptr=seq_lens,
-        out=out,
-        mask_size=tree_mask.numel(),
-        NUM_NODES=num_verify_tokens,
-        MASK_MODE=str(tree_mask_mode),
+        "tree_from_mask", _tree_from_mask_kernel, (seq_lens.shape[0],),
+        tree_mask_ptr=tree_mask, seq_lens_ptr=seq_lens, out=out, mask_size=tree_mask.numel(),
+        NUM_NODES=num_verify_tokens, MASK_MODE=str(tree_mask_mode),
         num_warps=max(block_node // nodes_per_warp, row["min_warps"]),
-    )
+    )  # fmt: skip
     return out

@@ -287,14 +287,7 @@ def cut_to_budget(op: str, seq_lens: torch.Tensor, wanted: torch.Tensor, out: Na
     token_budget: the most tokens that the batch verifies, the root of every live row counted."""
     batch_size, most_drafts = out.tokens.shape
     launch(
-        op,
-        _ngram_match_budget_kernel,
-        (batch_size,),
-        seq_lens_ptr=seq_lens,
-        wanted_ptr=wanted,
-        out=out,
-        batch_size=batch_size,
-        token_budget=token_budget,
-        NUM_DRAFTS=most_drafts,
-        **tuning.row(BUDGET_TUNING, wanted.device),
-    )
+        op, _ngram_match_budget_kernel, (batch_size,),
+        seq_lens_ptr=seq_lens, wanted_ptr=wanted, out=out, batch_size=batch_size, token_budget=token_budget,
+        NUM_DRAFTS=most_drafts, **tuning.row(BUDGET_TUNING, wanted.device),
+    )  # fmt: skip

@@ -191,26 +191,17 @@ def launch_few_rows(layer: Layer, prefetch_weight: bool) -> None:
     num_blocks, num_warps = triton.cdiv(num_outputs, tuned["block_output"]), tuned["num_warps"]
     step = min(tuned["block_column"], next_power_of_2(num_columns))
     arguments = layer_arguments(layer) | {
-        "BLOCK_OUTPUT": tuned["block_output"],
-        "NUM_STAGES": tuned["num_stages"],
-        "PREFETCH_WEIGHT": prefetch_weight,
+        "BLOCK_OUTPUT": tuned["block_output"], "NUM_STAGES": tuned["num_stages"], "PREFETCH_WEIGHT": prefetch_weight,
         "num_warps": num_warps,
-    }
+    }  # fmt: skip
     if tuned["uses_dot"]:
         launch(
-            "linear_decode",
-            _linear_decode_rows_kernel,
-            (num_blocks if num_rows else 0,),
-            NUM_PARTS=num_warps,
-            BLOCK_COLUMN=max(step // num_warps, 16),  # tensor cores take no fewer
-            **arguments,
-        )
+            "linear_decode", _linear_decode_rows_kernel, (num_blocks if num_rows else 0,),
+            NUM_PARTS=num_warps, BLOCK_COLUMN=max(step // num_warps, 16), **arguments,  # tensor cores take no fewer
+        )  # fmt: skip
     else:
         launch(
-            "linear_decode",
-            _linear_decode_plain_kernel,
-            (num_blocks * triton.cdiv(num_rows, PLAIN_ROWS),),
-            BLOCK_ROW=1 if num_rows == 1 else PLAIN_ROWS,
-            BLOCK_COLUMN=max(step, 16 // layer.x.element_size()),
+            "linear_decode", _linear_decode_plain_kernel, (num_blocks * triton.cdiv(num_rows, PLAIN_ROWS),),
+            BLOCK_ROW=1 if num_rows == 1 else PLAIN_ROWS, BLOCK_COLUMN=max(step, 16 // layer.x.element_size()),
             **arguments,
-        )
+        )  # fmt: skip

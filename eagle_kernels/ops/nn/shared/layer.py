@@ -26,15 +26,10 @@ def layer_arguments(layer: Layer) -> dict:
     """Returns the launch arguments that every kernel takes."""
     unit = row_unit(layer.x, layer.weight)
     return {
-        "layer": layer,
-        "num_rows": layer.x.shape[0],
-        "num_outputs": layer.weight.shape[0],
-        "stride_x_row": layer.x.stride(0) // unit,
-        "stride_weight_output": layer.weight.stride(0) // unit,
-        "stride_output_row": layer.output.stride(-2),
-        "UNIT": unit,
-        "NUM_COLUMNS": layer.x.shape[1],
-    }
+        "layer": layer, "num_rows": layer.x.shape[0], "num_outputs": layer.weight.shape[0],
+        "stride_x_row": layer.x.stride(0) // unit, "stride_weight_output": layer.weight.stride(0) // unit,
+        "stride_output_row": layer.output.stride(-2), "UNIT": unit, "NUM_COLUMNS": layer.x.shape[1],
+    }  # fmt: skip
 
 
 def choose_tuning(table: dict, layer: Layer) -> dict:

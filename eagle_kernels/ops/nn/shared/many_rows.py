@@ -153,17 +153,11 @@ def launch_many_rows(layer: Layer, prefetch_weight: bool) -> None:
     outputs_each = triton.cdiv(max(num_outputs, 1), max(rounds * programs // copies, 1))
     outputs_each = min(triton.cdiv(outputs_each, 16) * 16, block_output)
     launch(
-        "linear_decode",
-        _linear_decode_tiles_kernel,
+        "linear_decode", _linear_decode_tiles_kernel,
         (triton.cdiv(num_outputs, outputs_each) * num_parts * num_row_blocks,),
-        outputs_each=outputs_each,
-        stride_output_part=out.stride(0) if out.dim() == 3 else 0,
-        NUM_PARTS=num_parts,
-        BLOCK_ROW=tuned["block_row"],
-        BLOCK_OUTPUT=block_output,
-        BLOCK_COLUMN=tuned["block_column"],
-        NUM_STAGES=tuned["num_stages"],
-        PREFETCH_WEIGHT=bool(prefetch_weight and tuned["prefetched"]),
-        num_warps=tuned["num_warps"],
+        outputs_each=outputs_each, stride_output_part=out.stride(0) if out.dim() == 3 else 0,
+        NUM_PARTS=num_parts, BLOCK_ROW=tuned["block_row"], BLOCK_OUTPUT=block_output,
+        BLOCK_COLUMN=tuned["block_column"], NUM_STAGES=tuned["num_stages"],
+        PREFETCH_WEIGHT=bool(prefetch_weight and tuned["prefetched"]), num_warps=tuned["num_warps"],
         **layer_arguments(layer),
-    )
+    )  # fmt: skip

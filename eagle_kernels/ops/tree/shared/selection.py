@@ -95,18 +95,11 @@ def scan_rows(op: str, logits: torch.Tensor) -> Scan:
         torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device),
     )
     launch(
-        op,
-        _select_top_k_tokens_scan_kernel,
-        (num_rows * triton.cdiv(num_chunks, tuned["BLOCK_CHUNK"]),),
-        logits_ptr=logits,
-        scan=scan,
-        stride_logits_row=logits.stride(0) // vector,
-        num_vectors=vocab_size // vector,
+        op, _select_top_k_tokens_scan_kernel, (num_rows * triton.cdiv(num_chunks, tuned["BLOCK_CHUNK"]),),
+        logits_ptr=logits, scan=scan, stride_logits_row=logits.stride(0) // vector, num_vectors=vocab_size // vector,
         num_chunks=num_chunks,
-        VECTOR=vector,
-        num_warps=tuned["BLOCK_CHUNK"],
-        **tuned,
-    )
+        VECTOR=vector, num_warps=tuned["BLOCK_CHUNK"], **tuned,
+    )  # fmt: skip
     return scan
 
 

@@ -96,16 +96,9 @@ def launch_trees(op: str, kernel, values: dict, out: Output, num_warps: int = 1,
     tuned, block_node = tuning.row(TUNING, out.positions.device), next_power_of_2(num_nodes)
     nodes_per_warp = tuned["nodes_per_warp" if block_node <= 64 else "nodes_per_warp_past_64"]
     launch(
-        op,
-        kernel,
-        (batch_size, 1 + num_fillers),
-        verified_id_ptr=values["verified_id"],
-        seq_lens_ptr=values["seq_lens"],
-        out=out,
+        op, kernel, (batch_size, 1 + num_fillers),
+        verified_id_ptr=values["verified_id"], seq_lens_ptr=values["seq_lens"], out=out,
         mask_size=out.tree_mask.numel(),
-        NUM_NODES=num_nodes,
-        MASK_MODE=str(mode),
-        IS_ALIGNED=is_full and out.tree_mask.data_ptr() % 16 == 0,
-        num_warps=max(block_node // nodes_per_warp, num_warps),
-        **arguments,
-    )
+        NUM_NODES=num_nodes, MASK_MODE=str(mode), IS_ALIGNED=is_full and out.tree_mask.data_ptr() % 16 == 0,
+        num_warps=max(block_node // nodes_per_warp, num_warps), **arguments,
+    )  # fmt: skip

@@ -204,20 +204,12 @@ def convert(op: str, tree_mask, seq_lens, out, modes: tuple[str, str], sizes: tu
     is_full = target == TreeMaskMode.FULL_MASK
     row = tuning.row(FULL_MASK_TUNING if is_full else CONVERT_TUNING, out.device)
     launch(
-        op,
-        _convert_tree_mask_kernel,
-        (batch_size, triton.cdiv(num_rows, row["BLOCK_ROW"])),
-        tree_mask_ptr=tree_mask,
-        seq_lens_ptr=seq_lens,
-        output_ptr=out,
+        op, _convert_tree_mask_kernel, (batch_size, triton.cdiv(num_rows, row["BLOCK_ROW"])),
+        tree_mask_ptr=tree_mask, seq_lens_ptr=seq_lens, output_ptr=out,
         mask_size=(out if source == TreeMaskMode.PACKED else tree_mask).numel(),
-        NUM_ROWS=num_rows,
-        NUM_KEYS=num_keys,
-        SOURCE_MODE=source,
-        TARGET_MODE=target,
-        IS_ALIGNED=is_full and out.data_ptr() % 16 == 0,
-        **row,
-    )
+        NUM_ROWS=num_rows, NUM_KEYS=num_keys, SOURCE_MODE=source, TARGET_MODE=target,
+        IS_ALIGNED=is_full and out.data_ptr() % 16 == 0, **row,
+    )  # fmt: skip
 
 
 def check_lengths(args: check.Arguments, mode: str) -> None:
