@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..ops import build_tree
 from ..ops import organize_draft_results as _organize_draft_results
@@ -40,16 +41,15 @@ __all__ = [
     "verify_tree_greedy_func", "verify_tree_greedy_kernel", "verify_tree_greedy_triton",
 ]  # fmt: skip
 
-Tree = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Tree = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 # aiter.ops.triton._triton_kernels.eagle
 
 
 def build_tree_efficient_triton(
-    verified_id: torch.Tensor, parent_list: torch.Tensor, top_scores_index: torch.Tensor,
-    draft_tokens: torch.Tensor, seq_lens: torch.Tensor, seq_lens_sum: int,
-    topk: int, spec_steps: int, num_verify_tokens: int, tree_mask_mode: int = TreeMaskMode.FULL_MASK,
+    verified_id: Tensor, parent_list: Tensor, top_scores_index: Tensor, draft_tokens: Tensor, seq_lens: Tensor,
+    seq_lens_sum: int, topk: int, spec_steps: int, num_verify_tokens: int, tree_mask_mode: int = TreeMaskMode.FULL_MASK,
 ) -> Tree:  # fmt: skip
     """Builds every request's tree; returns tree_mask, positions, the three retrive_* and the tokens with their root.
     seq_lens_sum sizes a FULL_MASK; other modes ignore it. tree_mask is flat; QLEN_ONLY_BITPACKING (which AITER lists
@@ -65,10 +65,9 @@ def build_tree_efficient_triton(
 
 
 def verify_tree_greedy_triton(
-    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
-    candidates: torch.Tensor, retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor, target_predict: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrive_index: Tensor,
+    retrive_next_token: Tensor, retrive_next_sibling: Tensor, target_predict: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Calls `sgl_kernel.verify_tree_greedy`, which writes the first three arguments in place, and returns these."""
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
     sgl_kernel.verify_tree_greedy(predicts, accept_index, accept_token_num, candidates, *links, target_predict)
@@ -90,9 +89,8 @@ class _Kernel:
 
 @_Kernel
 def build_tree_kernel_triton(
-    parent_list: torch.Tensor, selected_index: torch.Tensor, verified_seq_len: torch.Tensor,
-    tree_mask: torch.Tensor, positions: torch.Tensor,
-    retrive_index: torch.Tensor, retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor,
+    parent_list: Tensor, selected_index: Tensor, verified_seq_len: Tensor, tree_mask: Tensor, positions: Tensor,
+    retrive_index: Tensor, retrive_next_token: Tensor, retrive_next_sibling: Tensor,
     topk: int, depth: int, draft_token_num: int, draft_token_num_p2: int, tree_mask_mode: int,
 ) -> None:  # fmt: skip
     """Calls `sgl_kernel.build_tree_kernel_efficient`, which writes tree_mask to retrive_next_sibling.
@@ -104,9 +102,8 @@ def build_tree_kernel_triton(
 
 @_Kernel
 def verify_tree_greedy_kernel(
-    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
-    candidates: torch.Tensor, retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor, target_predict: torch.Tensor,
+    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrive_index: Tensor,
+    retrive_next_token: Tensor, retrive_next_sibling: Tensor, target_predict: Tensor,
     num_speculative_tokens: int, num_draft_tokens: int,
 ) -> None:  # fmt: skip
     """Calls `sgl_kernel.verify_tree_greedy`, which writes the first three arguments; checks the two numbers."""
@@ -117,13 +114,10 @@ def verify_tree_greedy_kernel(
 
 @_Kernel
 def tree_speculative_sampling_kernel(
-    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
-    candidates: torch.Tensor, retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor,
-    uniform_samples: torch.Tensor, uniform_samples_final: torch.Tensor,
-    target_probs: torch.Tensor, draft_probs: torch.Tensor | None,
-    threshold_single: float, threshold_acc: float,
-    vocab_size: int, num_speculative_tokens: int, num_draft_tokens: int,
+    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrive_index: Tensor,
+    retrive_next_token: Tensor, retrive_next_sibling: Tensor, uniform_samples: Tensor, uniform_samples_final: Tensor,
+    target_probs: Tensor, draft_probs: Tensor | None,
+    threshold_single: float, threshold_acc: float, vocab_size: int, num_speculative_tokens: int, num_draft_tokens: int,
 ) -> None:  # fmt: skip
     """Calls `sgl_kernel.tree_speculative_sampling_target_only`, which writes the first three arguments.
     draft_probs is not read: drafts were chosen, not drawn, and SGLang's walk, on which AITER is modeled, keeps the
@@ -138,12 +132,12 @@ def tree_speculative_sampling_kernel(
     )
 
 
-def _check_sizes(op: str, accept_index: torch.Tensor, width: int, candidates: torch.Tensor, num_nodes: int) -> None:
+def _check_sizes(op: str, accept_index: Tensor, width: int, candidates: Tensor, num_nodes: int) -> None:
     _check_width(op, "num_speculative_tokens", width, "accept_index", accept_index)
     _check_width(op, "num_draft_tokens", num_nodes, "candidates", candidates)
 
 
-def _check_width(op: str, name: str, value: int, of: str, tensor: torch.Tensor) -> None:
+def _check_width(op: str, name: str, value: int, of: str, tensor: Tensor) -> None:
     if tensor.shape[-1] != value:
         raise ValueError(f"{op}: {name} must be the width of {of}, {tensor.shape[-1]}, got {value}")
 
@@ -157,9 +151,8 @@ verify_tree_greedy_func = verify_tree_greedy_triton
 
 
 def organize_draft_results(
-    score_list: Sequence[torch.Tensor], token_list: Sequence[torch.Tensor], parents_list: Sequence[torch.Tensor],
-    num_draft_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    score_list: Sequence[Tensor], token_list: Sequence[Tensor], parents_list: Sequence[Tensor], num_draft_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Keeps the best num_draft_tokens - 1 candidates of all steps, ascending by flat id.
     A list has one tensor per step: scores [B, n] (or SGLang's [B, n, K]), tokens [B, n], parents [B, m].
     Returns parent_list (all steps but the last), top_scores_index and draft_tokens [B, num_draft_tokens - 1]."""
@@ -174,9 +167,9 @@ def organize_draft_results(
 
 
 def build_tree_structure(
-    verified_id: torch.Tensor, parent_list: torch.Tensor, top_scores_index: torch.Tensor,
-    draft_tokens: torch.Tensor, seq_lens: torch.Tensor, topk: int, spec_steps: int, num_draft_tokens: int,
-    tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK, use_triton: bool = False,
+    verified_id: Tensor, parent_list: Tensor, top_scores_index: Tensor, draft_tokens: Tensor, seq_lens: Tensor,
+    topk: int, spec_steps: int, num_draft_tokens: int, tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK,
+    use_triton: bool = False,
 ) -> Tree:  # fmt: skip
     """Does what `build_tree_efficient_triton` does; FULL_MASK waits for the device to learn the sum of seq_lens."""
     seq_lens_sum = int(seq_lens.sum()) if tree_mask_mode == TreeMaskMode.FULL_MASK else 0
@@ -185,10 +178,9 @@ def build_tree_structure(
 
 
 def verify_tree_greedy(
-    candidates: torch.Tensor, target_predict: torch.Tensor,
-    retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor,
-    use_triton: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    candidates: Tensor, target_predict: Tensor, retrieve_index: Tensor, retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor, use_triton: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns predicts [B * N] (0 where not visited), accept_index [B, N] (-1 padded) and accept_length [B]."""
     batch_size, num_draft_tokens = candidates.shape
     integers = {"dtype": torch.int32, "device": candidates.device}
@@ -199,7 +191,7 @@ def verify_tree_greedy(
     )  # fmt: skip
 
 
-def compute_tree_statistics(accept_lengths: torch.Tensor, num_draft_tokens: int, num_steps: int) -> dict[str, float]:
+def compute_tree_statistics(accept_lengths: Tensor, num_draft_tokens: int, num_steps: int) -> dict[str, float]:
     """Waits for one verification and returns its statistics; accept_lengths exclude the bonus.
     num_steps is accepted and ignored, as in AITER. An empty batch gives zeros."""
     _arguments("compute_tree_statistics", num_draft_tokens=num_draft_tokens).integer("num_draft_tokens", 1)
@@ -233,9 +225,7 @@ def _size_along(args: check.Arguments, name: str) -> int:
     return tensor.shape[args.integer("dim", -tensor.dim(), tensor.dim() - 1)]
 
 
-def fast_topk_torch(
-    scores: torch.Tensor, k: int, dim: int = -1, sorted: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fast_topk_torch(scores: Tensor, k: int, dim: int = -1, sorted: bool = True) -> tuple[Tensor, Tensor]:
     """Returns the k largest values along `dim` and their indices, always sorted, equal values by ascending index."""
     args = _arguments("fast_topk_torch", scores=scores, k=k, dim=dim)
     args.integer("k", 0, _size_along(args, "scores"))
@@ -243,7 +233,7 @@ def fast_topk_torch(
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
 
-def select_top_k_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def select_top_k_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns the k (up to 16) most likely tokens of each row of logits [B, V] or [B, n, V].
     The results are fp32 log-probabilities and token ids. AITER's docstring promises log-probabilities, its code returns
     logits; this keeps the promise. Rows that already are log-probabilities come back unchanged up to rounding."""
@@ -252,7 +242,7 @@ def select_top_k_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, tor
     return level.scores.view(shape), level.tokens.view(shape)
 
 
-def generate_token_bitmask(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def generate_token_bitmask(token_ids: Tensor, vocab_size: int) -> Tensor:
     """Returns bool [B, vocab_size], True at the ids of token_ids [B, n]; ids outside the vocabulary are skipped.
     Another function packs a grammar's words over a whole tree: `eagle_kernels.generate_token_bitmask`."""
     args = _arguments("generate_token_bitmask", token_ids=token_ids, vocab_size=vocab_size)
@@ -265,8 +255,8 @@ def generate_token_bitmask(token_ids: torch.Tensor, vocab_size: int) -> torch.Te
 
 
 def sample_from_logits(
-    logits: torch.Tensor, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None
-) -> torch.Tensor:
+    logits: Tensor, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None
+) -> Tensor:
     """Draws one token from each row of logits [B, V]; returns int64 [B]. Temperature 0 is greedy.
     Seeds come from torch's generator of the device. top_p keeps the token that crosses it (the usual nucleus), which
     AITER drops."""
@@ -289,14 +279,14 @@ def sample_from_logits(
     )  # fmt: skip
 
 
-def calculate_acceptance_rate(accept_lengths: torch.Tensor, num_draft_tokens: int) -> float:
+def calculate_acceptance_rate(accept_lengths: Tensor, num_draft_tokens: int) -> float:
     """Returns accepted over proposed drafts, 0 for none."""
     _arguments("calculate_acceptance_rate", num_draft_tokens=num_draft_tokens).integer("num_draft_tokens", 0)
     proposed = num_draft_tokens * accept_lengths.numel()
     return int(accept_lengths.sum()) / proposed if proposed else 0.0
 
 
-def pad_to_alignment(tensor: torch.Tensor, alignment: int, dim: int = 0, value: float = 0.0) -> torch.Tensor:
+def pad_to_alignment(tensor: Tensor, alignment: int, dim: int = 0, value: float = 0.0) -> Tensor:
     """Returns the tensor with `value` appended along `dim` until its size is a multiple of `alignment`."""
     args = _arguments("pad_to_alignment", tensor=tensor, alignment=alignment, dim=dim)
     args.integer("alignment", 1)

@@ -51,6 +51,7 @@ import math
 from enum import IntEnum
 
 import torch
+from torch import Tensor
 
 from ..ops import BuildTreeOutput, VerifyOutput, build_tree, tree_from_mask
 from ..ops import verify_tree_coins as _verify_tree_coins
@@ -82,9 +83,8 @@ class TreeMaskMode(IntEnum):
 
 
 def build_tree_kernel_efficient(
-    parent_list: torch.Tensor, selected_index: torch.Tensor, verified_seq_len: torch.Tensor,
-    tree_mask: torch.Tensor, positions: torch.Tensor,
-    retrive_index: torch.Tensor, retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor,
+    parent_list: Tensor, selected_index: Tensor, verified_seq_len: Tensor, tree_mask: Tensor, positions: Tensor,
+    retrive_index: Tensor, retrive_next_token: Tensor, retrive_next_sibling: Tensor,
     topk: int, depth: int, draft_token_num: int, tree_mask_mode: int,
 ) -> None:  # fmt: skip
     """Writes tree_mask, positions and the three retrive_* of every request's tree.
@@ -113,9 +113,8 @@ def build_tree_kernel_efficient(
 
 
 def verify_tree_greedy(
-    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
-    candidates: torch.Tensor, retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor, target_predict: torch.Tensor,
+    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrive_index: Tensor,
+    retrive_next_token: Tensor, retrive_next_sibling: Tensor, target_predict: Tensor,
 ) -> None:  # fmt: skip
     """Walks every tree along the target's tokens; writes predicts, accept_index and accept_token_num, all int32.
     predicts [B * N] or longer; accept_index [B, S + 1], whose width bounds the walk; accept_token_num [B] counts the
@@ -129,11 +128,9 @@ def verify_tree_greedy(
 
 
 def tree_speculative_sampling_target_only(
-    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
-    candidates: torch.Tensor, retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor,
-    uniform_samples: torch.Tensor, uniform_samples_for_final_sampling: torch.Tensor,
-    target_probs: torch.Tensor, draft_probs: torch.Tensor | None,
+    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrive_index: Tensor,
+    retrive_next_token: Tensor, retrive_next_sibling: Tensor, uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor, target_probs: Tensor, draft_probs: Tensor | None,
     threshold_single: float = 1.0, threshold_acc: float = 1.0, deterministic: bool = True,
 ) -> None:  # fmt: skip
     """Walks every tree by coins and draws the bonus; writes predicts, accept_index and accept_token_num, all int32.
@@ -151,10 +148,8 @@ def tree_speculative_sampling_target_only(
 
 
 def reconstruct_indices_from_tree_mask(
-    tree_mask: torch.Tensor, verified_seq_len: torch.Tensor,
-    positions: torch.Tensor,
-    retrive_index: torch.Tensor, retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor,
-    batch_size: int, draft_token_num: int,
+    tree_mask: Tensor, verified_seq_len: Tensor, positions: Tensor, retrive_index: Tensor, retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor, batch_size: int, draft_token_num: int,
 ) -> None:  # fmt: skip
     """Writes positions and the three retrive_* of trees given as QLEN_ONLY masks (n-gram drafts).
     tree_mask [B * N * N] of any one-byte dtype; verified_seq_len [B] or longer; outputs as of the build."""
@@ -179,14 +174,14 @@ def layout(mode: int) -> str:
     return _Layout[TreeMaskMode(mode).name]
 
 
-def parent_slots(parent_list: torch.Tensor, depth: int) -> torch.Tensor:
+def parent_slots(parent_list: Tensor, depth: int) -> Tensor:
     """Returns parent_list as our op takes it: a tree of one level has only the root's slot, which is not read."""
     if depth == 1 and parent_list.shape[1] != 1:
         return parent_list.new_empty(parent_list.shape[0], 1)
     return parent_list
 
 
-def _mask_view(op: str, tree_mask: torch.Tensor, mode: TreeMaskMode, batch_size: int, num_nodes: int) -> torch.Tensor:
+def _mask_view(op: str, tree_mask: Tensor, mode: TreeMaskMode, batch_size: int, num_nodes: int) -> Tensor:
     """Returns the bytes of the caller's mask, whatever their dtype, in the shape that our op writes."""
     cells = tree_mask.view(-1).view(torch.uint8)
     if mode == TreeMaskMode.FULL_MASK:
@@ -197,7 +192,7 @@ def _mask_view(op: str, tree_mask: torch.Tensor, mode: TreeMaskMode, batch_size:
     return _front(op, "tree_mask", cells, batch_size, num_nodes * word.itemsize).view(word)
 
 
-def _front(op: str, name: str, buffer: torch.Tensor, *shape: int) -> torch.Tensor:
+def _front(op: str, name: str, buffer: Tensor, *shape: int) -> Tensor:
     """Returns the first elements of a contiguous buffer in this shape."""
     size = math.prod(shape)
     if buffer.numel() < size:

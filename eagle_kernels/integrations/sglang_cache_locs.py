@@ -27,6 +27,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ..ops import accepted_cache_locs, assign_req_to_token, draft_cache_locs, extend_cache_locs
 from ..ops import align_evict_mask_to_page_size as _align_evict_mask_to_page_size
@@ -55,8 +56,7 @@ class Kernel:
 
 
 def assign_req_to_token_pool_func(
-    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor,
-    start_offset: torch.Tensor, end_offset: torch.Tensor, out_cache_loc: torch.Tensor,
+    req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, end_offset: Tensor, out_cache_loc: Tensor,
     batch_size: int,
 ) -> None:  # fmt: skip
     """Writes the packed slots out_cache_loc to columns start..end - 1 of the requests' rows."""
@@ -67,10 +67,9 @@ def assign_req_to_token_pool_func(
 
 
 def assign_extend_cache_locs_func(
-    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor,
-    start_offset: torch.Tensor, end_offset: torch.Tensor,
+    req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, end_offset: Tensor,
     batch_size: int, draft_token_num: int, device: torch.device | str,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Returns the slots in columns start..end - 1, packed, as int64 [batch_size * draft_token_num]; then -1."""
     return extend_cache_locs(
         req_pool_indices[:batch_size], req_to_token, start_offset[:batch_size], end_offset[:batch_size],
@@ -79,13 +78,11 @@ def assign_extend_cache_locs_func(
 
 
 def assign_extend_cache_locs_uniform_func(
-    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, start_offset: torch.Tensor,
-    batch_size: int, draft_token_num: int, device: torch.device | str, *,
-    full_v2p: torch.Tensor | None = None, swa_v2p: torch.Tensor | None = None,
-    full_out: torch.Tensor | None = None, swa_out: torch.Tensor | None = None,
-    page_size: int = 1, positions_out: torch.Tensor | None = None,
-    anchor_src: torch.Tensor | None = None, anchor_out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, batch_size: int, draft_token_num: int,
+    device: torch.device | str, *, full_v2p: Tensor | None = None, swa_v2p: Tensor | None = None,
+    full_out: Tensor | None = None, swa_out: Tensor | None = None, page_size: int = 1,
+    positions_out: Tensor | None = None, anchor_src: Tensor | None = None, anchor_out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns the slots in draft_token_num columns from start on, as int64 [batch_size * draft_token_num].
     positions_out, if given, gets the columns; anchor_out[:, 0] gets anchor_src."""
     where = f"{__name__}.assign_extend_cache_locs_uniform_func"
@@ -103,9 +100,8 @@ def assign_extend_cache_locs_uniform_func(
 
 
 def assign_draft_cache_locs_contiguous_func(
-    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, seq_lens: torch.Tensor,
-    out_cache_loc: torch.Tensor, topk: int, num_cols: int,
-    positions: torch.Tensor | None = None, mrope: torch.Tensor | None = None,
+    req_pool_indices: Tensor, req_to_token: Tensor, seq_lens: Tensor, out_cache_loc: Tensor,
+    topk: int, num_cols: int, positions: Tensor | None = None, mrope: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes the slots of topk branches of num_cols steps to out_cache_loc [B * topk * num_cols], branch by branch.
     positions [B * topk], if given, gets the length that each branch starts from."""
@@ -129,17 +125,15 @@ def assign_draft_cache_locs_contiguous_func(
 
 
 def fill_accept_out_cache_loc_func(
-    accept_index: torch.Tensor, out_cache_loc: torch.Tensor, accept_out_cache_loc: torch.Tensor, size: int,
-) -> None:  # fmt: skip
+    accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor, size: int
+) -> None:
     """Writes the slots that the first `size` entries of accept_index name, one after another; -1 names none."""
     # for our op all requests are one, whose nodes are numbered as here
     slots, target = out_cache_loc.view(-1), accept_out_cache_loc.view(-1)
     _list_accepted(slots, None, accept_index.view(1, -1)[:, :size], None, slots.numel(), source=target)
 
 
-def fill_front_out_cache_loc_func(
-    num_front: torch.Tensor, out_cache_loc: torch.Tensor, front_out_cache_loc: torch.Tensor
-) -> None:
+def fill_front_out_cache_loc_func(num_front: Tensor, out_cache_loc: Tensor, front_out_cache_loc: Tensor) -> None:
     """Writes the first num_front[i] slots of each request's share of out_cache_loc, one after another."""
     batch_size, front = num_front.numel(), front_out_cache_loc.view(-1)
     windows = out_cache_loc.view(batch_size, -1)
@@ -151,9 +145,9 @@ def fill_front_out_cache_loc_func(
 
 
 def get_src_tgt_cache_loc(
-    seq_lens: torch.Tensor, out_cache_loc: torch.Tensor, accept_index: torch.Tensor,
-    accept_length: torch.Tensor, draft_token_num: int, page_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    seq_lens: Tensor, out_cache_loc: Tensor, accept_index: Tensor, accept_length: Tensor,
+    draft_token_num: int, page_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the slots of the path, a zero for each, and how many slots of each request are free (SGLang 0.5.10).
     accept_index names the path's nodes only, accept_length counts accepted drafts. SGLang calls the same torch
     operators; `accepted_cache_locs` does this and `get_target_cache_loc`'s work in one launch."""
@@ -165,9 +159,8 @@ def get_src_tgt_cache_loc(
 
 @Kernel
 def get_target_cache_loc(
-    grid: tuple[int, ...],
-    tgt_cache_loc: torch.Tensor, to_free_slots: torch.Tensor,
-    accept_length: torch.Tensor, to_free_num_slots: torch.Tensor, out_cache_loc: torch.Tensor,
+    grid: tuple[int, ...], tgt_cache_loc: Tensor, to_free_slots: Tensor, accept_length: Tensor,
+    to_free_num_slots: Tensor, out_cache_loc: Tensor,
     num_verify_tokens: int, num_verify_tokens_upper: int, bs_upper: int,
 ) -> None:  # fmt: skip
     """Writes the first accept_length + 1 slots of each request to tgt_cache_loc, its last ones to to_free_slots.
@@ -181,9 +174,8 @@ def get_target_cache_loc(
 
 @Kernel
 def align_evict_mask_to_page_size(
-    grid: tuple[int, ...], seq_lens: torch.Tensor, evict_mask: torch.Tensor,
-    page_size: int, num_draft_tokens: int, BLOCK_SIZE: int,
-) -> None:  # fmt: skip
+    grid: tuple[int, ...], seq_lens: Tensor, evict_mask: Tensor, page_size: int, num_draft_tokens: int, BLOCK_SIZE: int
+) -> None:
     """Clears in evict_mask [B * num_draft_tokens] the marks of each request's partly used page; grid (B,)."""
     batch_size = grid[0]
     mask = evict_mask.view(-1)[: batch_size * num_draft_tokens].view(batch_size, num_draft_tokens)
@@ -210,7 +202,7 @@ def _list_accepted(slots, accepted, paths, num_free, num_nodes, *, source=None, 
     )  # fmt: skip
 
 
-def scratch(like: torch.Tensor, size: int) -> torch.Tensor:
+def scratch(like: Tensor, size: int) -> Tensor:
     """Allocates an output of our ops that SGLang's do not have."""
     return torch.empty(size, dtype=torch.int32, device=like.device)
 

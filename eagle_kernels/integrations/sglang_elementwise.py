@@ -8,6 +8,7 @@ themselves. `sgl_kernel.py` has these names too.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .. import ops
 from ..ops.nn.rms_norm import Output as _NormOutput
@@ -20,36 +21,34 @@ __all__ = [
 
 
 def rmsnorm(
-    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
-    out: torch.Tensor | None = None, enable_pdl: bool | None = None,
-) -> torch.Tensor:  # fmt: skip
+    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
+) -> Tensor:
     """Returns input [T, H] normalized, or writes it to `out`."""
     return _norm(input, weight, eps, 0.0, out)
 
 
 def gemma_rmsnorm(
-    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
-    out: torch.Tensor | None = None, enable_pdl: bool | None = None,
-) -> torch.Tensor:  # fmt: skip
+    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
+) -> Tensor:
     """Does what rmsnorm does, with 1 + weight."""
     return _norm(input, weight, eps, 1.0, out)
 
 
 def fused_add_rmsnorm(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
+    input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """Adds input to residual and writes the norm of the sum to input, both in place."""
     _add_norm(input, residual, weight, eps, 0.0)
 
 
 def gemma_fused_add_rmsnorm(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
+    input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """Does what fused_add_rmsnorm does, with 1 + weight."""
     _add_norm(input, residual, weight, eps, 1.0)
 
 
-def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns silu of the first half of each row times its second half: input [..., 2 I] -> [..., I]."""
     rows = input.view(-1, input.shape[-1])
     if out is None:
@@ -59,9 +58,8 @@ def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.
 
 
 def apply_rope_with_cos_sin_cache_inplace(
-    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
-    head_size: int, cos_sin_cache: torch.Tensor,
-    is_neox: bool = True, fused_set_kv_buffer_arg=None, enable_pdl: bool | None = None,
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True,
+    fused_set_kv_buffer_arg=None, enable_pdl: bool | None = None,
 ) -> None:  # fmt: skip
     """Rotates query [T, Hq * head_size] and key [T, Hkv * head_size] in place.
     cos_sin_cache [max_positions, rotary_dim] fp32: cosines, then sines. fused_set_kv_buffer_arg is refused: our op
@@ -74,12 +72,12 @@ def apply_rope_with_cos_sin_cache_inplace(
     ops.rope(*heads, positions, cos, sin, is_interleaved=not is_neox, out=_RopeOutput(*heads))
 
 
-def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
+def top_k_renorm_prob(probs: Tensor, top_k: Tensor | int) -> Tensor:
     """Returns probs [T, V] fp32 of only the k most likely tokens, renormalized."""
     return ops.top_k_renorm(probs, _per_row(probs, top_k, torch.int32))
 
 
-def top_p_renorm_prob(probs: torch.Tensor, top_p: torch.Tensor | float) -> torch.Tensor:
+def top_p_renorm_prob(probs: Tensor, top_p: Tensor | float) -> Tensor:
     """Returns probs [T, V] fp32 of the fewest likeliest tokens that hold top_p, renormalized."""
     return ops.top_p_renorm(probs, _per_row(probs, top_p, torch.float32))
 
@@ -106,6 +104,6 @@ def _add_norm(rows, residual, weight, eps, weight_offset):
 
 def _per_row(probs, value, dtype):
     """Returns a tensor with a value for each row."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value
     return torch.full((len(probs),), value, dtype=dtype, device=probs.device)

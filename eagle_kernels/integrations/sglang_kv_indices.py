@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from ..ops import chain_kv_indices, draft_kv_indices, kv_indices
 from ..ops.kv.chain_kv_indices import Output as ChainOutput
@@ -18,13 +18,11 @@ __all__ = [
 
 @Kernel
 def generate_draft_decode_kv_indices(
-    grid: tuple[int, ...],
-    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, paged_kernel_lens: torch.Tensor,
-    kv_indices: torch.Tensor, kv_indptr: torch.Tensor, positions: torch.Tensor,
-    row_stride: int, kv_indices_stride: int, kv_indptr_stride: int,
-    bs_upper: int, iter_upper: int, num_tokens_upper: int, page_size: int,
-    window_size: int = 0, sink_size: int = 0, NUM_STEPS: int = 0, ENTRY_PAGE_SIZE: int = 1,
-    v2p: torch.Tensor | None = None, TRANSLATE: bool = False,
+    grid: tuple[int, ...], req_pool_indices: Tensor, req_to_token: Tensor, paged_kernel_lens: Tensor,
+    kv_indices: Tensor, kv_indptr: Tensor, positions: Tensor, row_stride: int, kv_indices_stride: int,
+    kv_indptr_stride: int, bs_upper: int, iter_upper: int, num_tokens_upper: int, page_size: int, window_size: int = 0,
+    sink_size: int = 0, NUM_STEPS: int = 0, ENTRY_PAGE_SIZE: int = 1, v2p: Tensor | None = None,
+    TRANSLATE: bool = False,
 ) -> None:  # fmt: skip
     """Writes kv_indices [N, *] and kv_indptr [N, *] of N draft steps; grid (N, B, K), or (N * blocks, B, K).
     N is NUM_STEPS if that is given. `draft_kv_indices` documents what is written. As in SGLang, sink_size is ignored
@@ -38,13 +36,10 @@ def generate_draft_decode_kv_indices(
 
 @Kernel
 def generate_draft_decode_window_kv_indices(
-    grid: tuple[int, ...],
-    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, paged_kernel_lens: torch.Tensor,
-    window_kv_indices: torch.Tensor, window_kv_indptr: torch.Tensor, positions: torch.Tensor,
-    row_stride: int, kv_indices_stride: int, kv_indptr_stride: int,
-    bs_upper: int, iter_upper: int, num_tokens_upper: int,
-    page_size: int, window: int, ENTRY_PAGE_SIZE: int = 1,
-    v2p: torch.Tensor | None = None, TRANSLATE: bool = False,
+    grid: tuple[int, ...], req_pool_indices: Tensor, req_to_token: Tensor, paged_kernel_lens: Tensor,
+    window_kv_indices: Tensor, window_kv_indptr: Tensor, positions: Tensor, row_stride: int, kv_indices_stride: int,
+    kv_indptr_stride: int, bs_upper: int, iter_upper: int, num_tokens_upper: int, page_size: int, window: int,
+    ENTRY_PAGE_SIZE: int = 1, v2p: Tensor | None = None, TRANSLATE: bool = False,
 ) -> None:  # fmt: skip
     """Writes the same lists, cut at every step to the last `window` tokens of prefix and drafts; grid (N, B, K)."""
     refuse_translation(f"{__name__}.generate_draft_decode_window_kv_indices", ENTRY_PAGE_SIZE, TRANSLATE)
@@ -56,12 +51,9 @@ def generate_draft_decode_window_kv_indices(
 
 @Kernel
 def create_flashinfer_kv_indices_triton(
-    grid: tuple[int, ...],
-    req_to_token_ptr: torch.Tensor, req_pool_indices_ptr: torch.Tensor, page_kernel_lens_ptr: torch.Tensor,
-    kv_indptr: torch.Tensor, kv_start_idx: torch.Tensor | None,
-    kv_indices_ptr: torch.Tensor,
-    req_to_token_ptr_stride: int, ENTRY_PAGE_SIZE: int = 1, TOKEN_BLOCK_PARALLEL: bool = False,
-    token_mapping: torch.Tensor | None = None,
+    grid: tuple[int, ...], req_to_token_ptr: Tensor, req_pool_indices_ptr: Tensor, page_kernel_lens_ptr: Tensor,
+    kv_indptr: Tensor, kv_start_idx: Tensor | None, kv_indices_ptr: Tensor, req_to_token_ptr_stride: int,
+    ENTRY_PAGE_SIZE: int = 1, TOKEN_BLOCK_PARALLEL: bool = False, token_mapping: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes the slots of every request, one after another, to kv_indices; grid (B,) or (B, blocks).
     kv_indptr [B + 1] is the running sum of the lengths, as all callers pass it; it is written again."""
@@ -79,10 +71,8 @@ def create_flashinfer_kv_indices_triton(
 
 @Kernel
 def create_draft_kv_indices(
-    grid: tuple[int, ...],
-    kv_indptr: torch.Tensor, kv_indices: torch.Tensor,
-    req_pool: torch.Tensor, req_to_token: torch.Tensor, seq_lens: torch.Tensor,
-    expand_factor: int, row_stride: int, num_tokens_upper: int,
+    grid: tuple[int, ...], kv_indptr: Tensor, kv_indices: Tensor, req_pool: Tensor, req_to_token: Tensor,
+    seq_lens: Tensor, expand_factor: int, row_stride: int, num_tokens_upper: int,
 ) -> None:  # fmt: skip
     """Writes one list for each of the last expand_factor tokens of a request, for SGLang's naive EAGLE; grid (B,).
     expand_factor is 2 there and may be any number here. `chain_kv_indices` documents what is written."""

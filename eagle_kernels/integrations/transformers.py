@@ -11,6 +11,7 @@ This is for inference: the ops have no derivatives, so a forward pass that would
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .. import ops
 
@@ -25,12 +26,10 @@ def register(name: str = "eagle_kernels") -> None:
 
 
 def attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    softcap: float | None = None, is_causal: bool | None = None, s_aux: torch.Tensor | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
+    is_causal: bool | None = None, s_aux: Tensor | None = None, **kwargs
+) -> tuple[Tensor, None]:  # fmt: skip
     """Computes attention for transformers' AttentionInterface, with `gqa_decode` or `prefill_attention`.
 
     query          [B, Hq, L, D]   the last L tokens of each sequence
@@ -87,10 +86,10 @@ def attention(
 
 
 def _padding_mask(
-    *, batch_size: int, kv_length: int, kv_offset: int = 0, q_length: int = 0, q_offset: int | torch.Tensor = 0,
-    cache_position: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
-    device: torch.device | str | None = None, **kwargs,
-) -> torch.Tensor | None:  # fmt: skip
+    *, batch_size: int, kv_length: int, kv_offset: int = 0, q_length: int = 0, q_offset: int | Tensor = 0,
+    cache_position: Tensor | None = None, attention_mask: Tensor | None = None,
+    device: torch.device | str | None = None, **kwargs
+) -> Tensor | None:  # fmt: skip
     """Returns which of the filled keys are no padding, [B, keys], or None if all of kv_length are.
     Unlike transformers' mask for flash attention it also tells how much of a preallocated cache is filled.
     cache_position: given instead of q_offset and q_length by transformers before version 5."""

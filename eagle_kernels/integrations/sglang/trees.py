@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ...ops import BuildTreeOutput, build_tree
 from ..sgl_kernel import parent_slots
@@ -17,10 +18,9 @@ def num_words(num_nodes: int) -> int:
 
 
 def build_tree_kernel_efficient(
-    original, bonus_tokens: torch.Tensor, parent_list: torch.Tensor,
-    top_scores_index: torch.Tensor, draft_tokens: torch.Tensor, seq_lens: torch.Tensor,
-    seq_lens_sum: int, topk: int, spec_steps: int, num_verify_tokens: int,
-    tree_mask_mode=0, tree_mask_buf: torch.Tensor | None = None, fill_prefix_mask: bool = True,
+    original, bonus_tokens: Tensor, parent_list: Tensor, top_scores_index: Tensor, draft_tokens: Tensor,
+    seq_lens: Tensor, seq_lens_sum: int, topk: int, spec_steps: int, num_verify_tokens: int, tree_mask_mode=0,
+    tree_mask_buf: Tensor | None = None, fill_prefix_mask: bool = True,
 ):  # fmt: skip
     """Builds the trees of a batch for our attention in one launch; leaves those for another attention to SGLang.
     Returns the mask, positions, the three links and the tokens, as SGLang's function of this name does."""
