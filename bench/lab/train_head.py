@@ -30,8 +30,7 @@ from eagle_kernels.engine.models.tokenizer import load_tokenizer
 from eagle_kernels.runtime.interrupts import EXIT_INTERRUPTED
 from eagle_kernels.runtime.placement import device_name
 from eagle_kernels.runtime.values import first_line
-from eagle_kernels.tools.cli.config import read_folder
-from eagle_kernels.tools.cli.shared import add_machine_arguments, as_lines, read_machine
+from eagle_kernels.tools.cli.shared import add_machine_arguments, as_lines, read_folder, read_machine
 
 from .training.acceptance import BATCH_SIZE, TREES, acceptance_rows
 from .training.answers import answer_prompts

@@ -44,7 +44,10 @@ class Hook:
         return None
 
 
-_SPEC = "sglang.srt.speculative."
+_SRT = "sglang.srt."
+_SPEC = _SRT + "speculative."
+_ARGUMENTS = _SRT + "arg_groups.speculative_hook."
+_INFO = _SRT + "sampling.sampling_batch_info.SamplingBatchInfo."
 _BUILD = ("bonus_tokens", "parent_list", "top_scores_index", "draft_tokens", "seq_lens", "seq_lens_sum", "topk",
           "spec_steps", "num_verify_tokens", "tree_mask_mode", "tree_mask_buf", "fill_prefix_mask")  # fmt: skip
 _WALK = ("predicts", "accept_index", "accept_token_num", "candidates", "retrieve_index", "retrieve_next_token",
@@ -52,15 +55,13 @@ _WALK = ("predicts", "accept_index", "accept_token_num", "candidates", "retrieve
 
 # Guards refuse, check and connect whatever is asked for.
 GUARDS = (
-    Hook("", "sglang.srt.server_args.ServerArgs.check_server_args", "guards.check_server_args", ("self",)),
-    Hook("", "sglang.srt.managers.scheduler.Scheduler.__init__", "guards.start_scheduler", ("self", "server_args")),
+    Hook("", _SRT + "server_args.ServerArgs.check_server_args", "guards.check_server_args", ("self",)),
+    Hook("", _SRT + "managers.scheduler.Scheduler.__init__", "guards.start_scheduler", ("self", "server_args")),
     Hook("", _SPEC + "spec_info.SpeculativeAlgorithm.from_string", "guards.know_algorithm", ("cls", "name")),
-    Hook("", "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias", "guards.resolve_algorithm",
+    Hook("", _ARGUMENTS + "_resolve_speculative_algorithm_alias", "guards.resolve_algorithm",
          ("speculative_algorithm", "speculative_draft_model_path")),
-    Hook("", "sglang.srt.arg_groups.speculative_hook._handle_eagle_family", "guards.handle_eagle_family",
-         ("server_args",)),
-    Hook("", "sglang.srt.arg_groups.speculative_hook._auto_choose_speculative_params", "guards.choose_drafts",
-         ("server_args", "model_arch")),
+    Hook("", _ARGUMENTS + "_handle_eagle_family", "guards.handle_eagle_family", ("server_args",)),
+    Hook("", _ARGUMENTS + "_auto_choose_speculative_params", "guards.choose_drafts", ("server_args", "model_arch")),
     Hook("", _SPEC + "eagle_worker_common.run_eagle_verify", "guards.run_eagle_verify", ("batch",)),
 )  # fmt: skip
 HOOKS = (
@@ -72,13 +73,11 @@ HOOKS = (
     Hook("verify", _SPEC + "eagle_utils.eagle_sample", "verification.eagle_sample",
          ("verify_input", "batch", "logits_output", "grammar_mask")),
     Hook("verify", _SPEC + "eagle_utils.verify_tree_greedy_func", "verification.verify_tree_greedy_func", _WALK),
-    Hook("match", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
-         "sampling.from_schedule_batch", ("cls", "batch", "vocab_size")),
-    Hook("match", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward",
-         "sampling.copy_for_forward", ("self",)),
-    Hook("match", "sglang.srt.model_executor.model_runner.ModelRunner.sample", "sampling.sample",
+    Hook("match", _INFO + "from_schedule_batch", "sampling.from_schedule_batch", ("cls", "batch", "vocab_size")),
+    Hook("match", _INFO + "copy_for_forward", "sampling.copy_for_forward", ("self",)),
+    Hook("match", _SRT + "model_executor.model_runner.ModelRunner.sample", "sampling.sample",
          ("self", "logits_output", "forward_batch")),
-    Hook("match", "sglang.srt.layers.sampler.Sampler.forward", "sampling.forward",
+    Hook("match", _SRT + "layers.sampler.Sampler.forward", "sampling.forward",
          ("self", "logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs",
           "positions")),
     Hook("draft", _SPEC + "eagle_worker_v2.EagleDraftWorker.draft_forward", "drafting.draft_forward",
@@ -89,9 +88,9 @@ HOOKS = (
     Hook("kv", "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_uniform_func",
          "cache_locs.assign_extend_cache_locs_uniform_func",
          ("req_pool_indices", "req_to_token", "start_offset", "batch_size", "draft_token_num", "device")),
-    Hook("nn", "sglang.srt.layers.layernorm.RMSNorm.forward_cuda", "layers.forward_norm",
+    Hook("nn", _SRT + "layers.layernorm.RMSNorm.forward_cuda", "layers.forward_norm",
          ("self", "x", "residual", "post_residual_addition")),
-    Hook("nn", "sglang.srt.layers.activation.SiluAndMul.forward_cuda", "layers.forward_activation", ("self", "x")),
+    Hook("nn", _SRT + "layers.activation.SiluAndMul.forward_cuda", "layers.forward_activation", ("self", "x")),
 )  # fmt: skip
 
 

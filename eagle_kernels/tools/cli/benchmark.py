@@ -19,8 +19,7 @@ from ...runtime import language
 from ...runtime.placement import device_name
 from ..gsm8k import evaluate, prompts_of, read_examples
 from ..request_benchmark import random_requests, run_requests
-from .config import add_config_arguments
-from .shared import add_machine_arguments, as_lines, encode_prompt, first_prompts, load_engine
+from .shared import add_config_arguments, add_machine_arguments, as_lines, encode_prompt, first_prompts, load_engine
 
 
 def add_benchmark_arguments(command: argparse.ArgumentParser) -> None:

@@ -15,8 +15,7 @@ from ...engine.serve.output import GenerationStats
 from ...engine.serve.stream import TokenStream
 from ...runtime.values import is_terminal
 from ..inspection import read_prompts_file
-from .config import add_config_arguments
-from .shared import add_machine_arguments, as_lines, encode_prompt, load_engine
+from .shared import add_config_arguments, add_machine_arguments, as_lines, encode_prompt, load_engine
 
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
 

@@ -7,8 +7,7 @@ import json
 
 from ...engine.models.loading import demo_pair
 from ..inspection import inspect_head
-from .config import read_folder
-from .shared import add_machine_arguments, as_lines, first_prompts, read_machine
+from .shared import add_machine_arguments, as_lines, first_prompts, read_folder, read_machine
 
 
 def add_inspect_arguments(command: argparse.ArgumentParser) -> None:

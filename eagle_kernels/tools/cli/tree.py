@@ -15,8 +15,7 @@ from ...runtime.values import is_terminal
 from ..trees.svg import trees_svg
 from ..trees.text import can_draw, tree_text
 from ..trees.view import VerifiedTree, verified_trees
-from .config import add_config_arguments, read_path
-from .shared import add_machine_arguments, load_engine
+from .shared import add_config_arguments, add_machine_arguments, load_engine, read_path
 
 _WIDTH = 100  # columns, if the terminal does not tell its width
 
