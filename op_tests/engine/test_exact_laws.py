@@ -23,7 +23,7 @@ from eagle_kernels.reference.enumeration import EnumeratedDraws, completed, enum
 from eagle_kernels.reference.ops.rejection import verify_tree_rejection
 from eagle_kernels.reference.ops.sampling.verify_tree_sampled import verify_tree_sampled
 from eagle_kernels.reference.random import grouped_gumbel
-from eagle_kernels.tools.trees.recorder import TreeRecorder
+from eagle_kernels.tools.trees.view import TreeRecorder
 from op_tests.rounds import links_of
 from op_tests.sampling_law import CASES, ORDER, Target, assert_every_exchange_shows, law
 

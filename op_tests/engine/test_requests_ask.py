@@ -14,7 +14,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.model_drafter import SampledDrafter
 from eagle_kernels.engine.step.verification import _filtered, _params_of_nodes, score
-from eagle_kernels.tools.trees.recorder import _target_law
+from eagle_kernels.tools.trees.view import _target_law
 from op_tests.engine.engines import make
 from op_tests.engine.request_law import check_end, check_tokens
 from op_tests.engine.toys import DEVICE, LetterTokenizer, Markov, ToyModel, plain_logits

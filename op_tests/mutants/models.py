@@ -94,7 +94,7 @@ MUTANTS = [
     ),
     Mutant(
         "probabilities of shown trees without min_p",
-        [(TOOLS + "trees/recorder.py", ', (ops.min_p_renorm, "min_p"))', ")")],
+        [(TOOLS + "trees/view.py", ', (ops.min_p_renorm, "min_p"))', ")")],
         ["op_tests/tools/test_tree_view.py::test_target_probabilities_are_those_of_the_law"],
     ),
 ]  # fmt: skip
