@@ -149,13 +149,13 @@ def inspect_head(
     device, dtype  those of the measurement, as in `EAGLEInference.from_pretrained`
     """
     draft = read_folder("inspect_head: draft", draft)
+    if target is None and prompts is not None:
+        raise ValueError("--sweep needs the target as well: --target TARGET")
     if read_kind(draft) == "language model":
         return _inspect_language_model(draft, target, prompts)
     file = read_head(draft, check_weights=check_weights)
     report = _describe(Path(draft), file)
     if target is None:
-        if prompts is not None:
-            raise ValueError("--sweep needs the target as well: --target TARGET")
         report.misfits = file.head.vocabulary_faults()
         return report
     # without a sweep, names and sizes suffice, which need no memory
@@ -196,8 +196,6 @@ def _describe(folder: Path, file: HeadFile) -> HeadReport:
 
 def _inspect_language_model(draft: Path, target: str | Path | None, prompts: Sequence[str] | None) -> HeadReport:
     """Returns the report of a language model as a draft, from its names and sizes."""
-    if target is None and prompts is not None:
-        raise ValueError("--sweep needs the target as well: --target TARGET")
     model, stored = load_target(draft, "meta"), Checkpoint(draft).tensors.values()
     # a model of transformers has its names in a config of its own
     config, shape = model.config, model.kv_shape

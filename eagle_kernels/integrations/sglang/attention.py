@@ -122,9 +122,8 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
         if not (mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()):
             raise ValueError(f"eagle_kernels: forward mode {mode} does not run in a CUDA graph")
         extra = self._num_nodes(forward_batch) if mode.is_target_verify() else 0
-        self.lists.list_static(
-            forward_batch.req_pool_indices[:batch_size], forward_batch.seq_lens[:batch_size], extra
-        )  # fmt: skip
+        rows, seq_lens = forward_batch.req_pool_indices[:batch_size], forward_batch.seq_lens[:batch_size]
+        self.lists.list_static(rows, seq_lens, extra)
         self.is_static = True
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
