@@ -67,7 +67,9 @@ __all__ = [
     "TreeMaskMode", "build_tree_kernel_efficient", "reconstruct_indices_from_tree_mask",
     "tree_speculative_sampling_target_only", "verify_tree_greedy",
 ]  # fmt: skip
-__all__ += sglang_cache_locs.__all__ + sglang_elementwise.__all__ + sglang_kv_indices.__all__
+__all__ += sglang_cache_locs.__all__
+__all__ += sglang_elementwise.__all__
+__all__ += sglang_kv_indices.__all__
 
 
 class TreeMaskMode(IntEnum):
