@@ -400,9 +400,7 @@ def test_engines_start_together_and_are_timed_in_turn(sglang, tmp_path, monkeypa
 def test_an_engine_s_time_is_its_own(sglang, tmp_path):
     """The time for which others keep it waiting is not."""
     installation, records = sglang_engine.Installation(tmp_path / "site"), []
-    for record in sglang_engine.run(
-        order("triton"), installation, tmp_path / "work", tmp_path / "log.txt", 6.0, with_flashinfer=False
-    ):
+    for record in sglang_engine.run(order("triton"), installation, tmp_path / "log.txt", 6.0, with_flashinfer=False):
         records.append(record["kind"])
         if record["kind"] in ("started", "done"):
             time.sleep(6.5)
@@ -466,7 +464,7 @@ def test_an_engine_that_hangs_is_killed_with_what_it_started(sglang, tmp_path, m
     log = tmp_path / "log.txt"
     installation = sglang_engine.Installation(tmp_path / "site")
     with pytest.raises(sglang_engine.EngineFailure, match="took longer than 3 s"):
-        list(sglang_engine.run(order("triton"), installation, tmp_path / "work", log, 3.0, with_flashinfer=False))
+        list(sglang_engine.run(order("triton"), installation, log, 3.0, with_flashinfer=False))
     other = int(log.read_text().split("started ")[1].split()[0])
     assert has_ended(other)
 

@@ -167,10 +167,10 @@ def test_rows_cover_pairs():
 def test_an_engine_has_room(row, tmp_path):
     traffic = server_rows.traffic()
     order = TextOrder(
-        row.backend, row.asked, TREES[row.tree], row.page_size, row.has_graphs, row.has_overlap, row.has_radix_cache,
-        "float16", traffic,
+        row.backend, row.asked, row.page_size, row.has_graphs, row.has_overlap, row.has_radix_cache, "float16", traffic,
+        tree=TREES[row.tree],
     )  # fmt: skip
-    arguments = order.engine_arguments(tmp_path)
+    arguments = order.engine_arguments()
     topk, steps, nodes = order.tree
     longest = 400 + max(200, server_rows.SAMPLED_TOKENS) + nodes
     assert arguments["context_length"] > longest

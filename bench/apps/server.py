@@ -160,13 +160,10 @@ class Bench:
         log = self.options.logs / f"{re.sub('[^A-Za-z0-9.]', '_', f'{case.name}_{system}')}.txt"
         start_s, versions, meetings = None, {}, ["started", "done"]
         try:
-            with contextlib.ExitStack() as ending:
-                folder = tempfile.TemporaryDirectory(prefix="sglang_engine_", ignore_cleanup_errors=True)
-                records = sglang_engine.run(
-                    self.order(case, system, turns), self.installation, Path(ending.enter_context(folder)), log,
-                    self.options.limit, with_flashinfer,
-                )  # fmt: skip
-                for record in ending.enter_context(contextlib.closing(records)):
+            order = self.order(case, system, turns)
+            running = sglang_engine.run(order, self.installation, log, self.options.limit, with_flashinfer)
+            with contextlib.closing(running) as records:
+                for record in records:
                     kind = record.pop("kind")
                     if kind in meetings:
                         meetings.remove(kind)

@@ -13,11 +13,9 @@ import contextlib
 import json
 import math
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
-from pathlib import Path
 from typing import NamedTuple
 
 from ..harness.markdown import markdown
@@ -108,18 +106,13 @@ def run(row: Row, order: dict, options: argparse.Namespace, installation: Instal
     served = Served(row)
     log = options.logs / f"texts_{row.name.replace('/', '_')}.txt"
     wanted = TextOrder(
-        row.backend, row.asked, TREES[row.tree], row.page_size, row.has_graphs, row.has_overlap, row.has_radix_cache,
-        options.dtype, order, 1 if row.is_stock else options.tp, options.all_reduce,
+        row.backend, row.asked, row.page_size, row.has_graphs, row.has_overlap, row.has_radix_cache, options.dtype,
+        order, tree=TREES[row.tree], tp=1 if row.is_stock else options.tp, all_reduce=options.all_reduce,
     )  # fmt: skip
+    limit_s, with_flashinfer = options.limit or ROW_LIMIT_S, installation.flashinfer_version() is not None
     try:
-        with contextlib.ExitStack() as ending:
-            folder = tempfile.TemporaryDirectory(prefix="sglang_engine_", ignore_cleanup_errors=True)
-            limit_s = options.limit or ROW_LIMIT_S
-            records = sglang_engine.run(
-                wanted, installation, Path(ending.enter_context(folder)), log, limit_s,
-                installation.flashinfer_version() is not None,
-            )  # fmt: skip
-            for record in ending.enter_context(contextlib.closing(records)):
+        with contextlib.closing(sglang_engine.run(wanted, installation, log, limit_s, with_flashinfer)) as records:
+            for record in records:
                 if record["kind"] == "started":
                     served.start_s, served.versions = record["start_s"], record["versions"]
                 elif record["kind"] == "texts":

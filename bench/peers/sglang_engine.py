@@ -14,12 +14,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -86,35 +88,74 @@ class Installation(NamedTuple):
         return None if found is None else found.version
 
 
-class AnyOrder(Protocol):
-    """What an engine is started with: an `Order` here, or a `TextOrder` of sglang_texts.py."""
+@dataclass(frozen=True)
+class AnyOrder:
+    """What an engine is started with: an `Order` here, or a `TextOrder` of sglang_texts.py.
 
-    backend: str
-    is_plugged: bool
-    asked: str | None  # for EAGLE_KERNELS_SGLANG; None: left unset
-    rule: str | None  # for EAGLE_KERNELS_SGLANG_VERIFY, likewise
-    tp: int  # GPUs of the engine
-    all_reduce: str  # of ALL_REDUCES, how these add up
-    needed: frozenset[str]  # parts that must be in use, and those that may
-    allowed: frozenset[str]
-    accept: float | None
-    scripts: tuple[str, ...]  # the file that runs, and what it imports
-
-    def write_models(self, folder: Path) -> None: ...
-
-    def for_child(self, folder: Path) -> dict[str, Any]: ...
-
-
-class Order(NamedTuple):
-    """One engine and what it generates; its weights are dummies, its texts mean nothing.
-
-    model, draft: config.json of the target and of the EAGLE-3 head. tree: topk, steps, nodes; None: plain decoding.
-    accept: mean tokens of a step that SGLang simulates. sampling: temperatures with their top-p. requests: lengths of
-    prompts and texts, which are sent at once in place of batches of equal ones. tp: GPUs of the engine. all_reduce: of
-    ALL_REDUCES, how these add up. turns: a file that engines share of which one generates at a time.
+    backend: of attention. tree: topk, steps, nodes; None: plain decoding. accept: mean tokens of a step that SGLang
+    simulates. rule: for EAGLE_KERNELS_SGLANG_VERIFY; None: left unset. tp: GPUs of the engine. all_reduce: of
+    ALL_REDUCES, how these add up. Each kind of order adds `asked`, for EAGLE_KERNELS_SGLANG (None: left unset; empty:
+    a stock engine), `needed`, the parts that must be in use, and `for_child`, which returns what `sglang_child.py`
+    reads.
     """
 
     backend: str
+    _: KW_ONLY
+    tree: tuple[int, int, int] | None = None
+    accept: float | None = None
+    rule: str | None = None
+    tp: int = 1
+    all_reduce: str = ALL_REDUCES[0]
+
+    scripts: ClassVar[tuple[str, ...]] = (sglang_child.__file__,)  # the file that runs, and what it imports
+
+    @property
+    def is_plugged(self) -> bool:
+        return self.asked != ""
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """The parts that may be in use."""
+        return self.needed
+
+    def write_models(self, folder: Path) -> None:
+        """Writes what SGLang does not load from where it is."""
+
+    def shared_arguments(self, target: Path, draft: Path, load_format: str) -> dict[str, Any]:
+        """Returns the arguments of `sglang.Engine` that do not depend on the kind of order."""
+        arguments = {
+            "model_path": str(target),
+            "load_format": load_format,
+            "attention_backend": self.backend,
+            # with trees the first token of a text only; plain decoding is timed at temperature 0
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "skip_tokenizer_init": True,
+            "disable_prefill_cuda_graph": True,
+            "random_seed": 1,
+            "log_level": "info",
+        }
+        if self.tp > 1:  # SGLang finds free ports itself
+            arguments |= {"tp_size": self.tp, "disable_custom_all_reduce": self.all_reduce == "nccl"}
+        if self.tree is not None:
+            names = ("speculative_eagle_topk", "speculative_num_steps", "speculative_num_draft_tokens")
+            arguments |= dict(zip(names, self.tree)) | {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": str(draft),
+                "speculative_draft_load_format": load_format,
+            }
+        return arguments
+
+
+@dataclass(frozen=True)
+class Order(AnyOrder):
+    """One engine and what it generates; its weights are dummies, its texts mean nothing.
+
+    model, draft: config.json of the target and of the EAGLE-3 head. sampling: temperatures with their top-p. requests:
+    lengths of prompts and texts, which are sent at once in place of batches of equal ones. turns: a file that engines
+    share of which one generates at a time.
+    """
+
     model: dict[str, Any]
     draft: dict[str, Any]
     batches: Sequence[int]
@@ -122,29 +163,19 @@ class Order(NamedTuple):
     prompt_tokens: int
     lengths: tuple[int, int]
     repeats: int
-    tree: tuple[int, int, int] | None = None
-    accept: float | None = None
-    rule: str | None = None
     requests: Sequence[tuple[int, int]] = ()
-    tp: int = 1
-    all_reduce: str = ALL_REDUCES[0]
     turns: Path | None = None
 
-    asked = "all"  # parts for EAGLE_KERNELS_SGLANG
-    scripts = (sglang_child.__file__,)
-
     @property
-    def is_plugged(self) -> bool:
-        return self.backend == PLUGIN
+    def asked(self) -> str:
+        return "all" if self.backend == PLUGIN else ""
 
     @property
     def needed(self) -> frozenset[str]:
-        """The parts that must be in use."""
         return frozenset({"attention", *self._matching} if self.is_plugged else ())
 
     @property
     def allowed(self) -> frozenset[str]:
-        """The parts that may be in use."""
         return frozenset((*PARTS, *self._matching) if self.is_plugged else ())
 
     @property
@@ -158,17 +189,9 @@ class Order(NamedTuple):
 
     def engine_arguments(self, folder: Path) -> dict[str, Any]:
         """Returns the arguments of `sglang.Engine`; the models' folders are those of `write_models`."""
-        arguments = {
-            "model_path": str(folder / "target"),
-            "load_format": "dummy",
+        return self.shared_arguments(folder / "target", folder / "draft", "dummy") | {
             "dtype": "bfloat16",
-            "attention_backend": self.backend,
-            # with trees the first token of a text only; plain decoding is timed at temperature 0
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "skip_tokenizer_init": True,
             "disable_radix_cache": True,
-            "disable_prefill_cuda_graph": True,
             "cuda_graph_bs_decode": sorted(self.batches),
             "cuda_graph_max_bs_decode": max(self.batches),
             "context_length": self.context_length,
@@ -176,11 +199,7 @@ class Order(NamedTuple):
             "max_total_tokens": max(32768, max(self.batches) * self.context_length),
             "max_running_requests": max(32, *self.batches),
             "mem_fraction_static": 0.9,  # the tokens above are the limit; other engines may take the rest
-            "random_seed": 1,
-            "log_level": "info",
-            **rank_arguments(self),
         }
-        return arguments | speculation(self.tree, folder / "draft", "dummy")
 
     def for_child(self, folder: Path) -> dict[str, Any]:
         """Returns what `sglang_child.py` reads."""
@@ -202,28 +221,6 @@ class Order(NamedTuple):
         for name, config in (("target", self.model), ("draft", self.draft)):
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-
-
-def speculation(tree: tuple[int, int, int] | None, draft: Path, load_format: str) -> dict[str, Any]:
-    """Returns what `sglang.Engine` is told of drafts: topk, steps and nodes of their trees, and the draft model."""
-    if tree is None:
-        return {}
-    topk, steps, nodes = tree
-    return {
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": str(draft),
-        "speculative_draft_load_format": load_format,
-        "speculative_num_steps": steps,
-        "speculative_eagle_topk": topk,
-        "speculative_num_draft_tokens": nodes,
-    }
-
-
-def rank_arguments(order: AnyOrder) -> dict[str, Any]:
-    """Returns what `sglang.Engine` is told of the GPUs of an order; ports are free ones that SGLang finds itself."""
-    if order.tp == 1:
-        return {}
-    return {"tp_size": order.tp, "disable_custom_all_reduce": order.all_reduce == "nccl"}
 
 
 def environment(order: AnyOrder, installation: Installation, plugin: Path, with_flashinfer: bool) -> dict[str, str]:
@@ -271,64 +268,70 @@ def write_plugin(folder: Path) -> None:
 
 
 def run(
-    order: AnyOrder, installation: Installation, folder: Path, log: Path, limit_s: float, with_flashinfer: bool
+    order: AnyOrder, installation: Installation, log: Path, limit_s: float, with_flashinfer: bool
 ) -> Iterator[dict[str, Any]]:
     """Yields the engine's records as they come: `started`, what was ordered, and `done`.
 
     An `Order` gives `measured` or `failed` by batch size and sampling, a `TextOrder` (sglang_texts.py) `texts` by wave.
     An engine that has started, and one that has done all, wait until the next record is asked for.
 
-    All processes of the engine are ended when it is done, after `limit_s`, and when the caller stops early. Raises
-    EngineFailure at the limit, for a crash, and where another backend ran than was asked for. The time for which the
-    engine waits, for the caller or for its turn, does not count towards the limit.
+    All processes of the engine are ended when it is done, after `limit_s`, and when the caller closes the generator.
+    Raises EngineFailure at the limit, for a crash, and where another backend ran than was asked for. The time for which
+    the engine waits, for the caller or for its turn, does not count towards the limit.
 
-    folder: for files that an engine needs. log: the file that all its processes print to. with_flashinfer: whether
-    SGLang may use FlashInfer.
+    log: the file that all its processes print to. with_flashinfer: whether SGLang may use FlashInfer.
     """
-    order.write_models(folder / "models")
-    write_plugin(folder / "plugin")
-    script, order_file, records_file = folder / "script" / "engine.py", folder / "order.json", folder / "records.jsonl"
-    script.parent.mkdir(parents=True, exist_ok=True)
-    first, *beside = order.scripts
-    shutil.copyfile(first, script)
-    for file in beside:
-        shutil.copy(file, script.parent)
-    seen = folder / "seen"
-    seen.mkdir()
-    asked = order.for_child(folder / "models") | {"seen": str(seen)}
-    order_file.write_text(json.dumps(asked, indent=1), encoding="utf-8")
-    records_file.write_text("")
-    told = environment(order, installation, folder / "plugin", with_flashinfer)
-    command, deadline_s = [sys.executable, *map(str, (script, order_file, records_file))], time.monotonic() + limit_s
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output, records_file.open(encoding="utf-8") as records:
+    with contextlib.ExitStack() as ending:
+        made = tempfile.TemporaryDirectory(prefix="sglang_engine_", ignore_cleanup_errors=True)
+        folder = Path(ending.enter_context(made))
+        command, seen = _prepare(order, folder), folder / "seen"
+        output = ending.enter_context(log.open("wb"))
+        records = ending.enter_context((folder / "records.jsonl").open(encoding="utf-8"))
+        told = environment(order, installation, folder / "plugin", with_flashinfer)
+        deadline_s = time.monotonic() + limit_s
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=told, cwd=folder,
             start_new_session=True,
         )  # fmt: skip
-        try:
-            rest, has_ended, waits_since_s = "", False, None
-            while not has_ended:
-                has_ended = child.poll() is not None  # asked before the last records are read
-                *lines, rest = (rest + records.read()).split("\n")
-                for line in lines:
-                    record, told_s = json.loads(line), time.monotonic()
-                    if record["kind"] == "waits":
-                        waits_since_s = told_s
-                    elif record["kind"] == "goes":
-                        deadline_s, waits_since_s = deadline_s + told_s - waits_since_s, None
-                    else:
-                        yield record | _checked(order, record, log)
-                        deadline_s += time.monotonic() - told_s
-                        (seen / record["kind"]).touch()
-                if not has_ended:
-                    if waits_since_s is None and time.monotonic() > deadline_s:
-                        raise EngineFailure(f"took longer than {limit_s:g} s\n{_told_by(log)}")
-                    time.sleep(POLL_S)
-            if child.returncode:
-                raise EngineFailure(f"ended with status {child.returncode}\n{_told_by(log)}")
-        finally:
-            _end(child)
+        ending.callback(_end, child)
+        rest, has_ended, waits_since_s = "", False, None
+        while not has_ended:
+            has_ended = child.poll() is not None  # asked before the last records are read
+            *lines, rest = (rest + records.read()).split("\n")
+            for line in lines:
+                record, told_s = json.loads(line), time.monotonic()
+                if record["kind"] == "waits":
+                    waits_since_s = told_s
+                elif record["kind"] == "goes":
+                    deadline_s, waits_since_s = deadline_s + told_s - waits_since_s, None
+                else:
+                    yield record | _checked(order, record, log)
+                    deadline_s += time.monotonic() - told_s
+                    (seen / record["kind"]).touch()
+            if not has_ended:
+                if waits_since_s is None and time.monotonic() > deadline_s:
+                    raise EngineFailure(f"took longer than {limit_s:g} s\n{_told_by(log)}")
+                time.sleep(POLL_S)
+        if child.returncode:
+            raise EngineFailure(f"ended with status {child.returncode}\n{_told_by(log)}")
+
+
+def _prepare(order: AnyOrder, folder: Path) -> list[str]:
+    """Writes all that an engine needs into a folder; returns the command that starts it."""
+    order.write_models(folder / "models")
+    write_plugin(folder / "plugin")
+    for name in ("script", "seen"):
+        (folder / name).mkdir()
+    script, order_file, records_file = folder / "script" / "engine.py", folder / "order.json", folder / "records.jsonl"
+    first, *beside = order.scripts
+    shutil.copyfile(first, script)
+    for file in beside:
+        shutil.copy(file, script.parent)
+    asked = order.for_child(folder / "models") | {"seen": str(folder / "seen")}
+    order_file.write_text(json.dumps(asked, indent=1), encoding="utf-8")
+    records_file.touch()
+    return [sys.executable, *map(str, (script, order_file, records_file))]
 
 
 def _checked(order: AnyOrder, record: dict[str, Any], log: Path) -> dict[str, Any]:
