@@ -30,11 +30,9 @@ from eagle_kernels.runtime.placement import choose_device, device_name
 
 from .training.acceptance import NEW_TOKENS, measure_acceptance
 from .training.corpus import END_OF_TEXT, VOCAB_SIZE, held_out_prompts, read_corpus, token_stream
-from .training.evaluation import accuracy_by_depth, held_out_loss
-from .training.model_card import write_model_card
-from .training.recipe import Recipe, make_recipe
-from .training.saving import save_folder, write_json
-from .training.trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, initialise, random_windows
+from .training.evaluation import accuracy_by_depth, held_out_loss, write_model_card
+from .training.recipe import Recipe, make_recipe, random_windows
+from .training.trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, initialise, save_folder, write_json
 from .training.unrolled import head_loss, most_frequent, set_draft_vocabulary, start_from_output_of, target_loss
 
 # Limits of the pair, which is part of the repository and of every wheel.
@@ -49,13 +47,8 @@ def train_target(run: Run, recipe: Recipe, stream: Tensor) -> Decoder:
     initialise(target, config.num_hidden_layers, recipe.seed)
     target.to(run.device)
     window = recipe.window + 1
-    run.fit(
-        recipe.target,
-        target,
-        random_windows(stream, recipe.target, window, recipe.seed),
-        lambda tokens: target_loss(target, tokens),
-        recipe.target.batch_size * window,
-    )
+    pieces, stage = random_windows(stream, recipe.target, window, recipe.seed), recipe.target
+    run.fit(stage, target, pieces, lambda tokens: target_loss(target, tokens), stage.batch_size * window)
     return target.bfloat16().float().requires_grad_(False)
 
 
@@ -66,13 +59,9 @@ def train_head(run: Run, recipe: Recipe, target: Decoder, stream: Tensor) -> Eag
     set_draft_vocabulary(head, choose_draft_vocabulary(stream, head.draft_vocab_size))
     head.to(run.device).bind(target)
     start_from_output_of(target, head)
-    run.fit(
-        recipe.head,
-        head,
-        random_windows(stream, recipe.head, recipe.window, recipe.seed + 1),
-        lambda tokens: head_loss(head, target, tokens, recipe.depths),
-        recipe.head.batch_size * recipe.window,
-    )
+    pieces, stage = random_windows(stream, recipe.head, recipe.window, recipe.seed + 1), recipe.head
+    loss_of = lambda tokens: head_loss(head, target, tokens, recipe.depths)  # noqa: E731
+    run.fit(stage, head, pieces, loss_of, stage.batch_size * recipe.window)
     return head.bfloat16().float().requires_grad_(False)
 
 
@@ -98,51 +87,29 @@ def check_size(target: nn.Module, head: nn.Module, folder: Path) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.lab.train_demo_pair", description="Train the byte-level demo pair."
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder for target/, draft/, training.json and README.md"
-    )
-    parser.add_argument(
-        "--stdlib",
-        type=Path,
-        default=Path(sysconfig.get_path("stdlib")),
-        help="folder of the text to train on (default: this Python's library)",
-    )
-    parser.add_argument(
-        "--stdlib-version",
-        default=platform.python_version(),
-        help="version of Python in --stdlib (default: this Python's)",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)"
-    )
-    parser.add_argument("--steps-target", type=int, help="training steps of the target (default: 6500; tiny: 10)")
-    parser.add_argument("--steps-head", type=int, help="training steps of the head (default: 3000; tiny: 10)")
-    parser.add_argument("--batch-target", type=int, help="windows in a step of the target (default: 32; tiny: 4)")
-    parser.add_argument("--batch-head", type=int, help="windows in a step of the head (default: 16; tiny: 4)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: 0)")
-    parser.add_argument(
-        "--checkpoint-dir", type=Path, help="folder for checkpoints every few hundred steps, from which a run continues"
-    )
-    parser.add_argument(
-        "--time-budget-s",
-        type=float,
-        help=f"seconds after which to stop with a checkpoint and status {EXIT_UNFINISHED}; the same command continues",
-    )
-    parser.add_argument("--tiny", action="store_true", help="train a useless pair in seconds, as a test")
+    about = "Train the byte-level demo pair."
+    parser = argparse.ArgumentParser(prog="python -m bench.lab.train_demo_pair", description=about)
+    add, stdlib = parser.add_argument, Path(sysconfig.get_path("stdlib"))
+    add("--output", type=Path, required=True, help="folder for target/, draft/, training.json and README.md")
+    add("--stdlib", type=Path, default=stdlib, help="folder of the text to train on (default: this Python's library)")
+    version = platform.python_version()
+    add("--stdlib-version", default=version, help="version of Python in --stdlib (default: this Python's)")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
+    add("--steps-target", type=int, help="training steps of the target (default: 6500; tiny: 10)")
+    add("--steps-head", type=int, help="training steps of the head (default: 3000; tiny: 10)")
+    add("--batch-target", type=int, help="windows in a step of the target (default: 32; tiny: 4)")
+    add("--batch-head", type=int, help="windows in a step of the head (default: 16; tiny: 4)")
+    add("--seed", type=int, default=0, help="seed of weights and order (default: 0)")
+    add("--checkpoint-dir", type=Path, help="folder for frequent checkpoints, from which a run continues")
+    budget = f"seconds until it stops with a checkpoint and status {EXIT_UNFINISHED}; the same command continues"
+    add("--time-budget-s", type=float, help=budget)
+    add("--tiny", action="store_true", help="train a useless pair in seconds, as a test")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--card-only", action="store_true", help="only rewrite README.md from training.json")
-    instead.add_argument(
-        "--measure-acceptance", action="store_true", help="only measure the acceptance of a trained pair"
-    )
-    parser.add_argument(
-        "--new-tokens",
-        type=int,
-        default=NEW_TOKENS,
-        help="new tokens for each prompt of --measure-acceptance (default: %(default)s)",
-    )
+    acceptance = "only measure the acceptance of a trained pair"
+    instead.add_argument("--measure-acceptance", action="store_true", help=acceptance)
+    per_prompt = "new tokens for each prompt of --measure-acceptance (default: %(default)s)"
+    add("--new-tokens", type=int, default=NEW_TOKENS, help=per_prompt)
     arguments = parser.parse_args(argv)
     if arguments.time_budget_s is not None and arguments.checkpoint_dir is None:
         parser.error("--time-budget-s needs --checkpoint-dir")

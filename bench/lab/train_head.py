@@ -46,8 +46,7 @@ from .training.head_recipe import (
     head_config,
     read_options,
 )
-from .training.saving import save_folder, write_json
-from .training.trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, initialise
+from .training.trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, initialise, save_folder, write_json
 from .training.unrolled import draft_vocabulary_of, most_frequent, set_draft_vocabulary, start_from_output_of
 
 

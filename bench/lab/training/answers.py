@@ -45,13 +45,14 @@ def answer_prompts(
     fingerprint   everything that decides the answers; a file with another fingerprint is refused
     """
     answers = read_answers(path, fingerprint)
-    engine = None
+    engine, longest = None, max(map(len, prompts), default=0) + max_new_tokens
+    config = EAGLEConfig(topk=1, num_steps=1, max_batch=batch_size, eos_token_ids=end_token_ids, max_length=longest)
     began, done = time.monotonic(), len(answers)
     with path.open("a", encoding="utf-8") as file:
         while len(answers) < len(prompts):
             if time.monotonic() >= deadline:
                 raise TimeBudgetReached(f"answers: {len(answers)} of {len(prompts)}")
-            engine = engine or _plain_engine(target, head_config, prompts, max_new_tokens, batch_size, end_token_ids)
+            engine = engine or _plain_engine(target, head_config, config)
             batch = prompts[len(answers) : len(answers) + batch_size]
             seeds = [seed * SEED_STRIDE + index for index in range(len(answers), len(answers) + len(batch))]
             options = {"seeds": seeds, "speculative": False, "temperature": temperature}
@@ -91,22 +92,8 @@ def read_answers(path: Path, fingerprint: str) -> list[list[int]]:
     return answers
 
 
-def _plain_engine(
-    target: Decoder,
-    head_config: EagleConfig,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    end_token_ids: tuple[int, ...],
-) -> EAGLEInference:
+def _plain_engine(target: Decoder, head_config: EagleConfig, config: EAGLEConfig) -> EAGLEInference:
     """Returns an engine for use without speculation: its head is untrained."""
     with torch.device(target.device):
         head = EagleHead(head_config, own_output=False).to(target.dtype)
-    config = EAGLEConfig(
-        topk=1,
-        num_steps=1,
-        max_batch=batch_size,
-        eos_token_ids=end_token_ids,
-        max_length=max(map(len, prompts)) + max_new_tokens,
-    )
     return EAGLEInference(head, target, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from eagle_kernels.engine.models.chat_template import ChatTemplate, read_chat_template
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, FileTokenizer
@@ -23,22 +23,13 @@ class Turn(NamedTuple):
         return self.role in ("assistant", "response")
 
 
-class ChatFormat(Protocol):
-    """The written form of a target's conversations."""
-
-    is_complete: bool  # the text has the target's marks of beginning and end
-
-    def write(self, turns: Sequence[Turn], *, asks: bool = False) -> str:
-        """Returns the text of the turns; with `asks`, up to where the next answer begins."""
-        ...
-
-
 class PlainFormat:
     """Format with `role:`, a newline and the text; newlines join turns. A response follows its prompt directly."""
 
-    is_complete = False
+    is_complete = False  # whether the text has the target's marks of beginning and end
 
     def write(self, turns: Sequence[Turn], *, asks: bool = False) -> str:
+        """Returns the text of the turns; with `asks`, up to where the next answer begins."""
         if turns[0].role == "prompt":
             return "".join(turn.text for turn in turns)
         lines = [f"{turn.role}:\n{turn.text}" for turn in turns]
@@ -57,6 +48,9 @@ class TemplateFormat:
         roles = {"prompt": "user", "response": "assistant"}
         messages = [{"role": roles.get(turn.role, turn.role), "content": turn.text} for turn in turns]
         return self._template.write(messages, add_generation_prompt=asks)
+
+
+ChatFormat = PlainFormat | TemplateFormat
 
 
 def chat_format_of(folder: Path) -> tuple[ChatFormat, str]:

@@ -57,11 +57,7 @@ class HeadOptions:
     save_every: int = _option(250, "steps between checkpoints", decides=False)
     report_every: int = _option(50, "steps between lines of progress", decides=False)
     time_budget: float | None = _option(
-        None,
-        "seconds after which to stop with a checkpoint; the same command continues",
-        kind=float,
-        low=0,
-        decides=False,
+        None, "seconds until it stops with a checkpoint; the same command continues", kind=float, low=0, decides=False
     )
 
     def __post_init__(self) -> None:

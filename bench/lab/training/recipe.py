@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .corpus import END_OF_TEXT, VOCAB_SIZE, Corpus
+import torch
+from torch import Tensor
+
+from .corpus import END_OF_TEXT, VOCAB_SIZE, Corpus, windows
 
 
 @dataclass(frozen=True)
@@ -95,23 +99,24 @@ def make_recipe(*, tiny: bool = False, seed: int = 0) -> Recipe:
         target_config=target_config,
         head_config=head_config,
         target=Stage(
-            "target",
-            steps=10 if tiny else 6500,
-            batch_size=4 if tiny else 32,
-            learning_rate=2e-3,
-            weight_decay=0.1,
-            clip_norm=1.0,
+            "target", 10 if tiny else 6500, 4 if tiny else 32, learning_rate=2e-3, weight_decay=0.1, clip_norm=1.0
         ),
         head=Stage(
-            "head",
-            steps=10 if tiny else 3000,
-            batch_size=4 if tiny else 16,
-            learning_rate=1e-3,
-            weight_decay=0.0,
-            clip_norm=0.5,
+            "head", 10 if tiny else 3000, 4 if tiny else 16, learning_rate=1e-3, weight_decay=0.0, clip_norm=0.5
         ),
         window=shared["max_position_embeddings"],
         depths=3 if tiny else 5,
         evaluation_windows=8 if tiny else 256,
         seed=seed,
     )
+
+
+def random_windows(stream: Tensor, stage: Stage, window: int, seed: int) -> Callable[[int], list[Tensor]]:
+    """Draws all batches: windows [B, window] int64 at random offsets of the stream, one piece a step."""
+    starts = torch.randint(
+        len(stream) - window + 1,
+        (stage.steps, stage.batch_size),
+        generator=torch.Generator().manual_seed(seed),
+        device="cpu",
+    )
+    return lambda step: [windows(stream, starts[step], window)]

@@ -1,4 +1,4 @@
-"""One training loop for every model: schedule, checkpoints, a time budget, progress."""
+"""One training loop for every model: schedule, checkpoints, a time budget, progress, and the folder it ends in."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from eagle_kernels.engine.models.checkpoint import load_pickled, naming
+from eagle_kernels.engine.models.checkpoint import load_pickled, naming, safetensors
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.runtime.values import is_terminal
 
-from .corpus import windows
 from .progress import Pace
 from .recipe import Stage
 
@@ -108,7 +107,8 @@ class Run:
             out_of_time = time.monotonic() >= self.deadline
             if step == stage.steps or step % self.save_every == 0 or out_of_time:
                 seconds = time.monotonic() - began
-                self._save(stage, module, optimizer, step, smoothed, seconds)
+                states = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
+                self._save(stage, step=step, loss=smoothed, seconds=seconds, **states)
             if out_of_time and step < stage.steps:
                 raise TimeBudgetReached(f"{stage.name}: {step} of {stage.steps} steps")
             if after_step is not None:
@@ -140,42 +140,14 @@ class Run:
         optimizer.load_state_dict(checkpoint["optimizer"])
         return checkpoint["step"], checkpoint["loss"], checkpoint["seconds"]
 
-    def _save(
-        self,
-        stage: Stage,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        step: int,
-        loss: Tensor,
-        seconds: float,
-    ) -> None:
+    def _save(self, stage: Stage, **state: Any) -> None:
         path = self._checkpoint_path(stage)
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint = {
-            "fingerprint": self.fingerprint,
-            "step": step,
-            "loss": loss,
-            "seconds": seconds,
-            "module": module.state_dict(),
-            "optimizer": optimizer.state_dict(),
-        }
-        # Renaming it last keeps the previous checkpoint whole if the run is killed while it writes.
-        unfinished = path.with_suffix(".tmp")
-        torch.save(checkpoint, unfinished)
-        unfinished.replace(path)
-
-
-def random_windows(stream: Tensor, stage: Stage, window: int, seed: int) -> Pieces:
-    """Draws all batches: windows [B, window] int64 at random offsets of the stream, one piece a step."""
-    starts = torch.randint(
-        len(stream) - window + 1,
-        (stage.steps, stage.batch_size),
-        generator=torch.Generator().manual_seed(seed),
-        device="cpu",
-    )
-    return lambda step: [windows(stream, starts[step], window)]
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Renaming it last keeps the previous checkpoint whole if the run is killed while it writes.
+            unfinished = path.with_suffix(".tmp")
+            torch.save({"fingerprint": self.fingerprint, **state}, unfinished)
+            unfinished.replace(path)
 
 
 def tell_changes(then: str, now: str) -> str:
@@ -191,40 +163,32 @@ def tell_changes(then: str, now: str) -> str:
     )
 
 
+@dataclass
 class Progress:
     """A bar on a terminal if tqdm is installed, else a line every `report_every` steps and every few seconds."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        done: int,
-        tokens_per_step: float,
-        report_every: int,
-        report_to: TextIO | None,
-        tell: Callable[[], str] | None,
-    ) -> None:
-        self._stage = stage
-        self._done = done
-        self._tokens_per_step = tokens_per_step
-        self._report_every = report_every
-        self._report_to = report_to
-        self._tell = tell
-        self._began = time.monotonic()
-        self._pace = Pace()
-        self._bar = None
+    stage: Stage
+    done: int  # steps before this run
+    tokens_per_step: float
+    report_every: int
+    report_to: TextIO | None
+    tell: Callable[[], str] | None
+
+    def __post_init__(self) -> None:
+        self._began, self._pace, self._bar = time.monotonic(), Pace(), None
         if is_terminal(sys.stderr):
             try:
                 from tqdm import tqdm
             except ImportError:
                 return
-            self._bar = tqdm(total=stage.steps, initial=done, desc=stage.name, unit="step")
+            self._bar = tqdm(total=self.stage.steps, initial=self.done, desc=self.stage.name, unit="step")
 
     def update(self, step: int, loss: Tensor) -> None:
         """Reports a finished step. The loss, which waits for the device, is read only to be shown. `tell` is called at
         fixed steps, never by the clock, because the record keeps what it measured between its calls."""
-        last = step == self._stage.steps
-        shown = last or step % self._report_every == 0
-        more = self._tell() if shown and self._tell is not None else ""
+        last = step == self.stage.steps
+        shown = last or step % self.report_every == 0
+        more = self.tell() if shown and self.tell is not None else ""
         if self._bar is not None:
             self._bar.update()
             if shown:
@@ -234,12 +198,12 @@ class Progress:
         elif shown or self._pace.is_due():
             self._pace.told()
             loss_value = float(loss)
-            seconds_per_step = (time.monotonic() - self._began) / (step - self._done)
+            seconds_per_step = (time.monotonic() - self._began) / (step - self.done)
             print(
-                f"{self._stage.name} {step}/{self._stage.steps}  loss {loss_value:.4f}  {more}{'  ' if more else ''}"
-                f"{self._tokens_per_step / seconds_per_step:,.0f} tok/s  "
-                f"{seconds_per_step * (self._stage.steps - step):.0f} s left",
-                file=self._report_to,
+                f"{self.stage.name} {step}/{self.stage.steps}  loss {loss_value:.4f}  {more}{'  ' if more else ''}"
+                f"{self.tokens_per_step / seconds_per_step:,.0f} tok/s  "
+                f"{seconds_per_step * (self.stage.steps - step):.0f} s left",
+                file=self.report_to,
                 flush=True,
             )
 
@@ -262,3 +226,27 @@ def initialise(module: nn.Module, num_layers: int, seed: int) -> None:
             ends_in_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             deviation = 0.02 / math.sqrt(2 * num_layers) if ends_in_residual else 0.02
             nn.init.normal_(parameter, std=deviation, generator=generator)
+
+
+def save_folder(module: nn.Module, config: dict[str, Any], folder: str | Path) -> None:
+    """Writes `config` and the module's tensors, floating-point ones as bf16, as our loaders and Hugging Face's read
+    them."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = module.state_dict()
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    stored = {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+    # `save_file` would make the file readable by its owner alone.
+    (folder / "model.safetensors").write_bytes(safetensors().torch.save(stored, metadata={"format": "pt"}))
+    write_json(folder / "config.json", config)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a JSON file under another name and renames it, so that an interrupted write leaves the old file whole."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
