@@ -51,8 +51,6 @@ _FAMILY_TITLES = {
     "tree": "Token trees",
     "verify": "Verification",
 }
-# families with a page that has entries other than ops
-_FAMILY_OTHERS = {"tree": ("TreeMaskMode",)}
 # the parts of the engine's page: where their names are imported from, and the names; (): all public ones
 _ENGINE_PARTS = {
     "The engine": ("eagle_kernels.engine", ()),
@@ -114,21 +112,24 @@ def module_of(stub: Path) -> str:
 
 
 def _family_page(family: str) -> str:
-    names = FAMILIES[family] + (("verify_tree",) if family == "verify" else ())
+    names = sorted((*FAMILIES[family], *(("verify_tree",) if family == "verify" else ())))
+    names += ["TreeMaskMode"] if family == "tree" else []
     entries = []
-    for name in sorted(names):
-        function = getattr(ops if name == "verify_tree" else raw, name)  # which need no schemas
-        entries.append(f"## {name}\n\n{_signature('eagle_kernels.' + name, function)}\n\n{_markdown(function)}")
-    for name in _FAMILY_OTHERS.get(family, ()):
-        value = getattr(eagle_kernels, name)
+    for name in names:
+        value = _documented(name)
         entries.append(f"## {name}\n\n{_signature('eagle_kernels.' + name, value)}\n\n{_markdown(value)}")
-    outputs = _outputs(family)
-    entries += [outputs] if outputs else []
-    others = (*_FAMILY_OTHERS.get(family, ()), *(("Output",) if outputs else ()))
-    links = " · ".join(f"[{name}](#{name.lower()})" for name in (*sorted(names), *others))
+    if outputs := _outputs(family):
+        names, entries = [*names, "Output"], [*entries, outputs]
+    links = " · ".join(f"[{name}](#{name.lower()})" for name in names)
     rules = "[What holds for all ops](../README.md#what-holds-for-all-ops) is not repeated here.\n"
     rules += "The top of an op's file explains how it works; [README.md](README.md) links to the files."
     return _page(f"{_FAMILY_TITLES[family]}: API", [rules, links, *entries])
+
+
+def _documented(name: str) -> Callable:
+    """Returns what bears the docstring of a public name: of ops the launchers, which need no schemas."""
+    home = raw if name in raw.__all__ else ops if name == "verify_tree" else eagle_kernels
+    return getattr(home, name)
 
 
 def _outputs(family: str) -> str:
@@ -346,35 +347,23 @@ def _stubs() -> dict[Path, str]:
         f'{name} = _with_reference(_{name}, _{name}_reference)\n"""{_summary(name)}"""\n' for name in sorted(places)
     ]
     others = [name for name in ops.__all__ if name not in places]
-    public = {"engine", "ops", "types", *eagle_kernels.__all__}
+    public = {"engine", "ops", "types", *eagle_kernels.__all__} - {"__version__"}
     files = {
         "ops/__init__": (ops, [*of_ops, *(_reexport(ops, name) for name in others), _WITH_REFERENCE], functions),
         "raw": (raw, launchers.values(), ()),
         "types": (types, [_reexport(types, name) for name in types.__all__], ()),
-        "__init__": (
-            eagle_kernels,
-            [_reexport(eagle_kernels, name) for name in public - {"__version__"}],
-            ["__version__: str\n"],
-        ),
+        "__init__": (eagle_kernels, [_reexport(eagle_kernels, name) for name in public], ["__version__: str\n"]),
     }
-    return {
-        PACKAGE / f"{file}.pyi": "".join(
-            [
-                _STUB_HEAD,
-                *sorted(imports),
-                *(["\n"] if names else []),
-                *names,
-                "\n__all__ = [\n",
-                *(f'    "{name}",\n' for name in sorted(module.__all__)),
-                "]\n",
-            ]
-        )
-        for file, (module, imports, names) in files.items()
-    }
+    stubs = {}
+    for file, (module, imports, names) in files.items():
+        listed = "".join(f'    "{name}",\n' for name in sorted(module.__all__))
+        text = "".join([_STUB_HEAD, *sorted(imports), *(["\n"] if names else []), *names])
+        stubs[PACKAGE / f"{file}.pyi"] = f"{text}\n__all__ = [\n{listed}]\n"
+    return stubs
 
 
 def _summary(name: str) -> str:
-    return inspect.getdoc(getattr(ops if name == "verify_tree" else raw, name)).partition("\n")[0]
+    return inspect.getdoc(_documented(name)).partition("\n")[0]
 
 
 def _reexport(module, name: str) -> str:

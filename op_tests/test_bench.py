@@ -784,28 +784,6 @@ def test_requests_of_random_lengths(capsys, tmp_path):
     assert "| small | 5 of 20 + 8 tokens | 2 | plain | 4.00 | 30.50 | 1.00 | 10, 20 | `abc` |" in table
 
 
-@pytest.mark.slow
-def test_what_measuring_costs(capsys, monkeypatch):
-    """Each way twice, with and without events; afterwards all is as it was."""
-    from bench.apps import profiling
-    from eagle_kernels.engine.serve import scheduler
-
-    step, seen = scheduler.Scheduler.step, []
-    measured = profiling.Bench.step_ms
-
-    def watched(self, engine, *arguments, **options):
-        seen.append((engine.config.phase_times, scheduler.Scheduler.step is step))
-        return measured(self, engine, *arguments, **options)
-
-    monkeypatch.setattr(profiling, "CASES", {"plain": None})
-    monkeypatch.setattr(profiling.Bench, "step_ms", watched)
-    command = ["--app", "profiling", "--shape", "small", "--steps", "1", "--results", "none"]
-    assert run.main(command) == 0
-    assert seen == 2 * [(False, True), (True, True), (True, False)]
-    assert scheduler.Scheduler.step is step
-    assert [line.split("  ")[-1].split()[1:] for line in capsys.readouterr().out.splitlines()] == 3 * [["of", "none"]]
-
-
 SUFFIX_CACHE = ["--app", "suffix_cache", "--responses", "4", "--requests", "1", "--cached", "2", "--results", "none"]
 SUFFIX_KINDS = ["code", "similar", "fresh", "periodic", "two_tokens", "one_token"]
 

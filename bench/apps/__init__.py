@@ -4,8 +4,8 @@
 results has about the file that it writes.
 """
 
-from . import drafters, experiment, generation, load, prefixes, profiling, requests, server, suffix_cache
+from . import drafters, experiment, generation, load, prefixes, requests, server, suffix_cache
 
 # in the order of their tables
-_MODULES = (generation, load, prefixes, requests, server, drafters, suffix_cache, experiment, profiling)
+_MODULES = (generation, load, prefixes, requests, server, drafters, suffix_cache, experiment)
 APPS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}

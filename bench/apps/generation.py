@@ -23,6 +23,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -361,26 +362,21 @@ def huggingface(bench: Bench) -> None:
         ours_ms, _ = bench.step_ms(bench.engine(batch_size), batch_size, is_plain=True)
         prompts = torch.randint(config.vocab_size, (batch_size, bench.prompt_tokens), device=bench.device)
         for name, options in (("eager", {}), ("compiled, static cache", {"cache_implementation": "static"})):
-            step_ms = _slope_ms(_generator(model, prompts, options))
+            fixed = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0} | options
+            step_ms = _slope_ms(partial(model.generate, prompts, **fixed))
             bench.record("huggingface", f"B={batch_size}", name, step_ms, of_ours=step_ms / ours_ms)
 
 
-def _generator(model, prompts: torch.Tensor, options: dict) -> Callable[[int], None]:
-    """Returns run(count), which generates `count` tokens."""
-    fixed = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0} | options
-    return lambda count: model.generate(prompts, min_new_tokens=count, max_new_tokens=count, **fixed)
-
-
-def _slope_ms(run: Callable[[int], None]) -> float:
+def _slope_ms(generate: Callable) -> float:
     """Returns the milliseconds of a token, without what a call costs by itself."""
     short, long = 16, 48
-    run(long)  # first: a static cache that is long enough is kept
-    run(short)
+    generate(min_new_tokens=long, max_new_tokens=long)  # first: a static cache that is long enough is kept
+    generate(min_new_tokens=short, max_new_tokens=short)
     times = []
     for count in (short, long):
         torch.cuda.synchronize()
         start_s = time.perf_counter()
-        run(count)
+        generate(min_new_tokens=count, max_new_tokens=count)
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start_s))
     return (times[1] - times[0]) / (long - short)

@@ -8,7 +8,8 @@ predictions use what `python -m bench.run --app generation` has measured.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,33 +66,34 @@ def intensities() -> str:
 def worked_example() -> str:
     """Returns the example of K = 4 drafts over three words, as Markdown."""
     accepted = torch.minimum(TARGET, DRAFT)
-    residual = (TARGET - DRAFT).clamp(min=0)
-    first = [_row(probs[0]) for probs in (TARGET, DRAFT, accepted, residual, residual / residual.sum(1, keepdim=True))]
+    residual = (TARGET - DRAFT)[0].clamp(min=0)
+    rows = {
+        "target p": TARGET[0],
+        "draft q": DRAFT[0],
+        "min(p, q): drawn and kept": accepted[0],
+        "max(p - q, 0)": residual,
+        "residual, drawn where it is not kept": residual / residual.sum(),
+    }
     lines = ["| after `a` | " + " | ".join(f"`{word}`" for word in WORDS) + " | sum |", "|---|" + "--:|" * 4]
-    names = (
-        "target p",
-        "draft q",
-        "min(p, q): drawn and kept",
-        "max(p - q, 0)",
-        "residual, drawn where it is not kept",
-    )
-    sums = [TARGET[0].sum(), DRAFT[0].sum(), accepted[0].sum(), residual[0].sum(), 1.0]
-    lines += [f"| {name} | {row} | {float(total):.3f} |" for name, row, total in zip(names, first, sums)]
+    for name, probs in rows.items():
+        shown = [f"{prob:.3f}" for prob in (*probs.tolist(), float(probs.sum()))]
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    likeliest = torch.nn.functional.one_hot(DRAFT.argmax(1), len(WORDS)).to(DRAFT.dtype)
     ways = {
         "rejection, drafts drawn from q": (accepted, _rejection_step),
-        "sample and match, drafts drawn from q": (TARGET * DRAFT, _match_step),
-        "sample and match, the draft's likeliest": (_likeliest(DRAFT) * TARGET, _match_likeliest_step),
+        "sample and match, drafts drawn from q": (TARGET * DRAFT, partial(_match_step, DRAFT)),
+        "sample and match, the draft's likeliest": (TARGET * likeliest, partial(_match_step, likeliest)),
     }
     lines += ["", "| K = 4, after `a` | P(1, 2, 3, 4 drafts kept) | tokens a step | enumerated | distance |"]
     lines += ["|---|---|--:|--:|--:|"]
     for name, (kept, step) in ways.items():
         shares = shares_kept(kept)
-        law = _law_of(step)
+        law = enumerate_outcomes(step)
         enumerated = sum(probability * len(text) for text, probability in law.items())
         shown = ", ".join(f"{share:.4f}" for share in shares)
         distance = _distance(law)
         lines.append(f"| {name} | {shown} | {1 + sum(shares):.4f} | {enumerated:.4f} | {_told(distance)} |")
-    wrong = _distance(_law_of(_wrong_step))
+    wrong = _distance(enumerate_outcomes(_wrong_step))
     lines.append(f"| *wrong*: rejection that draws from p where a draft is not kept | | | | {wrong:.3f} |")
     rate = float(accepted[0].sum())
     tokens, speedup = expected_tokens_of_chain(rate, NUM_DRAFTS), ideal_speedup(rate, NUM_DRAFTS, 0.05)
@@ -107,10 +109,6 @@ def shares_kept(kept: Tensor) -> list[float]:
         reached = reached @ kept
         shares.append(float(reached.sum()))
     return shares
-
-
-def _likeliest(probs: Tensor) -> Tensor:
-    return torch.nn.functional.one_hot(probs.argmax(1), len(WORDS)).to(probs.dtype)
 
 
 def _rejection_step(source) -> tuple[int, ...]:
@@ -134,29 +132,17 @@ def _wrong_step(source) -> tuple[int, ...]:
     return (*tokens[1:], source.choose(TARGET[tokens[-1]]))
 
 
-def _match_step(source) -> tuple[int, ...]:
-    return _match(source, lambda last: source.choose(DRAFT[last]))
-
-
-def _match_likeliest_step(source) -> tuple[int, ...]:
-    return _match(source, lambda last: int(DRAFT[last].argmax()))
-
-
-def _match(source, draft: Callable[[int], int]) -> tuple[int, ...]:
+def _match_step(draft: Tensor, source) -> tuple[int, ...]:
     """Draws a step: the target's own tokens, up to the first that differs from the draft."""
     drafts = [0]
     for _ in range(NUM_DRAFTS):
-        drafts.append(draft(drafts[-1]))
+        drafts.append(source.choose(draft[drafts[-1]]))
     text = [0]
     for guess in (*drafts[1:], None):
         text.append(source.choose(TARGET[text[-1]]))
         if text[-1] != guess:
             break
     return tuple(text[1:])
-
-
-def _law_of(step: Callable) -> dict[tuple[int, ...], float]:
-    return enumerate_outcomes(step)
 
 
 def _distance(law: dict[tuple[int, ...], float]) -> float:
@@ -174,10 +160,6 @@ class _Texts(dict):
 
 def _told(distance: float) -> str:
     return f"{distance:.3f}" if distance > 1e-9 else "0 (below 1e-12)" if distance < 1e-12 else f"{distance:.0e}"
-
-
-def _row(probs: Tensor) -> str:
-    return " | ".join(f"{float(prob):.3f}" for prob in probs)
 
 
 if __name__ == "__main__":

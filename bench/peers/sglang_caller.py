@@ -96,29 +96,38 @@ def verify_tree_sampled(
 
 def _coin_walk(values: dict, shape: tuple, op: Callable[..., None], is_bare: bool = False) -> Callable:
     """walk(target_probs) with the coins in `values`, buffers for target_probs of this shape."""
+    draft_probs = torch.zeros(shape, device=values["candidates"].device)
+    coins = [values["uniform_samples"], values["uniform_samples_for_final_sampling"]]
+    thresholds = [values.get("threshold_single", 1.0), values.get("threshold_acc", 1.0)]
+    walk = _walk(values, op, is_bare)
+
+    def run(target_probs):
+        if not is_bare:
+            draft_probs.zero_()
+        return walk(*coins, target_probs, draft_probs, *thresholds, True)
+
+    return run
+
+
+def _walk(values: dict, op: Callable[..., None], is_bare: bool) -> Callable:
+    """walk(*more) calls `op` with the outputs, the tree and more; unless is_bare, with what its caller does around."""
     device, (batch_size, num_nodes) = values["candidates"].device, values["candidates"].shape
     predicts = torch.full((batch_size * num_nodes,), -1, dtype=torch.int32, device=device)
     accept_index = torch.full((batch_size, values["spec_steps"] + 1), -1, dtype=torch.int32, device=device)
     accept_token_num = torch.empty(batch_size, dtype=torch.int32, device=device)
-    draft_probs = torch.zeros(shape, device=device)
     outputs = {"predicts": predicts, "accept_index": accept_index, "accept_token_num": accept_token_num}
-    coins = [values["uniform_samples"], values["uniform_samples_for_final_sampling"]]
-    tree = [values[name] for name in ("candidates", *LINKS)]
-    thresholds = [values.get("threshold_single", 1.0), values.get("threshold_acc", 1.0)]
+    arguments = (*outputs.values(), *(values[name] for name in ("candidates", *LINKS)))
 
-    def run_bare(target_probs):
-        op(predicts, accept_index, accept_token_num, *tree, *coins, target_probs, draft_probs, *thresholds, True)
+    def run(*more):
+        if not is_bare:
+            predicts.fill_(-1)
+            accept_index.fill_(-1)
+        op(*arguments, *more)
+        if not is_bare:
+            torch.add(accept_token_num, 1)  # its accept lengths count the bonus
         return outputs
 
-    def run(target_probs):
-        predicts.fill_(-1)
-        accept_index.fill_(-1)
-        draft_probs.zero_()
-        run_bare(target_probs)
-        torch.add(accept_token_num, 1)  # its accept lengths count the bonus
-        return outputs
-
-    return run_bare if is_bare else run
+    return run
 
 
 def verify_tree_greedy(values: dict, op: Callable[..., None], is_bare: bool = False) -> Run:
@@ -126,26 +135,12 @@ def verify_tree_greedy(values: dict, op: Callable[..., None], is_bare: bool = Fa
 
     is_bare: `op` alone, on buffers that were filled once.
     """
-    batch_size, num_nodes = values["candidates"].shape
-    device = values["candidates"].device
-    predicts = torch.full((batch_size * num_nodes,), -1, dtype=torch.int32, device=device)
-    accept_index = torch.full((batch_size, values["spec_steps"] + 1), -1, dtype=torch.int32, device=device)
-    accept_token_num = torch.empty(batch_size, dtype=torch.int32, device=device)
-    outputs = {"predicts": predicts, "accept_index": accept_index, "accept_token_num": accept_token_num}
-    tree = [values[name] for name in ("candidates", *LINKS)]
-
-    def run_bare():
-        op(predicts, accept_index, accept_token_num, *tree, values["target_predict"])
-        return outputs
+    walk = _walk(values, op, is_bare)
 
     def run():
         target_predict = values.get("target_predict")
         if target_predict is None:
-            target_predict = values["target_logits"].argmax(-1).view(batch_size, num_nodes)
-        predicts.fill_(-1)
-        accept_index.fill_(-1)
-        op(predicts, accept_index, accept_token_num, *tree, target_predict)
-        torch.add(accept_token_num, 1)  # its accept lengths count the bonus
-        return outputs
+            target_predict = values["target_logits"].argmax(-1).view(values["candidates"].shape)
+        return walk(target_predict)
 
-    return run_bare if is_bare else run
+    return run

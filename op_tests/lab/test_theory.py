@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
+import torch
 
 from bench.lab import predictions, theory
 from bench.lab.speedup import StepModel, expected_tokens, expected_tokens_of_chain, ideal_speedup
@@ -35,9 +37,9 @@ def test_committed_measurements_are_as_predicted():
 
 
 def test_the_example_tells_right_from_wrong():
-    steps = (theory._rejection_step, theory._match_step, theory._match_likeliest_step)
-    assert all(theory._distance(theory._law_of(step)) < 1e-12 for step in steps)
-    assert theory._distance(theory._law_of(theory._wrong_step)) > 0.01
+    steps = [theory._rejection_step, *(partial(theory._match_step, draft) for draft in (theory.DRAFT, torch.eye(3)))]
+    assert all(theory._distance(theory.enumerate_outcomes(step)) < 1e-12 for step in steps)
+    assert theory._distance(theory.enumerate_outcomes(theory._wrong_step)) > 0.01
 
 
 def test_tokens_a_step():

@@ -8,7 +8,7 @@ import torch
 
 from bench.harness import grid
 from bench.harness.inputs import LARGE_VOCABULARY, NARROW_LEAD, ODD_BATCH, VOCABULARY, decisive_logits, of_vocabulary
-from bench.harness.torch_sampling import sample
+from bench.harness.torch_forms import sample
 
 FILTERS = ["no filters", "top-k 50 top-p 0.9"]
 FLAT = "flat, T 0.8 top-p 0.95"

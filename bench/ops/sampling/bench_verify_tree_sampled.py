@@ -19,8 +19,7 @@ from bench.harness.inputs import (
     ends_after,
     of_vocabulary,
 )
-from bench.harness.torch_sampling import sample
-from bench.harness.torch_walk import Walk
+from bench.harness.torch_forms import Walk, sample
 from bench.peers import sgl_kernel
 
 # torch's own sort of more probabilities takes more memory than a GPU has

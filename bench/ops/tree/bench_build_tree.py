@@ -4,7 +4,7 @@ import torch
 
 from bench.harness import Floor, Unavailable, grid
 from bench.harness.inputs import TREES, Tree, drafts
-from bench.harness.torch_tree import prepare_build
+from bench.harness.torch_forms import prepare_build
 from bench.peers import sgl_kernel, sglang_triton
 from bench.peers.torch_compile import compiled
 

@@ -4,7 +4,7 @@ import torch
 
 from bench.harness import grid
 from bench.harness.inputs import TREES, built_tree
-from bench.harness.torch_tree import closed
+from bench.harness.torch_forms import closed
 from bench.peers.torch_compile import compiled
 
 CASES = grid(tree=TREES, batch_size=[1, 8, 32, 128])

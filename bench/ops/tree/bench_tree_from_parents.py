@@ -3,7 +3,7 @@
 import torch
 
 from bench.harness import grid
-from bench.harness.torch_tree import prepare_build
+from bench.harness.torch_forms import prepare_build
 from bench.peers.torch_compile import compiled
 
 CASES = grid(tree_mask_mode=["packed", "qlen_only"], num_nodes=[8, 32, 64, 256], batch_size=[1, 8, 32, 128])

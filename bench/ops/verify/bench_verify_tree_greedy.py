@@ -4,7 +4,7 @@ import torch
 
 from bench.harness import grid
 from bench.harness.inputs import LARGE_VOCABULARY, ODD_BATCH, TREES, VOCABULARY, accepted_tree, decisive_logits
-from bench.harness.torch_walk import Walk
+from bench.harness.torch_forms import Walk
 from bench.peers import sgl_kernel, sglang_triton
 
 DEFAULTS = {"from_logits": False, "accepted": None, "vocab_size": VOCABULARY}

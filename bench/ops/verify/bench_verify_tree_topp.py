@@ -4,7 +4,7 @@ import torch
 
 from bench.harness import grid
 from bench.harness.inputs import ODD_BATCH, TREES, VOCABULARY, accepted_tree
-from bench.harness.torch_walk import Walk
+from bench.harness.torch_forms import Walk
 
 NUM_CANDIDATES = 5  # of a node
 

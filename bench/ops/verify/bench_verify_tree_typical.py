@@ -12,7 +12,7 @@ from bench.harness.inputs import (
     decisive_logits,
     of_vocabulary,
 )
-from bench.harness.torch_walk import Walk
+from bench.harness.torch_forms import Walk
 
 CASES = [
     *grid(tree=TREES[:2], batch_size=[1, 8, 32], vocab_size=VOCABULARY),
