@@ -11,6 +11,7 @@ first ones come again.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -89,7 +90,6 @@ class Runner:
         self.machine = {"gpu": gpu, "versions": results.versions(), "commit": commit}
         self._code = results.code_hash()
         self._num_turns = min(MOST_TURNS, experiment.num_runs)
-        self._prompts: PromptDataset | None = None
         self._engine: tuple[str, EAGLEInference] | None = None
 
     def run(self, log: EventLog, done: set[str]) -> None:
@@ -100,7 +100,8 @@ class Runner:
         groups: dict[BenchmarkConfig, list[BenchmarkConfig]] = {}
         for cell in left:
             # plain decoding comes first, and is measured in any case
-            group = groups.setdefault(_basis(cell), [_basis(cell)])
+            basis = replace(cell, K=None)
+            group = groups.setdefault(basis, [basis])
             if cell not in group:
                 group.append(cell)
         progress = _Progress(self._num_turns * sum(map(len, groups.values())))
@@ -109,8 +110,9 @@ class Runner:
             for cell in group:
                 if cell not in left:
                     continue
-                line = {"cell_hash": self._hash(cell), "config": cell.to_dict(), "dtype": self._dtype(cell)}
-                line |= self.machine | {"prompts": self.experiment.describe_prompts(self._dataset().get_all())}
+                dtype = str(self._engine_of(cell.model_pair_name).target.dtype).removeprefix("torch.")
+                line = {"cell_hash": self._hash(cell), "config": cell.to_dict(), "dtype": dtype}
+                line |= self.machine | {"prompts": self.experiment.describe_prompts(self._prompts.get_all())}
                 log.write("cell", **line, **_numbers(measured[cell], measured[basis]))
                 _say(f"{cell!r}: {measured[cell].tokens_per_second:.0f} tokens/s")
 
@@ -139,22 +141,17 @@ class Runner:
             self._engine = pair, load_pair(pair, self.device, self.experiment.dtype)
         return self._engine[1]
 
-    def _prompts_of(self, cell: BenchmarkConfig) -> list[Prompt]:
-        return self._dataset().get_by_domain(cell.prompt_domain)
+    @functools.cached_property
+    def _prompts(self) -> PromptDataset:
+        source, count = self.experiment.prompts, self.experiment.prompts_per_domain
+        own = PromptDataset.load(source) if source else PromptDataset.build("bytes", count, download=False)
+        return own.first(count)
 
-    def _dataset(self) -> PromptDataset:
-        source = self.experiment.prompts
-        if self._prompts is None:
-            count = self.experiment.prompts_per_domain
-            own = PromptDataset.load(source) if source else PromptDataset.build("bytes", count, download=False)
-            self._prompts = own.first(count)
-        return self._prompts
+    def _prompts_of(self, cell: BenchmarkConfig) -> list[Prompt]:
+        return self._prompts.get_by_domain(cell.prompt_domain)
 
     def _hash(self, cell: BenchmarkConfig) -> str:
         return self.experiment.cell_hash(cell, self._prompts_of(cell), **self.machine, code=self._code)
-
-    def _dtype(self, cell: BenchmarkConfig) -> str:
-        return str(self._engine_of(cell.model_pair_name).target.dtype).removeprefix("torch.")
 
 
 class _Progress:
@@ -179,11 +176,6 @@ def _numbers(measured: Measurement, plain: Measurement) -> dict[str, Any]:
         "plain_tokens_per_second": plain.tokens_per_second,
         "identical": statistics.fmean(own == other for own, other in pairs),
     }
-
-
-def _basis(cell: BenchmarkConfig) -> BenchmarkConfig:
-    """Returns the plain decoding that a cell is compared with."""
-    return replace(cell, K=None)
 
 
 def _say(text: str) -> None:

@@ -2,32 +2,22 @@
 
 import torch
 
-from bench.harness import grid
-from bench.harness.inputs import (
-    LARGE_VOCABULARY,
-    ODD_BATCH,
-    TREES,
-    VOCABULARY,
-    accepted_tree,
-    decisive_logits,
-    edges,
-    of_vocabulary,
-)
+from bench.harness import grid, inputs
 
 CASES = [
-    *grid(replacement=[False, True], is_accepted=[True, False], tree=TREES[:2], batch_size=[1, 8, 32],
-          vocab_size=VOCABULARY),
-    *grid(batch_size=ODD_BATCH, tree=TREES[0], is_accepted=[True, False], replacement=False,
-          vocab_size=LARGE_VOCABULARY),
+    *grid(replacement=[False, True], is_accepted=[True, False], tree=inputs.TREES[:2], batch_size=[1, 8, 32],
+          vocab_size=inputs.VOCABULARY),
+    *grid(batch_size=inputs.ODD_BATCH, tree=inputs.TREES[0], is_accepted=[True, False], replacement=False,
+          vocab_size=inputs.LARGE_VOCABULARY),
 ]  # fmt: skip
 SMALL_CASES = grid(
-    batch_size=2, tree=TREES[0], is_accepted=[True, False], replacement=[False, True], vocab_size=300
+    batch_size=2, tree=inputs.TREES[0], is_accepted=[True, False], replacement=[False, True], vocab_size=300
 )  # fmt: skip
 
 
 def name(batch_size, tree, is_accepted, replacement, vocab_size):
     kind = ("full depth" if is_accepted else "none accepted") + (", with replacement" if replacement else "")
-    return f"{tree} B={batch_size} {kind}{of_vocabulary(vocab_size)}"
+    return f"{tree} B={batch_size} {kind}{inputs.of_vocabulary(vocab_size)}"
 
 
 def is_checked(batch_size, tree, **others):
@@ -35,11 +25,11 @@ def is_checked(batch_size, tree, **others):
 
 
 def make(device, batch_size, tree, is_accepted, replacement, vocab_size):
-    values = accepted_tree(device, batch_size, tree, vocab_size)
+    values = inputs.accepted_tree(device, batch_size, tree, vocab_size)
     winners = values.pop("target_predict").flatten()
     if not is_accepted:
         winners = torch.randint(vocab_size, (len(winners),), device=device)
-    values["target_logits"] = decisive_logits(winners, vocab_size)
+    values["target_logits"] = inputs.decisive_logits(winners, vocab_size)
     values["draft_logits"] = torch.empty_like(values["target_logits"]).normal_()
     values["seeds"] = torch.randint(2**60, (batch_size,), device=device)
     values["temperature"] = torch.ones(batch_size, device=device)
@@ -57,7 +47,7 @@ def prepare_torch(values):
     candidates = values["candidates"]
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
     lists = [[[] for _ in range(num_nodes)] for _ in range(batch_size)]
-    for place, node, child in edges(values):
+    for place, node, child in inputs.edges(values):
         lists[place][node].append(child)
     width = max(len(one) for rows in lists for one in rows)
     children = torch.tensor([[one + [-1] * (width - len(one)) for one in rows] for rows in lists], device=device)

@@ -2,30 +2,19 @@
 
 import torch
 
-from bench.harness import grid
-from bench.harness.inputs import (
-    LARGE_VOCABULARY,
-    ODD_BATCH,
-    TREES,
-    VOCABULARY,
-    Tree,
-    accepted_tree,
-    decisive_logits,
-    edges,
-    of_vocabulary,
-)
+from bench.harness import grid, inputs
 
 # T = 6 as a tree, a small tree, a wide one
 CASES = [
-    *grid(tree=[Tree(1, 5, 6), TREES[0]], batch_size=[1, 8, 32], vocab_size=VOCABULARY),
-    {"tree": TREES[1], "batch_size": 1, "vocab_size": VOCABULARY},
-    {"tree": TREES[0], "batch_size": ODD_BATCH, "vocab_size": LARGE_VOCABULARY},
+    *grid(tree=[inputs.Tree(1, 5, 6), inputs.TREES[0]], batch_size=[1, 8, 32], vocab_size=inputs.VOCABULARY),
+    {"tree": inputs.TREES[1], "batch_size": 1, "vocab_size": inputs.VOCABULARY},
+    {"tree": inputs.TREES[0], "batch_size": inputs.ODD_BATCH, "vocab_size": inputs.LARGE_VOCABULARY},
 ]
-SMALL_CASES = grid(batch_size=2, tree=TREES[0], vocab_size=300)
+SMALL_CASES = grid(batch_size=2, tree=inputs.TREES[0], vocab_size=300)
 
 
 def name(batch_size, tree, vocab_size):
-    return f"{tree} B={batch_size}{of_vocabulary(vocab_size)}"
+    return f"{tree} B={batch_size}{inputs.of_vocabulary(vocab_size)}"
 
 
 def is_checked(batch_size, tree, vocab_size):
@@ -34,15 +23,15 @@ def is_checked(batch_size, tree, vocab_size):
 
 def make(device, batch_size, tree, vocab_size):
     """Every child is as likely as its siblings by the draft, so that those beside the path are rejected, one by one."""
-    values = accepted_tree("cpu", batch_size, tree, vocab_size)
+    values = inputs.accepted_tree("cpu", batch_size, tree, vocab_size)
     wanted = values.pop("target_predict").flatten()
     draft_logits = torch.randn(batch_size * tree.num_nodes, vocab_size).to(torch.bfloat16)
-    for request, parent, child in edges(values):
+    for request, parent, child in inputs.edges(values):
         token = values["candidates"][request, child]
         draft_logits[request * tree.num_nodes + parent, token] = 64.0
     values = {name: value.to(device) for name, value in values.items()}
     return values | {
-        "target_logits": decisive_logits(wanted.to(device), vocab_size),
+        "target_logits": inputs.decisive_logits(wanted.to(device), vocab_size),
         "draft_logits": draft_logits.to(device),
         "seeds": torch.randint(2**60, (batch_size,), device=device),
         "temperature": torch.ones(batch_size, device=device),
@@ -129,7 +118,7 @@ def _schedule(values):
     parent = torch.full((batch_size, num_nodes), -1)
     depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
     children: dict = {}
-    for request, above, child in edges(values):
+    for request, above, child in inputs.edges(values):
         parent[request, child] = above
         depth[request, child] = depth[request, above] + 1
         children.setdefault((request, above), []).append(child)

@@ -6,19 +6,7 @@ The first are easy, the second hard for a search over probabilities, which the p
 
 import torch
 
-from bench.harness import Unavailable, grid
-from bench.harness.inputs import (
-    LARGE_VOCABULARY,
-    NARROW_LEAD,
-    ODD_BATCH,
-    TREES,
-    VOCABULARY,
-    Tree,
-    accepted_tree,
-    decisive_logits,
-    ends_after,
-    of_vocabulary,
-)
+from bench.harness import Unavailable, grid, inputs
 from bench.harness.torch_forms import Walk, sample
 from bench.peers import sgl_kernel
 
@@ -26,31 +14,31 @@ from bench.peers import sgl_kernel
 _MAX_SORTED = 1 << 29
 
 FILTERS = ["no filters", "top-k 50 top-p 0.9"]
-DEFAULTS = {"filters": FILTERS[1], "accepted": None, "vocab_size": VOCABULARY, "is_flat": False}
+DEFAULTS = {"filters": FILTERS[1], "accepted": None, "vocab_size": inputs.VOCABULARY, "is_flat": False}
 CASES = [
     *(
         sizes
         for filters in FILTERS
         for sizes in (
             # three drafts are the whole depth of the smaller tree
-            *grid(filters=filters, tree=TREES[0], accepted=[0, None], batch_size=[1, 8, 32, 128]),
-            *grid(filters=filters, tree=TREES[1], accepted=[0, 3, None], batch_size=[1, 8, 32]),
+            *grid(filters=filters, tree=inputs.TREES[0], accepted=[0, None], batch_size=[1, 8, 32, 128]),
+            *grid(filters=filters, tree=inputs.TREES[1], accepted=[0, 3, None], batch_size=[1, 8, 32]),
         )
     ),
-    *grid(tree=TREES[0], batch_size=[1, 8, 32, 128], is_flat=True),
-    *grid(tree=TREES[1], batch_size=[1, 8, 32], is_flat=True),
-    *grid(tree=TREES[0], batch_size=ODD_BATCH, filters=FILTERS, vocab_size=LARGE_VOCABULARY),
+    *grid(tree=inputs.TREES[0], batch_size=[1, 8, 32, 128], is_flat=True),
+    *grid(tree=inputs.TREES[1], batch_size=[1, 8, 32], is_flat=True),
+    *grid(tree=inputs.TREES[0], batch_size=inputs.ODD_BATCH, filters=FILTERS, vocab_size=inputs.LARGE_VOCABULARY),
 ]
-SMALL_CASES = grid(batch_size=2, tree=TREES[0], filters=FILTERS, accepted=[None, 0, 2], vocab_size=300)
+SMALL_CASES = grid(batch_size=2, tree=inputs.TREES[0], filters=FILTERS, accepted=[None, 0, 2], vocab_size=300)
 # what of them is no case; the sweeps meet where 64 nodes are verified for 8 requests
 SWEEP = [
-    *grid(tree=TREES[0], batch_size=[2, 4, 16, 64, 256]),
-    *grid(tree=TREES[1], batch_size=[2, 4, 16, 64, 128, 256]),
-    *({"tree": Tree(8, 5, num_nodes), "batch_size": 8} for num_nodes in (1, 2, 4, 8, 16, 32, 128, 256)),
+    *grid(tree=inputs.TREES[0], batch_size=[2, 4, 16, 64, 256]),
+    *grid(tree=inputs.TREES[1], batch_size=[2, 4, 16, 64, 128, 256]),
+    *({"tree": inputs.Tree(8, 5, num_nodes), "batch_size": 8} for num_nodes in (1, 2, 4, 8, 16, 32, 128, 256)),
 ]
 HEADLINES = [
-    *(f"{tree} B=32 no filters full depth" for tree in TREES[:2]),
-    *(f"{tree} B={batch_size} top-k 50 top-p 0.9 full depth" for tree in TREES[:2] for batch_size in (8, 32)),
+    *(f"{tree} B=32 no filters full depth" for tree in inputs.TREES[:2]),
+    *(f"{tree} B={batch_size} top-k 50 top-p 0.9 full depth" for tree in inputs.TREES[:2] for batch_size in (8, 32)),
 ]
 PEERS = {"pipeline": sgl_kernel.verify_tree_sampled}
 
@@ -58,7 +46,7 @@ PEERS = {"pipeline": sgl_kernel.verify_tree_sampled}
 def name(batch_size, tree, filters, accepted, vocab_size, is_flat):
     depth = "full depth" if accepted is None else f"accepts {accepted}"
     flat = " flat off the path" if is_flat else ""
-    return f"{tree} B={batch_size} {filters} {depth}{flat}{of_vocabulary(vocab_size)}"
+    return f"{tree} B={batch_size} {filters} {depth}{flat}{inputs.of_vocabulary(vocab_size)}"
 
 
 def is_checked(batch_size, tree, **others):
@@ -66,15 +54,15 @@ def is_checked(batch_size, tree, **others):
 
 
 def make(device, batch_size, tree, filters, accepted, vocab_size, is_flat):
-    values = accepted_tree("cpu", batch_size, tree, vocab_size)
-    winners = ends_after(values, tree.spec_steps if accepted is None else accepted, vocab_size)
+    values = inputs.accepted_tree("cpu", batch_size, tree, vocab_size)
+    winners = inputs.ends_after(values, tree.spec_steps if accepted is None else accepted, vocab_size)
     off_path, winners = _off_path(values, winners).flatten().to(device), winners.flatten()
     del values["target_predict"]
     values = {name: value.to(device) for name, value in values.items()}
-    values["target_logits"] = decisive_logits(winners.to(device), vocab_size, NARROW_LEAD)
+    values["target_logits"] = inputs.decisive_logits(winners.to(device), vocab_size, inputs.NARROW_LEAD)
     if is_flat:
         place = winners[:, None].to(device)
-        flat = torch.where(off_path[:, None], 0.0, NARROW_LEAD).to(torch.bfloat16)
+        flat = torch.where(off_path[:, None], 0.0, inputs.NARROW_LEAD).to(torch.bfloat16)
         values["target_logits"].scatter_(1, place, flat)
     values["seeds"] = torch.randint(2**60, (batch_size,), device=device)
     values["temperature"] = torch.ones(batch_size, device=device)

@@ -2,27 +2,18 @@
 
 import torch
 
-from bench.harness import grid
-from bench.harness.inputs import (
-    LARGE_VOCABULARY,
-    ODD_BATCH,
-    TREES,
-    VOCABULARY,
-    accepted_tree,
-    decisive_logits,
-    of_vocabulary,
-)
+from bench.harness import grid, inputs
 from bench.harness.torch_forms import Walk
 
 CASES = [
-    *grid(tree=TREES[:2], batch_size=[1, 8, 32], vocab_size=VOCABULARY),
-    {"tree": TREES[0], "batch_size": ODD_BATCH, "vocab_size": LARGE_VOCABULARY},
+    *grid(tree=inputs.TREES[:2], batch_size=[1, 8, 32], vocab_size=inputs.VOCABULARY),
+    {"tree": inputs.TREES[0], "batch_size": inputs.ODD_BATCH, "vocab_size": inputs.LARGE_VOCABULARY},
 ]
-SMALL_CASES = grid(batch_size=2, tree=TREES[0], vocab_size=300)
+SMALL_CASES = grid(batch_size=2, tree=inputs.TREES[0], vocab_size=300)
 
 
 def name(batch_size, tree, vocab_size):
-    return f"{tree} B={batch_size}{of_vocabulary(vocab_size)}"
+    return f"{tree} B={batch_size}{inputs.of_vocabulary(vocab_size)}"
 
 
 def is_checked(batch_size, tree, vocab_size):
@@ -30,8 +21,8 @@ def is_checked(batch_size, tree, vocab_size):
 
 
 def make(device, batch_size, tree, vocab_size):
-    values = accepted_tree(device, batch_size, tree, vocab_size)
-    values["target_logits"] = decisive_logits(values.pop("target_predict").flatten(), vocab_size)
+    values = inputs.accepted_tree(device, batch_size, tree, vocab_size)
+    values["target_logits"] = inputs.decisive_logits(values.pop("target_predict").flatten(), vocab_size)
     values["seeds"] = torch.randint(2**60, (batch_size,), device=device)
     for name, value in (("temperature", 1.0), ("epsilon", 0.09), ("delta", 0.3)):
         values[name] = torch.full((batch_size,), value, device=device)
