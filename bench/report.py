@@ -1,9 +1,8 @@
 """Makes the tables of the results: `python -m bench.report` writes them, `--check` tells whether they are up to date.
 
 `results/<gpu>/README.md` holds the headline cases, what the apps of `bench/apps` have measured (each makes its own
-tables), and every case; README.md, between its two marks, the rows of `README_ROWS` on one GPU; `PAGES`, between marks,
-the tables of an app. A row comes from one run: the newest in which our provider was timed on that case. Nobody types a
-number.
+tables), and every case; README.md, between its two marks, the rows of `README_ROWS` on one GPU; `SERVER_PAGE`, between
+its own, the tables of the app `server`. A row comes from one run: the newest in which our provider was timed on it.
 `results/<gpu>/report.md` shows cells of experiments, and pictures, which `figures/` holds as PNG and SVG: of them, of
 throughput, of kernels; none of these is committed. Without matplotlib a page that is there stays, and a new one has no
 pictures. `--experiment FILE --output DIR` makes nothing but the page and the pictures of one experiment.
@@ -42,8 +41,8 @@ README_ROWS = (
     ("prefill_attention", "B=1 L=4096 heads 32/8/128"),
 )
 README_SERVER = "NVIDIA_H200"
-# pages beside README.md that hold an app's tables between marks of its name, `<!-- server:begin -->`
-PAGES = {"server": Path("eagle_kernels", "integrations", "sglang", "README.md")}
+# the page beside README.md that holds the tables of `--app server`, between the marks `<!-- server:begin -->`
+SERVER_PAGE = Path("eagle_kernels", "integrations", "sglang", "README.md")
 # of a benchmark that marks no headline case: the first ones that a peer was timed on, or the first with most providers
 _MAX_UNMARKED = 2
 
@@ -140,21 +139,19 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
         if parts:
             title = f"# {_machine(sections) if sections else folder.name}"
             files[folder / "README.md"] = "\n\n".join([title, *parts]) + "\n"
-    marked = {"bench": (readme, front)}
-    marked |= {name: (readme.parent / page, _tables_of(directory, name)) for name, page in PAGES.items()}
+    marked = {"bench": (readme, front), "server": (readme.parent / SERVER_PAGE, _server_tables(directory))}
     for mark, (page, content) in marked.items():
         if page.exists():  # a README alone, in tests
             files[page] = filled(page, {mark: content or "No results yet."})
     return files
 
 
-def _tables_of(directory: Path, name: str) -> str:
-    """Returns the tables of an app on every GPU that it was run on, without their heading."""
+def _server_tables(directory: Path) -> str:
+    """Returns the tables of the app `server` on every GPU that it was run on, without their heading."""
     parts = []
-    for folder in _folders(directory):
-        file = folder / f"{name}.jsonl"
-        if file.exists() and (tables := APPS[name].tables(file)):
-            parts += [f"**{folder.name.replace('_', ' ')}**", *tables[1:]]
+    for file in sorted(directory.glob("*/server.jsonl")):
+        if tables := server_tables.tables(file):
+            parts += [f"**{file.parent.name.replace('_', ' ')}**", *tables[1:]]
     return "\n\n".join(parts)
 
 

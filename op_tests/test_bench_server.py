@@ -618,7 +618,7 @@ def test_tables(tmp_path, monkeypatch):
         results.append(tmp_path / "results", line)
     (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     monkeypatch.setattr(report, "declared", list)
-    page = tmp_path / report.PAGES["server"]
+    page = tmp_path / report.SERVER_PAGE
     where = ["--results", str(tmp_path / "results"), "--readme", str(tmp_path / "README.md")]
     assert report.main(where) == 0 and not page.exists()
     text = (tmp_path / "results" / "Some_GPU_80GB" / "README.md").read_text()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bench import run
-from bench.apps import server, server_judge, server_rows
-from bench.apps.server_judge import SAME, TIE, verdict
+from bench.apps import server, server_rows, server_texts
 from bench.apps.server_rows import PLUGGED_ROWS, STOCK_ROWS, TREES
+from bench.apps.server_texts import SAME, TIE, verdict
 from bench.peers.sglang_texts import GRAPH_SIZES, MAX_RUNNING, TextOrder
 
 # Its texts follow from their prompts. FAKE is what goes wrong in plugged engines.
@@ -189,16 +189,16 @@ def test_a_text_within_rounding_is_a_tie(monkeypatch):
     prompt, stock = list(b"def f(x):\n    "), []
     for _ in range(6):
         stock.append(best(prompt + stock)[0])
-    assert max(server_judge.gaps(prompt, stock)) == 0
+    assert max(server_texts.gaps(prompt, stock)) == 0
     assert verdict(prompt, stock, stock, False, 0.0) == SAME
     other = stock[:3] + [best(prompt + stock[:3])[1]]
     for _ in range(2):
         other.append(best(prompt + other)[0])
-    gap = max(server_judge.gaps(prompt, other))
+    gap = max(server_texts.gaps(prompt, other))
     assert gap > 0 and verdict(prompt, other, stock, False, gap) == TIE
     assert verdict(prompt, other, stock, False, 0.9 * gap).startswith(f"token 3 is {other[3]}, stock's is {stock[3]};")
     wrong = other[:5] + [best(prompt + other[:5])[1]]  # what follows the tie counts too
-    monkeypatch.setattr(server_judge, "gaps", lambda _, text: [0.0] * 5 + [99.0] * (len(text) - 5))
+    monkeypatch.setattr(server_texts, "gaps", lambda _, text: [0.0] * 5 + [99.0] * (len(text) - 5))
     assert "that of token 5 is 99.000 below" in verdict(prompt, wrong, stock, False, gap)
     assert verdict(prompt, stock[:4], stock, True, 0.0) == SAME
     assert verdict(prompt, stock[:4], stock, False, 0.0) == "4 tokens, stock has 6"
@@ -207,5 +207,5 @@ def test_a_text_within_rounding_is_a_tie(monkeypatch):
 
 def best(tokens):
     ids = torch.tensor([tokens])
-    logits = server_judge.target()(ids, server_judge.positions_of(ids), server_judge.causal_attend).logits[0, -1]
+    logits = server_texts.target()(ids, server_texts.positions_of(ids), server_texts.causal_attend).logits[0, -1]
     return logits.topk(2).indices.tolist()

@@ -15,47 +15,22 @@ from eagle_kernels.engine.models.protocol import DraftOutput, TargetModel, Targe
 LOGITS_STD = 8.0
 WEIGHT_STD = 0.02
 
-_QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
-    "draft_vocab_size": 32000,
-}
-_QWEN3_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
+# a row a model, as its config.json has them
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "rope_theta", "max_position_embeddings", "draft_vocab_size",
+)  # fmt: skip
+_QWEN3 = {"model_type": "qwen3", "rms_norm_eps": 1e-6}
 SHAPES = {
-    "llama-3.1-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 8192,
-        "draft_vocab_size": 32000,
-    },
-    "qwen3-4b": _QWEN3 | dict(zip(_QWEN3_SIZES, (2560, 9728, 36, 32))) | {"tie_word_embeddings": True},
-    "qwen3-8b": _QWEN3 | dict(zip(_QWEN3_SIZES, (4096, 12288, 36, 32))),
-    "qwen3-14b": _QWEN3 | dict(zip(_QWEN3_SIZES, (5120, 17408, 40, 40))),
-    "qwen3-32b": _QWEN3 | dict(zip(_QWEN3_SIZES, (5120, 25600, 64, 64))),
-    "small": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 1024,
-        "draft_vocab_size": 256,
-    },
+    name: dict(zip(_SIZES, sizes)) | others
+    for name, sizes, others in (
+        ("llama-3.1-8b", (128256, 4096, 14336, 32, 32, 8, 128, 500000.0, 8192, 32000), {}),
+        ("qwen3-4b", (151936, 2560, 9728, 36, 32, 8, 128, 1e6, 40960, 32000), _QWEN3 | {"tie_word_embeddings": True}),
+        ("qwen3-8b", (151936, 4096, 12288, 36, 32, 8, 128, 1e6, 40960, 32000), _QWEN3),
+        ("qwen3-14b", (151936, 5120, 17408, 40, 40, 8, 128, 1e6, 40960, 32000), _QWEN3),
+        ("qwen3-32b", (151936, 5120, 25600, 64, 64, 8, 128, 1e6, 40960, 32000), _QWEN3),
+        ("small", (512, 64, 96, 8, 4, 2, 16, 10000.0, 1024, 256), {}),
+    )
 }
 
 

@@ -41,7 +41,7 @@ from ..peers.sglang_engine import ALL_REDUCES, EngineFailure, Installation, Orde
 from . import generation, server_tables, server_texts
 from .random_models import head_config, target_config
 from .server_cases import CASES, MATCH, OWN, RANK_CASES, STOCK, SYSTEMS, Case, ranks_of
-from .server_judge import ROUNDING
+from .server_rows import PLUGGED_ROWS
 from .server_tables import TOLERANCE, all_tables, off_stock, setting
 
 # tokens of the generations between which the slope is taken: of the shorter one, and of the longer one at most
@@ -314,16 +314,11 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--flashinfer", type=Path, metavar="FOLDER", help="where FlashInfer is, likewise")
     parser.add_argument("--case", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME", help="as listed above")
-    parser.add_argument(
-        "--together", action="store_true", help="start a case's engines at once; repeats are timed in turn"
-    )
-    parser.add_argument(
-        "--tp", type=int, default=1, help=f"GPUs of an engine; cases of several: {', '.join(RANK_CASES)}"
-    )
-    parser.add_argument(
-        "--all-reduce", choices=ALL_REDUCES, default=ALL_REDUCES[0],
-        help="how several GPUs add up: by SGLang's own kernel, where that works, or by NCCL",
-    )  # fmt: skip
+    parser.add_argument("--together", action="store_true", help="start a case's engines at once, and time them in turn")
+    ranks = f"GPUs of an engine; cases of several: {', '.join(RANK_CASES)}"
+    parser.add_argument("--tp", type=int, default=1, help=ranks)
+    add_up = "how several GPUs add up: by SGLang's own kernel, where that works, or by NCCL"
+    parser.add_argument("--all-reduce", choices=ALL_REDUCES, default=ALL_REDUCES[0], help=add_up)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="slopes of which the median counts (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="once and shorter; the tables leave such lines out")
     parser.add_argument("--limit", type=float, help="seconds that an engine of SGLang may take, without waiting")
@@ -331,10 +326,10 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=["small"], help="for tests, in place of the cases' own")
     check = parser.add_argument_group("texts", "the plug-in's texts against stock's, of the embedded pair")
     check.add_argument("--check-only", action="store_true", help="compare texts and acceptance, and time nothing")
-    rows = server_texts.row_names()
+    rows = [row.name for row in PLUGGED_ROWS]
     check.add_argument("--row", nargs="+", choices=rows, default=rows, metavar="NAME", help=", ".join(rows))
     check.add_argument("--jobs", type=int, default=1, help="engines that run at once")
-    check.add_argument("--dtype", choices=list(ROUNDING), default="float16", help="of models and KV")
+    check.add_argument("--dtype", choices=list(server_texts.ROUNDING), default="float16", help="of models and KV")
     options = parser.parse_args(arguments)
     for name in ("jobs", "tp", "repeats"):
         if getattr(options, name) < 1:

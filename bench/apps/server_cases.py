@@ -48,9 +48,12 @@ def ranks_of(tp: int, all_reduce: str) -> dict[str, int | str]:
 # 1.0 of 1,024 tokens. SGLang runs 48 at once by default where it speculates; so do all here.
 _LENGTHS = random.Random(0)
 REQUESTS = tuple((_LENGTHS.randint(716, 1024), _LENGTHS.randint(716, 1024)) for _ in range(500))
+LONGEST_PROMPT = max(prompt for prompt, _ in REQUESTS)
 RUNNING = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48)
 # trees of that pull request, the last one naive; the first drafts two levels of which three nodes are kept
-REQUEST_TREES = {"plain": None, "4/2/4": 2.2, "2/1/2": 1.7, "1/1/2": 1.7}
+REQUEST_TREES = (
+    ("plain", None, None), ("4/2/4", (4, 2, 4), 2.2), ("2/1/2", (2, 1, 2), 1.7), ("1/1/2", (1, 1, 2), 1.7)
+)  # fmt: skip
 
 # the models and batch sizes of tri-sds (github.com/Mog9/tri-sds), each plain and with a tree
 QWEN3 = {"4B": "qwen3-4b", "8B": "qwen3-8b", "14B": "qwen3-14b", "32B": "qwen3-32b"}
@@ -63,15 +66,8 @@ CASES = (
     Case("4/3/8", (32,), (4, 3, 8), 2.5, sampling=TREE_SAMPLING),
     Case("4/4/16", (8,), (4, 4, 16), 2.5, prompt_tokens=8192, sampling=TREE_SAMPLING),
     *(
-        Case(
-            f"requests {name}",
-            RUNNING,
-            accept and tuple(map(int, name.split("/"))),
-            accept,
-            prompt_tokens=max(prompt for prompt, _ in REQUESTS),
-            requests=REQUESTS,
-        )
-        for name, accept in REQUEST_TREES.items()
+        Case(f"requests {name}", RUNNING, tree, accept, prompt_tokens=LONGEST_PROMPT, requests=REQUESTS)
+        for name, tree, accept in REQUEST_TREES
     ),
     *(
         Case(f"Qwen3-{size} {name}", QWEN3_BATCHES, tree, accept, long=176, shape=shape)
@@ -81,10 +77,7 @@ CASES = (
     *(
         Case(f"{size} {name}", (1, 8, 32), tree, accept, long=304, sampling=sampling, shape=shape)
         for size, shape in RANK_SHAPES.items()
-        for name, tree, accept, sampling in (
-            ("plain", None, None, GREEDY),
-            ("4/3/8", (4, 3, 8), 2.5, TREE_SAMPLING),
-        )
+        for name, tree, accept, sampling in (("plain", None, None, GREEDY), ("4/3/8", (4, 3, 8), 2.5, TREE_SAMPLING))
     ),
 )
 RANK_CASES = [case.name for case in CASES if case.name.partition(" ")[0] in RANK_SHAPES]

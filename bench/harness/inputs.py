@@ -250,3 +250,9 @@ def visible_drafts(values: dict) -> torch.Tensor:
     """tree_mask [B, N, W] as bool [B, N, N]."""
     node = torch.arange(values["query"].shape[1], device=values["query"].device)
     return ((values["tree_mask"][:, :, node // 64] >> (node % 64)) & 1).bool()
+
+
+def prefixed_masks(values: dict) -> list[torch.Tensor]:
+    """`visible_drafts` of each request, flat, with its prefix before every row."""
+    masks = zip(visible_drafts(values), values["seq_lens"].tolist())
+    return [torch.nn.functional.pad(visible, (prefix, 0), value=True).flatten() for visible, prefix in masks]

@@ -230,10 +230,7 @@ def _regenerate(
         fitting,
         output / "answers.jsonl",
         json.dumps({**facts, **{name: getattr(options, name) for name in names}}, sort_keys=True),
-        max_new_tokens=options.answer_tokens,
-        temperature=options.answer_temperature,
-        seed=options.seed,
-        batch_size=options.batch_size,
+        options,
         end_token_ids=read_eos_token_ids(target_folder, target.vocab_size),
         deadline=deadline,
     )

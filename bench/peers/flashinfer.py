@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..harness.declaration import Run, Unavailable
-from ..harness.inputs import visible_drafts
+from ..harness.inputs import prefixed_masks
 
 
 def gqa_decode(values: dict) -> Run:
@@ -31,11 +31,7 @@ def tree_attention(values: dict) -> Run:
     batch_size, num_nodes, num_heads, head_dim = query.shape
     page_size, num_kv_heads = k_cache.shape[1:3]
     qo_indptr = torch.arange(batch_size + 1, dtype=torch.int32, device=query.device) * num_nodes
-    visible = visible_drafts(values)
-    mask = torch.cat([
-        torch.nn.functional.pad(visible[request], (prefix, 0), value=True).flatten()
-        for request, prefix in enumerate(values["seq_lens"].tolist())
-    ])  # fmt: skip
+    mask = torch.cat(prefixed_masks(values))
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=query.device)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
     wrapper.plan(

@@ -15,7 +15,7 @@ import torch
 from eagle_kernels.runtime.language import triton
 
 from ..harness.declaration import Run, Unavailable
-from ..harness.inputs import visible_drafts
+from ..harness.inputs import prefixed_masks
 from ..harness.timing import quick_us
 from . import FOLDER, sglang_caller
 
@@ -107,11 +107,7 @@ def tree_attention(values: dict) -> Run:
     bounds = torch.tensor([0, *prefixes]).cumsum(0) + torch.arange(batch_size + 1) * num_nodes
     places = torch.cat([torch.arange(last - num_nodes, last) for last in bounds[1:].tolist()])
     drafts = [cache[with_drafts[places.to(query.device)]] for cache in caches]
-    visible = visible_drafts(values)
-    masks = [
-        torch.nn.functional.pad(visible[request], (prefix, 0), value=True).flatten()
-        for request, prefix in enumerate(prefixes)
-    ]
+    masks = prefixed_masks(values)
     sizes = torch.tensor([0, *(len(mask) for mask in masks)])
     mask, mask_indptr = torch.cat(masks), sizes.cumsum(0).to(query.device)
     qo_indptr = torch.arange(batch_size + 1, dtype=torch.int32, device=query.device) * num_nodes

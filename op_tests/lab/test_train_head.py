@@ -185,13 +185,16 @@ def test_sampled_answers_do_not_depend_on_the_batch(target_folder, tmp_path):
     target = load_target(target_folder)
     config = EagleConfig.from_dict(head_config(target_folder, target, HeadOptions(), (1, 2, 3), 257))
     prompts = [[1, 2, 3], [7], [7], [9, 8]]
-    sampled = {"max_new_tokens": 6, "temperature": 1.0, "seed": 5, "end_token_ids": (256,), "deadline": math.inf}
-    path = tmp_path / "answers.jsonl"
-    answers = answer_prompts(target, config, prompts, path, "{}", batch_size=4, **sampled)
+    options, path = HeadOptions(answer_tokens=6, answer_temperature=1.0, seed=5), tmp_path / "answers.jsonl"
+
+    def answered(batch_size, deadline=math.inf):
+        wanted = replace(options, batch_size=batch_size)
+        return answer_prompts(target, config, prompts, path, "{}", wanted, end_token_ids=(256,), deadline=deadline)
+
+    answers = answered(4)
     assert len({*map(tuple, answers)}) == 4
     path.write_text("\n".join(path.read_text().splitlines()[:2]) + "\n")
-    assert answer_prompts(target, config, prompts, path, "{}", batch_size=2, **sampled) == answers
-    assert answer_prompts(target, config, prompts, path, "{}", batch_size=1, **sampled | {"deadline": 0}) == answers
+    assert answered(2) == answers and answered(1, deadline=0) == answers
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(target_folder, text_file, tmp_path, capsys):
@@ -300,7 +303,7 @@ def test_pieces_add_up_to_the_whole_batch(target_folder):
         chosen = replace(options, batch_size=batch_size, accumulate=accumulate)
         pieces = shuffled_pieces(examples, chosen)(0)
         assert len(pieces) == accumulate
-        losses = [piece_loss(head, target, piece, Accuracy(3, target.device)) for piece in pieces]
+        losses = [piece_loss(head, target, Accuracy(3, target.device), piece) for piece in pieces]
         return sum(losses), torch.autograd.grad(sum(losses), list(head.parameters()))
 
     torch.testing.assert_close(loss_and_gradients(2, 2), loss_and_gradients(4, 1), atol=1e-6, rtol=1e-4)
@@ -317,7 +320,7 @@ def test_only_answers_are_learnt(target_folder):
     head, _ = new_head(target_folder, target, [example], options, aux_layers)
     batch = head_data.collate([example], shortest=12)
     counts = torch.tensor([4.0, 4.0, 4.0])
-    loss = piece_loss(head, target, Piece(batch, counts), Accuracy(3, target.device))
+    loss = piece_loss(head, target, Accuracy(3, target.device), Piece(batch, counts))
 
     lesson = unrolled.study(target, head, batch.tokens)
     expected = 0.0

@@ -54,11 +54,25 @@ def acceptance_rows(
     tell  gets a line of progress from time to time
     """
     engines = [EAGLEInference(draft, target, tree) for tree in trees]
+
+    def generate(engine: EAGLEInference, **options: Any) -> tuple[list[list[int]], list[GenerationStats]]:
+        """Returns the texts of all prompts and the statistics of each batch; prompt i has seed i in any batch."""
+        texts, stats = [], []
+        name = _describe(engine.config) if options.get("speculative", True) else "plain decoding"
+        for start in range(0, len(prompts), BATCH_SIZE):
+            batch = prompts[start : start + BATCH_SIZE]
+            place = f"{name}, prompt {start + 1} of {len(prompts)} and on"
+            told = None if tell is None else lambda line, place=place: tell(f"{place}: {line}")
+            output = decode(engine, batch, new_tokens, told, seeds=range(start, start + len(batch)), **options)
+            texts.extend(output.output_ids)
+            stats.append(output.stats)
+        return texts, stats
+
     rows = []
     for temperature in temperatures:
-        plain_texts, _ = _generate(engines[0], prompts, new_tokens, temperature, tell, speculative=False)
+        plain_texts, _ = generate(engines[0], temperature=temperature, speculative=False)
         for engine in engines:
-            texts, stats = _generate(engine, prompts, new_tokens, temperature, tell)
+            texts, stats = generate(engine, temperature=temperature)
             steps = sum(batch.steps for batch in stats)
             accepted = [sum(counts) for counts in zip(*(batch.accepted_per_depth for batch in stats), strict=True)]
             rows.append(
@@ -75,28 +89,6 @@ def acceptance_rows(
                 }
             )
     return rows
-
-
-def _generate(
-    engine: EAGLEInference,
-    prompts: list[list[int]],
-    new_tokens: int,
-    temperature: float,
-    tell: Callable[[str], None] | None,
-    speculative: bool = True,
-) -> tuple[list[list[int]], list[GenerationStats]]:
-    """Returns the texts of all prompts and the statistics of each batch; prompt i has seed i in any batch."""
-    texts, stats = [], []
-    name = _describe(engine.config) if speculative else "plain decoding"
-    for start in range(0, len(prompts), BATCH_SIZE):
-        batch = prompts[start : start + BATCH_SIZE]
-        seeds = range(start, start + len(batch))
-        place = f"{name}, prompt {start + 1} of {len(prompts)} and on"
-        told = None if tell is None else lambda line, place=place: tell(f"{place}: {line}")
-        output = decode(engine, batch, new_tokens, told, seeds=seeds, speculative=speculative, temperature=temperature)
-        texts.extend(output.output_ids)
-        stats.append(output.stats)
-    return texts, stats
 
 
 def _describe(tree: EAGLEConfig) -> str:

@@ -19,6 +19,7 @@ from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.heads import EagleConfig, EagleHead
 from eagle_kernels.runtime.values import is_integer, parse_json, shown
 
+from .head_recipe import HeadOptions
 from .progress import decode
 from .trainer import TimeBudgetReached, tell_changes
 
@@ -31,11 +32,8 @@ def answer_prompts(
     prompts: Sequence[list[int]],
     path: Path,
     fingerprint: str,
+    options: HeadOptions,
     *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    batch_size: int,
     end_token_ids: tuple[int, ...],
     deadline: float,
 ) -> list[list[int]]:
@@ -43,9 +41,10 @@ def answer_prompts(
 
     path          a file with a line for the fingerprint and one for each answer, written batch by batch
     fingerprint   everything that decides the answers; a file with another fingerprint is refused
+    options       of which count: answer_tokens, answer_temperature, seed and batch_size
     """
     answers = read_answers(path, fingerprint)
-    engine, longest = None, max(map(len, prompts), default=0) + max_new_tokens
+    engine, batch_size, longest = None, options.batch_size, max(map(len, prompts), default=0) + options.answer_tokens
     config = EAGLEConfig(topk=1, num_steps=1, max_batch=batch_size, eos_token_ids=end_token_ids, max_length=longest)
     began, done = time.monotonic(), len(answers)
     with path.open("a", encoding="utf-8") as file:
@@ -54,9 +53,9 @@ def answer_prompts(
                 raise TimeBudgetReached(f"answers: {len(answers)} of {len(prompts)}")
             engine = engine or _plain_engine(target, head_config, config)
             batch = prompts[len(answers) : len(answers) + batch_size]
-            seeds = [seed * SEED_STRIDE + index for index in range(len(answers), len(answers) + len(batch))]
-            options = {"seeds": seeds, "speculative": False, "temperature": temperature}
-            output = decode(engine, batch, max_new_tokens, _tell, **options).output_ids
+            seeds = [options.seed * SEED_STRIDE + index for index in range(len(answers), len(answers) + len(batch))]
+            sampling = {"seeds": seeds, "speculative": False, "temperature": options.answer_temperature}
+            output = decode(engine, batch, options.answer_tokens, _tell, **sampling).output_ids
             file.write("".join(json.dumps(answer) + "\n" for answer in output))
             file.flush()
             answers += output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -66,19 +66,12 @@ def fit_head(
     mean_length = sum(len(example.tokens) for example in train) / len(train)
     stage = Stage("head", steps, size, options.learning_rate, options.weight_decay, options.clip_norm)
     pieces_of = shuffled_pieces(train, options)
-    run.fit(
-        stage,
-        head,
-        pieces_of,
-        lambda piece: piece_loss(head, target, piece, accuracy),
-        size * mean_length,
-        tell=accuracy.tell,
-        after_step=after_step,
-    )
+    loss_of = partial(piece_loss, head, target, accuracy)
+    run.fit(stage, head, pieces_of, loss_of, size * mean_length, tell=accuracy.tell, after_step=after_step)
     return accuracy
 
 
-def piece_loss(head: EagleHead, target: Decoder, piece: Piece, accuracy: Accuracy) -> Tensor:
+def piece_loss(head: EagleHead, target: Decoder, accuracy: Accuracy, piece: Piece) -> Tensor:
     """Computes the part of the step's loss that comes from this piece."""
     tokens, is_learnt, counts = (tensor.to(target.device) for tensor in (*piece.batch, piece.counts))
     lesson = study(target, head, tokens)
