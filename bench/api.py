@@ -6,8 +6,6 @@ that `eagle_kernels` and its modules `ops`, `raw` and `types` import when they a
 torch the ops, whose files are not imported for that.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib

@@ -3,8 +3,6 @@
 Files and imports among them by family, arguments of kernels, lines of code, and bytes of the API pages.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 from collections import Counter

@@ -4,8 +4,6 @@ Graph times, or the bandwidth that is reached, ours beside each other provider, 
 beside the results, `results/<gpu>/<op>_*.png`. Needs matplotlib.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

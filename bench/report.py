@@ -8,8 +8,6 @@ throughput, of kernels; none of these is committed. Without matplotlib a page th
 pictures. `--experiment FILE --output DIR` makes nothing but the page and the pictures of one experiment.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -13,8 +13,6 @@ lines to `results/<gpu>/drafters.jsonl`.
                trees; plain decoding beside it
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from collections.abc import Callable, Sequence

@@ -16,8 +16,6 @@ acceptance where drafts are timed. Prints a table and writes JSON lines to `resu
     huggingface    generate of transformers with the same weights, eager and compiled with a static cache
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import statistics

@@ -14,8 +14,6 @@ With `--join`, one more prompt of that length joins requests that run: gap_ms is
 its first token, and of_alone what they had before.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

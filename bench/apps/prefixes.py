@@ -10,8 +10,6 @@ Prints a table and writes JSON lines to `results/<gpu>/prefixes.jsonl`: first_ms
 repeats of the median time to a request's first token, and of the time to the last token of all.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

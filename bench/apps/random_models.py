@@ -1,7 +1,5 @@
 """Models of published shapes with random weights: speed does not depend on what the weights are."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Models that say what is given, so that acceptance measures the drafter and not the model: code that is edited."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -4,8 +4,6 @@ The load is that of `python -m eagle_kernels benchmark --requests`, the models a
 simulated acceptance. Prints a table and writes JSON lines to `results/<gpu>/requests.jsonl`.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -20,8 +20,6 @@ on one GPU and is left out. Tables keep these lines apart.
 `--check-only` compares texts in the place of this, and needs no options of the above but the folders: server_texts.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import re

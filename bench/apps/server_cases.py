@@ -1,7 +1,5 @@
 """What the server is timed with, and the systems that are compared."""
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The engines and the traffic with which SGLang's texts are compared."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, NamedTuple
 

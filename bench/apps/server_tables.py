@@ -1,7 +1,5 @@
 """Tables of the server's steps, requests and models, and the check of what was accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

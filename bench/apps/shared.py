@@ -1,7 +1,5 @@
 """What the apps share: the shape of their models, where they run, and what becomes of their lines."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path

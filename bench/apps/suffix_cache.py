@@ -18,8 +18,6 @@ is; the garbage collector, to which the drafts kept here would be work, is off. 
 drafted: some of the worst times are those of states that are asked for the first time.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """The check before any number: every provider against the reference, on the timed inputs where possible."""
 
-from __future__ import annotations
-
 import inspect
 
 import torch

@@ -13,8 +13,6 @@
 Only `name`, the cases, `make` and `count_bytes` must be there.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Tables of results as Markdown, of the newest lines, and the pages that hold them."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the benchmarks of the renormalising filters share: rows of probabilities, and their cases."""
 
-from __future__ import annotations
-
 import torch
 
 from .declaration import grid

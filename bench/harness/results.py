@@ -1,7 +1,5 @@
 """Result records: one JSON line per case and provider in `results/<gpu>/<op>.jsonl`, and a table of them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

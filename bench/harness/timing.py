@@ -9,8 +9,6 @@ cold    one replay of a graph of one call, after the L2 cache was overwritten; c
 Graphs are launched while the GPU is still busy with something else: a slow host does not show in their times.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Plain torch formulations that several benchmarks share: of sampling rows, building trees and walking them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

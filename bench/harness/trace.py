@@ -1,7 +1,5 @@
 """What the device did, from a trace of PyTorch's profiler."""
 
-from __future__ import annotations
-
 import collections
 import json
 import tempfile

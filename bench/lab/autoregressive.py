@@ -1,7 +1,5 @@
 """The baseline of every comparison: the engine's own plain decoding, a token a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from eagle_kernels import EAGLEConfig, EAGLEInference

@@ -1,7 +1,5 @@
 """Which pictures there are of what was measured, what is said below each, and their files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ Steps are those that `python -m bench.run --app generation` and `--app load` hav
 here, with the embedded pair, by `--measure`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

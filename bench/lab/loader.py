@@ -3,8 +3,6 @@
 A name is a folder, a model of the Hugging Face hub, which is fetched, or `embedded/target`.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import sys

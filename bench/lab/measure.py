@@ -1,7 +1,5 @@
 """One cell of an experiment: all prompts, some at a time, several times over."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Sequence

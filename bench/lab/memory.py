@@ -1,7 +1,5 @@
 """The most memory that was held in each phase, phases inside of each other included."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

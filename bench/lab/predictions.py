@@ -1,7 +1,5 @@
 """What the model of `speedup.py` says of measured steps, beside them, as Markdown tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..apps.random_models import SHAPES

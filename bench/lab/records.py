@@ -1,7 +1,5 @@
 """What the lines of an experiment say, in the order and the groups in which it is shown."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

@@ -4,8 +4,6 @@ A language model may draft for another one only if both mean the same text by th
 Two well-known pairs break it; they stay listed, marked, so that whoever looks for them learns why.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 

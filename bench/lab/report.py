@@ -1,7 +1,5 @@
 """Writes the page and the pictures of one folder of results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

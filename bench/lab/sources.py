@@ -1,7 +1,5 @@
 """Where prompts come from: files, data sets of the Hugging Face hub, and texts of our own where neither is there."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

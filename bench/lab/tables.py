@@ -1,7 +1,5 @@
 """Tables of an experiment's cells, as rows of text: every number of each, and a short one of methods against K."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

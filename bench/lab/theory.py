@@ -5,8 +5,6 @@ The example runs the library's own reference of verification, with every outcome
 predictions use what `python -m bench.run --app generation` has measured.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

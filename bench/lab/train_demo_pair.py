@@ -9,8 +9,6 @@ the device's arithmetic is deterministic). `--measure-acceptance` then decodes h
 the result to its model card.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -6,8 +6,6 @@ The output folder holds the head, in the format of SpecForge and SGLang, and bes
     training.json     the settings and the acceptance of the result; until the end, the validations so far
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

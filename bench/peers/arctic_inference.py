@@ -1,7 +1,5 @@
 """Arctic Inference's suffix decoding, in C++, which ships as source: `pip install arctic-inference` builds it."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 from eagle_kernels.engine.drafters.suffix_drafts import SuffixDraft

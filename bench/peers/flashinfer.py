@@ -1,7 +1,5 @@
 """FlashInfer's paged decode attention and its filters of probabilities; compiles its kernels on first use."""
 
-from __future__ import annotations
-
 import torch
 
 from ..harness.declaration import Run, Unavailable

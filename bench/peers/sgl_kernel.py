@@ -1,7 +1,5 @@
 """SGLang's CUDA ops, out of the wheel sglang-kernel 0.4.4: `.peers/sgl_kernel_sm90.so`, for Hopper and torch 2.11."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

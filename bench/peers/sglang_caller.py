@@ -3,8 +3,6 @@
 The buffers are allocated once, which a server does not; everything else that a caller must do is in the timed call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

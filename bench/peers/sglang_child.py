@@ -11,8 +11,6 @@ writes a file for each record that the engine waits to be seen: `started`, and `
 RECORDS at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib

@@ -4,8 +4,6 @@ SGLang is what Python finds, or what lies in a folder (`pip install --target FOL
 checkout is shown to it as an installed package would be; stock engines are told to load no plug-in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ SGLang turns and norms in place. The functions here do so on copies, made before
 what the first one left, and its time does not depend on that. KV is written into the caches that were given.
 """
 
-from __future__ import annotations
-
 import importlib
 
 import torch

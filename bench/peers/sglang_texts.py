@@ -1,7 +1,5 @@
 """One SGLang engine with the embedded pair of models, whose texts are compared: an order for `sglang_engine.run`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 It is copied beside that script, and imports nothing of this repository.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 READY_TOKENS = 8  # of a request, before the one that waits for it joins

@@ -3,8 +3,6 @@
 SGLang itself runs them on XPU only, where its CUDA ops do not exist.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """torch.compile of the plain torch formulation that a benchmark has anyway."""
 
-from __future__ import annotations
-
 import torch
 
 from ..harness.declaration import Prepare, Run, Unavailable

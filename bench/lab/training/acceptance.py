@@ -4,8 +4,6 @@ If a head reads its features a row off, or a tree mask has a bit too many, the t
 shows the fault.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

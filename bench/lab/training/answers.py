@@ -3,8 +3,6 @@
 A head has to guess what its target says, not what people wrote.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Conversations as tokens, and the tokens that belong to answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Everybody who runs Python has it. A hash of its path decides the side of a file,
 files come or go. Second copies of the same contents are dropped: they could bring held-out text into training.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path

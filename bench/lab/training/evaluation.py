@@ -1,7 +1,5 @@
 """Quality of the trained pair on held-out text, without the engine, and the pair's model card."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

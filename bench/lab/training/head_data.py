@@ -11,8 +11,6 @@ Conversations may also use the keys `messages`, `role` and `content`. Examples l
 several. An error about a line names it as file:line.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

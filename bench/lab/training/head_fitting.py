@@ -1,7 +1,5 @@
 """The parts of the training loop for heads: batches of examples, their loss, and the accuracy to report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The options of `train-head`, and the config.json of the head that it trains."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lines of progress where no bar is shown: at least one every few seconds, however long a step takes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

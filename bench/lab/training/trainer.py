@@ -1,7 +1,5 @@
 """One training loop for every model: schedule, checkpoints, a time budget, progress, and the folder it ends in."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

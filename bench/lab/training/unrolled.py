@@ -5,8 +5,6 @@ token t_{j+1+i} and its own output of depth i - 1 (the target's features at dept
 predicts there, i.e. t_{j+2+i}. It attends to the depth-0 rows up to j, and to itself at depths 1..i.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
