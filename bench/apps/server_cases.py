@@ -12,21 +12,17 @@ TREE_SAMPLING = (*GREEDY, (0.8, 0.95))
 
 
 class Case(NamedTuple):
-    """What one engine is measured with.
-
-    tree: topk, steps, nodes; accept: mean tokens of a step that are simulated. long: tokens of the longer of the two
-    generations between which the slope is taken. requests: lengths of prompts and texts,
-    which are sent at once, in place of batches of equal ones; batches are those that have a CUDA graph then.
-    """
+    """What one engine is measured with."""
 
     name: str
     batches: tuple[int, ...]
-    tree: tuple[int, int, int] | None = None
-    accept: float | None = None
+    tree: tuple[int, int, int] | None = None  # topk, steps, nodes
+    accept: float | None = None  # mean tokens of a step that are simulated
     prompt_tokens: int = 512
-    long: int = 560
+    long: int = 560  # tokens of the longer of the two generations between which the slope is taken
     sampling: tuple[tuple[float, float], ...] = GREEDY
     shape: str = "llama-3.1-8b"
+    # lengths of prompts and texts that are sent at once, in place of equal ones; batches are then those with a graph
     requests: tuple[tuple[int, int], ...] = ()
 
     def sampling_of(self, system: str) -> tuple[tuple[float, float], ...]:
@@ -35,10 +31,7 @@ class Case(NamedTuple):
 
 
 def ranks_of(tp: int, all_reduce: str) -> dict[str, int | str]:
-    """Returns what a line tells of the GPUs of its engine: nothing of one.
-
-    tp: the number of GPUs. all_reduce: how these add up, of `sglang_engine.ALL_REDUCES`.
-    """
+    """Returns what a line tells of `tp` GPUs of its engine, which add up in one of `sglang_engine.ALL_REDUCES`."""
     return {"tp": tp, "all_reduce": all_reduce} if tp > 1 else {}
 
 

@@ -48,12 +48,12 @@ class Floor(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One set of sizes. is_checked, is_headline: as declared by `is_checked` and HEADLINES."""
+    """One set of sizes."""
 
     name: str
     sizes: dict
-    is_checked: bool = True
-    is_headline: bool = False
+    is_checked: bool = True  # as declared by `is_checked`
+    is_headline: bool = False  # and by HEADLINES
 
 
 def grid(**sizes) -> list[dict]:
@@ -64,29 +64,18 @@ def grid(**sizes) -> list[dict]:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One op's cases and the providers that compute them on the same inputs.
+    """One op's cases and the providers that compute them on the same inputs."""
 
-    path: of the op, `"tree.build_tree"`.
-    cases: the sizes that are timed.
-    small_cases: sizes for which every provider is checked before anything is timed, and the only ones without a GPU.
-    make: make(device, **sizes), the arguments of the op.
-    count_bytes: count_bytes(**sizes), the bytes that have to move at least.
-    providers: others than the op's own launcher, which is always the first.
-    peers: providers that other projects' packages compute, run on request.
-    floor: what the times are measured by, where the op has a goal of that kind.
-    sweep: further sizes, for plots (`bench.plot`); timed on request, in no table.
-    drawn: drawn(seed, count) gives cases as servers have them, from which no setting was chosen; None: there are none.
-    """
-
-    path: str
-    cases: Sequence[Case]
-    small_cases: Sequence[Case]
-    make: Callable[..., dict]
-    count_bytes: Callable[..., int]
-    providers: dict[str, Prepare] = field(default_factory=dict)
-    peers: dict[str, Prepare] = field(default_factory=dict)
-    floor: Floor | None = None
-    sweep: Sequence[Case] = ()
+    path: str  # of the op, `"tree.build_tree"`
+    cases: Sequence[Case]  # that are timed
+    small_cases: Sequence[Case]  # every provider is checked on them before any is timed; the only ones without a GPU
+    make: Callable[..., dict]  # make(device, **sizes), the arguments of the op
+    count_bytes: Callable[..., int]  # count_bytes(**sizes), the bytes that have to move at least
+    providers: dict[str, Prepare] = field(default_factory=dict)  # beside the op's own launcher, which is the first
+    peers: dict[str, Prepare] = field(default_factory=dict)  # which other projects' packages compute, run on request
+    floor: Floor | None = None  # what the times are measured by, where the op has a goal of that kind
+    sweep: Sequence[Case] = ()  # further sizes, for plots (`bench.plot`); timed on request, in no table
+    # drawn(seed, count) gives cases as servers have them, from which no setting was chosen; None: there are none
     drawn: Callable[[int, int], list[Case]] | None = None
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 
 from eagle_kernels import EAGLEConfig
 from eagle_kernels.engine.serve.output import record_of
+from eagle_kernels.runtime.validated import Validated, is_number
 from eagle_kernels.runtime.values import is_integer
 
 TREE_TOPK = 4
@@ -24,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, repr=False)
-class BenchmarkConfig:
+class BenchmarkConfig(Validated):
     """K, a method and the rest; `engine.stream(prompt, config.max_new_tokens, **config.stream_options())` runs it."""
 
     model_pair_name: str  # of `registry.REGISTRY`, or any other name
@@ -38,8 +39,8 @@ class BenchmarkConfig:
 
     def __post_init__(self) -> None:
         self._require(self.K is None or (is_integer(self.K) and self.K >= 1), "K", "be None or an int of at least 1")
-        is_number = is_integer(self.temperature) or isinstance(self.temperature, float)
-        self._require(is_number and 0 <= self.temperature < float("inf"), "temperature", "be a number of at least 0")
+        is_heat = is_number(self.temperature) and 0 <= self.temperature < float("inf")
+        self._require(is_heat, "temperature", "be a number of at least 0")
         # 0 and 0.0 are the same experiment
         object.__setattr__(self, "temperature", float(self.temperature))
         for name in ("max_new_tokens", "batch_size"):
@@ -100,7 +101,3 @@ class BenchmarkConfig:
             f"BenchmarkConfig({self.model_pair_name}, {self.decoder_label}, {self.prompt_domain}, "
             f"T={self.temperature:g}, {self.max_new_tokens} tokens, seed {self.seed}{batch}; {self.config_hash()})"
         )
-
-    def _require(self, holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"BenchmarkConfig: {name} must {rule}, got {getattr(self, name)!r}")

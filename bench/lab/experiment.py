@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from eagle_kernels.runtime.validated import Validated
 from eagle_kernels.runtime.values import is_integer
 
 from .config import METHODS, BenchmarkConfig
@@ -19,7 +20,7 @@ from .sources import DOMAINS
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(Validated):
     """Every pair, domain, temperature and batch size, plainly and with every method and K."""
 
     pairs: tuple[str, ...] = ("embedded",)  # of `registry.list_pairs()`
@@ -103,10 +104,6 @@ class Experiment:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    def _require(self, holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"Experiment: {name} must {rule}, got {getattr(self, name)!r}")
 
 
 def _hash_texts(prompts: Sequence[Prompt]) -> str:

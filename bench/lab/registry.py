@@ -36,19 +36,14 @@ VOCABULARIES: dict[str, Vocabulary] = {
 
 @dataclass(frozen=True)
 class ModelPair:
-    """A draft and its target.
-
-    draft_model_id, target_model_id  of the Hugging Face hub, a folder, or `embedded/...`
-    draft_dtype, target_dtype        of the weights
-    method                           `draft_model`: the draft is a language model; `eagle`: an EAGLE head, which shares
-                                     the target's tokens by construction
-    """
+    """A draft and its target."""
 
     pair_name: str
-    draft_model_id: str
+    draft_model_id: str  # of the Hugging Face hub, a folder, or `embedded/...`
     target_model_id: str
-    draft_dtype: DType = "bfloat16"
+    draft_dtype: DType = "bfloat16"  # of the weights
     target_dtype: DType = "bfloat16"
+    # "draft_model": the draft is a language model; "eagle": a head, which shares the target's tokens by construction
     method: Literal["draft_model", "eagle"] = "draft_model"
 
     @property

@@ -90,20 +90,17 @@ class Installation(NamedTuple):
 class AnyOrder:
     """What an engine is started with: an `Order` here, or a `TextOrder` of sglang_texts.py.
 
-    backend: of attention. tree: topk, steps, nodes; None: plain decoding. accept: mean tokens of a step that SGLang
-    simulates. rule: for EAGLE_KERNELS_SGLANG_VERIFY; None: left unset. tp: GPUs of the engine. all_reduce: of
-    ALL_REDUCES, how these add up. Each kind of order adds `asked`, for EAGLE_KERNELS_SGLANG (None: left unset; empty:
-    a stock engine), `needed`, the parts that must be in use, and `for_child`, which returns what `sglang_child.py`
-    reads.
+    Each adds `asked`, for EAGLE_KERNELS_SGLANG (None: left unset; empty: a stock engine), `needed`, the parts that must
+    be in use, and `for_child`, which returns what `sglang_child.py` reads.
     """
 
-    backend: str
+    backend: str  # of attention
     _: KW_ONLY
-    tree: tuple[int, int, int] | None = None
-    accept: float | None = None
-    rule: str | None = None
-    tp: int = 1
-    all_reduce: str = ALL_REDUCES[0]
+    tree: tuple[int, int, int] | None = None  # topk, steps, nodes; None: plain decoding
+    accept: float | None = None  # mean tokens of a step that SGLang simulates
+    rule: str | None = None  # for EAGLE_KERNELS_SGLANG_VERIFY; None: left unset
+    tp: int = 1  # GPUs of the engine
+    all_reduce: str = ALL_REDUCES[0]  # how these add up
 
     scripts: ClassVar[tuple[str, ...]] = (sglang_child.__file__,)  # the file that runs, and what it imports
 
@@ -147,22 +144,17 @@ class AnyOrder:
 
 @dataclass(frozen=True)
 class Order(AnyOrder):
-    """One engine and what it generates; its weights are dummies, its texts mean nothing.
+    """One engine and what it generates; its weights are dummies, its texts mean nothing."""
 
-    model, draft: config.json of the target and of the EAGLE-3 head. sampling: temperatures with their top-p. requests:
-    lengths of prompts and texts, which are sent at once in place of batches of equal ones. turns: a file that engines
-    share of which one generates at a time.
-    """
-
-    model: dict[str, Any]
-    draft: dict[str, Any]
+    model: dict[str, Any]  # config.json of the target
+    draft: dict[str, Any]  # and of the EAGLE-3 head
     batches: Sequence[int]
-    sampling: Sequence[tuple[float, float]]
+    sampling: Sequence[tuple[float, float]]  # temperatures with their top-p
     prompt_tokens: int
     lengths: tuple[int, int]
     repeats: int
-    requests: Sequence[tuple[int, int]] = ()
-    turns: Path | None = None
+    requests: Sequence[tuple[int, int]] = ()  # lengths of prompts and texts, sent at once in place of equal batches
+    turns: Path | None = None  # a file that engines share of which one generates at a time
 
     @property
     def asked(self) -> str:

@@ -34,16 +34,11 @@ ROLES = {
 
 
 class Example(NamedTuple):
-    """At most a window of tokens.
+    """At most a window of tokens."""
 
-    tokens    [T] int32
-    is_learnt [T] bool: whether the token after this one is to be learnt; True at the end of a text, all of which is
-    turns     the turns of a conversation in its first window, () in its later ones, None for a text
-    """
-
-    tokens: Tensor
-    is_learnt: Tensor
-    turns: tuple[Turn, ...] | None = None
+    tokens: Tensor  # [T] int32
+    is_learnt: Tensor  # [T] bool: whether the token after this one is; True at the end of a text, all of which is
+    turns: tuple[Turn, ...] | None = None  # of a conversation in its first window, () in its later ones; None: a text
 
     @property
     def digest(self) -> str:
@@ -52,10 +47,10 @@ class Example(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """tokens [B, T] int64, padded at the end; is_learnt [B, T] bool, as of `Example`, False in the padding."""
+    """Examples side by side, padded at the end."""
 
-    tokens: Tensor
-    is_learnt: Tensor
+    tokens: Tensor  # [B, T] int64
+    is_learnt: Tensor  # [B, T] bool, as of `Example`, False in the padding
 
 
 def read_examples(

@@ -42,23 +42,16 @@ class TimeBudgetReached(Exception):
 
 @dataclass
 class Run:
-    """The settings that stages share: where they compute, and how they stop, resume and report.
-
-    fingerprint   a JSON object of everything that decides the result; checkpoints with another one are refused
-    deadline      in time.monotonic() seconds
-    is_mixed      see `mixed_precision`
-    save_every, report_every   steps
-    report_to     where lines of progress go; None: stdout
-    """
+    """The settings that stages share: where they compute, and how they stop, resume and report."""
 
     device: torch.device
-    fingerprint: str
+    fingerprint: str  # a JSON object of all that decides the result; checkpoints with another one are refused
     checkpoint_folder: Path | None
-    deadline: float = math.inf
-    is_mixed: bool | None = None
-    save_every: int = SAVE_EVERY
+    deadline: float = math.inf  # in time.monotonic() seconds
+    is_mixed: bool | None = None  # see `mixed_precision`
+    save_every: int = SAVE_EVERY  # steps
     report_every: int = REPORT_EVERY
-    report_to: TextIO | None = None
+    report_to: TextIO | None = None  # where lines of progress go; None: stdout
     final_losses: dict[str, float] = field(default_factory=dict)
     training_seconds: dict[str, float] = field(default_factory=dict)
 

@@ -22,16 +22,11 @@ LOGIT_ROWS = 1024  # rows whose logits over the whole vocabulary exist at once
 
 
 class Lesson(NamedTuple):
-    """The target's output for tokens [B, T].
+    """The target's output for tokens [B, T]."""
 
-    features   [B, T, F], the streams that the head reads
-    choices    [B, T] int64, the most likely next token
-    probs      [B, T, Vd] fp32, the distribution over the draft vocabulary, renormalised
-    """
-
-    features: Tensor
-    choices: Tensor
-    probs: Tensor
+    features: Tensor  # [B, T, F], the streams that the head reads
+    choices: Tensor  # [B, T] int64, the most likely next token
+    probs: Tensor  # [B, T, Vd] fp32, the distribution over the draft vocabulary, renormalised
 
 
 class UnrolledAttend:
