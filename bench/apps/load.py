@@ -110,15 +110,15 @@ def serve(engine: EAGLEInference, load: Sequence[Wanted], phases: Sequence[Phase
     return {
         "tokens_per_s": tokens / (time.perf_counter() - start_s),
         "first_ms": 1e3 * statistics.median(first_s),
-        "gap_ms": 1e3 * statistics.median(gaps_s),
-        "late_ms": 1e3 * _late(gaps_s),
-        "worst_ms": 1e3 * max(gaps_s),
+        **_gap_times(gaps_s),
     }
 
 
-def _late(gaps_s: Sequence[float]) -> float:
-    """Returns the 99th percentile."""
-    return sorted(gaps_s)[math.ceil(0.99 * len(gaps_s)) - 1]
+def _gap_times(gaps_s: Sequence[float]) -> dict[str, float]:
+    """Returns the median, the 99th percentile and the largest, in ms."""
+    ordered = sorted(gaps_s)
+    times_s = (statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1], ordered[-1])
+    return {name: 1e3 * time_s for name, time_s in zip(("gap_ms", "late_ms", "worst_ms"), times_s)}
 
 
 def join(engine: EAGLEInference, num_clients: int, num_tokens: int, longest: int) -> dict[str, float]:
@@ -145,14 +145,8 @@ def join(engine: EAGLEInference, num_clients: int, num_tokens: int, longest: int
     for other in others:
         engine.abort(other)
     engine.collect()
-    gap_s = statistics.median(gaps_s)
-    return {
-        "first_ms": 1e3 * first_s,
-        "gap_ms": 1e3 * gap_s,
-        "late_ms": 1e3 * _late(gaps_s),
-        "worst_ms": 1e3 * max(gaps_s),
-        "of_alone": gap_s / alone_s,
-    }
+    times = {"first_ms": 1e3 * first_s, **_gap_times(gaps_s)}
+    return times | {"of_alone": times["gap_ms"] / (1e3 * alone_s)}
 
 
 def tables(file: Path) -> list[str]:

@@ -95,9 +95,9 @@ def draw(
     matplotlib_for("bench.report")
     folder.mkdir(parents=True, exist_ok=True)
     pictures: list[Picture] = []
-    for name, title, what, caption, figure in _figures(cells, steps, kernels):
-        name = _unused(name, pictures)
-        pictures.append(Picture(name, title, what, caption))
+    for picture, figure in _figures(cells, steps, kernels):
+        name = _unused(picture.name, pictures)
+        pictures.append(picture._replace(name=name))
         (folder / f"{name}.svg").write_text(svg_text(figure), encoding="utf-8")
         write_png(figure, folder / f"{name}.png")
     return pictures
@@ -105,30 +105,28 @@ def draw(
 
 def _figures(
     cells: Sequence[dict], steps: Sequence[Mapping], kernels: Sequence[Mapping]
-) -> Iterator[tuple[str, str, str, str, Any]]:
-    """Yields name, title, what was measured, caption and figure of each picture."""
+) -> Iterator[tuple[Picture, Any]]:
     for setting, group in pictured(cells).items():
         stem = f"{setting.pair}_b{setting.batch_size}_t{setting.temperature:g}"
         for function, title, caption in _OF_A_SETTING:
-            yield f"{function.__name__}_{stem}", title, str(setting), caption, function(group, f"{title}\n{setting}")
+            picture = Picture(f"{function.__name__}_{stem}", title, str(setting), caption)
+            yield picture, function(group, f"{title}\n{setting}")
     of_settings = {
         (f"{setting.pair}_t{setting.temperature:g}", str(setting)): curves
         for setting, curves in cell_curves(cells).items()
     }
-    of_shapes = {
-        (shape, f"shape of {shape}, random weights, simulated acceptance"): curves
-        for shape, curves in preset_curves(steps).items()
-    }
+    about, title = "random weights, simulated acceptance", "Throughput against batch"
+    of_shapes = {(shape, f"shape of {shape}, {about}"): curves for shape, curves in preset_curves(steps).items()}
     for (stem, what), curves in (of_settings | of_shapes).items():
-        title = "Throughput against batch"
-        yield f"throughput_{stem}", title, what, _CROSSING, figures.throughput(curves, f"{title}\n{what}")
+        picture = Picture(f"throughput_{stem}", title, what, _CROSSING)
+        yield picture, figures.throughput(curves, f"{title}\n{what}")
     cold = cold_kernels(kernels)
     if cold:
         caption, title, gpu = _ROOFLINE, "Bandwidth of the kernels", str(cold[0].get("gpu", ""))
         if missing := len(timed_kernels(kernels)) - len(cold):
             caption += f" {missing} cases were timed in graphs alone and are left out."
         figure = figures.roofline(cold, f"{title}\n{gpu}, no data in the L2 cache")
-        yield "roofline", title, gpu, caption, figure
+        yield Picture("roofline", title, gpu, caption), figure
 
 
 def _unused(name: str, pictures: Sequence[Picture]) -> str:

@@ -1,5 +1,6 @@
 """Where prompts come from: files, data sets of the Hugging Face hub, and texts of our own where neither is there."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,12 +89,7 @@ def downloaded_texts(domain: str, count: int, count_tokens: Callable[[str], int]
 
     name, configuration, split, prompt_of = _DATASETS[domain]
     rows = datasets.load_dataset(name, configuration, split=split, streaming=True)
-    texts: list[str] = []
-    for text in _wanted(map(prompt_of, rows), domain, count_tokens):
-        texts.append(text)
-        if len(texts) == count:
-            break
-    return texts
+    return list(itertools.islice(_wanted(map(prompt_of, rows), domain, count_tokens), count))
 
 
 def _wanted(texts: Iterator[str | None], domain: str, count_tokens: Callable[[str], int]) -> Iterator[str]:

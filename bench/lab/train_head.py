@@ -65,10 +65,8 @@ def train_head(
     Raises `TimeBudgetReached` when the time is up, after saving all that is needed to continue.
     """
     began = time.monotonic()
-    if dtype == torch.float16:
-        raise ValueError(
-            "train-head: --dtype must be bfloat16 or float32, got float16, whose gradients would need scaling"
-        )
+    rule = "be bfloat16 or float32"
+    _require(dtype != torch.float16, "dtype", rule, "float16, whose gradients would need scaling")
     if (output / "config.json").is_file() and not (output / "checkpoint").is_dir():
         raise ValueError(f"{output} holds another model; choose a new folder as --output")
     _check_family(target_folder)
@@ -171,37 +169,34 @@ def _check_family(target_folder: Path) -> None:
     """Refuses targets of other families than ours, from which the head takes its sizes and rotary embedding."""
     with naming(target_folder):
         model_type = read_model_type(read_config(target_folder))
-    if model_type not in FAMILIES:
-        raise ValueError(f"train-head: --target must have a model_type of {', '.join(FAMILIES)}, got {model_type!r}")
+    rule = f"have a model_type of {', '.join(FAMILIES)}"
+    _require(model_type in FAMILIES, "target", rule, repr(model_type))
 
 
 def settle(options: HeadOptions, target: Decoder) -> tuple[HeadOptions, tuple[int, ...]]:
     """Returns the options with the target's limits in place of None, and the auxiliary layers."""
-    window = options.window or min(MOST_WINDOW, target.max_length)
-    if window > target.max_length:
-        raise ValueError(
-            f"train-head: --window must be at most the {target.max_length} positions of the target, got {window}"
-        )
+    positions = target.max_length
+    window = options.window or min(MOST_WINDOW, positions)
+    _require(window <= positions, "window", f"be at most the {positions} positions of the target", window)
     answer_tokens = window // 2 if options.answer_tokens is None else options.answer_tokens
-    if answer_tokens >= window:
-        raise ValueError(f"train-head: --answer-tokens must be below --window {window}, got {answer_tokens}")
-    if options.validation_tokens >= target.max_length:
-        raise ValueError(
-            f"train-head: --validation-tokens must be below the {target.max_length} positions of the target, got "
-            f"{options.validation_tokens}"
-        )
+    _require(answer_tokens < window, "answer-tokens", f"be below --window {window}", answer_tokens)
+    validation = options.validation_tokens
+    rule = f"be below the {positions} positions of the target"
+    _require(validation < positions, "validation-tokens", rule, validation)
     vocabulary = options.draft_vocab_size or min(MOST_DRAFT_VOCAB, target.vocab_size)
-    if vocabulary > target.vocab_size:
-        raise ValueError(
-            f"train-head: --draft-vocab-size must be at most the {target.vocab_size} tokens of the target, got "
-            f"{vocabulary}"
-        )
+    rule = f"be at most the {target.vocab_size} tokens of the target"
+    _require(vocabulary <= target.vocab_size, "draft-vocab-size", rule, vocabulary)
     aux_layers, is_official = default_aux_layers(target.kv_shape.num_layers)
     if options.aux_layers is not None:
         aux_layers = options.aux_layers
     elif not is_official:
         _tell(f"the usual auxiliary layers do not ascend in {target.kv_shape.num_layers} layers: reads {aux_layers}")
     return replace(options, window=window, answer_tokens=answer_tokens, draft_vocab_size=vocabulary), aux_layers
+
+
+def _require(holds: bool, option: str, rule: str, value: Any) -> None:
+    if not holds:
+        raise ValueError(f"train-head: --{option} must {rule}, got {value}")
 
 
 def _regenerate(

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("safetensors")
 
-from bench.lab.training import answers, chat, head_data, progress, trainer
+from bench.lab.training import answers, chat, head_data, trainer
 from bench.lab.training.recipe import Stage
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
@@ -81,9 +81,9 @@ def test_decoding_in_a_pipe_is_told_by_the_clock(monkeypatch):
     want = engine.generate([[1], [2]], 3, seeds=0).output_ids
     for seconds, lines in ((0.0, [f"{count} of 6 tokens" for count in range(1, 7)]), (60.0, [])):
         told = []
-        monkeypatch.setattr(progress, "REPORT_SECONDS", seconds)
-        assert progress.decode(engine, [[1], [2]], 3, told.append, seeds=0).output_ids == want and told == lines
-    assert progress.decode(engine, [[1], [2]], 3, None, seeds=0).output_ids == want
+        monkeypatch.setattr(trainer, "REPORT_SECONDS", seconds)
+        assert trainer.decode(engine, [[1], [2]], 3, told.append, seeds=0).output_ids == want and told == lines
+    assert trainer.decode(engine, [[1], [2]], 3, None, seeds=0).output_ids == want
 
 
 def test_a_terminal_with_a_bar_gets_no_lines(monkeypatch, capsys):

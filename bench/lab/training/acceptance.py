@@ -20,7 +20,7 @@ from eagle_kernels.engine.models.tokenizer import load_tokenizer
 from eagle_kernels.engine.serve.output import GenerationStats
 from eagle_kernels.runtime.placement import device_name
 
-from .progress import decode
+from .trainer import decode
 
 NEW_TOKENS = 128
 BATCH_SIZE = 8

@@ -18,8 +18,7 @@ from eagle_kernels.engine.models.heads import EagleConfig, EagleHead
 from eagle_kernels.runtime.values import is_integer, parse_json, shown
 
 from .head_recipe import HeadOptions
-from .progress import decode
-from .trainer import TimeBudgetReached, tell_changes
+from .trainer import TimeBudgetReached, decode, tell_changes
 
 SEED_STRIDE = 1_000_003  # distance between the seeds of two runs
 

@@ -12,11 +12,12 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from eagle_kernels.engine.inference import EAGLEInference
 from eagle_kernels.engine.models.checkpoint import load_pickled, naming, safetensors
 from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.engine.serve.output import GenerationOutput
 from eagle_kernels.runtime.values import is_terminal
 
-from .progress import Pace
 from .recipe import Stage
 
 Pieces = Callable[[int], Sequence[Any]]  # from a step to its batch, in pieces that are computed one after another
@@ -27,6 +28,7 @@ LOSS_SMOOTHING = 0.02
 REPORT_EVERY = 50
 SAVE_EVERY = 250
 
+REPORT_SECONDS = 10.0  # where no bar is shown there is a line of progress as often, however long a step takes
 EXIT_UNFINISHED = 75  # stopped at the time budget; EX_TEMPFAIL of sysexits.h, "try again"
 
 
@@ -152,6 +154,37 @@ def tell_changes(then: str, now: str) -> str:
         name if isinstance(old.get(name), dict) else f"{name} {old.get(name)!r}, now {new.get(name)!r}"
         for name in changed
     )
+
+
+class Pace:
+    """The time since the last line of progress."""
+
+    def __init__(self) -> None:
+        self.told()
+
+    def told(self) -> None:
+        """Notes that a line was written."""
+        self._told_at = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Tells whether it is time for the next line."""
+        return time.monotonic() - self._told_at >= REPORT_SECONDS
+
+
+def decode(
+    engine: EAGLEInference,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    tell: Callable[[str], None] | None,
+    **options: Any,
+) -> GenerationOutput:
+    """Generates as `EAGLEInference.generate` does, and tells from time to time how many tokens there are."""
+    pace, stream = Pace(), engine.stream(prompts, max_new_tokens, **options)
+    for count, _ in enumerate(stream, start=1):
+        if tell is not None and pace.is_due():
+            tell(f"{count} of {len(prompts) * max_new_tokens} tokens")
+            pace.told()
+    return stream.output()
 
 
 @dataclass
