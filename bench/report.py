@@ -18,10 +18,9 @@ from .apps import APPS, server_tables
 from .harness import results
 from .harness.declaration import Benchmark, Case, declared
 from .harness.markdown import filled, markdown, write_stale
-from .lab.gallery import is_drawable
 from .lab.log import read_events, read_lines
 from .lab.records import newest_cells
-from .lab.report import PAGE, write_page
+from .lab.report import PAGE, is_drawable, write_page
 from .pictures import MissingMatplotlib, matplotlib_for
 
 ROOT = Path(__file__).parent.parent

@@ -27,9 +27,9 @@ from eagle_kernels.engine.models.loading import demo_pair
 from ..harness.markdown import markdown, newest
 from ..harness.trace import graph_gaps_us
 from ..lab.log import read_lines
+from .generation import Keep, start
 from .random_models import SHAPES, random_modules, random_target
 from .replay import Replay, ReplayModules, edited_file
-from .shared import Keep, start
 from .suffix_cache import Texts
 
 SECTIONS = ("methods", "trees", "naive", "gap")

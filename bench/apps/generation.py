@@ -35,12 +35,14 @@ from eagle_kernels.engine.serve.threads import running
 from eagle_kernels.engine.serve.warmup import warm_steps
 from eagle_kernels.engine.step.choice import PROBE_STEPS
 
+from ..harness import results
 from ..harness.markdown import markdown, newest
 from ..harness.timing import ceiling_gb_per_s
 from ..harness.trace import graph_gaps_us, kernel_us
 from ..lab.log import read_lines
 from .random_models import SHAPES, Hollow, random_head, random_target, target_config
-from .shared import Keep, start
+
+Keep = Callable[[dict], None]
 
 PROMPT_TOKENS = 512
 SECTIONS = ("plain", "tree", "deterministic", "outside", "throughput", "gap", "profile", "huggingface")
@@ -430,3 +432,23 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     for section in options.only:
         globals()[section](bench)
     return 0
+
+
+def keeper(directory: Path | None, commit: str, **about) -> Keep:
+    """Returns what adds a line to the results of this machine's GPU; without a GPU or a folder it does nothing."""
+    if directory is None or not torch.cuda.is_available():
+        return lambda line: None
+    about |= {"gpu": torch.cuda.get_device_name(), "commit": commit, "run": results.new_run()}
+    return lambda line: results.append(directory, line | about)
+
+
+def start(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], directory: Path | None, commit: str
+) -> tuple[argparse.Namespace, torch.device, Keep]:
+    """Returns an app's options, `--shape` among them, its device and `keeper`; exits where the shape needs a GPU."""
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and options.shape != "small":
+        parser.exit(2, "a model of this size needs a GPU; --shape small runs anywhere\n")
+    return options, device, keeper(directory, commit, shape=options.shape)

@@ -28,9 +28,8 @@ from eagle_kernels import EAGLEInference, SamplingParams
 
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
-from .generation import PRESETS, Bench
+from .generation import PRESETS, Bench, start
 from .random_models import SHAPES
-from .shared import start
 
 PROMPT_TOKENS, NEW_TOKENS = (30, 8192), (32, 512)
 SHOWN = ("tokens_per_s", "of_plain", "first_ms", "gap_ms", "late_ms", "worst_ms", "of_alone")

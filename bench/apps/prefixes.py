@@ -23,9 +23,8 @@ from eagle_kernels.engine.benchmark import time_requests
 
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
-from .generation import PRESETS, Bench
+from .generation import PRESETS, Bench, start
 from .random_models import SHAPES
-from .shared import start
 
 COMMON_TOKENS, OWN_TOKENS, SMALLER = 2048, 64, 16  # of the small shape, prompts are shorter by this
 REPEATS = 10

@@ -13,9 +13,8 @@ from eagle_kernels.tools.request_benchmark import random_requests, run_requests
 
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
-from .generation import PRESETS, Bench
+from .generation import PRESETS, Bench, start
 from .random_models import SHAPES
-from .shared import start
 
 RANGE_RATIO = 0.7
 SHOWN = ("requests_per_second", "output_tokens_per_second", "mean_accept_length")

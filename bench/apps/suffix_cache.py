@@ -37,8 +37,8 @@ from ..harness.declaration import Unavailable
 from ..harness.markdown import markdown, newest
 from ..lab.log import read_lines
 from ..peers import arctic_inference
+from .generation import keeper
 from .replay import edited_file
-from .shared import keeper
 
 VOCABULARY = 100_000
 ACCEPTED = 3

@@ -8,7 +8,7 @@ import pytest
 
 from bench.harness import results
 from bench.lab import figures as drawn
-from bench.lab import gallery, records
+from bench.lab import records, report
 from bench.lab.log import read_lines
 
 from .made_cells import cell, experiment, kernels
@@ -122,7 +122,7 @@ def test_no_point_lies_above_the_roof(gpu):
     """Of all that the results hold."""
     folder = results.DIRECTORY / gpu
     lines = [line for file in folder.glob("*.jsonl") for line in read_lines(file)]
-    lines = gallery.cold_kernels(line for line in lines if line.get("provider") == "eagle_kernels")
+    lines = report.cold_kernels(line for line in lines if line.get("provider") == "eagle_kernels")
     _, ceiling = drawn.roof(lines)
     above = [(line["op"], line["case"]) for line in lines if drawn.cold_gb_per_s(line) > ceiling]
     assert len(lines) >= 40 and above == []

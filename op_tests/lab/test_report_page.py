@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from bench import report
-from bench.lab import gallery, records, tables
+from bench.lab import records, tables
+from bench.lab import report as page
 from bench.lab.report import write_page
 
 from .made_cells import GPU, cell, experiment, kernels, many, write
@@ -69,9 +70,9 @@ def test_the_page_has_every_cell_and_picture(tmp_path):
     text = page_of(tmp_path, cells)
     assert text.count("\n| ") == 2 * 2 + len(cells) + 2 * 3 * 2 * 3  # heads and rules, cells, fastest of each domain
     pictures = sorted(path.name for path in (tmp_path / "out" / "figures").iterdir())
-    assert len(pictures) == 2 * (4 * gallery.MAX_SETTINGS + 4) and "speedup_map_one_b1_t0.svg" in pictures
+    assert len(pictures) == 2 * (4 * page.MAX_SETTINGS + 4) and "speedup_map_one_b1_t0.svg" in pictures
     assert all(f"](figures/{name})" in text for name in pictures if name.endswith(".svg"))
-    assert f"Pictures show {gallery.MAX_SETTINGS} of 12 settings" in text
+    assert f"Pictures show {page.MAX_SETTINGS} of 12 settings" in text
 
 
 def test_names_are_text_wherever_they_stand(tmp_path):
@@ -177,8 +178,8 @@ def test_throughput_and_kernels_without_an_experiment(tmp_path):
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "## Throughput against batch" in text and "4 of these numbers were measured with uncommitted" in text
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"throughput_8b", "roofline"}
-    assert gallery.is_drawable([], steps, []) and gallery.is_drawable([], [], kernels())
-    assert not gallery.is_drawable([], [], [{"op": "build_tree", "graph_p50_us": 1.0}])
+    assert page.is_drawable([], steps, []) and page.is_drawable([], [], kernels())
+    assert not page.is_drawable([], [], [{"op": "build_tree", "graph_p50_us": 1.0}])
 
 
 def test_500_cells(tmp_path):

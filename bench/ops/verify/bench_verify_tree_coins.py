@@ -67,14 +67,19 @@ def make(device, batch_size, tree, accepted, vocab_size):
 
 def sibling_mass(values, target_probs):
     """What the siblings before each node weigh [B, N], the same with its own weight, and its parent (0: the root's)."""
-    parent = parents(values).to(target_probs.device)
-    parent = parent.clamp(min=0)
-    probs = target_probs.flatten(1).gather(1, parent * target_probs.shape[2] + values["candidates"])
-    node = torch.arange(parent.shape[1], device=parent.device)
-    # [node, sibling before it or itself]; the root is nobody's sibling
-    is_before = (parent[:, :, None] == parent[:, None, :]) & (node[None, :] <= node[:, None]) & (node > 0)
+    parent, is_before, place = siblings(values, target_probs.shape[2])
+    probs = target_probs.flatten(1).gather(1, place)
     mass = torch.where(is_before, probs[:, None, :], 0.0).sum(-1)
     return mass - probs, mass, parent
+
+
+def siblings(values, vocab_size):
+    """Parents [B, N], the siblings before each node and itself [B, N, N], and tokens' places in their parents' rows."""
+    parent = parents(values).to(values["candidates"].device).clamp(min=0)
+    node = torch.arange(parent.shape[1], device=parent.device)
+    # the root is nobody's sibling
+    is_before = (parent[:, :, None] == parent[:, None, :]) & (node[None, :] <= node[:, None]) & (node > 0)
+    return parent, is_before, parent * vocab_size + values["candidates"]
 
 
 def count_bytes(batch_size, tree, accepted, vocab_size):
@@ -91,10 +96,7 @@ def prepare_torch(values):
     candidates, target_probs = values["candidates"], values["target_probs"]
     batch_size, num_nodes, vocab_size = target_probs.shape
     request = torch.arange(batch_size, device=candidates.device)
-    *_, parent = sibling_mass(values, target_probs)
-    node = torch.arange(num_nodes, device=candidates.device)
-    is_before = (parent[:, :, None] == parent[:, None, :]) & (node[None, :] <= node[:, None]) & (node > 0)
-    place = parent * vocab_size + candidates
+    (parent, is_before, place), node = siblings(values, vocab_size), torch.arange(num_nodes, device=candidates.device)
 
     def run():
         probs = target_probs.flatten(1).gather(1, place)
