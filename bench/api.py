@@ -215,10 +215,7 @@ def _call(name: str, value: Callable) -> str:
             value = value.__call__
         elif Protocol in value.__bases__ or value.__name__ in _NOT_CALLED or _fields(value):
             return f"class {name}"
-    try:
-        signature = inspect.signature(value)
-    except ValueError:  # a NamedTuple's __new__ tells nothing on some versions of Python
-        return name
+    signature = inspect.signature(value)
     if name.startswith("eagle_kernels.") and inspect.isfunction(value):  # its list of arguments tells the types
         return _untyped(name, signature)
     parameters, is_keyword_only = [], False
@@ -239,11 +236,7 @@ def _fields(value: Callable) -> dict[str, str]:
     """Returns the fields of a class by name, with type and default, if its docstring has an entry for each."""
     if value.__name__ in _NOT_CALLED or not (dataclasses.is_dataclass(value) or hasattr(value, "_fields")):
         return {}
-    try:
-        parameters = inspect.signature(value).parameters.values()
-    except ValueError:  # as in `_call`
-        return {}
-    parameters = [each for each in parameters if not each.name.startswith("_")]
+    parameters = [each for name, each in inspect.signature(value).parameters.items() if not name.startswith("_")]
     has_default = value.__name__ not in _RESULTS
     told = inspect.getdoc(value)
     is_told = all(re.search(rf"^    ([\w, ]+, )?{each.name}(, [\w, ]+)?: ", told, re.MULTILINE) for each in parameters)

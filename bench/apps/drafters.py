@@ -180,11 +180,8 @@ def _methods(file: Path) -> list[str]:
     for (section, case, provider), line in newest(lines).items():
         if section in ("methods", "naive"):
             case += ", in turns with plain decoding" if section == "naive" else ""
-            numbers = [
-                f"{line.get('accept_length', 1.0):.2f}",
-                f"{line['tokens_per_s']:.0f}",
-                f"{line['of_plain']:.2f}×",
-            ]
+            length, speed = line.get("accept_length", 1.0), line["tokens_per_s"]
+            numbers = [f"{length:.2f}", f"{speed:.0f}", f"{line['of_plain']:.2f}×"]
             drafts = 0 if provider in ("plain", "naive") else line.get("drafts", "-")
             rows.append([case, provider, str(drafts), *numbers, f"`{line['commit']}`"])
     if not rows:

@@ -77,18 +77,10 @@ PARTS = 5
 class Bench:
     """The models, and what is done with the lines that are measured."""
 
-    def __init__(
-        self,
-        shape: str,
-        device: torch.device,
-        steps: int,
-        prompt_tokens: int,
-        batches: Sequence[int] | None = None,
-        max_length: int | None = None,
-    ):
+    def __init__(self, shape: str, device: torch.device, steps: int, prompt_tokens: int, max_length: int | None = None):
         """Makes the models. max_length: of texts, where it is not the shape's own."""
         self.device, self.steps, self.prompt_tokens, self.shape = device, steps, prompt_tokens, shape
-        self.batches = batches
+        self.batches: Sequence[int] = ()  # of throughput and huggingface, where they are not all of theirs
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.max_length = max_length or SHAPES[shape]["max_position_embeddings"]
         self.target = random_target(shape, device, self.dtype, max_position_embeddings=self.max_length)
@@ -427,8 +419,8 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument("--batches", nargs="+", type=int, help="of throughput and huggingface (default: all of theirs)")
     options, device, keep = start(parser, arguments, directory, commit)
-    bench = Bench(options.shape, device, options.steps, options.prompt_tokens, options.batches)
-    bench.keep = keep
+    bench = Bench(options.shape, device, options.steps, options.prompt_tokens)
+    bench.batches, bench.keep = options.batches or (), keep
     for section in options.only:
         globals()[section](bench)
     return 0

@@ -117,23 +117,15 @@ class Bench:
         model, head = target_config(self.shape(case)), head_config(self.shape(case))
         published = PUBLISHED | PUBLISHED_OF[model["model_type"]]
         return Order(
-            backend=STOCK.get(system, sglang_engine.PLUGIN),
+            STOCK.get(system, sglang_engine.PLUGIN),
             model=model | published,
             draft=head | published
             | {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": model["hidden_size"]},
-            batches=case.batches,
             # sampled first, all systems at the same time: sample and match has nothing else
             sampling=tuple(sorted(case.sampling_of(system), reverse=True)),
-            prompt_tokens=self.prompt_tokens(case),
-            lengths=self.lengths(case),
-            repeats=self.repeats(),
-            tree=case.tree,
-            accept=case.accept,
-            rule="match" if system == MATCH else None,
-            requests=self.requests(case),
-            turns=turns,
-            tp=self.options.tp,
-            all_reduce=self.options.all_reduce,
+            batches=case.batches, prompt_tokens=self.prompt_tokens(case), lengths=self.lengths(case),
+            repeats=self.repeats(), requests=self.requests(case), turns=turns, tree=case.tree, accept=case.accept,
+            rule="match" if system == MATCH else None, tp=self.options.tp, all_reduce=self.options.all_reduce,
         )  # fmt: skip
 
     def run_all_sglang(self, case: Case, systems: Sequence[str]) -> None:

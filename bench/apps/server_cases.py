@@ -42,9 +42,7 @@ REQUESTS = tuple((_LENGTHS.randint(716, 1024), _LENGTHS.randint(716, 1024)) for 
 LONGEST_PROMPT = max(prompt for prompt, _ in REQUESTS)
 RUNNING = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48)
 # trees of that pull request, the last one naive; the first drafts two levels of which three nodes are kept
-REQUEST_TREES = (
-    ("plain", None, None), ("4/2/4", (4, 2, 4), 2.2), ("2/1/2", (2, 1, 2), 1.7), ("1/1/2", (1, 1, 2), 1.7)
-)  # fmt: skip
+REQUEST_TREES = (("plain", None, None), ("4/2/4", (4, 2, 4), 2.2), ("2/1/2", (2, 1, 2), 1.7), ("1/1/2", (1, 1, 2), 1.7))
 
 # the models and batch sizes of tri-sds (github.com/Mog9/tri-sds), each plain and with a tree
 QWEN3 = {"4B": "qwen3-4b", "8B": "qwen3-8b", "14B": "qwen3-14b", "32B": "qwen3-32b"}

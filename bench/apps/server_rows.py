@@ -76,14 +76,9 @@ def traffic() -> dict[str, Any]:
         abort_at = None
         if place % 4 == 1:
             abort_at = 0 if place % 16 == 9 else max(1, length // 3)
-        joining.append(
-            {
-                "index": index,
-                "waits_for": place - NUM_FIRST if place >= NUM_FIRST else None,
-                "is_sampled": place % 5 == 4 and abort_at is None,
-                "abort_at": abort_at,
-            }
-        )
+        waits_for = place - NUM_FIRST if place >= NUM_FIRST else None
+        is_sampled = place % 5 == 4 and abort_at is None
+        joining.append({"index": index, "waits_for": waits_for, "is_sampled": is_sampled, "abort_at": abort_at})
     return {
         "requests": requests,
         "alone": list(ALONE),

@@ -186,9 +186,7 @@ def _step(systems: dict[str, dict], system: str) -> list[str]:
 def _ratios(systems: dict[str, dict], system: str, what: str = "tokens_per_s") -> list[str]:
     """Returns a system's speed as a multiple of each stock system's, if both were timed at one commit."""
     line, others = systems[system], [systems.get(stock, {}) for stock in RATIOS]
-    return [
-        f"{line[what] / other[what]:.2f}×" if other.get("commit") == line["commit"] else "-" for other in others
-    ]  # fmt: skip
+    return [f"{line[what] / other[what]:.2f}×" if other.get("commit") == line["commit"] else "-" for other in others]
 
 
 def all_tables(lines: Sequence[dict]) -> list[str]:

@@ -44,10 +44,7 @@ VOCABULARY = 100_000
 ACCEPTED = 3
 MAX_SPEC_TOKENS = 32
 CODE_LINES, CODE_EDITED = 80, 0.02
-PROVIDERS: dict[str, Callable] = {
-    "eagle_kernels": SuffixCache,
-    "arctic_inference": arctic_inference.SuffixCache,
-}
+PROVIDERS: dict[str, Callable] = {"eagle_kernels": SuffixCache, "arctic_inference": arctic_inference.SuffixCache}
 
 
 class Request(NamedTuple):

@@ -36,15 +36,9 @@ SETTLED = 400
 SHARED = [(heat, *each) for heat in (0.0, 0.8) for each in (((4, 4, 16), 4), ((4, 4, 32), 8), ((8, 5, 64), 16))]
 # (topk, num_steps, num_draft_tokens, mean_draft_tokens) of steps that are weighed against each other
 WEIGHED = (
-    (1, 1, 2, None),
-    (1, 3, 4, None),
-    (1, 5, 6, 4),
-    (4, 3, 8, None),
-    (8, 5, 32, 8),
-    (4, 4, 16, None),
-    (8, 5, 64, 16),
+    (1, 1, 2, None), (1, 3, 4, None), (1, 5, 6, 4), (4, 3, 8, None), (8, 5, 32, 8), (4, 4, 16, None), (8, 5, 64, 16),
     (8, 5, 64, None),
-)
+)  # fmt: skip
 # probabilities of drafts that are counted together
 LIKELY_FROM = (0.0, 0.03, 0.1, 0.3, 0.5, 0.7, 0.9, 1.01)
 NUM_PROMPTS, NEW_TOKENS = 16, 96

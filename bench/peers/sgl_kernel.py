@@ -1,4 +1,7 @@
-"""SGLang's CUDA ops, out of the wheel sglang-kernel 0.4.4: `.peers/sgl_kernel_sm90.so`, for Hopper and torch 2.11."""
+"""SGLang's CUDA ops, out of the wheel sglang-kernel 0.4.4: `.peers/sgl_kernel_sm90.so`, for Hopper and torch 2.11.
+
+Unless they are bare, they are timed with what they leave to their caller: see sglang_caller.
+"""
 
 import functools
 
@@ -30,12 +33,10 @@ def _ops():
 
 
 def build_tree(values: dict) -> Run:
-    """With what it leaves to its caller: see sglang_caller."""
     return sglang_caller.build_tree(values, _ops().build_tree_kernel_efficient)
 
 
 def verify_tree_coins(values: dict) -> Run:
-    """With what it leaves to its caller: see sglang_caller."""
     return sglang_caller.verify_tree_coins(values, _ops().tree_speculative_sampling_target_only)
 
 
@@ -52,7 +53,6 @@ def verify_tree_sampled(values: dict) -> Run:
 
 
 def verify_tree_greedy(values: dict) -> Run:
-    """With what it leaves to its caller: see sglang_caller."""
     return sglang_caller.verify_tree_greedy(values, _ops().verify_tree_greedy)
 
 

@@ -36,9 +36,8 @@ def serve(engine, traffic: dict, write) -> None:
             request(engine, wave, *place, requests[place[1]] | {"max_new_tokens": traffic["sampled_tokens"]}, sampling)
             for place in enumerate(traffic["sampled"])
         ]
-        write(
-            "texts", wave=wave, texts=[text | {"tokens": len(text["tokens"])} for text in await asyncio.gather(*places)]
-        )
+        found = [text | {"tokens": len(text["tokens"])} for text in await asyncio.gather(*places)]
+        write("texts", wave=wave, texts=found)
         wave = "after idling"
         await asyncio.sleep(traffic["idle_s"])
         index = traffic["alone"][0]
@@ -59,10 +58,8 @@ async def join(engine, joining: list[dict], requests: list[dict], sampling: dict
             if new["waits_for"] is not None:
                 await ready[new["waits_for"]].wait()
             chosen = sampling if new["is_sampled"] else GREEDY
-            index = new["index"]
-            return await request(
-                engine, "joining", place, index, requests[index], chosen, new["abort_at"], ready[place]
-            )  # fmt: skip
+            index, ends = new["index"], (new["abort_at"], ready[place])
+            return await request(engine, "joining", place, index, requests[index], chosen, *ends)
         finally:
             ready[place].set()
 
@@ -85,9 +82,7 @@ async def request(
 
     if is_aborted:
         asyncio.get_running_loop().call_later(SOON_S, abort)
-    outputs = await engine.async_generate(
-        input_ids=wanted["prompt"], sampling_params=parameters, rid=rid, stream=True
-    )  # fmt: skip
+    outputs = await engine.async_generate(input_ids=wanted["prompt"], sampling_params=parameters, rid=rid, stream=True)
     try:
         async for output in outputs:
             about = output["meta_info"]

@@ -1,6 +1,7 @@
 """SGLang's Triton kernels, out of the wheel sglang 0.5.23: `.peers/sglang_triton/*.py`.
 
-SGLang itself runs them on XPU only, where its CUDA ops do not exist.
+SGLang itself runs them on XPU only, where its CUDA ops do not exist. They are timed with what they leave to their
+caller: see sglang_caller.
 """
 
 import functools
@@ -131,14 +132,12 @@ def _token_indices(values: dict, lengths: list[int]) -> tuple[torch.Tensor, torc
 
 
 def build_tree(values: dict) -> Run:
-    """With what it leaves to its caller: see sglang_caller."""
     if values["tree_mask_mode"] == "qlen_only_bitpacking":
         raise Unavailable("has no bit-packed masks")
     return sglang_caller.build_tree(values, _module("spec_tree").sgl_build_tree_kernel_triton)
 
 
 def verify_tree_greedy(values: dict) -> Run:
-    """With what it leaves to its caller: see sglang_caller."""
     return sglang_caller.verify_tree_greedy(values, _module("spec_tree").verify_tree_greedy_triton)
 
 

@@ -41,8 +41,7 @@ def held_out_loss(target: Decoder, stream: Tensor, recipe: Recipe) -> float:
 @torch.no_grad()
 def accuracy_by_depth(head: EagleHead, target: Decoder, stream: Tensor, recipe: Recipe) -> list[float]:
     """Returns for each depth the share of held-out rows whose first choice is the target's, after the true tokens."""
-    hits = torch.zeros(recipe.depths, dtype=torch.int64, device="cpu")
-    rows = torch.zeros(recipe.depths, dtype=torch.int64, device="cpu")
+    hits, rows = torch.zeros(2, recipe.depths, dtype=torch.int64, device="cpu")
     for tokens in evaluation_batches(stream, recipe, recipe.head.batch_size, recipe.window):
         with mixed_precision(stream.device):
             target_logits, features = observe(target, head, tokens)

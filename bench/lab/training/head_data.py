@@ -24,13 +24,7 @@ from eagle_kernels.runtime.values import parse_json, shown
 from .chat import ChatFormat, FolderTokenizer, Turn, encode_prompt, encode_turns
 
 TEXT_PROMPT_TOKENS = 64  # the most tokens of a text that are used as a prompt
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 
 
 class Example(NamedTuple):

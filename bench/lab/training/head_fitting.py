@@ -28,8 +28,7 @@ class Accuracy:
     """The share of learnt rows, by depth, whose first choice is the target's, since the last report."""
 
     def __init__(self, depths: int, device: torch.device) -> None:
-        self._hits = torch.zeros(depths, dtype=torch.float32, device=device)
-        self._rows = torch.zeros(depths, dtype=torch.float32, device=device)
+        self._hits, self._rows = torch.zeros(2, depths, dtype=torch.float32, device=device)
         self.latest: list[float] = []
 
     def watch(self, logits: Iterator[Tensor], head: EagleHead, choices: Tensor, is_learnt: Tensor) -> Iterator[Tensor]:

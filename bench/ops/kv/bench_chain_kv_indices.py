@@ -6,10 +6,7 @@ from bench.harness import grid
 from bench.harness.inputs import token_table
 
 CASES = grid(length=[1024, 8192], num_tokens=[2, 4], batch_size=[1, 8, 32])
-SMALL_CASES = [
-    {"batch_size": 3, "length": 20, "num_tokens": 2},
-    {"batch_size": 2, "length": 9, "num_tokens": 4},
-]
+SMALL_CASES = [{"batch_size": 3, "length": 20, "num_tokens": 2}, {"batch_size": 2, "length": 9, "num_tokens": 4}]
 HEADLINES = ["B=8 L=1024 N=2"]
 
 name = "B={batch_size} L={length} N={num_tokens}".format

@@ -19,11 +19,7 @@ CASES = [
 SMALL_CASES = grid(
     batch_size=3, tree=TREES[0], tree_mask_mode=["packed", "qlen_only", "qlen_only_bitpacking", "full_mask"], prefix=20
 )
-HEADLINES = [
-    *(f"{tree} B=8 qlen_only" for tree in TREES),
-    f"{TREES[1]} B=8 packed",
-    f"{TREES[1]} B=8 full_mask L=8192",
-]
+HEADLINES = [*(f"{tree} B=8 qlen_only" for tree in TREES), f"{TREES[1]} B=8 packed", f"{TREES[1]} B=8 full_mask L=8192"]
 # the goal for FULL_MASK, whose bytes are written: at most 1.3 of this
 FLOOR = Floor("write", 4.0)
 
@@ -89,8 +85,4 @@ def _compile_at_8(values):
     return compiled(prepare_torch)(values)
 
 
-PEERS = {
-    "torch_compile": _compile_at_8,
-    "sgl_kernel": sgl_kernel.build_tree,
-    "sglang_triton": sglang_triton.build_tree,
-}
+PEERS = {"torch_compile": _compile_at_8, "sgl_kernel": sgl_kernel.build_tree, "sglang_triton": sglang_triton.build_tree}
