@@ -1,7 +1,5 @@
 """Forced acceptance: tokens planted in the place of the target's (see eagle_kernels/primitives/accept_policy.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Attention over whole sequences without a cache, with derivatives: what the `Attend` of the engine means."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

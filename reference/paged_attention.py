@@ -1,7 +1,5 @@
 """Paged KV caches and dense attention, one request at a time; what the references of the attention ops share."""
 
-from __future__ import annotations
-
 import torch
 
 

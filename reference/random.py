@@ -4,8 +4,6 @@ One block of Philox4x32-10 (Salmon et al., SC 2011) per seed, position, stream a
 token id 64 bits. Noise comes with the 12 fine bits that decide where noisy values are equal: see `largest`.
 """
 
-from __future__ import annotations
-
 import torch
 
 STREAM_TARGET = 0

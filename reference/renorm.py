@@ -1,7 +1,5 @@
 """Renormalising filtered probabilities with sums of whole numbers, which do not depend on the order of summands."""
 
-from __future__ import annotations
-
 import torch
 
 # Masses are in units of 2^-40 of the power of two at or below the row's largest probability.

@@ -4,8 +4,6 @@ Everything is computed in the precision of what is given: float32 from logits, f
 is random comes from a `Draws`, in whose place a test can put an object that enumerates all outcomes.
 """
 
-from __future__ import annotations
-
 import torch
 
 from . import random

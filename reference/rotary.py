@@ -1,7 +1,5 @@
 """Rotary position embedding of heads, as PyTorch's rules of types round it; what rope and write_kv share."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -94,12 +94,9 @@ def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tens
 
 
 def filtered_logits(
-    scaled: torch.Tensor,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
-    filter_order: str = "top_k_first",
-) -> torch.Tensor:
+    scaled: torch.Tensor, top_k: torch.Tensor | None = None, top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None, filter_order: str = "top_k_first",
+) -> torch.Tensor:  # fmt: skip
     """Returns `scaled` with -inf where a filter removes the token; ties at an edge all stay.
     filter_order: "top_k_first": top-p works on what top-k left, renormalised; "joint": both work on all tokens."""
     num_tokens = scaled.shape[1]
@@ -124,11 +121,9 @@ def filtered_logits(
 
 
 def kept_logits(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    filters: Filters = NO_FILTERS,
+    logits: torch.Tensor, temperature: torch.Tensor, filters: Filters = NO_FILTERS,
     processors: Processors = NO_PROCESSORS,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Returns what tokens are drawn from: processed, scaled logits, -inf where filtered; greedy rows are not."""
     scaled = scaled_logits(processed_logits(logits, processors), temperature)
     is_sampled = (temperature >= GREEDY_BELOW)[:, None]

@@ -1,7 +1,5 @@
 """Rows of req_to_token, and lists of what stands in them, one request after another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Walking a token tree by its first-child / next-sibling links."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -71,11 +69,9 @@ def children_in(
 
 
 def trees(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
     retrieve_next_sibling: torch.Tensor,
-) -> Callable[[int], tuple[list[int], list[int], list[int]]]:
+) -> Callable[[int], tuple[list[int], list[int], list[int]]]:  # fmt: skip
     """Returns the function request -> (tokens, first children, next siblings) of its nodes.
     A node of another request ends the list it is met in: it has no token and no sibling."""
     num_nodes = candidates.shape[1]
@@ -100,12 +96,9 @@ def links_of(parents: list[list[int]], num_nodes: int) -> tuple[torch.Tensor, to
 
 
 def write_paths(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    spec_steps: int,
-    verified: Callable[[int], tuple[list[int], int]],
-    unvisited: torch.Tensor | None = None,
-) -> Output:
+    candidates: torch.Tensor, retrieve_index: torch.Tensor, spec_steps: int,
+    verified: Callable[[int], tuple[list[int], int]], unvisited: torch.Tensor | None = None,
+) -> Output:  # fmt: skip
     """Returns the Output of `verified(request)`, the path from the root on and its bonus; dead rows are not asked for.
     unvisited: predicts [B * N] off the path; None: -1."""
     device, (batch_size, num_nodes) = candidates.device, candidates.shape

@@ -1,7 +1,5 @@
 """Tree masks of every layout as truths [B, Nq, Nk] and back."""
 
-from __future__ import annotations
-
 import torch
 
 _WORD_BITS = {torch.uint8: 8, torch.uint16: 16, torch.uint32: 32, torch.int64: 64}
@@ -29,12 +27,9 @@ def read_mask(tree_mask: torch.Tensor, seq_lens: torch.Tensor | None, num_nodes:
 
 
 def write_mask(
-    visible: torch.Tensor,
-    seq_lens: torch.Tensor | None,
-    mode: str,
-    seq_lens_sum: int | None = None,
+    visible: torch.Tensor, seq_lens: torch.Tensor | None, mode: str, seq_lens_sum: int | None = None,
     buffer: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Returns the bool mask [B, Nq, Nk] in the layout that `mode` names.
     FULL_MASK is as long as `buffer`, whose other cells stay, or as seq_lens_sum says; None: as the lengths do."""
     batch_size, num_rows, num_keys = visible.shape

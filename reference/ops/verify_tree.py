@@ -1,7 +1,5 @@
 """Reference of verify_tree, the front door of two ops."""
 
-from __future__ import annotations
-
 import torch
 
 from ..tree import Output

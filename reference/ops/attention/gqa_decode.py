@@ -1,7 +1,5 @@
 """Reference of gqa_decode: dense softmax, one request after another."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -15,22 +13,13 @@ class Output(NamedTuple):
 
 
 def gqa_decode(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    block_table: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
-    kv_indptr: torch.Tensor | None = None,
-    kv_indices: torch.Tensor | None = None,
-    last_page_len: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    sm_scale: float | None = None,
-    soft_cap: float | None = None,
+    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    *, block_table: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None, kv_indices: torch.Tensor | None = None,
+    last_page_len: torch.Tensor | None = None, sinks: torch.Tensor | None = None, k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, sm_scale: float | None = None, soft_cap: float | None = None,
     window: int | None = None,
-) -> Output:
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/attention/gqa_decode.py. Float64 tensors are computed in float64."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32

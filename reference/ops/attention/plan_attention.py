@@ -1,7 +1,5 @@
 """Reference of plan_attention: the blocks of one request after another."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,42 +1,21 @@
 """Reference of prefill_attention: dense softmax under a causal mask, one request after another."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
-
 import torch
 
 from ...paged_attention import attention, gather, page_tables, request_bounds, scaled_keys
-
-
-class Output(NamedTuple):
-    output: torch.Tensor
-    lse: torch.Tensor
+from .gqa_decode import Output
 
 
 def prefill_attention(
-    query: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    key: torch.Tensor | None = None,
-    value: torch.Tensor | None = None,
+    query: torch.Tensor, qo_indptr: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None,
     key_indptr: torch.Tensor | None = None,
-    *,
-    k_cache: torch.Tensor | None = None,
-    v_cache: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
-    kv_indptr: torch.Tensor | None = None,
-    kv_indices: torch.Tensor | None = None,
-    last_page_len: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    max_query: int,
-    is_causal: bool = True,
-    sm_scale: float | None = None,
-    soft_cap: float | None = None,
-    window: int | None = None,
-) -> Output:
+    *, k_cache: torch.Tensor | None = None, v_cache: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None, kv_indices: torch.Tensor | None = None,
+    last_page_len: torch.Tensor | None = None, sinks: torch.Tensor | None = None, k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, max_query: int, is_causal: bool = True, sm_scale: float | None = None,
+    soft_cap: float | None = None, window: int | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/attention/prefill_attention.py. Float64 tensors are computed in float64."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)

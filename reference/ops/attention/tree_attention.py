@@ -1,45 +1,22 @@
 """Reference of tree_attention: dense softmax under the unpacked mask, one request after another."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
-
 import torch
 
 from ...paged_attention import attention, gather, page_tables, request_bounds, scaled_keys
-
-
-class Output(NamedTuple):
-    output: torch.Tensor
-    lse: torch.Tensor
+from .gqa_decode import Output
 
 
 def tree_attention(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tree_mask: torch.Tensor | None = None,
-    *,
-    num_draft_keys: int | None = None,
-    draft_key: torch.Tensor | None = None,
-    draft_value: torch.Tensor | None = None,
-    qo_indptr: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    key_positions: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
-    kv_indptr: torch.Tensor | None = None,
-    kv_indices: torch.Tensor | None = None,
-    last_page_len: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    is_causal: bool = False,
-    max_query: int | None = None,
-    sm_scale: float | None = None,
-    soft_cap: float | None = None,
-    window: int | None = None,
-) -> Output:
+    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tree_mask: torch.Tensor | None = None,
+    *, num_draft_keys: int | None = None, draft_key: torch.Tensor | None = None,
+    draft_value: torch.Tensor | None = None, qo_indptr: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None, key_positions: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None, kv_indices: torch.Tensor | None = None,
+    last_page_len: torch.Tensor | None = None, sinks: torch.Tensor | None = None, k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, is_causal: bool = False, max_query: int | None = None,
+    sm_scale: float | None = None, soft_cap: float | None = None, window: int | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/attention/tree_attention.py. Float64 tensors are computed in float64."""
     device, page_size = query.device, k_cache.shape[1]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32

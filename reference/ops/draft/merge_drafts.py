@@ -1,7 +1,5 @@
 """Reference of merge_drafts: one node after another into a dictionary of children."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

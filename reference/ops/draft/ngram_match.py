@@ -1,7 +1,5 @@
 """Reference of ngram_match: all matches of a row, sorted; their continuations put into the trie token by token."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Reference of reroot_drafts: down the path, then one node after another behind its new parent."""
 
-from __future__ import annotations
-
 import torch
 
 from .merge_drafts import Output

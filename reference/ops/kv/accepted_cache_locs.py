@@ -1,7 +1,5 @@
 """Reference of accepted_cache_locs: one request after another."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -19,19 +17,11 @@ class Output(NamedTuple):
 
 
 def accepted_cache_locs(
-    cache_locs: torch.Tensor,
-    accept_token_num: torch.Tensor | None = None,
-    accept_index: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
-    free_token_num: torch.Tensor | None = None,
-    *,
-    num_verify_tokens: int,
-    page_size: int = 1,
-    capacity: int | None = None,
-    free_capacity: int | None = None,
-    keep_unused: bool = False,
-    out: Output | None = None,
-) -> Output:
+    cache_locs: torch.Tensor, accept_token_num: torch.Tensor | None = None, accept_index: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None, free_token_num: torch.Tensor | None = None,
+    *, num_verify_tokens: int, page_size: int = 1, capacity: int | None = None, free_capacity: int | None = None,
+    keep_unused: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/kv/accepted_cache_locs.py; `out` is read for keep_unused, not written."""
     batch_size, device = len(cache_locs) // num_verify_tokens, cache_locs.device
     windows = cache_locs.view(batch_size, num_verify_tokens).tolist()

@@ -1,7 +1,5 @@
 """Reference of align_evict_mask_to_page_size: one token after another."""
 
-from __future__ import annotations
-
 import torch
 
 from ...slots import lengths

@@ -1,19 +1,14 @@
 """Reference of assign_req_to_token: the slots of one request after another."""
 
-from __future__ import annotations
-
 import torch
 
 from ...slots import lengths
 
 
 def assign_req_to_token(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor,
     cache_locs: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """See eagle_kernels/ops/kv/assign_req_to_token.py."""
     num_rows, row_size = req_to_token.shape
     slots, taken = cache_locs.tolist(), 0

@@ -1,7 +1,5 @@
 """Reference of chain_kv_indices: one token of one chain after another."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -16,15 +14,9 @@ class Output(NamedTuple):
 
 
 def chain_kv_indices(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    num_verify_tokens: int,
-    capacity: int,
-    keep_unused: bool = False,
-    out: Output | None = None,
-) -> Output:
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, kv_lens: torch.Tensor,
+    *, num_verify_tokens: int, capacity: int, keep_unused: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/kv/chain_kv_indices.py; `out` gives the dtype and what keep_unused keeps."""
     dtype = torch.int32 if out is None else out.kv_indices.dtype
     rows, device = Rows(req_pool_indices, req_to_token), kv_lens.device

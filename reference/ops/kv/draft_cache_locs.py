@@ -1,7 +1,5 @@
 """Reference of draft_cache_locs: one branch after another."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -19,16 +17,9 @@ class Output(NamedTuple):
 
 
 def draft_cache_locs(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    topk: int,
-    num_steps: int,
-    page_size: int = 1,
-    capacity: int | None = None,
-    is_step_major: bool = False,
-) -> Output:
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, seq_lens: torch.Tensor,
+    *, topk: int, num_steps: int, page_size: int = 1, capacity: int | None = None, is_step_major: bool = False,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/kv/draft_cache_locs.py."""
     rows, device = Rows(req_pool_indices, req_to_token), seq_lens.device
     if capacity is None:

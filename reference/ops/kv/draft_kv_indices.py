@@ -1,7 +1,5 @@
 """Reference of draft_kv_indices: one step and one branch after another."""
 
-from __future__ import annotations
-
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -17,20 +15,10 @@ class Output(NamedTuple):
 
 
 def draft_kv_indices(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    topk: int,
-    num_steps: int,
-    capacity: int,
-    page_size: int = 1,
-    window_size: int = 0,
-    sink_size: int = 0,
-    window_counts_drafts: bool = False,
-    keep_unused: bool = False,
-    out: Output | None = None,
-) -> Output:
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, seq_lens: torch.Tensor,
+    *, topk: int, num_steps: int, capacity: int, page_size: int = 1, window_size: int = 0, sink_size: int = 0,
+    window_counts_drafts: bool = False, keep_unused: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/kv/draft_kv_indices.py; `out` gives the dtype and what keep_unused keeps."""
     dtype = torch.int32 if out is None else out.kv_indices.dtype
     rows, device = Rows(req_pool_indices, req_to_token), seq_lens.device

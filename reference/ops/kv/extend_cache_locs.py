@@ -1,7 +1,5 @@
 """Reference of extend_cache_locs: one request after another."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -17,16 +15,9 @@ class Output(NamedTuple):
 
 
 def extend_cache_locs(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor | None = None,
-    *,
-    num_tokens: int | None = None,
-    capacity: int | None = None,
-    keep_unused: bool = False,
-    out: Output | None = None,
-) -> Output:
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor | None = None,
+    *, num_tokens: int | None = None, capacity: int | None = None, keep_unused: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/kv/extend_cache_locs.py; `out` is read for keep_unused, not written."""
     rows, device, first_tokens = Rows(req_pool_indices, req_to_token), starts.device, lengths(starts)
     if num_tokens is not None:

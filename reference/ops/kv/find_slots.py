@@ -1,7 +1,5 @@
 """Reference of find_slots: one gather from the page table."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -13,12 +11,7 @@ class Output(NamedTuple):
 
 
 def find_slots(
-    block_table: torch.Tensor,
-    first: torch.Tensor,
-    *,
-    count: int,
-    page_size: int,
-    max_length: int | None = None,
+    block_table: torch.Tensor, first: torch.Tensor, *, count: int, page_size: int, max_length: int | None = None
 ) -> Output:
     """See eagle_kernels/ops/kv/find_slots.py."""
     tokens = first.to(torch.int64)[:, None] + torch.arange(count, device=first.device)

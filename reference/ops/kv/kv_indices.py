@@ -1,7 +1,5 @@
 """Reference of kv_indices: one request after another."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -17,16 +15,10 @@ class Output(NamedTuple):
 
 
 def kv_indices(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    seq_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, seq_lens: torch.Tensor,
     starts: torch.Tensor | None = None,
-    *,
-    capacity: int,
-    page_size: int = 1,
-    keep_unused: bool = False,
-    out: Output | None = None,
-) -> Output:
+    *, capacity: int, page_size: int = 1, keep_unused: bool = False, out: Output | None = None,
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/kv/kv_indices.py; `out` gives the dtype and what keep_unused keeps."""
     dtype = torch.int32 if out is None else out.kv_indices.dtype
     rows, device = Rows(req_pool_indices, req_to_token), seq_lens.device

@@ -1,22 +1,15 @@
 """Reference of move_accepted_kv: one row after another."""
 
-from __future__ import annotations
-
 import torch
 
 from ...paged_attention import find_slots
 
 
 def move_accepted_kv(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    *,
-    num_verify_tokens: int,
-) -> None:
+    k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
+    accept_index: torch.Tensor, accept_token_num: torch.Tensor,
+    *, num_verify_tokens: int,
+) -> None:  # fmt: skip
     """See eagle_kernels/ops/kv/move_accepted_kv.py."""
     num_pages, page_size = k_cache.shape[1:3]
     paths, counts = accept_index.tolist(), accept_token_num.tolist()

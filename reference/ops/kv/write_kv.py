@@ -1,7 +1,5 @@
 """Reference of write_kv: rotary embedding, then rows by their slots."""
 
-from __future__ import annotations
-
 import torch
 
 from ...rotary import rotate
@@ -10,20 +8,11 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
 def write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    query: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    is_interleaved: bool = False,
-    k_scale: torch.Tensor | None = None,
+    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor,
+    *, query: torch.Tensor | None = None, positions: torch.Tensor | None = None, cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None, is_interleaved: bool = False, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """See eagle_kernels/ops/kv/write_kv.py."""
     turned_query = key.new_empty(key.shape[0], 0, key.shape[2])
     if cos is not None:

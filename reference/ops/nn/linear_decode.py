@@ -1,7 +1,5 @@
 """Reference of linear_decode: a matrix product whose sums are fp32, rounded once, or not at all in parts."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Reference of rms_norm: the formula, step by step as Hugging Face's models round."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

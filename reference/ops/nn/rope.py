@@ -1,7 +1,5 @@
 """Reference of rope: two products and a sum."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Reference of silu_and_mul: PyTorch's own silu."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Reference of sample_children."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

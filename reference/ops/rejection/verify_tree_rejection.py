@@ -4,8 +4,6 @@ Uniforms are only compared with `<`, and tokens drawn by `choose`, so that a tes
 yet and have every outcome enumerated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Reference of verify_tree_traversal: one request at a time, from probabilities, with draws that can be replaced."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

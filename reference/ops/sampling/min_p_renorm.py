@@ -1,7 +1,5 @@
 """Reference of min_p_renorm."""
 
-from __future__ import annotations
-
 import torch
 
 from ...renorm import clean_probs, kept_and_renormalised

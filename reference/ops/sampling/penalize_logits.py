@@ -1,7 +1,5 @@
 """Reference of penalize_logits: every node's path is followed up to the root, then its row is processed."""
 
-from __future__ import annotations
-
 import torch
 
 from ...sampling import Processors, processed_logits

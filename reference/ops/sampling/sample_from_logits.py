@@ -1,7 +1,5 @@
 """Reference of sample_from_logits."""
 
-from __future__ import annotations
-
 import torch
 
 from ...sampling import Filters, Processors, draw_tokens

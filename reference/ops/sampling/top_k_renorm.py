@@ -1,7 +1,5 @@
 """Reference of top_k_renorm."""
 
-from __future__ import annotations
-
 import torch
 
 from ...renorm import clean_probs, kept_and_renormalised

@@ -1,7 +1,5 @@
 """Reference of top_p_renorm."""
 
-from __future__ import annotations
-
 import torch
 
 from ...renorm import clean_probs, fixed_point_masses, kept_and_renormalised

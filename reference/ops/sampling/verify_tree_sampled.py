@@ -1,7 +1,5 @@
 """Reference of verify_tree_sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Reference of build_tree: one node after another, as the papers tell it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Reference of build_tree_from_scores: one op after the other."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Reference of compute_tree_statistics: nodes in ascending order, each below the first link that names it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Reference of organize_draft_results: a stable sort by score, then a sort by id."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Reference of prune_trees: all drafts in the order of their scores, then one node after another."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Reference of select_top_k_tokens: log-probabilities, two stable sorts, and a gather."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

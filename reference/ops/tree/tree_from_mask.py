@@ -1,7 +1,5 @@
 """Reference of tree_from_mask: one node after another, from the bits left of the diagonal."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

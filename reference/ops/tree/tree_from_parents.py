@@ -1,7 +1,5 @@
 """Reference of tree_from_parents: one node after another, each behind its parent."""
 
-from __future__ import annotations
-
 import torch
 
 from ...tree import links_of

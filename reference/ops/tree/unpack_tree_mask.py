@@ -1,7 +1,5 @@
 """Reference of unpack_tree_mask: read the words as truths, write them as the layout asks."""
 
-from __future__ import annotations
-
 import torch
 
 from ...tree_mask import read_mask, write_mask

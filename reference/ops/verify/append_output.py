@@ -1,7 +1,5 @@
 """Reference of append_output: one token after another."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Reference of pack_verify_rows: one row after another."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Reference of verify_commit."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -17,12 +15,9 @@ class Output(NamedTuple):
 
 
 def verify_commit(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    seq_lens: torch.Tensor,
+    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor, seq_lens: torch.Tensor,
     is_live: torch.Tensor | None = None,
-) -> Output:
+) -> Output:  # fmt: skip
     """See eagle_kernels/ops/verify/verify_commit.py."""
     batch_size, num_columns = accept_index.shape
     num_nodes = len(predicts) // max(batch_size, 1)

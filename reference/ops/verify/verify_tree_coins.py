@@ -4,8 +4,6 @@ Coins are only compared with `<`, and the last one scaled, so that a test can ha
 and have every outcome enumerated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

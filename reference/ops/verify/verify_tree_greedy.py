@@ -1,7 +1,5 @@
 """Reference of verify_tree_greedy."""
 
-from __future__ import annotations
-
 import torch
 
 from ...accept_policy import most_accepted, planted

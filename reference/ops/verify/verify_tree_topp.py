@@ -1,7 +1,5 @@
 """Reference of verify_tree_topp: membership first, then the window, from the root down."""
 
-from __future__ import annotations
-
 import torch
 
 from ...tree import Output, children, write_paths

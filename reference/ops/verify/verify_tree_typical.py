@@ -1,7 +1,5 @@
 """Reference of verify_tree_typical: which nodes are accepted, in float64, then the path to the deepest one."""
 
-from __future__ import annotations
-
 import torch
 
 from ...sampling import GREEDY_BELOW, draw_tokens, scaled_logits
