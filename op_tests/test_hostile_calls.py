@@ -27,10 +27,10 @@ from eagle_kernels.runtime import check
 from eagle_kernels.runtime.calls import refuse_overlaps, refuse_shared
 from op_tests.engine.toys import ToyModel
 from op_tests.ops.nn.cases import make_linear, make_norm, make_silu
-from op_tests.ops.tree.cases import make_parents, make_scored, make_tree, make_words
+from op_tests.ops.tree.cases import make_tree
 from op_tests.ops.verify.cases import make_logits, make_sampled
 
-from .harness import Guarded, assert_in_bounds, to_device
+from .harness import to_device
 from .harness.ahead_of_time import PATHS
 from .harness.cases import as_tuple, cases_of, copied, module_of_op, num_elements, signature_of, tensors_of
 
@@ -961,72 +961,6 @@ def test_verify_tree_names_itself(is_sampled, change, message):
     if not is_sampled:
         values = {name: value for name, value in values.items() if name not in ("positions", "seeds", "temperature")}
     one_line(lambda: eagle_kernels.verify_tree(**values | change), rf"^eagle_kernels\.verify_tree: {message}")
-
-
-NUM_NODES = 4
-FULL_MASKS = {
-    "build_tree": lambda: make_tree(2, 4, 2, NUM_NODES, mode="full_mask"),
-    "build_tree_from_scores": lambda: make_scored(2, 4, 2, NUM_NODES, mode="full_mask"),
-    "tree_from_parents": lambda: make_parents(2, NUM_NODES, mode="full_mask"),
-    "unpack_tree_mask": lambda: make_words(2, NUM_NODES, mode="full_mask"),
-}
-
-
-def mask_of(result) -> torch.Tensor:
-    return result if isinstance(result, torch.Tensor) else result.tree_mask
-
-
-@pytest.mark.parametrize("seq_lens_sum", [0, 5, 8, 40])
-@pytest.mark.parametrize("name", FULL_MASKS)
-def test_a_wrong_length_sum_sizes_the_mask_alike_everywhere(name, seq_lens_sum, device):
-    """The mask has the cells that the sum says: those of the lengths, as far as there is room. The sum should be 8."""
-    values = to_device(FULL_MASKS[name]() | {"seq_lens": torch.tensor([2, 6]), "seq_lens_sum": 8}, device)
-    whole = mask_of(getattr(eagle_kernels, name)(**values))
-    assert len(whole) == NUM_NODES * (8 + 2 * NUM_NODES)
-    size = NUM_NODES * (seq_lens_sum + 2 * NUM_NODES)
-    values["seq_lens_sum"] = seq_lens_sum
-    public = getattr(eagle_kernels, name)
-    with assert_in_bounds():
-        masks = [mask_of(getattr(module, name)(**values)) for module in (eagle_kernels, eagle_kernels.raw)]
-    masks.append(mask_of(torch.compile(public, fullgraph=True, backend="aot_eager")(**values)))
-    for mask in masks:
-        assert len(mask) == size and torch.equal(mask[: len(whole)], whole[:size])
-    with FakeTensorMode() as fake:
-        fakes = {key: fake.from_tensor(value) if torch.is_tensor(value) else value for key, value in values.items()}
-        assert len(mask_of(public(**fakes))) == size
-    operator = getattr(torch.ops.eagle_kernels, name).default
-    torch.library.opcheck(operator, (), values, test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize("seq_lens", [[-3, 4], [2**40, 2], [2**62, 2**62]], ids=str)
-@pytest.mark.parametrize("name", FULL_MASKS)
-def test_lengths_that_contradict_their_sum_stay_in_bounds(name, seq_lens, device):
-    values = to_device(FULL_MASKS[name]() | {"seq_lens": torch.tensor(seq_lens), "seq_lens_sum": 6}, device)
-    size = NUM_NODES * (6 + 2 * NUM_NODES)
-    with assert_in_bounds():
-        results = [getattr(module, name)(**values) for module in (eagle_kernels, eagle_kernels.raw)]
-    assert [len(mask_of(result)) for result in results] == [size, size]
-    guarded = Guarded((7,), torch.bool, device)
-    for module, result in zip((eagle_kernels, eagle_kernels.raw), results):
-        out = guarded.tensor if torch.is_tensor(result) else result._replace(tree_mask=guarded.tensor)
-        getattr(module, name)(**values, out=out)
-        guarded.check(name, "tree_mask")
-
-
-@pytest.mark.parametrize("name", FULL_MASKS)
-def test_debug_mode_checks_the_length_sum_and_the_buffer(name, monkeypatch):
-    values = FULL_MASKS[name]() | {"seq_lens": torch.tensor([2, 6]), "seq_lens_sum": 8}
-    public = getattr(eagle_kernels, name)
-    result = public(**values)
-    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
-    wrong = rf"^eagle_kernels\.{name}: seq_lens_sum must be 8, the sum of seq_lens, got 9"
-    one_line(lambda: public(**values | {"seq_lens_sum": 9}), wrong)
-    one_line(lambda: public(**values | {"seq_lens_sum": 9}, out=result), wrong)
-    short = result[:-1] if torch.is_tensor(result) else result._replace(tree_mask=result.tree_mask[:-1])
-    rule = rf"^eagle_kernels\.{name}: out(\.tree_mask)? must hold the 64 cells that seq_lens ask for, got 63"
-    one_line(lambda: public(**values | {"seq_lens_sum": None}, out=short), rule)
-    longer = torch.empty(80, dtype=torch.bool)
-    public(**values, out=longer if torch.is_tensor(result) else result._replace(tree_mask=longer))
 
 
 @pytest.mark.parametrize("path", ["attention.prefill_attention", "attention.tree_attention"])

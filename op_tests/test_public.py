@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
 
@@ -99,7 +98,7 @@ def test_a_nan_filter_is_off_in_kernel_and_reference(device):
 def test_batch_and_lengths_compile_at_most_two_variants(path):
     """A server sees every batch size and length; each must not cost a compilation. An op that needs more says why."""
     module = module_of_tests(path)
-    assert inspect.isgeneratorfunction(module.size_sweep), f"{module.__name__} declares no size_sweep()"
+    assert callable(getattr(module, "size_sweep", None)), f"{module.__name__} declares no size_sweep()"
     variants = count_variants(path)
     most = getattr(module, "MOST_VARIANTS", {})
     assert variants and all(count <= most.get(kernel, 2) for kernel, count in variants.items()), variants

@@ -1,6 +1,7 @@
 """What every op test needs: comparison, poison, bounds, launches, graphs, tuning, trees, ahead-of-time compilation."""
 
 from .bounds import assert_in_bounds
+from .cases import sweep
 from .compare import TOLERANCE, assert_close, assert_equal
 from .device import to_device
 from .dispatch import assert_only_launches
@@ -22,5 +23,6 @@ __all__ = [
     "replay_in_graph",
     "assume_multiprocessors",
     "retune",
+    "sweep",
     "to_device",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -17,6 +19,11 @@ def module_of_op(path: str):
 def signature_of(path: str) -> dict[str, inspect.Parameter]:
     name = path.rpartition(".")[2]
     return inspect.signature(getattr(module_of_op(path), name)).parameters
+
+
+def sweep(make: Callable[..., dict], *others: Iterable) -> Callable[[], Iterator[dict]]:
+    """Returns the `size_sweep` of a test module: what `make` returns for batches of every kind of size, and others."""
+    return lambda: (make(*sizes) for sizes in itertools.product((1, 2, 3, 16, 17, 64, 257), *others))
 
 
 def cases_of(path: str):

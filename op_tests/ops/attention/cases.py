@@ -1,10 +1,13 @@
-"""Paged caches for the attention tests: scattered pages in a pool that is NaN wherever nobody may read."""
+"""Paged caches for the attention tests, scattered pages in a pool that is NaN wherever nobody may read; their check."""
 
 from __future__ import annotations
+
+import importlib
 
 import torch
 
 from eagle_kernels.runtime import target
+from op_tests.harness import assert_close, check_operation
 
 
 def paged_cache(
@@ -91,10 +94,19 @@ EVERY_HEAD_DIM = (*range(4, 257, 2), 258, 386, 512)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
-def with_float8(values: dict, dtype: torch.dtype) -> dict:
-    """The same with caches of 8 bits and a scale of each."""
-    caches = {name: values[name].to(dtype) for name in ("k_cache", "v_cache")}
-    return values | caches | {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+# cases named after a type of 8 bits, and the targets that do not know it
+WITHOUT_FLOAT8 = {
+    *((str(torch.float8_e4m3fn), target) for target in ("sm_80", "gfx942")),
+    *((str(torch.float8_e4m3fnuz), target) for target in ("sm_80", "sm_90", "sm_100", "gfx950")),
+}
+
+
+def with_float8(values: dict, dtype: torch.dtype | None = None, k_scale=(1.0,), v_scale=(1.0,)) -> dict:
+    """The same with 8-bit caches, of the type that this device knows unless given, and scales, of heads or of all."""
+    device = values["k_cache"].device
+    caches = {name: values[name].nan_to_num().to(dtype or fp8_of(device)) for name in ("k_cache", "v_cache")}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return values | caches | {name: torch.tensor(scale, device=device) for name, scale in scales.items()}
 
 
 def of_every_dtype_and_head_dim(make):
@@ -119,3 +131,15 @@ def in_float64(values: dict) -> dict:
         if scale is not None:
             wide[f"{name}_cache"] = wide[f"{name}_cache"] * scale[:, None]
     return wide
+
+
+def check_attention(path: str, values: dict, case: str = "", rows=...):
+    """Kernel within twice the reference's own error against float64; rows: those that are written."""
+    name = path.rpartition(".")[2]
+    actual, baseline = check_operation(path, values, case=case, skip=("output", "lse"))
+    reference = getattr(importlib.import_module(f"eagle_kernels.reference.ops.{path}"), name)
+    expected = reference(**in_float64({key: value for key, value in values.items() if key != "deterministic"}))
+    for field in ("output", "lse"):
+        results = (getattr(result, field)[rows] for result in (actual, expected, baseline))
+        assert_close(name, case, field, *results)
+    return actual

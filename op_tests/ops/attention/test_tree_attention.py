@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -11,28 +12,10 @@ import eagle_kernels
 from eagle_kernels.ops.attention.shared import ordered
 from eagle_kernels.ops.attention.shared.ordered_shares import count_ordered_shares
 from eagle_kernels.ops.attention.tree_attention import TUNING
-from eagle_kernels.reference.ops.attention.tree_attention import tree_attention as reference
-from op_tests.harness import (
-    assert_close,
-    assert_equal,
-    assert_in_bounds,
-    assume_multiprocessors,
-    check_operation,
-    retune,
-)
+from op_tests.harness import assert_close, assert_equal, assert_in_bounds, assume_multiprocessors, retune
 from op_tests.harness.pools import with_pools
 
-from .cases import (
-    EVERY_HEAD_DIM,
-    FLOAT8,
-    beyond_int32,
-    fp8_of,
-    in_float64,
-    of_every_dtype_and_head_dim,
-    paged_cache,
-    with_float8,
-    with_nan_beside,
-)
+from .cases import FLOAT8, WITHOUT_FLOAT8, check_attention, of_every_dtype_and_head_dim, paged_cache, with_float8
 
 # (queries, draft keys, head_dim, group, kv heads, page size, dtype, prefixes)
 SHAPES = [
@@ -84,26 +67,8 @@ def make(num_query, num_keys, head_dim, group_size, num_kv_heads, page_size, dty
     return values | paged
 
 
-def check(values, case="", rows=None):
-    """Kernel within twice the reference's own error against float64; rows: those that are written, None: all."""
-    actual, baseline = check_operation("attention.tree_attention", values, case=case, skip=("output", "lse"))
-    expected = reference(**in_float64({name: value for name, value in values.items() if name != "deterministic"}))
-    written = ... if rows is None else rows
-    for name in ("output", "lse"):
-        results = (getattr(result, name)[written] for result in (actual, expected, baseline))
-        assert_close("tree_attention", case, name, *results)
-    return actual
-
-
-NOT_SUPPORTED = {
-    (f"{dtype}{rows}", target)
-    for dtype, targets in (
-        (torch.float8_e4m3fn, ("sm_80", "gfx942")),
-        (torch.float8_e4m3fnuz, ("sm_80", "sm_90", "sm_100", "gfx950")),
-    )
-    for target in targets
-    for rows in ("", " 128 rows")
-}
+check = functools.partial(check_attention, "attention.tree_attention")
+NOT_SUPPORTED = {(f"{case}{rows}", target) for case, target in WITHOUT_FLOAT8 for rows in ("", " 128 rows")}
 
 
 def ahead_of_time_cases():
@@ -112,12 +77,8 @@ def ahead_of_time_cases():
                             (192, torch.float16), (256, torch.bfloat16), (512, torch.bfloat16)):  # fmt: skip
         yield f"D={head_dim} {dtype}", make(64, 64, head_dim, 8, 1, 64, dtype, [100])
     yield "D=256 float32", make(8, 24, 256, 4, 1, 16, torch.float32, [100])
-    everything = make(64, 64, 128, 8, 1, 64, torch.float16, [100]) | {
-        "window": 50,
-        "soft_cap": 30.0,
-        "sinks": torch.zeros(8),
-    }
-    everything["positions"] = torch.zeros(64, dtype=torch.int64)
+    everything = make(64, 64, 128, 8, 1, 64, torch.float16, [100]) | {"window": 50, "soft_cap": 30.0}
+    everything |= {"sinks": torch.zeros(8), "positions": torch.zeros(64, dtype=torch.int64)}
     yield "all that changes logits", everything
     yield "deterministic", everything | {"deterministic": True}
     everything["query"] = everything["query"].bfloat16()
@@ -152,10 +113,8 @@ def size_sweep():
 
 
 def wrong_calls():
-    yield (
-        make(3, 4, 32, 2, 1, 16, torch.float32, [20, 4]) | {"num_draft_keys": 2, "is_causal": True, "tree_mask": None},
-        "num_draft_keys must be at least Nq = 3",
-    )
+    chain = {"num_draft_keys": 2, "is_causal": True, "tree_mask": None}
+    yield make(3, 4, 32, 2, 1, 16, torch.float32, [20, 4]) | chain, "num_draft_keys must be at least Nq = 3"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -163,13 +122,6 @@ def test_matches_reference(shape, device):
     index = SHAPES.index(shape)
     form = "csr" if index % 2 else "block_table"
     check(make(*shape, form=form, is_separate=index % 4 >= 2, device=device), str(shape))
-
-
-def test_every_head_size_reads_its_own_columns_alone(device):
-    for head_dim in EVERY_HEAD_DIM:
-        values = make(2, 2, head_dim, 2, 2, 4, torch.float32, [5], device=device)
-        actual = check(with_nan_beside(values), f"D={head_dim}")
-        assert actual.output[..., :2, :].isfinite().all(), head_dim
 
 
 def test_splits(device):
@@ -245,7 +197,7 @@ def test_window_of_siblings(window, form, device):
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
 @pytest.mark.parametrize("form", ["block_table", "csr"])
 def test_windows_read_no_mask_of_the_prefix(form, is_separate, device):
-    """The masks begin with the draft block, many words behind the tile where a window begins."""
+    """The masks begin with the draft block, many words after the tile where a window begins."""
     values = make(3, 70, 32, 2, 1, 16, torch.float32, [300, 3, 64], form=form, is_separate=is_separate, device=device)
     values["positions"] = torch.tensor([300, 3, 64]).repeat_interleave(3).to(device)
     values["key_positions"] = torch.tensor([300, 3, 64]).repeat_interleave(70).to(device)
@@ -341,9 +293,7 @@ def test_malformed_bounds(bounds, device):
 
 def test_soft_cap_sinks_and_float8(device):
     values = make(6, 6, 64, 4, 2, 16, torch.float16, [300, 5], is_separate=True, device=device)
-    for name in ("k_cache", "v_cache"):
-        values[name] = values[name].nan_to_num().to(fp8_of(device))
-    values |= {"k_scale": torch.tensor([0.5, 1.5], device=device), "v_scale": torch.tensor([2.0, 0.75], device=device)}
+    values = with_float8(values, k_scale=[0.5, 1.5], v_scale=[2.0, 0.75])
     values |= {"soft_cap": 10.0, "sinks": torch.randn(8, device=device)}
     check(values, "separate drafts")
     values["draft_key"] = values["draft_value"] = None
@@ -426,9 +376,7 @@ def check_paths(values, options, rows, form, device):
     if options.get("sinks"):
         values["sinks"] = torch.randn(num_heads, device=device)
     if "fp8" in options:
-        for name in ("k_cache", "v_cache"):
-            values[name] = values[name].nan_to_num().to(fp8_of(device))
-        values |= {name: torch.tensor([scale], device=device) for name, scale in (("k_scale", 0.5), ("v_scale", 2.0))}
+        values |= with_float8(values, k_scale=[0.5], v_scale=[2.0])
     values |= {name: options[name] for name in ("window", "soft_cap") if name in options}
     if "window" in values:  # keys have one position for all rows in trees alone
         parents = [-1, *(torch.randint(node, ()).item() for node in range(1, num_query))]
@@ -543,15 +491,6 @@ def test_bit_63(device):
     check(values, "bit 63")
 
 
-def test_scale_and_bfloat16(device):
-    check(make(3, 4, 64, 2, 1, 16, torch.bfloat16, [20], device=device) | {"sm_scale": 0.3}, "bfloat16")
-
-
-def test_empty_batch(device):
-    result = eagle_kernels.raw.tree_attention(**make(3, 4, 32, 2, 1, 16, torch.float16, [], device=device))
-    assert result.output.shape == (0, 3, 2, 32) and result.lse.shape == (0, 3, 2)
-
-
 @pytest.mark.parametrize("form", ["block_table", "csr"])
 def test_dead_rows(form, device):
     """Requests without pages and rows that see nothing are 0 and -inf, and the others keep their bits."""
@@ -582,15 +521,6 @@ def test_fewer_slots_than_draft_keys(device):
     values["kv_indptr"][1] = 1
     values["last_page_len"][0] = 2
     check(values, "short table")
-
-
-@pytest.mark.gpu
-def test_pages_past_2_31_elements(device):
-    values = make(6, 6, 128, 4, 8, 16, torch.bfloat16, [100, 33], device=device)
-    expected = eagle_kernels.raw.tree_attention(**values)
-    moved = beyond_int32(values)
-    result = eagle_kernels.raw.tree_attention(**moved)
-    assert_equal("tree_attention", "far pages", "output", result.output, expected.output)
 
 
 @pytest.mark.gpu

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 import eagle_kernels
 from eagle_kernels.reference.ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size as reference
-from op_tests.harness import Guarded, assert_equal
+from op_tests.harness import Guarded, assert_equal, sweep
 
 # (batch, drafts, page_size, longest prefix)
 SHAPES = [
@@ -54,9 +52,7 @@ def ahead_of_time_cases():
     yield "int32", make(3, 8, 4, 20, dtype=torch.int32)
 
 
-def size_sweep():
-    for batch_size, longest in itertools.product((1, 2, 3, 16, 17, 64), (1, 100, 1024)):
-        yield make(batch_size, 8, 16, longest)
+size_sweep = sweep(lambda batch_size, longest: make(batch_size, 8, 16, longest), (1, 100, 1024))
 
 
 @pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "any marks"])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import check_operation
+from op_tests.harness import check_operation, sweep
 
 from .cases import example_rows, random_rows
 
@@ -38,9 +36,7 @@ def ahead_of_time_cases():
     yield "moving window", make(2, 4, 64, 16, 20, window_size=9, sink_size=2, window_counts_drafts=True)
 
 
-def size_sweep():
-    for batch_size, longest in itertools.product((1, 2, 3, 16, 17, 64), (1, 100, 1024)):
-        yield make(batch_size, 4, 3, 16, longest)
+size_sweep = sweep(lambda batch_size, longest: make(batch_size, 4, 3, 16, longest), (1, 100, 1024))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

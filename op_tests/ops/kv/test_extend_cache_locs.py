@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import check_operation
+from op_tests.harness import check_operation, sweep
 
 from .cases import example_rows, random_rows
 
@@ -33,9 +31,7 @@ def ahead_of_time_cases():
     yield "uniform", make(3, 20, 5, is_uniform=True, dtype=torch.int32)
 
 
-def size_sweep():
-    for batch_size, longest in itertools.product((1, 2, 3, 16, 17, 64), (1, 100, 1024)):
-        yield make(batch_size, longest, 8)
+size_sweep = sweep(lambda batch_size, longest: make(batch_size, longest, 8), (1, 100, 1024))
 
 
 @pytest.mark.parametrize("is_uniform", [False, True], ids=["ragged", "uniform"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import check_operation
+from op_tests.harness import check_operation, sweep
 from op_tests.harness.statistics import assert_follows_law
 
 PATH = "rejection.sample_children"
@@ -37,9 +37,7 @@ def ahead_of_time_cases():
     yield "one child, one token, with replacement", make(2, 1, 1, replacement=True)
 
 
-def size_sweep():
-    for num_rows in (1, 2, 3, 16, 17, 64, 257):
-        yield make(num_rows, 1000)
+size_sweep = sweep(lambda num_rows: make(num_rows, 1000))
 
 
 @pytest.mark.cross

@@ -12,7 +12,7 @@ from eagle_kernels.ops.rejection.shared import prepare_pair
 from eagle_kernels.reference.enumeration import EnumeratedDraws, completed, text_law, total_variation
 from eagle_kernels.reference.ops.rejection import verify_chain as reference
 from eagle_kernels.reference.residual import Draws
-from op_tests.harness import check_operation, to_device
+from op_tests.harness import check_operation, sweep, to_device
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.rejection.laws import draft_map, dyadic_probs, near, random_law
 from op_tests.ops.rejection.laws import emitted_by_a_chain as emitted_law
@@ -96,9 +96,7 @@ def ahead_of_time_cases():
     yield "no drafts, V=2", make(2, 1, 2)
 
 
-def size_sweep():
-    for batch_size in (1, 2, 3, 16, 17, 64, 257):
-        yield make(batch_size, 4, 61, 40, method="block")
+size_sweep = sweep(lambda batch_size: make(batch_size, 4, 61, 40, method="block"))
 
 
 @pytest.mark.parametrize("method", METHODS)

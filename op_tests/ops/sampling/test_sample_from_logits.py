@@ -14,6 +14,7 @@ import eagle_kernels
 from eagle_kernels.ops.sampling.shared import sampling
 from eagle_kernels.reference import random as reference_random
 from eagle_kernels.reference import sampling as reference_sampling
+from op_tests.harness import sweep
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import make_logits as make
 
@@ -35,9 +36,7 @@ def ahead_of_time_cases():
     yield "processors", with_processors(make(2, 64, dtype=torch.bfloat16, **FILTERS["all"])) | {"filter_order": "joint"}
 
 
-def size_sweep():
-    for num_rows in (1, 2, 3, 16, 17, 64, 257):
-        yield make(num_rows, 1000)
+size_sweep = sweep(lambda num_rows: make(num_rows, 1000))
 
 
 def with_processors(values: dict, names=PROCESSORS) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from op_tests.harness import to_device
+from op_tests.harness import sweep, to_device
 
 from . import renorms
 
@@ -23,9 +23,7 @@ def ahead_of_time_cases():
     yield "fp16, V=128256", make(torch.rand(1, 128256).half(), 50)
 
 
-def size_sweep():
-    for num_rows in (1, 2, 3, 16, 17, 64, 257):
-        yield make(torch.rand(num_rows, 1000), 50)
+size_sweep = sweep(lambda num_rows: make(torch.rand(num_rows, 1000), 50))
 
 
 def check(values, case):

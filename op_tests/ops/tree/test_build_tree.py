@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import Guarded, assert_equal, check_operation
+from op_tests.harness import assert_equal, check_operation, sweep
 from op_tests.ops.tree.cases import make_tree as make
-
-MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
+from op_tests.ops.tree.masks import MODES
 
 # (batch, topk, spec_steps, nodes): single nodes, chains, stars, word borders, the largest tree
 SHAPES = [(1, 1, 1, 1), (2, 1, 4, 5), (3, 8, 1, 9), (2, 4, 3, 8), (1, 3, 4, 31), (2, 4, 3, 32), (1, 8, 5, 33),
@@ -24,9 +23,7 @@ def ahead_of_time_cases():
     yield "N=100 any order", make(1, 8, 5, 100) | {"any_order": True}
 
 
-def size_sweep():
-    for batch_size in (1, 2, 3, 16, 17, 64, 257):
-        yield make(batch_size, 4, 3, 8)
+size_sweep = sweep(lambda batch_size: make(batch_size, 4, 3, 8))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -48,49 +45,14 @@ def test_worked_example(device):
     assert result.draft_tokens.tolist() == [9, 11, 12, 21, 23]
 
 
-def test_full_mask_in_a_longer_buffer(device):
-    """A server keeps one buffer for its longest batch; cells past the batch's own stay as they were."""
-    values = make(2, 4, 3, 8, mode="full_mask", device=device)
-    expected = eagle_kernels.build_tree(**values)
-    buffer = torch.zeros(expected.tree_mask.numel() + 100, dtype=torch.bool, device=device)
-    out = expected._replace(tree_mask=buffer)
-    eagle_kernels.raw.build_tree(**{**values, "seq_lens_sum": None}, out=out)
-    assert torch.equal(buffer[:-100], expected.tree_mask) and not buffer[-100:].any()
-    buffer.fill_(False)
-    eagle_kernels.raw.build_tree(**{**values, "seq_lens_sum": None}, prefix_is_set=True, out=out)
-    seq_len = int(values["seq_lens"][0])
-    assert not buffer[:seq_len].any() and buffer[seq_len]
-
-
 @pytest.mark.parametrize("offset", [0, 1, 8, 15])
 def test_full_mask_at_any_address(offset, device):
     """Prefixes are filled in words between the rows' ragged ends, wherever the mask and its rows start."""
     values = make(3, 4, 3, 8, mode="full_mask", device=device)
-    values["seq_lens"] = torch.tensor([0, 3, 1200], device=device)
-    values["seq_lens_sum"] = 1203
+    values |= {"seq_lens": torch.tensor([0, 3, 1200], device=device), "seq_lens_sum": 1203}
     expected = eagle_kernels.reference.ops.tree.build_tree.build_tree(**values)
     size = expected.tree_mask.numel()
     buffer = torch.zeros(size + 64, dtype=torch.bool, device=device)
     eagle_kernels.raw.build_tree(**values, out=expected._replace(tree_mask=buffer[offset : offset + size]))
     assert_equal("build_tree", f"offset {offset}", "tree_mask", buffer[offset : offset + size], expected.tree_mask)
     assert not buffer[:offset].any() and not buffer[offset + size :].any()
-
-
-@pytest.mark.parametrize("function", [eagle_kernels.raw.build_tree, eagle_kernels.build_tree])
-def test_a_mask_buffer_that_is_too_short_is_not_overrun(function, device):
-    values = make(2, 4, 3, 8, mode="full_mask", device=device)
-    expected = eagle_kernels.build_tree(**values)
-    whole = torch.zeros_like(expected.tree_mask)
-    half = whole.numel() // 2
-    function(**values, out=expected._replace(tree_mask=whole[:half]))
-    assert not whole[half:].any() and torch.equal(whole[:half], expected.tree_mask[:half])
-
-
-@pytest.mark.parametrize("seq_lens", [[-40, 10], [10, -40], [2**40, 0], [2**60 - 9, 5]])
-def test_impossible_lengths_stay_inside_the_mask(seq_lens, device):
-    values = make(2, 4, 3, 8, mode="full_mask", device=device)
-    expected = eagle_kernels.build_tree(**values)
-    values["seq_lens"] = torch.tensor(seq_lens, device=device)
-    guarded = Guarded((100,), torch.bool, device)
-    eagle_kernels.raw.build_tree(**values, out=expected._replace(tree_mask=guarded.tensor))
-    guarded.check("build_tree", "tree_mask")

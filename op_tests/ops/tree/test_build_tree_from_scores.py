@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_equal, check_operation
+from op_tests.harness import assert_equal, check_operation, sweep
 from op_tests.ops.tree.cases import make_scored as make
+from op_tests.ops.tree.masks import MODES
 
 PATH = "tree.build_tree_from_scores"
-MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
 
 # (batch, topk, spec_steps, nodes): roots alone, chains, stars, every candidate kept, word borders, the largest tree
 SHAPES = [(1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 4, 5), (3, 8, 1, 9), (2, 4, 3, 8), (1, 3, 4, 31), (2, 4, 3, 37),
@@ -22,9 +22,7 @@ def ahead_of_time_cases():
     yield "N=64 C=4096 int32", make(1, 16, 16, 64, dtype=torch.int32)
 
 
-def size_sweep():
-    for batch_size in (1, 2, 3, 16, 17, 64, 257):
-        yield make(batch_size, 4, 3, 8)
+size_sweep = sweep(lambda batch_size: make(batch_size, 4, 3, 8))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import eagle_kernels
-from op_tests.harness import check_operation, to_device
+from op_tests.harness import check_operation, sweep, to_device
 from op_tests.ops.tree.masks import links_from, random_parents
 
 PATH = "tree.compute_tree_statistics"
@@ -29,9 +28,7 @@ def ahead_of_time_cases():
     yield "N=256", make(1, 256)
 
 
-def size_sweep():
-    for batch_size, spec_steps in zip((1, 2, 3, 16, 17, 64, 257), (1, 5, 15, 16, 40, 2, 3)):
-        yield make(batch_size, 8, spec_steps=spec_steps)
+size_sweep = sweep(lambda batch_size, spec_steps: make(batch_size, 8, spec_steps=spec_steps), (1, 2, 3, 5, 15, 16, 40))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -61,15 +58,3 @@ def test_chains_and_stars(num_nodes, device):
     assert result.max_branching.tolist() == [min(most, 1), most]
     assert result.num_leaves.tolist() == [1, max(most, 1)]
     assert result.nodes_per_depth[0].tolist() == [int(level < num_nodes) for level in range(4)]
-
-
-def test_describes_built_trees(device):
-    """SGLang's worked example: a root with two children, the first with two and the second with none kept."""
-    as_tensor = lambda data: torch.tensor(data, device=device)  # noqa: E731
-    tree = eagle_kernels.build_tree(
-        as_tensor([9]), as_tensor([[-1, 0, 1, 2, 4]]), as_tensor([[0, 1, 2, 3]]), as_tensor([[11, 12, 21, 22]]),
-        as_tensor([4]), topk=2, spec_steps=3, num_verify_tokens=5,
-    )  # fmt: skip
-    links = tree.retrieve_next_token, tree.retrieve_next_sibling
-    result = eagle_kernels.raw.compute_tree_statistics(*links, spec_steps=3)
-    assert [field.tolist() for field in result] == [[2], [5], [3], [2], [[1, 2, 2, 0]]]

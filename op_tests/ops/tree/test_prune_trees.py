@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import check_operation, to_device
+from op_tests.harness import check_operation, sweep, to_device
 from op_tests.ops.tree.masks import in_layout, random_parents, visible_from
 
 PATH = "tree.prune_trees"
 # (batch, nodes, rows)
-SHAPES = [
-    (1, 1, 1),
-    (1, 8, 5),
-    (3, 8, 3),
-    (3, 8, 11),
-    (7, 6, 42),
-    (5, 64, 100),
-    (2, 65, 90),
-    (3, 130, 200),
-    (40, 5, 99),
-]
+SHAPES = [(1, 1, 1), (1, 8, 5), (3, 8, 3), (3, 8, 11), (7, 6, 42), (5, 64, 100), (2, 65, 90), (3, 130, 200),
+          (40, 5, 99)]  # fmt: skip
 
 
 def make(batch_size, num_nodes, max_rows, *, falls=True, seed=0, dtype=torch.int64, device="cpu"):
@@ -47,9 +36,7 @@ def ahead_of_time_cases():
     yield "int32, 130 nodes", make(2, 130, 100, dtype=torch.int32)
 
 
-def size_sweep():
-    for batch_size, max_rows in itertools.product((1, 2, 3, 16, 17, 64), (0, 1, 100)):
-        yield make(batch_size, 8, batch_size + max_rows)
+size_sweep = sweep(lambda batch_size, max_rows: make(batch_size, 8, batch_size + max_rows), (0, 1, 100))
 
 
 @pytest.mark.parametrize("falls", [True, False], ids=["falling", "any order"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import check_operation, to_device
+from op_tests.harness import check_operation, sweep, to_device
 from op_tests.harness.trees import random_drafts
 from op_tests.ops.tree.masks import MODES, in_layout, links_from, random_parents, visible_from
 
@@ -28,16 +28,12 @@ def ahead_of_time_cases():
     yield "N=256", make(1, 256)
 
 
-def size_sweep():
-    for batch_size in (1, 2, 3, 16, 17, 64, 257):
-        yield make(batch_size, 8, mode="full_mask")
+size_sweep = sweep(lambda batch_size: make(batch_size, 8, mode="full_mask"))
 
 
 def wrong_calls():
-    yield (
-        make(2, 8, mode="qlen_only") | {"tree_mask": torch.zeros(192).bool()},
-        r"hold 8 rows for each of 2 requests, got shape \[192\]",
-    )
+    rule = r"hold 8 rows for each of 2 requests, got shape \[192\]"
+    yield make(2, 8, mode="qlen_only") | {"tree_mask": torch.zeros(192).bool()}, rule
 
 
 @pytest.mark.parametrize("num_nodes", SIZES)
@@ -74,19 +70,3 @@ def test_worked_example(device):
     assert result.retrieve_index.tolist() == [[0, 1, 2, 3]]
     assert result.retrieve_next_token.tolist() == [[1, -1, 3, -1]]
     assert result.retrieve_next_sibling.tolist() == [[-1, 2, -1, -1]]
-
-
-@pytest.mark.parametrize("mode", ["full_mask", "qlen_only"])
-def test_cells_may_be_bytes(mode, device):
-    values = make(2, 9, mode=mode, dtype=torch.int32, device=device)
-    expected = eagle_kernels.raw.tree_from_mask(**values)
-    values["tree_mask"] = values["tree_mask"].to(torch.uint8) * 6  # any value but 0 is set
-    result, _ = check_operation(PATH, values, case="uint8")
-    for got, want in zip(result, expected):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("seq_lens", [[-40, 10], [10, -3], [2**40, 0]])
-def test_impossible_lengths_are_read_in_bounds(seq_lens, device):
-    values = make(2, 8, mode="full_mask", device=device) | {"seq_lens": torch.tensor(seq_lens, device=device)}
-    check_operation(PATH, values, case=str(seq_lens))

@@ -8,7 +8,7 @@ import torch
 import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_greedy as op
 from eagle_kernels.runtime import launch
-from op_tests.harness import assert_only_launches, check_operation
+from op_tests.harness import assert_only_launches, check_operation, sweep
 from op_tests.ops.verify.cases import follow_tree, make_tree
 
 SHAPES = [(1, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 64), (1, 8, 5, 256)]
@@ -68,9 +68,7 @@ def with_policy(values: dict, policy: str) -> dict:
     return values | coins | {"accept_policy": policy}
 
 
-def size_sweep():
-    for batch_size in (1, 2, 3, 16, 17, 64, 257):
-        yield unread_logits(batch_size, 4, 3, 8, torch.float16)
+size_sweep = sweep(lambda batch_size: unread_logits(batch_size, 4, 3, 8, torch.float16))
 
 
 def unread_logits(batch_size, topk, spec_steps, num_nodes, dtype):

@@ -7,7 +7,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_topp as op
-from op_tests.harness import check_operation, to_device
+from op_tests.harness import check_operation, sweep, to_device
 from op_tests.ops.verify.cases import make_tree
 
 PATH = "verify.verify_tree_topp"
@@ -54,9 +54,7 @@ def ahead_of_time_cases():
     yield "S=0 N=1", make(2, 1, 1, 1, num_candidates=1) | {"spec_steps": 0}
 
 
-def size_sweep():
-    for batch_size in (1, 2, 3, 16, 17, 64, 257):
-        yield make(batch_size, 4, 3, 8)
+size_sweep = sweep(lambda batch_size: make(batch_size, 4, 3, 8))
 
 
 @pytest.mark.parametrize("num_candidates", [1, 2, 5])

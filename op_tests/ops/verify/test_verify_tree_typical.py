@@ -10,7 +10,7 @@ import torch
 import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_typical as op
 from eagle_kernels.runtime import launch
-from op_tests.harness import check_operation
+from op_tests.harness import check_operation, sweep
 from op_tests.ops.verify.cases import follow_tree, make_tree
 
 PATH = "verify.verify_tree_typical"
@@ -48,9 +48,7 @@ def order_case():
     return make(2, 8, 5, 20, vocab_size=9000)
 
 
-def size_sweep():
-    for batch_size in (1, 2, 3, 16, 17, 64, 257):
-        yield unread_logits(batch_size, 4, 3, 8, torch.bfloat16)
+size_sweep = sweep(lambda batch_size: unread_logits(batch_size, 4, 3, 8, torch.bfloat16))
 
 
 def wrong_calls():
