@@ -5,24 +5,15 @@ from __future__ import annotations
 import torch
 
 import eagle_kernels
+from op_tests.harness.trees import depths_of, links_of
 
 TEMPERATURE, DRAFT_TEMPERATURE = 0.9, 1.8
-
-
-def links_of(parents):
-    first_child, next_sibling = [-1] * len(parents), [-1] * len(parents)
-    for node in range(len(parents) - 1, 0, -1):
-        next_sibling[node] = first_child[parents[node]]
-        first_child[parents[node]] = node
-    return first_child, next_sibling
 
 
 def draw_tree(draft, root, positions, seeds, parents, temperature, ops=eagle_kernels, **options):
     """Tokens and positions [lanes, N] of a tree of which every node's children are drawn by sample_children."""
     tokens = [root] + [None] * (len(parents) - 1)
-    depth = [0]
-    for parent in parents[1:]:
-        depth.append(depth[parent] + 1)
+    depth = depths_of(parents)
     for node in range(len(parents)):
         children = [child for child in range(len(parents)) if parents[child] == node]
         if children:

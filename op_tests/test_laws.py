@@ -10,9 +10,9 @@ Every other scheme is enumerated by the tests of its op, in op_tests/ops/verify:
 | scheme | where |
 |---|---|
 | one coin a node, target probabilities | test_verify_tree_coins.py: test_the_law_is_the_target_s, test_wrong_schemes_are_seen |
-| speculative sampling, block verification | test_verify_chain.py: test_the_law_is_exactly_the_targets, ..._is_seen |
+| speculative sampling, block verification | test_verify_chain.py: test_the_law_is_exactly_the_targets, test_wrong_schemes_are_seen |
 | recursive rejection, with and without replacement | test_verify_tree_rejection.py: test_the_law_is_the_targets, test_wrong_schemes_show |
-| traversal verification | test_verify_tree_traversal.py: test_the_law_is_exactly_the_targets, ..._is_seen |
+| traversal verification | test_verify_tree_traversal.py: test_the_law_is_exactly_the_targets, test_wrong_schemes_are_seen |
 | sample and match | here |
 
 The enumeration itself is tested in test_enumeration.py; `python -m op_tests.mutants` tests the law tests.
@@ -33,7 +33,8 @@ from eagle_kernels.reference.ops.sampling.verify_tree_sampled import verify_tree
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness.noise_keys import NoiseKeys
 from op_tests.harness.statistics import assert_follows_law
-from op_tests.rounds import DRAFT_TEMPERATURE, SCHEMES, TEMPERATURE, emitted_in_rounds, links_of
+from op_tests.harness.trees import depths_of, links_of, prefixes_of
+from op_tests.rounds import DRAFT_TEMPERATURE, SCHEMES, TEMPERATURE, emitted_in_rounds
 from op_tests.sampling_law import CASES, Target, arguments, assert_every_exchange_shows, law
 
 # trees: tokens and parents, node 0 the root, whose token is in no prefix
@@ -43,16 +44,15 @@ def shapes(num_nodes, most_children=3, most_depth=3):
     """The parents of every ordered tree, each node after the one before in depth-first order."""
     for parents in itertools.product(*(range(node) for node in range(1, num_nodes))):
         parents = [-1, *parents]
-        depth, is_tree = [0], True
+        is_tree = True
         for node in range(1, num_nodes):
             ancestors, above = [node - 1], parents[node - 1]
             while above >= 0:
                 ancestors.append(above)
                 above = parents[above]
             is_tree &= parents[node] in ancestors
-            depth.append(depth[parents[node]] + 1)
         most = max([0, *(parents.count(node) for node in range(num_nodes))])
-        if is_tree and most <= most_children and max(depth) <= most_depth:
+        if is_tree and most <= most_children and max(depths_of(parents)) <= most_depth:
             yield parents
 
 
@@ -72,13 +72,6 @@ def with_tokens(parents, vocab_size, seed=0):
         pool = left.setdefault(parent, torch.randperm(vocab_size, generator=generator).tolist())
         tokens.append(pool.pop())
     return tokens, parents
-
-
-def prefixes_of(tokens, parents):
-    prefixes = [()]
-    for node in range(1, len(tokens)):
-        prefixes.append((*prefixes[parents[node]], tokens[node]))
-    return prefixes
 
 
 SPECIAL = {  # tokens, parents
@@ -244,7 +237,7 @@ def test_target_and_draft_have_temperatures_of_their_own(scheme, is_last, monkey
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, "coins"])
 def test_rounds_of_drafting_and_verifying(scheme, device):
     """Chi-square over one, two and three tokens. Drafting, coins and residuals take their noise from one seed a request
     and the positions, and text goes on where a round ended: noise that is used twice would show.
@@ -256,9 +249,8 @@ def test_rounds_of_drafting_and_verifying(scheme, device):
     draft = [[3.0, 1.0, 0.0, 2.0], [0.0, 3.0, 1.0, 2.0], [1.0, 0.0, 3.0, 2.0], [3.0, 1.0, 2.0, 0.0]]
     target, draft = torch.tensor(target, device=device), torch.tensor(draft, device=device)
     with device:
-        text = emitted_in_rounds(
-            scheme, SCHEMES[scheme], target, draft, lanes=1000 if device.type == "cpu" else 2**18
-        ).cpu()
+        lanes = 1000 if device.type == "cpu" else 2**18
+        text = emitted_in_rounds(scheme, SCHEMES.get(scheme, [-1, 0, 0, 1]), target, draft, lanes=lanes).cpu()
     step = torch.softmax(target.double().cpu() / TEMPERATURE, -1)
     numbers, law = text[:, 0], step[0]
     assert_follows_law(numbers, law)
@@ -382,15 +374,10 @@ def test_the_controls_are_right_without_their_fault():
     assert max(control(None)) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "accept with p / q",
-        "no renormalisation",
-        "rejected token not removed",
-        "bonus from p",
-        "one coin for all levels",
-    ],
-)
+FAULTS = ("accept with p / q", "no renormalisation", "rejected token not removed", "bonus from p",
+          "one coin for all levels")  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_schemes_are_seen(fault):
     assert max(control(fault)) > 0.05

@@ -22,32 +22,43 @@ def check_operation(
 ) -> tuple:
     """Runs the launcher of `path` (`"tree.build_tree"`) and its reference on the same arguments and compares them.
 
-    Outputs are poisoned and lie between guard zones; inputs must come out unchanged. Outputs named in `close` are
+    Outputs are poisoned; they and what the op changes in place (MUTATES) lie between guard zones. The latter must be,
+    bit by bit, what the reference makes of them, and other inputs must come out unchanged. Outputs named in `close` are
     compared as floats, those in `skip` not at all, all others exactly. Returns (launcher's outputs, reference's).
     """
     name = path.rpartition(".")[2]
     module = importlib.import_module("eagle_kernels.ops." + path)
+    launcher = getattr(module, name)
     reference = getattr(importlib.import_module("eagle_kernels.reference.ops." + path), name)
-    defaults = _defaults(getattr(module, name))
-    contracted = module.contract({**defaults, **values, "out": None})
+    contracted = module.contract({**_defaults(launcher), **values, "out": None})
     single = isinstance(contracted, check.Spec)
-    specs = (contracted,) if single else contracted
-    fields = ("output",) if single else contracted._fields
-    guarded = [Guarded(spec.shape, spec.dtype, spec.device) for spec in specs]
-    out = guarded[0].tensor if single else type(contracted)(*(g.tensor for g in guarded))
+    specs = {"output": contracted} if single else {} if contracted is None else contracted._asdict()
+    guarded = {field: Guarded(spec.shape, spec.dtype, spec.device) for field, spec in specs.items()}
+    buffers = [guard.tensor for guard in guarded.values()]
+    out = {"out": buffers[0] if single else type(contracted)(*buffers)} if specs else {}
     inputs = {key: value.clone() for key, value in values.items() if isinstance(value, torch.Tensor)}
+    changed = {key: inputs[key].clone() for key in getattr(module, "MUTATES", ())}
 
     known = inspect.signature(reference).parameters
-    expected = reference(**{key: value for key, value in values.items() if key in known})
-    actual = getattr(module, name)(**values, out=out)
-    for function, result in ((reference, expected), (getattr(module, name), actual)):
+    expected = reference(**{key: value for key, value in (values | changed).items() if key in known})
+    pools = {key: Guarded(values[key].shape, values[key].dtype, values[key].device) for key in changed}
+    pools = {key: guard for key, guard in pools.items() if values[key].is_contiguous()}
+    for key, guard in pools.items():
+        guard.tensor.copy_(values[key])
+    actual = launcher(**values | {key: guard.tensor for key, guard in pools.items()}, **out)
+    for function, result in ((reference, expected), (launcher, actual)):
         kind = typing.get_type_hints(function)["return"]
         assert is_of(result, kind), f"{function.__module__} returns {type(result)}, not {kind}"
-    for field, guard in zip(fields, guarded):
+    for field, guard in (guarded | pools).items():
         guard.check(name, field)
+    for key, guard in pools.items():
+        values[key].copy_(guard.tensor)
     for key, before in inputs.items():
-        assert_equal(name, case, f"(input) {key}", values[key], before)
-    for field, got, want in zip(fields, as_tuple(actual), as_tuple(expected)):
+        if key in changed:
+            assert_equal(name, case, key, as_bits(values[key]), as_bits(changed[key]))
+        else:
+            assert_equal(name, case, f"(input) {key}", values[key], before)
+    for field, got, want in zip(specs, as_tuple(actual), as_tuple(expected)):
         if field in skip:
             continue
         if field in close:
@@ -55,6 +66,11 @@ def check_operation(
         else:
             assert_equal(name, case, field, got, want)
     return actual, expected
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, which are equal for NaN too."""
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _defaults(function) -> dict:

@@ -1,8 +1,33 @@
-"""Random and malformed trees in the form that drafting produces them."""
+"""Trees by their parents, and random ones in the form that drafting produces them."""
 
 from __future__ import annotations
 
 import torch
+
+
+def links_of(parents: list[int]) -> tuple[list[int], list[int]]:
+    """First children and next siblings of a tree's nodes, -1 for none; the root and padding have the parent -1."""
+    first_child, next_sibling = [-1] * len(parents), [-1] * len(parents)
+    for node in range(len(parents) - 1, 0, -1):
+        if parents[node] >= 0:
+            next_sibling[node] = first_child[parents[node]]
+            first_child[parents[node]] = node
+    return first_child, next_sibling
+
+
+def depths_of(parents: list[int]) -> list[int]:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def prefixes_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    """The tokens from below the root to each node."""
+    prefixes = [()]
+    for token, parent in zip(tokens[1:], parents[1:]):
+        prefixes.append((*prefixes[parent], token))
+    return prefixes
 
 
 def random_drafts(batch_size: int, topk: int, spec_steps: int, num_nodes: int, *, vocab_size: int = 97, device="cpu"):

@@ -25,7 +25,7 @@ def _one_stream(name: str) -> list[tuple[str, str, str]]:
 
 _COINS, _CHAIN, _SAMPLED = "verify_tree_coins", "verify_chain", "verify_tree_sampled"
 _REJECTION, _TRAVERSAL, _CHILDREN = "verify_tree_rejection", "verify_tree_traversal", "sample_children"
-_COINS_LAW = of(_COINS, "test_the_law_is_the_target_s", "test_joint_law_of_the_emitted_tokens[binary]")
+_COINS_LAW = of(_COINS, "test_the_law_is_the_target_s") + rounds("coins")
 _CHAIN_LAW = of(_CHAIN, "test_the_law_is_exactly_the_targets") + rounds("standard", "block")
 _REJECTION_LAW = of(_REJECTION, "test_the_law_is_the_targets") + rounds("rejection, without", "rejection, with")
 _TRAVERSAL_LAW = of(_TRAVERSAL, "test_the_law_is_exactly_the_targets") + rounds("traversal")

@@ -9,14 +9,8 @@ import eagle_kernels
 from op_tests.harness import check_operation, sweep
 
 # (batch, nodes, spec_steps, page_size, longest prefix)
-SHAPES = [
-    (1, 1, 0, 1, 5),
-    (3, 8, 3, 1, 20),
-    (2, 16, 7, 4, 30),
-    (3, 5, 9, 16, 40),
-    (1, 300, 299, 64, 70),
-    (2, 64, 8, 256, 600),
-]
+SHAPES = [(1, 1, 0, 1, 5), (3, 8, 3, 1, 20), (2, 16, 7, 4, 30), (3, 5, 9, 16, 40), (1, 300, 299, 64, 70),
+          (2, 64, 8, 256, 600)]  # fmt: skip
 
 # which of the optional arguments are given
 FORMS = {
@@ -29,9 +23,8 @@ FORMS = {
 }
 
 
-def make(
-    batch_size, num_nodes, spec_steps, page_size, longest, form="path and frees", *, dtype=torch.int64, device="cpu"
-):
+def make(batch_size, num_nodes, spec_steps, page_size, longest, form="path and frees", *, dtype=torch.int64,
+         device="cpu"):  # fmt: skip
     accept_index = torch.full((batch_size, spec_steps + 1), -1)
     accept_token_num = torch.randint(0, min(spec_steps, num_nodes - 1) + 1, (batch_size,))
     for request, accepted in enumerate(accept_token_num.tolist()):
@@ -59,10 +52,8 @@ size_sweep = sweep(lambda batch_size, longest: make(batch_size, 8, 3, 16, longes
 
 
 def wrong_calls():
-    yield (
-        make(3, 8, 3, 4, 20) | {"free_token_num": torch.zeros(3, dtype=torch.int64)},
-        "free_token_num must not be given with seq_lens",
-    )
+    counts = {"free_token_num": torch.zeros(3, dtype=torch.int64)}
+    yield make(3, 8, 3, 4, 20) | counts, "free_token_num must not be given with seq_lens"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -99,7 +90,7 @@ def test_worked_example_of_free_slots(device):
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_frees_are_what_an_aligned_mask_evicts(page_size, device):
-    """Of a chain both ways of telling what is free agree."""
+    """Of a chain both say the same of what is free."""
     values = make(6, 9, 8, page_size, 30, "chain", device=device)
     freed = eagle_kernels.raw.accepted_cache_locs(**values)
     mask = torch.arange(9, device=device)[None] > values["accept_token_num"][:, None]

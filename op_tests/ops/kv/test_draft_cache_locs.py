@@ -13,23 +13,15 @@ from op_tests.harness import check_operation, sweep
 from .cases import example_rows, random_rows
 
 # (batch, topk, num_steps, page_size, longest prefix)
-SHAPES = [
-    (1, 1, 1, 1, 5),
-    (3, 1, 4, 16, 40),
-    (2, 4, 3, 1, 20),
-    (3, 4, 5, 4, 30),
-    (2, 2, 64, 16, 33),
-    (1, 3, 6, 600, 900),
-]
+SHAPES = [(1, 1, 1, 1, 5), (3, 1, 4, 16, 40), (2, 4, 3, 1, 20), (3, 4, 5, 4, 30), (2, 2, 64, 16, 33),
+          (1, 3, 6, 600, 900)]  # fmt: skip
 
 
 def make(batch_size, topk, num_steps, page_size, longest, *, dtype=torch.int64, device="cpu", **options):
     columns = longest + topk * (num_steps + 2 * page_size)
     return random_rows(batch_size, columns, dtype=dtype, device=device) | options | {
         "seq_lens": torch.randint(0, longest + 1, (batch_size,)).to(device=device, dtype=dtype),
-        "topk": topk,
-        "num_steps": num_steps,
-        "page_size": page_size,
+        "topk": topk, "num_steps": num_steps, "page_size": page_size,
     }  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def test_matches_reference(shape, dtype, is_uniform, device):
 
 
 def test_worked_example(device):
-    """SGLang's: requests in rows 1 and 0, tokens 2..3 and 3..5; its output keeps what it held behind them."""
+    """SGLang's: requests in rows 1 and 0, tokens 2..3 and 3..5; its output keeps what it held after them."""
     starts, ends = torch.tensor([[2, 3], [4, 6]], device=device)
     rows = example_rows(1, 0, device=device)
     result = eagle_kernels.raw.extend_cache_locs(**rows, starts=starts, ends=ends, capacity=6)

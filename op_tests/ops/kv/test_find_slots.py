@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.reference.ops.kv.find_slots import find_slots as reference
-from op_tests.harness import Guarded, assert_equal
+from op_tests.harness import check_operation, sweep
 
-FIELDS = ("slots", "positions")
 # (batch, count, page_size, pages of a request, longest prefix)
 SHAPES = [(1, 1, 1, 8, 5), (3, 64, 16, 10, 90), (5, 9, 4, 12, 30), (2, 300, 64, 7, 100), (4, 33, 3, 20, 24)]
 
@@ -29,31 +25,22 @@ def make(batch_size, count, page_size, max_pages, longest, *, dtype=torch.int64,
     }
 
 
-def check(values, case=""):
-    expected = reference(**values)
-    guards = [Guarded(tensor.shape, tensor.dtype, tensor.device) for tensor in expected]
-    result = eagle_kernels.raw.find_slots(**values, out=tuple(guard.tensor for guard in guards))
-    for name, guard, tensor, wanted in zip(FIELDS, guards, result, expected):
-        assert_equal("find_slots", case, name, tensor, wanted)
-        guard.check("find_slots", name)
-    return result
-
-
 def ahead_of_time_cases():
     yield "int64", make(3, 8, 4, 5, 20)
     yield "int32 limited", make(3, 8, 4, 5, 20, dtype=torch.int32, max_length=20)
 
 
-def size_sweep():
-    for batch_size, (count, max_pages) in itertools.product((1, 2, 3, 16, 17, 64, 257), ((9, 64), (300, 5000))):
-        yield make(batch_size, count, 16, max_pages, 1024, max_length=4096)
+size_sweep = sweep(
+    lambda batch_size, sizes: make(batch_size, sizes[0], 16, sizes[1], 1024, max_length=4096), ((9, 64), (300, 5000))
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(shape, dtype, device):
     for max_length in (None, 25):
-        check(make(*shape, dtype=dtype, max_length=max_length, device=device), f"{shape} {max_length}")
+        values = make(*shape, dtype=dtype, max_length=max_length, device=device)
+        check_operation("kv.find_slots", values, case=f"{shape} {max_length}")
 
 
 def test_worked_example(device):

@@ -47,20 +47,17 @@ def test_matches_reference(shape, dtype, device):
     check_operation("kv.kv_indices", make(*shape, dtype=dtype, device=device), case=str(shape))
 
 
-@pytest.mark.parametrize(
-    ("starts", "expected"),
-    [(None, [2000, 2001, 1000, 1001, 1002]), ([4, 1], [2004, 2005, 1001, 1002, 1003])],
-    ids=str,
-)
-def test_worked_example(starts, expected, device):
-    """SGLang's: rows 1000.. and 2000.., requests in rows 1 and 0, lengths 2 and 3."""
-    result = eagle_kernels.raw.kv_indices(
-        **example_rows(1, 0, device=device), seq_lens=torch.tensor([2, 3], device=device),
-        starts=None if starts is None else torch.tensor(starts, device=device), capacity=7,
-    )  # fmt: skip
-    assert result.kv_indices.tolist() == expected + [-1, -1]
-    assert result.kv_indptr.tolist() == [0, 2, 5]
-    assert result.last_page_len.tolist() == [1, 1]
+def test_worked_example(device):
+    """SGLang's: rows 1000.. and 2000.., requests in rows 1 and 0, lengths 2 and 3, without and with starts."""
+    rows = example_rows(1, 0, device=device) | {"seq_lens": torch.tensor([2, 3], device=device), "capacity": 7}
+    for starts, expected in (
+        (None, [2000, 2001, 1000, 1001, 1002]),
+        (torch.tensor([4, 1], device=device), [2004, 2005, 1001, 1002, 1003]),
+    ):
+        result = eagle_kernels.raw.kv_indices(**rows, starts=starts)
+        assert result.kv_indices.tolist() == expected + [-1, -1]
+        assert result.kv_indptr.tolist() == [0, 2, 5]
+        assert result.last_page_len.tolist() == [1, 1]
 
 
 def test_worked_example_of_pages(device):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import eagle_kernels
-from eagle_kernels.reference.ops.kv.move_accepted_kv import move_accepted_kv as reference
-from op_tests.harness import assert_equal, sweep
+from op_tests.harness import check_operation, sweep
+from op_tests.harness.operation import as_bits
 from op_tests.harness.pools import with_pools
 
+PATH = "kv.move_accepted_kv"
 # (layers, page_size, kv heads, head_dim, dtype, nodes, spec_steps, seq_lens)
 SHAPES = [
     (1, 1, 1, 16, torch.float32, 4, 3, [0, 5]),
@@ -66,27 +66,16 @@ def set_path(values, request, path):
     values["accept_token_num"][request] = len(path)
 
 
-def as_bits(cache):
-    return cache.contiguous().view(torch.uint8)
-
-
-def check(values, case=""):
-    """The whole pool after the launcher equals the whole pool after the reference."""
-    expected = values | {key: values[key].clone() for key in ("k_cache", "v_cache")}
-    before = {key: value.clone() for key, value in values.items() if isinstance(value, torch.Tensor)}
-    reference(**expected)
-    assert eagle_kernels.raw.move_accepted_kv(**values) is None
-    for key in before:
-        if key in ("k_cache", "v_cache"):
-            assert_equal("move_accepted_kv", case, key, as_bits(values[key]), as_bits(expected[key]))
-        else:
-            assert_equal("move_accepted_kv", case, f"(input) {key}", values[key], before[key])
-
-
 def ahead_of_time_cases():
     yield "bfloat16", make(2, 16, 8, 128, torch.bfloat16, 8, 3, [20])
     yield "packed", with_pools(make(2, 16, 8, 128, torch.bfloat16, 8, 3, [20]), "lpthw")
     yield "float32 int64", make(2, 1, 2, 80, torch.float32, 8, 3, [20], index_dtype=torch.int64)
+
+
+def wrong_calls():
+    values = make(1, 4, 1, 32, torch.float16, 8, 3, [5, 6])
+    rule = "v_cache must have dtype torch.float16 like k_cache, got torch.bfloat16"
+    yield values | {"v_cache": values["v_cache"].bfloat16()}, rule
 
 
 size_sweep = sweep(
@@ -96,7 +85,7 @@ size_sweep = sweep(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(shape, device):
-    check(make(*shape, device=device), str(shape))
+    check_operation(PATH, make(*shape, device=device), case=str(shape))
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -113,7 +102,7 @@ def test_overlapping_moves(path, page_size, device):
     nodes = values["k_cache"].clone()
     for request in range(2):
         set_path(values, request, path)
-    check(values, str(path))
+    check_operation(PATH, values, case=str(path))
     for request, seq_len in enumerate((6, 1)):
         for depth, node in enumerate([0, *path]):
             rows = []
@@ -121,9 +110,3 @@ def test_overlapping_moves(path, page_size, device):
                 page = int(values["block_table"][request, slot // page_size])
                 rows.append(as_bits(cache[0, page, slot % page_size]))
             assert torch.equal(*rows), f"depth {depth} does not hold node {node}"
-
-
-def test_caches_of_two_dtypes_are_refused(device):
-    values = make(1, 4, 1, 32, torch.float16, 8, 3, [5, 6], device=device)
-    with pytest.raises(ValueError, match="v_cache must have dtype torch.float16 like k_cache, got torch.bfloat16"):
-        eagle_kernels.raw.move_accepted_kv(**values | {"v_cache": values["v_cache"].bfloat16()})

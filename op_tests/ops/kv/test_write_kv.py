@@ -10,10 +10,12 @@ import torch
 import eagle_kernels
 from eagle_kernels.reference.ops.kv.write_kv import write_kv as reference
 from eagle_kernels.runtime import launch, target
-from op_tests.harness import Guarded, assert_close, assert_equal, to_device
+from op_tests.harness import assert_close, assert_equal, check_operation, to_device
+from op_tests.harness.cases import copied
+from op_tests.harness.operation import as_bits
 from op_tests.harness.pools import with_pools
 
-from ..attention.cases import in_float64
+from ..attention.cases import WITHOUT_FLOAT8, in_float64
 from ..nn.tables import make_tables
 
 CACHES = ("k_cache", "v_cache")
@@ -66,37 +68,11 @@ def make(page_size, num_heads, num_kv_heads, head_dim, dtype, cache_dtype, *, sl
     return to_device(values, device) | dict(zip(CACHES, caches)) | options
 
 
-def as_bits(cache):
-    return cache.contiguous().view(torch.uint8)
+def check(values, case=""):
+    return check_operation("kv.write_kv", values, case=case)[0]
 
 
-def check(values, case="", out=None):
-    """Pools, query and inputs after the launcher are, bit by bit, what they are after the reference."""
-    expected = values | {name: values[name].clone() for name in CACHES}
-    inputs = {name: value.clone() for name, value in values.items() if isinstance(value, torch.Tensor)}
-    query = reference(**expected)
-    guard = Guarded(query.shape, query.dtype, query.device)
-    result = eagle_kernels.raw.write_kv(**values, out=guard.tensor if out is None else out)
-    guard.check("write_kv", "output")
-    assert_equal("write_kv", case, "output", result, query)
-    for name, before in inputs.items():
-        if name in CACHES:
-            assert_equal("write_kv", case, name, as_bits(values[name]), as_bits(expected[name]))
-        elif not (name == "query" and out is not None):
-            assert_equal("write_kv", case, f"(input) {name}", values[name], before)
-    return result
-
-
-# what an architecture has no type for is refused
-NOT_SUPPORTED = {
-    (f"{dtype}{scales}", name)
-    for dtype, names in {
-        "float8_e4m3fn": ("sm_80", "gfx942"),
-        "float8_e4m3fnuz": ("sm_80", "sm_90", "sm_100", "gfx950"),
-    }.items()
-    for name in names
-    for scales in ("", " without scales")
-}
+NOT_SUPPORTED = {(f"{dtype}{scales}", name) for dtype, name in WITHOUT_FLOAT8 for scales in ("", " without scales")}
 
 
 def ahead_of_time_cases():
@@ -106,9 +82,8 @@ def ahead_of_time_cases():
     yield "packed", with_pools(make(*shape, torch.float16, torch.float16), "pthw")
     yield "float32 without tables", make(1, 4, 2, 80, torch.float32, torch.float32, rotary_dim=0)
     for dtype in (FN, FNUZ):
-        name = str(dtype).removeprefix("torch.")
-        yield name, make(*shape, torch.bfloat16, dtype, table_dtype=torch.float32)
-        yield f"{name} without scales", make(*shape, torch.bfloat16, dtype, has_scales=False)
+        yield str(dtype), make(*shape, torch.bfloat16, dtype, table_dtype=torch.float32)
+        yield f"{dtype} without scales", make(*shape, torch.bfloat16, dtype, has_scales=False)
 
 
 def order_case():
@@ -117,17 +92,15 @@ def order_case():
 
 def size_sweep():
     for num_tokens, num_pages in itertools.product((1, 2, 3, 16, 17, 64, 257), (300, 7, 4096)):
-        values = make(1, 4, 2, 16, torch.float16, torch.float16, slots=[0] * num_tokens, num_pages=num_pages)
-        yield values
-        yield make(1, 4, 2, 16, torch.float16, torch.float16, slots=[0] * num_tokens, num_pages=5, is_strided=True)
+        shape = (1, 4, 2, 16, torch.float16, torch.float16)
+        yield make(*shape, slots=[0] * num_tokens, num_pages=num_pages)
+        yield make(*shape, slots=[0] * num_tokens, num_pages=5, is_strided=True)
 
 
 def wrong_calls():
     values = make(*SMALL, num_pages=3)
-    yield (
-        values | {"k_cache": torch.zeros(3, 16, 2, 64).to(torch.float8_e5m2)},
-        "k_cache must have dtype .* got float8_e5m2",
-    )
+    other = {"k_cache": torch.zeros(3, 16, 2, 64).to(torch.float8_e5m2)}
+    yield values | other, "k_cache must have dtype .* got float8_e5m2"
     yield values | {"slots": torch.zeros(2, 3).long()}, "slots must have a number for each of T = 4 tokens, got .*2, 3"
     yield values | {"positions": torch.zeros(1, 2, 2).long()}, r"positions must have shape \[T\], got"
 
@@ -215,8 +188,12 @@ def test_the_query_in_place(device):
     fused = torch.randn(4, 10, 64, device=device).half()
     values |= {"query": fused[:, :6], "key": fused[:, 6:8], "value": fused[:, 8:]}
     rest = fused[:, 6:].clone()
-    assert check(values, "in place", out=values["query"]) is values["query"]
-    assert torch.equal(fused[:, 6:], rest)
+    expected = copied(values)
+    query = check(expected)
+    assert eagle_kernels.raw.write_kv(**values, out=values["query"]) is values["query"]
+    assert torch.equal(values["query"], query) and torch.equal(fused[:, 6:], rest)
+    for name in CACHES:
+        assert_equal("write_kv", "in place", name, as_bits(values[name]), as_bits(expected[name]))
 
 
 DEAD = [-1, -7, 48, 49, 2**31 - 1]
@@ -225,18 +202,11 @@ DEAD = [-1, -7, 48, 49, 2**31 - 1]
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FN], ids=str)
 def test_dead_slots_are_not_written(cache_dtype, index_dtype, device):
-    """The pools lie between guard zones; live rows keep the bits that they have without the dead ones."""
+    """Live rows keep the bits that they have without the dead ones."""
     dead = DEAD + ([2**40, -(2**40)] if index_dtype == torch.int64 else [])
     shape = (16, 2, 2, 16, torch.float32, cache_dtype)
     values = make(*shape, slots=[5, *dead, 33], num_pages=3, index_dtype=index_dtype, device=device)
-    guards = {name: Guarded(values[name].shape, cache_dtype, values[name].device) for name in CACHES}
-    for name, guard in guards.items():
-        as_bytes = guard.tensor.view(torch.uint8)
-        as_bytes.copy_(values[name].view(torch.uint8))
-        values[name] = guard.tensor
     check(values, "dead slots")
-    for name, guard in guards.items():
-        guard.check("write_kv", name)
     live = [0, -1]
     alone = {name: values[name].clone() for name in CACHES}
     alone |= {name: values[name][live] for name in ("key", "value", "slots", "query", "positions")}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 
 from eagle_kernels.reference.enumeration import EnumeratedDraws, enumerate_outcomes
 from eagle_kernels.reference.ops.rejection import verify_chain as reference
+from eagle_kernels.reference.tree import children_in
 
 
 def random_law(vocab_size: int, depth: int, *, sharpness: float = 1.5, zeros: int = 0) -> dict[tuple, torch.Tensor]:
@@ -40,6 +42,35 @@ def dyadic_probs(num_rows: int, vocab_size: int, grid: int = 64) -> torch.Tensor
     return probs.scatter_add_(1, torch.where(torch.rand(num_rows, grid) < 0.7, favoured, anywhere), ones) / grid
 
 
+def draw_children(links: dict, probs: torch.Tensor, ids: torch.Tensor, replacement: bool = False) -> None:
+    """Replaces the candidates by draws of their parents' rows of probs [B * N, Vd]; ids [Vd]: target ids."""
+    batch_size, num_nodes = links["candidates"].shape
+    first, sibling = links["retrieve_next_token"].tolist(), links["retrieve_next_sibling"].tolist()
+    for request, node in itertools.product(range(batch_size), range(num_nodes)):
+        children = list(children_in(first[request], sibling[request], node))
+        if children:
+            row = probs[request * num_nodes + node].double() + 1e-12  # a one-hot row has no second child
+            drawn = torch.multinomial(row, len(children), replacement=replacement)
+            links["candidates"][request, children] = ids[drawn]
+
+
+def coins_by(key: Callable) -> type[EnumeratedDraws]:
+    """Draws with one coin for all of one key(position, draw): what keys that say too little come to."""
+
+    class Coins(EnumeratedDraws):
+        def __init__(self, source):
+            super().__init__(source)
+            self._coins = {}
+
+        def uniform(self, position, draw=0):
+            found = key(position, draw)
+            if found not in self._coins:
+                self._coins[found] = super().uniform(position, draw)
+            return self._coins[found]
+
+    return Coins
+
+
 def draft_map(vocab_size: int, draft_vocab_size: int) -> torch.Tensor:
     """A random d2t [Vd]: target id - draft id, ascending in the target id as the heads have it."""
     kept = torch.randperm(vocab_size)[:draft_vocab_size].sort().values
@@ -51,7 +82,7 @@ def emitted_by_a_chain(
 ):
     """Returns the exact law of what verify_chain's reference emits, and the expected number of accepted drafts.
 
-    claimed: the draft distributions that the verifier is told, by default the true ones. propose(probs, source): how
+    claimed: the draft distributions that the verifier is given, by default the true ones. propose(probs, source): how
     drafts are drawn. num_rounds: each drafts on from where the one before ended. draws(source): what all rounds of one
     request draw from.
     """

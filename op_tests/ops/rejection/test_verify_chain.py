@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
-import eagle_kernels
-from eagle_kernels.ops.rejection.shared import prepare_pair
-from eagle_kernels.reference.enumeration import EnumeratedDraws, completed, text_law, total_variation
+from eagle_kernels.reference.enumeration import completed, text_law, total_variation
 from eagle_kernels.reference.ops.rejection import verify_chain as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import check_operation, sweep, to_device
-from op_tests.harness.statistics import assert_follows_law
-from op_tests.ops.rejection.laws import draft_map, dyadic_probs, near, random_law
+from op_tests.ops.rejection.laws import coins_by, draft_map, dyadic_probs, near, random_law
 from op_tests.ops.rejection.laws import emitted_by_a_chain as emitted_law
 
 PATH = "rejection.verify_chain"
 METHODS = ("standard", "block")
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch, device):
-    """The interpreter takes its time by the lane; a launch of few small tiles is soon done."""
-    if device.type == "cpu":
-        monkeypatch.setitem(prepare_pair.SLICE_TUNING, "default", {"BLOCK_VOCAB": 64, "num_warps": 4})
-        monkeypatch.setitem(prepare_pair.MAP_TUNING, "default", {"BLOCK_TARGET": 32, "BLOCK_DRAFT": 32, "num_warps": 4})
-
-
-def make(
-    batch_size=3,
-    num_tokens=4,
-    vocab_size=61,
-    draft_vocab_size=None,
-    *,
-    method="standard",
-    dtype=torch.float32,
-    target="logits",
-    draft="logits",
-    device="cpu",
-    spread=2,
-):
+def make(batch_size=3, num_tokens=4, vocab_size=61, draft_vocab_size=None, *, method="standard", dtype=torch.float32,
+         target="logits", draft="logits", device="cpu", spread=2):  # fmt: skip
     """Chains whose drafts are drawn from a draft that is near the target."""
     num_drafts = num_tokens - 1
     logits = spread * torch.randn(batch_size, num_tokens, vocab_size)
@@ -102,24 +79,12 @@ size_sweep = sweep(lambda batch_size: make(batch_size, 4, 61, 40, method="block"
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("target", "draft", "draft_vocab_size", "num_tokens"),
-    [
-        ("logits", "logits", None, 4),
-        ("logits", "probs", 40, 3),
-        ("probs", "logits", 61, 2),
-        ("probs", "probs", 40, 5),
-        ("logits", "logits", 40, 1),
-    ],
-)
+    [("logits", "logits", None, 4), ("logits", "probs", 40, 3), ("probs", "logits", 61, 2), ("probs", "probs", 40, 5),
+     ("logits", "logits", 40, 1)],
+)  # fmt: skip
 def test_matches_reference(target, draft, draft_vocab_size, num_tokens, method, device):
-    values = make(
-        max(2, 8 // num_tokens),
-        num_tokens,
-        draft_vocab_size=draft_vocab_size,
-        target=target,
-        draft=draft,
-        method=method,
-        device=device,
-    )
+    options = {"draft_vocab_size": draft_vocab_size, "target": target, "draft": draft, "method": method}
+    values = make(max(2, 8 // num_tokens), num_tokens, **options, device=device)
     output, _ = check_operation(PATH, values, case=method)
     assert num_tokens == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
 
@@ -199,7 +164,7 @@ def test_coins_at_the_ends(method, device):
         assert output.accept_token_num.tolist() == [0, 1]
 
 
-# --- the law ---
+# the law
 
 
 def deviation(method, target, draft, num_drafts, *, num_rounds=1, **options):
@@ -228,24 +193,12 @@ def test_the_law_of_two_rounds_is_exactly_the_targets(method):
     assert deviation_of_two_rounds(method) < 1e-12
 
 
-class CoinsByPosition(EnumeratedDraws):
-    """One coin for a position, whichever round looks at it: what keys without the place in the chain come to."""
-
-    def __init__(self, source):
-        super().__init__(source)
-        self._coins = {}
-
-    def uniform(self, position, draw=0):
-        if position not in self._coins:
-            self._coins[position] = super().uniform(position)
-        return self._coins[position]
-
-
 @pytest.mark.slow
 def test_coins_that_the_next_round_finds_again_are_seen():
-    """By block verification, which looks behind the draft that it ends with; the standard method does not."""
-    assert max(deviation_of_two_rounds("block", draws=CoinsByPosition) for _ in range(2)) > 0.005
-    assert deviation_of_two_rounds("standard", draws=CoinsByPosition) < 1e-12
+    """By block verification, which looks past the draft that it ends with; the standard method does not."""
+    by_position = coins_by(lambda position, draw: position)
+    assert max(deviation_of_two_rounds("block", draws=by_position) for _ in range(2)) > 0.005
+    assert deviation_of_two_rounds("standard", draws=by_position) < 1e-12
 
 
 def test_block_accepts_no_less_than_standard():
@@ -266,70 +219,20 @@ def test_standard_accepts_the_overlap():
         assert abs(emitted_law(method, target, draft, 1)[1] - overlap) < 1e-12
 
 
-def worst(method, **options):
-    """The largest deviation over a few targets."""
-    return max(
-        deviation(method, target, options.get("draft") or near(target, 0.3), 2, **options.get("wrong", {}))
-        for target in (random_law(3, 2) for _ in range(4))
-    )
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_a_residual_that_is_not_subtracted_is_seen(method, monkeypatch):
-    monkeypatch.setattr(reference, "subtract", lambda target, draft, share: (target, target.sum()))
-    assert worst(method) > 0.05
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_argmax_drafts_are_seen(method):
-    """p / q is for drafts that were sampled."""
-    assert worst(method, wrong={"propose": lambda probs, source: int(probs.argmax())}) > 0.05
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_draft_temperature_that_is_ignored_is_seen(method):
-    draft = random_law(3, 2)
-    claimed = {text: probs**0.4 / (probs**0.4).sum() for text, probs in draft.items()}
-    assert worst(method, draft=draft, wrong={"claimed": claimed}) > 0.05
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("lanes", [2000, pytest.param(2**20, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("method", METHODS)
-def test_joint_law_of_the_emitted_tokens(method, lanes, device):
-    """Chi-square over three tokens: two drafts from a draft that remembers one token, completed by the target.
-
-    The kernel's with a GPU, else the reference's, whose tokens the kernel has: the interpreter takes its time.
-    """
-    vocab_size, num_tokens = 4, 3
-    table = torch.softmax(1.5 * torch.randn(vocab_size, vocab_size), dim=-1)
-    draft_table = 0.5 * table + 0.5 * torch.softmax(1.5 * torch.randn(vocab_size, vocab_size), dim=-1)
-    text = torch.zeros(lanes, num_tokens, dtype=torch.int64)
-    for index in range(1, num_tokens):
-        text[:, index] = torch.multinomial(draft_table[text[:, index - 1]], 1)[:, 0]
-    output = eagle_kernels.verify_chain(
-        text.to(device),
-        table[text].flatten(0, 1).log().to(device),
-        draft_table[text[:, :-1]].flatten(0, 1).log().to(device),
-        torch.arange(5, 5 + num_tokens, device=device).repeat(lanes),
-        torch.arange(lanes, device=device),
-        torch.ones(lanes, device=device),
-        method=method,
-    )
-    predicts, count = output.predicts.view(lanes, num_tokens).cpu().long(), output.accept_token_num.cpu()
-    emitted, last = [], torch.zeros(lanes, dtype=torch.int64)
-    for index in range(num_tokens):
-        plain = torch.multinomial(table[last], 1)[:, 0]
-        last = torch.where(index <= count, predicts[:, index], plain)
-        emitted.append(last)
-    step = table.double()
-    law = torch.tensor(
-        [step[0, a] * step[a, b] * step[b, c] for a, b, c in itertools.product(range(vocab_size), repeat=3)]
-    )
-    assert_follows_law((emitted[0] * vocab_size + emitted[1]) * vocab_size + emitted[2], law / law.sum())
-
-
-# --- the house rules ---
+@pytest.mark.parametrize("wrong", ["residual not subtracted", "drafts by argmax", "draft temperature ignored"])
+def test_wrong_schemes_are_seen(wrong, method, monkeypatch):
+    """p / q is for drafts that were sampled, and from what is claimed."""
+    options, draft = {}, None
+    if wrong == "residual not subtracted":
+        monkeypatch.setattr(reference, "subtract", lambda target, draft, share: (target, target.sum()))
+    elif wrong == "drafts by argmax":
+        options["propose"] = lambda probs, source: int(probs.argmax())
+    else:
+        draft = random_law(3, 2)
+        options["claimed"] = {text: probs**0.4 / (probs**0.4).sum() for text, probs in draft.items()}
+    targets = [random_law(3, 2) for _ in range(4)]
+    assert max(deviation(method, target, draft or near(target, 0.3), 2, **options) for target in targets) > 0.05
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ import itertools
 import pytest
 import torch
 
-import eagle_kernels
 from eagle_kernels.ops.rejection import verify_tree_rejection as op
 from eagle_kernels.ops.rejection.shared import prepare_pair
 from eagle_kernels.reference import random as reference_random
@@ -17,7 +16,8 @@ from eagle_kernels.reference.ops.rejection.verify_tree_rejection import normalis
 from eagle_kernels.reference.tree import children_in
 from op_tests.harness import check_operation, sweep, to_device
 from op_tests.harness.retune import retune
-from op_tests.harness.statistics import assert_follows_law
+from op_tests.harness.trees import depths_of, links_of
+from op_tests.ops.rejection.laws import draw_children
 from op_tests.ops.verify.cases import make_tree
 
 PATH = "rejection.verify_tree_rejection"
@@ -41,7 +41,8 @@ def make(
     draft = draft[:, ids]
     temperature = torch.tensor([0.9, 0.0, 1.0, 1.3]).repeat(batch_size)[:batch_size].contiguous()
     draft_temperature = torch.tensor([1.0, 1.0, 0.8, 0.7]).repeat(batch_size)[:batch_size].contiguous()
-    draw_children(links, draft, draft_temperature, replacement, ids)
+    scaled = draft / draft_temperature.repeat_interleave(num_nodes)[:, None]
+    draw_children(links, torch.softmax(scaled, -1), ids, replacement)
     values = {
         **links,
         "target_logits": target.to(dtype),
@@ -60,28 +61,14 @@ def make(
     return to_device(values, device) | {"spec_steps": spec_steps, "replacement": replacement}
 
 
-def draw_children(links, draft_logits, draft_temperature, replacement, ids):
-    """Replaces the candidates by draws of their parents' rows."""
-    batch_size, num_nodes = links["candidates"].shape
-    first, sibling = links["retrieve_next_token"].tolist(), links["retrieve_next_sibling"].tolist()
-    for request, node in itertools.product(range(batch_size), range(num_nodes)):
-        drawn = list(children_in(first[request], sibling[request], node))
-        if drawn:
-            row = draft_logits[request * num_nodes + node] / draft_temperature[request]
-            tokens = torch.multinomial(torch.softmax(row, 0), len(drawn), replacement=replacement)
-            links["candidates"][request, drawn] = ids[tokens]
-
-
 def ahead_of_time_cases():
     yield "bf16", make(2, 4, 3, 8, dtype=torch.bfloat16)
     yield "fp32, wide, with replacement", make(2, 8, 5, 64, dtype=torch.float32, replacement=True)
     yield "fp16, reduced vocabulary", make(2, 8, 5, 64, dtype=torch.float16, reduced=20)
     yield "probabilities, reduced vocabulary", make(2, 4, 3, 8, probs=True, reduced=20, replacement=True)
     yield "slices", make(1, 4, 3, 8, vocab_size=9000, dtype=torch.bfloat16)
-    yield (
-        "slices of probs, reduced, with replacement",
-        make(1, 2, 2, 4, vocab_size=9001, probs=True, reduced=4500, replacement=True),
-    )
+    sliced = make(1, 2, 2, 4, vocab_size=9001, probs=True, reduced=4500, replacement=True)
+    yield "slices of probs, reduced, with replacement", sliced
     yield "slices, level by level", make(160, 8, 1, 9, vocab_size=5000)
     yield "S=0 N=1 V=2", make(2, 1, 1, 1, vocab_size=2) | {"spec_steps": 0}
 
@@ -167,25 +154,10 @@ class Draws:
         return self._source.choose(probs)
 
 
-def links_of(parents):
-    first, sibling = [-1] * len(parents), [-1] * len(parents)
-    for node in range(len(parents) - 1, 0, -1):
-        sibling[node] = first[parents[node]]
-        first[parents[node]] = node
-    return first, sibling
-
-
-def depth_of(parents):
-    depth = [0]
-    for parent in parents[1:]:
-        depth.append(depth[parent] + 1)
-    return max(depth)
-
-
 def law_of(parents, language, *, replacement, verify=verify_request, top_k=False, certain=False):
     """The law of (the number of accepted drafts, depth + 1 tokens): what is emitted, completed by plain sampling."""
     first, sibling = links_of(parents)
-    length = depth_of(parents) + 1
+    length = max(depths_of(parents)) + 1
 
     def outcome(source):
         tokens = Drawn(parents, language, replacement, source, top_k)
@@ -221,7 +193,8 @@ def plain_law(language, length):
 
 def distance(parents, language, **scheme):
     """Total variation between what the tree emits and plain sampling."""
-    return total_variation(text_law(law_of(parents, language, **scheme)), plain_law(language, depth_of(parents) + 1))
+    plain = plain_law(language, max(depths_of(parents)) + 1)
+    return total_variation(text_law(law_of(parents, language, **scheme)), plain)
 
 
 @REPLACEMENT
@@ -311,12 +284,7 @@ def test_the_wrong_schemes_are_right_without_their_mistake():
 @pytest.mark.parametrize(
     ("fault", "replacement"),
     [
-        ("residual not subtracted", True),
-        ("no renormalisation", True),
-        ("bonus from p", True),
-        ("residual not subtracted", False),
-        ("no renormalisation", False),
-        ("bonus from p", False),
+        *itertools.product(("residual not subtracted", "no renormalisation", "bonus from p"), (True, False)),
         ("q not renormalised", False),
         ("q keeps the rejected token", False),
     ],
@@ -368,7 +336,7 @@ def test_draft_logits_padded_past_the_vocabulary(device):
     assert (output.accept_index[:, 1].cpu() % 8 != 1).all() and output.predicts.max() < 61
 
 
-# --- vocabularies of several slices ---
+# vocabularies of several slices
 
 # rounds at the most
 WAYS = {"all nodes at once": 8, "level by level": 8, "too few rounds": 1}
@@ -384,16 +352,10 @@ def cut(monkeypatch, way, block=32, rounds=None):
 
 @pytest.mark.parametrize(
     ("batch_size", "tree", "is_level"),
-    [
-        (1, (3, 8), False),
-        (4, (3, 8), False),
-        (8, (3, 8), True),
-        (32, (3, 8), True),
-        (1, (5, 64), True),
-        (8, (5, 64), True),
-    ],
+    [(1, (3, 8), False), (4, (3, 8), False), (8, (3, 8), True), (32, (3, 8), True), (1, (5, 64), True),
+     (8, (5, 64), True)],
     ids=str,
-)
+)  # fmt: skip
 def test_the_faster_way_is_taken(batch_size, tree, is_level, device):
     """As it was measured: bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_rejection.txt."""
     spec_steps, num_nodes = tree
@@ -589,54 +551,11 @@ def test_equal_distributions_accept_every_first_child(replacement, device):
         assert output.accept_index[request].tolist() == path + [-1] * (4 - len(path))
 
 
-@REPLACEMENT
-@pytest.mark.parametrize("lanes", [300, pytest.param(1 << 20, marks=pytest.mark.gpu)])
-def test_joint_law_of_drafting_and_verifying(lanes, replacement, device):
-    """sample_children draws two levels of two, verify_tree_rejection verifies: chi-square on the first three tokens.
-
-    Target and draft remember one token; the emitted text is completed to three tokens by plain sampling.
-    """
-    vocab_size, temperature = 3, 0.9
-    target = torch.tensor([[0.0, 1.0, 0.5], [1.0, 0.0, 2.0], [0.5, 0.5, -1.0]])
-    draft = torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.5, 1.0], [0.5, 2.0, 0.0]])
-    target, draft = target.to(device), draft.to(device)
-    seeds = torch.arange(lanes, device=device)
-
-    def drawn(parent_tokens, position, node):
-        return eagle_kernels.sample_children(
-            draft[parent_tokens], torch.full((lanes,), position, device=device), seeds,
-            torch.full((lanes,), 1.3, device=device), torch.full((lanes,), node, device=device),
-            num_children=2, replacement=replacement,
-        ).tokens  # fmt: skip
-
-    root = torch.zeros(lanes, 1, dtype=torch.int64, device=device)
-    level = drawn(root[:, 0], 11, 0)
-    tokens = torch.cat([root, level, drawn(level[:, 0], 12, 1), drawn(level[:, 1], 12, 2)], 1)
-    first, sibling = (torch.tensor(links, device=device).repeat(lanes, 1) for links in links_of(TREES["full"]))
-    output = eagle_kernels.verify_tree_rejection(
-        tokens, torch.arange(lanes * 7, device=device).view(lanes, 7), first, sibling,
-        target[tokens].flatten(0, 1), draft[tokens].flatten(0, 1),
-        torch.tensor([10, 11, 11, 12, 12, 12, 12], device=device).repeat(lanes), seeds,
-        torch.full((lanes,), temperature, device=device), torch.full((lanes,), 1.3, device=device),
-        spec_steps=2, replacement=replacement,
-    )  # fmt: skip
-    step = torch.softmax(target.double() / temperature, -1)
-    count = output.accept_token_num.long() + 1
-    text = torch.zeros(lanes, 3, dtype=torch.int64, device=device)
-    for index in range(3):
-        node = output.accept_index[:, index].clamp(min=0).long()
-        plain = torch.multinomial(step[text[:, index - 1] if index else root[:, 0]], 1)[:, 0]
-        text[:, index] = torch.where(index < count, output.predicts[node].long(), plain)
-    law = torch.tensor([step[0, a] * step[a, b] * step[b, c] for a, b, c in itertools.product(range(3), repeat=3)])
-    assert_follows_law(((text[:, 0] * vocab_size + text[:, 1]) * vocab_size + text[:, 2]).cpu(), law)
-
-
 @pytest.mark.gpu
 @REPLACEMENT
 @pytest.mark.parametrize("reduced", [None, 8000])
 def test_large_vocabulary(reduced, replacement, device):
-    values = make(
-        8, 8, 5, 64, vocab_size=32000, reduced=reduced, replacement=replacement, device=device, dtype=torch.bfloat16
-    )
+    sizes = {"vocab_size": 32000, "reduced": reduced, "dtype": torch.bfloat16}
+    values = make(8, 8, 5, 64, **sizes, replacement=replacement, device=device)
     output, _ = check_operation(PATH, values, case=f"{reduced}")
     assert output.accept_token_num.sum() > 0

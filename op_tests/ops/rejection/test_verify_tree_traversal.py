@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -21,55 +19,26 @@ from eagle_kernels.reference.ops.rejection import verify_tree_traversal as refer
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import check_operation, sweep, to_device
 from op_tests.harness.retune import retune
-from op_tests.harness.statistics import assert_follows_law
-from op_tests.ops.rejection.laws import draft_map, dyadic_probs, emitted_by_a_chain, near, random_law
+from op_tests.harness.trees import depths_of, links_of
+from op_tests.ops.rejection.laws import (
+    coins_by,
+    draft_map,
+    draw_children,
+    dyadic_probs,
+    emitted_by_a_chain,
+    near,
+    random_law,
+)
 from op_tests.ops.verify.cases import make_tree
 
 PATH = "rejection.verify_tree_traversal"
 LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
 SHAPES = [(2, 1, 1, 1), (2, 1, 4, 5), (2, 4, 1, 5), (2, 3, 3, 8)]
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch, device):
-    """The interpreter takes its time by the lane; a launch of few small tiles is soon done."""
-    if device.type == "cpu":
-        for table in (op.TUNING, prepare_pair.SLICE_TUNING):
-            monkeypatch.setitem(table, "default", {"BLOCK_VOCAB": 64, "num_warps": 4})
-        monkeypatch.setitem(prepare_pair.MAP_TUNING, "default", {"BLOCK_TARGET": 32, "BLOCK_DRAFT": 32, "num_warps": 4})
-
-
-def children_of(links, request, node):
-    child = int(links["retrieve_next_token"][request, node])
-    while child > 0:
-        yield child
-        child = int(links["retrieve_next_sibling"][request, child])
-
-
-def draw_children(links, probs, known):
-    """Redraws each node's children from its row of probs [B * N, Vd], without replacement; known [Vd]: target ids."""
-    batch_size, num_nodes = links["candidates"].shape
-    for request, node in itertools.product(range(batch_size), range(num_nodes)):
-        children = list(children_of(links, request, node))
-        if children:
-            row = probs[request * num_nodes + node].double() + 1e-12  # a one-hot row has no second child
-            drawn = torch.multinomial(row, len(children))
-            links["candidates"][request, children] = known[drawn].to(links["candidates"].dtype)
-
-
-def make(
-    batch_size=2,
-    topk=3,
-    spec_steps=3,
-    num_nodes=8,
-    vocab_size=61,
-    draft_vocab_size=None,
-    *,
-    dtype=torch.float32,
-    target="logits",
-    draft="logits",
-    device="cpu",
-):
+def make(batch_size=2, topk=3, spec_steps=3, num_nodes=8, vocab_size=61, draft_vocab_size=None, *, dtype=torch.float32,
+         target="logits", draft="logits", device="cpu"):  # fmt: skip
     """Random trees whose drafts are drawn from drafts near the target."""
     links, positions = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=vocab_size)
     d2t = None if draft_vocab_size is None else draft_map(vocab_size, draft_vocab_size)
@@ -121,18 +90,6 @@ def make_small(trees):
     }
 
 
-def links_of(parents):
-    """first_child and next_sibling of the nodes with these parents (-1: the root)."""
-    first_child, next_sibling, latest = [-1] * len(parents), [-1] * len(parents), {}
-    for node, parent in enumerate(parents):
-        if parent >= 0 and parent in latest:
-            next_sibling[latest[parent]] = node
-        elif parent >= 0:
-            first_child[parent] = node
-        latest[parent] = node
-    return first_child, next_sibling
-
-
 def ahead_of_time_cases():
     yield "fp32", make(2, 8, 5, 64, 300)
     yield "fp16, draft probs", make(2, 4, 3, 8, 300, 100, draft="probs", dtype=torch.float16)
@@ -173,13 +130,13 @@ def test_exact_arithmetic_gives_the_reference(batch_size, topk, spec_steps, num_
     assert (output.accept_index[:, 1] % num_nodes > 1).any(), "no second child was accepted"
 
 
-# --- vocabularies of several slices: rounds, as many as there are nodes, or too few ---
+# vocabularies of several slices: a round for each node, or too few of them
 
 ROUNDS = pytest.mark.parametrize("rounds", [24, 1])
 
 
 def cut(monkeypatch, block, rounds):
-    """Makes slices small, and the rounds as many."""
+    """Makes slices small, and sets the number of rounds."""
     retune(monkeypatch, prepare_pair.SLICE_TUNING, BLOCK_VOCAB=block, num_warps=1)
     retune(monkeypatch, op.ROUND_TUNING, rounds=rounds)
 
@@ -288,13 +245,13 @@ def test_links_that_share_nodes_are_walked_once(device):
     eagle_kernels.reference.ops.rejection.verify_tree_traversal.verify_tree_traversal(**values)
 
 
-# --- the law ---
+# the law
 
 
 def emitted_law(parents, target, draft, *, claimed=None, propose=None, then=(), draws=EnumeratedDraws):
     """The exact law of what the shipped reference emits, and the expected number of accepted drafts.
 
-    claimed: the draft distributions that the verifier is told, by default the true ones. propose(probs, source): how
+    claimed: the draft distributions that the verifier is given, by default the true ones. propose(probs, source): how
     a child is drawn from what its elder siblings left. then: the parents of the trees of further rounds, each going on
     from where the one before ended. draws(source): what all rounds of one request draw from.
     """
@@ -329,16 +286,9 @@ def emitted_law(parents, target, draft, *, claimed=None, propose=None, then=(), 
     return law, sum(probability * (len(text) - len(trees)) for text, probability in law.items())
 
 
-def depth_of(parents):
-    depth = [0] * len(parents)
-    for node, parent in enumerate(parents[1:], start=1):
-        depth[node] = depth[parent] + 1
-    return max(depth)
-
-
 def deviation(parents, target, draft, *, then=(), **options):
     emitted, _ = emitted_law(parents, target, draft, then=then, **options)
-    length = sum(depth_of(tree) + 1 for tree in (parents, *then))
+    length = sum(max(depths_of(tree)) + 1 for tree in (parents, *then))
     return total_variation(completed(emitted, target, length), text_law(target, length))
 
 
@@ -356,9 +306,9 @@ TREES = {
 @pytest.mark.parametrize("name", TREES)
 def test_the_law_is_exactly_the_targets(name):
     vocab_size, parents = TREES[name]
-    target = random_law(vocab_size, depth_of(parents))
+    target = random_law(vocab_size, max(depths_of(parents)))
     assert deviation(parents, target, near(target, 0.5)) < 1e-12
-    assert deviation(parents, random_law(vocab_size, depth_of(parents), zeros=1), target) < 1e-12
+    assert deviation(parents, random_law(vocab_size, max(depths_of(parents)), zeros=1), target) < 1e-12
 
 
 def deviation_of_two_rounds(**options):
@@ -371,22 +321,10 @@ def test_the_law_of_two_rounds_is_exactly_the_targets():
     assert deviation_of_two_rounds() < 1e-12
 
 
-class CoinsByNode(EnumeratedDraws):
-    """One coin for a node at a position, whatever its depth."""
-
-    def __init__(self, source):
-        super().__init__(source)
-        self._coins = {}
-
-    def uniform(self, position, draw=0):
-        key = position, draw % 65536
-        if key not in self._coins:
-            self._coins[key] = super().uniform(*key)
-        return self._coins[key]
-
-
 def test_coins_that_the_next_round_finds_again_are_seen():
-    assert max(deviation_of_two_rounds(draws=CoinsByNode) for _ in range(3)) > 0.005
+    """One coin for a node at a position, whatever its depth."""
+    by_node = coins_by(lambda position, draw: (position, draw % 65536))
+    assert max(deviation_of_two_rounds(draws=by_node) for _ in range(3)) > 0.005
 
 
 def test_children_that_exhaust_the_draft_are_always_accepted():
@@ -412,76 +350,31 @@ def test_a_tree_accepts_no_less_than_its_first_path():
         assert accepted[1] > accepted[0]
 
 
-def worst(draft=None, name="both", share=0.3, count=3, **wrong):
-    """The largest deviation over a few targets."""
+# tree, how much of the target is in the draft, how many targets
+WRONG = {
+    "residual not subtracted": ("both", 0.3, 3),
+    "children by argmax": ("both", 0.3, 3),
+    "draft temperature ignored": ("both", None, 3),
+    "rejected tokens stay in Q": ("two", 0.0, 8),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_schemes_are_seen(wrong, monkeypatch):
+    """p / q is for drafts that were sampled, and from what is claimed; Q must lose the tokens that are deleted."""
+    (name, share, count), options = WRONG[wrong], {}
     vocab_size, parents = TREES[name]
-    targets = [random_law(vocab_size, depth_of(parents)) for _ in range(count)]
-    return max(deviation(parents, target, draft or near(target, share), **wrong) for target in targets)
-
-
-def test_a_residual_that_is_not_subtracted_is_seen(monkeypatch):
-    monkeypatch.setattr(reference, "subtract", lambda target, draft, acceptance: (target, target.sum()))
-    assert worst() > 0.05
-
-
-def test_largest_children_are_seen():
-    """p / q is for drafts that were sampled."""
-    assert worst(propose=lambda probs, source: int(probs.argmax())) > 0.05
-
-
-def test_a_draft_temperature_that_is_ignored_is_seen():
-    draft = random_law(3, 2)
-    claimed = {text: probs**0.4 / (probs**0.4).sum() for text, probs in draft.items()}
-    assert worst(draft, claimed=claimed) > 0.05
-
-
-def test_children_with_replacement_are_seen(monkeypatch):
-    """Q must lose the tokens that are deleted."""
-    monkeypatch.setattr(reference, "remove", lambda draft, token: draft)
-    assert worst(name="two", share=0.0, count=8) > 0.05
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("lanes", [1000, pytest.param(2**20, marks=pytest.mark.gpu)])
-def test_joint_law_of_the_emitted_tokens(lanes, device):
-    """Chi-square over three tokens of trees [-1, 0, 0, 1], completed by the target.
-
-    The kernel's with a GPU, else the reference's, whose tokens the kernel has: the interpreter takes its time.
-    """
-    vocab_size, parents = 4, [-1, 0, 0, 1]
-    table = torch.softmax(1.5 * torch.randn(vocab_size, vocab_size), dim=-1)
-    draft_table = 0.5 * table + 0.5 * torch.softmax(1.5 * torch.randn(vocab_size, vocab_size), dim=-1)
-    tokens = torch.zeros(lanes, 4, dtype=torch.int64)
-    tokens[:, 1:3] = torch.multinomial(draft_table[tokens[:, 0]], 2)
-    tokens[:, 3] = torch.multinomial(draft_table[tokens[:, 1]], 1)[:, 0]
-    first_child, next_sibling = links_of(parents)
-    output = eagle_kernels.verify_tree_traversal(
-        tokens.to(device),
-        torch.arange(lanes * 4, device=device).view(lanes, 4),
-        torch.tensor(first_child, device=device).repeat(lanes, 1),
-        torch.tensor(next_sibling, device=device).repeat(lanes, 1),
-        table[tokens].flatten(0, 1).log().to(device),
-        draft_table[tokens].flatten(0, 1).log().to(device),
-        torch.tensor([5, 6, 6, 7], device=device).repeat(lanes),
-        torch.arange(lanes, device=device),
-        torch.ones(lanes, device=device),
-        spec_steps=2,
-    )
-    predicts, path = output.predicts.view(lanes, 4).cpu().long(), output.accept_index.cpu().long()
-    emitted, last = [], torch.zeros(lanes, dtype=torch.int64)
-    for index in range(3):
-        plain = torch.multinomial(table[last], 1)[:, 0]
-        node = path[:, index].clamp(min=0) % 4
-        last = torch.where(path[:, index] >= 0, predicts.gather(1, node[:, None])[:, 0], plain)
-        emitted.append(last)
-    step = table.double()
-    law = torch.tensor(
-        [step[0, a] * step[a, b] * step[b, c] for a, b, c in itertools.product(range(vocab_size), repeat=3)]
-    )
-    assert_follows_law((emitted[0] * vocab_size + emitted[1]) * vocab_size + emitted[2], law / law.sum())
-
-
-# --- the house rules ---
+    draft = random_law(3, 2) if share is None else None
+    if wrong == "residual not subtracted":
+        monkeypatch.setattr(reference, "subtract", lambda target, draft, acceptance: (target, target.sum()))
+    elif wrong == "children by argmax":
+        options["propose"] = lambda probs, source: int(probs.argmax())
+    elif wrong == "draft temperature ignored":
+        options["claimed"] = {text: probs**0.4 / (probs**0.4).sum() for text, probs in draft.items()}
+    else:
+        monkeypatch.setattr(reference, "remove", lambda draft, token: draft)
+    targets = [random_law(vocab_size, max(depths_of(parents))) for _ in range(count)]
+    assert max(deviation(parents, target, draft or near(target, share), **options) for target in targets) > 0.05
 
 
 @pytest.mark.gpu

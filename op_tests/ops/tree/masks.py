@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from op_tests.harness.trees import links_of
+
 MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
 WORD_DTYPES = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
 
@@ -29,16 +31,7 @@ def visible_from(parents: torch.Tensor) -> torch.Tensor:
 
 def links_from(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """retrieve_next_token and retrieve_next_sibling [B, N], siblings ascending."""
-    first_child, next_sibling = torch.full_like(parents, -1), torch.full_like(parents, -1)
-    for request, row in enumerate(parents.tolist()):
-        for node in range(len(row)):
-            children = [child for child, parent in enumerate(row) if parent == node]
-            for before, after in zip([None, *children], children):
-                if before is None:
-                    first_child[request, node] = after
-                else:
-                    next_sibling[request, before] = after
-    return first_child, next_sibling
+    return tuple(map(torch.tensor, zip(*(links_of(row) for row in parents.tolist()))))
 
 
 def in_layout(visible: torch.Tensor, seq_lens: torch.Tensor, mode: str) -> torch.Tensor:

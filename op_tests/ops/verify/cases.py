@@ -73,9 +73,8 @@ def make_logits(num_rows, vocab_size, *, dtype=torch.float32, device="cpu", temp
     return {key: value.to(device) for key, value in values.items()}
 
 
-def make_sampled(
-    batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, device="cpu", dtype=torch.float32, **filters
-):
+def make_sampled(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, device="cpu", dtype=torch.float32,
+                 **filters):  # fmt: skip
     links, positions = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=vocab_size, device=device)
     values = {
         **links,

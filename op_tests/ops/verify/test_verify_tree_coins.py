@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
+from eagle_kernels.reference.enumeration import completed, enumerate_outcomes, text_law, total_variation
 from eagle_kernels.reference.ops.verify import verify_tree_coins as reference
 from op_tests.harness import assert_equal, check_operation, sweep, to_device
-from op_tests.harness.statistics import assert_follows_law
+from op_tests.harness.trees import links_of, prefixes_of
+from op_tests.ops.rejection.laws import random_law
 from op_tests.ops.verify.cases import follow_tree, make_tree
 
 PATH = "verify.verify_tree_coins"
@@ -42,18 +41,10 @@ def make(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, device="cpu"
     return to_device(values, device)
 
 
-def plain(parents):
-    """First children and next siblings [N] of the tree with these parents, -1 for none."""
-    first, sibling = [-1] * len(parents), [-1] * len(parents)
-    for node in reversed(range(1, len(parents))):
-        sibling[node], first[parents[node]] = first[parents[node]], node
-    return first, sibling
-
-
 def explicit(tokens, parents, probs, coins, final_coin, *, spec_steps=3, device="cpu"):
     """One request, all of it written out; `probs` [N, V], or [V] for the root's row where no other matters."""
     probs = torch.as_tensor(probs, dtype=torch.float32)
-    first, sibling = plain(parents)
+    first, sibling = links_of(parents)
     tensors = [torch.tensor([data]) for data in (tokens, list(range(len(tokens))), first, sibling)]
     values = {
         **dict(zip(LINKS, tensors)),
@@ -159,22 +150,13 @@ def test_nothing_is_removed_where_no_child_was_tried(device):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1.0, -0.5])
 def test_coins_out_of_range_stay_in_range(bad, device):
-    """Nothing is promised but a token of the row; with debugging on they are refused."""
+    """Nothing is promised but a token of the row."""
     values = make(3, 4, 3, 8, device=device)
     for name in ("uniform_samples", "uniform_samples_for_final_sampling"):
         values[name][1] = bad
     output, _ = check_operation(PATH, values, case=str(bad))
     last = output.accept_index[1][output.accept_token_num[1]]
     assert values["target_probs"].view(24, 61)[last, output.predicts[last].long()] > 0
-
-
-def test_debug_mode_checks_coins(monkeypatch):
-    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
-    values = make(2, 4, 3, 8)
-    eagle_kernels.verify_tree_coins(**values)
-    values["uniform_samples"][1, 2] = 1.0
-    with pytest.raises(ValueError, match=r"uniform_samples must lie in \[0, 1\), got 1.0 at \[1, 2\]"):
-        eagle_kernels.verify_tree_coins(**values)
 
 
 def assert_agrees_near_edges(values, note):
@@ -228,7 +210,7 @@ def test_thresholds_of_the_documented_example(device):
     probs = torch.tensor([0.30, 0.45, 0.01, 0.0, 0.24], dtype=torch.float64)
 
     def law(tokens=(3, 1), **thresholds):
-        first, sibling = plain([-1, 0, 0])
+        first, sibling = links_of([-1, 0, 0])
 
         def emitted(source):
             coins = [source.uniform() for _ in first]
@@ -269,73 +251,36 @@ TREES = {  # tokens, parents
 }
 
 
-def random_target(vocab_size, seed=0):
-    """target(prefix): float64 probabilities that depend on all tokens of the prefix; one of them is often 0."""
-    rows = {}
-
-    def target(prefix):
-        if prefix not in rows:
-            generator = torch.Generator().manual_seed(hash((seed, *prefix)) % 2**31)
-            weights = torch.rand(vocab_size, generator=generator, dtype=torch.float64)
-            weights[int(torch.randint(vocab_size + 2, (), generator=generator)) :][:1] = 0.0
-            rows[prefix] = weights / weights.sum()
-        return rows[prefix]
-
-    return target
-
-
-def text_law(tree, target, vocab_size, *, spec_steps=3, coins="independent", **thresholds):
-    """The law of the first S + 1 tokens: what the reference emits on this tree, completed by the target."""
+def emitted_law(tree, target, *, spec_steps, coins="independent", **thresholds):
+    """The law of what the reference emits on this tree."""
     tokens, parents = TREES[tree]
-    first, sibling = plain(parents)
-    prefix = [()]
-    for node in range(1, len(tokens)):
-        prefix.append((*prefix[parents[node]], tokens[node]))
+    first, sibling = links_of(parents)
+    prefix = prefixes_of(tokens, parents)
 
     def emitted(source):
         shared = source.uniform()
         coin_of = [source.uniform() if coins == "independent" else shared for _ in tokens]
         path, bonus = reference.verify_request(
-            tokens,
-            first,
-            sibling,
-            probs_at=lambda node: target(prefix[node]),
-            coin_at=coin_of.__getitem__,
-            final_coin=shared if coins == "all reused" else source.uniform(),
-            spec_steps=spec_steps,
-            **thresholds,
-        )
+            tokens, first, sibling, probs_at=lambda node: target[prefix[node]], coin_at=coin_of.__getitem__,
+            final_coin=shared if coins == "all reused" else source.uniform(), spec_steps=spec_steps, **thresholds,
+        )  # fmt: skip
         return (*prefix[path[-1]], bonus)
 
-    law = {}
-    for text, probability in enumerate_outcomes(emitted).items():
-        for rest in itertools.product(range(vocab_size), repeat=spec_steps + 1 - len(text)):
-            whole = text + rest
-            law[whole] = law.get(whole, 0.0) + probability * joint(target, whole, len(text))
-    return law
+    return enumerate_outcomes(emitted)
 
 
-def joint(target, text, start=0):
-    """The target's probability of text[start:] after text[:start]."""
-    probability = 1.0
-    for index in range(start, len(text)):
-        probability *= float(target(text[:index])[text[index]])
-    return probability
-
-
-def distance(tree, vocab_size, seed=0, **options):
-    target = random_target(vocab_size, seed)
-    law = text_law(tree, target, vocab_size, **options)
-    length = options.get("spec_steps", 3) + 1
-    exact = {text: joint(target, text) for text in itertools.product(range(vocab_size), repeat=length)}
+def distance(tree, vocab_size, *, spec_steps=3, zeros=0, **options):
+    """Total variation between what is emitted, completed by the target, and the target's texts of S + 1 tokens."""
+    target = random_law(vocab_size, spec_steps, zeros=zeros)
+    law = completed(emitted_law(tree, target, spec_steps=spec_steps, **options), target, spec_steps + 1)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
-    return total_variation(law, exact)
+    return total_variation(law, text_law(target, spec_steps + 1))
 
 
 @pytest.mark.parametrize("tree", TREES)
 def test_the_law_is_the_target_s(tree):
-    for vocab_size, spec_steps, seed in ((4, 3, 0), (4, 3, 1), (5, 3, 2), (4, 1, 3), (4, 0, 4)):
-        assert distance(tree, vocab_size, seed, spec_steps=spec_steps) < 1e-12
+    for vocab_size, spec_steps, zeros in ((4, 3, 0), (4, 3, 1), (5, 3, 2), (4, 1, 1), (4, 0, 0)):
+        assert distance(tree, vocab_size, spec_steps=spec_steps, zeros=zeros) < 1e-12
 
 
 WRONG = {
@@ -362,62 +307,6 @@ def test_wrong_schemes_are_seen(wrong, monkeypatch):
         monkeypatch.setattr(reference, "set", Forgetful, raising=False)
     worst = max(distance(tree, 4, **WRONG.get(wrong, {})) for tree in ("binary", "deep", "duplicates"))
     assert worst > 0.05
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("tree", ["binary", "duplicates"])
-def test_joint_law_of_the_emitted_tokens(tree, device):
-    """Chi-square: a target over four tokens that remembers one, three tokens of text, fresh coins in every lane.
-
-    The public function, so the kernel on a GPU and the reference without one; few lanes of the kernel in any case.
-    """
-    check_joint_law(eagle_kernels.verify_tree_coins, tree, 1000, device)
-    check_joint_law(run, tree, 32, device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tree", ["chain", "star", "binary", "ragged", "deep", "duplicates"])
-def test_joint_law_on_a_million_lanes(tree, device):
-    check_joint_law(run, tree, 2**20, device)
-
-
-def check_joint_law(function, tree, lanes, device):
-    table = torch.tensor([[2, 4, 1, 1], [3, 0, 4, 1], [1, 3, 2, 2], [4, 1, 1, 2]]) / 8  # [last token, next token]
-    tokens, parents = TREES[tree]
-    num_nodes, length = len(tokens), 3
-    first, sibling = plain(parents)
-    tensors = [torch.tensor(data).expand(lanes, -1) for data in (tokens, first, sibling)]
-    candidates, first, sibling = (tensor.contiguous().to(device) for tensor in tensors)
-    generator = torch.Generator(device).manual_seed(11)
-    output = function(
-        candidates,
-        torch.arange(lanes * num_nodes, device=device).view(lanes, num_nodes),
-        first,
-        sibling,
-        table.to(device)[candidates],
-        torch.rand(lanes, num_nodes, generator=generator, device=device),
-        torch.rand(lanes, generator=generator, device=device),
-        spec_steps=length - 1,
-    )
-    text = torch.empty(lanes, length, dtype=torch.int64, device=device)
-    last = torch.zeros(lanes, dtype=torch.int64, device=device)
-    for index in range(length):
-        node = output.accept_index[:, index].clamp(min=0).long()
-        drawn = torch.multinomial(table.to(device)[last], 1, generator=generator).flatten()
-        text[:, index] = torch.where(index <= output.accept_token_num, output.predicts[node].long(), drawn)
-        last = text[:, index]
-    assert text.min() >= 0
-    numbers = (text[:, 0] * 4 + text[:, 1]) * 4 + text[:, 2]
-    law = [table[0, a] * table[a, b] * table[b, c] for a, b, c in itertools.product(range(4), repeat=3)]
-    assert_follows_law(numbers.cpu(), torch.tensor(law, dtype=torch.float64))
-
-
-# the rules of every op
-
-
-def test_a_threshold_that_is_no_number_is_named():
-    with pytest.raises(TypeError, match="verify_tree_coins: threshold_acc must be a number, got bool"):
-        run(**make(2, 4, 3, 8), threshold_acc=True)
 
 
 @pytest.mark.gpu

@@ -14,18 +14,8 @@ PATH = "verify.verify_tree_topp"
 SHAPES = [(2, 1, 1, 1), (6, 1, 4, 5), (2, 8, 1, 9), (6, 4, 3, 8), (4, 8, 5, 32)]
 
 
-def make(
-    batch_size,
-    topk,
-    spec_steps,
-    num_nodes,
-    *,
-    num_candidates=4,
-    window=2,
-    vocab_size=7,
-    device="cpu",
-    dtype=torch.int64,
-):
+def make(batch_size, topk, spec_steps, num_nodes, *, num_candidates=4, window=2, vocab_size=7, device="cpu",
+         dtype=torch.int64):  # fmt: skip
     """Few tokens, so that memberships and windows are common; lengths 0 (top-p out of reach) .. more than there are."""
     links, _ = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=max(vocab_size, topk), dtype=dtype)
     rows = batch_size * num_nodes
@@ -100,9 +90,7 @@ def test_chains_are_fastdeploys(window, num_candidates, device):
         values["candidate_lens"].view(lanes, -1)[:, :-1][swapped] = 0
     public = eagle_kernels.verify_tree_topp(**values)
     lengths = values["candidate_lens"].view(lanes, -1)
-    want = [
-        emit(tokens[lane, 1:].tolist(), ids[lane].tolist(), lengths[lane].tolist(), window) for lane in range(lanes)
-    ]
+    want = [emit(*row, window) for row in zip(tokens[:, 1:].tolist(), ids.tolist(), lengths.tolist())]
     assert public.accept_token_num.tolist() == want and len(set(want)) > 3
     for lane in range(0, lanes, 7):
         path = public.accept_index[lane, : want[lane] + 1].long()
