@@ -33,9 +33,7 @@ def make(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, dtype=torch.
         "bad_token_ids": (bad % 2**31).where(bad >= 0, -1).to(index_dtype),
     }
     if is_shared:
-        values["end_token_ids"], values["bad_token_ids"] = (
-            values[name][0] for name in ("end_token_ids", "bad_token_ids")
-        )
+        values |= {name: values[name][0] for name in ("end_token_ids", "bad_token_ids")}
     return to_device(values, device)
 
 
@@ -88,7 +86,7 @@ def test_numbers_off_any_grid(device):
     ],
     ids=str,
 )
-def test_sampled_verification_needs_no_penalties_behind_it(dtype, temperature, filters, device):
+def test_sampled_verification_needs_no_penalties_after_it(dtype, temperature, filters, device):
     """The same tokens and paths, of numbers off any grid. Log-probabilities are sums of the same numbers, in an order
     that the compiler chooses for each of the two."""
     values = with_processors(make_sampled(3, 2, 2, 5, device=device, **filters))
@@ -103,9 +101,7 @@ def test_sampled_verification_needs_no_penalties_behind_it(dtype, temperature, f
     }
     no_links = torch.full_like(values["retrieve_next_token"], -1)
     inside = eagle_kernels.raw.verify_tree_sampled(**values)
-    logits = eagle_kernels.raw.penalize_logits(
-        **{name: values[name] for name in (*LINKS, "target_logits", *PROCESSORS)}
-    )
+    logits = eagle_kernels.raw.penalize_logits(**only(values, *PROCESSORS))
     plain = {name: value for name, value in values.items() if name not in PROCESSORS} | {"target_logits": logits}
     outside = eagle_kernels.raw.verify_tree_sampled(**plain)
     assert inside.accept_token_num.sum() > 0, "drafts that nobody accepts are counted by nobody"
@@ -158,7 +154,7 @@ def test_siblings_do_not_count(device):
 
 @pytest.mark.parametrize(("min_tokens", "held"), [(0, 0), (7, 0), (8, 1), (9, 2), (10, 3), (2**40, 3)])
 def test_end_tokens_wait_for_min_tokens(min_tokens, held, device):
-    """Seven are committed: at the nodes the output is 7, 8 and 9 tokens long, and what is drawn comes behind."""
+    """Seven are committed: at the nodes the output is 7, 8 and 9 tokens long, and what is drawn comes after."""
     never = float("-inf")
     options = {"min_tokens": min_tokens, "num_output_tokens": 7, "end_token_ids": [2, -1]}
     rows = chain([1.0, 1.0, 5.0, 1.0], device, **options)
@@ -172,7 +168,7 @@ def test_bad_tokens_are_never_drawn(device):
 
 
 def test_in_place_and_into_wider_rows(device):
-    """`out` is the logits themselves, a slice of padded ones: what stands behind them is left alone."""
+    """`out` is the logits themselves, a slice of padded ones: what stands after them is left alone."""
     values = make(2, 2, 2, 4, device=device)
     expected = eagle_kernels.raw.penalize_logits(**values)
     guard = Guarded((8, 70), torch.float32, device)
@@ -198,13 +194,6 @@ def test_serves_verification_by_probabilities(device):
     )
     emitted = verdict.predicts[verdict.predicts >= 0]
     assert len(emitted) >= 1 and emitted.min() >= 30
-
-
-def test_debug_mode_checks_values(monkeypatch):
-    values = make(2, 2, 2, 4) | {"repetition_penalty": torch.tensor([1.0, 0.0])}
-    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
-    with pytest.raises(ValueError, match=r"repetition_penalty must be a number above 0, got 0.0 at \[1\]"):
-        eagle_kernels.penalize_logits(**values)
 
 
 @pytest.mark.gpu

@@ -59,7 +59,7 @@ def test_rows_that_no_bracket_holds(device):
 
 
 def test_as_many_above_the_bracket_as_are_wanted(device):
-    """A guess that is wrong by nothing but the edge itself: so many the first row has above the bracket of 1971."""
+    """A guess that is wrong by nothing but the edge itself: the first row has 1971 tokens above the bracket."""
     probs = renorms.misleading_probs(2000)[:1].repeat(3, 1)
     check(make(probs, [1970, 1971, 1972], device), "just enough above")
 

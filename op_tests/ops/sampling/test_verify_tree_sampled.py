@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import itertools
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ import eagle_kernels
 from eagle_kernels.reference import sampling as reference_sampling
 from op_tests.harness import check_operation, sweep, to_device
 from op_tests.harness.statistics import assert_follows_law
+from op_tests.harness.trees import depths_of, links_of
 from op_tests.ops.verify.cases import make_sampled as make
 from op_tests.ops.verify.cases import with_processors
 
@@ -37,19 +37,6 @@ def way(request, monkeypatch):
 
 def force(monkeypatch, way: str) -> None:
     monkeypatch.setattr(MODULE, "draws_all_rows", lambda *_: way == "all_rows")
-
-
-def alone(values: dict, request: int) -> dict:
-    """The arguments of one request of a batch."""
-    batch_size, num_nodes = values["candidates"].shape
-    own = {}
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            per_request = value.shape[0] // batch_size
-            value = value[request * per_request : (request + 1) * per_request].contiguous()
-        own[name] = value
-    own["retrieve_index"] = own["retrieve_index"] - request * num_nodes
-    return own
 
 
 def ahead_of_time_cases():
@@ -124,12 +111,9 @@ def test_draws_what_plain_sampling_draws(filters, device, monkeypatch):
     names = [name for name in ("seeds", "temperature", "top_k", "top_p", "min_p", "logit_bias") if name in values]
     visited = (output.predicts >= 0).nonzero().flatten()
     per_node = {name: values[name].repeat_interleave(8, dim=0)[visited] for name in names}
-    plain = eagle_kernels.raw.sample_from_logits(
-        values["target_logits"][visited],
-        values["positions"][visited] + 1,
-        **per_node,
-        token_bitmask=values["token_bitmask"][visited],
-    )
+    logits, bitmask = (values[name][visited] for name in ("target_logits", "token_bitmask"))
+    positions = values["positions"][visited] + 1
+    plain = eagle_kernels.raw.sample_from_logits(logits, positions, **per_node, token_bitmask=bitmask)
     assert len(visited) == (output.accept_token_num + 1).sum() > 2
     assert torch.equal(output.predicts[visited].long(), plain)
 
@@ -275,30 +259,17 @@ def test_joint_law_of_the_emitted_tokens(filters, device):
     """
     lanes, vocab_size = 20_000 if device.type == "cuda" else 4_000, 4
     table = torch.tensor([[0.0, 1.0, 0.5, -1.0], [1.0, 0.0, 2.0, 0.0], [0.5, 0.5, -1.0, 1.0], [2.0, 0.0, 0.0, 1.0]])
-    temperature = 0.9
-    # root 0 with children 1 and 2; node 1 (token 1) has children tokens 2 and 0
-    tokens = torch.tensor([0, 1, 2, 2, 0])
-    first_child = torch.tensor([1, 3, -1, -1, -1])
-    next_sibling = torch.tensor([-1, 2, -1, 4, -1])
-    depth = torch.tensor([0, 1, 1, 2, 2])
-    num_nodes = len(tokens)
-    logits = table[tokens].repeat(lanes, 1).to(device)
+    tokens, parents = torch.tensor([0, 1, 2, 2, 0]), [-1, 0, 0, 1, 1]
     parameters = {
         name: torch.full((lanes,), value, device=device, dtype=torch.int64 if name == "top_k" else torch.float32)
-        for name, value in {"temperature": temperature, **filters}.items()
+        for name, value in {"temperature": 0.9, **filters}.items()
     }
-    seeds = torch.arange(lanes, device=device)
+    seeds, rows = torch.arange(lanes, device=device), torch.arange(lanes * 5, device=device).view(lanes, 5)
+    links = (torch.tensor(link, device=device).repeat(lanes, 1) for link in links_of(parents))
     output = eagle_kernels.verify_tree_sampled(
-        tokens.repeat(lanes, 1).to(device),
-        torch.arange(lanes * num_nodes, device=device).view(lanes, num_nodes),
-        first_child.repeat(lanes, 1).to(device),
-        next_sibling.repeat(lanes, 1).to(device),
-        logits,
-        (10 + depth).repeat(lanes).to(device),
-        seeds,
-        spec_steps=2,
-        **parameters,
-    )
+        tokens.repeat(lanes, 1).to(device), rows, *links, table[tokens].repeat(lanes, 1).to(device),
+        (10 + torch.tensor(depths_of(parents), device=device)).repeat(lanes), seeds, spec_steps=2, **parameters,
+    )  # fmt: skip
     text = torch.full((lanes, 3), -1, dtype=torch.int64, device=device)
     count = output.accept_token_num.long() + 1
     for index in range(3):
@@ -316,23 +287,9 @@ def test_joint_law_of_the_emitted_tokens(filters, device):
     scaled = reference_sampling.scaled_logits(table, one.pop("temperature"))
     kept = reference_sampling.filtered_logits(scaled, *(one.get(name) for name in ("top_k", "top_p", "min_p")))
     step = torch.softmax(kept.double(), dim=-1)
-    law = torch.tensor(
-        [step[0, a] * step[a, b] * step[b, c] for a, b, c in itertools.product(range(vocab_size), repeat=3)]
-    )
+    law = step[0][:, None, None] * step[:, :, None] * step[None]  # [first, second, third]
     outcome = (text[:, 0] * vocab_size + text[:, 1]) * vocab_size + text[:, 2]
-    assert_follows_law(outcome.cpu(), law)
-
-
-def test_front_door_samples_with_sampling_parameters(device):
-    values = make(3, 4, 3, 8, device=device, **FILTERS["all"])
-    want = eagle_kernels.verify_tree_sampled(**values)
-    got = eagle_kernels.verify_tree(**values)
-    assert all(torch.equal(a, b) for a, b in zip(got, want))
-    with pytest.raises(ValueError, match="verify_tree: seeds must also be given for sampling"):
-        eagle_kernels.verify_tree(**{**values, "seeds": None})
-    without_filters = {key: value for key, value in values.items() if key not in FILTERS["all"]}
-    with pytest.raises(ValueError, match="verify_tree: temperature must also be given for sampling"):
-        eagle_kernels.verify_tree(**{**without_filters, "temperature": None})
+    assert_follows_law(outcome.cpu(), law.flatten())
 
 
 def test_the_front_door_has_a_reference(device):
@@ -445,7 +402,5 @@ def test_more_elements_than_int32_counts(filters, device):
         assert torch.equal(alone.predicts, whole.predicts[first * num_nodes : (first + 64) * num_nodes])
     for request in (0, 127, 128, 255):
         check_operation(PATH, part(request, request + 1), case=f"{filters} {request}")
-        assert torch.equal(
-            eagle_kernels.raw.verify_tree_sampled(**part(request, request + 1)).predicts,
-            whole.predicts[request * num_nodes : (request + 1) * num_nodes],
-        )
+        alone = eagle_kernels.raw.verify_tree_sampled(**part(request, request + 1))
+        assert torch.equal(alone.predicts, whole.predicts[request * num_nodes : (request + 1) * num_nodes])

@@ -111,13 +111,6 @@ def test_the_arrangement_follows_from_shapes():
     assert list(kernels.values()) == [all_rows] * 3 + [by_level] * 2
 
 
-def test_front_door_is_greedy_without_sampling_parameters(device):
-    values = make(3, 4, 3, 8, source=torch.float32, device=device)
-    want = eagle_kernels.verify_tree_greedy(**values)
-    got = eagle_kernels.verify_tree(**values)
-    assert all(torch.equal(a, b) for a, b in zip(got, want))
-
-
 def test_levels_launch_and_nothing_else(monkeypatch, device):
     without_plans(monkeypatch)
     monkeypatch.setattr(op, "scans_all_rows", lambda *sizes: False)
