@@ -6,7 +6,7 @@ from .compare import TOLERANCE, assert_close, assert_equal
 from .device import to_device
 from .dispatch import assert_only_launches
 from .graphs import replay_in_graph
-from .operation import check_operation
+from .operation import check_close, check_operation
 from .poison import Guarded
 from .registration import check_registration
 from .retune import assume_multiprocessors, retune
@@ -18,6 +18,7 @@ __all__ = [
     "assert_equal",
     "assert_in_bounds",
     "assert_only_launches",
+    "check_close",
     "check_operation",
     "check_registration",
     "replay_in_graph",

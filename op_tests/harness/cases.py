@@ -60,3 +60,17 @@ def case_of_each_mode(path: str) -> list[dict]:
 def num_elements(values: dict) -> int:
     """Of a view, those that it shows."""
     return sum(tensor.numel() for tensor in tensors_of(values).values())
+
+
+def in_float64(values: dict) -> dict:
+    """The same arguments with every float tensor in float64, for the reference as oracle, and keys and values times
+    their scales, which then are none of its arguments."""
+    wide = {
+        key: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for key, value in values.items()
+    }
+    for name in "kv":
+        scale = wide.pop(f"{name}_scale", None)
+        if scale is not None:
+            wide[f"{name}_cache"] = wide[f"{name}_cache"] * scale[:, None]
+    return wide

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 
-def replay_in_graph(run: Callable[[], object], *, change: Callable[[], None] | None = None) -> None:
-    """Captures `run()` after a warm-up, lets `change()` alter the inputs in place, and replays once.
+def replay_in_graph(run: Callable[[], object], *, change: Callable[[], None] | None = None) -> torch.cuda.CUDAGraph:
+    """Captures `run()` after a warm-up, lets `change()` alter the inputs in place, replays once, and returns the graph.
 
     Capture fails on any host synchronisation, so this is also the proof that there is none.
     """
@@ -24,3 +24,4 @@ def replay_in_graph(run: Callable[[], object], *, change: Callable[[], None] | N
         change()
     graph.replay()
     torch.cuda.synchronize()
+    return graph

@@ -11,7 +11,7 @@ import torch
 
 from eagle_kernels.runtime import check
 
-from .cases import as_tuple
+from .cases import as_tuple, in_float64
 from .compare import assert_close, assert_equal
 from .poison import Guarded
 from .typed import is_of
@@ -66,6 +66,23 @@ def check_operation(
         else:
             assert_equal(name, case, field, got, want)
     return actual, expected
+
+
+def check_close(path: str, values: dict, case: str = "", *, fields: Sequence[str] = ("output",),
+                exact: Sequence[str] = (), rows=...):  # fmt: skip
+    """Runs an op as above; its outputs, `fields`, are within twice the reference's own error, which float64 shows.
+
+    exact: those that have the reference's bits as well. rows: those that are written. Returns the launcher's outputs.
+    """
+    name = path.rpartition(".")[2]
+    actual, baseline = check_operation(path, values, case=case, skip=[field for field in fields if field not in exact])
+    reference = getattr(importlib.import_module("eagle_kernels.reference.ops." + path), name)
+    known = inspect.signature(reference).parameters
+    expected = reference(**{key: value for key, value in in_float64(values).items() if key in known})
+    for field, *results in zip(fields, as_tuple(actual), as_tuple(expected), as_tuple(baseline), strict=True):
+        if results[0].numel():
+            assert_close(name, case, field, *(result[rows] for result in results))
+    return actual
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:

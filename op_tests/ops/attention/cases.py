@@ -1,13 +1,10 @@
-"""Paged caches for the attention tests, scattered pages in a pool that is NaN wherever nobody may read; their check."""
+"""Paged caches for the attention tests, scattered pages in a pool that is NaN wherever nobody may read."""
 
 from __future__ import annotations
-
-import importlib
 
 import torch
 
 from eagle_kernels.runtime import target
-from op_tests.harness import assert_close, check_operation
 
 
 def paged_cache(
@@ -117,29 +114,3 @@ def of_every_dtype_and_head_dim(make):
             yield f"{dtype} D={head_dim}", make(head_dim, dtype)
         for dtype in FLOAT8:
             yield f"{dtype} D={head_dim}", with_float8(make(head_dim, torch.bfloat16), dtype)
-
-
-def in_float64(values: dict) -> dict:
-    """The same arguments with every float tensor in float64, for the reference as oracle, and keys and values times
-    their scales, which then are none of its arguments."""
-    wide = {
-        key: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for key, value in values.items()
-    }
-    for name in "kv":
-        scale = wide.pop(f"{name}_scale", None)
-        if scale is not None:
-            wide[f"{name}_cache"] = wide[f"{name}_cache"] * scale[:, None]
-    return wide
-
-
-def check_attention(path: str, values: dict, case: str = "", rows=...):
-    """Kernel within twice the reference's own error against float64; rows: those that are written."""
-    name = path.rpartition(".")[2]
-    actual, baseline = check_operation(path, values, case=case, skip=("output", "lse"))
-    reference = getattr(importlib.import_module(f"eagle_kernels.reference.ops.{path}"), name)
-    expected = reference(**in_float64({key: value for key, value in values.items() if key != "deterministic"}))
-    for field in ("output", "lse"):
-        results = (getattr(result, field)[rows] for result in (actual, expected, baseline))
-        assert_close(name, case, field, *results)
-    return actual

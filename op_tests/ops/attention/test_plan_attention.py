@@ -19,6 +19,7 @@ from op_tests.harness import (
     check_operation,
     replay_in_graph,
     retune,
+    sweep,
 )
 
 from .cases import paged_cache
@@ -35,9 +36,7 @@ def ahead_of_time_cases():
     yield "int64 window", make([5, 70], dtype=torch.int64, window=20, num_drafts=8)
 
 
-def size_sweep():
-    for batch_size in BATCH_SIZES:
-        yield make([100] * batch_size)
+size_sweep = sweep(lambda batch_size: make([100] * batch_size))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -67,14 +66,19 @@ def test_empty_batch(device):
 RAGGED = ([700, 0, 1, 130, 64, 65, 0, 300], [0], [0, 0, 0, 900, 0], [1500, *[3] * 40], [129])
 
 
+def check(case, function, values, plan, compare=assert_close):
+    """What is attended with this plan is what is without any."""
+    for field, got, expected in zip(("output", "lse"), function(**values, plan=plan), function(**values)):
+        compare(function.__name__, case, field, got, expected)
+
+
 def attention(kind, lengths, device, **options):
     """A call of gqa_decode or tree_attention as (the function, its arguments)."""
     values = paged_cache(lengths if kind == "decode" else [length + 5 for length in lengths], 16, 2, 32,
                          torch.float32, device=device)  # fmt: skip
     if kind == "decode":
-        return eagle_kernels.raw.gqa_decode, values | options | {
-            "query": torch.randn(len(lengths), 4, 32, device=device)
-        }
+        query = {"query": torch.randn(len(lengths), 4, 32, device=device)}
+        return eagle_kernels.raw.gqa_decode, values | options | query
     values["seq_lens"] = values["seq_lens"] - 5
     mask = torch.tensor([1, 3, 5, 11, 21], device=device).expand(len(lengths), 5)[:, :, None].contiguous()
     return eagle_kernels.raw.tree_attention, values | options | {
@@ -91,8 +95,7 @@ def test_attention_with_its_plan_is_attention_without(kind, lengths, multiproces
     assume_multiprocessors(monkeypatch, multiprocessors)
     function, values = attention(kind, lengths, device)
     plan = eagle_kernels.raw.plan_attention(values["seq_lens"], num_drafts=0 if kind == "decode" else 5)
-    for field, planned, expected in zip(("output", "lse"), function(**values, plan=plan), function(**values)):
-        assert_equal(kind, str(lengths), field, planned, expected)
+    check(str(lengths), function, values, plan, assert_equal)
 
 
 @pytest.mark.cross
@@ -102,8 +105,7 @@ def test_no_key_is_lost_by_a_plan_of_other_lengths(kind, planned, device, monkey
     assume_multiprocessors(monkeypatch, 5)
     function, values = attention(kind, RAGGED[0], device)
     plan = eagle_kernels.raw.plan_attention(torch.tensor(planned, device=device))
-    for field, got, expected in zip(("output", "lse"), function(**values, plan=plan), function(**values)):
-        assert_close(kind, str(planned), field, got, expected)
+    check(str(planned), function, values, plan)
 
 
 @pytest.mark.cross
@@ -115,9 +117,7 @@ def test_no_key_is_lost_where_no_request_is_cut(planned, head_dim, device, monke
     values = paged_cache([20, 3, 0, 20, 31, 32, 1, 9], 32, 2, head_dim, torch.float32, device=device)
     values["query"] = torch.randn(8, 4, head_dim, device=device)
     plan = eagle_kernels.raw.plan_attention(torch.tensor(planned, device=device))
-    got, expected = (eagle_kernels.raw.gqa_decode(**values, **given) for given in ({"plan": plan}, {}))
-    assert_close("gqa_decode", str(planned), "output", got.output, expected.output)
-    assert_close("gqa_decode", str(planned), "lse", got.lse, expected.lse)
+    check(str(planned), eagle_kernels.raw.gqa_decode, values, plan)
 
 
 @pytest.mark.cross
@@ -136,8 +136,7 @@ def test_the_mean_will_do_for_ragged_rows(counts, prefixes, is_separate, device,
     if is_separate:
         values |= {name: torch.randn(sum(counts), 2, 128, device=device) for name in ("draft_key", "draft_value")}
     plan = eagle_kernels.raw.plan_attention(values["seq_lens"], num_drafts=sum(counts) // len(counts))
-    got, expected = (eagle_kernels.raw.tree_attention(**values, **given) for given in ({"plan": plan}, {}))
-    assert_close("tree_attention", str(counts), "output", got.output, expected.output)
+    check(str(counts), eagle_kernels.raw.tree_attention, values, plan)
 
 
 @pytest.mark.slow
@@ -151,12 +150,8 @@ def test_no_key_is_lost_by_the_plan_of_another_window(kind, multiprocessors, dev
     if num_drafts:
         values["positions"] = (lengths[:, None] + torch.tensor([0, 1, 1, 2, 2], device=device)).flatten()
     plans = [eagle_kernels.raw.plan_attention(lengths, num_drafts=num_drafts, window=each) for each in (None, 40, 300)]
-    for window in (None, 40, 300):
-        expected = function(**values, window=window)
-        for plan in plans:
-            got = function(**values, window=window, plan=plan)
-            assert_close(kind, f"window {window}", "output", got.output, expected.output)
-            assert_close(kind, f"window {window}", "lse", got.lse, expected.lse)
+    for window, plan in itertools.product((None, 40, 300), plans):
+        check(f"window {window}", function, values | {"window": window}, plan)
 
 
 def test_slots_past_two_billion_with_the_plan_of_another_window(device, monkeypatch):
@@ -172,10 +167,7 @@ def test_slots_past_two_billion_with_the_plan_of_another_window(device, monkeypa
     }  # fmt: skip
     plan = eagle_kernels.raw.plan_attention(lengths, num_drafts=5)
     with assert_in_bounds():
-        got = eagle_kernels.raw.tree_attention(**values, plan=plan)
-    expected = eagle_kernels.raw.tree_attention(**values)
-    assert_close("tree_attention", "far", "lse", got.lse, expected.lse)
-    assert_close("tree_attention", "far", "output", got.output, expected.output)
+        check("far", eagle_kernels.raw.tree_attention, values, plan)
 
 
 @pytest.mark.slow
@@ -183,8 +175,7 @@ def test_slots_past_two_billion_with_the_plan_of_another_window(device, monkeypa
 def test_deterministic_bits_do_not_depend_on_the_plan(kind, device):
     function, values = attention(kind, RAGGED[0], device, deterministic=True)
     plan = eagle_kernels.raw.plan_attention(torch.tensor([3, 900, 0, 0, 1, 64, 700, 2], device=device))
-    for field, got, expected in zip(("output", "lse"), function(**values, plan=plan), function(**values)):
-        assert_equal(kind, "other plan", field, got, expected)
+    check("other plan", function, values, plan, assert_equal)
 
 
 @pytest.mark.cross

@@ -5,22 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from op_tests.harness import check_operation
+from op_tests.harness import check_operation, sweep
+from op_tests.ops.draft.cases import random_tries
 
 PATH = "draft.merge_drafts"
 
 
 def make(batch_size, num_drafts, num_others, *, vocabulary=3, dtype=torch.int64, device="cpu", **options):
-    """Random trees over few tokens, most nodes behind the one before, so that many are shared."""
-
-    def trie(count):
-        node = torch.arange(1, count + 1)
-        elsewhere = (torch.rand(batch_size, count) * node).long()
-        parents = torch.where(torch.rand(batch_size, count) < 0.4, elsewhere, node - 1)
-        return torch.randint(vocabulary, (batch_size, count)), parents
-
+    """Random trees over few tokens, so that many are shared."""
     names = ("tokens", "parents", "other_tokens", "other_parents", "attach")
-    made = *trie(num_drafts), *trie(num_others), torch.randint(num_drafts + 1, (batch_size,))
+    tries = (random_tries(batch_size, count, 0.4, vocabulary) for count in (num_drafts, num_others))
+    made = *next(tries), *next(tries), torch.randint(num_drafts + 1, (batch_size,))
     values = {name: value.to(device, dtype) for name, value in zip(names, made)}
     return values | {"num_speculative_tokens": min(255, max(1, num_drafts + num_others))} | options
 
@@ -31,15 +26,7 @@ def ahead_of_time_cases():
     yield "M=255 M2=255", make(1, 255, 255)
 
 
-def size_sweep():
-    for batch_size in (1, 2, 3, 16, 17, 64, 257):
-        values = make(1, 5, 4)
-        values |= {
-            name: value.expand(batch_size, *value.shape[1:]).contiguous()
-            for name, value in values.items()
-            if isinstance(value, torch.Tensor)
-        }
-        yield values
+size_sweep = sweep(lambda batch_size: make(batch_size, 5, 4))
 
 
 @pytest.mark.cross
@@ -66,7 +53,7 @@ def as_rows(*rows, device):
 @pytest.mark.parametrize(
     ("attach", "most", "tokens", "parents"),
     [
-        # 5, 6 behind it, and 7 behind the root; then 5, 8 behind it, and 7
+        # 5, 6 below it, and 7 below the root; then 5, 8 below it, and 7
         (0, 9, [5, 6, 7, 8], [0, 1, 0, 1]),
         (2, 9, [5, 6, 7, 5, 8, 7], [0, 1, 0, 2, 4, 2]),
         (3, 4, [5, 6, 7, 5], [0, 1, 0, 3]),

@@ -171,7 +171,7 @@ def test_long_rows_in_the_shipped_blocks(device):
     assert torch.equal(result.tokens[0, :5].int(), values["token_ids"][0, 4110:4115])
 
 
-def test_what_stands_behind_the_history_is_of_no_account(device):
+def test_what_stands_after_the_history_is_of_no_account(device):
     values = make(3, 50, given=4, device=device)
     values["seq_lens"] = torch.tensor([50, 21, 0], device=device)
     values["draft_tokens"][:, 2] = -1
@@ -202,7 +202,7 @@ def test_sizes_of_the_trie(num_speculative_tokens, spec_steps, device):
 
 @pytest.mark.parametrize("budget", [0, 3, 5, 17, 30, 2**40])
 def test_budget(budget, device):
-    """Rows 1 and 4 are dead, row 3 finds nothing: its share goes to those behind it."""
+    """Rows 1 and 4 are dead, row 3 finds nothing: its share goes to those after it."""
     values = make(6, 40, token_budget=budget, max_matches=3, device=device)
     values["seq_lens"] = torch.tensor([40, 0, 39, 30, -1, 38], device=device)
     values["token_ids"][3, 29] = 50

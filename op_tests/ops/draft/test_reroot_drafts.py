@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import check_operation
+from op_tests.harness import check_operation, sweep
+from op_tests.ops.draft.cases import random_tries
 
 PATH = "draft.reroot_drafts"
 
 
 def make(batch_size, num_drafts, *, path_size=3, vocabulary=3, dtype=torch.int64, device="cpu", **options):
-    """Random trees, most nodes behind the one before; each path follows its tree as far as that goes, then any way."""
-    node = torch.arange(1, num_drafts + 1)
-    elsewhere = (torch.rand(batch_size, num_drafts) * node).long()
-    values = {
-        "tokens": torch.randint(vocabulary, (batch_size, num_drafts)),
-        "parents": torch.where(torch.rand(batch_size, num_drafts) < 0.3, elsewhere, node - 1),
-        "path": torch.randint(vocabulary, (batch_size, path_size)),
-    }
+    """Random trees; each path follows its tree as far as that goes, then any way."""
+    values = dict(zip(("tokens", "parents"), random_tries(batch_size, num_drafts, 0.3, vocabulary)))
+    values["path"] = torch.randint(vocabulary, (batch_size, path_size))
     for request in range(batch_size):
         end = 0
         for place in range(path_size):
@@ -40,12 +34,10 @@ def ahead_of_time_cases():
     yield "M=1023", make(1, 1023, num_speculative_tokens=255)
 
 
-def size_sweep():
-    for batch_size, path_size in itertools.product((1, 2, 3, 16, 17, 64, 257), (0, 1, 2, 16, 33)):
-        values = make(1, 15)
-        values["path"] = torch.empty(batch_size, path_size, dtype=torch.int64)
-        values |= {name: values[name].expand(batch_size, 15).contiguous() for name in ("tokens", "parents")}
-        yield values | {"spec_steps": 1 + path_size}
+size_sweep = sweep(
+    lambda batch_size, path_size: make(batch_size, 15, path_size=path_size, spec_steps=1 + path_size),
+    (0, 1, 2, 16, 33),
+)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 15, 16, 31, 100, 255])
@@ -99,13 +91,6 @@ def test_limits(device):
         assert torch.equal(result.tokens, everything.tokens[:, :most])
     for steps in (1, 2, 7):
         check_operation(PATH, values | {"spec_steps": steps})
-
-
-def test_the_first_of_two_siblings_of_one_token_is_taken(device):
-    as_row = lambda *data: torch.tensor([data], device=device)  # noqa: E731
-    values = {"tokens": as_row(5, 5, 7, 8), "parents": as_row(0, 0, 1, 2), "path": as_row(5)}
-    result, _ = check_operation(PATH, values | {"num_speculative_tokens": 2, "spec_steps": 2})
-    assert result.tokens.tolist() == [[7, -1]]
 
 
 def test_what_ngram_match_made_lives_on(device):

@@ -11,11 +11,11 @@ import eagle_kernels
 from eagle_kernels.reference.ops.kv.write_kv import write_kv as reference
 from eagle_kernels.runtime import launch, target
 from op_tests.harness import assert_close, assert_equal, check_operation, to_device
-from op_tests.harness.cases import copied
+from op_tests.harness.cases import copied, in_float64
 from op_tests.harness.operation import as_bits
 from op_tests.harness.pools import with_pools
 
-from ..attention.cases import WITHOUT_FLOAT8, in_float64
+from ..attention.cases import WITHOUT_FLOAT8
 from ..nn.tables import make_tables
 
 CACHES = ("k_cache", "v_cache")

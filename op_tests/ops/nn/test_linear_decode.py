@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -12,11 +13,10 @@ from eagle_kernels.ops.nn import linear_decode as module
 from eagle_kernels.ops.nn.shared import few_rows, many_rows
 from eagle_kernels.reference.ops.nn.linear_decode import linear_decode as reference
 from eagle_kernels.runtime import launch, target
-from op_tests.harness import assert_close, assert_equal, check_operation
+from op_tests.harness import assert_close, assert_equal, check_close, replay_in_graph
+from op_tests.harness.cases import in_float64
 from op_tests.harness.retune import retune
 from op_tests.ops.nn.cases import make_linear as make
-
-from ..attention.cases import in_float64
 
 PATH = "nn.linear_decode"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,11 +28,7 @@ SIZES = ((40, 1025), (1, 1), (5, 3), (33, 16), (65, 1096), (7, 2048), (32, 3000)
 MOST_VARIANTS = {"_linear_decode_tiles_kernel": 3}
 
 
-def check(values, case=""):
-    """Kernel within twice the error of fp32 sums in PyTorch's order."""
-    actual, baseline = check_operation(PATH, values, case=case, skip=("output",))
-    assert_close("linear_decode", case, "output", actual, reference(**in_float64(values)), baseline)
-    return actual
+check = functools.partial(check_close, PATH)
 
 
 MAY_SPILL = {"T=64 odd"}  # rows of no multiple of 16 bytes, read element by element: no model has them
@@ -109,16 +105,6 @@ def test_parts(num_rows, num_columns, num_parts, device):
     assert_close("linear_decode", "sum", "output", parts.sum(0).half(), reference(**in_float64(values)))
 
 
-def test_parts_into_a_wider_tensor(device):
-    values = make(20, 24, 300, torch.float16, device=device) | {"num_parts": 3}
-    wide = torch.full((3, 20, 30), float("nan"), device=device)
-    out = wide[..., :24]
-    expected = eagle_kernels.raw.linear_decode(**values)
-    assert eagle_kernels.raw.linear_decode(**values, out=out) is out
-    assert_equal("linear_decode", "out", "output", out, expected)
-    assert wide[..., 24:].isnan().all()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_parts", [None, 2])
@@ -187,9 +173,7 @@ def test_where_parts_are_faster(monkeypatch):
     assert module.parts_for(64, square.float()) is None
 
 
-@pytest.mark.parametrize(
-    ("num_multiprocessors", "fast_rows"), [(80, 0), *((number, 64) for number in (114, 132))], ids=str
-)
+@pytest.mark.parametrize(("num_multiprocessors", "fast_rows"), [(80, 0), (114, 64), (132, 64)], ids=str)
 def test_deterministic_rows_have_the_same_parts_whatever_their_number(num_multiprocessors, fast_rows, monkeypatch):
     """As many as the weight has room for, on every machine, also where rows of this number alone would have none."""
     monkeypatch.setitem(many_rows.MACHINES, "default", {"fast_rows": fast_rows, "fast_outputs": 5120})
@@ -213,15 +197,18 @@ def test_prefetched_weights_are_the_same(device):
         assert_equal("linear_decode", f"T = {num_rows}", "output", result, expected)
 
 
-def test_out_of_a_wider_tensor(device):
-    for num_rows in (1, 4):
-        values = make(num_rows, 37, 64, torch.float32, has_bias=True, device=device)
-        wide = torch.full((num_rows, 50), float("nan"), device=device)
-        out = wide[:, :37]
-        expected = eagle_kernels.raw.linear_decode(**values)
-        assert eagle_kernels.raw.linear_decode(**values, out=out) is out
-        assert_equal("linear_decode", "out", "output", out, expected)
-        assert wide[:, 37:].isnan().all()
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "options"),
+    [(1, torch.float32, {}), (4, torch.float32, {}), (20, torch.float16, {"num_parts": 3})],
+)
+def test_into_a_wider_tensor(num_rows, dtype, options, device):
+    values = make(num_rows, 24, 300, dtype, has_bias=True, device=device) | options
+    expected = eagle_kernels.raw.linear_decode(**values)
+    wide = torch.full((*expected.shape[:-1], 30), float("nan"), device=device)
+    out = wide[..., :24]
+    assert eagle_kernels.raw.linear_decode(**values, out=out) is out
+    assert_equal("linear_decode", "out", "output", out, expected)
+    assert wide[..., 24:].isnan().all()
 
 
 def test_without_outputs_or_rows(device):
@@ -244,16 +231,12 @@ def test_sums_are_fp32(device):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-def test_a_row_knows_no_other(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_row_knows_no_other(dtype, device):
     """A row keeps its bits in any company and at any place; NaN and infinity stay in their rows.
 
     In fp16 the interpreter multiplies by NumPy, which sums up the same at the same place only.
     """
-    for dtype in (torch.float32, torch.float16):
-        _check_companies(dtype, device)
-
-
-def _check_companies(dtype, device):
     values = make(6, 50, 1100, dtype, has_bias=True, device=device)
     before = eagle_kernels.raw.linear_decode(**values)
     x = values["x"].clone()
@@ -311,34 +294,24 @@ def test_a_row_of_weight_knows_no_other(device):
         assert torch.equal(after[:, order != 7], before[:, order[order != 7]])
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        {"block_output": 16, "block_column": 512, "num_warps": 2},
-        {"block_output": 4, "block_column": 2048, "num_warps": 8},
-        {"uses_dot": True, "block_output": 64, "num_warps": 4, "num_stages": 3},
-    ],
-    ids=str,
-)
-def test_tuning_changes_rounding_alone(numbers, device, monkeypatch):
-    retune(monkeypatch, few_rows.TUNING, **numbers)
-    for num_rows in (1, 4):
-        check(make(num_rows, 70, 3000, torch.float16, has_bias=True, device=device), f"T = {num_rows} {numbers}")
+HALF, SINGLE = (few_rows.TUNING, (1, 4), torch.float16), (few_rows.SINGLE_TUNING, (1, 21), torch.float32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "numbers",
+    ("table", "numbers"),
     [
-        {"block_output": 4, "block_column": 256, "num_warps": 1},
-        {"block_output": 2, "block_column": 1024, "num_warps": 8},
+        (HALF, {"block_output": 16, "block_column": 512, "num_warps": 2}),
+        (HALF, {"block_output": 4, "block_column": 2048, "num_warps": 8}),
+        (HALF, {"uses_dot": True, "block_output": 64, "num_warps": 4, "num_stages": 3}),
+        pytest.param(SINGLE, {"block_output": 4, "block_column": 256, "num_warps": 1}, marks=pytest.mark.slow),
+        pytest.param(SINGLE, {"block_output": 2, "block_column": 1024, "num_warps": 8}, marks=pytest.mark.slow),
     ],
-    ids=str,
 )
-def test_tuning_of_fp32_changes_rounding_alone(numbers, device, monkeypatch):
-    retune(monkeypatch, few_rows.SINGLE_TUNING, **numbers)
-    for num_rows in (1, 21):
-        check(make(num_rows, 70, 1300, torch.float32, has_bias=True, device=device), f"T = {num_rows} {numbers}")
+def test_tuning_changes_rounding_alone(table, numbers, device, monkeypatch):
+    tuning, counts, dtype = table
+    retune(monkeypatch, tuning, **numbers)
+    for num_rows in counts:
+        check(make(num_rows, 70, 3000, dtype, has_bias=True, device=device), f"T = {num_rows} {numbers}")
 
 
 def test_rows_are_tuned_alike():
@@ -349,20 +322,6 @@ def test_rows_are_tuned_alike():
     for rows in few_rows.SINGLE_TUNING.values():
         most_columns = [row["most_columns"] for row in rows]
         assert most_columns == sorted(most_columns) and most_columns[-1] == 2**31
-
-
-@pytest.mark.parametrize(
-    ("num_parts", "kind", "message"),
-    [
-        (0, ValueError, r"num_parts must lie in 1\.\.2, got 0"),
-        (3, ValueError, r"num_parts must lie in 1\.\.2, got 3"),
-        (True, TypeError, "num_parts must be an int"),
-    ],
-)
-def test_a_bad_number_of_parts_is_named(num_parts, kind, message, device):
-    values = make(3, 32, 256, torch.float16, device=device)
-    with pytest.raises(kind, match="^eagle_kernels.linear_decode: " + message):
-        eagle_kernels.raw.linear_decode(**values, num_parts=num_parts)
 
 
 @pytest.mark.gpu
@@ -382,10 +341,7 @@ def test_waits_for_x(num_rows, device):
         for index, weight in enumerate(weights * 8):
             x = eagle_kernels.raw.linear_decode(x, weight, prefetch_weight=True, out=buffers[index % 2])
 
-    rounds()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rounds()
+    graph = replay_in_graph(rounds)
     expected = start.roll(8 * sum(range(1, 9)), 1)
     for _ in range(100):
         for buffer in buffers:
@@ -397,7 +353,7 @@ def test_waits_for_x(num_rows, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_waits_for_weights(num_rows, device):
-    """Unless told that they are there, it reads no weights before the kernel that writes them has ended."""
+    """Unless the caller says that they are there, it reads no weights before the kernel that writes them has ended."""
     size, rounds = 2048, 32
     shift = torch.eye(size, device=device).roll(1, 0).bfloat16()
     start = torch.randint(-100, 100, (16, size), device=device).bfloat16()
@@ -413,10 +369,7 @@ def test_waits_for_weights(num_rows, device):
             eagle_kernels.raw.linear_decode(x, weight, out=output)
             before = weight
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = replay_in_graph(run)
     for _ in range(100):
         for buffer in weights:
             buffer.fill_(float("nan"))

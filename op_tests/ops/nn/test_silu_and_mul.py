@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import eagle_kernels
 from eagle_kernels.reference.ops.nn.silu_and_mul import silu_and_mul as reference
-from op_tests.harness import assert_close, assert_equal, check_operation
+from op_tests.harness import assert_close, assert_equal, check_close
+from op_tests.harness.cases import in_float64
 from op_tests.ops.nn.cases import make_silu as make
-
-from ..attention.cases import in_float64
 
 PATH = "nn.silu_and_mul"
 SIZES = (1, 3, 8, 127, 1024, 1025, 2880)
 
 
-def check(values, case=""):
-    """Kernel within twice PyTorch's own error against float64."""
-    actual, baseline = check_operation(PATH, values, case=case, skip=("output",))
-    assert_close("silu_and_mul", case, "output", actual, reference(**in_float64(values)), baseline)
-    return actual
+check = functools.partial(check_close, PATH)
 
 
 def ahead_of_time_cases():
@@ -99,13 +97,9 @@ def test_the_product_alone_is_rounded(device):
     """Then nearly each element is the one that is closest to the exact result."""
     values = make(4, 1000, torch.float16, device=device)
     exact = reference(**in_float64(values)).half()
-    fused = eagle_kernels.raw.silu_and_mul(**values, round_activation=False)
-    assert (
-        (fused != exact).double().mean()
-        < 0.01
-        < 0.1
-        < (eagle_kernels.raw.silu_and_mul(**values) != exact).double().mean()
-    )
+    for round_activation, least, most in ((False, 0.0, 0.01), (True, 0.1, 1.0)):
+        result = eagle_kernels.raw.silu_and_mul(**values, round_activation=round_activation)
+        assert least <= (result != exact).double().mean() < most
 
 
 def test_a_row_knows_no_other(device):
@@ -130,10 +124,7 @@ def test_rows_past_two_billion_elements(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_full_cross(dtype, device):
-    for num_columns in (1, 7, 64, 1000, 5504, 14336, 28672):
-        for num_tokens in (1, 33):
-            for is_packed in (True, False):
-                values = make(num_tokens, num_columns, dtype, is_packed=is_packed, device=device)
-                for round_activation in (True, False):
-                    options = {"round_activation": round_activation}
-                    check(values | options, f"{num_columns} {dtype} {options}")
+    sizes = itertools.product((1, 7, 64, 1000, 5504, 14336, 28672), (1, 33), (True, False), (True, False))
+    for num_columns, num_tokens, is_packed, round_activation in sizes:
+        values = make(num_tokens, num_columns, dtype, is_packed=is_packed, device=device)
+        check(values | {"round_activation": round_activation}, f"{num_columns} {dtype} {round_activation}")
