@@ -14,7 +14,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.runtime import check
-from op_tests.harness.cases import copied, module_of_op, signature_of
+from op_tests.harness.cases import contracted, copied, refusal
 
 CALLS = 100
 ROWS, LISTED = ("req_pool_indices", "req_to_token"), 4000
@@ -110,9 +110,8 @@ def window(coin) -> dict:
 
 def gqa_decode(coin, batch_size, columns):
     lengths = [coin.randint(0, columns) for _ in range(batch_size)]
-    return (
-        {"query": torch.randn(batch_size, 1, 4)} | pages(coin, batch_size, lengths, coin.choice((1, 4))) | window(coin)
-    )
+    paged = pages(coin, batch_size, lengths, coin.choice((1, 4)))
+    return {"query": torch.randn(batch_size, 1, 4)} | paged | window(coin)
 
 
 def prefill_attention(coin, batch_size, columns):
@@ -142,15 +141,11 @@ def tree_attention(coin, batch_size, columns):
     return values | sizes | {"query": torch.randn(*shape, 1, 4)}
 
 
-CASES = {
-    f"{family}.{function.__name__}": function
-    for family, functions in {
-        "kv": [assign_req_to_token, chain_kv_indices, draft_cache_locs, draft_kv_indices, extend_cache_locs,
-               kv_indices],
-        "attention": [gqa_decode, prefill_attention, tree_attention],
-    }.items()
-    for function in functions
-}  # fmt: skip
+FUNCTIONS = {
+    "kv": [assign_req_to_token, chain_kv_indices, draft_cache_locs, draft_kv_indices, extend_cache_locs, kv_indices],
+    "attention": [gqa_decode, prefill_attention, tree_attention],
+}
+CASES = {f"{family}.{each.__name__}": each for family, functions in FUNCTIONS.items() for each in functions}
 LENGTHS = ("seq_lens", "kv_lens", "starts", "ends")
 
 
@@ -243,16 +238,6 @@ def is_unsound(op: str, values: dict) -> bool:
     return depends(op, values) or depends(op, sound | {"page_size": 1})
 
 
-def refusal(path: str, values: dict) -> str:
-    """What the contract of an op says that refuses these arguments."""
-    defaults = {name: parameter.default for name, parameter in signature_of(path).items()}
-    try:
-        module_of_op(path).contract({**defaults, **values})
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("path", CASES)
 def test_refused_is_what_depends_on_what_is_not_there(path, monkeypatch):
     monkeypatch.setattr(check, "DEBUG", True)
@@ -261,9 +246,9 @@ def test_refused_is_what_depends_on_what_is_not_there(path, monkeypatch):
         coin = random.Random(f"{path} {number}")
         torch.manual_seed(number)
         values = CASES[path](coin, coin.choice((1, 2, 3)), coin.choice((3, 6, 9)))
-        assert not refusal(path, values), (number, values)
+        assert not refusal(contracted, path, values), (number, values)
         name, given = changed(coin, values)
-        said = refusal(path, given)
+        said = refusal(contracted, path, given)
         assert bool(said) == is_unsound(op, given), (number, name, said, given)
         blamed = LENGTHS if name in LENGTHS else (name,)  # a range is where both of its numbers say
         assert not said or said.removeprefix(f"eagle_kernels.{op}: ").startswith(blamed), (number, name, said)
@@ -303,6 +288,6 @@ def test_entries_that_are_refused_are_those_that_are_read(path, monkeypatch):
         for place, is_read in enumerate(read_entries(op, values, name).flatten().tolist()):
             table = values[name].clone()
             table.view(-1)[place] = -2
-            assert bool(refusal(path, values | {name: table})) == is_read, (number, place, values)
+            assert bool(refusal(contracted, path, values | {name: table})) == is_read, (number, place, values)
             counts[is_read] += 1
     assert min(counts) > 20, counts

@@ -14,6 +14,8 @@ import torch
 import eagle_kernels
 from eagle_kernels.ops.registry import OPS
 from eagle_kernels.runtime import check
+from op_tests.harness import to_device
+from op_tests.harness.cases import copied, refusal
 
 INTS = torch.tensor
 PAGES, PAGE_SIZE = 5, 4
@@ -291,11 +293,7 @@ def function(request, monkeypatch, device):
     monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
     module = eagle_kernels if request.param == "reference" else eagle_kernels.raw
 
-    def call(name: str, values: dict):
-        moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-        return getattr(module, name)(**moved)
-
-    return call
+    return lambda name, values: getattr(module, name)(**to_device(values, device))
 
 
 def changed(values: dict, step: tuple) -> dict:
@@ -307,20 +305,10 @@ def changed(values: dict, step: tuple) -> dict:
     return values | {field: number}
 
 
-def refusal(call, *arguments) -> str:
-    """What a call says that refuses its arguments."""
-    try:
-        call(*arguments)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("case", LIMITS)
 def test_limits_pass_and_one_step_further_fails(case, function):
     name, values, steps = LIMITS[case]
-    copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-    assert not refusal(function, name, copies)
+    assert not refusal(function, name, copied(values))
     for step in steps:
         wrong = changed(values, step)
         said = refusal(function, name, wrong)
@@ -349,7 +337,7 @@ def test_every_rule_has_its_limit(monkeypatch):
     monkeypatch.setattr(check.Arguments, "fail", noting)
     for name, values, steps in LIMITS.values():
         for step in steps:
-            refusal(lambda: getattr(eagle_kernels.raw, name)(**changed(values, step)))  # noqa: B023
+            refusal(getattr(eagle_kernels.raw, name), **changed(values, step))
     rules = set()
     for file in Path(check.__file__).parents[1].glob("[op]*/**/*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -32,16 +32,34 @@ from op_tests.ops.verify.cases import make_logits, make_sampled
 
 from .harness import to_device
 from .harness.ahead_of_time import PATHS
-from .harness.cases import as_tuple, cases_of, copied, module_of_op, num_elements, signature_of, tensors_of
+from .harness.cases import as_tuple, cases_of, copied, module_of_op, num_elements, refusal, signature_of, tensors_of
 
 NAN = math.nan
 
 
-def one_line(call, message: str) -> None:
-    """The call raises one line that says so."""
+def one_line(message: str, call, *arguments, **named) -> str:
+    """The call raises one line that says so, which is returned."""
     with pytest.raises((ValueError, TypeError, RuntimeError), match=message) as caught:
-        call()
+        call(*arguments, **named)
     assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def refused(op: str, rule: str, call, *arguments, **named) -> str:
+    """The call raises a line of this op."""
+    return one_line(rf"^eagle_kernels\.{op}: {rule}", call, *arguments, **named)
+
+
+def functions_of(path: str) -> list:
+    """The public function and the launcher."""
+    return [getattr(module, path.rpartition(".")[2]) for module in (eagle_kernels, eagle_kernels.raw)]
+
+
+@pytest.fixture
+def set_precision():
+    """Sets how torch computes fp32 products, and restores it."""
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision("highest")
 
 
 def smallest_case(path: str) -> dict:
@@ -100,11 +118,11 @@ def everything():
 @pytest.mark.parametrize("path", PATHS)
 def test_nothing_around_a_call_changes_its_bits(path, device):
     """Of the public function and the launcher, of what they return, write into `out`, and change in place."""
-    name, values = path.rpartition(".")[2], to_device(smallest_case(path), device)
-    for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
+    values, (public, launcher) = to_device(smallest_case(path), device), functions_of(path)
+    for function, surroundings in ((public, SURROUNDINGS.values()), (launcher, (everything,))):
         before = copied(values)
         expected = as_tuple(wanted := function(**before))
-        for surrounding in SURROUNDINGS.values() if function is getattr(eagle_kernels, name) else (everything,):
+        for surrounding in surroundings:
             given, out = copied(values), None
             if expected:
                 out = tuple(map(torch.empty_like, expected))
@@ -133,20 +151,17 @@ def test_an_op_may_be_called_while_another_one_begins():
         assert eagle_kernels.linear_decode(**LINEAR).isfinite().all()
 
 
-def test_the_precision_of_products_is_that_of_the_program_afterwards():
+def test_the_precision_of_products_is_that_of_the_program_afterwards(set_precision):
     """Also where calls in several threads overlap, and after an error."""
     from eagle_kernels.runtime.surroundings import undisturbed
 
-    torch.set_float32_matmul_precision("high")
-    try:
-        with pytest.raises(ValueError), undisturbed():
-            with undisturbed():
-                pass
-            assert torch.get_float32_matmul_precision() in ("highest", "high")  # newer torch has one for each backend
-            raise ValueError
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    set_precision("high")
+    with pytest.raises(ValueError), undisturbed():
+        with undisturbed():
+            pass
+        assert torch.get_float32_matmul_precision() in ("highest", "high")  # newer torch has one for each backend
+        raise ValueError
+    assert torch.get_float32_matmul_precision() == "high"
 
 
 def precisions() -> set[str]:
@@ -159,27 +174,24 @@ WHOLE = {"ieee", "none", "highest"}
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_products_are_whole_while_anyone_is_within(precision):
+def test_products_are_whole_while_anyone_is_within(precision, set_precision):
     """In whatever order calls come and leave; what the program had is back when the last of them has left."""
     from eagle_kernels.runtime import surroundings
 
     coin, within = numpy.random.default_rng(1), []
-    torch.set_float32_matmul_precision(precision)
-    try:
-        before = precisions()
-        for step in range(60):
-            if within and (step > 50 or coin.random() < 0.5):
-                within.pop(coin.integers(len(within))).close()
-            else:
-                within.append(contextlib.ExitStack())
-                within[-1].enter_context(surroundings._whole_products)
-            assert precisions() <= WHOLE if within else precisions() == before
-            assert within or torch.get_float32_matmul_precision() == precision
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    set_precision(precision)
+    before = precisions()
+    for step in range(60):
+        if within and (step > 50 or coin.random() < 0.5):
+            within.pop(coin.integers(len(within))).close()
+        else:
+            within.append(contextlib.ExitStack())
+            within[-1].enter_context(surroundings._whole_products)
+        assert precisions() <= WHOLE if within else precisions() == before
+        assert within or torch.get_float32_matmul_precision() == precision
 
 
-def test_a_call_that_ends_leaves_another_thread_s_as_it_was():
+def test_a_call_that_ends_leaves_another_thread_s_as_it_was(set_precision):
     from eagle_kernels.runtime.surroundings import undisturbed
 
     entered, left = threading.Event(), threading.Event()
@@ -190,19 +202,16 @@ def test_a_call_that_ends_leaves_another_thread_s_as_it_was():
             left.wait(10)
             return precisions(), torch.is_grad_enabled()
 
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            result = pool.submit(longer)
-            entered.wait(10)
-            with undisturbed():
-                pass
-            left.set()
-            found, has_gradients = result.result()
-        assert found <= WHOLE and not has_gradients and torch.is_grad_enabled()
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    set_precision("medium")
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(longer)
+        entered.wait(10)
+        with undisturbed():
+            pass
+        left.set()
+        found, has_gradients = result.result()
+    assert found <= WHOLE and not has_gradients and torch.is_grad_enabled()
+    assert torch.get_float32_matmul_precision() == "medium"
 
 
 # kinds of tensors that no op takes: what each makes of a sound one
@@ -228,38 +237,31 @@ WITHOUT_DATA = ("of traces", "without data")
 @pytest.mark.parametrize("path", PATHS)
 def test_tensors_of_another_kind(path):
     """One of them among sound ones; an op that takes one tensor alone returns shapes for one without data."""
-    name, values = path.rpartition(".")[2], smallest_case(path)
+    name, values, (public, launcher) = path.rpartition(".")[2], smallest_case(path), functions_of(path)
     for field, tensor in tensors_of(values).items():
-        for kind, made in FOREIGN.items():
-            for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
-                call = lambda: function(**copied(values) | {field: made(tensor)})  # noqa: B023, E731
-                if len(tensors_of(values)) == 1 and function is getattr(eagle_kernels, name) and kind in WITHOUT_DATA:
-                    assert [found.shape for found in as_tuple(call())] == [
-                        x.shape for x in as_tuple(function(**values))
-                    ]
-                    continue
-                with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-                    call()
-                assert str(caught.value).startswith(f"eagle_kernels.{name}: ") and "\n" not in str(caught.value), kind
-                # the tensor itself, or the first one that does not agree with it
-                assert field in str(caught.value) or "like" in str(caught.value), (field, kind, str(caught.value))
+        for (kind, made), function in itertools.product(FOREIGN.items(), (public, launcher)):
+            wrong = copied(values) | {field: made(tensor)}
+            if len(tensors_of(values)) == 1 and function is public and kind in WITHOUT_DATA:
+                shapes = [[each.shape for each in as_tuple(function(**given))] for given in (wrong, values)]
+                assert shapes[0] == shapes[1]
+                continue
+            text = refused(name, "", function, **wrong)
+            # the tensor itself, or the first one that does not agree with it
+            assert field in text or "like" in text, (field, kind, text)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_numbers_beyond_every_size(path):
     """Named before anything is allocated, looped over or handed to a kernel."""
-    name, values = path.rpartition(".")[2], smallest_case(path)
-    for parameter in signature_of(path).values():
+    op, values = path.rpartition(".")[2], smallest_case(path)
+    for name, parameter in signature_of(path).items():
         kind = str(parameter.annotation).removesuffix(" | None")
         for number in {"int": (2**40, 2**70, 10**5000), "float": (10**400,)}.get(kind, ()):
-            for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
-                if (parameter.name, number) == ("token_budget", 2**40):
-                    continue  # no size
-                with pytest.raises((ValueError, TypeError)) as caught:
-                    function(**copied(values) | {parameter.name: number})
-                text = str(caught.value)
-                assert text.startswith(f"eagle_kernels.{name}: ") and "\n" not in text and len(text) < 300
-                assert parameter.name in text or "given" in text or "with" in text, text
+            if (name, number) == ("token_budget", 2**40):
+                continue  # no size
+            for function in functions_of(path):
+                text = refused(op, "", function, **copied(values) | {name: number})
+                assert len(text) < 300 and (name in text or "given" in text or "with" in text), text
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -274,18 +276,15 @@ def test_arguments_that_are_not_read(path):
         for field in fields:
             for wrong in ("no tensor", [1], torch.zeros((1,) * 9)):
                 if field != "out" or isinstance(wrong, torch.Tensor):
-                    with pytest.raises((ValueError, TypeError)) as caught:
-                        getattr(eagle_kernels, name)(**values | {field: wrong})
-                    assert str(caught.value).startswith(f"eagle_kernels.{name}: ") and "\n" not in str(caught.value)
+                    refused(name, "", getattr(eagle_kernels, name), **values | {field: wrong})
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_keyword_that_does_not_exist(path):
     name, last = path.rpartition(".")[2], [*signature_of(path)][-1]
-    rule = rf"^eagle_kernels\.{name}: got an unexpected keyword argument '{last}s'; did you mean {last}$"
-    for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
-        one_line(lambda: function(**{last + "s": 1}), rule)  # noqa: B023
-        one_line(lambda: function(**smallest_case(path), **{last + "s": 1}), rule)  # noqa: B023
+    rule = rf"got an unexpected keyword argument '{last}s'; did you mean {last}$"
+    for function, values in itertools.product(functions_of(path), ({}, smallest_case(path))):
+        refused(name, rule, function, **values, **{last + "s": 1})
 
 
 @pytest.mark.parametrize("name", eagle_kernels.ops.__all__)
@@ -356,7 +355,7 @@ def test_lengths_beyond_the_outputs_cost_nothing(name):
 
 
 def pages_of_memory(monkeypatch, number: int, size: int = 2**20) -> None:
-    """Lets this machine have so many pages of memory."""
+    """Lets this machine have this number of pages of memory."""
     monkeypatch.setattr("os.sysconf", lambda word: number if word == "SC_PHYS_PAGES" else size)
 
 
@@ -366,11 +365,9 @@ def test_capacities_beyond_the_memory(name, monkeypatch):
     pages_of_memory(monkeypatch, 2)
     monkeypatch.setattr(check, "_empty", lambda *_: pytest.fail("memory was asked for"))
     values = BOUNDED[name][0] | {"capacity": 2**28}
+    rule = r"out\.kv_indices must fit 8 times into the memory of 2097152 bytes, .* got shape"
     with within(5):
-        rule = (
-            rf"^eagle_kernels\.{name}: out\.kv_indices must fit 8 times into the memory of 2097152 bytes, .* got shape"
-        )
-        one_line(lambda: getattr(eagle_kernels, name)(**values), rule)
+        refused(name, rule, getattr(eagle_kernels, name), **values)
 
 
 # slots past int32, for a table or a list of int32
@@ -402,13 +399,12 @@ def test_slots_past_int32(name, debug, monkeypatch):
     def out_of(dtype) -> dict:
         if result is None:
             return {}
-        listed = (
-            x.to(dtype) if f.endswith(("indices", "locs", "positions")) else x for f, x in result._asdict().items()
-        )
+        is_slots = lambda name: name.endswith(("indices", "locs", "positions"))  # noqa: E731
+        listed = (x.to(dtype) if is_slots(name) else x for name, x in result._asdict().items())
         return {"out": type(result)(*listed)}
 
-    call = lambda: function(**copied(values) | {field: wide}, **out_of(torch.int32))  # noqa: E731
-    one_line(call, rf"^eagle_kernels\.{name}: {field} must fit in .*int32.*, got {2**40} at \[(0, )?1\]")
+    rule = rf"{field} must fit in .*int32.*, got {2**40} at \[(0, )?1\]"
+    refused(name, rule, function, **copied(values) | {field: wide}, **out_of(torch.int32))
     if result is not None:
         listed = function(**values | {field: wide}, **out_of(torch.int64))
         assert any(2**40 in tensor for tensor in listed)
@@ -444,7 +440,7 @@ def test_the_last_slot_that_int32_holds(name, values, place, unit):
     """It is listed, or its page, by kernel and reference; the next one only in int64."""
     field = PAST_INT32[name][0]
     most = (2**31 - 1) * unit + unit - 1
-    functions = [getattr(module, name) for module in (eagle_kernels, eagle_kernels.raw)]
+    functions = functions_of(name)
     result = functions[0](**copied(values | {field: values[field].clamp(max=99)}))
 
     def listed(function, slot: int, dtype) -> list[torch.Tensor]:
@@ -465,8 +461,8 @@ def test_the_last_slot_that_int32_holds(name, values, place, unit):
             except ValueError as error:
                 raise AssertionError(f"{slot} is refused for {dtype}") from error
             assert any(slot // unit in tensor for tensor in lists)
-    rule = rf"^eagle_kernels\.{name}: {field} must fit in .*int32.*, got {most + 1} at \[(0, )?{place}\]"
-    one_line(lambda: listed(functions[0], most + 1, torch.int32), rule)
+    rule = rf"{field} must fit in .*int32.*, got {most + 1} at \[(0, )?{place}\]"
+    refused(name, rule, listed, functions[0], most + 1, torch.int32)
 
 
 def test_heads_without_elements():
@@ -478,26 +474,16 @@ def test_heads_without_elements():
         "tree_attention": rows | cache | {"query": empty(3, 2)},
         "gqa_decode": cache | {"query": empty(1, 2)},
     }.items():
-        for module in (eagle_kernels, eagle_kernels.raw):
-            one_line(lambda: getattr(module, name)(**values), rf"^eagle_kernels\.{name}: query must have heads of at ")  # noqa: B023
+        for function in functions_of(name):
+            refused(name, "query must have heads of at ", function, **values)
 
 
 def test_outputs_beyond_the_memory():
     """On the CPU, where a reference needs more than the outputs; a GPU's own message says what would help."""
-    rows = {"req_pool_indices": torch.arange(2), "req_to_token": torch.arange(40).view(2, 20)}
-    call = lambda: eagle_kernels.draft_kv_indices(  # noqa: E731
-        **rows, seq_lens=torch.tensor([3, 5]), topk=2**30 - 1, num_steps=64, capacity=2**31 - 1
-    )
-    one_line(call, r"draft_kv_indices: out\.kv_\w+ must fit (8 times )?into .*memory.*, got shape \[64, 2147483647\]")
-
-
-def refusal(call, *arguments) -> str:
-    """What a call says that refuses its arguments."""
-    try:
-        call(*arguments)
-    except ValueError as error:
-        return str(error)
-    return ""
+    values = {"req_pool_indices": torch.arange(2), "req_to_token": torch.arange(40).view(2, 20),
+              "seq_lens": torch.tensor([3, 5]), "topk": 2**30 - 1, "num_steps": 64, "capacity": 2**31 - 1}  # fmt: skip
+    rule = r"out\.kv_\w+ must fit (8 times )?into .*memory.*, got shape \[64, 2147483647\]"
+    refused("draft_kv_indices", rule, eagle_kernels.draft_kv_indices, **values)
 
 
 def test_the_room_that_references_need(monkeypatch):
@@ -523,9 +509,7 @@ def test_the_room_that_references_need(monkeypatch):
     pages_of_memory(monkeypatch, 1, 1)
     check.check_room("op", of(2**29 - 1, torch.bool))
     check.check_room("op", None)
-    one_line(
-        lambda: check.check_room("op", of(2**29, torch.bool)), r"op: out must fit 2 times .* which is 1073741824 bytes"
-    )
+    refused("op", "out must fit 2 times .* which is 1073741824 bytes", check.check_room, "op", of(2**29, torch.bool))
 
 
 class Three(NamedTuple):
@@ -541,9 +525,9 @@ def test_a_pool_that_overlaps_itself(device):
     key, cache = torch.ones(1, 1, 16, device=device), torch.zeros(2, 4, 1, 16, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     for function in (eagle_kernels.write_kv, eagle_kernels.raw.write_kv):
-        one_line(lambda: function(key, key, cache, cache, slots), "write_kv: k_cache must not overlap v_cache")  # noqa: B023
+        refused("write_kv", "k_cache must not overlap v_cache", function, key, key, cache, cache, slots)
         pages = cache[:1].expand(2, 4, 1, 16)
-        one_line(lambda: function(key, key, pages, cache.clone(), slots), "write_kv: k_cache must not overlap itself")  # noqa: B023
+        refused("write_kv", "k_cache must not overlap itself", function, key, key, pages, cache.clone(), slots)
         both = torch.zeros(2, 2, 4, 1, 16, device=device)  # as vLLM lays them out
         function(key, key, both[:, 0], both[:, 1], slots)
 
@@ -554,19 +538,18 @@ HELPERS = {
     "no alignment": (lambda: aiter.pad_to_alignment(PROBS, 0), "pad_to_alignment: alignment must be at least 1, got 0"),
     "no axis": (lambda: aiter.pad_to_alignment(PROBS, 4, 2), r"pad_to_alignment: dim must lie in -2\.\.1, got 2"),
     "more than all": (lambda: aiter.fast_topk_torch(PROBS, 17), r"fast_topk_torch: k must lie in 0\.\.16, got 17"),
-    "a vocabulary of 2^40": (
-        lambda: aiter.generate_token_bitmask(torch.zeros(1, 1, dtype=torch.int64), 2**40),
-        r"generate_token_bitmask: vocab_size must lie in 0\.\.2147483647, got 1099511627776",
-    ),
+    "a vocabulary of 2^40": (lambda: aiter.generate_token_bitmask(INTS([[0]]), 2**40),
+                             r"generate_token_bitmask: vocab_size must lie in 0\.\.2147483647, got 1099511627776"),
     "no drafts": (lambda: aiter.compute_tree_statistics(PROBS, 0, 1), "num_draft_tokens must be at least 1, got 0"),
     "a mask mode": (lambda: aiter.sgl_kernel.layout(9), "tree_mask_mode must be 0, 1 or 2, got 9"),
     "no models": (lambda: aiter.EAGLEInference(None, None), "EAGLEInference: target_model must be .*, got NoneType"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", HELPERS)
 def test_helpers_of_the_facades(case):
-    one_line(*HELPERS[case])
+    call, message = HELPERS[case]
+    one_line(message, call)
 
 
 # a value of another kind for each kind of argument; None stands for itself
@@ -582,14 +565,13 @@ OTHER_KINDS = {
 @pytest.mark.parametrize("path", PATHS)
 def test_arguments_of_another_kind(path):
     """True is no number, 1 is not True, and NaN is nothing; of an option that may be absent as well."""
-    name, values = path.rpartition(".")[2], next(cases_of(path))
-    for parameter in signature_of(path).values():
+    op, values = path.rpartition(".")[2], next(cases_of(path))
+    for name, parameter in signature_of(path).items():
         kind = str(parameter.annotation).removesuffix(" | None")
         is_needed = parameter.default is parameter.empty and kind == "int" == str(parameter.annotation)
         for other in (*OTHER_KINDS.get(kind, ()), *((None,) if is_needed else ())):
-            for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
-                call = lambda: function(**{**values, parameter.name: other})  # noqa: B023, E731
-                one_line(call, rf"^eagle_kernels\.{name}: {parameter.name} must .*, got ")
+            for function in functions_of(path):
+                refused(op, f"{name} must .*, got ", function, **values | {name: other})
 
 
 def overlapping(buffers):
@@ -622,62 +604,47 @@ PROBS = torch.rand(4, 16)
 # name of the op, a call of it with overlapping buffers, and which two
 OVERLAPS = {
     "one buffer twice": (
-        "build_tree",
-        overlapping(lambda tree: tree._replace(draft_tokens=tree.positions)),
+        "build_tree", overlapping(lambda tree: tree._replace(draft_tokens=tree.positions)),
         "out.positions must not overlap out.draft_tokens",
     ),
     "views of one memory": (
         "build_tree",
-        overlapping(
-            lambda tree: tree._replace(
-                **dict(zip(("retrieve_next_token", "retrieve_next_sibling"), shifted(tree.retrieve_index)))
-            )
-        ),
+        overlapping(lambda tree: tree._replace(
+            **dict(zip(("retrieve_next_token", "retrieve_next_sibling"), shifted(tree.retrieve_index)))
+        )),
         "out.retrieve_next_token must not overlap out.retrieve_next_sibling",
     ),
     "an input": (
-        "sample_from_logits",
-        lambda function: function(**LOGITS, out=LOGITS["seeds"]),
-        "out must not overlap seeds",
+        "sample_from_logits", lambda function: function(**LOGITS, out=LOGITS["seeds"]), "out must not overlap seeds",
     ),
     "a part of an input": (
-        "top_p_renorm",
-        lambda function: function(PROBS[:3], torch.ones(3), out=PROBS[1:]),
+        "top_p_renorm", lambda function: function(PROBS[:3], torch.ones(3), out=PROBS[1:]),
         "out must not overlap probs",
     ),
     "the rows of an input": (
-        "linear_decode",
-        lambda function: function(**LINEAR, out=LINEAR["x"]),
-        "out must not overlap x",
+        "linear_decode", lambda function: function(**LINEAR, out=LINEAR["x"]), "out must not overlap x",
     ),
     "another place of an input that may be overwritten": (
-        "silu_and_mul",
-        lambda function: function(**SILU, out=SILU["gate"][:, 1:-1][:, : SILU["gate"].shape[1] // 2]),
+        "silu_and_mul", lambda function: function(**SILU, out=SILU["gate"][:, 1:-1][:, :16]),
         "out must be gate itself or not overlap it",
     ),
     "an input that may be overwritten, with shorter rows": (
-        "silu_and_mul",
-        lambda function: function(**SILU, out=SILU["gate"].view(-1)[: SILU["gate"].numel() // 2].view(4, -1)),
+        "silu_and_mul", lambda function: function(**SILU, out=SILU["gate"].view(-1)[:64].view(4, -1)),
         "out must be gate itself or not overlap it",
     ),
-    "an input that only another output may overwrite": (
-        "rope",
-        rope_onto,
-        "out.query must not overlap key",
-    ),
+    "an input that only another output may overwrite": ("rope", rope_onto, "out.query must not overlap key"),
     "rows of an output on each other": (
-        "silu_and_mul",
-        lambda function: function(**SILU, out=torch.empty(SILU["gate"].shape[1] // 2).expand(4, -1)),
+        "silu_and_mul", lambda function: function(**SILU, out=torch.empty(16).expand(4, -1)),
         "out must not overlap itself",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OVERLAPS)
 def test_overlapping_buffers(case):
     name, call, message = OVERLAPS[case]
-    for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
-        one_line(lambda: call(function), rf"^eagle_kernels\.{name}: {message}, got ")  # noqa: B023
+    for function in functions_of(name):
+        refused(name, f"{message}, got ", call, function)
 
 
 @pytest.mark.parametrize("module", [eagle_kernels, eagle_kernels.raw], ids=["public", "raw"])
@@ -706,34 +673,31 @@ def test_buffers_of_another_kind(module):
     """No tensors, too few, or one where there should be several, and the other way round."""
     tree = make_tree(2, 4, 3, 8)
     for out, got in ((5, "int"), ((torch.zeros(1),), "1"), (torch.zeros(6, 2), "Tensor")):
-        one_line(lambda: module.build_tree(**tree, out=out), f"build_tree: out must hold 6 tensors, got {got}$")  # noqa: B023
+        refused("build_tree", f"out must hold 6 tensors, got {got}$", module.build_tree, **tree, out=out)
     for out, got in ((5, "int"), ((torch.zeros(4, 16),), "tuple")):
-        one_line(lambda: module.silu_and_mul(**SILU, out=out), f"silu_and_mul: out must be a tensor, got {got}$")  # noqa: B023
+        refused("silu_and_mul", f"out must be a tensor, got {got}$", module.silu_and_mul, **SILU, out=out)
     out = tuple(eagle_kernels.build_tree(**tree))
     for wrong in (None, [1]):
-        buffers = (wrong, *out[1:])
-        one_line(lambda: module.build_tree(**tree, out=buffers), "out.tree_mask must be a tensor, got ")  # noqa: B023
+        rule = "out.tree_mask must be a tensor, got "
+        refused("build_tree", rule, module.build_tree, **tree, out=(wrong, *out[1:]))
 
 
 @pytest.mark.parametrize("path", [path for path in PATHS if hasattr(module_of_op(path), "MUTATES")])
 def test_inputs_in_the_place_of_what_changes(path):
     """Each input begins where a tensor begins that the op works on in place."""
     name, values = path.rpartition(".")[2], smallest_case(path)
-    for changed in module_of_op(path).MUTATES:
-        for field, tensor in tensors_of(values).items():
-            if field != changed and tensor.numel():
-                memory = torch.zeros(
-                    max(tensor.nbytes, values[changed].nbytes) + 64, dtype=torch.uint8
-                ).untyped_storage()
-                at_once = {
-                    each: torch.empty(0, dtype=values[each].dtype).set_(memory, 0, values[each].shape)
-                    for each in (changed, field)
-                }
-                for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
-                    call = lambda: function(**copied(values) | at_once)  # noqa: B023, E731
-                    one_line(
-                        call, rf"^eagle_kernels\.{name}: ({changed}|{field}) must not overlap ({changed}|{field}), "
-                    )
+    for changed, (field, tensor) in itertools.product(module_of_op(path).MUTATES, tensors_of(values).items()):
+        if field == changed or not tensor.numel():
+            continue
+        size = max(tensor.nbytes, values[changed].nbytes) + 64
+        memory = torch.zeros(size, dtype=torch.uint8).untyped_storage()
+        at_once = {
+            each: torch.empty(0, dtype=values[each].dtype).set_(memory, 0, values[each].shape)
+            for each in (changed, field)
+        }
+        for function in functions_of(path):
+            rule = f"({changed}|{field}) must not overlap ({changed}|{field}), "
+            refused(name, rule, function, **copied(values) | at_once)
 
 
 def test_overlaps_are_those_of_the_addresses():
@@ -832,7 +796,7 @@ GRADIENTS = {
 def test_gradients_are_not_dropped(case):
     name, values, field = GRADIENTS[case]
     function = getattr(eagle_kernels, name)
-    one_line(lambda: function(**values), rf"^eagle_kernels\.{name}: {field} {NO_DERIVATIVES}")
+    refused(name, f"{field} {NO_DERIVATIVES}", function, **values)
     for allowed in (torch.no_grad(), torch.inference_mode()):
         with allowed:
             result = function(**values)
@@ -842,12 +806,9 @@ def test_gradients_are_not_dropped(case):
 def test_gradients_are_not_dropped_below_the_public_functions():
     """Of torch.ops, of an op that writes in place, and of what torch.compile makes of a call."""
     weight = NORM["weight"].clone().requires_grad_()
-    call = lambda weight: torch.ops.eagle_kernels.rms_norm(NORM["x"], weight)  # noqa: E731
-    one_line(lambda: call(weight), rf"^eagle_kernels\.rms_norm: weight {NO_DERIVATIVES}")
-    key = torch.ones(1, 1, 8, requires_grad=True)
-    cache = torch.zeros(1, 1, 1, 8)
-    write = lambda: eagle_kernels.write_kv(key, key, cache, cache.clone(), torch.zeros(1, dtype=torch.int64))  # noqa: E731
-    one_line(write, rf"^eagle_kernels\.write_kv: key {NO_DERIVATIVES}")
+    refused("rms_norm", f"weight {NO_DERIVATIVES}", torch.ops.eagle_kernels.rms_norm, NORM["x"], weight)
+    key, cache = torch.ones(1, 1, 8, requires_grad=True), torch.zeros(1, 1, 1, 8)
+    refused("write_kv", f"key {NO_DERIVATIVES}", eagle_kernels.write_kv, key, key, cache, cache.clone(), INTS([0]))
     compiled = torch.compile(lambda weight: eagle_kernels.rms_norm(NORM["x"], weight).output, backend="aot_eager")
     with pytest.raises(Exception, match=r"eagle_kernels\.rms_norm: weight must not require grad"):
         compiled(weight)
@@ -868,8 +829,7 @@ def test_tangents_are_not_dropped(path):
             for surrounding in (contextlib.nullcontext, torch.no_grad):
                 with forward_ad.dual_level(), surrounding():
                     dual = forward_ad.make_dual(tensor.clone(), torch.ones_like(tensor))
-                    call = lambda: function(**values | {field: dual})  # noqa: B023, E731
-                    one_line(call, rf"^eagle_kernels\.{name}: {field} {NO_TANGENTS}")
+                    refused(name, f"{field} {NO_TANGENTS}", function, **values | {field: dual})
     with forward_ad.dual_level():  # none of these is dual
         function(**copied(values))
 
@@ -922,21 +882,22 @@ def test_transforms_without_derivatives():
         compiled(rows[0])
 
 
+def sampled_or_greedy(is_sampled: bool) -> dict:
+    values = make_sampled(2, 4, 3, 8)
+    of_sampling = () if is_sampled else ("positions", "seeds", "temperature")
+    return {name: value for name, value in values.items() if name not in of_sampling}
+
+
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 def test_verify_tree_returns_three_fields(is_sampled):
-    values = make_sampled(2, 4, 3, 8)
-    if not is_sampled:
-        values = {name: value for name, value in values.items() if name not in ("positions", "seeds", "temperature")}
+    values = sampled_or_greedy(is_sampled)
     verdict = eagle_kernels.verify_tree(**values)
     assert verdict._fields == ("predicts", "accept_index", "accept_token_num")
     out = type(verdict)(*(torch.empty_like(tensor) for tensor in verdict))
     again = eagle_kernels.verify_tree(**values, out=out)
     assert type(again) is type(verdict) and all(ours is theirs for ours, theirs in zip(again, out))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, verdict))
-    one_line(
-        lambda: eagle_kernels.verify_tree(**values, out=tuple(out)[:2]),
-        r"^eagle_kernels\.verify_tree: out must hold 3 tensors, got 2",
-    )
+    refused("verify_tree", "out must hold 3 tensors, got 2", eagle_kernels.verify_tree, **values, out=tuple(out)[:2])
 
 
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
@@ -957,10 +918,7 @@ def test_verify_tree_returns_three_fields(is_sampled):
 )
 def test_verify_tree_names_itself(is_sampled, change, message):
     """And not the op that it calls."""
-    values = make_sampled(2, 4, 3, 8)
-    if not is_sampled:
-        values = {name: value for name, value in values.items() if name not in ("positions", "seeds", "temperature")}
-    one_line(lambda: eagle_kernels.verify_tree(**values | change), rf"^eagle_kernels\.verify_tree: {message}")
+    refused("verify_tree", message, eagle_kernels.verify_tree, **sampled_or_greedy(is_sampled) | change)
 
 
 @pytest.mark.parametrize("path", ["attention.prefill_attention", "attention.tree_attention"])
@@ -974,8 +932,7 @@ def test_debug_mode_checks_the_longest_request(path, monkeypatch):
         ({"qo_indptr": values["qo_indptr"] + 1}, rf"ascend within 0\.\.{num_rows}, got {num_rows + 1}"),
         ({"qo_indptr": values["qo_indptr"].flip(0)}, rf"ascend within 0\.\.{num_rows}"),
     ):
-        call = lambda: getattr(eagle_kernels, name)(**values | change)  # noqa: B023, E731
-        one_line(call, rf"^eagle_kernels\.{name}: qo_indptr must {rule}")
+        refused(name, f"qo_indptr must {rule}", getattr(eagle_kernels, name), **values | change)
     getattr(eagle_kernels, name)(**values)
 
 
@@ -984,28 +941,17 @@ def engine():
     return EAGLEInference(ToyModel(), ToyModel(seed=1), EAGLEConfig(topk=2, num_steps=2))
 
 
+NO_NUMBER = "must be a finite int or float"
 ENGINE = {
-    "a NaN temperature": (
-        lambda e: e.generate([1], 1, temperature=NAN),
-        "temperature must be a finite int or float, got nan",
-    ),
-    "an infinite one": (
-        lambda e: EAGLEConfig(temperature=math.inf),
-        "temperature must be a finite int or float, got inf",
-    ),
+    "a NaN temperature": (lambda e: e.generate([1], 1, temperature=NAN), f"temperature {NO_NUMBER}, got nan"),
+    "an infinite one": (lambda e: EAGLEConfig(temperature=math.inf), f"temperature {NO_NUMBER}, got inf"),
     "a negative one": (lambda e: EAGLEConfig(temperature=-1), "temperature must be at least 0, got -1"),
-    "of a request": (lambda e: SamplingParams(temperature=NAN), "temperature must be a finite int or float, got nan"),
-    "a NaN top_p": (lambda e: EAGLEConfig(top_p=NAN), "top_p must be a finite int or float, got nan"),
-    "a NaN min_p": (lambda e: EAGLEConfig(min_p=NAN), "min_p must be a finite int or float, got nan"),
-    "NaN of a typical rule": (
-        lambda e: EAGLEConfig(typical_delta=NAN),
-        "typical_delta must be a finite number, got nan",
-    ),
+    "of a request": (lambda e: SamplingParams(temperature=NAN), f"temperature {NO_NUMBER}, got nan"),
+    "a NaN top_p": (lambda e: EAGLEConfig(top_p=NAN), f"top_p {NO_NUMBER}, got nan"),
+    "a NaN min_p": (lambda e: EAGLEConfig(min_p=NAN), f"min_p {NO_NUMBER}, got nan"),
+    "a NaN delta": (lambda e: EAGLEConfig(typical_delta=NAN), "typical_delta must be a finite number, got nan"),
     "topk=True": (lambda e: e.generate([1], 1, topk=True), "topk must be an int, got True"),
-    "temperature=True": (
-        lambda e: SamplingParams(temperature=True),
-        "temperature must be a finite int or float, got True",
-    ),
+    "temperature=True": (lambda e: SamplingParams(temperature=True), f"temperature {NO_NUMBER}, got True"),
     "cuda_graph=1": (lambda e: EAGLEConfig(cuda_graph=1), "cuda_graph must be True, False or None, got 1"),
     "phase_times=1": (lambda e: EAGLEConfig(phase_times=1), "phase_times must be True or False, got 1"),
     "speculative=1": (lambda e: e.generate([1], 1, speculative=1), "speculative must be True or False, got 1"),
@@ -1013,28 +959,20 @@ ENGINE = {
     "a warm-up's": (lambda e: e.warmup(speculative=None), "warmup: speculative must be True or False, got None"),
     "a warm-up of no params": (lambda e: e.warmup("greedy"), "warmup: params must be SamplingParams or a dict"),
     "a bar of 1": (lambda e: e.benchmark([1], 1, progress=1), "benchmark: progress must be True or False, got 1"),
-    "truths as tokens": (
-        lambda e: e.next_token_logits([True]),
-        "next_token_logits: .* must be text, integer ids .* holds True",
-    ),
-    "a token past the end": (
-        lambda e: e.next_token_logits([40]),
-        r"token ids must lie in 0\.\.39, the prompt holds 40",
-    ),
+    "truths as tokens": (lambda e: e.next_token_logits([True]),
+                         "next_token_logits: .* must be text, integer ids .* holds True"),
+    "a token past the end": (lambda e: e.next_token_logits([40]),
+                             r"token ids must lie in 0\.\.39, the prompt holds 40"),
     "no token": (lambda e: e.next_token_logits([]), "next_token_logits: .* must hold at least one token"),
-    "device=True": (
-        lambda e: EAGLEInference(e.draft, e.target, device=True),
-        "device must be where the models are, on .*, got True",
-    ),
+    "device=True": (lambda e: EAGLEInference(e.draft, e.target, device=True),
+                    "device must be where the models are, on .*, got True"),
     "check_weights='no'": (
         lambda e: EAGLEInference.from_pretrained(None, "x", {"method": "ngram"}, check_weights="no"),
         "from_pretrained: check_weights must be True or False, got 'no'",
     ),
     "a million million samples": (lambda e: e.generate([1], 1, n=10**12), "n must be at most 1048576 for 1 prompts"),
-    "a server's truths": (
-        lambda e: EAGLEConfig.from_speculative_config({"method": "naive", "topk": True}),
-        "topk must be 1 or absent for method='naive', which has no drafts, got True",
-    ),
+    "a server's truths": (lambda e: EAGLEConfig.from_speculative_config({"method": "naive", "topk": True}),
+                          "topk must be 1 or absent for method='naive', which has no drafts, got True"),
     "a server's zero": (
         lambda e: EAGLEConfig.from_speculative_config({"method": "naive", "num_speculative_tokens": False}),
         "num_speculative_tokens must be an int of at least 0, got False",
@@ -1043,13 +981,13 @@ ENGINE = {
         lambda e: EAGLEConfig.from_speculative_config({"method": "ngram", "num_gpu_block_expand_ratio": True}),
         "num_gpu_block_expand_ratio must be 1.0 or absent, since the server decides this, got True",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ENGINE)
 def test_the_engine_always_says_so(case, engine):
     call, message = ENGINE[case]
-    one_line(lambda: call(engine), message)
+    one_line(message, call, engine)
 
 
 class Watched(ToyModel):

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -24,6 +25,21 @@ def signature_of(path: str) -> dict[str, inspect.Parameter]:
 def sweep(make: Callable[..., dict], *others: Iterable) -> Callable[[], Iterator[dict]]:
     """Returns the `size_sweep` of a test module: what `make` returns for batches of every kind of size, and others."""
     return lambda: (make(*sizes) for sizes in itertools.product((1, 2, 3, 16, 17, 64, 257), *others))
+
+
+def contracted(path: str, values: dict) -> Any:
+    """What an op's contract says of its outputs."""
+    defaults = {name: parameter.default for name, parameter in signature_of(path).items()}
+    return module_of_op(path).contract({**defaults, **values})
+
+
+def refusal(call: Callable, *arguments, **named) -> str:
+    """What a call says that refuses its arguments, nothing where it takes them."""
+    try:
+        call(*arguments, **named)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def cases_of(path: str):

@@ -11,7 +11,7 @@ import torch
 
 from eagle_kernels.runtime import check
 
-from .cases import as_tuple, in_float64
+from .cases import as_tuple, contracted, in_float64
 from .compare import assert_close, assert_equal
 from .poison import Guarded
 from .typed import is_of
@@ -30,12 +30,12 @@ def check_operation(
     module = importlib.import_module("eagle_kernels.ops." + path)
     launcher = getattr(module, name)
     reference = getattr(importlib.import_module("eagle_kernels.reference.ops." + path), name)
-    contracted = module.contract({**_defaults(launcher), **values, "out": None})
-    single = isinstance(contracted, check.Spec)
-    specs = {"output": contracted} if single else {} if contracted is None else contracted._asdict()
+    contract = contracted(path, values | {"out": None})
+    single = isinstance(contract, check.Spec)
+    specs = {"output": contract} if single else {} if contract is None else contract._asdict()
     guarded = {field: Guarded(spec.shape, spec.dtype, spec.device) for field, spec in specs.items()}
     buffers = [guard.tensor for guard in guarded.values()]
-    out = {"out": buffers[0] if single else type(contracted)(*buffers)} if specs else {}
+    out = {"out": buffers[0] if single else type(contract)(*buffers)} if specs else {}
     inputs = {key: value.clone() for key, value in values.items() if isinstance(value, torch.Tensor)}
     changed = {key: inputs[key].clone() for key in getattr(module, "MUTATES", ())}
 
@@ -88,8 +88,3 @@ def check_close(path: str, values: dict, case: str = "", *, fields: Sequence[str
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes, which are equal for NaN too."""
     return tensor.contiguous().view(torch.uint8)
-
-
-def _defaults(function) -> dict:
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}

@@ -17,7 +17,7 @@ from eagle_kernels.runtime import check
 from op_tests.random_calls import CALLS, drawn_call
 
 from .ahead_of_time import PATHS
-from .cases import cases_of, module_of_op, num_elements, signature_of, tensors_of
+from .cases import cases_of, contracted, num_elements, signature_of, tensors_of
 
 TABLE = Path(__file__).parents[1] / "takes.txt"
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -29,7 +29,7 @@ DRAWS = 5
 
 
 def spaced(tensor: torch.Tensor, axis: int, gap: int) -> torch.Tensor:
-    """The same shape; what the axis counts lies so many elements further apart than it must."""
+    """The same shape; what the axis counts lies `gap` elements further apart than it must."""
     strides, extent = [], 1
     for place in range(tensor.dim() - 1, -1, -1):
         strides.insert(0, extent + gap * (place == axis))
@@ -100,7 +100,7 @@ def takes(path: str, values: dict) -> bool:
     op = path.rpartition(".")[2]
     defaults = {name: parameter.default for name, parameter in signature_of(path).items()}
     try:
-        contract = module_of_op(path).contract({**defaults, **values})
+        contract = contracted(path, values)
         if values.get("out") is not None:
             check.allocate(op, contract, values["out"])
     except (ValueError, TypeError) as error:
@@ -148,7 +148,7 @@ def modes_of(path: str) -> list[dict]:
 
 def with_buffers(path: str, values: dict) -> dict:
     """The call with buffers for all outputs."""
-    contract = module_of_op(path).contract({name: p.default for name, p in signature_of(path).items()} | values)
+    contract = contracted(path, values)
     return {} if contract is None else {"out": check.allocate(path.rpartition(".")[2], contract)}
 
 
