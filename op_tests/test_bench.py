@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -15,14 +16,17 @@ import pytest
 import torch
 
 from bench import in_turn, peers, plot, report, run
-from bench.apps import APPS, suffix_cache
+from bench.apps import APPS, drafters, generation, load, prefixes, requests, suffix_cache
+from bench.apps.replay import edited_file
 from bench.harness import Benchmark, Case, Floor, Unavailable, results, timing
 from bench.harness.check import check_provider, expected_outputs
 from bench.harness.declaration import declared
+from bench.harness.trace import gaps_us, sums_us
 from bench.lab.log import read_lines
 from bench.lab.records import newest_cells
 from bench.peers import sgl_kernel, sglang_caller, sglang_triton
 from eagle_kernels import reference
+from eagle_kernels.engine.drafters.suffix import SuffixCache
 
 CPU = torch.device("cpu")
 BENCHMARKS = {benchmark.op: benchmark for benchmark in declared()}
@@ -43,6 +47,11 @@ def line(provider, graph_us, *, case="first", op="build_tree", **fields):
     times = {"graph_p50_us": graph_us, "cold_p50_us": 9.0, "eager_p50_us": 50.0}
     machine = {"gpu": GPU, "versions": {"torch": "2.0", "triton": "3.0"}, "commit": "abc"}
     return {"op": op, "case": case, "provider": provider, "share_of_copy": 0.5} | times | machine | fields
+
+
+def app_line(op, section, case, provider, **numbers):
+    about = {"op": op, "section": section, "case": case, "provider": provider}
+    return about | {"shape": "llama", "gpu": GPU, "commit": "abc", "run": "a"} | numbers
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +129,11 @@ def test_committed_results_hold_the_newest_lines_alone(folder, monkeypatch):
     ]
 
 
+def page(folder, gpu="Some_GPU_80GB") -> str:
+    """The page beside the results of a GPU."""
+    return (folder / "results" / gpu / "README.md").read_text()
+
+
 def call_report(folder, monkeypatch, *arguments, cases=("first", "second"), **fields):
     benchmark = Benchmark(
         path="tree.build_tree", cases=[Case(name, {}, is_headline=name == "first") for name in cases], small_cases=[],
@@ -142,14 +156,12 @@ def test_tables(folder, monkeypatch):
     assert call_report(folder, monkeypatch, floor=Floor("write", 3.0)) == 0
     readme = (folder / "README.md").read_text()
     assert readme.startswith("before\n") and readme.endswith("after\n")
-    assert (
-        "Some GPU 80GB, torch 2.0, triton 3.0:\n\n| op | case | ours, µs | fastest other | its µs | ratio |" in readme
-    )
+    assert "Some GPU 80GB, torch 2.0, triton 3.0:\n\n| op | case | ours, µs | fastest other | its µs | ratio" in readme
     # the bare kernel is nobody's equal, and the README has the declared rows alone
     assert "| `build_tree` | first | 4.00 | sgl_kernel | 30.00 | 7.5× |" in readme
     assert "second" not in readme and "never timed" not in readme
-    assert "77.00" not in readme and "77.00" in (folder / "results" / "Another_GPU" / "README.md").read_text()
-    full = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
+    assert "77.00" not in readme and "77.00" in page(folder, "Another_GPU")
+    full = page(folder)
     assert full.startswith("# Some GPU 80GB, torch 2.0, triton 3.0\n")
     headlines, _, every_case = full.partition("## Every case")
     assert "| `build_tree` | first | 4.00 | 8.50 | 21.25 | sgl_kernel | 30.00 | 7.5× | `abc` |" in headlines
@@ -164,10 +176,7 @@ def test_steps_of_the_engine(folder, monkeypatch):
     """The newest line of each case and provider; throughput as one table of batch sizes and presets."""
 
     def step(section, case, provider, step_ms, **numbers):
-        about = {"shape": "llama", "gpu": GPU, "commit": "abc", "run": "a"}
-        return {"op": "generation", "section": section, "case": case, "provider": provider, "step_ms": step_ms} | (
-            about | numbers
-        )
+        return app_line("generation", section, case, provider, step_ms=step_ms, **numbers)
 
     write(folder, step("plain", "B=1", "eagle_kernels", 6.0), step("plain", "B=1", "eagle_kernels", 5.3741, ratio=1.0))
     for provider, speed, of_plain in (("plain", 186.1, 1.0), ("chain", 377.8, 2.031)):
@@ -176,7 +185,7 @@ def test_steps_of_the_engine(folder, monkeypatch):
         write(folder, step("profile", "B=1", kernel, 0.25, calls=32.0) | {"run": run_of})
     assert call_report(folder, monkeypatch) == 0
     assert "No results yet." in (folder / "README.md").read_text()
-    of_gpu = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
+    of_gpu = page(folder)
     assert of_gpu.startswith("# Some_GPU_80GB\n\n## The engine, shape of llama\n")
     assert "| plain | B=1 | eagle_kernels | 5.374 | ratio 1 | `abc` |" in of_gpu and "6.000" not in of_gpu
     assert "| tokens/s (of plain) | plain | chain |" in of_gpu
@@ -187,10 +196,7 @@ def test_steps_of_the_engine(folder, monkeypatch):
 def test_methods_of_drafting(folder, monkeypatch):
     """The newest line of each; chains and trees, and what the device waits for, beside the results."""
 
-    def measured(section, case, provider, **numbers):
-        about = {"shape": "llama", "gpu": GPU, "commit": "abc", "run": "a"}
-        return {"op": "drafters", "section": section, "case": case, "provider": provider} | about | numbers
-
+    measured = functools.partial(app_line, "drafters")
     for speed in (100.2, 400.6):
         numbers = {"accept_length": 4.321, "tokens_per_s": speed, "of_plain": speed / 100.2}
         write(folder, measured("methods", "code", "ngram", drafts=8, **numbers))
@@ -203,12 +209,13 @@ def test_methods_of_drafting(folder, monkeypatch):
             write(folder, cell | {"commit": commit})
     write(folder, measured("gap", "B=8", "suffix", median_us=9.8, worst_us=14.9))
     assert call_report(folder, monkeypatch) == 0
-    of_gpu = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
+    of_gpu = page(folder)
     assert "| code | ngram | 8 | 4.32 | 401 | 4.00× | `abc` |" in of_gpu and of_gpu.count("| code | ngram |") == 1
-    plain, ngram = "| code | plain | 0 | 1.00 | 100 | 1.00× | `abc` |", "| code | ngram | 8 |"
-    assert (
-        0 < of_gpu.index(plain) < of_gpu.index(ngram) < of_gpu.index("| code | naive | 0 | 1.00 | 90 | 0.90× | `abc` |")
+    plain, naive = (
+        "| code | plain | 0 | 1.00 | 100 | 1.00× | `abc` |",
+        "| code | naive | 0 | 1.00 | 90 | 0.90× | `abc` |",
     )
+    assert 0 < of_gpu.index(plain) < of_gpu.index("| code | ngram | 8 |") < of_gpu.index(naive)
     assert "| code, in turns with plain decoding | naive | 0 | 1.00 | 99 | 0.99× | `abc` |" in of_gpu
     assert "| tokens a step, tokens/s | ngram chain | suffix topk=2 |" in of_gpu
     assert "| at commit | `abc`, `def` | `abc` |" in of_gpu
@@ -268,9 +275,8 @@ def test_what_is_committed_exists_and_is_the_newest(gpu):
     cells = read_lines(folder / "experiment.jsonl")
     assert newest_cells(cells) == cells
     assert len((folder / "NOTES.md").read_text(encoding="utf-8").splitlines()) <= 150
-    cited = {file.removeprefix(f"{gpu}/") for file in CITED} | set(
-        re.findall(r"\]\((tuning/[^)]+)\)", (folder / "NOTES.md").read_text(encoding="utf-8"))
-    )
+    linked = re.findall(r"\]\((tuning/[^)]+)\)", (folder / "NOTES.md").read_text(encoding="utf-8"))
+    cited = {file.removeprefix(f"{gpu}/") for file in CITED} | set(linked)
     assert {str(file.relative_to(folder)) for file in folder.glob("tuning/*")} <= cited
 
 
@@ -374,6 +380,22 @@ def test_a_provider_that_disagrees_is_red(capsys, nothing_said):
     assert run.main(["--check-only", "--provider", "eagle_kernels"], [benchmark]) == 0
 
 
+def put(outputs, made) -> None:
+    for output, made_output in zip(outputs, made):
+        output.copy_(made_output)
+
+
+def agree(benchmark, case, prepare, expected=None) -> None:
+    """Outputs are the reference's, at a second call as well: what the first one left is gone, or does no harm."""
+
+    def twice(values):
+        once = prepare(values)
+        once()
+        return once
+
+    check_provider(benchmark, case, twice, expected or expected_outputs(benchmark, case, CPU), CPU)
+
+
 @pytest.mark.parametrize("index", range(len(BUILD_TREE.small_cases)))
 def test_sglang_gets_what_its_caller_owes_it(index):
     """An op of SGLang's contract finds its buffers filled, at every call, and its outputs where they are compared."""
@@ -390,16 +412,9 @@ def test_sglang_gets_what_its_caller_owes_it(index):
             seq_lens, parent_list, top_scores_index, top_scores_index, seq_lens,
             topk=topk, spec_steps=spec_steps, num_verify_tokens=num_nodes, tree_mask_mode=name,
         )  # fmt: skip
-        tree_mask.copy_(made.tree_mask.flatten())
-        for output, made_output in zip(outputs, made[1:]):
-            output.copy_(made_output)
+        put([tree_mask, *outputs], [made.tree_mask.flatten(), *made[1:]])
 
-    def prepare(values):
-        once = sglang_caller.build_tree(values, op)
-        once()
-        return once
-
-    check_provider(BUILD_TREE, case, prepare, expected_outputs(BUILD_TREE, case, CPU), CPU)
+    agree(BUILD_TREE, case, lambda values: sglang_caller.build_tree(values, op))
     mode = case.sizes["tree_mask_mode"]
     assert calls == ["qlen_only" if mode == "packed" else mode] * 2
 
@@ -414,71 +429,59 @@ def test_the_greedy_walk_of_sglang_gets_filled_buffers(is_bare):
             outputs, walked = arguments[:3], arguments[3:]
             if not is_bare:
                 assert (outputs[0] == -1).all() and (outputs[1] == -1).all()
-            made = reference.ops.verify.verify_tree_greedy.verify_tree_greedy(*walked, spec_steps=values["spec_steps"])
-            for output, made_output in zip(outputs, made):
-                output.copy_(made_output)
+            walk = reference.ops.verify.verify_tree_greedy.verify_tree_greedy
+            put(outputs, walk(*walked, spec_steps=values["spec_steps"]))
 
-        once = sglang_caller.verify_tree_greedy(values, op, is_bare)
-        once()
-        return once
+        return sglang_caller.verify_tree_greedy(values, op, is_bare)
 
-    check_provider(benchmark, case, prepare, expected_outputs(benchmark, case, CPU), CPU)
+    agree(benchmark, case, prepare)
+
+
+def walk_by_coins(values, outputs, walked) -> None:
+    tree, (coins, final_coins, target_probs) = walked[:4], walked[4:]
+    walk = reference.ops.verify.verify_tree_coins.verify_tree_coins
+    put(outputs, walk(*tree, target_probs, coins, final_coins, spec_steps=values["spec_steps"]))
 
 
 @pytest.mark.parametrize("is_bare", [False, True])
 def test_the_coins_of_sglang_get_filled_buffers(is_bare):
-    """Called twice, as timing does: what the first call left in draft_probs is gone, or does no harm."""
     benchmark = BENCHMARKS["verify_tree_coins"]
+
+    def prepare(values):
+        def op(*arguments):
+            outputs, walked, draft_probs, thresholds = arguments[:3], arguments[3:10], arguments[10], arguments[11:]
+            if not is_bare:
+                assert (outputs[0] == -1).all() and (outputs[1] == -1).all() and not draft_probs.any()
+            assert thresholds == (1.0, 1.0, True) and draft_probs.shape == values["target_probs"].shape
+            walk_by_coins(values, outputs, walked)
+            draft_probs.fill_(1.0)
+
+        return sglang_caller.verify_tree_coins(values, op, is_bare)
+
     for case in benchmark.small_cases:
-
-        def prepare(values):
-            def op(*arguments):
-                outputs, walked, draft_probs, thresholds = arguments[:3], arguments[3:10], arguments[10], arguments[11:]
-                if not is_bare:
-                    assert (outputs[0] == -1).all() and (outputs[1] == -1).all() and not draft_probs.any()
-                assert thresholds == (1.0, 1.0, True) and draft_probs.shape == values["target_probs"].shape
-                tree, (coins, final_coins, target_probs) = walked[:4], walked[4:]
-                made = reference.ops.verify.verify_tree_coins.verify_tree_coins(
-                    *tree, target_probs, coins, final_coins, spec_steps=values["spec_steps"]
-                )
-                for output, made_output in zip(outputs, made):
-                    output.copy_(made_output)
-                draft_probs.fill_(1.0)
-
-            once = sglang_caller.verify_tree_coins(values, op, is_bare)
-            once()
-            return once
-
-        check_provider(benchmark, case, prepare, expected_outputs(benchmark, case, CPU), CPU)
+        agree(benchmark, case, prepare)
 
 
 def test_the_pipeline_of_a_server_agrees():
     """The filters in their order and the coin walk of SGLang's contract, each by a reference, from the fp32 logits."""
-    benchmark, ops, calls = BENCHMARKS["verify_tree_sampled"], reference.ops, []
+    benchmark, calls = BENCHMARKS["verify_tree_sampled"], []
 
-    def top_k_renorm(probs, top_k):
-        calls.append("top_k")
-        return ops.sampling.top_k_renorm.top_k_renorm(probs, top_k)
+    def renorm(name):
+        def op(probs, limit):
+            calls.append(name)
+            return getattr(getattr(reference.ops.sampling, name), name)(probs, limit)
 
-    def top_p_renorm(probs, top_p):
-        calls.append("top_p")
-        return ops.sampling.top_p_renorm.top_p_renorm(probs, top_p)
+        return op
 
     def prepare(values):
         def op(*arguments):
             outputs, walked, draft_probs = arguments[:3], arguments[3:10], arguments[10]
-            tree, (coins, final_coins, target_probs) = walked[:4], walked[4:]
+            target_probs = walked[-1]
             assert target_probs.dtype == torch.float32 and draft_probs.shape == target_probs.shape
             assert not draft_probs.any() and (outputs[0] == -1).all()
-            made = ops.verify.verify_tree_coins.verify_tree_coins(
-                *tree, target_probs, coins, final_coins, spec_steps=values["spec_steps"]
-            )
-            for output, made_output in zip(outputs, made):
-                output.copy_(made_output)
+            walk_by_coins(values, outputs, walked)
 
-        once = sglang_caller.verify_tree_sampled(values, op, top_k_renorm, top_p_renorm)
-        once()
-        return once
+        return sglang_caller.verify_tree_sampled(values, op, renorm("top_k_renorm"), renorm("top_p_renorm"))
 
     for case in benchmark.small_cases:
         calls.clear()
@@ -486,8 +489,8 @@ def test_the_pipeline_of_a_server_agrees():
         # "full depth" and all other depths are those that the names say, but for trees that are less deep
         accepted = case.sizes["tree"].spec_steps if case.sizes["accepted"] is None else case.sizes["accepted"]
         assert expected["accept_token_num"].max() == accepted
-        check_provider(benchmark, case, prepare, expected, CPU)
-        assert calls == (["top_k", "top_p"] * 2 if "top-k" in case.name else [])
+        agree(benchmark, case, prepare, expected)
+        assert calls == (["top_k_renorm", "top_p_renorm"] * 2 if "top-k" in case.name else [])
 
 
 def row(name, **times):
@@ -571,9 +574,7 @@ def test_host_time_does_not_contain_the_gpu_s(monkeypatch):
 def test_a_record_names_its_run_and_its_floor(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
     monkeypatch.setattr(results, "ceiling_gb_per_s", {"copy": 2000.0, "write": 1000.0}.get)
-    benchmark = Benchmark(
-        "tree.build_tree", [], [], dict, count_bytes=lambda size: size, floor=Floor("write", 4.0)
-    )  # fmt: skip
+    benchmark = Benchmark("tree.build_tree", [], [], dict, count_bytes=lambda size: size, floor=Floor("write", 4.0))
     times = timing.Times(9.0, 10.0, 11.0, 12.0, 13.0, 14.0)
     made = results.record(benchmark, Case("x", {"size": 1_000_000}), "eagle_kernels", times, "abc", "r1", 20.0)
     expected = {"run": "r1", "commit": "abc", "gpu": GPU, "bytes": 1_000_000, "gb_per_s": 100.0, "share_of_copy": 0.05}
@@ -655,8 +656,6 @@ def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):
 
 
 def test_the_price_of_deterministic_steps():
-    from bench.apps import generation
-
     recorded = []
     bench = types.SimpleNamespace(
         device=torch.device("cuda"),
@@ -670,8 +669,6 @@ def test_the_price_of_deterministic_steps():
 
 
 def test_sizes_of_a_mixed_load():
-    from bench.apps import load
-
     sizes = [(len(wanted.prompt), wanted.new_tokens) for wanted in load.mixed_load(400, 50, 2000)]
     assert all(prompt >= 30 and 32 <= new <= 500 and prompt + new <= 2000 for prompt, new in sizes)
     prompts = sorted(prompt for prompt, _ in sizes)
@@ -682,8 +679,6 @@ def test_sizes_of_a_mixed_load():
 def test_a_mixed_load_is_served_and_timed(monkeypatch):
     """By an engine that takes a second for a step, three for the seventh. It reads a prompt in one; each later step
     brings two tokens."""
-    from bench.apps import load
-
     clock, most_at_once = [0.0], 0
 
     class Engine:
@@ -727,8 +722,6 @@ def test_a_mixed_load_is_served_and_timed(monkeypatch):
 
 
 def test_clients_come_and_go():
-    from bench.apps import load
-
     assert load.phases("8", 30) == [(30, 8)]
     # shares 1, 2, 4, 5, 4, 2, 1 of 19
     assert load.phases("1-25", 38) == [(2, 1), (6, 4), (14, 16), (24, 25), (32, 16), (36, 4), (38, 1)]
@@ -736,8 +729,6 @@ def test_clients_come_and_go():
 
 @pytest.mark.slow
 def test_a_mixed_load_of_a_small_model(capsys, tmp_path, monkeypatch):
-    from bench.apps import load
-
     monkeypatch.setattr(load, "ALONE_STEPS", 2)
 
     command = ["--app", "load", "--shape", "small", "--clients", "2", "--requests", "2", "--results", "none"]
@@ -755,8 +746,6 @@ def test_a_mixed_load_of_a_small_model(capsys, tmp_path, monkeypatch):
 
 
 def test_what_sharing_of_prefixes_saves(capsys, tmp_path):
-    from bench.apps import prefixes
-
     prompts = prefixes.prompts_of(prefixes.CASES["together"], 3, (5, 2), 99, seed=1)
     assert len({tuple(prompt[:5]) for prompt in prompts}) == 1 and len({tuple(prompt[5:]) for prompt in prompts}) == 3
     apart = prefixes.prompts_of(prefixes.CASES["apart"], 3, (5, 2), 99, seed=1)
@@ -772,8 +761,6 @@ def test_what_sharing_of_prefixes_saves(capsys, tmp_path):
 
 
 def test_requests_of_random_lengths(capsys, tmp_path):
-    from bench.apps import requests
-
     command = ["--app", "requests", "--shape", "small", "--requests", "5", "--input-len", "20", "--output-len", "8"]
     assert run.main([*command, "--batch", "2", "--only", "chain 3", "--results", "none"]) == 0
     assert re.match(r"chain 3 +requests_per_second \d+\.\d+ ", capsys.readouterr().out)
@@ -812,10 +799,8 @@ def test_steps_of_the_cache_are_kept_beside_a_gpu(tmp_path, monkeypatch, capsys)
     lines = [json.loads(text) for text in file.read_text().splitlines()]
     assert [line["case"] for line in lines] == SUFFIX_KINDS
     for told, line in zip(capsys.readouterr().out.splitlines()[1:], lines):
-        times = told.split("step ")[1].split()[:3]
-        assert [round(line[name]) for name in ("p50_us", "p99_us", "worst_us")] == pytest.approx(
-            list(map(int, times)), abs=1
-        )
+        times = list(map(int, told.split("step ")[1].split()[:3]))
+        assert [round(line[name]) for name in ("p50_us", "p99_us", "worst_us")] == pytest.approx(times, abs=1)
         assert line["processor"] and (line["section"], line["responses"], line["commit"]) == ("path", 4, "abc")
     (table,) = suffix_cache.tables(file)
     assert "| path | code | eagle_kernels | 4 | " in table and lines[0]["processor"] in table
@@ -823,7 +808,6 @@ def test_steps_of_the_cache_are_kept_beside_a_gpu(tmp_path, monkeypatch, capsys)
 
 def test_the_cache_of_another_project_gets_the_same_steps(capsys, monkeypatch):
     """Under its names; ours plays it, with each third draft made another."""
-    from eagle_kernels.engine.drafters.suffix import SuffixCache
 
     class SuffixDecodingCache:
         def __init__(self, max_tree_depth, max_cached_requests):
@@ -849,7 +833,6 @@ def test_the_cache_of_another_project_gets_the_same_steps(capsys, monkeypatch):
 
 def test_gaps_are_before_graphs():
     """Kernels of one graph may overlap; one launched alone is no graph, but it is work."""
-    from bench.harness.trace import gaps_us
 
     def event(correlation, start, duration):
         return {"cat": "kernel", "ts": start, "dur": duration, "args": {"correlation": correlation}}
@@ -860,8 +843,6 @@ def test_gaps_are_before_graphs():
 
 
 def test_kernels_are_summed_by_name():
-    from bench.harness.trace import sums_us
-
     events = [{"name": name, "dur": duration} for name, duration in (("a", 2), ("b", 5), ("a", 4), ("b", 0.5))]
     assert sums_us(events) == [("a", 2, 6), ("b", 2, 5.5)]
 
@@ -869,8 +850,6 @@ def test_kernels_are_summed_by_name():
 @pytest.mark.slow
 def test_drafters_are_compared_on_code_that_is_edited(capsys, monkeypatch):
     """Also that the text is the edited file, whoever drafts; on a pair of lines, since references are slow."""
-    from bench.apps import drafters
-
     monkeypatch.setattr(drafters, "PAIR_PROMPTS", ("def f",))
     monkeypatch.setattr(drafters, "PAIR_TOKENS", 4)
     assert run.main(["--app", "drafters", "--shape", "small", "--num-lines", "3", "--only", "methods", "naive",
@@ -882,8 +861,6 @@ def test_drafters_are_compared_on_code_that_is_edited(capsys, monkeypatch):
 
 
 def test_a_file_is_edited():
-    from bench.apps.replay import edited_file
-
     text = "\n".join(f"value_{number} = {number}" for number in range(100))
     before, after = edited_file(text, 80, 0.1, 4096)
     again = edited_file(text, 80, 0.1, 4096)
@@ -895,7 +872,7 @@ def test_a_file_is_edited():
 
 
 def _lines_of(tokens: list[int]) -> list[tuple[int, ...]]:
-    """Cut behind every newline, which is the sixth token of the first line."""
+    """Cut after every newline, which is the sixth token of the first line."""
     lines, line = [], []
     for token in tokens:
         line.append(token)
@@ -906,7 +883,7 @@ def _lines_of(tokens: list[int]) -> list[tuple[int, ...]]:
 
 
 def test_checkouts_in_turn(capsys):
-    """What a process of a checkout answers, and what is told of times."""
+    """What a process of a checkout answers, and what is said of times."""
     with in_turn.Checkout(in_turn.Path(in_turn.__file__).parent.parent) as checkout:
         assert checkout.ask("cases", True) == [[each.op, each.cases[0].name] for each in BENCHMARKS.values()]
         assert "error" in checkout.ask("call", "build_tree", "no such case")
@@ -915,8 +892,7 @@ def test_checkouts_in_turn(capsys):
     times = {"is_equal": True, "graph_us": [2.0, 2.0]}
     rows = [{"op": "a", "case": "b"} | times, {"op": "c", "case": "d"} | times | {"graph_us": [2.0, 8.0]}]
     in_turn._report([*rows, {"op": "e", "case": "f", "errors": [None, "red"]}])
-    told = capsys.readouterr().out.splitlines()
-    assert told == [
+    assert capsys.readouterr().out.splitlines() == [
         "e f [None, 'red']",
         "graph_us: new / old 2.0000 (geometric mean), 1.000 to 4.000",
         "    4.000 c [d]",
