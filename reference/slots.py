@@ -31,8 +31,8 @@ class Rows:
 
 def packed(
     counts, capacity: int, read: Callable[[int, int], list[int]], *, unused: int | torch.Tensor = -1, dtype=torch.int64
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Returns (bounds, entries, overflow): lists one after another, cut at `capacity`.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (bounds, entries, overflow [1]): lists one after another, cut at `capacity`.
     counts: how many entries each list has, as a list or a tensor. read(index, count) gives the first entries of a list,
     at most those that have room. unused: a number, or a tensor whose entries stay where no list reaches."""
     counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
@@ -43,7 +43,8 @@ def packed(
         first, last = bounds[index : index + 2].tolist()
         entries[first:last] = torch.tensor(read(index, last - first), dtype=entries.dtype, device="cpu")
     total = int(needed[-1])
-    return bounds.to(torch.int32), entries, min(total, LARGEST) if total > capacity else 0
+    overflow = min(total, LARGEST) if total > capacity else 0
+    return bounds.to(torch.int32), entries, torch.tensor([overflow], dtype=torch.int32, device="cpu")
 
 
 def first_draft_column(seq_len: int, branch: int, topk: int, num_steps: int, page_size: int) -> int:

@@ -43,7 +43,6 @@ def prefill_attention(
             sees = sees & (places <= positions[:, None])
         if window is not None:
             sees = sees & (positions[:, None] - places < window)
-        output[first:last], lse[first:last] = attention(
-            query[first:last], keys, values, sees, sm_scale, soft_cap, sinks
-        )
+        rows = slice(first, last)
+        output[rows], lse[rows] = attention(query[rows], keys, values, sees, sm_scale, soft_cap, sinks)
     return Output(output, lse)

@@ -60,14 +60,9 @@ def accepted_cache_locs(
     path_indptr, source_locs, path_overflow = listed(sources, capacity, "source_locs")
     _, target_locs, _ = listed(targets, capacity, "target_locs")
     free_indptr, free_locs, free_overflow = listed(freed, free_capacity, "free_locs")
-    return Output(
-        path_indptr.to(device),
-        source_locs.to(device),
-        target_locs.to(device),
-        free_indptr.to(device),
-        free_locs.to(device),
-        torch.tensor([path_overflow, free_overflow], dtype=torch.int32, device=device),
-    )
+    overflow = torch.cat([path_overflow, free_overflow])
+    lists = (path_indptr, source_locs, target_locs, free_indptr, free_locs, overflow)
+    return Output(*(part.to(device) for part in lists))
 
 
 def _path(accept_index: torch.Tensor | None, request: int, num_nodes: int) -> list[int]:

@@ -22,16 +22,6 @@ def chain_kv_indices(
     rows, device = Rows(req_pool_indices, req_to_token), kv_lens.device
     first_count = torch.tensor(lengths(kv_lens), dtype=torch.int64, device=device)[:, None] - num_verify_tokens + 1
     counts = (first_count + torch.arange(num_verify_tokens, device=device)).clamp(min=0).flatten()
-    unused = out.kv_indices if keep_unused else -1
-    kv_indptr, entries, overflow = packed(
-        counts,
-        capacity,
-        lambda row, count: rows.slots(row // num_verify_tokens, range(count)),
-        unused=unused,
-        dtype=dtype,
-    )
-    return Output(
-        kv_indptr.to(device),
-        entries.to(device),
-        torch.tensor([overflow], dtype=torch.int32, device=device),
-    )
+    read = lambda row, count: rows.slots(row // num_verify_tokens, range(count))  # noqa: E731
+    lists = packed(counts, capacity, read, unused=out.kv_indices if keep_unused else -1, dtype=dtype)
+    return Output(*(part.to(device) for part in lists))

@@ -41,15 +41,10 @@ def draft_cache_locs(
 
     bounds, sources, overflow = packed(counts, capacity, lambda index, count: read(index, count, 0))
     _, targets, _ = packed(counts, capacity, lambda index, count: read(index, count, 1))
-    copy_indptr = (
-        bounds[:: topk - 1].contiguous() if copies else torch.zeros(len(rows) + 1, dtype=torch.int32, device=device)
-    )
+    copy_indptr = bounds[:: topk - 1].contiguous() if copies else bounds.new_zeros(len(rows) + 1)
     locs = torch.tensor(cache_locs, dtype=torch.int64, device=device).view(len(rows) * topk, num_steps)
     return Output(
         locs.t().contiguous() if is_step_major else locs,
         torch.tensor(positions, dtype=torch.int64, device=device),
-        copy_indptr.to(device),
-        sources.to(device),
-        targets.to(device),
-        torch.tensor([overflow], dtype=torch.int32, device=device),
+        *(part.to(device) for part in (copy_indptr, sources, targets, overflow)),
     )

@@ -22,7 +22,7 @@ def draft_kv_indices(
     """See eagle_kernels/ops/kv/draft_kv_indices.py; `out` gives the dtype and what keep_unused keeps."""
     dtype = torch.int32 if out is None else out.kv_indices.dtype
     rows, device = Rows(req_pool_indices, req_to_token), seq_lens.device
-    kv_indptr, kv_indices, overflow = [], [], 0
+    kv_indptr, kv_indices = [], []
     for step in range(num_steps):
         lists = []  # (request, the parts of a branch's columns)
         for request, seq_len in enumerate(lengths(seq_lens)):
@@ -45,8 +45,4 @@ def draft_kv_indices(
         bounds, entries, overflow = packed(counts, capacity, read, unused=unused, dtype=dtype)
         kv_indptr.append(bounds)
         kv_indices.append(entries)
-    return Output(
-        torch.stack(kv_indptr).to(device),
-        torch.stack(kv_indices).to(device),
-        torch.tensor([overflow], dtype=torch.int32, device=device),
-    )
+    return Output(torch.stack(kv_indptr).to(device), torch.stack(kv_indices).to(device), overflow.to(device))

@@ -31,9 +31,4 @@ def extend_cache_locs(
     read_slots = lambda request, count: rows.slots(request, tokens[request][:count])  # noqa: E731
     indptr, slots, overflow = packed(counts, capacity, read_slots, unused=unused[0])
     _, positions, _ = packed(counts, capacity, lambda request, count: tokens[request][:count], unused=unused[1])
-    return Output(
-        indptr.to(device),
-        slots.to(device),
-        positions.to(device),
-        torch.tensor([overflow], dtype=torch.int32, device=device),
-    )
+    return Output(*(part.to(device) for part in (indptr, slots, positions, overflow)))

@@ -35,9 +35,5 @@ def kv_indices(
 
     unused = out.kv_indices if keep_unused else -1
     kv_indptr, entries, overflow = packed(list(map(len, pages)), capacity, read, unused=unused, dtype=dtype)
-    return Output(
-        kv_indptr.to(device),
-        entries.to(device),
-        torch.tensor(last_page_len, dtype=torch.int32, device=device),
-        torch.tensor([overflow], dtype=torch.int32, device=device),
-    )
+    last_page_len = torch.tensor(last_page_len, dtype=torch.int32, device="cpu")
+    return Output(*(part.to(device) for part in (kv_indptr, entries, last_page_len, overflow)))

@@ -38,15 +38,10 @@ def verify_tree_rejection(
     def verified(request: int) -> tuple[list[int], int]:
         rows = slice(request * num_nodes, (request + 1) * num_nodes)
         return verify_request(
-            *tree_of(request),
-            positions[rows].tolist(),
-            target_at=lambda node: target[rows][node],
-            scores_at=lambda node: scores[rows][node],
-            children_are_certain=is_certain[request] and not replacement,
-            spec_steps=spec_steps,
-            replacement=replacement,
-            draws=Draws(int(seeds[request])),
-        )
+            *tree_of(request), positions[rows].tolist(), target_at=lambda node: target[rows][node],
+            scores_at=lambda node: scores[rows][node], spec_steps=spec_steps, replacement=replacement,
+            children_are_certain=is_certain[request] and not replacement, draws=Draws(int(seeds[request])),
+        )  # fmt: skip
 
     return write_paths(candidates, retrieve_index, spec_steps, verified)
 

@@ -23,9 +23,8 @@ def compute_tree_statistics(
         for children, siblings in zip(retrieve_next_token.tolist(), retrieve_next_sibling.tolist())
     ]
     table = torch.tensor(rows, dtype=torch.int32, device=device).view(batch_size, 5 + spec_steps)
-    return Output(
-        *(table[:, column].clone() for column in range(4)), table[:, 4:].clone(memory_format=torch.contiguous_format)
-    )
+    parts = (*table[:, :4].unbind(1), table[:, 4:])
+    return Output(*(part.clone(memory_format=torch.contiguous_format) for part in parts))
 
 
 def _statistics(children: list[int], siblings: list[int], num_nodes: int, spec_steps: int) -> list[int]:

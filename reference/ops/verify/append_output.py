@@ -23,12 +23,9 @@ def append_output(
     """See eagle_kernels/ops/verify/append_output.py."""
     num_rows, row_size = token_ids.shape
     batch_size, device = len(tokens), tokens.device
-    out = Output(
-        num_tokens.clone(),
-        torch.full(tokens.shape, -1, dtype=torch.int64, device=device),
-        torch.zeros(batch_size, dtype=torch.int32, device=device),
-        torch.zeros(batch_size, dtype=torch.int32, device=device),
-    )
+    nothing = torch.zeros(batch_size, dtype=torch.int32, device=device)
+    padding = torch.full(tokens.shape, -1, dtype=torch.int64, device=device)
+    out = Output(num_tokens.clone(), padding, nothing, nothing.clone())
     prompts = lengths(num_prompt_tokens)
     least = None if min_tokens is None else lengths(min_tokens)
     rooms = [row_size] * batch_size if max_tokens is None else lengths(max_tokens)

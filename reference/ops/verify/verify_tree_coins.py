@@ -26,15 +26,10 @@ def verify_tree_coins(
 
     def verified(request: int) -> tuple[list[int], int]:
         return verify_request(
-            *tree_of(request),
-            probs_at=lambda node: probs[request, node].cpu(),
-            coin_at=lambda node: coins[request, node],
-            final_coin=final_coins[request],
-            spec_steps=spec_steps,
-            threshold_single=threshold_single,
-            threshold_acc=threshold_acc,
-            any_order=any_order,
-        )
+            *tree_of(request), probs_at=lambda node: probs[request, node].cpu(), final_coin=final_coins[request],
+            coin_at=lambda node: coins[request, node], spec_steps=spec_steps, threshold_single=threshold_single,
+            threshold_acc=threshold_acc, any_order=any_order,
+        )  # fmt: skip
 
     unvisited = out.predicts if keep_unvisited else None
     return write_paths(candidates, retrieve_index, spec_steps, verified, unvisited)

@@ -28,11 +28,5 @@ def verify_tree_greedy(
         lambda request, node: predicted[request][node], *links, spec_steps=spec_steps, accept_policy=accept_policy,
         simulated_rates=simulated_rates, seeds=seeds, positions=positions,
     )  # fmt: skip
-    return walk(
-        *links,
-        spec_steps,
-        token_at=token_at,
-        unvisited=out.predicts if keep_unvisited else None,
-        any_order=any_order,
-        most_accepted=most_accepted(spec_steps, accept_policy),
-    )
+    most, unvisited = most_accepted(spec_steps, accept_policy), out.predicts if keep_unvisited else None
+    return walk(*links, spec_steps, token_at, unvisited, any_order, most)

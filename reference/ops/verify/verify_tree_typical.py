@@ -13,7 +13,7 @@ def verify_tree_typical(
     *, spec_steps: int,
 ) -> Output:  # fmt: skip
     """See eagle_kernels/ops/verify/verify_tree_typical.py."""
-    num_nodes = candidates.shape[1]
+    num_nodes, vocab_size = candidates.shape[1], target_logits.shape[1]
     children_of = children(retrieve_index, retrieve_next_token, retrieve_next_sibling)
     seeds, temperature, epsilon, delta = (
         value.repeat_interleave(num_nodes) for value in (seeds, temperature, epsilon, delta)
@@ -23,7 +23,7 @@ def verify_tree_typical(
     entropy = torch.special.entr(probs).sum(-1)
     # against the smaller one of both: it is enough to exceed either
     is_likely = (probs > epsilon[:, None]) | (probs > (delta * torch.exp(-entropy))[:, None])
-    is_likely = (is_likely & (probs > 0)).view(-1, num_nodes, probs.shape[1])
+    is_likely = (is_likely & (probs > 0)).view(-1, num_nodes, vocab_size)
     is_greedy = ~(temperature >= GREEDY_BELOW).view(-1, num_nodes)[:, 0]
     tokens = candidates.tolist()
 
@@ -33,15 +33,13 @@ def verify_tree_typical(
             path = path_to.get(node, [])
             if not 1 <= len(path) <= spec_steps:
                 continue
-            accepted = [
-                child
-                for child in children_of(request, node)
-                if 0 <= tokens[request][child] < probs.shape[1] and is_likely[request, node, tokens[request][child]]
-            ]
+            below = [(child, tokens[request][child]) for child in children_of(request, node)]
             if is_greedy[request]:
+                accepted = [child for child, token in below if token == drawn[request][node]][:1]
+            else:
                 accepted = [
-                    child for child in children_of(request, node) if tokens[request][child] == drawn[request][node]
-                ][:1]
+                    child for child, token in below if 0 <= token < vocab_size and is_likely[request, node, token]
+                ]
             for child in accepted:
                 path_to.setdefault(child, [*path, child])
         deepest = max(path_to.values(), key=lambda path: (len(path), -path[-1]))
