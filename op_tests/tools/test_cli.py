@@ -31,6 +31,8 @@ from eagle_kernels.tools.cli.main import main
 from op_tests.engine import heads
 from op_tests.engine.heads import save_folder
 from op_tests.engine.toys import plain_logits, random_llama, write_decoder
+from op_tests.tools import command
+from op_tests.tools.command import printed, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def quicksort(items):\n"
@@ -43,14 +45,24 @@ def generate(*arguments: str | Path, prompt: str = PROMPT) -> int:
     return main(["generate", prompt, *FP32, *map(str, arguments)])
 
 
+@pytest.fixture
+def shown(capsys):
+    """shown(*options): the text and the table of `generate`."""
+    return lambda *options, prompt=PROMPT: split_report(printed(capsys, "generate", prompt, *FP32, *options))
+
+
+@pytest.fixture
+def report(capsys):
+    """report(*options): the object of `generate --json`."""
+    return lambda *options, prompts=(PROMPT,): json.loads(
+        printed(capsys, "generate", *prompts, *FP32, *options, "--json")
+    )
+
+
 def split_report(output: str) -> tuple[str, dict[str, str]]:
     """The text, and the rows of the table below it."""
     text, _, table = output.rpartition("\n\n")
     return text, read_rows(table)
-
-
-def read_rows(table: str) -> dict[str, str]:
-    return dict(line.split(": ", maxsplit=1) for line in table.splitlines())
 
 
 def test_generate_prints_prompt_text_and_table(capsys):
@@ -58,36 +70,28 @@ def test_generate_prints_prompt_text_and_table(capsys):
     captured = capsys.readouterr()
     text, table = split_report(captured.out)
     assert text.startswith(PROMPT) and len(text.rstrip("\n")) <= len(PROMPT) + 24
-    assert list(table) == [
-        "tokens",
-        "steps",
-        "mean acceptance length",
-        "accepted at depth 1, 2, ...",
-        "tokens/s",
-    ]
+    rows = ["tokens", "steps", "mean acceptance length", "accepted at depth 1, 2, ...", "tokens/s"]
+    assert list(table) == rows
     assert table["tokens"] == "24 (length)"
     assert table["steps"].endswith(" of 32 nodes, 5 levels")
     assert 1 < float(table["mean acceptance length"].split()[0]) <= 6
     assert captured.err == ""
 
 
-def test_compare_adds_plain_decoding(capsys):
-    assert generate("--max-new-tokens", 24, "--compare") == 0
-    _, table = split_report(capsys.readouterr().out)
+def test_compare_adds_plain_decoding(shown):
+    _, table = shown("--max-new-tokens", 24, "--compare")
     assert list(table)[-3:] == ["plain tokens/s", "speedup", "identical"]
     assert table["identical"] == "yes" and table["speedup"].endswith("x")
 
 
 @pytest.mark.parametrize("prompts", [["def f("], ["def f(", "class A"]], ids=len)
 @pytest.mark.parametrize("seed", [[], ["--seed", "0"], ["--seed", "7"]], ids=" ".join)
-def test_compare_draws_with_the_same_seeds(capsys, prompts, seed):
-    """Given or not: at any temperature plain decoding's texts are the same, and the seeds that were drawn with told."""
-    options = ["--max-new-tokens", "10", "--temperature", "1.5", "--compare", "--json"]
-    assert main(["generate", *prompts, *FP32, *options, *seed]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert all(result["identical"] for result in report.get("requests", [report]))
-    assert len(report["seeds"]) == len(prompts)
-    assert not seed or report["seeds"] == [int(seed[1])] * len(prompts)
+def test_compare_draws_with_the_same_seeds(report, prompts, seed):
+    """Given or not: at any temperature plain decoding's texts are the same; the seeds are named."""
+    found = report("--max-new-tokens", 10, "--temperature", 1.5, "--compare", *seed, prompts=prompts)
+    assert all(result["identical"] for result in found.get("requests", [found]))
+    assert len(found["seeds"]) == len(prompts)
+    assert not seed or found["seeds"] == [int(seed[1])] * len(prompts)
 
 
 @pytest.mark.cross
@@ -101,10 +105,9 @@ def test_compare_draws_with_the_same_seeds(capsys, prompts, seed):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_accept_policies(capsys, policy, mean, per_depth):
+def test_accept_policies(shown, policy, mean, per_depth):
     """Texts with planted tokens are not held against plain decoding's."""
-    assert generate("--max-new-tokens", 13, "--compare", "--topk", 1, "--accept-policy", *policy) == 0
-    table = split_report(capsys.readouterr().out)[1]
+    _, table = shown("--max-new-tokens", 13, "--compare", "--topk", 1, "--accept-policy", *policy)
     assert table["mean acceptance length"] == f"{mean} (bonus included)"
     assert table["accepted at depth 1, 2, ..."] == per_depth
     is_own = policy == ["reject_all"]
@@ -113,17 +116,16 @@ def test_accept_policies(capsys, policy, mean, per_depth):
 
 
 @pytest.mark.slow
-def test_strategies_that_draw_otherwise_are_not_compared(capsys):
+def test_strategies_that_draw_otherwise_are_not_compared(shown):
     fields = {"method": "eagle", "num_speculative_tokens": 2, "verify_strategy": "rejection"}
     options = ("--max-new-tokens", 9, "--compare", "--speculative-config", json.dumps(fields))
-    for temperature, told in ((0, "yes"), (1, "not compared: with rejection texts differ by design")):
-        assert generate(*options, "--temperature", temperature) == 0
-        assert split_report(capsys.readouterr().out)[1]["identical"] == told
+    for temperature, verdict in ((0, "yes"), (1, "not compared: with rejection texts differ by design")):
+        assert shown(*options, "--temperature", temperature)[1]["identical"] == verdict
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "remark"), [(0, ""), (0.5, " before the noise")])
-def test_compare_says_where_and_by_what_gap_texts_part(capsys, monkeypatch, temperature, remark):
+def test_compare_says_where_and_by_what_gap_texts_part(shown, report, monkeypatch, temperature, remark):
     generated = EAGLEInference.generate
     seen = []
 
@@ -136,18 +138,14 @@ def test_compare_says_where_and_by_what_gap_texts_part(capsys, monkeypatch, temp
 
     monkeypatch.setattr(EAGLEInference, "generate", generate_another_token)
     arguments = ("--max-new-tokens", 12, "--compare", "--temperature", temperature, "--seed", 1)
-    assert generate(*arguments) == 0
-    row = split_report(capsys.readouterr().out)[1]["identical"]
-    assert generate(*arguments, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    row, found = shown(*arguments)[1]["identical"], report(*arguments)
     engine, prompt, tokens = seen[-1]
     logits = plain_logits(engine, prompt + tokens[:5])[-1]
     gap = float(logits[90] - logits[tokens[5]])
-    assert report["identical"] is False and report["parts_at"] == 5
-    assert report["logit_gap"] == pytest.approx(abs(gap), abs=1e-3) and abs(gap) > 0.01
+    assert found["identical"] is False and found["parts_at"] == 5
+    assert found["logit_gap"] == pytest.approx(abs(gap), abs=1e-3) and abs(gap) > 0.01
     rest = bytes([90, *tokens[6:]]).decode()
-    shown_gap = f"{report['logit_gap']:.4f}{remark}"
-    assert row == f"no, from token 5 (logit gap {shown_gap}); plain goes on with {rest!r}"
+    assert row == f"no, from token 5 (logit gap {found['logit_gap']:.4f}{remark}); plain goes on with {rest!r}"
 
 
 def test_json_is_one_object_and_nothing_else(capsys, monkeypatch):
@@ -168,9 +166,8 @@ def test_the_table_shows_what_json_holds(capsys, monkeypatch):
     """Every row, of one run of several texts, whose two ways and figures are not alike."""
     table, tables = generate_command._table, []
     monkeypatch.setattr(generate_command, "_table", lambda *given: tables.append(given) or table(*given))
-    command = ["generate", "def f(", "class A", *FP32, "--max-new-tokens", "9", "--compare", "--temperature", "0.5"]
-    assert main(command) == 0
-    rows = split_report(capsys.readouterr().out)[1]
+    options = [*FP32, "--max-new-tokens", "9", "--compare", "--temperature", "0.5"]
+    rows = split_report(printed(capsys, "generate", "def f(", "class A", *options))[1]
     ((report, results, *_),) = tables
     shares = ", ".join(f"{count / report['steps']:.0%}" for count in report["accepted_per_depth"])
     assert rows == {
@@ -188,8 +185,8 @@ def test_the_table_shows_what_json_holds(capsys, monkeypatch):
     assert [len(result["token_ids"]) for result in results] == [9, 9] and report["generated_tokens"] == 18
 
 
-def test_json_has_the_text_that_is_printed(capsys, monkeypatch):
-    """Some tokenizers strip a space where a text begins; what stands behind a prompt begins none."""
+def test_json_has_the_text_that_is_printed(shown, report, monkeypatch):
+    """Some tokenizers strip a space where a text begins; what stands after a prompt begins none."""
 
     class Detokenizer(ByteDetokenizer):
         def __init__(self, context):
@@ -201,57 +198,48 @@ def test_json_has_the_text_that_is_printed(capsys, monkeypatch):
             return space + super().push(token_ids)
 
     monkeypatch.setattr(ByteTokenizer, "detokenizer", lambda self, context=(): Detokenizer(context))
-    assert generate("--max-new-tokens", 8) == 0
-    printed = split_report(capsys.readouterr().out)[0]
-    assert generate("--max-new-tokens", 8, "--json") == 0
-    text = json.loads(capsys.readouterr().out)["text"]
-    assert printed == PROMPT + text and text.startswith(" ")
+    text = report("--max-new-tokens", 8)["text"]
+    assert shown("--max-new-tokens", 8)[0] == PROMPT + text and text.startswith(" ")
 
 
 @pytest.mark.slow
-def test_a_seed_repeats_the_text(capsys):
+def test_a_seed_repeats_the_text(shown):
     texts = []
     for seed in (7, 7, 8):
-        assert generate("--max-new-tokens", 40, "--temperature", 0.8, "--seed", seed) == 0
-        text, table = split_report(capsys.readouterr().out)
+        text, table = shown("--max-new-tokens", 40, "--temperature", 0.8, "--seed", seed)
         assert table["seed"] == str(seed)
         texts.append(text)
     assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.slow
-def test_a_seed_that_was_not_given_is_printed(capsys):
-    assert generate("--max-new-tokens", 20, "--temperature", 1) == 0
-    text, table = split_report(capsys.readouterr().out)
-    assert generate("--max-new-tokens", 20, "--temperature", 1, "--seed", table["seed"]) == 0
-    assert split_report(capsys.readouterr().out)[0] == text
+def test_a_seed_that_was_not_given_is_printed(shown):
+    text, table = shown("--max-new-tokens", 20, "--temperature", 1)
+    assert shown("--max-new-tokens", 20, "--temperature", 1, "--seed", table["seed"])[0] == text
 
 
-def test_nothing_is_drawn_at_temperature_0_so_no_seed_is_printed(capsys):
+def test_nothing_is_drawn_at_temperature_0_so_no_seed_is_printed(shown):
     for temperature in (0, 0.5):
-        assert generate("--max-new-tokens", 4, "--temperature", temperature, "--seed", 3) == 0
-        assert ("seed" in split_report(capsys.readouterr().out)[1]) == (temperature > 0)
+        _, table = shown("--max-new-tokens", 4, "--temperature", temperature, "--seed", 3)
+        assert ("seed" in table) == (temperature > 0)
 
 
 @pytest.mark.slow
-def test_prompts_come_from_the_line_a_file_and_standard_input(capsys, monkeypatch, tmp_path):
+def test_prompts_come_from_the_line_a_file_and_standard_input(capsys, report, monkeypatch, tmp_path):
     """They are decoded together, and each text is the one that its prompt has alone."""
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps(["class A", "def f(\n"]))
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
-    options = [*FP32, "--max-new-tokens", "8", "--compare"]
-    assert main(["generate", PROMPT, "-", "--prompts", str(file), *options, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert [request["prompt"] for request in report["requests"]] == [PROMPT, "import os\n", "class A", "def f(\n"]
-    assert report["num_requests"] == 4 and report["plain_tokens_per_second"] > 0
-    for request in report["requests"]:
+    options = ["--max-new-tokens", 8, "--compare"]
+    found = report("--prompts", file, *options, prompts=(PROMPT, "-"))
+    assert [request["prompt"] for request in found["requests"]] == [PROMPT, "import os\n", "class A", "def f(\n"]
+    assert found["num_requests"] == 4 and found["plain_tokens_per_second"] > 0
+    for request in found["requests"]:
         assert request["identical"] is True and len(request["token_ids"]) == 8
-        assert main(["generate", request["prompt"], *options, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["token_ids"] == request["token_ids"]
+        assert report(*options, prompts=[request["prompt"]])["token_ids"] == request["token_ids"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("class A\n\ndef f(\n"))
-    assert main(["generate", "--prompts", "-", *options]) == 0
-    text, table = split_report(capsys.readouterr().out)
-    first, second = (report["requests"][index]["text"] for index in (2, 3))
+    text, table = split_report(printed(capsys, "generate", "--prompts", "-", *FP32, *options))
+    first, second = (found["requests"][index]["text"] for index in (2, 3))
     assert text.startswith(f"class A{first}\n\ndef f(") and table["tokens"] == "16 (2 length)"
     assert table["identical"] == "yes" and second
 
@@ -266,9 +254,9 @@ def test_of_several_texts_the_first_that_parts_is_shown(capsys, monkeypatch):
         return output
 
     monkeypatch.setattr(EAGLEInference, "generate", generate_another_token)
-    assert main(["generate", "class A", "def f(", *FP32, "--max-new-tokens", "8", "--compare"]) == 0
-    told = split_report(capsys.readouterr().out)[1]["identical"]
-    assert told.startswith("no, 1 of 2 texts; prompt 1 from token 2 (logit gap ")
+    shown = printed(capsys, "generate", "class A", "def f(", *FP32, "--max-new-tokens", 8, "--compare")
+    verdict = split_report(shown)[1]["identical"]
+    assert verdict.startswith("no, 1 of 2 texts; prompt 1 from token 2 (logit gap ")
 
 
 @pytest.mark.parametrize(
@@ -281,8 +269,7 @@ def test_of_several_texts_the_first_that_parts_is_shown(capsys, monkeypatch):
 )
 def test_prompts_that_cannot_be_read_are_named(capsys, monkeypatch, arguments, message):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert main(["generate", *arguments, *FP32]) == 1
-    assert capsys.readouterr().err == f"error: {message}\n"
+    assert command.complaint(capsys, "generate", *arguments, *FP32) == message
 
 
 @pytest.fixture
@@ -294,21 +281,17 @@ def chat_target(tmp_path) -> Path:
     return tmp_path / "target"
 
 
-def test_chat_prints_answers(capsys, monkeypatch, chat_target):
+def test_chat_prints_answers(capsys, shown, report, monkeypatch, chat_target):
     """Of one message or several, from wherever they come: what follows the template's text, without that text."""
-    models = ("--target", str(chat_target), "--draft", str(DRAFT), *FP32, "--max-new-tokens", "12")
-    walk, texts = "import os\n\ndef walk(", {}
-    for prompt in (walk, "def f("):
-        assert generate("--max-new-tokens", 12, "--json", prompt=prompt) == 0
-        texts[prompt] = json.loads(capsys.readouterr().out)["text"]
-    assert main(["generate", *models, "--chat", walk]) == 0
-    assert split_report(capsys.readouterr().out)[0] == texts[walk]
-    assert main(["generate", *models, "--chat", walk[4:], "--system", walk[:4], "--json", "--compare"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["prompt"], report["text"], report["identical"]) == (walk[4:], texts[walk], True)
+    models = ("--target", chat_target, "--draft", DRAFT, "--max-new-tokens", 12)
+    walk = "import os\n\ndef walk("
+    texts = {prompt: report("--max-new-tokens", 12, prompts=[prompt])["text"] for prompt in (walk, "def f(")}
+    assert shown(*models, "--chat", prompt=walk)[0] == texts[walk]
+    found = report(*models, "--chat", "--system", walk[:4], "--compare", prompts=[walk[4:]])
+    assert (found["prompt"], found["text"], found["identical"]) == (walk[4:], texts[walk], True)
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f("))
-    assert main(["generate", *models, "--chat", walk, "-"]) == 0
-    assert split_report(capsys.readouterr().out)[0] == "\n\n".join(texts.values())
+    both = printed(capsys, "generate", *models, *FP32, "--chat", walk, "-")
+    assert split_report(both)[0] == "\n\n".join(texts.values())
 
 
 @pytest.mark.parametrize(
@@ -345,17 +328,14 @@ def test_drafts_are_green_on_a_terminal_only(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_folders_can_be_named(capsys):
-    assert generate("--max-new-tokens", 12) == 0
-    text = split_report(capsys.readouterr().out)[0]
+def test_folders_can_be_named(capsys, shown):
+    text, _ = shown("--max-new-tokens", 12)
+    format_ = "SpecForge/SGLang format, EAGLE-3, aux layers [0, 2, 4] (layer outputs) = hidden_states [1, 3, 5]"
     for _ in range(2):  # what listens to the loader leaves it as it was
         assert generate("--max-new-tokens", 12, "--target", TARGET, "--draft", DRAFT) == 0
         captured = capsys.readouterr()
         assert split_report(captured.out)[0] == text
-        assert captured.err == (
-            f"{DRAFT}: SpecForge/SGLang format, EAGLE-3, aux layers [0, 2, 4] (layer outputs) = "
-            "hidden_states [1, 3, 5]\n"
-        )
+        assert captured.err == f"{DRAFT}: {format_}\n"
 
 
 @pytest.mark.parametrize("vocab_size", [257, 321])
@@ -375,10 +355,9 @@ def test_a_small_language_model_can_be_the_draft(capsys, tmp_path, vocab_size, c
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "naive"])
-def test_some_methods_need_a_target_alone(capsys, method):
-    config = json.dumps({"method": method})
-    assert generate("--target", TARGET, "--speculative-config", config, "--max-new-tokens", 6, "--device", "cpu") == 0
-    assert split_report(capsys.readouterr().out)[1]["tokens"].startswith("6 ")
+def test_some_methods_need_a_target_alone(shown, method):
+    options = ("--speculative-config", json.dumps({"method": method}), "--max-new-tokens", 6, "--device", "cpu")
+    assert shown("--target", TARGET, *options)[1]["tokens"].startswith("6 ")
 
 
 def test_limits_of_the_engine_can_be_given(tmp_path, capsys, monkeypatch):
@@ -401,15 +380,13 @@ def test_limits_of_the_engine_can_be_given(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["generate", "a", "--simulated-accept-rates", "1,x"],
-            "--simulated-accept-rates: must be numbers with commas between them, got '1,x'",
-        ),
+        (["generate", "a", "--simulated-accept-rates", "1,x"],
+         "--simulated-accept-rates: must be numbers with commas between them, got '1,x'"),
         (["generate", "a", "--target", ""], "--target: must be the path of a folder, got ''"),
         (["inspect", " "], "draft: must be the path of a folder, got ' '"),
     ],
     ids=["rates", "target", "draft"],
-)
+)  # fmt: skip
 def test_values_are_named_by_their_rule(capsys, arguments, message):
     with pytest.raises(SystemExit):
         main(arguments)
@@ -420,32 +397,28 @@ def test_values_are_named_by_their_rule(capsys, arguments, message):
 def test_the_command_that_left_says_where_it_went(capsys, arguments):
     with pytest.raises(SystemExit) as ended:
         main(["train-head", *arguments])
-    (out, told), places = capsys.readouterr(), ("python -m bench.lab.train_head", "SpecForge", "speculators")
-    assert ended.value.code == 2 and out == "" and told.count("\n") == 1 and all(place in told for place in places)
+    (out, said), places = capsys.readouterr(), ("python -m bench.lab.train_head", "SpecForge", "speculators")
+    assert ended.value.code == 2 and out == "" and said.count("\n") == 1 and all(place in said for place in places)
 
 
 def test_env_prints_versions_and_backend(capsys):
-    assert main(["env"]) == 0
-    rows = read_rows(capsys.readouterr().out)
+    rows = read_rows(printed(capsys, "env"))
     assert rows["eagle_kernels"] == str(ROOT / "eagle_kernels")
     assert (rows["python"], rows["torch"]) == (platform.python_version(), torch.__version__)
     assert "triton" in rows and rows["backend on cpu"] == backend(torch.device("cpu"))
     assert "cuda:0" in rows or rows["gpu"] == "none that torch can use"
 
 
-def test_end_tokens_are_ignored(tmp_path, capsys):
-    """Text goes on behind them, as far as it may."""
+def test_end_tokens_are_ignored(tmp_path, report):
+    """Text goes on after them, as far as it may."""
     target = shutil.copytree(TARGET, tmp_path / "target")
     content = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": ord(" ")}
     (target / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    models = ("--target", target, "--draft", DRAFT, "--max-new-tokens", 16, "--json")
-    for options, ends, text in (
-        ((), ["eos"], "self, "),
-        (("--ignore-eos", "--top-k", -1), ["length"], "self, size, walk"),
-    ):
-        assert generate(*models, *options, prompt="import os\n\ndef walk(") == 0
-        report = json.loads(capsys.readouterr().out)
-        assert (report["finish_reasons"], report["text"]) == (ends, text)
+    models = ("--target", target, "--draft", DRAFT, "--max-new-tokens", 16)
+    more = ("--ignore-eos", "--top-k", -1)
+    for options, ends, text in (((), ["eos"], "self, "), (more, ["length"], "self, size, walk")):
+        found = report(*models, *options, prompts=["import os\n\ndef walk("])
+        assert (found["finish_reasons"], found["text"]) == (ends, text)
 
 
 @pytest.mark.parametrize(
@@ -464,45 +437,34 @@ def test_unknown_options_are_named(capsys, option, message):
 
 
 def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
-    """The one line with which a command is refused."""
-    assert generate(*arguments, prompt=prompt) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and captured.err.endswith("\n")
-    return captured.err.removeprefix("error: ").rstrip("\n")
+    return command.complaint(capsys, "generate", prompt, *FP32, *arguments)
+
+
+CONFIG, OF_EMBEDDED = "--speculative-config", "the embedded pair has an EAGLE head"
+DEVICES = "--device must be auto, cpu, cuda or cuda:N"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--target", TARGET],
-            "--target must come with a source of drafts: --draft HEAD_OR_SMALLER_MODEL, or --speculative-config "
-            """'{"method": "ngram"}', which needs no draft""",
-        ),
-        (["--target", TARGET, "--speculative-config", '{"method": "draft_model"}'], "--target must come with a source"),
-        (["--target", TARGET, "--speculative-config", '{"method": "mtp"}'], f"{TARGET}: holds no next-token modules"),
+        (["--target", TARGET],
+         "--target must come with a source of drafts: --draft HEAD_OR_SMALLER_MODEL, or --speculative-config "
+         """'{"method": "ngram"}', which needs no draft"""),
+        (["--target", TARGET, CONFIG, '{"method": "draft_model"}'], "--target must come with a source"),
+        (["--target", TARGET, CONFIG, '{"method": "mtp"}'], f"{TARGET}: holds no next-token modules"),
         (["--draft", DRAFT], '--draft, or "model" of --speculative-config, must come with --target MODEL'),
-        (
-            ["--speculative-config", '{"method": "draft_model"}'],
-            "--draft must be given for method='draft_model': the embedded pair has an EAGLE head",
-        ),
-        (
-            ["--speculative-config", '{"method": "mtp"}'],
-            "--draft must be given for method='mtp': the embedded pair has an EAGLE head",
-        ),
+        ([CONFIG, '{"method": "draft_model"}'], f"--draft must be given for method='draft_model': {OF_EMBEDDED}"),
+        ([CONFIG, '{"method": "mtp"}'], f"--draft must be given for method='mtp': {OF_EMBEDDED}"),
         (["--target", "/no/target", "--draft", DRAFT], "/no/target: there is no such folder"),
         (["--target", TARGET, "--draft", "/no/draft"], "/no/draft: there is no such folder"),
         (["--target", TARGET / "config.json", "--draft", DRAFT], "config.json: is a file, not a folder; name the"),
         (["--target", TARGET, "--draft", TARGET / "config.json"], "config.json: is a file, not a folder; name the"),
         (["--target", DRAFT, "--draft", TARGET], f"{DRAFT}: is an EAGLE-3 head: a draft, not a target; are draft and"),
-        (
-            ["--target", TARGET, "--draft", TARGET, "--speculative-config", '{"method": "eagle"}'],
-            f"or None for a draft of CausalDraft, got 'eagle'; {TARGET} holds a language model",
-        ),
-        (["--device", "nonsense"], "--device must be auto, cpu, cuda or cuda:N, got 'nonsense'"),
-        (["--device", "meta"], "--device must be auto, cpu, cuda or cuda:N, got 'meta'"),
-        (["--device", "mps"], "--device must be auto, cpu, cuda or cuda:N, got 'mps'"),
+        (["--target", TARGET, "--draft", TARGET, CONFIG, '{"method": "eagle"}'],
+         f"or None for a draft of CausalDraft, got 'eagle'; {TARGET} holds a language model"),
+        (["--device", "nonsense"], f"{DEVICES}, got 'nonsense'"),
+        (["--device", "meta"], f"{DEVICES}, got 'meta'"),
+        (["--device", "mps"], f"{DEVICES}, got 'mps'"),
         (["--device", "cuda:99"], "--device cuda:99: this machine has"),
         (["--topk", 0], "topk must lie in 1..16, got 0"),
         (["--num-steps", 0], "num_steps must be at least 1, got 0"),
@@ -515,31 +477,21 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (["--temperature", "nan"], "temperature must be a finite int or float, got nan"),
         (["--top-p", 0], "top_p must lie in (0, 1]"),
         (["--accept-policy", "simulate"], "accept_policy must come with one of simulated_accept_length, "),
-        (
-            ["--accept-policy", "reject_all", "--simulated-accept-length", 3],
-            "simulated_accept_length must come with accept_policy='simulate', got 3.0",
-        ),
+        (["--accept-policy", "reject_all", "--simulated-accept-length", 3],
+         "simulated_accept_length must come with accept_policy='simulate', got 3.0"),
         (["--seed", 2**63], f"seeds must fit in 64 bits, got {2**63}"),
-        (
-            ["--speculative-config", '{"method": "eagle", "model": 3}'],
-            "speculative_config: model must be the folder of a draft, got 3",
-        ),
-        (
-            ["--target", TARGET, "--speculative-config", '{"method": "eagle", "model": ""}'],
-            "speculative_config: model must be the folder of a draft, got ''",
-        ),
-        (
-            ["--max-new-tokens", 4000],
-            "tokens + --max-new-tokens 4000 exceed the 1024 tokens that the target and max_length allow",
-        ),
-        (["--speculative-config", "{}"], "speculative_config: method must be given, got None"),
-        (
-            ["--speculative-config", '{"method": "eagle", "accept_policy": "normal"}', "--accept-policy", "accept_all"],
-            "give acceptance either by --accept-policy or in --speculative-config, not by both",
-        ),
+        ([CONFIG, '{"method": "eagle", "model": 3}'],
+         "speculative_config: model must be the folder of a draft, got 3"),
+        (["--target", TARGET, CONFIG, '{"method": "eagle", "model": ""}'],
+         "speculative_config: model must be the folder of a draft, got ''"),
+        (["--max-new-tokens", 4000],
+         "tokens + --max-new-tokens 4000 exceed the 1024 tokens that the target and max_length allow"),
+        ([CONFIG, "{}"], "speculative_config: method must be given, got None"),
+        ([CONFIG, '{"method": "eagle", "accept_policy": "normal"}', "--accept-policy", "accept_all"],
+         "give acceptance either by --accept-policy or in --speculative-config, not by both"),
     ],
     ids=lambda value: " ".join(Path(str(part)).name for part in value) if isinstance(value, list) else "",
-)
+)  # fmt: skip
 def test_bad_arguments_are_named(capsys, arguments, message):
     assert message in complaint(capsys, *arguments)
 
@@ -579,57 +531,50 @@ def test_limits_are_checked_before_the_warm_up(capsys, monkeypatch):
     assert "--max-new-tokens 128 exceed" in complaint(capsys, prompt="x" * 1024)
 
 
-@pytest.mark.parametrize("which", ["target", "draft"])
+# of either folder: a file, what it holds, and what is said
+BROKEN = [
+    ("config.json", "{", "config.json is not JSON"),
+    ("config.json", "\xff", "config.json is not JSON"),
+    ("config.json", "[]", "config.json holds no JSON object"),
+    ("config.json", "{}", "config.json: vocab_size is missing"),
+    ("model.safetensors", "no tensors", "model.safetensors cannot be read"),
+]
+# of one of them: what changes in config.json
+CHANGES = [
+    ("target", {"rms_norm_eps": "x"}, "config.json: rms_norm_eps must be a number, got 'x'"),
+    ("target", {"rope_theta": "abc"}, "config.json: rope_theta must be a number, got 'abc'"),
+    ("target", {"rope_scaling": "linear"}, "config.json: rope_scaling must be an object, got 'linear'"),
+    ("target", {"tie_word_embeddings": "no"}, "config.json: tie_word_embeddings must be true or false, got 'no'"),
+    ("target", {"num_hidden_layers": True}, "config.json: num_hidden_layers must be a positive integer, got True"),
+    ("target", {"eos_token_id": "end"}, "eos_token_id must be a token id or a list of them, got 'end'"),
+    ("draft", {"eagle_config": [1]}, "config.json: eagle_config must be an object, got [1]"),
+    ("draft", {"eagle_config": {LAYER_IDS: 5}}, f"config.json: {LAYER_IDS} must be a list of integers, got 5"),
+    ("draft", {"eagle_config": {LAYER_IDS: ["a"]}}, f"config.json: {LAYER_IDS} must be a list of integers, got"),
+]
+
+
 @pytest.mark.parametrize(
-    ("file_name", "contents", "message"),
-    [
-        ("config.json", "{", "config.json is not JSON"),
-        ("config.json", "\xff", "config.json is not JSON"),
-        ("config.json", "[]", "config.json holds no JSON object"),
-        ("config.json", "{}", "config.json: vocab_size is missing"),
-        ("model.safetensors", "no tensors", "model.safetensors cannot be read"),
-    ],
-)
+    ("which", "file_name", "contents", "message"),
+    [*((which, *case) for which in ("target", "draft") for case in BROKEN),
+     *((which, "config.json", changes, message) for which, changes, message in CHANGES)],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
 def test_broken_folders_are_named(capsys, tmp_path, which, file_name, contents, message):
-    broken = tmp_path / "broken"
-    shutil.copytree(TARGET if which == "target" else DRAFT, broken)
+    broken = shutil.copytree(TARGET if which == "target" else DRAFT, tmp_path / "broken")
+    if isinstance(contents, dict):
+        contents = json.dumps(json.loads((broken / file_name).read_text()) | contents)
     (broken / file_name).write_text(contents, encoding="latin-1")
     pair = {"target": TARGET, "draft": DRAFT} | {which: broken}
-    told = complaint(capsys, "--target", pair["target"], "--draft", pair["draft"])
-    assert told.startswith(f"{broken}: {message}")
-
-
-@pytest.mark.parametrize(
-    ("which", "changes", "message"),
-    [
-        ("target", {"rms_norm_eps": "x"}, "config.json: rms_norm_eps must be a number, got 'x'"),
-        ("target", {"rope_theta": "abc"}, "config.json: rope_theta must be a number, got 'abc'"),
-        ("target", {"rope_scaling": "linear"}, "config.json: rope_scaling must be an object, got 'linear'"),
-        ("target", {"tie_word_embeddings": "no"}, "config.json: tie_word_embeddings must be true or false, got 'no'"),
-        ("target", {"num_hidden_layers": True}, "config.json: num_hidden_layers must be a positive integer, got True"),
-        ("target", {"eos_token_id": "end"}, "eos_token_id must be a token id or a list of them, got 'end'"),
-        ("draft", {"eagle_config": [1]}, "config.json: eagle_config must be an object, got [1]"),
-        ("draft", {"eagle_config": {LAYER_IDS: 5}}, f"config.json: {LAYER_IDS} must be a list of integers, got 5"),
-        ("draft", {"eagle_config": {LAYER_IDS: ["a"]}}, f"config.json: {LAYER_IDS} must be a list of integers, got"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_bad_configs_are_named(capsys, tmp_path, which, changes, message):
-    broken = tmp_path / "broken"
-    shutil.copytree(TARGET if which == "target" else DRAFT, broken)
-    config = json.loads((broken / "config.json").read_text()) | changes
-    (broken / "config.json").write_text(json.dumps(config))
-    pair = {"target": TARGET, "draft": DRAFT} | {which: broken}
-    told = complaint(capsys, "--target", pair["target"], "--draft", pair["draft"])
-    assert told.startswith(f"{broken}: {message}")
+    said = complaint(capsys, "--target", pair["target"], "--draft", pair["draft"])
+    assert said.startswith(f"{broken}: {message}")
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": 3}, {"weight_map": {"model.norm.weight": 1}}])
 def test_a_bad_index_is_named(capsys, tmp_path, index):
     shutil.copytree(TARGET, tmp_path / "broken", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "broken" / "model.safetensors.index.json").write_text(json.dumps(index))
-    told = complaint(capsys, "--target", tmp_path / "broken", "--draft", DRAFT)
-    assert told.startswith(f"{tmp_path / 'broken'}: model.safetensors.index.json: weight_map must be an object")
+    said = complaint(capsys, "--target", tmp_path / "broken", "--draft", DRAFT)
+    assert said.startswith(f"{tmp_path / 'broken'}: model.safetensors.index.json: weight_map must be an object")
 
 
 @pytest.mark.parametrize(("changes", "message"), [({"hidden_size": 128}, "128"), ({"vocab_size": 300}, "300")])
@@ -641,13 +586,9 @@ def test_a_draft_of_another_target_is_refused(capsys, tmp_path, changes, message
 
 @pytest.mark.slow
 def test_as_a_program_from_another_folder(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "eagle_kernels", "generate", "def f(", "--max-new-tokens", "8"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    program = [sys.executable, "-m", "eagle_kernels", "generate", "def f(", "--max-new-tokens", "8"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     text, table = split_report(result.stdout)
     assert text.startswith("def f(") and table["tokens"].startswith("8 ")
@@ -659,9 +600,8 @@ def test_a_benchmark_tells_what_ran(tmp_path, capsys):
     file.write_text("aaaa\nbbbb\n", encoding="utf-8")
     fields = {"method": "ngram", "num_speculative_tokens": 3, "verify_strategy": "topp"}
     options = ["--speculative-config", json.dumps(fields), "--temperature", "1", "--top-k", "9", "--top-p", "0.5"]
-    command = ["benchmark", str(file), "--max-new-tokens", "3", *options, "--max-batch", "1", "--batch-size", "2"]
-    assert main([*command, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    benchmark = ["benchmark", str(file), "--max-new-tokens", "3", *options, "--max-batch", "1", "--batch-size", "2"]
+    report = json.loads(printed(capsys, *benchmark, "--json"))
     names = ("method", "verify_strategy", "temperature", "top_k", "top_p", "batch_size", "max_batch")
     assert [report[name] for name in names] == ["ngram", "topp", 1.0, 9, 0.5, 2, 2]
 
@@ -669,12 +609,10 @@ def test_a_benchmark_tells_what_ran(tmp_path, capsys):
 def test_a_benchmark_of_one_token_has_no_speedup(tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("aaaa\n", encoding="utf-8")
-    command = ["benchmark", str(file), "--max-new-tokens", "1"]
-    assert main([*command, "--json"]) == 0
-    printed = capsys.readouterr().out
-    assert "NaN" not in printed and json.loads(printed)["speedup"] is None
-    assert main(command) == 0
-    assert read_rows(capsys.readouterr().out)["speedup"] == "-"
+    benchmark = ["benchmark", str(file), "--max-new-tokens", "1"]
+    shown = printed(capsys, *benchmark, "--json")
+    assert "NaN" not in shown and json.loads(shown)["speedup"] is None
+    assert read_rows(printed(capsys, *benchmark))["speedup"] == "-"
 
 
 @pytest.mark.slow
@@ -682,27 +620,23 @@ def test_benchmark(tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("import os\n\ndef f(x):\nclass A:\n", encoding="utf-8")
     sizes = ["--max-new-tokens", "8", "--num-prompts", "2", "--topk", "2", "--num-steps", "3"]
-    command = ["benchmark", str(file), *sizes, *FP32]
-    assert main([*command, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    benchmark = ["benchmark", str(file), *sizes, *FP32]
+    report = json.loads(printed(capsys, *benchmark, "--json"))
     assert report["prompts"] == 2 and report["identical"] == 1.0 and report["speculative"]["tokens"] == 16
     assert (report["topk"], report["num_steps"], report["num_draft_tokens"]) == (2, 3, 11)
     assert report["dtype"] == "float32" and report["device"] and report["versions"]["torch"] == torch.__version__
     assert report["adaptive"] is None and report["batch_size"] == 1
     assert (report["method"], report["verify_strategy"], report["max_batch"]) == ("eagle", "target_match", 32)
     naive = ["--speculative-config", '{"method": "naive"}']
-    assert main(["benchmark", str(file), "--max-new-tokens", "8", *naive, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(printed(capsys, "benchmark", file, "--max-new-tokens", 8, *naive, "--json"))
     assert (report["topk"], report["num_steps"], report["num_draft_tokens"]) == (1, 0, 1)
-    assert main([*command, "--accept-policy", "reject_all"]) == 0
-    shown = capsys.readouterr().out
+    shown = printed(capsys, *benchmark, "--accept-policy", "reject_all")
     assert "mean acceptance length: 1.00" in shown and "identical" in shown
     assert "method: eagle, verified by target_match" in shown
     missing = str(tmp_path / "none.txt")
-    for command in (["benchmark", missing], ["inspect", "--sweep", missing], ["generate", "--prompts", missing]):
-        assert main(command) == 1
-        assert capsys.readouterr().err == f"error: {missing}: there is no such file of prompts\n"
-    for command in (["benchmark", str(file)], ["inspect", "--sweep", str(file)]):
+    for arguments in (["benchmark", missing], ["inspect", "--sweep", missing], ["generate", "--prompts", missing]):
+        assert command.complaint(capsys, *arguments) == f"{missing}: there is no such file of prompts"
+    for arguments in (["benchmark", file], ["inspect", "--sweep", file]):
         for count in ("0", "-1"):
-            assert main([*command, "--num-prompts", count]) == 1
-            assert capsys.readouterr().err == f"error: --num-prompts must be at least 1, got {count}\n"
+            said = command.complaint(capsys, *arguments, "--num-prompts", count)
+            assert said == f"--num-prompts must be at least 1, got {count}"

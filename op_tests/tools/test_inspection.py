@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("safetensors")
 
 from eagle_kernels.engine.models.checkpoint import Checkpoint
+from eagle_kernels.engine.models.heads import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from eagle_kernels.engine.models.loading import demo_pair, load_draft
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.tools import inspection
@@ -20,6 +21,7 @@ from eagle_kernels.tools.inspection import SweepRow, inspect_head, judge, read_p
 from op_tests.engine import heads
 from op_tests.engine.heads import TARGET_VOCAB, WRITERS, save_folder
 from op_tests.engine.toys import random_head, random_llama, write_decoder
+from op_tests.tools.command import complaint, printed, read_rows
 
 TARGET, DRAFT = demo_pair()
 PROMPTS = TARGET.parent / "prompts.json"
@@ -29,25 +31,17 @@ def inspect(*arguments) -> int:
     return main(["inspect", "--dtype", "float32", *map(str, arguments)])
 
 
-def read_rows(text: str) -> list[tuple[str, ...]]:
-    return [tuple(line.split(": ", maxsplit=1)) for line in text.splitlines()]
+def shown(capsys, *arguments) -> str:
+    return printed(capsys, "inspect", "--dtype", "float32", *arguments)
 
 
 @pytest.fixture(scope="module")
 def small_target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     model = random_llama(num_layers=8, vocab_size=TARGET_VOCAB)
-    config = {
-        "model_type": "llama",
-        "vocab_size": TARGET_VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-    }
+    config = {"model_type": "llama", "vocab_size": TARGET_VOCAB, "hidden_size": 32, "intermediate_size": 48,
+              "num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+              "max_position_embeddings": 256}  # fmt: skip
     save_folder(model, config, folder)
     return folder
 
@@ -56,27 +50,26 @@ def test_the_embedded_head(capsys):
     assert inspect() == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    assert read_rows(captured.out) == [
-        ("format", "SpecForge/SGLang"),
-        ("kind", "EAGLE-3"),
-        ("parameters", "1,049,600 (BF16)"),
-        ("hidden size", "256, MLP 640"),
-        ("heads", "8 query, 4 key-value, of 32"),
-        ("vocabulary", "128 of 257 tokens (50%)"),
-        ("embedding, lm_head", "the target's, its own"),
-        ("max positions", "1024"),
-        ("options", "none"),
-        ("reads", "hidden_states [1, 3, 5] = outputs of layers [0, 2, 4] (written as layer outputs [0, 2, 4])"),
-        ("fits the target", "yes"),
+    assert captured.out.splitlines() == [
+        "format: SpecForge/SGLang",
+        "kind: EAGLE-3",
+        "parameters: 1,049,600 (BF16)",
+        "hidden size: 256, MLP 640",
+        "heads: 8 query, 4 key-value, of 32",
+        "vocabulary: 128 of 257 tokens (50%)",
+        "embedding, lm_head: the target's, its own",
+        "max positions: 1024",
+        "options: none",
+        "reads: hidden_states [1, 3, 5] = outputs of layers [0, 2, 4] (written as layer outputs [0, 2, 4])",
+        "fits the target: yes",
     ]
 
 
 @pytest.mark.slow
 def test_the_sweep_finds_the_embedded_head_right(capsys):
-    """Off by one costs a head acceptance, and nothing else would tell."""
+    """Off by one costs a head acceptance, and nothing else would show it."""
     arguments = ("--target", TARGET, "--sweep", PROMPTS, "--num-prompts", 6, "--max-new-tokens", 32)
-    assert inspect(DRAFT, *arguments, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(shown(capsys, DRAFT, *arguments, "--json"))
     below, right, above = report["sweep"]
     assert [row["shift"] for row in report["sweep"]] == [-1, 0, 1]
     assert (below["aux_layers"], right["aux_layers"], above["aux_layers"]) == ([0, 2, 4], [1, 3, 5], [2, 4, 6])
@@ -90,21 +83,18 @@ def test_the_sweep_names_ids_of_the_other_convention(capsys, tmp_path):
     shutil.copytree(DRAFT, tmp_path / "draft")
     heads.edit_config(tmp_path / "draft", eagle_config=None, eagle_aux_hidden_state_layer_ids=[0, 2, 4])
     arguments = ("--target", TARGET, "--sweep", PROMPTS, "--num-prompts", 3, "--max-new-tokens", 32)
-    assert inspect(tmp_path / "draft", *arguments) == 0
-    rows = dict(read_rows(capsys.readouterr().out))
-    assert rows["remark"].startswith(
-        "the sweep finds the layer ids better when shifted by +1: they may be of the other"
-    )
+    rows = read_rows(shown(capsys, tmp_path / "draft", *arguments))
+    better = "the sweep finds the layer ids better when shifted by +1: they may be of the other"
+    assert rows["remark"].startswith(better)
     assert "aux_layers=(1, 3, 5)" in rows["remark"]
     assert rows["acceptance, ids -1"] == "not measured, hidden_states [-1, 1, 3]"
-    head = load_draft(
-        tmp_path / "draft", random_llama(num_layers=6, hidden_size=256, vocab_size=257), aux_layers=(1, 3, 5)
-    )
+    target = random_llama(num_layers=6, hidden_size=256, vocab_size=257)
+    head = load_draft(tmp_path / "draft", target, aux_layers=(1, 3, 5))
     assert head.aux_layers == (1, 3, 5)
 
 
 @pytest.mark.slow
-def test_the_sweep_of_a_head_that_is_never_accepted_tells_nothing(tmp_path):
+def test_the_sweep_of_a_head_that_is_never_accepted_says_nothing(tmp_path):
     shutil.copytree(DRAFT, tmp_path / "draft")
     noise = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     heads.edit_tensors(tmp_path / "draft", **{"lm_head.weight": noise})
@@ -125,15 +115,14 @@ def test_the_sweep_of_a_head_that_is_never_accepted_tells_nothing(tmp_path):
     ],
 )
 def test_the_sweep_judges_with_a_margin(lengths, verdict):
-    (told,) = judge([SweepRow(shift, (shift + 1,), length) for shift, length in zip((-1, 0, 1), lengths)])
-    assert verdict in told
+    (remark,) = judge([SweepRow(shift, (shift + 1,), length) for shift, length in zip((-1, 0, 1), lengths)])
+    assert verdict in remark
 
 
 def test_weights_of_the_target_are_read_for_a_sweep_alone(capsys, monkeypatch):
     read, folders = Checkpoint.read, []
     monkeypatch.setattr(Checkpoint, "read", lambda file, device: [folders.append(file.folder), *read(file, device)][1:])
-    assert inspect(DRAFT, "--target", TARGET) == 0
-    assert dict(read_rows(capsys.readouterr().out))["fits the target"] == "yes" and set(folders) == {DRAFT}
+    assert read_rows(shown(capsys, DRAFT, "--target", TARGET))["fits the target"] == "yes" and set(folders) == {DRAFT}
     assert inspect_head(DRAFT, TARGET, prompts=["a"], max_new_tokens=2, device="cpu").sweep and TARGET in folders
 
 
@@ -144,9 +133,8 @@ def test_heads_of_each_format(tmp_path, small_target, form):
     assert (report.hidden_states, report.layer_outputs) == ([2, 4, 5], [1, 3, 4])
     assert report.dtypes == ["F32"] and not report.has_embedding and report.has_output
     assert report.remarks == ["the head was made for 96 positions, the target for 256: requests end at 96 tokens"]
-    report = inspect_head(
-        WRITERS[form](tmp_path / "one", heads.eagle1_tensors()), small_target, prompts=["a"], device="cpu"
-    )
+    head = WRITERS[form](tmp_path / "one", heads.eagle1_tensors())
+    report = inspect_head(head, small_target, prompts=["a"], device="cpu")
     assert (report.format, report.kind, report.fits) == (form, "EAGLE-1", True)
     assert report.has_embedding and not report.has_output and report.options == ["fc_bias"]
     rows = dict(report.rows())
@@ -160,13 +148,12 @@ def test_a_language_model_is_a_draft_too(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Checkpoint, "read", None)
     small = random_llama(num_layers=1, vocab_size=321)
     folder = write_decoder(small, tmp_path / "small", tokenizer_class="ByteTokenizer")
-    assert inspect(folder, "--target", TARGET) == 0
-    told = dict(read_rows(capsys.readouterr().out))
-    assert told["kind"] == "a language model (Decoder), which drafts as method draft_model"
-    assert (told["parameters"], told["heads"]) == ("28,320 (BF16)", "2 query, 1 key-value, of 16")
-    assert (told["vocabulary"], told["embedding, lm_head"]) == ("321 of 321 tokens (100%)", "its own, its own")
-    assert (told["reads"], told["fits the target"]) == ("nothing of its target but the tokens", "yes")
-    assert told["remark"] == ("the model was made for 256 positions, the target for 1024: requests end at 256 tokens")
+    rows = read_rows(shown(capsys, folder, "--target", TARGET))
+    assert rows["kind"] == "a language model (Decoder), which drafts as method draft_model"
+    assert (rows["parameters"], rows["heads"]) == ("28,320 (BF16)", "2 query, 1 key-value, of 16")
+    assert (rows["vocabulary"], rows["embedding, lm_head"]) == ("321 of 321 tokens (100%)", "its own, its own")
+    assert (rows["reads"], rows["fits the target"]) == ("nothing of its target but the tokens", "yes")
+    assert rows["remark"] == "the model was made for 256 positions, the target for 1024: requests end at 256 tokens"
     heads.edit_config(folder, tokenizer_class=None)
     report = inspect_head(folder, TARGET, prompts=["a"])
     assert not report.fits and "the draft must have the target's 257 tokens, got 321" in report.misfits[0]
@@ -175,7 +162,7 @@ def test_a_language_model_is_a_draft_too(tmp_path, capsys, monkeypatch):
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     capsys.readouterr()
     assert inspect(folder, "--target", TARGET) == 1
-    assert "only one of them has a tokenizer.json" in dict(read_rows(capsys.readouterr().out))["misfit"]
+    assert "only one of them has a tokenizer.json" in read_rows(capsys.readouterr().out)["misfit"]
 
 
 def test_options_and_defaults_without_a_target(tmp_path):
@@ -185,31 +172,23 @@ def test_options_and_defaults_without_a_target(tmp_path):
     assert dict(report.rows())["reads"].startswith("the default streams of its target")
 
 
-def test_every_reason_is_told(capsys, tmp_path):
+def test_every_reason_is_named(capsys, tmp_path):
     """A head of another vocabulary and width, whose own d2t is broken as well."""
     folder = heads.write_specforge(tmp_path / "head", heads.eagle3_tensors())
     heads.edit_tensors(folder, d2t=torch.full((heads.DRAFT_VOCAB,), 60))
     assert inspect(folder) == 1
-    assert [text for name, text in read_rows(capsys.readouterr().out) if name == "misfit"] == [
-        "d2t: draft id 1 maps to target id 61, outside the 61 there are"
-    ]
+    misfits = [line for line in capsys.readouterr().out.splitlines() if line.startswith("misfit: ")]
+    assert misfits == ["misfit: d2t: draft id 1 maps to target id 61, outside the 61 there are"]
     assert inspect(folder, "--target", TARGET, "--sweep", PROMPTS) == 1
-    rows = read_rows(capsys.readouterr().out)
-    misfits = "\n".join(text for name, text in rows if name == "misfit")
-    assert ("fits the target", "no") in rows and not any("acceptance" in name for name, _ in rows)
-    for text in (
-        "vocab_size 61 is not the target's 257",
-        "features of width 32",
-        "draft id 1",
-        "must hold embed_tokens",
-    ):
-        assert text in misfits
+    lines = capsys.readouterr().out.splitlines()
+    misfits = "\n".join(line for line in lines if line.startswith("misfit: "))
+    assert "fits the target: no" in lines and not any("acceptance" in line for line in lines)
+    reasons = ("vocab_size 61 is not the target's 257", "features of width 32", "draft id 1", "must hold embed_tokens")
+    assert all(reason in misfits for reason in reasons)
 
 
 def test_the_sweep_leaves_the_head_as_it_was():
     target = random_llama(num_layers=8, vocab_size=TARGET_VOCAB)
-    from eagle_kernels.engine.models.heads import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
-
     head = EagleHead(EagleConfig.from_dict(heads.WIDTHS)).bind(target)
     rows = sweep_aux_layers(head, target, [[1, 2, 3]], 4)
     assert head.aux_layers == (2, 4, 5) and [row.aux_layers[0] for row in rows] == [1, 2, 3]
@@ -257,9 +236,7 @@ def test_a_sweep_measures_what_fits_and_changes_nothing(aux_layers, monkeypatch)
     ],
 )
 def test_bad_input_gets_one_line(capsys, arguments, message):
-    assert inspect(*arguments) == 1
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith(f"error: {message}") and captured.err.count("\n") == 1
+    assert complaint(capsys, "inspect", *arguments).startswith(message)
 
 
 def test_prompt_files(tmp_path):

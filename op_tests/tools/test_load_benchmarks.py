@@ -16,10 +16,10 @@ from eagle_kernels.engine.benchmark import RequestTimes, percentiles
 from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.tools import gsm8k, request_benchmark
 from eagle_kernels.tools.cli import benchmark as cli
-from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.gsm8k import Example, evaluate, last_number, prompts_of, read_examples
 from eagle_kernels.tools.request_benchmark import random_requests, run_requests
 from op_tests.engine.toys import LetterTokenizer, ToyModel
+from op_tests.tools.command import complaint, printed
 
 QUESTIONS = [
     ("A farmer has 3 hens, each of which lays 4 eggs. How many eggs?", "3 * 4 = <<3*4=12>>12.\n#### 12", 12),
@@ -40,7 +40,7 @@ def file(tmp_path):
 
 def test_lengths_are_random_within_their_bounds():
     requests = random_requests(200, 40, 20, 0.7, 61, seed=3, temperature=0.5)
-    prompts, texts = ([len(prompt) for prompt, _ in requests], [params.max_new_tokens for _, params in requests])
+    prompts, texts = zip(*((len(prompt), params.max_new_tokens) for prompt, params in requests))
     assert (min(prompts), max(prompts), min(texts), max(texts)) == (28, 40, 14, 20)
     assert all(0 <= token < 61 for prompt, _ in requests for token in prompt)
     assert [params.seed for _, params in requests] == list(range(3, 203)) and requests[0][1].temperature == 0.5
@@ -89,20 +89,16 @@ def test_figures_of_a_run(monkeypatch):
     """Of times that are given: all requests are sent at 100 s, and the last one ends at 108 s."""
     target, clock = ToyModel(), iter([100.0, 108.0])
     engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3))
-    times = [
-        RequestTimes(101.0, [(1.0, 2), (4.0, 2)]),
-        RequestTimes(103.0, []),
-        RequestTimes(104.0, [(3.0, 1), (1.0, 3)]),
-    ]
+    steps = [(101.0, [(1.0, 2), (4.0, 2)]), (103.0, []), (104.0, [(3.0, 1), (1.0, 3)])]
+    times = [RequestTimes(*each) for each in steps]
     monkeypatch.setattr(request_benchmark, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(request_benchmark, "time_requests", lambda stream: [*stream] and times)
     requests = [([1] * 7, SamplingParams(max_new_tokens=count)) for count in (5, 1, 5)]
     run = run_requests(engine, requests)
 
     def of_three(low, middle, high):
-        return pytest.approx(
-            {"p50": middle, "p95": middle + 0.9 * (high - middle), "p99": middle + 0.98 * (high - middle)}
-        )
+        above = high - middle
+        return pytest.approx({"p50": middle, "p95": middle + 0.9 * above, "p99": middle + 0.98 * above})
 
     assert (run.requests, run.time_s, run.input_tokens, run.output_tokens) == (3, 8.0, 21, 11)
     speeds = (run.requests_per_second, run.output_tokens_per_second, run.total_tokens_per_second)
@@ -163,8 +159,7 @@ def test_right_wrong_and_missing_answers(monkeypatch):
     assert accuracy.output_tokens == 12 and accuracy.tokens_per_second == pytest.approx(12 / accuracy.time_s)
 
 
-def command(*arguments) -> int:
-    return main(["benchmark", *map(str, arguments), "--device", "cpu", "--topk", "2", "--num-steps", "2"])
+SMALL = ("benchmark", "--device", "cpu", "--topk", 2, "--num-steps", 2)
 
 
 @pytest.mark.parametrize("is_json", [True, False])
@@ -189,41 +184,33 @@ def test_the_command_shows_what_was_measured(method, is_json, file, monkeypatch,
     monkeypatch.setattr(cli, "run_requests", run)
     monkeypatch.setattr(cli, "evaluate", answer)
     ways, shape = [False] if is_plain else [True, False], ["--json"] if is_json else []
-    told = ["--requests", "3", "--input-len", "30", "--output-len", "6", "--range-ratio", "0.5", "--seed", "4"]
-    assert main(["benchmark", *told, *shape]) == 0
-    shown, requests = capsys.readouterr().out, random_requests(3, 30, 6, 0.5, 40, 4, **config.sampling)
+    options = ["--requests", 3, "--input-len", 30, "--output-len", 6, "--range-ratio", 0.5, "--seed", 4]
+    shown = printed(capsys, "benchmark", *options, *shape)
+    requests = random_requests(3, 30, 6, 0.5, 40, 4, **config.sampling)
     assert asked == [(True, requests, way) for way in ways] and requests[0][1].temperature == 0.5
     if is_json:
         report = json.loads(shown)
-        assert (
-            list(report)[: len(ways)] == ["speculative", "plain"][-len(ways) :]
-            and ("speculative" in report) != is_plain
-        )
+        names = ["speculative", "plain"][-len(ways) :]
+        assert list(report)[: len(ways)] == names and ("speculative" in report) != is_plain
         assert report["plain"]["requests_per_second"] == 1.2 and report["plain"]["ttft_ms"] == {}
-        assert all(
-            report[name]["mean_accept_length"] == 1.75 + (name == "speculative") for name in list(report)[: len(ways)]
-        )
+        assert all(report[name]["mean_accept_length"] == 1.75 + (name == "speculative") for name in names)
         assert report["method"] == method and report["temperature"] == 0.5 and report["dtype"] == "float32"
         sizes = report["topk"], report["num_steps"], report["num_draft_tokens"]
         assert sizes == ((1, 0, 1) if is_plain else (config.topk, config.num_steps, config.num_verify_tokens))
     else:
         lines = shown.splitlines()
-        assert lines[0] == f"method: {method}, verified by {config.verify_strategy}" and len(lines) == 1 + 11 * len(
-            ways
-        )
+        assert lines[0] == f"method: {method}, verified by {config.verify_strategy}"
+        assert len(lines) == 1 + 11 * len(ways)
         assert {"plain requests: 3", "plain requests per second: 1.200", "plain ttft ms: -"} < set(lines)
         assert ("speculative ttft ms: p50 1.2, p95 10.0, p99 100.8" in lines) != is_plain
     asked.clear()
-    told = ["--gsm8k", str(file), "--num-shots", "1", "--num-questions", "2", "--max-new-tokens", "12", "--seed", "4"]
-    assert main(["benchmark", *told, *shape]) == 0
-    shown, of_file = capsys.readouterr().out, prompts_of(read_examples(file), 1, 2)
+    options = ["--gsm8k", file, "--num-shots", 1, "--num-questions", 2, "--max-new-tokens", 12, "--seed", 4]
+    shown, of_file = printed(capsys, "benchmark", *options, *shape), prompts_of(read_examples(file), 1, 2)
     assert asked == [(engine, *of_file, 12, 4, way) for way in ways]
     if is_json:
         report = json.loads(shown)
-        assert "texts" not in report["plain"] and (
-            report["plain"]["accuracy"],
-            report["plain"]["tokens_per_second"],
-        ) == (0.5, 8)
+        plain = report["plain"]
+        assert "texts" not in plain and (plain["accuracy"], plain["tokens_per_second"]) == (0.5, 8)
         assert report.get("identical") == (None if is_plain else 1.5)  # three texts of the two that were asked
     else:
         assert ("identical: 1.500" in shown.splitlines()) != is_plain and "plain accuracy: 0.500" in shown.splitlines()
@@ -231,22 +218,16 @@ def test_the_command_shows_what_was_measured(method, is_json, file, monkeypatch,
 
 @pytest.mark.slow
 def test_the_command_line(file, capsys):
-    assert command("--requests", 3, "--input-len", 30, "--output-len", 6, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(printed(capsys, *SMALL, "--requests", 3, "--input-len", 30, "--output-len", 6, "--json"))
     assert report["speculative"]["requests"] == report["plain"]["requests"] == 3
     assert report["plain"]["mean_accept_length"] == 1 < report["speculative"]["mean_accept_length"]
     assert report["speculative"]["input_tokens"] == report["plain"]["input_tokens"] and report["topk"] == 2
-    assert command("--gsm8k", file, "--num-shots", 1, "--num-questions", 2, "--max-new-tokens", 12, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    of_file = ["--gsm8k", file, "--num-shots", 1, "--num-questions", 2, "--max-new-tokens", 12]
+    report = json.loads(printed(capsys, *SMALL, *of_file, "--json"))
     assert report["speculative"]["questions"] == 2 and report["identical"] == 1
     assert report["speculative"]["accuracy"] == report["plain"]["accuracy"]
-    assert (
-        command("--gsm8k", file, "--num-shots", 3, "--max-new-tokens", 4, "--speculative-config", '{"method": "naive"}')
-        != 0
-    )  # a tree for a method without one
-    capsys.readouterr()
-    assert main(["benchmark", "--requests", "2", "--input-len", "9", "--output-len", "3", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
+    assert complaint(capsys, *SMALL, *of_file, "--speculative-config", '{"method": "naive"}')  # which has no tree
+    shown = printed(capsys, "benchmark", "--requests", 2, "--input-len", 9, "--output-len", 3, "--device", "cpu")
     assert "speculative ttft ms: p50 " in shown and "plain requests per second: " in shown
 
 
@@ -263,8 +244,7 @@ def test_the_command_line(file, capsys):
     ],
 )
 def test_bad_arguments_are_named(arguments, message, capsys):
-    assert command(*arguments) == 1
-    assert message in capsys.readouterr().err
+    assert message in complaint(capsys, *SMALL, *arguments)
 
 
 def test_bad_files_are_named(tmp_path, file, capsys):
@@ -280,5 +260,5 @@ def test_bad_files_are_named(tmp_path, file, capsys):
         with pytest.raises(ValueError) as caught:
             read_examples(path)
         assert f"{path}:6: {message}" in str(caught.value)
-    assert command("--gsm8k", file, "--num-shots", 4) == 1
-    assert "--num-shots must leave a question to ask, got 4 of 4 examples" in capsys.readouterr().err
+    said = complaint(capsys, *SMALL, "--gsm8k", file, "--num-shots", 4)
+    assert "--num-shots must leave a question to ask, got 4 of 4 examples" in said
