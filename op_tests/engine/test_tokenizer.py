@@ -341,7 +341,7 @@ def test_a_tokenizer_has_the_ids_of_every_model_that_it_was_given_to(kind):
 
 
 def test_a_tokenizer_goes_to_other_processes(byte_level_folder):
-    """With its chat template, which the copy reads anew."""
+    """With its chat template."""
     for folder in (byte_level_folder, loading.demo_pair()[0]):
         tokenizer = load_tokenizer(folder)
         copied = pickle.loads(pickle.dumps(tokenizer))

@@ -248,7 +248,7 @@ MUTANTS = [
     ),
     Mutant(
         "letters that steps replace end a context",
-        [(_DETOKENIZER, "each.isalnum() and each not in self._touched for", "each.isalnum() for")],
+        [(_DETOKENIZER, "each.isalnum() and each not in self.touched for", "each.isalnum() for")],
         ["op_tests/engine/test_tokenizer.py::test_pieces_of_chains_that_change_letters"],
     ),
     Mutant(

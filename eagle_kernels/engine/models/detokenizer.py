@@ -8,198 +8,149 @@ character; with byte fallback a run of byte tokens, each of which becomes U+FFFD
 from __future__ import annotations
 
 import codecs
-import copy
 import functools
 import json
 import os.path
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+# of byte tokens: their text, the bytes of an unfinished character (None: the run is broken), and their number
+_NO_RUN = ("", b"", 0)
 _BYTE_TOKEN = re.compile(r"<0x(\+?[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
 
 
-class _Step(Protocol):
-    """A step of a decoder. Its state is of values that are replaced and not changed, so that `copy.copy` keeps it."""
-
-    def read(self, tokens: list[str], ends: bool) -> list[str]:
-        """Returns what is certain after these tokens; with `ends`, all that is left."""
-        ...
+# A step of a decoder: from its state (None at first), tokens, and whether they are the last ones, to what is certain
+# after these tokens (all that is left, after the last ones), and its next state.
+_Step = Callable[[Any, list[str], bool], tuple[list[str], Any]]
 
 
-class ByteStep:
+def join_bytes(bytes_of: Callable[[str], bytes], left: bytes | None, tokens: list[str], ends: bool) -> tuple:
     """Joins byte strings and decodes them as UTF-8, with U+FFFD for what is none."""
-
-    def __init__(self, bytes_of: Callable[[str], bytes]) -> None:
-        self._bytes_of, self._left = bytes_of, b""
-
-    def read(self, tokens: list[str], ends: bool) -> list[str]:
-        data = self._left + b"".join(map(self._bytes_of, tokens))
-        text, num_read = codecs.utf_8_decode(data, "replace", ends)
-        self._left = data[num_read:]
-        return [text]
+    data = (left or b"") + b"".join(map(bytes_of, tokens))
+    text, num_read = codecs.utf_8_decode(data, "replace", ends)
+    return [text], data[num_read:]
 
 
-class _ByteRuns:
+def _join_byte_runs(run: tuple[str, bytes | None, int] | None, tokens: list[str], ends: bool) -> tuple:
     """Decodes runs of byte tokens such as `<0xE6>`, each as a whole (ByteFallback)."""
+    (text, left, count), texts = run or _NO_RUN, []
+    for token in tokens:
+        byte = _BYTE_TOKEN.fullmatch(token) if len(token) == 6 else None
+        if byte is None:
+            texts += [*_end_of_run(text, left, count), token]
+            text, left, count = _NO_RUN
+        elif left is None:
+            texts.append(_BROKEN)
+        else:
+            data, count = left + bytes([int(byte[1], 16)]), count + 1
+            try:
+                more, num_read = codecs.utf_8_decode(data, "strict", False)
+                text, left = text + more, data[num_read:]
+            except UnicodeDecodeError:
+                texts += [_BROKEN] * count
+                left = None
+    return texts + _end_of_run(text, left, count) if ends else texts, (text, left, count)
 
-    def __init__(self) -> None:
-        self._text, self._left, self._count, self._is_broken = "", b"", 0, False
 
-    def read(self, tokens: list[str], ends: bool) -> list[str]:
-        texts = []
-        for token in tokens:
-            byte = _BYTE_TOKEN.fullmatch(token) if len(token) == 6 else None
-            texts += self._end_run() + [token] if byte is None else self._add(int(byte[1], 16))
-        return texts + self._end_run() if ends else texts
-
-    def _add(self, byte: int) -> list[str]:
-        if self._is_broken:
-            return [_BROKEN]
-        self._count += 1
-        data = self._left + bytes([byte])
-        try:
-            text, num_read = codecs.utf_8_decode(data, "strict", False)
-        except UnicodeDecodeError:
-            self._is_broken = True
-            return [_BROKEN] * self._count
-        self._text, self._left = self._text + text, data[num_read:]
+def _end_of_run(text: str, left: bytes | None, count: int) -> list[str]:
+    """Returns the rest of a run of bytes: what came out as broken has none, and what is incomplete is broken, too."""
+    if left is None or count == 0:
         return []
-
-    def _end_run(self) -> list[str]:
-        texts = [_BROKEN] * self._count if self._left else [self._text] * (self._count > 0)
-        texts = [] if self._is_broken else texts
-        self._text, self._left, self._count, self._is_broken = "", b"", 0, False
-        return texts
+    return [_BROKEN] * count if left else [text]
 
 
-class _EachToken:
+def _decode_each(text_of: Callable[[str, bool], str], has_begun: bool, tokens: list[str], ends: bool) -> tuple:
     """Decodes every token by itself; the first one may be decoded in another way."""
-
-    def __init__(self, text_of: Callable[[str, bool], str]) -> None:
-        self._text_of, self._is_first = text_of, True
-
-    def read(self, tokens: list[str], ends: bool) -> list[str]:
-        texts = []
-        for token in tokens:
-            texts.append(self._text_of(token, self._is_first))
-            self._is_first = False
-        return texts
+    texts = [text_of(token, index == 0 and not has_begun) for index, token in enumerate(tokens)]
+    return texts, has_begun or bool(tokens)
 
 
-class _AllButLast:
+def _decode_last(suffix: str, held: tuple[str, str] | None, tokens: list[str], ends: bool) -> tuple:
     """Decodes every token by itself, the last one in another way (BPEDecoder); what both ways share is certain."""
-
-    def __init__(self, suffix: str) -> None:
-        self._suffix, self._inner, self._last = suffix, "", ""
-
-    def read(self, tokens: list[str], ends: bool) -> list[str]:
-        texts = []
-        for token in tokens:
-            texts.append(self._inner)
-            inner, last = token.replace(self._suffix, " "), token.replace(self._suffix, "")
-            shared = len(os.path.commonprefix([inner, last]))
-            texts.append(inner[:shared])
-            self._inner, self._last = inner[shared:], last[shared:]
-        return texts + [self._last] if ends else texts
+    (inner, last), texts = held or ("", ""), []
+    for token in tokens:
+        texts.append(inner)
+        inner, last = token.replace(suffix, " "), token.replace(suffix, "")
+        shared = len(os.path.commonprefix([inner, last]))
+        texts.append(inner[:shared])
+        inner, last = inner[shared:], last[shared:]
+    return texts + [last] if ends else texts, (inner, last)
 
 
-class _Join:
+def _join(_: None, tokens: list[str], ends: bool) -> tuple:
     """Joins all tokens (Fuse): what arrives later is of the same token, which steps for joined tokens know."""
-
-    def read(self, tokens: list[str], ends: bool) -> list[str]:
-        return ["".join(tokens)]
+    return ["".join(tokens)], None
 
 
-class _StripJoined:
-    """Strips a character from both ends of the joined tokens."""
-
-    def __init__(self, content: str, start: int, stop: int) -> None:
-        self._content, self._start, self._stop, self._tail = content, start, stop, ""
-
-    def read(self, tokens: list[str], ends: bool) -> list[str]:
-        text = "".join(tokens)
-        while text and self._start:
-            is_content = text[0] == self._content
-            text, self._start = (text[1:], self._start - 1) if is_content else (text, 0)
-        text = self._tail + text
-        size = len(text)
-        while size > max(0, len(text) - self._stop) and text[size - 1] == self._content:
-            size -= 1
-        self._tail = text[size:]
-        return [text[:size]]
+def _strip_joined(
+    content: str, start: int, stop: int, state: tuple[int, str] | None, tokens: list[str], ends: bool
+) -> tuple:
+    """Strips a character from both ends of the joined tokens, at most `start` and `stop` times."""
+    (start, tail), text = state or (start, ""), "".join(tokens)
+    while text and start:
+        text, start = (text[1:], start - 1) if text[0] == content else (text, 0)
+    text = tail + text
+    size = len(text)
+    while size > max(0, len(text) - stop) and text[size - 1] == content:
+        size -= 1
+    return [text[:size]], (start, text[size:])
 
 
-class _ReplaceJoined:
+def _replace_joined(pattern: str, content: str, tail: str | None, tokens: list[str], ends: bool) -> tuple:
     """Replaces a text in the joined tokens."""
-
-    def __init__(self, pattern: str, content: str) -> None:
-        self._pattern, self._content, self._tail = pattern, content, ""
-
-    def read(self, tokens: list[str], ends: bool) -> list[str]:
-        *parts, rest = (self._tail + "".join(tokens)).split(self._pattern)
-        most = 0 if ends else min(len(rest), len(self._pattern) - 1)
-        size = next((size for size in range(most, 0, -1) if self._pattern.startswith(rest[-size:])), 0)
-        self._tail = rest[len(rest) - size :]
-        return [self._content.join([*parts, rest[: len(rest) - size]])]
+    *parts, rest = ((tail or "") + "".join(tokens)).split(pattern)
+    most = 0 if ends else min(len(rest), len(pattern) - 1)
+    size = next((size for size in range(most, 0, -1) if pattern.startswith(rest[-size:])), 0)
+    return [content.join([*parts, rest[: len(rest) - size]])], rest[len(rest) - size :]
 
 
-class _AtTheEnd:
+def _decode_at_the_end(
+    decode: Callable[[list[str]], str], is_joined: bool, held: list[str] | None, tokens: list[str], ends: bool
+) -> tuple:
     """Decodes nothing before the last token: steps whose reach is unknown."""
-
-    def __init__(self, decode: Callable[[list[str]], str], is_joined: bool) -> None:
-        self._decode, self._is_joined = decode, is_joined
-        self._all: list[str] = []  # shared by copies, of which only one reads on
-
-    def read(self, tokens: list[str], ends: bool) -> list[str]:
-        if not ends:
-            self._all.extend(tokens)
-            return []
-        tokens = self._all + tokens
-        return [self._decode(["".join(tokens)] if self._is_joined else tokens)]
+    held = [] if held is None else held
+    if not ends:
+        held += tokens  # in place: all steps before this one are past
+        return [], held
+    return [decode(["".join(held + tokens)] if is_joined else held + tokens)], held
 
 
-class Chain:
+class Chain(NamedTuple):
     """Holds the steps of a decoder, to be read in pieces.
 
     token_of  returns the token of an id, or None for an id without text
-    makers    make the steps
     touched   characters that steps replace or strip
     is_local  whether steps look no further than runs of bytes, characters, and whether a token is the first or last
     """
 
-    def __init__(
-        self, token_of: Callable[[int], str | None], makers: Sequence[Callable[[], Any]], touched: str = "",
-        is_local: bool = True,
-    ) -> None:  # fmt: skip
-        self.token_of, self._makers, self._touched, self._is_local = token_of, makers, touched, is_local
+    token_of: Callable[[int], str | None]
+    steps: Sequence[_Step]
+    touched: str = ""
+    is_local: bool = True
 
     @classmethod
     def of(cls, decoder: Any, token_of: Callable[[int], str | None]) -> Chain:
         """Returns the chain of a decoder of the package `tokenizers`; None joins tokens with spaces."""
         if decoder is None:
-            return cls(token_of, [partial(_EachToken, _text_of(" ".join))])
+            return cls(token_of, [partial(_decode_each, _text_of(" ".join))])
         try:
             parts = _parts_of(json.loads(decoder.__getstate__()))
         except Exception:  # written in Python; the package raises nothing narrower
-            return cls(token_of, [partial(_AtTheEnd, decoder.decode, False)], is_local=False)
-        makers: list[Callable[[], Any]] = []
+            return cls(token_of, [partial(_decode_at_the_end, decoder.decode, False)], is_local=False)
+        steps: list[_Step] = []
         is_joined, touched = False, ""
         for index, part in enumerate(parts):
-            maker = _maker_of(part, is_joined, index == len(parts) - 1)
-            if maker is None:
+            step = _step_of(part, is_joined, index == len(parts) - 1)
+            if step is None:
                 rest = _decoder_of({"type": "Sequence", "decoders": parts[index:]})
-                return cls(token_of, [*makers, partial(_AtTheEnd, rest.decode, is_joined)], is_local=False)
-            makers.append(maker)
+                return cls(token_of, [*steps, partial(_decode_at_the_end, rest.decode, is_joined)], is_local=False)
+            steps.append(step)
             is_joined = is_joined or part["type"] in ("ByteLevel", "Fuse")
             touched += part.get("content", "") + part.get("pattern", {}).get("String", "")
-        return cls(token_of, makers, touched)
-
-    def steps(self) -> list[_Step]:
-        """Returns steps that have read nothing."""
-        return [make() for make in self._makers]
+        return cls(token_of, steps, touched)
 
     def tokens_before(self, context: Sequence[int]) -> list[str]:
         """Returns the last tokens of a context, those that matter to what follows it. A letter that no step touches
@@ -209,8 +160,8 @@ class Chain:
             token = self.token_of(token_id)
             if token is not None:
                 tokens.append(token)
-                is_end = self._is_local and _BYTE_TOKEN.fullmatch(token) is None
-                if is_end and any(each.isascii() and each.isalnum() and each not in self._touched for each in token):
+                is_end = self.is_local and _BYTE_TOKEN.fullmatch(token) is None
+                if is_end and any(each.isascii() and each.isalnum() and each not in self.touched for each in token):
                     break
         return tokens[::-1]
 
@@ -222,23 +173,23 @@ def _parts_of(state: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for each in state["decoders"] for part in _parts_of(each)]
 
 
-def _maker_of(part: dict[str, Any], is_joined: bool, is_last: bool) -> Callable[[], Any] | None:
-    """Returns what makes the step for a part of a decoder; None if it cannot be read in pieces, given whether an
-    earlier step joins all tokens, and whether no step follows."""
+def _step_of(part: dict[str, Any], is_joined: bool, is_last: bool) -> _Step | None:
+    """Returns the step for a part of a decoder; None if it cannot be read in pieces, given whether an earlier step
+    joins all tokens, and whether no step follows."""
     kind, content, pattern = part["type"], part.get("content"), part.get("pattern", {}).get("String")
     if kind == "Fuse":
-        return _Join
+        return _join
     if is_joined:
         joined = {
-            "Strip": partial(_StripJoined, content, part.get("start"), part.get("stop")),
-            "Replace": partial(_ReplaceJoined, pattern, content) if pattern else None,
+            "Strip": partial(_strip_joined, content, part.get("start"), part.get("stop")),
+            "Replace": partial(_replace_joined, pattern, content) if pattern else None,
         }
         return joined.get(kind)
     if kind in ("Replace", "Strip", "Metaspace", "WordPiece"):
-        return partial(_EachToken, _text_of(_decoder_of(part).decode))
+        return partial(_decode_each, _text_of(_decoder_of(part).decode))
     if kind == "BPEDecoder" and is_last:
-        return partial(_AllButLast, part["suffix"])
-    return {"ByteLevel": partial(ByteStep, _bytes_of), "ByteFallback": _ByteRuns}.get(kind)
+        return partial(_decode_last, part["suffix"])
+    return {"ByteLevel": partial(join_bytes, _bytes_of), "ByteFallback": _join_byte_runs}.get(kind)
 
 
 def _decoder_of(state: dict[str, Any]) -> Any:
@@ -279,15 +230,15 @@ class ChainDetokenizer:
     """Decodes ids by the steps of a decoder (a `Detokenizer`)."""
 
     def __init__(self, chain: Chain, read_ids: Callable[[Iterable[int]], list[int]], context: Sequence[int]) -> None:
-        self._token_of, self._read_ids = chain.token_of, read_ids
-        # what the context would end with, of which the pieces have nothing
-        self._steps, self._before = chain.steps(), ""
-        _read(self._steps, chain.tokens_before(context), ends=False)
+        self._chain, self._read_ids = chain, read_ids
+        self._states: list[Any] = [None] * len(chain.steps)
+        self._before = ""  # what the context would end with, of which the pieces have nothing
+        _, self._states = self._read(chain.tokens_before(context), ends=False)
         self._before = self.finish()
 
     def push(self, token_ids: Iterable[int]) -> str:
-        tokens = [self._token_of(token_id) for token_id in self._read_ids(token_ids)]
-        text = _read(self._steps, [token for token in tokens if token is not None], ends=False)
+        tokens = [self._chain.token_of(token_id) for token_id in self._read_ids(token_ids)]
+        text, self._states = self._read([token for token in tokens if token is not None], ends=False)
         if self._before and text:
             shared = len(os.path.commonprefix([self._before, text]))
             self._before = self._before[shared:] if shared == len(text) else ""
@@ -295,14 +246,16 @@ class ChainDetokenizer:
         return text
 
     def finish(self) -> str:
-        text = _read([copy.copy(step) for step in self._steps], [], ends=True)
+        text, _ = self._read([], ends=True)
         return text[len(os.path.commonprefix([self._before, text])) :]
 
-
-def _read(steps: list[_Step], tokens: list[str], ends: bool) -> str:
-    for step in steps:
-        tokens = step.read(tokens, ends)
-    return "".join(tokens)
+    def _read(self, tokens: list[str], ends: bool) -> tuple[str, list[Any]]:
+        """Returns the text that tokens make certain, and the states of the steps after them."""
+        states = []
+        for step, state in zip(self._chain.steps, self._states):
+            tokens, state = step(state, tokens, ends)
+            states.append(state)
+        return "".join(tokens), states
 
 
 _MOST_BEFORE = 8  # ids

@@ -17,7 +17,7 @@ from ...runtime.values import first_line, is_integer, shown, utf8_fault
 from .chat_template import Chats, ChatTemplate, FolderChat, chat_template_of
 from .checkpoint import brief, check_file_size, naming, read_config, read_folder, read_json
 from .decoder_config import read_value
-from .detokenizer import ByteStep, Chain, ChainDetokenizer, WindowDetokenizer
+from .detokenizer import Chain, ChainDetokenizer, WindowDetokenizer, join_bytes
 from .loading import read_eos_token_ids
 from .protocol import ModelError
 
@@ -91,7 +91,7 @@ class ByteTokenizer(Chats):
 
 _BYTES = Chain(
     lambda token_id: chr(token_id) if 0 <= token_id < 256 else None,
-    [partial(ByteStep, methodcaller("encode", "latin-1"))],
+    [partial(join_bytes, methodcaller("encode", "latin-1"))],
 )
 
 
