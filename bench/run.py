@@ -6,7 +6,7 @@ setting was chosen; their inputs change from call to call, so that the L2 cache 
 disagrees with the reference. `--check-only` checks the small cases of every declaration and times nothing; it needs no
 GPU. `--host` times the host's part in one call alone, on the smallest case of every op: all arguments and `out=` given,
 nothing before it on the GPU and no wait for its end; above them, for comparison, an empty kernel through Triton's own
-launch and one operator of torch.
+launch and one operator of torch. `--compile sm_90` fills Triton's cache for a GPU that is not here (harness/ahead.py).
 The README's tables are made of the results by `python -m bench.report`.
 """
 
@@ -25,6 +25,7 @@ from eagle_kernels.runtime.interpreter import speed_up
 from eagle_kernels.runtime.language import is_interpreting, triton
 
 from .harness import results
+from .harness.ahead import Compiler
 from .harness.check import Mismatch, check_provider, expected_outputs
 from .harness.declaration import Benchmark, Case, Run, Unavailable, declared
 from .harness.timing import Stopwatch, host_us, rotated
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     parser.add_argument("--graphs", action="store_true", help="time CUDA graphs only, which is faster")
     parser.add_argument("--provider", action="append", help="only this provider; may be given several times")
     parser.add_argument("--list", action="store_true", help="print ops, cases and providers, and run nothing")
+    parser.add_argument("--compile", metavar="GPU", help="compile for this architecture (sm_90), run nothing")
     parser.add_argument("--check-only", action="store_true", help="check the small cases, time nothing")
     options, rest = shared.parse_known_args(arguments)
     if options.app is not None:
@@ -92,6 +94,13 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         for benchmark in benchmarks:
             print(f"{benchmark.op}: {', '.join(benchmark.all_providers(with_peers=True))}")
             print("".join(f"    {case.name}\n" for case in cases[benchmark.op]), end="")
+        return 0
+    if options.compile:
+        compiler = Compiler(options.compile)
+        for benchmark in benchmarks:
+            wanted = [case for case in cases[benchmark.op] if options.case in case.name]
+            compiler.compile_cases(benchmark, [*benchmark.small_cases, *wanted])
+        print(f"{len(compiler.kernels)} kernels")
         return 0
     if not options.check_only and not torch.cuda.is_available():
         print("timing needs a GPU; --check-only checks the small cases without one")

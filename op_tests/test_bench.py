@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import types
 import pytest
 import torch
 
-from bench import in_turn, peers, plot, report, run
+from bench import in_turn, peers, plot, report, run, tune
 from bench.apps import APPS, drafters, generation, load, prefixes, requests, suffix_cache
 from bench.apps.replay import edited_file
 from bench.harness import Benchmark, Case, Floor, Unavailable, results, timing
@@ -27,6 +28,7 @@ from bench.lab.records import newest_cells
 from bench.peers import sgl_kernel, sglang_caller, sglang_triton
 from eagle_kernels import reference
 from eagle_kernels.engine.drafters.suffix import SuffixCache
+from eagle_kernels.runtime import tuning
 
 CPU = torch.device("cpu")
 BENCHMARKS = {benchmark.op: benchmark for benchmark in declared()}
@@ -880,6 +882,33 @@ def _lines_of(tokens: list[int]) -> list[tuple[int, ...]]:
             lines.append(tuple(line))
             line = []
     return lines
+
+
+def test_rows_are_replaced_also_in_special_cases():
+    """Those of the op alone, one after another, and afterwards none."""
+    device, others = torch.device("cpu"), {"default": {"num_warps": 1}}
+    for op, special in (("gqa_decode", "widest"), ("tree_attention", "widest")):
+        benchmark = BENCHMARKS[op]
+        before = tuning.row(benchmark.tuning, device)
+        for variant in tune._variants(["num_warps=16,32", "programs=3/5"]):
+            with tune._replaced(benchmark, variant):
+                found = tuning.row(benchmark.tuning, device)
+                for row in found if isinstance(found, tuple) else (found,):
+                    assert variant.items() <= row.items()
+                    assert variant.items() <= (row | row[special]).items()
+                assert tuning.row(others, device) == others["default"]
+        assert variant == {"num_warps": 32, "programs": (3, 5)} and tuning.row(benchmark.tuning, device) is before
+
+
+@pytest.mark.parametrize("command", [["run"], ["tune", "--vary", "max_warps=1,2"]], ids=lambda command: command[0])
+def test_kernels_are_compiled_for_a_gpu_that_is_not_here(command, tmp_path):
+    """All that the cases launch on it, and nothing runs."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
+    command = ["bench." + command[0], *command[1:], "--op", "rms_norm", "--case", "T=1 H=4096", "--compile", "sm_90"]
+    done = subprocess.run([sys.executable, "-m", *command], env=environment, text=True, capture_output=True, check=True)
+    kernels = {file.parent for file in tmp_path.rglob("*.cubin")}
+    assert done.stdout == f"{len(kernels)} kernels\n" and len(kernels) > 1
 
 
 def test_checkouts_in_turn(capsys):

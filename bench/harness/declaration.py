@@ -92,6 +92,16 @@ class Benchmark:
         return getattr(importlib.import_module("eagle_kernels.reference.ops." + self.path), self.op)
 
     @property
+    def tuning(self) -> dict:
+        """The op's rows by architecture."""
+        return self._module.TUNING
+
+    @property
+    def unplanned(self) -> Callable:
+        """The launcher without its plans: it looks for its tuning row in every call."""
+        return getattr(self._module, self.op).__wrapped__
+
+    @property
     def _module(self):
         return importlib.import_module("eagle_kernels.ops." + self.path)
 

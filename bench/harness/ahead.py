@@ -1,0 +1,84 @@
+"""Compiles what benchmarks launch for a GPU that is not here, into Triton's cache: time on a GPU is then for timing.
+
+The folder TRITON_CACHE_DIR serves the machine with the GPU under the same path, with the same Triton and the same
+source files. Kernels that only make inputs are not in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_kernels.runtime import launch, target
+
+from .declaration import Benchmark, Case, Run
+
+_LARGE = 1 << 18  # elements of a tensor whose values no launcher looks at
+
+
+class Compiler:
+    """Compiles launches for one architecture. kernels: the hashes of all that were compiled."""
+
+    def __init__(self, architecture: str):
+        from triton.runtime import driver
+
+        self.architecture, self.kernels = architecture, set()
+        driver.set_active(_Driver(architecture))
+        os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
+
+    def inputs(self, benchmark: Benchmark, case: Case) -> dict:
+        """Returns the case's arguments, large ones without values."""
+        with _Unfilled():
+            return benchmark.inputs(case, torch.device("cpu"))
+
+    def compile(self, run: Run) -> None:
+        """Compiles what a call would launch."""
+        with target.assume(self.architecture), launch.intercept(self._keep):
+            run()
+
+    def compile_cases(self, benchmark: Benchmark, cases: Iterable[Case]) -> None:
+        for case in cases:
+            self.compile(
+                lambda case=case: benchmark.all_providers(False)["eagle_kernels"](self.inputs(benchmark, case))()
+            )
+
+    def _keep(self, op: str, kernel, grid: tuple[int, ...], arguments: dict) -> None:
+        if 0 not in grid:
+            self.kernels.add(kernel.run(grid=grid, warmup=True, **arguments).hash)
+
+
+class _Driver:
+    """What Triton asks a driver of a GPU while it compiles."""
+
+    def __init__(self, architecture: str):
+        from triton.backends.compiler import GPUTarget
+
+        is_amd, number = architecture.startswith("gfx"), architecture.removeprefix("sm_")
+        self._target = GPUTarget("hip", architecture, 64) if is_amd else GPUTarget("cuda", int(number), 32)
+
+    def get_current_target(self):
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+class _Unfilled(TorchDispatchMode):
+    """Allocates large tensors of random or of converted numbers and leaves them as they are."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, function._schema.name
+        if name in ("aten::randn", "aten::rand") and torch.Size(args[0]).numel() > _LARGE:
+            return torch.empty(args[0], dtype=kwargs.get("dtype"))
+        is_large = bool(args) and isinstance(args[0], torch.Tensor) and args[0].numel() > _LARGE
+        if is_large and name == "aten::normal_":
+            return args[0]
+        if is_large and name == "aten::_to_copy" and args[0].is_floating_point():
+            return torch.empty_like(args[0], dtype=kwargs.get("dtype"))
+        return function(*args, **kwargs)
