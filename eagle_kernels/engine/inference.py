@@ -110,8 +110,7 @@ class EAGLEInference(Generation):
         Raises:
             ValueError: As for the class; its subclass `ModelError` if a folder does not hold such a model.
         """
-        config, folder = pairing.read_config_and_draft(config, draft_model)
-        draft, target, config = pairing.load_pair(folder, target_model, config, device, dtype, check_weights)
+        draft, target, config = pairing.load_pair(draft_model, target_model, config, device, dtype, check_weights)
         engine = cls(draft, target, config, tokenizer=tokenizer, allow_larger_draft=allow_larger_draft)
         if tokenizer is None:
             engine.session.load_tokenizer(target_model)

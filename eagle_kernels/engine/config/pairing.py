@@ -96,10 +96,14 @@ class DraftFolder(NamedTuple):
 
 
 def load_pair(
-    draft_folder: str | Path | None, target_folder: str | Path, config: EAGLEConfig,
+    draft_folder: str | Path | None, target_folder: str | Path, config: Any,
     device: str | torch.device | None, dtype: torch.dtype | str | None, check_weights: bool,
 ) -> tuple[DraftModel | None, TargetModel, EAGLEConfig]:  # fmt: skip
-    """Loads the models of two folders; the configuration gets the target's end tokens where it names none."""
+    """Loads the models of two folders; the configuration gets the target's end tokens where it names none.
+    draft_folder, config: As callers give them; a server's configuration may name the draft."""
+    if isinstance(config, Mapping) and is_of_server(config):
+        config, draft_folder = take_model(config, draft_folder)
+    config = read_config(config)
     read_flag("EAGLEInference.from_pretrained: check_weights", check_weights)
     chosen = _choose_draft(target_folder, draft_folder, config)
     dtype = read_dtype(target_folder) if is_word(dtype, "auto") else dtype
@@ -332,13 +336,6 @@ def read_config(config: Any) -> EAGLEConfig:
     if not (config is None or isinstance(config, EAGLEConfig)):
         _refuse("config must be None, an EAGLEConfig or a dict", shown(config))
     return config or EAGLEConfig()
-
-
-def read_config_and_draft(config: Any, draft: Any) -> tuple[EAGLEConfig, Any]:
-    """Returns the configuration and the draft's folder; both may come from the fields of a server's configuration."""
-    if isinstance(config, Mapping) and is_of_server(config):
-        config, draft = take_model(config, draft)
-    return read_config(config), draft
 
 
 def is_of_server(fields: Mapping[str, Any]) -> bool:

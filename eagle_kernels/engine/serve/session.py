@@ -58,10 +58,9 @@ class Session(Unique):
 
     def __init__(self, target: TargetModel, draft: DraftModel | None, tokenizer: Any):
         self.target, self.draft, self.device = target, draft, target.device
-        self.tokenizer: Tokenizer | None = None
+        is_given = tokenizer is not None
+        self.tokenizer = as_tokenizer(tokenizer, target.vocab_size, "EAGLEInference") if is_given else None
         self.tokenizer_fault = "it was not given"
-        if tokenizer is not None:
-            self.tokenizer = as_tokenizer(tokenizer, target.vocab_size, "EAGLEInference")
         self.lock = EngineLock()
         self._num_submitted = 0
         self.scheduler: Scheduler | None = None
