@@ -23,7 +23,7 @@ from eagle_kernels.engine.config.eagle_config import EAGLEConfig
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.loading import demo_pair
-from eagle_kernels.engine.models.tokenizer import ByteDetokenizer, ByteTokenizer
+from eagle_kernels.engine.models.tokenizer import BYTES, ByteTokenizer, ChainDetokenizer
 from eagle_kernels.runtime import language
 from eagle_kernels.runtime.library import backend
 from eagle_kernels.tools.cli import generate as generate_command
@@ -188,9 +188,9 @@ def test_the_table_shows_what_json_holds(capsys, monkeypatch):
 def test_json_has_the_text_that_is_printed(shown, report, monkeypatch):
     """Some tokenizers strip a space where a text begins; what stands after a prompt begins none."""
 
-    class Detokenizer(ByteDetokenizer):
+    class Detokenizer(ChainDetokenizer):
         def __init__(self, context):
-            super().__init__()
+            super().__init__(BYTES, list, ())
             self.space = "" if not context else " "
 
         def push(self, token_ids):

@@ -82,24 +82,16 @@ class ByteTokenizer(Chats):
         return ids, spans
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        detokenizer = ByteDetokenizer()
-        return detokenizer.push(_checked_ids(token_ids, self.num_ids)) + detokenizer.finish()
+        return bytes(each for each in _checked_ids(token_ids, self.num_ids) if each < 256).decode("utf-8", "replace")
 
-    def detokenizer(self, context: Sequence[int] = ()) -> ByteDetokenizer:
-        return ByteDetokenizer(context)
+    def detokenizer(self, context: Sequence[int] = ()) -> ChainDetokenizer:
+        return ChainDetokenizer(BYTES, list, context)
 
 
-_BYTES = Chain(
+BYTES = Chain(
     lambda token_id: chr(token_id) if 0 <= token_id < 256 else None,
     [partial(join_bytes, methodcaller("encode", "latin-1"))],
 )
-
-
-class ByteDetokenizer(ChainDetokenizer):
-    """Decodes the ids of a `ByteTokenizer` (a `Detokenizer`)."""
-
-    def __init__(self, context: Sequence[int] = ()) -> None:
-        super().__init__(_BYTES, list, context)
 
 
 def _checked_text(text: str) -> str:
