@@ -18,7 +18,7 @@ from eagle_kernels.engine.batch.state import RowSampling
 from eagle_kernels.engine.drafters.protocol import Proposal
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.step.stepper import Verified
-from eagle_kernels.engine.step.verification import make_verifier
+from eagle_kernels.engine.step.verification import Verifier
 from eagle_kernels.reference.enumeration import EnumeratedDraws, completed, enumerate_outcomes, total_variation
 from eagle_kernels.reference.ops.rejection import verify_tree_rejection
 from eagle_kernels.reference.ops.sampling.verify_tree_sampled import verify_tree_sampled
@@ -64,7 +64,7 @@ def verify(strategy, givens, trees, logits, *, parents, seeds=(0,), draft_logits
     positions = (9 + torch.tensor(depths)).repeat(size)
     tree = ops.BuildTreeOutput(None, positions, rows, *links, trees.flatten())
     batch, config = Rows(givens, seeds), EAGLEConfig(verify_strategy=strategy, **options)
-    verifier = make_verifier(config, max(depths), torch.device("cpu"))
+    verifier = Verifier(config, max(depths), torch.device("cpu"))
     given = batch, Proposal(tree, draft_logits), logits, Features.of(batch.params)
     committed = verifier.verify(*given)
     if on_tree is not None:

@@ -12,7 +12,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.protocol import KVShape, TargetOutput
 from eagle_kernels.engine.requests.sampling_params import SAMPLING_FIELDS
-from eagle_kernels.engine.step.verification import TargetMatch, links_of
+from eagle_kernels.engine.step.verification import Verifier, links_of
 from op_tests.engine.methods import PROVEN as METHODS
 from op_tests.engine.methods import SIZES, engine_of, plain_of
 
@@ -54,7 +54,7 @@ class Watch:
     """What verification was given and what it kept, of every live row of every step."""
 
     def __init__(self, monkeypatch):
-        self.steps, verify = [], TargetMatch.verify
+        self.steps, verify = [], Verifier.verify
 
         def watched(verifier, batch, proposal, logits, features):
             committed = verify(verifier, batch, proposal, logits, features)
@@ -66,7 +66,7 @@ class Watch:
                     self.steps.append(SimpleNamespace(tokens=tokens, child=child, sibling=sibling, own=own, kept=kept))
             return committed
 
-        monkeypatch.setattr(TargetMatch, "verify", watched)
+        monkeypatch.setattr(Verifier, "verify", watched)
 
 
 def first_children(step) -> list[int]:

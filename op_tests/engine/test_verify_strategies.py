@@ -12,7 +12,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
 from eagle_kernels.engine.drafters.protocol import Proposal
 from eagle_kernels.engine.requests.sampling_params import Features
-from eagle_kernels.engine.step.verification import TopP, links_of, make_verifier
+from eagle_kernels.engine.step.verification import Verifier, links_of
 from eagle_kernels.reference.ops.rejection.verify_tree_rejection import verify_tree_rejection
 from op_tests.engine.engines import steps_known
 from op_tests.engine.request_law import law_of_token
@@ -280,8 +280,8 @@ def test_candidates_of_topp(monkeypatch):
         tree = ops.BuildTreeOutput(None, rows.seeds, none, none, none, rows.seeds)
         logits = torch.tensor(SCORES).repeat(len(params), 1)
         with pytest.raises(Watched):
-            strategy = TopP(EAGLEConfig(verify_strategy="topp", max_candidate_len=3, verify_window=1), num_steps=5)
-            strategy.verify(rows, Proposal(tree), logits, features)
+            config = EAGLEConfig(verify_strategy="topp", max_candidate_len=3, verify_window=1)
+            Verifier(config, 5, torch.device("cpu")).verify(rows, Proposal(tree), logits, features)
         assert seen["ids"][0].tolist() == [0, 1, 2]
         return seen["lens"].tolist()
 
@@ -358,6 +358,5 @@ def test_a_bare_warmup_is_for_what_a_strategy_serves(strategy, num_warmed, devic
 
 def test_without_drafts_all_strategies_are_plain_decoding():
     for strategy in STRATEGIES:
-        assert make_verifier(EAGLEConfig(verify_strategy=strategy), 0, torch.device("cpu")).__class__.__name__ == (
-            "TargetMatch"
-        )
+        verifier = Verifier(EAGLEConfig(verify_strategy=strategy), 0, torch.device("cpu"))
+        assert verifier._strategy == verifier.match_target

@@ -24,7 +24,7 @@ from ..models.protocol import ModelError, TargetModel, run_target, takes_rows
 from ..requests.sampling_params import Features
 from .packed_rows import PackedNodes, PromptOutput, PromptRows, prune
 from .phases import PhaseTimer
-from .verification import Scores, links_of, make_verifier, score, without_early_ends
+from .verification import Scores, Verifier, links_of, score, without_early_ends
 
 
 class StepResult(NamedTuple):
@@ -89,7 +89,7 @@ class Stepper:
         if self.mean_nodes < self.num_nodes and not takes_rows(target):
             rule = "be None for a target whose forward does not take last_rows: trees of different sizes are one batch"
             raise ModelError(f"EAGLEInference: mean_draft_tokens must {rule}")
-        self._verifier = make_verifier(config, self.num_steps, target.device)
+        self._verifier = Verifier(config, self.num_steps, target.device)
 
     @property
     def can_be_captured(self) -> bool:

@@ -45,30 +45,13 @@ def score(logits: Tensor, tokens: Tensor, has_top: bool) -> Scores:
 
 
 class Verifier:
-    """Verifies by one of the strategies; trees are at most `num_steps` drafts deep."""
-
-    def __init__(self, config: EAGLEConfig, num_steps: int):
-        self._config, self._num_steps = config, num_steps
-
-    def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
-        """Returns the verdict on a step's drafts, given the target's logits [B * N, V] at all nodes."""
-        raise NotImplementedError
-
-
-def make_verifier(config: EAGLEConfig, num_steps: int, device: torch.device) -> Verifier:
-    """Returns the verifier for the configuration's strategy; without drafts every strategy is plain decoding."""
-    if num_steps == 0 or config.verify_strategy in ("greedy", "target_match"):
-        return TargetMatch(config, num_steps, device)
-    return {"topp": TopP, "typical": Typical, "rejection": Rejection}[config.verify_strategy](config, num_steps)
-
-
-class TargetMatch(Verifier):
-    """Samples and matches: draws the target's token at each node as plain decoding would, and keeps drafts equal to it.
-    Greedy rows need no draws; `greedy` is this strategy for requests of temperature 0 only."""
+    """Verifies by one of the strategies; trees are at most `num_steps` drafts deep. Without drafts every strategy is
+    plain decoding."""
 
     def __init__(self, config: EAGLEConfig, num_steps: int, device: torch.device):
-        super().__init__(config, num_steps)
-        self._policy = {}
+        self._config, self._num_steps, self._policy = config, num_steps, {}
+        others = {"topp": self.keep_candidates, "typical": self.keep_likely, "rejection": self.reject}
+        self._strategy = others.get(config.verify_strategy, self.match_target) if num_steps else self.match_target
         if num_steps and config.accept_policy != "normal":
             self._policy["accept_policy"] = config.accept_policy
         if num_steps and config.simulated_rates is not None:
@@ -76,6 +59,12 @@ class TargetMatch(Verifier):
             self._policy["simulated_rates"] = torch.tensor(config.simulated_rates, dtype=torch.float32, device=device)
 
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+        """Returns the verdict on a step's drafts, given the target's logits [B * N, V] at all nodes."""
+        return self._strategy(batch, proposal, logits, features)
+
+    def match_target(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+        """Draws the target's token at each node as plain decoding would, and keeps drafts equal to it. Greedy rows need
+        no draws; `greedy` is this strategy for requests of temperature 0 only."""
         tree = proposal.tree
         if features.draws:
             drawn = ops.verify_tree_sampled(
@@ -99,17 +88,14 @@ class TargetMatch(Verifier):
         )
         return _commit(batch, verdict)
 
+    def keep_candidates(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+        """LOSSY. Keeps every draft among the target's candidates, whatever its probability, like FastDeploy's TOPP.
 
-class TopP(Verifier):
-    """LOSSY. Keeps every draft among the target's candidates, whatever its probability, like FastDeploy's TOPP.
-
-    Candidates are the tokens that the request's filters leave, if there are at most `max_candidate_len` of them. If
-    there are more, the `max_candidate_len` most likely tokens are candidates with top_p = 1, and none otherwise.
-    Regardless of the filters, the second most likely token is kept as well where each of the next `verify_window`
-    drafts is the most likely token (`ops.verify_tree_topp`).
-    """
-
-    def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+        Candidates are the tokens that the request's filters leave, if there are at most `max_candidate_len` of them. If
+        there are more, the `max_candidate_len` most likely tokens are candidates with top_p = 1, and none otherwise.
+        Regardless of the filters, the second most likely token is kept as well where each of the next `verify_window`
+        drafts is the most likely token (`ops.verify_tree_topp`).
+        """
         tree, params = proposal.tree, _params_of_nodes(batch, proposal)
         _, temperature, top_k, top_p, min_p = params
         logits = penalized(batch, tree, logits, features)
@@ -123,17 +109,13 @@ class TopP(Verifier):
             # by each row's own filters: a row without any also keeps tokens whose probability rounds to 0
             has_filters = (top_k > 0) | (top_p < 1) | (min_p > 0)
             num_kept = torch.where(has_filters, num_left, num_kept)
-        own = ops.sample_from_logits(logits, tree.positions + 1, *params)
-        own = own.view_as(tree.retrieve_index)
+        own = ops.sample_from_logits(logits, tree.positions + 1, *params).view_as(tree.retrieve_index)
         sizes = {"spec_steps": self._num_steps, "verify_window": self._config.verify_window}
         verdict = ops.verify_tree_topp(*links_of(tree), best.tokens, num_kept, own, **sizes)
         return _commit(batch, verdict)
 
-
-class Typical(Verifier):
-    """LOSSY at temperatures above 0. Keeps drafts that the target finds likely: Medusa's typical acceptance."""
-
-    def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+    def keep_likely(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+        """LOSSY at temperatures above 0. Keeps drafts that the target finds likely: Medusa's typical acceptance."""
         tree, temperature = proposal.tree, batch.numbers("temperature")
         epsilon = torch.full_like(temperature, self._config.typical_epsilon)
         delta = torch.full_like(temperature, self._config.typical_delta)
@@ -142,13 +124,10 @@ class Typical(Verifier):
         verdict = ops.verify_tree_typical(*links_of(tree), logits, tree.positions, *params, spec_steps=self._num_steps)
         return _commit(batch, verdict)
 
-
-class Rejection(Verifier):
-    """Keeps a draft drawn from the draft model's distribution with probability min(1, target / draft), recursively. The
-    token after a rejection is drawn from what is left of the target's distribution. Drafts that were chosen, not drawn,
-    count as drawn with probability 1."""
-
-    def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+    def reject(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+        """Keeps a draft drawn from the draft model's distribution with probability min(1, target / draft), recursively.
+        The token after a rejection is drawn from what is left of the target's distribution. Drafts that were chosen,
+        not drawn, count as drawn with probability 1."""
         tree, temperature = proposal.tree, batch.numbers("temperature")
         logits = penalized(batch, tree, logits, features)
         target: dict[str, Tensor | None] = {"target_logits": logits}
