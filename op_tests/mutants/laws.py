@@ -190,7 +190,7 @@ MUTANTS = [
         [
             (SAMPLING + "shared/sampled_levels.py", "tl.load(coins.positions + node).to(tl.int64) + 1",
              "tl.load(coins.positions + node).to(tl.int64)"),
-            ("position_offset=1", "position_offset=0"),
+            ('"position_offset": 1', '"position_offset": 0'),
         ],
         [("positions + 1", "positions"), ("positions[row] + 1", "positions[row]")],
     ),

@@ -249,18 +249,14 @@ def sample_children(
         "NUM_CHILDREN": num_children,
         "WITH_REPLACEMENT": replacement,
     }
-    launch(
-        "sample_children",
-        _sample_children_slice_kernel,
-        (num_rows, num_slices),
-        coins=bundle(Coins, values),
-        nodes_ptr=nodes,
-        VOCAB_SIZE=vocab_size,
+    own = {
+        "coins": bundle(Coins, values),
+        "nodes_ptr": nodes,
+        "VOCAB_SIZE": vocab_size,
         # a divisor of every row's offset, so that loads can be wide
-        ALIGNMENT=math.gcd(draft_logits.stride(0), 16),
-        **shared,
-        **scan,
-    )
+        "ALIGNMENT": math.gcd(draft_logits.stride(0), 16),
+    }
+    launch("sample_children", _sample_children_slice_kernel, (num_rows, num_slices), **own, **shared, **scan)
     merge = shared | {"d2t_ptr": d2t, "out": out} | tuning.row(MERGE_TUNING, device)
     launch("sample_children", _sample_children_merge_kernel, (num_rows,), **merge)
     return out

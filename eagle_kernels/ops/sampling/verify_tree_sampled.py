@@ -207,18 +207,9 @@ def verify_tree_sampled(
         return out
     drawn = torch.empty((len(target_logits),), dtype=torch.int32, device=target_logits.device)
     # the position of a token that is drawn at a node is one above that of the node
-    sample_rows(
-        "verify_tree_sampled", values, target_logits, drawn, rows_per_request=candidates.shape[1], position_offset=1
-    )
-    launch(
-        "verify_tree_sampled",
-        _verify_tree_sampled_walk_kernel,
-        (len(candidates),),
-        coins=bundle(Coins, values),
-        drawn_ptr=drawn,
-        ACCEPT_POLICY=accept_policy,
-        **tree_arguments(values),
-        **store_arguments(values, out),
-        **tuning.row(WALK_TUNING, candidates.device),
-    )
+    places = {"rows_per_request": candidates.shape[1], "position_offset": 1}
+    sample_rows("verify_tree_sampled", values, target_logits, drawn, **places)
+    walk = {"coins": bundle(Coins, values), "drawn_ptr": drawn, "ACCEPT_POLICY": accept_policy}
+    walk |= tree_arguments(values) | store_arguments(values, out) | tuning.row(WALK_TUNING, candidates.device)
+    launch("verify_tree_sampled", _verify_tree_sampled_walk_kernel, (len(candidates),), **walk)
     return out

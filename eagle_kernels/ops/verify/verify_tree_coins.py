@@ -329,27 +329,17 @@ def verify_tree_coins(
         # what is known of the offset of every row, so that loads can be wide
         "ALIGNMENT": math.gcd(stride_request, stride_node, 16),
     }
-    launch(
-        "verify_tree_coins",
-        _verify_tree_coins_kernel,
-        (batch_size,),
-        uniform_samples_ptr=uniform_samples,
-        threshold_single=float(threshold_single),
-        threshold_acc=max(float(threshold_acc), 1e-9),
-        KEEPS_UNVISITED=keep_unvisited,
-        ANY_ORDER=any_order,
-        **(shared | tree_arguments(values) | output_arguments(out)),
-        **tuning.row(TUNING, device),
-    )
+    own = {
+        "uniform_samples_ptr": uniform_samples,
+        "threshold_single": float(threshold_single),
+        "threshold_acc": max(float(threshold_acc), 1e-9),
+        "KEEPS_UNVISITED": keep_unvisited,
+        "ANY_ORDER": any_order,
+    }
+    walk = shared | tree_arguments(values) | output_arguments(out) | tuning.row(TUNING, device)
+    launch("verify_tree_coins", _verify_tree_coins_kernel, (batch_size,), **own, **walk)
     launch("verify_tree_coins", _verify_tree_coins_mass_kernel, (batch_size, num_slices), **row, **mass)
-    launch(
-        "verify_tree_coins",
-        _verify_tree_coins_draw_kernel,
-        (batch_size,),
-        uniform_samples_for_final_sampling_ptr=uniform_samples_for_final_sampling,
-        predicts_ptr=out.predicts,
-        BLOCK_GROUP=mass["BLOCK_GROUP"],
-        **row,
-        **tuning.row(DRAW_TUNING, device),
-    )
+    draw = {"predicts_ptr": out.predicts, "BLOCK_GROUP": mass["BLOCK_GROUP"], **tuning.row(DRAW_TUNING, device)}
+    draw["uniform_samples_for_final_sampling_ptr"] = uniform_samples_for_final_sampling
+    launch("verify_tree_coins", _verify_tree_coins_draw_kernel, (batch_size,), **row, **draw)
     return out

@@ -78,17 +78,15 @@ def _scan_pair_kernel(
 
 def check_pair(args: check.Arguments, num_target_rows: int, num_draft_rows: int) -> None:
     """Checks the distributions of target and draft, and what the draws are keyed by; B must be bound already."""
-    if args.exactly_one("target_logits", "target_probs") == "target_logits":
-        args.tensor("target_logits", (num_target_rows, "V"), check.FLOAT, contiguous=1)
-    else:
-        args.tensor("target_probs", (num_target_rows, "V"), (torch.float32,), contiguous=1)
-    if args.exactly_one("draft_logits", "draft_probs") == "draft_logits":
-        args.tensor("draft_logits", (num_draft_rows, "Vd"), check.FLOAT, contiguous=1)
-    else:
-        args.tensor("draft_probs", (num_draft_rows, "Vd"), (torch.float32,), contiguous=1)
-    for name, axis in (("target", "V"), ("draft", "Vd")):
-        given = name + ("_logits" if args.values[name + "_logits"] is not None else "_probs")
-        check_vocabulary(args, given, axis)
+    given = []
+    for logits, probs, shape in (
+        ("target_logits", "target_probs", (num_target_rows, "V")),
+        ("draft_logits", "draft_probs", (num_draft_rows, "Vd")),
+    ):
+        given.append(args.exactly_one(logits, probs))
+        args.tensor(given[-1], shape, check.FLOAT if given[-1] == logits else (torch.float32,), contiguous=1)
+    for name, axis in zip(given, ("V", "Vd")):
+        check_vocabulary(args, name, axis)
     args.tensor("positions", (num_target_rows,), check.INTEGER)
     args.tensor("seeds", ("B",), check.INTEGER)
     draft_needs = args.values["draft_logits"] is not None and args.values["draft_temperature"] is None
@@ -104,16 +102,9 @@ def invert_draft_map(op: str, d2t: torch.Tensor, vocab_size: int) -> torch.Tenso
     """Launches the inversion of d2t and returns target_to_draft [V] for `draft_ids`."""
     target_to_draft = torch.empty(vocab_size, dtype=torch.int32, device=d2t.device)
     row = tuning.row(MAP_TUNING, d2t.device)
-    launch(
-        op,
-        _draft_map_kernel,
-        (triton.cdiv(vocab_size, row["BLOCK_TARGET"]),),
-        d2t_ptr=d2t,
-        target_to_draft_ptr=target_to_draft,
-        vocab_size=vocab_size,
-        draft_vocab_size=len(d2t),
-        **row,
-    )
+    sizes = {"vocab_size": vocab_size, "draft_vocab_size": len(d2t)}
+    grid = (triton.cdiv(vocab_size, row["BLOCK_TARGET"]),)
+    launch(op, _draft_map_kernel, grid, d2t_ptr=d2t, target_to_draft_ptr=target_to_draft, **sizes, **row)
     return target_to_draft
 
 
@@ -169,15 +160,8 @@ def scan_pair(
     scanned = [rows.logits for rows in (pair["target"], pair["draft"]) if rows.logits is not None]
     if not scanned:
         return
-    launch(
-        op,
-        _scan_pair_kernel,
-        (num_target_scans + num_draft_scans, pair["NUM_SLICES"]),
-        first_child_ptr=first_child,
-        num_target_scans=num_target_scans,
-        TARGET_ROWS=target_rows,
-        DRAFT_ROWS=max(draft_rows, 1),
-        SKIPS_GREEDY_DRAFT=skips_greedy_draft,
-        **{name: value for name, value in pair.items() if name != "target_to_draft_ptr"},
-        **tuning.row(SLICE_TUNING, scanned[0].device),
-    )
+    rows = {"first_child_ptr": first_child, "num_target_scans": num_target_scans}
+    rows |= {"TARGET_ROWS": target_rows, "DRAFT_ROWS": max(draft_rows, 1), "SKIPS_GREEDY_DRAFT": skips_greedy_draft}
+    rows |= {name: value for name, value in pair.items() if name != "target_to_draft_ptr"}
+    grid = (num_target_scans + num_draft_scans, pair["NUM_SLICES"])
+    launch(op, _scan_pair_kernel, grid, **rows, **tuning.row(SLICE_TUNING, scanned[0].device))
