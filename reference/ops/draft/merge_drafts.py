@@ -17,19 +17,26 @@ def merge_drafts(
     *, num_speculative_tokens: int,
 ) -> Output:  # fmt: skip
     """See eagle_kernels/ops/draft/merge_drafts.py."""
-    merged_tokens = torch.full((len(tokens), num_speculative_tokens), -1, device="cpu")
-    merged_parents = torch.full_like(merged_tokens, -1)
-    num_drafts = torch.zeros(len(tokens), dtype=torch.int32, device="cpu")
-    rows = zip(*(tensor.tolist() for tensor in (tokens, parents, other_tokens, other_parents, attach)))
-    for request, (first_tokens, first_parents, next_tokens, next_parents, root) in enumerate(rows):
+    tries = []
+    for first_tokens, first_parents, next_tokens, next_parents, root in zip(
+        *(tensor.tolist() for tensor in (tokens, parents, other_tokens, other_parents, attach))
+    ):
         children: dict[tuple[int, int], int] = {}
         moved = _insert(first_tokens, first_parents, 0, children, num_speculative_tokens)
         if root in moved:
             _insert(next_tokens, next_parents, moved[root], children, num_speculative_tokens)
-        num_drafts[request] = len(children)
-        for (parent, token), node in children.items():
-            merged_tokens[request, node - 1], merged_parents[request, node - 1] = token, parent
-    return Output(*(tensor.to(tokens.device) for tensor in (merged_tokens, merged_parents, num_drafts)))
+        tries.append([(token, parent) for parent, token in children])
+    return Output(*drafts_of(tries, num_speculative_tokens, tokens.device))
+
+
+def drafts_of(tries: list[list[tuple[int, int]]], most: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Returns tokens and parents [B, most] int64, -1 padded, and the number of drafts, of tries of (token, parent)."""
+    tokens, parents = (torch.full((len(tries), most), -1, device="cpu") for _ in range(2))
+    for request, trie in enumerate(tries):
+        for index, (token, parent) in enumerate(trie):
+            tokens[request, index], parents[request, index] = token, parent
+    num_drafts = torch.tensor(list(map(len, tries)), dtype=torch.int32, device="cpu")
+    return tokens.to(device), parents.to(device), num_drafts.to(device)
 
 
 def _insert(

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from .merge_drafts import drafts_of
+
 
 class Output(NamedTuple):
     tokens: torch.Tensor
@@ -20,10 +22,7 @@ def ngram_match(
 ) -> Output:  # fmt: skip
     """See eagle_kernels/ops/draft/ngram_match.py."""
     device, batch_size = token_ids.device, len(seq_lens)
-    tokens = torch.full((batch_size, num_speculative_tokens), -1, device="cpu")
-    parents = torch.full_like(tokens, -1)
-    num_drafts = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
-    match_len = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
+    tries, match_len = [], torch.zeros(batch_size, dtype=torch.int32, device="cpu")
     lengths = seq_lens.clamp(0, token_ids.shape[1]).tolist()
     limits = [num_speculative_tokens] * batch_size
     if max_drafts is not None:
@@ -42,10 +41,8 @@ def ngram_match(
             trie, room = trie[:room], max(0, room - len(trie))
         if matches:
             match_len[request] = matches[0][0]
-        num_drafts[request] = len(trie)
-        for index, (token, parent) in enumerate(trie):
-            tokens[request, index], parents[request, index] = token, parent
-    return Output(*(tensor.to(device) for tensor in (tokens, parents, num_drafts, match_len)))
+        tries.append(trie)
+    return Output(*drafts_of(tries, num_speculative_tokens, device), match_len.to(device))
 
 
 def _matches(history: torch.Tensor, longest: int, shortest: int, prefer: str) -> list[tuple[int, int]]:

@@ -2,17 +2,15 @@
 
 import torch
 
-from .merge_drafts import Output
+from .merge_drafts import Output, drafts_of
 
 
 def reroot_drafts(
     tokens: torch.Tensor, parents: torch.Tensor, path: torch.Tensor, *, num_speculative_tokens: int, spec_steps: int
 ) -> Output:
     """See eagle_kernels/ops/draft/reroot_drafts.py."""
-    new_tokens = torch.full((len(tokens), num_speculative_tokens), -1, device="cpu")
-    new_parents = torch.full_like(new_tokens, -1)
-    num_drafts = torch.zeros(len(tokens), dtype=torch.int32, device="cpu")
-    for request, rows in enumerate(zip(tokens.tolist(), parents.tolist(), path.tolist())):
+    tries = []
+    for rows in zip(tokens.tolist(), parents.tolist(), path.tolist()):
         trie, committed = _trie(*rows[:2]), rows[2]
         root = 0
         for token in committed:
@@ -26,10 +24,8 @@ def reroot_drafts(
             if parent in number and depth[parent] < spec_steps and len(kept) < num_speculative_tokens:
                 kept.append((token, number[parent]))
                 number[node], depth[node] = len(kept), depth[parent] + 1
-        num_drafts[request] = len(kept)
-        for index, (token, parent) in enumerate(kept):
-            new_tokens[request, index], new_parents[request, index] = token, parent
-    return Output(*(tensor.to(tokens.device) for tensor in (new_tokens, new_parents, num_drafts)))
+        tries.append(kept)
+    return Output(*drafts_of(tries, num_speculative_tokens, tokens.device))
 
 
 def _trie(tokens: list[int], parents: list[int]) -> list[tuple[int, int, int]]:

@@ -39,17 +39,17 @@ def build_tree(
                 hop, steps = parent_of[hop], steps + 1
             # on a way that ends at a missing parent the last step leads nowhere: in any order it counts all the same
             depth[request, node] = steps if hop == 0 or any_order else steps - 1
-    next_token, next_sibling = links_of(parents, num_nodes)
-    lengths = seq_lens.to(torch.int64)
-    nodes = torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes)
-    return Output(
-        tree_mask=write_mask(visible.to(device), lengths, tree_mask_mode, seq_lens_sum, out and out.tree_mask),
-        positions=(lengths[:, None] + depth.to(device)).flatten(),
-        retrieve_index=nodes,
-        retrieve_next_token=next_token.to(device),
-        retrieve_next_sibling=next_sibling.to(device),
-        draft_tokens=torch.cat([verified_id[:, None], draft_tokens], dim=1).to(torch.int64).flatten(),
-    )
+    tokens = torch.cat([verified_id[:, None], draft_tokens], dim=1).to(torch.int64)
+    mask = write_mask(visible.to(device), seq_lens.to(torch.int64), tree_mask_mode, seq_lens_sum, out and out.tree_mask)
+    return Output(mask, *nodes_of(parents, depth, seq_lens), tokens.flatten())
+
+
+def nodes_of(parents: list[list[int]], depth: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns positions, row numbers and links of nodes with these parents and depths [B, N]."""
+    (batch_size, num_nodes), device = depth.shape, seq_lens.device
+    positions = (seq_lens.to(torch.int64)[:, None] + depth.to(device)).flatten()
+    retrieve_index = torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes)
+    return positions, retrieve_index, *(links.to(device) for links in links_of(parents, num_nodes))
 
 
 def _parent(node: int, slots: list[int], kept: list[int], topk: int, any_order: bool) -> int:

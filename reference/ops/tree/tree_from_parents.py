@@ -2,9 +2,8 @@
 
 import torch
 
-from ...tree import links_of
 from ...tree_mask import write_mask
-from .build_tree import Output
+from .build_tree import Output, nodes_of
 
 
 def tree_from_parents(
@@ -31,13 +30,5 @@ def tree_from_parents(
             visible[request, node] |= visible[request, parent]
             depth[request, node] = depth[request, parent] + 1
             parent_of[request][node] = parent
-    next_token, next_sibling = links_of(parent_of, num_nodes)
-    lengths = seq_lens.to(torch.int64)
-    return Output(
-        tree_mask=write_mask(visible.to(device), lengths, tree_mask_mode, seq_lens_sum, out and out.tree_mask),
-        positions=(lengths[:, None] + depth.to(device)).flatten(),
-        retrieve_index=torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes),
-        retrieve_next_token=next_token.to(device),
-        retrieve_next_sibling=next_sibling.to(device),
-        draft_tokens=tokens.flatten(),
-    )
+    mask = write_mask(visible.to(device), seq_lens.to(torch.int64), tree_mask_mode, seq_lens_sum, out and out.tree_mask)
+    return Output(mask, *nodes_of(parent_of, depth, seq_lens), tokens.flatten())
