@@ -50,19 +50,8 @@ MINIMA, LEADERS = reference.MINIMUM, reference.LEADER
 
 
 @triton.jit
-def _words_kernel(
-    seeds_ptr,
-    positions_ptr,
-    ids_ptr,
-    block_ptr,
-    uniform_ptr,
-    words_ptr,
-    draw,
-    num_keys,
-    STREAM: tl.constexpr,
-    NUM_IDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _words_kernel(seeds_ptr, positions_ptr, ids_ptr, block_ptr, uniform_ptr, words_ptr, draw, num_keys,
+                  STREAM: tl.constexpr, NUM_IDS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """block [4, num_keys], uniform [num_keys] and words [2, num_keys, NUM_IDS] of keys and ids."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_key = index < num_keys
@@ -84,19 +73,8 @@ def _words_kernel(
 
 
 @triton.jit
-def _noise_kernel(
-    words_ptr,
-    leads_ptr,
-    logits_ptr,
-    scales_ptr,
-    plain_ptr,
-    grouped_ptr,
-    bound_ptr,
-    plain_fine_ptr,
-    grouped_fine_ptr,
-    num_words,
-    BLOCK: tl.constexpr,
-):
+def _noise_kernel(words_ptr, leads_ptr, logits_ptr, scales_ptr, plain_ptr, grouped_ptr, bound_ptr, plain_fine_ptr,
+                  grouped_fine_ptr, num_words, BLOCK: tl.constexpr):  # fmt: skip
     """Of words [4, num_words], a token's own and its group's: logit * scale with either noise and as bounded by the
     group's words; the fine bits of either."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -139,9 +117,8 @@ def _grouped_kernel(seeds_ptr, positions_ptr, ids_ptr, noise_ptr, fine_ptr, lead
 
 
 @triton.jit
-def _winner_kernel(
-    seeds_ptr, first_row, winners_ptr, num_best_ptr, noise_ptr, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _winner_kernel(seeds_ptr, first_row, winners_ptr, num_best_ptr, noise_ptr, VOCAB_SIZE: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
     """Of a flat row, whose position is its number: which token has the largest noise, how many have it, fine bits and
     all, and this noise."""
     row = tl.program_id(0).to(tl.int64)
@@ -183,18 +160,27 @@ def _price_kernel(logits_ptr, seeds_ptr, keys_ptr, scale, VOCAB_SIZE: tl.constex
     scan_slice(row, True, None, noise, share, Found(None, False), tl.program_id(0), False, BLOCK_CHUNK=BLOCK_CHUNK)
 
 
+def padded(ids, device) -> torch.Tensor:
+    """The ids, and zeros up to a power of two, as tiles are; results of those are cut off again."""
+    wide = torch.zeros(triton.next_power_of_2(len(ids)), dtype=torch.int64, device=device)
+    wide[: len(ids)] = torch.as_tensor(ids)
+    return wide
+
+
+def tile_of(num_keys: int, num_ids: int, device) -> int:
+    """Keys of a program: the interpreter's time goes by programs, a GPU's registers by elements."""
+    most = 2**11 if device.type == "cuda" else 2**20
+    return max(1, min(triton.next_power_of_2(num_keys), most // num_ids))
+
+
 def make_words(seeds, positions, ids=IDS, *, stream=STREAM_TARGET, draw=0):
     """block [4, n], uniform [n] and words [2, n, ids] from the kernels' functions."""
     device, num_keys = seeds.device, len(seeds)
-    # a power of two, as tiles are; what fills it up is cut off again
-    wide = torch.zeros(triton.next_power_of_2(len(ids)), dtype=torch.int64, device=device)
-    wide[: len(ids)] = torch.as_tensor(ids)
+    wide = padded(ids, device)
     block = torch.empty(4, num_keys, dtype=torch.int64, device=device)
     uniforms = torch.empty(num_keys, dtype=torch.float32, device=device)
     words = torch.empty(2, num_keys, len(wide), dtype=torch.int64, device=device)
-    # the interpreter's time goes by programs, a GPU's registers by elements
-    most = 2**11 if device.type == "cuda" else 2**20
-    size = max(1, min(triton.next_power_of_2(num_keys), most // len(wide)))
+    size = tile_of(num_keys, len(wide), device)
     _words_kernel[(triton.cdiv(num_keys, size),)](
         seeds, positions, wide, block, uniforms, words, draw, num_keys, STREAM=stream, NUM_IDS=len(wide), BLOCK=size
     )
@@ -210,8 +196,7 @@ def make_noise(words, leads=None, logits=None, scales=None):
     scales = torch.ones(num_words, device=device) if scales is None else scales
     results = [torch.empty(num_words, device=device) for _ in range(3)]
     results += [torch.empty(num_words, dtype=torch.int64, device=device) for _ in range(2)]
-    size = 1024 if device.type == "cuda" else 2**20
-    size = min(size, triton.next_power_of_2(num_words))
+    size = min(1024 if device.type == "cuda" else 2**20, triton.next_power_of_2(num_words))
     grid = (triton.cdiv(num_words, size),)
     _noise_kernel[grid](words.contiguous(), leads.to(torch.int8), logits, scales, *results, num_words, BLOCK=size)
     return MadeNoise(*results)
@@ -235,12 +220,10 @@ class Grouped(NamedTuple):
 def make_grouped(seeds, positions, ids) -> Grouped:
     """See `_grouped_kernel`."""
     device, num_keys = seeds.device, len(seeds)
-    wide = torch.zeros(triton.next_power_of_2(len(ids)), dtype=torch.int64, device=device)
-    wide[: len(ids)] = torch.as_tensor(ids)
+    wide = padded(ids, device)
     dtypes = (torch.float32, torch.int64, torch.int8, torch.float32)
     results = [torch.empty(num_keys, len(wide), dtype=dtype, device=device) for dtype in dtypes]
-    most = 2**11 if device.type == "cuda" else 2**20
-    size = max(1, min(triton.next_power_of_2(num_keys), most // len(wide)))
+    size = tile_of(num_keys, len(wide), device)
     grid = (triton.cdiv(num_keys, size),)
     _grouped_kernel[grid](seeds, positions, wide, *results, num_keys, NUM_IDS=len(wide), BLOCK=size)
     return Grouped(*(result[:, : len(ids)] for result in results))
@@ -644,9 +627,7 @@ def test_ties_are_rare(is_grouped, device, note):
     fine = (actual.grouped_fine if is_grouped else actual.plain_fine).view(2, num_rows)
     is_equal = noise[0] == noise[1]
     num_ties = int((is_equal & (fine[0] == fine[1])).sum())
-    note(
-        f"{int(is_equal.sum())} equal in {num_rows} flat rows of {VOCAB_SIZE}, {num_ties} of them with equal fine bits"
-    )
+    note(f"{is_equal.sum()} equal in {num_rows} flat rows of {VOCAB_SIZE}, {num_ties} of them with equal fine bits")
     assert (noise[0] >= noise[1] - 2e-6).all()
     assert is_equal.sum() > 0, "nothing was equal, so the fine bits prove nothing"
     assert num_ties == 0

@@ -23,30 +23,15 @@ def cell(pair="embedded", method="chain", K=2, domain="code", batch_size=1, temp
     phases = {"draft": 1.0 * (K or 0), "verify": 7.0, "sample": 1.0, "bookkeeping": 0.5}
     plain = PLAIN_SPEED * batch_size**0.9
     return {
-        "time": 1753000000.0,
-        "event": "cell",
-        "cell_hash": f"{config.config_hash()}",
-        "config": config.to_dict(),
-        "dtype": "float32",
-        "gpu": GPU,
-        "versions": {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"},
-        "commit": "abc1234",
-        "tokens": 256,
-        "tokens_per_second": round(plain * speedup, 4),
-        "per_run": [plain * speedup] * 3,
-        "ttft_ms": 12.5,
+        "time": 1753000000.0, "event": "cell", "cell_hash": f"{config.config_hash()}", "config": config.to_dict(),
+        "dtype": "float32", "gpu": GPU, "versions": {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"},
+        "commit": "abc1234", "tokens": 256, "tokens_per_second": round(plain * speedup, 4),
+        "per_run": [plain * speedup] * 3, "ttft_ms": 12.5,
         "inter_token_ms": [round(step_ms / tokens * (0.9 + 0.002 * q), 4) for q in range(101)],
-        "round_ms": {"p50": step_ms, "p95": step_ms, "p99": step_ms},
-        "mean_accept_length": round(tokens, 4),
-        "acceptance_rate": 0.5,
-        "accepted_per_depth": shares,
-        "phase_ms": phases,
-        "step_ms": step_ms + 1.0,
-        "peak_memory_mib": 123.0,
-        "speedup": round(speedup, 4),
-        "plain_tokens_per_second": plain,
-        "identical": 1.0,
-    } | changes
+        "round_ms": {"p50": step_ms, "p95": step_ms, "p99": step_ms}, "mean_accept_length": round(tokens, 4),
+        "acceptance_rate": 0.5, "accepted_per_depth": shares, "phase_ms": phases, "step_ms": step_ms + 1.0,
+        "peak_memory_mib": 123.0, "speedup": round(speedup, 4), "plain_tokens_per_second": plain, "identical": 1.0,
+    } | changes  # fmt: skip
 
 
 def experiment(pairs=("embedded",), domains=("code", "conversation", "summarization"), methods=("chain", "tree"),

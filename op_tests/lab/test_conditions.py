@@ -232,7 +232,7 @@ def test_a_log_is_lines_of_json(tmp_path):
     assert read_events(tmp_path / "none.jsonl") == []
 
 
-def test_a_log_goes_on_behind_a_torn_line(tmp_path):
+def test_a_log_goes_on_after_a_torn_line(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"event": "a"}\n[1]\n{"event": "b", "k')
     with EventLog(str(path)) as log:

@@ -29,6 +29,7 @@ from op_tests.engine.toys import random_llama
 
 SMALL = ["--max-new-tokens", "6", "--prompts-per-domain", "2", "--num-runs", "2", "--device", "cpu"]
 CELLS = ["--domains", "code", "--k", "1", "2", "--methods", "chain", "ngram"]
+ONE = ["--domains", "code", "--k", "1", "--methods", "ngram"]
 
 
 def load_small(pair, device, dtype, **config):
@@ -47,6 +48,23 @@ def call(output, *arguments, commit="abc"):
     return run.main(options)
 
 
+def cells_of(output, *arguments, **options) -> list[dict]:
+    """The cells in the file after a command that succeeds."""
+    assert call(output, *arguments, **options) == 0
+    return read_events(output, "cell")
+
+
+@pytest.fixture
+def with_prompt(tmp_path):
+    """with_prompt(text): the options of an experiment on this prompt alone."""
+
+    def options(text):
+        PromptDataset([Prompt("code_000", "code", text, len(text))]).save(tmp_path / "prompts.json")
+        return ["--prompts", str(tmp_path / "prompts.json"), *ONE]
+
+    return options
+
+
 def watch_runs(monkeypatch, fail_at=None):
     """The K of each run as it begins; None: plain decoding."""
     real, runs, numbers = Meter.run, [], itertools.count(1)
@@ -62,8 +80,7 @@ def watch_runs(monkeypatch, fail_at=None):
 
 
 def test_cells_and_their_numbers(tmp_path, capsys):
-    assert call(tmp_path / "cells.jsonl", *CELLS) == 0
-    cells = read_events(tmp_path / "cells.jsonl", "cell")
+    cells = cells_of(tmp_path / "cells.jsonl", *CELLS)
     labels = [cell["config"]["decoder_label"] for cell in cells]
     assert labels == ["AR", "SD-K1", "SD-K2", "SD-ngram-K1", "SD-ngram-K2"]
     assert "[10/10]" in capsys.readouterr().err
@@ -84,12 +101,10 @@ class Scripted:
     device = torch.device("cpu")
 
     def __init__(self):
-        self.batches = itertools.cycle(
-            [
-                {"accepted": 5, "per_depth": [3, 2], "decode_s": 0.5, "times": [(0.25, [(0.01, 1), (0.03, 3)])]},
-                {"accepted": 1, "per_depth": [1, 0], "decode_s": 1.5, "times": [(0.75, [(0.02, 2), (0.05, 1)])]},
-            ]
-        )
+        self.batches = itertools.cycle([
+            {"accepted": 5, "per_depth": [3, 2], "decode_s": 0.5, "times": [(0.25, [(0.01, 1), (0.03, 3)])]},
+            {"accepted": 1, "per_depth": [1, 0], "decode_s": 1.5, "times": [(0.75, [(0.02, 2), (0.05, 1)])]},
+        ])  # fmt: skip
 
     def stream(self, prompts, max_new_tokens, **options):
         batch = next(self.batches)
@@ -125,7 +140,7 @@ def test_every_number_of_a_cell(monkeypatch):
     assert found.phase_ms == {"draft": pytest.approx(1.0), "verify": pytest.approx(2.0)}
 
 
-def test_what_is_told_beside_plain_decoding():
+def test_what_is_said_beside_plain_decoding():
     measured = Measurement([[1], [2], [3], [4]], 4, 30.0, [], 0, [], {}, 1, 0, [], {}, 0, None)
     plain = replace(measured, texts=[[1], [2], [9], [4]], tokens_per_second=10.0)
     numbers = app._numbers(measured, plain)
@@ -134,14 +149,11 @@ def test_what_is_told_beside_plain_decoding():
     assert math.isnan(nothing["speedup"])
 
 
-def test_texts_that_end_at_once(tmp_path, monkeypatch):
+def test_texts_that_end_at_once(tmp_path, with_prompt, monkeypatch):
     """Nothing is timed then; the cells say so and the run goes on."""
     first = load_small("any", "cpu", None).generate(list(b"def f("), 2).output_ids[0]
     monkeypatch.setattr(app, "load_pair", partial(load_small, eos_token_ids=(first,)))
-    PromptDataset([Prompt("code_000", "code", "def f(", 6)]).save(tmp_path / "code.json")
-    options = ["--prompts", str(tmp_path / "code.json"), "--domains", "code", "--k", "1", "--methods", "ngram"]
-    assert call(tmp_path / "cells.jsonl", *options) == 0
-    cells = read_events(tmp_path / "cells.jsonl", "cell")
+    cells = cells_of(tmp_path / "cells.jsonl", *with_prompt("def f("))
     assert [(cell["tokens_per_second"], cell["speedup"]) for cell in cells] == [(0.0, None)] * 2
     assert newest_cells(cells) == cells
 
@@ -155,7 +167,7 @@ def test_every_batch_is_full(tmp_path, monkeypatch):
         return real(stream)
 
     monkeypatch.setattr(measuring, "time_requests", watch)
-    options = ["--domains", "code", "--k", "1", "--methods", "ngram", "--num-runs", "1", "--batch-sizes"]
+    options = [*ONE, "--num-runs", "1", "--batch-sizes"]
     for size, num_prompts, want in (("5", "2", [5]), ("2", "3", [2, 2])):
         assert call(tmp_path / f"{size}.jsonl", *options, size, "--prompts-per-domain", num_prompts) == 0
         assert widths == 2 * want
@@ -164,7 +176,7 @@ def test_every_batch_is_full(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_other_code_is_measured_anew(tmp_path, monkeypatch):
-    """Also where the commit does not tell: files may differ from it, or there is none."""
+    """Also where the commit does not say so: files may differ from it, or there is none."""
     runs = watch_runs(monkeypatch)
     for hashes, want in (("a", 10), ("a", 0), ("b", 10)):
         monkeypatch.setattr(app.results, "code_hash", lambda hashes=hashes: hashes)
@@ -174,8 +186,7 @@ def test_other_code_is_measured_anew(tmp_path, monkeypatch):
 
 def test_no_triton_is_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(app.results.language, "MISSING", "triton 9")
-    assert call(tmp_path / "cells.jsonl", "--domains", "code", "--k", "1", "--methods", "ngram") == 0
-    assert read_events(tmp_path / "cells.jsonl", "cell")[0]["versions"]["triton"] is None
+    assert cells_of(tmp_path / "cells.jsonl", *ONE)[0]["versions"]["triton"] is None
 
 
 @pytest.mark.slow
@@ -185,12 +196,12 @@ def test_cells_of_a_group_are_measured_in_turns(tmp_path, monkeypatch, capsys):
     chains = ["--k", "1", "2", "--methods", "chain"]
     assert call(tmp_path / "cells.jsonl", "--domains", "code", "summarization", *chains) == 0
     assert runs == [None, 1, 2] * 4
-    told = capsys.readouterr().err
-    assert "[1/12]" in told and "[12/12]" in told and told.count("turn 2 of 2") == 6
+    said = capsys.readouterr().err
+    assert "[1/12]" in said and "[12/12]" in said and said.count("turn 2 of 2") == 6
     runs.clear()
-    assert call(tmp_path / "more.jsonl", "--domains", "code", "--k", "1", "--methods", "chain", "--num-runs", "7") == 0
+    cells = cells_of(tmp_path / "more.jsonl", "--domains", "code", "--k", "1", "--methods", "chain", "--num-runs", "7")
     assert runs == [None, None, 1, 1] * 2 + [None, 1] * 3
-    assert [len(cell["per_run"]) for cell in read_events(tmp_path / "more.jsonl", "cell")] == [7, 7]
+    assert [len(cell["per_run"]) for cell in cells] == [7, 7]
 
 
 @pytest.mark.slow
@@ -216,15 +227,12 @@ def test_a_cell_learns_nothing_from_its_runs(tmp_path):
     options = ["--domains", "code", "--methods", "suffix", "--max-new-tokens", "24", "--num-runs"]
     lengths = []
     for number, (runs, k) in enumerate((("1", ["4"]), ("3", ["2", "4"]))):
-        assert call(tmp_path / f"{number}.jsonl", *options, runs, "--k", *k) == 0
-        lengths.append(read_events(tmp_path / f"{number}.jsonl", "cell")[-1]["mean_accept_length"])
+        lengths.append(cells_of(tmp_path / f"{number}.jsonl", *options, runs, "--k", *k)[-1]["mean_accept_length"])
     assert lengths[0] == lengths[1]
 
 
-def test_prompts_may_leave_room_for_two_tokens(tmp_path):
-    PromptDataset([Prompt("code_000", "code", "x" * 1019, 1019)]).save(tmp_path / "code.json")
-    options = ["--prompts", str(tmp_path / "code.json"), "--domains", "code", "--k", "1", "--methods", "ngram"]
-    assert call(tmp_path / "cells.jsonl", *options, "--max-new-tokens", "2") == 0
+def test_prompts_may_leave_room_for_two_tokens(tmp_path, with_prompt):
+    assert call(tmp_path / "cells.jsonl", *with_prompt("x" * 1019), "--max-new-tokens", "2") == 0
 
 
 @pytest.mark.slow
@@ -267,7 +275,7 @@ def test_texts_do_not_depend_on_the_batch():
 
 
 def test_one_disturbed_run_changes_no_median(monkeypatch):
-    """Neither of speeds nor of steps, which are told beside each other and must be of the same run."""
+    """Neither of speeds nor of steps, which stand beside each other and must be of the same run."""
     engine, stats, real = load_small("any", "cpu", None), [], measuring._speed
 
     def speed(of_run):
@@ -313,8 +321,7 @@ def test_an_experiment_in_a_file(tmp_path, suffix):
         pytest.importorskip("yaml")
     file = tmp_path / f"experiment.{suffix}"
     file.write_text(json.dumps({"domains": ["code"], "k": [1], "methods": ["tree"], "seed": 3}))  # YAML too
-    assert call(tmp_path / "cells.jsonl", "--config", str(file), "--k", "2") == 0
-    configs = [cell["config"] for cell in read_events(tmp_path / "cells.jsonl", "cell")]
+    configs = [cell["config"] for cell in cells_of(tmp_path / "cells.jsonl", "--config", str(file), "--k", "2")]
     assert [(each["K"], each["method"], each["seed"]) for each in configs] == [(None, "chain", 3), (2, "tree", 3)]
 
 
@@ -342,7 +349,7 @@ def test_what_is_no_experiment(values, message):
         Experiment.from_dict(values)
 
 
-def test_errors_of_the_command(tmp_path, capsys):
+def test_errors_of_the_command(tmp_path, with_prompt, capsys):
     for content, message in (("[1]", "must hold an object, got list"), ("{", "is not json")):
         (tmp_path / "experiment.json").write_text(content)
         assert call(tmp_path / "cells.jsonl", "--config", str(tmp_path / "experiment.json")) == 1
@@ -351,9 +358,7 @@ def test_errors_of_the_command(tmp_path, capsys):
     assert "error: get_pair: name must be one of" in capsys.readouterr().err
     assert call(tmp_path) == 1  # a folder
     assert capsys.readouterr().err.startswith("error: ")
-    code = PromptDataset([Prompt("code_000", "code", "def f(", 6)])
-    code.save(tmp_path / "code.json")
-    assert call(tmp_path / "cells.jsonl", "--prompts", str(tmp_path / "code.json"), "--domains", "conversation") == 1
+    assert call(tmp_path / "cells.jsonl", *with_prompt("def f("), "--domains", "conversation") == 1
     assert "domain must be one of code, got 'conversation'" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert call(tmp_path / "cells.jsonl", "--device", "cuda") == 1
@@ -368,11 +373,8 @@ def test_the_options_of_an_app_are_shown(capsys):
 
 
 @pytest.mark.slow
-def test_other_prompts_are_another_setting(tmp_path):
+def test_other_prompts_are_another_setting(tmp_path, with_prompt):
     for text in ("def f(", "def g("):
-        PromptDataset([Prompt("code_000", "code", text, 6)]).save(tmp_path / "prompts.json")
-        options = ("--prompts", str(tmp_path / "prompts.json"), "--domains", "code", "--k", "1", "--methods", "chain")
-        assert call(tmp_path / "cells.jsonl", *options) == 0
-    lines = read_events(tmp_path / "cells.jsonl", "cell")
+        lines = cells_of(tmp_path / "cells.jsonl", *with_prompt(text))
     assert len(lines) == 4 and len(newest_cells(lines)) == 4
     assert len({cell["prompts"] for cell in lines}) == 2 and lines[0]["prompts"].startswith("prompts.json, 1, ")

@@ -66,8 +66,8 @@ def test_the_baseline_writes_text(folder, device):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @torch.no_grad()
-def test_forward_behind_a_cache(family, device):
-    """Logits are those of transformers without a cache, also behind a cut."""
+def test_forward_after_a_cache(family, device):
+    """Logits are those of transformers without a cache, also after a cut."""
     theirs = stock(family).to(device)
     tokens = torch.randint(VOCAB, (1, 40), device=device)
     whole = theirs(tokens).logits
@@ -84,7 +84,7 @@ def test_forward_behind_a_cache(family, device):
     logits, longer = model.forward(tokens[:, 30:], cut)
     torch.testing.assert_close(logits, other[:, 18:], rtol=1e-4, atol=1e-4)
     assert model.get_cache_length(longer) == 28 and model.get_cache_length(cut) == 18
-    # whatever came behind the cut, the cache that was cut is as it was, and goes on as before
+    # whatever came after the cut, the cache that was cut is as it was, and goes on as before
     held = [tensor for layer in cache for tensor in layer]
     assert len(cache) == theirs.config.num_hidden_layers and len(held) == len(before) == 2 * len(cache)
     assert all(map(torch.equal, held, before)) and held[0].shape[2] == 40 and cut[0][0].shape[2] == 18
@@ -115,7 +115,7 @@ def test_a_cut_of_a_cache_is_checked(device):
     model.forward(torch.ones(1, 2, dtype=torch.int64), cache)
 
 
-def test_what_a_wrapper_tells(folder, device):
+def test_what_a_wrapper_says(folder, device):
     model, tokenizer = load_model(folder, "fp16", device)
     count = sum(parameter.numel() for parameter in model.parameters())
     wrapped = ModelWrapper(model, tokenizer, device)

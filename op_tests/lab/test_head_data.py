@@ -12,28 +12,30 @@ from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
 CONVERSATION = [("human", "Hi a"), ("gpt", " a"), ("human", "assistant?"), ("gpt", "yes: é")]
 
 
+def read(path, window=30, needs_answers=True) -> list[head_data.Example]:
+    return head_data.read_examples([path], ByteTokenizer(), chat.PlainFormat(), window, needs_answers=needs_answers)
+
+
+def prompts_of(example) -> list[bytes]:
+    return [bytes(prompt) for prompt in head_data.prompts_of(example, ByteTokenizer(), chat.PlainFormat(), 9)]
+
+
 @pytest.mark.parametrize(
     ("record", "text", "learnt"),
     [
         ({"text": "plain"}, "plain", "plain"),
         ({"prompt": "1+1=", "response": " 2"}, "1+1= 2", " 2"),
-        (
-            {"conversations": [{"from": role, "value": text} for role, text in CONVERSATION]},
-            "user:\nHi a\nassistant:\n a\nuser:\nassistant?\nassistant:\nyes: é",
-            " a\nyes: é",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
-            "user:\nx\nassistant:\ny",
-            "y",
-        ),
+        ({"conversations": [{"from": role, "value": text} for role, text in CONVERSATION]},
+         "user:\nHi a\nassistant:\n a\nuser:\nassistant?\nassistant:\nyes: é", " a\nyes: é"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+         "user:\nx\nassistant:\ny", "y"),
     ],
-)
+)  # fmt: skip
 def test_formats_and_masks(tmp_path, record, text, learnt):
-    """Of byte tokens, by the plain format; an end of text is learnt behind each."""
+    """Of byte tokens, by the plain format; an end of text is learnt after each."""
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(record) + "\n\n" + json.dumps({"text": "other"}) + "\n")
-    example = head_data.read_examples([path], ByteTokenizer(), chat.PlainFormat(), 99, needs_answers=True)[0]
+    example = read(path, 99)[0]
     tokens = example.tokens.tolist()
     assert tokens == [*text.encode(), 256]
     after = [token for token, is_learnt in zip(tokens[1:], example.is_learnt.tolist()) if is_learnt]
@@ -44,20 +46,16 @@ def test_formats_and_masks(tmp_path, record, text, learnt):
 def test_windows_and_prompts(tmp_path):
     path = tmp_path / "data.txt"
     path.write_text("0123456789" * 2)
-    examples = head_data.read_examples([path], ByteTokenizer(), chat.PlainFormat(), 10, needs_answers=True)
+    examples = read(path, 10)
     # a lone end of text is nothing to learn from
     assert [bytes(example.tokens.tolist()) for example in examples] == [b"0123456789"] * 2
-    assert head_data.prompts_of(examples[0], ByteTokenizer(), chat.PlainFormat(), 9) == [list(b"01234")]
+    assert prompts_of(examples[0]) == [b"01234"]
     path = tmp_path / "data.jsonl"
     turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b" * 30), ("user", "c"))]
     path.write_text(json.dumps({"messages": turns}))
-    windows = head_data.read_examples([path], ByteTokenizer(), chat.PlainFormat(), 30, needs_answers=False)
-    prompts = [head_data.prompts_of(window, ByteTokenizer(), chat.PlainFormat(), 9) for window in windows]
-    assert prompts[1:] == [[]]
-    assert [bytes(prompt) for prompt in prompts[0]] == [
-        b"user:\na\nassistant:\n",
-        b"user:\na\nassistant:\n" + b"b" * 30 + b"\nuser:\nc\nassistant:\n",
-    ]
+    first = b"user:\na\nassistant:\n"
+    prompts = [prompts_of(window) for window in read(path, needs_answers=False)]
+    assert prompts == [[first, first + b"b" * 30 + b"\nuser:\nc\nassistant:\n"], []]
 
 
 @pytest.mark.parametrize(
@@ -81,18 +79,18 @@ def test_bad_lines_are_named(tmp_path, line, complaint):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=f"data.jsonl:2: .*{complaint}"):
-        head_data.read_examples([path], ByteTokenizer(), chat.PlainFormat(), 30, needs_answers=True)
+        read(path)
 
 
 def test_bad_files_are_named(tmp_path):
-    (tmp_path / "data.txt").write_bytes(b"one\ntwo \xff\n")
-    with pytest.raises(ValueError, match="data.txt:2: not UTF-8"):
-        head_data.read_examples([tmp_path / "data.txt"], ByteTokenizer(), chat.PlainFormat(), 30, needs_answers=True)
-    with pytest.raises(ValueError, match="data.csv: data files must end in .txt or .jsonl"):
-        head_data.read_examples([tmp_path / "data.csv"], ByteTokenizer(), chat.PlainFormat(), 30, needs_answers=True)
-    (tmp_path / "data.txt").write_text("short")
-    with pytest.raises(ValueError, match="1 examples of up to 30 tokens"):
-        head_data.read_examples([tmp_path / "data.txt"], ByteTokenizer(), chat.PlainFormat(), 30, needs_answers=True)
+    for name, content, message in (
+        ("data.txt", b"one\ntwo \xff\n", "data.txt:2: not UTF-8"),
+        ("data.csv", b"short", "data.csv: data files must end in .txt or .jsonl"),
+        ("data.txt", b"short", "1 examples of up to 30 tokens"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path / name)
 
 
 def test_held_out_examples_are_nowhere_else():

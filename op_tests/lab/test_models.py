@@ -44,7 +44,7 @@ def test_the_pairs_that_break_the_vocabulary_rule_are_marked():
     assert said.startswith("tinyllama_llama3: the draft must have the target's tokens, ") and "32000 of Llama-2" in said
     said = refused(get_pair("phi3_llama3").check, ValueError)
     assert " has 32064 of " in said and "128256 of Llama-3; pairs that fit: gpt2_dev, llama3_self, " in said
-    # of models that nobody has told of, files decide; heads have the target's tokens
+    # of models that nobody has listed, files decide; heads have the target's tokens
     assert ModelPair("new", "a/b", "gpt2").vocabulary_fault is None
     assert ModelPair("new", "gpt2", "meta-llama/Meta-Llama-3-8B-Instruct", method="eagle").vocabulary_fault is None
 
@@ -141,11 +141,8 @@ def test_models_are_fetched(monkeypatch, tmp_path):
         raise KeyError("no route\nto host")
 
     monkeypatch.setattr(hub, "snapshot_download", refuse)
-    with pytest.raises(
-        ModelError, match="^resolve: 'some/model' is no folder and could not be fetched .*no route"
-    ) as caught:
-        resolve("some/model")
-    assert "\n" not in str(caught.value)
+    said = refused(lambda: resolve("some/model"), ModelError)
+    assert said.startswith("resolve: 'some/model' is no folder and could not be fetched ") and "no route" in said
 
 
 def test_embedded_models_by_name():

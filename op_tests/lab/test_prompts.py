@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from functools import partial
@@ -80,12 +81,10 @@ def test_there_and_back(built_in, tmp_path):
 
 def test_a_text_that_is_none(tmp_path):
     file = tmp_path / "prompts.json"
-    file.write_text(
-        '{"sources": {}, "prompts": [{"prompt_id": "a", "domain": "code", "raw_text": 5, "token_count": 1}]}'
-    )
-    assert refused(lambda: PromptDataset.load(file)) == (
-        f"PromptDataset.load: {file} is not what save writes: raw_text of a must be a string, got 5"
-    )
+    prompt = {"prompt_id": "a", "domain": "code", "raw_text": 5, "token_count": 1}
+    file.write_text(json.dumps({"sources": {}, "prompts": [prompt]}))
+    said = f"PromptDataset.load: {file} is not what save writes: raw_text of a must be a string, got 5"
+    assert refused(lambda: PromptDataset.load(file)) == said
 
 
 def test_sets_that_cannot_be():
@@ -93,10 +92,8 @@ def test_sets_that_cannot_be():
     assert "prompt_id must be of one prompt, got 'a' twice" in refused(lambda: PromptDataset([prompt, prompt]))
     said = refused(lambda: PromptDataset([Prompt("a", "poetry", "x", 1)]))
     assert said == "PromptDataset: domain of a must be one of code, conversation, summarization, got 'poetry'"
-    for count in (0, True, 1.5):
-        said = refused(lambda count=count: PromptDataset.build("bytes", count, download=False))
-        assert said == f"PromptDataset.build: n_per_domain must be an int of at least 1, got {count!r}"
-        said = refused(lambda count=count: PromptDataset.build("bytes", count))
+    for count, options in itertools.product((0, True, 1.5), ({}, {"download": False})):
+        said = refused(partial(PromptDataset.build, "bytes", count, **options))
         assert said == f"PromptDataset.build: n_per_domain must be an int of at least 1, got {count!r}"
     said = refused(lambda: PromptDataset.build("bytes", files={"poetry": "x"}))
     assert said.endswith("files must be of code, conversation, summarization, got one of 'poetry'")

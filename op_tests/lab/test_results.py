@@ -99,9 +99,7 @@ def test_of_a_real_stream(is_lagging, device, monkeypatch):
         assert (result.peak_memory_mb is None) == (device.type == "cpu")
         assert result.is_speculative == speculative
         if not speculative:
-            assert (result.num_speculation_rounds, result.per_round_latencies, result.draft_time_total_ms) == (
-                None,
-            ) * 3
+            assert result.num_speculation_rounds is result.per_round_latencies is result.draft_time_total_ms is None
             continue
         # itself as the draft: the first token, three whole rounds, and two tokens of a fourth
         assert result.num_speculation_rounds == stats.steps == 4 and result.accepted_per_depth == [4, 4, 4]

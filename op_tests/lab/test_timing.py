@@ -73,11 +73,13 @@ def test_a_timer_that_is_used_again_is_as_new():
         assert timer.elapsed_ms >= 0
         with pytest.raises(KeyError, match="no finished interval of 'verify'; there are: none"):
             timers.elapsed_ms("verify")
-        with pytest.raises(RuntimeError, match="'verify' is running; stop it first"):
+        with pytest.raises(RuntimeError, match="^CUDATimerCollection.start: 'verify' is running; stop it first$"):
             timers.start("verify")
         assert timers.stop("verify") == timers.elapsed_ms("verify") >= 0
-        with pytest.raises(RuntimeError, match="'verify' is not running; start it first"):
+        with pytest.raises(RuntimeError, match="^CUDATimerCollection.stop: 'verify' is not running; start it first$"):
             timers.stop("verify")
+        with pytest.raises(KeyError, match="no finished interval of 'draft'; there are: 'verify'"):
+            timers.elapsed_ms("draft")
         timers.start("draft")
         timers.reset()
         assert timers.names == [] and timers.summary() == {}
@@ -87,28 +89,19 @@ def test_a_timer_that_is_used_again_is_as_new():
 
 def test_a_timer_on_the_wall():
     timer = CUDATimer(CPU)
-    assert repr(timer) == "CUDATimer(not finished)"
-    with pytest.raises(
-        RuntimeError, match="^CUDATimer: elapsed_ms can be read only after .* this one was never entered$"
-    ):
-        timer.elapsed_ms  # noqa: B018
+    rule = "^CUDATimer: elapsed_ms can be read only after .* this one was never entered$"
+    for _ in range(2):
+        assert repr(timer) == "CUDATimer(not finished)"
+        with pytest.raises(RuntimeError, match=rule):
+            timer.elapsed_ms  # noqa: B018
+        timer.__exit__(None, None, None)
     with timer:
         time.sleep(0.003)
-        with pytest.raises(RuntimeError, match="this one is still running$"):
-            timer.elapsed_ms  # noqa: B018
     first_ms = timer.elapsed_ms
     assert 3 <= first_ms < 1000 and timer.elapsed_ms == first_ms
     with timer:
         pass
     assert timer.elapsed_ms < first_ms
-    with pytest.raises(ValueError), timer:
-        raise ValueError  # what fails has taken time as well
-    assert timer.elapsed_ms >= 0
-    timer = CUDATimer(CPU)
-    timer.__exit__(None, None, None)
-    assert repr(timer) == "CUDATimer(not finished)"
-    with pytest.raises(RuntimeError, match="this one was never entered$"):
-        timer.elapsed_ms  # noqa: B018
 
 
 def test_a_timer_without_a_device_takes_what_there_is(monkeypatch):
@@ -157,22 +150,6 @@ def test_a_collection_on_the_wall():
     assert timers.elapsed_ms("sample") > elapsed_ms
 
 
-def test_a_collection_says_what_is_wrong():
-    timers = CUDATimerCollection(CPU)
-    with pytest.raises(RuntimeError, match="^CUDATimerCollection.stop: 'draft' is not running; start it first$"):
-        timers.stop("draft")
-    timers.start("draft")
-    with pytest.raises(RuntimeError, match="^CUDATimerCollection.start: 'draft' is running; stop it first$"):
-        timers.start("draft")
-    with pytest.raises(KeyError, match="no finished interval of 'draft'; there are: none"):
-        timers.elapsed_ms("draft")
-    timers.stop("draft")
-    with pytest.raises(KeyError, match="no finished interval of 'verify'; there are: 'draft'"):
-        timers.elapsed_ms("verify")
-    timers.reset()
-    timers.start("draft")  # what ran is forgotten too
-
-
 def test_a_phase_may_be_forgotten_while_it_runs():
     timers = CUDATimerCollection(CPU)
     with pytest.raises(ValueError, match="^mine$"), timers.phase("draft"):
@@ -187,7 +164,7 @@ def test_a_phase_may_be_forgotten_while_it_runs():
         timers.stop("draft")
 
 
-def test_the_time_of_the_host_is_behind_the_device_s(monkeypatch):
+def test_the_time_of_the_host_is_after_the_device_s(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     before = time.perf_counter()

@@ -34,31 +34,15 @@ from op_tests.engine.heads import save_folder
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 TARGET_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "tokenizer_class": "ByteTokenizer",
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_theta": 5e5,
-    "max_position_embeddings": 128,
-    "eos_token_id": 256,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tokenizer_class": "ByteTokenizer",
+    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 5e5, "max_position_embeddings": 128, "eos_token_id": 256,
+}  # fmt: skip
 SMALL = {
-    "window": 32,
-    "depths": 3,
-    "batch_size": 8,
-    "accumulate": 1,
-    "draft_vocab_size": 48,
-    "learning_rate": 1e-2,
-    "validation_prompts": 3,
-    "validation_tokens": 16,
-    "report_every": 1,
-}
+    "window": 32, "depths": 3, "batch_size": 8, "accumulate": 1, "draft_vocab_size": 48, "learning_rate": 1e-2,
+    "validation_prompts": 3, "validation_tokens": 16, "report_every": 1,
+}  # fmt: skip
+FEW = SMALL | {"validation_prompts": 1, "validation_tokens": 2}
 # in the order of their letters: the most frequent bytes are few
 TEXT = "".join(f"the {first}{second} of the {second}{first}\n" for first in "abcdefgh" for second in "abcdefgh")
 
@@ -77,9 +61,8 @@ def target_folder(tmp_path_factory):
     target = Decoder(DecoderConfig.from_dict(TARGET_CONFIG))
     for name, parameter in target.named_parameters():
         if parameter.ndim == 2:  # what follows a token depends on it more than on those before: soon learnt
-            torch.nn.init.normal_(
-                parameter, std=1.0 if name.endswith(("embed_tokens.weight", "lm_head.weight")) else 0.05
-            )
+            is_outer = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+            torch.nn.init.normal_(parameter, std=1.0 if is_outer else 0.05)
     save_folder(target, TARGET_CONFIG, folder)
     return folder
 
@@ -89,6 +72,17 @@ def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+def examples_of(file: Path, needs_answers: bool) -> list[head_data.Example]:
+    return head_data.read_examples([file], ByteTokenizer(), chat.PlainFormat(), 32, needs_answers=needs_answers)
+
+
+def target_and_head(folder: Path, examples: list[head_data.Example]):
+    """The target, the options and a head that has learnt nothing."""
+    target = load_target(folder)
+    options, aux_layers = settle(HeadOptions(**SMALL), target)
+    return target, options, new_head(folder, target, examples, options, aux_layers)[0]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +97,7 @@ def trained(target_folder, text_file, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_loss_falls_and_progress_tells(trained):
+def test_the_loss_falls_and_progress_says_so(trained):
     _, record, lines = trained
     steps = [line for line in lines if line.startswith("head ")]
     losses = [float(line.split("loss ")[1].split()[0]) for line in steps]
@@ -117,10 +111,8 @@ def test_the_loss_falls_and_progress_tells(trained):
 @pytest.mark.slow
 def test_the_trained_head_is_accepted_more_often(trained, target_folder, text_file):
     folder, record, _ = trained
-    target = load_target(target_folder)
-    options, aux_layers = settle(HeadOptions(**SMALL), target)
-    examples = head_data.read_examples([text_file], ByteTokenizer(), chat.PlainFormat(), 32, needs_answers=True)
-    untrained, _ = new_head(target_folder, target, examples, options, aux_layers)
+    examples = examples_of(text_file, needs_answers=True)
+    target, _, untrained = target_and_head(target_folder, examples)
     prompts = [example.tokens[:10].tolist() for example in examples[:4]]
 
     def accepted(head) -> float:
@@ -157,8 +149,7 @@ def test_the_folder_is_one_of_specforge(trained, target_folder):
 def test_regenerated_answers_are_the_targets_own(trained, target_folder, text_file, tmp_path, capsys):
     folder, _, _ = trained
     target = load_target(target_folder)
-    examples = head_data.read_examples([text_file], ByteTokenizer(), chat.PlainFormat(), 32, needs_answers=False)
-    train, _ = head_data.split_held_out(examples, 0.05)
+    train, _ = head_data.split_held_out(examples_of(text_file, needs_answers=False), 0.05)
     prompts = [head_data.prompts_of(example, ByteTokenizer(), chat.PlainFormat(), 8)[0] for example in train]
     lines = (folder / "answers.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in lines[1:]]
@@ -198,7 +189,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(target_folder, tmp_path):
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(target_folder, text_file, tmp_path, capsys):
-    options = SMALL | {"steps": 4, "validation_prompts": 1, "validation_tokens": 2}
+    options = FEW | {"steps": 4}
     assert main(arguments_of(target_folder, text_file, tmp_path / "whole", **options)) == 0
     command = arguments_of(target_folder, text_file, tmp_path / "cut", **options)
     statuses = [main([*command, "--time-budget", "0"])]
@@ -216,10 +207,10 @@ def test_an_interrupted_run_ends_with_the_same_weights(target_folder, text_file,
     assert "learning_rate 0.01, now 0.5" in error and "steps 4, now 5" in error and "depths" not in error
 
 
-def test_a_finished_run_that_is_given_again_keeps_what_it_told(target_folder, text_file, tmp_path):
+def test_a_finished_run_that_is_given_again_keeps_what_it_said(target_folder, text_file, tmp_path):
     """The second time nothing is trained: accuracy and earlier validations are those of the record. A record that is
-    not this run's tells nothing of it."""
-    options = SMALL | {"steps": 2, "validate_every": 1, "validation_prompts": 1, "validation_tokens": 2}
+    not this run's says nothing of it."""
+    options = FEW | {"steps": 2, "validate_every": 1}
     command, path = arguments_of(target_folder, text_file, tmp_path, **options), tmp_path / "training.json"
     assert main(command) == 0
     record = json.loads(path.read_text())
@@ -233,15 +224,15 @@ def test_a_finished_run_that_is_given_again_keeps_what_it_told(target_folder, te
 
 
 @pytest.mark.slow
-def test_a_run_that_is_cut_keeps_what_it_told(target_folder, text_file, tmp_path):
-    """Every validation is there at the end, also of steps behind which the time was up, and none is made twice."""
-    options = SMALL | {"steps": 4, "validate_every": 1, "validation_prompts": 1, "validation_tokens": 2}
+def test_a_run_that_is_cut_keeps_what_it_said(target_folder, text_file, tmp_path):
+    """Every validation is there at the end, also of steps after which the time was up, and none is made twice."""
+    options = FEW | {"steps": 4, "validate_every": 1}
     assert main(arguments_of(target_folder, text_file, tmp_path / "whole", **options)) == 0
-    command, told = arguments_of(target_folder, text_file, tmp_path / "cut", **options, time_budget=0), []
+    command, seen = arguments_of(target_folder, text_file, tmp_path / "cut", **options, time_budget=0), []
     path = tmp_path / "cut/training.json"
     while main(command) == EXIT_UNFINISHED:
-        told.append(list(json.loads(path.read_text())["validations"]) if path.exists() else [])
-    assert told == [[], ["1"], ["1", "2"]]
+        seen.append(list(json.loads(path.read_text())["validations"]) if path.exists() else [])
+    assert seen == [[], ["1"], ["1", "2"]]
     records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("whole", "cut")]
     assert list(records[0]["validations"]) == ["1", "2", "3", "4"]
     assert records[0]["validations"] == records[1]["validations"]
@@ -250,8 +241,8 @@ def test_a_run_that_is_cut_keeps_what_it_told(target_folder, text_file, tmp_path
 
 @pytest.mark.slow
 def test_validations_of_one_record_are_alike(target_folder, text_file, tmp_path):
-    """Those by other prompts are left out, and those of steps that were lost behind the checkpoint are made again."""
-    options = SMALL | {"steps": 4, "validate_every": 1, "validation_prompts": 1, "validation_tokens": 2}
+    """Those by other prompts are left out, and those of steps that were lost after the checkpoint are made again."""
+    options = FEW | {"steps": 4, "validate_every": 1}
     command = arguments_of(target_folder, text_file, tmp_path, **options, time_budget=0)
     path = tmp_path / "training.json"
     for _ in range(3):
@@ -265,8 +256,8 @@ def test_validations_of_one_record_are_alike(target_folder, text_file, tmp_path)
     assert main(command) == EXIT_UNFINISHED
     assert json.loads(path.read_text())["validations"] == {"1": rows, "2": "kept"}
     assert main(command) == 0
-    told = json.loads(path.read_text())["validations"]
-    assert told["2"] == "kept" and told["3"] != "lost" and list(told) == ["1", "2", "3", "4"]
+    found = json.loads(path.read_text())["validations"]
+    assert found["2"] == "kept" and found["3"] != "lost" and list(found) == ["1", "2", "3", "4"]
     assert main([*command, "--validation-tokens", "3"]) == 0
     assert list(json.loads(path.read_text())["validations"]) == ["4"]
 
@@ -287,17 +278,11 @@ def test_training_in_bf16(target_folder, text_file, tmp_path, capsys):
 
 def test_pieces_add_up_to_the_whole_batch(target_folder):
     """Gradients of 2 batches of 2 are those of 1 batch of 4: lengths, masks and padding differ between them."""
-    target = load_target(target_folder)
-    options, aux_layers = settle(HeadOptions(**SMALL), target)
-    generator = torch.Generator().manual_seed(0)
     examples = [
-        head_data.Example(
-            torch.randint(257, (length,), generator=generator, dtype=torch.int32),
-            torch.rand(length, generator=generator) < 0.6,
-        )
+        head_data.Example(torch.randint(257, (length,), dtype=torch.int32), torch.rand(length) < 0.6)
         for length in (3, 17, 9, 30)
     ]
-    head, _ = new_head(target_folder, target, examples, options, aux_layers)
+    target, options, head = target_and_head(target_folder, examples)
 
     def loss_and_gradients(batch_size: int, accumulate: int):
         chosen = replace(options, batch_size=batch_size, accumulate=accumulate)
@@ -311,13 +296,11 @@ def test_pieces_add_up_to_the_whole_batch(target_folder):
 
 def test_only_answers_are_learnt(target_folder):
     """What does not lead to an answer's token has no say in the loss; what does has."""
-    target = load_target(target_folder)
-    options, aux_layers = settle(HeadOptions(**SMALL), target)
     tokens = torch.randint(257, (1, 12), generator=torch.Generator().manual_seed(1))
     is_answer = [False] * 5 + [True] * 4 + [False] * 3
     example = head_data.learn_answer(tokens[0, :5].tolist(), tokens[0, 5:9].tolist())
     assert example.is_learnt.tolist() == [*is_answer[1:9], False]
-    head, _ = new_head(target_folder, target, [example], options, aux_layers)
+    target, _, head = target_and_head(target_folder, [example])
     batch = head_data.collate([example], shortest=12)
     counts = torch.tensor([4.0, 4.0, 4.0])
     loss = piece_loss(head, target, Accuracy(3, target.device), Piece(batch, counts))
@@ -334,10 +317,7 @@ def test_only_answers_are_learnt(target_folder):
 
 
 def test_study_is_observe_in_rows(target_folder, monkeypatch):
-    target = load_target(target_folder)
-    options, aux_layers = settle(HeadOptions(**SMALL), target)
-    example = head_data.learn_answer([1], [2, 3, 3])
-    head, _ = new_head(target_folder, target, [example], options, aux_layers)
+    target, _, head = target_and_head(target_folder, [head_data.learn_answer([1], [2, 3, 3])])
     tokens = torch.randint(257, (3, 7))
     monkeypatch.setattr(unrolled, "LOGIT_ROWS", 4)
     lesson = unrolled.study(target, head, tokens)
@@ -386,8 +366,8 @@ def test_bad_options_are_named(options, complaint):
 
 def test_a_run_killed_after_a_validation_goes_on(target_folder, text_file, tmp_path, monkeypatch):
     """Before its first checkpoint the folder holds a head already, known as the run's own. Two streams are read."""
-    few = SMALL | {"validation_prompts": 1, "validation_tokens": 2, "steps": 3, "aux_layers": "1,3"}
-    command = arguments_of(target_folder, text_file, tmp_path, **few, validate_every=1)
+    options = FEW | {"steps": 3, "aux_layers": "1,3", "validate_every": 1}
+    command = arguments_of(target_folder, text_file, tmp_path, **options)
     measure = train_module.measure_head
 
     def killed(*_):
@@ -402,14 +382,16 @@ def test_a_run_killed_after_a_validation_goes_on(target_folder, text_file, tmp_p
 
 
 def test_misfits_are_refused(target_folder, text_file, tmp_path):
-    with pytest.raises(ValueError, match="holds another model"):
-        train_head(target_folder, [text_file], target_folder, HeadOptions(), **CPU)
-    with pytest.raises(ValueError, match="--window must be at most the 128 positions"):
-        train_head(target_folder, [text_file], tmp_path, HeadOptions(window=256), **CPU)
-    with pytest.raises(ValueError, match="--dtype must be bfloat16 or float32, got float16"):
-        train_head(target_folder, [text_file], tmp_path, HeadOptions(), device=CPU["device"], dtype=torch.float16)
-    with pytest.raises(ValueError, match="--draft-vocab-size must be at most the 257 tokens of the target, got 258"):
-        train_head(target_folder, [text_file], tmp_path, HeadOptions(window=32, draft_vocab_size=258), **CPU)
+    half = {"device": CPU["device"], "dtype": torch.float16}
+    for output, options, places, message in (
+        (target_folder, {}, CPU, "holds another model"),
+        (tmp_path, {"window": 256}, CPU, "--window must be at most the 128 positions"),
+        (tmp_path, {}, half, "--dtype must be bfloat16 or float32, got float16"),
+        (tmp_path, {"window": 32, "draft_vocab_size": 258}, CPU,
+         "--draft-vocab-size must be at most the 257 tokens of the target, got 258"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            train_head(target_folder, [text_file], output, HeadOptions(**options), **places)
     assert tell_changes('{"a": 1, "b": {}}', '{"a": 2, "b": {"c": 1}}') == "a 1, now 2, b"
 
 
@@ -418,7 +400,6 @@ def test_a_target_behind_transformers_is_refused_first(text_file, tmp_path, caps
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     assert main(arguments_of(tmp_path / "gpt2", text_file, tmp_path / "head")) == 1
-    assert capsys.readouterr().err == (
-        "error: train-head: --target must have a model_type of llama, mistral, qwen2, qwen3, mimo, got 'gpt2'\n"
-    )
+    rule = "--target must have a model_type of llama, mistral, qwen2, qwen3, mimo, got 'gpt2'"
+    assert capsys.readouterr().err == f"error: train-head: {rule}\n"
     assert not (tmp_path / "head").exists()

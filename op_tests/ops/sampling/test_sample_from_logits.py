@@ -160,15 +160,6 @@ def test_noise_depends_on_its_key_alone(device):
     assert len(set(eagle_kernels.raw.sample_from_logits(**flat).tolist())) > 1
 
 
-def test_streams_do_not_share_noise():
-    seeds, positions = torch.arange(64), torch.arange(64)
-    target, _ = reference_random.grouped_gumbel(seeds, positions, 64)
-    draft_key = reference_random.random_block(seeds, positions, reference_random.STREAM_DRAFT)
-    draft = reference_random.gumbel(reference_random.token_words(draft_key, 64))
-    assert (target != draft).all()
-    assert torch.corrcoef(torch.stack([target.flatten(), draft.flatten()]))[0, 1].abs() < 0.05
-
-
 def test_penalties_are_those_of_hugging_face():
     processors = pytest.importorskip("transformers.generation.logits_process")
     values = make(3, 50, temperature=1.0)
