@@ -69,6 +69,11 @@ class Mutant(NamedTuple):
         return lines
 
 
+def bug(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+    """Returns a mutant of one edit, and of the tests that must see it."""
+    return Mutant(name, [(file, old, new)], list(tests))
+
+
 def both(
     name: str, op: str, tests: list[str], kernel: list[tuple[str, ...]], reference: list[tuple[str, ...]]
 ) -> Mutant:
