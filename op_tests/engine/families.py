@@ -8,19 +8,13 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
-    "vocab_size": 83,
-    "hidden_size": 60,
-    "intermediate_size": 76,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
+    "vocab_size": 83, "hidden_size": 60, "intermediate_size": 76, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 24,  # deliberately neither hidden_size / num_attention_heads nor a power of two
     "max_position_embeddings": 96,
     "initializer_range": 0.15,  # attention far from uniform
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 THETA = {"rope_theta": 3000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | THETA
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24} | THETA

@@ -18,20 +18,11 @@ HIDDEN, TARGET_VOCAB, DRAFT_VOCAB = 32, 61, 23
 IDS = torch.tensor([[7, 3, 60, 11, 0, 25], [9, 9, 1, 44, 2, 18]])
 HEADS, KV_HEADS, HEAD_DIM, EPS = 4, 2, 16, 1e-5  # deliberately HEADS * HEAD_DIM != HIDDEN
 WIDTHS = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "vocab_size": TARGET_VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "rms_norm_eps": EPS,
-    "max_position_embeddings": 96,
-    "tie_word_embeddings": False,
+    "model_type": "llama", "hidden_act": "silu", "vocab_size": TARGET_VOCAB, "hidden_size": HIDDEN,
+    "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM, "rms_norm_eps": EPS, "max_position_embeddings": 96, "tie_word_embeddings": False,
     "torch_dtype": "float32",
-}
+}  # fmt: skip
 STREAMS = (2, 4, 5)  # the official default of a target of 8 layers, as hidden_states indices
 TARGET_IDS = torch.arange(4, 4 + 2 * DRAFT_VOCAB, 2)
 

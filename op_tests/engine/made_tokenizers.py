@@ -10,25 +10,9 @@ from eagle_kernels.engine.models.tokenizer import FileTokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = [
-    "▁",
-    "▁▁",
-    "▁a",
-    "a",
-    "b",
-    "ab",
-    "aab",
-    "é",
-    "🦅",
-    " x",
-    "x ",
-    "##ing",
-    ".",
-    "'s",
-    "foo</w>",
-    "b</w>c",
-    "<0x4",
+    "▁", "▁▁", "▁a", "a", "b", "ab", "aab", "é", "🦅", " x", "x ", "##ing", ".", "'s", "foo</w>", "b</w>c", "<0x4",
     "<0x+F>",
-]
+]  # fmt: skip
 BYTE_LEVEL = [*"abéÃ©日ÿ", "Ġ", "Ġthe", "æ", "Ĺ", "¥", "ð", "Ł", "¦", "ħ", "ðŁ", "¦ħ", "æĹ¥"]
 SPECIAL = ["<s>", "</s>", "<|im_end|>"]
 

@@ -247,13 +247,10 @@ def test_what_transformers_returns_is_a_prompt(kind):
         (USER, {"add_generation_prompt": 1}, "add_generation_prompt must be True or False, got 1"),
         (USER, {"thinks": 1}, "the chat template has no variable thinks; those it has: think"),
         ([{"role": "tool", "content": ""}], {}, "the chat template refuses this conversation: no tools"),
-        (
-            [{"role": "u", "content": "\ud800"}],
-            {},
-            "content of message 0 must be UTF-8, its character 0 is '\\ud800', half of",
-        ),
+        ([{"role": "u", "content": "\ud800"}], {},
+         "content of message 0 must be UTF-8, its character 0 is '\\ud800', half of"),
     ],
-)
+)  # fmt: skip
 def test_bad_conversations(tmp_path, messages, options, message):
     engine = engine_with(folder_with(tmp_path, TEMPLATE))
     with pytest.raises(ValueError, match="^" + re.escape(f"encode_chat: {message}")) as told:
@@ -267,14 +264,12 @@ def test_bad_conversations(tmp_path, messages, options, message):
         ({}, "encode_chat: the model has no chat template, neither chat_template in tokenizer_config.json nor "),
         ({"chat_template": "{% for"}, "encode_chat: the chat template cannot be read: line 1: "),
         ({"chat_template": 3}, "chat_template must be a text, or a list of named templates, got 3"),
-        (
-            {"chat_template": [{"name": "a", "template": "b"}] + NAMED[1:]},
-            "has chat templates ['a', 'tool_use'], of which ",
-        ),
+        ({"chat_template": [{"name": "a", "template": "b"}] + NAMED[1:]},
+         "has chat templates ['a', 'tool_use'], of which "),
         ({"chat_template": " {{ x }}"}, ""),
         ({"chat_template": "{{ x }}"}, "encode_chat: the chat template writes nothing for this conversation"),
     ],
-)
+)  # fmt: skip
 def test_bad_templates(tmp_path, options, message):
     engine = engine_with(folder_with(tmp_path, **options))
     assert engine.tokenizer.encode("the") == [0, *backend().encode("the").ids[1:2]]  # which needs no template

@@ -199,10 +199,8 @@ def test_each_tree_may_accept_as_it_does_by_itself():
     ("change", "message"),
     [
         ({"adaptive": None}, "must come with adaptive; without it give simulated_accept_length"),
-        (
-            {"simulated_accept_lengths": ()},
-            r"have a number for each tree of adaptive, also for \(1, 1, 2\), \(1, \d, \d",
-        ),
+        ({"simulated_accept_lengths": ()},
+         r"have a number for each tree of adaptive, also for \(1, 1, 2\), \(1, \d, \d"),
         ({"simulated_accept_lengths": (1.7,)}, r"be pairs of a tree \(topk, num_steps, .* each tree once, got"),
         ({"simulated_accept_lengths": (((1, 1, (2,)), 1.7),)}, "be pairs of a tree"),
         ({"simulated_accept_lengths": (((1, 1, 2), None),)}, "be pairs of a tree"),
@@ -212,7 +210,7 @@ def test_each_tree_may_accept_as_it_does_by_itself():
         ({"simulated_accept_length": 2.0}, "accept_policy must come with one of simulated_accept_length, .*_lengths, "),
         ({"accept_policy": "accept_all"}, "simulated_accept_lengths must come with accept_policy='simulate'"),
     ],
-)
+)  # fmt: skip
 def test_bad_lengths_of_trees_are_named(adaptive, change, message):
     known = {(1, 1, 2): 1.7, (1, 3, 4): 2.6, (8, 5, 64, 8): 3, (8, 5, 64, 16): 3.5, (8, 5, 64): 4.0}
     trees = list(known) if adaptive == "auto" else [tree for _, tree in adaptive if tree]
@@ -345,11 +343,9 @@ def test_a_config_cannot_change():
         ({"eos_token_ids": ["a"]}, r"eos_token_ids must be None or a tuple of token ids, got \('a',\)"),
         ({"max_length": "64"}, "max_length must be an int or None, got '64'"),
         ({"page_size": 16.0}, "page_size must be an int, got 16.0"),
-        (
-            {"topk": 2, "num_steps": 3, "num_draft_tokens": 12},
-            r"num_draft_tokens must lie in 2..min\(256, 1 \+ topk \+ \(num_steps - 1\) \* topk\^2\) = 11 for topk=2, "
-            r"num_steps=3 \(the root counts\), got 12",
-        ),
+        ({"topk": 2, "num_steps": 3, "num_draft_tokens": 12},
+         r"num_draft_tokens must lie in 2..min\(256, 1 \+ topk \+ \(num_steps - 1\) \* topk\^2\) = 11 for topk=2, "
+         r"num_steps=3 \(the root counts\), got 12"),
         ({"num_draft_tokens": 1}, "num_draft_tokens must lie in 2"),
         ({"num_draft_tokens": 257}, "= 256 for topk=8"),
         ({"temperature": -0.1}, "temperature must be at least 0, got -0.1"),
@@ -359,37 +355,24 @@ def test_a_config_cannot_change():
         ({"page_size": 24}, "page_size must be a power of two up to 256, got 24"),
         ({"max_length": 1}, "max_length must be at least 2"),
         ({"accept_policy": "all"}, r"accept_policy must be one of \['normal', 'accept_all', .*, got 'all'"),
-        (
-            {"accept_policy": "accept_all", "simulated_accept_length": 2.0},
-            "simulated_accept_length must come with accept_policy='simulate', got 2.0",
-        ),
+        ({"accept_policy": "accept_all", "simulated_accept_length": 2.0},
+         "simulated_accept_length must come with accept_policy='simulate', got 2.0"),
         ({"accept_policy": "simulate"}, "accept_policy must come with one of simulated_accept_length, .*_rates"),
         (SIMULATE | {"simulated_accept_length": 2, "simulated_accept_rates": [1] * 5}, "accept_policy must come with"),
-        (
-            SIMULATE | {"simulated_accept_length": 0.5},
-            r"simulated_accept_length must lie in 1..min\(num_steps \+ 1, num_draft_tokens\) = 6 \(bonus token",
-        ),
+        (SIMULATE | {"simulated_accept_length": 0.5},
+         r"simulated_accept_length must lie in 1..min\(num_steps \+ 1, num_draft_tokens\) = 6 \(bonus token"),
         (SIMULATE | {"simulated_accept_length": 6.5}, "simulated_accept_length must lie in"),
-        (
-            SIMULATE | {"simulated_accept_length": float("nan")},
-            "simulated_accept_length must be a finite number, got nan",
-        ),
+        (SIMULATE | {"simulated_accept_length": float("nan")},
+         "simulated_accept_length must be a finite number, got nan"),
         (SIMULATE | {"simulated_accept_length": "2"}, "simulated_accept_length must be a number, got '2'"),
-        (
-            SIMULATE | {"simulated_accept_rates": (0.5, 0.4)},
-            "simulated_accept_rates must be num_steps = 5 numbers in 0..1",
-        ),
+        (SIMULATE | {"simulated_accept_rates": (0.5, 0.4)},
+         "simulated_accept_rates must be num_steps = 5 numbers in 0..1"),
         (SIMULATE | {"simulated_accept_rates": (0.5, 0.6, 0, 0, 0)}, "none above the one before it, got"),
         (SIMULATE | {"simulated_accept_rates": (0.5, float("nan"), 0, 0, 0)}, "simulated_accept_rates must be"),
         (SIMULATE | {"simulated_accept_rates": (1, 1, 1, 1, -0.1)}, "simulated_accept_rates must be"),
-        (
-            {"num_draft_tokens": 4, "simulated_accept_length": 4.5},
-            r"must lie in 1..min\(.*\) = 4 \(bonus.* got 4.5",
-        ),
-        (
-            {"num_draft_tokens": 4, "simulated_accept_rates": (1, 1, 1, 0.1, 0)},
-            r"simulated_accept_rates must be 0 beyond the num_draft_tokens - 1 = 3 drafts of a step, got \(1, 1, 1, 0",
-        ),
+        ({"num_draft_tokens": 4, "simulated_accept_length": 4.5}, r"must lie in 1..min\(.*\) = 4 \(bonus.* got 4.5"),
+        ({"num_draft_tokens": 4, "simulated_accept_rates": (1, 1, 1, 0.1, 0)},
+         r"simulated_accept_rates must be 0 beyond the num_draft_tokens - 1 = 3 drafts of a step, got \(1, 1, 1, 0"),
         *(
             ({"num_model_steps": 5, "adaptive": adaptive}, "num_model_steps must be None with adaptive, .* got 5")
             for adaptive in ("auto", ((8, (8, 5, 64)), (32, (1, 3, 4))))
@@ -406,7 +389,7 @@ def test_a_config_cannot_change():
         ({"max_step_ms": 10**400}, "max_step_ms must be a finite number, got 10*[.]{3}$"),
         ({"tree_mask_mode": "qlen_only_bitpacking", "num_draft_tokens": 33}, "at most 32 for qlen_only_bitpacking"),
     ],
-)
+)  # fmt: skip
 def test_bad_values_are_named(values, message):
     with pytest.raises(ValueError, match="EAGLEConfig: .*" + message):
         EAGLEConfig(**values)

@@ -14,10 +14,8 @@ from op_tests.engine.toys import DECODER_CONFIG as SIZES
 
 CONFIG = SIZES | {
     "head_dim": 16,  # deliberately not hidden_size / num_attention_heads
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128,
-    "rope_theta": 5000.0,
-}
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 128, "rope_theta": 5000.0,
+}  # fmt: skip
 TOLERANCE = {"atol": 2e-5, "rtol": 1e-5}
 
 

@@ -149,14 +149,7 @@ def skip_draft_extend(engine, monkeypatch):
     monkeypatch.setattr(ModelReader, "observe", extend_from_guesses)
 
 
-FAULTS = [
-    swap_concatenation,
-    shift_features,
-    shift_aux_layers,
-    norm_the_residual,
-    feed_back_normed,
-    skip_draft_extend,
-]
+FAULTS = [swap_concatenation, shift_features, shift_aux_layers, norm_the_residual, feed_back_normed, skip_draft_extend]
 
 
 @pytest.mark.slow

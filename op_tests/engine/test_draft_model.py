@@ -157,26 +157,17 @@ def test_a_small_model_of_transformers_drafts_as_well(folders, tmp_path):
 
 # (draft, target, method, the error)
 MISFITS = [
-    (
-        "small",
-        "target",
-        "eagle",
-        "method must be 'draft_model' or None for a draft of CausalDraft, got 'eagle'; {draft}",
-    ),
+    ("small", "target", "eagle",
+     "method must be 'draft_model' or None for a draft of CausalDraft, got 'eagle'; {draft}"),
     ("head", "target", "draft_model", "got 'draft_model'; {draft} holds an EAGLE-3 head"),
     ("head", "target", ("mtp", "ngram"), "method must be 'eagle' or None for a draft of EagleHead, got 'mtp'; "),
     ("small", "target", "mtp", "{draft}: holds no next-token modules, which method='mtp' needs: no tensor is named"),
     (None, "target", "mtp", "{target}: holds no next-token modules, which method='mtp' needs: no tensor is named"),
-    (
-        None,
-        "target",
-        None,
-        "draft_model must be a folder of an EAGLE head or a smaller language model ('ngram' and",
-    ),
+    (None, "target", None, "draft_model must be a folder of an EAGLE head or a smaller language model ('ngram' and"),
     (None, "target", "draft_model", "need none) for method='draft_model', got None"),
     (None, "modules", None, "need none, 'mtp' reads the target's own modules) for method=None, got None"),
     ("target", "head", None, "{target}: is an EAGLE-3 head: a draft, not a target; are draft and target swapped?"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("draft", "target", "method", "message"), MISFITS)

@@ -12,15 +12,10 @@ from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 
 WIDTHS = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 24,  # deliberately not hidden_size / num_attention_heads
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 64,
-}
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+}  # fmt: skip
 HEAD = WIDTHS | {
     "num_hidden_layers": 1,
     "draft_vocab_size": 20,

@@ -111,35 +111,23 @@ def test_t2d_must_agree_and_may_be_absent(eagle3, target):
     [
         ({"midlayer.mlp.up_proj.weight": None}, {}, "head: missing tensors: midlayer.mlp.up_proj.weight"),
         ({"extra": torch.zeros(1)}, {}, "head: unexpected tensors: extra"),
-        (
-            {"fc.weight": torch.zeros(32, 64)},
-            {},
-            r"target_hidden_size must be 64 to match fc.weight of shape \[32, 64\], got 3 \* 32",
-        ),
-        (
-            {"norm.weight": torch.zeros(32, dtype=torch.int8)},
-            {},
-            "tensor norm.weight must have dtype torch.float32, got I8",
-        ),
+        ({"fc.weight": torch.zeros(32, 64)}, {},
+         r"target_hidden_size must be 64 to match fc.weight of shape \[32, 64\], got 3 \* 32"),
+        ({"norm.weight": torch.zeros(32, dtype=torch.int8)}, {},
+         "tensor norm.weight must have dtype torch.float32, got I8"),
         ({"lm_head.weight": None}, {}, "a head over 23 of 61 tokens cannot share the target's output"),
-        (
-            {"layers.0.hidden_norm.weight": torch.ones(32)},
-            {},
-            "another tensor stands for midlayer.hidden_norm.weight already",
-        ),
+        ({"layers.0.hidden_norm.weight": torch.ones(32)}, {},
+         "another tensor stands for midlayer.hidden_norm.weight already"),
         ({"fc_norm.0.weight": torch.ones(32)}, {}, "unexpected tensors: fc_norm.0.weight"),
         ({}, {"speculators_model_type": "dflash"}, "speculators_model_type='dflash' is not an EAGLE head"),
         ({}, {"num_hidden_layers": 2}, "num_hidden_layers=2 is not implemented for EAGLE-3"),
         ({}, {LAYER_IDS: [5, 6, 7]}, r"\[5, 6, 7\] contradicts \[1, 3, 4\] of eagle_config"),
         ({}, {"target_hidden_size": 48}, "target_hidden_size must be 96 to match fc.weight"),
         ({}, {"qkv_bias": True}, "missing tensors: midlayer.self_attn.k_proj.bias"),
-        (
-            {},
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
-            "sliding_window=64 is not implemented for heads",
-        ),
+        ({}, {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+         "sliding_window=64 is not implemented for heads"),
     ],
-)
+)  # fmt: skip
 def test_refusals_name_what_is_wrong(eagle3, target, tensors, config, message):
     heads.edit_tensors(eagle3, **tensors)
     heads.edit_config(eagle3, **config)

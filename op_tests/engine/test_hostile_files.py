@@ -284,10 +284,8 @@ DEEPLY = "{} is not JSON: its values are nested too deeply"
 FILES = {
     "deep config": (write("config.json", DEEP), DEEPLY.format("config.json")),
     "deep object": (write("config.json", '{"a":' * 100_000), DEEPLY.format("config.json")),
-    "deep index": (
-        lambda folder: (write_index("x")(folder), write("model.safetensors.index.json", DEEP)(folder)),
-        DEEPLY.format("model.safetensors.index.json"),
-    ),
+    "deep index": (lambda folder: (write_index("x")(folder), write("model.safetensors.index.json", DEEP)(folder)),
+                   DEEPLY.format("model.safetensors.index.json")),
     "above": (write_index("../../../../etc/passwd"), OUTSIDE.format("../../../../etc/passwd")),
     "absolute": (write_index("/etc/passwd"), OUTSIDE.format("/etc/passwd")),
     "within and above": (write_index("a/../../b"), OUTSIDE.format("a/../../b")),
@@ -301,23 +299,17 @@ FILES = {
         write_pickle(write_saved({"model.norm.weight": Command()})),
         f"pytorch_model.bin cannot be read: it names {os.system.__module__}.system, but code in files is not run",
     ),
-    "code in an old pickle": (
-        write_pickle(pickle.dumps(Command(), protocol=2)),
-        "pytorch_model.bin cannot be read: it ",
-    ),
-    "half a file": (
-        write_pickle(write_saved({"model.norm.weight": torch.zeros(5000)})[:9000]),
-        "pytorch_model.bin cannot be read: ",
-    ),
+    "code in an old pickle": (write_pickle(pickle.dumps(Command(), protocol=2)),
+                              "pytorch_model.bin cannot be read: it "),
+    "half a file": (write_pickle(write_saved({"model.norm.weight": torch.zeros(5000)})[:9000]),
+                    "pytorch_model.bin cannot be read: "),
     "no pickle": (write_pickle(b"\x80\x02nonsense"), NO_PICKLE),
     "an empty file": (write_pickle(b""), "pytorch_model.bin cannot be read: "),
     "text": (write_pickle(b"hello"), NO_PICKLE),
     "a number": (write_pickle(write_saved(3)), NO_TABLE),
     "numbers for names": (write_pickle(write_saved({1: torch.ones(1)})), NO_TABLE),
-    "a pointer": (
-        write_pickle(b"version https://git-lfs.github.com/spec/v1\n"),
-        "pytorch_model.bin is only a Git LFS pointer: git lfs pull fetches the file itself",
-    ),
+    "a pointer": (write_pickle(b"version https://git-lfs.github.com/spec/v1\n"),
+                  "pytorch_model.bin is only a Git LFS pointer: git lfs pull fetches the file itself"),
     "four bits": (write_header("F4", 16), "tensor model.norm.weight has dtype F4, which is not implemented"),
     "six bits": (write_header("F6_E2M3", 24), "tensor model.norm.weight has dtype F6_E2M3, which is not implemented"),
     "no dtype": (write_header("XX", 32), "model.safetensors cannot be read: "),
@@ -363,12 +355,10 @@ TABLES = {
     "a list": ('{"model": [1]}', "tokenizer.json: model must be an object, got [1]"),
     "words": ('{"model": {"vocab": "x"}}', "tokenizer.json: vocab must be a table of tokens, got 'x'"),
     "pieces": ('{"model": {"vocab": [1]}}', "tokenizer.json: vocab must be a table of tokens, got [1]"),
-    "added": (
-        '{"model": {}, "added_tokens": [{}]}',
-        "tokenizer.json: added_tokens must be objects with content and id",
-    ),
+    "added": ('{"model": {}, "added_tokens": [{}]}',
+              "tokenizer.json: added_tokens must be objects with content and id"),
     "deep": (DEEP, DEEPLY.format("tokenizer.json")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", TABLES)
@@ -620,14 +610,12 @@ def test_texts_that_are_none(tokenizer, text, message):
     ("settings", "message"),
     [
         ({"chat_template": 3}, "chat_template must be a text, or a list of named templates, got 3"),
-        (
-            {"chat_template": [{"name": "a"}]},
-            "chat_template must be a text, or a list of named templates, got {'a': None}",
-        ),
+        ({"chat_template": [{"name": "a"}]},
+         "chat_template must be a text, or a list of named templates, got {'a': None}"),
         (None, "chat_template.jinja cannot be read: 'utf-8' codec can't decode byte 0xff"),
     ],
     ids=["number", "no text", "no UTF-8"],
-)
+)  # fmt: skip
 def test_bad_chat_templates(folder_of, settings, message):
     folder = folder_of("target")
     if settings is None:

@@ -11,18 +11,10 @@ from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 
 CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128,
-    "rope_theta": 5000.0,
-}
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128, "rope_theta": 5000.0,
+}  # fmt: skip
 PARENTS = [-1, 0, 0, 1, 1, 2, 3]
 PATHS = [[0, 2, 5], [0], [0, 1, 3, 6]]
 PREFIXES = [5, 17, 30]

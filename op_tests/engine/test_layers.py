@@ -20,17 +20,10 @@ from eagle_kernels.engine.models.heads import (
 from eagle_kernels.reference.causal_attend import causal_attend
 
 CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 61,
-    "hidden_size": 40,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 20,
-    "attention_bias": True,
+    "model_type": "qwen3", "vocab_size": 61, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20, "attention_bias": True,
     "max_position_embeddings": 32,
-}
+}  # fmt: skip
 
 
 def make(device="cpu") -> Decoder:

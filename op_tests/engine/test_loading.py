@@ -29,14 +29,9 @@ from op_tests.engine.heads import edit_config, edit_tensors, save_folder  # noqa
 from op_tests.engine.hostile import refused  # noqa: E402
 
 WIDTHS = {
-    "model_type": "llama",
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+    "model_type": "llama", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
 TARGET = WIDTHS | {"num_hidden_layers": 3}
 DRAFT = WIDTHS | {
     "num_hidden_layers": 1,
@@ -214,16 +209,12 @@ def test_a_terminal_is_told_the_shard(target_folder, monkeypatch, capsys):
         ({"model.norm.weight": None}, "missing tensors: model.norm.weight"),
         ({"extra": torch.zeros(1)}, "unexpected tensors: extra"),
         ({"model.norm.weight": torch.zeros(8)}, r"model.norm.weight has shape \[8\], but config.json says \[16\]"),
-        (
-            {"model.norm.weight": torch.zeros(16, dtype=torch.int64)},
-            "model.norm.weight must have dtype torch.float32, got I64",
-        ),
-        (
-            {f"model.layers.{layer}.self_attn.{part}_proj.weight": None for layer in range(3) for part in "qkvo"},
-            "missing tensors: .* and 8 more",
-        ),
+        ({"model.norm.weight": torch.zeros(16, dtype=torch.int64)},
+         "model.norm.weight must have dtype torch.float32, got I64"),
+        ({f"model.layers.{layer}.self_attn.{part}_proj.weight": None for layer in range(3) for part in "qkvo"},
+         "missing tensors: .* and 8 more"),
     ],
-)
+)  # fmt: skip
 def test_wrong_tensors_are_named(target_folder, edit, message):
     edit_tensors(target_folder, **edit)
     with pytest.raises(ModelError, match=message) as caught:
@@ -330,20 +321,14 @@ def write_files(*names, config=None):
 
 BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
 OTHERS = {
-    "medusa": (
-        write_files("medusa_lm_head.pt", config={"medusa_num_heads": 5}),
-        "holds Medusa heads (medusa_num_heads), and Medusa heads are not supported yet",
-    ),
+    "medusa": (write_files("medusa_lm_head.pt", config={"medusa_num_heads": 5}),
+               "holds Medusa heads (medusa_num_heads), and Medusa heads are not supported yet"),
     "medusa without a config": (write_files("medusa_lm_head.pt"), "Medusa heads are not supported yet"),
     "hydra": (write_files("hydra_lm_head.pt", config={"hydra_num_heads": 4}), "Hydra heads are not supported yet"),
-    "speculator": (
-        write_files("model.safetensors", config={"model_type": "mlp_speculator"}),
-        "holds MLP speculators (mlp_speculator), and MLP speculators are not supported yet",
-    ),
-    "adapter": (
-        write_files("adapter_config.json", "adapter_model.safetensors"),
-        "config.json is missing; the folder holds a LoRA adapter: merge it into its base model",
-    ),
+    "speculator": (write_files("model.safetensors", config={"model_type": "mlp_speculator"}),
+                   "holds MLP speculators (mlp_speculator), and MLP speculators are not supported yet"),
+    "adapter": (write_files("adapter_config.json", "adapter_model.safetensors"),
+                "config.json is missing; the folder holds a LoRA adapter: merge it into its base model"),
     "gguf": (write_files("model-q4.gguf"), "the folder holds GGUF files, which are not read: take the model's"),
     "gguf with a config": (
         write_files("model-q4.gguf", config=TARGET),
@@ -357,7 +342,7 @@ OTHERS = {
     "empty": (write_files(), "config.json is missing; it is empty"),
     "a file": (lambda folder: folder.write_text("x"), "is a file, not a folder; name the model's folder, such as /"),
     "nothing": (lambda folder: None, "there is no such folder, and nothing is downloaded"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OTHERS)
@@ -399,12 +384,10 @@ def test_draft_and_target_that_are_swapped(target_folder, draft_folder):
     [
         ({"model_type": "deepseek_v3"}, "missing tensors: model.layers.0.self_attn.kv_a_layernorm.weight, "),
         ({"model_type": "gpt2"}, "missing tensors: transformer.h.0.attn.c_attn.bias, "),
-        (
-            {"model_type": "granite", "intermediate_size": 32},
-            "has shape [16, 24], but config.json says [16, 32], which a model of model_type='granite' has",
-        ),
+        ({"model_type": "granite", "intermediate_size": 32},
+         "has shape [16, 24], but config.json says [16, 32], which a model of model_type='granite' has"),
     ],
-)
+)  # fmt: skip
 def test_tensors_of_another_model_are_refused_before_any_is_made(target_folder, monkeypatch, changes, message):
     """Names and shapes tell; transformers would first fill what is missing with random numbers."""
     transformers = pytest.importorskip("transformers")

@@ -110,21 +110,15 @@ def test_deterministic_bits(target):
     [
         ({"mean_draft_tokens": 13}, "mean_draft_tokens must be at most the 12 nodes of a tree, got 13"),
         ({"mean_draft_tokens": 0}, "mean_draft_tokens must be"),
-        (
-            {"mean_draft_tokens": 3, "num_draft_tokens": 9, "method": "ngram"},
-            "mean_draft_tokens must be None with method='ngram'",
-        ),
-        (
-            {"mean_draft_tokens": 3, "num_draft_tokens": 9, "method": "hybrid"},
-            "mean_draft_tokens must be None with method='hybrid'",
-        ),
-        (
-            {"mean_draft_tokens": 3, "num_draft_tokens": 9, "verify_strategy": "rejection"},
-            "mean_draft_tokens must be None with verify_",
-        ),
+        ({"mean_draft_tokens": 3, "num_draft_tokens": 9, "method": "ngram"},
+         "mean_draft_tokens must be None with method='ngram'"),
+        ({"mean_draft_tokens": 3, "num_draft_tokens": 9, "method": "hybrid"},
+         "mean_draft_tokens must be None with method='hybrid'"),
+        ({"mean_draft_tokens": 3, "num_draft_tokens": 9, "verify_strategy": "rejection"},
+         "mean_draft_tokens must be None with verify_"),
         ({"mean_draft_tokens": 3, "tree_mask_mode": "qlen_only"}, "tree_mask_mode must be 'packed' with mean_draft"),
     ],
-)
+)  # fmt: skip
 def test_bad_configurations_are_named(fields, message):
     with pytest.raises(ValueError, match="EAGLEConfig: " + message):
         EAGLEConfig(**TREE | fields)

@@ -243,12 +243,8 @@ def test_the_command_tells_texts_as_they_are_decoded(prompts, is_chat, are_bytes
 
 @pytest.mark.parametrize(
     ("configs", "expected"),
-    [
-        ({}, ()),
-        ({"config.json": 2}, (2,)),
-        ({"config.json": 2, "generation_config.json": [2, 7]}, (2, 7)),
-    ],
-)
+    [({}, ()), ({"config.json": 2}, (2,)), ({"config.json": 2, "generation_config.json": [2, 7]}, (2, 7))],
+)  # fmt: skip
 def test_end_of_text_ids_come_from_the_configs(byte_level_folder, configs, expected):
     for file_name, eos_token_id in configs.items():
         (byte_level_folder / file_name).write_text(json.dumps({"eos_token_id": eos_token_id}))

@@ -26,19 +26,11 @@ transformers = pytest.importorskip("transformers")
 
 VOCAB, WIDTH = 83, 64
 SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
     "initializer_range": 0.2,  # attention far from uniform
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
 
@@ -280,28 +272,18 @@ STREAMS = {
         ("GPT2", {"add_cross_attention": True}, "GPT2LMHeadModel: cross attention is not supported"),
         ("GPT2", {"hidden_size": 8}, r"GPT2LMHeadModel: its head size must lie in 4\.\.512, got 2"),
         ("Gemma2", {"use_bidirectional_attention": True}, "Gemma2ForCausalLM: attention to later tokens is not"),
-        (
-            "Llama4Text",
-            {"num_local_experts": 2},
-            "Llama4ForCausalLM: a layer of type chunked_attention is not",
-        ),
+        ("Llama4Text", {"num_local_experts": 2}, "Llama4ForCausalLM: a layer of type chunked_attention is not"),
         ("Qwen3Next", {"num_hidden_layers": 4}, "Qwen3NextForCausalLM: a layer of type linear_attention is not"),
         ("FalconH1", {}, "FalconH1ForCausalLM: a layer of type hybrid is not supported"),
         ("DeepseekV3", MLA, r"DeepseekV3ForCausalLM: query, key and value heads of different sizes \[24, 24, 16\]"),
-        (
-            "Gemma4Text",
-            {"sliding_window": 4},
-            r"Gemma4ForCausalLM: its layers must have one \(key heads, head size\), got \[",
-        ),
+        ("Gemma4Text", {"sliding_window": 4},
+         r"Gemma4ForCausalLM: its layers must have one \(key heads, head size\), got \["),
         ("DiffLlama", {}, "DiffLlamaForCausalLM: layer 0 attends more than once"),
         ("Doge", {}, "DogeAttention: a mask or a bias of its own is not supported"),
-        (
-            "Gemma3nText",
-            STREAMS,
-            "Gemma3nForCausalLM: its forward does not run with the engine's attention, RuntimeError: Tensors must",
-        ),
+        ("Gemma3nText", STREAMS,
+         "Gemma3nForCausalLM: its forward does not run with the engine's attention, RuntimeError: Tensors must"),
     ],
-)
+)  # fmt: skip
 def test_what_the_adapter_cannot_honour_is_refused(family, changes, message):
     with pytest.raises(ModelError, match=message):
         TransformersTarget(make(family, changes))

@@ -326,13 +326,10 @@ REFUSED = [
     ({"verify_strategy": "topp", "accept_policy": "accept_all"}, {}, "accept_policy must be 'normal' with"),
     ({"verify_strategy": "rejection", "simulated_accept_length": 2.0}, {}, "accept_policy must be 'normal' with"),
     ({"verify_strategy": "greedy"}, {"temperature": 1.0}, "verify_strategy='greedy' serves only temperature=0"),
-    (
-        {"verify_strategy": "typical"},
-        {"temperature": 1.0, "top_k": 3},
-        "'typical' does not support top_k, top_p or min_p",
-    ),
+    ({"verify_strategy": "typical"}, {"temperature": 1.0, "top_k": 3},
+     "'typical' does not support top_k, top_p or min_p"),
     ({"verify_strategy": "rejection"}, {"logprobs": True}, "verify_strategy='rejection' does not support logprobs"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "params", "message"), REFUSED)

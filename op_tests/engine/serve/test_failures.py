@@ -172,26 +172,20 @@ def with_logits(change):
 
 WRONG = {
     "none": (lambda output: None, "with tensors in it, got None"),
-    "a tensor": (
-        lambda output: output.logits,
-        r"with tensors in it, got a tensor \[1, 1, 40\] of torch.float32 on cpu",
-    ),
+    "a tensor": (lambda output: output.logits,
+                 r"with tensors in it, got a tensor \[1, 1, 40\] of torch.float32 on cpu"),
     "nones": (lambda output: TargetOutput(None, None), "with tensors in it, got TargetOutput of None, None"),
     "a token less": (with_logits(lambda x: x[..., :-1]), r"with logits \[1, 1, 40\], got a tensor \[1, 1, 39\]"),
-    "a token more": (
-        with_logits(lambda x: torch.cat([x, x[..., :1]], -1)),
-        r"with logits \[1, 1, 40\], .* \[1, 1, 41\]",
-    ),
+    "a token more": (with_logits(lambda x: torch.cat([x, x[..., :1]], -1)),
+                     r"with logits \[1, 1, 40\], .* \[1, 1, 41\]"),
     "an axis less": (with_logits(lambda x: x[0]), r"with logits \[1, 1, 40\], got a tensor \[1, 40\]"),
-    "half": (
-        with_logits(torch.Tensor.half),
-        "with logits in its dtype, torch.float32, or in float32, got .* of torch.float16",
-    ),
+    "half": (with_logits(torch.Tensor.half),
+             "with logits in its dtype, torch.float32, or in float32, got .* of torch.float16"),
     "double": (with_logits(torch.Tensor.double), "with logits in its dtype, .* got a tensor .* of torch.float64"),
     "integers": (with_logits(torch.Tensor.long), "with logits in its dtype, .* of torch.int64"),
     "elsewhere": (with_logits(lambda x: x.to("meta")), "with logits on its device, cpu, got a tensor .* on meta"),
     "NaN": (with_logits(lambda x: x.clone().fill_(float("nan"))), "without NaN in its logits, got 40 of them"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -225,22 +219,16 @@ class WrongHead(WalkerHead):
     ("change", "rule"),
     [
         (lambda output: output._replace(hidden=None), r"with hidden \[1, 3, H\], got None"),
-        (
-            lambda output: output._replace(hidden=output.hidden[:, :1]),
-            r"with hidden \[1, 3, H\], got a tensor \[1, 1, 32\]",
-        ),
+        (lambda output: output._replace(hidden=output.hidden[:, :1]),
+         r"with hidden \[1, 3, H\], got a tensor \[1, 1, 32\]"),
         (lambda output: output._replace(hidden=output.hidden.half()), "with hidden in torch.float32, got .*float16"),
-        (
-            lambda output: output._replace(hidden=output.hidden.to("meta")),
-            "with hidden on cpu, got a tensor .* on meta",
-        ),
-        (
-            lambda output: output._replace(logits=output.logits.mT.contiguous().mT),
-            "with logits without gaps in their last axis, got",
-        ),
+        (lambda output: output._replace(hidden=output.hidden.to("meta")),
+         "with hidden on cpu, got a tensor .* on meta"),
+        (lambda output: output._replace(logits=output.logits.mT.contiguous().mT),
+         "with logits without gaps in their last axis, got"),
         (lambda output: list(output), "with tensors in it, got list"),
     ],
-)
+)  # fmt: skip
 def test_what_a_head_returns_is_checked(change, rule):
     head = WrongHead()
     head.change = change
