@@ -43,13 +43,16 @@ class History:
             self.probe = None
         return number > 0
 
+    def fits(self, number, num_rows):
+        return not any(number == refused and size_of(num_rows) >= least for refused, least in self.refused)
+
     def choose(self, num_rows):
         size = size_of(num_rows)
         if self.most_rows is not None and self.most_rows < num_rows:
             return 0
         if self.probe is not None and self.probe[0] == size:
             return self.probe[1]
-        fitting = [n for n in self.numbers if not any(n == number and size >= least for number, least in self.refused)]
+        fitting = [n for n in self.numbers if self.fits(n, num_rows)]
         warm = [n for n in self.numbers if self.is_warm(size, n)]
         taken = sum(step[0] == size for step in self.steps)
         is_due = len(warm) > 0 and taken >= rules.COLD_AFTER * len(warm)
@@ -156,9 +159,11 @@ def test_what_is_chosen_follows_from_all_that_was_noted(seed, most_rows, rows, s
     pairs = [(Fastest(most, most_rows, rows), History(most, most_rows, rows))]
     pairs.append(tuple(each.beside_prompts() for each in pairs[0]))
     which, num_rows, chosen = 0, 1, []
-    for _ in range(250):
+    for step in range(450):
+        if step == 80:  # for another size of prompts, made late
+            pairs.append(tuple(each.beside_prompts() for each in pairs[coin.randrange(2)]))
         if coin.random() < 0.15:
-            which, num_rows = coin.randrange(2), coin.choice((1, 1, 2, 3, 4, 5, 8, 9, 10))
+            which, num_rows = coin.randrange(len(pairs)), coin.choice((1, 1, 2, 3, 4, 5, 8, 9, 10))
         act, (choice, history) = coin.random(), pairs[which]
         number = choice.choose(num_rows)
         assert number == history.choose(num_rows), f"after {chosen}"
@@ -176,6 +181,8 @@ def test_what_is_chosen_follows_from_all_that_was_noted(seed, most_rows, rows, s
             changes.append(("note", number, num_rows, step_ms, tokens))
         for name, *arguments in changes:
             assert getattr(choice, name)(*arguments) == getattr(history, name)(*arguments)
+        for place in itertools.product(range(4), (1, 2, 3, 4, 5, 8, 9, 16, 17)):
+            assert choice.fits(*place) == history.fits(*place)
     assert set(chosen) == {0, 1, 2, 3}
 
 

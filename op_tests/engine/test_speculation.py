@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import random
 import statistics
@@ -17,7 +16,7 @@ from eagle_kernels.engine.serve.reading import JOINT_TOKENS
 from eagle_kernels.engine.serve.threads import running
 from eagle_kernels.engine.step.choice import PROBE_AFTER, Fastest
 from eagle_kernels.engine.step.plan import warn_of_eager_steps
-from eagle_kernels.engine.step.runner import Launch, bucket_of
+from eagle_kernels.engine.step.runner import Launch
 from op_tests.engine.engines import make, prompt_of
 from op_tests.engine.toys import DEVICE, RowWalker, random_llama
 from op_tests.engine.view import View
@@ -218,57 +217,6 @@ def test_what_a_warm_up_rules_out_costs_nothing():
         assert 5 not in chosen and speed >= 0.97 * best / 1.01
     _, chosen = noisy_steps(choice, random.Random(0), 300, 1)
     assert chosen[-1] == 5
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_nothing_is_chosen_that_was_given_up(seed, monkeypatch):
-    """In the midst of whatever is tried, and in larger batches; smaller ones keep it, and so do other steps."""
-    for name, value in (("PROBE_AFTER", 4), ("PROBE_SHARE", 1.0), ("COLD_AFTER", 2), ("LOSER_AFTER", 6)):
-        monkeypatch.setattr(f"eagle_kernels.engine.step.choice.{name}", value)
-    coin, in_a_probe = random.Random(seed), 0
-    for rows, most in itertools.product((None, (1, 2, 4, 8)), (None, 20)):
-        choice = Fastest((1, 2, 3, 4), most, rows)
-        choices = choice, choice.beside_prompts()
-        least = [dict.fromkeys(range(4), math.inf) for _ in choices]  # the size of the graph that was given up
-        for _ in range(300):
-            which, num_rows = coin.randrange(2), coin.choice((1, 2, 3, 4, 5, 8, 16, 17, 32))
-            chosen = choices[which]
-            number = chosen.choose(num_rows)
-            for each, some_rows in itertools.product(range(4), (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33)):
-                assert chosen.fits(each, some_rows) == (bucket_of(some_rows, 1000) < least[which][each])
-            assert chosen.fits(number, num_rows) and (number == 0 or most is None or num_rows <= most)
-            act = coin.random()
-            if act < 0.02:
-                if act < 0.005:  # a warm-up asks of all sizes
-                    number, num_rows = coin.randrange(4), coin.randrange(1, 33)
-                in_a_probe += chosen._probe is not None and chosen._probe[1] == number > 0
-                assert chosen.give_up(number, num_rows) == (number > 0)
-                if number:
-                    least[which][number] = min(least[which][number], bucket_of(num_rows, 1000))
-            elif act < 0.05:
-                chosen.expect(coin.randrange(4), num_rows, coin.uniform(1, 9))
-            elif act < 0.95:
-                step_ms = coin.choice((None, coin.uniform(1, 9) + number))
-                chosen.note(number, num_rows, step_ms, coin.uniform(1, 1 + number))
-    assert in_a_probe
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_what_steps_with_and_without_prompts_tell_each_other(seed):
-    """All tokens, as if one choice had seen them all; none of their times, as if each had been alone."""
-    coin, whole, first = random.Random(seed), Fastest((1, 4, 9), None), Fastest((1, 4, 9), None)
-    parts, alone = [first, first.beside_prompts()], [Fastest((1, 4, 9), None) for _ in range(3)]
-    for count in range(60):
-        if count == 20:  # for another size of prompts, made late
-            parts.append(parts[coin.randrange(2)].beside_prompts())
-        note = coin.randrange(3), coin.randrange(1, 20), coin.choice((None, coin.uniform(5, 9))), coin.uniform(1, 4)
-        which = coin.randrange(len(parts))
-        for choice in (whole, parts[which], alone[which]):
-            choice.note(*note)
-    for part, by_itself in zip(parts, alone):
-        assert part._tokens == whole._tokens
-        kept = [(each._step_ms, each._least_ms, each._num_timed, each._num_seen) for each in (part, by_itself)]
-        assert kept[0] == kept[1]
 
 
 # for a limit: the fields that set it, and the nodes of the trees of batches up to it, of one more, and of two more

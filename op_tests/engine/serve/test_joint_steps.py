@@ -16,7 +16,7 @@ from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.serve import reading, scheduler
 from eagle_kernels.engine.serve.reading import FEW_STEPS, JOINT_TOKENS, Pace
 from eagle_kernels.engine.step import runner
-from eagle_kernels.engine.step.choice import Choice, Fastest
+from eagle_kernels.engine.step.choice import Fastest
 from eagle_kernels.engine.step.runner import bucket_of
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import PARAMS, make, prompt_of
@@ -82,20 +82,6 @@ def test_what_fails_only_beside_a_step_is_no_longer_tried(target, draft, lag, mo
     assert [request.output_ids for request in requests] == [request.output_ids for request in want]
     assert len(failed) == 1
     assert [record.args for record in caplog.records] == [(1, "in a step", "RuntimeError: no such token")]
-
-
-def test_times_beside_prompts_are_kept_apart():
-    choice = Fastest([1, 4], None)
-    beside = choice.beside_prompts()
-    for number, step_ms, tokens in ((0, 1.0, 1.0), (1, 1.2, 3.0)) * 8:
-        choice.note(number, 2, step_ms, tokens)
-    assert choice.choose(2) == 1
-    # there a step with drafts takes too long, though its tokens are known already
-    for number, step_ms, tokens in ((0, 5.0, 1.0), (1, 25.0, 3.0)) * 8:
-        beside.note(number, 2, step_ms, tokens)
-    assert beside.choose(2) == 0 and choice.choose(2) == 1
-    table = Choice(((None, 1),))
-    assert table.beside_prompts() is table
 
 
 @pytest.mark.parametrize(
