@@ -25,15 +25,6 @@ from op_tests.engine.view import View
 SIMULATE = {"accept_policy": "simulate"}
 
 
-def test_defaults():
-    config = EAGLEConfig()
-    assert (config.topk, config.num_steps, config.num_draft_tokens) == (8, 5, None)
-    assert config.num_verify_tokens == 32
-    assert EAGLEConfig(topk=2, num_steps=3).num_verify_tokens == 1 + 2 + 2 * 4
-    assert EAGLEConfig(topk=1, num_steps=5).num_verify_tokens == 6
-    assert EAGLEConfig(num_draft_tokens=40).num_verify_tokens == 40
-
-
 def test_fields_stand_in_the_groups_of_their_docstring():
     """Under the same headings, whichever class holds them; positional arguments keep their order besides."""
     documented, defined, group = {}, {}, []
@@ -52,11 +43,6 @@ def test_fields_stand_in_the_groups_of_their_docstring():
     assert {name: sorted(group) for name, group in documented.items()} == {k: sorted(v) for k, v in defined.items()}
     assert sorted(name for group in documented.values() for name in group) == sorted(CONFIG_FIELDS)
     assert len(documented) == 8 and max(map(len, documented.values())) < 11
-
-
-def test_the_default_number_of_nodes_follows_the_tree():
-    assert dataclasses.replace(EAGLEConfig(), topk=2, num_steps=3).num_verify_tokens == 11
-    assert dataclasses.replace(EAGLEConfig(topk=1), topk=8).num_verify_tokens == 32
 
 
 STRATEGIES = ("target_match", "greedy", "rejection", "topp", "typical")

@@ -8,8 +8,11 @@ import pytest
 
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.protocol import ModelError
-from op_tests.engine.toys import DECODER_CONFIG as CONFIG
 
+CONFIG = {
+    "model_type": "llama", "vocab_size": 97, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 2,
+}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 

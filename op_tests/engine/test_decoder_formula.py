@@ -40,6 +40,9 @@ def assert_same(changes: dict, device, seed: int = 0) -> None:
         logits, streams = decoder_formula(config, weights, tokens[row], positions[row])
         torch.testing.assert_close(output.features[row].cpu(), torch.cat(streams[:-1], -1).float(), **TOLERANCE)
         torch.testing.assert_close(output.logits[row].cpu(), logits.float(), **TOLERANCE)
+    last = model(tokens.to(device), positions.to(device), causal_attend, last_only=True)
+    assert last.features is None and last.logits.shape == (2, 1, config["vocab_size"])
+    torch.testing.assert_close(last.logits, output.logits[:, -1:], **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CASES)

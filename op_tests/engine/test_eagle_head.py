@@ -52,20 +52,6 @@ def test_an_unbound_head_says_so():
         )
 
 
-def test_published_parameter_names():
-    layer = "midlayer."
-    assert set(make_head().state_dict()) == {
-        "fc.weight",
-        *(f"{layer}{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
-        *(f"{layer}self_attn.{name}_proj.weight" for name in "qkvo"),
-        *(f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-        "norm.weight",
-        "lm_head.weight",
-        "d2t",
-        "t2d",
-    }
-
-
 def test_default_aux_layers_are_the_official_ones():
     head = make_head(eagle_config=None)
     with pytest.raises(ModelError, match="bind"):

@@ -80,14 +80,6 @@ def test_the_command_line_takes_them(name, folder, capsys, monkeypatch):
     assert report["identical"] is (None if name == "accept all" else True)
 
 
-def test_models_draft_fewer_levels_than_there_is_room_for(folder):
-    """Without n-grams the room stays empty; naive takes no drafts, however many are named."""
-    fields = {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 2}
-    assert EAGLEConfig.from_speculative_config(fields) == EAGLEConfig.chain(2, method="mtp")
-    fields = {"method": "naive", "num_speculative_tokens": 5}
-    assert EAGLEConfig.from_speculative_config(fields) == EAGLEConfig(method="naive")
-
-
 def test_every_method_and_strategy_of_its_lists_is_one_of_ours():
     assert {"mtp", "ngram", "naive", "suffix"} <= set(METHODS)
     for strategy in ("topp", "greedy", "target_match"):

@@ -11,7 +11,7 @@ pytest.importorskip("safetensors")
 
 from eagle_kernels.engine.models.checkpoint import Checkpoint
 from eagle_kernels.engine.models.loading import load_draft, read_head
-from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
+from eagle_kernels.engine.models.protocol import FINAL_NORM
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
 from op_tests.engine.heads import HIDDEN, IDS, STREAMS, TARGET_IDS, TARGET_VOCAB, WRITERS, edit_config, edit_tensors
@@ -114,16 +114,6 @@ def test_parts_that_only_the_file_tells_of(tmp_path, target):
     )
 
 
-def test_all_formats_are_one_head(tmp_path, target):
-    for tensors, width in ((heads.eagle3_tensors(), 3 * HIDDEN), (heads.eagle1_tensors(), HIDDEN)):
-        outputs = []
-        for index, write in enumerate(WRITERS.values()):
-            folder = write(tmp_path / f"{width}-{index}", tensors)
-            outputs.append(run(load_draft(folder, target), random_features(width), from_target=True))
-        for other in outputs[1:]:
-            assert torch.equal(other.logits, outputs[0].logits) and torch.equal(other.hidden, outputs[0].hidden)
-
-
 def test_the_last_feature_instead_of_streams(tmp_path, target):
     """`use_aux_hidden_state: false` of ModelOpt and SGLang: no fc, the target's last feature is h itself."""
     tensors = heads.eagle3_tensors()
@@ -147,18 +137,6 @@ def test_final_norm_is_what_the_language_model_head_reads(target):
     assert torch.equal(target.lm_head(last), logits)
     assert torch.equal(target.model.norm(before), last)
     assert torch.equal(target.get_input_embeddings()(IDS), first)
-
-
-def test_pytorch_bin_files_are_read(tmp_path, target):
-    tensors = heads.eagle1_tensors()
-    head = load_draft(heads.write_official(tmp_path / "bin", tensors, as_bin=True), target)
-    assert torch.equal(head.fc.weight, tensors["fc.weight"])
-    torch.save({"fc.weight": print}, tmp_path / "bin" / "pytorch_model.bin")  # code is never run
-    with pytest.raises(ModelError, match="bin: pytorch_model.bin cannot be read: "):
-        load_draft(tmp_path / "bin", target)
-    torch.save([1], tmp_path / "bin" / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"pytorch_model.bin holds no dictionary of tensors"):
-        load_draft(tmp_path / "bin", target)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="the system does not list mapped files")

@@ -147,6 +147,15 @@ def test_state_dicts_have_the_published_names():
     assert model.model.layers[0].self_attn.state_dict().keys() == {name.removeprefix(attention) for name in published}
 
 
+def test_rotary_keeps_its_fp32_table_in_a_bf16_model():
+    rotary = layers.Rotary(DecoderConfig.from_dict(CONFIG))
+    expected = rotary.table.clone()
+    assert expected.shape == (32, 20) and torch.equal(rotary.bfloat16().table, expected)
+    with torch.device("meta"):
+        unmaterialised = layers.Rotary(DecoderConfig.from_dict(CONFIG))
+    assert torch.equal(unmaterialised.to_empty(device="cpu").table, expected)
+
+
 @pytest.mark.gpu
 def test_a_forward_pass_is_captured_in_a_graph():
     model = make("cuda").bfloat16()

@@ -289,38 +289,6 @@ def test_what_the_adapter_cannot_honour_is_refused(family, changes, message):
         TransformersTarget(make(family, changes))
 
 
-def test_a_window_that_attention_is_not_told_is_refused():
-    model = make("Llama", {})
-    model.config.sliding_window = 4
-    with pytest.raises(ModelError, match="layer 0 does not pass its sliding window to the attention"):
-        TransformersTarget(model)
-
-
-class AttentionOfItsOwn(torch.nn.Module):
-    """As models have that never ask transformers' AttentionInterface."""
-
-    def __init__(self, layer_idx):
-        super().__init__()
-        self.layer_idx = layer_idx
-
-    def forward(self, hidden_states, **_):
-        return hidden_states, None
-
-
-def test_a_layer_with_attention_of_its_own_is_refused():
-    model = make("Llama", {})
-    model.model.layers[1].self_attn = AttentionOfItsOwn(1)
-    with pytest.raises(ModelError, match="layer 1 of 3 does not attend through transformers' AttentionInterface"):
-        TransformersTarget(model)
-
-
-def test_a_state_beside_keys_and_values_is_refused():
-    model = make("Llama", {})
-    model.model.layers[1].conv1d = torch.nn.Conv1d(WIDTH, WIDTH, 4)
-    with pytest.raises(ModelError, match="layers with convolutions over time keep a state, which the pool cannot hold"):
-        TransformersTarget(model)
-
-
 def test_the_callers_model_stays_as_it_is(device):
     """Its text, mode, gradients and hooks: before an adapter is made of it, while an engine uses that, and after."""
     model = make("Llama", {}).to(device)
@@ -347,12 +315,6 @@ def test_the_callers_model_stays_as_it_is(device):
     assert {parameter.data_ptr() for parameter in target.model.parameters()} == addresses, "no second copy of weights"
     (model(prompt).logits.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_the_adapters_model_is_run_by_it_alone():
-    target = TransformersTarget(make("Llama", {}))
-    with pytest.raises(ModelError, match="call forward of its TransformersTarget"):
-        target.model(torch.zeros(1, 2, dtype=torch.int64))
 
 
 def test_folders_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):

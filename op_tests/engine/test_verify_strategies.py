@@ -114,30 +114,6 @@ def test_lossy_strategies_leave_the_law(strategy, device):
         assert_texts_follow_law(engine, NUM_REQUESTS, {"temperature": 1.0})
 
 
-# of 0.4, 0.3, 0.2, 0.06 and 0.04, at most 3: temperature, top_k, top_p, min_p, and how many are candidates
-CANDIDATES = [
-    (1.0, 0, 1.0, 0.0, 3),
-    (1.0, 0, 0.65, 0.0, 2),
-    (1.0, 0, 0.39, 0.0, 1),
-    (1.0, 0, 0.95, 0.0, 0),
-    (1.0, 1, 0.65, 0.0, 1),
-    (1.0, 4, 1.0, 0.0, 3),
-    (1.0, 2, 0.55, 0.0, 1),  # of what top_k leaves, 0.57
-    (1.0, 0, 1.0, 0.6, 2),
-    (1.0, 0, 0.95, 0.6, 2),
-    (2.0, 0, 1.0, 0.6, 3),
-    (0.0, 0, 0.9, 0.0, 1),
-    # as many as may be, and one more, by each filter
-    (1.0, 0, 0.85, 0.0, 3),
-    (1.0, 0, 0.93, 0.0, 0),
-    (1.0, 3, 0.99, 0.0, 3),
-    (1.0, 4, 0.99, 0.0, 0),
-    (1.0, 0, 0.99, 0.4, 3),
-    (1.0, 0, 0.99, 0.12, 0),
-    (1.0, 3, 1.0, 0.0, 3),
-]
-
-
 def laws_of(step, row) -> dict[int, tuple[list[int], list[float], list[int]]]:
     """Returns of each node of a row its drafts from the root down, the law of the token after them, and its children.
 
@@ -286,18 +262,18 @@ def test_candidates_of_topp(monkeypatch):
         return seen["lens"].tolist()
 
     monkeypatch.setattr(ops, "verify_tree_topp", watch)
-    *params, expected = zip(*CANDIDATES)
-    params = list(zip(*params))
-    assert candidates(params, Features(sampling=True, filters=True)) == list(expected)
-    assert candidates([params[0], (0.0, 0, 1.0, 0.0)], Features(sampling=True)) == [3, 1]
-    # each filter alone and with others, from the least that it may be to none
-    params = [*itertools.product((0.0, 1.0), (0, 1, 2, 3, 4, 9), (0.1, 0.5, 0.8, 0.95, 1.0), (0.0, 0.12, 0.4, 1.0))]
+    assert candidates([(1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0)], Features(sampling=True)) == [3, 1]
+    # each filter alone and with others, from the least that it may be to none; three tokens are left by each, and four
+    params = [*itertools.product(
+        (0.0, 1.0, 2.0), (0, 1, 2, 3, 4, 9), (0.1, 0.39, 0.55, 0.65, 0.8, 0.85, 0.93, 0.95, 0.99, 1.0),
+        (0.0, 0.12, 0.4, 0.6, 1.0),
+    )]  # fmt: skip
     expected = []
     for temperature, top_k, top_p, min_p in params:
-        given = {"top_k": top_k or 5, "top_p": top_p, "min_p": min_p}
+        given = {"temperature": temperature, "top_k": top_k or 5, "top_p": top_p, "min_p": min_p}
         kept = sum(prob > 0 for prob in law(SCORES, given)) if temperature > 0 else 1
         expected.append(kept if kept <= 3 else 3 if top_p == 1 else 0)
-    assert candidates(params, Features(sampling=True, filters=True)) == expected
+    assert candidates(params, Features(sampling=True, filters=True)) == expected and {*expected} == {0, 1, 2, 3}
 
 
 @pytest.mark.cross

@@ -222,9 +222,3 @@ class LetterTokenizer(ByteTokenizer):
                 return ""
 
         return Detokenizer()
-
-
-DECODER_CONFIG = {
-    "model_type": "llama", "vocab_size": 97, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 4,
-    "num_attention_heads": 6, "num_key_value_heads": 2,
-}  # fmt: skip

@@ -7,10 +7,9 @@ import inspect
 import pytest
 import torch
 
-import eagle_kernels
 import eagle_kernels.integrations.sgl_kernel as sgl_kernel
 from eagle_kernels.integrations.sgl_kernel import TreeMaskMode
-from op_tests.harness import Guarded, assert_equal, replay_in_graph
+from op_tests.harness import Guarded, replay_in_graph
 from op_tests.harness.trees import random_drafts
 from op_tests.integrations.buffers import BITPACKING, FULL_MASK, QLEN_ONLY, build
 from op_tests.integrations.oracles import oracle_build, oracle_mask, oracle_reconstruct, oracle_sample, oracle_verify
@@ -48,17 +47,6 @@ BUILDS = [*((*case, torch.int64) for case in CASES), ((2, 4, 3, 8), QLEN_ONLY, t
 @pytest.mark.parametrize(("shape", "mode", "dtype"), BUILDS, ids=str)
 def test_build(shape, mode, dtype, device, backend):
     check_build(make_drafts(*shape, device, dtype), *shape[1:], mode, device)
-
-
-def test_the_worked_example(device, backend):
-    """K = 2, three steps, five nodes, as SGLang's own ops answer it."""
-    drafts = [torch.tensor(data, device=device) for data in ([[-1, 0, 1, 2, 4]], [[0, 1, 2, 4]], [4])]
-    mask, positions, _, next_token, next_sibling = build(drafts, 2, 3, 5, FULL_MASK, device)
-    rows = "".join(str(int(cell)) for cell in mask.tolist())
-    assert rows == "111110000" + "111111000" + "111110100" + "111111010" + "111110101"
-    assert positions.tolist() == [4, 5, 5, 6, 6]
-    assert next_token.tolist() == [[1, 3, 4, -1, -1]]
-    assert next_sibling.tolist() == [[-1, 2, -1, -1, -1]]
 
 
 @pytest.mark.parametrize("width", [0, 1, 6])
@@ -277,18 +265,6 @@ def test_sample(shape, spec_steps, thresholds, is_shuffled, device, backend):
     assert (draft_probs == 0.5).all()
 
 
-@pytest.mark.parametrize(
-    ("thresholds", "accepted"), [((0.3, 1.0), 1), ((1.0, 0.3), 1), ((0.5, 0.9), 0), ((0.9, 0.5), 1)]
-)
-def test_each_threshold_has_its_place(thresholds, accepted, device, backend):
-    """A draft of probability 0.4 and a coin of 0.6: the first is for a single token, the second for their sum."""
-    tree = [[[5, 2]], [[0, 1]], [[1, -1]], [[-1, -1]], [[0.6, 0.6]], [0.5], [[[0.1, 0.2, 0.4, 0.3]] * 2]]
-    outputs = [torch.full(shape, -1, dtype=torch.int32, device=device) for shape in ((2,), (1, 2), (1,))]
-    inputs = (torch.tensor(values, device=device) for values in tree)
-    sgl_kernel.tree_speculative_sampling_target_only(*outputs, *inputs, None, *thresholds)
-    assert outputs[2].tolist() == [accepted]
-
-
 # masks to links
 
 
@@ -383,25 +359,6 @@ def test_a_short_buffer_is_named(name, buffer, device):
 def test_an_empty_batch(device, backend):
     drafts = [torch.empty(0, *shape, dtype=torch.int64, device=device) for shape in ((9,), (7,), ())]
     assert all(tensor.numel() == 0 for tensor in build(drafts, 4, 3, 8, QLEN_ONLY, device))
-
-
-def test_a_greedy_round_equals_the_plain_ops(device, backend):
-    batch_size, topk, depth, num_nodes = 3, 4, 3, 10
-    drafts = make_drafts(batch_size, topk, depth, num_nodes, device)
-    tokens, roots = torch.randint(5, (batch_size, num_nodes - 1)), torch.randint(5, (batch_size,))
-    tokens, roots = tokens.to(device), roots.to(device)
-    sizes = {"topk": topk, "spec_steps": depth, "num_verify_tokens": num_nodes}
-    plain = eagle_kernels.build_tree(roots, drafts[0], drafts[1], tokens, drafts[2], **sizes)
-    _, positions, *links = build(drafts, topk, depth, num_nodes, QLEN_ONLY, device)
-    for name, got, want in zip(plain._fields[1:5], (positions, *links), plain[1:5]):
-        assert_equal("build_tree_kernel_efficient", "round", name, got, want)
-    candidates = torch.cat([roots[:, None], tokens], dim=1)
-    target = torch.randint(5, (batch_size, num_nodes), device=device)
-    verdict = eagle_kernels.verify_tree_greedy(candidates, *plain[2:5], target, spec_steps=depth)
-    outputs = [torch.full_like(tensor, -1) for tensor in verdict]
-    sgl_kernel.verify_tree_greedy(*outputs, candidates, *links, target)
-    for name, got, want in zip(verdict._fields, outputs, verdict):
-        assert_equal("verify_tree_greedy", "round", name, got, want)
 
 
 @pytest.mark.gpu

@@ -9,8 +9,6 @@ from functools import partial
 import pytest
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.batch.prefix_cache import Prefix, PrefixCache
-from eagle_kernels.engine.requests.request import Request
 from op_tests.engine.engines import trees_by_request
 from op_tests.engine.methods import PROVEN, SIZES, engine_of
 from op_tests.engine.toys import DEVICE, RowWalker, Walker, WalkerHead, WalkerModules
@@ -175,44 +173,6 @@ def test_scores_of_a_prompt_are_read_for(counted, page_size):
             [token for token, _ in top] for top in wanted.prompt_top_logprobs[begin:]
         ]
         check_pages(engine)
-
-
-def test_what_was_used_longest_ago_makes_room_first():
-    cache = PrefixCache(8, 4)
-    prompts = [[number] * 9 for number in range(4)]
-    for prompt in prompts:  # two full pages of each are kept
-        held = cache.take(Prefix(prompt, most=9), 3)
-        cache.note_read(held, 9)
-        cache.give_back(held)
-    assert cache.num_free == 8
-    held = cache.take(Prefix(prompts[0], most=9), 3)  # which was the first to go, as its last page has by now
-    assert len(held.shared) == 2 and cache.start(held) in (4, None)
-    cache.give_back(held)
-    for prompt, shared in ((prompts[3], 8), (prompts[2], 8)):
-        held = cache.take(Prefix(prompt, most=9), 2)
-        assert cache.start(held) == shared
-        cache.give_back(held)
-
-
-def test_a_share_is_a_multiple_of_the_unit(monkeypatch):
-    """With `deterministic`, bits depend on where a prompt is cut: only whole chunks are shared, and only so."""
-    sizes = {"page_size": 4, "prefill_chunk": 12}
-    engine = engine_of("draft_model", DEVICE, **sizes, share_prefixes=True)
-    engine.generate(BASE[:40], 1)
-    reading = View(engine).reading
-    config = dataclasses.replace(EAGLEConfig(), deterministic=True)
-    monkeypatch.setattr(reading._plan.plain, "config", config)
-    cache = PrefixCache(20, 4)
-    request = Request(0, BASE[:40], SamplingParams(), 0, frozenset())
-    assert reading.prefix(request).kind[0] and len(reading.prefix(request).prompt) == 37
-    first = cache.take(reading.prefix(request), 10)
-    cache.note_read(first, 40)
-    assert len(first.shared) == 9
-    for length, start in ((40, 36), (38, 36), (36, 24), (13, 12), (12, 0)):
-        request.prompt = BASE[:length]
-        held = cache.take(reading.prefix(request), 10)
-        assert cache.start(held) == start == 4 * len(held.shared)
-        cache.give_back(held)
 
 
 def test_forgotten_prefixes_are_read_again(counted):
