@@ -105,25 +105,6 @@ def test_deterministic_bits(target):
         assert request.logprobs == stream.requests[0].logprobs
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"mean_draft_tokens": 13}, "mean_draft_tokens must be at most the 12 nodes of a tree, got 13"),
-        ({"mean_draft_tokens": 0}, "mean_draft_tokens must be"),
-        ({"mean_draft_tokens": 3, "num_draft_tokens": 9, "method": "ngram"},
-         "mean_draft_tokens must be None with method='ngram'"),
-        ({"mean_draft_tokens": 3, "num_draft_tokens": 9, "method": "hybrid"},
-         "mean_draft_tokens must be None with method='hybrid'"),
-        ({"mean_draft_tokens": 3, "num_draft_tokens": 9, "verify_strategy": "rejection"},
-         "mean_draft_tokens must be None with verify_"),
-        ({"mean_draft_tokens": 3, "tree_mask_mode": "qlen_only"}, "tree_mask_mode must be 'packed' with mean_draft"),
-    ],
-)  # fmt: skip
-def test_bad_configurations_are_named(fields, message):
-    with pytest.raises(ValueError, match="EAGLEConfig: " + message):
-        EAGLEConfig(**TREE | fields)
-
-
 def test_a_target_that_takes_no_rows_is_named():
     config = EAGLEConfig(topk=2, num_steps=2, mean_draft_tokens=2, method="draft_model")
     engine = EAGLEInference(ToyModel(seed=1), ToyModel(), config)

@@ -264,20 +264,3 @@ def test_a_warm_up_tells_the_choice_what_steps_take(target):
     for choice in choices.values():
         assert set(choice._expected_ms) == set(itertools.product((0, 1, 2), range(4)))
         assert all(0 < step_ms < 1000 for step_ms in choice._expected_ms.values())
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"adaptive": "fast"}, "adaptive must be None, 'auto' or"),
-        ({"adaptive": ()}, "adaptive must be None"),
-        ({"adaptive": ((8, (1, 2)),)}, "adaptive must be None"),
-        ({"adaptive": ((8, (1, 3, 4)), (8, None))}, "adaptive must be None"),
-        ({"adaptive": ((8, (0, 3, 4)),)}, "topk must lie in 1..16, got 0"),
-        ({"adaptive": ((8, None),), "max_spec_batch": 4}, "max_spec_batch must be None when adaptive is a table"),
-        ({"max_spec_batch": -1}, "max_spec_batch"),
-    ],
-)
-def test_bad_tables_are_named(values, message):
-    with pytest.raises(ValueError, match="EAGLEConfig: .*" + message):
-        EAGLEConfig(**values)

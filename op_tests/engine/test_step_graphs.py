@@ -33,11 +33,6 @@ def test_buckets():
     assert [bucket_of(number, 6) for number in range(1, 7)] == [1, 2, 4, 4, 6, 6]
 
 
-def test_masks_that_the_host_must_size_are_not_captured():
-    with pytest.raises(ValueError, match="cuda_graph must not be True with tree_mask_mode='full_mask'"):
-        EAGLEConfig(tree_mask_mode="full_mask", cuda_graph=True)
-
-
 class StandInStepper:
     """Runs nothing; a step fails while it is captured, as long as there is an `error`."""
 

@@ -186,8 +186,3 @@ def test_forgotten_prefixes_are_read_again(counted):
     engine.collect()
     assert len(running.output_ids) == 9 and engine.generate(BASE[:20], 1).stats.shared_tokens == 16
     check_pages(engine)
-
-
-def test_bad_values_are_named():
-    with pytest.raises(ValueError, match="EAGLEConfig: share_prefixes must be True or False, got 1"):
-        EAGLEConfig(share_prefixes=1)

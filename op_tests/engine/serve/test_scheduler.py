@@ -216,35 +216,3 @@ def test_another_configuration_waits_for_an_empty_batch(target, draft):
     engine.collect()
     assert len(request.output_ids) == 9
     engine.generate([1], 2, topk=2, page_size=4)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"temperature": -1}, "temperature must be at least 0, got -1"),
-        ({"top_k": 2**31}, r"top_k must be an int of at least 0 \(0: off\), below 2\^31"),
-        ({"presence_penalty": 1e39}, "presence_penalty must be a finite int or float"),
-        ({"temperature": float("nan")}, "temperature must be a finite int or float, got nan"),
-        ({"top_k": 1.5}, r"top_k must be an int of at least 0 \(0: off\), below 2\^31, got 1.5"),
-        ({"top_p": 0}, r"top_p must lie in \(0, 1\]"),
-        ({"min_p": 2}, "min_p must lie in 0..1"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
-        ({"seed": 2**63}, "seed must be None or an int of 64 bits"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be an int of at least 1, got 0"),
-        ({"stop": b"abc"}, "stop must be a tuple of strings that are not empty, got b'abc'"),
-        ({"stop": ("",)}, "stop must be a tuple"),
-        ({"stop_token_ids": ("a",)}, "stop_token_ids must be a tuple of token ids"),
-        ({"logprobs": 1}, "logprobs must be True, False or 'raw'; top_logprobs=N adds the N likeliest tokens, got 1"),
-        ({"logprobs": "all"}, "logprobs must be True, False or 'raw'.*, got 'all'"),
-    ],
-)
-def test_bad_parameters_are_named(values, message):
-    with pytest.raises(ValueError, match="SamplingParams: " + message):
-        SamplingParams(**values)
-
-
-def test_unknown_options_are_named(target, draft):
-    with pytest.raises(ValueError, match="there is no field temprature in EAGLEConfig or SamplingParams"):
-        make(draft, target).generate([1], temprature=1.0)
-    with pytest.raises(ValueError, match="submit: prompt must be one prompt"):
-        make(draft, target).submit([[1], [2]])
