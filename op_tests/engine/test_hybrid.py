@@ -64,41 +64,35 @@ def chain(*tokens):
     return list(zip(tokens[1:], tokens))
 
 
-def test_behind_the_path_that_the_history_knows(device):
-    """The longest match of the root's is another one, but with the model's path the history says what follows."""
-    assert drafts(device, HISTORY, [1, 2]) == chain(9, 1, 2, 3, 4, 5, 6)
+TIE = [0, 8, 9, 15, 16, 10, 0, 8, 9, 12, 13, 14, 0, 8, 9]
+NARROW = {"topk": 2, "num_steps": 5, "levels": 1, "num_drafts": 7, "min_ngram_size": 3}
+# the history, the model's path, options, and what is drafted
+PLACES = {
+    # the longest match of the root's is another one, but with the model's path the history says what follows
+    "behind the path": (HISTORY, [1, 2], {}, chain(9, 1, 2, 3, 4, 5, 6)),
     # as many levels as tokens match at most: those before the path count as well
-    assert drafts(device, HISTORY, [1, 2, 3, 4], levels=4, max_ngram_size=4) == chain(9, 1, 2, 3, 4, 5, 6)
+    "behind a path of many levels": (
+        HISTORY, [1, 2, 3, 4], {"levels": 4, "max_ngram_size": 4}, chain(9, 1, 2, 3, 4, 5, 6)),
+    # the path stands in the history, but nothing before it does
+    "beside a path known by itself": (
+        [5, 1, 2, 3, 4, 0, 8, 9, 12, 13, 14, 0, 8, 9], [1, 2], {}, [*chain(9, 1, 2), *chain(9, 12, 13, 14, 0)]),
+    "beside it, one for each branch": (
+        TIE, [1], {"topk": 2, "num_steps": 4, "levels": 1, "num_drafts": 8},
+        [(1, 9), (X, 9), *chain(9, 12, 13, 14, 0), *chain(9, 15, 16)]),
+    # the last three tokens match, with the model's path four
+    "before it, where three match": (
+        HISTORY, [1], NARROW | {"max_ngram_size": 3}, [*chain(9, 12, 13, 14, 0, 8), (1, 9), (X, 9)]),
+    "behind it, where four match": (
+        HISTORY, [1], NARROW | {"max_ngram_size": 4}, [(1, 9), (X, 9), *chain(1, 2, 3, 4, 5)]),
+    "what both say takes one place": (HISTORY, [12, 13], {"max_ngram_size": 3}, chain(9, 12, 13, 14, 0, 8, 9)),
+    # the model is so unsure after its first draft that the next level is that of another one
+    "behind a path that ends before its levels": (
+        [7, 9, 1, 2, 3, 4, 6, 9, 12, 13, 14, 5, 9], [1, 31], {"topk": 2, "num_drafts": 8, "unsure": 1},
+        [(1, 9), (X, 9), (31, X), (X, X), *chain(1, 2, 3, 4, 6)]),
+}  # fmt: skip
 
 
-def test_beside_a_path_that_is_only_known_by_itself(device):
-    """The path stands in the history, but nothing before it does."""
-    history = [5, 1, 2, 3, 4, 0, 8, 9, 12, 13, 14, 0, 8, 9]
-    assert drafts(device, history, [1, 2]) == [*chain(9, 1, 2), *chain(9, 12, 13, 14, 0)]
-
-
-def test_beside_the_path_as_many_continuations_as_the_tree_has_branches(device):
-    history = [0, 8, 9, 15, 16, 10, 0, 8, 9, 12, 13, 14, 0, 8, 9]
-    found = drafts(device, history, [1], topk=2, num_steps=4, levels=1, num_drafts=8)
-    assert found == [(1, 9), (X, 9), *chain(9, 12, 13, 14, 0), *chain(9, 15, 16)]
-
-
-@pytest.mark.parametrize(("max_ngram_size", "is_first"), [(3, True), (4, False)])
-def test_before_the_path_where_so_many_tokens_match(max_ngram_size, is_first, device):
-    """Its last three do; with the model's path four."""
-    sizes = {"topk": 2, "num_steps": 5, "levels": 1, "num_drafts": 7, "max_ngram_size": max_ngram_size}
-    found = drafts(device, HISTORY, [1], **sizes, min_ngram_size=3)
-    model = [(1, 9), (X, 9)]
-    assert found == ([*chain(9, 12, 13, 14, 0, 8), *model] if is_first else [*model, *chain(1, 2, 3, 4, 5)])
-
-
-def test_what_both_say_takes_one_place(device):
-    found = drafts(device, HISTORY, [12, 13], max_ngram_size=3)
-    assert found == chain(9, 12, 13, 14, 0, 8, 9)
-
-
-def test_behind_a_path_that_ends_before_its_levels(device):
-    """The model is so unsure after its first draft that the next level is that of another one."""
-    history = [7, 9, 1, 2, 3, 4, 6, 9, 12, 13, 14, 5, 9]
-    found = drafts(device, history, [1, 31], topk=2, num_drafts=8, unsure=1)
-    assert found == [(1, 9), (X, 9), (31, X), (X, X), *chain(1, 2, 3, 4, 6)]
+@pytest.mark.parametrize("name", PLACES)
+def test_where_the_drafts_of_the_history_stand(name, device):
+    history, path, options, wanted = PLACES[name]
+    assert drafts(device, history, path, **options) == wanted

@@ -335,7 +335,7 @@ MUTANTS = [
         _LIMITS + "requests_of_full_length_fit_with_the_deepest_tree"),
     bug("a model's path in which token 0 is none", ENGINE + "drafters/ngram.py",
         "(path >= 0).sum(1)", "(path > 0).sum(1)",
-        "op_tests/engine/test_hybrid.py::test_beside_a_path_that_is_only_known_by_itself"),
+        "op_tests/engine/test_hybrid.py::test_where_the_drafts_of_the_history_stand[beside a path known by itself]"),
     bug("later batches of a benchmark with the params of the first", ENGINE + "benchmark.py",
         "wanted[batch], config", "wanted, config",
         "op_tests/engine/serve/test_benchmark.py::test_each_prompt_of_a_benchmark_has_what_it_asks_for"),

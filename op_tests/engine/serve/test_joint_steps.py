@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from eagle_kernels import SamplingParams
-from eagle_kernels.engine.batch.kv_pool import JointAttend, KVPool, PrefillAttend, RaggedAttend
+from eagle_kernels.engine.batch.kv_pool import KVPool, PrefillAttend, RaggedAttend
 from eagle_kernels.engine.models.protocol import KVShape
 from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.serve import reading, scheduler
@@ -19,7 +18,7 @@ from eagle_kernels.engine.step import runner
 from eagle_kernels.engine.step.choice import Fastest
 from eagle_kernels.engine.step.runner import bucket_of
 from eagle_kernels.engine.step.stepper import Stepper
-from op_tests.engine.engines import PARAMS, make, prompt_of
+from op_tests.engine.engines import make
 from op_tests.engine.toys import RowWalker, Walker, WalkerHead
 from op_tests.engine.view import View
 
@@ -53,35 +52,6 @@ def test_parts_attend_as_they_do_by_themselves(window, device):
     torch.testing.assert_close(attend(0, *padded, window=window)[:, :18], want)
     torch.testing.assert_close(other.k_cache, pool.k_cache, rtol=0, atol=0)
     torch.testing.assert_close(other.v_cache, pool.v_cache, rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_what_fails_only_beside_a_step_is_no_longer_tried(target, draft, lag, monkeypatch, caplog):
-    """After a layer has written its keys."""
-    engine = make(draft, target, max_batch=4)
-    prompts = [prompt_of(number) for number in range(6)]
-    want = []
-    for prompt, params in zip(prompts, PARAMS):
-        want.append(engine.submit(prompt, params))
-        engine.collect()
-    failed, call = [], JointAttend.__call__
-
-    def failing(attend, layer, *arguments, **options):
-        if layer == 1:
-            failed.append(layer)
-            raise RuntimeError("no such token")
-        return call(attend, layer, *arguments, **options)
-
-    monkeypatch.setattr(JointAttend, "__call__", failing)
-    with caplog.at_level(logging.WARNING):
-        requests = []
-        for prompt, params in zip(prompts, PARAMS):
-            requests.append(engine.submit(prompt, params))
-            engine.step()
-        engine.collect()
-    assert [request.output_ids for request in requests] == [request.output_ids for request in want]
-    assert len(failed) == 1
-    assert [record.args for record in caplog.records] == [(1, "in a step", "RuntimeError: no such token")]
 
 
 @pytest.mark.parametrize(

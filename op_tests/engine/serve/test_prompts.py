@@ -71,72 +71,53 @@ def test_a_deterministic_engine_reads_one_by_one(target, draft, monkeypatch):
     assert sizes == [3, 2, 1]
 
 
-@pytest.mark.slow
-def test_what_fails_only_together_is_no_longer_tried(target, draft, monkeypatch, caplog):
-    """After a layer has written its keys; draws and penalties come once, and the log holds no error alive."""
-    engine = make(draft, target, max_batch=7)
-    prompts = [prompt_of(number) for number in range(7)]
-    want = []
-    for prompt, params in zip(prompts, PARAMS):
-        want.append(engine.submit(prompt, params))
-        engine.collect()
-    attends = []
+def texts(engine, between=lambda: None) -> list:
+    """Tokens of a request of each kind; what is done after each has come."""
+    requests = []
+    for number, params in enumerate(PARAMS):
+        requests.append(engine.submit(prompt_of(number), params))
+        between()
+    engine.collect()
+    return [request.output_ids for request in requests]
 
-    def failing(attend, layer, query, *arguments, **options):
-        result = call(attend, layer, query, *arguments, **options)
-        if len(attend._bounds) > 2 and layer == 0:
-            attends.append(attend)
+
+# what fails beside others: the owner of a call, None for the draft's reader, the call, and when it fails
+FAILING = {
+    "at once": (PrefillAttend, "__call__", lambda attend, layer, *_: len(attend._bounds) > 2 and layer == 0),
+    "in a step": (JointAttend, "__call__", lambda attend, layer, *_: layer == 1),
+    "by the draft at once": (None, "read_prompts", lambda state, parts: len(parts) > 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", FAILING)
+def test_what_fails_only_beside_others_is_no_longer_tried(where, target, draft, lag, monkeypatch, caplog):
+    """After a layer has written its keys; draws and penalties come once, and nothing is said twice."""
+    engine, failed = make(draft, target, max_batch=4 if where == "in a step" else 7), []
+    want, (owner, name, fails) = texts(engine, engine.collect), FAILING[where]
+    owner = owner or View(engine).plan.plain.resting
+    call = getattr(owner, name)
+
+    def failing(*arguments, **options):
+        result = call(*arguments, **options)
+        if fails(*arguments):
+            failed.append(where)
             raise MemoryError("too many")
         return result
 
-    call = PrefillAttend.__call__
-    monkeypatch.setattr(PrefillAttend, "__call__", failing)
+    monkeypatch.setattr(owner, name, failing)
     for _ in range(2):
-        requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
-        engine.collect()
-        assert [request.output_ids for request in requests] == [request.output_ids for request in want]
-    assert len(attends) == 1
-    assert [record.args for record in caplog.records] == [(7, "at once", "MemoryError: too many")]
+        assert texts(engine, *[engine.step] * (where == "in a step")) == want
+    assert failed == [where]
+    assert [record.args for record in caplog.records] == [
+        (1 if where == "in a step" else 7, where, "MemoryError: too many")
+    ]
 
 
 def read_prompts(engine):
     """Reads a part of each prompt, as for a stream of all requests."""
     view = View(engine)
     view.scheduler.step(True, [*view.waiting, *(row.request for row in view.rows)])
-
-
-def noting(call, seen):
-    @functools.wraps(call)
-    def noted(*arguments, **options):
-        seen.append(call.__name__)
-        return call(*arguments, **options)
-
-    return noted
-
-
-@pytest.mark.slow
-def test_a_draft_that_fails_with_several_reads_one_by_one(target, draft, lag, monkeypatch, caplog):
-    """From then on; nothing is drawn, counted or said twice."""
-    engine = make(draft, target, max_batch=7)
-    prompts = [prompt_of(number) for number in range(7)]
-    want = []
-    for prompt, params in zip(prompts, PARAMS):
-        want.append(engine.submit(prompt, params))
-        engine.collect()
-    reader = View(engine).plan.plain.resting
-    read = reader.read_prompts
-
-    def failing(state, parts):
-        read(state, parts)
-        if len(parts) > 1:
-            raise RuntimeError("one at a time")
-
-    monkeypatch.setattr(reader, "read_prompts", failing)
-    for _ in range(2):
-        requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
-        engine.collect()
-        assert [request.output_ids for request in requests] == [request.output_ids for request in want]
-    assert [record.args for record in caplog.records] == [(7, "by the draft at once", "RuntimeError: one at a time")]
 
 
 @pytest.mark.cross
