@@ -37,15 +37,6 @@ from op_tests.engine.toys import random_llama
 TEXTS = ["", "def f(x):\n    return x\n", "naïve — 日本語 🦅", "a\x00b"]
 
 
-@pytest.mark.parametrize(
-    ("ids", "text"), [([0xA5, 0x62], "日b"), ([0x62], "b"), ([0xFF, 0xA5], "\ufffd" * 2), ([], "")]
-)
-def test_a_character_that_the_context_begins(ids, text):
-    """Its end makes it a character of the text; without an end it is the context's, and no part of the text."""
-    detokenizer = ByteTokenizer().detokenizer([0x61, 0xE6, 0x97])
-    assert "".join(detokenizer.push([token_id]) for token_id in ids) + detokenizer.finish() == text
-
-
 @pytest.mark.parametrize("file_name", ["config.json", "tokenizer_config.json"])
 def test_byte_tokenizer_is_named_by_either_config(tmp_path, file_name):
     (tmp_path / file_name).write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))

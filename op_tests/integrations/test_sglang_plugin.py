@@ -100,11 +100,21 @@ def test_the_variable_names_parts(monkeypatch, value, asked):
     assert parts.asked_by_variable() == asked
 
 
-@pytest.mark.parametrize("value", ["verfy", "verify,atention", "all,none", "ALL"])
-def test_a_wrong_word_ends_the_process(framework, monkeypatch, value):
-    monkeypatch.setenv(parts.VARIABLE, value)
-    wrong = next(word for word in value.split(",") if word not in parts.PARTS)
-    with pytest.raises(SystemExit, match=f"{parts.VARIABLE} must be none, all, or parts among .*; got '{wrong}'"):
+NO_PARTS = f"{parts.VARIABLE} must be none, all, or parts among .*; got "
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        (parts.VARIABLE, "verfy", f"{NO_PARTS}'verfy'"), (parts.VARIABLE, "verify,atention", f"{NO_PARTS}'atention'"),
+        (parts.VARIABLE, "all,none", f"{NO_PARTS}'all'"), (parts.VARIABLE, "ALL", f"{NO_PARTS}'ALL'"),
+        (parts.RULE, "matches", f"{parts.RULE} must be coins or match; got 'matches'"),
+        (parts.PRESET, "eager", f"eagle_kernels: {parts.PRESET} must be naive; got 'eager'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_word_ends_the_process(framework, monkeypatch, variable, value, told):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit, match=told):
         plugin.register()
     assert not framework.hooks
 
@@ -133,13 +143,6 @@ def test_a_backend_of_one_phase_asks_too(name):
 def test_without_the_rule_nothing_of_it_is_asked_for(monkeypatch, rule):
     monkeypatch.setenv(parts.RULE, rule)
     assert parts.asked_by(arguments()) == set(parts.PARTS)
-
-
-def test_a_wrong_rule_ends_the_process(framework, monkeypatch):
-    monkeypatch.setenv(parts.RULE, "matches")
-    with pytest.raises(SystemExit, match=f"{parts.RULE} must be coins or match; got 'matches'"):
-        plugin.register()
-    assert not framework.hooks
 
 
 def test_arguments_are_read_as_resolved(framework):
@@ -408,17 +411,23 @@ def test_the_preset_chooses_the_drafts(started, monkeypatch):
 NAIVE = {"speculative_num_steps": 1, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 2}
 
 
+@pytest.mark.parametrize("is_named", [False, True])
 @pytest.mark.parametrize("value", [None, "none", "verify"])
-def test_what_the_preset_refuses(started, monkeypatch, value):
-    monkeypatch.setenv(parts.PRESET, "naive")
+def test_what_the_preset_refuses(started, monkeypatch, value, is_named):
+    """Other drafts and, unless it is named as an algorithm, other algorithms."""
+    monkeypatch.setattr(parts, "_is_naive", is_named)
+    if not is_named:
+        monkeypatch.setenv(parts.PRESET, "naive")
     target = BY_NAME["check_server_args"].target
     check = started(value, attention_backend="triton").function(target)
     assert check(arguments(attention_backend="triton", **NAIVE)) == target
-    with pytest.raises(ValueError, match=f"{parts.PRESET} needs --speculative-algorithm EAGLE, EAGLE3, NEXTN or STAND"):
-        check(arguments(attention_backend="triton", **NAIVE | {"speculative_algorithm": None}))
-    told = r"gives steps, topk and draft tokens \(1, 1, 2\), and the server has --speculative-num-steps 3, "
+    who = "--speculative-algorithm NAIVE_EAGLE" if is_named else parts.PRESET
+    told = rf"{who} gives steps, topk and draft tokens \(1, 1, 2\), and the server has --speculative-num-steps 3, "
     with pytest.raises(ValueError, match=told):
         check(arguments(attention_backend="triton", **NAIVE | {"speculative_num_steps": 3}))
+    if not is_named:
+        with pytest.raises(ValueError, match=f"{who} needs --speculative-algorithm EAGLE, EAGLE3, NEXTN or STAND"):
+            check(arguments(attention_backend="triton", **NAIVE | {"speculative_algorithm": None}))
 
 
 def alias(algorithm, draft, trust_remote_code=False, kwargs=None):
@@ -479,22 +488,6 @@ def test_naive_eagle_is_known_where_names_are_read():
     assert Algorithms.from_string("naive_eagle") == "EAGLE"
     with pytest.raises(ValueError, match="Unknown speculative algorithm name: NAIVE"):
         Algorithms.from_string("NAIVE")
-
-
-def test_naive_eagle_with_other_drafts_is_refused(started, monkeypatch):
-    monkeypatch.setattr(parts, "_is_naive", True)
-    target = BY_NAME["check_server_args"].target
-    check = started("none", attention_backend="triton").function(target)
-    assert check(arguments(attention_backend="triton", **NAIVE)) == target
-    told = r"--speculative-algorithm NAIVE_EAGLE gives steps, topk and draft tokens \(1, 1, 2\), and the server has "
-    with pytest.raises(ValueError, match=told):
-        check(arguments(attention_backend="triton", **NAIVE | {"speculative_num_steps": 3}))
-
-
-def test_an_unknown_preset_ends_the_process(framework, monkeypatch):
-    monkeypatch.setenv(parts.PRESET, "eager")
-    with pytest.raises(SystemExit, match=f"eagle_kernels: {parts.PRESET} must be naive; got 'eager'"):
-        plugin.register()
 
 
 # a SGLang that is not as expected
@@ -608,8 +601,8 @@ def test_parts_that_are_off_need_nothing(framework, part):
 
 
 @pytest.mark.parametrize("name", ["create_decode_backend", "create_draft_extend_backend"])
-@pytest.mark.parametrize(("draft", "base", "ours"), [(None, "triton", False), ("fa3", "eagle_kernels", False)])
-def test_drafts_with_another_backend_are_sglang_s(name, draft, base, ours):
+@pytest.mark.parametrize(("draft", "base"), [(None, "triton"), ("fa3", "eagle_kernels")])
+def test_drafts_with_another_backend_are_sglang_s(name, draft, base):
     runner = SimpleNamespace(server_args=arguments(attention_backend=base))
     factory = SimpleNamespace(draft_attn_backend=draft, draft_model_runner=runner, speculative_num_steps=5, topk=4)
     assert getattr(guards, name)(lambda given: ("original", given is factory), factory) == ("original", True)

@@ -163,13 +163,6 @@ def test_nothing_else_waits(device):
     ]
 
 
-def test_a_batch_of_different_requests(device):
-    """Also alone each has the text that it has among the others."""
-    wanted = plain([mixed(number) for number in range(9)], device)
-    for number in range(9):
-        assert_same(plain([mixed(number)], device, rows=[8 - number]), [wanted[number]])
-
-
 def test_greedy_requests_take_the_first_of_equal_logits(device):
     """As SGLang's argmax does, also beside a request that is sampled, which k = 1 alone would not give."""
     engine = Engine([request(0), request(1, **WANTED["greedy"])], device)

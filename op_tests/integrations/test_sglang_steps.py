@@ -273,17 +273,6 @@ def test_sampled_verification(names, has_top_k, has_top_p, thresholds, sglang, m
     assert len(set(counts)) > 1
 
 
-def test_each_threshold_has_its_place(sglang, monkeypatch, device):
-    """The server's two thresholds, as the walk by coins is given them."""
-    monkeypatch.setitem(stub.SPEC, "speculative_accept_threshold_single", 0.3)
-    monkeypatch.setitem(stub.SPEC, "speculative_accept_threshold_acc", 0.7)
-    walk_by_coins, given = verification.verify_tree_coins, {}
-    monkeypatch.setattr(verification, "verify_tree_coins", lambda *a, **o: given.update(o) or walk_by_coins(*a, **o))
-    verify_input, batch, logits = make_verify_batch(device, is_all_greedy=False)
-    verification.eagle_sample(None, verify_input, batch, SimpleNamespace(next_token_logits=logits))
-    assert (given["threshold_single"], given["threshold_acc"]) == (0.3, 0.7)
-
-
 class Requests:
     """Stands for what match keeps of requests: seeds, penalties that change nothing, and what was counted."""
 
@@ -344,16 +333,6 @@ def test_ranks_take_the_first_one_s_verdict(has_attention_ranks, rule, greedy, i
     agrees = greedy < BATCH or is_amd
     assert others == (first if agrees else own) and len(sent) == len(messages) == int(agrees)
     assert len(first[1]) == (rule == "match")
-
-
-def test_a_grammar_mask_comes_before_the_verdict(sglang, device):
-    verify_input, batch, logits = make_verify_batch(device)
-    allowed = torch.zeros(VOCAB, dtype=torch.bool, device=device)
-    allowed[7] = True
-    mask = SimpleNamespace(apply=lambda rows: rows.masked_fill_(~allowed, float("-inf")))
-    output = SimpleNamespace(next_token_logits=logits)
-    predicts, lengths, paths = verification.eagle_sample(None, verify_input, batch, output, mask)
-    assert set(predicts.tolist()) == {0, 7}
 
 
 def test_simulated_acceptance(sglang, device):
