@@ -40,15 +40,11 @@ def _weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]
 def _layer_shapes(prefix: str, input_size: int) -> dict[str, tuple[int, ...]]:
     width = WIDTHS["intermediate_size"]
     shapes = {
-        "self_attn.q_proj": (HEADS * HEAD_DIM, input_size),
-        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, input_size),
-        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, input_size),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-        "mlp.gate_proj": (width, HIDDEN),
-        "mlp.up_proj": (width, HIDDEN),
-        "mlp.down_proj": (HIDDEN, width),
+        "self_attn.q_proj": (HEADS * HEAD_DIM, input_size), "self_attn.k_proj": (KV_HEADS * HEAD_DIM, input_size),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, input_size), "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "mlp.gate_proj": (width, HIDDEN), "mlp.up_proj": (width, HIDDEN), "mlp.down_proj": (HIDDEN, width),
         "post_attention_layernorm": (HIDDEN,),
-    }
+    }  # fmt: skip
     return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
 
 
@@ -71,13 +67,10 @@ def eagle3_tensors(
 ) -> dict[str, Tensor]:
     streams = len(STREAMS) * HIDDEN
     shapes = {
-        "fc.weight": (HIDDEN, streams),
-        "norm.weight": (HIDDEN,),
-        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
-        "midlayer.input_layernorm.weight": (HIDDEN,),
-        "midlayer.hidden_norm.weight": (HIDDEN,),
+        "fc.weight": (HIDDEN, streams), "norm.weight": (HIDDEN,), "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
+        "midlayer.input_layernorm.weight": (HIDDEN,), "midlayer.hidden_norm.weight": (HIDDEN,),
         **_layer_shapes("midlayer", 2 * HIDDEN),
-    }
+    }  # fmt: skip
     if fc_norm:
         shapes |= {f"fc_norm.{index}.weight": (HIDDEN,) for index in range(len(STREAMS))}
     if norm_before_fc:
@@ -181,22 +174,17 @@ def write_speculators(folder: Path, tensors: dict[str, Tensor], **options) -> Pa
     """The layer's config in an object of its own, hidden_states indices."""
     kind = "eagle3" if _is_eagle3(tensors) else "eagle"
     config = {
-        "model_type": "speculator_model",
-        "speculators_model_type": kind,
-        "speculators_version": "0.3.0",
+        "model_type": "speculator_model", "speculators_model_type": kind, "speculators_version": "0.3.0",
         "transformer_layer_config": WIDTHS,
         "speculators_config": {"algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": []},
-    }
+    }  # fmt: skip
     if kind == "eagle":
         config |= {"architectures": ["EagleSpeculator"], "fusion_bias": "fc.bias" in tensors, "layernorms": False}
         return save(folder, config | options, _renamed(tensors, ("fc.", "fusion_fc."), ("layers.0.", "transformer.")))
     config |= {
-        "architectures": ["Eagle3Speculator"],
-        "draft_vocab_size": DRAFT_VOCAB,
-        "target_hidden_size": None,
-        "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": list(STREAMS),
-    }
+        "architectures": ["Eagle3Speculator"], "draft_vocab_size": DRAFT_VOCAB, "target_hidden_size": None,
+        "norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": list(STREAMS),
+    }  # fmt: skip
     return save(folder, config | options, _renamed(tensors, ("midlayer.", "layers.0.")))
 
 
@@ -205,25 +193,18 @@ def write_modelopt(folder: Path, tensors: dict[str, Tensor], **options) -> Path:
     is_eagle3 = _is_eagle3(tensors)
     eagle_config = {
         "eagle_aux_hidden_state_layer_ids": [index - 1 for index in STREAMS] if is_eagle3 else None,
-        "use_aux_hidden_state": is_eagle3,
-        "use_input_layernorm_in_first_layer": is_eagle3,
-        "use_last_layernorm": is_eagle3,
-        "use_mtp_layernorm": False,
-        "next_layer_regular": True,
-        "parallel_draft_step": 1,
-        "parallel_draft_heads_num_layers": None,
-        **options,
-    }
+        "use_aux_hidden_state": is_eagle3, "use_input_layernorm_in_first_layer": is_eagle3,
+        "use_last_layernorm": is_eagle3, "use_mtp_layernorm": False, "next_layer_regular": True,
+        "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None, **options,
+    }  # fmt: skip
     architecture = "LlamaForCausalLMEagle3" if is_eagle3 else "LlamaForCausalLMEagle"
     config = {"architectures": [architecture], **WIDTHS, "eagle_config": eagle_config}
     if is_eagle3:
         config["draft_vocab_size"] = DRAFT_VOCAB
     names = [
-        ("midlayer.hidden_norm.", "hidden_norm."),
-        ("midlayer.input_layernorm.", "input_embeds_norm."),
-        ("midlayer.", "layers.0."),
-        ("lm_head.", "eagle_lm_head."),
-    ]
+        ("midlayer.hidden_norm.", "hidden_norm."), ("midlayer.input_layernorm.", "input_embeds_norm."),
+        ("midlayer.", "layers.0."), ("lm_head.", "eagle_lm_head."),
+    ]  # fmt: skip
     return save(folder, config, {name: t for name, t in _renamed(tensors, *names).items() if name != "t2d"})
 
 

@@ -32,11 +32,8 @@ def made_tokenizer(tokens: list[str], decoder) -> FileTokenizer:
 def decoders_of_models() -> dict:
     decoders, regex = pytest.importorskip("tokenizers").decoders, pytest.importorskip("tokenizers").Regex
     spaces, fallback, fuse, several = (
-        decoders.Replace("▁", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Sequence,
-    )
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Sequence,
+    )  # fmt: skip
     return {
         "GPT-2, Qwen, Llama 3": decoders.ByteLevel(),
         "Llama 2, Mistral": several([spaces, fallback, fuse, decoders.Strip(" ", 1, 0)]),

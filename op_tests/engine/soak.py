@@ -49,11 +49,9 @@ class Soak:
         self.seed, self.device = seed, device
         self.target = random_llama(vocab_size=VOCAB, device=device)
         self.drafts = {
-            "stranger": random_llama(hidden_size=16, num_layers=1, seed=1, device=device),
-            "itself": self.target,
-            "head": random_head(self.target, aux_layers=(0, 1, 2)),
-            "modules": random_modules(self.target, 4),
-        }
+            "stranger": random_llama(hidden_size=16, num_layers=1, seed=1, device=device), "itself": self.target,
+            "head": random_head(self.target, aux_layers=(0, 1, 2)), "modules": random_modules(self.target, 4),
+        }  # fmt: skip
         alone = EAGLEConfig(max_batch=1, share_prefixes=False)
         self.plain = EAGLEInference(self.target, self.target, alone, tokenizer=LetterTokenizer())
         self.counts: Counter[str] = Counter()
@@ -87,18 +85,12 @@ def random_config(coin: random.Random, target, draft) -> EAGLEConfig:
     table = ((1, coin.choice(trees[:-1])), (2, None), (5, coin.choice(trees[:-1])))
     modes = ("packed", "packed", "packed", "qlen_only", "full_mask")
     values = {
-        "topk": topk,
-        "num_steps": num_steps,
-        "num_draft_tokens": nodes,
-        "page_size": coin.choice((1, 4, 16, 64)),
-        "max_batch": coin.choice((1, 2, 4, 7)),
-        "prefill_chunk": coin.choice((3, 16, 2048)),
-        "tree_mask_mode": coin.choice(modes),
-        "cuda_graph": coin.choice((None, None, None, False)),
-        "share_prefixes": coin.random() < 0.8,
-        "eos_token_ids": coin.choice((None, None, (coin.randrange(VOCAB),))),
+        "topk": topk, "num_steps": num_steps, "num_draft_tokens": nodes, "page_size": coin.choice((1, 4, 16, 64)),
+        "max_batch": coin.choice((1, 2, 4, 7)), "prefill_chunk": coin.choice((3, 16, 2048)),
+        "tree_mask_mode": coin.choice(modes), "cuda_graph": coin.choice((None, None, None, False)),
+        "share_prefixes": coin.random() < 0.8, "eos_token_ids": coin.choice((None, None, (coin.randrange(VOCAB),))),
         "adaptive": coin.choice((None, None, "auto", table)),
-    }
+    }  # fmt: skip
     values |= random_method(coin, values)
     if values["adaptive"] is None:
         values["max_spec_batch"] = coin.choice((None, None, 2))
@@ -171,12 +163,9 @@ class _Round:
 
     def run(self) -> None:
         actions = (
-            (0.35, self.submit),
-            (0.04, self.abort),
-            (0.05, self.switch),
-            (0.04, self.submit_nonsense),
+            (0.35, self.submit), (0.04, self.abort), (0.05, self.switch), (0.04, self.submit_nonsense),
             (0.03, self.read_a_stream),
-        )
+        )  # fmt: skip
         for _ in range(TICKS[self.engine.device.type]):
             for chance, act in actions:
                 if self.coin.random() < chance:

@@ -129,12 +129,10 @@ def skip_draft_extend(engine, monkeypatch):
             pages = batch.state.target_pool.page_size
             slots = ops.find_slots(batch.block_table, batch.lengths + row, count=1, page_size=pages).slots
             output = self.model.forward(
-                tokens[:, row : row + 1].clamp(min=0),
-                hidden,
-                positions,
+                tokens[:, row : row + 1].clamp(min=0), hidden, positions,
                 TreeAttend(batch.state.draft_pool, batch.block_table, batch.lengths, slots, row + 1, mask, positions),
                 from_target=row == 0,
-            )
+            )  # fmt: skip
             outputs.append(output)
             hidden = output.hidden
         request = torch.arange(len(tokens), device=tokens.device)

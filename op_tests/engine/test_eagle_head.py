@@ -44,12 +44,9 @@ def make_head(own_embedding: bool = False, **changes) -> EagleHead:
 def test_an_unbound_head_says_so():
     with pytest.raises(ModelError, match="call bind"):
         make_head()(
-            torch.zeros(1, 1, dtype=torch.int64),
-            torch.zeros(1, 1, 96),
-            torch.zeros(1, 1),
-            causal_attend,
+            torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, 96), torch.zeros(1, 1), causal_attend,
             from_target=True,
-        )
+        )  # fmt: skip
 
 
 def test_default_aux_layers_are_the_official_ones():

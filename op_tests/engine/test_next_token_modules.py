@@ -210,15 +210,11 @@ def test_chains_that_modules_cannot_draft(tmp_path):
     target, draft = load(tmp_path, 2)
     refused = [
         (EAGLEConfig(topk=2, num_steps=2), "topk must be 1 for a draft of 2 next-token modules, whose drafts are a ch"),
-        (
-            EAGLEConfig.chain(3),
-            "num_steps must be at most the 2 next-token modules of the draft, one for each level, got 3",
-        ),
-        (
-            EAGLEConfig(method="hybrid", topk=1, num_steps=6, num_model_steps=3),
-            "num_model_steps must be at most the 2 next-token modules of the draft, one for each level, got 3",
-        ),
-    ]
+        (EAGLEConfig.chain(3),
+         "num_steps must be at most the 2 next-token modules of the draft, one for each level, got 3"),
+        (EAGLEConfig(method="hybrid", topk=1, num_steps=6, num_model_steps=3),
+         "num_model_steps must be at most the 2 next-token modules of the draft, one for each level, got 3"),
+    ]  # fmt: skip
     for config, message in refused:
         with pytest.raises(ValueError, match=message):
             EAGLEInference(draft, target, config)

@@ -51,11 +51,9 @@ def byte_level_folder(tmp_path):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|end|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator(["the eagle and the tree", *TEXTS], trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
@@ -113,11 +111,8 @@ def test_pieces_are_decode_of_the_whole(name):
     tokenizer, first = made_tokenizer(tokens, decoders_of_models()[name]), len(WORDS)
     total, eagle = tokenizer.num_ids, [first + byte for byte in "🦅".encode()]
     kinds = [
-        range(total),
-        range(18),
-        range(total - 10, total),
-        range(len(tokens) - 256 if not is_level else 7, len(tokens)),
-    ]
+        range(total), range(18), range(total - 10, total), range(len(tokens) - 256 if not is_level else 7, len(tokens)),
+    ]  # fmt: skip
     tails = [(), *((number,) for number in range(18 if is_level else len(WORDS)))]
     if is_level:
         tails += [tuple(map(BYTE_LEVEL.index, tail)) for tail in ("Ĺ¥", "Ł¦ħ", "¦ħ")]

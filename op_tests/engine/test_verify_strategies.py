@@ -184,11 +184,9 @@ def test_rejection_keeps_what_its_reference_keeps(drafts):
     config = {"num_steps": 3, "num_draft_tokens": 6, "max_batch": 4, "verify_strategy": "rejection", "topk": 3}
     engine = EAGLEInference(draft, target, EAGLEConfig(**config | REJECTED[drafts]))
     asked = (
-        {"temperature": 1.0} | PENALTIES,
-        {"temperature": 1.6, "top_k": 9},
-        {},
+        {"temperature": 1.0} | PENALTIES, {"temperature": 1.6, "top_k": 9}, {},
         {"temperature": 0.7, "top_p": 0.9, "min_p": 0.02},
-    )
+    )  # fmt: skip
     counts, has_draft = [], draft is not None
 
     def watch(step):
@@ -202,17 +200,12 @@ def test_rejection_keeps_what_its_reference_keeps(drafts):
                 own = own if temperature[row.index] > 0 else (own == own.max()).float()
                 probs[row.index * proposal.tree.retrieve_index.shape[1] + node] = own
         verdict = verify_tree_rejection(
-            *links_of(proposal.tree),
-            target_logits=None,
-            target_probs=probs,
-            draft_logits=proposal.draft_logits if has_draft else step.logits,
-            positions=proposal.tree.positions,
-            seeds=batch.seeds,
-            temperature=temperature,
+            *links_of(proposal.tree), target_logits=None, target_probs=probs,
+            draft_logits=proposal.draft_logits if has_draft else step.logits, positions=proposal.tree.positions,
+            seeds=batch.seeds, temperature=temperature,
             draft_temperature=temperature if has_draft else torch.zeros_like(temperature),
-            d2t=proposal.draft_to_target if has_draft else None,
-            spec_steps=3,
-        )
+            d2t=proposal.draft_to_target if has_draft else None, spec_steps=3,
+        )  # fmt: skip
         for row in rows:
             kept = [token for token in step.committed.tokens[row.index].tolist() if token >= 0]
             path = verdict.accept_index[row.index, : len(kept)].tolist()

@@ -138,20 +138,11 @@ def random_llama(
     *, hidden_size=32, num_layers=2, vocab_size=61, max_length=256, std=0.3, seed=0, device="cpu"
 ) -> Decoder:
     torch.manual_seed(seed)
-    config = DecoderConfig.from_dict(
-        {
-            "model_type": "llama",
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "intermediate_size": 48,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": hidden_size // 16,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": max_length,
-        }
-    )
+    config = DecoderConfig.from_dict({
+        "model_type": "llama", "vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": 48,
+        "num_hidden_layers": num_layers, "num_attention_heads": hidden_size // 16, "num_key_value_heads": 1,
+        "head_dim": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": max_length,
+    })  # fmt: skip
     model = Decoder(config).eval()
     for parameter in model.parameters():
         if parameter.dim() == 2:

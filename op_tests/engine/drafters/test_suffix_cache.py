@@ -43,12 +43,10 @@ def compare(seed, num_actions, note_draft=lambda draft: None):
                 cache.stop(request)
         else:
             options = {
-                "max_spec_tokens": rng.choice((0, 1, 2, 4, 8, 12)),
-                "max_spec_factor": rng.choice((0, 0.5, 1, 1, 2.5)),
+                "max_spec_tokens": rng.choice((0, 1, 2, 4, 8, 12)), "max_spec_factor": rng.choice((0, 0.5, 1, 1, 2.5)),
                 "max_spec_offset": rng.choice((0, 0, -1, 2, 6)),
-                "min_token_prob": rng.choice((0, 0.1, 0.1, 0.3, 0.5, 1.0)),
-                "use_tree": rng.random() < 0.5,
-            }
+                "min_token_prob": rng.choice((0, 0.1, 0.1, 0.3, 0.5, 1.0)), "use_tree": rng.random() < 0.5,
+            }  # fmt: skip
             ours, expected = (cache.speculate(running[-1], **options) for cache in caches)
             assert ours == expected, f"seed {seed}, depth {depth}, {most_cached} cached, {options}"
             note_draft(ours)

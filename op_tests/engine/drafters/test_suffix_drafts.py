@@ -45,11 +45,9 @@ def test_texts_that_repeat_themselves_equal_the_definition(text, monkeypatch):
             for cache in caches:
                 cache.extend(request, response[start : start + 6])
             options = {
-                "max_spec_tokens": rng.choice((8, 12, 20)),
-                "max_spec_offset": rng.choice((0.0, 4.0)),
-                "min_token_prob": rng.choice((0.0, 0.1, 0.1, 0.5)),
-                "use_tree": rng.random() < 0.6,
-            }
+                "max_spec_tokens": rng.choice((8, 12, 20)), "max_spec_offset": rng.choice((0.0, 4.0)),
+                "min_token_prob": rng.choice((0.0, 0.1, 0.1, 0.5)), "use_tree": rng.random() < 0.6,
+            }  # fmt: skip
             ours, expected = (cache.speculate(request, **options) for cache in caches)
             assert ours == expected, options
         for cache in caches:

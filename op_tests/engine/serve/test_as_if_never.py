@@ -41,23 +41,18 @@ def traces(engine) -> dict:
     return {
         "scheduler": scheduler,
         "plan": (scheduler.plan, scheduler.max_step_ms, scheduler.last_runner, scheduler.reading),
-        "reading": {name: value for name, value in vars(scheduler.reading).items() if name != "_filled"},
-        "rows": rows,
+        "reading": {name: value for name, value in vars(scheduler.reading).items() if name != "_filled"}, "rows": rows,
         "line": (View(engine).waiting, View(engine).unread),
         "counts": (scheduler.num_steps, scheduler.num_cold_steps, scheduler._num_missed, session._num_submitted),
         "pages": (scheduler.pages.num_free, sorted(free_ids(scheduler.pages))),
         "tensors": [tensor.clone() for tensor in scheduler.state.tensors()],
         "phases": list(scheduler.phase_times.held_ms),
-        "session": (
-            list(session.outbox),
-            dict(session.plain_steps.known_ms),
-            session.is_speculating,
-            len(session.plans),
-        ),
+        "session": (list(session.outbox), dict(session.plain_steps.known_ms), session.is_speculating,
+                    len(session.plans)),
         "lock": (session.lock.is_in_step, len(session.lock._put_off)),
         "torch": (torch.get_num_threads(), torch.is_inference_mode_enabled(), torch.is_grad_enabled()),
         "caches": [(set(cache._requests), num_states(cache)) for cache in session.suffix_caches.values()],
-    }
+    }  # fmt: skip
 
 
 def assert_same(before: dict, after: dict) -> None:

@@ -65,10 +65,8 @@ def test_an_error_that_cannot_be_told_ends_its_requests_alone(target, draft):
     first, second, waiting = (engine.submit(prompt_of(each), SamplingParams(max_new_tokens=9)) for each in (1, 2, 3))
     engine.collect()
     assert [request.error for request in (first, second, waiting)] == [
-        "Mute: Mute",
-        "RuntimeError: Mute: Mute",
-        "Mute: Mute",
-    ]
+        "Mute: Mute", "RuntimeError: Mute: Mute", "Mute: Mute",
+    ]  # fmt: skip
     assert "in fails" in str(first.exception.__cause__) and not View(engine).state.is_live.any()
     with pytest.raises(Mute):
         engine.generate(prompt_of(3), 9)

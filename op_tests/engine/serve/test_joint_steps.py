@@ -41,14 +41,9 @@ def test_parts_attend_as_they_do_by_themselves(window, device):
     # and two rows of no part
     padded = [torch.cat([tensor, torch.randn_like(tensor[:, :2])], dim=1) for tensor in (query, key, value)]
     attend = RaggedAttend(
-        other,
-        torch.nn.functional.pad(tables, (0, 0, 0, 1)),
-        torch.tensor([9, 0, 20, 0], device=device),
-        bounds,
-        torch.nn.functional.pad(slots, (0, 2), value=-1)[None],
-        torch.nn.functional.pad(positions, (0, 2))[None],
-        20,
-    )
+        other, torch.nn.functional.pad(tables, (0, 0, 0, 1)), torch.tensor([9, 0, 20, 0], device=device), bounds,
+        torch.nn.functional.pad(slots, (0, 2), value=-1)[None], torch.nn.functional.pad(positions, (0, 2))[None], 20,
+    )  # fmt: skip
     torch.testing.assert_close(attend(0, *padded, window=window)[:, :18], want)
     torch.testing.assert_close(other.k_cache, pool.k_cache, rtol=0, atol=0)
     torch.testing.assert_close(other.v_cache, pool.v_cache, rtol=0, atol=0)
