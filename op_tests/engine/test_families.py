@@ -10,7 +10,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import load_target
 from eagle_kernels.reference.causal_attend import causal_attend
-from op_tests.engine.families import CASES, SIZES, YARN
+from op_tests.engine.families import CASES, SIZES
 from op_tests.engine.families import write_target as make
 from op_tests.engine.heads import save_folder
 from op_tests.engine.toys import ToyModel
@@ -69,21 +69,6 @@ def test_transformers_reads_what_is_saved(pair, tmp_path):
     assert again.state_dict().keys() == theirs.state_dict().keys()
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, theirs.state_dict()[name].bfloat16().float()), name
-
-
-@torch.no_grad()
-def test_folders_of_older_transformers(tmp_path):
-    """rope_theta at the top and the scaling in rope_scaling, under `type`, as transformers 4 wrote them."""
-    make("Llama", {"rope_parameters": YARN}, tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    rope = config.pop("rope_parameters")
-    input_ids, positions = torch.randint(SIZES["vocab_size"], (1, 40)), torch.arange(40)[None]
-    expected = load_target(tmp_path)(input_ids, positions, causal_attend).logits
-    config["rope_theta"] = rope.pop("rope_theta")
-    config["rope_scaling"] = rope | {"type": rope.pop("rope_type")}
-    path.write_text(json.dumps(config))
-    assert torch.equal(load_target(tmp_path)(input_ids, positions, causal_attend).logits, expected)
 
 
 @torch.no_grad()

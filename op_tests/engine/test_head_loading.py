@@ -12,8 +12,10 @@ pytest.importorskip("safetensors")
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import load_draft, read_head
 from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
 from op_tests.engine.heads import DRAFT_VOCAB, HIDDEN, STREAMS, TARGET_IDS, TARGET_VOCAB, WRITERS
+from op_tests.engine.hostile import refused
 from op_tests.engine.toys import random_llama
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -124,6 +126,14 @@ def test_t2d_must_agree_and_may_be_absent(eagle3, target):
         ({}, {LAYER_IDS: [5, 6, 7]}, r"\[5, 6, 7\] contradicts \[1, 3, 4\] of eagle_config"),
         ({}, {"target_hidden_size": 48}, "target_hidden_size must be 96 to match fc.weight"),
         ({}, {"qkv_bias": True}, "missing tensors: midlayer.self_attn.k_proj.bias"),
+        ({}, {"logit_scale": 0.5}, "logit_scale=0.5"),
+        ({}, {"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step=4"),
+        ({}, {"eagle_config": {"use_last_layernorm": False}},
+         "use_last_layernorm=False is not implemented for EAGLE-3"),
+        ({}, {"truncated_vocab_size": 30}, "truncated_vocab_size=30 contradicts draft_vocab_size=23"),
+        ({}, {"fc_norm": True, "eagle_config": {"use_aux_hidden_state": False}}, "need use_aux_hidden_state=True"),
+        ({}, {"eagle_config": {LAYER_IDS: [-2, 1, 3]}}, "names no stream of the target"),
+        ({}, {"draft_vocab_size": 62}, "draft_vocab_size=62 exceeds"),
         ({}, {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
          "sliding_window=64 is not implemented for heads"),
     ],
@@ -134,6 +144,25 @@ def test_refusals_name_what_is_wrong(eagle3, target, tensors, config, message):
     with pytest.raises(ModelError, match=message) as caught:
         load_draft(eagle3, target)
     assert "\n" not in str(caught.value) and str(caught.value).startswith(str(eagle3))
+
+
+def test_an_unbound_head_says_so(tmp_path):
+    """The official layers, of a head that names none, follow from the target's number of layers."""
+    head = read_head(heads.write_official(tmp_path, heads.eagle3_tensors())).head
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(ModelError, match="call bind"):
+        head(tokens, torch.zeros(1, 1, 3 * HIDDEN), tokens, causal_attend, from_target=True)
+    with pytest.raises(ModelError, match="bind"):
+        _ = head.aux_layers
+    assert head.bind(random_llama(num_layers=12, vocab_size=TARGET_VOCAB)).aux_layers == (2, 6, 9)
+
+
+def test_a_hint_is_for_layers_that_nobody_chose(tmp_path):
+    """Those that a head names itself are wrong for another reason than that they are missing."""
+    target = random_llama(num_layers=6, vocab_size=TARGET_VOCAB)
+    for name, (chosen, is_hinted) in {"none": ({}, True), "own": ({LAYER_IDS: [3, 2, 1]}, False)}.items():
+        told = refused(load_draft, heads.write_official(tmp_path / name, heads.eagle3_tensors(), **chosen), target)
+        assert "do not ascend" in told and ("need explicit" in told) == is_hinted
 
 
 # Settings that trainers write although they are off or empty.
@@ -224,8 +253,6 @@ def test_rope_theta_is_the_heads_own(tmp_path, target):
 
 
 def _one_pass(engine, ids, features):
-    from eagle_kernels.reference.causal_attend import causal_attend
-
     positions = torch.arange(len(ids))[None]
     return engine.draft(ids[None], features[None], positions, causal_attend, from_target=True).logits[0]
 

@@ -331,12 +331,6 @@ def test_folders_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     assert load_target(tmp_path, "meta").device.type == "cpu", "the adapter runs two tokens"
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"n_layer": 4}))
-    with pytest.raises(
-        ModelError, match=r"config.json: n_layer must be at most 3 to match the tensors transformer.h.\*, got 4"
-    ):
-        load_target(tmp_path)
-    path.write_text(json.dumps(config))
     edit_tensors(tmp_path, **{"transformer.h.1.ln_1.bias": None, "transformer.h.1.ln_2.weight": None})
     with pytest.raises(ModelError, match=r"missing tensors: transformer\.h\.1\.ln_1\.bias, .*ln_2\.weight"):
         load_target(tmp_path)

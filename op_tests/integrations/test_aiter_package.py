@@ -175,6 +175,7 @@ def test_the_kernels(run, device):
     counts = oracle_verify(predicts, path, names["candidates"].tolist(), index, *links, target.tolist())
     assert [names["predicts"].tolist(), names["accept_index"].tolist()] == [predicts, path]
     assert names["accept_length"].tolist() == counts == [2]
+    assert all(names[name] is given for name, given in zip(("predicts", "accept_index", "accept_length"), outputs))
 
 
 def test_every_name_of_the_package_is_there(run):

@@ -46,37 +46,23 @@ def small_pool(engine, num_requests: int) -> int:
     return num_requests * state.block_table.shape[1] * page
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """Counts the tokens that a target reads; returns an engine and the list."""
-
-    def counting(method="eagle", **options):
-        engine, read = engine_of(method, DEVICE, **{"page_size": 4, "max_batch": 16} | options), []
-        forward = engine.target.forward
-
-        def count(input_ids, *arguments, **keywords):
-            read.append(input_ids.numel())
-            return forward(input_ids, *arguments, **keywords)
-
-        monkeypatch.setattr(engine.target, "forward", count)
-        return engine, read
-
-    return counting
+def sharing(method="eagle", **options):
+    return engine_of(method, DEVICE, **{"page_size": 4, "max_batch": 16} | options)
 
 
-def test_the_token_after_a_page_counts_where_a_draft_reads_it(counted):
+def test_the_token_after_a_page_counts_where_a_draft_reads_it():
     """A head's keys of token i are made of token i + 1; a language model's are not, and plain decoding has no draft."""
     for method, shared in (("eagle", 4), ("draft_model", 8), ("naive", 8)):
-        engine, _ = counted(method)
+        engine = sharing(method)
         engine.generate(BASE[:20], 1)
         other = BASE[:8] + [19 - BASE[8]] * 9
         assert engine.generate(other, 1).stats.shared_tokens == shared, method
 
 
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
-def test_drafts_keys_are_not_those_of_plain_decoding(counted, method):
+def test_drafts_keys_are_not_those_of_plain_decoding(method):
     """Which has read none; each shares with its own kind."""
-    engine, _ = counted(method)
+    engine = sharing(method)
     for speculative, shared in ((False, 0), (True, 0), (False, 16), (True, 16)):
         assert engine.generate(BASE[:20], 2, speculative=speculative).stats.shared_tokens == shared
 
@@ -156,9 +142,9 @@ def test_modules_read_on_where_another_request_ends(num_modules, page_size, chun
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_scores_of_a_prompt_are_read_for(counted, page_size):
+def test_scores_of_a_prompt_are_read_for(page_size):
     """From whatever token on: pages that end before the one in front of it are shared, all others are read again."""
-    engine, _ = counted(page_size=page_size, prefill_chunk=9)
+    engine = sharing(page_size=page_size, prefill_chunk=9)
     asked = {"logprob_start_len": 0, "top_logprobs": 2}
     wanted = engine.generate(BASE[:23], 2, **asked, share_prefixes=False)
     engine.generate(BASE[:23], 2)
@@ -175,9 +161,9 @@ def test_scores_of_a_prompt_are_read_for(counted, page_size):
         check_pages(engine)
 
 
-def test_forgotten_prefixes_are_read_again(counted):
+def test_forgotten_prefixes_are_read_again():
     """As they must be where weights have changed."""
-    engine, _ = counted()
+    engine = sharing()
     engine.generate(BASE[:20], 1)
     running = engine.submit(BASE[:20], SamplingParams(max_new_tokens=9))
     engine.step()
