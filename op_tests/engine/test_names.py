@@ -181,6 +181,7 @@ def test_values_agree_whatever_their_types(one, other, is_same):
         (lambda e: e.generate([1], topp=1), "there is no field topp in EAGLEConfig or SamplingParams; did you mean to"),
         (lambda e: e.generate([1], 4, max_tokens=3), "generate: max_tokens must agree with max_new_tokens = 4, since"),
         (lambda e: e.generate([1], prompts=[2]), "generate: prompts must agree with input_ids = [1], since both"),
+        (lambda e: e.generate([1], speculative=1), "generate: speculative must be True or False, got 1"),
         (lambda e: e.generate([1], do_sample=True), "generate: do_sample must agree with temperature=0.0"),
         (lambda e: e.generate([1], seed=3, seeds=4), "generate: seed must agree with seeds = 4"),
         (lambda e: e.generate([1], stream=True), "stream must be False or absent, since stream and stream_text of the"),

@@ -196,21 +196,27 @@ def _around(original, hook):
     return wrapper
 
 
+def _made(modules: dict[str, dict]) -> dict[str, types.ModuleType]:
+    """Makes modules with these attributes, and the packages that they are in, which come first."""
+    names = {".".join(path.split(".")[:size]) for path in modules for size in range(1, path.count(".") + 2)}
+    made = {name: types.ModuleType(name) for name in sorted(names)}
+    for name, module in made.items():
+        vars(module).update(modules.get(name, {}))
+    return made
+
+
 @contextlib.contextmanager
 def installed(modules: dict[str, dict] = MODULES):
     """The stand-in under SGLang's names, and our backend imported on top of it."""
-    names = {".".join(path.split(".")[:size]) for path in modules for size in range(1, path.count(".") + 2)}
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name in names}
+    made = _made(modules)
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name in made}
     ours = "eagle_kernels.integrations.sglang.attention"
     before_ours = sys.modules.pop(ours, None)
     try:
-        for name in sorted(names):
-            sys.modules[name] = types.ModuleType(name)
-            for attribute, value in modules.get(name, {}).items():
-                setattr(sys.modules[name], attribute, value)
+        sys.modules.update(made)
         yield
     finally:
-        for name in names:
+        for name in made:
             sys.modules.pop(name, None)
         sys.modules.pop(ours, None)
         sys.modules.update(before)
@@ -258,11 +264,7 @@ def imported_by_steps(monkeypatch) -> dict[str, types.ModuleType]:
         "sglang.srt.utils.async_probe": {"sanitize_nan_logits": lambda logits, msg: logits.nan_to_num_(-1e30)},
         "sglang.srt.speculative.spec_utils": {"SIMULATE_ACC_LEN": -1.0, "SIMULATE_ACC_TOKEN_MODE": "fixed"},
     }
-    names = {".".join(path.split(".")[:size]) for path in modules for size in range(1, path.count(".") + 2)}
-    for name in sorted(names):
-        module = types.ModuleType(name)
-        for attribute, value in modules.get(name, {}).items():
-            setattr(module, attribute, value)
+    for name, module in _made(modules).items():
         monkeypatch.setitem(sys.modules, name, module)
         parent, _, child = name.rpartition(".")
         if parent:

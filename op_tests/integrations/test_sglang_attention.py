@@ -98,6 +98,15 @@ def run(backend, batch, layer, runner, forward, *, num_rows, out_cache_loc, save
     return q.view(num_rows, -1, layer.qk_head_dim), output.view(num_rows, -1, layer.qk_head_dim)
 
 
+def check(backend, batch, layer, runner, forward, places, seen, saves):
+    """Holds a layer, once for each way of `run` to save its keys, against attention over the slots that rows see."""
+    for save in saves:
+        query, output = run(
+            backend, batch, layer, runner, forward, num_rows=len(seen), out_cache_loc=places, save=save
+        )  # fmt: skip
+        close(output, expected(runner, layer, query, seen))
+
+
 def slots_of(runner, row, *positions):
     return runner.req_to_token_pool.req_to_token[row, list(positions)].long()
 
@@ -118,11 +127,8 @@ def test_decode(attention, page_size, is_graph, features, is_full, device):
     plan(backend, batch, is_graph)
     slots = torch.stack([slots_of(runner, row, length - 1)[0] for row, length in zip(rows, lengths)])
     seen = [slots_of(runner, row, *range(first_seen(layer, n - 1), n)) for row, n in zip(rows, lengths)]
-    for save in (True, False):  # of layers that read what another one wrote
-        query, output = run(
-            backend, batch, layer, runner, "forward_decode", num_rows=3, out_cache_loc=slots, save=save
-        )  # fmt: skip
-        close(output, expected(runner, layer, query, seen))
+    # also of layers that read what another one wrote
+    check(backend, batch, layer, runner, "forward_decode", slots, seen, (True, False))
 
 
 def plan(backend, batch, is_graph):
@@ -185,11 +191,7 @@ def test_trees(attention, page_size, is_graph, features, is_full, device):
             cells = [(t, t) for t in range(n)] + [(n + other, n + depths[other]) for other in ancestors(node)]
             first = first_seen(layer, n + depths[node])
             seen.append(slots_of(runner, row, *[slot for slot, position in cells if position >= first]))
-    for save in (True, False, None):
-        query, output = run(
-            backend, batch, layer, runner, "forward_extend", num_rows=3 * NODES, out_cache_loc=places, save=save
-        )  # fmt: skip
-        close(output, expected(runner, layer, query, seen))
+    check(backend, batch, layer, runner, "forward_extend", places, seen, (True, False, None))
 
 
 @pytest.mark.parametrize(("prefixes", "is_told"), [([0, 0, 0], True), ([5, 0, 17], True), ([5, 0, 17], False)], ids=str)
@@ -214,11 +216,7 @@ def test_prompts_and_chunks(attention, prefixes, is_told, page_size, features, d
         for row, first, last in spans
         for t in range(first, last)
     ]
-    for save in (True, None):
-        query, output = run(
-            backend, batch, layer, runner, "forward_extend", num_rows=sum(new), out_cache_loc=places, save=save
-        )  # fmt: skip
-        close(output, expected(runner, layer, query, seen))
+    check(backend, batch, layer, runner, "forward_extend", places, seen, (True, None))
 
 
 @pytest.mark.parametrize("page_size", [1, 8])
@@ -285,10 +283,9 @@ def test_draft_levels(attention, topk, num_steps, page_size, is_graph, features,
     for step, backend in enumerate(levels.attn_backends):
         batch.positions = torch.tensor(lengths, device=device).repeat_interleave(topk) + step
         own = places[..., step].flatten()
-        query, output = run(backend, batch, layer, runner, "forward_decode", num_rows=3 * topk, out_cache_loc=own)
         seen = []
-        for row, n, own in zip(rows, lengths, places):
+        for row, n, drafted in zip(rows, lengths, places):
             first = first_seen(layer, n + step)
             prefix, drafts = slots_of(runner, row, *range(first, n)), slice(max(0, first - n), step + 1)
-            seen += [torch.cat([prefix, own[beam, drafts]]) for beam in beams]
-        close(output, expected(runner, layer, query, seen))
+            seen += [torch.cat([prefix, drafted[beam, drafts]]) for beam in beams]
+        check(backend, batch, layer, runner, "forward_decode", own, seen, (True,))
