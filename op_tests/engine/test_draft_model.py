@@ -200,9 +200,8 @@ def test_a_swapped_pair_is_refused():
     EAGLEInference(random_head(small, aux_layers=(0, 1, 2)), small)
     EAGLEInference(ToyModel(vocab_size=61, hidden_size=256), small, CONFIG)  # nobody knows how large it is
     for head in (random_head(small, aux_layers=(0, 1, 2)), random_modules(small, 2), CausalDraft(big)):
-        with pytest.raises(
-            ValueError, match=f"target_model must .* got {type(head).__name__}, which is a draft; the orde"
-        ):
+        told = f"target_model must .* got {type(head).__name__}, which is a draft; the orde"
+        with pytest.raises(ValueError, match=told):
             EAGLEInference(small, head)
     with pytest.raises(ValueError, match="allow_larger_draft must be True or False, got 1"):
         EAGLEInference(small, big, allow_larger_draft=1)

@@ -72,10 +72,8 @@ def test_lines_run_as_they_stand(name, folder, device):
 @pytest.mark.parametrize("name", LINES)
 def test_the_command_line_takes_them(name, folder, capsys, monkeypatch):
     monkeypatch.setattr(session, "load_tokenizer", lambda folder, num_ids: LetterTokenizer())
-    line = ["--target", str(folder), "--speculative-config", json.dumps(fields_of(name, folder))]
-    assert (
-        main(["generate", "abcabcabc", "--max-new-tokens", "8", "--device", "cpu", "--compare", "--json", *line]) == 0
-    )
+    line = ["--target", str(folder), "--speculative-config", json.dumps(fields_of(name, folder)), "--device", "cpu"]
+    assert main(["generate", "abcabcabc", "--max-new-tokens", "8", "--compare", "--json", *line]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["identical"] is (None if name == "accept all" else True)
 

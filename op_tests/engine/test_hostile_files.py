@@ -18,22 +18,24 @@ from pathlib import Path
 import pytest
 import torch
 
-safetensors_torch = pytest.importorskip("safetensors.torch")
+pytest.importorskip("safetensors")
 
-from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, verify_tree  # noqa: E402
-from eagle_kernels.engine.models import checkpoint  # noqa: E402
-from eagle_kernels.engine.models.chat_template import read_chat_template  # noqa: E402
-from eagle_kernels.engine.models.decoder import Decoder  # noqa: E402
-from eagle_kernels.engine.models.decoder_config import DecoderConfig  # noqa: E402
-from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids, read_head  # noqa: E402
-from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
-from eagle_kernels.engine.models.tokenizer import check_same_vocabulary, load_tokenizer  # noqa: E402
-from eagle_kernels.runtime.values import parse_json  # noqa: E402
-from eagle_kernels.tools.cli.main import main  # noqa: E402
-from op_tests.engine import heads  # noqa: E402
-from op_tests.engine.heads import edit_config, edit_tensors, save_folder  # noqa: E402
-from op_tests.engine.hostile import DEEP, Command, refused, write_saved  # noqa: E402
-from op_tests.engine.toys import random_llama  # noqa: E402
+from safetensors import torch as safetensors_torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, verify_tree
+from eagle_kernels.engine.models import checkpoint
+from eagle_kernels.engine.models.chat_template import read_chat_template
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids, read_head
+from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.engine.models.tokenizer import check_same_vocabulary, load_tokenizer
+from eagle_kernels.runtime.values import parse_json
+from eagle_kernels.tools.cli.main import main
+from op_tests.engine import heads
+from op_tests.engine.heads import edit_config, edit_tensors, save_folder
+from op_tests.engine.hostile import DEEP, Command, refused, write_saved
+from op_tests.engine.toys import random_llama
 
 HUGE, ENORMOUS = 10**9, 10**12
 NAN, INFINITY = float("nan"), float("inf")

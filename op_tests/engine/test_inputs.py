@@ -64,9 +64,8 @@ def test_no_prompt(input_ids):
 
 def test_where_there_must_be_one_prompt():
     assert read_prompt(torch.tensor([1, 2]), "submit: prompt") == [1, 2]
-    with pytest.raises(
-        ValueError, match=r"submit: prompt must be one prompt, a text or \[L\] token ids, got a batch of 2"
-    ):
+    told = r"submit: prompt must be one prompt, a text or \[L\] token ids, got a batch of 2"
+    with pytest.raises(ValueError, match=told):
         read_prompt([[1], [2]], "submit: prompt")
 
 

@@ -9,24 +9,26 @@ import sys
 import pytest
 import torch
 
-safetensors_torch = pytest.importorskip("safetensors.torch")
+pytest.importorskip("safetensors")
 
-from eagle_kernels import EAGLEConfig, EAGLEInference  # noqa: E402
-from eagle_kernels.engine.models import checkpoint, loading  # noqa: E402
-from eagle_kernels.engine.models.decoder import Decoder  # noqa: E402
-from eagle_kernels.engine.models.decoder_config import DecoderConfig  # noqa: E402
-from eagle_kernels.engine.models.heads import EagleConfig, EagleHead  # noqa: E402
-from eagle_kernels.engine.models.loading import (  # noqa: E402
+from safetensors import torch as safetensors_torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.models import checkpoint, loading
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.heads import EagleConfig, EagleHead
+from eagle_kernels.engine.models.loading import (
     end_tokens,
     load_draft,
     load_target,
     read_eos_token_ids,
 )
-from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
-from eagle_kernels.engine.models.tokenizer import load_tokenizer  # noqa: E402
-from eagle_kernels.tools.inspection import inspect_head  # noqa: E402
-from op_tests.engine.heads import edit_config, edit_tensors, save_folder  # noqa: E402
-from op_tests.engine.hostile import refused  # noqa: E402
+from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.engine.models.tokenizer import load_tokenizer
+from eagle_kernels.tools.inspection import inspect_head
+from op_tests.engine.heads import edit_config, edit_tensors, save_folder
+from op_tests.engine.hostile import refused
 
 WIDTHS = {
     "model_type": "llama", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4,

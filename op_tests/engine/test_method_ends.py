@@ -117,19 +117,6 @@ def test_every_place_of_a_block(name, drawn, lag, device):
     assert sum(sum(request.accepted) for request in again) == alone.stats.accepted
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("name", DRAFTING)
-def test_end_tokens_of_the_configuration(name, device):
-    """And the request behind the one that they end."""
-    engine = engine_of(name, device, SIZES)
-    num_steps = engine.config.num_steps
-    want = plain_of(device, SIZES).generate(JUMPERS[0], 12).output_ids
-    for last in range(num_steps + 3):
-        text, stats = engine.generate(PROMPT, 20, eos_token_ids=(TEXT[last],))
-        assert text == TEXT[: last + 1] and stats.finish_reasons == ["eos"]
-        assert engine.generate(JUMPERS[0], 12).output_ids == want
-
-
 # those that a table of positions or of tokens would not hold
 AT_THE_END = METHODS | {
     "several methods": MIXED,

@@ -53,9 +53,8 @@ def test_modules_equal_the_formula(tmp_path):
 def test_folders_that_are_refused(tmp_path):
     target, _ = load(tmp_path, 2)
     edit_config(tmp_path, num_nextn_predict_layers=3)
-    with pytest.raises(
-        ModelError, match=r"num_nextn_predict_layers must be 2 to match the tensors mtp_layers\.\*, got 3"
-    ):
+    told = r"num_nextn_predict_layers must be 2 to match the tensors mtp_layers\.\*, got 3"
+    with pytest.raises(ModelError, match=told):
         load_draft(tmp_path, target)
     edit_config(tmp_path, num_nextn_predict_layers=None)
     with pytest.raises(ModelError, match="num_nextn_predict_layers must be a positive integer, got None"):
@@ -108,9 +107,16 @@ class Oracle:
 
 
 @pytest.fixture
-def at_once(monkeypatch):
-    """The host knows all tokens when a step begins, as the oracle must."""
+def watched(tmp_path, device, monkeypatch):
+    """`watched(num_modules, config)`: an engine and its oracle, which must know all tokens when a step begins."""
     monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
+
+    def make(num_modules: int, config: EAGLEConfig) -> tuple[EAGLEInference, Oracle]:
+        target, draft = load(tmp_path, num_modules, device)
+        engine = EAGLEInference(draft, target, config)
+        return engine, Oracle(engine, monkeypatch)
+
+    return make
 
 
 CHUNKS = (1, 3, 2048)
@@ -125,15 +131,13 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("num_modules", [2, 3, 5])
-def test_drafts_are_those_of_all_rows_computed_anew(tmp_path, device, monkeypatch, at_once, num_modules, chunk, policy):
+def test_drafts_are_those_of_all_rows_computed_anew(watched, num_modules, chunk, policy):
     """Rows that come and go, prompts in parts, accepted chains of any length."""
-    target, draft = load(tmp_path, num_modules, device)
     config = EAGLEConfig.chain(
         num_modules, method="mtp", page_size=(1, 4, 16)[num_modules % 3], prefill_chunk=chunk, max_batch=3,
         cuda_graph=False, **POLICIES[policy],
     )  # fmt: skip
-    engine = EAGLEInference(draft, target, config)
-    oracle = Oracle(engine, monkeypatch)
+    engine, oracle = watched(num_modules, config)
     requests = []
     for number, prompt in enumerate(PROMPTS):
         requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=12 + 8 * number)))
@@ -143,13 +147,11 @@ def test_drafts_are_those_of_all_rows_computed_anew(tmp_path, device, monkeypatc
 
 
 @pytest.mark.slow
-def test_drafts_after_plain_steps(tmp_path, device, monkeypatch, at_once):
+def test_drafts_after_plain_steps(watched):
     """Few and many, so that they are read in between, and by steps of other lengths."""
-    target, draft = load(tmp_path, 4, device)
     table = ((1, (1, 3, 4)), (2, None), (3, (1, 1, 2)), (4, (1, 4, 5)))
     config = EAGLEConfig.chain(4, method="mtp", adaptive=table, max_batch=4, cuda_graph=False)
-    engine = EAGLEInference(draft, target, config)
-    oracle = Oracle(engine, monkeypatch)
+    engine, oracle = watched(4, config)
     requests = []
     for rest, pause in ((40, 0), (3, 1), (25, 2), (50, 7)):
         requests.append(engine.submit(PROMPTS[pause % 4], SamplingParams(max_new_tokens=rest)))
@@ -167,12 +169,10 @@ def test_drafts_after_plain_steps(tmp_path, device, monkeypatch, at_once):
 
 
 @pytest.mark.slow
-def test_drafts_after_shorter_chains(tmp_path, device, monkeypatch, at_once):
+def test_drafts_after_shorter_chains(watched):
     """The modules that these do not need read the text all the same."""
-    target, draft = load(tmp_path, 3, device)
     config = EAGLEConfig.chain(3, adaptive=((1, (1, 1, 2)), (2, (1, 3, 4))), max_batch=2, cuda_graph=False)
-    engine = EAGLEInference(draft, target, config)
-    oracle = Oracle(engine, monkeypatch)
+    engine, oracle = watched(3, config)
     requests = [engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=40))]
     for _ in range(12):
         engine.step()
@@ -181,14 +181,12 @@ def test_drafts_after_shorter_chains(tmp_path, device, monkeypatch, at_once):
     assert [request.error for request in requests] == [None] * 2 and oracle.num_checked > 20
 
 
-def test_hybrid_takes_the_modules_drafts_first(tmp_path, device, monkeypatch, at_once):
-    target, draft = load(tmp_path, 3, device)
+def test_hybrid_takes_the_modules_drafts_first(watched):
     config = EAGLEConfig(
         method="hybrid", topk=1, num_steps=8, num_model_steps=3, min_ngram_size=1, accept_policy="accept_all",
         cuda_graph=False,
     )  # fmt: skip
-    engine = EAGLEInference(draft, target, config)
-    oracle = Oracle(engine, monkeypatch)
+    engine, oracle = watched(3, config)
     engine.generate(PROMPTS, 30)
     assert oracle.num_checked > 10
 

@@ -255,11 +255,8 @@ def test_every_number_of_sampling_reaches_the_op(monkeypatch, device):
 def test_pad_to_alignment(dim, shape, device):
     tensor = torch.ones(6, 5, device=device)
     padded = aiter.pad_to_alignment(tensor, 4, dim, value=-1.0)
-    assert (
-        padded.shape == shape
-        and torch.equal(padded[:6, :5], tensor)
-        and int((padded == -1).sum()) == padded.numel() - 30
-    )
+    assert padded.shape == shape and torch.equal(padded[:6, :5], tensor)
+    assert int((padded == -1).sum()) == padded.numel() - 30
     assert aiter.pad_to_alignment(tensor, 3, 0) is tensor
 
 

@@ -71,9 +71,8 @@ def test_the_cpu_is_refused(target, draft):
 
 def test_other_targets_are_refused(target, draft, monkeypatch):
     monkeypatch.setattr(type(target), "can_be_deterministic", False)
-    with pytest.raises(
-        ValueError, match="deterministic must be False for a target with layers from outside this library"
-    ):
+    told = "deterministic must be False for a target with layers from outside this library"
+    with pytest.raises(ValueError, match=told):
         make(draft, target, deterministic=True)
 
 
