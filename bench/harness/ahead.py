@@ -6,7 +6,6 @@ source files. Kernels that only make inputs are not in it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import torch
@@ -23,11 +22,12 @@ class Compiler:
     """Compiles launches for one architecture. kernels: the hashes of all that were compiled."""
 
     def __init__(self, architecture: str):
+        from triton import knobs
         from triton.runtime import driver
 
         self.architecture, self.kernels = architecture, set()
         driver.set_active(_Driver(architecture))
-        os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
+        knobs.compilation.store_binary_only = True
 
     def inputs(self, benchmark: Benchmark, case: Case) -> dict:
         """Returns the case's arguments, large ones without values."""
@@ -73,12 +73,12 @@ class _Unfilled(TorchDispatchMode):
     """Allocates large tensors of random or of converted numbers and leaves them as they are."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, function._schema.name
-        if name in ("aten::randn", "aten::rand") and torch.Size(args[0]).numel() > _LARGE:
+        kwargs, name = kwargs or {}, str(function).removesuffix(".default")
+        if name in ("aten.randn", "aten.rand") and torch.Size(args[0]).numel() > _LARGE:
             return torch.empty(args[0], dtype=kwargs.get("dtype"))
         is_large = bool(args) and isinstance(args[0], torch.Tensor) and args[0].numel() > _LARGE
-        if is_large and name == "aten::normal_":
+        if is_large and name == "aten.normal_":
             return args[0]
-        if is_large and name == "aten::_to_copy" and args[0].is_floating_point():
+        if is_large and name == "aten._to_copy" and args[0].is_floating_point():
             return torch.empty_like(args[0], dtype=kwargs.get("dtype"))
         return function(*args, **kwargs)

@@ -148,11 +148,11 @@ def test_state_dicts_have_the_published_names():
 
 
 def test_rotary_keeps_its_fp32_table_in_a_bf16_model():
-    rotary = layers.Rotary(DecoderConfig.from_dict(CONFIG))
+    rotary = decoder.Rotary(DecoderConfig.from_dict(CONFIG))
     expected = rotary.table.clone()
     assert expected.shape == (32, 20) and torch.equal(rotary.bfloat16().table, expected)
     with torch.device("meta"):
-        unmaterialised = layers.Rotary(DecoderConfig.from_dict(CONFIG))
+        unmaterialised = decoder.Rotary(DecoderConfig.from_dict(CONFIG))
     assert torch.equal(unmaterialised.to_empty(device="cpu").table, expected)
 
 
