@@ -14,8 +14,6 @@ and ignored: CPU tensors run the reference, GPU tensors the kernel. Ties go to t
 `eagle_kernels` that do more and take other arguments.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

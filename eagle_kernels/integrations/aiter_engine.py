@@ -1,7 +1,5 @@
 """`EAGLEConfig` and `EAGLEInference` as AITER names and counts them, around our engine (see `aiter.py`)."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable

@@ -45,8 +45,6 @@ rotary embedding and renormalizing filters are in sglang_elementwise.py. This mo
 segment_packbits, which SGLang itself no longer calls, is missing.
 """
 
-from __future__ import annotations
-
 import math
 from enum import IntEnum
 

@@ -21,8 +21,6 @@ Refused, as not supported: tables of pages (ENTRY_PAGE_SIZE), translation of vir
 `mrope` positions.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ at the end, even if it adds a residual first. `enable_pdl` is accepted and ignor
 themselves. `sgl_kernel.py` has these names too.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

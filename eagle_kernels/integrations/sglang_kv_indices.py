@@ -1,7 +1,5 @@
 """SGLang's Triton kernels that list KV slots for attention, on top of our ops; see sglang_cache_locs.py."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..ops import chain_kv_indices, draft_kv_indices, kv_indices

@@ -8,8 +8,6 @@ model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eagle_ke
 This is for inference: the ops have no derivatives, so a forward pass that would record them is refused.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

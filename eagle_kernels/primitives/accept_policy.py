@@ -9,8 +9,6 @@
 Rows are read, walks made and KV moved as for a model with this acceptance; planted text is not the target's.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..runtime import check

@@ -14,8 +14,6 @@ before it, does not write them. It is also why both steps are in one function: i
 before its own wait, a chain of such kernels could run ahead of any number of others.
 """
 
-from __future__ import annotations
-
 from ..runtime.language import tl, triton
 
 

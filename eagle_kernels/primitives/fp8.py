@@ -7,8 +7,6 @@ GPUs differ in what their instructions make of too large values (some saturate, 
 interpreter does not round. A store of a few KiB has the time to encode by hand, and then all write the same bytes.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..runtime import check, target

@@ -12,8 +12,6 @@ only then by ascending id (`noisy_key`):
          ordered bits  | fine     | ~id
 """
 
-from __future__ import annotations
-
 from ..runtime import check
 from ..runtime.language import tl, triton
 

@@ -9,8 +9,6 @@ inside of pages. Slots and heads have the same strides in both caches. These are
 has few layouts and addresses in a page are then computed once; strides of pages are arguments.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -27,8 +27,6 @@ Target tokens are drawn with grouped noise (`add_grouped_gumbel`): no noise of a
 eight tokens (`add_group_bound`), and few groups have to be looked at. Whatever else is drawn has plain noise.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from ..runtime.language import HAS_WIDE_PRODUCT, tl, triton

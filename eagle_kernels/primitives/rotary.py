@@ -12,8 +12,6 @@ the end. Kernels that rotate are compiled without fusing products into sums (`en
 PyTorch's.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ A row holds probabilities, or logits that have a temperature. One scan finds the
 (`scan_logits`; in slices `store_scan`, `load_row`); with them any tile of it can be read (`row_probs`).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from ..runtime.language import next_power_of_2, tl, triton

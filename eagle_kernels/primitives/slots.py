@@ -5,8 +5,6 @@ turn out too small: then entries past its end are not written, no bound exceeds 
 room that was needed.
 """
 
-from __future__ import annotations
-
 from ..runtime import check
 from ..runtime.language import tl, triton
 

@@ -5,8 +5,6 @@ row may begin anywhere, and loads element by element. A stride in units of 16 by
 is a multiple of 16 bytes, whatever the stride is.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..runtime import check

@@ -1,7 +1,5 @@
 """Device functions on parents of token trees: depths and ancestor sets, by pointer doubling or hop by hop."""
 
-from __future__ import annotations
-
 from ..runtime.language import ceil_log2, tl, triton
 
 

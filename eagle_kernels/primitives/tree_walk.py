@@ -1,7 +1,5 @@
 """Walking token trees by their first-child / next-sibling links, in registers, and what the verify ops share."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

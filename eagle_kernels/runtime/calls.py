@@ -1,7 +1,5 @@
 """Checks that all ops share: kinds of arguments, and buffers that overlap."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

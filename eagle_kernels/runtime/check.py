@@ -4,8 +4,6 @@ A contract is written once per op, `contract(values) -> Spec or NamedTuple of Sp
 reference backend and the shape inference of torch.compile alike.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ small, it describes type and shape anew. It computes all whole numbers twice, on
 that only debug=True makes. Together these take most of the time of a kernel's test. Tests and `bench.run` skip them.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from types import SimpleNamespace

@@ -4,8 +4,6 @@
 before its `__main__`. The command's `main` then calls `give_back`. In any other program nothing happens here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

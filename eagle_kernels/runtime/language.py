@@ -5,8 +5,6 @@ line that says what is missing (`launch.py`). Differences between versions of
 Triton's language are handled here.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

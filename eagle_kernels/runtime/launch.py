@@ -9,8 +9,6 @@ arguments look the same hands its own pointers straight to the compiled kernels.
 them), and the same value of every other argument.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The devices of this machine that torch can use, and the choice of a model's device and dtype among them."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Where the arguments of recorded launches came from: what a plan needs to make them again (`launch.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Shields references from the caller's torch settings, such as autocast, which kernels never see."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the machine is: the only place that asks about architectures. Nothing is probed at import."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

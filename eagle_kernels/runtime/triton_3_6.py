@@ -1,7 +1,5 @@
 """How triton 3.6 launches a kernel that it has compiled: by calls that are not public, and others in other versions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 # with any other version nothing is planned (`launch.py`), and each call goes through `kernel[grid](...)`

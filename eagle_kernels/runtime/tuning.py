@@ -3,8 +3,6 @@
 There is no runtime autotuning: a first call must not stall, and graph capture must not measure.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Dataclasses whose fields carry their rules; an error says the field, the rule and the value in one line."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import field, fields

@@ -1,7 +1,5 @@
 """Questions about values that callers, files and other libraries hand in."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any

@@ -4,8 +4,6 @@ A file has one JSON object a line, {"question": .., "answer": ..}, whose answer 
 first examples of the file are shown in every prompt, with their answers; the others are asked.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A head whose auxiliary layer ids follow the wrong convention (off by one) still 
 acceptance shows the fault, so `sweep_aux_layers` measures it with the ids as they are and shifted by one either way.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The load is that of servers' benchmarks: random tokens, and outputs that end onl
 and outputs have 0.7 to 1 times their largest length, as in SGLang's naive EAGLE (sgl-project/sglang #7017).
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """KV slots in SGLang: those that a tree's nodes are written to, and the moves of an accepted path."""
 
-from __future__ import annotations
-
 import torch
 
 from ...ops import accepted_cache_locs

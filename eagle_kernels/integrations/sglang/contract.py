@@ -5,8 +5,6 @@ for released versions, `python -m eagle_kernels env` for the one that is install
 version only is not in here, but its alternatives are (`either`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 

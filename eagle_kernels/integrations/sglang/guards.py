@@ -1,7 +1,5 @@
 """What refuses, checks and connects: hooks on SGLang's server arguments, schedulers and draft backends."""
 
-from __future__ import annotations
-
 import os
 
 from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY

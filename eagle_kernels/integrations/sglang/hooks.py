@@ -4,8 +4,6 @@ One table serves registration, the check in every scheduler process, `python -m 
 test, which reads the sources of released versions. Importing this file imports nothing of SGLang.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

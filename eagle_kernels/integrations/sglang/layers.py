@@ -1,7 +1,5 @@
 """Norms and activation of SGLang's models; what our ops do not take is left to SGLang."""
 
-from __future__ import annotations
-
 import torch
 
 from ...ops.nn.rms_norm import MAX_HIDDEN

@@ -1,7 +1,5 @@
 """Which parts of SGLang are replaced: told by --attention-backend and by EAGLE_KERNELS_SGLANG."""
 
-from __future__ import annotations
-
 import logging
 import os
 

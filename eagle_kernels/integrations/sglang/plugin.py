@@ -1,7 +1,5 @@
 """Registers the plug-in with SGLang: the entry point of the group `sglang.srt.plugins`."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import os

@@ -1,7 +1,5 @@
 """What `python -m eagle_kernels env` says about SGLang; setup.py makes it an entry point."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 

@@ -8,8 +8,6 @@ often its output has each token. Each row is written when a prompt is read and c
 order of the forward stream; the host, from which SGLang's own penalties are fed, is a step behind under overlap.
 """
 
-from __future__ import annotations
-
 import hashlib
 import weakref
 from dataclasses import dataclass

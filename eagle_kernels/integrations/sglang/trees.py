@@ -1,7 +1,5 @@
 """The layout in which trees reach our attention: packed words instead of one cell for each node and token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 """Verification of trees in SGLang: greedy batches straight from logits; others by SGLang's own rule of coins, or by
 sample and match (`sampling.py`)."""
 
-from __future__ import annotations
-
 import torch
 
 from ...ops import VerifyOutput, verify_tree_coins, verify_tree_greedy, verify_tree_sampled

@@ -1,7 +1,5 @@
 """`python -m eagle_kernels benchmark prompts.txt`: speed and acceptance, with and without speculation."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -1,7 +1,5 @@
 """`python -m eagle_kernels env`: versions, devices, backend, cache folder, and what plug-ins report."""
 
-from __future__ import annotations
-
 import argparse
 import platform
 from importlib.metadata import entry_points

@@ -1,7 +1,5 @@
 """`python -m eagle_kernels generate "def quicksort(items):"`: texts, continued speculatively."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """`python -m eagle_kernels inspect`: what a draft head is, and whether it fits its target."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

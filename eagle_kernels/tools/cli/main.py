@@ -1,7 +1,5 @@
 """`python -m eagle_kernels generate "def quicksort(items):"`, and the other commands."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """What several commands share: the options of a configuration, the machine, the engine, prompts, and rows of output."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -1,7 +1,5 @@
 """`python -m eagle_kernels show-tree "def quicksort("`: the trees of the first steps, drawn."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The nodes of a verified tree, and why its accepted path ends."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -8,8 +8,6 @@ A match that ends at position e is one int64 key, larger is better, 0 is none:
 Keys of different ends differ, so the best keys do not depend on how a text is cut.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

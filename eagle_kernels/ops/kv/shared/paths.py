@@ -1,7 +1,5 @@
 """Paths of accepted nodes, as the ops of verification return them: accept_index [B, W] and accept_token_num [B]."""
 
-from __future__ import annotations
-
 import torch
 
 from ....runtime import check

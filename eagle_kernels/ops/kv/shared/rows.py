@@ -4,8 +4,6 @@ req_to_token [R, C] holds the pool slot of every token: column t of a request's 
 outside 0..R - 1, columns outside 0..C - 1 and entries below 0 are no slots; they read as -1.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 A program reads its rows of weight from end to end and asks for the first of them before it waits for x.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ....primitives.dependent_launch import await_predecessor

@@ -1,7 +1,5 @@
 """What the kernels of linear_decode have in common: the layer, its sizes, products on the tensor cores."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from ....primitives.strides import row_unit

@@ -9,8 +9,6 @@ Every sum is made column by column in one order, the first PART_COLUMNS of a par
 row's bits depend on the weights and on num_parts alone.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ....primitives.dependent_launch import await_predecessor

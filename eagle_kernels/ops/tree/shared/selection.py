@@ -9,8 +9,6 @@ a row and every lane its slots, so a maximum over slots and lanes needs no share
 (With another number of warps, or wider warps, it may; the results are the same.)
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

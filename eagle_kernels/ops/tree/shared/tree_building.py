@@ -5,8 +5,6 @@ all nodes (tiles that are reduced along their first axis, which keeps the result
 sets by pointer doubling on packed words.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from ....primitives.tree import ancestor_word, way_up

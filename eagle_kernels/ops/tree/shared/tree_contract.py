@@ -1,7 +1,5 @@
 """What the ops that rank candidates or build trees have in common on the host: checks, outputs, tuning, the launch."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 A row says which of the Nk draft keys one of the Nq query rows sees. Keys come in words of 64, whatever the layout.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Any, NamedTuple
 
