@@ -39,8 +39,7 @@ def speedup_map(cells: Cells, title: str) -> Figure:
     logs = [[math.log2(known.get((*row, count), math.nan)) for count in columns] for row in rows]
     # as far below 1 as above it, so that the middle colour is 1
     reach = max([0.1, *(abs(math.log2(value)) for value in known.values())])
-    figure = new_figure(_TITLE + _FOOT + _ROW * max(1, len(rows)))
-    axes = _panels(figure, 1, title, left=1.75)[0]
+    axes = _panels(_ROW * max(1, len(rows)), 1, title, left=1.75)[0]
     colours = LinearSegmentedColormap.from_list("speed-up", [VERMILION, "#ffffff", BLUE])
     if known:
         axes.pcolormesh(logs, cmap=colours, vmin=-reach, vmax=reach, edgecolors=PAPER, linewidth=1.5)
@@ -55,7 +54,7 @@ def speedup_map(cells: Cells, title: str) -> Figure:
     axes.grid(False)
     axes.tick_params(length=0)
     axes.set_xlabel("K, tokens drafted ahead")
-    return figure
+    return axes.figure
 
 
 @in_style
@@ -66,8 +65,8 @@ def acceptance(cells: Cells, title: str) -> Figure:
         if method_of(cell) != PLAIN and cell.get("accepted_per_depth"):
             deepest.setdefault(method_of(cell), {})[cell["config"]["prompt_domain"]] = cell
     domains = distinct(cells, "prompt_domain")
-    figure = new_figure(_TITLE + _FOOT + 0.25 + _PANEL * max(1, len(deepest)))
-    panels = _panels(figure, max(1, len(deepest)), title, foot=_FOOT + 0.25)
+    count = max(1, len(deepest))
+    panels = _panels(_PANEL * count, count, title, foot=_FOOT + 0.25)
     for axes, (method, of_domain) in zip(panels, deepest.items()):
         depth = max(cell["config"]["K"] for cell in of_domain.values())
         for domain, cell in of_domain.items():
@@ -79,8 +78,8 @@ def acceptance(cells: Cells, title: str) -> Figure:
         axes.set_title(f"{method} K={depth}", loc="left", pad=3)
         axes.locator_params(axis="x", integer=True)
     panels[-1].set_xlabel("depth: which drafted token, 1 is the first")
-    _legend(figure, panels)
-    return figure
+    _legend(panels)
+    return panels[0].figure
 
 
 @in_style
@@ -88,8 +87,7 @@ def latency(cells: Cells, title: str) -> Figure:
     """A panel of each domain: the distribution of the time before a token, plainly and at each method's fastest K."""
     domains, shown = distinct(cells, "prompt_domain"), fastest_labels(cells)
     foot = _FOOT + 0.1 + 0.2 * math.ceil(len(shown) / 4)
-    figure = new_figure(_TITLE + foot + _PANEL * len(domains))
-    panels = _panels(figure, len(domains), title, foot=foot)
+    panels = _panels(_PANEL * len(domains), len(domains), title, foot=foot)
     longest = 0.0
     for axes, domain in zip(panels, domains):
         for cell in cells:
@@ -104,8 +102,8 @@ def latency(cells: Cells, title: str) -> Figure:
         axes.set_title(_short(domain), loc="left", pad=3)
     panels[-1].set_xlim(0, 1.05 * longest or 1)  # one slow token would press all else together
     panels[-1].set_xlabel("time before a token, ms")
-    _legend(figure, panels)
-    return figure
+    _legend(panels)
+    return panels[0].figure
 
 
 @in_style
@@ -117,8 +115,7 @@ def breakdown(cells: Cells, title: str) -> Figure:
             groups.setdefault(label_of(cell), []).append(cell)
     parts = {label: _phase_means(group) for label, group in groups.items()}
     names = list(dict.fromkeys(name for of_phase in parts.values() for name in of_phase))
-    figure = new_figure(_TITLE + _FOOT + 0.55 + _ROW * max(1, len(parts)))
-    axes = _panels(figure, 1, title, left=1.25, foot=_FOOT + 0.45)[0]
+    axes = _panels(0.1 + _ROW * max(1, len(parts)), 1, title, left=1.25, foot=_FOOT + 0.45)[0]
     ends = [0.0] * len(parts)
     colours = dict(zip((*PHASES, OUTSIDE), (PALETTE[0], PALETTE[3], PALETTE[2], PALETTE[4], "#8c959f")))
     for name in names:
@@ -130,8 +127,8 @@ def breakdown(cells: Cells, title: str) -> Figure:
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("time of a step, ms")
-    _legend(figure, [axes], columns=3)
-    return figure
+    _legend([axes], columns=3)
+    return axes.figure
 
 
 @in_style
@@ -139,8 +136,7 @@ def throughput(curves: Curves, title: str) -> Figure:
     """Tokens a second against requests of a batch; a ring where plain decoding overtakes, its batch in the legend."""
     from matplotlib.ticker import LogLocator
 
-    figure = new_figure(4.2)
-    axes = _panels(figure, 1, title, left=0.75, foot=_FOOT + 0.65)[0]
+    axes = _panels(2.34, 1, title, left=0.75, foot=_FOOT + 0.65)[0]
     names = [PLAIN, *(name for name in curves if name != PLAIN)]
     for place, name in enumerate(names):
         look = _look(place - 1) if place else _look_of(PLAIN)
@@ -159,8 +155,8 @@ def throughput(curves: Curves, title: str) -> Figure:
     axes.yaxis.set_major_formatter(_units)
     axes.set_xlabel("requests in a batch")
     axes.set_ylabel("tokens/s")
-    _legend(figure, [axes], columns=2)
-    return figure
+    _legend([axes], columns=2)
+    return axes.figure
 
 
 @in_style
@@ -169,8 +165,7 @@ def roofline(lines: Sequence[Mapping[str, Any]], title: str) -> Figure:
 
     The roof: the memory's bandwidth, and, for what is small, the shortest of all these times.
     """
-    figure = new_figure(4.6)
-    axes = _panels(figure, 1, title, left=0.75, foot=_FOOT + 0.7)[0]
+    axes = _panels(2.69, 1, title, left=0.75, foot=_FOOT + 0.7)[0]
     families = list(dict.fromkeys(line.get("family", "ops") for line in lines))
     for place, family in enumerate(families):
         points = [(line["bytes"], cold_gb_per_s(line)) for line in lines if line.get("family", "ops") == family]
@@ -189,8 +184,8 @@ def roofline(lines: Sequence[Mapping[str, Any]], title: str) -> Figure:
     axes.yaxis.set_major_formatter(_units)
     axes.set_xlabel("bytes that a call must move")
     axes.set_ylabel("GB/s, L2 cache overwritten before")
-    _legend(figure, [axes], columns=3)
-    return figure
+    _legend([axes], columns=3)
+    return axes.figure
 
 
 def cold_gb_per_s(line: Mapping[str, Any]) -> float:
@@ -241,8 +236,10 @@ def _short(name: str) -> str:
     return name if len(name) <= 18 else name[:17] + "…"
 
 
-def _panels(figure: Figure, count: int, title: str, *, left: float = 0.65, foot: float = _FOOT) -> list[Axes]:
-    """Below each other with one x axis. Places are in inches: a layout engine would take longer than all the rest."""
+def _panels(body: float, count: int, title: str, *, left: float = 0.65, foot: float = _FOOT) -> list[Axes]:
+    """Below each other with one x axis, in `body` inches. Places are in inches, too: a layout engine would take longer
+    than all the rest."""
+    figure = new_figure(_TITLE + body + foot)
     width, height = figure.get_size_inches()
     panels = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
     figure.subplots_adjust(left / width, foot / height, 1 - 0.2 / width, 1 - _TITLE / height, hspace=0.28)
@@ -252,9 +249,9 @@ def _panels(figure: Figure, count: int, title: str, *, left: float = 0.65, foot:
     return list(panels)
 
 
-def _legend(figure: Figure, panels: Sequence[Axes], columns: int = 4) -> None:
+def _legend(panels: Sequence[Axes], columns: int = 4) -> None:
     """Below all panels, each name once."""
     handles = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
     if handles:
         place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 0.2}
-        figure.legend(handles.values(), handles, ncols=columns, columnspacing=1.0, handlelength=1.6, **place)
+        panels[0].figure.legend(handles.values(), handles, ncols=columns, columnspacing=1.0, handlelength=1.6, **place)

@@ -35,15 +35,7 @@ from .training.answers import answer_prompts
 from .training.chat import chat_format_of
 from .training.head_data import Example, count_tokens, learn_answer, prompts_of, read_examples, split_held_out, teaches
 from .training.head_fitting import fit_head
-from .training.head_recipe import (
-    MOST_DRAFT_VOCAB,
-    MOST_WINDOW,
-    HeadOptions,
-    add_options,
-    default_aux_layers,
-    head_config,
-    read_options,
-)
+from .training.head_recipe import HeadOptions, add_options, head_config, read_options, require, settle
 from .training.trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, initialise, save_folder, write_json
 from .training.unrolled import draft_vocabulary_of, most_frequent, set_draft_vocabulary, start_from_output_of
 
@@ -66,7 +58,7 @@ def train_head(
     """
     began = time.monotonic()
     rule = "be bfloat16 or float32"
-    _require(dtype != torch.float16, "dtype", rule, "float16, whose gradients would need scaling")
+    require(dtype != torch.float16, "dtype", rule, "float16, whose gradients would need scaling")
     if (output / "config.json").is_file() and not (output / "checkpoint").is_dir():
         raise ValueError(f"{output} holds another model; choose a new folder as --output")
     _check_family(target_folder)
@@ -170,33 +162,7 @@ def _check_family(target_folder: Path) -> None:
     with naming(target_folder):
         model_type = read_model_type(read_config(target_folder))
     rule = f"have a model_type of {', '.join(FAMILIES)}"
-    _require(model_type in FAMILIES, "target", rule, repr(model_type))
-
-
-def settle(options: HeadOptions, target: Decoder) -> tuple[HeadOptions, tuple[int, ...]]:
-    """Returns the options with the target's limits in place of None, and the auxiliary layers."""
-    positions = target.max_length
-    window = options.window or min(MOST_WINDOW, positions)
-    _require(window <= positions, "window", f"be at most the {positions} positions of the target", window)
-    answer_tokens = window // 2 if options.answer_tokens is None else options.answer_tokens
-    _require(answer_tokens < window, "answer-tokens", f"be below --window {window}", answer_tokens)
-    validation = options.validation_tokens
-    rule = f"be below the {positions} positions of the target"
-    _require(validation < positions, "validation-tokens", rule, validation)
-    vocabulary = options.draft_vocab_size or min(MOST_DRAFT_VOCAB, target.vocab_size)
-    rule = f"be at most the {target.vocab_size} tokens of the target"
-    _require(vocabulary <= target.vocab_size, "draft-vocab-size", rule, vocabulary)
-    aux_layers, is_official = default_aux_layers(target.kv_shape.num_layers)
-    if options.aux_layers is not None:
-        aux_layers = options.aux_layers
-    elif not is_official:
-        _tell(f"the usual auxiliary layers do not ascend in {target.kv_shape.num_layers} layers: reads {aux_layers}")
-    return replace(options, window=window, answer_tokens=answer_tokens, draft_vocab_size=vocabulary), aux_layers
-
-
-def _require(holds: bool, option: str, rule: str, value: Any) -> None:
-    if not holds:
-        raise ValueError(f"train-head: --{option} must {rule}, got {value}")
+    require(model_type in FAMILIES, "target", rule, repr(model_type))
 
 
 def _regenerate(

@@ -1,7 +1,8 @@
 """The options of `train-head`, and the config.json of the head that it trains."""
 
 import argparse
-from dataclasses import asdict, dataclass, field, fields
+import sys
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,41 @@ class HeadOptions:
             self._require(0 < getattr(self, name) < float("inf"), name, "be above 0 and finite")
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"train-head: --{name.replace('_', '-')} must {rule}, got {getattr(self, name)!r}")
+        require(holds, name.replace("_", "-"), rule, repr(getattr(self, name)))
 
     def deciding(self) -> dict[str, Any]:
         """Returns the options that must be the same for a checkpoint to be continued."""
         values = asdict(self)
         chosen = {item.name: values[item.name] for item in fields(self) if item.metadata["decides"]}
         return chosen | {"aux_layers": self.aux_layers and list(self.aux_layers)}
+
+
+def require(holds: bool, option: str, rule: str, value: Any) -> None:
+    """Raises the ValueError of an option that breaks its rule."""
+    if not holds:
+        raise ValueError(f"train-head: --{option} must {rule}, got {value}")
+
+
+def settle(options: HeadOptions, target: Decoder) -> tuple[HeadOptions, tuple[int, ...]]:
+    """Returns the options with the target's limits in place of None, and the auxiliary layers."""
+    positions = target.max_length
+    window = options.window or min(MOST_WINDOW, positions)
+    require(window <= positions, "window", f"be at most the {positions} positions of the target", window)
+    answer_tokens = window // 2 if options.answer_tokens is None else options.answer_tokens
+    require(answer_tokens < window, "answer-tokens", f"be below --window {window}", answer_tokens)
+    validation = options.validation_tokens
+    rule = f"be below the {positions} positions of the target"
+    require(validation < positions, "validation-tokens", rule, validation)
+    vocabulary = options.draft_vocab_size or min(MOST_DRAFT_VOCAB, target.vocab_size)
+    rule = f"be at most the {target.vocab_size} tokens of the target"
+    require(vocabulary <= target.vocab_size, "draft-vocab-size", rule, vocabulary)
+    aux_layers, is_official = default_aux_layers(target.kv_shape.num_layers)
+    if options.aux_layers is not None:
+        aux_layers = options.aux_layers
+    elif not is_official:
+        told = f"the usual auxiliary layers do not ascend in {target.kv_shape.num_layers} layers: reads {aux_layers}"
+        print(told, file=sys.stderr, flush=True)
+    return replace(options, window=window, answer_tokens=answer_tokens, draft_vocab_size=vocabulary), aux_layers
 
 
 def default_aux_layers(num_layers: int) -> tuple[tuple[int, ...], bool]:
