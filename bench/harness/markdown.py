@@ -31,14 +31,10 @@ def filled(page: Path, parts: Mapping[str, str]) -> str:
 
 
 def fill_page(
-    module: str,
-    page: Path,
-    arguments: Sequence[str] | None,
-    parts: Callable[[], Mapping[str, str]],
-    measure: Callable[[], None] | None = None,
+    module: str, page: Path, arguments: Sequence[str] | None, parts: Callable, measure: Callable | None = None
 ) -> int:
     """Runs the command line of a page whose numbers are computed; returns the exit status: 1 from `--check` if one is
-    another. measure: what `--measure` does before."""
+    another. parts: returns what stands between its marks, by name. measure: what `--measure` does before."""
     about = f"Writes the numbers of {page.name}."
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")

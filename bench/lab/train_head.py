@@ -76,7 +76,8 @@ def train_head(
     _check_tokens(examples, target.vocab_size)
     train, held_out = split_held_out(examples, options.held_out)
     _tell(f"{len(train)} examples to learn from, {len(held_out)} held out; conversations as {chat_name}")
-    facts = {"target": _digest_of_weights(target), "data": _digest_of(examples), "dtype": str(dtype)}
+    data_digest = hashlib.sha256("".join(example.digest for example in examples).encode()).hexdigest()[:16]
+    facts = {"target": _digest_of_weights(target), "data": data_digest, "dtype": str(dtype)}
     deadline = began + (math.inf if options.time_budget is None else options.time_budget)
 
     if options.regenerate:
@@ -230,10 +231,6 @@ def _check_tokens(examples: list[Example], vocab_size: int) -> None:
     largest = max(int(example.tokens.max()) for example in examples)
     if largest >= vocab_size:
         raise ValueError(f"the target's tokenizer gives the id {largest}, but its model has only {vocab_size} tokens")
-
-
-def _digest_of(examples: list[Example]) -> str:
-    return hashlib.sha256("".join(example.digest for example in examples).encode()).hexdigest()[:16]
 
 
 def _digest_of_weights(target: Decoder) -> str:
