@@ -5,8 +5,6 @@
 The target's folder needs a chat template. What a prompt shares with an earlier one is not read again.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 

@@ -7,8 +7,6 @@ guess makes generation faster; no guess changes the text. What the engine asks o
 (positions, attention over a KV pool, the target's features), is in `eagle_kernels/engine/models/protocol.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

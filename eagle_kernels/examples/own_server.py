@@ -9,8 +9,6 @@ the target itself without two of its layers; replace it by any model with the sa
 One request, so that the loop is easy to read; every op takes a batch of B requests of different lengths.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

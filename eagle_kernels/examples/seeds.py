@@ -7,8 +7,6 @@ on how many nodes were verified, or on what else is in the batch. In bf16 the ta
 number of rows computed together, so two texts may diverge at a near-tie; here weights are fp32.
 """
 
-from __future__ import annotations
-
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.loading import demo_pair
 

@@ -1,7 +1,5 @@
 """Reads the configuration and the models that callers give, and checks that they belong together, in one line."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import sys

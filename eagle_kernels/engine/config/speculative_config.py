@@ -1,7 +1,5 @@
 """Reads speculative configurations of servers: FastDeploy's `--speculative-config`, vLLM's where they coincide."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Reading of prompts, seeds and limits that a caller passes as Python's own types, torch tensors or NumPy arrays."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A call takes the names of others where they mean the same, and takes what says n
 else is refused by name. Values are kept under the engine's own names alone.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

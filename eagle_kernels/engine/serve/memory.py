@@ -1,7 +1,5 @@
 """The bytes that a configuration needs, counted before anything is allocated."""
 
-from __future__ import annotations
-
 import math
 
 from ...runtime.placement import free_memory_bytes

@@ -1,7 +1,5 @@
 """What plain decoding would take, for `GenerationStats.speedup`: a plain step is timed when somebody asks for it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial

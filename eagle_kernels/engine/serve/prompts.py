@@ -1,7 +1,5 @@
 """Reading prompts, a part at a time, until their requests can step with the others."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field

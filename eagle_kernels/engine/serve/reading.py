@@ -1,7 +1,5 @@
 """Which parts of prompts are read next, by themselves or beside a step, and how the target reads them."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque

@@ -5,8 +5,6 @@ step before while the device works on this one, so the device never waits for th
 ends is stepped once more, and the tokens of that step are dropped.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The state that all requests of an engine share: the models, one batch with its pools, its steps, and a lock."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace

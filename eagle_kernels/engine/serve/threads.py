@@ -6,8 +6,6 @@ operator is. A step has about a hundred operators. For a small model, whose oper
 take a hundred times as long as the work, and even on an idle machine more threads gain little.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

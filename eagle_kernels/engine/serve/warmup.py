@@ -1,7 +1,5 @@
 """Compiles and captures what requests will need before the first one comes: `EAGLEInference.warmup`."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
