@@ -263,7 +263,7 @@ MUTANTS = [
         "identical / len(batches)", "identical / len(prompts)",
         "op_tests/engine/serve/test_benchmark.py::test_a_benchmark_measures_what_its_clock_says"),
     bug("scores of the first tokens that are scored at once alone", ENGINE + "serve/prompts.py",
-        "zip(part.scored.split(256), after.split(256))", "zip(output.scored.split(256)[:1], after.split(256))",
+        "zip(part.scored.split(256), after.split(256))", "zip(part.scored.split(256)[:1], after.split(256))",
         _ASKED + "scores_of_a_long_prompt"),
     bug("as many prompts as one step reads are few", _READING,
         "len(unread) <= FEW_STEPS * MOST_PARTS", "len(unread) <= MOST_PARTS",
