@@ -46,9 +46,8 @@ _SAME = (
 )
 # Names that are taken where they say nothing: at None and at these values. Otherwise: what holds instead.
 _SAYS_NOTHING = (
-    ("num_beams num_beam_groups beam_width", (1,), "there is no beam search"),
+    ("num_beams num_beam_groups beam_width length_penalty", (1,), "there is no beam search"),
     ("use_beam_search early_stopping", (False,), "there is no beam search"),
-    ("length_penalty", (1,), "there is no beam search"),
     ("diversity_penalty", (0,), "there is no beam search"),
     ("n num_return_sequences best_of", (1,), "n of generate, stream and stream_text draws several samples"),
     ("return_dict_in_generate", (False,), "generate returns output_ids and stats"),

@@ -205,12 +205,13 @@ class Reading:
             self.warn(parts, "at once", error)
             return None
 
-    def note_failure(self, num_read: Sequence[int], in_a_step: bool) -> None:
-        """Notes how much could be read one by one of what failed together: all of it would fail again."""
-        if all(num_read) and in_a_step:
-            self.give_up_steps()
-        elif all(num_read):
-            self._reads_several = False
+    def note_failure(self, num_read: Sequence[int], of: str) -> None:
+        """Notes how much could be read one by one of what a "step", "target" or "draft" failed to read together."""
+        if all(num_read):  # it would fail again
+            self._reads_several &= of != "target"
+            self.takes_several &= of != "draft"
+            if of == "step":
+                self.give_up_steps()
 
     def give_up_steps(self) -> None:
         """Lets no step read prompts any more."""

@@ -207,7 +207,7 @@ class Scheduler:
         read = None if len(parts) == 1 else self.reading.read(parts)
         num_read = [self._read_alone(part) for part in parts] if read is None else self._take_parts(read)
         if read is None and len(parts) > 1:
-            self.reading.note_failure(num_read, in_a_step=False)
+            self.reading.note_failure(num_read, "target")
         self.reading.pace.end(start, sum(num_read))
 
     def _read_alone(self, part: tuple[Row, int]) -> int:
@@ -228,7 +228,7 @@ class Scheduler:
             except Exception as error:  # one of them may be to blame
                 self.reading.warn(parts, "by the draft at once", error)
         num_read = [self._take_parts([part])[0] for part in parts]
-        self.reading.takes_several &= not all(num_read)
+        self.reading.note_failure(num_read, "draft")
         return num_read
 
     def _begin(self, parts: list[ReadPart]) -> list[int]:
@@ -290,7 +290,7 @@ class Scheduler:
                 num_read = self._take_parts(take_rows(prompts, prompt_output, parts))
                 reading.pace.end(start, sum(num_read), is_joint=True)
         if failed:  # one of them, or all of them together, may be to blame
-            reading.note_failure([self._read_alone(part) for part in failed], in_a_step=True)
+            reading.note_failure([self._read_alone(part) for part in failed], "step")
 
     def _catch_up(self, num_rows: int, is_wanted: bool) -> None:
         """Lets the draft model read what it missed in plain steps, if its drafts are wanted or no more can be kept."""
