@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..batch.kv_pool import KVPool, RaggedAttend
+from ..batch.kv_pool import RaggedAttend
 from ..batch.state import Batch, BatchState
 from ..drafters.protocol import Proposal
 
@@ -32,34 +32,30 @@ def prune(batch: Batch, proposal: Proposal, mean_nodes: int) -> Proposal:
 
 
 class PackedNodes:
-    """Holds the nodes of pruned trees in R rows.
+    """Holds the nodes of pruned trees in R = `num_rows` rows.
 
     tokens, positions  [1, R]  rows that no node has are behind the others, with token 0 and position 0
+    attend             of the rows
     """
 
-    def __init__(self, batch: Batch, proposal: Proposal, positions: Tensor, max_rows: int):
-        tree, self._batch, self._num_nodes = proposal.tree, batch, positions.shape[1]
-        tokens = tree.draft_tokens.view(positions.shape)
-        rows = ops.pack_verify_rows(tokens, proposal.num_nodes, positions, max_rows=max_rows)
-        self.tokens, self.positions, self._bounds = rows.input_ids[None], rows.positions[None], rows.cu_seqlens
+    def __init__(self, batch: Batch, proposal: Proposal, positions: Tensor, num_rows: int, deterministic: bool):
+        tokens, mask, shape = proposal.tree.draft_tokens, proposal.tree.tree_mask, positions.shape
+        rows = ops.pack_verify_rows(tokens.view(shape), proposal.num_nodes, positions, max_rows=num_rows)
+        self.tokens, self.positions, self._num_nodes = rows.input_ids[None], rows.positions[None], shape.numel()
+        is_used = rows.row_to_node >= 0
+        node = rows.row_to_batch.to(torch.int64) * shape[1] + rows.row_to_node
         # of all nodes, and one that stands for none
-        node = rows.row_to_batch.to(torch.int64) * self._num_nodes + rows.row_to_node
-        self._is_used = rows.row_to_node >= 0
-        self._node = torch.where(self._is_used, node, positions.numel())
-        self._words = tree.tree_mask.flatten(0, 1)
-
-    def attend(self, pool: KVPool, slots: Tensor, deterministic: bool) -> RaggedAttend:
-        """Returns the `attend` function of the rows; slots: [B, N] of the nodes."""
-        batch, node = self._batch, self._node.clamp(max=slots.numel() - 1)
-        slots = torch.where(self._is_used, slots.flatten()[node], -1)[None]
-        rows = self._bounds, slots, self.positions, self._num_nodes, self._words[node]
-        return RaggedAttend(pool, batch.block_table, batch.lengths, *rows, deterministic=deterministic)
+        self._node = torch.where(is_used, node, self._num_nodes)
+        some = self._node.clamp(max=self._num_nodes - 1)
+        slots = torch.where(is_used, batch.slots[:, : shape[1]].flatten()[some], -1)[None]
+        given = rows.cu_seqlens, slots, self.positions, shape[1], mask.flatten(0, 1)[some]
+        pool, lengths = batch.state.target_pool, batch.lengths
+        self.attend = RaggedAttend(pool, batch.block_table, lengths, *given, deterministic=deterministic)
 
     def unpack(self, values: Tensor) -> Tensor:
         """Returns values [R, X] of the rows as those of the nodes [B * N, X]; nodes without a row have any."""
-        num_nodes = self._batch.is_live.numel() * self._num_nodes
-        unpacked = values.new_empty(num_nodes + 1, values.shape[1])
-        return unpacked.index_copy_(0, self._node, values)[:num_nodes]
+        unpacked = values.new_empty(self._num_nodes + 1, values.shape[1])
+        return unpacked.index_copy_(0, self._node, values)[: self._num_nodes]
 
 
 class Part(NamedTuple):

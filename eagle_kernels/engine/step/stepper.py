@@ -167,8 +167,8 @@ class Stepper:
         slots, options = batch.slots[:, : self.num_nodes], {"deterministic": self.config.deterministic}
         pool, table, tokens, nodes = batch.state.target_pool, batch.block_table, tree.draft_tokens.view(shape), None
         if proposal.num_nodes is not None:
-            nodes = PackedNodes(batch, proposal, positions, self.mean_nodes * len(batch))
-            tokens, positions, attend = nodes.tokens, nodes.positions, nodes.attend(pool, slots, **options)
+            nodes = PackedNodes(batch, proposal, positions, self.mean_nodes * len(batch), **options)
+            tokens, positions, attend = nodes.tokens, nodes.positions, nodes.attend
         elif self.num_nodes > 1:
             mode = self.config.tree_mask_mode
             words = tree.tree_mask
