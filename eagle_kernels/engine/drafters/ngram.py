@@ -31,16 +31,10 @@ def match(
 ) -> NgramOutput:  # fmt: skip
     """Finds what followed the last tokens of each live row; draft_tokens [B, D], -1 padded, count as the last ones."""
     return ops.ngram_match(
-        batch.state.history[batch.rows],
-        (batch.lengths + 1) * batch.is_live,
-        draft_tokens,
-        num_speculative_tokens=num_drafts,
-        spec_steps=num_steps,
-        max_ngram_size=max_ngram_size,
-        min_ngram_size=config.min_ngram_size,
-        max_matches=config.topk,
-        prefer=config.ngram_prefer,
-    )
+        batch.state.history[batch.rows], (batch.lengths + 1) * batch.is_live, draft_tokens,
+        num_speculative_tokens=num_drafts, spec_steps=num_steps, max_ngram_size=max_ngram_size,
+        min_ngram_size=config.min_ngram_size, max_matches=config.topk, prefer=config.ngram_prefer,
+    )  # fmt: skip
 
 
 class HybridDrafter(ModelDrafter):

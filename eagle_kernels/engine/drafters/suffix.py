@@ -260,14 +260,10 @@ class SuffixFeed:
             if method != "suffix" or request in self._made:  # the trees learn from all requests
                 continue
             draft = self._cache.speculate(
-                request,
-                max_spec_tokens=self._width,
-                max_spec_factor=config.suffix_decoding_max_spec_factor,
-                # the match will be longer by the tokens in flight
-                max_spec_offset=self._ahead,
-                min_token_prob=config.suffix_decoding_min_token_prob,
-                use_tree=self._is_tree,
-            )
+                request, max_spec_tokens=self._width, max_spec_factor=config.suffix_decoding_max_spec_factor,
+                max_spec_offset=self._ahead,  # the match will be longer by the tokens in flight
+                min_token_prob=config.suffix_decoding_min_token_prob, use_tree=self._is_tree,
+            )  # fmt: skip
             base = len(request.prompt) + len(request.output_ids) - 1
             self._made[request] = Offer(base, self._cache.longest_match(request), draft)
 

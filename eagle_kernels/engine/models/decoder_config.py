@@ -29,12 +29,9 @@ class Family(NamedTuple):
 
 
 _QWEN = {
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
+    "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "use_sliding_window": False,
     "max_window_layers": 28,
-}
+}  # fmt: skip
 _QWEN2 = Family(qkv_bias=True, sliding="by layer", defaults=_QWEN)
 
 FAMILIES = {

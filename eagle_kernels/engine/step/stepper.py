@@ -44,7 +44,7 @@ class StepResult(NamedTuple):
     top_logprobs: Tensor | None = None
 
 
-# with what the target's pass made of parts of prompts
+# what a step brings, and what its pass of the target made of parts of prompts
 Stepped = tuple[StepResult, PromptOutput | None]
 
 

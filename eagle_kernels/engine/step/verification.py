@@ -68,16 +68,10 @@ class Verifier:
         tree = proposal.tree
         if features.draws:
             drawn = ops.verify_tree_sampled(
-                *links_of(tree),
-                logits,
-                tree.positions,
-                **batch.sampling_arguments(features),
-                **self._policy,
-                seq_lens=batch.lengths,
-                is_live=batch.is_live,
-                spec_steps=self._num_steps,
+                *links_of(tree), logits, tree.positions, **batch.sampling_arguments(features), **self._policy,
+                seq_lens=batch.lengths, is_live=batch.is_live, spec_steps=self._num_steps,
                 return_logprobs=features.logprobs,
-            )
+            )  # fmt: skip
             drawn = drawn._asdict() | ({} if features.logprobs else {"logprobs": None, "raw_logprobs": None})
             return Committed(**{name: drawn[name] for name in Committed._fields})
         coins = {}
@@ -138,16 +132,10 @@ class Verifier:
             # drafts were chosen: the op reads no draft logits, so any will do
             drawn_at, draft_logits = torch.zeros_like(temperature), logits
         verdict = ops.verify_tree_rejection(
-            *links_of(tree),
-            **target,
-            draft_logits=draft_logits,
-            positions=tree.positions,
-            seeds=batch.seeds,
-            temperature=temperature,
-            draft_temperature=drawn_at,
+            *links_of(tree), **target, draft_logits=draft_logits, positions=tree.positions, seeds=batch.seeds,
+            temperature=temperature, draft_temperature=drawn_at, spec_steps=self._num_steps,
             d2t=None if proposal.draft_logits is None else proposal.draft_to_target,
-            spec_steps=self._num_steps,
-        )
+        )  # fmt: skip
         return _commit(batch, verdict)
 
 
