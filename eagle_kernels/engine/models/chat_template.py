@@ -71,10 +71,9 @@ class Chats:
     ) -> list[int]:
         """Returns the ids of a conversation."""
         if self.chat is None:
-            raise ValueError(
-                "the model has no chat template, neither chat_template in tokenizer_config.json nor "
-                "chat_template.jinja; write the prompt as text, or give a tokenizer= that has one"
-            )
+            places = "neither chat_template in tokenizer_config.json nor chat_template.jinja"
+            ways = "write the prompt as text, or give a tokenizer= that has one"
+            raise ValueError(f"the model has no chat template, {places}; {ways}")
         text = self.chat.write(messages, add_generation_prompt=add_generation_prompt, **variables)
         return self.encode_with_spans(text, is_marked=True)[0]
 

@@ -153,19 +153,16 @@ class DraftHead(ConfiguredModel):
         if config.vocab_size != target.vocab_size:
             found.append(f"the head's vocab_size {config.vocab_size} is not the target's {target.vocab_size}")
         if config.target_hidden_size != target.hidden_size:
-            found.append(
-                f"the head reads features of width {config.target_hidden_size}, the target's are {target.hidden_size}"
-            )
+            widths = f"{config.target_hidden_size}, the target's are {target.hidden_size}"
+            found.append(f"the head reads features of width {widths}")
         found += _faults_of_aux_layers(self._aux_layers_for(target), target.kv_shape.num_layers)
         found += self.vocabulary_faults()
         for part, (noun, getter) in _SHARED_PARTS.items():
             if getattr(self, part) is not None:
                 continue
             if config.hidden_size != target.hidden_size:
-                found.append(
-                    f"hidden_size {config.hidden_size} differs from the target's {target.hidden_size}, so the head "
-                    f"cannot share its {noun} and must hold {part}.weight"
-                )
+                sizes = f"hidden_size {config.hidden_size} differs from the target's {target.hidden_size}"
+                found.append(f"{sizes}, so the head cannot share its {noun} and must hold {part}.weight")
             elif not hasattr(target, getter):
                 found.append(f"the head holds no {part}.weight and the target has no {getter}()")
         return found
@@ -178,14 +175,11 @@ class DraftHead(ConfiguredModel):
             return []
         target_ids, found = d2t + torch.arange(len(d2t), device=d2t.device), []
         for draft_id in ((target_ids < 0) | (target_ids >= vocab_size)).nonzero().flatten()[:1]:
-            found.append(
-                f"d2t: draft id {draft_id} maps to target id {target_ids[draft_id]}, outside the {vocab_size} there are"
-            )
+            fault = f"outside the {vocab_size} there are"
+            found.append(f"d2t: draft id {draft_id} maps to target id {target_ids[draft_id]}, {fault}")
         for draft_id in (target_ids.diff() <= 0).nonzero().flatten()[:1] + 1:
-            found.append(
-                f"d2t: draft id {draft_id} maps to target id {target_ids[draft_id]}, not above its predecessor's "
-                f"{target_ids[draft_id - 1]}; d2t holds offsets (target id - draft id)"
-            )
+            fault = f"not above its predecessor's {target_ids[draft_id - 1]}; d2t holds offsets (target id - draft id)"
+            found.append(f"d2t: draft id {draft_id} maps to target id {target_ids[draft_id]}, {fault}")
         if found:
             ascends_as_ids = bool((d2t.diff() > 0).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab_size
             if ascends_as_ids and (t2d is None or bool(t2d[d2t].all())):
@@ -195,10 +189,8 @@ class DraftHead(ConfiguredModel):
             for target_id in (expected != t2d).nonzero().flatten()[:1]:
                 found.append(f"t2d: target id {target_id} is {t2d[target_id]}, but d2t makes it {expected[target_id]}")
         if self.lm_head is None:
-            found.append(
-                f"a head over {self.draft_vocab_size} of {vocab_size} tokens cannot share the target's output and must "
-                "hold lm_head.weight"
-            )
+            of = f"over {self.draft_vocab_size} of {vocab_size} tokens"
+            found.append(f"a head {of} cannot share the target's output and must hold lm_head.weight")
         return found
 
     def _aux_layers_for(self, target: TargetModel) -> tuple[int, ...]:

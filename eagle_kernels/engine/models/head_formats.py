@@ -252,13 +252,9 @@ def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]
     if kind != "EAGLE-3":  # the other kinds have none of these options
         return []
     if form.name == "vLLM speculators" and is_empty(config.get("norm_before_residual")):
-        return [
-            "config.json does not say norm_before_residual: False is taken, speculators' own default, where vLLM takes "
-            "True; write it"
-        ]
+        taken = "False is taken, speculators' own default, where vLLM takes True"
+        return [f"config.json does not say norm_before_residual: {taken}; write it"]
     if form.name == "SpecForge/SGLang" and config.get("norm_output"):
-        return [
-            "norm_output=True is read as SGLang does, the output is fed back after the final norm; SpecForge's own "
-            "option of that name is another"
-        ]
+        meaning = "is read as SGLang does, the output is fed back after the final norm"
+        return [f"norm_output=True {meaning}; SpecForge's own option of that name is another"]
     return []
