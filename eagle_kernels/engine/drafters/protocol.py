@@ -127,7 +127,7 @@ class Levels(Protocol):
         """
 
     def finish(self) -> None:
-        """Reads what must be read although no more levels are drafted."""
+        """Reads what must be read although no more levels are drafted; by default nothing."""
 
 
 def tree_of(batch: Batch, tokens: Tensor, parents: Tensor, config: EAGLEConfig) -> ops.BuildTreeOutput:

@@ -16,7 +16,7 @@ from ..batch.kv_pool import PrefillAttend, TreeAttend
 from ..batch.state import CATCH_UP_EVERY, Batch, BatchState, Committed, Kept
 from ..batch.transfer import to_device
 from ..models.protocol import DraftModel, DraftModules, run_draft
-from .protocol import PromptPart
+from .protocol import Levels, PromptPart
 
 
 class ModelReader:
@@ -98,8 +98,8 @@ class ModelReader:
         count.zero_()
 
 
-class ModelLevels:
-    """Drafts with one model (`Levels`); positions [B, M] are those after the rows that the model holds."""
+class ModelLevels(Levels):
+    """Drafts with one model, in rows that `observe` overwrites; positions [B, M] are those after the rows that it holds."""
 
     def __init__(self, model: DraftModel, batch: Batch, past_root: int):
         state = batch.state
@@ -120,9 +120,6 @@ class ModelLevels:
         output = run_draft(self._model, tokens, hidden, positions, attend, from_target=False)
         self.hidden = output.hidden
         return output.logits.flatten(0, 1)
-
-    def finish(self) -> None:
-        """Does nothing: `observe` overwrites the rows of drafts."""
 
     def attend(
         self, first: int, positions: Tensor, ancestors: Tensor | None = None, key_positions: Tensor | None = None
@@ -217,8 +214,8 @@ class ModuleReader:
         return kept, count
 
 
-class ModuleLevels:
-    """Drafts chains, K = 1 (`Levels`): one module after the other reads the first `num_rows` kept rows. If it is not
+class ModuleLevels(Levels):
+    """Drafts chains, K = 1: one module after the other reads the first `num_rows` kept rows. If it is not
     drafting, the modules read alone, and there are no logits."""
 
     logits: Tensor
