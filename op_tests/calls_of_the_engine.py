@@ -1,7 +1,5 @@
 """Calls of the engine with the types of their results: `test_types.py` has type checkers read them, and runs them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Kernels run on the GPU where there is one, else through Triton's interpreter on CPU tensors."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter

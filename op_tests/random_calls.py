@@ -4,8 +4,6 @@ Among them are three and more blocks of a loop, the last one full or not; reques
 too; flags alone and together; tables with holes; lists that do not fit.
 """
 
-from __future__ import annotations
-
 import random
 
 import torch

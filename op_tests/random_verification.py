@@ -4,8 +4,6 @@ Batches are uneven: every request has its own lengths, temperature and filters, 
 Trees are random, their nodes kept in rows of any order, a few tokens are none, and a few requests are dead.
 """
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rounds of drafting and verifying by the public ops, for the law of what they emit."""
 
-from __future__ import annotations
-
 import torch
 
 import eagle_kernels

@@ -12,8 +12,6 @@ Of tokens that tie at an edge all stay, which is ours. `given` has the steps' va
 "output_counts" (a number for each token), "allowed" (tokens) and "filter_order".
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Acceptance to order: every policy reaches the depth that it says, kernel and reference, from ids and from logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

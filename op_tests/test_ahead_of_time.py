@@ -2,8 +2,6 @@
 with tiles that its registers hold.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from eagle_kernels.runtime.target import SHARED_MEMORY_BYTES

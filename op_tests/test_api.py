@@ -1,7 +1,5 @@
 """The API pages and type stubs follow from the code: `python -m bench.api` has been run."""
 
-from __future__ import annotations
-
 import ast
 import re
 

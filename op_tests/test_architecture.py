@@ -1,7 +1,5 @@
 """Who may import whom, and what stays out of the library: the rules of the house, read off the syntax trees."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

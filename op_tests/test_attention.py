@@ -1,7 +1,5 @@
 """What all ops of attention keep: head sizes, types, a scale, no requests, pages far away."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ What the ops leave to a default, or count (a scale, a window, the base of a loga
 and reference may get wrong alike.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Which backend runs, in programs of their own: with and without Triton, forced, and on an import alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmarks' own proof: tables come from results, rows from one run, and whoever cannot run says why."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The benchmark of a server, without SGLang and without a GPU: a package with made outputs takes SGLang's place."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The comparison of texts inside a server, without SGLang and without a GPU: a made engine takes SGLang's place."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -4,8 +4,6 @@ Drafts are drawn, verified and drawn on from where a round ended, all by launche
 the interpreter, too few for any law: there they must be the references' texts, whose laws are enumerated elsewhere.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What is skipped: for want of a package it is known until it has run, and a run sums up the reasons."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -5,8 +5,6 @@ there, a page past the pool or a column past the table, is put there twice, with
 result it was read, and the call has to be refused, in the name of the argument at fault; else it has to pass.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

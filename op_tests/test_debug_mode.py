@@ -1,7 +1,5 @@
 """With EAGLE_KERNELS_DEBUG=1 ops name page ids, slots and lengths that a server got wrong, where they are read."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

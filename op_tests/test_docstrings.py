@@ -1,7 +1,5 @@
 """What `help(eagle_kernels.<op>)` and an IDE show: shapes of arguments and results, errors, the source, an example."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

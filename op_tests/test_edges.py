@@ -3,8 +3,6 @@
 What kernel and reference get wrong alike no comparison of them shows.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

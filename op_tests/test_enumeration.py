@@ -1,7 +1,5 @@
 """The enumeration itself, on laws that are known."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

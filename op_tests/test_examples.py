@@ -1,7 +1,5 @@
 """Every example runs as a program, and its text is that of plain decoding; the small engine's is the engine's."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

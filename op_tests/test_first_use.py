@@ -1,7 +1,5 @@
 """Names are imported when they are first used: an import alone is cheap, and whichever is used first works."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Masks that also hold the prefix: sums of lengths that are wrong, buffers of another size, lengths that cannot be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

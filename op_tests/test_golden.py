@@ -6,8 +6,6 @@ whole numbers, not by torch's generator, and give the same tokens when they are 
 them.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

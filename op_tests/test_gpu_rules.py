@@ -1,7 +1,5 @@
 """Rules that only a GPU can prove: no call waits for the device, offsets past 2^31, graphs whose rows die."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

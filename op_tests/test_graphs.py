@@ -1,7 +1,5 @@
 """A CUDA graph of every op, in each of its modes, replayed with other numbers and dead requests in the same buffers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a newcomer got wrong, as a table: every call ends in one line that says what is wrong, or does what it says."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

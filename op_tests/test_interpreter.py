@@ -1,7 +1,5 @@
 """The interpreter as runtime/interpreter.py leaves it: patched in a launch, restored after it, also after errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

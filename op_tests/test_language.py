@@ -1,7 +1,5 @@
 """Versions of triton: what cannot run is told in one line, and the references stay."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Planned launches: a call that looks like an earlier one skips the checks, and only such a call does."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

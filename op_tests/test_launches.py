@@ -1,7 +1,5 @@
 """A launcher checks, allocates and launches: as often as its docstring says, and it calls no other torch operator."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -18,8 +18,6 @@ Every other scheme is enumerated by the tests of its op, in op_tests/ops/verify:
 The enumeration itself is tested in test_enumeration.py; `python -m op_tests.mutants` tests the law tests.
 """  # noqa: E501
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

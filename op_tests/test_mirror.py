@@ -1,7 +1,5 @@
 """The mirror law: an op is four files with one name, and launcher and reference have one signature."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The table of planted bugs keeps up with the code: `python -m op_tests.mutants` runs it."""
 
-from __future__ import annotations
-
 import pytest
 
 from .mutants import MUTANTS

@@ -1,7 +1,5 @@
 """A child that carries no token of the vocabulary is passed over; its sibling, which does, is accepted."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -6,8 +6,6 @@ imports through it, runs an op on the CPU, and finds the embedded model pair. No
 itself is not touched: builds leave folders behind, so they run in a copy.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import importlib.util

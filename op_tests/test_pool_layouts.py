@@ -5,8 +5,6 @@ values and both beside what is nobody's, an op gives the bits that it gives for 
 layout is refused in one line.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

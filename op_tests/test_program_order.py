@@ -4,8 +4,6 @@ The GPU chooses an order of its own, and so does a test that passes by luck. Tri
 one, so there the order can be chosen; a program that reads what another wrote shows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 

@@ -1,7 +1,5 @@
 """The public functions: one-line errors, no derivatives, torch.compile, and how many variants a server compiles."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 

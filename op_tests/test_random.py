@@ -1,7 +1,5 @@
 """The noise: the reference's words, bounds that hold, uniform and independent bits, few ties, few instructions."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -3,8 +3,6 @@
 Other tests look at what somebody thought of. Here kernel and reference must agree on what nobody did.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Random calls give what the references give, with tiles so small that every loop over one goes on for a while."""
 
-from __future__ import annotations
-
 import pytest
 
 from eagle_kernels.ops.draft import ngram_match

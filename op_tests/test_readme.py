@@ -1,7 +1,5 @@
 """The pages: the README is short, examples run, commands are those that CI runs, and links lead somewhere."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

@@ -1,7 +1,5 @@
 """torch.library: schemas, fake implementations and both overloads of every op, in each of its modes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ engine/test_exact_laws.py. A kernel cannot be; but its noise is known, so its to
 exchange of two steps gives other tokens.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ Kernels load wide where all rows are aligned, and promise the compiler that they
 it. All other tensors are aligned meanwhile, so that one that is not looked at shows.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

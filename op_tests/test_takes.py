@@ -4,8 +4,6 @@ What is refused is named in one line that says what was got. A rule that is drop
 line of the table. Where that is meant, `python -m op_tests.harness.taken` writes the table anew.
 """
 
-from __future__ import annotations
-
 import pytest
 
 import eagle_kernels

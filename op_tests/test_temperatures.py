@@ -3,8 +3,6 @@
 At an infinite one all tokens are alike, but for +inf.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ what ties at a filter's edge stays as a whole is in ops/verify; that of n-grams 
 ops/draft/test_ngram_match.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ are so made that an edge which is lost, or kept where it must go, decides the to
 the tuning tables, a few tokens past two tiles, so that the last tile is cut off as well.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every op with tensors of the second GPU while the first is current: the same bits, on the device of its inputs."""
 
-from __future__ import annotations
-
 from threading import Thread
 
 import pytest

@@ -4,8 +4,6 @@ So ranks of a tensor-parallel model agree without a collective beyond the one th
 has a GPU of its own where there are two.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

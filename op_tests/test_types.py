@@ -1,7 +1,5 @@
 """Type checkers accept what users write, see what is wrong, and know the type of each result, which is the true one."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -4,8 +4,6 @@ Each version is installed into a temporary folder, which comes first on PYTHONPA
 triton is used. Prints rows of the table in op_tests/README.md. Exit code 1: a row is red.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

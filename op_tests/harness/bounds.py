@@ -1,7 +1,5 @@
 """Whether kernels stay within the tensors that they are given: Triton's interpreter sees every address."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

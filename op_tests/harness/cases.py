@@ -1,7 +1,5 @@
 """The arguments that each op's test module declares, and what an op takes."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools

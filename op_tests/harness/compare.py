@@ -1,7 +1,5 @@
 """Comparison with a report that says what to look at: op, case, count, first coordinates and values, rerun line."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Moving a case to the device as it is: `Tensor.to` closes the gaps of a strided view, which some cases are about."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """The rule that a launcher checks, allocates and launches, and calls no other torch operator."""
 
-from __future__ import annotations
-
 import importlib
 import re
 

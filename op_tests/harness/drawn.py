@@ -4,8 +4,6 @@ Nothing of this may change a result. What an op does not take in such a form its
 as it was.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import random

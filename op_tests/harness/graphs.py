@@ -1,7 +1,5 @@
 """CUDA graphs: capture once, replay with other inputs in the same buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Whether what kernels promise the compiler holds: Triton's interpreter sees the numbers, a GPU would misread them."""
 
-from __future__ import annotations
-
 import functools
 
 

@@ -15,8 +15,6 @@ used and not inspected may come again. So the shape of a tree must not depend on
 be to inspect them all.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A cell's output is what it prints and, as in Jupyter, the value of its last expr
 picture, else as text. Other features of Jupyter (magics, several languages, widgets) are refused.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import contextlib

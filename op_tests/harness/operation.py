@@ -1,7 +1,5 @@
 """One call that checks an op against its reference under the rules that every op keeps."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import typing

@@ -1,7 +1,5 @@
 """Buffers that show unwritten elements and writes out of bounds: poison inside, guard zones on both sides."""
 
-from __future__ import annotations
-
 import functools
 import sys
 

@@ -1,7 +1,5 @@
 """Pools of keys and values in all orders that their axes may have in memory."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """torch.library: schema, fake implementation and both overloads of a public op."""
 
-from __future__ import annotations
-
 import torch
 
 import eagle_kernels

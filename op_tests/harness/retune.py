@@ -1,7 +1,5 @@
 """Other numbers in a tuning table, for all architectures alike, that a test may ask for what it needs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from eagle_kernels.runtime import launch, target

@@ -3,8 +3,6 @@
 A million of all laws together, where a test has several and says how many.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Steps are another dtype, a row more or less along an axis, a gap between rows, a
 those around limits. Prints the table that `test_takes.py` holds ops to: `python -m op_tests.harness.taken`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Trees by their parents, and random ones in the form that drafting produces them."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Whether values are what annotations say."""
 
-from __future__ import annotations
-
 import collections.abc
 import types
 import typing

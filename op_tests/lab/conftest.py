@@ -1,7 +1,5 @@
 """What tests of models and of prompts share."""
 
-from __future__ import annotations
-
 import pytest
 
 from .stock import VOCAB, stock

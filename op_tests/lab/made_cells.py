@@ -1,7 +1,5 @@
 """Cells of an experiment that never was: numbers of a plain law, so that a test knows them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

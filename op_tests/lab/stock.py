@@ -1,7 +1,5 @@
 """A tiny random model of transformers, and how errors are read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What an experiment writes down and holds still: configurations, memory, seeds, logs."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Experiments: what a cell's numbers are, and that a run which was cut off goes on."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The two façades over the engine: the same text and cache as transformers' own."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 

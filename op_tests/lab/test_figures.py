@@ -1,7 +1,5 @@
 """Pictures of an experiment, read off their artists: what is drawn is what was measured."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What `train-head` reads: every format, its mask, its windows and prompts, and refusals by file and line."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

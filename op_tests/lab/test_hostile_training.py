@@ -1,7 +1,5 @@
 """Hostile files of a training run, and progress where nobody watches."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

@@ -3,8 +3,6 @@
 The model `gpt2` is a small one of random weights with GPT-2's layers and heads, in a folder of this name.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """The page of loads: its numbers are computed from what was measured."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.lab import load

@@ -1,7 +1,5 @@
 """Pairs by name, the rule that they keep, and loading: what is made, and what is said where it cannot be."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """The laboratory's notebooks run from top to bottom, say what is true, and hold what they show."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

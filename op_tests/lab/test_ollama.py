@@ -1,7 +1,5 @@
 """The client of Ollama, against a server of our own that answers as it does."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """Sets of prompts: from files, from the hub, built in."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

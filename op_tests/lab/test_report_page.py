@@ -1,7 +1,5 @@
 """The page of an experiment: what is in it is what was measured."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

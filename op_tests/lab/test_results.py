@@ -1,7 +1,5 @@
 """`GenerationResult`: of real streams, and as a line of JSON there and back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

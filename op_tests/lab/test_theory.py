@@ -1,7 +1,5 @@
 """The theory page: its numbers are computed, and the model predicts machines that are as it says."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

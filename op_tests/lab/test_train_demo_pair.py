@@ -1,7 +1,5 @@
 """The demo trainer on a made-up library: corpus rules, unrolled attention, the whole program, and resuming it."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

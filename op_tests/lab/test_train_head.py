@@ -1,7 +1,5 @@
 """`train-head` on a tiny target: what is read and learnt, what is written, and that it speeds the engine up."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """generate_token_bitmask with a small grammar: rows against fresh matchers, and matchers left as they were."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The command in this process: what it prints, and the line with which it refuses."""
 
-from __future__ import annotations
-
 from eagle_kernels.tools.cli.main import main
 
 

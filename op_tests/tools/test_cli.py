@@ -1,7 +1,5 @@
 """The command line on the embedded pair: what it prints, and one line on stderr for every bad input."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Hostile environments of the command and of the machine: a clear line for each, and nothing is downgraded silently."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`inspect`: what it says of heads of each format, every misfit, and the sweep of layer ids on the embedded pair."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`benchmark --requests` and `--gsm8k`: what is sent, what is counted, and what is right."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import defaultdict

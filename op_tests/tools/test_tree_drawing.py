@@ -1,7 +1,5 @@
 """Verified trees as text, as SVG and as JSON, and the command that draws them."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

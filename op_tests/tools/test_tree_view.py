@@ -1,7 +1,5 @@
 """The trees that are shown are those that were verified: held against the text, the models and the ops' own numbers."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Paged caches for the attention tests, scattered pages in a pool that is NaN wherever nobody may read."""
 
-from __future__ import annotations
-
 import torch
 
 from eagle_kernels.runtime import target

@@ -1,7 +1,5 @@
 """Fixtures of the tests of attention."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """gqa_decode against float64: every page size, group and head size, both page tables, poisoned pools."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

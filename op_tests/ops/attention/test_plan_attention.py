@@ -1,7 +1,5 @@
 """plan_attention against its reference, and what attention makes of plans: its own, of other lengths, and malformed."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

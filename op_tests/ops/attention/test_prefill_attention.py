@@ -1,7 +1,5 @@
 """prefill_attention against float64: prompts and chunks, paged and not, windows, poisoned pools and neighbours."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """tree_attention against float64: random masks, draft blocks in and beside the pool, poisoned pools, dead rows."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

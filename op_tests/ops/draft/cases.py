@@ -1,7 +1,5 @@
 """Random tries of drafts, for the tests of several ops."""
 
-from __future__ import annotations
-
 import torch
 
 

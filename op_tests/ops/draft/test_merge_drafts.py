@@ -1,7 +1,5 @@
 """merge_drafts against its reference: tries that share much and nothing, limits, malformed tries."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

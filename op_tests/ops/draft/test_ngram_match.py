@@ -1,7 +1,5 @@
 """ngram_match against its reference: rows of every length, however they are cut; ties, trees, budgets, odd tokens."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

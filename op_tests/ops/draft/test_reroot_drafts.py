@@ -1,7 +1,5 @@
 """reroot_drafts against its reference: paths that stay in the trie and that leave it, limits, malformed tries."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

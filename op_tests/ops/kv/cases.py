@@ -1,7 +1,5 @@
 """Sizes that the KV ops are tested on, and tables of random slots."""
 
-from __future__ import annotations
-
 import torch
 
 TOPK, NUM_STEPS, PAGE_SIZES, BATCH_SIZES = (1, 2, 4, 8), (1, 3, 5, 8), (1, 16, 64, 256), (1, 3, 64)

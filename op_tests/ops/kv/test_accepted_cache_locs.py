@@ -1,7 +1,5 @@
 """accepted_cache_locs against its reference: worked examples, ragged paths, frees by pages, malformed paths."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """align_evict_mask_to_page_size against its reference: examples, every phase of a page, nothing else cleared."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """assign_req_to_token against its reference: ragged ranges, what it must leave alone, malformed ranges and rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

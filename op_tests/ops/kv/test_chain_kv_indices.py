@@ -1,7 +1,5 @@
 """chain_kv_indices against its reference: the pair of the naive EAGLE, longer chains, requests shorter than theirs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """draft_cache_locs against its reference: worked examples, the copies of partial pages, capacity, dead rows."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

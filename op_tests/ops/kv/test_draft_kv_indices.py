@@ -1,7 +1,5 @@
 """draft_kv_indices against its reference: SGLang's worked examples, pages, windows, capacity, dead rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

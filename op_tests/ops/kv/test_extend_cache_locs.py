@@ -1,7 +1,5 @@
 """extend_cache_locs against its reference: ragged and equal ranges, capacity, dead and malformed rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """find_slots against its reference: examples, every phase of a page, tokens without a page."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """kv_indices against its reference: worked examples, pages, start offsets, capacity, dead and malformed rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

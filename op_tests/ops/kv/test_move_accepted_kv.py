@@ -1,7 +1,5 @@
 """move_accepted_kv against its reference: ragged paths, overlapping moves, every dtype, and nothing else moved."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

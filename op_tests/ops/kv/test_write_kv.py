@@ -1,7 +1,5 @@
 """write_kv against its reference, bit by bit, over whole pools: page sizes, rotation, 8-bit floats, dead slots."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

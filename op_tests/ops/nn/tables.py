@@ -1,7 +1,5 @@
 """Rotary tables for the tests of rope and write_kv."""
 
-from __future__ import annotations
-
 import torch
 
 

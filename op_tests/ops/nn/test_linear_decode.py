@@ -1,7 +1,5 @@
 """linear_decode against float64 and PyTorch's sums in fp32: one row and several, odd sizes, strides, biases."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """rms_norm against float64 and Hugging Face's norms: odd sizes, strided rows, residuals, and in place."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

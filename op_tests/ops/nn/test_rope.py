@@ -1,7 +1,5 @@
 """rope against float64, PyTorch's rounding and Hugging Face's functions: both layouts, partial, scaled, in place."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

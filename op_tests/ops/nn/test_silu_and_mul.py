@@ -1,7 +1,5 @@
 """silu_and_mul against float64 and PyTorch: packed and apart, odd sizes, strided rows, and in place."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """Fixtures of the tests of rejection."""
 
-from __future__ import annotations
-
 import pytest
 
 from eagle_kernels.ops.rejection import verify_tree_traversal

@@ -1,7 +1,5 @@
 """Exact laws of verifiers whose drafts are sampled: random targets and drafts that remember the whole text so far."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """sample_children: the reference's tokens, the law of drawing one after the other, noise that its key alone sets."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """verify_chain: equal to its reference, whose emitted text has exactly the target's law, for both methods."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """verify_tree_rejection: its reference has exactly the target's law, wrong schemes do not, and the kernel equals it."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

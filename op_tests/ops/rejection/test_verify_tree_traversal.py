@@ -1,7 +1,5 @@
 """verify_tree_traversal: equal to its reference, whose emitted text has exactly the target's law; block's on chains."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What the tests of the three renormalising filters share: rows of every kind, and an oracle that sorts in float64."""
 
-from __future__ import annotations
-
 import torch
 
 from eagle_kernels.ops.sampling.shared import renorm_steps

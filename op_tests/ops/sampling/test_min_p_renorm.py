@@ -1,7 +1,5 @@
 """min_p_renorm: the reference's bits, an oracle in float64, edges that round, peculiar rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """penalize_logits against its reference, against verify_tree_sampled's own penalties bit by bit, and by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Penalties, bias and grammar are checked on dyadic values, where arithmetic is exact, and against Hugging Face's classes.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

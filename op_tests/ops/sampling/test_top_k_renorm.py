@@ -1,7 +1,5 @@
 """top_k_renorm: the reference's bits, an oracle that sorts, edges with ties, rows that mislead the sample."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

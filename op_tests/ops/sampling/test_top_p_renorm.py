@@ -1,7 +1,5 @@
 """top_p_renorm: the reference's bits, an oracle that sorts, edges on a grid, rows that mislead the sample."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

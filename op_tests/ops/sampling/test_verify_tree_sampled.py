@@ -3,8 +3,6 @@
 Rows are scanned level by level or all at once, as shapes say (`draws_all_rows`); most tests force one or the other.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Arguments of the tree ops, as their tests and others need them."""
 
-from __future__ import annotations
-
 import torch
 
 from op_tests.harness import to_device

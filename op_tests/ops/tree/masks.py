@@ -1,7 +1,5 @@
 """Random trees as parents, ancestor masks and links, and masks in every layout; written apart from the references."""
 
-from __future__ import annotations
-
 import torch
 
 from op_tests.harness.trees import links_of

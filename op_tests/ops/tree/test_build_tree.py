@@ -1,7 +1,5 @@
 """build_tree against its reference: valid trees of every shape, all mask layouts, and malformed trees."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """build_tree_from_scores against its reference and against the two ops that it joins."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """compute_tree_statistics against its reference: sound trees, chains, stars, dead rows and links of any kind."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

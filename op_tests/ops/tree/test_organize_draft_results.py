@@ -1,7 +1,5 @@
 """organize_draft_results against its reference, and the property that makes its result a tree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """pack_tree_mask against its reference: every layout, rectangular masks, bits past the keys, masks that do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """prune_trees against its reference: scores that fall along paths and others, equal ones, malformed masks, any room."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """select_top_k_tokens against its reference: random logits, ties of every kind, special values, a whole draft."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

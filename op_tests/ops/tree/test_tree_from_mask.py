@@ -1,7 +1,5 @@
 """tree_from_mask against its reference: sound trees in all layouts, any other bits, masks that do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

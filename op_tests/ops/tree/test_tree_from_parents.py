@@ -1,7 +1,5 @@
 """tree_from_parents against its reference: sound trees in all layouts, padding, and parents that make no tree."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

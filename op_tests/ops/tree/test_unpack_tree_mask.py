@@ -1,7 +1,5 @@
 """unpack_tree_mask against its reference, and as the inverse of packing: every layout, buffers that do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

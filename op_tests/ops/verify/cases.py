@@ -1,7 +1,5 @@
 """Inputs of verification: random trees, target logits that follow them for a while, arguments of whole ops."""
 
-from __future__ import annotations
-
 import torch
 
 from eagle_kernels.reference.ops.tree.build_tree import build_tree

@@ -1,7 +1,5 @@
 """append_output against its reference and against the engine's own requests: every way to end, and to be dead."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

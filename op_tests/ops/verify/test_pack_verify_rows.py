@@ -1,7 +1,5 @@
 """pack_verify_rows against its reference: ragged requests, requests without rows, too little room, malformed counts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

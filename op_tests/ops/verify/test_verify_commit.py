@@ -1,7 +1,5 @@
 """verify_commit against its reference: ragged paths, dead rows of both kinds, and paths that no tree has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

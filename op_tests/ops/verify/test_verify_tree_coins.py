@@ -1,7 +1,5 @@
 """verify_tree_coins: equal to its reference, whose every outcome is enumerated and has the target's joint law."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """verify_tree_greedy against its reference, from ids and from logits, on sound and malformed trees."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

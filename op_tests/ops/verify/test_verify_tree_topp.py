@@ -1,7 +1,5 @@
 """verify_tree_topp against its reference, and on chains against the rule of FastDeploy in a few lines."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

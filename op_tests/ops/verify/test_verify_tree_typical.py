@@ -1,7 +1,5 @@
 """verify_tree_typical against its reference, a float64 search of all paths, the greedy walk, and plain sampling."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
