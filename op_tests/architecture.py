@@ -13,17 +13,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("eagle_kernels", "reference", "bench", "op_tests")
-RANKS = {
-    "runtime": 0,
-    "primitives": 1,
-    "ops": 2,
-    "engine": 3,
-    "": 4,
-    "raw": 4,
-    "types": 4,
-    "tools": 5,
-    "integrations": 5,
-}
+RANKS = {"runtime": 0, "primitives": 1, "ops": 2, "engine": 3, "": 4, "raw": 4, "types": 4, "tools": 5,
+         "integrations": 5}  # fmt: skip
 # of the engine, from the lowest on; its files outside of them, which are the API, may import all
 ENGINE_FOLDERS = ("models", "requests", "config", "batch", "drafters", "step", "serve")
 MOST_LINES = 400
@@ -31,35 +22,17 @@ MOST_POSITIONAL = 8
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
 # the backend of CPU tensors
 READ_REFERENCES = {"eagle_kernels/ops/operators.py"}
-# of torch: what makes tensors where and as the process's default device and dtype say, if it is not told otherwise
+# of torch: what makes tensors where and as the process's default device and dtype say, if a call does not say otherwise
 FACTORIES = {
-    *(
-        "arange",
-        "asarray",
-        "as_tensor",
-        "empty",
-        "empty_strided",
-        "eye",
-        "full",
-        "linspace",
-        "logspace",
-        "ones",
-        "rand",
-    ),
-    *("randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
-}
+    "arange", "asarray", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
+    "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
 # those whose dtype does not depend on the default, for integers and tensors
 OWN_DTYPE = {"arange", "asarray", "as_tensor", "randint", "randperm", "tril_indices", "triu_indices"}
 # as transformers has it
 ZERO_IS_NONE = {(name, "eagle_kernels/engine/models/decoder.py") for name in (".mscale", ".mscale_all_dim")}
-TESTS_OF_BENCH = (
-    "op_tests/test_bench.py",
-    "op_tests/test_bench_server.py",
-    "op_tests/test_bench_texts.py",
-    "op_tests/test_api.py",
-    "op_tests/test_two_gpus.py",
-    "op_tests/lab/",
-)
+TESTS_OF_BENCH = ("op_tests/test_bench.py", "op_tests/test_bench_server.py", "op_tests/test_bench_texts.py",
+                  "op_tests/test_api.py", "op_tests/test_two_gpus.py", "op_tests/lab/")  # fmt: skip
 
 
 class Import(NamedTuple):
@@ -219,18 +192,13 @@ def names_used_through_types(file: File) -> set[str]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             functions.append(node)
         elif isinstance(node, ast.ClassDef):
-            fields |= {
-                "." + item.target.id: names
-                for item in node.body
-                if isinstance(item, ast.AnnAssign) and (names := _named(item.annotation) & typed)
-            }
-            fields |= {
-                "." + item.name: names
-                for item in node.body
-                if isinstance(item, ast.FunctionDef)
-                and any(ast.unparse(decorator).endswith("property") for decorator in item.decorator_list)
-                and (names := _named(item.returns) & typed)
-            }
+            for item in node.body:
+                if isinstance(item, ast.AnnAssign) and (names := _named(item.annotation) & typed):
+                    fields["." + item.target.id] = names
+                decorators = map(ast.unparse, getattr(item, "decorator_list", ()))
+                is_property = any(decorator.endswith("property") for decorator in decorators)
+                if is_property and (names := _named(item.returns) & typed):
+                    fields["." + item.name] = names
     scopes = []
     for function in functions:
         known = {}
@@ -462,10 +430,9 @@ def tensors_name_their_kind(house: House) -> Iterator[str]:
                 continue
             if None in given:  # `**options`, which may hold what a dictionary of the function around it has
                 functions = [scope for scope in file.nodes if isinstance(scope, ast.FunctionDef)]
-                inner = [
-                    list(ast.walk(scope)) for scope in functions if scope.lineno <= node.lineno <= scope.end_lineno
-                ]
-                given |= {key.value for nodes in inner for key in nodes if isinstance(key, ast.Constant)}
+                around = [scope for scope in functions if scope.lineno <= node.lineno <= scope.end_lineno]
+                nodes = (inner for scope in around for inner in ast.walk(scope))
+                given |= {each.value for each in nodes if isinstance(each, ast.Constant)}
             is_counting = name == "full" and ast.unparse(node.args[1]).lstrip("-").isdigit()  # of int64, always
             missing = {"device"} | ({"dtype"} if name not in OWN_DTYPE and not is_counting else set())
             if not missing <= given:
@@ -515,20 +482,10 @@ def truths(node: ast.AST) -> Iterator[ast.AST]:
 
 
 LAWS = (
-    tensors_name_their_kind,
-    no_import_upward,
-    engine_imports_down,
-    no_circle,
-    families_apart,
-    primitives_are_shared,
-    no_private_name_of_others,
-    device_calls_are_short,
-    files_are_short,
-    references_are_backends_only,
-    product_knows_no_tests,
-    tests_stand_alone,
-    numbers_are_no_truths,
-)
+    tensors_name_their_kind, no_import_upward, engine_imports_down, no_circle, families_apart, primitives_are_shared,
+    no_private_name_of_others, device_calls_are_short, files_are_short, references_are_backends_only,
+    product_knows_no_tests, tests_stand_alone, numbers_are_no_truths,
+)  # fmt: skip
 
 
 def main() -> int:

@@ -56,196 +56,133 @@ def test_the_house_obeys(law):
 
 # a law, a house that breaks it, and where
 BROKEN = {
-    "numbers": (
-        architecture.numbers_are_no_truths,
-        {
-            "eagle_kernels/a.py": (
-                "class Options:\n"
-                "    limit: int | None = None\n"
-                "    name: str | None = None\n"
-                "def run(options, top_p: float | None, flag: bool | None, top_k: int = 0):\n"
-                "    use(top_p or None, flag or top_p, top_k or None, options.name or 'a')\n"
-                "    if flag and not options.limit: return [each for each in range(9) if top_p]\n"
-                "    count: int | None = None\n"
-                "    while flag and (top_k or count): pass\n"
-                "    return top_p if top_p is not None and options.limit is None else flag and count\n"
-            ),
-        },
-        [f"eagle_kernels/a.py:{line}" for line in (5, 6, 6, 8)],
-    ),
-    "tensors": (
-        architecture.tensors_name_their_kind,
-        {
-            "eagle_kernels/engine/step.py": (
-                "torch.empty(2, device=device)\n"
-                "torch.tensor([1], dtype=torch.int64)\n"
-                "torch.arange(3)\n"
-                "torch.full((2,), 0.5, device=device)\n"
-                "torch.full((2,), -1, device=device), torch.arange(3, device=device)\n"
-                "def make(**more):\n"
-                "    options = {'device': device, 'dtype': dtype}\n"
-                "    return torch.zeros(3, **options)\n"
-                "torch.zeros(3, dtype=dtype, **more)\n"
-                "self.weight = nn.Parameter(torch.ones(3))\n"
-                "tensor.new_zeros(3), torch.zeros_like(tensor), numpy.zeros(3)"
-            ),
-            "eagle_kernels/examples/chat.py": "torch.zeros(3)",
-            "op_tests/toys.py": "torch.zeros(3)",
-            "reference/a.py": "torch.as_tensor(3)",
-        },
-        [*(f"eagle_kernels/engine/step.py:{line}" for line in (1, 2, 3, 4, 9)), "reference/a.py:1"],
-    ),
-    "upward": (
-        architecture.no_import_upward,
-        {
-            "eagle_kernels/__init__.py": "from . import engine, tools",
-            "eagle_kernels/raw.py": "from .engine import step",
-            "eagle_kernels/__main__.py": "from .tools import view",
-            "eagle_kernels/tools/__init__.py": "",
-            "eagle_kernels/runtime/check.py": "from ..ops import build_tree",
-            "eagle_kernels/ops/__init__.py": "from ..runtime import check",
-            "eagle_kernels/engine/step.py": "def run():\n    import eagle_kernels.tools.view\n    from .. import raw",
-            "eagle_kernels/tools/view.py": "from ..engine import step\nfrom ..integrations import aiter",
-            "eagle_kernels/integrations/aiter.py": "import torch\nimport eagle_kernels",
-        },
-        [
-            "eagle_kernels/runtime/check.py:1",
-            "eagle_kernels/__init__.py:1",
-            "eagle_kernels/engine/step.py:2",
-            "eagle_kernels/engine/step.py:3",
-            "eagle_kernels/tools/view.py:2",
-        ],
-    ),
-    "engine": (
-        architecture.engine_imports_down,
-        {
-            "eagle_kernels/engine/__init__.py": "from .serve.stream import Stream",
-            "eagle_kernels/engine/inference.py": "from .config.options import Options\nfrom .generation import run",
-            "eagle_kernels/engine/generation.py": "from importlib import import_module\nimport_module('.' + name)",
-            "eagle_kernels/engine/serve/stream.py": "from ..step import plan\nfrom .. import inference",
-            "eagle_kernels/engine/step/plan.py": "def run():\n    from ..serve import stream\n    __import__(name)",
-            "eagle_kernels/engine/config/options.py": "from ..step.plan import Plan\nfrom . import given",
-            "eagle_kernels/tools/view.py": "from ..engine.step import plan\nimport_module(name)",
-        },
-        [
-            "eagle_kernels/engine/generation.py:2",
-            "eagle_kernels/engine/serve/stream.py:2",
-            "eagle_kernels/engine/step/plan.py:2",
-            "eagle_kernels/engine/step/plan.py:3",
-            "eagle_kernels/engine/config/options.py:1",
-        ],
-    ),
-    "circle": (
-        architecture.no_circle,
-        {
-            "eagle_kernels/a.py": "from .b import run",
-            "eagle_kernels/b.py": "def run():\n    from .c import go",
-            "eagle_kernels/c.py": "from . import a",
-            "eagle_kernels/d.py": "from . import a",
-        },
-        ["eagle_kernels/a.py:1", "eagle_kernels/b.py:2", "eagle_kernels/c.py:1"],
-    ),
-    "families": (
-        architecture.families_apart,
-        {
-            "eagle_kernels/ops/__init__.py": "from .tree.shared.masks import Mode",
-            "eagle_kernels/ops/tree/shared/masks.py": "MODE = 1",
-            "eagle_kernels/ops/tree/build.py": "from .shared.masks import MODE\nfrom ..verify.walk import Walk",
-            "eagle_kernels/ops/verify/walk.py": "from .. import build\nfrom ..tree.shared import masks",
-            "eagle_kernels/engine/step.py": (
-                "from ..ops.tree.build import Output\n"
-                "from ..ops.tree.shared.masks import MODE\n"
-                "from ..ops.tree.shared.masks import pack"
-            ),
-        },
-        [
-            "eagle_kernels/ops/tree/build.py:2",
-            "eagle_kernels/ops/verify/walk.py:1",
-            "eagle_kernels/ops/verify/walk.py:2",
-            "eagle_kernels/engine/step.py:3",
-        ],
-    ),
-    "primitives": (
-        architecture.primitives_are_shared,
-        {
-            "eagle_kernels/primitives/paging.py": "from .strides import offset",
-            "eagle_kernels/primitives/strides.py": "",
-            "eagle_kernels/primitives/unused.py": "",
-            "eagle_kernels/ops/kv/write.py": "from ...primitives.paging import page",
-            "eagle_kernels/ops/kv/move.py": "from ...primitives import paging",
-            "eagle_kernels/ops/nn/norm.py": "from ...primitives.strides import offset",
-        },
-        ["eagle_kernels/primitives/paging.py:1", "eagle_kernels/primitives/unused.py:1"],
-    ),
-    "private": (
-        architecture.no_private_name_of_others,
-        {
-            "eagle_kernels/a.py": "import torch\nfrom .b import _run, Row\nfrom . import b\ntorch._C.call()\nb._run()",
-            "eagle_kernels/b.py": "class Row:\n    def __init__(self, other):\n        self._x = other._x",
-            "reference/c.py": "def f(self, row):\n    self._y\n    row._replace(a=1)\n    row.__class__\n    row._y",
-            "bench/d.py": "def f(engine, _):\n    engine._scheduler.step()\n    getattr(engine, '_lock')",
-            "op_tests/e.py": "from eagle_kernels.b import _run",
-        },
-        [
-            "eagle_kernels/a.py:2",
-            "eagle_kernels/a.py:5",
-            "reference/c.py:5",
-            "bench/d.py:2",
-            "bench/d.py:3",
-        ],
-    ),
-    "device calls": (
-        architecture.device_calls_are_short,
-        {
-            "eagle_kernels/primitives/tree.py": (
-                "@triton.jit\ndef walk(a): pass\n@triton.jit(noinline=True)\ndef go(a): pass"
-            ),
-            "eagle_kernels/ops/a.py": (
-                "from ..primitives import tree\nfrom ..primitives.tree import walk as stroll, go\n"
-                "def host(*a): pass\nhost(1, 2, 3, 4, 5, 6, 7, 8, 9)\n"
-                "stroll(1, 2, 3, 4, 5, 6, 7, 8, nine=9)\nstroll(1, 2, 3, 4, 5, 6, 7, 8, 9)\n"
-                "go(1, 2, 3, 4, 5, 6, 7, 8, 9)\ntree.walk(1, 2, 3, 4, 5, 6, 7, 8, 9)\ngo(1, *a)"
-            ),
-        },
-        [f"eagle_kernels/ops/a.py:{line}" for line in (6, 7, 8, 9)],
-    ),
-    "long files": (
-        architecture.files_are_short,
-        {"reference/a.py": "\n" * 400, "reference/b.py": "\n" * 401, "bench/c.py": "\n" * 401},
-        ["reference/b.py:401"],
-    ),
-    "references": (
-        architecture.references_are_backends_only,
-        {
-            "eagle_kernels/ops/operators.py": "import_module('..reference.ops.' + path)\nimport reference.tree",
-            "eagle_kernels/engine/step.py": "from ..reference.tree import depth\nimport_module('..reference.tree')",
-            "reference/tree.py": "",
-            "reference/__init__.py": "",
-        },
-        ["eagle_kernels/ops/operators.py:2", "eagle_kernels/engine/step.py:1", "eagle_kernels/engine/step.py:2"],
-    ),
-    "bench and tests": (
-        architecture.product_knows_no_tests,
-        {
-            "eagle_kernels/a.py": "import bench.run",
-            "reference/b.py": "from op_tests import harness",
-            "bench/run.py": "def main():\n    from op_tests.harness import interpreter",
-            "op_tests/test_bench.py": "from bench import run",
-            "op_tests/lab/test_page.py": "from bench.lab import page",
-            "op_tests/conftest.py": "from bench.harness import timing",
-        },
-        ["eagle_kernels/a.py:1", "reference/b.py:1", "bench/run.py:2", "op_tests/conftest.py:1"],
-    ),
-    "test modules": (
-        architecture.tests_stand_alone,
-        {
-            "op_tests/engine/test_a.py": "from .toys import make\nfrom op_tests.engine import test_b",
-            "op_tests/engine/test_b.py": "from .test_a import one",
-            "op_tests/engine/toys.py": "from .test_a import one",
-        },
-        ["op_tests/engine/test_a.py:2", "op_tests/engine/test_b.py:1", "op_tests/engine/toys.py:1"],
-    ),
-}
+    "numbers": (architecture.numbers_are_no_truths, {
+        "eagle_kernels/a.py": (
+            "class Options:\n"
+            "    limit: int | None = None\n"
+            "    name: str | None = None\n"
+            "def run(options, top_p: float | None, flag: bool | None, top_k: int = 0):\n"
+            "    use(top_p or None, flag or top_p, top_k or None, options.name or 'a')\n"
+            "    if flag and not options.limit: return [each for each in range(9) if top_p]\n"
+            "    count: int | None = None\n"
+            "    while flag and (top_k or count): pass\n"
+            "    return top_p if top_p is not None and options.limit is None else flag and count\n"
+        ),
+    }, [f"eagle_kernels/a.py:{line}" for line in (5, 6, 6, 8)]),
+    "tensors": (architecture.tensors_name_their_kind, {
+        "eagle_kernels/engine/step.py": (
+            "torch.empty(2, device=device)\n"
+            "torch.tensor([1], dtype=torch.int64)\n"
+            "torch.arange(3)\n"
+            "torch.full((2,), 0.5, device=device)\n"
+            "torch.full((2,), -1, device=device), torch.arange(3, device=device)\n"
+            "def make(**more):\n"
+            "    options = {'device': device, 'dtype': dtype}\n"
+            "    return torch.zeros(3, **options)\n"
+            "torch.zeros(3, dtype=dtype, **more)\n"
+            "self.weight = nn.Parameter(torch.ones(3))\n"
+            "tensor.new_zeros(3), torch.zeros_like(tensor), numpy.zeros(3)"
+        ),
+        "eagle_kernels/examples/chat.py": "torch.zeros(3)",
+        "op_tests/toys.py": "torch.zeros(3)",
+        "reference/a.py": "torch.as_tensor(3)",
+    }, [*(f"eagle_kernels/engine/step.py:{line}" for line in (1, 2, 3, 4, 9)), "reference/a.py:1"]),
+    "upward": (architecture.no_import_upward, {
+        "eagle_kernels/__init__.py": "from . import engine, tools",
+        "eagle_kernels/raw.py": "from .engine import step",
+        "eagle_kernels/__main__.py": "from .tools import view",
+        "eagle_kernels/tools/__init__.py": "",
+        "eagle_kernels/runtime/check.py": "from ..ops import build_tree",
+        "eagle_kernels/ops/__init__.py": "from ..runtime import check",
+        "eagle_kernels/engine/step.py": "def run():\n    import eagle_kernels.tools.view\n    from .. import raw",
+        "eagle_kernels/tools/view.py": "from ..engine import step\nfrom ..integrations import aiter",
+        "eagle_kernels/integrations/aiter.py": "import torch\nimport eagle_kernels",
+    }, [
+        "eagle_kernels/runtime/check.py:1", "eagle_kernels/__init__.py:1", "eagle_kernels/engine/step.py:2",
+        "eagle_kernels/engine/step.py:3", "eagle_kernels/tools/view.py:2",
+    ]),
+    "engine": (architecture.engine_imports_down, {
+        "eagle_kernels/engine/__init__.py": "from .serve.stream import Stream",
+        "eagle_kernels/engine/inference.py": "from .config.options import Options\nfrom .generation import run",
+        "eagle_kernels/engine/generation.py": "from importlib import import_module\nimport_module('.' + name)",
+        "eagle_kernels/engine/serve/stream.py": "from ..step import plan\nfrom .. import inference",
+        "eagle_kernels/engine/step/plan.py": "def run():\n    from ..serve import stream\n    __import__(name)",
+        "eagle_kernels/engine/config/options.py": "from ..step.plan import Plan\nfrom . import given",
+        "eagle_kernels/tools/view.py": "from ..engine.step import plan\nimport_module(name)",
+    }, [
+        "eagle_kernels/engine/generation.py:2", "eagle_kernels/engine/serve/stream.py:2",
+        "eagle_kernels/engine/step/plan.py:2", "eagle_kernels/engine/step/plan.py:3",
+        "eagle_kernels/engine/config/options.py:1",
+    ]),
+    "circle": (architecture.no_circle, {
+        "eagle_kernels/a.py": "from .b import run",
+        "eagle_kernels/b.py": "def run():\n    from .c import go",
+        "eagle_kernels/c.py": "from . import a",
+        "eagle_kernels/d.py": "from . import a",
+    }, ["eagle_kernels/a.py:1", "eagle_kernels/b.py:2", "eagle_kernels/c.py:1"]),
+    "families": (architecture.families_apart, {
+        "eagle_kernels/ops/__init__.py": "from .tree.shared.masks import Mode",
+        "eagle_kernels/ops/tree/shared/masks.py": "MODE = 1",
+        "eagle_kernels/ops/tree/build.py": "from .shared.masks import MODE\nfrom ..verify.walk import Walk",
+        "eagle_kernels/ops/verify/walk.py": "from .. import build\nfrom ..tree.shared import masks",
+        "eagle_kernels/engine/step.py": (
+            "from ..ops.tree.build import Output\n"
+            "from ..ops.tree.shared.masks import MODE\n"
+            "from ..ops.tree.shared.masks import pack"
+        ),
+    }, [
+        "eagle_kernels/ops/tree/build.py:2", "eagle_kernels/ops/verify/walk.py:1",
+        "eagle_kernels/ops/verify/walk.py:2", "eagle_kernels/engine/step.py:3",
+    ]),
+    "primitives": (architecture.primitives_are_shared, {
+        "eagle_kernels/primitives/paging.py": "from .strides import offset",
+        "eagle_kernels/primitives/strides.py": "",
+        "eagle_kernels/primitives/unused.py": "",
+        "eagle_kernels/ops/kv/write.py": "from ...primitives.paging import page",
+        "eagle_kernels/ops/kv/move.py": "from ...primitives import paging",
+        "eagle_kernels/ops/nn/norm.py": "from ...primitives.strides import offset",
+    }, ["eagle_kernels/primitives/paging.py:1", "eagle_kernels/primitives/unused.py:1"]),
+    "private": (architecture.no_private_name_of_others, {
+        "eagle_kernels/a.py": "import torch\nfrom .b import _run, Row\nfrom . import b\ntorch._C.call()\nb._run()",
+        "eagle_kernels/b.py": "class Row:\n    def __init__(self, other):\n        self._x = other._x",
+        "reference/c.py": "def f(self, row):\n    self._y\n    row._replace(a=1)\n    row.__class__\n    row._y",
+        "bench/d.py": "def f(engine, _):\n    engine._scheduler.step()\n    getattr(engine, '_lock')",
+        "op_tests/e.py": "from eagle_kernels.b import _run",
+    }, ["eagle_kernels/a.py:2", "eagle_kernels/a.py:5", "reference/c.py:5", "bench/d.py:2", "bench/d.py:3"]),
+    "device calls": (architecture.device_calls_are_short, {
+        "eagle_kernels/primitives/tree.py": (
+            "@triton.jit\ndef walk(a): pass\n@triton.jit(noinline=True)\ndef go(a): pass"
+        ),
+        "eagle_kernels/ops/a.py": (
+            "from ..primitives import tree\nfrom ..primitives.tree import walk as stroll, go\n"
+            "def host(*a): pass\nhost(1, 2, 3, 4, 5, 6, 7, 8, 9)\n"
+            "stroll(1, 2, 3, 4, 5, 6, 7, 8, nine=9)\nstroll(1, 2, 3, 4, 5, 6, 7, 8, 9)\n"
+            "go(1, 2, 3, 4, 5, 6, 7, 8, 9)\ntree.walk(1, 2, 3, 4, 5, 6, 7, 8, 9)\ngo(1, *a)"
+        ),
+    }, [f"eagle_kernels/ops/a.py:{line}" for line in (6, 7, 8, 9)]),
+    "long files": (architecture.files_are_short, {
+        "reference/a.py": "\n" * 400, "reference/b.py": "\n" * 401, "bench/c.py": "\n" * 401,
+    }, ["reference/b.py:401"]),
+    "references": (architecture.references_are_backends_only, {
+        "eagle_kernels/ops/operators.py": "import_module('..reference.ops.' + path)\nimport reference.tree",
+        "eagle_kernels/engine/step.py": "from ..reference.tree import depth\nimport_module('..reference.tree')",
+        "reference/tree.py": "",
+        "reference/__init__.py": "",
+    }, ["eagle_kernels/ops/operators.py:2", "eagle_kernels/engine/step.py:1", "eagle_kernels/engine/step.py:2"]),
+    "bench and tests": (architecture.product_knows_no_tests, {
+        "eagle_kernels/a.py": "import bench.run",
+        "reference/b.py": "from op_tests import harness",
+        "bench/run.py": "def main():\n    from op_tests.harness import interpreter",
+        "op_tests/test_bench.py": "from bench import run",
+        "op_tests/lab/test_page.py": "from bench.lab import page",
+        "op_tests/conftest.py": "from bench.harness import timing",
+    }, ["eagle_kernels/a.py:1", "reference/b.py:1", "bench/run.py:2", "op_tests/conftest.py:1"]),
+    "test modules": (architecture.tests_stand_alone, {
+        "op_tests/engine/test_a.py": "from .toys import make\nfrom op_tests.engine import test_b",
+        "op_tests/engine/test_b.py": "from .test_a import one",
+        "op_tests/engine/toys.py": "from .test_a import one",
+    }, ["op_tests/engine/test_a.py:2", "op_tests/engine/test_b.py:1", "op_tests/engine/toys.py:1"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
