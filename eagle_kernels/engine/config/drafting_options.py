@@ -1,7 +1,5 @@
 """What a caller can choose about drafts: the tree, where drafts come from, and by which rule they are kept."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any

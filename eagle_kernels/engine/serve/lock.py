@@ -1,7 +1,5 @@
 """The lock of an engine, which knows whether its thread is in the middle of a step."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
