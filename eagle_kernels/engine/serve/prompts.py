@@ -46,6 +46,11 @@ class Row:
         num_tokens = len(self.request.output_ids) + self.num_pending
         return self.is_running and num_tokens < self.request.params.max_new_tokens
 
+    def text(self, size: int) -> list[int]:
+        """Returns the next `size` tokens of the prompt and the one after them, which the draft reads with their last
+        feature; after the last part there is none."""
+        return self.request.prompt[self.num_read : self.num_read + size + 1]
+
 
 class ReadPart(NamedTuple):
     """Holds a part of `size` tokens of a row's prompt, and what the target makes of it.
@@ -91,11 +96,9 @@ def take_rows(prompts: PromptRows, output: PromptOutput, parts: Sequence[tuple[R
 def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int]]) -> list[ReadPart]:
     """Reads the next `size` prompt tokens of each row; of several rows only where the target `reads_several`."""
     device, spans = state.roots.device, [(row.num_read, size) for row, size in parts]
-    # the draft reads the token after a part together with the part's last feature
-    texts = [row.request.prompt[start : start + size + 1] for (row, _), (start, size) in zip(parts, spans)]
+    texts = [row.text(size) for row, size in parts]
     tokens = to_device(list(itertools.chain(*texts)), device).split([len(text) for text in texts])
-    stops = list(itertools.accumulate(size for _, size in parts))
-    begins, scored = [stop - size for stop, (_, size) in zip(stops, parts)], [scored_rows(*part) for part in parts]
+    scored, begins = [scored_rows(*part) for part in parts], [0, *itertools.accumulate(size for _, size in parts)]
     # those whose logits are needed, a part's last one after its others
     rows = [begin + at for begin, inner, (_, size) in zip(begins, scored, parts) for at in (*inner, size - 1)]
     if len(rows) == 1:
@@ -104,14 +107,9 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
         rows = to_device(rows, device)
         last = {"last_rows": rows} if takes_rows(stepper.target) else {}
     attend = PrefillAttend(state.target_pool, torch.cat([row.block_table for row, _ in parts]), spans)
-    logits, features = run_target(
-        stepper.target,
-        torch.cat([text[:size] for text, (_, size) in zip(tokens, spans)])[None],
-        torch.cat([torch.arange(start, start + size, device=device) for start, size in spans])[None],
-        attend,
-        stepper.aux_layers,
-        **last,
-    )
+    ids = torch.cat([text[:size] for text, (_, size) in zip(tokens, parts)])[None]
+    positions = torch.cat([torch.arange(start, start + size, device=device) for start, size in spans])[None]
+    logits, features = run_target(stepper.target, ids, positions, attend, stepper.aux_layers, **last)
     logits = logits[0] if last else logits[0, rows]
     read = []
     for part, text, own, begin in zip(parts, tokens, logits.split([1 + len(inner) for inner in scored]), begins):

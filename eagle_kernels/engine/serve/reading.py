@@ -176,8 +176,7 @@ class Reading:
             prompts = self._kept_rows(self.joint_size(parts))
         else:
             prompts = PromptRows(sum(size for _, size in parts), self._state)
-        texts = [row.request.prompt[row.num_read : row.num_read + size + 1] for row, size in parts]
-        prompts.fill([Part(text, row.num_read, size, row.pages.ids) for text, (row, size) in zip(texts, parts)])
+        prompts.fill([Part(row.text(size), row.num_read, size, row.pages.ids) for row, size in parts])
         return prompts
 
     def rows_in_use(self) -> list[PromptRows]:
