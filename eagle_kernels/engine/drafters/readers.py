@@ -99,7 +99,7 @@ class ModelReader:
 
 
 class ModelLevels(Levels):
-    """Drafts with one model, in rows that `observe` overwrites; positions [B, M] are those after the rows that it holds."""
+    """Drafts with one model, in rows that `observe` overwrites; positions [B, M] are those after the rows it holds."""
 
     def __init__(self, model: DraftModel, batch: Batch, past_root: int):
         state = batch.state
