@@ -5,8 +5,8 @@ A step changes the scores of all tokens, or takes some away (-inf). What it does
     repetition_penalty   Keskar et al., arXiv 1909.05858, with its factor above 0 and below as transformers has it
     frequency_penalty, presence_penalty, logit_bias   OpenAI's API reference
     top_k                Fan et al., arXiv 1805.04833: the k likeliest
-    top_p                Holtzman et al., arXiv 1904.09751: the smallest set of likeliest tokens that holds so much
-    min_p                Nguyen et al., arXiv 2407.01082: so many times as likely as the likeliest
+    top_p                Holtzman et al., arXiv 1904.09751: the smallest set of likeliest tokens that holds p
+    min_p                Nguyen et al., arXiv 2407.01082: p times as likely as the likeliest, or likelier
 
 Of tokens that tie at an edge all stay, which is ours. `given` has the steps' values by name, and "prompt" (tokens),
 "output_counts" (a number for each token), "allowed" (tokens) and "filter_order".
@@ -75,13 +75,16 @@ def softmax(scores: list[float]) -> list[float]:
 
 def _repeated(scores, penalty, given):
     is_seen = [count > 0 or token in given.get("prompt", ()) for token, count in enumerate(_counts(scores, given))]
-    return [
-        (score / penalty if score > 0 else score * penalty) if seen else score for score, seen in zip(scores, is_seen)
-    ]
+    changed = [score / penalty if score > 0 else score * penalty for score in scores]
+    return [new if seen else score for score, new, seen in zip(scores, changed, is_seen)]
 
 
 def _counts(scores, given):
     return given.get("output_counts", [0] * len(scores))
+
+
+def _less(scores, penalty, counts):
+    return [score - penalty * count for score, count in zip(scores, counts)]
 
 
 def _kept(scores, is_kept):
@@ -95,22 +98,14 @@ def _nucleus(scores, top_p, given):
 
 _STEPS = {
     "repetition_penalty": _repeated,
-    "frequency_penalty": lambda scores, penalty, given: [
-        score - penalty * count for score, count in zip(scores, _counts(scores, given))
-    ],
-    "presence_penalty": lambda scores, penalty, given: [
-        score - penalty * (count > 0) for score, count in zip(scores, _counts(scores, given))
-    ],
+    "frequency_penalty": lambda scores, penalty, given: _less(scores, penalty, _counts(scores, given)),
+    "presence_penalty": lambda scores, penalty, given: _less(scores, penalty, map(bool, _counts(scores, given))),
     "logit_bias": lambda scores, bias, given: [score + more for score, more in zip(scores, bias)],
     "allowed": lambda scores, tokens, given: _kept(scores, [token in tokens for token in range(len(scores))]),
     "temperature": lambda scores, temperature, given: [score / temperature for score in scores],
-    "top_k": lambda scores, number, given: _kept(
-        scores, [sum(other > score for other in scores) < number for score in scores]
-    ),
+    "top_k": lambda scores, number, given: _kept(scores, [sum(x > score for x in scores) < number for score in scores]),
     "top_p": _nucleus,
-    "min_p": lambda scores, least, given: _kept(
-        scores, [prob >= least * max(softmax(scores)) for prob in softmax(scores)]
-    ),
+    "min_p": lambda scores, least, given: _kept(scores, [p >= least * max(softmax(scores)) for p in softmax(scores)]),
 }
 
 

@@ -176,7 +176,7 @@ def test_fewer_steps_than_levels(policy, form, device):
 
 
 def chains(lanes: int, spec_steps: int, rates: list[float], device) -> dict:
-    """As many requests as lanes, all the same chain at the same position: seeds alone tell them apart."""
+    """A request per lane, all the same chain at the same position: only their seeds differ."""
     values = make(1, 1, spec_steps, spec_steps + 1, policy="simulate", rates=rates, device=device)
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and name not in ("simulated_rates", "seeds"):
@@ -257,18 +257,15 @@ def test_front_door(policy, device):
     assert wanted.get(policy, True)
 
 
+COME_WITH_IT = "must come with accept_policy='simulate', got"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"accept_policy": "all"},
-            "accept_policy must be one of 'normal', 'accept_all', 'reject_all', 'simulate', got",
-        ),
-        ({"accept_policy": "accept_all"}, "simulated_rates must come with accept_policy='simulate', got 'accept_all'"),
-        (
-            {"accept_policy": "normal", "simulated_rates": None},
-            "seeds must come with accept_policy='simulate', got 'normal'",
-        ),
+        ({"accept_policy": "no"}, "accept_policy must be one of 'normal', 'accept_all', 'reject_all', 'simulate', got"),
+        ({"accept_policy": "accept_all"}, f"simulated_rates {COME_WITH_IT} 'accept_all'"),
+        ({"accept_policy": "normal", "simulated_rates": None}, f"seeds {COME_WITH_IT} 'normal'"),
         ({"simulated_rates": torch.ones(4)}, r"simulated_rates must have shape \[3\], got \[4\]"),
         ({"simulated_rates": torch.ones(3).double()}, "simulated_rates must have dtype float32, got float64"),
         ({"positions": torch.zeros(2, 8, dtype=torch.int64)}, r"positions must have shape \[16\], got \[2, 8\]"),

@@ -22,6 +22,15 @@ def report(nodeid, when="call", longrepr=None):
     return SimpleNamespace(nodeid=nodeid, when=when, longrepr=longrepr, skipped=longrepr is not None)
 
 
+def item(*markers, **more):
+    """A test with these markers; added: those that a hook adds."""
+    added = []
+    return SimpleNamespace(
+        name="test_it", nodeid="op_tests/test_it.py::test_it", add_marker=added.append, added=added,
+        get_closest_marker=lambda marker: marker if marker in markers else None, **more,
+    )  # fmt: skip
+
+
 def config(cache, *, is_missed=False, slow=False, **more):
     plugins, options = [], {"--missed": is_missed, "--slow": slow}
     manager = SimpleNamespace(register=plugins.append)
@@ -70,16 +79,7 @@ def test_a_worker_runs_the_same_and_a_run_without_a_cache_keeps_nothing():
 def test_a_checkout_may_have_any_name(name, monkeypatch):
     """A folder's name is among the keywords of the tests in it; only their markers leave them out."""
     monkeypatch.setattr(conftest.torch.cuda, "is_available", lambda: False)
-
-    def item(*markers):
-        added = []
-        find = lambda marker: marker if marker in markers else None  # noqa: E731
-        return SimpleNamespace(
-            name="test_it", nodeid="op_tests/test_it.py::test_it", keywords={name: True}, get_closest_marker=find,
-            add_marker=added.append, added=added,
-        )  # fmt: skip
-
-    items = [item(), item(name)]
+    items = [item(keywords={name: True}), item(name, keywords={name: True})]
     conftest.pytest_collection_modifyitems(config(None), items)
     assert [[marker.name for marker in each.added] for each in items] == [[], ["skip"]]
 
@@ -89,21 +89,9 @@ def test_of_slow_cases_the_first_runs_without_a_gpu(monkeypatch):
     monkeypatch.setattr(conftest.torch.cuda, "is_available", lambda: False)
 
     def skipped(slow):
-        def item(function, *markers):
-            added = []
-            find = lambda marker: marker if marker in markers else None  # noqa: E731
-            return SimpleNamespace(
-                name="test_it", nodeid="op_tests/test_it.py::test_it", function=function, get_closest_marker=find,
-                add_marker=added.append, added=added,
-            )  # fmt: skip
-
         one, other = object(), object()
-        items = [
-            item(one, "cross", "full"),
-            *(item(one, "cross") for _ in range(3)),
-            item(other, "cross"),
-            item(None, "slow"),
-        ]
+        items = [item("cross", "full", function=one), *(item("cross", function=one) for _ in range(3))]
+        items += [item("cross", function=other), item("slow", function=None)]
         conftest.pytest_collection_modifyitems(config(None, slow=slow), items)
         return [bool(each.added) for each in items]
 
@@ -112,7 +100,7 @@ def test_of_slow_cases_the_first_runs_without_a_gpu(monkeypatch):
 
 
 def test_each_worker_begins_with_some_of_what_takes_long(monkeypatch):
-    """The tests are shared out in as many parts, one after the other, as there are workers."""
+    """Tests are handed out in one consecutive part per worker."""
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
     long, files = conftest.LONG[0], [*"abcd", conftest.LONG[0], "e", conftest.LONG[0], conftest.LONG[0]]
     items = [SimpleNamespace(nodeid=file, get_closest_marker=lambda marker: None) for file in files]

@@ -1,4 +1,4 @@
-"""Tokens that stay what they are from release to release: a text is told by its seed, so keys and hashes are promises.
+"""Tokens that stay what they are from release to release: a seed stands for a text: keys and hashes are promises.
 
 Kernel and reference give the tokens that stand here. Where one is not given any more, noise is keyed or made in another
 way, and the texts of all users change: new tokens come here only with a release that says so. The inputs are made of
@@ -47,12 +47,9 @@ def trees(num_nodes=5):
         "retrieve_index": torch.arange(NUM_ROWS * num_nodes).view(NUM_ROWS, num_nodes),
         "retrieve_next_token": torch.tensor(CHILDREN).repeat(NUM_ROWS, 1),
         "retrieve_next_sibling": torch.tensor(SIBLINGS).repeat(NUM_ROWS, 1),
-        "target_logits": target,
-        "draft_logits": draft.flatten(0, 1),
-        **rows(),
-        "positions": (POSITIONS[:, None] + torch.tensor(DEPTH)).flatten(),
-        "spec_steps": 2,
-    }
+        "target_logits": target, "draft_logits": draft.flatten(0, 1), "spec_steps": 2,
+        **rows(), "positions": (POSITIONS[:, None] + torch.tensor(DEPTH)).flatten(),
+    }  # fmt: skip
 
 
 def chains():
@@ -72,11 +69,8 @@ def per_row(value):
 
 TARGET_ALONE = without(trees(), "draft_logits")
 CHILDREN_OF = {"draft_logits": grid(NUM_ROWS), **rows(), "nodes": torch.arange(NUM_ROWS), "num_children": 3}
-SIMULATED = {
-    "target_predict": torch.full((NUM_ROWS, 5), 39),
-    "accept_policy": "simulate",
-    "simulated_rates": torch.tensor([0.6, 0.3]),
-}
+SIMULATED = {"accept_policy": "simulate", "simulated_rates": torch.tensor([0.6, 0.3])}
+SIMULATED["target_predict"] = torch.full((NUM_ROWS, 5), 39)
 CASES = {
     "sample_from_logits": {"logits": grid(NUM_ROWS), **rows()},
     "sample_from_logits, filters": {"logits": grid(NUM_ROWS), **rows(), "min_p": per_row(0.3)},
@@ -95,20 +89,10 @@ TOKENS = {
     "sample_from_logits": [[84], [148], [222], [164], [97], [121]],
     "sample_from_logits, filters": [[173], [148], [222], [164], [97], [121]],
     "sample_children, without": [
-        [54, 285, 71],
-        [262, 148, 116],
-        [277, 275, 88],
-        [174, 150, 138],
-        [6, 1, 130],
-        [184, 19, 77],
+        [54, 285, 71], [262, 148, 116], [277, 275, 88], [174, 150, 138], [6, 1, 130], [184, 19, 77],
     ],
     "sample_children, with": [
-        [54, 153, 173],
-        [262, 295, 97],
-        [277, 88, 112],
-        [174, 137, 67],
-        [6, 36, 115],
-        [184, 164, 107],
+        [54, 153, 173], [262, 295, 97], [277, 88, 112], [174, 137, 67], [6, 36, 115], [184, 164, 107],
     ],
     "verify_tree_sampled": [[26], [0], [24], [25], [3], [21]],
     "verify_tree_typical": [[5, 23], [0], [22, 1], [25], [33, 39, 36], [0, 6, 17]],
@@ -117,7 +101,7 @@ TOKENS = {
     "verify_tree_traversal": [[5, 11, 21], [33], [33], [18], [16], [28]],
     "verify_chain, standard": [[5, 38], [12, 15, 0], [19, 13], [26, 29, 5], [33, 36, 19], [28]],
     "verify_chain, block": [[21], [12, 15, 0], [33], [26, 29, 5], [16], [28]],
-}
+}  # fmt: skip
 
 
 def tokens_of(case, device, ops, moved=0.0):

@@ -18,23 +18,15 @@ from .harness.cases import cases_of, copied, num_elements, signature_of, tensors
 from .harness.drawn import contracted
 
 MOST_ELEMENTS = 120_000
+CACHES = ("k_cache", "v_cache")
 
 
-def laid_out(tensor: torch.Tensor, free=(), odd: int | None = None) -> torch.Tensor:
-    """The same numbers; strides of the free axes are multiples of 16, but for that of one axis."""
+def laid_out(tensor: torch.Tensor, free=(), odd: int | None = None, unit: int = 1) -> torch.Tensor:
+    """The same numbers; strides of the free axes are multiples of 16, and that of one axis is a unit more."""
     strides, extent = [1], tensor.shape[-1]
     for axis in range(tensor.dim() - 2, -1, -1):
-        strides.insert(0, -(-extent // 16) * 16 + (axis == odd) if axis in (*free, odd) else extent)
-        extent += strides[0] * (tensor.shape[axis] - 1)
-    memory = tensor.new_empty(extent).view(torch.uint8).fill_(0x5A).view(tensor.dtype)
-    return memory.as_strided(tensor.shape, strides).copy_(tensor)
-
-
-def laid_out_rows(tensor: torch.Tensor, odd: int) -> torch.Tensor:
-    """The same numbers; leading axes step over whole rows of the last axis, and the axis `odd` over one row more."""
-    rows, strides, extent = tensor.shape[-1], [1], tensor.shape[-1]
-    for axis in range(tensor.dim() - 2, -1, -1):
-        strides.insert(0, extent + rows * (axis == odd))
+        least = -(-extent // 16) * 16 if axis in free else extent
+        strides.insert(0, least + unit * (axis == odd))
         extent += strides[0] * (tensor.shape[axis] - 1)
     memory = tensor.new_empty(extent).view(torch.uint8).fill_(0x5A).view(tensor.dtype)
     return memory.as_strided(tensor.shape, strides).copy_(tensor)
@@ -42,9 +34,8 @@ def laid_out_rows(tensor: torch.Tensor, odd: int) -> torch.Tensor:
 
 def leading_axes(tensors: dict[str, torch.Tensor]) -> list[tuple[str, int]]:
     """What can show: (name, axis), where the axis has a second row."""
-    return [
-        (name, axis) for name, tensor in tensors.items() for axis in range(tensor.dim() - 1) if tensor.shape[axis] > 1
-    ]
+    axes = [(name, axis) for name, tensor in tensors.items() for axis in range(tensor.dim() - 1)]
+    return [(name, axis) for name, axis in axes if tensors[name].shape[axis] > 1]
 
 
 def some_cases(path: str) -> list[dict]:
@@ -79,6 +70,14 @@ def all_tensors(path: str, values: dict) -> dict[str, torch.Tensor]:
     return tensors_of(copied(values)) | empty
 
 
+def assert_close(found: dict, expected: dict, place) -> None:
+    for name, tensor in found.items():
+        torch.testing.assert_close(
+            tensor.float(), expected[name].float(), rtol=2e-3, atol=2e-3, equal_nan=True,
+            msg=lambda text, at=(name, place): f"{at}: {text}",
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_strides_do_not_matter(path, device):
     for values in some_cases(path):
@@ -87,7 +86,7 @@ def test_strides_do_not_matter(path, device):
         with launch.intercept(lambda *_: None):
             for name, axis in leading_axes(tensors):
                 try:
-                    call(path, tensors | {name: laid_out(tensors[name], odd=axis)}, values)
+                    call(path, tensors | {name: laid_out(tensors[name], (axis,), axis)}, values)
                     free.setdefault(name, []).append(axis)
                 except ValueError as error:
                     assert "stride" in str(error) or "contiguous" in str(error), error
@@ -97,11 +96,7 @@ def test_strides_do_not_matter(path, device):
                 name: laid_out(tensor, free.get(name, ()), odd if name == changed else None)
                 for name, tensor in tensors.items()
             }
-            for name, found in call(path, laid, values).items():
-                torch.testing.assert_close(
-                    found.float(), expected[name].float(), rtol=2e-3, atol=2e-3, equal_nan=True,
-                    msg=lambda text, at=(name, changed, odd): f"{at}: {text}",
-                )  # fmt: skip
+            assert_close(call(path, laid, values), expected, (changed, odd))
 
 
 @pytest.mark.parametrize("path", [path for path in PATHS if "k_cache" in signature_of(path)])
@@ -112,9 +107,5 @@ def test_strides_of_pools_do_not_matter(path, device):
         expected = call(path, all_tensors(path, values), values)
         for odd in range(values["k_cache"].dim() - 1):
             tensors = all_tensors(path, values)
-            laid = {name: laid_out_rows(tensors[name], odd) for name in ("k_cache", "v_cache")}
-            for name, found in call(path, tensors | laid, values).items():
-                torch.testing.assert_close(
-                    found.float(), expected[name].float(), rtol=2e-3, atol=2e-3, equal_nan=True,
-                    msg=lambda text, at=(name, odd): f"{at}: {text}",
-                )  # fmt: skip
+            laid = {name: laid_out(tensors[name], odd=odd, unit=tensors[name].shape[-1]) for name in CACHES}
+            assert_close(call(path, tensors | laid, values), expected, odd)

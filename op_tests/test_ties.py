@@ -38,12 +38,13 @@ def one_draft(tokens: list[int], num_children: int = 1) -> dict:
     }
 
 
-def greedy(logits: torch.Tensor, name: str = "temperature") -> dict:
+def greedy(logits: torch.Tensor) -> dict:
     zeros = torch.zeros(len(TIES), dtype=torch.int64)
     positions = zeros.repeat_interleave(len(logits) // len(TIES))
-    return {"positions": positions, "seeds": zeros, name: zeros.float()}
+    return {"positions": positions, "seeds": zeros, "temperature": zeros.float()}
 
 
+LOGPROBS = ("logprobs", "raw_logprobs")
 LOWEST, HIGHEST = [min(tied) for tied in TIES], [max(tied) for tied in TIES]
 # every op that takes the likeliest token; where it walks a tree, a child has the highest of the tied ids or the lowest
 WALKS = {
@@ -52,11 +53,16 @@ WALKS = {
     "verify_tree_typical": lambda logits: {
         "target_logits": logits, "spec_steps": 1, "epsilon": torch.ones(len(TIES)), "delta": torch.ones(len(TIES)),
     } | greedy(logits),
-    "verify_tree_rejection": lambda logits: {"target_logits": logits, "draft_logits": logits, "spec_steps": 1}
-    | greedy(logits),
-    "verify_tree_traversal": lambda logits: {"target_logits": logits, "draft_logits": logits, "spec_steps": 1}
-    | greedy(logits),
+    **dict.fromkeys(("verify_tree_rejection", "verify_tree_traversal"), lambda logits: {
+        "target_logits": logits, "draft_logits": logits, "spec_steps": 1,
+    } | greedy(logits)),
 }  # fmt: skip
+
+
+def assert_lowest(path: str, values: dict, is_taken: bool, skip=()) -> None:
+    output, _ = check_operation(path, values, skip=skip)
+    assert output.accept_token_num.tolist() == [int(is_taken)] * len(TIES)
+    assert output.predicts.view(-1, 2).tolist() == [[token, token if is_taken else -1] for token in LOWEST]
 
 
 @pytest.mark.parametrize(
@@ -66,10 +72,7 @@ def test_a_greedy_walk_follows_the_lowest_id(op, dtype, device):
     logits = tied_logits(device, dtype).repeat_interleave(2, 0)
     for drafts, is_taken in ((LOWEST, True), (HIGHEST, False)):
         values = to_device(one_draft(drafts) | WALKS[op](logits), device)
-        skipped = ("logprobs", "raw_logprobs") if op == "verify_tree_sampled" else ()
-        output, _ = check_operation(OPS[op], values, skip=skipped)
-        assert output.accept_token_num.tolist() == [int(is_taken)] * len(TIES)
-        assert output.predicts.view(-1, 2).tolist() == [[token, token if is_taken else -1] for token in LOWEST]
+        assert_lowest(OPS[op], values, is_taken, skip=LOGPROBS if op == "verify_tree_sampled" else ())
 
 
 @pytest.mark.parametrize("method", ["standard", "block"])
@@ -78,9 +81,7 @@ def test_a_greedy_chain_follows_the_lowest_id(method, device):
     both = {"target_logits": logits.repeat_interleave(2, 0), "draft_logits": logits, "method": method}
     for drafts, is_taken in ((LOWEST, True), (HIGHEST, False)):
         values = {"candidates": one_draft(drafts)["candidates"]} | both | greedy(both["target_logits"])
-        output, _ = check_operation("rejection.verify_chain", to_device(values, device))
-        assert output.accept_token_num.tolist() == [int(is_taken)] * len(TIES)
-        assert output.predicts.view(-1, 2).tolist() == [[token, token if is_taken else -1] for token in LOWEST]
+        assert_lowest("rejection.verify_chain", to_device(values, device), is_taken)
 
 
 def test_greedy_draws_take_the_lowest_ids(device):
@@ -96,15 +97,14 @@ def test_greedy_draws_take_the_lowest_ids(device):
 def test_drafting_keeps_the_lowest_ids_and_beams(dtype, device):
     """Of the first level the lowest tokens, of another one those of the lowest beam, and of it the lowest."""
     logits = tied_logits(device, dtype)
-    first, _ = check_operation(
-        "tree.select_top_k_tokens", {"logits": logits, "topk": 2, "level": 0}, close=("scores", "candidate_scores")
-    )
+    path, close = "tree.select_top_k_tokens", ("scores", "candidate_scores")
+    first, _ = check_operation(path, {"logits": logits, "topk": 2, "level": 0}, close=close)
     assert first.tokens.tolist() == [sorted(tied)[:2] for tied in TIES]
     flat = torch.full((4, 8), -1.0, dtype=dtype, device=device)  # two requests of two beams, all of one score
     flat[:2, 4] = flat[:2, 6] = flat[2:, 5] = 0.0
     values = {"logits": flat, "scores": torch.zeros(2, 2, device=device), "topk": 2, "level": 1}
     values["ancestors"] = torch.tensor([[[1], [2]]] * 2, device=device)
-    later, _ = check_operation("tree.select_top_k_tokens", values, close=("scores", "candidate_scores"))
+    later, _ = check_operation(path, values, close=close)
     assert later.candidate_tokens.tolist() == [[4, 6, 4, 6], [5, 0, 5, 0]]
     assert later.tokens.tolist() == [[4, 6], [5, 5]] and later.parents.tolist() == [[0, 0], [0, 1]]
 
@@ -176,7 +176,7 @@ def test_the_first_of_siblings_of_one_token_is_followed(device):
         },
     }  # fmt: skip
     for op, values in cases.items():
-        skipped = ("logprobs", "raw_logprobs") if op == "verify_tree_sampled" else ()
+        skipped = LOGPROBS if op == "verify_tree_sampled" else ()
         values = to_device(tree | values, device) | {"spec_steps": 1}
         output, _ = check_operation(OPS[op], values, case=op, skip=skipped)
         assert output.accept_index.tolist() == [[0, 1], [4, 5]], op
@@ -184,7 +184,7 @@ def test_the_first_of_siblings_of_one_token_is_followed(device):
 
 @pytest.mark.parametrize("tied", [list(range(1000)), list(range(0, 1000, 7)), [999, 3, 500]], ids=lambda ids: len(ids))
 def test_top_log_probabilities_are_those_of_the_lowest_ids(tied, device):
-    """Also where more tokens tie than are told; the first one is what a greedy request emits."""
+    """Also where more tokens tie than are given; the first one is what a greedy request emits."""
     logits = torch.zeros(2, 1000, device=device)
     logits[:, tied] = 1.0
     rest = [token for token in range(1000) if token not in tied]

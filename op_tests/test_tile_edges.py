@@ -40,8 +40,14 @@ def edges(size: int, *tiles: int) -> list[int]:
     return sorted(firsts | {first - 1 for first in firsts if first} | {size - 1})
 
 
+def edges_of(table: dict, device) -> tuple[int, int, list[int]]:
+    """A table's tile, a vocabulary of two tiles and a few tokens, and the first and last token of every tile."""
+    tile = tile_of(table, device)
+    return tile, 2 * tile + PAST, edges(2 * tile + PAST, tile)
+
+
 def stars(children: list[list[int]]) -> dict:
-    """Trees of a root and its children, of each request as many."""
+    """Trees of a root and its children, the same number for each request."""
     batch_size, num_nodes = len(children), 1 + len(children[0])
     node = torch.arange(num_nodes)
     sibling = torch.where((node > 0) & (node < num_nodes - 1), node + 1, -1)
@@ -67,6 +73,12 @@ def seed_with_coin(low: float, high: float, draw: int) -> int:
     return int(((coins > low) & (coins < high)).nonzero()[0])
 
 
+def draws(num_rows: int) -> dict:
+    """A request in each row, of its own seed, all at one position."""
+    positions = torch.full((num_rows,), POSITION)
+    return {"positions": positions, "seeds": torch.arange(num_rows), "temperature": torch.ones(num_rows)}
+
+
 def beside(edge: int, size: int) -> list[int]:
     """Its neighbours, -1 for one that there is not."""
     return [edge - 1, edge + 1 if edge + 1 < size else -1]
@@ -78,11 +90,10 @@ def run(path: str, values: dict, device, **options):
 
 def test_coins(device):
     """Most of the mass on an edge between two that are rejected; a trace between rejected ones at a group's ends."""
-    tile = tile_of(verify_tree_coins.MASS_TUNING, device)
+    tile, size, at_edges = edges_of(verify_tree_coins.MASS_TUNING, device)
     group = tile_of(verify_tree_coins.MASS_TUNING, device, "BLOCK_GROUP")
-    size = 2 * tile + PAST
     # children, what is left, final coin, token
-    cases = [(beside(edge, size), {edge: 0.25, tile // 2: SMALL}, 0.5, edge) for edge in edges(size, tile)]
+    cases = [(beside(edge, size), {edge: 0.25, tile // 2: SMALL}, 0.5, edge) for edge in at_edges]
     for first in (0, tile - group, tile, 2 * tile - group, 2 * tile):
         last = min(first + group, size) - 1
         cases += [([first, last], {first + 2: SMALL}, coin, first + 2) for coin in (0.0, LAST_COIN)]
@@ -90,18 +101,17 @@ def test_coins(device):
     rejected = [dict.fromkeys((token for token in tokens if token >= 0), 0.25) for tokens in children]
     probs = rows_of([gone | kept for gone, kept in zip(rejected, left)], size)
     values = stars(list(children)) | {
-        "target_probs": probs[:, None].expand(-1, 3, -1).contiguous(),
+        "target_probs": probs[:, None].expand(-1, 3, -1).contiguous(), "spec_steps": 1,
         "uniform_samples": torch.full((len(cases), 3), LAST_COIN),
         "uniform_samples_for_final_sampling": torch.tensor(final_coins),
-        "spec_steps": 1,
-    }
+    }  # fmt: skip
     output = run("verify.verify_tree_coins", values, device)
     assert output.predicts.view(-1, 3)[:, 0].tolist() == list(expected)
 
 
 def pair_of(target: torch.Tensor, draft: torch.Tensor, kind: str) -> dict:
     """Probabilities as they are; as logits, of which every tile has its part in the sum; without the draft's token 3,
-    so that all ids behind it are other ones in the draft."""
+    so that all ids after it are other ones in the draft."""
     none = dict.fromkeys(("target_logits", "draft_logits", "target_probs", "draft_probs"))
     if kind == "logits":
         return none | {"target_logits": target.log(), "draft_logits": draft.log()}
@@ -124,12 +134,11 @@ def test_rejected_children(op, kind, device):
 
     It would be accepted if the first one, on an edge, did not lose its q, or if an edge lost its part of p.
     """
-    tile = tile_of(op.TUNING, device)
-    size = 2 * tile + PAST
+    tile, size, at_edges = edges_of(op.TUNING, device)
     inner, other = tile // 2, tile + tile // 3
     # first child, target, rest of the draft, token
-    cases = [(edge, {inner: 0.25, other: 0.75}, [inner, other], other) for edge in edges(size, tile)]
-    cases += [(other, {inner: 0.5, edge: 0.5}, [inner], edge) for edge in edges(size, tile)]
+    cases = [(edge, {inner: 0.25, other: 0.75}, [inner, other], other) for edge in at_edges]
+    cases += [(other, {inner: 0.5, edge: 0.5}, [inner], edge) for edge in at_edges]
     first, target, rest, expected = zip(*cases)
     draft = [{edge: 1 - len(others) / 64} | dict.fromkeys(others, 1 / 64) for edge, others in zip(first, rest)]
     second = 2 if op is verify_tree_rejection else 65536 + 2
@@ -137,8 +146,7 @@ def test_rejected_children(op, kind, device):
     values = stars([[edge, inner] for edge in first]) | pair_of(*rows, kind) | {
         "positions": torch.tensor([POSITION] + [POSITION + 1] * 2).repeat(len(cases)),
         "seeds": torch.full((len(cases),), seed_with_coin(0.6, 0.9, second)),
-        "temperature": torch.ones(len(cases)),
-        "spec_steps": 1,
+        "temperature": torch.ones(len(cases)), "spec_steps": 1,
     }  # fmt: skip
     output = run(OPS[op.__name__.rpartition(".")[2]], values, device)
     assert output.accept_token_num.sum() == 0
@@ -151,9 +159,8 @@ def test_rejected_children(op, kind, device):
 def test_chain(method, kind, device):
     """A draft on an edge, of p = 0.9 and q = 1. Rejected, it leaves another token. Accepted, what p says next is on the
     edge alone, which for block verification is all of the mass that lets it accept."""
-    tile = tile_of(prepare_pair.SLICE_TUNING, device)
-    size, inner = 2 * tile + PAST, tile // 2
-    at_edges = edges(size, tile)
+    tile, size, at_edges = edges_of(prepare_pair.SLICE_TUNING, device)
+    inner = tile // 2
     seeds = [seed_with_coin(0.91, 1.0, 0), seed_with_coin(0.1, 0.4, 0)]
     target, draft = [], []
     for edge in at_edges:
@@ -164,9 +171,8 @@ def test_chain(method, kind, device):
         "candidates": torch.tensor([[0, edge, inner] for edge in at_edges]).repeat(2, 1),
         "positions": (POSITION + torch.arange(3)).repeat(2 * len(at_edges)),
         "seeds": torch.tensor(seeds).repeat_interleave(len(at_edges)),
-        "temperature": torch.ones(2 * len(at_edges)),
-        "method": method,
-    }
+        "temperature": torch.ones(2 * len(at_edges)), "method": method,
+    }  # fmt: skip
     output = run("rejection.verify_chain", values, device)
     assert output.predicts.view(-1, 3)[:, :2].tolist() == [[inner, -1] for _ in at_edges] + [[e, e] for e in at_edges]
 
@@ -196,12 +202,7 @@ def test_what_a_grammar_allows(op, filters, device):
     num_rows = len(at_edges) + 1
     logits = rows_of([dict.fromkeys(beside(edge, size), 30.0) | {edge: -30.0} for edge in at_edges], size)
     logits = torch.cat([logits, rows_of([dict.fromkeys(at_edges, 90.0)], size)])
-    values = {
-        "positions": torch.full((num_rows,), POSITION),
-        "seeds": torch.arange(num_rows),
-        "temperature": torch.ones(num_rows),
-        "token_bitmask": allowed_tokens([[edge] for edge in at_edges] + [rest], size),
-    }
+    values = draws(num_rows) | {"token_bitmask": allowed_tokens([[edge] for edge in at_edges] + [rest], size)}
     for name, value in FILTERS[filters].items():
         values[name] = torch.full((num_rows,), value, dtype=torch.int32 if name == "top_k" else torch.float32)
     if op == "sample_from_logits":
@@ -214,17 +215,10 @@ def test_what_a_grammar_allows(op, filters, device):
 
 def test_drawn_children(device):
     """Of the edges alone, each by itself and all of them; everything else cannot be drawn."""
-    tile = tile_of(sample_children.TUNING, device)
-    size = 2 * tile + PAST
-    at_edges = edges(size, tile)
+    _, size, at_edges = edges_of(sample_children.TUNING, device)
     rows = [{edge: -30.0} for edge in at_edges] + [dict.fromkeys(at_edges, 1.0)]
-    values = {
-        "draft_logits": rows_of(rows, size, rest=-INFINITY),
-        "positions": torch.full((len(rows),), POSITION),
-        "seeds": torch.arange(len(rows)),
-        "temperature": torch.ones(len(rows)),
-        "num_children": len(at_edges) + 1,
-    }
+    logits = rows_of(rows, size, rest=-INFINITY)
+    values = draws(len(rows)) | {"draft_logits": logits, "num_children": len(at_edges) + 1}
     tokens = run("rejection.sample_children", values, device, close=("logprobs",)).tokens
     assert tokens[:-1, 0].tolist() == at_edges and (tokens[:-1, 1:] == -1).all()
     assert sorted(tokens[-1].tolist()) == [-1, *at_edges]
@@ -247,9 +241,7 @@ def test_renorms(name, value, device):
 
 def test_penalties(device):
     """What is asked for the edges changes their logits and no others: at all nodes, and for drafts each at its own."""
-    tile = tile_of(penalize_logits.TUNING, device)
-    size = 2 * tile + PAST
-    at_edges = edges(size, tile)
+    _, size, at_edges = edges_of(penalize_logits.TUNING, device)
     listed = torch.tensor([at_edges])
     tree = stars([at_edges])
     num_nodes = 1 + len(at_edges)
@@ -281,9 +273,7 @@ def test_penalties(device):
 def test_argmax(table, device, monkeypatch):
     """Whichever way the rows are read."""
     retune(monkeypatch, verify_tree_greedy.CHOICE_TUNING, level_bytes=2**40 * (table == "ROWS_TUNING"))
-    tile = tile_of(getattr(verify_tree_greedy, table), device)
-    size = 2 * tile + PAST
-    at_edges = edges(size, tile)
+    _, size, at_edges = edges_of(getattr(verify_tree_greedy, table), device)
     logits = rows_of([{edge: 1.0, min(edge + 1, size - 1): 1.0} for edge in at_edges], size)
     values = stars([[edge] for edge in at_edges]) | {"target_logits": logits.repeat_interleave(2, 0), "spec_steps": 1}
     output = run("verify.verify_tree_greedy", values, device)
@@ -291,19 +281,12 @@ def test_argmax(table, device, monkeypatch):
 
 
 def test_typical(device):
-    tile = tile_of(verify_tree_typical.SCAN_TUNING, device)
-    size = 2 * tile + PAST
-    at_edges = edges(size, tile)
+    _, size, at_edges = edges_of(verify_tree_typical.SCAN_TUNING, device)
     count = len(at_edges)
     logits = rows_of([{edge: -30.0} for edge in at_edges], size, rest=-INFINITY).repeat_interleave(2, 0)
-    values = stars([[edge] for edge in at_edges]) | {
-        "target_logits": logits,
-        "positions": torch.tensor([POSITION, POSITION + 1]).repeat(count),
-        "seeds": torch.arange(count),
-        "temperature": torch.ones(count),
-        "epsilon": torch.full((count,), 0.9),
-        "delta": torch.full((count,), 0.9),
-        "spec_steps": 1,
-    }
+    values = stars([[edge] for edge in at_edges]) | draws(count) | {
+        "target_logits": logits, "positions": torch.tensor([POSITION, POSITION + 1]).repeat(count),
+        "epsilon": torch.full((count,), 0.9), "delta": torch.full((count,), 0.9), "spec_steps": 1,
+    }  # fmt: skip
     output = run("verify.verify_tree_typical", values, device)
     assert output.predicts.view(-1, 2).tolist() == [[edge, edge] for edge in at_edges]
