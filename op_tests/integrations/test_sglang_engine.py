@@ -218,6 +218,15 @@ def test_without_overlap_and_on_pages(serve, plain, requests):
     assert [one["tokens"] for one in found] == [one["tokens"] for one in plain[0]]
 
 
+@pytest.mark.parametrize("tree", ["plain", "3/3/8"])
+def test_prompts_that_another_reads(tree, serve, plain, requests):
+    """By SGLang's backend of two; whole prompts, chunks and prefixes, of the target and of the draft."""
+    other = "triton" if ON_GPU else "torch_native"
+    tells = f"prompts are read by {other}, as asked for"
+    (found,) = serve(tree, [requests], tells=tells, prefill_attention_backend=other)
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in plain[0]]
+
+
 def test_retracted_requests(serve, plain, requests):
     """A pool that is too small for all that run: some are put back, and read their own output again."""
     changes = {"max_total_tokens": 1100, "schedule_conservativeness": 0.01}

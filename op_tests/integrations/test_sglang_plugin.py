@@ -32,7 +32,7 @@ CHECKED = pytest.mark.parametrize("hook", ALL, ids=name_of)
 REPLACING = pytest.mark.parametrize("hook", hooks.HOOKS, ids=name_of)
 MODEL = {
     "attention_arch": SimpleNamespace(name="MHA"), "is_encoder_decoder": False, "is_hybrid_swa": False,
-    "hf_config": SimpleNamespace(architectures=["LlamaForCausalLM"]), "recurrent": None,
+    "hf_config": SimpleNamespace(architectures=["LlamaForCausalLM"]), "recurrent": None, "head_dim": 128,
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def arguments(**changes) -> SimpleNamespace:
         "speculative_draft_attention_backend": None, "speculative_algorithm": "EAGLE3", "device": "cuda",
         "kv_cache_dtype": "auto", "disable_hybrid_swa_memory": False, "speculative_eagle_topk": 4,
         "speculative_num_steps": 5, "speculative_num_draft_tokens": 16, "dcp_size": 1,
-        "enable_dp_attention": False,
+        "enable_dp_attention": False, "speculative_attention_mode": "prefill",
     }  # fmt: skip
     model = MODEL | {name.removeprefix("model_"): changes.pop(name) for name in list(changes) if name[:6] == "model_"}
     return SimpleNamespace(**(fields | changes), get_model_config=lambda: SimpleNamespace(**model))
@@ -231,6 +231,22 @@ def test_the_scheduler_says_what_is_on(started, caplog):
     assert told == [f"eagle_kernels: {part} is on: {texts[part]}" for part in ("verify", "draft", "match")]
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "; prompts are read by eagle_kernels, nothing faster was measured on cpu"),
+        ({"prefill_attention_backend": "fa3"}, "; prompts are read by fa3, as asked for"),
+        ({"attention_backend": "triton"}, ""),
+    ],
+)
+def test_the_scheduler_says_who_reads_prompts(started, caplog, monkeypatch, changes, told):
+    monkeypatch.setattr(guards.prompts.torch.cuda, "is_available", lambda: False)
+    with caplog.at_level(logging.INFO, "eagle_kernels"):
+        started("attention", **changes)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line == f"eagle_kernels: attention is on: {parts.PARTS['attention']}{told}"
+
+
 def test_arguments_reach_sglang_s_own_functions(started):
     framework = started()
     given = arguments()
@@ -246,10 +262,16 @@ def test_arguments_reach_sglang_s_own_functions(started):
 
 
 REFUSED = {
-    "mixed": ({"prefill_attention_backend": "fa3"},
-              "mixed attention backends: {'prefill': 'fa3'}; give only --attention-backend eagle_kernels"),
+    "prompts": ({"prefill_attention_backend": "aiter", "speculative_attention_mode": "decode"},
+                "--prefill-attention-backend aiter, which may keep keys elsewhere; use fa3, fa4, flashinfer, triton"),
+    "trees": ({"prefill_attention_backend": "fa3"},
+              "trees that fa3 verifies; add --speculative-attention-mode decode"),
+    "decode": ({"decode_attention_backend": "fa3", "speculative_draft_attention_backend": "eagle_kernels"},
+               "another backend for decode; eagle_kernels leaves only prompts to others"),
+    "drafts": ({"speculative_draft_attention_backend": "fa3"},
+               "another backend for draft; eagle_kernels leaves only prompts to others"),
     "draft alone": ({"attention_backend": "triton", "speculative_draft_attention_backend": "eagle_kernels"},
-                    "mixed attention backends: {'prefill': 'triton', 'decode': 'triton'}"),
+                    "another backend for decode; eagle_kernels leaves only prompts to others"),
     "device": ({"device": "cpu"}, "device 'cpu'; it needs a GPU"),
     "MLA": ({"model_attention_arch": SimpleNamespace(name="MLA")}, "models with multi-head latent attention (MLA)"),
     "encoder": ({"model_is_encoder_decoder": True}, "encoder-decoder models"),
@@ -330,8 +352,10 @@ def test_it_names_all_reasons(framework):
         {"speculative_algorithm": None, "speculative_eagle_topk": 17},
         {"attention_backend": "triton", "prefill_attention_backend": "eagle_kernels",
          "decode_attention_backend": "eagle_kernels"},
+        {"prefill_attention_backend": "fa3", "speculative_attention_mode": "decode"},
+        {"prefill_attention_backend": "triton", "speculative_algorithm": None},
     ],
-    ids=range(8),
+    ids=range(10),
 )  # fmt: skip
 def test_it_does_not_refuse(framework, changes):
     assert guards.refusals(arguments(**changes)) == []

@@ -90,7 +90,10 @@ class PageLists:
 class EagleKernelsAttnBackend(TritonAttnBackend):
     """Attention of a target model, and of a draft model outside of its levels.
     It inherits from SGLang's Triton backend for its fields, and because SGLang captures the draft's extend in a CUDA
-    graph for the classes of a list only."""
+    graph for the classes of a list only.
+    reader: the backend of SGLang that reads a draft's prompts, None where this one does (prompts.py)."""
+
+    reader = None
 
     def __init__(self, model_runner, skip_prefill: bool = False):
         super().__init__(model_runner, skip_prefill=skip_prefill)
@@ -132,6 +135,9 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
     def init_forward_metadata(self, forward_batch) -> None:
         mode = forward_batch.forward_mode
         self.is_static = False
+        if self._is_read_by_another(mode):
+            self.reader.init_forward_metadata(forward_batch)
+            return
         is_extend = not (mode.is_decode_or_idle() or mode.is_target_verify())
         if is_extend:
             lengths, given = forward_batch.extend_seq_lens, forward_batch.extend_seq_lens_cpu
@@ -142,6 +148,10 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
             self.has_prefix = prefixes is None or any(prefixes)
         extra = self._num_nodes(forward_batch) if mode.is_target_verify() else 0
         self.lists.list_fresh(forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_sum, extra)
+
+    def _is_read_by_another(self, mode) -> bool:
+        is_ours = mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
+        return self.reader is not None and not is_ours
 
     def _num_nodes(self, forward_batch) -> int:
         return int(getattr(forward_batch.spec_info, "draft_token_num", None) or self.num_draft_tokens)
@@ -164,10 +174,13 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **unsupported):
         _check_layer(layer, unsupported)
+        mode = forward_batch.forward_mode
+        if self._is_read_by_another(mode):
+            more = {} if sinks is None else {"sinks": sinks}
+            return self.reader.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
         if save_kv_cache and k is not None:
             self._save(layer, forward_batch, k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        mode = forward_batch.forward_mode
         if mode.is_target_verify():
             output = self._verify(query, layer, forward_batch, sinks)
         elif mode.is_draft_extend_v2() and self.is_static:

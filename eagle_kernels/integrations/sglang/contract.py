@@ -116,12 +116,14 @@ CONTRACT = (
         "enable_unified_memory", "speculative_adaptive", "enable_multi_layer_eagle", "dcp_size", "attn_cp_size",
         "enable_dp_attention", "speculative_eagle_topk", "speculative_num_steps", "speculative_num_draft_tokens",
         "speculative_use_rejection_sampling", "disaggregation_mode", "enable_custom_logit_processor",
+        "speculative_attention_mode",
     ), members=_SRT + "server_args._INPUT_NAMESPACES"),
     # where resolved arguments are not written back into the record, a view shows them
     either(_SRT + "arg_groups.overrides.materialize_declarations", _SRT + "arg_groups.overrides.resolving_view"),
     either(_ARGUMENTS + ".get_model_config", _SRT + "arg_groups.overrides.model_config_of"),
-    names(_SRT + "configs.model_config.ModelConfig",
-          ("attention_arch", "is_encoder_decoder", "is_hybrid_swa", "hf_config", "model_is_mrope")),
+    names(_SRT + "configs.model_config.ModelConfig", (
+        "attention_arch", "is_encoder_decoder", "is_hybrid_swa", "hf_config", "model_is_mrope", "head_dim", "dtype",
+    )),
     names(_SRT + "layers.layernorm.RMSNorm",
           ("weight", "variance_epsilon", "variance_size_override", "cast_x_before_out_mul")),
     names(_SRT + "layers.layernorm", ("is_batch_invariant_mode_enabled",)),
@@ -134,6 +136,10 @@ CONTRACT = (
     call(_SRT + "utils.hf_transformers.config.get_config", ("model",), ("trust_remote_code",)),
     last_refusal(_SRT + "arg_groups.speculative_hook._handle_eagle_family",
                  (PAGE_TREES, "{view.attention_backend!r}"), "view.attention_backend not in _PAGE_TREE_SPEC_BACKENDS"),
+    # prompts.py
+    either(_ARGUMENTS + "._get_default_attn_backend",
+           _SRT + "arg_groups.model_override_base.get_default_attn_backend"),
+    names(_ATTENTION + "hybrid_attn_backend.HybridAttnBackend", ("prefill_backend", "decode_backend", "verify_mask")),
     # attention.py
     call(_BACKEND, ("model_runner", "skip_prefill")),
     names(_BACKEND, (
@@ -179,7 +185,8 @@ CONTRACT = (
         "draft_runner", "draft_attn_backend", "hot_token_id", "req_to_token_pool", "device",
     )),
     names(_SRT + "model_executor.model_runner.ModelRunner",
-          ("server_args", "model_config", "canary_manager", "forward", "is_draft_worker", "req_to_token_pool")),
+          ("server_args", "model_config", "canary_manager", "forward", "is_draft_worker", "req_to_token_pool",
+           "attn_backend")),
     names(_SPEC + "eagle_info.EagleDraftInput", ("topk_p", "topk_index", "hidden_states")),
     names(_SRT + "layers.logits_processor.LogitsProcessorOutput", ("next_token_logits", "hidden_states")),
     call(_SPEC + "eagle_utils.per_step_draft_out_cache_loc", ("out_cache_loc", "batch_size", "topk", "num_steps")),

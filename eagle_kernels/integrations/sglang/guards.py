@@ -6,9 +6,9 @@ from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
 from ...runtime.language import is_interpreting
-from . import hooks, parts
+from . import hooks, parts, prompts
 from .contract import PAGE_TREES
-from .parts import ALGORITHM, NAME, RULE, VARIABLE, backends, preset, resolved
+from .parts import ALGORITHM, NAME, RULE, VARIABLE, backends, model_config, preset, resolved
 
 SPECULATIVE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp8_e4m3")
@@ -21,16 +21,16 @@ def refusals(server_args) -> list[str]:
     chosen = backends(server_args)
     if NAME not in chosen.values():
         return []
-    model = _model_config(server_args)
+    model = model_config(server_args)
+    found = prompts.refusals(server_args)
     server_args = resolved(server_args)
-    found = []
 
     def refuse(is_refused: bool, text: str) -> None:
         if is_refused:
             found.append(text)
 
-    others = {mode: name for mode, name in chosen.items() if name != NAME}
-    refuse(bool(others), f"mixed attention backends: {others}; give only --attention-backend {NAME}")
+    others = {mode: name for mode, name in chosen.items() if name != NAME and mode != "prefill"}
+    refuse(bool(others), f"another backend for {' and '.join(others)}; {NAME} leaves only prompts to others")
     has_gpu = server_args.device in ("cuda", "hip") or is_interpreting()
     refuse(not has_gpu, f"device {server_args.device!r}; it needs a GPU")
     refuse(model.attention_arch.name == "MLA", "models with multi-head latent attention (MLA)")
@@ -95,15 +95,6 @@ def _is_recurrent(model) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     return mambaish_config(model) is not None
-
-
-def _model_config(server_args):
-    """Returns SGLang's description of the model; newer versions have a function for it."""
-    if hasattr(server_args, "get_model_config"):
-        return server_args.get_model_config()
-    from sglang.srt.arg_groups.overrides import model_config_of
-
-    return model_config_of(server_args)
 
 
 def check_server_args(original, server_args):
@@ -216,7 +207,8 @@ def start_scheduler(original, scheduler, server_args, *rest, **options):
     """Checks in every scheduler process that what was asked for is in place, and says what is on."""
     asked = parts.asked_by(server_args)
     check_hooks(asked)
-    parts.turn_on(asked)
+    is_ours = backends(server_args)["decode"] == NAME
+    parts.turn_on(asked, prompts.told(server_args) if is_ours else "")
     return original(scheduler, server_args, *rest, **options)
 
 
@@ -252,7 +244,10 @@ def create_draft_extend_backend(original, factory):
         return original(factory)
     from .attention import EagleKernelsAttnBackend
 
-    return EagleKernelsAttnBackend(factory.draft_model_runner)
+    backend = EagleKernelsAttnBackend(factory.draft_model_runner)
+    # SGLang puts it in the place of the draft's backend of two, whose half for prompts it keeps
+    backend.reader = getattr(factory.draft_model_runner.attn_backend, "prefill_backend", None)
+    return backend
 
 
 def handle_eagle_family(original, server_args, *rest, **options):

@@ -58,6 +58,7 @@ GUARDS = (
     Hook("", _SPEC + "spec_info.SpeculativeAlgorithm.from_string", "guards.know_algorithm", ("cls", "name")),
     Hook("", _ARGUMENTS + "_resolve_speculative_algorithm_alias", "guards.resolve_algorithm",
          ("speculative_algorithm", "speculative_draft_model_path")),
+    Hook("", _SRT + "arg_groups.overrides._attention_backend_default", "prompts.choose_reader", ("view",)),
     Hook("", _ARGUMENTS + "_handle_eagle_family", "guards.handle_eagle_family", ("server_args",)),
     Hook("", _ARGUMENTS + "_auto_choose_speculative_params", "guards.choose_drafts", ("server_args", "model_arch")),
     Hook("", _SPEC + "eagle_worker_common.run_eagle_verify", "guards.run_eagle_verify", ("batch",)),

@@ -14,7 +14,7 @@ PRESETS = {"naive": (1, 1, 2)}
 # the preset as a --speculative-algorithm: the name that SGLang's pull request #7017 gave it
 ALGORITHM = "NAIVE_EAGLE"
 PARTS = {
-    "attention": "prefill, decode, tree verification and draft levels",
+    "attention": "decode, tree verification and draft levels",
     "verify": "greedy and sampled verification of trees",
     "draft": "candidates of each draft level",
     "kv": "slots of drafts and of accepted tokens",
@@ -90,6 +90,15 @@ def resolved(server_args):
     return resolving_view(server_args)
 
 
+def model_config(server_args):
+    """Returns SGLang's description of the model; newer versions have a function for it."""
+    if hasattr(server_args, "get_model_config"):
+        return server_args.get_model_config()
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    return model_config_of(server_args)
+
+
 def backends(server_args) -> dict[str, str | None]:
     """Returns the attention backends of prefill, decode and draft."""
     server_args = resolved(server_args)
@@ -105,11 +114,12 @@ _on: set[str] = set()
 _used: set[str] = set()
 
 
-def turn_on(parts: frozenset[str]) -> None:
-    """Turns these parts on in this process, and says so, a line each."""
+def turn_on(parts: frozenset[str], prompts: str = "") -> None:
+    """Turns these parts on in this process, and says so, a line each. prompts: who reads them, said of attention."""
     for part, what in (PARTS | MATCH).items():
         if part in parts:
-            logger.info("eagle_kernels: %s is on: %s", part, what)
+            more = f"; {prompts}" if prompts and part == "attention" else ""
+            logger.info("eagle_kernels: %s is on: %s%s", part, what, more)
     _on.update(parts)
 
 
