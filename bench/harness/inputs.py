@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from eagle_kernels import reference
+from eagle_kernels.raw import plan_attention
 
 VOCABULARY = 128256
 # Qwen's
@@ -246,8 +247,19 @@ def contiguous_cache(values: dict, length: int) -> tuple[torch.Tensor, torch.Ten
     )
 
 
+def planned(launcher: Callable, values: dict, num_drafts: int) -> Callable:
+    """A call of attention whose chunks were planned before, as servers plan once a step for all layers."""
+    plan = plan_attention(values["seq_lens"], num_drafts=num_drafts)
+    values = {**values, "plan": plan}
+    values["out"] = launcher(**values)
+    return lambda: launcher(**values)
+
+
 def visible_drafts(values: dict) -> torch.Tensor:
-    """tree_mask [B, N, W] as bool [B, N, N]."""
+    """What each draft sees of the others, bool [B, N, N]: tree_mask [B, N, W], or all before it."""
+    if values.get("is_causal"):
+        batch_size, num_nodes = values["query"].shape[:2]
+        return torch.ones(batch_size, num_nodes, num_nodes, dtype=torch.bool, device=values["query"].device).tril()
     node = torch.arange(values["query"].shape[1], device=values["query"].device)
     return ((values["tree_mask"][:, :, node // 64] >> (node % 64)) & 1).bool()
 

@@ -12,8 +12,10 @@ from bench.harness.inputs import (
     draw_batch,
     lengths,
     paged_cache,
+    planned,
 )
 from bench.peers import fa3, flashinfer, sglang_triton
+from eagle_kernels.raw import gqa_decode
 
 _SHAPES = [
     (batch_size, length * 1024)
@@ -89,6 +91,13 @@ def make(device, shape, page_size, heads, kind, spread, layout):
 def count_bytes(shape, page_size, heads, kind, spread, layout):
     num_keys = int(lengths(*shape, spread).sum())
     return 2 * heads.size * ((1 if kind == "float8" else 2) * num_keys * heads.kv + 2 * shape[0] * heads.query)
+
+
+def prepare_planned(values):
+    """What a peer has that plans outside of the timed call, FlashAttention 3 for one."""
+    if values.get("deterministic"):
+        raise Unavailable("positions alone decide how keys are shared")
+    return planned(gqa_decode, values, 0)
 
 
 def prepare_torch(values):

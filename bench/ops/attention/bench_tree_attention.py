@@ -16,9 +16,11 @@ from bench.harness.inputs import (
     draw_batch,
     lengths,
     paged_cache,
+    planned,
     visible_drafts,
 )
 from bench.peers import fa3, flashinfer, sglang_triton
+from eagle_kernels.raw import tree_attention
 
 _SHAPES = [
     (batch_size, prefix * 1024, num_nodes)
@@ -73,13 +75,13 @@ def make(device, shape, page_size, heads, spread, drafts):
     batch_size, prefix, num_nodes = shape
     seq_lens = lengths(batch_size, prefix, spread)
     values = paged_cache(device, batch_size, seq_lens + num_nodes, page_size, heads.kv, heads.size)
-    # enough candidates for 64 nodes
-    tree = Tree(8, 5, num_nodes) if drafts == "tree" else Tree(1, num_nodes - 1, num_nodes)
-    tree_mask = built_tree(batch_size, tree).tree_mask
+    seen = {"is_causal": True}
+    if drafts == "tree":  # with enough candidates for 64 nodes
+        seen = {"tree_mask": built_tree(batch_size, Tree(8, 5, num_nodes)).tree_mask.to(device)}
     query = torch.randn(batch_size, num_nodes, heads.query, heads.size, device=device)
     return values | {
         "query": query.to(values["k_cache"].dtype),
-        "tree_mask": tree_mask.to(device),
+        **seen,
         "num_draft_keys": num_nodes,
         "seq_lens": seq_lens.to(device),
     }
@@ -89,6 +91,11 @@ def count_bytes(shape, page_size, heads, spread, drafts):
     batch_size, prefix, num_nodes = shape
     num_keys = int(lengths(batch_size, prefix, spread).sum()) + batch_size * num_nodes
     return 2 * 2 * heads.size * (num_keys * heads.kv + batch_size * num_nodes * heads.query)
+
+
+def prepare_planned(values):
+    """What a peer has that plans outside of the timed call, FlashAttention 3 for one."""
+    return planned(tree_attention, values, values["num_draft_keys"])
 
 
 def prepare_torch(values):
