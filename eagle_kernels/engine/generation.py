@@ -86,8 +86,7 @@ class Generation(Unique):
             >>> engine.tokenizer.decode(output_ids), stats.mean_accept_length
             ('self, size, walk', 3.4)
         """
-        how = max_new_tokens, sampling_params, n, seeds, speculative, overrides
-        stream = self._open("generate", input_ids, *how)
+        stream = self._open("generate", input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides)
         _run(stream, n, progress)
         return stream.output()
 
@@ -130,8 +129,7 @@ class Generation(Unique):
             >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of `generate`'s example
             [115, 101, 108, 102]
         """
-        how = max_new_tokens, sampling_params, n, seeds, speculative, overrides
-        return self._open("stream", input_ids, *how)
+        return self._open("stream", input_ids, max_new_tokens, sampling_params, n, seeds, speculative, overrides)
 
     def _open(
         self, caller: str, input_ids: Prompts, max_new_tokens: Asked, sampling_params: Params, n: int, seeds: Seeds,

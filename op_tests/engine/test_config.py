@@ -301,6 +301,15 @@ def test_a_call_has_its_own_values_and_the_next_one_those_of_the_engine(engine, 
     assert own != OTHERS[name] and OTHERS.keys() == {*CONFIG_FIELDS, *SAMPLING_FIELDS} - {"max_new_tokens", "seed"}
 
 
+def test_prompts_that_are_cut_otherwise_share_no_pages(engine):
+    """Their keys may have other bits."""
+    pages = []
+    for chunk in (4, 4, 8):
+        engine.generate([1, 2], 3, prefill_chunk=chunk)
+        pages.append(View(engine).scheduler.pages)
+    assert pages[0] is pages[1] is not pages[2]
+
+
 def test_a_config_cannot_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         EAGLEConfig().topk = 4
