@@ -35,29 +35,23 @@ class Generation(Unique):
 
     @overload
     def generate(
-        self, input_ids: OnePrompt, max_new_tokens: Asked = DEFAULT_TOKENS, *,
-        sampling_params: Params = None, n: Literal[1] = 1, seeds: Seeds = None, speculative: bool = True,
-        progress: bool | None = None, **overrides: Any,
+        self, input_ids: OnePrompt, max_new_tokens: Asked = DEFAULT_TOKENS, *, sampling_params: Params = None,
+        n: Literal[1] = 1, seeds: Seeds = None, speculative: bool = True, progress: bool | None = None, **overrides: Any
     ) -> GenerationOutput[list[int]]: ...  # fmt: skip
-
     @overload
     def generate(
-        self, input_ids: Either, max_new_tokens: Asked = DEFAULT_TOKENS, *,
-        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
-        progress: bool | None = None, **overrides: Any,
+        self, input_ids: Either, max_new_tokens: Asked = DEFAULT_TOKENS, *, sampling_params: Params = None,
+        n: int = 1, seeds: Seeds = None, speculative: bool = True, progress: bool | None = None, **overrides: Any
     ) -> GenerationOutput: ...  # fmt: skip
-
     @overload
     def generate(
-        self, input_ids: SeveralPrompts, max_new_tokens: Asked = DEFAULT_TOKENS, *,
-        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
-        progress: bool | None = None, **overrides: Any,
+        self, input_ids: SeveralPrompts, max_new_tokens: Asked = DEFAULT_TOKENS, *, sampling_params: Params = None,
+        n: int = 1, seeds: Seeds = None, speculative: bool = True, progress: bool | None = None, **overrides: Any
     ) -> GenerationOutput[list[list[int]]]: ...  # fmt: skip
 
     def generate(
-        self, input_ids: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, *,
-        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
-        progress: bool | None = None, **overrides: Any,
+        self, input_ids: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, *, sampling_params: Params = None,
+        n: int = 1, seeds: Seeds = None, speculative: bool = True, progress: bool | None = None, **overrides: Any
     ) -> GenerationOutput:  # fmt: skip
         """Generates up to `max_new_tokens` tokens for each prompt.
 
@@ -92,29 +86,23 @@ class Generation(Unique):
 
     @overload
     def stream(
-        self, input_ids: OnePrompt, max_new_tokens: Asked = DEFAULT_TOKENS, *,
-        sampling_params: Params = None, n: Literal[1] = 1, seeds: Seeds = None, speculative: bool = True,
-        **overrides: Any,
+        self, input_ids: OnePrompt, max_new_tokens: Asked = DEFAULT_TOKENS, *, sampling_params: Params = None,
+        n: Literal[1] = 1, seeds: Seeds = None, speculative: bool = True, **overrides: Any
     ) -> TokenStream[list[int]]: ...  # fmt: skip
-
     @overload
     def stream(
-        self, input_ids: Either, max_new_tokens: Asked = DEFAULT_TOKENS, *,
-        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
-        **overrides: Any,
+        self, input_ids: Either, max_new_tokens: Asked = DEFAULT_TOKENS, *, sampling_params: Params = None,
+        n: int = 1, seeds: Seeds = None, speculative: bool = True, **overrides: Any
     ) -> TokenStream: ...  # fmt: skip
-
     @overload
     def stream(
-        self, input_ids: SeveralPrompts, max_new_tokens: Asked = DEFAULT_TOKENS, *,
-        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
-        **overrides: Any,
+        self, input_ids: SeveralPrompts, max_new_tokens: Asked = DEFAULT_TOKENS, *, sampling_params: Params = None,
+        n: int = 1, seeds: Seeds = None, speculative: bool = True, **overrides: Any
     ) -> TokenStream[list[list[int]]]: ...  # fmt: skip
 
     def stream(
-        self, input_ids: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, *,
-        sampling_params: Params = None, n: int = 1, seeds: Seeds = None, speculative: bool = True,
-        **overrides: Any,
+        self, input_ids: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, *, sampling_params: Params = None,
+        n: int = 1, seeds: Seeds = None, speculative: bool = True, **overrides: Any
     ) -> TokenStream:  # fmt: skip
         """Returns an iterator, for `for` and `async for`, that yields a `TokenEvent` for each token once it is known.
 
@@ -150,12 +138,10 @@ class Generation(Unique):
     def stream_text(
         self, text: OnePrompt, max_new_tokens: Asked = DEFAULT_TOKENS, *, n: Literal[1] = 1, **options: Any
     ) -> TextStream[str]: ...
-
     @overload
     def stream_text(
         self, text: Either, max_new_tokens: Asked = DEFAULT_TOKENS, *, n: int = 1, **options: Any
     ) -> TextStream: ...
-
     @overload
     def stream_text(
         self, text: SeveralPrompts, max_new_tokens: Asked = DEFAULT_TOKENS, *, n: int = 1, **options: Any
@@ -179,19 +165,15 @@ class Generation(Unique):
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]: ...
-
     @overload
     def encode_chat(
         self, messages: Sequence[Sequence[Mapping[str, Any]]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[list[int]]: ...
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> list[int] | list[list[int]]:
+        self, messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]], *,
+        add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int] | list[list[int]]:  # fmt: skip
         """Returns the token ids of a conversation in the target's chat template; for several, a list of lists.
 
         Args:

@@ -159,9 +159,8 @@ class EAGLEInference(Generation):
         self.session.abort(request)
 
     def benchmark(
-        self, prompts: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, *,
-        sampling_params: Params = None, batch_size: int = 1, seeds: Seeds = DEFAULT_SEED,
-        progress: bool | None = None, **overrides: Any,
+        self, prompts: Prompts, max_new_tokens: Asked = DEFAULT_TOKENS, *, sampling_params: Params = None,
+        batch_size: int = 1, seeds: Seeds = DEFAULT_SEED, progress: bool | None = None, **overrides: Any
     ) -> BenchmarkResult:  # fmt: skip
         """Decodes the prompts with and without speculation, and compares speed, acceptance and latencies.
 
