@@ -1,7 +1,5 @@
 """The paged keys and values of one model, their owners, and the `attend` functions that write and read them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

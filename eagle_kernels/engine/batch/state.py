@@ -1,7 +1,5 @@
 """The state of a batch from step to step: tensors that stay where they are, so that a CUDA graph can name them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ They go through pinned memory, which is not allocated anew each time: PyTorch's 
 of a copy, and reuses a freed block once the stream has passed it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

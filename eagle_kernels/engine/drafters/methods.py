@@ -1,7 +1,5 @@
 """Drafters and the readers of their models by the names of the methods; no drafts, and several methods in one batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

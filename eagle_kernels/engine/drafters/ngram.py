@@ -1,7 +1,5 @@
 """Drafts from the request itself, what followed its last tokens earlier; alone, or with those of a model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

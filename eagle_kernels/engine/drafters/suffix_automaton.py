@@ -9,8 +9,6 @@ A state keeps its most frequent next token in two lists, where following it cost
 The lists are not arrays, which would take two thirds of the memory and twice the time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple

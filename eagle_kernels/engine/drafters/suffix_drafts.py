@@ -6,8 +6,6 @@ among equal scores. All matches of one state are followed by the same tokens, an
 times the probability of the first one. So only few drafts have to be made.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from heapq import heappop, heappush
 from itertools import accumulate

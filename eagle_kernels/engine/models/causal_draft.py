@@ -1,7 +1,5 @@
 """A small language model as the draft: classic speculative decoding, also with trees."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Chat templates: conversations as the text that a model was trained on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime

@@ -4,8 +4,6 @@ The files' headers tell all shapes before anything is allocated. Tensors are the
 copied into place in their final dtype, so loading takes the memory of the weights and of one tensor more.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -8,8 +8,6 @@ only more slowly. The official files name no layers. `d2t` holds offsets in ever
 `norm_output` has the meaning that SGLang and vLLM give it: the head feeds back its output after the final norm.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ transformers' AttentionInterface leads attention to us, and hooks read the hidde
 cache nor a mask; positions, embeddings, experts and the treatment of logits are its own.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rows of the target that are no whole batch: the drafts that are worth most, and parts of prompts beside them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Times of a step's phases: device events on a GPU, also inside a captured graph, and the host's clock elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """The kinds of steps that a configuration chooses from, each with its own graphs, and the choice among them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Runs steps launch by launch, or as CUDA graphs: one graph per number of rows, configuration and set of features, and
 another one for each number of prompt tokens that a step reads."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from statistics import fmean

@@ -7,8 +7,6 @@ Let a request have n committed tokens t_0 .. t_{n-1} and the root t_n, which is 
 Then the target reads a node of depth d at position n + d.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
