@@ -57,7 +57,7 @@ def make(target, text, is_right, is_warm=True):
 
 
 def choices(engine, text, num_requests: int, step_ms=None) -> list[int]:
-    """Nodes of one step after another while so many requests run that know no end; step_ms: of so many nodes."""
+    """Nodes of each step while requests run that have no end token; step_ms: the time that a number of nodes takes."""
     requests = [engine.submit(PROMPT, SamplingParams(max_new_tokens=LENGTH)) for _ in range(num_requests)]
     steps, chosen = View(engine).plan, []
     nodes = [runner.stepper.mean_nodes for runner in steps.runners]
@@ -78,7 +78,7 @@ def choices(engine, text, num_requests: int, step_ms=None) -> list[int]:
 
 
 def settle(engine, text, num_requests, step_ms) -> Counter:
-    """What is chosen of so many nodes, and how often, once all have been tried."""
+    """How often each number of nodes is chosen once all have been tried."""
     choices(engine, text, num_requests, step_ms)
     return Counter(choices(engine, text, num_requests, step_ms))
 

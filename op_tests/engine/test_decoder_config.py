@@ -159,7 +159,7 @@ def test_of_both_places_of_a_rotary_parameter_one_counts(changes, expected):
 
 
 def test_of_a_family_s_default_and_the_file_the_file_counts():
-    assert repr(read(rope_theta=10**30).rope.rope_theta) == "1e+30"  # torch takes no int of so many bits
+    assert repr(read(rope_theta=10**30).rope.rope_theta) == "1e+30"  # torch takes no int of that size
     required = {name: CONFIG[name] for name in CONFIG if name not in ("model_type", "num_key_value_heads")}
     config = DecoderConfig.from_dict(required)
     assert (config.num_key_value_heads, config.head_dim, config.rope.rope_theta) == (6, 16, 10000.0)

@@ -81,18 +81,13 @@ def public_members(cls) -> dict[str, object]:
     }
 
 
-METHODS = [
-    pytest.param(getattr(cls, name), id=f"{cls.__name__}.{name}")
+MEMBERS = {
+    f"{cls.__name__}.{name}": value if isinstance(value, property) else getattr(cls, name)
     for cls in CLASSES
     for name, value in public_members(cls).items()
-    if not isinstance(value, property)
-]
-PROPERTIES = [
-    pytest.param(value, id=f"{cls.__name__}.{name}")
-    for cls in CLASSES
-    for name, value in public_members(cls).items()
-    if isinstance(value, property)
-]
+}
+PROPERTIES = [pytest.param(value, id=name) for name, value in MEMBERS.items() if isinstance(value, property)]
+METHODS = [pytest.param(value, id=name) for name, value in MEMBERS.items() if not isinstance(value, property)]
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

@@ -18,17 +18,9 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.engine.step.runner import Launch, StepRunner
+from op_tests.engine import toys
 from op_tests.engine.methods import METHODS, MIXED, SIZES
-from op_tests.engine.toys import (
-    DEVICE,
-    RowWalker,
-    ToyModel,
-    Walker,
-    WalkerHead,
-    WalkerModules,
-    plain_logits,
-    random_llama,
-)
+from op_tests.engine.toys import DEVICE, RowWalker, ToyModel, WalkerHead, plain_logits, random_llama
 from op_tests.engine.view import View
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
@@ -132,7 +124,7 @@ def test_statistics_are_what_the_steps_did(shape, device, monkeypatch):
     """Of each request and of a call, for trees of every shape: by what a watcher saw in each step, others beside it."""
     monkeypatch.setattr(Launch, "step_ms", 5.0)  # so that an automatic choice tries all trees
     fields = {"max_batch": 4, "prefill_chunk": 4} | SHAPES[shape]
-    target, kind = RowWalker(**SIZES, device=device), Walker if shape == "several methods" else WalkerHead
+    target, kind = RowWalker(**SIZES, device=device), toys.Walker if shape == "several methods" else WalkerHead
     engine = EAGLEInference(kind(**SIZES, seed=1, device=device), target, EAGLEConfig(**fields))
     trees = [tree for _, tree in engine.config.trees if tree is not None and engine.config.may_speculate]
     nodes = {tree.num_verify_tokens: min(tree.num_steps, tree.num_verify_tokens - 1) for tree in trees} | {1: 0}
@@ -215,7 +207,7 @@ def test_models_that_do_not_fit_are_named(target):
 def test_trees_of_a_table_are_refused_as_one_s_own(num_modules):
     """By what the draft can make, at each place of a table, of an engine or of a call."""
     sizes = {"vocab_size": 8, "seed": 1}
-    draft = ToyModel(**sizes) if num_modules is None else WalkerModules(num_modules, walk=6, **sizes)
+    draft = ToyModel(**sizes) if num_modules is None else toys.WalkerModules(num_modules, walk=6, **sizes)
     good, target, refused = (1, 1, 2), ToyModel(vocab_size=8), set()
     engine = EAGLEInference(draft, target, EAGLEConfig.chain(1))
     for tree in ((7, 2, 9), (8, 2, 9), (9, 2, 9), (2, 2, 4), (1, 2, 3), (1, 3, 4)):

@@ -70,7 +70,7 @@ NARROW = {"topk": 2, "num_steps": 5, "levels": 1, "num_drafts": 7, "min_ngram_si
 PLACES = {
     # the longest match of the root's is another one, but with the model's path the history says what follows
     "behind the path": (HISTORY, [1, 2], {}, chain(9, 1, 2, 3, 4, 5, 6)),
-    # as many levels as tokens match at most: those before the path count as well
+    # its levels are the most tokens that may match: those before the path count as well
     "behind a path of many levels": (
         HISTORY, [1, 2, 3, 4], {"levels": 4, "max_ngram_size": 4}, chain(9, 1, 2, 3, 4, 5, 6)),
     # the path stands in the history, but nothing before it does

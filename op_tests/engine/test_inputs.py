@@ -9,13 +9,8 @@ import numpy
 import pytest
 import torch
 
-from eagle_kernels.engine.requests.inputs import (
-    read_max_new_tokens,
-    read_prompt,
-    read_prompts,
-    read_samples,
-    read_seeds,
-)
+from eagle_kernels.engine.requests import inputs
+from eagle_kernels.engine.requests.inputs import read_prompt, read_prompts
 
 NESTED: list = []
 NESTED.append(NESTED)
@@ -24,16 +19,11 @@ NESTED.append(NESTED)
 @pytest.mark.parametrize(
     "input_ids",
     [
-        [1, 2, 3],
-        (1, 2, 3),
-        range(1, 4),
-        torch.tensor([1, 2, 3]),
-        torch.tensor([1, 2, 3], dtype=torch.uint8),
-        numpy.array([1, 2, 3]),
-        [numpy.int64(1), numpy.int32(2), torch.tensor(3)],
+        [1, 2, 3], (1, 2, 3), range(1, 4), torch.tensor([1, 2, 3]), torch.tensor([1, 2, 3], dtype=torch.uint8),
+        numpy.array([1, 2, 3]), [numpy.int64(1), numpy.int32(2), torch.tensor(3)],
         [1, enum.IntEnum("Token", {"TWO": 2}).TWO, 3],
     ],
-)
+)  # fmt: skip
 def test_one_prompt(input_ids):
     assert read_prompts(input_ids) == ([[1, 2, 3]], True)
 
@@ -41,15 +31,11 @@ def test_one_prompt(input_ids):
 @pytest.mark.parametrize(
     "input_ids",
     [
-        [[1, 2], [3, 4]],
-        torch.tensor([[1, 2], [3, 4]]),
-        numpy.array([[1, 2], [3, 4]]),
-        [torch.tensor([1, 2]), numpy.array([3, 4])],
-        ([numpy.int64(1), 2], (3, 4)),
-        numpy.array([[1, 2], [3, 4], None], dtype=object)[:2],
-        {0: [1, 2], 1: (3, 4)}.values(),
+        [[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]]), numpy.array([[1, 2], [3, 4]]),
+        [torch.tensor([1, 2]), numpy.array([3, 4])], ([numpy.int64(1), 2], (3, 4)),
+        numpy.array([[1, 2], [3, 4], None], dtype=object)[:2], {0: [1, 2], 1: (3, 4)}.values(),
     ],
-)
+)  # fmt: skip
 def test_several_prompts(input_ids):
     assert read_prompts(input_ids) == ([[1, 2], [3, 4]], False)
 
@@ -135,11 +121,7 @@ def test_texts_are_encoded():
     "seeds", [4, numpy.int64(4), torch.tensor(4), [4, 4], (4, 4), torch.tensor([4, 4]), numpy.array([4, 4])]
 )
 def test_seeds(seeds):
-    assert read_seeds(seeds, 2) == [4, 4]
-
-
-def test_one_seed_as_a_tensor():
-    assert read_seeds(torch.tensor([4]), 1) == [4]
+    assert inputs.read_seeds(seeds, 2) == [4, 4] and inputs.read_seeds(torch.tensor([4]), 1) == [4]
 
 
 @pytest.mark.parametrize(
@@ -157,22 +139,22 @@ def test_one_seed_as_a_tensor():
 )
 def test_other_seeds_are_refused(seeds, message):
     with pytest.raises(ValueError, match="^generate: " + message + "|" + message + "$"):
-        read_seeds(seeds, 2)
+        inputs.read_seeds(seeds, 2)
 
 
 def test_max_new_tokens():
-    assert read_max_new_tokens(3) == read_max_new_tokens(numpy.int64(3)) == 3
+    assert inputs.read_max_new_tokens(3) == inputs.read_max_new_tokens(numpy.int64(3)) == 3
     for value in (3.0, "3", None, True, [3]):
         with pytest.raises(ValueError, match="^generate: max_new_tokens must be an int, got "):
-            read_max_new_tokens(value)
+            inputs.read_max_new_tokens(value)
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
-        read_max_new_tokens(0)
+        inputs.read_max_new_tokens(0)
     with pytest.raises(ValueError, match="max_new_tokens must fit in 64 bits, got one that cannot be shown"):
-        read_max_new_tokens(10**5000)
+        inputs.read_max_new_tokens(10**5000)
 
 
 def test_samples():
-    assert read_samples(numpy.int64(3), 2, "generate") == 3 and read_samples(2**19, 2, "generate") == 2**19
+    assert [inputs.read_samples(n, 2, "generate") for n in (numpy.int64(3), 2**19)] == [3, 2**19]
     for n, message in (
         (0, "generate: n must be an int of at least 1, got 0"),
         (2**19 + 1, "generate: n must be at most 524288 for 2 prompts, 1048576 requests in all, got 524289"),
@@ -180,6 +162,6 @@ def test_samples():
         (torch.ones(9, 9), r"generate: n must be an int of at least 1, got tensor\(.*\.\.\.$"),
     ):
         with pytest.raises(ValueError, match=message):
-            read_samples(n, 2, "generate")
+            inputs.read_samples(n, 2, "generate")
     with pytest.raises(ValueError, match="input_ids must hold at most 1048576 prompts, got 1048577"):
-        read_samples(1, 2**20 + 1, "generate")
+        inputs.read_samples(1, 2**20 + 1, "generate")

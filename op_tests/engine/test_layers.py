@@ -6,17 +6,9 @@ import pytest
 import torch
 
 from eagle_kernels import ops
-from eagle_kernels.engine.models import decoder
+from eagle_kernels.engine.models import decoder, heads
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.heads import (
-    Eagle1Config,
-    Eagle1Head,
-    EagleConfig,
-    EagleHead,
-    NextTokenConfig,
-    NextTokenModules,
-)
 from eagle_kernels.reference.causal_attend import causal_attend
 
 CONFIG = {
@@ -85,9 +77,9 @@ def rows_of_linear_decode(monkeypatch, device) -> list[int]:
 
 
 HEADS = {
-    "EAGLE-3": (EagleHead, EagleConfig, {"fc_norm": True, "norm_before_fc": True}),
-    "EAGLE-1": (Eagle1Head, Eagle1Config, {}),
-    "next-token modules": (NextTokenModules, NextTokenConfig, {"num_nextn_predict_layers": 2}),
+    "EAGLE-3": (heads.EagleHead, heads.EagleConfig, {"fc_norm": True, "norm_before_fc": True}),
+    "EAGLE-1": (heads.Eagle1Head, heads.Eagle1Config, {}),
+    "next-token modules": (heads.NextTokenModules, heads.NextTokenConfig, {"num_nextn_predict_layers": 2}),
 }
 BIASES = ("attention_bias", "qkv_bias", "bias")  # by the names of all kinds of heads
 

@@ -18,12 +18,7 @@ from eagle_kernels.engine.models import checkpoint, loading
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.heads import EagleConfig, EagleHead
-from eagle_kernels.engine.models.loading import (
-    end_tokens,
-    load_draft,
-    load_target,
-    read_eos_token_ids,
-)
+from eagle_kernels.engine.models.loading import end_tokens, load_draft, load_target, read_eos_token_ids
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.tokenizer import load_tokenizer
 from eagle_kernels.tools.inspection import inspect_head
@@ -35,11 +30,8 @@ WIDTHS = {
     "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 TARGET = WIDTHS | {"num_hidden_layers": 3}
-DRAFT = WIDTHS | {
-    "num_hidden_layers": 1,
-    "draft_vocab_size": 10,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
-}
+STREAMS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+DRAFT = WIDTHS | STREAMS | {"num_hidden_layers": 1, "draft_vocab_size": 10}
 
 
 @pytest.fixture
@@ -81,10 +73,9 @@ def test_draft_round_trip(target_folder, draft_folder):
 def test_sharded_target(target_folder):
     whole = safetensors_torch.load_file(target_folder / "model.safetensors")
     (target_folder / "model.safetensors").unlink()
-    names = sorted(whole)
-    weight_map = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(names)}
+    weight_map = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(sorted(whole))}
     for file_name in set(weight_map.values()):
-        part = {name: whole[name] for name in names if weight_map[name] == file_name}
+        part = {name: whole[name] for name in whole if weight_map[name] == file_name}
         safetensors_torch.save_file(part, target_folder / file_name)
     (target_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for name, tensor in load_target(target_folder).state_dict().items():
@@ -163,11 +154,8 @@ def test_end_tokens_of_a_model_of_images_and_text(target_folder):
 def test_links_that_lead_nowhere_are_told(target_folder):
     (target_folder / "config.json").unlink()
     (target_folder / "config.json").symlink_to("blobs/missing")
-    told = (
-        r"config.json is missing; the folder holds links to files that are missing \(config.json\): copy it with cp -L"
-    )
-    with pytest.raises(ModelError, match=told):
-        load_target(target_folder)
+    told = "config.json is missing; the folder holds links to files that are missing (config.json): copy it with cp -L"
+    assert told in refused(load_target, target_folder)
 
 
 def test_parts_of_a_fused_projection_are_stored_apart(target_folder, tmp_path):
@@ -447,13 +435,10 @@ def test_placements_are_checked_by_name(target_folder, draft_folder, placement, 
 @pytest.mark.parametrize(
     ("named", "dtype"),
     [
-        ("bfloat16", torch.bfloat16),
-        ("half", torch.float16),
-        ("torch.float16", torch.float16),
-        ("float", torch.float32),
-        ("auto", torch.float16),
+        ("bfloat16", torch.bfloat16), ("half", torch.float16), ("torch.float16", torch.float16),
+        ("float", torch.float32), ("auto", torch.float16),
     ],
-)
+)  # fmt: skip
 def test_dtypes_have_names(target_folder, draft_folder, named, dtype):
     """Those of torch and of vLLM; auto is that of the folder, by either name that transformers gives it."""
     for field in ("dtype", "torch_dtype"):

@@ -236,25 +236,6 @@ def test_requests_that_end_leave_no_suffix_tree(device):
     assert requests[0].output_ids == engine.generate(PROMPTS[0], 10, speculative=False).output_ids
 
 
-def test_a_request_that_fails_before_it_begins_leaves_the_others(device, monkeypatch):
-    """Its suffix tree was never there to be dropped."""
-    target, _ = toys(device)
-    engine = EAGLEInference(None, target, EAGLEConfig(**METHODS["suffix chain"]))
-    engine.generate(PROMPTS[0], 2)
-    set_row = type(View(engine).state.sampling).set_row
-
-    def fail_once(self, row, params, seed, prompt, *ends):
-        if prompt == PROMPTS[1]:
-            raise RuntimeError("no memory")
-        set_row(self, row, params, seed, prompt, *ends)
-
-    monkeypatch.setattr(type(View(engine).state.sampling), "set_row", fail_once)
-    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]
-    engine.collect()
-    assert [request.finish_reason for request in requests] == ["length", "error", "length", "length"]
-    assert requests[1].error == "RuntimeError: no memory"
-
-
 @pytest.mark.parametrize("mode", ["packed", "qlen_only", "qlen_only_bitpacking"])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_row_of_a_mixed_batch_has_all_that_its_method_proposes(seed, mode):

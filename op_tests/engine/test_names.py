@@ -257,17 +257,10 @@ def test_prompts_and_limits_by_other_names(engine):
     for call in (
         {"prompts": PROMPTS, "max_tokens": 4, "seed": 3, "temperature": numpy.float64(1), "use_tqdm": False},
         {"inputs": PROMPTS, "max_new_tokens": 4, "seeds": [3, 3], "temperature": 1, "do_sample": True, "num_beams": 1},
-        {
-            "prompts": PROMPTS,
-            "max_tokens": numpy.int64(4),
-            "seed": torch.tensor(3),
-            "temperature": numpy.float32(1),
-            "n": numpy.int8(1),
-            "speculative": numpy.False_,
-            "logprobs": numpy.True_,
-        },
+        {"prompts": PROMPTS, "max_tokens": numpy.int64(4), "seed": torch.tensor(3), "temperature": numpy.float32(1),
+         "n": numpy.int8(1), "speculative": numpy.False_, "logprobs": numpy.True_},
         {"prompt_token_ids": PROMPTS, "sampling_params": {"max_tokens": 4, "temperature": 1.0, "seed": 3}},
-    ):
+    ):  # fmt: skip
         assert engine.generate(**call).output_ids == wanted
     assert engine.generate(PROMPTS, 4, num_return_sequences=2).stats.num_requests == 4
     assert engine.generate(PROMPTS, 4, speculative_num_steps=1).stats.num_steps == 1

@@ -98,10 +98,7 @@ def a_residual_with_the_noise_of_the_token_before(monkeypatch):
     monkeypatch.setattr(Draws, "choose", lambda draws, weights, position: choose(draws, weights, position // 2))
 
 
-FAULTS = {
-    a_coin_for_all_children: "ACCEPT",
-    a_residual_with_the_noise_of_the_token_before: "RESIDUAL",
-}
+FAULTS = {a_coin_for_all_children: "ACCEPT", a_residual_with_the_noise_of_the_token_before: "RESIDUAL"}
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)

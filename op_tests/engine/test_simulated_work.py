@@ -1,7 +1,7 @@
 """A run with planted acceptance does the work of a real one that accepts as much: launches, rows and keys alike.
 
 The target says what the position says, and the draft knows it down to a level of choice: so a real run accepts exactly
-so many drafts a step, and a simulated one beside it, whose draft knows nothing, differs from it in tokens alone.
+that many drafts a step, and a simulated one beside it, whose draft knows nothing, differs from it in tokens alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Clock(ToyModel):
 
 
 class Guess(CausalDraft):
-    """Right at so many levels of a tree, and wrong below them, as sure of itself as ever."""
+    """Right at the first `num_right` levels of a tree, and wrong below them, but no less sure of itself."""
 
     def __init__(self, model, num_right):
         super().__init__(model)
@@ -137,7 +137,7 @@ def record(engine, **sampling) -> tuple[list[Call], list[int]]:
 
 
 def moved_rows(call: Call) -> int:
-    """Rows that one `move_accepted_kv` copies, of each layer's keys, and as many values."""
+    """Rows that one `move_accepted_kv` copies, of each layer's keys; the same number of values goes with them."""
     looks, rows = dict(call.looks), call.rows
     num_nodes = looks["num_verify_tokens"]
     paths = zip(rows["accept_index"], rows["accept_token_num"])

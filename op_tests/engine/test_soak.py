@@ -71,7 +71,7 @@ DEFECTS = {
 def test_what_is_broken_is_found(defect, monkeypatch, capsys):
     owner, name, make, words = DEFECTS[defect]
     monkeypatch.setattr(owner, name, make(getattr(owner, name)))
-    rounds = map(str, range(40))  # so many, whatever the machine's pace; the first find most defects
+    rounds = map(str, range(40))  # at any pace of the machine; the first rounds find most defects
     status = soak.main(["--seed", "0", "--device", DEVICE, "--round", *rounds])
     told = capsys.readouterr().out
     assert status == 1 and words in told and "--seed 0 --round" in told and "EAGLEConfig(" in told, told

@@ -22,10 +22,8 @@ from op_tests.engine.toys import DEVICE, RowWalker, random_llama
 from op_tests.engine.view import View
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_which_steps_are_waited_for(target, monkeypatch, lag):
-    """The first, and one after every so many others; where the host is never behind, all."""
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
+def test_which_steps_are_waited_for(target, lag, monkeypatch):
+    """The first and every eighth after it; where the host is never behind, all."""
     monkeypatch.setattr("eagle_kernels.engine.step.phases.TIMED_STEPS", 7)
     engine = make(target, target)
     for _ in range(2):
@@ -43,10 +41,8 @@ def test_which_steps_are_waited_for(target, monkeypatch, lag):
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("lag", [0, 1])
-def test_steps_whose_phases_nobody_wants_to_know(target, monkeypatch, lag):
+def test_steps_whose_phases_nobody_wants_to_know(target, lag, monkeypatch):
     """No event is recorded, none is waited for, and the text is the same."""
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
     text, stats = make(target, target).generate([1, 2], 30)
     assert set(stats.phase_time_ms) == {"draft", "verify", "sample", "bookkeeping"}
 
@@ -103,7 +99,7 @@ def test_the_switch_outlives_pools_and_configurations(target):
 
 
 def simulate(choice, num_steps, step_ms, tokens, num_rows=4):
-    """Time and tokens of a request in so many steps, and the numbers that were chosen."""
+    """Time and tokens of a request in `num_steps` steps, and the numbers that were chosen."""
     total_ms, total, chosen = 0.0, 0.0, []
     for _ in range(num_steps):
         number = choice.choose(num_rows)
@@ -184,7 +180,7 @@ RECORDED_MS = {
 
 
 def noisy_steps(choice, coin: random.Random, num_steps: int, num_rows: int) -> tuple[float, list[int]]:
-    """Tokens a millisecond of so many steps as they were recorded, with noise; and the numbers chosen."""
+    """Tokens a millisecond of `num_steps` steps as recorded, with noise; and the numbers chosen."""
     total, total_ms, chosen = 0.0, 0.0, []
     for _ in range(num_steps):
         number = choice.choose(num_rows)
@@ -236,7 +232,7 @@ LIMITS = [(way, limit) for way in WAYS for limit in (0, 2) if limit or "table" n
 
 @pytest.mark.parametrize(("way", "limit"), LIMITS)
 def test_limits_on_requests_hold_to_one_request(way, limit, monkeypatch):
-    """One fewer, as many and one more: what steps verify, and what is chosen for those that read prompts as well."""
+    """One fewer, the same number and one more: what steps verify, and what is chosen for steps that read prompts."""
     monkeypatch.setattr(Launch, "step_ms", 5.0)
     fields, nodes = WAYS[way](limit)
     target, seen = RowWalker(device=DEVICE), []

@@ -112,19 +112,10 @@ REFUSED = [
     ({"method": "eagle", "suffix_decoding_max_tree_depth": 8}, "suffix_decoding_max_tree_depth must be 64 or absent"),
     ({"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 2, "suffix_decoding_max_tree_depth": 8},
      "suffix_decoding_max_tree_depth must be 64 or absent for method='hybrid'"),
-    *(
-        (
-            fields | {"num_speculative_tokens": 1, "num_model_steps": 2},
-            "num_speculative_tokens must be at least num_model_steps = 2, got 1",
-        )
-        for fields in (
-            {"method": "mtp"},
-            {"method": "eagle3"},
-            {"method": "draft_model"},
-            {"method": "hybrid"},
-            {"method": "mtp", "mtp_strategy": "with_ngram"},
-        )
-    ),
+    *(({"method": method, "num_speculative_tokens": 1, "num_model_steps": 2} | fields,
+       "num_speculative_tokens must be at least num_model_steps = 2, got 1")
+      for method, fields in (("mtp", {}), ("eagle3", {}), ("draft_model", {}), ("hybrid", {}),
+                             ("mtp", {"mtp_strategy": "with_ngram"}))),
     ({"method": "ngram", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size must be 1 or absent, since an "),
     ({"method": "ngram", "num_speculativ_tokens": 2}, "num_speculativ_tokens; did you mean num_speculative_tokens?"),
     ({"method": "ngram", "page_size": 16},

@@ -13,15 +13,8 @@ from eagle_kernels import SamplingParams
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, PythonTokenizer
 from eagle_kernels.engine.requests.request import Request, StopStrings
 from eagle_kernels.engine.serve.stream import TextStream
-from op_tests.engine.made_tokenizers import (
-    BYTE_LEVEL,
-    BYTES,
-    SPECIAL,
-    WORDS,
-    beyond,
-    decoders_of_models,
-    made_tokenizer,
-)
+from op_tests.engine import made_tokenizers as made
+from op_tests.engine.made_tokenizers import BYTE_LEVEL, BYTES, SPECIAL, WORDS, made_tokenizer
 
 
 class InPython:
@@ -53,7 +46,7 @@ def tokenizer_and_ids(name: str) -> tuple:
     else:
         tokens, ids = [*WORDS, *BYTES], [*map(WORDS.index, ("a", "b", "ab", "▁", "▁a", "é", "b</w>c"))]
         ids += [len(WORDS) + byte for byte in (*some, 0xFF)]
-    tokenizer = made_tokenizer(tokens, decoders_of_models()[name])
+    tokenizer = made_tokenizer(tokens, made.decoders_of_models()[name])
     specials = [token for token, special in tokenizer.special_tokens.items() if special in SPECIAL]
     return tokenizer, ids + 2 * specials
 
@@ -74,7 +67,7 @@ class Search:
     def push(self, token: int) -> None:
         self._ids.append(token)
         self.text += self._detokenizer.push([token])
-        self.whole = beyond(self._tokenizer, self._context, self._ids)
+        self.whole = made.beyond(self._tokenizer, self._context, self._ids)
         assert self.whole.startswith(self.text)
         name = self._tokenizer.special_tokens.get(token)
         if name is not None and any(name in string for string in self._strings):
@@ -214,7 +207,7 @@ def test_letters_that_are_those_of_special_tokens(string):
     ],
 )
 def test_a_special_token_ends_what_is_held_back(before, stop, text):
-    tokenizer = made_tokenizer([*WORDS, *BYTES], decoders_of_models()["Llama 2, Mistral"])
+    tokenizer = made_tokenizer([*WORDS, *BYTES], made.decoders_of_models()["Llama 2, Mistral"])
     stops = StopStrings((stop,), tokenizer, [])
     ids = [WORDS.index("b") if byte == ord("b") else len(WORDS) + byte for byte in before]
     assert [stops.push(token_id) for token_id in ids] == [False] * len(ids)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models import loading
 from eagle_kernels.engine.models.chat_template import ChatTemplate
 from eagle_kernels.engine.models.protocol import ModelError
@@ -23,15 +23,8 @@ from eagle_kernels.engine.models.tokenizer import ByteTokenizer, PythonTokenizer
 from eagle_kernels.engine.requests.request import StopStrings
 from eagle_kernels.tools.cli import generate as generate_command
 from eagle_kernels.tools.cli.main import main
-from op_tests.engine.made_tokenizers import (
-    BYTE_LEVEL,
-    BYTES,
-    WORDS,
-    beyond,
-    decoders_of_models,
-    made_tokenizer,
-    random_decoder,
-)
+from op_tests.engine import made_tokenizers as made
+from op_tests.engine.made_tokenizers import BYTE_LEVEL, BYTES, WORDS, made_tokenizer
 from op_tests.engine.toys import random_llama
 
 TEXTS = ["", "def f(x):\n    return x\n", "naïve — 日本語 🦅", "a\x00b"]
@@ -103,12 +96,12 @@ def test_text_for_async_for(engine):
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("name", decoders_of_models() if importlib.util.find_spec("tokenizers") else [])
+@pytest.mark.parametrize("name", made.decoders_of_models() if importlib.util.find_spec("tokenizers") else [])
 def test_pieces_are_decode_of_the_whole(name):
     """Whatever ids come, in whatever pieces, after whatever context. Held back is what some next ids would change."""
     is_level = name.startswith("GPT-2")
     tokens = BYTE_LEVEL if is_level else [*WORDS, *BYTES]
-    tokenizer, first = made_tokenizer(tokens, decoders_of_models()[name]), len(WORDS)
+    tokenizer, first = made_tokenizer(tokens, made.decoders_of_models()[name]), len(WORDS)
     total, eagle = tokenizer.num_ids, [first + byte for byte in "🦅".encode()]
     kinds = [
         range(total), range(18), range(total - 10, total), range(len(tokens) - 256 if not is_level else 7, len(tokens)),
@@ -117,13 +110,9 @@ def test_pieces_are_decode_of_the_whole(name):
     if is_level:
         tails += [tuple(map(BYTE_LEVEL.index, tail)) for tail in ("Ĺ¥", "Ł¦ħ", "¦ħ")]
     else:
-        continued = (
-            itertools.product((0x80, 0x90, 0xA0, 0xFF), repeat=1),
-            itertools.product((0x80, 0x90, 0xA0), (0x80,)),
-        )
-        tails += [
-            [first + byte for byte in tail] for tail in (*itertools.chain(*continued), (0x90, 0x80, 0x80), (0x80,) * 3)
-        ]
+        firsts = (0x80, 0x90, 0xA0)
+        continued = [*((byte,) for byte in (*firsts, 0xFF)), *((byte, 0x80) for byte in firsts), (0x90, 0x80, 0x80)]
+        tails += [[first + byte for byte in tail] for tail in (*continued, (0x80,) * 3)]
 
     for seed in range(60):
         random, ids = np.random.default_rng(seed), []
@@ -136,10 +125,10 @@ def test_pieces_are_decode_of_the_whole(name):
             size = int(random.integers(1, 4))
             text += detokenizer.push(ids[place : place + size])
             place += size
-            assert text + detokenizer.finish() == beyond(tokenizer, context, ids[:place]), (seed, context, ids)
+            assert text + detokenizer.finish() == made.beyond(tokenizer, context, ids[:place]), (seed, context, ids)
             if name not in ("wav2vec 2", "looks far"):
-                certain = os.path.commonprefix([beyond(tokenizer, context, [*ids[:place], *tail]) for tail in tails])
-                assert text == certain, (seed, context, ids)
+                ends = [made.beyond(tokenizer, context, [*ids[:place], *tail]) for tail in tails]
+                assert text == os.path.commonprefix(ends), (seed, context, ids)
 
 
 def test_pieces_of_chains_that_change_letters():
@@ -147,7 +136,7 @@ def test_pieces_of_chains_that_change_letters():
     tokens = ["a", "b", "1", "ab", "ba1", "a c", " ", "▁", "▁a", "c", "2b", "<0xC3>", "<0xA9>", "<0x62>"]
     for seed in range(1000):
         random = np.random.default_rng(seed)
-        tokenizer = made_tokenizer(tokens, random_decoder(random))
+        tokenizer = made_tokenizer(tokens, made.random_decoder(random))
         pool = [*range(14)] * 3 + [*range(tokenizer.num_ids)]
         for _ in range(4):
             context, ids = (random.choice(pool, size).tolist() for size in random.integers(0, 7, 2))
@@ -155,7 +144,7 @@ def test_pieces_of_chains_that_change_letters():
             for place in range(len(ids)):
                 text += detokenizer.push(ids[place : place + 1])
                 told = tokenizer._tokenizer.decoder.__getstate__(), context, ids
-                assert text + detokenizer.finish() == beyond(tokenizer, context, ids[: place + 1]), told
+                assert text + detokenizer.finish() == made.beyond(tokenizer, context, ids[: place + 1]), told
 
 
 @pytest.mark.parametrize("name", ["GPT-2, Qwen, Llama 3", "Llama 2, Mistral", "bytes"])
@@ -165,7 +154,7 @@ def test_what_cannot_change_goes_out_at_once(name, monkeypatch):
     if name == "bytes":
         tokenizer, broken = ByteTokenizer(), 0xFF
     else:
-        tokenizer = made_tokenizer(BYTE_LEVEL if is_level else [*WORDS, *BYTES], decoders_of_models()[name])
+        tokenizer = made_tokenizer(BYTE_LEVEL if is_level else [*WORDS, *BYTES], made.decoders_of_models()[name])
         broken = BYTE_LEVEL.index("ÿ") if is_level else len(WORDS) + 0xFF
     monkeypatch.setattr(type(tokenizer), "decode", None)
     detokenizer = tokenizer.detokenizer()
@@ -247,10 +236,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
 def test_text_says_why_there_is_no_tokenizer(tmp_path):
     pytest.importorskip("safetensors")
     pytest.importorskip("tokenizers")
-    from eagle_kernels import EAGLEInference, SamplingParams
-    from eagle_kernels.engine.models.loading import demo_pair
-
-    target, draft = demo_pair()
+    target, draft = loading.demo_pair()
     shutil.copytree(target, tmp_path / "target")
     config = json.loads((target / "config.json").read_text()) | {"tokenizer_class": "another"}
     (tmp_path / "target" / "config.json").write_text(json.dumps(config))
@@ -301,7 +287,7 @@ class InPython:
 @pytest.mark.parametrize("kind", ["bytes", "file", "Python"])
 def test_a_tokenizer_has_the_ids_of_every_model_that_it_was_given_to(kind):
     """And its own, in whatever order the models come."""
-    made = {
+    kinds = {
         "bytes": ByteTokenizer,
         "file": lambda: made_tokenizer([*WORDS, *BYTES][:248], None),  # 252 with the special tokens and 5 of a model
         "Python": lambda: PythonTokenizer(InPython()),
@@ -314,7 +300,7 @@ def test_a_tokenizer_has_the_ids_of_every_model_that_it_was_given_to(kind):
         return int(str(error.value).rpartition(" ")[2])
 
     for sizes in itertools.permutations((200, 257, 260, 300)):
-        tokenizer, most = made[kind](), 257
+        tokenizer, most = kinds[kind](), 257
         for size in (0, *sizes):
             assert as_tokenizer(tokenizer, size, "x") is tokenizer
             most = max(most, size)

@@ -181,18 +181,6 @@ def oracle_flat_indices(table, rows, lens, indptr, starts, indices):
             indices[indptr[request] + entry] = table[rows[request]][start + entry]
 
 
-def oracle_pair_indices(table, rows, lens, indices):
-    """create_draft_kv_indices of the naive EAGLE, expand_factor 2; returns kv_indptr, indices is changed in place."""
-    indptr = [0]
-    for request, length in enumerate(lens):
-        offset = 2 * sum(lens[:request]) - request
-        for entry in range(length - 1):
-            indices[offset + entry] = indices[offset + length - 1 + entry] = table[rows[request]][entry]
-        indices[offset + 2 * length - 2] = table[rows[request]][length - 1]
-        indptr += [offset + length - 1, offset + 2 * length - 1]
-    return indptr
-
-
 def oracle_assign(table, rows, starts, ends, slots):
     """assign_req_to_token_pool; table is changed in place."""
     taken = 0

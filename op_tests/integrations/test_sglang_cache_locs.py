@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -117,35 +118,20 @@ def test_flat_indices(has_starts, grid, slot_dtype, device, backend):
     indices.check("create_flashinfer_kv_indices_triton", "kv_indices")
 
 
-def test_pair_indices(slot_dtype, device, backend):
-    values = random_rows(4, 20, device=device)
-    lens = torch.randint(2, 20, (4,), device=device)
-    indptr = buffer((12,), torch.int32, device)
-    indices = buffer((2 * int(lens.sum()) + 3,), slot_dtype, device)
-    wanted = indices.tensor.tolist()
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_list_for_each_of_the_last_tokens(count, slot_dtype, device, backend):
+    """Of any number of them, which for the naive EAGLE is 2; each sees the tokens up to itself."""
+    values, lens = random_rows(4, 20, device=device), torch.randint(count, 20, (4,), device=device)
+    bounds = buffer((4 * count + 4,), torch.int32, device)
+    indices = buffer((count * int(lens.sum()) + 3,), slot_dtype, device)
     sgl_kernel.create_draft_kv_indices[(4,)](
-        indptr.tensor, indices.tensor, values["req_pool_indices"], values["req_to_token"], lens, 2, 20, 4
+        bounds.tensor, indices.tensor, values["req_pool_indices"], values["req_to_token"], lens, count, 20, 4
     )
     table, rows, lens = lists(values["req_to_token"], values["req_pool_indices"], lens)
-    bounds = oracles.oracle_pair_indices(table, rows, lens, wanted)
-    assert indices.tensor.tolist() == wanted
-    assert indptr.tensor.tolist() == bounds + [LEFT] * 3
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_a_list_for_each_of_the_last_tokens(count, device, backend):
-    """Of any number of them; each sees the tokens up to itself."""
-    table, rows = random_rows(2, 20, device=device)["req_to_token"], torch.tensor([1, 0], device=device)
-    bounds, indices = torch.zeros(2 * count + 1, dtype=torch.int32, device=device), table.new_zeros(200)
-    lens = [9, 14]
-    sgl_kernel.create_draft_kv_indices[(2,)](
-        bounds, indices, rows, table, torch.tensor(lens, device=device), count, 20, 4
-    )
-    wanted = [
-        table[row, : length - back].tolist() for row, length in zip((1, 0), lens) for back in reversed(range(count))
-    ]
-    found = [indices[start:stop].tolist() for start, stop in zip(bounds.tolist(), bounds.tolist()[1:])]
-    assert found == wanted
+    wanted = [table[row][: length - back] for row, length in zip(rows, lens) for back in reversed(range(count))]
+    assert bounds.tensor.tolist() == [*itertools.accumulate(map(len, wanted), initial=0)] + [LEFT] * 3
+    flat = sum(wanted, [])
+    assert indices.tensor.tolist() == flat + [LEFT] * (len(indices.tensor) - len(flat))
 
 
 def ranges(batch_size, device):

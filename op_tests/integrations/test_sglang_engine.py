@@ -195,7 +195,7 @@ def test_a_text_does_not_depend_on_the_batch(plain):
 
 @pytest.mark.parametrize("tree", ["8/4/16", "3/3/8", "chain"])
 def test_one_seed_gives_one_text(tree, serve, plain, requests):
-    """With and without drafts, in fp32: 64 of 64, and as many log-probabilities."""
+    """With and without drafts, in fp32: all of 64, and their log-probabilities."""
     (found,) = serve(tree, [requests])
     assert [one["tokens"] for one in found] == [one["tokens"] for one in plain[0]]
     assert sum(one["steps"] for one in found) < 0.7 * sum(len(one["tokens"]) for one in found)

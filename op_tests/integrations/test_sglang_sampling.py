@@ -15,26 +15,9 @@ import torch
 
 from eagle_kernels.integrations.sglang import parts, sampling
 from eagle_kernels.reference.ops.sampling.sample_from_logits import sample_from_logits
+from op_tests.integrations import sglang_server as server
 from op_tests.integrations import sglang_stub as stub
-from op_tests.integrations.sglang_server import (
-    END,
-    LENGTH,
-    TABLE,
-    TOP_K_ALL,
-    VOCAB,
-    Engine,
-    Info,
-    ScheduleBatch,
-    adjusted,
-    ends_of,
-    kept,
-    mixed,
-    plain,
-    request,
-    serve,
-    speculative,
-    written,
-)
+from op_tests.integrations.sglang_server import END, LENGTH, VOCAB, Engine, mixed, plain, request, speculative, written
 
 WANTED = {
     "nothing": {},
@@ -91,12 +74,12 @@ def test_requests_come_and_go(is_drafting, device):
     """They join a batch, leave it, are read in chunks, retracted, and read again in other rows of the pool."""
     requests = [mixed(number) for number in range(20)]
     wanted = written(requests)
-    assert_same(serve(requests, device, wanted if is_drafting else None), wanted)
+    assert_same(server.serve(requests, device, wanted if is_drafting else None), wanted)
 
 
 def test_requests_that_were_retracted_go_on(device):
     """After any number of tokens, in other rows of the pool, beside others, they read their own output as a prompt."""
-    more = {"frequency_penalty": 1.5, "min_new_tokens": 12, "logit_bias": {END: 5.0}, "top_k": TOP_K_ALL}
+    more = {"frequency_penalty": 1.5, "min_new_tokens": 12, "logit_bias": {END: 5.0}, "top_k": server.TOP_K_ALL}
     requests = [mixed(number, **more) for number in range(1, LENGTH)]
     wanted = written(requests)
     for number, each in enumerate(requests):
@@ -112,17 +95,17 @@ def test_requests_that_were_retracted_go_on(device):
 @pytest.mark.parametrize("has_top_p", [False, True])
 @pytest.mark.parametrize("has_top_k", [False, True])
 def test_filters_leave_what_sglang_s_leave(has_top_k, has_top_p, has_min_p, device):
-    """With one noise, all draws are those from the kept tokens alone, which are enumerated in float64."""
+    """With one noise, all draws are those from the server.kept tokens alone, which are enumerated in float64."""
     requests = [
-        request(number, temperature=0.5 + number % 3, top_k=3 + number % 7 if has_top_k else TOP_K_ALL,
+        request(number, temperature=0.5 + number % 3, top_k=3 + number % 7 if has_top_k else server.TOP_K_ALL,
                 top_p=0.4 + number % 5 / 10 if has_top_p else 1.0, min_p=0.1 + number % 4 / 5 if has_min_p else 0.0)
         for number in range(200)
     ]  # fmt: skip
     batch = SimpleNamespace(reqs=requests, device=device)
-    info, positions = Info.from_schedule_batch(batch, VOCAB), torch.arange(200, device=device)
+    info, positions = server.Info.from_schedule_batch(batch, VOCAB), torch.arange(200, device=device)
     info.eagle_kernels_seeds = torch.tensor([sampling.seed_of(each) for each in requests], device=device)
     logits = torch.randn(200, VOCAB, device=device)
-    rows = torch.stack([kept(row.double(), each.sampling_params) for row, each in zip(logits.cpu(), requests)])
+    rows = torch.stack([server.kept(row.double(), each.sampling_params) for row, each in zip(logits.cpu(), requests)])
     wanted = sample_from_logits(rows, positions.cpu() + 1, info.eagle_kernels_seeds.cpu(), torch.ones(200).double())
     tokens = sampling.forward(None, None, SimpleNamespace(next_token_logits=logits), info, False, [], [], positions)
     assert tokens.tolist() == wanted.tolist()
@@ -143,11 +126,11 @@ def test_nothing_ends_a_request_early(is_drafting, device):
             if hasattr(owner, name):
                 setattr(owner, name, ENDS[name])
     for each in requests:
-        each.sampling_params.logit_bias = dict.fromkeys(ends_of(each), 100.0)
+        each.sampling_params.logit_bias = dict.fromkeys(server.ends_of(each), 100.0)
     for each in requests:
         (text,) = speculative([each], device, [[16] * LENGTH])[0] if is_drafting else plain([each], device)
         least = each.sampling_params.min_new_tokens
-        assert [token in ends_of(each) for token in text] == [False] * least + [True] * (len(text) - least)
+        assert [token in server.ends_of(each) for token in text] == [False] * least + [True] * (len(text) - least)
 
 
 def test_nothing_else_waits(device):
@@ -159,7 +142,7 @@ def test_nothing_else_waits(device):
     tree = (torch.zeros_like(none), rows[:, None], none, none)
     logits = sampling.REQUESTS.penalize(tree, torch.zeros(5, VOCAB, device=device), rows)
     assert [set((row == float("-inf")).nonzero()[:, 0].tolist()) for row in logits] == [
-        ends_of(each) for each in requests
+        server.ends_of(each) for each in requests
     ]
 
 
@@ -201,7 +184,7 @@ def test_rows_and_counts_are_taken_over(device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_logits_of_16_bits(dtype, penalty, device):
     """They are penalised and sampled in fp32."""
-    requests, table = [request(number, frequency_penalty=penalty) for number in range(3)], TABLE.to(dtype)
+    requests, table = [request(number, frequency_penalty=penalty) for number in range(3)], server.TABLE.to(dtype)
     wanted = written(requests, table=table)
     assert_same(plain(requests, device, table=table), wanted)
     assert_same(speculative(requests, device, wanted, table=table)[0], wanted)
@@ -257,7 +240,7 @@ def test_seeds_of_any_size_are_served(device):
 
 @pytest.mark.parametrize("is_original", [False, True])
 def test_log_probabilities_are_sglangs(is_original, sglang, device):
-    """Of the logits as adjusted, divided by the temperature, unless SGLang was told to leave that out."""
+    """Of the logits as server.adjusted, divided by the temperature, unless SGLang was told to leave that out."""
     sglang["sglang.srt.layers.sampler"].SGLANG_RETURN_ORIGINAL_LOGPROB = is_original
     engine = Engine([request(0, temperature=0.5, top_k=9), request(1, temperature=2.0)], device)
     engine.wants_logprobs = True
@@ -272,11 +255,11 @@ def test_log_probabilities_are_sglangs(is_original, sglang, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_log_probabilities_of_drafts_are_of_adjusted_logits(dtype, device):
-    requests, table = [mixed(number) for number in range(6)], TABLE.to(dtype)
+    requests, table = [mixed(number) for number in range(6)], server.TABLE.to(dtype)
     engine = Engine(requests, device, table=table)
     engine.verify([[]] * 6, seed=1)
     roots = engine.output.next_token_logits.view(6, 8, VOCAB)[:, 0].cpu()
-    wanted = [adjusted(table[text[0]].double(), each, text[:1]) for each, text in zip(requests, engine.texts)]
+    wanted = [server.adjusted(table[text[0]].double(), each, text[:1]) for each, text in zip(requests, engine.texts)]
     torch.testing.assert_close(roots, torch.stack(wanted).float())
 
 
@@ -312,8 +295,8 @@ def test_what_only_sglang_samples(case, device):
 
 def test_batches_without_requests(device):
     """They ask for nothing, and nothing keeps a batch that SGLang drops."""
-    batch = ScheduleBatch(reqs=[], device=device)
-    info = sampling.from_schedule_batch(lambda cls, batch, size: SimpleNamespace(size=size), Info, batch, VOCAB)
+    batch = server.ScheduleBatch(reqs=[], device=device)
+    info = sampling.from_schedule_batch(lambda cls, batch, size: SimpleNamespace(size=size), server.Info, batch, VOCAB)
     copy = sampling.copy_for_forward(lambda info: SimpleNamespace(penalizer_orchestrator=None), info)
     assert info.size == VOCAB and info.eagle_kernels_asked is copy.eagle_kernels_asked is None
     assert not sampling.has_penalties(info) and not sampling.has_penalties(copy)

@@ -98,7 +98,7 @@ def make_draft_batch(device, vocab_size):
 @pytest.mark.parametrize("sizes", [(3, 4, 3, 12), (1, 2, 2, 6), (2, 3, 6, 30), (3, 2, 9, 17), (2, 9, 4, 64)], ids=str)
 @pytest.mark.parametrize("has_map", [False, True])
 def test_drafts_are_those_of_sglang(has_map, sizes, sglang, monkeypatch, device):
-    """For so many requests, beams, levels and nodes; levels and beams are also equal in number, or either more."""
+    """For given numbers of requests, beams, levels and nodes; levels may equal beams in number, or either be more."""
     for name, size in zip(("BATCH", "TOPK", "STEPS", "NODES"), sizes):
         monkeypatch.setattr(sys.modules[__name__], name, size)
     hot = torch.randperm(VOCAB, device=device)[:50].sort().values if has_map else None
@@ -366,21 +366,16 @@ def test_simulated_acceptance(sglang, device):
 @pytest.mark.parametrize("change", ["idle", "rejection", "watermark", "simulated", "more"])
 def test_what_we_do_not_verify_is_sglangs(change, sglang, monkeypatch, device):
     verify_input, batch, logits = make_verify_batch(device)
-    options, more = {}, ()
     if change == "idle":
         batch.forward_mode = stub.Mode.IDLE
-    elif change == "rejection":
-        monkeypatch.setitem(stub.SPEC, "speculative_use_rejection_sampling", True)
-    elif change == "watermark":
-        options = {"watermark_state": "a state", "watermark_full_mask": True}
-    elif change == "more":
-        more = ("what newer versions have",)
-    else:
+    elif change == "simulated":
         module = sglang["sglang.srt.speculative.spec_utils"]
         module.SIMULATE_ACC_LEN, module.SIMULATE_ACC_TOKEN_MODE = 2.0, "real-draft-token"
-    output = SimpleNamespace(next_token_logits=logits)
+    monkeypatch.setitem(stub.SPEC, "speculative_use_rejection_sampling", change == "rejection")
+    options = {"watermark_state": "a state", "watermark_full_mask": True} if change == "watermark" else {}
+    given = (verify_input, batch, SimpleNamespace(next_token_logits=logits), None)
+    given += ("what newer versions have",) if change == "more" else ()
     original = lambda *given, **more: (given, more)  # noqa: E731
-    given = (verify_input, batch, output, None, *more)
     assert verification.eagle_sample(original, *given, **options) == (given, options)
 
 

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from .mutant import (
-    ATTENTION,
-    ENGINE,
-    ENUMERATION,
-    LAWS,
-    PRIMITIVES,
-    REJECTION,
-    SAMPLING,
-    VERIFY,
-    Mutant,
-    both,
-    bug,
-    of,
-    rounds,
-)
+from . import mutant
+from .mutant import ATTENTION, ENGINE, ENUMERATION, LAWS, PRIMITIVES, REJECTION, SAMPLING, VERIFY, both, bug, of, rounds
 
 
 def _one_stream(name: str) -> list[tuple[str, str, str]]:
@@ -159,7 +146,7 @@ MUTANTS = [
         [(PRIMITIVES + "random.py", "(position * 0 + draw).to(tl.uint32),", "(position * 0 + draw).to(tl.uint32), 6,")],
         [("reference/random.py", "range(10)", "range(6)")]),
     # the order of penalties, temperature and filters: in the engine's own composition, and in ops
-    Mutant(
+    mutant.Mutant(
         "min-p before top-p, rejection",
         [(ENGINE + "step/verification.py",
           "ops.min_p_renorm(ops.top_p_renorm(ops.top_k_renorm(probs, top_k), top_p), min_p)",

@@ -126,12 +126,10 @@ class Bar:
         self.count += 1
 
 
-@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_bar_counts_what_has_ended(n, lag, monkeypatch):
     """Each request once, when it has ended, with the tokens of all so far by the time until then; batches likewise."""
     clock, bars = StepClock(monkeypatch), []
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
     for module in ("serve.stream", "generation"):
         monkeypatch.setattr(f"eagle_kernels.engine.{module}.time", clock)
     monkeypatch.setattr(Bar, "made", bars, raising=False)
@@ -284,11 +282,9 @@ def test_a_benchmark_measures_what_its_clock_says(monkeypatch):
         assert run.inter_token_ms == pytest.approx(dict.fromkeys(("p50", "p95", "p99"), 6 / (1 + accepted)))
 
 
-@pytest.mark.parametrize("lag", [0, 1])
 def test_times_of_phases_are_those_of_the_steps_that_are_timed(lag, monkeypatch):
     """Their mean, once for each step of the call, whichever other calls there were; a benchmark's are of one step."""
     drawn = random.Random(lag)
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
     monkeypatch.setattr("eagle_kernels.engine.step.phases.TIMED_STEPS", 2)
     timed = []
 

@@ -253,7 +253,7 @@ def test_steps_are_noted_as_they_were(lag, monkeypatch):
 
 @pytest.mark.parametrize("chunk", [50, 64, 2048])
 def test_few_steps_read_what_few_steps_can(chunk):
-    """As many tokens as four of them hold and as many prompts; with one more of either they are read by themselves."""
+    """The tokens that four of them hold, and up to 32 prompts; with one more of either they are read apart."""
     engine = walkers(topk=1, num_steps=1, prefill_chunk=chunk)
     reading, params = scheduler_of(engine).reading, SamplingParams()
     most = 4 * min(chunk, 64 if chunk <= 64 else 192)

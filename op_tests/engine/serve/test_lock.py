@@ -59,25 +59,18 @@ OTHER = make().generate([4, 5], COUNT).output_ids
 
 
 @contextlib.contextmanager
+def calling(owner, name, call):
+    setattr(owner, name, call)
+    yield
+    setattr(owner, name, None)
+
+
 def on_tree(engine, call):
-    engine.on_tree = lambda _: call()
-    yield
-    engine.on_tree = None
+    return calling(engine, "on_tree", lambda _: call())
 
 
-@contextlib.contextmanager
-def in_model(engine, call, name="target"):
-    model = engine.target if name == "target" else engine.draft.model
-    model.call = call
-    yield
-    model.call = None
-
-
-@contextlib.contextmanager
-def in_tokenizer(engine, call):
-    engine.tokenizer.call = call
-    yield
-    engine.tokenizer.call = None
+def in_model(engine, call):
+    return calling(engine.target, "call", call)
 
 
 @contextlib.contextmanager
@@ -140,8 +133,8 @@ def in_trace(engine, call):
 PLACES = {
     "on_tree": on_tree,
     "target": in_model,
-    "draft": lambda engine, call: in_model(engine, call, "draft"),
-    "tokenizer": in_tokenizer,
+    "draft": lambda engine, call: calling(engine.draft.model, "call", call),
+    "tokenizer": lambda engine, call: calling(engine.tokenizer, "call", call),
     "signal": in_signal,
     "collector": in_collector,
     "weakref": in_weakref,
@@ -169,7 +162,7 @@ async def anext_of(stream):
 def once(seen: list, call):
     """Calls at the first two times, and keeps what came of it."""
 
-    def calling():
+    def calls():
         if len(seen) < 2:
             seen.append(None)  # whatever is called may call again
             try:
@@ -177,7 +170,7 @@ def once(seen: list, call):
             except Exception as error:
                 seen[-1] = error
 
-    return calling
+    return calls
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def check_pages(engine, num_users: int = 0) -> None:
 
 
 def small_pool(engine, num_requests: int) -> int:
-    """Bytes that hold so many requests of full length."""
+    """Bytes that hold this number of requests of full length."""
     engine.generate([1], 1)
     state = View(engine).state
     pools = [pool for pool in (state.target_pool, state.draft_pool) if pool is not None]

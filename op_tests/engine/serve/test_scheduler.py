@@ -11,22 +11,14 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.state import BatchState
+from op_tests.engine import toys
 from op_tests.engine.engines import make, prompt_of, trees_by_request
 from op_tests.engine.methods import MIXED, PROVEN, SIZES
 from op_tests.engine.request_law import check_end, check_tokens
-from op_tests.engine.toys import (
-    DEVICE,
-    LetterTokenizer,
-    RowWalker,
-    Walker,
-    WalkerHead,
-    plain_logits,
-    random_head,
-    random_modules,
-)
+from op_tests.engine.toys import DEVICE, RowWalker, Walker, WalkerHead
 from op_tests.engine.view import View
 
-ENDS, TOKENIZER = (17, 18), LetterTokenizer()
+ENDS, TOKENIZER = (17, 18), toys.LetterTokenizer()
 
 
 def random_params(coin: random.Random, prompt: list[int], number: int, drafters: tuple) -> SamplingParams:
@@ -51,7 +43,7 @@ def check_scores(engine, request) -> None:
     text = request.prompt + request.output_ids
     if not request.output_ids:  # it was given up before
         return
-    logits = plain_logits(engine, text[:-1])
+    logits = toys.plain_logits(engine, text[:-1])
     check_tokens(request, logits[start - 1 :].cpu(), is_seeded=engine.config.verify_strategy == "target_match")
     logprobs = logits.log_softmax(-1)
     rows = [(range(start, len(text)), request.logprobs if params.logprobs == "raw" else [], request.top_logprobs)]
@@ -149,7 +141,9 @@ def test_a_row_keeps_nothing_of_its_former_request(monkeypatch):
     assert all(each == told[None] for each in told.values())
 
 
-@pytest.mark.parametrize("draft", [partial(random_modules, num_modules=2), partial(random_head, aux_layers=(0, 1, 2))])
+@pytest.mark.parametrize(
+    "draft", [partial(toys.random_modules, num_modules=2), partial(toys.random_head, aux_layers=(0, 1, 2))]
+)
 def test_all_that_belongs_to_a_row_moves_with_it(target, draft):
     """Whatever tensors there are with a row for each request, by how they look."""
     engine = make(draft(target), target, method="hybrid", num_model_steps=2, topk=1, max_batch=5)

@@ -31,23 +31,19 @@ def test_streams_and_requests_are_shown_in_one_line(target, draft):
     assert repr(request) == "Request(id=0, 3 prompt tokens, 4 new tokens, finish_reason='length')"
 
 
-def test_a_stream_that_is_given_up(target, draft, lag):
+@pytest.mark.parametrize("way", ["closed", "forgotten"])
+def test_a_stream_that_is_given_up(target, draft, lag, way):
+    """Nothing but its owner holds it, so it ends there and then, not whenever a collector comes along."""
     engine = make(draft, target)
     stream = engine.stream([prompt_of(1), prompt_of(2)], 30)
     next(stream)
-    stream.close()
-    assert not engine.has_work
-    assert {request.finish_reason for request in stream.requests} == {"abort"}
-    assert stream.output().stats.finish_reasons == ["abort", "abort"]
-
-
-def test_a_stream_that_is_forgotten(target, draft, lag):
-    """Nothing but its owner holds it, so it ends there and then, not whenever a collector comes along."""
-    engine = make(draft, target)
-    for event in engine.stream([prompt_of(1), prompt_of(2)], 30):
-        assert event.token_id >= 0
-        break
-    assert not engine.has_work
+    requests = stream.requests
+    if way == "closed":
+        stream.close()
+        assert stream.output().stats.finish_reasons == ["abort", "abort"]
+    else:
+        del stream
+    assert not engine.has_work and {request.finish_reason for request in requests} == {"abort"}
     engine.generate(prompt_of(1), 3, topk=2)
 
 
