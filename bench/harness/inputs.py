@@ -264,6 +264,11 @@ def visible_drafts(values: dict) -> torch.Tensor:
     return ((values["tree_mask"][:, :, node // 64] >> (node % 64)) & 1).bool()
 
 
+def is_chain(visible: torch.Tensor) -> bool:
+    """Whether every node of `visible_drafts` sees the nodes up to itself."""
+    return torch.equal(visible, torch.ones_like(visible).tril())
+
+
 def prefixed_masks(values: dict) -> list[torch.Tensor]:
     """`visible_drafts` of each request, flat, with its prefix before every row."""
     masks = zip(visible_drafts(values), values["seq_lens"].tolist())

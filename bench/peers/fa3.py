@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ..harness.declaration import Run, Unavailable
-from ..harness.inputs import visible_drafts
+from ..harness.inputs import is_chain, visible_drafts
 from ..harness.timing import quick_us
 from . import FOLDER
 
@@ -32,7 +32,7 @@ def tree_attention(values: dict) -> Run:
     batch_size, num_nodes = query.shape[:2]
     flat, pages, prefixes = query.flatten(0, 1), _pages(values), values["seq_lens"]
     bounds = _bounds(query, batch_size, num_nodes)
-    if torch.equal(visible, torch.ones_like(visible).tril()):
+    if is_chain(visible):
         run = _fastest(flat, pages, bounds, prefixes + num_nodes, num_nodes, is_causal=True)
         return lambda: {"output": run()[0].view_as(query)}
     prefix = _fastest(flat, pages, bounds, prefixes, num_nodes, is_causal=False)

@@ -5,8 +5,6 @@ caller: see sglang_caller.
 """
 
 import functools
-import importlib.util
-import sys
 from types import ModuleType
 
 import torch
@@ -14,9 +12,10 @@ import torch
 from eagle_kernels.runtime.language import triton
 
 from ..harness.declaration import Run, Unavailable
-from ..harness.inputs import prefixed_masks
+from ..harness.inputs import is_chain, prefixed_masks, visible_drafts
 from ..harness.timing import quick_us
 from . import FOLDER, sglang_caller
+from .wheel_files import Stub, import_file
 
 # what the files import from SGLang: questions about the platform, most of which may be answered with no, and each other
 _STUBS = (
@@ -35,40 +34,11 @@ _NEEDS = {"decode_attention": ("score_mod",), "extend_attention": ("decode_atten
 _YES = {"extend_attention": ("is_cuda",)}
 
 
-class _Stub(ModuleType):
-    """Has every name, as a function that answers no (or, for the names in `yes`, yes)."""
-
-    def __init__(self, name: str, yes: tuple[str, ...]):
-        super().__init__(name)
-        self._yes = yes
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: name in self._yes
-
-
 @functools.cache
 def _module(name: str) -> ModuleType:
-    """One of the files, imported with stubs in place of the package that it was taken from."""
-    file = FOLDER / "sglang_triton" / f"{name}.py"
-    if not file.exists():
-        raise Unavailable(f"{file} does not exist")
-    spec = importlib.util.spec_from_file_location(f"{__name__}.{name}", file)
-    module = importlib.util.module_from_spec(spec)
+    yes = dict.fromkeys(_YES.get(name, ()), lambda: True)
     needed = {f"sglang.kernels.ops.attention.{other}": _module(other) for other in _NEEDS.get(name, ())}
-    stand_ins = {stub: _Stub(stub, _YES.get(name, ())) for stub in _STUBS} | needed
-    before = {stub: sys.modules[stub] for stub in stand_ins if stub in sys.modules}
-    sys.modules.update(stand_ins)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise Unavailable(f"{file.name} does not import: {type(error).__name__}: {error}") from None
-    finally:
-        for stub in stand_ins:
-            del sys.modules[stub]
-        sys.modules.update(before)
-    return module
+    return import_file(FOLDER / "sglang_triton" / f"{name}.py", {stub: Stub(stub, **yes) for stub in _STUBS} | needed)
 
 
 def gqa_decode(values: dict) -> Run:
@@ -96,7 +66,10 @@ def gqa_decode(values: dict) -> Run:
 
 
 def tree_attention(values: dict) -> Run:
-    """extend_attention with a custom mask; it reads the draft block from tensors of its own."""
+    """extend_attention with a custom mask; of chains, the faster one of it and verify_splitkv, the kernel for them.
+
+    Both read the draft block from tensors of its own.
+    """
     extend = _module("extend_attention").extend_attention_fwd
     query, prefixes = values["query"].flatten(0, 1), values["seq_lens"].tolist()
     batch_size, num_nodes, _, head_dim = values["query"].shape
@@ -111,13 +84,20 @@ def tree_attention(values: dict) -> Run:
     mask, mask_indptr = torch.cat(masks), sizes.cumsum(0).to(query.device)
     qo_indptr = torch.arange(batch_size + 1, dtype=torch.int32, device=query.device) * num_nodes
     output = torch.empty_like(query)
+    new, old = (query, *drafts), (*caches, qo_indptr, kv_indptr, kv_indices, mask, True, mask_indptr, num_nodes)
 
-    def run():
-        extend(query, *drafts, output, *caches, qo_indptr, kv_indptr, kv_indices, mask, True, mask_indptr, num_nodes,
-               1.0, 1.0, head_dim**-0.5)  # fmt: skip
-        return {"output": output.view_as(values["query"])}
+    def prepared(forward) -> Run:
+        def run():
+            forward(*new, output, *old, 1.0, 1.0, head_dim**-0.5)
+            return {"output": output.view_as(values["query"])}
 
-    return run
+        return run
+
+    if is_chain(visible_drafts(values)):
+        verify = _module("verify_splitkv")
+        if verify.can_handle(*new, *old):
+            return min((prepared(forward) for forward in (extend, verify.verify_splitkv_fwd)), key=quick_us)
+    return prepared(extend)
 
 
 def _token_indices(values: dict, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
