@@ -14,7 +14,7 @@ from bench.harness.inputs import (
     paged_cache,
     planned,
 )
-from bench.peers import fa3, flashinfer, sglang_triton
+from bench.peers import fa3, flashinfer, sglang_triton, vllm_triton
 from eagle_kernels.raw import gqa_decode
 
 _SHAPES = [
@@ -61,7 +61,12 @@ HEADLINES = [
     for kind in ("", " float8", " deterministic")
 ]
 FLOOR = Floor("read", 0.0)
-PEERS = {"fa3": fa3.gqa_decode, "flashinfer": flashinfer.gqa_decode, "sglang_triton": sglang_triton.gqa_decode}
+PEERS = {
+    "fa3": fa3.gqa_decode,
+    "flashinfer": flashinfer.gqa_decode,
+    "sglang_triton": sglang_triton.gqa_decode,
+    "vllm_triton": vllm_triton.gqa_decode,
+}
 
 draw = draw_batch
 

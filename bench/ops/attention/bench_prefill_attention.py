@@ -4,7 +4,7 @@ import torch
 
 from bench.harness import Unavailable, grid
 from bench.harness.inputs import HEADS, ODD_BATCH, SMALL_HEADS, draw_batch, lengths, paged_cache
-from bench.peers import fa3, flashinfer
+from bench.peers import fa3, flashinfer, vllm_triton
 
 _SHAPES = [(1, 1024), (1, 4096), (8, 2048), (1, 16384)]
 
@@ -21,7 +21,11 @@ SMALL_CASES = [
     {"shape": (3, 40), "page_size": 16, "heads": SMALL_HEADS, "spread": "long tail"},
 ]
 HEADLINES = ["B=1 L=4096 heads 32/8/128", *(f"B={ODD_BATCH} L=4096 heads {heads} ragged" for heads in HEADS)]
-PEERS = {"fa3": fa3.prefill_attention, "flashinfer": flashinfer.prefill_attention}
+PEERS = {
+    "fa3": fa3.prefill_attention,
+    "flashinfer": flashinfer.prefill_attention,
+    "vllm_triton": vllm_triton.prefill_attention,
+}
 
 
 def draw(coin):

@@ -19,7 +19,7 @@ from bench.harness.inputs import (
     planned,
     visible_drafts,
 )
-from bench.peers import fa3, flashinfer, sglang_triton
+from bench.peers import fa3, flashinfer, sglang_triton, vllm_triton
 from eagle_kernels.raw import tree_attention
 
 _SHAPES = [
@@ -53,6 +53,7 @@ PEERS = {
     "fa3": fa3.tree_attention,
     "flashinfer": flashinfer.tree_attention,
     "sglang_triton": sglang_triton.tree_attention,
+    "vllm_triton": vllm_triton.tree_attention,
 }
 
 
