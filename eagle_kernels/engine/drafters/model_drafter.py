@@ -1,7 +1,5 @@
 """Drafts of a model, an EAGLE head, next-token modules or a small language model: the best ones, or drawn ones."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -12,37 +10,6 @@ from ... import ops
 from ..batch.state import Batch
 from ..config.eagle_config import EAGLEConfig
 from .protocol import Drafter, Proposal, Reader, lengths_sum, tree_of
-
-
-class ModelDrafter(Drafter):
-    """Expands the best beams level by level, then keeps the best of all (EAGLE-2, arXiv 2406.16858, section 4)."""
-
-    def __init__(self, reader: Reader, config: EAGLEConfig):
-        super().__init__(config)
-        self.reader, self.num_slots = reader, max(self.num_nodes, reader.num_slots)
-
-    def propose(self, batch: Batch) -> Proposal:
-        tree, places = self._draft(batch)
-        links = ops.BuildTreeOutput(*tree[: len(ops.BuildTreeOutput._fields)])
-        return Proposal(links, path_probs=lambda: places.path_probs(tree.top_scores_index))
-
-    def _draft(self, batch: Batch) -> tuple[NamedTuple, Candidates]:
-        """Returns what `build_tree_from_scores` makes of all candidates, and the candidates."""
-        config, topk, offsets = self._config, self._config.topk, self.reader.model.draft_to_target
-        levels, places = self.reader.levels(batch), Candidates(len(batch), config, batch.roots.device)
-        level = ops.select_top_k_tokens(levels.logits, draft_to_target=offsets, topk=topk, level=0, out=places.level(0))
-        for depth in range(1, config.num_steps):
-            logits = levels.expand(depth, level.tokens, level.ancestors, level.hidden_rows)
-            level = ops.select_top_k_tokens(
-                logits, level.scores, level.ancestors, offsets, topk=topk, level=depth, out=places.level(depth)
-            )
-        levels.finish()
-        candidates, total = (places.scores, places.tokens, places.parent_slots), lengths_sum(batch, config)
-        sizes = {"topk": topk, "spec_steps": config.num_steps, "num_verify_tokens": config.num_verify_tokens}
-        tree = ops.build_tree_from_scores(
-            batch.roots, *candidates, batch.lengths, total, **sizes, tree_mask_mode=config.tree_mask_mode
-        )
-        return tree, places
 
 
 class Candidates:
@@ -75,6 +42,37 @@ class Candidates:
             parent_slots = self.parent_slots[:, 1 + level * topk : 1 + (level + 1) * topk]
         candidates = self.scores[:, begin:end], self.tokens[:, begin:end]
         return scores, tokens, parents, hidden_rows, parent_slots, *candidates, ancestors
+
+
+class ModelDrafter(Drafter):
+    """Expands the best beams level by level, then keeps the best of all (EAGLE-2, arXiv 2406.16858, section 4)."""
+
+    def __init__(self, reader: Reader, config: EAGLEConfig):
+        super().__init__(config)
+        self.reader, self.num_slots = reader, max(self.num_nodes, reader.num_slots)
+
+    def propose(self, batch: Batch) -> Proposal:
+        tree, places = self._draft(batch)
+        links = ops.BuildTreeOutput(*tree[: len(ops.BuildTreeOutput._fields)])
+        return Proposal(links, path_probs=lambda: places.path_probs(tree.top_scores_index))
+
+    def _draft(self, batch: Batch) -> tuple[NamedTuple, Candidates]:
+        """Returns what `build_tree_from_scores` makes of all candidates, and the candidates."""
+        config, topk, offsets = self._config, self._config.topk, self.reader.model.draft_to_target
+        levels, places = self.reader.levels(batch), Candidates(len(batch), config, batch.roots.device)
+        level = ops.select_top_k_tokens(levels.logits, draft_to_target=offsets, topk=topk, level=0, out=places.level(0))
+        for depth in range(1, config.num_steps):
+            logits = levels.expand(depth, level.tokens, level.ancestors, level.hidden_rows)
+            level = ops.select_top_k_tokens(
+                logits, level.scores, level.ancestors, offsets, topk=topk, level=depth, out=places.level(depth)
+            )
+        levels.finish()
+        candidates, total = (places.scores, places.tokens, places.parent_slots), lengths_sum(batch, config)
+        sizes = {"topk": topk, "spec_steps": config.num_steps, "num_verify_tokens": config.num_verify_tokens}
+        tree = ops.build_tree_from_scores(
+            batch.roots, *candidates, batch.lengths, total, **sizes, tree_mask_mode=config.tree_mask_mode
+        )
+        return tree, places
 
 
 class SampledDrafter(ModelDrafter):

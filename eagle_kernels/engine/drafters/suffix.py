@@ -8,8 +8,6 @@ from the last token that it knows, far enough to reach past what the running ste
 tokens that have come since, and drafts what lies below them. A row whose tokens leave the offer has no drafts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -188,32 +186,6 @@ class Offer(NamedTuple):
     draft: SuffixDraft
 
 
-class SuffixDrafter(Drafter):
-    """Drafts, on the device, what is left of an offer of the `feed`, which all drafters of a batch share. Without a
-    feed it is made for its sizes alone."""
-
-    reads_history = True
-
-    def __init__(self, config: EAGLEConfig, feed: SuffixFeed | None):
-        super().__init__(config)
-        self._feed = feed
-
-    def propose(self, batch: Batch) -> Proposal:
-        offers, rows, history = self._feed.offers, batch.rows, batch.state.history[batch.rows]
-        places = offers.bases[rows, None] + torch.arange(1, self._feed.most_tokens + 1, device=history.device)
-        is_since = places <= batch.lengths[:, None]
-        path = torch.where(is_since, history.gather(1, places.clamp(0, history.shape[1] - 1)), -1)
-        sizes = {"num_speculative_tokens": self.num_nodes - 1, "spec_steps": self.num_steps}
-        found = ops.reroot_drafts(offers.tokens[rows], offers.parents[rows], path, **sizes)
-        # the match has grown by the tokens since at most, and is at most as long as the trees know
-        matches = (offers.matches[rows] + is_since.sum(1)).clamp(max=self._config.suffix_decoding_max_tree_depth - 1)
-        most = matches.double() * self._config.suffix_decoding_max_spec_factor + ROUNDING_UP
-        is_allowed = torch.arange(1, self.num_nodes, device=most.device) <= most[:, None]
-        tokens, parents = (torch.where(is_allowed, nodes, -1) for nodes in (found.tokens, found.parents))
-        tree = tree_of(batch, tokens, parents, self._config)
-        return Proposal(tree, path_probs=lambda: self._feed.path_probs(path, tokens, parents))
-
-
 class SuffixFeed:
     """Makes and sends the offers on the host, from the suffix trees.
 
@@ -293,3 +265,29 @@ class SuffixFeed:
                 copied = copy_probs(zip(tokens[row], parents[row]), known, draft.probs, since)
                 probs[row] = torch.tensor(copied, **options)
         return probs.to(path.device)
+
+
+class SuffixDrafter(Drafter):
+    """Drafts, on the device, what is left of an offer of the `feed`, which all drafters of a batch share. Without a
+    feed it is made for its sizes alone."""
+
+    reads_history = True
+
+    def __init__(self, config: EAGLEConfig, feed: SuffixFeed | None):
+        super().__init__(config)
+        self._feed = feed
+
+    def propose(self, batch: Batch) -> Proposal:
+        offers, rows, history = self._feed.offers, batch.rows, batch.state.history[batch.rows]
+        places = offers.bases[rows, None] + torch.arange(1, self._feed.most_tokens + 1, device=history.device)
+        is_since = places <= batch.lengths[:, None]
+        path = torch.where(is_since, history.gather(1, places.clamp(0, history.shape[1] - 1)), -1)
+        sizes = {"num_speculative_tokens": self.num_nodes - 1, "spec_steps": self.num_steps}
+        found = ops.reroot_drafts(offers.tokens[rows], offers.parents[rows], path, **sizes)
+        # the match has grown by the tokens since at most, and is at most as long as the trees know
+        matches = (offers.matches[rows] + is_since.sum(1)).clamp(max=self._config.suffix_decoding_max_tree_depth - 1)
+        most = matches.double() * self._config.suffix_decoding_max_spec_factor + ROUNDING_UP
+        is_allowed = torch.arange(1, self.num_nodes, device=most.device) <= most[:, None]
+        tokens, parents = (torch.where(is_allowed, nodes, -1) for nodes in (found.tokens, found.parents))
+        tree = tree_of(batch, tokens, parents, self._config)
+        return Proposal(tree, path_probs=lambda: self._feed.path_probs(path, tokens, parents))

@@ -7,8 +7,6 @@ graph. Norm, rotary embedding and activation are ops of this library. Rotary fre
 (modeling_rope_utils.py) bit for bit: its formulas in its order, in fp32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
@@ -47,7 +45,7 @@ class Rotary(nn.Module):
         table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
         self.register_buffer("table", table, persistent=False)
 
-    def _apply(self, function, recurse: bool = True) -> Rotary:
+    def _apply(self, function, recurse: bool = True):
         # The table follows the module to its device, but `.to(bfloat16)` must not round it nor `to_empty` lose it.
         self.table = self.table.to(function(self.table.new_empty(0)).device)
         return self
