@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 
+from op_tests.harness.trees import LINKS
 from op_tests.ops.verify.cases import MALFORMED
 
-LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
 INFINITY, NAN = float("inf"), float("nan")
 LARGEST = 2**31 - 1
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -63,12 +63,7 @@ def tree(choice: Choice, batch_size: int, num_nodes: int, vocab_size: int, any_o
                 first[request, name[parent]] = name[node]
             last_child[parent] = node
         retrieved[request] = torch.randperm(num_nodes) + request * num_nodes
-    links = {
-        "candidates": integers(0, vocab_size - 1, batch_size, num_nodes),
-        "retrieve_index": retrieved,
-        "retrieve_next_token": first,
-        "retrieve_next_sibling": sibling,
-    }
+    links = dict(zip(LINKS, (integers(0, vocab_size - 1, batch_size, num_nodes), retrieved, first, sibling)))
     if choice.is_malformed:
         share_children(choice, links)
     if choice.random() < 0.2:
@@ -176,9 +171,8 @@ def processors(choice: Choice, number: int, rows: int, vocab_size: int) -> dict:
 def rows_of_logits(choice: Choice, number: int, vocab_size: int) -> torch.Tensor:
     """Flat, peaked and tied rows at any height, a few without a number; on a dyadic grid, which half precision has."""
     scale = each_of([0.0, 0.25, 1.0, 3.0], number)[:, None]
-    logits = (torch.randn(number, vocab_size) * scale * 4).round() / 4 + each_of([-24.0, 0.0, 0.0, 20.0], number)[
-        :, None
-    ]
+    logits = (torch.randn(number, vocab_size) * scale * 4).round() / 4
+    logits += each_of([-24.0, 0.0, 0.0, 20.0], number)[:, None]
     if choice.random() < 0.3:
         logits[choice.randrange(number), :: choice.choice((1, 2, 5))] = choice.choice((NAN, -INFINITY, INFINITY))
     return logits.to(choice.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16)))
@@ -617,7 +611,7 @@ def ngram_match(choice):
 
 
 def trie(choice, batch_size, size):
-    """Most nodes behind the one before, a few behind nothing."""
+    """Most nodes below the one before, a few below nothing."""
     node = torch.arange(1, size + 1)
     elsewhere = (torch.rand(batch_size, size) * node).long()
     parents = torch.where(torch.rand(batch_size, size) < choice.random(), elsewhere, node - 1)
@@ -628,11 +622,8 @@ def trie(choice, batch_size, size):
 
 
 def reroot_drafts(choice):
-    batch_size, size, path_size = (
-        choice.choice((1, 3, 4)),
-        choice.choice((1, 7, 8, 15, 30)),
-        choice.choice((0, 1, 2, 4)),
-    )
+    sizes = (1, 3, 4), (1, 7, 8, 15, 30), (0, 1, 2, 4)
+    batch_size, size, path_size = map(choice.choice, sizes)
     tokens, parents = trie(choice, batch_size, size)
     path = integers(0, 1, batch_size, path_size)
     for request in range(batch_size):
@@ -645,10 +636,8 @@ def reroot_drafts(choice):
             path[request, place] = tokens[request, end - 1]
         path[request, choice.randint(0, path_size) :] = -1 if choice.random() < 0.5 else path[request, -1:]
     values = {"tokens": tokens, "parents": parents, "path": path}
-    return values | {
-        "num_speculative_tokens": choice.choice((1, 4, 16, 40)),
-        "spec_steps": choice.choice((1, 2, 5, 40)),
-    }
+    sizes = {"num_speculative_tokens": (1, 4, 16, 40), "spec_steps": (1, 2, 5, 40)}
+    return values | {name: choice.choice(given) for name, given in sizes.items()}
 
 
 def merge_drafts(choice):

@@ -8,7 +8,8 @@ from eagle_kernels.ops.sampling import verify_tree_sampled as sampled
 from eagle_kernels.ops.verify import verify_tree_greedy as op
 from eagle_kernels.reference.accept_policy import simulated_acceptance
 from eagle_kernels.runtime import launch
-from op_tests.harness import assert_only_launches, check_operation, check_registration
+from op_tests.harness import assert_only_launches, check_operation, check_registration, to_device
+from op_tests.harness.trees import stars
 from op_tests.ops.verify.cases import follow_tree, make_tree
 
 PATH = "verify.verify_tree_greedy"
@@ -88,21 +89,6 @@ def test_sampled_walks_reach_it_too(shape, policy, filters, way, device, monkeyp
         assert output.accept_token_num.tolist() == wished_depths(values)
 
 
-def siblings(tokens: list[int], target: int, policy: str, device) -> dict:
-    """A root with children that carry `tokens`."""
-    num_nodes = len(tokens) + 1
-    none = [-1] * num_nodes
-    values = {
-        "candidates": [7, *tokens],
-        "retrieve_index": list(range(num_nodes)),
-        "retrieve_next_token": [1, *none[1:]],
-        "retrieve_next_sibling": [-1, *range(2, num_nodes), -1],
-        "target_predict": [target] * num_nodes,
-    }
-    values = {name: torch.tensor([value], device=device) for name, value in values.items()}
-    return values | {"spec_steps": 1, "accept_policy": policy}
-
-
 @pytest.mark.parametrize(
     ("tokens", "target", "policy", "planted", "accepted"),
     [
@@ -121,7 +107,9 @@ def siblings(tokens: list[int], target: int, policy: str, device) -> dict:
 )
 def test_planted_tokens(tokens, target, policy, planted, accepted, device):
     """The first child's, where one has a token; to stop, only a child's gives way, to the smallest free id."""
-    values = siblings(tokens, target, policy, device)
+    predict = torch.full((1, len(tokens) + 1), target)
+    values = to_device(stars([tokens], root=7) | {"target_predict": predict}, device)
+    values |= {"spec_steps": 1, "accept_policy": policy}
     if policy == "simulate":
         values |= {"simulated_rates": torch.zeros(1, device=device), "seeds": torch.zeros(1, device=device).long()}
         values["positions"] = torch.zeros(len(tokens) + 1, device=device).long()

@@ -103,7 +103,7 @@ def test_a_row_never_mixes_runs(folder):
     assert rows(folder, "first") == {"first": {"eagle_kernels": 2.0}}
 
 
-def test_lines_without_a_run_are_told_apart_by_their_commit(folder):
+def test_the_commit_parts_lines_without_a_run(folder):
     write(folder, line("eagle_kernels", 3.0, commit="1"), line("torch", 30.0, commit="1"))
     write(folder, line("eagle_kernels", 2.0, commit="2"), line("sgl_kernel", 20.0, commit="2"))
     assert rows(folder, "first") == {"first": {"eagle_kernels": 2.0, "sgl_kernel": 20.0}}
@@ -195,7 +195,6 @@ def test_steps_of_the_engine(folder, monkeypatch):
 
 def test_methods_of_drafting(folder, monkeypatch):
     """The newest line of each; chains and trees, and what the device waits for, beside the results."""
-
     measured = functools.partial(app_line, "drafters")
     for speed in (100.2, 400.6):
         numbers = {"accept_length": 4.321, "tokens_per_s": speed, "of_plain": speed / 100.2}
@@ -211,10 +210,8 @@ def test_methods_of_drafting(folder, monkeypatch):
     assert call_report(folder, monkeypatch) == 0
     of_gpu = page(folder)
     assert "| code | ngram | 8 | 4.32 | 401 | 4.00× | `abc` |" in of_gpu and of_gpu.count("| code | ngram |") == 1
-    plain, naive = (
-        "| code | plain | 0 | 1.00 | 100 | 1.00× | `abc` |",
-        "| code | naive | 0 | 1.00 | 90 | 0.90× | `abc` |",
-    )
+    plain = "| code | plain | 0 | 1.00 | 100 | 1.00× | `abc` |"
+    naive = "| code | naive | 0 | 1.00 | 90 | 0.90× | `abc` |"
     assert 0 < of_gpu.index(plain) < of_gpu.index("| code | ngram | 8 |") < of_gpu.index(naive)
     assert "| code, in turns with plain decoding | naive | 0 | 1.00 | 99 | 0.99× | `abc` |" in of_gpu
     assert "| tokens a step, tokens/s | ngram chain | suffix topk=2 |" in of_gpu

@@ -14,6 +14,7 @@ from eagle_kernels.ops.registry import OPS
 from eagle_kernels.runtime import check
 from op_tests.harness import to_device
 from op_tests.harness.cases import copied, refusal
+from op_tests.harness.trees import stars
 
 INTS = torch.tensor
 PAGES, PAGE_SIZE = 5, 4
@@ -59,10 +60,7 @@ ROW_STEPS = [at("req_pool_indices", 0, to=2), at("req_pool_indices", 0, to=-1), 
 LAST_ROW = {"req_pool_indices": INTS([1]), "req_to_token": INTS([[9] * 6, [4, 3, 2, 1, 2**31 - 1, 0]])}
 PAST_INT32 = at("req_to_token", 1, 4, to=2**31)
 ENDS = [at("kv_indptr", 1, to=4), at("kv_indptr", 0, to=-1)]
-TREE = {
-    "candidates": INTS([[9, 1]]), "retrieve_index": INTS([[0, 1]]), "retrieve_next_token": INTS([[1, -1]]),
-    "retrieve_next_sibling": INTS([[-1, -1]]),
-}  # fmt: skip
+TREE = stars([[1]], root=9)
 LEAST, ALMOST_1 = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
 NAN = float("nan")
 DRAWN = {"positions": INTS([5, 6]), "seeds": INTS([1])}

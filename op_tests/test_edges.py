@@ -12,6 +12,7 @@ import eagle_kernels
 from eagle_kernels.ops.registry import OPS
 
 from .harness import to_device
+from .harness.trees import LINKS
 
 T = torch.tensor
 INF, NAN = math.inf, math.nan
@@ -21,13 +22,8 @@ TABLE = {"req_pool_indices": T([1, 2, -1]), "req_to_token": T([[90, 91, 92, 93],
 
 def tree(tokens: list, child: list, sibling: list, index: list | None = None) -> dict:
     """Links of trees; a request of its own for each row."""
-    count, size = len(tokens), len(tokens[0])
-    return {
-        "candidates": T(tokens),
-        "retrieve_index": torch.arange(count * size).view(count, size) if index is None else T(index),
-        "retrieve_next_token": T(child),
-        "retrieve_next_sibling": T(sibling),
-    }
+    rows = torch.arange(T(tokens).numel()).view(len(tokens), -1) if index is None else T(index)
+    return dict(zip(LINKS, (T(tokens), rows, T(child), T(sibling))))
 
 
 # a chain of two drafts; one of a root of another request, which is dead; one whose links lead back and away

@@ -13,12 +13,13 @@ import eagle_kernels
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from op_tests.engine.toys import Markov
 from op_tests.harness import to_device
+from op_tests.harness.trees import depths_of, trees_of
 
 SEEDS = torch.tensor([0, 1, -5, 2**40 + 3, -(2**62), 77])
 POSITIONS = torch.tensor([0, 7, 300, 2**31 - 1, 2**33 + 1, 41])
 NUM_ROWS = len(SEEDS)
 # of a root with two children, the first of which has two
-CHILDREN, SIBLINGS, DEPTH = [1, 3, -1, -1, -1], [-1, 2, -1, 4, -1], [0, 1, 1, 2, 2]
+PARENTS = [-1, 0, 0, 1, 1]
 
 
 def grid(num_rows, vocab_size=300, salt=3):
@@ -40,15 +41,12 @@ def drafts(num_nodes):
     return tokens, target, draft
 
 
-def trees(num_nodes=5):
-    tokens, target, draft = drafts(num_nodes)
+def trees():
+    tokens, target, draft = drafts(len(PARENTS))
     return {
-        "candidates": tokens,
-        "retrieve_index": torch.arange(NUM_ROWS * num_nodes).view(NUM_ROWS, num_nodes),
-        "retrieve_next_token": torch.tensor(CHILDREN).repeat(NUM_ROWS, 1),
-        "retrieve_next_sibling": torch.tensor(SIBLINGS).repeat(NUM_ROWS, 1),
+        **trees_of(PARENTS, tokens.tolist()),
         "target_logits": target, "draft_logits": draft.flatten(0, 1), "spec_steps": 2,
-        **rows(), "positions": (POSITIONS[:, None] + torch.tensor(DEPTH)).flatten(),
+        **rows(), "positions": (POSITIONS[:, None] + torch.tensor(depths_of(PARENTS))).flatten(),
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from eagle_kernels.runtime import launch as launch_module
 from eagle_kernels.runtime import recorded
 from op_tests.harness import assert_equal
 from op_tests.harness.ahead_of_time import module_of_tests
+from op_tests.harness.trees import LINKS
 from op_tests.ops.tree.cases import make_tree
 
 # of the launcher that `pretend` makes
@@ -124,7 +125,7 @@ def test_the_public_function_and_inference_mode_are_replayed_too(plans, device):
     links = make_tree(5, 4, 3, 12, device=device)
     tree = eagle_kernels.raw.build_tree(**links)
     nodes = (tree.draft_tokens.view(5, 12), tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling)
-    values = dict(zip(("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"), nodes))
+    values = dict(zip(LINKS, nodes))
     values |= {"target_predict": torch.randint(97, (5, 12), device=device), "spec_steps": 3}
     out = eagle_kernels.verify_tree_greedy(**values)
     eagle_kernels.verify_tree_greedy(**values, out=out)

@@ -11,6 +11,7 @@ from eagle_kernels.ops.sampling import verify_tree_sampled
 from eagle_kernels.ops.verify import verify_tree_greedy, verify_tree_typical
 from op_tests.harness import check_operation, to_device
 from op_tests.harness.retune import retune
+from op_tests.harness.trees import stars
 
 # of the interpreter, in lanes that are masked
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide by zero")
@@ -32,37 +33,26 @@ def values_of(op: str, nones: list[int], size: int, kind: str) -> dict:
     """Of each request a root, a child of no token, and its sibling."""
     count = len(nones)
     probs, one = probabilities(count, size), torch.ones(count)
-    values = {
-        "candidates": torch.tensor([[7, none, GOOD] for none in nones]),
-        "retrieve_index": torch.arange(3 * count).view(count, 3),
-        "retrieve_next_token": torch.tensor([[1, -1, -1]] * count),
-        "retrieve_next_sibling": torch.tensor([[-1, 2, -1]] * count),
-        "spec_steps": 1,
-    }
+    values = stars([[none, GOOD] for none in nones], root=7) | {"spec_steps": 1}
     drawn = {"positions": torch.arange(3 * count), "seeds": torch.arange(count), "temperature": one}
     of_rows = {f"{name}_{kind}": probs if kind == "probs" else probs.log() for name in ("target", "draft")}
     of_rows |= {f"{name}_{other}": None for name in ("target", "draft") for other in ({"probs", "logits"} - {kind})}
     ids = torch.tensor([[GOOD, 0]] * (3 * count))
-    return (
-        values
-        | {
-            "verify.verify_tree_greedy": {"target_logits": probs},
-            "verify.verify_tree_typical": drawn | {"target_logits": probs.log(), "epsilon": one / 9, "delta": one / 3},
-            "verify.verify_tree_coins": {
-                "target_probs": probs,
-                "uniform_samples": torch.full((count, 3), 0.75),
-                "uniform_samples_for_final_sampling": one / 2,
-            },
-            "verify.verify_tree_topp": {
-                "candidate_ids": ids,
-                "candidate_lens": torch.ones(3 * count, dtype=torch.int64),
-                "target_predict": torch.full((count, 3), GOOD),
-            },
-            "sampling.verify_tree_sampled": drawn | {"target_logits": probs.log()},
-            "rejection.verify_tree_rejection": drawn | of_rows,
-            "rejection.verify_tree_traversal": drawn | of_rows,
-        }[op]
-    )
+    return values | {
+        "verify.verify_tree_greedy": {"target_logits": probs},
+        "verify.verify_tree_typical": drawn | {"target_logits": probs.log(), "epsilon": one / 9, "delta": one / 3},
+        "verify.verify_tree_coins": {
+            "target_probs": probs, "uniform_samples": torch.full((count, 3), 0.75),
+            "uniform_samples_for_final_sampling": one / 2,
+        },
+        "verify.verify_tree_topp": {
+            "candidate_ids": ids, "candidate_lens": torch.ones(3 * count).long(),
+            "target_predict": torch.full((count, 3), GOOD),
+        },
+        "sampling.verify_tree_sampled": drawn | {"target_logits": probs.log()},
+        "rejection.verify_tree_rejection": drawn | of_rows,
+        "rejection.verify_tree_traversal": drawn | of_rows,
+    }[op]  # fmt: skip
 
 
 OPS = [

@@ -57,9 +57,12 @@ def run(*command: str | Path, folder: Path, **environment: str) -> str:
     return result.stdout
 
 
-def use(python: str | Path, folder: Path, **environment: str) -> list[Path]:
-    """Runs USE in `folder`: where the package is, and the file of a reference, links resolved."""
-    return [Path(line) for line in run(python, "-c", USE, folder=folder, **environment).splitlines()]
+def use(python: str | Path, folder: Path, checkout: Path | None = None, **environment: str) -> Path:
+    """Runs USE in `folder`: the package's place, which holds its references, or links to those of a checkout."""
+    package, reference = map(Path, run(python, "-c", USE, folder=folder, **environment).splitlines())
+    assert package == (checkout or package.parent) / "eagle_kernels"
+    assert reference == (checkout or package) / "reference" / "ops" / "tree" / "build_tree.py"
+    return package
 
 
 def pip_install(environment: Path, *what: str | Path) -> Path:
@@ -99,25 +102,18 @@ def test_the_link_is_relative():
 
 
 def test_uninstalled_inside_the_checkout():
-    package, reference = use(sys.executable, ROOT)
-    assert package == ROOT / "eagle_kernels"
-    assert reference == ROOT / "reference" / "ops" / "tree" / "build_tree.py"
+    use(sys.executable, ROOT, ROOT)
 
 
 @pytest.mark.slow
 def test_uninstalled_from_elsewhere(elsewhere):
-    package, reference = use(sys.executable, elsewhere, PYTHONPATH=str(ROOT))
-    assert package == ROOT / "eagle_kernels"
-    assert reference == ROOT / "reference" / "ops" / "tree" / "build_tree.py"
+    use(sys.executable, elsewhere, ROOT, PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.slow
 @needs_pip
 def test_editable(checkout, elsewhere, tmp_path):
-    python = pip_install(tmp_path / "environment", "--editable", checkout)
-    package, reference = use(python, elsewhere)
-    assert package == checkout / "eagle_kernels"
-    assert reference == checkout / "reference" / "ops" / "tree" / "build_tree.py"
+    use(pip_install(tmp_path / "environment", "--editable", checkout), elsewhere, checkout)
 
 
 @pytest.mark.slow
@@ -125,9 +121,7 @@ def test_editable(checkout, elsewhere, tmp_path):
 def test_plain_install(checkout, elsewhere, tmp_path):
     python = pip_install(tmp_path / "environment", checkout)
     shutil.rmtree(checkout)
-    package, reference = use(python, elsewhere)
-    assert tmp_path / "environment" in package.parents
-    assert reference == package / "reference" / "ops" / "tree" / "build_tree.py"
+    assert tmp_path / "environment" in use(python, elsewhere).parents
 
 
 @needs_pip
@@ -165,9 +159,8 @@ def test_archive_and_its_wheel(checkout, elsewhere, tmp_path):
 
     shutil.rmtree(checkout)
     python = pip_install(tmp_path / "environment", wheel)
-    package, reference = use(python, elsewhere)
+    package = use(python, elsewhere)
     assert tmp_path / "environment" in package.parents
-    assert reference == package / "reference" / "ops" / "tree" / "build_tree.py"
     command = python.with_name("eagle-kernels")
     assert str(package) in run(command, "env", folder=elsewhere)
 

@@ -47,44 +47,23 @@ TILES = [
     (verify_tree_greedy.LEVEL_TUNING, {"BLOCK_VOCAB": 16}),
     (verify_tree_typical.SCAN_TUNING, {"BLOCK_VOCAB": 16}),
 ]
-CLOSE = {
-    "rejection.sample_children": ("logprobs",),
-    "sampling.verify_tree_sampled": ("logprobs", "raw_logprobs"),
-}
-# as many as take about a second
+CLOSE = {"rejection.sample_children": ("logprobs",), "sampling.verify_tree_sampled": ("logprobs", "raw_logprobs")}
+# what takes about a second
 NUM_CALLS = {
-    "draft.merge_drafts": 24,
-    "draft.ngram_match": 50,
-    "draft.reroot_drafts": 40,
-    "rejection.sample_children": 8,
-    "rejection.verify_chain": 20,
-    "rejection.verify_tree_rejection": 18,
-    "rejection.verify_tree_traversal": 14,
-    "sampling.min_p_renorm": 16,
-    "sampling.penalize_logits": 12,
-    "sampling.sample_from_logits": 16,
-    "sampling.top_k_renorm": 12,
-    "sampling.top_p_renorm": 12,
-    "sampling.verify_tree_sampled": 14,
-    "verify.append_output": 30,
-    "verify.pack_verify_rows": 40,
-    "verify.verify_commit": 40,
-    "verify.verify_tree_coins": 40,
-    "verify.verify_tree_greedy": 30,
-    "verify.verify_tree_topp": 60,
+    "draft.merge_drafts": 24, "draft.ngram_match": 50, "draft.reroot_drafts": 40, "rejection.sample_children": 8,
+    "rejection.verify_chain": 20, "rejection.verify_tree_rejection": 18, "rejection.verify_tree_traversal": 14,
+    "sampling.min_p_renorm": 16, "sampling.penalize_logits": 12, "sampling.sample_from_logits": 16,
+    "sampling.top_k_renorm": 12, "sampling.top_p_renorm": 12, "sampling.verify_tree_sampled": 14,
+    "verify.append_output": 30, "verify.pack_verify_rows": 40, "verify.verify_commit": 40,
+    "verify.verify_tree_coins": 40, "verify.verify_tree_greedy": 30, "verify.verify_tree_topp": 60,
     "verify.verify_tree_typical": 16,
-}
+}  # fmt: skip
 # and these with trees that are malformed where drafts are accepted
 NUM_MALFORMED = {
-    "rejection.verify_tree_rejection": 3,
-    "rejection.verify_tree_traversal": 3,
-    "sampling.penalize_logits": 3,
-    "sampling.verify_tree_sampled": 6,
-    "verify.verify_tree_coins": 8,
-    "verify.verify_tree_greedy": 8,
-    "verify.verify_tree_topp": 8,
-    "verify.verify_tree_typical": 6,
-}
+    "rejection.verify_tree_rejection": 3, "rejection.verify_tree_traversal": 3, "sampling.penalize_logits": 3,
+    "sampling.verify_tree_sampled": 6, "verify.verify_tree_coins": 8, "verify.verify_tree_greedy": 8,
+    "verify.verify_tree_topp": 8, "verify.verify_tree_typical": 6,
+}  # fmt: skip
 
 
 def prepare(monkeypatch, device) -> None:

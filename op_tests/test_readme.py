@@ -18,20 +18,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"```bash\n(.*?)\n```", README, re.DOTALL)
 CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 # what a checkout has beside its own folders, such as virtual environments, is left alone
-PAGES = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *(page for name in ("bench", "eagle_kernels", "op_tests", "reference") for page in (ROOT / name).rglob("*.md")),
-    ]
-)
+FOLDERS = [ROOT / name for name in ("bench", "eagle_kernels", "op_tests", "reference")]
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))])
 # API pages hold excerpts of docstrings, and some pages of results are generated: neither has examples
 EXAMPLES = {
     f"{page.relative_to(ROOT)}:{number}": example
     for page in PAGES
     if page.name != "API.md"
-    for number, example in enumerate(
-        re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    )
+    for number, example in enumerate(re.findall(r"(?sm)^```python\n(.*?)^```", page.read_text(encoding="utf-8")))
 }
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 

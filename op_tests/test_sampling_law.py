@@ -13,6 +13,7 @@ import torch
 import eagle_kernels
 from eagle_kernels.reference.random import grouped_gumbel
 from op_tests.harness import check_operation, to_device
+from op_tests.harness.trees import trees_of
 from op_tests.sampling_law import CASES, ORDER, arguments, assert_every_exchange_shows, can_matter, exchanged, law
 
 FILTERS = ("top_k", "top_p", "min_p")
@@ -76,9 +77,8 @@ def test_no_two_steps_of_a_kernel_can_be_exchanged(op, places, filter_order, dev
     cases, positions, tokens = telling_rows(filter_order, places, vocab_size)
     logits, given = inputs_of(cases, filter_order, places, vocab_size)
     given, logits, positions = to_device(given, device), logits.to(device), positions.to(device)
-    seeds, node = torch.zeros_like(positions), torch.arange(len(cases), device=device)[:, None]
-    links = dict.fromkeys(("candidates", "retrieve_next_token", "retrieve_next_sibling"), torch.full_like(node, -1))
-    links |= {"candidates": torch.zeros_like(node), "retrieve_index": node}
+    seeds = torch.zeros_like(positions)
+    links = to_device(trees_of([-1], [[0]] * len(cases)), device)
     if op == "verify_tree_sampled":
         drawn = eagle_kernels.raw.verify_tree_sampled(
             **links, target_logits=logits, positions=positions - 1, seeds=seeds, **given, spec_steps=0

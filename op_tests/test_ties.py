@@ -12,6 +12,7 @@ import torch
 from eagle_kernels.engine.step.verification import score
 from eagle_kernels.ops.registry import OPS
 from op_tests.harness import check_operation, to_device
+from op_tests.harness.trees import stars
 
 VOCAB = 5000
 # the ids of equal logits, which no other token reaches
@@ -23,19 +24,6 @@ def tied_logits(device, dtype=torch.float32) -> torch.Tensor:
     for row, tied in zip(logits, TIES):
         row[tied] = 2.0
     return logits.to(device)
-
-
-def one_draft(tokens: list[int], num_children: int = 1) -> dict:
-    """Trees of a root and children of one token each."""
-    num_nodes = 1 + num_children
-    node = torch.arange(num_nodes)
-    sibling = torch.where((node > 0) & (node < num_children), node + 1, -1)
-    return {
-        "candidates": torch.tensor([[7] + [token] * num_children for token in tokens]),
-        "retrieve_index": torch.arange(len(tokens) * num_nodes).view(len(tokens), num_nodes),
-        "retrieve_next_token": torch.where(node == 0, 1, -1).repeat(len(tokens), 1),
-        "retrieve_next_sibling": sibling.repeat(len(tokens), 1),
-    }
 
 
 def greedy(logits: torch.Tensor) -> dict:
@@ -71,7 +59,7 @@ def assert_lowest(path: str, values: dict, is_taken: bool, skip=()) -> None:
 def test_a_greedy_walk_follows_the_lowest_id(op, dtype, device):
     logits = tied_logits(device, dtype).repeat_interleave(2, 0)
     for drafts, is_taken in ((LOWEST, True), (HIGHEST, False)):
-        values = to_device(one_draft(drafts) | WALKS[op](logits), device)
+        values = to_device(stars([[token] for token in drafts]) | WALKS[op](logits), device)
         assert_lowest(OPS[op], values, is_taken, skip=LOGPROBS if op == "verify_tree_sampled" else ())
 
 
@@ -80,7 +68,7 @@ def test_a_greedy_chain_follows_the_lowest_id(method, device):
     logits = tied_logits(device)
     both = {"target_logits": logits.repeat_interleave(2, 0), "draft_logits": logits, "method": method}
     for drafts, is_taken in ((LOWEST, True), (HIGHEST, False)):
-        values = {"candidates": one_draft(drafts)["candidates"]} | both | greedy(both["target_logits"])
+        values = {"candidates": torch.tensor([[7, token] for token in drafts])} | both | greedy(both["target_logits"])
         assert_lowest("rejection.verify_chain", to_device(values, device), is_taken)
 
 
@@ -155,7 +143,7 @@ def test_pruning_keeps_the_first_requests_and_nodes(scores, max_rows, stay, devi
 
 def test_the_first_of_siblings_of_one_token_is_followed(device):
     """By its place among the siblings; both draws, coins, candidates and matches go by tokens."""
-    tree, ones = one_draft([3, 3], num_children=3), torch.ones(2)
+    tree, ones = stars([[3, 3, 3]] * 2), torch.ones(2)
     logits = torch.full((8, 6), -9.0)
     logits[:, 3] = 9.0
     noise = {"positions": torch.zeros(8).long(), "seeds": torch.arange(2), "temperature": ones}

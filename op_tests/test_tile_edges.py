@@ -19,6 +19,7 @@ from eagle_kernels.reference import random
 from eagle_kernels.runtime import tuning
 from op_tests.harness import check_operation, to_device
 from op_tests.harness.retune import retune
+from op_tests.harness.trees import stars
 
 # of the interpreter, in lanes that are masked
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide by zero")
@@ -44,19 +45,6 @@ def edges_of(table: dict, device) -> tuple[int, int, list[int]]:
     """A table's tile, a vocabulary of two tiles and a few tokens, and the first and last token of every tile."""
     tile = tile_of(table, device)
     return tile, 2 * tile + PAST, edges(2 * tile + PAST, tile)
-
-
-def stars(children: list[list[int]]) -> dict:
-    """Trees of a root and its children, the same number for each request."""
-    batch_size, num_nodes = len(children), 1 + len(children[0])
-    node = torch.arange(num_nodes)
-    sibling = torch.where((node > 0) & (node < num_nodes - 1), node + 1, -1)
-    return {
-        "candidates": torch.tensor([[0, *tokens] for tokens in children]),
-        "retrieve_index": torch.arange(batch_size * num_nodes).view(batch_size, num_nodes),
-        "retrieve_next_token": torch.where(node == 0, 1 if num_nodes > 1 else -1, -1).repeat(batch_size, 1),
-        "retrieve_next_sibling": sibling.repeat(batch_size, 1),
-    }
 
 
 def rows_of(weights: list[dict[int, float]], size: int, rest: float = 0.0) -> torch.Tensor:

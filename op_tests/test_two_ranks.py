@@ -13,11 +13,13 @@ import torch
 import torch.distributed
 
 import eagle_kernels
+from op_tests.harness import to_device
+from op_tests.harness.trees import depths_of, trees_of
 
 ROOT = Path(__file__).parents[1]
 NUM_RANKS, BATCH, NODES, VOCAB, STEPS = 2, 3, 5, 512, 4
 # of a root with two children, the first of which has two
-CHILDREN, SIBLINGS, DEPTH = [1, 3, -1, -1, -1], [-1, 2, -1, 4, -1], [0, 1, 1, 2, 2]
+PARENTS = [-1, 0, 0, 1, 1]
 LIMIT_S = 240
 
 
@@ -46,18 +48,11 @@ def draws(rank: int, folder: Path) -> list[torch.Tensor]:
 def verify(logits: torch.Tensor, step: int) -> list[torch.Tensor]:
     """Returns the outputs of the ops that draw, for trees of likely drafts."""
     rows, device = logits.view(BATCH, NODES, VOCAB), logits.device
-    make = lambda values: torch.tensor(values, device=device).repeat(BATCH, 1)  # noqa: E731
     ranked = rows.argsort(dim=-1, descending=True, stable=True)
-    parents = [0, 0, 0, 1, 1]
-    likely = [ranked[:, parent, place] for parent, place in zip(parents, (0, 0, 1, 0, 1))]
-    tree = {
-        "candidates": torch.stack(likely, 1),
-        "retrieve_index": torch.arange(BATCH * NODES, device=device).view(BATCH, NODES),
-        "retrieve_next_token": make(CHILDREN),
-        "retrieve_next_sibling": make(SIBLINGS),
-    }
+    likely = [ranked[:, max(parent, 0), place] for parent, place in zip(PARENTS, (0, 0, 1, 0, 1))]
+    tree = to_device(trees_of(PARENTS, torch.stack(likely, 1).tolist()), device)
     seeds = torch.arange(BATCH, device=device) + 100
-    positions = (torch.tensor(DEPTH, device=device) + step).repeat(BATCH)
+    positions = (torch.tensor(depths_of(PARENTS), device=device) + step).repeat(BATCH)
     coins = torch.rand(BATCH, NODES + 1, generator=torch.Generator().manual_seed(step)).to(device)
     filters = {"temperature": 0.9, "top_k": 50, "top_p": 0.95}
     filters = {name: torch.full((BATCH,), value, device=device) for name, value in filters.items()}

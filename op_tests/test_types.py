@@ -29,16 +29,8 @@ MODULES = ("", ".ops", ".raw", ".types", ".engine", ".engine.models.loading", ".
 
 # types of fields that are the engine's own
 ENGINE_OWN = {
-    "AuxLayers",
-    "Batch",
-    "Committed",
-    "Features",
-    "HeadConfig",
-    "Proposal",
-    "Scores",
-    "Session",
-    "StopStrings",
-}
+    "AuxLayers", "Batch", "Committed", "Features", "HeadConfig", "Proposal", "Scores", "Session", "StopStrings",
+}  # fmt: skip
 
 WRONG = """\
 import torch

@@ -12,18 +12,7 @@ from .registration import check_registration
 from .retune import assume_multiprocessors, retune
 
 __all__ = [
-    "TOLERANCE",
-    "Guarded",
-    "assert_close",
-    "assert_equal",
-    "assert_in_bounds",
-    "assert_only_launches",
-    "check_close",
-    "check_operation",
-    "check_registration",
-    "replay_in_graph",
-    "assume_multiprocessors",
-    "retune",
-    "sweep",
+    "TOLERANCE", "Guarded", "assert_close", "assert_equal", "assert_in_bounds", "assert_only_launches", "check_close",
+    "check_operation", "check_registration", "replay_in_graph", "assume_multiprocessors", "retune", "sweep",
     "to_device",
-]
+]  # fmt: skip

@@ -2,6 +2,21 @@
 
 import torch
 
+LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+
+
+def trees_of(parents: list[int], tokens: list[list[int]]) -> dict[str, torch.Tensor]:
+    """The links of trees of one form, a request for each row of tokens."""
+    batch_size, num_nodes = len(tokens), len(parents)
+    links = [torch.tensor(link).repeat(batch_size, 1) for link in links_of(parents)]
+    index = torch.arange(batch_size * num_nodes).view(batch_size, num_nodes)
+    return dict(zip(LINKS, (torch.tensor(tokens, dtype=torch.int64).view(batch_size, num_nodes), index, *links)))
+
+
+def stars(children: list[list[int]], root: int = 0) -> dict[str, torch.Tensor]:
+    """Trees of a root and the children that carry these tokens, the same number in each."""
+    return trees_of([-1] + [0] * len(children[0]), [[root, *tokens] for tokens in children])
+
 
 def links_of(parents: list[int]) -> tuple[list[int], list[int]]:
     """First children and next siblings of a tree's nodes, -1 for none; the root and padding have the parent -1."""

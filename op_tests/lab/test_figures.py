@@ -25,9 +25,8 @@ def test_the_map_has_the_speed_up_of_each_cell(figures):
     axes = figures.speedup_map(cells, "title\nabout").axes[0]
     shown = {text.get_position(): text.get_text() for text in axes.texts}
     known = {(c["config"]["prompt_domain"], c["config"]["method"], c["config"]["K"]): c["speedup"] for c in cells}
-    rows, columns = (
-        [each.get_text() for each in labels] for labels in (axes.get_yticklabels(), axes.get_xticklabels())
-    )
+    labels = axes.get_yticklabels(), axes.get_xticklabels()
+    rows, columns = ([each.get_text() for each in of_axis] for of_axis in labels)
     assert rows == ["code · chain", "code · tree", "conversation · chain", "conversation · tree"]
     assert columns == ["1", "2", "4", "8"] and len(shown) == 13
     colours = axes.collections[0].get_array()
@@ -77,10 +76,8 @@ def test_the_crossover_is_where_both_laws_meet(figures):
     (axes,) = figures.throughput({"plain": plain, "tree": curve}, "title\nabout").axes
     rings = [line for line in axes.lines if line.get_gid() == "crossover-1"]
     assert [(*line.get_xdata(), *line.get_ydata()) for line in rings] == [pytest.approx((16.0, 1600.0))]
-    assert {line.get_label() for line in axes.lines if not line.get_label().startswith("_")} == {
-        "plain",
-        "tree, crosses at 16",
-    }
+    labels = {line.get_label() for line in axes.lines if not line.get_label().startswith("_")}
+    assert labels == {"plain", "tree, crosses at 16"}
 
 
 def test_throughput_by_preset_and_by_cell():

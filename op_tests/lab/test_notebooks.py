@@ -63,14 +63,8 @@ def test_theory():
 
 
 def test_profiling():
-    names = (
-        "same_logits",
-        "plain.generated_ids",
-        "by_hand",
-        "drafted.generated_ids",
-        "[ids for ids, _ in runs.values()]",
-    )
-    same_logits, plain, by_hand, drafted, texts = run("profiling", *names)
+    names = ("same_logits", "plain.generated_ids", "by_hand", "drafted.generated_ids")
+    same_logits, plain, by_hand, drafted, texts = run("profiling", *names, "[ids for ids, _ in runs.values()]")
     assert same_logits and len(plain) == 24 and by_hand == drafted == plain and texts == [plain] * 3
 
 
@@ -78,9 +72,8 @@ def test_experiment(monkeypatch):
     monkeypatch.setattr(EAGLEInference, "warmup", lambda *_, **__: None)  # on the CPU there is nothing to compile
     names = ("status", "same_text", "[(cell['config']['K'], cell['mean_accept_length']) for cell in own]")
     names += ("distinct(own + committed, 'prompt_domain')", "len(committed)", "table[0]")
-    status, same_text, own, domains, count, titles = run(
-        "experiment", *names, max_new_tokens="8", prompts_per_domain="1"
-    )
+    settings = {"max_new_tokens": "8", "prompts_per_domain": "1"}
+    status, same_text, own, domains, count, titles = run("experiment", *names, **settings)
     assert status == 0 and same_text and titles[-4:-1] == ["K=1", "K=2", "K=4"]
     assert [k for k, _ in own] == [None, 1, 2, 4] * 2
     assert all(1 <= tokens <= 1 + (k or 0) for k, tokens in own) and max(own[1:4] + own[5:])[1] > 2

@@ -31,8 +31,8 @@ def test_the_newest_line_of_a_cell_counts_and_k_ascends():
     assert len(records.by_setting(cells)) == 3
 
 
-def test_tables_tell_machines_apart():
-    """Where there are several; what all cells share is told once."""
+def test_tables_name_machines():
+    """Where there are several; what all cells share is said once."""
     cells = records.newest_cells([*experiment(), *(each | {"gpu": "Other GPU"} for each in experiment())])
     shared, (head, *rows) = tables.cell_table(cells)
     assert len(rows) == len(cells) == 42 and {row[head.index("machine")] for row in rows} == {GPU, "Other GPU"}

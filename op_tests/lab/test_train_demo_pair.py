@@ -109,11 +109,8 @@ def test_unrolled_attend_equals_the_dense_mask(depths):
     torch.testing.assert_close(attended, expected, atol=1e-6, rtol=1e-6)
     leaves = [query, *keys, *values]
     weight = torch.randn_like(expected)
-    for got, want in zip(
-        torch.autograd.grad((attended * weight).sum(), leaves),
-        torch.autograd.grad((expected * weight).sum(), leaves),
-        strict=True,
-    ):
+    gradients = (torch.autograd.grad((output * weight).sum(), leaves) for output in (attended, expected))
+    for got, want in zip(*gradients, strict=True):
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
 
@@ -125,13 +122,8 @@ def test_unrolled_rows_line_up_with_the_target(trained):
     target_logits, features = unrolled.observe(target, head, tokens)
     with torch.no_grad():
         logits = list(unrolled.unroll(head, tokens, features, depths=3))
-        plain = head(
-            tokens[:, 1:],
-            features[:, :-1],
-            unrolled.positions_of(tokens[:, 1:]),
-            unrolled.causal_attend,
-            from_target=True,
-        )
+        positions = unrolled.positions_of(tokens[:, 1:])
+        plain = head(tokens[:, 1:], features[:, :-1], positions, unrolled.causal_attend, from_target=True)
     assert torch.equal(logits[0], plain.logits)
     assert [x.shape[1] for x in logits] == [target_logits[:, 1 + depth :].shape[1] for depth in range(3)]
     # What the kept rows see ends inside the window: other padding, same logits.
@@ -194,7 +186,7 @@ def test_the_real_sizes_fit_the_repository():
 
 
 def test_the_files_may_be_read_by_whoever_the_umask_admits(trained):
-    """A plain file beside them tells what that is."""
+    """A plain file beside them shows who that is."""
     usual = (trained / "training.json").stat().st_mode
     assert [(trained / name).stat().st_mode for name in MODEL_FILES] == [usual, usual]
 
@@ -211,12 +203,8 @@ def test_acceptance_goes_into_the_record_and_the_card(trained, tmp_path, capsys)
     measure = ["--output", str(pair), "--device", "cpu", "--measure-acceptance", "--new-tokens", "6"]
     assert train_demo_pair.main(measure) == 0
     record = json.loads((pair / "training.json").read_text())
-    assert [(row["tree"], row["temperature"]) for row in record["acceptance"]] == [
-        ("top 8, 5 levels, 32 nodes", 0.0),
-        ("chain of 5", 0.0),
-        ("top 8, 5 levels, 32 nodes", 1.0),
-        ("chain of 5", 1.0),
-    ]
+    trees = [(name, heat) for heat in (0.0, 1.0) for name in ("top 8, 5 levels, 32 nodes", "chain of 5")]
+    assert [(row["tree"], row["temperature"]) for row in record["acceptance"]] == trees
     for row in record["acceptance"]:
         assert (row["prompts"], row["new_tokens"], row["identical_to_plain"]) == (3, 3 * 6, True)
         assert row["device"].startswith("CPU")

@@ -57,10 +57,6 @@ step 2 after 'def f': 1 of 5 drafts accepted, 2 tokens
 stopped at depth 1, after 'self': the target chose <33> (0.75), which was not drafted there"""
 
 
-def test_a_known_tree_as_text():
-    assert tree_text(known_tree()) == KNOWN
-
-
 def test_a_known_tree_in_a_notebook():
     tree = known_tree()
     assert repr(tree) == "VerifiedTree(step 2 after 'def f': 1 of 5 drafts accepted, 2 tokens)"
@@ -81,9 +77,9 @@ step 2 after 'def f': 1 of 5 drafts accepted, 2 tokens
 stopped at depth 1, after 'self': the target chose <33> (0.75), which was not drafted there"""
 
 
-def test_a_known_tree_in_ascii():
-    """Escapes take the columns that they are shown in."""
-    assert tree_text(known_tree(), is_ascii=True) == KNOWN_IN_ASCII
+def test_a_known_tree_as_text():
+    """In ASCII escapes take the columns that they are shown in."""
+    assert tree_text(known_tree()) == KNOWN and tree_text(known_tree(), is_ascii=True) == KNOWN_IN_ASCII
 
 
 REASONS = ["target", "leaf", "no_drafts", "length", "end_token", "stop_string", "end_token of the target"]
@@ -194,15 +190,14 @@ def test_where_boxes_edges_and_numbers_of_an_svg_are(seed):
     svg = ElementTree.fromstring(trees_svg(trees))
     middle_of = lambda box: (box[1] + box[3]) / 2  # noqa: E731
     boxes = boxes_of(svg)
-    near = lambda one, other: abs(one - other) < 0.21  # noqa: E731  numbers have one digit behind the point
+    near = lambda one, other: abs(one - other) < 0.21  # noqa: E731  numbers have one digit after the point
 
     def box_at(side: int, x: float, y: float):
         (found,) = [box for box in boxes if near(box[side], x) and near(middle_of(box), y)]
         return found
 
-    texts = [
-        (line.get("class"), float(line.get("x")), float(line.get("y")), line.text) for line in svg.iter(f"{SVG}text")
-    ]
+    place_of = lambda line: (float(line.get("x")), float(line.get("y")))  # noqa: E731
+    texts = [(line.get("class"), *place_of(line), line.text) for line in svg.iter(f"{SVG}text")]
     tokens, children = [text for text in texts if text[0] == "token"], {box: [] for box in boxes}
     for (_, x, y, _), box in zip(tokens, boxes, strict=True):
         assert near(x, (box[0] + box[2]) / 2) and near(y, middle_of(box) + 4.5)
@@ -229,9 +224,8 @@ def test_where_boxes_edges_and_numbers_of_an_svg_are(seed):
             assert all(near(box[2] - left, max(7.9 * widest + 16, 40)) for box, _ in column)
             assert widest <= 16
         heights = min(box[1] for box in of_tree), max(box[3] for box in of_tree)
-        beside = [
-            text for text in texts if text[0] in ("draft", "target-prob") and heights[0] < text[2] < heights[1] + 9
-        ]
+        beside = [text for text in texts if text[0] in ("draft", "target-prob")]
+        beside = [text for text in beside if heights[0] < text[2] < heights[1] + 9]
         assert sum(text[0] == "draft" for text in beside) == len(tree.nodes) - 1
         for kind, x, y, _ in beside:
             assert box_at(0, x + 25, y + 5 if kind == "draft" else y - 13)
@@ -279,9 +273,8 @@ def test_the_command_draws_what_the_engine_generates(capsys, monkeypatch):
     assert show("--steps", 2, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     target, draft = demo_pair()
-    engine = EAGLEInference.from_pretrained(
-        draft, target, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10), device="cpu"
-    )
+    config = EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10)
+    engine = EAGLEInference.from_pretrained(draft, target, config, device="cpu")
     prompt = engine.tokenizer.encode(PROMPT)
     tokens = [token for step in report["steps"] for token in step["tokens"]]
     assert engine.generate(prompt, 1 + len(tokens)).output_ids[1:] == tokens
@@ -291,7 +284,7 @@ def test_the_command_draws_what_the_engine_generates(capsys, monkeypatch):
     assert step["why"] in shown and len(step["nodes"]) == 10
 
 
-def test_a_seed_that_was_not_given_is_told(capsys):
+def test_a_seed_that_was_not_given_is_named(capsys):
     assert show("--temperature", 1) == 0
     shown, _, seed = capsys.readouterr().out.rpartition("\n\nseed: ")
     assert show("--temperature", 1, "--seed", seed.strip()) == 0
@@ -332,18 +325,14 @@ def test_methods_without_a_model_and_texts_without_a_step(capsys):
         (["--svg", __file__], "--svg must be a file that ends with .svg or a folder, got"),
         (["--svg", "/no/folder/a.svg"], "--svg must be in a folder that exists, got /no/folder/a.svg"),
         (["--max-new-tokens", 0], "--max-new-tokens must be at least 1, got 0"),
+        (None, "the prompt is empty; it must hold at least one token"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_bad_arguments_are_named(capsys, arguments, message):
-    assert show(*arguments) == 1
+    assert (show(prompt="") if arguments is None else show(*arguments)) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(f"error: {message}") and captured.err.count("\n") == 1
-
-
-def test_an_empty_prompt_is_named(capsys):
-    assert show(prompt="") == 1
-    assert capsys.readouterr().err == "error: the prompt is empty; it must hold at least one token\n"
 
 
 def test_the_picture_of_the_readme_is_what_the_command_draws(tmp_path, capsys):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from eagle_kernels.reference import enumeration
 from eagle_kernels.reference.enumeration import EnumeratedDraws, enumerate_outcomes
 from eagle_kernels.reference.ops.rejection import verify_chain as reference
 from eagle_kernels.reference.tree import children_in
@@ -31,6 +32,13 @@ def near(law: dict[tuple, torch.Tensor], share: float) -> dict[tuple, torch.Tens
     return {text: share * law[text] + (1 - share) * other[text] for text in law}
 
 
+def distance_to(target: dict, emitted: dict[tuple, float], length: int) -> float:
+    """Total variation between the target's texts and what is emitted, where plain sampling goes on from it."""
+    law = enumeration.completed(emitted, target, length)
+    assert abs(sum(law.values()) - 1) < 1e-12
+    return enumeration.total_variation(law, enumeration.text_law(target, length))
+
+
 def dyadic_probs(num_rows: int, vocab_size: int, grid: int = 64) -> torch.Tensor:
     """Random probabilities fp32 [num_rows, V] that are multiples of 1 / grid, some of them 0: their sums are exact."""
     probs = torch.zeros(num_rows, vocab_size)
@@ -38,6 +46,29 @@ def dyadic_probs(num_rows: int, vocab_size: int, grid: int = 64) -> torch.Tensor
     favoured = torch.randint(vocab_size, (num_rows, 4)).gather(1, torch.randint(4, (num_rows, grid)))
     anywhere = torch.randint(vocab_size, (num_rows, grid))
     return probs.scatter_add_(1, torch.where(torch.rand(num_rows, grid) < 0.7, favoured, anywhere), ones) / grid
+
+
+class Drawn:
+    """The tokens of a tree's nodes, each drawn when it is first asked for, from what its elder siblings left; -1 where
+    nothing is left. The tree goes on from `text`; choose(probs): how a child is drawn."""
+
+    def __init__(self, parents, draft, choose, *, replacement=False, text=()):
+        self._parents, self._draft, self._choose, self._replacement = parents, draft, choose, replacement
+        self._texts = {0: text}
+
+    def text(self, node):
+        """What a node ends."""
+        if node not in self._texts:
+            parent = self._parents[node]
+            elder = [self[other] for other in range(1, node) if self._parents[other] == parent]
+            probs = self._draft.get(self.text(parent), torch.zeros(1)).clone()
+            probs[[token for token in elder if token >= 0 and not self._replacement]] = 0
+            token = int(self._choose(probs / probs.sum())) if probs.sum() > 0 else -1
+            self._texts[node] = (*self.text(parent), token)
+        return self._texts[node]
+
+    def __getitem__(self, node):
+        return self.text(node)[-1]
 
 
 def draw_children(links: dict, probs: torch.Tensor, ids: torch.Tensor, replacement: bool = False) -> None:

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from eagle_kernels.reference.enumeration import completed, text_law, total_variation
 from eagle_kernels.reference.ops.rejection import verify_chain as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import check_operation, sweep, to_device
-from op_tests.ops.rejection.laws import coins_by, draft_map, dyadic_probs, near, random_law
+from op_tests.ops.rejection.laws import coins_by, distance_to, draft_map, dyadic_probs, near, random_law
 from op_tests.ops.rejection.laws import emitted_by_a_chain as emitted_law
 
 PATH = "rejection.verify_chain"
@@ -167,8 +166,7 @@ def test_coins_at_the_ends(method, device):
 
 def deviation(method, target, draft, num_drafts, *, num_rounds=1, **options):
     emitted, _ = emitted_law(method, target, draft, num_drafts, num_rounds=num_rounds, **options)
-    length = num_rounds * (num_drafts + 1)
-    return total_variation(completed(emitted, target, length), text_law(target, length))
+    return distance_to(target, emitted, num_rounds * (num_drafts + 1))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -9,13 +9,13 @@ import torch
 from eagle_kernels.ops.rejection import verify_tree_rejection as op
 from eagle_kernels.ops.rejection.shared import prepare_pair
 from eagle_kernels.reference import random as reference_random
-from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
+from eagle_kernels.reference.enumeration import EnumeratedDraws, enumerate_outcomes
 from eagle_kernels.reference.ops.rejection.verify_tree_rejection import normalised, verify_request, without
 from eagle_kernels.reference.tree import children_in
 from op_tests.harness import check_operation, sweep, to_device
 from op_tests.harness.retune import retune
-from op_tests.harness.trees import depths_of, links_of
-from op_tests.ops.rejection.laws import draw_children
+from op_tests.harness.trees import depths_of, links_of, stars
+from op_tests.ops.rejection.laws import Drawn, distance_to, draw_children, random_law
 from op_tests.ops.verify.cases import make_tree
 
 PATH = "rejection.verify_tree_rejection"
@@ -92,107 +92,30 @@ TREES = {  # parent of each node
 }
 
 
-class Language:
-    """Target and draft distributions float64 for every prefix: random, with some zeros, the same at every call."""
-
-    def __init__(self, vocab_size, seed, zeros=0):
-        self.vocab_size = vocab_size
-        self._seed, self._zeros = seed, zeros
-
-    def target(self, prefix):
-        return self._probs(prefix, 1)
-
-    def draft(self, prefix):
-        return self._probs(prefix, 2)
-
-    @functools.cache  # noqa: B019 (a language lives as long as its test)
-    def _probs(self, prefix, which):
-        place = functools.reduce(lambda number, token: number * self.vocab_size + token + 1, prefix, which)
-        generator = torch.Generator().manual_seed(self._seed * 100_003 + place)
-        probs = torch.rand(self.vocab_size, generator=generator, dtype=torch.float64) ** 2 + 0.02
-        probs[torch.randperm(self.vocab_size, generator=generator)[: self._zeros]] = 0.0
-        return probs / probs.sum()
-
-
-class Drawn:
-    """The tokens of a tree's nodes, each drawn when it is first asked for, after its earlier siblings."""
-
-    def __init__(self, parents, language, replacement, source, top_k=False):
-        self._parents, self._language, self._source = parents, language, source
-        self._replacement, self._top_k = replacement, top_k
-        self._tokens = {}
-
-    def prefix(self, node):
-        return () if node == 0 else self.prefix(self._parents[node]) + (self[node],)
-
-    def __getitem__(self, node):
-        if node not in self._tokens:
-            parent = self._parents[node]
-            probs = self._language.draft(self.prefix(parent)).clone()
-            for sibling in [other for other in range(node) if self._parents[other] == parent]:
-                if not self._replacement and self[sibling] >= 0:
-                    probs[self[sibling]] = 0.0
-            if probs.sum() == 0:
-                self._tokens[node] = -1
-            else:
-                self._tokens[node] = int(probs.argmax()) if self._top_k else self._source.choose(probs / probs.sum())
-        return self._tokens[node]
-
-
-class Draws:
-    """What the reference draws from, handed on to the enumeration."""
-
-    def __init__(self, source):
-        self._source = source
-
-    def uniform(self, position, draw):
-        return self._source.uniform()
-
-    def choose(self, probs, position):
-        return self._source.choose(probs)
-
-
-def law_of(parents, language, *, replacement, verify=verify_request, top_k=False, certain=False):
-    """The law of (the number of accepted drafts, depth + 1 tokens): what is emitted, completed by plain sampling."""
+def law_of(parents, target, draft, *, replacement=False, verify=verify_request, propose=None, certain=False):
+    """The law of what the tree emits. propose(probs): how a child is drawn."""
     first, sibling = links_of(parents)
-    length = max(depths_of(parents)) + 1
 
-    def outcome(source):
-        tokens = Drawn(parents, language, replacement, source, top_k)
+    def emitted(source):
+        tree = Drawn(parents, draft, propose or source.choose, replacement=replacement)
         path, bonus = verify(
-            tokens, first, sibling, [0] * len(parents),
-            target_at=lambda node: language.target(tokens.prefix(node)),
-            scores_at=lambda node: language.draft(tokens.prefix(node)).log(),
-            children_are_certain=certain, spec_steps=length - 1, replacement=replacement, draws=Draws(source),
+            tree, first, sibling, depths_of(parents),
+            target_at=lambda node: target[tree.text(node)], scores_at=lambda node: draft[tree.text(node)].log(),
+            children_are_certain=certain, spec_steps=len(parents), replacement=replacement,
+            draws=EnumeratedDraws(source),
         )  # fmt: skip
-        text = [*(tokens[node] for node in path[1:]), bonus]
-        while len(text) < length:
-            text.append(source.choose(language.target(tuple(text))))
-        return len(path) - 1, tuple(text)
+        return (*tree.text(path[-1]), bonus)
 
-    return enumerate_outcomes(outcome)
+    return enumerate_outcomes(emitted)
 
 
-def text_law(law):
-    texts = {}
-    for (_, text), probability in law.items():
-        texts[text] = texts.get(text, 0.0) + probability
-    return texts
+def distance(parents, target, draft, **scheme):
+    return distance_to(target, law_of(parents, target, draft, **scheme), max(depths_of(parents)) + 1)
 
 
-def plain_law(language, length):
-    law = {}
-    for text in itertools.product(range(language.vocab_size), repeat=length):
-        law[text] = 1.0
-        for place, token in enumerate(text):
-            law[text] *= float(language.target(text[:place])[token])
-    return law
-
-
-def distance(parents, language, **scheme):
-    """Total variation between what the tree emits and plain sampling."""
-    plain = plain_law(language, max(depths_of(parents)) + 1)
-    return total_variation(text_law(law_of(parents, language, **scheme)), plain)
+def pair(parents, vocab_size, zeros=0):
+    """Target and draft of all texts as long as the tree is deep."""
+    return [random_law(vocab_size, max(depths_of(parents)), zeros=zeros) for _ in range(2)]
 
 
 @REPLACEMENT
@@ -201,39 +124,38 @@ def distance(parents, language, **scheme):
     [(tree, 3) for tree in TREES] + [("three children", 4), ("two children", 4), ("three children", 2)],
 )
 def test_the_law_is_the_targets(tree, vocab_size, replacement):
-    assert distance(TREES[tree], Language(vocab_size, seed=vocab_size), replacement=replacement) < 1e-12
+    assert distance(TREES[tree], *pair(TREES[tree], vocab_size), replacement=replacement) < 1e-12
 
 
 @REPLACEMENT
 @pytest.mark.parametrize("tree", ["three children", "ragged"])
 def test_the_law_is_the_targets_where_probabilities_are_zero(tree, replacement):
     """Also where the draft's support is smaller than the number of children, which then are fewer."""
-    for seed in range(3):
-        assert distance(TREES[tree], Language(3, seed, zeros=1), replacement=replacement) < 1e-12
+    for _ in range(3):
+        assert distance(TREES[tree], *pair(TREES[tree], 3, zeros=1), replacement=replacement) < 1e-12
 
 
 @pytest.mark.parametrize("tree", ["three children", "ragged"])
 def test_the_law_is_the_targets_for_chosen_children(tree):
     """Draft temperature 0: the children are the draft's best tokens, each proposed with certainty."""
-    assert distance(TREES[tree], Language(3, seed=5), replacement=False, top_k=True, certain=True) < 1e-12
+    assert distance(TREES[tree], *pair(TREES[tree], 3), propose=torch.argmax, certain=True) < 1e-12
 
 
 def test_as_many_children_as_tokens_accept_always():
-    law = law_of([-1, 0, 0, 0, 1, 1, 1], Language(3, seed=7), replacement=False)
-    one = sum(probability for (accepted, _), probability in law.items() if accepted == 0)
-    assert one < 1e-15
-    chain = law_of([-1, 0], Language(1, seed=7), replacement=False)
-    assert chain == {(1, (0, 0)): 1.0}
+    parents = [-1, 0, 0, 0, 1, 1, 1]
+    law = law_of(parents, *pair(parents, 3))
+    assert sum(probability for text, probability in law.items() if len(text) == 1) < 1e-15
+    assert law_of([-1, 0], *pair([-1, 0], 1)) == {(0, 0): 1.0}
 
 
 def test_acceptance_is_what_the_formula_says():
     """One child: sum min(p, q). More children never accept less."""
-    language = Language(4, seed=9)
+    target, draft = pair([-1, 0], 4)
     rates = []
     for parents in ([-1, 0], [-1, 0, 0], [-1, 0, 0, 0]):
-        law = law_of(parents, language, replacement=False)
-        rates.append(sum(probability for (accepted, _), probability in law.items() if accepted))
-    assert abs(rates[0] - float(torch.minimum(language.target(()), language.draft(())).sum())) < 1e-12
+        law = law_of(parents, target, draft)
+        rates.append(sum(probability for text, probability in law.items() if len(text) > 1))
+    assert abs(rates[0] - float(torch.minimum(target[()], draft[()]).sum())) < 1e-12
     assert rates[0] < rates[1] < rates[2] < 1.0
 
 
@@ -264,19 +186,17 @@ def wrong_request(
 
 
 # target and draft of the examples: far from each other, as a small draft model is at a high temperature
-class Far(Language):
-    def target(self, prefix):
-        return torch.tensor([0.1, 0.3, 0.6], dtype=torch.float64)
-
-    def draft(self, prefix):
-        return torch.tensor([0.6, 0.05, 0.35], dtype=torch.float64)
+FAR = [
+    dict.fromkeys([(), (0,), (1,), (2,)], torch.tensor(probs, dtype=torch.float64))
+    for probs in ([0.1, 0.3, 0.6], [0.6, 0.05, 0.35])
+]
 
 
 def test_the_wrong_schemes_are_right_without_their_mistake():
     """So that what the negative controls show is the mistake."""
     scheme = functools.partial(wrong_request, fault=None)
     for replacement in (False, True):
-        assert distance([-1, 0, 0], Far(3, 0), replacement=replacement, verify=scheme) < 1e-12
+        assert distance([-1, 0, 0], *FAR, replacement=replacement, verify=scheme) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -289,13 +209,13 @@ def test_the_wrong_schemes_are_right_without_their_mistake():
 )
 def test_wrong_schemes_show(fault, replacement):
     scheme = functools.partial(wrong_request, fault=fault)
-    assert distance([-1, 0, 0], Far(3, 0), replacement=replacement, verify=scheme) > 0.05
+    assert distance([-1, 0, 0], *FAR, replacement=replacement, verify=scheme) > 0.05
 
 
 def test_top_k_children_are_no_draws():
     """The scheme most often found: the draft's best tokens, verified as if they had been drawn."""
-    assert distance([-1, 0, 0], Far(3, 0), replacement=False, top_k=True) > 0.05
-    assert distance([-1, 0, 0], Far(3, 0), replacement=False, top_k=True, certain=True) < 1e-12
+    assert distance([-1, 0, 0], *FAR, propose=torch.argmax) > 0.05
+    assert distance([-1, 0, 0], *FAR, propose=torch.argmax, certain=True) < 1e-12
 
 
 def test_the_scheme_must_fit_the_children():
@@ -310,8 +230,8 @@ def test_the_scheme_must_fit_the_children():
     def as_without(*tree, replacement, **values):
         return verify_request(*tree, replacement=False, **values)
 
-    assert distance([-1, 0, 0], Far(3, 0), replacement=False, verify=as_with) > 0.05
-    assert distance([-1, 0, 0, 0], Far(3, 0), replacement=True, verify=as_without) < 1e-12
+    assert distance([-1, 0, 0], *FAR, verify=as_with) > 0.05
+    assert distance([-1, 0, 0, 0], *FAR, replacement=True, verify=as_without) < 1e-12
 
 
 # the kernel: equal to the reference
@@ -440,19 +360,9 @@ def test_chosen_children_in_slices(way, device, monkeypatch):
 
 def one_level(tokens, target, draft, *, num_requests=4, device="cpu", **changes):
     """Many requests with one tree of one level and other seeds; rows of probabilities for the root."""
-    num_nodes = len(tokens) + 1
-    node = torch.arange(num_nodes)
-    links = {
-        "candidates": torch.tensor([0, *tokens]),
-        "retrieve_next_token": torch.where(node == 0, 1 if num_nodes > 1 else -1, -1),
-        "retrieve_next_sibling": torch.where((node > 0) & (node < num_nodes - 1), node + 1, -1),
-    }
-    values = {name: link.repeat(num_requests, 1) for name, link in links.items()}
-    values["retrieve_index"] = torch.arange(num_requests * num_nodes).view(num_requests, num_nodes)
-    rows = num_requests * num_nodes
-    values |= {
-        "target_logits": None,
-        "draft_logits": None,
+    rows = num_requests * (len(tokens) + 1)
+    values = stars([tokens] * num_requests) | {
+        **dict.fromkeys(("target_logits", "draft_logits")),
         "positions": torch.full((rows,), 5),
         "seeds": torch.arange(num_requests),
         "temperature": torch.ones(num_requests),

@@ -6,20 +6,16 @@ import torch
 import eagle_kernels
 from eagle_kernels.ops.rejection import verify_tree_traversal as op
 from eagle_kernels.ops.rejection.shared import prepare_pair
-from eagle_kernels.reference.enumeration import (
-    EnumeratedDraws,
-    completed,
-    enumerate_outcomes,
-    text_law,
-    total_variation,
-)
+from eagle_kernels.reference.enumeration import EnumeratedDraws, enumerate_outcomes, total_variation
 from eagle_kernels.reference.ops.rejection import verify_tree_traversal as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import check_operation, sweep, to_device
 from op_tests.harness.retune import retune
-from op_tests.harness.trees import depths_of, links_of
+from op_tests.harness.trees import LINKS, depths_of, links_of
 from op_tests.ops.rejection.laws import (
+    Drawn,
     coins_by,
+    distance_to,
     draft_map,
     draw_children,
     dyadic_probs,
@@ -30,7 +26,6 @@ from op_tests.ops.rejection.laws import (
 from op_tests.ops.verify.cases import make_tree
 
 PATH = "rejection.verify_tree_traversal"
-LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
 SHAPES = [(2, 1, 1, 1), (2, 1, 4, 5), (2, 4, 1, 5), (2, 3, 3, 8)]
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -260,14 +255,8 @@ def emitted_law(parents, target, draft, *, claimed=None, propose=None, then=(), 
     def run(source):
         text, of_request = (), draws(source)
         for parents in trees:
-            texts, left = [text], {}
-            for parent in parents[1:]:
-                probs = left.get(parent, draft[texts[parent]])
-                token = propose(probs, source)
-                probs = probs.clone()
-                probs[token] = 0
-                left[parent] = probs / probs.sum() if probs.sum() > 0 else probs
-                texts.append((*texts[parent], token))
+            tree = Drawn(parents, draft, lambda probs: propose(probs, source), text=text)
+            texts = [tree.text(node) for node in range(len(parents))]
             path, bonus = reference.verify_request(
                 [0, *(text[-1] for text in texts[1:])],
                 *links_of(parents),
@@ -286,8 +275,7 @@ def emitted_law(parents, target, draft, *, claimed=None, propose=None, then=(), 
 
 def deviation(parents, target, draft, *, then=(), **options):
     emitted, _ = emitted_law(parents, target, draft, then=then, **options)
-    length = sum(max(depths_of(tree)) + 1 for tree in (parents, *then))
-    return total_variation(completed(emitted, target, length), text_law(target, length))
+    return distance_to(target, emitted, sum(max(depths_of(tree)) + 1 for tree in (parents, *then)))
 
 
 TREES = {
@@ -366,7 +354,7 @@ def test_wrong_schemes_are_seen(wrong, monkeypatch):
     if wrong == "residual not subtracted":
         monkeypatch.setattr(reference, "subtract", lambda target, draft, acceptance: (target, target.sum()))
     elif wrong == "children by argmax":
-        options["propose"] = lambda probs, source: int(probs.argmax())
+        options["propose"] = lambda probs, source: probs.argmax()
     elif wrong == "draft temperature ignored":
         options["claimed"] = {text: probs**0.4 / (probs**0.4).sum() for text, probs in draft.items()}
     else:

@@ -5,10 +5,10 @@ import torch
 
 import eagle_kernels
 from op_tests.harness import Guarded, assert_close, assert_equal, check_operation, sweep, to_device
+from op_tests.harness.trees import LINKS, trees_of
 from op_tests.ops.verify.cases import follow_tree, make_sampled, make_tree, with_processors
 
 PATH = "sampling.penalize_logits"
-LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 PROCESSORS = (*PENALTIES, "prompt_mask", "output_counts", "logit_bias", "token_bitmask")
 LENGTHS = ("min_tokens", "num_output_tokens", "end_token_ids")
@@ -112,13 +112,7 @@ def test_sampled_verification_needs_no_penalties_after_it(dtype, temperature, fi
 
 def chain(logits, device, **options):
     """A chain of three, 5 the root, then 3 and 3, whose nodes have the same logits; the penalised ones."""
-    values = {
-        "candidates": torch.tensor([[5, 3, 3]]),
-        "retrieve_index": torch.arange(3)[None],
-        "retrieve_next_token": torch.tensor([[1, 2, -1]]),
-        "retrieve_next_sibling": torch.full((1, 3), -1),
-        "target_logits": torch.tensor([logits] * 3),
-    }
+    values = trees_of([-1, 0, 1], [[5, 3, 3]]) | {"target_logits": torch.tensor([logits] * 3)}
     values |= {name: torch.tensor([value]) for name, value in options.items()}
     words = {name: values[name].int() for name in ("prompt_mask", "output_counts") if name in values}
     output, _ = check_operation(PATH, to_device(values | words, device), case=str(options))
@@ -138,14 +132,8 @@ def test_drafts_on_the_path_count_as_output(device):
 
 def test_siblings_do_not_count(device):
     """Two branches below the root, tokens 1 and 2, and 3 below the second: each counts what is above it alone."""
-    values = {
-        "candidates": torch.tensor([[0, 1, 2, 3]]),
-        "retrieve_index": torch.arange(4)[None],
-        "retrieve_next_token": torch.tensor([[1, -1, 3, -1]]),
-        "retrieve_next_sibling": torch.tensor([[-1, 2, -1, -1]]),
-        "target_logits": torch.zeros(4, 4),
-        "presence_penalty": torch.ones(1),
-    }
+    values = trees_of([-1, 0, 0, 2], [[0, 1, 2, 3]])
+    values |= {"target_logits": torch.zeros(4, 4), "presence_penalty": torch.ones(1)}
     output, _ = check_operation(PATH, to_device(values, device))
     assert output.tolist() == [[0, 0, 0, 0], [0, -1, 0, 0], [0, 0, -1, 0], [0, 0, -1, -1]]
 

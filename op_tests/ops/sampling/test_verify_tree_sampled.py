@@ -14,7 +14,7 @@ import eagle_kernels
 from eagle_kernels.reference import sampling as reference_sampling
 from op_tests.harness import check_operation, sweep, to_device
 from op_tests.harness.statistics import assert_follows_law
-from op_tests.harness.trees import depths_of, links_of
+from op_tests.harness.trees import depths_of, trees_of
 from op_tests.ops.verify.cases import make_sampled as make
 from op_tests.ops.verify.cases import with_processors
 
@@ -177,11 +177,7 @@ def test_padded_vocabulary(filters, way, device):
 )
 def test_penalties_count_the_drafts_on_the_path(penalties, emitted, device):
     """A target that repeats token 3 by a margin of 1/2, and a chain of drafts that repeats it as well."""
-    values = {
-        "candidates": torch.tensor([[5, 3, 3]]),
-        "retrieve_index": torch.arange(3)[None],
-        "retrieve_next_token": torch.tensor([[1, 2, -1]]),
-        "retrieve_next_sibling": torch.full((1, 3), -1),
+    values = trees_of([-1, 0, 1], [[5, 3, 3]]) | {
         "target_logits": torch.tensor([[-1.0, -1.0, -1.0, 4.0, 3.5, -1.0, -1.0, -1.0]]).repeat(3, 1),
         "positions": torch.tensor([8, 9, 10]),
         "seeds": torch.tensor([1]),
@@ -257,16 +253,16 @@ def test_joint_law_of_the_emitted_tokens(filters, device):
     """
     lanes, vocab_size = 20_000 if device.type == "cuda" else 4_000, 4
     table = torch.tensor([[0.0, 1.0, 0.5, -1.0], [1.0, 0.0, 2.0, 0.0], [0.5, 0.5, -1.0, 1.0], [2.0, 0.0, 0.0, 1.0]])
-    tokens, parents = torch.tensor([0, 1, 2, 2, 0]), [-1, 0, 0, 1, 1]
+    tokens, parents = [0, 1, 2, 2, 0], [-1, 0, 0, 1, 1]
     parameters = {
         name: torch.full((lanes,), value, device=device, dtype=torch.int64 if name == "top_k" else torch.float32)
         for name, value in {"temperature": 0.9, **filters}.items()
     }
-    seeds, rows = torch.arange(lanes, device=device), torch.arange(lanes * 5, device=device).view(lanes, 5)
-    links = (torch.tensor(link, device=device).repeat(lanes, 1) for link in links_of(parents))
+    seeds, links = torch.arange(lanes, device=device), to_device(trees_of(parents, [tokens] * lanes), device)
     output = eagle_kernels.verify_tree_sampled(
-        tokens.repeat(lanes, 1).to(device), rows, *links, table[tokens].repeat(lanes, 1).to(device),
-        (10 + torch.tensor(depths_of(parents), device=device)).repeat(lanes), seeds, spec_steps=2, **parameters,
+        **links, target_logits=table[tokens].repeat(lanes, 1).to(device),
+        positions=(10 + torch.tensor(depths_of(parents), device=device)).repeat(lanes),
+        seeds=seeds, spec_steps=2, **parameters,
     )  # fmt: skip
     text = torch.full((lanes, 3), -1, dtype=torch.int64, device=device)
     count = output.accept_token_num.long() + 1

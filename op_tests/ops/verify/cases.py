@@ -3,7 +3,7 @@
 import torch
 
 from eagle_kernels.reference.ops.tree.build_tree import build_tree
-from op_tests.harness.trees import random_drafts
+from op_tests.harness.trees import LINKS, random_drafts
 
 
 def make_tree(batch_size, topk, spec_steps, num_nodes, *, vocab_size=97, dtype=torch.int64, device="cpu"):
@@ -15,12 +15,8 @@ def make_tree(batch_size, topk, spec_steps, num_nodes, *, vocab_size=97, dtype=t
         torch.randint(vocab_size, (batch_size,)), parent_list, top_scores_index, draft_tokens,
         torch.randint(0, 50, (batch_size,)), topk=topk, spec_steps=spec_steps, num_verify_tokens=num_nodes,
     )  # fmt: skip
-    links = {
-        "candidates": tree.draft_tokens.view(batch_size, num_nodes),
-        "retrieve_index": tree.retrieve_index,
-        "retrieve_next_token": tree.retrieve_next_token,
-        "retrieve_next_sibling": tree.retrieve_next_sibling,
-    }
+    candidates = tree.draft_tokens.view(batch_size, num_nodes)
+    links = dict(zip(LINKS, (candidates, tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling)))
     return {key: value.to(device=device, dtype=dtype) for key, value in links.items()}, tree.positions.to(device)
 
 
@@ -28,8 +24,7 @@ def follow_tree(links: dict, vocab_size: int, *, peak: float = 4.0, dtype=torch.
     """Target logits [B * N, V] on a coarse dyadic grid that favour, at every node, one random child's token."""
     batch_size, num_nodes = links["candidates"].shape
     logits = torch.randint(-8, 8, (batch_size * num_nodes, vocab_size)) / 4.0
-    names = ("candidates", "retrieve_next_token", "retrieve_next_sibling")
-    candidates, first, sibling = (links[name].cpu() for name in names)
+    candidates, _, first, sibling = (links[name].cpu() for name in LINKS)
     for request in range(batch_size):
         for node in range(num_nodes):
             child = int(first[request, node])

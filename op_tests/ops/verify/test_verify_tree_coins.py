@@ -4,17 +4,16 @@ import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.reference.enumeration import completed, enumerate_outcomes, text_law, total_variation
+from eagle_kernels.reference.enumeration import enumerate_outcomes
 from eagle_kernels.reference.ops.verify import verify_tree_coins as reference
 from op_tests.harness import assert_equal, check_operation, sweep, to_device
-from op_tests.harness.trees import links_of, prefixes_of
-from op_tests.ops.rejection.laws import random_law
+from op_tests.harness.trees import LINKS, links_of, prefixes_of, trees_of
+from op_tests.ops.rejection.laws import distance_to, random_law
 from op_tests.ops.verify.cases import follow_tree, make_tree
 
 PATH = "verify.verify_tree_coins"
 SHAPES = [(2, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 32), (1, 8, 5, 128)]
 LAST_COIN = 1.0 - 2.0**-24
-LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
 run = eagle_kernels.raw.verify_tree_coins
 
 
@@ -42,10 +41,8 @@ def make(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, device="cpu"
 def explicit(tokens, parents, probs, coins, final_coin, *, spec_steps=3, device="cpu"):
     """One request, all of it written out; `probs` [N, V], or [V] for the root's row where no other matters."""
     probs = torch.as_tensor(probs, dtype=torch.float32)
-    first, sibling = links_of(parents)
-    tensors = [torch.tensor([data]) for data in (tokens, list(range(len(tokens))), first, sibling)]
     values = {
-        **dict(zip(LINKS, tensors)),
+        **trees_of(parents, [tokens]),
         "target_probs": (probs.expand(len(tokens), -1) if probs.dim() == 1 else probs)[None].contiguous(),
         "uniform_samples": torch.tensor([coins], dtype=torch.float32),
         "uniform_samples_for_final_sampling": torch.tensor([final_coin], dtype=torch.float32),
@@ -268,11 +265,8 @@ def emitted_law(tree, target, *, spec_steps, coins="independent", **thresholds):
 
 
 def distance(tree, vocab_size, *, spec_steps=3, zeros=0, **options):
-    """Total variation between what is emitted, completed by the target, and the target's texts of S + 1 tokens."""
     target = random_law(vocab_size, spec_steps, zeros=zeros)
-    law = completed(emitted_law(tree, target, spec_steps=spec_steps, **options), target, spec_steps + 1)
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
-    return total_variation(law, text_law(target, spec_steps + 1))
+    return distance_to(target, emitted_law(tree, target, spec_steps=spec_steps, **options), spec_steps + 1)
 
 
 @pytest.mark.parametrize("tree", TREES)

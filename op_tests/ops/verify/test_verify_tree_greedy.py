@@ -7,6 +7,7 @@ import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_greedy as op
 from eagle_kernels.runtime import launch
 from op_tests.harness import assert_only_launches, check_operation, sweep
+from op_tests.harness.trees import LINKS
 from op_tests.ops.verify.cases import follow_tree, make_tree
 
 SHAPES = [(1, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 64), (1, 8, 5, 256)]
@@ -72,9 +73,8 @@ size_sweep = sweep(lambda batch_size: unread_logits(batch_size, 4, 3, 8, torch.f
 def unread_logits(batch_size, topk, spec_steps, num_nodes, dtype):
     """For launches that are recorded only: one row of 128k tokens stands for all."""
     node = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
-    names = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
     logits = torch.empty(128256, dtype=dtype).expand(batch_size * num_nodes, -1)
-    return dict.fromkeys(names, node) | {"target_logits": logits, "spec_steps": spec_steps}
+    return dict.fromkeys(LINKS, node) | {"target_logits": logits, "spec_steps": spec_steps}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

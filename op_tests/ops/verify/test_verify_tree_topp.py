@@ -6,6 +6,7 @@ import torch
 import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_topp as op
 from op_tests.harness import check_operation, sweep, to_device
+from op_tests.harness.trees import trees_of
 from op_tests.ops.verify.cases import make_tree
 
 PATH = "verify.verify_tree_topp"
@@ -106,17 +107,12 @@ def test_chains_are_fastdeploys(window, num_candidates, device):
 
 def family(device) -> dict:
     """Root -> 1, 2, 3 (tokens 11, 12, 13); 2 -> 4, 5 (21, 22); 5 -> 6 (31)."""
-    values = {
-        "candidates": [[10, 11, 12, 13, 21, 22, 31]],
-        "retrieve_index": [[0, 1, 2, 3, 4, 5, 6]],
-        "retrieve_next_token": [[1, -1, 4, -1, -1, 6, -1]],
-        "retrieve_next_sibling": [[-1, 2, 3, -1, 5, -1, -1]],
-        "candidate_ids": [[90, 91], [90, 91], [22, 91], [90, 91], [90, 91], [31, 91], [90, 91]],
-        "candidate_lens": [0, 0, 0, 0, 0, 0, 0],
-        "target_predict": [[70, 71, 72, 73, 74, 75, 76]],
+    values = trees_of([-1, 0, 0, 0, 2, 2, 5], [[10, 11, 12, 13, 21, 22, 31]]) | {
+        "candidate_ids": torch.tensor([[90, 91], [90, 91], [22, 91], [90, 91], [90, 91], [31, 91], [90, 91]]),
+        "candidate_lens": torch.zeros(7, dtype=torch.int64),
+        "target_predict": torch.arange(70, 77)[None],
     }
-    values = {name: torch.tensor(value, device=device) for name, value in values.items()}
-    return values | {"spec_steps": 3, "verify_window": 2}
+    return to_device(values, device) | {"spec_steps": 3, "verify_window": 2}
 
 
 @pytest.mark.parametrize(
