@@ -7,13 +7,5 @@ from .requests.request import Request, TokenEvent
 from .requests.sampling_params import SamplingParams
 from .serve.output import GenerationOutput, GenerationStats
 
-__all__ = [
-    "EAGLEConfig",
-    "EAGLEInference",
-    "GenerationOutput",
-    "GenerationStats",
-    "Request",
-    "SamplingParams",
-    "TokenEvent",
-    "generate_token_bitmask",
-]
+__all__ = ["EAGLEConfig", "EAGLEInference", "GenerationOutput", "GenerationStats", "Request", "SamplingParams",
+           "TokenEvent", "generate_token_bitmask"]  # fmt: skip

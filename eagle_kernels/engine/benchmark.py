@@ -139,16 +139,14 @@ class Decoding:
             phases_ms.update(timed.phase_time_ms)
         depths = zip(*(s.accepted_per_depth for s in stats), strict=True)
         return RunStats(
-            tokens=tokens,
-            tokens_per_second=tokens / self._total_s,
+            tokens=tokens, tokens_per_second=tokens / self._total_s,
             decode_tokens_per_second=(tokens - requests) / decode_s if decode_s else 0.0,
             mean_accept_length=1 + sum(s.accepted for s in stats) / max(1, steps),
             accepted_per_depth=[sum(counts) / max(1, steps) for counts in depths],
             step_ms=1e3 * decode_s / max(1, batch_steps),
             phase_ms={name: phases_ms[name] / max(1, timed_steps) for name in sorted(phases_ms)},
-            ttft_ms=percentiles(self._ttft_ms),
-            inter_token_ms=percentiles(self._gaps_ms),
-        )
+            ttft_ms=percentiles(self._ttft_ms), inter_token_ms=percentiles(self._gaps_ms),
+        )  # fmt: skip
 
 
 def benchmark(

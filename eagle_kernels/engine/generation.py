@@ -172,7 +172,7 @@ class Generation(Unique):
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]], *,
-        add_generation_prompt: bool = True, **variables: Any
+        add_generation_prompt: bool = True, **variables: Any,
     ) -> list[int] | list[list[int]]:  # fmt: skip
         """Returns the token ids of a conversation in the target's chat template; for several, a list of lists.
 

@@ -113,11 +113,7 @@ def evaluate(
     texts = [request.text or "" for request in stream.requests]
     values = [last_number(text) for text in texts]
     return Accuracy(
-        questions=len(asked),
-        correct=sum(value == example.value for value, example in zip(values, asked)),
-        invalid=sum(value is None for value in values),
-        output_tokens=stats.generated_tokens,
-        time_s=time_s,
-        mean_accept_length=stats.mean_accept_length,
-        texts=texts,
-    )
+        questions=len(asked), correct=sum(value == example.value for value, example in zip(values, asked)),
+        invalid=sum(value is None for value in values), output_tokens=stats.generated_tokens,
+        time_s=time_s, mean_accept_length=stats.mean_accept_length, texts=texts,
+    )  # fmt: skip

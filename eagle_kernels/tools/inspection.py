@@ -131,15 +131,10 @@ def _told(row: SweepRow) -> str:
 
 
 def inspect_head(
-    draft: str | Path,
-    target: str | Path | None = None,
-    *,
-    prompts: Sequence[str] | None = None,
-    max_new_tokens: int = 64,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    draft: str | Path, target: str | Path | None = None, *, prompts: Sequence[str] | None = None,
+    max_new_tokens: int = 64, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
     check_weights: bool = True,
-) -> HeadReport:
+) -> HeadReport:  # fmt: skip
     """Reads the head, compares it with the target and, given prompts, measures the shifted layer ids.
 
     A language model, which can draft as well, has no layer ids; its weights are not read.
@@ -175,21 +170,14 @@ def inspect_head(
 def _describe(folder: Path, file: HeadFile) -> HeadReport:
     head, config = file.head, file.head.config
     return HeadReport(
-        folder=str(folder),
-        format=file.format_name,
-        kind=file.kind,
-        dtypes=file.dtypes,
+        folder=str(folder), format=file.format_name, kind=file.kind, dtypes=file.dtypes,
         parameters=sum(parameter.numel() for parameter in head.parameters()),
         **{name: getattr(config, name) for name in _SIZES},
-        has_embedding=head.embed_tokens is not None,
-        has_output=head.lm_head is not None,
-        max_positions=head.max_length,
+        has_embedding=head.embed_tokens is not None, has_output=head.lm_head is not None, max_positions=head.max_length,
         options=[name for name in _OPTIONS if getattr(config, name, False)] + _told_modules(head),
         written_aux_layers=None if file.written_aux.written is None else list(file.written_aux.written),
-        written_aux_meaning=file.written_aux.meaning,
-        **_streams(config.aux_layers),
-        remarks=list(file.remarks),
-    )
+        written_aux_meaning=file.written_aux.meaning, **_streams(config.aux_layers), remarks=list(file.remarks),
+    )  # fmt: skip
 
 
 def _inspect_language_model(draft: Path, target: str | Path | None, prompts: Sequence[str] | None) -> HeadReport:

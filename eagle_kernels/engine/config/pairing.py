@@ -41,11 +41,7 @@ def _is_size(value: Any) -> bool:
 _SIZE = "an int of at least 1", _is_size
 # what models say of themselves (`protocol`): what it must be, in words, and whether it is that
 _ATTRIBUTES = {
-    "vocab_size": _SIZE,
-    "hidden_size": _SIZE,
-    "draft_vocab_size": _SIZE,
-    "max_length": _SIZE,
-    "num_modules": _SIZE,
+    **dict.fromkeys(("vocab_size", "hidden_size", "draft_vocab_size", "max_length", "num_modules"), _SIZE),
     "kv_shape": (
         "a KVShape(num_layers, num_kv_heads, head_dim) of ints of at least 1",
         lambda shape: all(_is_size(getattr(shape, name, None)) for name in KVShape._fields),

@@ -211,22 +211,17 @@ class Call:
         requests = self.requests
         counts = [count for request in requests for count in request.accepted]
         stats = GenerationStats(
-            num_requests=len(requests),
-            num_steps=self._num_steps,
-            num_draft_tokens=self._num_draft_tokens,
+            num_requests=len(requests), num_steps=self._num_steps, num_draft_tokens=self._num_draft_tokens,
             seeds=[request.seed for request in requests],
             prompt_tokens=sum(len(request.prompt) for request in requests),
             generated_tokens=sum(len(request.output_ids) for request in requests),
             shared_tokens=sum(request.shared_tokens for request in requests),
-            steps=len(counts),
-            levels=sum(request.levels for request in requests),
-            drafted=sum(request.drafted for request in requests),
-            accepted=sum(counts),
+            steps=len(counts), levels=sum(request.levels for request in requests),
+            drafted=sum(request.drafted for request in requests), accepted=sum(counts),
             accepted_per_depth=[sum(count > depth for count in counts) for depth in range(self._num_steps)],
             finish_reasons=[request.finish_reason for request in requests],
-            plain_step_ms=self.session.plain_steps.known_ms.get(len(requests)),
-            **self._times,
-        )
+            plain_step_ms=self.session.plain_steps.known_ms.get(len(requests)), **self._times,
+        )  # fmt: skip
         # a stream times no plain step, since somebody may time the stream
         return stats.measured_by(self.session.time_plain_step) if self._caller == "generate" else stats
 

@@ -105,11 +105,9 @@ class PromptRows:
             [token for part in parts for token in part.text[: part.size]],
             [part.start + row for part in parts for row in range(part.size)],
             [number for number, part in enumerate(parts) for _ in range(part.size)],
-            [token for part in parts for token in part.text],
-            [part.start for part in parts],
-            [stop - 1 for stop in stops],
-            [0, *stops] + [stops[-1]] * (MOST_PARTS - len(parts)),
-        )
+            [token for part in parts for token in part.text], [part.start for part in parts],
+            [stop - 1 for stop in stops], [0, *stops] + [stops[-1]] * (MOST_PARTS - len(parts)),
+        )  # fmt: skip
         for field, numbers in zip(fields, values):
             field[: len(numbers)] = torch.tensor(numbers, **options)
         for table, part in zip(tables.view(self._tables.shape), parts):

@@ -241,21 +241,14 @@ def sample_children(
         torch.empty((num_rows, num_slices), dtype=torch.float32, device=device),
     )
     shared = {
-        "draft_logits_ptr": draft_logits,
-        "temperature_ptr": temperature,
-        "scratch": scratch,
+        "draft_logits_ptr": draft_logits, "temperature_ptr": temperature, "scratch": scratch,
         "stride_logits_row": draft_logits.stride(0),
-        "NUM_SLICES": num_slices,
-        "NUM_CHILDREN": num_children,
-        "WITH_REPLACEMENT": replacement,
-    }
+        "NUM_SLICES": num_slices, "NUM_CHILDREN": num_children, "WITH_REPLACEMENT": replacement,
+    }  # fmt: skip
     own = {
-        "coins": bundle(Coins, values),
-        "nodes_ptr": nodes,
-        "VOCAB_SIZE": vocab_size,
-        # a divisor of every row's offset, so that loads can be wide
-        "ALIGNMENT": math.gcd(draft_logits.stride(0), 16),
-    }
+        "coins": bundle(Coins, values), "nodes_ptr": nodes, "VOCAB_SIZE": vocab_size,
+        "ALIGNMENT": math.gcd(draft_logits.stride(0), 16),  # a divisor of every row's offset, so that loads can be wide
+    }  # fmt: skip
     launch("sample_children", _sample_children_slice_kernel, (num_rows, num_slices), **own, **shared, **scan)
     merge = shared | {"d2t_ptr": d2t, "out": out} | tuning.row(MERGE_TUNING, device)
     launch("sample_children", _sample_children_merge_kernel, (num_rows,), **merge)

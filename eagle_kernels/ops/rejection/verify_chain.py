@@ -181,11 +181,11 @@ def contract(values: dict) -> Output:
     if not 1 <= num_tokens <= MAX_TOKENS:
         args.fail("candidates", f"hold the root and at most {MAX_TOKENS - 1} drafts", [batch_size, num_tokens])
     check_pair(args, batch_size * num_tokens, batch_size * (num_tokens - 1))
-    return Output(
+    predicts, path = (
         args.spec((batch_size * num_tokens,), torch.int32),
         args.spec((batch_size, num_tokens), torch.int32),
-        args.spec((batch_size,), torch.int32),
     )
+    return Output(predicts, path, args.spec((batch_size,), torch.int32))
 
 
 @launcher
@@ -263,12 +263,10 @@ def verify_chain(
         return torch.empty((batch_size, *shape), dtype=dtype, device=device)
 
     scratch = Scratch(
-        ends=allocate(torch.int32, 2),
-        shares=allocate(torch.float32, num_tokens - 1) if is_block else None,
+        ends=allocate(torch.int32, 2), shares=allocate(torch.float32, num_tokens - 1) if is_block else None,
         masses=allocate(torch.float32, num_tokens - 1, num_slices) if is_block else None,
-        accepted=allocate(torch.int32),
-        keys=allocate(torch.int64, 2, num_slices),
-    )
+        accepted=allocate(torch.int32), keys=allocate(torch.int64, 2, num_slices),
+    )  # fmt: skip
     tokens = {"candidates_ptr": candidates, "NUM_TOKENS": num_tokens}
     draw = pair | {"coins": bundle(Coins, values), "scratch": scratch, "NUM_TOKENS": num_tokens}
     walk = draw | tokens | tuning.row(WALK_TUNING, device)

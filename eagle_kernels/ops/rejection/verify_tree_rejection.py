@@ -170,12 +170,8 @@ def verify_tree_rejection(
         "num_places": num_places,
         # the draft may have probability on ids that the target does not have
         "num_ids": max(pair["vocab_size"], pair["draft_vocab_size"]) if d2t is None else pair["vocab_size"],
-        "KEEPS_DRAFT": replacement,
-        "BY_LEVEL": by_level,
-        "SPEC_STEPS": spec_steps,
-        **tree_arguments(values),
-        **pair,
-    }
+        "KEEPS_DRAFT": replacement, "BY_LEVEL": by_level, "SPEC_STEPS": spec_steps, **tree_arguments(values), **pair,
+    }  # fmt: skip
     tile = dict(tuning.row(TUNING, device))
     tile["BLOCK_VOCAB"] = min(tile["BLOCK_VOCAB"], next_power_of_2(shared["num_ids"]))
     launch_rounds_and_walks(shared, output_arguments(out) | tile, num_rounds)

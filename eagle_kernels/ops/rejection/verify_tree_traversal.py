@@ -193,15 +193,12 @@ def verify_tree_traversal(
     if pair["NUM_SLICES"] == 1:
         num_rounds = 0
     shared = {
-        "coins": bundle(Coins, values),
-        "scratch": allocate_rounds(candidates, pair["NUM_SLICES"], num_rounds),
+        "coins": bundle(Coins, values), "scratch": allocate_rounds(candidates, pair["NUM_SLICES"], num_rounds),
         "num_places": batch_size,
         # the draft may have probability on ids that the target does not have
         "num_ids": max(pair["vocab_size"], pair["draft_vocab_size"]) if d2t is None else pair["vocab_size"],
-        "SPEC_STEPS": spec_steps,
-        **tree_arguments(values),
-        **pair,
-    }
+        "SPEC_STEPS": spec_steps, **tree_arguments(values), **pair,
+    }  # fmt: skip
     if num_rounds > 0:
         launch_rounds(shared, num_rounds)
     walk = shared | output_arguments(out) | tuning.row(TUNING, device) | {"round": num_rounds}

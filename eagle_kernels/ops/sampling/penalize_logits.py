@@ -218,26 +218,15 @@ def penalize_logits(
     num_ends = 0 if end_token_ids is None else end_token_ids.shape[-1]
     num_bad = 0 if bad_token_ids is None else bad_token_ids.shape[-1]
     launch(
-        "penalize_logits",
-        _penalize_logits_kernel,
-        (num_rows, triton.cdiv(vocab_size, block_vocab)),
-        **tree_arguments(values),
-        target_logits_ptr=target_logits,
-        processors=bundle(Processors, values),
-        forbidden=bundle(Forbidden, values),
-        output_ptr=out,
-        stride_logits_row=target_logits.stride(0),
-        stride_output_row=out.stride(0),
+        "penalize_logits", _penalize_logits_kernel, (num_rows, triton.cdiv(vocab_size, block_vocab)),
+        **tree_arguments(values), target_logits_ptr=target_logits,
+        processors=bundle(Processors, values), forbidden=bundle(Forbidden, values), output_ptr=out,
+        stride_logits_row=target_logits.stride(0), stride_output_row=out.stride(0),
         stride_end_token_ids_batch=num_ends if num_ends and end_token_ids.dim() == 2 else 0,
         stride_bad_token_ids_batch=num_bad if num_bad and bad_token_ids.dim() == 2 else 0,
-        num_ends=num_ends,
-        num_bad=num_bad,
-        VOCAB_SIZE=vocab_size,
-        HAS_PENALTIES=has_penalties(values),
+        num_ends=num_ends, num_bad=num_bad, VOCAB_SIZE=vocab_size, HAS_PENALTIES=has_penalties(values),
         # what is known of the offset of every row, so that loads can be wide
         ALIGNMENT=math.gcd(target_logits.stride(0), out.stride(0), 16),
-        BLOCK_VOCAB=block_vocab,
-        BLOCK_ID=128,
-        **tuned,
-    )
+        BLOCK_VOCAB=block_vocab, BLOCK_ID=128, **tuned,
+    )  # fmt: skip
     return out

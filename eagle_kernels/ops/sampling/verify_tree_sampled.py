@@ -82,17 +82,14 @@ def contract(values: dict) -> Output:
         args.fail("is_live", "come with seq_lens, whose outputs it masks", "no seq_lens")
     num_logged = batch_size if values["return_logprobs"] else 0
     num_committed = 0 if seq_lens is None else batch_size
+    log = args.spec((num_logged, num_columns), torch.float32)
+    path = args.spec((num_committed, num_columns), torch.int64)
     return Output(
-        *walk,
-        logprobs=args.spec((num_logged, num_columns), torch.float32),
-        raw_logprobs=args.spec((num_logged, num_columns), torch.float32),
+        *walk, logprobs=log, raw_logprobs=log,
         new_seq_lens=args.spec((num_committed,), torch.int64 if seq_lens is None else seq_lens.dtype),
-        bonus_tokens=args.spec((num_committed,), torch.int64),
-        accept_lengths=args.spec((num_committed,), torch.int32),
-        tokens=args.spec((num_committed, num_columns), torch.int64),
-        hidden_rows=args.spec((num_committed, num_columns), torch.int64),
-        last_row=args.spec((num_committed,), torch.int64),
-    )
+        bonus_tokens=args.spec((num_committed,), torch.int64), accept_lengths=args.spec((num_committed,), torch.int32),
+        tokens=path, hidden_rows=path, last_row=args.spec((num_committed,), torch.int64),
+    )  # fmt: skip
 
 
 def draws_all_rows(target_logits: torch.Tensor, batch_size: int, spec_steps: int, has_filters: bool) -> bool:

@@ -168,12 +168,9 @@ def contract(values: dict) -> Output:
             "token_ids", f"have a row for each of B = {batch_size} requests where rows is None", list(token_ids.shape)
         )
     args.debug("num_tokens", "lie in 0..L", lambda: (num_tokens >= 0) & (num_tokens <= token_ids.shape[1]))
-    return Output(
-        new_num_tokens=args.spec((batch_size,), num_tokens.dtype),
-        tokens=args.spec((batch_size, args.size("T")), torch.int64),
-        num_kept=args.spec((batch_size,), torch.int32),
-        finish_reason=args.spec((batch_size,), torch.int32),
-    )
+    tokens = args.spec((batch_size, args.size("T")), torch.int64)
+    count = args.spec((batch_size,), torch.int32)
+    return Output(args.spec((batch_size,), num_tokens.dtype), tokens, num_kept=count, finish_reason=count)
 
 
 @launcher
@@ -245,27 +242,15 @@ def append_output(
     block_window = next_power_of_2(max(stop_size, 1))
     block_step = min(block_column, max(tile // block_window, 1))
     launch(
-        "append_output",
-        _append_output_kernel,
-        (batch_size,),
-        token_ids_ptr=token_ids,
-        tokens_ptr=tokens,
-        requests=bundle(Requests, values),
-        end_token_ids_ptr=end_token_ids,
-        stop_sequences_ptr=stop_sequences,
-        out=out,
+        "append_output", _append_output_kernel, (batch_size,),
+        token_ids_ptr=token_ids, tokens_ptr=tokens, requests=bundle(Requests, values),
+        end_token_ids_ptr=end_token_ids, stop_sequences_ptr=stop_sequences, out=out,
         stride_token_ids_row=token_ids.stride(0),
         stride_end_token_ids_batch=num_ends if num_ends and end_token_ids.dim() == 2 else 0,
-        num_rows=token_ids.shape[0],
-        row_size=token_ids.shape[1],
-        num_ends=num_ends,
-        num_stops=num_stops,
-        stop_size=stop_size,
-        NUM_COLUMNS=num_columns,
-        BLOCK_END=min(next_power_of_2(max(num_ends, 1)), max(tile // block_column, 1)),
-        BLOCK_STEP=block_step,
-        BLOCK_STOP=min(next_power_of_2(max(num_stops, 1)), max(tile // (block_step * block_window), 1)),
-        BLOCK_WINDOW=block_window,
-        **tuned,
-    )
+        num_rows=token_ids.shape[0], row_size=token_ids.shape[1],
+        num_ends=num_ends, num_stops=num_stops, stop_size=stop_size,
+        NUM_COLUMNS=num_columns, BLOCK_END=min(next_power_of_2(max(num_ends, 1)), max(tile // block_column, 1)),
+        BLOCK_STEP=block_step, BLOCK_WINDOW=block_window,
+        BLOCK_STOP=min(next_power_of_2(max(num_stops, 1)), max(tile // (block_step * block_window), 1)), **tuned,
+    )  # fmt: skip
     return out

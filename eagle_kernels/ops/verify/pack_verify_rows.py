@@ -158,20 +158,12 @@ def pack_verify_rows(
     out = check.allocate("pack_verify_rows", contract(locals()), out)
     batch_size, num_nodes = draft_tokens.shape
     launch(
-        "pack_verify_rows",
-        _pack_verify_rows_kernel,
-        (max(batch_size, 1),),
-        draft_tokens_ptr=draft_tokens,
-        num_tokens_ptr=num_tokens,
-        positions_ptr=positions,
-        seq_lens_ptr=seq_lens if positions is None else None,
-        out=out,
+        "pack_verify_rows", _pack_verify_rows_kernel, (max(batch_size, 1),),
+        draft_tokens_ptr=draft_tokens, num_tokens_ptr=num_tokens, positions_ptr=positions,
+        seq_lens_ptr=seq_lens if positions is None else None, out=out,
         stride_draft_tokens_batch=draft_tokens.stride(0),
         stride_positions_batch=0 if positions is None else positions.stride(0),
-        batch_size=batch_size,
-        num_nodes=num_nodes,
-        max_rows=max_rows,
-        BLOCK_BATCH=128,
-        **tuning.row(TUNING, draft_tokens.device),
-    )
+        batch_size=batch_size, num_nodes=num_nodes, max_rows=max_rows,
+        BLOCK_BATCH=128, **tuning.row(TUNING, draft_tokens.device),
+    )  # fmt: skip
     return out

@@ -79,13 +79,10 @@ def contract(values: dict) -> Output:
     args.tensor("is_live", ("B",), (*check.INTEGER, torch.bool), optional=True)
     path = args.spec((batch_size, num_columns), torch.int64)
     return Output(
-        new_seq_lens=args.spec((batch_size,), seq_lens.dtype),
-        bonus_tokens=args.spec((batch_size,), torch.int64),
-        accept_lengths=args.spec((batch_size,), torch.int32),
-        tokens=path,
-        hidden_rows=path,
+        new_seq_lens=args.spec((batch_size,), seq_lens.dtype), bonus_tokens=args.spec((batch_size,), torch.int64),
+        accept_lengths=args.spec((batch_size,), torch.int32), tokens=path, hidden_rows=path,
         last_row=args.spec((batch_size,), torch.int64),
-    )
+    )  # fmt: skip
 
 
 @launcher
@@ -139,17 +136,9 @@ def verify_commit(
     out = check.allocate("verify_commit", contract(locals()), out)
     batch_size, num_columns = accept_index.shape
     launch(
-        "verify_commit",
-        _verify_commit_kernel,
-        (batch_size,),
-        predicts_ptr=predicts,
-        accept_index_ptr=accept_index,
-        accept_token_num_ptr=accept_token_num,
-        seq_lens_ptr=seq_lens,
-        is_live_ptr=is_live,
-        out=out,
-        num_nodes=predicts.shape[0] // max(batch_size, 1),
-        NUM_COLUMNS=num_columns,
-        **tuning.row(TUNING, accept_index.device),
-    )
+        "verify_commit", _verify_commit_kernel, (batch_size,),
+        predicts_ptr=predicts, accept_index_ptr=accept_index, accept_token_num_ptr=accept_token_num,
+        seq_lens_ptr=seq_lens, is_live_ptr=is_live, out=out, num_nodes=predicts.shape[0] // max(batch_size, 1),
+        NUM_COLUMNS=num_columns, **tuning.row(TUNING, accept_index.device),
+    )  # fmt: skip
     return out

@@ -316,26 +316,16 @@ def verify_tree_coins(
     ends = torch.empty((batch_size, 1 + num_nodes), dtype=torch.int32, device=device)
     sums = torch.empty((batch_size, num_groups), dtype=torch.float32, device=device)
     shared = {
-        "target_probs_ptr": target_probs,
-        "ends_ptr": ends,
-        "stride_probs_request": stride_request,
-        "stride_probs_node": stride_node,
-        "NUM_NODES": num_nodes,
-        "VOCAB_SIZE": vocab_size,
-    }
-    row = shared | {
-        "sums_ptr": sums,
-        "NUM_GROUPS": num_groups,
-        # what is known of the offset of every row, so that loads can be wide
-        "ALIGNMENT": math.gcd(stride_request, stride_node, 16),
-    }
+        "target_probs_ptr": target_probs, "ends_ptr": ends, "stride_probs_request": stride_request,
+        "stride_probs_node": stride_node, "NUM_NODES": num_nodes, "VOCAB_SIZE": vocab_size,
+    }  # fmt: skip
+    # what is known of the offset of every row, so that loads can be wide
+    alignment = math.gcd(stride_request, stride_node, 16)
+    row = shared | {"sums_ptr": sums, "NUM_GROUPS": num_groups, "ALIGNMENT": alignment}
     own = {
-        "uniform_samples_ptr": uniform_samples,
-        "threshold_single": float(threshold_single),
-        "threshold_acc": max(float(threshold_acc), 1e-9),
-        "KEEPS_UNVISITED": keep_unvisited,
-        "ANY_ORDER": any_order,
-    }
+        "uniform_samples_ptr": uniform_samples, "threshold_single": float(threshold_single),
+        "threshold_acc": max(float(threshold_acc), 1e-9), "KEEPS_UNVISITED": keep_unvisited, "ANY_ORDER": any_order,
+    }  # fmt: skip
     walk = shared | tree_arguments(values) | output_arguments(out) | tuning.row(TUNING, device)
     launch("verify_tree_coins", _verify_tree_coins_kernel, (batch_size,), **own, **walk)
     launch("verify_tree_coins", _verify_tree_coins_mass_kernel, (batch_size, num_slices), **row, **mass)

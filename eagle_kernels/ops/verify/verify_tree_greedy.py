@@ -266,10 +266,8 @@ def verify_tree_greedy(
         shape = (batch_size, num_slices, num_nodes) if is_wide else (spec_steps + 1, batch_size, num_slices)
         keys = {"partial_keys_ptr": torch.empty(shape, dtype=torch.int64, device=device), "NUM_SLICES": num_slices}
         scan = scan | keys | {
-            "target_logits_ptr": target_logits,
-            "stride_logits_row": target_logits.stride(0),
-            "NUM_NODES": num_nodes,
-            "VOCAB_SIZE": target_logits.shape[1],
+            "target_logits_ptr": target_logits, "stride_logits_row": target_logits.stride(0),
+            "NUM_NODES": num_nodes, "VOCAB_SIZE": target_logits.shape[1],
             # what is known of the offset of every row, so that loads can be wide
             "ALIGNMENT": math.gcd(target_logits.stride(0), 16),
         }  # fmt: skip

@@ -171,16 +171,9 @@ def verify_tree_topp(
     values = locals()
     out = check.allocate("verify_tree_topp", contract(values), out)
     launch(
-        "verify_tree_topp",
-        _verify_tree_topp_kernel,
-        (len(candidates),),
-        candidate_ids_ptr=candidate_ids,
-        candidate_lens_ptr=candidate_lens,
-        target_predict_ptr=target_predict,
-        NUM_CANDIDATES=candidate_ids.shape[1],
-        VERIFY_WINDOW=verify_window,
-        **tree_arguments(values),
-        **output_arguments(out),
-        **tuning.row(TUNING, candidates.device),
-    )
+        "verify_tree_topp", _verify_tree_topp_kernel, (len(candidates),),
+        candidate_ids_ptr=candidate_ids, candidate_lens_ptr=candidate_lens, target_predict_ptr=target_predict,
+        NUM_CANDIDATES=candidate_ids.shape[1], VERIFY_WINDOW=verify_window,
+        **tree_arguments(values), **output_arguments(out), **tuning.row(TUNING, candidates.device),
+    )  # fmt: skip
     return out

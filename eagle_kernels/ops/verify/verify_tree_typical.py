@@ -298,11 +298,9 @@ def verify_tree_typical(
     )
     sizes = {"scratch": scratch, "NUM_NODES": num_nodes, "NUM_SLICES": num_slices}
     rows = sizes | {
-        "target_logits_ptr": target_logits,
-        "temperature_ptr": temperature,
-        "stride_logits_row": target_logits.stride(0),
-        "VOCAB_SIZE": target_logits.shape[1],
-    }
+        "target_logits_ptr": target_logits, "temperature_ptr": temperature,
+        "stride_logits_row": target_logits.stride(0), "VOCAB_SIZE": target_logits.shape[1],
+    }  # fmt: skip
     scan = rows | scan | {"ALIGNMENT": math.gcd(target_logits.stride(0), 16)}
     grid = (batch_size * num_nodes, num_slices)
     first_child = {"retrieve_next_token_ptr": retrieve_next_token}

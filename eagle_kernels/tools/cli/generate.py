@@ -24,10 +24,9 @@ def add_generate_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("prompt", nargs="*", help="texts to continue, decoded together; -: read standard input")
     add(
-        "--prompts",
-        metavar="FILE",
+        "--prompts", metavar="FILE",
         help="more prompts: a .json list, or one per line; -: one per line from standard input",
-    )
+    )  # fmt: skip
     add("--chat", action="store_true", help="put texts as messages into the target's chat template, print answers")
     add("--system", metavar="TEXT", help="with --chat: a system message before each text")
     add("--max-new-tokens", type=int, default=128, help="most new tokens per text (default: 128)")

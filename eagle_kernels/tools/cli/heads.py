@@ -15,10 +15,9 @@ def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
     add("draft", type=read_folder, nargs="?", help="folder of the head or draft model (default: the embedded pair)")
     add("--target", type=read_folder, help="folder of the target that it must fit")
     add(
-        "--sweep",
-        default="none",
+        "--sweep", default="none",
         help="file of prompts (.json list, or one per line): also measure acceptance with layer ids off by one",
-    )
+    )  # fmt: skip
     add("--num-prompts", type=int, default=8, help="most prompts to take from --sweep (default: 8)")
     add("--max-new-tokens", type=int, default=64, help="most new tokens per prompt (default: 64)")
     add_machine_arguments(command)

@@ -45,10 +45,9 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
         help="for simulate, instead: share of steps that accept at least 1,2,... drafts",
     )  # fmt: skip
     add(
-        "--adaptive",
-        action="store_true",
+        "--adaptive", action="store_true",
         help="time several trees and use the fastest (default: on a GPU, if no tree is given)",
-    )
+    )  # fmt: skip
     add("--max-batch", type=int, default=defaults.max_batch, help="most requests per step (default: %(default)s)")
     add(
         "--page-size", type=int, default=defaults.page_size,
@@ -124,11 +123,9 @@ def add_machine_arguments(command: argparse.ArgumentParser, dtype: str | None = 
     default = dtype or "bfloat16 on GPUs, else float32"
     add("--dtype", choices=DTYPE_NAMES, default=dtype, help=f"dtype of the weights (default: {default})")
     add(
-        "--check-weights",
-        action=argparse.BooleanOptionalAction,
-        default=True,
+        "--check-weights", action=argparse.BooleanOptionalAction, default=True,
         help="read all weights once and refuse NaN and infinite ones (default: on)",
-    )
+    )  # fmt: skip
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 

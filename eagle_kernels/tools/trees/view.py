@@ -111,13 +111,9 @@ def _tree(seen: RecordedTree, request: Request, tokenizer: Tokenizer | None, ste
 
 
 def _stop(
-    nodes: tuple[TreeNode, ...],
-    last: int,
-    choices: dict[int, TargetChoice],
-    tokens: list[int],
-    num_brought: int,
+    nodes: tuple[TreeNode, ...], last: int, choices: dict[int, TargetChoice], tokens: list[int], num_brought: int,
     finish_reason: str | None,
-) -> Stop:
+) -> Stop:  # fmt: skip
     """Finds why the path ends at node `last`; num_brought: tokens of the step, also those after the end of the text."""
     drafts = [node.token_id for node in nodes if node.parent == last]
     is_cut = len(tokens) < num_brought

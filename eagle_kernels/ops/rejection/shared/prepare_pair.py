@@ -121,15 +121,13 @@ def pair_arguments(op: str, values: dict) -> dict:
         "target": RowPointers(values["target_logits"], values["target_probs"], values["temperature"], None),
         "draft": RowPointers(values["draft_logits"], values["draft_probs"], draft_temperature, None),
         "target_to_draft_ptr": None if values["d2t"] is None else invert_draft_map(op, values["d2t"], vocab_size),
-        "vocab_size": vocab_size,
-        "draft_vocab_size": draft_vocab_size,
-        "stride_target": target.stride(0),
-        "stride_draft": draft.stride(0),
+        "vocab_size": vocab_size, "draft_vocab_size": draft_vocab_size,
+        "stride_target": target.stride(0), "stride_draft": draft.stride(0),
         # divisors of all sizes and strides
         "TARGET_UNIT": math.gcd(vocab_size, target.stride(0), 16),
         "DRAFT_UNIT": math.gcd(draft_vocab_size, draft.stride(0), 16),
         "NUM_SLICES": triton.cdiv(max(vocab_size, draft_vocab_size), block),
-    }
+    }  # fmt: skip
 
 
 def allocate_scans(pair: dict, num_scans: int | None = None) -> tuple[int, int]:
@@ -146,13 +144,9 @@ def allocate_scans(pair: dict, num_scans: int | None = None) -> tuple[int, int]:
 
 
 def scan_pair(
-    op: str,
-    pair: dict,
-    target_rows: int,
-    draft_rows: int,
-    first_child: torch.Tensor | None,
+    op: str, pair: dict, target_rows: int, draft_rows: int, first_child: torch.Tensor | None,
     skips_greedy_draft: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Launches the scan of all rows of logits and puts it into `pair`, which comes from `pair_arguments`.
     target_rows, draft_rows: rows of each request. first_child [draft rows] and skips_greedy_draft: see the scan kernel;
     without them all rows are read."""

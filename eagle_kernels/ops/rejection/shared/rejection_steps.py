@@ -83,15 +83,12 @@ def first_state(child):
 def select_state(condition, first, second):
     """Returns the first State where the condition holds, else the second."""
     return State(
-        tl.where(condition, first.phase, second.phase),
-        tl.where(condition, first.child, second.child),
+        tl.where(condition, first.phase, second.phase), tl.where(condition, first.child, second.child),
         tl.where(condition, first.num_seen, second.num_seen),
         tl.where(condition, first.num_rejected, second.num_rejected),
-        tl.where(condition, first.token, second.token),
-        tl.where(condition, first.scale, second.scale),
-        tl.where(condition, first.mass, second.mass),
-        tl.where(condition, first.draft_mass, second.draft_mass),
-    )
+        tl.where(condition, first.token, second.token), tl.where(condition, first.scale, second.scale),
+        tl.where(condition, first.mass, second.mass), tl.where(condition, first.draft_mass, second.draft_mass),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -153,15 +150,10 @@ def settle(rows, node, state, mass, draft_mass, KEEPS_DRAFT: tl.constexpr):
 def load_state(words_ptr):
     """Loads a State from its words."""
     return State(
-        tl.load(words_ptr),
-        tl.load(words_ptr + 1),
-        tl.load(words_ptr + 2),
-        tl.load(words_ptr + 3),
-        tl.load(words_ptr + 4),
-        tl.load(words_ptr + 5).to(tl.float32, bitcast=True),
-        tl.load(words_ptr + 6).to(tl.float32, bitcast=True),
-        tl.load(words_ptr + 7).to(tl.float32, bitcast=True),
-    )
+        tl.load(words_ptr), tl.load(words_ptr + 1), tl.load(words_ptr + 2), tl.load(words_ptr + 3),
+        tl.load(words_ptr + 4), tl.load(words_ptr + 5).to(tl.float32, bitcast=True),
+        tl.load(words_ptr + 6).to(tl.float32, bitcast=True), tl.load(words_ptr + 7).to(tl.float32, bitcast=True),
+    )  # fmt: skip
 
 
 @triton.jit

@@ -245,15 +245,10 @@ def pass_tile(rows, of, at, latest, ids, NUM_SLICES: tl.constexpr):
 def load_walk(words_ptr, NUM_NODES: tl.constexpr):
     """Loads At and Path from the words [8 + 4 N] of a walk."""
     at = At(
-        tl.load(words_ptr),
-        tl.load(words_ptr + 1),
-        tl.load(words_ptr + 2),
-        tl.load(words_ptr + 3),
+        tl.load(words_ptr), tl.load(words_ptr + 1), tl.load(words_ptr + 2), tl.load(words_ptr + 3),
         tl.load(words_ptr + 4).to(tl.float32, bitcast=True),
-        tl.load(words_ptr + 5),
-        tl.load(words_ptr + 6),
-        tl.load(words_ptr + 7),
-    )
+        tl.load(words_ptr + 5), tl.load(words_ptr + 6), tl.load(words_ptr + 7),
+    )  # fmt: skip
     node = all_nodes(NUM_NODES)
     is_node = node < NUM_NODES
     words_ptr += _AT_WORDS + node

@@ -353,13 +353,9 @@ def launch_steps(op: str, probs: torch.Tensor, limit: torch.Tensor, out: torch.T
         torch.empty((num_rows, 2), dtype=torch.int64, device=device),
     )
     rows = {
-        "probs_ptr": probs,
-        "scratch": scratch,
-        "stride_probs_row": probs.stride(0),
-        # a divisor of every row's offset, so that loads can be wide
-        "ALIGNMENT": math.gcd(probs.stride(0), 16),
-        "VOCAB_SIZE": vocab_size,
-    }
+        "probs_ptr": probs, "scratch": scratch, "stride_probs_row": probs.stride(0), "VOCAB_SIZE": vocab_size,
+        "ALIGNMENT": math.gcd(probs.stride(0), 16),  # a divisor of every row's offset, so that loads can be wide
+    }  # fmt: skip
     chunks = {"scratch": scratch, "NUM_CHUNKS": num_chunks, "CHUNK": chunk}
     filtering = {"limit_ptr": limit, "FILTER": name, "VOCAB_SIZE": vocab_size}
     _launch_by_slices(op, _renorm_scan_kernel, SCAN_TUNING, rows | chunks)

@@ -72,17 +72,11 @@ def sample_rows(
     position_offset: what the position of a row's token has over that of the row."""
     num_rows, device = len(rows), rows.device
     shared = {
-        "logits_ptr": rows,
-        "stride_logits_row": rows.stride(0),
-        "ROWS_PER_REQUEST": rows_per_request,
-        "POSITION_OFFSET": position_offset,
-        "coins": bundle(Coins, values),
-        "temperature_ptr": values["temperature"],
-        "filters": bundle(FilterPointers, values),
-        "processors": bundle(Processors, values),
-        "scratch": sampling.allocate_scratch(values, rows, num_rows),
-        **sampling.constants(values, rows),
-    }
+        "logits_ptr": rows, "stride_logits_row": rows.stride(0), "ROWS_PER_REQUEST": rows_per_request,
+        "POSITION_OFFSET": position_offset, "coins": bundle(Coins, values), "temperature_ptr": values["temperature"],
+        "filters": bundle(FilterPointers, values), "processors": bundle(Processors, values),
+        "scratch": sampling.allocate_scratch(values, rows, num_rows), **sampling.constants(values, rows),
+    }  # fmt: skip
     scan = shared | {"num_warps": sampling.scan_tuning(values, device)["num_warps"]}
     launch(op, _sample_rows_scan_kernel, (num_rows, sampling.num_slices(values, rows)), **scan)
     launch(op, _sample_rows_draw_kernel, (num_rows,), **shared, tokens_ptr=tokens, **tuning.row(DRAW_TUNING, device))

@@ -256,21 +256,15 @@ def walk_by_levels(values: dict, out: Output) -> None:
         None if has_draw else torch.empty((num_levels + 1, batch_size), dtype=torch.int64, device=device),
     )
     walk = tree_arguments(values) | {
-        "coins": bundle(Coins, values),
-        "levels": levels,
-        "scratch": sampling.allocate_scratch(values, rows, batch_size, num_levels),
-        "batch_size": batch_size,
-        "SPEC_STEPS": values["spec_steps"],
-        "ACCEPT_POLICY": values["accept_policy"],
-    }
+        "coins": bundle(Coins, values), "levels": levels,
+        "scratch": sampling.allocate_scratch(values, rows, batch_size, num_levels), "batch_size": batch_size,
+        "SPEC_STEPS": values["spec_steps"], "ACCEPT_POLICY": values["accept_policy"],
+    }  # fmt: skip
     level = walk | {
-        "target_logits_ptr": rows,
-        "temperature_ptr": values["temperature"],
-        "filters": bundle(FilterPointers, values),
-        "processors": bundle(Processors, values),
-        "stride_logits_row": rows.stride(0),
+        "target_logits_ptr": rows, "temperature_ptr": values["temperature"], "filters": bundle(FilterPointers, values),
+        "processors": bundle(Processors, values), "stride_logits_row": rows.stride(0),
         **sampling.constants(values, rows),
-    }
+    }  # fmt: skip
     scan = level | {"num_warps": sampling.scan_tuning(values, device)["num_warps"]}
     draw = level | store_arguments(values, out) | tuning.row(DRAW_TUNING, device)
     grid = (batch_size, sampling.num_slices(values, rows) + 1)

@@ -288,14 +288,10 @@ def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_leve
 def constants(values: dict, rows: torch.Tensor) -> dict:
     """Returns the kernel arguments that scanning and drawing share."""
     return {
-        "VOCAB_SIZE": rows.shape[1],
-        "HAS_FILTERS": has_filters(values),
-        "HAS_PENALTIES": logits.has_penalties(values),
-        "IS_JOINT": values["filter_order"] == "joint",
-        # what is known of the offset of every row, so that loads can be wide
-        "ALIGNMENT": math.gcd(rows.stride(0), 16),
-        "BLOCK_CHUNK": scan_tuning(values, rows.device)["BLOCK_CHUNK"],
-    }
+        "VOCAB_SIZE": rows.shape[1], "HAS_FILTERS": has_filters(values), "HAS_PENALTIES": logits.has_penalties(values),
+        "IS_JOINT": values["filter_order"] == "joint", "BLOCK_CHUNK": scan_tuning(values, rows.device)["BLOCK_CHUNK"],
+        "ALIGNMENT": math.gcd(rows.stride(0), 16),  # of the offset of every row, so that loads can be wide
+    }  # fmt: skip
 
 
 def scan_tuning(values: dict, device: torch.device) -> dict:
