@@ -1,6 +1,9 @@
 """The benchmark of a server, without SGLang and without a GPU: a package with made outputs takes SGLang's place."""
 
+import importlib
+import inspect
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -8,6 +11,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,14 +24,15 @@ from bench.apps.server_cases import CASES, GREEDY, SYSTEMS
 from bench.harness import results
 from bench.harness.markdown import markdown
 from bench.lab.log import read_lines
-from bench.peers import sglang_engine
+from bench.peers import fa3, sglang_engine, sglang_fa3
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 
 GPU = "Some GPU 80GB"
+THREE = ["sglang+flashinfer", "sglang+triton", "sglang+eagle_kernels"]
 # Its steps take a tenth of a millisecond. FAKE says what goes wrong: {backend: fault}.
 FAKE = """
-import importlib.metadata, json, os, subprocess, sys, time, types
+import importlib.metadata, importlib.util, json, os, subprocess, sys, time, types
 
 __version__ = "0.5.17"
 fault = json.loads(os.environ.get("FAKE", "{}"))
@@ -49,6 +54,9 @@ class Engine:
             print("eagle_kernels: attention is in use", flush=True)
             if os.environ.get("EAGLE_KERNELS_SGLANG_VERIFY") == "match" and self.fault != "no match":
                 print("eagle_kernels: match is in use", flush=True)
+        if allowed == "fa3":
+            folder = os.path.dirname(importlib.util.find_spec("sglang_fa3").origin)
+            assert plugins["fa3"] == "sglang_fa3:register" and os.path.exists(folder + "/vllm_fa3.so")
         if self.fault == "no all-reduce":
             print("Setup Custom allreduce failed with 1. To silence this", flush=True)
         if self.fault == "crash":
@@ -86,8 +94,11 @@ class Engine:
 
 @pytest.fixture
 def sglang(tmp_path, monkeypatch):
-    """Returns the options that name the made SGLang; an instance of FlashInfer's distribution lies beside it."""
+    """Returns the options that name the made SGLang; beside it lie FlashInfer's distribution and vLLM's FA3, packed."""
     monkeypatch.delenv("FAKE", raising=False)
+    monkeypatch.setattr(fa3, "FOLDER", tmp_path / "peers")
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers" / "vllm_fa3.so.xz").write_bytes(lzma.compress(b"library"))
     write_package(tmp_path / "site", "sglang", FAKE)
     write_package(tmp_path / "flashinfer", "flashinfer", "", distribution="flashinfer_python", version="0.6.15")
     return ["--sglang", str(tmp_path / "site"), "--shape", "small", "--quick", "--logs", str(tmp_path / "logs")]
@@ -100,6 +111,11 @@ def write_package(folder, name, text, distribution=None, version=None):
         about = folder / f"{distribution}-{version}.dist-info"
         about.mkdir()
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+
+
+def write_own_fa3(folder):
+    write_package(folder, "sgl_kernel", "")
+    (folder / "sgl_kernel" / "flash_ops.abi3.so").touch()
 
 
 def call(options, *more, directory="none"):
@@ -243,6 +259,90 @@ def test_the_plug_in_is_found_as_an_installed_one(tmp_path):
     assert function == "register" and Path(file).is_relative_to(sglang_engine.ROOT)
 
 
+def test_stock_engines_get_fa3_as_a_plug_in(tmp_path, monkeypatch):
+    """Which holds all that it needs: its file and the library, unpacked or linked. SGLang's own needs none."""
+    installation, plugin = sglang_engine.Installation(tmp_path / "sglang"), tmp_path / "plugin"
+    told = sglang_engine.environment(order("fa3"), installation, plugin, with_flashinfer=False)
+    assert told["SGLANG_PLUGINS"] == "fa3" and told["PYTHONPATH"].split(os.pathsep)[:2] == [
+        str(plugin), str(tmp_path / "sglang"),
+    ]  # fmt: skip
+    monkeypatch.setattr(fa3, "FOLDER", tmp_path)
+    (tmp_path / "vllm_fa3.so.xz").write_bytes(lzma.compress(b"packed"))
+    sglang_engine.write_plugin(plugin, "fa3")
+    assert (plugin / "vllm_fa3.so").read_bytes() == b"packed"
+    assert (plugin / "sglang_fa3.py").read_bytes() == Path(sglang_fa3.__file__).read_bytes()
+    points = (plugin / "vllm_fa3.dist-info" / "entry_points.txt").read_text()
+    assert points == "[sglang.srt.plugins]\nfa3 = sglang_fa3:register\n"
+    (tmp_path / "vllm_fa3.so").write_bytes(b"as it is")
+    sglang_engine.write_plugin(tmp_path / "other", "fa3")
+    assert (tmp_path / "other" / "vllm_fa3.so").resolve() == tmp_path / "vllm_fa3.so"
+    write_own_fa3(tmp_path / "whole")
+    installation = sglang_engine.Installation(tmp_path / "whole")
+    told = sglang_engine.environment(order("fa3"), installation, plugin, with_flashinfer=False)
+    assert told["SGLANG_PLUGINS"] == sglang_engine.NO_PLUGIN and str(plugin) not in told["PYTHONPATH"]
+
+
+def vllm_fwd(
+    q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q,
+    max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale,
+    v_descale, softmax_scale, is_causal, window_size_left, window_size_right, softcap, is_rotary_interleaved,
+    scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux, cp_world_size, cp_rank, cp_tot_seqused_k,
+):  # fmt: skip
+    """Has the arguments that vLLM's library declares; returns what they are given."""
+    return locals()
+
+
+def vllm_get_scheduler_metadata(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, qkv_dtype, seqused_k,
+    cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, leftpad_k, page_size, max_seqlen_k_new, is_causal,
+    window_size_left, window_size_right, has_softcap, num_splits, pack_gqa, sm_margin,
+):  # fmt: skip
+    return locals()
+
+
+def sglang_arguments(function, last) -> dict:
+    """Returns a value for each argument that sgl_kernel 0.4.5 gives its operator, in its order."""
+    values = {name: f"the {name}" for name in inspect.signature(function).parameters if not name.startswith("cp_")}
+    names = list(values)
+    names.insert(names.index("window_size_right") + 1, "attention_chunk")
+    return {name: values.get(name, 0) for name in names} | last
+
+
+def test_vllm_s_fa3_takes_the_arguments_of_sglang_s(monkeypatch):
+    """Those of `flash_attn_with_kvcache`, of `flash_attn_varlen_func`, which names the last ones, and of plans."""
+    loaded, ours, theirs = [], torch.ops.sgl_kernel, torch.ops._vllm_fa3_C
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    for function in (vllm_fwd, vllm_get_scheduler_metadata):
+        name = function.__name__.removeprefix("vllm_")
+        monkeypatch.setattr(ours, name, None, raising=False)
+        monkeypatch.setattr(theirs, name, function, raising=False)
+    package = ModuleType("sgl_kernel")
+    package.__path__ = []
+    monkeypatch.setitem(sys.modules, "sgl_kernel", package)
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_ops", None)
+    sglang_fa3.register()
+    assert loaded == [str(Path(sglang_fa3.__file__).with_name("vllm_fa3.so"))]
+    assert importlib.import_module("sgl_kernel.flash_ops").__name__ == "sgl_kernel.flash_ops"
+
+    given = sglang_arguments(vllm_fwd, {"sparse_mask_fine": None, "only_qv": False})
+    assert len(given) == 37
+    wanted = {name: given.get(name) for name in inspect.signature(vllm_fwd).parameters}
+    wanted |= {"cp_world_size": 1, "cp_rank": 0}
+    call, names = ours.fwd.default, list(given)
+    assert call(*given.values()) == wanted
+    named = {"sinks" if name == "s_aux" else name: given[name] for name in names[29:]}
+    assert call(*(given[name] for name in names[:29]), **named) == wanted
+    for name, value in (("attention_chunk", 8), ("sparse_mask_fine", "a mask"), ("only_qv", True)):
+        with pytest.raises(ValueError, match=f"has no {name}; got {value}"):
+            call(*(given | {name: value}).values())
+
+    given = sglang_arguments(vllm_get_scheduler_metadata, {})
+    call = ours.get_scheduler_metadata
+    assert call(*given.values()) == {name: value for name, value in given.items() if name != "attention_chunk"}
+    with pytest.raises(ValueError, match="has no attention_chunk; got 8"):
+        call(*(given | {"attention_chunk": 8}).values())
+
+
 @pytest.mark.slow
 def test_all_systems_on_a_made_sglang(sglang, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(server, "SHORT", 8)
@@ -255,11 +355,11 @@ def test_all_systems_on_a_made_sglang(sglang, tmp_path, capsys, monkeypatch):
     told = [line for line in lines if line and line[0] in ("8/5/64", "4/4/16")]
     systems = [(line[0], line[3]) for line in told]
     cases, times = ("8/5/64", "4/4/16"), {"sglang+match": 1}
-    expected = [(case, system) for case in cases for system in SYSTEMS[:4] for _ in range(times.get(system, 2))]
+    expected = [(case, system) for case in cases for system in SYSTEMS[:5] for _ in range(times.get(system, 2))]
     assert systems == expected + [(case, "eagle_kernels") for case in cases for _ in range(2)]
     assert {(line[1], line[2]) for line in told} == {(b, t) for b in ("B=1", "B=8") for t in ("T=0", "T=0.8")}
     table = [line for line in lines if line[:1] == ["|"]]
-    assert len(table) == 2 + 18
+    assert len(table) == 2 + 22
 
 
 def test_engines_of_two_gpus(sglang, gpu, tmp_path, capsys, monkeypatch):
@@ -284,13 +384,13 @@ def test_engines_of_two_gpus(sglang, gpu, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_lines_are_kept_beside_a_gpu(sglang, gpu, tmp_path):
-    more = ["--flashinfer", str(tmp_path / "flashinfer"), "--system", *SYSTEMS[:3], "--case", "plain", "4/3/8"]
+    more = ["--flashinfer", str(tmp_path / "flashinfer"), "--system", *THREE, "--case", "plain", "4/3/8"]
     assert call(sglang, *more, directory=tmp_path / "results") == 0
     file = tmp_path / "results" / "Some_GPU_80GB" / "server.jsonl"
     lines = read_lines(file)
     assert [(line["case"], line["system"], line["batch"]) for line in lines if line["temperature"] == 0] == [
-        *(("plain", system, batch) for system in SYSTEMS[:3] for batch in (1, 8, 32)),
-        *(("4/3/8", system, 32) for system in SYSTEMS[:3]),
+        *(("plain", system, batch) for system in THREE for batch in (1, 8, 32)),
+        *(("4/3/8", system, 32) for system in THREE),
     ]
     for line in lines:
         assert line["parts"] == (["attention"] if line["system"] == "sglang+eagle_kernels" else [])
@@ -301,6 +401,27 @@ def test_lines_are_kept_beside_a_gpu(sglang, gpu, tmp_path):
         assert line["versions"]["sglang"] == "0.5.17" and line["versions"]["flashinfer"] == "0.6.15"
         assert line["start_s"] >= 0 and line["versions"]["torch"]
     assert server_tables.tables(file) == []  # quick ones make no table
+
+
+def test_sglang_gets_vllm_s_fa3_where_it_has_none(sglang, gpu, tmp_path, capsys, monkeypatch):
+    """Its lines name the build; without one, and on a GPU that is none of Hopper's, the system is left out."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    more = ["--system", "sglang+fa3", "--case", "4/3/8"]
+    assert call(sglang, *more, directory=tmp_path / "vllm") == 0
+    lines = kept(tmp_path / "vllm")
+    assert [line["versions"]["fa3"] for line in lines] == ["vLLM's build"] * 2
+    assert all(
+        (line["system"], line["attention_backend"], line["parts"]) == ("sglang+fa3", "fa3", []) for line in lines
+    )
+    write_own_fa3(tmp_path / "site")
+    importlib.invalidate_caches()
+    capsys.readouterr()
+    assert call(sglang, *more, directory=tmp_path / "own") == 0
+    assert not any("fa3" in line["versions"] for line in kept(tmp_path / "own"))
+    assert "| of sglang+fa3 |" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    assert call(sglang, *more) == 0
+    assert capsys.readouterr().out == "sglang+fa3: FlashAttention 3 needs a Hopper GPU\n"
 
 
 @pytest.mark.slow
@@ -332,6 +453,10 @@ def test_what_is_missing_is_said(sglang, capsys, tmp_path, monkeypatch):
     assert call(sglang, "--system", "sglang+flashinfer") == 0
     said = "sglang+flashinfer: FlashInfer is not installed; --flashinfer names a folder that holds it\n"
     assert capsys.readouterr().out == said
+    (tmp_path / "peers" / "vllm_fa3.so.xz").unlink()
+    assert call(sglang, "--system", "sglang+fa3") == 0
+    said = "neither SGLang's own build (sgl_kernel/flash_ops) nor vLLM's (.peers/vllm_fa3.so) is here\n"
+    assert capsys.readouterr().out == f"sglang+fa3: {said}"
     assert call(["--shape", "small", "--logs", str(tmp_path / "logs")], "--system", "sglang+triton") == 0
     assert capsys.readouterr().out == "SGLang is not installed; --sglang names a folder that holds it\n"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -363,7 +488,7 @@ def test_engines_start_together_and_are_timed_in_turn(sglang, fail, tmp_path):
     """One generates at a time, none twice while others wait, and all are there from the first to the last."""
     fail(flashinfer="slow", triton="slow", eagle_kernels="slow")
     logs = tmp_path / "together"
-    more = ["--case", "plain", "--system", *SYSTEMS[:3], "--flashinfer", str(tmp_path / "flashinfer")]
+    more = ["--case", "plain", "--system", *THREE, "--flashinfer", str(tmp_path / "flashinfer")]
     assert call(sglang, *more, "--together", "--logs", str(logs)) == 0
     ups, downs, spans = [], [], []
     for log in logs.iterdir():
@@ -608,13 +733,16 @@ def test_tables(tmp_path, monkeypatch):
     assert text.startswith("# Some_GPU_80GB\n\n## SGLang, stock and with the plug-in\n\nDummy weights, ")
     assert "SGLang 0.5.17, FlashInfer 0.6, torch 2.11, triton 3.6." in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert "| of sglang+flashinfer | of sglang+triton (not the default on Hopper, the one on AMD) |" in rows[0]
+    assert (
+        "| of sglang+flashinfer | of sglang+triton (not the default on Hopper, the one on AMD) "
+        "| of sglang+fa3 (vLLM's build of FlashAttention 3) |"
+    ) in rows[0]
     assert rows[2:] == [
-        "| 8/5/64 | 1 | greedy | sglang+flashinfer | 8.000 | 500 | 4.00 | 1.00× | 1.25× | `abc` |",
-        "| 8/5/64 | 1 | greedy | sglang+triton | 10.000 | 400 | 4.00 | 0.80× | 1.00× | `abc` |",
-        "| 8/5/64 | 1 | greedy | sglang+eagle_kernels | 4.000 | 1000 | 4.00 | 2.00× | 2.50× | `abc` |",
+        "| 8/5/64 | 1 | greedy | sglang+flashinfer | 8.000 | 500 | 4.00 | 1.00× | 1.25× | - | `abc` |",
+        "| 8/5/64 | 1 | greedy | sglang+triton | 10.000 | 400 | 4.00 | 0.80× | 1.00× | - | `abc` |",
+        "| 8/5/64 | 1 | greedy | sglang+eagle_kernels | 4.000 | 1000 | 4.00 | 2.00× | 2.50× | - | `abc` |",
         "| 4/4/16, prompts of 8192 | 8 | temperature 0.8, top-p 0.95 | sglang+eagle_kernels "
-        "| 5.000 | 6400 | 4.00 | - | - | `abc` |",
+        "| 5.000 | 6400 | 4.00 | - | - | - | `abc` |",
     ]
     page.parent.mkdir(parents=True)
     page.write_text("no marks\n")

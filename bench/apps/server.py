@@ -7,6 +7,8 @@ head, and of Qwen3 models: dummy weights in bf16, random prompts, simulated acce
 
     sglang+flashinfer     the attention that SGLang chooses on NVIDIA for trees with more than one branch
     sglang+triton         the attention that it chooses on AMD
+    sglang+fa3            FlashAttention 3, which it chooses on Hopper without trees and with one branch; vLLM's build
+                          where SGLang's own is missing
     sglang+eagle_kernels  the plug-in, the parts that its flag turns on
     sglang+match          the plug-in by sample and match, where it samples
     eagle_kernels         EAGLEInference, without a server
@@ -34,11 +36,11 @@ from pathlib import Path
 import torch
 
 from ..harness import results
-from ..peers import sglang_engine
+from ..peers import fa3, sglang_engine
 from ..peers.sglang_engine import ALL_REDUCES, EngineFailure, Installation, Order
 from . import generation, server_tables, server_texts
 from .random_models import head_config, target_config
-from .server_cases import CASES, MATCH, OWN, RANK_CASES, STOCK, SYSTEMS, Case, ranks_of
+from .server_cases import CASES, FA3, MATCH, OWN, RANK_CASES, STOCK, SYSTEMS, Case, ranks_of
 from .server_rows import PLUGGED_ROWS
 from .server_tables import TOLERANCE, all_tables, off_stock, setting
 
@@ -279,6 +281,9 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     if "sglang+flashinfer" in systems and bench.flashinfer is None:
         print("sglang+flashinfer: FlashInfer is not installed; --flashinfer names a folder that holds it")
         systems.remove("sglang+flashinfer")
+    if FA3 in systems and (missing := missing_fa3(bench.installation, device)):
+        print(f"{FA3}: {missing}")
+        systems.remove(FA3)
     for case in cases:
         bench.run_all_sglang(case, [system for system in systems if system != OWN and case.sampling_of(system)])
     if OWN in systems:
@@ -291,6 +296,15 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     faults = off_stock([line for line in bench.lines if not (options.quick and line["system"] == OWN)])
     print("".join(f"{fault}\n" for fault in faults), end="", flush=True)
     return int(bool(faults) or bench.num_failures > 0)
+
+
+def missing_fa3(installation: Installation, device: torch.device) -> str | None:
+    """Returns why SGLang cannot use FlashAttention 3 here; None where it can."""
+    if not installation.has_own_fa3() and fa3.find_library() is None:
+        return "neither SGLang's own build (sgl_kernel/flash_ops) nor vLLM's (.peers/vllm_fa3.so) is here"
+    if device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        return "FlashAttention 3 needs a Hopper GPU"
+    return None
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:

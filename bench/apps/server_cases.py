@@ -3,7 +3,8 @@
 import random
 from typing import NamedTuple
 
-STOCK = {"sglang+flashinfer": "flashinfer", "sglang+triton": "triton"}  # with their attention backends
+FA3 = "sglang+fa3"
+STOCK = {"sglang+flashinfer": "flashinfer", "sglang+triton": "triton", FA3: "fa3"}  # with their attention backends
 PLUGGED, MATCH, OWN = "sglang+eagle_kernels", "sglang+match", "eagle_kernels"
 SYSTEMS = (*STOCK, PLUGGED, MATCH, OWN)
 

@@ -5,14 +5,15 @@ from pathlib import Path
 
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
-from .server_cases import CASES, PLUGGED, QWEN3_BATCHES, RANK_CASES, STOCK, SYSTEMS
+from .server_cases import CASES, FA3, PLUGGED, QWEN3_BATCHES, RANK_CASES, STOCK, SYSTEMS
 from .server_rows import TREES, pair_case
 
+OF_VLLM = " (vLLM's build of FlashAttention 3)"
 RATIOS = {
     "sglang+flashinfer": "of sglang+flashinfer",
     "sglang+triton": "of sglang+triton (not the default on Hopper, the one on AMD)",
+    FA3: f"of {FA3}{OF_VLLM}",
 }
-STEP_COLUMNS = ("ms a step", "tokens/s", "tokens a step", *RATIOS.values(), "at commit")
 FRONT = ("4/3/8", 32, 0.0, 1.0)  # case, batch size, temperature and top-p of README's row
 CASE_NAMES = [case.name for case in CASES]
 REQUEST_CASES = [case.name for case in CASES if case.requests]
@@ -53,8 +54,8 @@ PAIR_ABOUT = (
 )
 MOST_LEVELS = max(steps for _, steps, _ in TREES.values())
 TOLERANCE = 0.01  # of accepted lengths
-PACKAGES = {"sglang": "SGLang", "sgl_kernel": "sgl_kernel", "flashinfer": "FlashInfer", "torch": "torch",
-            "triton": "triton"}  # fmt: skip
+PACKAGES = {"sglang": "SGLang", "sgl_kernel": "sgl_kernel", "flashinfer": "FlashInfer", "fa3": "FlashAttention 3 in",
+            "torch": "torch", "triton": "triton"}  # fmt: skip
 
 
 def setting(line: dict) -> tuple:
@@ -111,7 +112,7 @@ def table(lines: Sequence[dict]) -> list[list[str]]:
         name = f"{case}, prompts of {prompts}" if prompts > 512 else case
         for system in systems:
             rows.append([name, str(batch), _sampling(temperature, top_p), system, *_step(systems, system)])
-    return [["case", "B", "sampling", "system", *STEP_COLUMNS], *rows] if rows else []
+    return [["case", "B", "sampling", "system", *_step_columns(lines)], *rows] if rows else []
 
 
 def request_table(lines: Sequence[dict]) -> list[list[str]]:
@@ -124,7 +125,7 @@ def request_table(lines: Sequence[dict]) -> list[list[str]]:
             name = f"{drafts} (naive)" if line["tree"] and line["tree"][-1] == 2 and line["tree"][0] == 1 else drafts
             ratios = _ratios(systems, system, "requests_per_s")
             rows.append([name, system, *numbers, *ratios, SEED_REQUESTS.get(drafts, "-"), f"`{line['commit']}`"])
-    header = ["drafts", "system", "requests/s", "tokens/s", "tokens a step", *RATIOS.values(), SEED_OF_REQUESTS]
+    header = ["drafts", "system", "requests/s", "tokens/s", "tokens a step", *_ratio_columns(lines), SEED_OF_REQUESTS]
     return [[*header, "at commit"], *rows] if rows else []
 
 
@@ -153,7 +154,7 @@ def rank_table(lines: Sequence[dict]) -> list[list[str]]:
                 row = [case, str(batch), _sampling(*sampling), str(of[0]), of[1] or "-", system]
                 rows.append(((RANK_CASES.index(case), batch, *sampling), [*row, *_step(systems, system)]))
     rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]  # those of other GPUs stay in their order
-    return [["case", "B", "sampling", "GPUs", "all-reduce", "system", *STEP_COLUMNS], *rows] if rows else []
+    return [["case", "B", "sampling", "GPUs", "all-reduce", "system", *_step_columns(lines)], *rows] if rows else []
 
 
 def acceptance_table(lines: Sequence[dict]) -> list[list[str]]:
@@ -176,8 +177,18 @@ def _sampling(temperature: float, top_p: float) -> str:
     return f"temperature {temperature:g}, top-p {top_p:g}" if temperature > 0 else "greedy"
 
 
+def _ratio_columns(lines: Sequence[dict]) -> list[str]:
+    """Returns the titles of `_ratios`; lines tell whether FlashAttention 3 was SGLang's own build."""
+    has_own = any(line["system"] == FA3 and "fa3" not in line["versions"] for line in lines)
+    return [title.removesuffix(OF_VLLM) if has_own else title for title in RATIOS.values()]
+
+
+def _step_columns(lines: Sequence[dict]) -> list[str]:
+    return ["ms a step", "tokens/s", "tokens a step", *_ratio_columns(lines), "at commit"]
+
+
 def _step(systems: dict[str, dict], system: str) -> list[str]:
-    """Returns the STEP_COLUMNS of a system."""
+    """Returns a system's `_step_columns`."""
     line = systems[system]
     numbers = [f"{line['ms_per_step']:.3f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
     return [*numbers, *_ratios(systems, system), f"`{line['commit']}`"]

@@ -18,6 +18,7 @@ from ..harness.declaration import Run, Unavailable
 from ..harness.inputs import is_chain, visible_drafts
 from ..harness.timing import quick_us
 from . import FOLDER
+from .sglang_fa3 import LIBRARY
 
 
 def gqa_decode(values: dict) -> Run:
@@ -124,16 +125,27 @@ def _merged():
     return torch.compile(merge, dynamic=True)
 
 
+def find_library() -> Path | None:
+    """Returns the file of the library, which may be packed; None without one."""
+    return next((file for file in (FOLDER / LIBRARY, FOLDER / f"{LIBRARY}.xz") if file.exists()), None)
+
+
+def place_library(folder: Path) -> Path:
+    """Links the library into a folder, or unpacks it there; returns its file."""
+    file, placed = find_library(), folder / LIBRARY
+    if file.suffix == ".xz":
+        placed.write_bytes(lzma.decompress(file.read_bytes()))
+    else:
+        placed.symlink_to(file.resolve())
+    return placed
+
+
 @functools.cache
 def _library():
     """Returns the operators of the library, unpacked if need be."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise Unavailable("FlashAttention 3 needs a Hopper GPU")
-    file, packed = FOLDER / "vllm_fa3.so", FOLDER / "vllm_fa3.so.xz"
-    if not file.exists():
-        if not packed.exists():
-            raise Unavailable(f"{file} does not exist")
-        file = Path(tempfile.mkdtemp()) / file.name
-        file.write_bytes(lzma.decompress(packed.read_bytes()))
-    torch.ops.load_library(str(file))
+    if find_library() is None:
+        raise Unavailable(f"{FOLDER / LIBRARY} does not exist")
+    torch.ops.load_library(str(place_library(Path(tempfile.mkdtemp()))))
     return torch.ops._vllm_fa3_C

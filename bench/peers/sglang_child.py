@@ -29,6 +29,7 @@ PACKAGES = {
     "sglang": ("sglang",),
     "sgl_kernel": ("sglang-kernel", "sgl-kernel"),
     "flashinfer": ("flashinfer-python",),
+    "fa3": ("vllm_fa3",),  # where it takes the place of SGLang's own
     "torch": ("torch",),
     "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm"),
 }

@@ -1,7 +1,8 @@
 """SGLang's own engine, with dummy weights and simulated acceptance, in a child process that is ended at its limit.
 
 SGLang is what Python finds, or what lies in a folder (`pip install --target FOLDER sglang`). The plug-in of this
-checkout is shown to it as an installed package would be; stock engines are told to load no plug-in.
+checkout is shown to it as an installed package would be; stock engines are told to load no plug-in, except the one that
+gives them FlashAttention 3 where SGLang's own build is missing (sglang_fa3.py).
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -26,10 +27,11 @@ import torch
 from eagle_kernels.integrations.sglang.parts import PARTS
 from eagle_kernels.runtime.version import __version__
 
-from . import sglang_child
+from . import fa3, sglang_child, sglang_fa3
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = "eagle_kernels"  # the plug-in's name, and that of its attention backend
+FA3 = "fa3"  # FlashAttention 3, as SGLang names the backend; also the plug-in that brings vLLM's build of it
 NO_PLUGIN = "none_of_them"
 # what would change an engine and is told to each
 TOLD = (
@@ -77,7 +79,16 @@ class Installation(NamedTuple):
 
     def has_sglang(self) -> bool:
         """Tells whether SGLang is there, without importing it."""
-        return PathFinder.find_spec("sglang", [*map(str, self.folders()), *sys.path]) is not None
+        return self._found("sglang") is not None
+
+    def has_own_fa3(self) -> bool:
+        """Tells whether the kernels of SGLang hold its build of FlashAttention 3."""
+        kernels = self._found("sgl_kernel")
+        folders = [] if kernels is None else kernels.submodule_search_locations or []
+        return any(file for folder in folders for file in Path(folder).glob("flash_ops*"))
+
+    def _found(self, package: str) -> ModuleSpec | None:
+        return PathFinder.find_spec(package, [*map(str, self.folders()), *sys.path])
 
     def flashinfer_version(self) -> str | None:
         """Returns the version of the FlashInfer that an engine would find; None without one."""
@@ -213,16 +224,23 @@ class Order(AnyOrder):
             (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
+def plugin_of(order: AnyOrder, installation: Installation) -> str:
+    """Returns the name of the only plug-in that an engine may load."""
+    if order.is_plugged:
+        return PLUGIN
+    return FA3 if order.backend == FA3 and not installation.has_own_fa3() else NO_PLUGIN
+
+
 def environment(order: AnyOrder, installation: Installation, plugin: Path, with_flashinfer: bool) -> dict[str, str]:
     """Returns the environment of an engine's process. plugin: the folder that `write_plugin` wrote."""
     told = {name: value for name, value in os.environ.items() if name not in TOLD} | OFFLINE
-    folders = installation.folders(with_flashinfer)
-    paths = ([plugin, ROOT] if order.is_plugged else []) + folders
+    folders, loaded = installation.folders(with_flashinfer), plugin_of(order, installation)
+    paths = {PLUGIN: [plugin, ROOT], FA3: [plugin]}.get(loaded, []) + folders
     inherited = [Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     told["PYTHONPATH"] = os.pathsep.join(map(str, [*paths, *inherited]))
     scripts = [str(folder / "bin") for folder in folders if (folder / "bin").is_dir()]  # FlashInfer's ninja
     told["PATH"] = os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])
-    told["SGLANG_PLUGINS"] = PLUGIN if order.is_plugged else NO_PLUGIN
+    told["SGLANG_PLUGINS"] = loaded
     if order.is_plugged and order.asked is not None:
         told["EAGLE_KERNELS_SGLANG"] = order.asked
     if order.rule is not None:
@@ -248,13 +266,18 @@ def _cuda() -> dict[str, str]:
     return found
 
 
-def write_plugin(folder: Path) -> None:
-    """Writes what an installed eagle_kernels tells about its plug-in, so that SGLang finds this checkout's."""
-    about = folder / f"eagle_kernels-{__version__}.dist-info"
-    about.mkdir(parents=True, exist_ok=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: eagle_kernels\nVersion: {__version__}\n")
-    point = f"{PLUGIN} = eagle_kernels.integrations.sglang:register"
-    (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{point}\n")
+def write_plugin(folder: Path, name: str = PLUGIN) -> None:
+    """Writes what an installed package tells about its plug-in, so that SGLang finds it: this checkout's, or FA3."""
+    package, version, module = "eagle_kernels", __version__, "eagle_kernels.integrations.sglang"
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == FA3:
+        package, version, module = "vllm_fa3", "vLLM's build", "sglang_fa3"
+        shutil.copy(sglang_fa3.__file__, folder)
+        fa3.place_library(folder)
+    about = folder / f"{package}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {module}:register\n")
 
 
 def run(
@@ -275,7 +298,7 @@ def run(
     with contextlib.ExitStack() as ending:
         made = tempfile.TemporaryDirectory(prefix="sglang_engine_", ignore_cleanup_errors=True)
         folder = Path(ending.enter_context(made))
-        command, seen = _prepare(order, folder), folder / "seen"
+        command, seen = _prepare(order, installation, folder), folder / "seen"
         output = ending.enter_context(log.open("wb"))
         records = ending.enter_context((folder / "records.jsonl").open(encoding="utf-8"))
         told = environment(order, installation, folder / "plugin", with_flashinfer)
@@ -307,10 +330,11 @@ def run(
             raise EngineFailure(f"ended with status {child.returncode}\n{_told_by(log)}")
 
 
-def _prepare(order: AnyOrder, folder: Path) -> list[str]:
+def _prepare(order: AnyOrder, installation: Installation, folder: Path) -> list[str]:
     """Writes all that an engine needs into a folder; returns the command that starts it."""
     order.write_models(folder / "models")
-    write_plugin(folder / "plugin")
+    if (plugin := plugin_of(order, installation)) != NO_PLUGIN:
+        write_plugin(folder / "plugin", plugin)
     for name in ("script", "seen"):
         (folder / name).mkdir()
     script, order_file, records_file = folder / "script" / "engine.py", folder / "order.json", folder / "records.jsonl"
