@@ -25,10 +25,8 @@ Either = Tensor | Mapping[str, Any] | OnePrompt
 
 @takes_other_names
 class Generation(Unique):
-    """Holds `generate`, `stream`, `stream_text` and `encode_chat`; one prompt has a result of its own form.
-
-    Type checkers know the form where they know that there is one prompt, and one sample of it, or that there are more.
-    """
+    """Holds `generate`, `stream`, `stream_text` and `encode_chat`; one prompt has a result of its own form. Type
+    checkers know the form where they know that there is one prompt, and one sample of it, or that there are more."""
 
     session: Session
     _config: EAGLEConfig

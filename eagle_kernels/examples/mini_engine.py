@@ -134,11 +134,9 @@ class Snapshot:
 
 @dataclass
 class Attend:
-    """Writes new keys and values into a pool, and attends to what each token sees; a model calls it in every layer.
-
-    The T new tokens of each of B rows see the row's committed tokens. Of the `num_keys` keys after these they see those
-    in `tree_mask`; without a mask they are a chain, in which each sees those before it.
-    """
+    """Writes new keys and values into a pool, and attends to what each token sees; a model calls it in every layer. The
+    T new tokens of each of B rows see the row's committed tokens. Of the `num_keys` keys after these they see those in
+    `tree_mask`; without a mask they are a chain, in which each sees those before it."""
 
     pool: Pool
     batch: Batch
@@ -162,10 +160,8 @@ class Attend:
 
 
 class MiniEngine:
-    """Serves requests in a batch of `num_rows` rows, which they join and leave between steps.
-
-    A request waits until a row and enough pages are free; num_pages=None: enough for all rows.
-    """
+    """Serves requests in a batch of `num_rows` rows, which they join and leave between steps. A request waits until a
+    row and enough pages are free; num_pages=None: enough for all rows."""
 
     def __init__(self, target: TargetModel, draft: DraftHead, shape: TreeShape, *, num_rows: int = 4,
                  num_pages: int | None = None, end_token_ids: tuple[int, ...] = ()) -> None:  # fmt: skip
@@ -215,11 +211,9 @@ class MiniEngine:
         self.waiting.append((request, num_pages))
 
     def advance(self) -> None:
-        """Starts waiting requests, launches a step, and ends requests whose end is known.
-
-        On a GPU the host looks at a step after it has launched the next one, so that the device never waits. A request
-        ends on the device (`record`), and the step after its end leaves it unchanged.
-        """
+        """Starts waiting requests, launches a step, and ends requests whose end is known. On a GPU the host looks at a
+        step after it has launched the next one, so that the device never waits. A request ends on the device
+        (`record`), and the step after its end leaves it unchanged."""
         self.admit()
         self.launch()
         self.snapshots.append(self.take_snapshot())
@@ -307,11 +301,9 @@ class MiniEngine:
         self.record(batch, verdict.tokens)
 
     def draft_tree(self, slots: Tensor) -> Tree:
-        """Drafts level by level, and keeps the best nodes of all levels.
-
-        The candidates of a level are the K best tokens after each beam, and the K best of these K * K are the next
-        beams, K being `topk`. Their keys go to the slots after the text, level after level.
-        """
+        """Drafts level by level, and keeps the best nodes of all levels. The candidates of a level are the K best
+        tokens after each beam, and the K best of these K * K are the next beams, K being `topk`. Their keys go to the
+        slots after the text, level after level."""
         batch, shape, topk, offsets = self.batch, self.shape, self.shape.topk, self.draft.draft_to_target
         states = batch.draft_hidden  # the head's own, a row for each row of logits
         level = ek.select_top_k_tokens(batch.draft_logits, draft_to_target=offsets, topk=topk, level=0)
@@ -346,10 +338,8 @@ class MiniEngine:
         return logits.flatten(0, 1), features.flatten(0, 1)
 
     def follow_path(self, verdict: SampledVerifyOutput, features: Tensor, slots: Tensor, positions: Tensor) -> None:
-        """Reads the accepted tokens with the head, each with the target's features at the node before it.
-
-        Their keys replace those of the beams. Shorter paths have padding after them, which the next step replaces.
-        """
+        """Reads the accepted tokens with the head, each with the target's features at the node before it. Their keys
+        replace those of the beams. Shorter paths have padding after them, which the next step replaces."""
         batch, count = self.batch, verdict.tokens.shape[1]
         attend, tokens = Attend(self.draft_pool, batch, slots[:, :count]), verdict.tokens.clamp(min=0)
         features, positions = features[verdict.hidden_rows], positions[:, :count]

@@ -67,10 +67,8 @@ def speculate(
 
 
 def draft_tree(draft: LlamaForCausalLM, cache: DynamicCache, tokens: list[int]) -> Tree:
-    """Drafts TOPK beams for SPEC_STEPS levels (EAGLE-2), and returns the tree of the best NUM_NODES nodes.
-
-    Afterwards the draft's cache holds all of `tokens`; the target's does not hold the last one, the root of the tree.
-    """
+    """Drafts TOPK beams for SPEC_STEPS levels (EAGLE-2), and returns the tree of the best NUM_NODES nodes. Afterwards
+    the draft's cache holds all of `tokens`; the target's does not hold the last one, the root of the tree."""
     new = torch.tensor([tokens[cache.get_seq_length() :]])
     logits = draft(new, past_key_values=cache).logits[:, -1]
     length = len(tokens)

@@ -1,8 +1,6 @@
-"""Questions of GSM8K (arXiv 2110.14168): few-shot prompts, the answers in the texts, and how many are right.
-
-A file has one JSON object a line, {"question": .., "answer": ..}, whose answer ends with "#### " and a number. The
-first examples of the file are shown in every prompt, with their answers; the others are asked.
-"""
+"""Questions of GSM8K (arXiv 2110.14168): few-shot prompts, the answers in the texts, and how many are right. A file has
+one JSON object a line, {"question": .., "answer": ..}, whose answer ends with "#### " and a number. The first examples
+of the file are shown in every prompt, with their answers; the others are asked."""
 
 import re
 import time
@@ -29,24 +27,15 @@ class Example(NamedTuple):
 
 @dataclass
 class Accuracy:
-    """Holds how many questions were answered, and how.
-
-    Attributes:
-        questions, correct: How many were asked, and answered with the right number.
-        invalid: How many texts have no number.
-        accuracy: The share of correct answers.
-        output_tokens, time_s, tokens_per_second: New tokens, the seconds they took, and their rate.
-        mean_accept_length: Mean tokens per step, bonus token included.
-        texts: The text after each prompt.
-    """
+    """Holds how many questions were answered, and how."""
 
     questions: int
-    correct: int
-    invalid: int
+    correct: int  # answered with the right number
+    invalid: int  # texts without a number
     output_tokens: int
     time_s: float
-    mean_accept_length: float
-    texts: list[str]
+    mean_accept_length: float  # mean tokens per step, bonus token included
+    texts: list[str]  # after each prompt
 
     @property
     def accuracy(self) -> float:

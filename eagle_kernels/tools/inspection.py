@@ -1,8 +1,6 @@
-"""Inspection of a draft: its properties, its fit to a target, and the target's streams that a head was trained on.
-
-A head whose auxiliary layer ids follow the wrong convention (off by one) still gives the target's text. Only its
-acceptance shows the fault, so `sweep_aux_layers` measures it with the ids as they are and shifted by one either way.
-"""
+"""Inspection of a draft: its properties, its fit to a target, and the target's streams that a head was trained on. A
+head whose auxiliary layer ids follow the wrong convention (off by one) still gives the target's text. Only its
+acceptance shows the fault, so `sweep_aux_layers` measures it with the ids as they are and shifted by one either way."""
 
 import math
 import sys
@@ -135,9 +133,8 @@ def inspect_head(
     max_new_tokens: int = 64, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
     check_weights: bool = True,
 ) -> HeadReport:  # fmt: skip
-    """Reads the head, compares it with the target and, given prompts, measures the shifted layer ids.
-
-    A language model, which can draft as well, has no layer ids; its weights are not read.
+    """Reads the head, compares it with the target and, given prompts, measures the shifted layer ids. A language model,
+    which can draft as well, has no layer ids; its weights are not read.
 
     device, dtype  those of the measurement, as in `EAGLEInference.from_pretrained`
     """

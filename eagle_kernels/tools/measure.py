@@ -24,7 +24,6 @@ _MOST_UNREAD = 256
 @dataclass
 class GenerationResult:
     """Holds what one request produced and what it cost; converts to a line of JSON and back.
-
     `GenerationResult.from_stream(engine.stream(prompt, 128))` measures one. Latencies per token and per round, which
     brings several tokens, are kept apart, so that plain and speculative decoding compare.
 
@@ -76,10 +75,8 @@ class GenerationResult:
 
     @classmethod
     def from_stream(cls, stream: TokenStream) -> GenerationResult:
-        """Runs a stream of one request, which must not have begun, to its end and measures it.
-
-        On a GPU, torch's peak memory is reset first. For batches, use `EAGLEInference.benchmark`.
-        """
+        """Runs a stream of one request, which must not have begun, to its end and measures it. On a GPU, torch's peak
+        memory is reset first. For batches, use `EAGLEInference.benchmark`."""
         if len(stream.requests) != 1:
             raise ValueError(f"GenerationResult.from_stream: stream must have 1 request, got {len(stream.requests)}")
         (request,), is_gpu = stream.requests, stream.device.type == "cuda"
@@ -162,19 +159,16 @@ class GenerationResult:
 
 
 def cuda_sync_time(device: str | torch.device | None = None) -> float:
-    """Returns wall-clock seconds, once everything queued on the device is done; None: the GPU if there is one.
-
-    This waits for everything that is queued; to time part of a stream without that, use `CUDATimer`.
-    """
+    """Returns wall-clock seconds, once everything queued on the device is done; None: the GPU if there is one. This
+    waits for everything that is queued; to time part of a stream without that, use `CUDATimer`."""
     synchronize(_device(device))
     return time.perf_counter()
 
 
 class CUDATimer:
-    """Times the block of `with CUDATimer() as timer:` on the device, by two events on its current stream.
-
-    Neither end waits for anything. `elapsed_ms` waits only for the second event: whatever was queued after it, or on
-    other streams, goes on. For the CPU, it reads the wall clock.
+    """Times the block of `with CUDATimer() as timer:` on the device, by two events on its current stream. Neither end
+    waits for anything. `elapsed_ms` waits only for the second event: whatever was queued after it, or on other streams,
+    goes on. For the CPU, it reads the wall clock.
 
     device  None: the current GPU if there is one, else the CPU
     """

@@ -1,8 +1,6 @@
-"""Many requests of random lengths, sent at once: how many an engine serves per second, and how long each waits.
-
-The load is that of servers' benchmarks: random tokens, and outputs that end only at their length. By default, prompts
-and outputs have 0.7 to 1 times their largest length, as in SGLang's naive EAGLE (sgl-project/sglang #7017).
-"""
+"""Many requests of random lengths, sent at once: how many an engine serves per second, and how long each waits. The
+load is that of servers' benchmarks: random tokens, and outputs that end only at their length. By default, prompts and
+outputs have 0.7 to 1 times their largest length, as in SGLang's naive EAGLE (sgl-project/sglang #7017)."""
 
 import random
 import time
@@ -18,30 +16,19 @@ from ..engine.serve.stream import open_stream
 
 @dataclass
 class RequestRun:
-    """Holds the figures of one run; times are milliseconds as {"p50": .., "p95": .., "p99": ..} over the requests.
+    """Holds the figures of one run; times are milliseconds as {"p50": .., "p95": .., "p99": ..} over the requests."""
 
-    Attributes:
-        requests, time_s: How many requests were served, and in how many seconds.
-        requests_per_second: Their rate.
-        input_tokens, output_tokens: Tokens of all prompts and of all outputs.
-        output_tokens_per_second, total_tokens_per_second: New tokens, and those of prompts with them.
-        mean_accept_length: Mean tokens per step of a request, bonus token included.
-        ttft_ms: Time from when all requests were sent to the first token of each, time in the queue included.
-        latency_ms: The same to its last token.
-        tpot_ms: Mean time per token after a request's first one.
-    """
-
-    requests: int
+    requests: int  # served
     time_s: float
     requests_per_second: float
-    input_tokens: int
-    output_tokens: int
+    input_tokens: int  # of all prompts
+    output_tokens: int  # of all outputs
     output_tokens_per_second: float
-    total_tokens_per_second: float
-    mean_accept_length: float
-    ttft_ms: dict[str, float]
-    latency_ms: dict[str, float]
-    tpot_ms: dict[str, float]
+    total_tokens_per_second: float  # those of prompts included
+    mean_accept_length: float  # mean tokens per step of a request, bonus token included
+    ttft_ms: dict[str, float]  # from when all requests were sent to the first token of each, time in the queue included
+    latency_ms: dict[str, float]  # the same to its last token
+    tpot_ms: dict[str, float]  # mean time per token after a request's first one
 
 
 def random_requests(

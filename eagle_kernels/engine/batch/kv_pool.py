@@ -103,9 +103,8 @@ class PrefillAttend(_PoolAttend):
 
 
 class RaggedAttend(_PoolAttend):
-    """Attends for few rows in a batch of one, of which the device knows whose they are.
-
-    They are parts of prompts, as those of `PrefillAttend`, or trees of different sizes, as those of `TreeAttend`.
+    """Attends for few rows in a batch of one, of which the device knows whose they are. They are parts of prompts, as
+    those of `PrefillAttend`, or trees of different sizes, as those of `TreeAttend`.
 
     block_table  [R, max_pages]
     lengths      [R]      tokens of each request before its rows

@@ -16,20 +16,14 @@ from typing import NamedTuple
 
 
 class Prefix(NamedTuple):
-    """Says what of a prompt may be shared.
+    """Says what of a prompt may be shared."""
 
-    prompt  empty: nothing is shared
-    kind    what reads the prompt beside the target: keys of one draft are not those of another
-    ahead   tokens after a page's that its keys depend on
-    most    tokens of the prompt that may be shared at most
-    unit    of which the number of shared tokens must be a multiple. If it is not 1, it is a multiple of the page size,
-            and so is `most`: a request that found a part of a unit would write its pages again, while others use them
-    """
-
-    prompt: Sequence[int]
-    kind: Hashable = None
-    ahead: int = 0
-    most: int = 0
+    prompt: Sequence[int]  # empty: nothing is shared
+    kind: Hashable = None  # what reads the prompt beside the target: keys of one draft are not those of another
+    ahead: int = 0  # tokens after a page's that its keys depend on
+    most: int = 0  # tokens of the prompt that may be shared at most
+    # of which the number of shared tokens must be a multiple. If it is not 1, it is a multiple of the page size, and so
+    # is `most`: a request that found a part of a unit would write its pages again, while others use them
     unit: int = 1
 
 
@@ -138,9 +132,7 @@ class PrefixCache:
 
     def _pages_of(self, prefix: Prefix) -> Iterator[tuple[bytes, int]]:
         """Yields the tokens that each full page of the prompt depends on, but for those before it, and where it stops.
-
-        The prompt's last token is always read, as the first new one is drawn after it.
-        """
+        The prompt's last token is always read, as the first new one is drawn after it."""
         size, ahead = self._page_size, max(prefix.ahead, 1)
         tokens = array("q", prefix.prompt)
         width, text = tokens.itemsize, tokens.tobytes()  # whose parts are hashed once

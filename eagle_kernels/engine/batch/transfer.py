@@ -1,8 +1,6 @@
-"""Copies between the host and the device, for which neither waits.
-
-They go through pinned memory, which is not allocated anew each time: PyTorch's caching host allocator notes the stream
-of a copy, and reuses a freed block once the stream has passed it.
-"""
+"""Copies between the host and the device, for which neither waits. They go through pinned memory, which is not
+allocated anew each time: PyTorch's caching host allocator notes the stream of a copy, and reuses a freed block once the
+stream has passed it."""
 
 from collections.abc import Sequence
 

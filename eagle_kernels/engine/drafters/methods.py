@@ -58,9 +58,8 @@ def make_drafter(
 
 
 class NaiveDrafter(Drafter):
-    """Makes no drafts: a step verifies the root alone, which is plain decoding.
-
-    The name is FastDeploy's. `EAGLEConfig.naive_eagle()` is something else: one draft of an EAGLE head.
+    """Makes no drafts: a step verifies the root alone, which is plain decoding. The name is FastDeploy's.
+    `EAGLEConfig.naive_eagle()` is something else: one draft of an EAGLE head.
 
     config  where it is one of several methods: its trees are then as large as theirs, but empty below the root
     """

@@ -36,13 +36,11 @@ def match(
 
 
 class HybridDrafter(ModelDrafter):
-    """Drafts `num_model_steps` levels of `topk` with the model, and fills the remaining nodes from the history.
-
-    If the model's best path continues a match of the history, what follows there is appended to it (FastDeploy's
-    hybrid). If not, the history's own continuation becomes a branch below the root: one of the two may be right. But if
+    """Drafts `num_model_steps` levels of `topk` with the model, and fills the remaining nodes from the history. If the
+    model's best path continues a match of the history, what follows there is appended to it (FastDeploy's hybrid). If
+    not, the history's own continuation becomes a branch below the root: one of the two may be right. But if
     `max_ngram_size` tokens match, text is being repeated: then the history's continuation comes first, and the model's
-    drafts get the nodes that are left.
-    """
+    drafts get the nodes that are left."""
 
     reads_history = True
 

@@ -34,11 +34,9 @@ class Proposal(NamedTuple):
 
 
 class Drafter:
-    """Proposes a chain or a tree for each row of a batch.
-
-    It finds accepted tokens in `BatchState.history`, or its `reader` has read them. `propose` is part of a step, and so
-    are the reader's methods except `read_prompts`: they never wait for the device, allocate nothing that depends on
-    data, and may be captured in a CUDA graph.
+    """Proposes a chain or a tree for each row of a batch. It finds accepted tokens in `BatchState.history`, or its
+    `reader` has read them. `propose` is part of a step, and so are the reader's methods except `read_prompts`: they
+    never wait for the device, allocate nothing that depends on data, and may be captured in a CUDA graph.
 
     num_steps      depth of the deepest draft, and so the most drafts that a step accepts
     num_nodes      nodes that a step verifies, root included; 1: no drafts
@@ -67,37 +65,27 @@ class Drafter:
 
 
 class PromptPart(NamedTuple):
-    """Holds P tokens of a prompt, from token `start` on. The prompt's first `num_shared` were read by another request.
-
-    block_table  [1, max_pages]  the row's, which joins the batch only when its prompt has been read
-    tokens       [P + 1]         the part and the token after it; after the last part, that is the row's root
-    features     [1, P, F]       the target's features of the P tokens; None if the model reads none
-    """
+    """Holds P tokens of a prompt, from token `start` on. The prompt's first `num_shared` were read by another
+    request."""
 
     row: int
-    block_table: Tensor
-    tokens: Tensor
-    features: Tensor | None
+    block_table: Tensor  # [1, max_pages]: the row's, which joins the batch only when its prompt has been read
+    tokens: Tensor  # [P + 1]: the part and the token after it; after the last part, that is the row's root
+    features: Tensor | None  # [1, P, F]: the target's features of the P tokens; None if the model reads none
     start: int
     num_shared: int
     is_last: bool
 
 
 class Reader(Protocol):
-    """Reads every committed token into the batch's second pool, with a draft model, and computes levels of drafts.
-
-    All drafters of a batch share one reader. It rests during plain steps: they keep what it misses (`BatchState.keep`),
-    and it reads that before it drafts again (`catch_up`). `read_prompts` forgets the rows' previous requests.
-
-    ahead      tokens after that of a row on which the row's keys depend
-    num_slots  slots after a row's committed tokens that it may write
-    num_kept   most tokens of a row, with the target's features, that are kept for it between steps
-    """
+    """Reads every committed token into the batch's second pool, with a draft model, and computes levels of drafts. All
+    drafters of a batch share one reader. It rests during plain steps: they keep what it misses (`BatchState.keep`), and
+    it reads that before it drafts again (`catch_up`). `read_prompts` forgets the rows' previous requests."""
 
     model: DraftModel
-    ahead: int
-    num_slots: int
-    num_kept: int
+    ahead: int  # tokens after that of a row on which the row's keys depend
+    num_slots: int  # slots after a row's committed tokens that it may write
+    num_kept: int  # most tokens of a row, with the target's features, that are kept for it between steps
 
     def read_prompts(self, state: BatchState, parts: Sequence[PromptPart]) -> None:
         """Reads the next part of each row's prompt; if it fails, it may be called again with any of them."""

@@ -66,10 +66,9 @@ class _Request:
 
 
 class SuffixCache:
-    """Counts what followed which tokens, in the text of every running request and in the responses of all.
-
-    A running request has a *local* automaton of its prompt and response. The *global* one holds the responses of
-    running and past requests. Both know strings of up to `max_tree_depth` tokens, a match and its drafts together.
+    """Counts what followed which tokens, in the text of every running request and in the responses of all. A running
+    request has a *local* automaton of its prompt and response. The *global* one holds the responses of running and past
+    requests. Both know strings of up to `max_tree_depth` tokens, a match and its drafts together.
 
     max_tree_depth       time and memory hardly depend on it
     max_cached_requests  responses in the global automaton; -1: all of them, 0: none. The oldest makes room for a new
@@ -187,10 +186,9 @@ class Offer(NamedTuple):
 
 
 class SuffixFeed:
-    """Makes and sends the offers on the host, from the suffix trees.
-
-    It asks for more drafts than a step verifies, since tokens in flight will invalidate some. Another match may be the
-    best for that number; on text that is edited, more drafts are accepted this way.
+    """Makes and sends the offers on the host, from the suffix trees. It asks for more drafts than a step verifies,
+    since tokens in flight will invalidate some. Another match may be the best for that number; on text that is edited,
+    more drafts are accepted this way.
 
     configs      the configurations of all trees that steps choose from
     lag          steps that the host is behind

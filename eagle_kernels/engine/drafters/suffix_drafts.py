@@ -27,33 +27,22 @@ Candidate = tuple[float, int, int, int, int]
 
 
 class SuffixDraft(NamedTuple):
-    """Holds drafts after the last token of a text.
+    """Holds drafts after the last token of a text."""
 
-    token_ids  their tokens, parents before their children
-    parents    index of each draft's parent; -1: it follows the text
-    probs      how often the draft and all above it followed the match, as a share
-    score      sum of `probs`
-    match_len  number of the text's last tokens that the drafts were found after
-    """
-
-    token_ids: list[int]
-    parents: list[int]
-    probs: list[float]
-    score: float
-    match_len: int
+    token_ids: list[int]  # their tokens, parents before their children
+    parents: list[int]  # index of each draft's parent; -1: it follows the text
+    probs: list[float]  # how often the draft and all above it followed the match, as a share
+    score: float  # sum of `probs`
+    match_len: int  # number of the text's last tokens that the drafts were found after
 
 
 class SuffixSearch(NamedTuple):
     """Searches for the best path, which follows the most frequent token again and again, or for the best tree, which
-    takes the most probable drafts wherever they are.
-
-    drafts  most drafts for a match of length 0 .. max_length - 1; never falls with the length
-    reach   most drafts in one path, so that the match and the path have at most max_length tokens
-    """
+    takes the most probable drafts wherever they are."""
 
     counts: SuffixAutomaton
-    drafts: list[int]
-    reach: list[int]
+    drafts: list[int]  # most drafts for a match of length 0 .. max_length - 1; never falls with the length
+    reach: list[int]  # most drafts in one path, so that the match and the path have at most max_length tokens
     min_prob: float
     is_tree: bool
 
@@ -158,12 +147,9 @@ class SuffixSearch(NamedTuple):
         return best
 
     def _grow(self, state: int, length: int, least_score: float) -> tuple[SuffixDraft, list[int], list[tuple]]:
-        """Makes the tree of a match of `length` tokens.
-
-        Always adds the most probable draft, of equal ones the one that was found first. Ends early, with a lower score,
-        if it cannot reach `least_score`. Returns the drafts, their depths, and what was left out: (minus the
-        probability, .., the depth) of each.
-        """
+        """Makes the tree of a match of `length` tokens. Always adds the most probable draft, of equal ones the one that
+        was found first. Ends early, with a lower score, if it cannot reach `least_score`. Returns the drafts, their
+        depths, and what was left out: (minus the probability, .., the depth) of each."""
         counts, min_prob = self.counts, self.min_prob
         count, token, target, all_others = counts.count, counts.token, counts.target, counts.others
         most, deepest = self.drafts[length], counts.max_length - length
@@ -203,13 +189,11 @@ class SuffixSearch(NamedTuple):
         return SuffixDraft(tokens, parents, probs, score, length), depths, waiting
 
     def tightened(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Returns the candidates in the order of bounds that are nearly their scores.
-
-        A text that repeats itself has many matches, all followed by much the same. The path of one match is a piece of
-        the path of a shorter one, and its score is the sum of the counts in that piece. Drafts of a tree that leave the
-        path follow one of its states less often than the path's next token does. All these together count what is
-        lost from that state to the next, so none of them counts more.
-        """
+        """Returns the candidates in the order of bounds that are nearly their scores. A text that repeats itself has
+        many matches, all followed by much the same. The path of one match is a piece of the path of a shorter one, and
+        its score is the sum of the counts in that piece. Drafts of a tree that leave the path follow one of its states
+        less often than the path's next token does. All these together count what is lost from that state to the next,
+        so none of them counts more."""
         counts, _, _, min_prob, is_tree = self
         count, target, others, max_length = counts.count, counts.target, counts.others, counts.max_length
         path = [target[min(candidates, key=itemgetter(2))[3]]]

@@ -1,8 +1,6 @@
-"""Files of a model folder: config.json, the tensors beside it, and the modules that are filled from them.
-
-The files' headers tell all shapes before anything is allocated. Tensors are then read one by one onto the device and
-copied into place in their final dtype, so loading takes the memory of the weights and of one tensor more.
-"""
+"""Files of a model folder: config.json, the tensors beside it, and the modules that are filled from them. The files'
+headers tell all shapes before anything is allocated. Tensors are then read one by one onto the device and copied into
+place in their final dtype, so loading takes the memory of the weights and of one tensor more."""
 
 import math
 import os
@@ -71,11 +69,9 @@ class StoredSize(NamedTuple):
 
 
 class Checkpoint:
-    """Reads the tensors of a folder: of `model.safetensors` or `pytorch_model.bin`, or of its shards.
-
-    `tensors` maps the name that the module has for a tensor to its header. Only these are read: callers delete those
-    that the module lacks, and `rename` those whose names in the file differ.
-    """
+    """Reads the tensors of a folder: of `model.safetensors` or `pytorch_model.bin`, or of its shards. `tensors` maps
+    the name that the module has for a tensor to its header. Only these are read: callers delete those that the module
+    lacks, and `rename` those whose names in the file differ."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

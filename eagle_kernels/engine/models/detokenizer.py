@@ -119,16 +119,12 @@ def _decode_at_the_end(
 
 
 class Chain(NamedTuple):
-    """Holds the steps of a decoder, to be read in pieces.
+    """Holds the steps of a decoder, to be read in pieces."""
 
-    token_of  returns the token of an id, or None for an id without text
-    touched   characters that steps replace or strip
-    is_local  whether steps look no further than runs of bytes, characters, and whether a token is the first or last
-    """
-
-    token_of: Callable[[int], str | None]
+    token_of: Callable[[int], str | None]  # returns the token of an id, or None for an id without text
     steps: Sequence[_Step]
-    touched: str = ""
+    touched: str = ""  # characters that steps replace or strip
+    # whether steps look no further than runs of bytes, characters, and whether a token is the first or last
     is_local: bool = True
 
     @classmethod

@@ -50,23 +50,16 @@ from .protocol import FINAL_NORM, Angles, Attend, DraftOutput, ModelError, Stori
 
 @dataclass(kw_only=True)
 class EagleConfig(HeadConfig):
-    """Adds the options of the network.
-
-    norm_before_residual    the residual is hidden_norm(h) instead of h
-    norm_output             norm(out) is fed back instead of out (the meaning in SGLang and vLLM)
-    norm_before_fc          an RMSNorm over the concatenated streams, before fc
-    fc_norm                 a separate RMSNorm for each stream, before they are concatenated
-    use_aux_hidden_state    False: h is the target's stream after its final norm, and there is no fc
-    """
+    """Adds the options of the network."""
 
     kind = "EAGLE-3"
     stored_sizes = (*head_sizes("midlayer."), StoredSize("num_aux_layers * target_hidden_size", 1, ("fc.weight",)))
 
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    use_aux_hidden_state: bool = True
+    norm_before_residual: bool = False  # the residual is hidden_norm(h) instead of h
+    norm_output: bool = False  # norm(out) is fed back instead of out (the meaning in SGLang and vLLM)
+    norm_before_fc: bool = False  # an RMSNorm over the concatenated streams, before fc
+    fc_norm: bool = False  # a separate RMSNorm for each stream, before they are concatenated
+    use_aux_hidden_state: bool = True  # False: h is the target's stream after its final norm, and there is no fc
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,8 +1,6 @@
-"""Maps the argument names of vLLM, SGLang, transformers and OpenAI to the engine's own, and refuses the others.
-
-A call takes the names of others where they mean the same, and takes what says nothing where it says nothing. Anything
-else is refused by name. Values are kept under the engine's own names alone.
-"""
+"""Maps the argument names of vLLM, SGLang, transformers and OpenAI to the engine's own, and refuses the others. A call
+takes the names of others where they mean the same, and takes what says nothing where it says nothing. Anything else is
+refused by name. Values are kept under the engine's own names alone."""
 
 import functools
 import inspect

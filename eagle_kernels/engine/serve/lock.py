@@ -25,12 +25,10 @@ class Unique:
 
 
 class EngineLock(Unique):
-    """Locks like `threading.RLock`, and marks steps, the blocks in which the batch is half changed.
-
-    Code that a step's own thread runs inside it (`on_tree`, a model, a signal handler, what the garbage collector
-    calls) must not step the batch again: `refuse` keeps it out, and `later` defers what must be done to the batch.
-    A forked process cannot use the engine: torch's threads and the thread that held the lock are not in it.
-    """
+    """Locks like `threading.RLock`, and marks steps, the blocks in which the batch is half changed. Code that a step's
+    own thread runs inside it (`on_tree`, a model, a signal handler, what the garbage collector calls) must not step the
+    batch again: `refuse` keeps it out, and `later` defers what must be done to the batch. A forked process cannot use
+    the engine: torch's threads and the thread that held the lock are not in it."""
 
     def __init__(self) -> None:
         self._lock, self._process, self._is_marked = threading.RLock(), os.getpid(), False

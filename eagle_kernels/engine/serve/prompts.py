@@ -53,20 +53,14 @@ class Row:
 
 
 class ReadPart(NamedTuple):
-    """Holds a part of `size` tokens of a row's prompt, and what the target makes of it.
-
-    tokens    [P + 1]    with the one after it; [P] if it is the last part
-    logits    [1, V]     after its last token, until the next pass
-    features  [1, P, F]  None: nobody reads them
-    scored    [K, V]     logits of its `scored_rows`; None without any
-    """
+    """Holds a part of `size` tokens of a row's prompt, and what the target makes of it."""
 
     row: Row
     size: int
-    tokens: Tensor
-    logits: Tensor
-    features: Tensor | None
-    scored: Tensor | None = None
+    tokens: Tensor  # [P + 1]: with the one after it; [P] if it is the last part
+    logits: Tensor  # [1, V]: after its last token, until the next pass
+    features: Tensor | None  # [1, P, F]; None: nobody reads them
+    scored: Tensor | None = None  # [K, V]: logits of its `scored_rows`; None without any
 
     @property
     def is_last(self) -> bool:

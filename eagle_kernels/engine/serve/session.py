@@ -40,10 +40,9 @@ _CALL_FIELDS = frozenset((*CONFIG_FIELDS, *SAMPLING_FIELDS)) - {"seed"}
 
 
 class Session(Unique):
-    """Holds a target and its draft with one batch of requests.
-
-    The engine, streams, warm-up and benchmarks use it, each with the configuration of the call at hand. Code that
-    steps, submits or changes anything holds `lock`, and all but `submit` and `abort` with the mark of a step.
+    """Holds a target and its draft with one batch of requests. The engine, streams, warm-up and benchmarks use it, each
+    with the configuration of the call at hand. Code that steps, submits or changes anything holds `lock`, and all but
+    `submit` and `abort` with the mark of a step.
 
     scheduler        of the batch; None before the first request. An empty batch gets another if its pools do not suit
     plans            the steps made so far for the pools of this scheduler

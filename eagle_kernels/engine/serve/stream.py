@@ -45,11 +45,9 @@ Piece = TypeVar("Piece", covariant=True, default=str | TextPiece)
 
 
 class Stream(Unique, Generic[Item], Iterator[Item], AsyncIterator[Item]):
-    """Serves one generator to `for` and `async for`; one thread at a time reads it.
-
-    If an `async for` is cancelled in the middle of a step, its thread still finishes the step, and the next reader gets
-    the outcome: an item, the end or an error.
-    """
+    """Serves one generator to `for` and `async for`; one thread at a time reads it. If an `async for` is cancelled in
+    the middle of a step, its thread still finishes the step, and the next reader gets the outcome: an item, the end or
+    an error."""
 
     def __init__(self, items: Generator[Item, None, None], session: Session):
         self._items, self._session = items, session

@@ -74,10 +74,9 @@ class PromptOutput(NamedTuple):
 
 
 class PromptRows:
-    """Holds P rows for up to R parts, one part after another, in tensors that stay where they are.
-
-    Reading takes arithmetic and a step of few rows takes the bandwidth of the weights, so both together take hardly
-    longer than the longer one. P is fixed, so that a step with these rows is a CUDA graph like any other.
+    """Holds P rows for up to R parts, one part after another, in tensors that stay where they are. Reading takes
+    arithmetic and a step of few rows takes the bandwidth of the weights, so both together take hardly longer than the
+    longer one. P is fixed, so that a step with these rows is a CUDA graph like any other.
 
     tokens, positions  [P]             of the rows; rows past the last part have position 0 and write no key
     texts              [P + R]         the parts' texts, one after another

@@ -36,9 +36,8 @@ def elapsed_ms(start: Mark, end: Mark) -> float:
 
 
 class PhaseTimer:
-    """Times the phases of one step: `with timer.phase("verify"): ...` during the step, `read_ms()` once it is done.
-
-    On a GPU each phase begins where the one before it ended, since nothing is queued between two phases.
+    """Times the phases of one step: `with timer.phase("verify"): ...` during the step, `read_ms()` once it is done. On
+    a GPU each phase begins where the one before it ended, since nothing is queued between two phases.
 
     is_captured  the step is captured in a CUDA graph, and every replay records the events anew. No other replay may
                  begin between a replay and its `read_ms`

@@ -18,18 +18,13 @@ _logger = logging.getLogger(__name__)
 
 
 class StepPlan(NamedTuple):
-    """Holds the steps of a configuration.
+    """Holds the steps of a configuration."""
 
-    runners  number 0 decodes plainly; with a draft model it keeps what the draft misses, so that other steps can follow
-    choices  choose a runner for each step, by the rows of prompts that it has beside its own
-    feed     makes the drafts of suffix decoding, on the host; None without suffix decoding
-    methods  the methods of drafting that requests choose from
-    """
-
+    # number 0 decodes plainly; with a draft model it keeps what the draft misses, so that other steps can follow
     runners: tuple[StepRunner, ...]
-    choices: dict[int, Choice]
-    feed: SuffixFeed | None
-    methods: tuple[str | None, ...]
+    choices: dict[int, Choice]  # choose a runner for each step, by the rows of prompts that it has beside its own
+    feed: SuffixFeed | None  # makes the drafts of suffix decoding, on the host; None without suffix decoding
+    methods: tuple[str | None, ...]  # the methods of drafting that requests choose from
 
     @property
     def plain(self) -> Stepper:

@@ -27,19 +27,13 @@ from .verification import Scores, Verifier, links_of, score, without_early_ends
 
 class StepResult(NamedTuple):
     """Holds the tensors that the host reads after a step; the values of dead rows are meaningless.
+    Both kinds of log-probabilities are None if no request asked for either; likewise the most likely tokens."""
 
-    tokens        [B, S + 1] int64  the step's tokens: accepted drafts and the bonus token, padded with -1
-    logprobs      [B, S + 1] fp32   their log-probabilities among the tokens that the filters left
-    raw_logprobs  [B, S + 1] fp32   their log-probabilities by the logits as given
-    Both kinds of log-probabilities are None if no request asked for either.
-    top_ids, top_logprobs  [B, S + 1, K]  the most likely tokens in their places; None if no request asked for them
-    """
-
-    tokens: Tensor
-    logprobs: Tensor | None
-    raw_logprobs: Tensor | None
-    top_ids: Tensor | None = None
-    top_logprobs: Tensor | None = None
+    tokens: Tensor  # [B, S + 1] int64: accepted drafts and the bonus token, padded with -1
+    logprobs: Tensor | None  # [B, S + 1] fp32: of these among the tokens that the filters left
+    raw_logprobs: Tensor | None  # [B, S + 1] fp32: of these by the logits as given
+    top_ids: Tensor | None = None  # [B, S + 1, K]: the most likely tokens in their places
+    top_logprobs: Tensor | None = None  # [B, S + 1, K]
 
 
 # what a step brings, and what its pass of the target made of parts of prompts

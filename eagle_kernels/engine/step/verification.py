@@ -1,7 +1,5 @@
-"""Verification of a step's trees by one of five strategies: which drafts are kept, and which token follows.
-
-`greedy`, `target_match` and `rejection` are lossless; `topp` and `typical` are not, as their docstrings say.
-"""
+"""Verification of a step's trees by one of five strategies: which drafts are kept, and which token follows. `greedy`,
+`target_match` and `rejection` are lossless; `topp` and `typical` are not, as their docstrings say."""
 
 from __future__ import annotations
 
@@ -19,16 +17,11 @@ from ..requests.sampling_params import MOST_TOP_LOGPROBS, Features
 
 
 class Scores(NamedTuple):
-    """Holds the log-probabilities of tokens, and the most likely tokens, those first.
+    """Holds the log-probabilities of tokens, and the most likely tokens, those first."""
 
-    logprobs      [..] fp32
-    top_ids       [.., K] int64; of equally likely ones, the lowest ids come first
-    top_logprobs  [.., K] fp32; both None where nobody asked
-    """
-
-    logprobs: Tensor
-    top_ids: Tensor | None = None
-    top_logprobs: Tensor | None = None
+    logprobs: Tensor  # [..] fp32
+    top_ids: Tensor | None = None  # [.., K] int64; of equally likely ones, the lowest ids come first
+    top_logprobs: Tensor | None = None  # [.., K] fp32; both None where nobody asked
 
 
 def score(logits: Tensor, tokens: Tensor, has_top: bool) -> Scores:
@@ -84,12 +77,10 @@ class Verifier:
 
     def keep_candidates(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
         """LOSSY. Keeps every draft among the target's candidates, whatever its probability, like FastDeploy's TOPP.
-
         Candidates are the tokens that the request's filters leave, if there are at most `max_candidate_len` of them. If
         there are more, the `max_candidate_len` most likely tokens are candidates with top_p = 1, and none otherwise.
         Regardless of the filters, the second most likely token is kept as well where each of the next `verify_window`
-        drafts is the most likely token (`ops.verify_tree_topp`).
-        """
+        drafts is the most likely token (`ops.verify_tree_topp`)."""
         tree, params = proposal.tree, _params_of_nodes(batch, proposal)
         _, temperature, top_k, top_p, min_p = params
         logits = penalized(batch, tree, logits, features)

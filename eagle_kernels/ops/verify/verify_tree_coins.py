@@ -54,13 +54,9 @@ def _verify_tree_coins_kernel(
     SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, VOCAB_SIZE: tl.constexpr, KEEPS_UNVISITED: tl.constexpr,
     ANY_ORDER: tl.constexpr, ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Walks one tree and writes all outputs but the bonus.
-
-    ends [B, 1 + N] gets the last node (-1 for a dead row) and the tokens rejected there.
-
-    One loop goes over the siblings of all levels. A level waits for memory once: the row of a node that was just
-    reached is read at the tokens of all nodes, whichever of them are its children.
-    """
+    """Walks one tree and writes all outputs but the bonus. ends [B, 1 + N] gets the last node (-1 for a dead row) and
+    the tokens rejected there. One loop goes over the siblings of all levels. A level waits for memory once: the row of
+    a node that was just reached is read at the tokens of all nodes, whichever of them are its children."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     node = all_nodes(NUM_NODES)

@@ -5,80 +5,53 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """The token that the target chose after a node: its argmax or a draw, or a draft that another rule kept.
-
-    prob  the target's probability of it, after penalties, temperature and filters; greedy: at temperature 1
-    """
+    """The token that the target chose after a node: its argmax or a draw, or a draft that another rule kept."""
 
     token_id: int
     text: str
-    prob: float
+    prob: float  # the target's probability of it, after penalties, temperature and filters; greedy: at temperature 1
 
 
 @dataclass(frozen=True)
 class TreeNode:
-    """One node of a verified tree; number 0 is the root, the last token before the step.
-
-    text         what the token adds to the text before it; "" if it makes no character by itself
-    parent       number of the node that it follows; -1 for the root
-    draft_prob   the drafter's probability of it after its parent; None: unknown
-    path_prob    the same with all nodes above it, by which EAGLE-2 ranks drafts; None: unknown
-    target_prob  the target's probability of it, if its parent is on the accepted path
-    target       the target's choice after it, if it is on the accepted path
-    is_accepted  whether verification accepted it; the root always is
-    is_in_text   whether it was accepted and does not come after the end of the text
-    """
+    """One node of a verified tree; number 0 is the root, the last token before the step."""
 
     number: int
     token_id: int
-    text: str
-    parent: int
+    text: str  # what the token adds to the text before it; "" if it makes no character by itself
+    parent: int  # number of the node that it follows; -1 for the root
     depth: int
-    draft_prob: float | None
-    path_prob: float | None
-    target_prob: float | None
-    target: TargetChoice | None
-    is_accepted: bool
-    is_in_text: bool
+    draft_prob: float | None  # the drafter's probability of it after its parent; None: unknown
+    path_prob: float | None  # the same with all nodes above it, by which EAGLE-2 ranks drafts; None: unknown
+    target_prob: float | None  # the target's probability of it, if its parent is on the accepted path
+    target: TargetChoice | None  # the target's choice after it, if it is on the accepted path
+    is_accepted: bool  # whether verification accepted it; the root always is
+    is_in_text: bool  # whether it was accepted and does not come after the end of the text
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Where the accepted path ends within the text, and why.
+    """Where the accepted path ends within the text, and why."""
 
-    reason      "target": the target chose another token than the drafts there; "leaf": no draft follows; "no_drafts":
-                there was none at all; "end_token", "stop_string": the text ends with this token; "length": the token
-                limit cuts the rest off
-    node        number of the last node that is in the text
-    choice      the target's choice after it; None if the text ends with the node itself
-    is_drafted  whether the choice was among the drafts there nevertheless, which lossy verification allows
-    """
-
+    # "target": the target chose another token than the drafts there; "leaf": no draft follows; "no_drafts": there was
+    # none at all; "end_token", "stop_string": the text ends with this token; "length": the token limit
     reason: str
-    node: int
-    choice: TargetChoice | None
-    is_drafted: bool
+    node: int  # number of the last node that is in the text
+    choice: TargetChoice | None  # the target's choice after it; None if the text ends with the node itself
+    is_drafted: bool  # whether the choice was among the drafts there nevertheless, which lossy verification allows
 
 
 @dataclass(frozen=True)
 class StepTree:
-    """One step of one request, as data.
+    """One step of one request, as data."""
 
-    step           counts from 1
-    context        the end of the text before the root
-    nodes          in the order of their numbers; there may be gaps, since padding has numbers too
-    num_levels     levels of drafts
-    tokens         tokens that the step added to the text
-    finish_reason  that of `Request` if the text ended with this step
-    """
-
-    step: int
-    context: str
-    nodes: tuple[TreeNode, ...]
-    num_levels: int
+    step: int  # counts from 1
+    context: str  # the end of the text before the root
+    nodes: tuple[TreeNode, ...]  # in the order of their numbers; there may be gaps, since padding has numbers too
+    num_levels: int  # levels of drafts
     stop: Stop
-    tokens: tuple[int, ...]
-    finish_reason: str | None
+    tokens: tuple[int, ...]  # tokens that the step added to the text
+    finish_reason: str | None  # that of `Request` if the text ended with this step
 
     @property
     def num_accepted(self) -> int:

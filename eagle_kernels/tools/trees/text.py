@@ -21,11 +21,9 @@ _MOST_LABEL = 24
 
 
 class Item(NamedTuple):
-    """What is drawn for a node, or for the target's token after the path.
+    """What is drawn for a node, or for the target's token after the path."""
 
-    kind  "accepted": and in the text; "cut": accepted after the end of the text; "rejected"; "target": its own token
-    """
-
+    # "accepted": and in the text; "cut": accepted after the end of the text; "rejected"; "target": its own token
     kind: str
     text: str
     draft_prob: float | None

@@ -1,7 +1,5 @@
-"""The trees of a generation as they were verified: what was drafted, what was accepted, and why no more was.
-
-A `TreeRecorder` keeps what `EAGLEInference.on_tree` shows, as numbers on the host; `verified_trees` adds texts.
-"""
+"""The trees of a generation as they were verified: what was drafted, what was accepted, and why no more was. A
+`TreeRecorder` keeps what `EAGLEInference.on_tree` shows, as numbers on the host; `verified_trees` adds texts."""
 
 from __future__ import annotations
 
@@ -140,28 +138,18 @@ def _text(tokenizer: Tokenizer | None, before: list[int], token: int) -> str:
 
 @dataclass
 class RecordedTree:
-    """The tree of one request's step. Nodes have the numbers that verification gives them; padding is left out.
+    """The tree of one request's step. Nodes have the numbers that verification gives them; padding is left out."""
 
-    length        committed tokens before the root
-    parents       each node's parent, parents first; -1 for the root
-    path          nodes that verification accepted, root first
-    brought       the target's choice after each of them: the accepted drafts and one more token
-    choice_probs  the target's probabilities of these choices
-    draft_probs   the drafter's probability of a node after its parent, where known
-    path_probs    the same with all nodes above it
-    target_probs  the target's probabilities of the children of path nodes
-    """
-
-    length: int
+    length: int  # committed tokens before the root
     tokens: list[int]
-    parents: dict[int, int]
+    parents: dict[int, int]  # each node's parent, parents first; -1 for the root
     depths: dict[int, int]
-    path: list[int]
-    brought: list[int]
-    choice_probs: list[float]
-    draft_probs: dict[int, float]
-    path_probs: dict[int, float]
-    target_probs: dict[int, float]
+    path: list[int]  # nodes that verification accepted, root first
+    brought: list[int]  # the target's choice after each of them: the accepted drafts and one more token
+    choice_probs: list[float]  # the target's probabilities of these choices
+    draft_probs: dict[int, float]  # the drafter's probability of a node after its parent, where known
+    path_probs: dict[int, float]  # the same with all nodes above it
+    target_probs: dict[int, float]  # the target's probabilities of the children of path nodes
     num_levels: int
 
 

@@ -1,7 +1,5 @@
 """A row of the target's and a row of the draft's distributions side by side, read by the target's token ids.
-
-`prepare_pair.py` checks such distributions and launches what makes them readable; `rows.py` reads a single row.
-"""
+`prepare_pair.py` checks such distributions and launches what makes them readable; `rows.py` reads a single row."""
 
 from __future__ import annotations
 

@@ -72,13 +72,10 @@ def load_filters(filters, request, is_sampled, VOCAB_SIZE: tl.constexpr, IS_JOIN
 
 @triton.jit
 def draw_filtered(row, filters, summary, noise, HAS_LOGPROBS: tl.constexpr):
-    """Draws a token int32 from what the filters keep of a row; a row of nothing but -inf gives token 0.
-
-    Returns it and, with HAS_LOGPROBS, the log of the kept sum of exponentials.
-
-    The time goes to the exchange between warps, each step of which waits for the one before. So tiles of what is
-    gathered are [LANES, _]: a warp holds whole columns, a lane one value of each, and counts without the other warps.
-    """
+    """Draws a token int32 from what the filters keep of a row; a row of nothing but -inf gives token 0. Returns it and,
+    with HAS_LOGPROBS, the log of the kept sum of exponentials. The time goes to the exchange between warps, each step
+    of which waits for the one before. So tiles of what is gathered are [LANES, _]: a warp holds whole columns, a lane
+    one value of each, and counts without the other warps."""
     NUM_CHUNKS: tl.constexpr = (row.VOCAB_SIZE + CHUNK - 1) // CHUNK
     MOST_CHUNKS: tl.constexpr = next_power_of_2(NUM_CHUNKS)
     BLOCK_CHUNK: tl.constexpr = MOST_CHUNKS if MOST_CHUNKS > LANES else LANES

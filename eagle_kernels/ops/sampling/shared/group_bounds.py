@@ -1,8 +1,6 @@
-"""Bounds of what groups of tokens can reach with their noise, so that few of them have to be looked at.
-
-Each bound (see `random.add_group_bound`) becomes an int32 whose lowest bits are its place among the others: one integer
-maximum then finds a bound and whose it is. The bits that it loses this way are rounded up.
-"""
+"""Bounds of what groups of tokens can reach with their noise, so that few of them have to be looked at. Each bound (see
+`random.add_group_bound`) becomes an int32 whose lowest bits are its place among the others: one integer maximum then
+finds a bound and whose it is. The bits that it loses this way are rounded up."""
 
 from __future__ import annotations
 

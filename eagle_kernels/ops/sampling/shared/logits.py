@@ -1,8 +1,6 @@
-"""Rows of logits as sampling sees them: penalties, bias, grammar and temperature are applied where they are read.
-
-No processed copy of the logits exists: a kernel that needs the logits of some tokens reads them with `load_scaled`,
-once or again, and gets the same bits.
-"""
+"""Rows of logits as sampling sees them: penalties, bias, grammar and temperature are applied where they are read. No
+processed copy of the logits exists: a kernel that needs the logits of some tokens reads them with `load_scaled`, once
+or again, and gets the same bits."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What is kept of a long row of logits, so that filters need not read all of it again.
-
-A row is cut into groups of LANES tokens and chunks of LANES groups. Of every group the maximum is kept; of every chunk
-the maximum and, where it is wanted, the sum of exponentials relative to it.
-"""
+"""What is kept of a long row of logits, so that filters need not read all of it again. A row is cut into groups of
+LANES tokens and chunks of LANES groups. Of every group the maximum is kept; of every chunk the maximum and, where it is
+wanted, the sum of exponentials relative to it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Draws a token from each of many rows of logits in two launches: one scans slices of rows, the next one draws.
-
-`sample_from_logits` is nothing else; `verify_tree_sampled` draws all rows of its trees like this where they are few.
-"""
+`sample_from_logits` is nothing else; `verify_tree_sampled` draws all rows of its trees like this where they are few."""
 
 from __future__ import annotations
 

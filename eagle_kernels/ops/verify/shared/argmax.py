@@ -1,7 +1,5 @@
 """The argmax of a long row that several programs share: each finds the key of its slice, the largest key names the id.
-
-Keys (`ordering.py`) compare as (value, lowest id), so the result does not depend on how a row was cut.
-"""
+Keys (`ordering.py`) compare as (value, lowest id), so the result does not depend on how a row was cut."""
 
 from __future__ import annotations
 
@@ -11,14 +9,10 @@ from ....runtime.language import tl, triton
 
 @triton.jit
 def slice_key(row_ptr, slice_index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the key of the largest of the BLOCK values of slice `slice_index`.
-
-    NaN counts as -inf, and ties go to the lowest id.
-
-    Only maxima are taken of all values (two instructions each); the id is looked up in the group of eight that holds
-    the largest, which is read again. A slice begins within the row, so one of nothing but -inf and NaN gives the id of
-    its first value.
-    """
+    """Returns the key of the largest of the BLOCK values of slice `slice_index`. NaN counts as -inf, and ties go to the
+    lowest id. Only maxima are taken of all values (two instructions each); the id is looked up in the group of eight
+    that holds the largest, which is read again. A slice begins within the row, so one of nothing but -inf and NaN gives
+    the id of its first value."""
     index = slice_index * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(row_ptr + index, mask=index < SIZE, other=float("-inf")).to(tl.float32)
     # a maximum passes NaN over where it can
