@@ -45,25 +45,13 @@ class SweepRow:
 
 @dataclass
 class HeadReport:
-    """Holds the report of `inspect`.
-
-    kind                EAGLE-1 includes EAGLE-2, whose network is the same; of a language model its class
-    written_aux_layers  the ids in config.json, which number `written_aux_meaning`; None: it has none
-    hidden_states       the same streams as hidden_states indices; FINAL_NORM is the stream after the final norm;
-                        None: they depend on the target, and none was given; []: a language model reads none
-    layer_outputs       the same streams as layers whose output is read, -1 being the embedding
-    options             the options that are on
-    dtypes, parameters  those in the file; types in the words of safetensors, such as BF16
-    fits                None: no target was given
-    misfits             every reason why the head does not fit, and every fault of the head itself
-    remarks             notes that are not faults
-    """
+    """Holds the report of `inspect`."""
 
     folder: str
     format: str
-    kind: str
-    dtypes: list[str]
-    parameters: int
+    kind: str  # EAGLE-1 includes EAGLE-2, whose network is the same; of a language model its class
+    dtypes: list[str]  # of the tensors in the file, in the words of safetensors, such as BF16
+    parameters: int  # in the file
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
@@ -74,15 +62,17 @@ class HeadReport:
     has_embedding: bool
     has_output: bool
     max_positions: int
-    options: list[str]
-    written_aux_layers: list[int] | None
-    written_aux_meaning: str
+    options: list[str]  # those that are on
+    written_aux_layers: list[int] | None  # the ids in config.json; None: it has none
+    written_aux_meaning: str  # what these ids number
+    # The same streams as hidden_states indices; FINAL_NORM is the stream after the final norm. None: they depend on the
+    # target, and none was given; []: a language model reads none.
     hidden_states: list[int] | None
-    layer_outputs: list[int] | None
+    layer_outputs: list[int] | None  # the same streams as layers whose output is read, -1 being the embedding
     target: str | None = None
-    fits: bool | None = None
-    misfits: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    fits: bool | None = None  # None: no target was given
+    misfits: list[str] = field(default_factory=list)  # why the head does not fit, and every fault of the head itself
+    remarks: list[str] = field(default_factory=list)  # notes that are not faults
     sweep: list[SweepRow] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

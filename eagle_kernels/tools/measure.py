@@ -25,39 +25,26 @@ _MOST_UNREAD = 256
 class GenerationResult:
     """Holds what one request produced and what it cost; converts to a line of JSON and back.
     `GenerationResult.from_stream(engine.stream(prompt, 128))` measures one. Latencies per token and per round, which
-    brings several tokens, are kept apart, so that plain and speculative decoding compare.
+    brings several tokens, are kept apart, so that plain and speculative decoding compare."""
 
-    generated_ids           new tokens
-    per_token_latencies     s, one per token: the first is time_to_first_token; tokens of one round share its time.
-                            `inter_token_latencies` is without the first
-    total_time              s on the wall, from the request to the end of the stream; not a sum of latencies
-    peak_memory_mb          most that torch held on the GPU meanwhile, in 10^6 bytes, weights and pools included; None:
-                            not measured, as on the CPU
-    time_to_first_token     s
-    and for speculative decoding (None for plain):
-    acceptance_rate         accepted drafts over the most that the rounds could accept
-    tokens_per_step         mean of the rounds: accepted drafts and the target's own token
-    num_speculation_rounds  how many; the first token comes before them
-    draft_time_total_ms, verify_time_total_ms, sampling_time_total_ms, bookkeeping_time_total_ms
-                            device time, scaled to all rounds from those that were timed; None where none was
-    per_round_latencies     s, one per round
-    accepted_per_depth      in how many rounds the draft at depth 1, 2, ... was accepted
-    """
-
-    generated_ids: list[int]
+    generated_ids: list[int]  # new tokens
+    # s, one per token: the first is time_to_first_token; tokens of one round share its time
     per_token_latencies: list[float]
-    total_time: float
+    total_time: float  # s on the wall, from the request to the end of the stream; not a sum of latencies
+    # most that torch held on the GPU meanwhile, in 10^6 bytes, weights and pools included; None: not measured (CPU)
     peak_memory_mb: float | None
-    time_to_first_token: float
-    acceptance_rate: float | None = None
-    tokens_per_step: float | None = None
-    num_speculation_rounds: int | None = None
+    time_to_first_token: float  # s
+    # of speculative decoding, None for plain
+    acceptance_rate: float | None = None  # accepted drafts over the most that the rounds could accept
+    tokens_per_step: float | None = None  # mean of the rounds: accepted drafts and the target's own token
+    num_speculation_rounds: int | None = None  # the first token comes before them
+    # device time, scaled to all rounds from those that were timed; None where none was
     draft_time_total_ms: float | None = None
     verify_time_total_ms: float | None = None
     sampling_time_total_ms: float | None = None
     bookkeeping_time_total_ms: float | None = None
-    per_round_latencies: list[float] | None = None
-    accepted_per_depth: list[int] | None = None
+    per_round_latencies: list[float] | None = None  # s, one per round
+    accepted_per_depth: list[int] | None = None  # in how many rounds the draft at depth 1, 2, ... was accepted
 
     def __post_init__(self) -> None:
         num_latencies, num_tokens = len(self.per_token_latencies), len(self.generated_ids)
