@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in cases:
             values = compiler.inputs(benchmark, case)
             for variant in variants:
-                with _replaced(benchmark, variant):
+                with _told(case, variant), _replaced(benchmark, variant):
                     compiler.compile(lambda values=values: benchmark.unplanned(**values))
         print(f"{len(compiler.kernels)} kernels")
         return 0
@@ -107,6 +107,15 @@ def _merged(row: dict, variant: dict) -> dict:
     return row | special | variant
 
 
+@contextlib.contextmanager
+def _told(case: Case, variant: dict) -> Iterator[None]:
+    """Prints in a line why a row cannot be compiled or run."""
+    try:
+        yield
+    except Exception as error:
+        print(f"{case.name} {variant}: {type(error).__name__}: {str(error).partition(chr(10))[0]}", flush=True)
+
+
 def _times(benchmark: Benchmark, case: Case, variants: Sequence[dict]) -> list[float]:
     """Returns the microseconds of a call with each row, infinity where it cannot run."""
 
@@ -117,11 +126,8 @@ def _times(benchmark: Benchmark, case: Case, variants: Sequence[dict]) -> list[f
     run, times = rotated(make, benchmark.count_bytes(**case.sizes)), []
     for variant in variants:
         times.append(math.inf)
-        try:
-            with _replaced(benchmark, variant):
-                times[-1] = quick_us(run)
-        except Exception as error:
-            print(f"{case.name} {variant}: {type(error).__name__}: {str(error).partition(chr(10))[0]}", flush=True)
+        with _told(case, variant), _replaced(benchmark, variant):
+            times[-1] = quick_us(run)
     return times
 
 
