@@ -1,7 +1,5 @@
 """Peers' attention out of files: what stands in for their packages, and what their kernels are given."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 
