@@ -61,17 +61,8 @@ def test_one_seed_gives_one_text(name, overlaps, device):
 
 
 @pytest.mark.parametrize("is_drafting", [False, True])
-def test_texts_are_those_of_the_rules(is_drafting, device):
-    """Each request wants several things at once, others than its neighbours."""
-    requests = [mixed(number) for number in range(24)]
-    wanted = written(requests)
-    texts = speculative(requests, device, wanted)[0] if is_drafting else plain(requests, device)
-    assert_same(texts, wanted)
-
-
-@pytest.mark.parametrize("is_drafting", [False, True])
 def test_requests_come_and_go(is_drafting, device):
-    """They join a batch, leave it, are read in chunks, retracted, and read again in other rows of the pool."""
+    """Each wants several things at once; they join a batch, leave it, are read in chunks, retracted, and read again."""
     requests = [mixed(number) for number in range(20)]
     wanted = written(requests)
     assert_same(server.serve(requests, device, wanted if is_drafting else None), wanted)

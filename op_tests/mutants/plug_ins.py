@@ -16,7 +16,7 @@ def _texts(*names: str) -> list[str]:
 
 
 _BIAS = "    if sampling.logit_bias is not None:\n        logits.add_(sampling.logit_bias[:, None])\n"
-_RULES = _texts("test_texts_are_those_of_the_rules[True]")
+_RULES = _texts("test_requests_come_and_go[True]")
 
 MUTANTS = [
     bug("the seed of the neighbour", _VERIFICATION,
