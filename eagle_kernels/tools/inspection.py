@@ -125,9 +125,7 @@ def inspect_head(
 ) -> HeadReport:  # fmt: skip
     """Reads the head, compares it with the target and, given prompts, measures the shifted layer ids. A language model,
     which can draft as well, has no layer ids; its weights are not read.
-
-    device, dtype  those of the measurement, as in `EAGLEInference.from_pretrained`
-    """
+    device, dtype: those of the measurement, as in `EAGLEInference.from_pretrained`."""
     draft = read_folder("inspect_head: draft", draft)
     if target is None and prompts is not None:
         raise ValueError("--sweep needs the target as well: --target TARGET")

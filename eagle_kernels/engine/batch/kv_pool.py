@@ -27,11 +27,8 @@ class KVPool:
 
 class _PoolAttend:
     """Writes a layer's new keys and values into the pool; its queries read them there with all others.
-
-    block_table  [B, max_pages]
-    slots        [B, T], or [T] of a batch of one; of the new keys, -1: not written
-    deterministic: see `protocol.Attend`.
-    """
+    block_table: [B, max_pages]. slots: [B, T], or [T] of a batch of one; of the new keys, -1: not written.
+    deterministic: see `protocol.Attend`."""
 
     def __init__(self, pool: KVPool, block_table: Tensor, slots: Tensor, deterministic: bool = False):
         self._pool, self._block_table, self._slots = pool, block_table, slots
@@ -81,10 +78,8 @@ class _PoolAttend:
 
 class PrefillAttend(_PoolAttend):
     """Attends for parts of prompts, which are one after another in the rows of a batch of one: causal, each to its own.
-
-    block_table  [R, max_pages]  a row for each part
-    parts        [(start, count)]: a part has the tokens start .. start + count - 1 of its prompt
-    """
+    block_table: [R, max_pages], a row for each part.
+    parts: [(start, count)]: a part has the tokens start .. start + count - 1 of its prompt."""
 
     def __init__(self, pool: KVPool, block_table: Tensor, parts: Sequence[tuple[int, int]]):
         device, most = block_table.device, max(count for _, count in parts)

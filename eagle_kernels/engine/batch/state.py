@@ -224,10 +224,8 @@ class Committed(NamedTuple):
 
 class Batch:
     """Holds the rows of a step, and where their new keys go.
-
-    slots      [B, M] int64  of the M = num_slots tokens after the committed ones, in either pool
-    positions  [B, M] int64  of these tokens, none above what the draft was made for; None without its max_length
-    """
+    slots: [B, M] int64. Those of the M = num_slots tokens after the committed ones, in either pool.
+    positions: [B, M] int64. Theirs, none above what the draft was made for; None without its max_length."""
 
     def __init__(self, state: BatchState, rows: slice, num_slots: int, max_length: int | None):
         self.state, self.rows = state, rows

@@ -60,9 +60,7 @@ def make_drafter(
 class NaiveDrafter(Drafter):
     """Makes no drafts: a step verifies the root alone, which is plain decoding. The name is FastDeploy's.
     `EAGLEConfig.naive_eagle()` is something else: one draft of an EAGLE head.
-
-    config  where it is one of several methods: its trees are then as large as theirs, but empty below the root
-    """
+    config: where it is one of several methods: its trees are then as large as theirs, but empty below the root."""
 
     num_steps, num_nodes, num_slots, _config = 0, 1, 1, None
 
@@ -79,10 +77,8 @@ class NaiveDrafter(Drafter):
 
 class MixedDrafter(Drafter):
     """Lets all methods draft for all rows; each row takes the drafts of its request's method.
-
-    parts  one drafter for each method, with trees of the same size; `BatchState.methods` has the number of each row's.
-           A model reads the tokens of all rows, whichever method drafts for them
-    """
+    parts: one drafter for each method, with trees of the same size; `BatchState.methods` has the number of each row's.
+    A model reads the tokens of all rows, whichever method drafts for them."""
 
     def __init__(self, config: EAGLEConfig, reader: Reader | None, parts: Sequence[Drafter]):
         super().__init__(config)

@@ -14,10 +14,8 @@ from .protocol import Drafter, Proposal, Reader, lengths_sum, tree_of
 
 class Candidates:
     """Holds all candidates of a step, level after level, as `build_tree_from_scores` reads them.
-
-    scores, tokens  [B, C]  C = K + (S - 1) * K * K
-    parent_slots    [B, P]  P = K * (S - 1) + 1, the root's -1 first
-    """
+    scores, tokens: [B, C] with C = K + (S - 1) * K * K.
+    parent_slots: [B, P] with P = K * (S - 1) + 1, the root's -1 first."""
 
     def __init__(self, size: int, config: EAGLEConfig, device: torch.device):
         self._topk, self._num_steps = config.topk, config.num_steps

@@ -108,11 +108,9 @@ class Levels(Protocol):
 
     def expand(self, depth: int, tokens: Tensor, ancestors: Tensor | None, parents: Tensor | None = None) -> Tensor:
         """Returns logits [B * K, Vd] after the drafts of level depth - 1, for depth = 1, 2, ..
-
-        tokens     [B, K]      these drafts
-        ancestors  [B * K, W]  packed words of the slots that each of them sees, of all levels so far, K a level
-        parents    [B, K]      flat rows of the level before that they follow; None: each follows the row in its place
-        """
+        tokens: [B, K], these drafts.
+        ancestors: [B * K, W], packed words of the slots that each of them sees, of all levels so far, K a level.
+        parents: [B, K], flat rows of the level before that they follow; None: each follows the row in its place."""
 
     def finish(self) -> None:
         """Reads what must be read although no more levels are drafted; by default nothing."""

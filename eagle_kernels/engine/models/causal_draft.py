@@ -8,10 +8,8 @@ from .protocol import Attend, DraftOutput, TargetModel, run_target, takes_rows
 
 class CausalDraft:
     """Makes any `TargetModel` a `DraftModel`: it reads no features, and token t_i sits at position i.
-
-    vocab_size  the target's, if it differs from the model's: the tables of one tokenizer are padded to various sizes.
-                Ids that only one of them has are never drafted. None: the model's
-    """
+    vocab_size: the target's, if it differs from the model's: the tables of one tokenizer are padded to various sizes.
+    Ids that only one of them has are never drafted. None: the model's."""
 
     aux_layers: tuple[int, ...] = ()
     token_shift = 0

@@ -42,10 +42,8 @@ class ChatTemplate:
 
 class Chats:
     """Gives a tokenizer `encode_chat`.
-
-    num_ids    how many ids the model has, if more than the tokenizer
-    read_chat  returns its chat template, if it has one
-    """
+    num_ids: how many ids the model has, if more than the tokenizer.
+    read_chat: returns its chat template, if it has one."""
 
     def __init__(self, vocab_size: int, num_ids: int, read_chat: Callable[[], ChatTemplate | None] | None) -> None:
         self.vocab_size, self.num_ids, self.read_chat = vocab_size, max(num_ids, vocab_size), read_chat

@@ -15,10 +15,8 @@ _logger = logging.getLogger(__name__)
 
 class PlainSteps:
     """Holds the times of plain steps by number of requests.
-
-    known_ms  those of steps that compiled nothing; None: timing it failed
-    untimed   functions that time a step, for when somebody asks
-    """
+    known_ms: those of steps that compiled nothing; None: timing it failed.
+    untimed: functions that time a step, for when somebody asks."""
 
     def __init__(self) -> None:
         self.known_ms: dict[int, float | None] = {}

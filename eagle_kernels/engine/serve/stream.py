@@ -114,11 +114,9 @@ class Stream(Unique, Generic[Item], Iterator[Item], AsyncIterator[Item]):
 
 class Call:
     """Serves the requests of one call, and measures the steps that they take.
-
-    caller       what errors name
-    first        the number of the first prompt, as errors tell it
-    num_samples  how many of the requests, one after another, have the same prompt
-    """
+    caller: what errors name.
+    first: the number of the first prompt, as errors tell it.
+    num_samples: how many of the requests, one after another, have the same prompt."""
 
     def __init__(
         self, session: Session, config: EAGLEConfig, caller: str, requests: list[Request], speculative: bool,

@@ -31,10 +31,8 @@ def prune(batch: Batch, proposal: Proposal, mean_nodes: int) -> Proposal:
 
 class PackedNodes:
     """Holds the nodes of pruned trees in R = `num_rows` rows.
-
-    tokens, positions  [1, R]  rows that no node has are behind the others, with token 0 and position 0
-    attend             of the rows
-    """
+    tokens, positions: [1, R]. Rows that no node has come after the others, with token 0 and position 0.
+    attend: of the rows."""
 
     def __init__(self, batch: Batch, proposal: Proposal, positions: Tensor, num_rows: int, deterministic: bool):
         tokens, mask, shape = proposal.tree.draft_tokens, proposal.tree.tree_mask, positions.shape

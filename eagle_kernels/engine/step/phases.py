@@ -38,11 +38,9 @@ def elapsed_ms(start: Mark, end: Mark) -> float:
 class PhaseTimer:
     """Times the phases of one step: `with timer.phase("verify"): ...` during the step, `read_ms()` once it is done. On
     a GPU each phase begins where the one before it ended, since nothing is queued between two phases.
-
-    is_captured  the step is captured in a CUDA graph, and every replay records the events anew. No other replay may
-                 begin between a replay and its `read_ms`
-    is_on        False: nothing is timed or recorded
-    """
+    is_captured: the step is captured in a CUDA graph, and every replay records the events anew. No other replay may
+    begin between a replay and its `read_ms`.
+    is_on: False: nothing is timed or recorded."""
 
     def __init__(self, device: torch.device, is_captured: bool = False, *, is_on: bool = True):
         self._device, self._is_captured, self._is_on = device, is_captured, is_on

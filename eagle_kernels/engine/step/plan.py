@@ -58,11 +58,9 @@ def plan_steps(
     suffix_cache: SuffixCache | None, on_tree: Callable[[Verified], None] | None,
 ) -> StepPlan:  # fmt: skip
     """Plans the steps for `config`; only plain decoding when `speculative` is off.
-
-    lag           how many steps the host is behind the device
-    suffix_cache  None: no method of the configuration needs one
-    on_tree       see `Stepper`
-    """
+    lag: how many steps the host is behind the device.
+    suffix_cache: None: no method of the configuration needs one.
+    on_tree: see `Stepper`."""
     trees = config.trees_for(takes_rows(target)) if speculative and config.may_speculate else ()
     reader = make_reader(config, draft) if trees else None
     feed_trees = [] if suffix_cache is None else [tree for _, tree in trees if tree is not None]
