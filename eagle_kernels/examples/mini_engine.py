@@ -100,13 +100,12 @@ class Batch:
         new = partial(torch.zeros, dtype=torch.int64, device=target.device)
         counts = ("lengths", "num_prompt_tokens", "max_tokens", "seeds", "num_steps", "is_live")
         return cls(
-            text=new(num_rows, num_pages * PAGE_SIZE),
-            **{name: new(num_rows) for name in counts},
+            text=new(num_rows, num_pages * PAGE_SIZE), **{name: new(num_rows) for name in counts},
             temperature=new(num_rows, dtype=torch.float32),
             block_table=new(num_rows, num_pages, dtype=torch.int32) - 1,
             draft_logits=new(num_rows, draft.draft_vocab_size, dtype=target.dtype),
             draft_hidden=new(num_rows, draft.config.hidden_size, dtype=target.dtype),
-        )
+        )  # fmt: skip
 
     def row(self, index: int) -> Batch:
         """Returns one row as a batch of its own, whose tensors are views."""

@@ -161,13 +161,11 @@ def head_strides(name: str, heads: torch.Tensor) -> dict[str, int]:
 def table_arguments(positions: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None) -> dict:
     """Returns the launch arguments that describe checked tables, or that there are none."""
     return {
-        "tables": Tables(cos, sin, positions),
-        **token_arguments("positions", positions),
-        "num_positions": 0 if cos is None else cos.shape[0],
+        "tables": Tables(cos, sin, positions), **token_arguments("positions", positions),
+        "num_positions": 0 if cos is None else cos.shape[0], "ROTARY_DIM": 0 if cos is None else 2 * cos.shape[1],
         "stride_cos_position": 0 if cos is None else cos.stride(0),
         "stride_sin_position": 0 if sin is None else sin.stride(0),
-        "ROTARY_DIM": 0 if cos is None else 2 * cos.shape[1],
-    }
+    }  # fmt: skip
 
 
 def tile_of_heads(num_heads: int, head_dim: int, tile_elements: int) -> int:

@@ -56,13 +56,8 @@ OF_OTHER_FAMILIES = {
 }
 
 # Keys that change the computation, with the one value that is implemented.
-_IMPLEMENTED = {
-    "hidden_act": "silu",
-    "partial_rotary_factor": 1.0,
-    "rotary_pct": 1.0,
-    "quantization_config": None,
-    **OF_OTHER_FAMILIES,
-}
+_IMPLEMENTED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "rotary_pct": 1.0, "quantization_config": None,
+                **OF_OTHER_FAMILIES}  # fmt: skip
 _SAME = {"swish": "silu"}  # two names of one activation
 
 # Keys whose null is a value of its own in transformers: no window, a key head for each query head, the usual size.
@@ -75,12 +70,8 @@ _MOST = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), MOST_LA
 _NOT_NEGATIVE = {"rms_norm_eps", "mscale", "mscale_all_dim"}
 
 # Scalings of the rotary frequencies, and the keys that each requires.
-_ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": (),
-}
+_ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+               "yarn": ()}  # fmt: skip
 
 _TYPES = {dict: "an object", bool: "true or false", str: "a string"}  # what errors call them
 

@@ -54,13 +54,8 @@ _IS_EAGLE = re.compile("ForCausalLMEagle|^Eagle.*(ForCausalLM|Speculator|DraftMo
 _WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 # Other names of settings, and our own.
-_SYNONYMS = {
-    "truncated_vocab_size": "draft_vocab_size",
-    "use_aux_norm": "fc_norm",
-    "input_norm": "norm_before_fc",
-    "fusion_bias": "fc_bias",
-    "bias": "fc_bias",
-}
+_SYNONYMS = {"truncated_vocab_size": "draft_vocab_size", "use_aux_norm": "fc_norm", "input_norm": "norm_before_fc",
+             "fusion_bias": "fc_bias", "bias": "fc_bias"}  # fmt: skip
 
 # Options that trainers can write, with the one value that is implemented.
 _IMPLEMENTED = {"num_hidden_layers": 1, "logit_scale": 1.0, "layernorms": False}
@@ -89,19 +84,13 @@ def _architectures(config: dict[str, Any]) -> list[str]:
 
 _FORMATS = (  # the first that fits is taken
     HeadFormat(
-        "vLLM speculators",
-        lambda config: not is_off(config.get("speculators_model_type")),
-        section="transformer_layer_config",
-        tensor_names=(("fusion_fc.", "fc."), ("transformer.", "layers.0.")),
+        "vLLM speculators", lambda config: not is_off(config.get("speculators_model_type")),
+        "transformer_layer_config", (("fusion_fc.", "fc."), ("transformer.", "layers.0.")),
     ),
     HeadFormat(
-        "NVIDIA ModelOpt",
-        lambda config: bool(_MODELOPT_KEYS & read_value(config, "eagle_config", dict).keys()),
-        tensor_names=(
-            ("hidden_norm.", "midlayer.hidden_norm."),
-            ("input_embeds_norm.", "midlayer.input_layernorm."),
-            ("eagle_lm_head.", "lm_head."),
-        ),
+        "NVIDIA ModelOpt", lambda config: bool(_MODELOPT_KEYS & read_value(config, "eagle_config", dict).keys()),
+        tensor_names=(("hidden_norm.", "midlayer.hidden_norm."), ("input_embeds_norm.", "midlayer.input_layernorm."),
+                      ("eagle_lm_head.", "lm_head.")),
     ),
     HeadFormat(
         "SpecForge/SGLang",
@@ -111,7 +100,7 @@ _FORMATS = (  # the first that fits is taken
         tensor_names=tuple((f"aux_norm_{name}.", f"fc_norm.{i}.") for i, name in enumerate(("low", "mid", "high"))),
     ),
     HeadFormat("official (SafeAILab)", lambda config: True),
-)
+)  # fmt: skip
 NEXT_TOKEN_MODULES = HeadFormat("MiMo (next-token modules)", lambda config: False)  # recognised by its tensors
 
 

@@ -153,13 +153,10 @@ def contract(values: dict) -> Output:
         return check_listed(args, args.integers(shape, position, default=torch.int64), end, is_read)
 
     return Output(
-        slots(shape, 0),
-        args.integers((num_branches,), 1, default=torch.int64),
+        slots(shape, 0), args.integers((num_branches,), 1, default=torch.int64),
         args.spec((args.size("B") + 1,), torch.int32),
-        slots((capacity,), 3),
-        slots((capacity,), 4),
-        args.spec((1,), torch.int32),
-    )
+        slots((capacity,), 3), slots((capacity,), 4), args.spec((1,), torch.int32),
+    )  # fmt: skip
 
 
 @launcher

@@ -136,8 +136,6 @@ def draft_columns(seq_lens: torch.Tensor, topk: int, num_steps: int, page_size: 
 def row_arguments(req_pool_indices: torch.Tensor, req_to_token: torch.Tensor) -> dict:
     """Returns the launch arguments that describe checked rows."""
     return {
-        "rows": Rows(req_pool_indices, req_to_token),
-        "num_rows": req_to_token.shape[0],
-        "row_size": req_to_token.shape[1],
-        "stride_req_to_token_row": req_to_token.stride(0),
-    }
+        "rows": Rows(req_pool_indices, req_to_token), "num_rows": req_to_token.shape[0],
+        "row_size": req_to_token.shape[1], "stride_req_to_token_row": req_to_token.stride(0),
+    }  # fmt: skip
