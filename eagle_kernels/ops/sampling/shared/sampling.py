@@ -290,7 +290,7 @@ def constants(values: dict, rows: torch.Tensor) -> dict:
     return {
         "VOCAB_SIZE": rows.shape[1], "HAS_FILTERS": has_filters(values), "HAS_PENALTIES": logits.has_penalties(values),
         "IS_JOINT": values["filter_order"] == "joint", "BLOCK_CHUNK": scan_tuning(values, rows.device)["BLOCK_CHUNK"],
-        "ALIGNMENT": math.gcd(rows.stride(0), 16),  # of the offset of every row, so that loads can be wide
+        "ALIGNMENT": math.gcd(rows.stride(0), 16),  # a divisor of every row's offset, so that loads can be wide
     }  # fmt: skip
 
 
