@@ -58,9 +58,8 @@ def next_node(child, ACCEPT_POLICY: tl.constexpr):
 
 @triton.jit
 def is_accepted_by_coin(depth, request, coins, NUM_NODES: tl.constexpr):
-    """Tells whether the coin of this depth accepts the draft below it.
-    It does so with probability rates[depth] over the rate of the depth before: rates[depth] is the probability that
-    more than `depth` drafts are accepted."""
+    """Tells whether the coin of this depth accepts the draft below it. It does so with probability rates[depth] over
+    the rate of the depth before: rates[depth] is the probability that more than `depth` drafts are accepted."""
     position = tl.load(coins.positions + request * NUM_NODES).to(tl.int64) + depth + 1
     coin = uniform(tl.load(coins.seeds + request), position, STREAM, 0)
     rate = tl.load(coins.simulated_rates + depth)

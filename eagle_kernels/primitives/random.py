@@ -175,9 +175,8 @@ def _add_noise(values, exponential):
 
 @triton.jit
 def _add_exponential(values, words):
-    """Returns values + E.
-    The largest noise decides which token wins, and u is near 0 there: log1p's series keeps what 1 - u
-    loses. (With 24-bit uniforms every 140th draw over a vocabulary of 128k would tie.)"""
+    """Returns values + E. The largest noise decides which token wins, and u is near 0 there: log1p's series keeps what
+    1 - u loses. (With 24-bit uniforms every 140th draw over a vocabulary of 128k would tie.)"""
     word, low = words
     wide = word.to(tl.float32)
     u = tl.fma(low.to(tl.float32), 5.421010862427522e-20, tl.fma(wide, 2.3283064365386963e-10, 2.710505431213761e-20))

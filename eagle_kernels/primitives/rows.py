@@ -1,8 +1,6 @@
-"""One row of the vocabulary as probabilities, a tile of tokens at a time, or a single token.
-
-A row holds probabilities, or logits that have a temperature. One scan finds the statistics of a row of logits
-(`scan_logits`; in slices `store_scan`, `load_row`); with them any tile of it can be read (`row_probs`).
-"""
+"""One row of the vocabulary as probabilities, a tile of tokens at a time, or a single token. A row holds probabilities,
+or logits that have a temperature. One scan finds the statistics of a row of logits (`scan_logits`; in slices
+`store_scan`, `load_row`); with them any tile of it can be read (`row_probs`)."""
 
 from typing import Any, NamedTuple
 

@@ -1,9 +1,7 @@
-"""Lists of all requests in one buffer, one after another, told apart by the running sum of their lengths (CSR).
-
-A buffer has room for `capacity` entries, those that no list uses being -1. Lengths are on the device, so a buffer can
+"""Lists of all requests in one buffer, one after another, told apart by the running sum of their lengths (CSR). A
+buffer has room for `capacity` entries, those that no list uses being -1. Lengths are on the device, so a buffer can
 turn out too small: then entries past its end are not written, no bound exceeds `capacity`, and `overflow` holds the
-room that was needed.
-"""
+room that was needed."""
 
 from ..runtime import check
 from ..runtime.language import tl, triton

@@ -86,10 +86,9 @@ def refuse_without_data(op: str, values: Mapping) -> None:
 
 
 def checked(function: Callable) -> Callable:
-    """Wraps a launcher in the checks of a call without a plan.
-    A plan knows the kinds of its arguments, but not whether buffers overlap: to check that in every call would cost
-    what planning saves, and buffers that are mixed up are so in the first call. With EAGLE_KERNELS_DEBUG=1 nothing is
-    planned, and every call is checked."""
+    """Wraps a launcher in the checks of a call without a plan. A plan knows the kinds of its arguments, but not whether
+    buffers overlap: to check that in every call would cost what planning saves, and buffers that are mixed up are so in
+    the first call. With EAGLE_KERNELS_DEBUG=1 nothing is planned, and every call is checked."""
     module, parameters = sys.modules[function.__module__], inspect.signature(function).parameters
     check_kinds, names = host_kinds(function.__name__, parameters), tuple(parameters)
     result_type, in_place = getattr(module, "Output", None), getattr(module, "IN_PLACE", {})

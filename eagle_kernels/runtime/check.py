@@ -1,8 +1,6 @@
-"""Argument contracts: what an op accepts and what it returns, and every error text about it.
-
-A contract is written once per op, `contract(values) -> Spec or NamedTuple of Spec`, and serves the launcher, the
-reference backend and the shape inference of torch.compile alike.
-"""
+"""Argument contracts: what an op accepts and what it returns, and every error text about it. A contract is written once
+per op, `contract(values) -> Spec or NamedTuple of Spec`, and serves the launcher, the reference backend and the shape
+inference of torch.compile alike."""
 
 import math
 import os
@@ -69,9 +67,8 @@ class Arguments:
         self, name: str, shape: Shape, dtypes: Sequence[torch.dtype], *, optional: bool = False,
         contiguous: int | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Checks and returns a tensor of this shape.
-        `contiguous` counts the trailing axes that must be laid out without gaps (1: unit stride of the last axis);
-        None means all of them."""
+        """Checks and returns a tensor of this shape. `contiguous` counts the trailing axes that must be laid out
+        without gaps (1: unit stride of the last axis); None means all of them."""
         value = self.values.get(name)
         if value is None and optional:
             return None

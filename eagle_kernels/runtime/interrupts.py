@@ -1,8 +1,6 @@
 """Ctrl-C while the command line is imported, which may take seconds: one line instead of a traceback.
-
 `eagle_kernels/__init__.py` imports this module before all others, since `python -m eagle_kernels` imports the package
-before its `__main__`. The command's `main` then calls `give_back`. In any other program nothing happens here.
-"""
+before its `__main__`. The command's `main` then calls `give_back`. In any other program nothing happens here."""
 
 import contextlib
 import os

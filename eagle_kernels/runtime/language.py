@@ -1,9 +1,6 @@
-"""`triton` and `tl`, or stand-ins where no triton is installed that the kernels run on.
-
-With the stand-ins every module still imports, argument checks and references work, and only a launch fails, with one
-line that says what is missing (`launch.py`). Differences between versions of
-Triton's language are handled here.
-"""
+"""`triton` and `tl`, or stand-ins where no triton is installed that the kernels run on. With the stand-ins every module
+still imports, argument checks and references work, and only a launch fails, with one line that says what is missing
+(`launch.py`). Differences between versions of Triton's language are handled here."""
 
 import functools
 import os

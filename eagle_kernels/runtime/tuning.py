@@ -1,7 +1,5 @@
-"""Choosing a tuning row. Rows live in the op files, keyed by architecture, with a mandatory `"default"`.
-
-There is no runtime autotuning: a first call must not stall, and graph capture must not measure.
-"""
+"""Choosing a tuning row. Rows live in the op files, keyed by architecture, with a mandatory `"default"`. There is no
+runtime autotuning: a first call must not stall, and graph capture must not measure."""
 
 from typing import Any
 

@@ -42,26 +42,21 @@ _SIZE = "an int of at least 1", _is_size
 # what models say of themselves (`protocol`): what it must be, in words, and whether it is that
 _ATTRIBUTES = {
     **dict.fromkeys(("vocab_size", "hidden_size", "draft_vocab_size", "max_length", "num_modules"), _SIZE),
-    "kv_shape": (
-        "a KVShape(num_layers, num_kv_heads, head_dim) of ints of at least 1",
-        lambda shape: all(_is_size(getattr(shape, name, None)) for name in KVShape._fields),
-    ),
+    "kv_shape": ("a KVShape(num_layers, num_kv_heads, head_dim) of ints of at least 1",
+                 lambda shape: all(_is_size(getattr(shape, name, None)) for name in KVShape._fields)),
     "device": ("a torch.device", lambda device: isinstance(device, torch.device)),
     "dtype": (f"one of {', '.join(map(str, DTYPES))}", lambda kind: isinstance(kind, torch.dtype) and kind in DTYPES),
     "token_shift": ("0 or 1", lambda shift: is_word(shift, 0) or is_word(shift, 1)),
-    "aux_layers": (
-        "a tuple of ints, the target's streams",
-        lambda layers: isinstance(layers, (tuple, list)) and all(map(is_integer, layers)),
-    ),
+    "aux_layers": ("a tuple of ints, the target's streams",
+                   lambda layers: isinstance(layers, (tuple, list)) and all(map(is_integer, layers))),
     "draft_to_target": (
         "None or offsets [draft_vocab_size] of torch.int64",
         lambda ids: ids is None or isinstance(ids, torch.Tensor) and (ids.dim(), ids.dtype) == (1, torch.int64),
     ),
-    "method": (  # what is no name may be a function of the model's own
-        f"None or one of {list(MODEL_KINDS)}",
-        lambda method: not isinstance(method, str) or method in MODEL_KINDS,
-    ),
-}
+    # what is no name may be a function of the model's own
+    "method": (f"None or one of {list(MODEL_KINDS)}",
+               lambda method: not isinstance(method, str) or method in MODEL_KINDS),
+}  # fmt: skip
 # those that a draft has before it is bound
 _UNBOUND = ("device", "dtype", "token_shift", "method")
 

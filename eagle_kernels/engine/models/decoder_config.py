@@ -1,9 +1,7 @@
-"""The config.json of a Hugging Face decoder: a table of the families, and one dataclass that describes them all.
-
-Keys that do not change the computation are ignored; values that change it and are not implemented are refused by name.
-An absent key has the default that the family has in transformers. A null or empty value counts as absent (`stated`);
-what a key would turn on is off where the value is false, 0 or -1 as well (`is_off`).
-"""
+"""The config.json of a Hugging Face decoder: a table of the families, and one dataclass that describes them all. Keys
+that do not change the computation are ignored; values that change it and are not implemented are refused by name. An
+absent key has the default that the family has in transformers. A null or empty value counts as absent (`stated`); what
+a key would turn on is off where the value is false, 0 or -1 as well (`is_off`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Decoding of ids that arrive in pieces, exactly as all of them at once would be decoded, in linear work.
-
-A decoder of the package `tokenizers` is a chain of steps from tokens to tokens, whose results are joined. Here each
-step reads tokens as they arrive and keeps back what later tokens could still change: the bytes of an unfinished
-character; with byte fallback a run of byte tokens, each of which becomes U+FFFD if the whole run is not UTF-8.
-"""
+"""Decoding of ids that arrive in pieces, exactly as all of them at once would be decoded, in linear work. A decoder of
+the package `tokenizers` is a chain of steps from tokens to tokens, whose results are joined. Here each step reads
+tokens as they arrive and keeps back what later tokens could still change: the bytes of an unfinished character; with
+byte fallback a run of byte tokens, each of which becomes U+FFFD if the whole run is not UTF-8."""
 
 from __future__ import annotations
 

@@ -17,12 +17,8 @@ from .head_formats import flatten
 from .protocol import FINAL_NORM, ModelError, TargetModel
 
 # Options that a head has if its file holds their tensors: the setting, and the end of the tensor's name.
-OPTIONS_IN_FILE = {
-    "qkv_bias": "q_proj.bias",
-    "o_bias": "o_proj.bias",
-    "mlp_bias": "gate_proj.bias",
-    "has_qk_norms": "q_norm.weight",
-}
+OPTIONS_IN_FILE = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "mlp_bias": "gate_proj.bias",
+                   "has_qk_norms": "q_norm.weight"}  # fmt: skip
 
 # The modules that a head without its own takes from the target: what they are, and the target's method for each.
 _SHARED_PARTS = {"embed_tokens": ("embedding", "get_input_embeddings"), "lm_head": ("output", "get_output_embeddings")}

@@ -1,7 +1,5 @@
-"""Loading of targets, and of EAGLE heads and next-token modules in any published format (`head_formats.py`).
-
-Model folders have the Hugging Face layout: `config.json` next to the tensors.
-"""
+"""Loading of targets, and of EAGLE heads and next-token modules in any published format (`head_formats.py`). Model
+folders have the Hugging Face layout: `config.json` next to the tensors."""
 
 from __future__ import annotations
 

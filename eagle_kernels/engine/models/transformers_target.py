@@ -1,8 +1,6 @@
 """Any causal language model of `transformers` as a target: its own class and forward, with our attention and KV pool.
-
 transformers' AttentionInterface leads attention to us, and hooks read the hidden states. So the model builds neither a
-cache nor a mask; positions, embeddings, experts and the treatment of logits are its own.
-"""
+cache nor a mask; positions, embeddings, experts and the treatment of logits are its own."""
 
 import copy
 import inspect

@@ -154,13 +154,10 @@ class Features(NamedTuple):
     @classmethod
     def of(cls, requests: list[SamplingParams]) -> Features:
         return cls(
-            any(params.temperature > 0 for params in requests),
-            any(params.has_filters for params in requests),
-            any(params.has_penalties for params in requests),
-            any(bool(params.logprobs) for params in requests),
-            any(params.min_new_tokens > 0 for params in requests),
-            any(params.top_logprobs > 0 for params in requests),
-        )
+            any(params.temperature > 0 for params in requests), any(params.has_filters for params in requests),
+            any(params.has_penalties for params in requests), any(bool(params.logprobs) for params in requests),
+            any(params.min_new_tokens > 0 for params in requests), any(params.top_logprobs > 0 for params in requests),
+        )  # fmt: skip
 
     @property
     def draws(self) -> bool:

@@ -1,9 +1,7 @@
 """Requests and the rows of the batch that they step in: which wait, which run, and what each step brought them.
-
 `Scheduler.step` is the loop of the engine: admit, read prompts, launch, read back. The host reads the tokens of the
 step before while the device works on this one, so the device never waits for the host. The price is that a request that
-ends is stepped once more, and the tokens of that step are dropped.
-"""
+ends is stepped once more, and the tokens of that step are dropped."""
 
 import contextlib
 from collections import deque

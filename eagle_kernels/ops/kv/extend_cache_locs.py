@@ -114,9 +114,8 @@ def contract(values: dict) -> Output:
     return Output(
         args.spec((args.size("B") + 1,), torch.int32),
         check_listed(args, args.integers((capacity,), 1, default=torch.int64), stop, is_read),
-        args.integers((capacity,), 2, default=torch.int64),
-        args.spec((1,), torch.int32),
-    )
+        args.integers((capacity,), 2, default=torch.int64), args.spec((1,), torch.int32),
+    )  # fmt: skip
 
 
 @launcher

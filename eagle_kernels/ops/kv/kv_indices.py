@@ -119,9 +119,8 @@ def contract(values: dict) -> Output:
     return Output(
         args.spec((args.size("B") + 1,), torch.int32),
         check_listed(args, args.integers((capacity,), 1), stop, is_read, page_size),
-        args.spec((args.size("B"),), torch.int32),
-        args.spec((1,), torch.int32),
-    )
+        args.spec((args.size("B"),), torch.int32), args.spec((1,), torch.int32),
+    )  # fmt: skip
 
 
 @launcher

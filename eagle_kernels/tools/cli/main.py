@@ -27,9 +27,8 @@ _CALL = re.compile("(stream|generate|benchmark): ")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command.
-    Returns 0 on success, 1 with one line on stderr if the input is wrong or the machine cannot do it, and 130 if it was
-    interrupted."""
+    """Runs one command. Returns 0 on success, 1 with one line on stderr if the input is wrong or the machine cannot do
+    it, and 130 if it was interrupted."""
     with _standard_streams() as lost:
         try:
             if "stdout" in lost:

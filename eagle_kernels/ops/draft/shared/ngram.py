@@ -95,9 +95,8 @@ def add_difference(difference, history, position, shift):
 
 @triton.jit
 def zeros_as_bits(values, VECTOR: tl.constexpr):
-    """Returns which values [N] are 0, as words of at most 16 bits.
-    Bit i VECTOR + j of word k is that of the value at (i words + k) VECTOR + j, so that what a thread has loaded,
-    VECTOR values at once, stays with it."""
+    """Returns which values [N] are 0, as words of at most 16 bits. Bit i VECTOR + j of word k is that of the value at
+    (i words + k) VECTOR + j, so that what a thread has loaded, VECTOR values at once, stays with it."""
     NUM_VALUES: tl.constexpr = values.shape[0]
     WANTED_WORDS: tl.constexpr = NUM_VALUES // 16 if NUM_VALUES > 512 else 32
     MOST_WORDS: tl.constexpr = NUM_VALUES // VECTOR

@@ -104,9 +104,8 @@ def store_edge(
     row_ptr, candidates_ptr, state, wanted, lowest,
     BY_MASS: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK_CANDIDATE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the edge and the mass that stays.
-    The edge is the largest key, `lowest` or above, such that all keys >= it weigh `wanted` (a number, or a mass) or
-    more. The row is read only if its bracket does not hold the edge."""
+    """Writes the edge and the mass that stays. The edge is the largest key, `lowest` or above, such that all keys >= it
+    weigh `wanted` (a number, or a mass) or more. The row is read only if its bracket does not hold the edge."""
     low = tl.load(state.words_ptr + LOW)
     high = tl.load(state.words_ptr + HIGH)
     largest = tl.load(state.words_ptr + LARGEST)

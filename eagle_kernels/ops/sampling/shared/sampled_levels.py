@@ -1,9 +1,7 @@
-"""`verify_tree_sampled` level by level: only rows of the nodes that the walks have reached are scanned and drawn.
-
-With filters, penalties or log-probabilities each level takes two launches, one that scans and one that draws and steps
-on. Without them the winner of a row is known from its slices' keys, so a level takes one launch: all programs of a
-request first find the winner of the level above and take the step themselves; one more launch writes the outputs.
-"""
+"""`verify_tree_sampled` level by level: only rows of the nodes that the walks have reached are scanned and drawn. With
+filters, penalties or log-probabilities each level takes two launches, one that scans and one that draws and steps on.
+Without them the winner of a row is known from its slices' keys, so a level takes one launch: all programs of a request
+first find the winner of the level above and take the step themselves; one more launch writes the outputs."""
 
 from __future__ import annotations
 
