@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import enum
 import os
 import subprocess
 import sys
@@ -23,8 +24,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from eagle_kernels.integrations.sglang import contract, hooks
+from eagle_kernels.integrations.sglang import contract, hooks, prompts
 from eagle_kernels.integrations.sglang.sources import Sources
+from op_tests.integrations import sglang_readers as readers
 from op_tests.integrations import sglang_server as server
 from op_tests.integrations import sglang_stub as stub
 
@@ -149,3 +151,77 @@ def test_slots_of_drafts_in_the_stand_in(sources, monkeypatch):
     ours = getattr(stub.imported_by_steps(monkeypatch)[f"sglang.srt.{module}"], name)
     given = (torch.randperm(30), 3, 5, 2)
     assert torch.equal(ours(*given), getattr(define(sources, module, name), name)(*given))
+
+
+@pytest.mark.parametrize(("device", "named", "changes", "wanted"), readers.CASES)
+def test_who_reads_prompts(sources, monkeypatch, device, named, changes, wanted):
+    """By SGLang's own choice of a backend, in the place of the stand-in's."""
+    is_device = lambda name: lambda *_: device == name  # noqa: E731
+    facts = {
+        "is_hopper_with_cuda_12_3": is_device("sm_90"), "is_sm100_supported": is_device("sm_100"),
+        "is_hip": lambda: device.startswith("gfx"), "is_mps": lambda: False, "is_flashinfer_available": lambda: True,
+    }  # fmt: skip
+    same = lambda view: view  # noqa: E731
+    platform = SimpleNamespace(
+        is_hopper_with_cuda_12_3=device == "sm_90", is_sm100=device == "sm_100", is_hip=device.startswith("gfx"),
+        has_flashinfer=True,
+    )  # fmt: skip
+    scope = facts | {
+        "resolved_view": same, "resolving_view": same, "get_platform": lambda: platform,
+        "current_platform": SimpleNamespace(is_out_of_tree=lambda: False), "_forces_eagle_topk_one": lambda name: False,
+        **vars(define(sources, "utils.common", "is_no_spec_infer_or_topk_one")),
+    }  # fmt: skip
+    own = {
+        **vars(define(sources, "server_args", "ServerArgs._get_default_attn_backend", **scope)),
+        **vars(define(sources, "arg_groups.model_override_base", "get_default_attn_backend", **scope)),
+    }
+    (choose,) = own.values()
+    model = readers.MODEL | {
+        "hf_config": SimpleNamespace(architectures=["LlamaForCausalLM"]), "has_asymmetric_kv": False,
+        "has_attention_sinks": False,
+    }  # fmt: skip
+    view = readers.view_of(named, model, own=choose, **changes)
+    view.use_mla_backend = lambda: False
+    given = {"use_mla_backend": lambda view: False, "model_config_of": lambda view: view.get_model_config()}
+    defined = define(sources, "arg_groups.overrides", "_attention_backend_default", **own, **given,
+                     register_post_process=same)  # fmt: skip
+    monkeypatch.setattr(prompts, "architecture", lambda given: device)
+    monkeypatch.setattr(prompts.importlib, "import_module", lambda name: None)
+    readers.resolved_by(defined._attention_backend_default, view, wanted, named)
+
+
+class Half:
+    """One backend of two, which notes what it is called for."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, name: str):
+        self.name, self.verify_mask, self.called = name, f"the mask of {name}", []
+
+    def __getattr__(self, name: str):
+        return lambda *given, **options: self.called.append(name)
+
+
+def test_which_of_two_backends_gets_which_pass(sources):
+    mode = define(sources, "model_executor.forward_batch_info", "ForwardMode", IntEnum=enum.IntEnum, auto=enum.auto)
+    spec = SimpleNamespace(speculative_attention_mode="decode", speculative_algorithm="EAGLE3")
+    made = define(
+        sources, "layers.attention.hybrid_attn_backend", "HybridAttnBackend", AttentionBackend=object,
+        ForwardMode=mode.ForwardMode, get_spec=lambda: spec,
+        get_exec=lambda: SimpleNamespace(dllm=SimpleNamespace(dllm_algorithm=None)),
+    )  # fmt: skip
+    theirs, ours = Half("theirs"), Half("ours")
+    runner = MagicMock(server_args=spec)
+    both = made.HybridAttnBackend(runner, prefill_backend=theirs, decode_backend=ours)
+    assert both.prefill_backend is theirs and both.verify_mask == "the mask of ours"
+    both.init_cuda_graph_state(8, 64)
+    assert ours.called == ["init_cuda_graph_state"] and theirs.called == []
+    for each in mode.ForwardMode:
+        theirs.called, ours.called = [], []
+        batch = SimpleNamespace(forward_mode=each)
+        for name in ("init_forward_metadata", "init_forward_metadata_out_graph", "init_forward_metadata_in_graph"):
+            getattr(both, name)(batch)
+        both.forward(None, None, None, None, batch)
+        is_ours = each.name in ("DECODE", "IDLE", "TARGET_VERIFY")
+        called, idle = (ours, theirs) if is_ours else (theirs, ours)
+        assert len(called.called) == 4 and idle.called == [], each

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eagle_kernels.integrations.sglang import guards, hooks, parts, plugin
+from eagle_kernels.integrations.sglang import guards, hooks, parts, plugin, prompts
 from op_tests.integrations import sglang_stub as stub
 
 ALL = (*hooks.GUARDS, *hooks.HOOKS)
@@ -32,7 +32,7 @@ CHECKED = pytest.mark.parametrize("hook", ALL, ids=name_of)
 REPLACING = pytest.mark.parametrize("hook", hooks.HOOKS, ids=name_of)
 MODEL = {
     "attention_arch": SimpleNamespace(name="MHA"), "is_encoder_decoder": False, "is_hybrid_swa": False,
-    "hf_config": SimpleNamespace(architectures=["LlamaForCausalLM"]), "recurrent": None, "head_dim": 128,
+    "hf_config": SimpleNamespace(architectures=["LlamaForCausalLM"]), "recurrent": None,
 }  # fmt: skip
 
 
@@ -60,6 +60,7 @@ def _fresh(monkeypatch):
     monkeypatch.delenv(plugin.FORCE, raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: hooks.TESTED[0])
     monkeypatch.setattr(guards, "is_interpreting", lambda: False)
+    monkeypatch.setattr(prompts, "architecture", lambda device: "sm_80")
 
 
 @pytest.fixture
@@ -234,13 +235,12 @@ def test_the_scheduler_says_what_is_on(started, caplog):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({}, "; prompts are read by eagle_kernels, nothing faster was measured on cpu"),
+        ({}, "; prompts are read by eagle_kernels, nothing faster was measured on sm_80"),
         ({"prefill_attention_backend": "fa3"}, "; prompts are read by fa3, as asked for"),
         ({"attention_backend": "triton"}, ""),
     ],
 )
 def test_the_scheduler_says_who_reads_prompts(started, caplog, monkeypatch, changes, told):
-    monkeypatch.setattr(guards.prompts.torch.cuda, "is_available", lambda: False)
     with caplog.at_level(logging.INFO, "eagle_kernels"):
         started("attention", **changes)
     (line,) = (record.getMessage() for record in caplog.records)

@@ -88,8 +88,10 @@ def _architecture(server_args) -> str:
 
 def _own_default(server_args, model) -> str:
     """Returns the backend that SGLang chooses for a model where nobody names one; newer versions have a function."""
-    if hasattr(server_args, "_get_default_attn_backend"):
-        return server_args._get_default_attn_backend(False, model)  # not MLA, which is refused
+    is_mla = False  # which is refused
+    choose = getattr(server_args, "_get_default_attn_backend", None)
+    if choose is not None:
+        return choose(is_mla, model)
     from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
 
-    return get_default_attn_backend(server_args, False, model)
+    return get_default_attn_backend(server_args, is_mla, model)
