@@ -16,6 +16,8 @@ Entry = list[tuple[str, Rule]]  # rules with their names
 GROUP = "sglang.srt.plugins"  # of entry points; setup.py names it too
 # SGLang's refusal of trees with pages larger than a token, of which our backend has no need
 PAGE_TREES = "_topk > 1 with page_size > 1 is only supported on"
+# what chooses an attention backend where nobody names one, in older versions
+OWN_DEFAULT = "_get_default_attn_backend"
 
 
 def names(owner: str, wanted: tuple[str, ...], members: str = "") -> Entry:
@@ -137,8 +139,7 @@ CONTRACT = (
     last_refusal(_SRT + "arg_groups.speculative_hook._handle_eagle_family",
                  (PAGE_TREES, "{view.attention_backend!r}"), "view.attention_backend not in _PAGE_TREE_SPEC_BACKENDS"),
     # prompts.py
-    either(_ARGUMENTS + "._get_default_attn_backend",
-           _SRT + "arg_groups.model_override_base.get_default_attn_backend"),
+    either(f"{_ARGUMENTS}.{OWN_DEFAULT}", _SRT + "arg_groups.model_override_base.get_default_attn_backend"),
     names(_ATTENTION + "hybrid_attn_backend.HybridAttnBackend", ("prefill_backend", "decode_backend", "verify_mask")),
     # attention.py
     call(_BACKEND, ("model_runner", "skip_prefill")),

@@ -9,6 +9,7 @@ import importlib
 import torch
 
 from ...runtime.target import architecture
+from .contract import OWN_DEFAULT
 from .parts import NAME, backends, model_config, resolved
 
 # Backends of SGLang whose kernels took less time than ours, by architecture: on an H200 ours took 1.05 to 1.5 times as
@@ -89,7 +90,7 @@ def _architecture(server_args) -> str:
 def _own_default(server_args, model) -> str:
     """Returns the backend that SGLang chooses for a model where nobody names one; newer versions have a function."""
     is_mla = False  # which is refused
-    choose = getattr(server_args, "_get_default_attn_backend", None)
+    choose = getattr(server_args, OWN_DEFAULT, None)
     if choose is not None:
         return choose(is_mla, model)
     from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
