@@ -218,12 +218,12 @@ def test_without_overlap_and_on_pages(serve, plain, requests):
     assert [one["tokens"] for one in found] == [one["tokens"] for one in plain[0]]
 
 
-@pytest.mark.parametrize("tree", ["plain", "3/3/8"])
-def test_prompts_that_another_reads(tree, serve, plain, requests):
+@pytest.mark.parametrize(("tree", "changes"), [("plain", {}), ("3/3/8", {}), ("chain", {"page_size": 16})])
+def test_prompts_that_another_reads(tree, changes, serve, plain, requests):
     """By SGLang's backend of two; whole prompts, chunks and prefixes, of the target and of the draft."""
     other = "triton" if ON_GPU else "torch_native"
     tells = f"prompts are read by {other}, as asked for"
-    (found,) = serve(tree, [requests], tells=tells, prefill_attention_backend=other)
+    (found,) = serve(tree, [requests], tells=tells, prefill_attention_backend=other, **changes)
     assert [one["tokens"] for one in found] == [one["tokens"] for one in plain[0]]
 
 
