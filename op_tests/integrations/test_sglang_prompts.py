@@ -58,7 +58,7 @@ def test_what_stays_with_ours_and_why(on, monkeypatch, device, view, why):
         monkeypatch.setitem(sys.modules, library, None)
     made = view_of(**view)
     assert prompts.choose_reader(backend_default, made) == {}
-    assert prompts.told(made).startswith(f"prompts are read by eagle_kernels, {why}")
+    assert prompts.who_reads(made).startswith(f"prompts are read by eagle_kernels, {why}")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_what_stays_with_ours_and_why(on, monkeypatch, device, view, why):
 )  # fmt: skip
 def test_it_is_said_who_else_reads_prompts_and_why(on, device, reader, why):
     on(device)
-    assert prompts.told(view_of((OURS, reader, None))) == f"prompts are read by {reader}, {why}"
+    assert prompts.who_reads(view_of((OURS, reader, None))) == f"prompts are read by {reader}, {why}"
 
 
 @pytest.mark.parametrize("changes", [{"device": "cpu"}, {"device": "cuda"}, {"device": "xpu"}], ids=str)

@@ -208,7 +208,7 @@ def start_scheduler(original, scheduler, server_args, *rest, **options):
     asked = parts.asked_by(server_args)
     check_hooks(asked)
     is_ours = backends(server_args)["decode"] == NAME
-    parts.turn_on(asked, prompts.told(server_args) if is_ours else "")
+    parts.turn_on(asked, prompts.who_reads(server_args) if is_ours else "")
     return original(scheduler, server_args, *rest, **options)
 
 

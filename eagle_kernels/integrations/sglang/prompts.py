@@ -57,7 +57,7 @@ def fastest(server_args) -> tuple[str, str]:
     return own, f"faster than ours on {device}"
 
 
-def told(server_args) -> str:
+def who_reads(server_args) -> str:
     """Says who reads prompts with these resolved arguments, and why."""
     reader, device = backends(server_args)["prefill"], _architecture(server_args)
     if reader == NAME:
