@@ -32,12 +32,16 @@ def workspace_bytes(
     hidden_size = target.hidden_size if num_streams else 0
     reader = make_reader(config, draft)
     kept = 0 if reader is None else reader.num_kept * (8 + element * num_streams * target.hidden_size)
-    trees = [(most, tree) for most, tree in config.trees if tree is not None and config.may_speculate]
-    keeps_history = any(make_drafter(tree, reader, target.device).reads_history for _, tree in trees)
+    trees = config.trees if config.may_speculate else ()
+    drafters = [make_drafter(tree, reader, target.device) for _, tree in trees if tree is not None]
+    keeps_history = any(drafter.reads_history for drafter in drafters)
     history = 4 * max_pages * config.page_size if keeps_history else 0
     # (rows, nodes, levels or beams of the draft) of each kind of step; a plain one drafts nothing
-    shapes = [(rows, 1, 0)]
+    shapes, fewer = [(rows, 1, 0)], 0
     for most, tree in trees:
+        is_reached, fewer = fewer < rows, most if isinstance(config.adaptive, tuple) else 0
+        if tree is None or not is_reached:  # for more requests than there are
+            continue
         num_drafted = max(tree.topk, tree.num_steps + 1)
         # of trees that share a budget, the logits are unpacked
         nodes = tree.num_verify_tokens + (0 if tree.mean_draft_tokens is None else tree.mean_draft_tokens)

@@ -151,6 +151,7 @@ def test_the_bytes_that_are_free_suffice(tree, monkeypatch):
 
 BATCHES = [{"max_batch": count, "max_spec_batch": most} for count in (1, 2, 5) for most in (None, 0, 1, 2, 3, 64)]
 BATCHES += [{"max_batch": count, "adaptive": ((1, (2, 3, 7)), (4, (1, 2, 3)), (64, None))} for count in (1, 2, 5)]
+BATCHES += [{"max_batch": count, "adaptive": ((1, (1, 1, 2)), (2, None), (4, (2, 3, 7)))} for count in (1, 2, 3)]
 BATCHES += [{"max_batch": 5, "adaptive": ((2, None), (3, (2, 2, 5)), (9, (1, 2, 3)))}]
 
 
