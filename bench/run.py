@@ -99,7 +99,8 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         compiler = Compiler(options.compile)
         for benchmark in benchmarks:
             wanted = [case for case in cases[benchmark.op] if options.case in case.name]
-            compiler.compile_cases(benchmark, [*benchmark.small_cases, *wanted])
+            for case in [*benchmark.small_cases, *wanted]:
+                compiler.compile(benchmark, compiler.inputs(benchmark, case))
         print(f"{len(compiler.kernels)} kernels")
         return 0
     if not options.check_only and not torch.cuda.is_available():

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             values = compiler.inputs(benchmark, case)
             for variant in variants:
                 with _told(case, variant), _replaced(benchmark, variant):
-                    compiler.compile(lambda values=values: benchmark.unplanned(**values))
+                    compiler.compile(benchmark, values)
         print(f"{len(compiler.kernels)} kernels")
         return 0
     times = {}

@@ -4,16 +4,12 @@ The folder TRITON_CACHE_DIR serves the machine with the GPU under the same path,
 source files. Kernels that only make inputs are not in it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kernels.runtime import launch, target
 
-from .declaration import Benchmark, Case, Run
+from .declaration import Benchmark, Case
 
 _LARGE = 1 << 18  # elements of a tensor whose values no launcher looks at
 
@@ -34,16 +30,10 @@ class Compiler:
         with _Unfilled():
             return benchmark.inputs(case, torch.device("cpu"))
 
-    def compile(self, run: Run) -> None:
-        """Compiles what a call would launch."""
+    def compile(self, benchmark: Benchmark, values: dict) -> None:
+        """Compiles what the op would launch for these arguments."""
         with target.assume(self.architecture), launch.intercept(self._keep):
-            run()
-
-    def compile_cases(self, benchmark: Benchmark, cases: Iterable[Case]) -> None:
-        for case in cases:
-            self.compile(
-                lambda case=case: benchmark.all_providers(False)["eagle_kernels"](self.inputs(benchmark, case))()
-            )
+            benchmark.unplanned(**values)
 
     def _keep(self, op: str, kernel, grid: tuple[int, ...], arguments: dict) -> None:
         if 0 not in grid:
