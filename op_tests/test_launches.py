@@ -5,11 +5,14 @@ import re
 import pytest
 import torch
 
+from eagle_kernels.primitives.fp8 import FP8
+from eagle_kernels.runtime.target import has_fp8
+
 from .harness import assert_only_launches, assume_multiprocessors, to_device
 from .harness.ahead_of_time import PATHS
-from .harness.cases import cases_of, module_of_op
+from .harness.cases import cases_of, module_of_op, tensors_of
 
-# launches of each case in turn, where the docstring names several numbers
+# launches of each case in turn, where the docstring names several numbers; tuning rows of a GPU may choose another one
 NUMBERS = {
     "attention.gqa_decode": [1] * 15 + [2, 2, 1, 2],
     "attention.tree_attention": [2] * 8 + [1] + [2] * 5 + [1] + [2] * 7,
@@ -30,7 +33,10 @@ def test_launches_and_nothing_else(path, device, monkeypatch):
     said = re.search(r"^Launches:?\s+(\d+)", module_of_op(path).__doc__, re.MULTILINE)
     numbers = NUMBERS[path] if path in NUMBERS else [int(said[1])] * len(cases)
     for values, launches in zip(cases, numbers, strict=True):
-        assert_only_launches(path, values if device.type == "cpu" else to_device(values, device), launches)
+        if device.type == "cpu":
+            assert_only_launches(path, values, launches)
+        elif all(tensor.dtype not in FP8 or has_fp8(device, tensor.dtype) for tensor in tensors_of(values).values()):
+            assert_only_launches(path, to_device(values, device), set(numbers))
     assert path in NUMBERS or said
 
 
