@@ -1,4 +1,4 @@
-"""Times two checkouts on one GPU in turn, case by case: `python -m bench.in_turn OLD NEW [--op X] [--host]`.
+"""Times two checkouts on one GPU in turn, case by case: `python -m bench.in_turn OLD NEW [--op X] [--draw SEED]`.
 
 Each checkout has a process of its own, both on one core of the host; they take turns in every sampling round, so that
 what changes on the machine meets both. Compared are replays of CUDA graphs of the first provider, the launcher, and the
@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -28,8 +29,9 @@ HOST_ROUNDS = 7
 class Checkout:
     """A process that times what it is asked to, with the code of one checkout."""
 
-    def __init__(self, folder: Path):
-        command = [sys.executable, __file__, "--worker"]
+    def __init__(self, folder: Path, drawn: Sequence[int] = ()):
+        """drawn: the seed of its cases and how many they are; empty: those that are declared."""
+        command = [sys.executable, __file__, "--worker", *map(str, drawn)]
         environment = os.environ | {"PYTHONPATH": str(folder)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
@@ -58,12 +60,17 @@ def main() -> None:
     parser.add_argument("checkouts", nargs=2, type=Path, metavar="CHECKOUT", help="folders: the old one, the new one")
     parser.add_argument("--op", action="append", help="only this op; may be given several times")
     parser.add_argument("--case", action="append", help="only cases with this in the name; may be given several times")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="cases drawn from a seed, not the declared ones")
+    parser.add_argument("--count", type=int, default=20, help="how many are drawn (default: 20)")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="cases drawn from a seed, not the declared ones")
+    parser.add_argument("--count", type=int, default=20, help="how many are drawn (default: 20)")
     parser.add_argument("--host", action="store_true", help="time the host, on the first case of each op, not the GPU")
     parser.add_argument("--warmers", type=int, default=12, help="processes that compile beforehand; 0: none")
     parser.add_argument("--log", type=Path, help="file to which a line of JSON is appended for each case")
     options = parser.parse_args()
     folders = [folder.resolve() for folder in options.checkouts]
-    old, new = map(Checkout, folders)
+    drawn = [] if options.draw is None else [options.draw, options.count]
+    old, new = (Checkout(folder, drawn) for folder in folders)
     has = [{tuple(case) for case in checkout.ask("cases", options.host)} for checkout in (old, new)]
     texts, ops = options.case or [""], options.op
     cases = sorted(c for c in has[0] & has[1] if any(t in c[1] for t in texts) and (not ops or c[0] in ops))
@@ -71,7 +78,7 @@ def main() -> None:
     with ThreadPoolExecutor(max(options.warmers, 1)) as pool:
         # Neighbours share kernels, so each process takes a run of them: no two compile the same.
         runs = [cases[first * len(cases) // each : (first + 1) * len(cases) // each] for first in range(each)]
-        warmed = [pool.submit(_warm, folder, run) for folder in folders for run in runs]
+        warmed = [pool.submit(_warm, folder, drawn, run) for folder in folders for run in runs]
         for one in warmed:
             one.result()
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
@@ -86,8 +93,8 @@ def main() -> None:
     _report(rows)
 
 
-def _warm(folder: Path, cases: list) -> None:
-    with Checkout(folder) as checkout:
+def _warm(folder: Path, drawn: list[int], cases: list) -> None:
+    with Checkout(folder, drawn) as checkout:
         for op, case in cases:
             checkout.ask("call", op, case)
 
@@ -122,7 +129,7 @@ def _report(rows: list[dict]) -> None:
                 print(f"    {ratio:.3f} {op} [{case}]")
 
 
-def _work() -> None:
+def _work(drawn: list[int]) -> None:
     """Answers questions from stdin, with the benchmarks of the checkout in the current folder."""
     sys.path[0] = os.getcwd()
     if hasattr(os, "sched_setaffinity"):
@@ -130,12 +137,16 @@ def _work() -> None:
     from bench.harness import timing
     from bench.harness.declaration import declared
 
-    benchmarks, device, run, public, watch = {b.op: b for b in declared()}, torch.device("cuda"), None, None, None
+    device, run, public, watch = torch.device("cuda"), None, None, None
+    benchmarks = {b.op: b for b in declared() if not drawn or b.drawn is not None}
+    cases = {op: b.drawn(*drawn) if drawn else b.cases for op, b in benchmarks.items()}
 
     def called(op, case_name):
         benchmark = benchmarks[op]
-        case = next(case for case in benchmark.cases if case.name == case_name)
-        run = next(iter(benchmark.all_providers(False).values()))(benchmark.inputs(case, device))
+        case = next(case for case in cases[op] if case.name == case_name)
+        provider = next(iter(benchmark.all_providers(False).values()))
+        make = lambda: provider(benchmark.inputs(case, device))  # noqa: E731
+        run = timing.rotated(make, benchmark.count_bytes(**case.sizes)) if drawn else make()
         result = run()
         torch.cuda.synchronize()
         return benchmark, case, run, result
@@ -145,7 +156,7 @@ def _work() -> None:
         answer = {}
         try:
             if what == "cases":
-                answer = [(b.op, case.name) for b in benchmarks.values() for case in b.cases[: 1 if given[0] else None]]
+                answer = [(op, case.name) for op in benchmarks for case in cases[op][: 1 if given[0] else None]]
             elif what == "call":
                 called(*given)
             elif what == "prepare":
@@ -180,4 +191,4 @@ def _digest(result) -> str:
 
 
 if __name__ == "__main__":
-    _work() if sys.argv[1:] == ["--worker"] else main()
+    _work([int(number) for number in sys.argv[2:]]) if sys.argv[1:2] == ["--worker"] else main()

@@ -31,9 +31,13 @@ class Compiler:
             return benchmark.inputs(case, torch.device("cpu"))
 
     def compile(self, benchmark: Benchmark, values: dict) -> None:
-        """Compiles what the op would launch for these arguments."""
+        """Compiles what the op would launch for these arguments, with a plan of attention as well."""
+        calls = [values]
+        if "planned" in benchmark.providers and not values.get("deterministic"):
+            calls.append(values | {"plan": torch.zeros(len(values["seq_lens"]) + 1, dtype=torch.int32)})
         with target.assume(self.architecture), launch.intercept(self._keep):
-            benchmark.unplanned(**values)
+            for arguments in calls:
+                benchmark.unplanned(**arguments)
 
     def _keep(self, op: str, kernel, grid: tuple[int, ...], arguments: dict) -> None:
         if 0 not in grid:
