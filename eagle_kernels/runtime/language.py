@@ -111,6 +111,8 @@ def _constexpr_function(function):
 
 
 if MISSING is None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     tl = triton.language
     if _version(triton) > NEWEST_TRITON:
         newest = ".".join(map(str, NEWEST_TRITON))
@@ -129,7 +131,7 @@ if MISSING is None:
 else:
     if "not installed" not in MISSING:
         warnings.warn(f"eagle_kernels: kernels cannot run: they need {MISSING}", stacklevel=2)
-    triton = tl = _StandIn()
+    triton = tl = TensorDescriptor = _StandIn()
     HAS_DEPENDENT_LAUNCH = HAS_WIDE_PRODUCT = True  # unused: every launch raises, with the reason
 
     def constexpr_function(function):

@@ -45,6 +45,8 @@ class Tensors:
         run, head = launch_of(compiled, grid, _STREAM)
         values, constants = [*head, *arguments], []
         flat = [value for value in values for value in (value if isinstance(value, tuple) else (value,))]
+        if any(hasattr(value, "block_shape") for value in flat):
+            raise LookupError("a tensor descriptor, which holds the address of this call's tensor")
         num_constants = sum(not (value is _STREAM or isinstance(value, torch.Tensor)) for value in flat)
 
         def place(value) -> int:

@@ -191,6 +191,7 @@ def _specialisation(kernel, arguments) -> tuple:
 
 def _source(kernel, arguments):
     from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     signature, constants, attributes = {}, {}, {}
     names = [parameter.name for parameter in kernel.params]
@@ -205,6 +206,8 @@ def _source(kernel, arguments):
         if isinstance(value, torch.Tensor):
             attributes[place] = [["tt.divisibility", 16]]
             return _POINTERS[value.dtype]
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{_POINTERS[value.base.dtype].removeprefix('*')}{value.block_shape}>"
         if isinstance(value, float):
             return "fp32"
         return "i32" if abs(value) < 2**31 else "i64"

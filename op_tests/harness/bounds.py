@@ -34,10 +34,10 @@ def assert_in_bounds():
         outside.extend(addresses[~is_inside].tolist())
         return is_inside.all()
 
-    def looking_load(self, pointers, mask, other, *rest):
+    def looking_load(self, pointers, mask, other, *rest, **options):
         if not look(pointers, mask):
             mask = type(mask)(np.zeros_like(mask.data), mask.dtype)
-        return load(self, pointers, mask, other, *rest)
+        return load(self, pointers, mask, other, *rest, **options)
 
     def looking_store(self, pointers, value, mask, *rest):
         if look(pointers, mask):

@@ -3,7 +3,8 @@
 Computes
     softmax(sm_scale * query . key) . value per query row and head. With n queries and m keys, query i of a request is
     at position m - n + i. A program keeps a tile of query rows and reads the keys once, tile by tile; only tiles on the
-    diagonal and at the edge of a window are masked.
+    diagonal and at the edge of a window are masked. On Hopper GPUs tensor descriptors read the tiles of long prompts
+    that need no mask, where they can: 16-bit heads of 128 or 256 elements, no pages or pages of 64 slots or more.
 Invariants
     Keys that no row of a tile sees are not read. Of a request of more than max_query queries the first max_query give
     what they give where all are attended. A row's bits depend on its own request and on max_query alone.
@@ -26,10 +27,10 @@ import torch
 from ...primitives import paging
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import TensorDescriptor, tl, triton
 from ...runtime.launch import bundle, launch, launcher
 from .shared import paged_cache
-from .shared.attention import Output, Pool, Queries, Span, attend
+from .shared.attention import Output, Pool, Queries, Span, attend, attend_described
 from .shared.batch import Batch, Shape, request_rows
 from .shared.columns import load_columns, scale_columns, store_columns
 from .shared.share import Inputs
@@ -41,12 +42,19 @@ _ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, 
         "widest": {"min_rows": 32, "max_rows": 32, "num_warps": 4}}  # fmt: skip
 _FEW = {"from_rows": 0, "min_rows": 32, "max_rows": 32}
 _AMD = _ROW | {"tile_bytes": 8192}  # with more, heads past 128 spill half a kB a thread
+# of _ROW where tensor descriptors read the keys: two tiles side by side on a multiprocessor, or one of wide heads
+_DESCRIBED = {
+    "min_rows": 64, "max_rows": 64, "num_warps": 4, "num_stages": 2,
+    "wide": {"above": 128, "min_rows": 128, "max_rows": 128, "tile_bytes": 32768, "num_warps": 8},
+}  # fmt: skip
+# a call with descriptors takes the host longer
+DESCRIBED_TOKENS = 1024
 _SMALL = _AMD | {"widest": _ROW["widest"] | {"num_stages": 1}}  # has 64 KiB of shared memory
 BLOCK_BATCH = tl.constexpr(32)  # requests that a program looks at at once
 # for prompts and chunks; for a few rows, as of a tree
 TUNING = {
     "default": (_ROW, _ROW | _FEW),
-    "sm_90": (_ROW | {"num_stages": 3}, _ROW | _FEW | {"num_stages": 3}),
+    "sm_90": (_ROW | {"num_stages": 3, "described": _DESCRIBED}, _ROW | _FEW | {"num_stages": 3}),
     "gfx942": (_SMALL, _SMALL | _FEW),
     "gfx950": (_AMD, _AMD | _FEW),
 }
@@ -78,6 +86,8 @@ def _prefill_attention_kernel(
     inputs,
     lengths,
     key_indptr_ptr,
+    key_tiles,
+    value_tiles,
     out,
     # sizes
     scale,
@@ -138,14 +148,21 @@ def _prefill_attention_kernel(
             begin = tl.minimum(tl.maximum(tl.maximum(first_position, 0) - window + 1, 0), stop)
         query, logit_scale = match_keys(query, scale, k_scale_ptr, inputs.k_cache.dtype.element_ty)
         head_row = kv_head.to(tl.uint32) * SHAPE.STRIDE_HEAD
+        queries = Queries(query, logit_scale, num_before + token, last_slot, None, 0, soft_cap)
+        state = start_rows(BLOCK_ROW, HEAD_DIM)
+        if key_tiles is not None:
+            begin = tl.minimum(common_stop, stop) // SHAPE.BLOCK_KEY * SHAPE.BLOCK_KEY
+            column = kv_head * (SHAPE.STRIDE_HEAD * HEAD_DIM)
+            tiles = Pool(key_tiles, value_tiles, page_table_ptr, first_page, num_pages, 0, 0, column)
+            state = attend_described(queries, tiles, begin, state, SHAPE)
         row_max, row_sum, accumulator = attend(
-            Queries(query, logit_scale, num_before + token, last_slot, None, 0, soft_cap),
+            queries,
             Pool(
                 inputs.k_cache, inputs.v_cache, page_table_ptr, first_page, num_pages, stride_k_page, stride_v_page,
                 head_row,
             ),
             Span(begin, stop, common_stop, window, last_position, 0, None),
-            start_rows(BLOCK_ROW, HEAD_DIM),
+            state,
             SHAPE,
         )  # fmt: skip
         if v_scale_ptr is not None:
@@ -279,8 +296,15 @@ def prefill_attention(
     strides = paging.slot_strides(k_cache) if key is None else (num_kv_heads, 1)
     group_size = num_heads // num_kv_heads
     num_rows = max_query * group_size
-    tuned = tuned_for(next(row for row in tuning.row(TUNING, device) if num_rows >= row["from_rows"]), head_dim)
-    block_row, block_key = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
+    tuned = next(row for row in tuning.row(TUNING, device) if num_rows >= row["from_rows"])
+    can_describe = "described" in tuned and max_query >= DESCRIBED_TOKENS and window is None
+    if can_describe and all(_has_tiles(each, query.dtype, page_size) for each in keys):
+        tuned = tuned_for(tuned | tuned["described"], head_dim)
+        block_row, block_key = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
+        tiles = [_tiles(each, page_size, block_key) for each in keys]
+    else:
+        tuned, tiles = tuned_for(tuned, head_dim), (None, None)
+        block_row, block_key = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
     most_tiles = batch_size * triton.cdiv(num_rows, block_row)
     num_tiles = min(most_tiles, len(query) * group_size // block_row + batch_size)
     launch(
@@ -290,6 +314,8 @@ def prefill_attention(
         inputs=bundle(Inputs, values)._replace(k_cache=keys[0], v_cache=keys[1]),
         lengths=bundle(paged_cache.Lengths, values),
         key_indptr_ptr=qo_indptr if key_indptr is None else key_indptr,
+        key_tiles=tiles[0],
+        value_tiles=tiles[1],
         out=out,
         scale=(head_dim**-0.5 if sm_scale is None else sm_scale) * LOG2_E,
         soft_cap=None if soft_cap is None else float(soft_cap),
@@ -307,3 +333,23 @@ def prefill_attention(
         **tuning.compiler_options(tuned),
     )
     return out
+
+
+def _has_tiles(keys: torch.Tensor, dtype: torch.dtype, page_size: int) -> bool:
+    """Returns whether tensor descriptors can read tiles of keys [.., Hkv, D] with a row for each slot.
+
+    page_size: 0 without pages.
+    """
+    is_dense = page_size == 0 or (page_size >= 64 and keys.stride(0) == page_size * keys.stride(1))
+    is_aligned = keys.data_ptr() % 16 == 0 and keys.stride(-3) * keys.element_size() % 16 == 0
+    # a head next to the other ones of its slot
+    is_row = keys.shape[-2] == 1 or keys.stride(-2) * keys.shape[-2] <= keys.stride(-3)
+    has_size = keys.shape[-1] in (128, 256) and keys.numel() > 0
+    return has_size and keys.dtype == dtype and dtype != torch.float32 and is_dense and is_aligned and is_row
+
+
+def _tiles(keys: torch.Tensor, page_size: int, block_key: int) -> TensorDescriptor:
+    """Returns a descriptor of all slots' rows, in tiles [block_key, D]."""
+    num_rows, (num_heads, head_dim) = len(keys) * max(page_size, 1), keys.shape[-2:]
+    width = (num_heads - 1) * (keys.stride(-2) if num_heads > 1 else 0) + head_dim
+    return TensorDescriptor(keys, [num_rows, width], [keys.stride(-3), 1], [block_key, head_dim])

@@ -9,7 +9,9 @@ import torch
 import eagle_kernels
 from eagle_kernels.ops.attention.prefill_attention import TUNING
 from eagle_kernels.reference.ops.attention.prefill_attention import prefill_attention as reference
-from op_tests.harness import assert_close, assert_equal, check_close, retune
+from eagle_kernels.runtime.launch import intercept
+from op_tests.harness import assert_close, assert_equal, assert_in_bounds, check_close, retune
+from op_tests.harness.cases import module_of_op
 from op_tests.harness.pools import with_pools
 
 from .cases import FLOAT8, WITHOUT_FLOAT8, of_every_dtype_and_head_dim, paged_cache, with_float8
@@ -60,6 +62,9 @@ def ahead_of_time_cases():
                             (128, torch.float32), (192, torch.bfloat16), (512, torch.bfloat16)):  # fmt: skip
         yield f"D={head_dim} {dtype}", make([300], [0], head_dim, 4, 2, None, dtype)
     yield "D=64 float16 paged", make([100], [40], 64, 4, 2, 16, torch.float16)
+    for head_dim in (128, 256):
+        yield f"described D={head_dim}", make([1100], [0], head_dim, 4, 2, None, torch.bfloat16)
+    yield "described pages", make([1100], [40], 128, 4, 2, 64, torch.float16)
     yield "packed", with_pools(make([100], [40], 128, 4, 2, 16, torch.float16), "pthw")
     everything = make([100], [40], 256, 4, 1, 64, torch.float16, form="csr")
     everything |= {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(4)}
@@ -87,6 +92,62 @@ def wrong_calls():
 def test_matches_reference(shape, device):
     form = "csr" if SHAPES.index(shape) % 2 else "block_table"
     check(make(*shape, form=form, device=device), str(shape))
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """Lets descriptors read the keys of all prompts; returns whether they do in a call."""
+    retune(monkeypatch, TUNING, described={"min_rows": 64, "max_rows": 64, "num_warps": 4})
+    monkeypatch.setattr(module_of_op("attention.prefill_attention"), "DESCRIBED_TOKENS", 1)
+
+    def is_described(values: dict) -> bool:
+        launches = []
+        with intercept(lambda *launch: launches.append(launch)):
+            eagle_kernels.raw.prefill_attention(**values)
+        return launches[0][3]["key_tiles"] is not None
+
+    return is_described
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("page_size", [None, 64, 128])
+@pytest.mark.parametrize(
+    "shape", [([150, 70, 0, 3], [0] * 4), ([9, 130], [130, 64]), ([64, 65], [64, 191]), ([1], [63])], ids=str
+)
+def test_descriptors_read_what_all_rows_see(shape, page_size, head_dim, described, device):
+    values = make(*shape, head_dim, 2, 2, page_size, torch.float16, device=device)
+    assert described(values)
+    with assert_in_bounds():
+        check(values, "described")
+    check(values | {"is_causal": False, "sinks": torch.randn(4, device=device), "soft_cap": 5.0}, "not causal")
+
+
+def test_pages_that_are_none_are_zeros_to_descriptors(described, device):
+    """As they are to pointers."""
+    values = make([5], [250], 128, 1, 1, 64, torch.float16, device=device)
+    values["block_table"][0, :3] = torch.tensor([-1, 2**31 - 1, len(values["k_cache"])], device=device)
+    assert described(values)
+    got = eagle_kernels.raw.prefill_attention(**values)
+    expected = eagle_kernels.raw.prefill_attention(**values | {"window": 2**31 - 1})  # by pointers
+    for field in got._fields:
+        assert_close("prefill_attention", "no pages", field, getattr(got, field), getattr(expected, field))
+
+
+@pytest.mark.parametrize("layout", ["ptwh", "pthw", "phtw"])
+def test_layouts_that_descriptors_read(layout, described, device):
+    values = with_pools(make([70, 31], [3, 64], 128, 2, 2, 64, torch.float16, device=device), layout)
+    assert described(values) == (layout != "phtw") and not described(with_float8(values))
+    check(values, layout)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"page_size": 16}, {"dtype": torch.float32}, {"head_dim": 64}, {"head_dim": 160}], ids=str
+)
+def test_what_descriptors_do_not_read(changed, described, device):
+    sizes = {"head_dim": 128, "group_size": 2, "num_kv_heads": 1, "page_size": 64, "dtype": torch.float16} | changed
+    values = make([70, 31], [3, 64], **sizes, device=device)
+    assert not described(values)
+    check(values, "pointers")
 
 
 @pytest.mark.parametrize("window", [1, 16, 50, 64, 65, 500])

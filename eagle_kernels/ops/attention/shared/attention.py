@@ -4,6 +4,9 @@ Nearly all tiles of a prefix are seen by all rows, from the first key to the las
 sliding window begins, the last tile of a span, and the draft block after the prefix. They go through the same loop,
 whose loads run ahead, and take a branch inside it.
 
+Where tensor descriptors read the keys (`attend_described`), the products of one tile run beside the softmax of the next
+one. They read whole tiles, so masked ones are left to the other loop.
+
 In deterministic calls a node of a tree attends along its own path, as plain decoding would (`attend_path`). Its
 ancestors lie anywhere in the draft block, where plain decoding finds them one after another after the prefix. A sum's
 bits depend on the order of its terms and on the tiles that they are taken in. So from the tile on in which the prefix
@@ -19,7 +22,7 @@ import torch
 
 from ....runtime.language import tl, triton
 from .columns import convert_columns, load_columns
-from .softmax import add_tile, multiply_keys
+from .softmax import add_tile, add_values, multiply_keys, weigh_tile
 
 
 class Output(NamedTuple):
@@ -104,6 +107,44 @@ def attend(queries, pool, span, state, SHAPE: tl.constexpr):
             logits = tl.where(is_seen, logits, float("-inf"))
         row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator)
     return row_max, row_sum, accumulator
+
+
+@triton.jit
+def attend_described(queries, pool, stop, state, SHAPE: tl.constexpr):
+    """Returns the rows' state after slots 0..stop - 1, a multiple of BLOCK_KEY, all of which every row sees.
+
+    pool: with descriptors of tiles [KEY, DIM] in place of pointers; strides are not used, and first_row is a column. A
+    tile outside of the pool counts as zeros. A tile's values are added after the logits of the next tile are computed:
+    that product is on its way while the softmax takes place.
+    """
+    row_max, row_sum, accumulator = state
+    if stop > 0:
+        row = _described_row(pool, 0, SHAPE)
+        key = (pool.key_ptr.load([row, pool.first_row]),)
+        logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
+        row_max, row_sum, weight, decay = weigh_tile(logits, scale, row_max, row_sum)
+        next_row = _described_row(pool, tl.minimum(SHAPE.BLOCK_KEY, stop - 1), SHAPE)
+        for start in range(SHAPE.BLOCK_KEY, stop, SHAPE.BLOCK_KEY):
+            key = (pool.key_ptr.load([next_row, pool.first_row]),)
+            logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
+            value = (pool.value_ptr.load([row, pool.first_row]),)
+            accumulator = add_values(weight, decay, value, accumulator)
+            row_max, row_sum, weight, decay = weigh_tile(logits, scale, row_max, row_sum)
+            row, next_row = next_row, _described_row(pool, tl.minimum(start + SHAPE.BLOCK_KEY, stop - 1), SHAPE)
+        value = (pool.value_ptr.load([row, pool.first_row]),)
+        accumulator = add_values(weight, decay, value, accumulator)
+    return row_max, row_sum, accumulator
+
+
+@triton.jit
+def _described_row(pool, start, SHAPE: tl.constexpr):
+    """Returns the row of the pool int32 at which the tile from slot `start` on begins, below 0 for no page."""
+    if pool.page_table_ptr is None:
+        return (pool.first_page + start).to(tl.int32)
+    else:
+        page = tl.load(pool.page_table_ptr + pool.first_page + start // SHAPE.PAGE_SIZE).to(tl.int64)
+        row = page * SHAPE.PAGE_SIZE + start % SHAPE.PAGE_SIZE
+        return tl.where((page >= 0) & (page < pool.num_pages), row, -SHAPE.BLOCK_KEY).to(tl.int32)
 
 
 @triton.jit

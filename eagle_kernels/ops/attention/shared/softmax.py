@@ -16,13 +16,15 @@ IS_INTERPRETING = tl.constexpr(is_interpreting())
 
 
 @triton.jit
-def start_rows(BLOCK_ROW: tl.constexpr, HEAD_DIM: tl.constexpr):
+def start_rows(BLOCK_ROW: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SUMS: tl.constexpr = 1):
     """Returns the state of rows that have seen no key: largest logit, sum of exponentials, weighted sum of values.
 
-    The last is a tuple of parts (`columns.py`).
+    The last is a tuple of parts (`columns.py`). NUM_SUMS above 1: the second is [ROW, NUM_SUMS], one for each key of a
+    tile, and `total_sums` adds them in the end: few rows are spread over all warps, which would otherwise wait for each
+    other in every tile.
     """
     row_max = tl.full([BLOCK_ROW], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_ROW], tl.float32)
+    row_sum = tl.zeros([BLOCK_ROW], tl.float32) if NUM_SUMS == 1 else tl.zeros([BLOCK_ROW, NUM_SUMS], tl.float32)
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     REST: tl.constexpr = rest_columns(HEAD_DIM, FIRST)
     first = tl.zeros([BLOCK_ROW, FIRST], tl.float32)
@@ -82,18 +84,43 @@ def add_tile(logits, scale, value, row_max, row_sum, accumulator):
 
     Values that no row sees must be finite (loaded as 0): their weight is 0, but 0 * NaN is NaN.
     """
+    row_max, row_sum, weight, decay = weigh_tile(logits, scale, row_max, row_sum)
+    return row_max, row_sum, add_values(weight, decay, value, accumulator)
+
+
+@triton.jit
+def weigh_tile(logits, scale, row_max, row_sum):
+    """Returns (row_max, row_sum, weight [ROW, KEY], decay [ROW]) after one more tile of logits.
+
+    decay: what the weights before count now.
+    """
     new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
     # a row that sees nothing yet would compute -inf - -inf
     anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
     weight = tl.exp2(logits * scale[:, None] - anchor[:, None])
     decay = tl.exp2(row_max - anchor)
-    row_sum = row_sum * decay + tl.sum(weight, axis=1)
+    if len(row_sum.shape) == 2:
+        row_sum = row_sum * decay[:, None] + weight
+    else:
+        row_sum = row_sum * decay + tl.sum(weight, axis=1)
+    return new_max, row_sum, weight, decay
+
+
+@triton.jit
+def add_values(weight, decay, value, accumulator):
+    """Returns the weighted sum of values after one more tile of them, see `weigh_tile`."""
     if IS_INTERPRETING and value[0].dtype == tl.bfloat16:
         value = convert_columns(value, tl.float32)
     weight, sums = weight.to(value[0].dtype), ()
     for index in tl.static_range(len(value)):
         sums += (tl.dot(weight, value[index], accumulator[index] * decay[:, None], input_precision="ieee"),)
-    return new_max, row_sum, sums
+    return sums
+
+
+@triton.jit
+def total_sums(row_sum):
+    """Returns the sums of exponentials [ROW] of rows that may have one for each key of a tile, see `start_rows`."""
+    return tl.sum(row_sum, axis=1) if len(row_sum.shape) == 2 else row_sum
 
 
 @triton.jit
