@@ -206,7 +206,7 @@ MUTANTS = [
           'tree_mask, window = values.get("tree_mask"), values["window"] and values["window"] + 1')],
         [("length - window", "length - window - 1")]),
     both("scores over the size of a head", "gqa_decode", _ATTENTION_LAW,
-        [(ATTENTION + "shared/split_attention.py", "head_dim**-0.5", "head_dim**-1.0")],
+        [(ATTENTION + "shared/split_attention.py", "(query.shape[-1] ** -0.5", "(query.shape[-1] ** -1.0")],
         [("reference/paged_attention.py", "query.shape[-1] ** -0.5", "query.shape[-1] ** -1.0")]),
     both("min-p alone is no sampling", _SAMPLED, of(_SAMPLED, "test_every_sampling_parameter_alone_asks_for_sampling"),
         [("eagle_kernels/ops/front_door.py", "(temperature, *filters.values())", "(temperature, top_k, top_p)")],

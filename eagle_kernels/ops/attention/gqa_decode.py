@@ -6,13 +6,14 @@ Computes
     softmax, and partial results merge by their log-sum-exp.
 Invariants
     Slots past the end or before the window are not read. NaN in a query or in a seen key stays in its request and KV
-    head.
+    head; where heads of 16, 32 or 64 elements are read as one (shared/split_attention.py), in those heads.
     Bits depend on how keys are cut, so on the lengths of the batch, or its plan. A plan of other lengths loses no key,
     and none, whatever it holds, leads out of the tensors. deterministic: bits depend on the request's own query, keys
     and length alone; they are those of a tree's node in tree_attention, whose draft block is in the pool.
 Grid
-    (Hkv * row tiles, chunks), one program attends the heads of a group to a chunk. deterministic: (.., shares), one
-    program attends them to a share (shared/ordered.py); past 65535, shares take two axes.
+    (Hkv * row tiles, chunks), one program attends the heads of a group to a chunk; heads that are read as one count as
+    one. deterministic: (.., shares), one program attends them to a share (shared/ordered.py); past 65535, shares take
+    two axes.
     Merge: (B, programs, column tiles), one program merges some columns of every programs-th tile of a request's rows.
 Launches
     2; 1 if no request can have more than one part

@@ -7,7 +7,8 @@ Computes
     level share one reading of the prefix.
 Invariants
     Slots past the end are not read, nor those that a row right after the prefix would not see for its window. NaN in a
-    query or in a key that is read stays in its request and KV head. Of a request of more than max_query rows, the first
+    query or in a key that is read stays in its request and KV head, or in the heads that are read as one with it, as in
+    gqa_decode. Of a request of more than max_query rows, the first
     max_query are attended, and see at most max_query draft keys.
     deterministic: as in gqa_decode; bits do not depend on Nq, on other rows' masks, or on the number of rows either.
     With draft keys in the pool, the prefix and the draft keys that a row sees are read side by side.
@@ -56,7 +57,7 @@ TUNING = {
         _MANY | {"max_dim": 128, "tile_bytes": 8192},
         # rows may be empty, but the tensor cores' large instructions are used
         _ROW | {"min_rows": 64, "tile_bytes": 8192, "num_stages": 3,
-                "wide": {"above": 128, "tile_bytes": 16384, "programs": (1, 1), "num_stages": 4}},
+                "wide": {"above": 128, "min_rows": 16, "tile_bytes": 16384, "programs": (1, 1), "num_stages": 4}},
     ),
 }  # fmt: skip
 

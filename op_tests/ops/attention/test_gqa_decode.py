@@ -97,6 +97,43 @@ def test_chunks(multiprocessors, device, monkeypatch):
     check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "chunks")
 
 
+@pytest.mark.parametrize("lengths", [[2600, *[9, 300, 0, 700] * 5], [40] * 30, [300, 2600] * 2], ids=len)
+def test_gaps_before_short_requests(lengths, device, monkeypatch):
+    """Chunks of many short requests, and chunks that end in a gap; found in one look at the requests, or in several."""
+    assume_multiprocessors(monkeypatch, 3)
+    check(make(64, 2, 1, 16, torch.float32, lengths, device=device), "gaps")
+    check(make(64, 2, 1, 16, torch.float32, [*lengths, *[1] * 110], device=device), "more requests")
+
+
+def num_joined(values: dict) -> int:
+    """How many KV heads the launcher reads as one."""
+    launches = []
+    with intercept(lambda *launch: launches.append(launch)):
+        eagle_kernels.raw.gqa_decode(**values)
+    return launches[0][3]["SHAPE"].JOINED
+
+
+@pytest.mark.parametrize(
+    ("shape", "joined"),
+    [((64, 8, 2), 2), ((64, 9, 2), 1), ((64, 1, 3), 1), ((32, 4, 8), 4), ((32, 8, 6), 2), ((16, 1, 8), 8)], ids=str,
+)  # fmt: skip
+def test_narrow_heads_are_read_as_one(shape, joined, device, monkeypatch):
+    """Up to 128 columns and 16 rows, with all that differs between heads."""
+    assume_multiprocessors(monkeypatch, 3)
+    values = make(*shape, 16, torch.float16, [300, 0, 1, 128], device=device)
+    assert num_joined(values) == joined
+    check(values, "alike")
+    check(values | {"sinks": torch.randn(shape[1] * shape[2], device=device), "window": 70}, "sinks")
+    same = with_float8(values, k_scale=[0.5], v_scale=[2.0])
+    assert num_joined(same) == joined
+    check(same, "float8")
+    scales = {name: torch.rand(shape[2], device=device) + 0.5 for name in ("k_scale", "v_scale")}
+    assert num_joined(same | scales) == 1
+    apart = with_pools(values, "pthw")
+    assert num_joined(apart) == 1
+    check(apart, "packed")
+
+
 @pytest.mark.parametrize("head_dim", [136, 256, 384, 512])
 def test_parts_of_wide_heads(head_dim, device, monkeypatch):
     """Merged some columns at a time."""

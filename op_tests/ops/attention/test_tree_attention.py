@@ -10,6 +10,7 @@ import eagle_kernels
 from eagle_kernels.ops.attention.shared import ordered
 from eagle_kernels.ops.attention.shared.ordered_shares import count_ordered_shares
 from eagle_kernels.ops.attention.tree_attention import TUNING
+from eagle_kernels.runtime.launch import intercept
 from op_tests.harness import assert_close, assert_equal, assert_in_bounds, assume_multiprocessors, check_close, retune
 from op_tests.harness.pools import with_pools
 
@@ -125,6 +126,17 @@ def test_matches_reference(shape, device):
 def test_splits(device):
     """Long enough for several splits, with prefixes that fill none, one, or all of them."""
     check(make(2, 4, 32, 2, 1, 16, torch.float32, [600, 0, 128], device=device), "splits")
+
+
+@pytest.mark.parametrize("is_separate", [False, True])
+def test_narrow_heads_are_read_as_one(is_separate, device):
+    """Four rows of two heads, of which each sees its own keys and drafts."""
+    values = make(2, 2, 64, 2, 4, 16, torch.float16, [90, 0, 33], is_separate=is_separate, device=device)
+    launches = []
+    with intercept(lambda *launch: launches.append(launch)):
+        eagle_kernels.raw.tree_attention(**values)
+    assert launches[0][3]["SHAPE"].JOINED == 2
+    check(values, "narrow")
 
 
 @pytest.mark.slow

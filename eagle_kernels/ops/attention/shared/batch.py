@@ -21,6 +21,7 @@ class Shape(NamedTuple):
     BLOCK_KEY: int
     DRAFTS: str = ""  # where the draft block is, see `slot_range`
     SHARE_TILES: int = 0  # tiles of keys of the first ordered shares (`ordered_shares.py`); 0: even chunks
+    JOINED: int = 1  # KV heads that count as one head of as many times their elements, see `columns.spread_columns`
 
 
 class Batch(NamedTuple):

@@ -13,7 +13,7 @@ from ....runtime import target, tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .batch import Batch, request_rows, slot_range
-from .cuts import BLOCK_SLOTS, chunk_span, count_blocks, cut_slot, find_block, find_cut
+from .cuts import BLOCK_SLOTS, chunk_span, count_blocks, cut_slot, find_block, find_cut, is_short
 from .merge_shares import allocate_partial, launch_merge
 from .share import SIZES, Keys, Sizes, attend_share, finish_share
 
@@ -64,16 +64,19 @@ def _attention_kernel(
         stride_query_token, stride_draft_key_batch, stride_draft_key_token, stride_draft_value_batch,
         stride_draft_value_token,
     )  # fmt: skip
-    block, chunk_stop = chunk_span(find_cut(batch, num_chunks, LEAST_BLOCKS, SHAPE, BLOCK_BATCH), chunk)
-    request, first_block = find_block(batch, block, SHAPE, BLOCK_BATCH)
+    cut = find_cut(batch, num_chunks, LEAST_BLOCKS, SHAPE, BLOCK_BATCH)
+    block, chunk_stop = chunk_span(cut, chunk)
+    request, gap_begin = find_block(batch, cut, block, SHAPE, BLOCK_BATCH)
     while (block < chunk_stop) & (request < batch_size):
         first, prefix, stop = slot_range(batch, request, SHAPE)
-        stop_block = first_block + count_blocks(first, stop)
+        num_blocks = count_blocks(first, stop)
         if lengths.plan is not None:
-            stop_block = tl.load(lengths.plan + request + 1)
+            num_blocks = tl.load(lengths.plan + request + 1) - tl.load(lengths.plan + request)
+        first_block = gap_begin + tl.where(is_short(num_blocks), cut.gap, 0)
+        stop_block = first_block + num_blocks
         is_first, is_last = block <= first_block, stop_block <= chunk_stop
         _, num_tokens = request_rows(lengths.qo_indptr, request, num_query, num_rows, True)
-        if row_tile * BLOCK_ROW < num_tokens * SHAPE.GROUP_SIZE:
+        if (row_tile * BLOCK_ROW < num_tokens * SHAPE.GROUP_SIZE) & (first_block < chunk_stop):
             begin, share_stop = cut_slot(first, stop, block - first_block, SHAPE.BLOCK_KEY), stop
             if not is_last:
                 share_stop = tl.minimum(cut_slot(first, stop, chunk_stop - first_block, SHAPE.BLOCK_KEY), stop)
@@ -94,7 +97,7 @@ def _attention_kernel(
                 inputs, out, partial, rows, state, rows.is_row & is_first, place.to(tl.int64) * num_query,
                 is_first & is_last, SHAPE=SHAPE,
             )  # fmt: skip
-        block, first_block = stop_block, stop_block
+        block, gap_begin = stop_block, stop_block
         request += 1
 
 

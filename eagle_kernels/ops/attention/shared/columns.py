@@ -62,6 +62,31 @@ def store_columns(head_ptr, row, is_row, parts, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def spread_columns(parts, member, JOINED: tl.constexpr):
+    """Returns rows for JOINED KV heads that are read as one: those of head `member` [ROW] in its columns, beside zeros.
+
+    So a row's logits are those of its own head, and few rows with narrow heads fill the tiles of the tensor cores.
+    """
+    if JOINED == 1:
+        return parts
+    else:
+        is_own = member[:, None, None] == tl.arange(0, JOINED)[None, :, None]
+        spread = tl.where(is_own, parts[0][:, None, :], 0.0)
+        return (tl.reshape(spread, [spread.shape[0], JOINED * parts[0].shape[1]]),)
+
+
+@triton.jit
+def gather_columns(parts, member, JOINED: tl.constexpr):
+    """Returns of rows for JOINED KV heads the columns of each one's own head `member` [ROW]."""
+    if JOINED == 1:
+        return parts
+    else:
+        is_own = member[:, None, None] == tl.arange(0, JOINED)[None, :, None]
+        spread = tl.reshape(parts[0], [parts[0].shape[0], JOINED, parts[0].shape[1] // JOINED])
+        return (tl.sum(tl.where(is_own, spread, 0.0), axis=1),)
+
+
+@triton.jit
 def convert_columns(parts, DTYPE: tl.constexpr):
     """Returns the parts in another type."""
     converted = ()

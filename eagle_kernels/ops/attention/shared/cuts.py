@@ -4,6 +4,10 @@ Keys are counted in blocks of BLOCK slots of one request, from the first that a 
 the prefix. A request has at least one block, since a program has to write its outputs. The blocks of all requests, one
 request after another, are cut into chunks of equal size.
 
+A program that goes on to another request fills its pipeline again: meanwhile it would have read the keys of a few
+blocks. So there is a gap before each short request, whose SWITCH_BLOCKS count like blocks of keys, unless chunks are
+that short themselves: then requests begin where chunks do.
+
 Programs find their chunks, or the parts of a request, by the lengths of all requests, which they read themselves:
 nothing is planned on the host, and a captured graph serves all lengths. `plan_attention` does the sum once for all
 layers. A plan of other lengths costs time and no key, since a request's last block goes on to its last key.
@@ -19,6 +23,7 @@ from .batch import slot_range
 # A part begins and ends at a multiple of BLOCK_KEY, at or before the place where the cut is.
 BLOCK_SLOTS = 32
 BLOCK = tl.constexpr(BLOCK_SLOTS)
+SWITCH_BLOCKS, SHORT_BLOCKS = tl.constexpr(8), tl.constexpr(32)
 
 
 @triton.jit
@@ -28,8 +33,15 @@ def count_blocks(first, stop):
 
 
 @triton.jit
+def is_short(num_blocks):
+    """Returns whether a request of so few blocks may have a gap before it."""
+    return num_blocks < SHORT_BLOCKS
+
+
+@triton.jit
 def _block_stops(batch, start, before, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
-    """Returns where the blocks of BLOCK_BATCH requests from `start` on end, in the order of the whole batch.
+    """Returns (stops, shorts) of BLOCK_BATCH requests from `start` on: where their blocks end, without gaps, in the
+    order of the whole batch, and 1 for each short request.
 
     before: how many blocks the requests before have; a plan knows that by itself.
     """
@@ -37,16 +49,20 @@ def _block_stops(batch, start, before, SHAPE: tl.constexpr, BLOCK_BATCH: tl.cons
     is_live = request < batch.batch_size
     if batch.lengths.plan is None:
         first, _, stop = slot_range(batch, request, SHAPE)
-        return before + tl.cumsum(tl.where(is_live, count_blocks(first, stop), 0))
+        num_blocks = tl.where(is_live, count_blocks(first, stop), 0)
+        stops = before + tl.cumsum(num_blocks)
     else:
-        return tl.load(batch.lengths.plan + request + 1, mask=is_live, other=0)
+        stops = tl.load(batch.lengths.plan + request + 1, mask=is_live, other=0)
+        num_blocks = stops - tl.load(batch.lengths.plan + request, mask=is_live, other=0)
+    return stops, (is_live & is_short(num_blocks)).to(tl.int32)
 
 
 class Cut(NamedTuple):
     """How all `total` blocks are cut: chunk c begins at c * total // num_chunks, so that even lengths are cut alike."""
 
-    total: Any
+    total: Any  # with the gaps
     num_chunks: Any
+    gap: Any  # before each short request, in blocks
 
 
 @triton.jit
@@ -80,52 +96,55 @@ def chunk_of(cut, block):
 
 
 @triton.jit
-def _cut(total, num_chunks, LEAST_BLOCKS: tl.constexpr):
+def _cut(total, num_short, batch_size, num_chunks, LEAST_BLOCKS: tl.constexpr):
     """Returns the Cut into at most num_chunks chunks, of at least LEAST_BLOCKS blocks if the keys suffice."""
     total = tl.maximum(total, 1)
-    return Cut(total, tl.minimum(num_chunks, tl.maximum(total // LEAST_BLOCKS, 1)))
+    num_chunks = tl.minimum(num_chunks, tl.maximum(total // LEAST_BLOCKS, 1))
+    gap = tl.where((total >= SWITCH_BLOCKS * num_chunks) & (batch_size > 1), SWITCH_BLOCKS, 0)
+    return Cut(total + gap * num_short, num_chunks, gap)
 
 
 @triton.jit
 def find_cut(batch, num_chunks, LEAST_BLOCKS: tl.constexpr, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
     """Returns how the blocks of the batch are cut, see `_cut`."""
-    total = tl.zeros([], tl.int32)
-    if batch.lengths.plan is None:
-        for start in range(0, batch.batch_size, BLOCK_BATCH):
-            stops = _block_stops(batch, start, total, SHAPE, BLOCK_BATCH)
-            total = tl.max(stops)
-    else:
-        total = tl.load(batch.lengths.plan + batch.batch_size)
-    return _cut(total, num_chunks, LEAST_BLOCKS)
+    total, num_short = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, batch.batch_size, BLOCK_BATCH):
+        stops, shorts = _block_stops(batch, start, total, SHAPE, BLOCK_BATCH)
+        total = tl.max(stops)
+        num_short += tl.sum(shorts)
+    return _cut(total, num_short, batch.batch_size, num_chunks, LEAST_BLOCKS)
 
 
 @triton.jit
-def find_block(batch, block, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
-    """Returns (request int64, its first block) of a block; request batch_size if there are fewer blocks."""
-    request, first_block, before = tl.zeros([], tl.int64), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+def find_block(batch, cut, block, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
+    """Returns (request int64, where it begins, with its gap) of a block; request batch_size if there are fewer."""
+    request, begin = tl.zeros([], tl.int64), tl.zeros([], tl.int32)
+    before, num_short = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for start in range(0, batch.batch_size, BLOCK_BATCH):
-        stops = _block_stops(batch, start, before, SHAPE, BLOCK_BATCH)
+        stops, shorts = _block_stops(batch, start, before, SHAPE, BLOCK_BATCH)
+        before = tl.max(stops)
+        stops += cut.gap * (num_short + tl.cumsum(shorts))
+        num_short += tl.sum(shorts)
         is_passed = (stops <= block) & (start + tl.arange(0, BLOCK_BATCH) < batch.batch_size)
         request += tl.sum(is_passed.to(tl.int32))
-        first_block = tl.maximum(first_block, tl.max(tl.where(is_passed, stops, 0)))
-        before = tl.max(stops)
-    return request, first_block
+        begin = tl.maximum(begin, tl.max(tl.where(is_passed, stops, 0)))
+    return request, begin
 
 
 @triton.jit
 def find_parts(batch, request, num_chunks, LEAST_BLOCKS: tl.constexpr, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
     """Returns (the chunk in which a request begins, in how many it is), also of a malformed plan chunks that exist."""
     begin, stop, total = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    if batch.lengths.plan is None:
-        for start in range(0, batch.batch_size, BLOCK_BATCH):
-            stops = _block_stops(batch, start, total, SHAPE, BLOCK_BATCH)
-            other = start + tl.arange(0, BLOCK_BATCH)
-            begin = tl.maximum(begin, tl.max(tl.where(other < request, stops, 0)))
-            stop = tl.maximum(stop, tl.max(tl.where(other <= request, stops, 0)))
-            total = tl.max(stops)
-    else:
-        begin, stop = tl.load(batch.lengths.plan + request), tl.load(batch.lengths.plan + request + 1)
-        total = tl.load(batch.lengths.plan + batch.batch_size)
-    cut = _cut(total, num_chunks, LEAST_BLOCKS)
-    first = tl.minimum(tl.maximum(chunk_of(cut, begin), 0), num_chunks - 1)
-    return first, tl.minimum(chunk_of(cut, stop - 1) - first + 1, num_chunks - first)
+    num_gaps, num_short = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, batch.batch_size, BLOCK_BATCH):
+        stops, shorts = _block_stops(batch, start, total, SHAPE, BLOCK_BATCH)
+        other = start + tl.arange(0, BLOCK_BATCH)
+        begin = tl.maximum(begin, tl.max(tl.where(other < request, stops, 0)))
+        stop = tl.maximum(stop, tl.max(tl.where(other <= request, stops, 0)))
+        num_gaps += tl.sum(tl.where(other <= request, shorts, 0))
+        total = tl.max(stops)
+        num_short += tl.sum(shorts)
+    cut = _cut(total, num_short, batch.batch_size, num_chunks, LEAST_BLOCKS)
+    gaps = cut.gap * num_gaps
+    first = tl.minimum(tl.maximum(chunk_of(cut, begin + gaps), 0), num_chunks - 1)
+    return first, tl.minimum(chunk_of(cut, stop - 1 + gaps) - first + 1, num_chunks - first)

@@ -57,7 +57,7 @@ def _merge_kernel(
     """
     IS_ORDERED: tl.constexpr = SHAPE.SHARE_TILES > 0
     NUM_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS * SHAPE.GROUP_SIZE
-    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM // SHAPE.JOINED
     request = tl.program_id(0).to(tl.int64)
     # no page is looked up
     batch = Batch(lengths, 0, table_size, batch_size, num_query, num_rows, num_drafts, reach)

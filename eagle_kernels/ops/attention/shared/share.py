@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from ....runtime.language import tl, triton
 from .attention import Pool, Queries, Span, attend, attend_path
 from .batch import Batch, request_rows
-from .columns import load_columns, scale_columns, store_columns
+from .columns import gather_columns, load_columns, scale_columns, spread_columns, store_columns
 from .paged_cache import request_pages
-from .softmax import add_sink, finish_rows, match_keys, start_rows
+from .softmax import add_sink, finish_rows, match_keys, start_rows, total_sums
 
 
 class Inputs(NamedTuple):
@@ -116,7 +116,9 @@ def attend_share(
     query_row = (first_row + token) * sizes.stride_query_token + head
     if qo_indptr_ptr is None:
         query_row = request * sizes.stride_query_batch + token.to(tl.int64) * sizes.stride_query_token + head
-    query = load_columns(inputs.query, query_row, is_row, HEAD_DIM)
+    member = row % GROUP_SIZE // (GROUP_SIZE // SHAPE.JOINED)
+    query = load_columns(inputs.query, query_row, is_row, HEAD_DIM // SHAPE.JOINED)
+    query = spread_columns(query, member, SHAPE.JOINED)
 
     mask_ptr, last_draft, last_slot, draft_positions_ptr = None, None, None, None
     # without a draft block the query is in the last slot
@@ -150,12 +152,13 @@ def attend_share(
         sizes.stride_v_page, first_row=kv_head.to(tl.uint32) * SHAPE.STRIDE_HEAD,
     )  # fmt: skip
     begin, stop, prefix = keys.begin, keys.stop, keys.prefix
+    IS_LATE: tl.constexpr = BLOCK_ROW <= 16 and SHAPE.BLOCK_KEY >= 64 and SHAPE.SHARE_TILES == 0
     row_max, row_sum, accumulator = attend(
         queries, pool,
         Span(
             tl.maximum(begin, keys.first), keys.pool_stop, prefix, sizes.window, last_position, 0, draft_positions_ptr
         ),
-        start_rows(BLOCK_ROW, HEAD_DIM), SHAPE,
+        start_rows(BLOCK_ROW, HEAD_DIM, SHAPE.BLOCK_KEY if IS_LATE else 1), SHAPE,
     )  # fmt: skip
     if BLOCK_NODE > 0:
         if path_token >= 0:
@@ -189,7 +192,8 @@ def attend_share(
             ),
             (row_max, row_sum, accumulator), SHAPE,
         )  # fmt: skip
-    return Rows(first_row, token, head, is_row, position), (row_max, row_sum, accumulator)
+    accumulator = gather_columns(accumulator, member, SHAPE.JOINED)
+    return Rows(first_row, token, head, is_row, position), (row_max, total_sums(row_sum), accumulator)
 
 
 @triton.jit
@@ -201,6 +205,7 @@ def finish_share(inputs, out, partial, rows, state, is_sink, first_partial_row, 
     request's first token among the partial results.
     """
     NUM_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS * SHAPE.GROUP_SIZE
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM // SHAPE.JOINED
     row_max, row_sum, accumulator = state
     if inputs.sinks is not None:
         sink = tl.load(inputs.sinks + rows.head, mask=is_sink, other=float("-inf")).to(tl.float32)
@@ -209,8 +214,8 @@ def finish_share(inputs, out, partial, rows, state, is_sink, first_partial_row, 
     if is_whole:
         output_row = (rows.first + rows.token) * NUM_HEADS + rows.head
         tl.store(out.lse + output_row, lse * 0.6931471805599453, mask=rows.is_row)
-        store_columns(out.output, output_row, rows.is_row, output, SHAPE.HEAD_DIM)
+        store_columns(out.output, output_row, rows.is_row, output, HEAD_DIM)
     else:
         partial_row = (first_partial_row + rows.token) * NUM_HEADS + rows.head
         tl.store(partial.lse + partial_row, lse, mask=rows.is_row)
-        store_columns(partial.output, partial_row, rows.is_row, output, SHAPE.HEAD_DIM)
+        store_columns(partial.output, partial_row, rows.is_row, output, HEAD_DIM)

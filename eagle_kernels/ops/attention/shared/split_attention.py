@@ -7,6 +7,8 @@ the rows of requests that have several parts (`merge_shares.py`).
 
 from __future__ import annotations
 
+import torch
+
 from ....primitives.fp8 import FP8
 from ....primitives.paging import slot_strides
 from ....runtime import tuning
@@ -18,6 +20,8 @@ from .chunks import launch_chunks
 from .paged_cache import Lengths, cache_arguments
 from .share import Inputs
 from .softmax import LOG2_E, tile_sizes, tuned_for
+
+JOINED_COLUMNS = 128  # of heads that are read as one, at most
 
 # A row of an op's TUNING has the compiler's options, and
 #     for tiles       at most max_rows and at least min_rows rows, and tile_bytes of keys
@@ -36,25 +40,36 @@ def launch_attention(
     """
     query, draft_key, draft_value = values["query"], values.get("draft_key"), values.get("draft_value")
     tree_mask, window = values.get("tree_mask"), values["window"]
-    k_cache, one_scale = values["k_cache"], values["k_scale"] is None or len(values["k_scale"]) == 1
-    _, page_size, num_kv_heads, head_dim = k_cache.shape
-    group_size, token_axis = query.shape[-2] // num_kv_heads, query.dim() - 3
+    k_cache, v_cache, one_scale = (
+        values["k_cache"],
+        values["v_cache"],
+        values["k_scale"] is None or len(values["k_scale"]) == 1,
+    )
     is_csr, is_ordered = values["block_table"] is None, values["deterministic"]
     if is_ordered:
         tuned = tuning.row(ordered.TUNING, query.device)
-    tuned = tuned_for(tuned, head_dim, k_cache.dtype in FP8)
+    tuned = tuned_for(tuned, k_cache.shape[-1], k_cache.dtype in FP8)
+    joined = 1
+    if not is_ordered and one_scale and query.element_size() == 2:
+        tensors = [tensor for tensor in (k_cache, v_cache, draft_key, draft_value) if tensor is not None]
+        joined = _num_joined(num_query * query.shape[-2], tensors, tuned["min_rows"])
+        k_cache, v_cache, draft_key, draft_value = (
+            _join(tensor, joined) for tensor in (k_cache, v_cache, draft_key, draft_value)
+        )
+    _, page_size, num_kv_heads, head_dim = k_cache.shape
+    group_size, token_axis = query.shape[-2] // num_kv_heads, query.dim() - 3
     block_row, block_key = tile_sizes(num_query * group_size, head_dim, query.element_size(), tuned)
     share_tiles = max(1, tuned["share_keys"] // block_key) if is_ordered else 0
 
     def stride(tensor, axis):
         """Returns the stride of an axis before the last two, in rows of HEAD_DIM."""
-        return 0 if tensor is None else tensor.stride(axis) // head_dim
+        return 0 if tensor is None else tensor.stride(axis) // tensor.shape[-1]
 
     arguments = {
         "inputs": bundle(Inputs, values),
         "lengths": bundle(Lengths, values),
         "out": out,
-        "scale": (head_dim**-0.5 if values["sm_scale"] is None else values["sm_scale"]) * LOG2_E,
+        "scale": (query.shape[-1] ** -0.5 if values["sm_scale"] is None else values["sm_scale"]) * LOG2_E,
         "soft_cap": None if values["soft_cap"] is None else float(values["soft_cap"]),
         "window": window,
         "reach": None if window is None else window - (drafts != ""),
@@ -63,7 +78,7 @@ def launch_attention(
         "num_rows": out.lse.numel() // max(query.shape[-2], 1),
         "num_drafts": num_drafts,
         "num_words": 0 if tree_mask is None else tree_mask.shape[-1],
-        **cache_arguments(k_cache, values["v_cache"], values["kv_indices" if is_csr else "block_table"]),
+        **cache_arguments(k_cache, v_cache, values["kv_indices" if is_csr else "block_table"]),
         "stride_query_batch": stride(query, 0),
         "stride_query_token": stride(query, token_axis),
         "stride_draft_key_batch": stride(draft_key, 0),
@@ -80,8 +95,33 @@ def launch_attention(
             block_key,
             drafts,
             share_tiles,
+            joined,
         ),
         "BLOCK_ROW": block_row,
     }
     launch_parts = ordered.launch_ordered if is_ordered else launch_chunks
     launch_parts(op, arguments, tuned)
+
+
+def _num_joined(num_rows: int, tensors: list[torch.Tensor], min_rows: int) -> int:
+    """Returns how many KV heads count as one head, so that their rows fill a tile of min_rows rows and of 128 columns.
+
+    num_rows: of all heads of a request. tensors: keys and values [.., Hkv, D].
+    """
+    num_heads, head_dim = tensors[0].shape[-2:]
+    joined = 1
+    if head_dim not in (16, 32, 64):  # without columns that count as 0
+        return joined
+    while (
+        2 * joined * head_dim <= JOINED_COLUMNS
+        and 2 * joined * num_rows <= min_rows * num_heads
+        and num_heads % (2 * joined) == 0
+        and all(tensor.stride(-2) == head_dim for tensor in tensors)
+        and all(stride % (2 * joined * head_dim) == 0 for tensor in tensors for stride in tensor.stride()[:-2])
+    ):
+        joined *= 2
+    return joined
+
+
+def _join(tensor: torch.Tensor | None, joined: int) -> torch.Tensor | None:
+    return tensor if joined == 1 or tensor is None else tensor.unflatten(-2, (-1, joined)).flatten(-2)
