@@ -25,7 +25,8 @@ import pytest
 import torch
 
 from eagle_kernels.integrations.sglang import contract, hooks, prompts
-from eagle_kernels.integrations.sglang.sources import Sources
+from eagle_kernels.integrations.shared.contract import rules
+from eagle_kernels.integrations.shared.sources import Sources
 from op_tests.integrations import sglang_readers as readers
 from op_tests.integrations import sglang_server as server
 from op_tests.integrations import sglang_stub as stub
@@ -34,7 +35,8 @@ WHEELS = os.environ.get("EAGLE_KERNELS_SGLANG_WHEELS", "")
 if not WHEELS:
     pytest.skip("needs SGLang's wheels: set EAGLE_KERNELS_SGLANG_WHEELS=FOLDER or =download", allow_module_level=True)
 
-RULES = dict(contract.rules())
+PAIRS = list(rules((*hooks.GUARDS, *hooks.HOOKS), contract.CONTRACT))
+RULES = dict(PAIRS)
 DOWNLOAD = (
     "-q", "--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--platform", "manylinux_2_34_x86_64",
 )  # fmt: skip
@@ -59,7 +61,7 @@ def sources(request, folder) -> Sources:
 
 
 def test_no_two_rules_have_one_name():
-    assert len(RULES) == len(list(contract.rules()))
+    assert len(RULES) == len(PAIRS)
 
 
 @pytest.mark.parametrize("name", RULES)

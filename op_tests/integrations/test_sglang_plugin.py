@@ -11,17 +11,18 @@ from types import SimpleNamespace
 import pytest
 
 from eagle_kernels.integrations.sglang import guards, hooks, parts, plugin, prompts
+from eagle_kernels.integrations.shared.hooks import Hook
 from op_tests.integrations import sglang_stub as stub
 
 ALL = (*hooks.GUARDS, *hooks.HOOKS)
 FUNCTIONS = {hook.target: hook.parameters for hook in ALL}
 
 
-def name_of(hook: hooks.Hook) -> str:
+def name_of(hook: Hook) -> str:
     return hook.target.rpartition(".")[2]
 
 
-def word_of(hook: hooks.Hook) -> str:
+def word_of(hook: Hook) -> str:
     """What EAGLE_KERNELS_SGLANG calls the part of a hook: `match` comes with `verify`."""
     return "verify" if hook.part in parts.MATCH else hook.part
 
@@ -52,8 +53,8 @@ def arguments(**changes) -> SimpleNamespace:
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     """No part is on, none was used, and no variable is set but that of the rule, which has hooks of its own."""
-    monkeypatch.setattr(parts, "_on", set())
-    monkeypatch.setattr(parts, "_used", set())
+    monkeypatch.setattr(parts.SWITCHES, "on", set())
+    monkeypatch.setattr(parts.SWITCHES, "used", set())
     monkeypatch.setattr(parts, "_is_naive", False)
     monkeypatch.delenv(parts.VARIABLE, raising=False)
     monkeypatch.setenv(parts.RULE, "match")
@@ -204,12 +205,12 @@ def test_the_table_names_functions_of_ours():
 def test_a_hook_is_inert_while_its_part_is_off(started, monkeypatch, hook, value):
     others = ",".join({word_of(each) for each in hooks.HOOKS} - {word_of(hook)})
     framework = started(others if value == "another" else value, attention_backend="triton")
-    monkeypatch.setattr(hooks.Hook, "function", lambda self: pytest.fail("ours was called"))
+    monkeypatch.setattr(Hook, "function", lambda self: pytest.fail("ours was called"))
     given = tuple(object() for _ in hook.parameters)
     last = {hook.parameters[-1]: given[-1], "more": 7}
     assert framework.function(hook.target)(*given[:-1], **last) == hook.target
     assert framework.calls == [(hook.target, (*given, 7))]
-    assert hook.part not in parts._used
+    assert hook.part not in parts.SWITCHES.used
 
 
 @REPLACING
@@ -217,11 +218,11 @@ def test_a_hook_is_inert_while_its_part_is_off(started, monkeypatch, hook, value
 def test_a_hook_calls_ours_while_its_part_is_on(started, monkeypatch, hook, value):
     framework = started(word_of(hook) if value == "own" else value)
     original = framework.function(hook.target).__wrapped__
-    monkeypatch.setattr(hooks.Hook, "function", lambda self: lambda *args, **options: (self.target, args, options))
+    monkeypatch.setattr(Hook, "function", lambda self: lambda *args, **options: (self.target, args, options))
     given = tuple(object() for _ in hook.parameters)
     called = framework.function(hook.target)(*given, more=7)
     assert called == (hook.target, (original, *given), {"more": 7})
-    assert framework.calls == [] and parts._used == {hook.part}
+    assert framework.calls == [] and parts.SWITCHES.used == {hook.part}
 
 
 def test_the_scheduler_says_what_is_on(started, caplog):

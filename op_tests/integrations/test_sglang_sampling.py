@@ -40,7 +40,7 @@ WANTED = {
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch):
     monkeypatch.setattr(sampling, "REQUESTS", sampling.Requests())
-    monkeypatch.setattr(parts, "_on", {"verify", "match"})
+    monkeypatch.setattr(parts.SWITCHES, "on", {"verify", "match"})
     return stub.imported_by_steps(monkeypatch)
 
 

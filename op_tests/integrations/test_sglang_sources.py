@@ -1,4 +1,4 @@
-"""How SGLang's sources are read and held against the contract, on small sources of our own; and what `env` prints."""
+"""How sources are read and held against a contract, on small ones of our own; and what `env` prints of SGLang."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from eagle_kernels.integrations.sglang import contract, hooks, report
-from eagle_kernels.integrations.sglang.sources import Sources
+from eagle_kernels.integrations.sglang import hooks, report
+from eagle_kernels.integrations.sglang.contract import CONTRACT, GROUP
+from eagle_kernels.integrations.shared import contract
+from eagle_kernels.integrations.shared.sources import Sources
 from eagle_kernels.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,7 +150,7 @@ def test_an_entry_holds_or_says_why_not(tmp_path, entry, fault):
 
 def test_the_entry_point_is_in_the_group_of_the_contract():
     text = (ROOT / "setup.py").read_text(encoding="utf-8")
-    assert f'"{contract.GROUP}": ["eagle_kernels = eagle_kernels.integrations.sglang:register"]' in text
+    assert f'"{GROUP}": ["eagle_kernels = eagle_kernels.integrations.sglang:register"]' in text
     assert '"eagle_kernels.reports": ["sglang = eagle_kernels.integrations.sglang.report:lines"]' in text
 
 
@@ -222,7 +224,7 @@ def test_env_lists_hooks_and_what_differs(install, capsys, monkeypatch):
     missing = "sglang.srt.speculative.eagle_utils.eagle_sample is not a function"
     assert f"sglang hook eagle_utils.eagle_sample: {missing}" in told
     differs = [line for line in lines if line.startswith("sglang differs: ")]
-    assert len(differs) == sum(map(len, contract.CONTRACT))
+    assert len(differs) == sum(map(len, CONTRACT))
     assert "sglang" not in sys.modules
     monkeypatch.setenv("SGLANG_PLUGINS", "other,eagle_kernels")
     assert not any("SGLANG_PLUGINS" in line for line in printed(capsys))
@@ -230,7 +232,7 @@ def test_env_lists_hooks_and_what_differs(install, capsys, monkeypatch):
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.6.0"])
 def test_env_says_that_a_version_is_outside_of_the_range(install, capsys, monkeypatch, version):
-    monkeypatch.setattr(report.Sources, "installed", lambda package: None)
+    monkeypatch.setattr(Sources, "installed", lambda package: None)
     install("eagle_kernels", "9.9", OURS)
     install("sglang", version)
     first, last = printed(capsys)

@@ -295,7 +295,7 @@ class Requests:
 @pytest.mark.parametrize("has_attention_ranks", [False, True])
 def test_ranks_take_the_first_one_s_verdict(has_attention_ranks, rule, greedy, is_amd, sglang, monkeypatch, device):
     """In one message, whatever logits their own are; where all is greedy, each takes its own, but for AMD GPUs."""
-    monkeypatch.setattr(parts, "_on", {"verify", "match"} if rule == "match" else {"verify"})
+    monkeypatch.setattr(parts.SWITCHES, "on", {"verify", "match"} if rule == "match" else {"verify"})
     monkeypatch.setattr(torch.version, "hip", "7.0" if is_amd else None, raising=False)
     top_ks = torch.tensor([1] * greedy + [50] * (BATCH - greedy), dtype=torch.int32, device=device)
     verify_input, batch, logits = make_verify_batch(

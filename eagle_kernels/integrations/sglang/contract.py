@@ -1,99 +1,17 @@
 """What the plug-in relies on in SGLang beside the functions that it hooks, as data.
 
-`differences` holds this table and that of `hooks.py` against sources, without importing them: the contract test does so
-for released versions, `python -m eagle_kernels env` for the one that is installed. What is read in an SGLang of one
+This table and that of `hooks.py` are held against sources, without importing them: the contract test does so for
+released versions, `python -m eagle_kernels env` for the one that is installed. What is read in an SGLang of one
 version only is not in here, but its alternatives are (`either`).
 """
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from ..shared.contract import call, either, last_refusal, listed, names, value
 
-from . import hooks
-from .sources import Sources
-
-Rule = Callable[[Sources], "str | None"]  # says why something does not hold
-Entry = list[tuple[str, Rule]]  # rules with their names
 GROUP = "sglang.srt.plugins"  # of entry points; setup.py names it too
 # SGLang's refusal of trees with pages larger than a token, of which our backend has no need
 PAGE_TREES = "_topk > 1 with page_size > 1 is only supported on"
 # what chooses an attention backend where nobody names one, in older versions
 OWN_DEFAULT = "_get_default_attn_backend"
-
-
-def names(owner: str, wanted: tuple[str, ...], members: str = "") -> Entry:
-    """Requires of a module or class what ours reads, calls, sets or overrides of it.
-    members: a list of classes in SGLang's sources whose fields are the owner's too."""
-
-    def fault(sources: Sources, name: str) -> str | None:
-        if sources.find(owner) is None:
-            return f"{owner} does not exist"
-        owners = (owner, *(sources.listed(members) if members else ()))
-        is_known = any(sources.find(f"{each}.{name}") is not None for each in owners)
-        return None if is_known else f"{owner} has no {name}"
-
-    return [(f"{short(owner)}.{name}", functools.partial(fault, name=name)) for name in wanted]
-
-
-def call(target: str, first: tuple[str, ...] = (), others: tuple[str, ...] = ()) -> Entry:
-    """Requires that a function or class which ours calls takes these parameters, the first of them at the front."""
-
-    def fault(sources: Sources) -> str | None:
-        found = sources.parameters(target)
-        if found is None:
-            return f"{target} is not a function"
-        if found[: len(first)] != first:
-            return f"{target} takes {', '.join(found)}; expected first {', '.join(first)}"
-        missing = [name for name in others if name not in found]
-        return f"{target} takes no {', '.join(missing)}" if missing else None
-
-    return [(f"{short(target)}()", fault)]
-
-
-def either(*targets: str) -> Entry:
-    """Requires that one of these names exists, since versions differ."""
-
-    def fault(sources: Sources) -> str | None:
-        is_known = any(sources.find(target) is not None for target in targets)
-        return None if is_known else f"there is neither {' nor '.join(targets)}"
-
-    return [(" or ".join(map(short, targets)), fault)]
-
-
-def value(target: str, expected: object) -> Entry:
-    """Requires of a constant that it is this."""
-
-    def fault(sources: Sources) -> str | None:
-        found = sources.constant(target)
-        return None if found == expected else f"{target} is {found!r}; expected {expected!r}"
-
-    return [(short(target), fault)]
-
-
-def listed(function: str, name: str) -> Entry:
-    """Requires of a function that a list of classes in it has this one."""
-
-    def fault(sources: Sources) -> str | None:
-        return None if name in sources.names_in_lists(function) else f"{function} has no list with {name}"
-
-    return [(f"{name} in {short(function)}", fault)]
-
-
-def last_refusal(function: str, words: tuple[str, ...], allowed: str) -> Entry:
-    """Requires that a function ends with a ValueError of these words, unless a name is in a tuple."""
-
-    def fault(sources: Sources) -> str | None:
-        condition, text = sources.last_refusal(function)
-        missing = [] if allowed in condition else [allowed]
-        missing += [part for part in words if part not in text]
-        return f"the last statement of {function} is no ValueError with {missing}" if missing else None
-
-    return [(f"last statement of {short(function)}", fault)]
-
-
-def short(target: str) -> str:
-    """Returns the last two names of a path."""
-    return ".".join(target.split(".")[-2:])
-
 
 _SRT = "sglang.srt."
 _SPEC = _SRT + "speculative."
@@ -231,22 +149,3 @@ CONTRACT = (
          ("self", "logprobs", "top_logprobs_nums", "token_ids_logprobs", "batch_next_token_ids")),
     call(_SRT + "layers.logprob_processor.LogprobResult.write_output_to", ("self", "logits_output")),
 )  # fmt: skip
-
-
-def of_hook(hook: hooks.Hook) -> Entry:
-    """Returns what is required of a function that is hooked."""
-    return call(hook.target, hook.parameters)
-
-
-def rules() -> Iterator[tuple[str, Rule]]:
-    """Yields all that must hold, of hooks too: a name, and what says of sources why it does not hold, or None."""
-    for hook in (*hooks.GUARDS, *hooks.HOOKS):
-        yield from ((f"hook {name}", rule) for name, rule in of_hook(hook))
-    for entry in CONTRACT:
-        yield from entry
-
-
-def differences(sources: Sources, entries: Iterable[Entry] = CONTRACT) -> list[str]:
-    """Returns what of these entries does not hold in the sources."""
-    found = (rule(sources) for entry in entries for _, rule in entry)
-    return [fault for fault in found if fault is not None]

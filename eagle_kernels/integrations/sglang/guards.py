@@ -6,6 +6,7 @@ from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
 from ...runtime.language import is_interpreting
+from ..shared.hooks import fault_in_place
 from . import hooks, parts, prompts
 from .contract import PAGE_TREES
 from .parts import ALGORITHM, NAME, RULE, VARIABLE, backends, model_config, preset, resolved
@@ -176,13 +177,9 @@ def choose_drafts(original, server_args, model_arch):
 
 def check_hooks(asked: frozenset[str]) -> None:
     """Raises where a function that is hooked for these parts is not as expected, or where ours is not in its place."""
-    faults = []
-    for hook in (hook for hook in (*hooks.GUARDS, *hooks.HOOKS) if asked and hook.part in ("", *asked)):
-        fault = hook.fault()
-        if fault is None and not _is_in_place(hook):
-            fault = f"{hook.target} is not hooked; is the plug-in filtered out by SGLANG_PLUGINS?"
-        if fault is not None:
-            faults.append(f"{hook.part or 'guard'}: {fault}")
+    wanted = [hook for hook in (*hooks.GUARDS, *hooks.HOOKS) if asked and hook.part in ("", *asked)]
+    found = ((hook.part or "guard", fault_in_place(hook, "SGLANG_PLUGINS")) for hook in wanted)
+    faults = [f"{part}: {fault}" for part, fault in found if fault is not None]
     if faults:
         raise RuntimeError(
             "eagle_kernels: this SGLang is not as the plug-in expects: " + "; ".join(faults)
@@ -190,25 +187,12 @@ def check_hooks(asked: frozenset[str]) -> None:
         )  # fmt: skip
 
 
-def _is_in_place(hook) -> bool:
-    """Tells whether the chain of wrappers around SGLang's function holds one of ours."""
-    function = hooks.resolve(hook.target)
-    while function is not None:
-        if getattr(function, "eagle_kernels_hook", None) == hook.target:
-            return True
-        cells = getattr(function, "__closure__", None) or ()
-        if any(getattr(cell.cell_contents, "eagle_kernels_hook", None) == hook.target for cell in cells):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
-
-
 def start_scheduler(original, scheduler, server_args, *rest, **options):
     """Checks in every scheduler process that what was asked for is in place, and says what is on."""
     asked = parts.asked_by(server_args)
     check_hooks(asked)
     is_ours = backends(server_args)["decode"] == NAME
-    parts.turn_on(asked, prompts.who_reads(server_args) if is_ours else "")
+    parts.turn_on(asked, attention=prompts.who_reads(server_args) if is_ours else "")
     return original(scheduler, server_args, *rest, **options)
 
 

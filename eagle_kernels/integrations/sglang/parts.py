@@ -3,6 +3,8 @@
 import logging
 import os
 
+from ..shared.parts import Parts
+
 logger = logging.getLogger(__name__)
 
 NAME = "eagle_kernels"  # of the attention backend
@@ -23,24 +25,14 @@ PARTS = {
 # what the variable of the rule adds to the part verify
 MATCH = {"match": "one seed, one text: sampling and verification by the seeds of requests"}
 
+SWITCHES = Parts(VARIABLE, PARTS, logger, MATCH)
+turn_on, is_on, note_use, unused = SWITCHES.turn_on, SWITCHES.is_on, SWITCHES.note_use, SWITCHES.unused
+_is_naive = False
+
 
 def asked_by_variable() -> frozenset[str] | None:
     """Returns the parts that EAGLE_KERNELS_SGLANG names, none for `none`, and None where it is not set."""
-    text = os.environ.get(VARIABLE, "").strip()
-    if not text:
-        return None
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if names == ["none"]:
-        return frozenset()
-    if names == ["all"]:
-        return frozenset(PARTS)
-    for name in names:
-        if name not in PARTS:
-            raise ValueError(
-                f"eagle_kernels: {VARIABLE} must be none, all, or parts among {', '.join(PARTS)}, separated by commas; "
-                f"got {name!r}"
-            )
-    return frozenset(names)
+    return SWITCHES.named(os.environ.get(VARIABLE, ""))
 
 
 def is_matching() -> bool:
@@ -107,34 +99,3 @@ def backends(server_args) -> dict[str, str | None]:
     draft = server_args.speculative_draft_attention_backend or decode
     chosen = {"prefill": server_args.prefill_attention_backend or base, "decode": decode}
     return chosen | ({"draft": draft} if server_args.speculative_algorithm else {})
-
-
-_is_naive = False
-_on: set[str] = set()
-_used: set[str] = set()
-
-
-def turn_on(parts: frozenset[str], prompts: str = "") -> None:
-    """Turns these parts on in this process, and says so, a line each. prompts: who reads them, said of attention."""
-    for part, what in (PARTS | MATCH).items():
-        if part in parts:
-            more = f"; {prompts}" if prompts and part == "attention" else ""
-            logger.info("eagle_kernels: %s is on: %s%s", part, what, more)
-    _on.update(parts)
-
-
-def is_on(part: str) -> bool:
-    """Tells whether a part is on in this process."""
-    return part in _on
-
-
-def note_use(part: str) -> None:
-    """Notes that a part was used, and logs the first time."""
-    if part and part not in _used:
-        _used.add(part)
-        logger.info("eagle_kernels: %s is in use", part)
-
-
-def unused(parts: set[str]) -> set[str]:
-    """Returns those of these parts that are on and were not used so far."""
-    return (parts & _on) - _used

@@ -3,10 +3,12 @@
 import importlib.metadata
 import os
 
-from . import contract, hooks
+from ..shared.contract import differences, of_hook, short
+from ..shared.sources import Sources
+from ..shared.versions import is_supported
+from . import hooks
+from .contract import CONTRACT
 from .parts import ALGORITHM, NAME
-from .plugin import is_supported
-from .sources import Sources
 
 
 def lines() -> list[tuple[str, str]]:
@@ -16,7 +18,7 @@ def lines() -> list[tuple[str, str]]:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return [("sglang", "not installed")]
-    place = "within" if is_supported(version) else "outside of"
+    place = "within" if is_supported(version, hooks.TESTED) else "outside of"
     rows = [("sglang", f"{version}, {place} {hooks.TESTED[0]}..{hooks.TESTED[-1]}, which the plug-in was checked with")]
     allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
     if allowed and NAME not in allowed:
@@ -25,10 +27,10 @@ def lines() -> list[tuple[str, str]]:
     if sources is None:
         return [*rows, ("sglang hooks", "Python finds no package sglang")]
     for hook in (*hooks.GUARDS, *hooks.HOOKS):
-        faults = contract.differences(sources, (contract.of_hook(hook),))
+        faults = differences(sources, (of_hook(hook),))
         text = "; ".join(faults) or f"found ({hook.part or 'guard'})"
-        rows.append((f"sglang hook {contract.short(hook.target)}", text))
+        rows.append((f"sglang hook {short(hook.target)}", text))
     is_own = sources.find(f"sglang.srt.speculative.spec_info.SpeculativeAlgorithm.{ALGORITHM}") is not None
     whose = "SGLang's own" if is_own else "the plug-in's: EAGLE with one draft in each step"
     rows.append((f"sglang algorithm {ALGORITHM}", whose))
-    return rows + [("sglang differs", fault) for fault in contract.differences(sources)]
+    return rows + [("sglang differs", fault) for fault in differences(sources, CONTRACT)]

@@ -1,4 +1,4 @@
-"""SGLang's sources, read without importing them: what a module or class defines, and what a function takes."""
+"""The sources of a package, read without importing them: what a module or class defines, and what a function takes."""
 
 from __future__ import annotations
 

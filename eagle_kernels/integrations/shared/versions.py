@@ -1,0 +1,22 @@
+"""Which version of a framework is installed, and whether a plug-in was checked with it."""
+
+import importlib
+import importlib.metadata
+import re
+
+
+def installed_version(package: str) -> str:
+    """Returns the version of the package that Python would import."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        return importlib.import_module(package).__version__
+
+
+def is_supported(version: str, tested: tuple[str, ...]) -> bool:
+    """Tells whether a version lies in the range of those that a plug-in was checked with."""
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:3]))
+
+    return numbers(tested[0]) <= numbers(version) <= numbers(tested[-1])
