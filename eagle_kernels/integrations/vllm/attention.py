@@ -1,0 +1,209 @@
+"""vLLM's attention on our kernels: decode and verification of drafts; prompts stay with a kernel of vLLM's own.
+
+Importing this file imports vLLM, and asks it for the device. Keys and values stay in vLLM's cache, as it lays them out:
+[pages, Hkv, page_size, 2 * D] by name, and slots before heads in memory, so that a head's key and value are neighbours.
+So prefix caches, KV connectors and layers of other backends see what they expect.
+
+Who reads what
+    A step is ours if its rows are short: one for each request, and one more for each draft. In a step with prompts or
+    chunks of them FlashAttention 3 reads all rows, on GPUs for which vLLM has it. On others ours reads the short rows,
+    which come first, and then the prompts.
+CUDA graphs
+    What a captured step reads (`Rows`) lies in buffers of the metadata's builder, which vLLM calls before every replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from ...ops import gqa_decode, plan_attention, prefill_attention, tree_attention
+from ...ops.attention.tree_attention import MAX_QUERY
+from ...ops.attention.tree_attention import Output as Attended
+from .parts import SWITCHES
+
+
+def _host():
+    """Returns vLLM's own (backend, metadata builder, implementation) for this device, which reads prompts."""
+    if current_platform.is_cuda() and current_platform.is_device_capability_family(90):
+        from vllm.v1.attention.backends import fa_utils, flash_attn
+
+        if fa_utils.is_flash_attn_varlen_func_available() and fa_utils.get_flash_attn_version() == 3:
+            return (
+                flash_attn.FlashAttentionBackend,
+                flash_attn.FlashAttentionMetadataBuilder,
+                flash_attn.FlashAttentionImpl,
+            )
+    from vllm.v1.attention.backends import triton_attn
+
+    return (
+        triton_attn.TritonAttentionBackend,
+        triton_attn.TritonAttentionMetadataBuilder,
+        triton_attn.TritonAttentionImpl,
+    )
+
+
+KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+# With a cache of 8 bits vLLM gives FlashAttention queries of 8 bits, which stay with it.
+QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+Backend, Builder, Implementation = _host()
+READS_MIXED = Backend.get_name() == "FLASH_ATTN"  # all rows of a step with prompts
+
+
+@dataclass
+class Rows:
+    """The rows of a step that are ours: those of the first B requests, and the prompts after them.
+
+    seq_lens, prefix_lens: int32 [B], with and without the step's own tokens. bounds: int32 [B + 1], of the requests'
+    rows. plan: int32 [B + 1], for layers without a window. prompt_bounds: None, or int32 [P + 1] counted from the first
+    prompt's first row.
+    """
+
+    num_requests: int
+    num_tokens: int
+    max_query: int
+    seq_lens: torch.Tensor
+    prefix_lens: torch.Tensor
+    bounds: torch.Tensor
+    plan: torch.Tensor
+    prompt_bounds: torch.Tensor | None
+
+
+class EagleKernelsBuilder(Builder):
+    """Makes the metadata of vLLM's own attention, and says beside it which rows are ours."""
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.most_rows = min(1 + vllm_config.num_speculative_tokens, MAX_QUERY)
+        max_requests = vllm_config.scheduler_config.max_num_seqs
+        # one more in the graph of a whole batch that vLLM pads
+        self._prefix_lens = torch.zeros(2 * max_requests, dtype=torch.int32, device=device)
+        self._plan = torch.zeros(2 * max_requests + 1, dtype=torch.int32, device=device)
+
+    def build(self, common_prefix_len, common_attn_metadata, *rest, **options):
+        """Builds vLLM's metadata, and the Rows of ours as its attribute `eagle_kernels`."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, *rest, **options)
+        metadata.eagle_kernels = None
+        if common_attn_metadata.causal is True and common_prefix_len == 0:
+            metadata.eagle_kernels = self._rows(common_attn_metadata)
+        return metadata
+
+    def _rows(self, common) -> Rows | None:
+        if common.mm_req_doc_ranges is not None:  # tokens of images see each other in both directions
+            return None
+        num_requests, num_prompts, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.most_rows)
+        if num_prompts and READS_MIXED:
+            return None
+        bounds, lengths = common.query_start_loc[: num_requests + 1], common.seq_lens[:num_requests]
+        prefixes, plan = self._prefix_lens[:num_requests], self._plan[: num_requests + 1]
+        max_query = self.most_rows if num_prompts else max(common.max_query_len, 1)
+        planned = lengths
+        if max_query > 1:
+            torch.sub(lengths, bounds[1:], out=prefixes).add_(bounds[:-1]).clamp_(min=0)
+            planned = prefixes
+        if num_requests:
+            plan_attention(planned, num_drafts=0 if max_query == 1 else max_query, out=plan)
+        prompts = common.query_start_loc[num_requests:] - num_tokens if num_prompts else None
+        return Rows(num_requests, num_tokens, max_query, lengths, prefixes, bounds, plan, prompts)
+
+
+class EagleKernelsBackend(Backend):
+    """vLLM's attention backend CUSTOM; what it says of itself is what the backend under it does."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[EagleKernelsImpl]:
+        return EagleKernelsImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[EagleKernelsBuilder]:
+        return EagleKernelsBuilder
+
+
+class EagleKernelsImpl(Implementation):
+    """The attention of a layer."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        left, right = self.sliding_window
+        self.window = left + 1 if left >= 0 else None
+        self.soft_cap = self.logits_soft_cap or None
+        self.is_ours = (
+            self.attn_type == AttentionType.DECODER
+            and self.alibi_slopes is None
+            and right <= 0
+            and self.kv_cache_dtype in KV_DTYPES
+            and getattr(self, "chunk_lookback", -1) < 0
+        )
+        if not READS_MIXED:  # Triton's kernel takes queries of 16 bits with keys of 8 as well
+            self.supports_quant_query_input = False
+        self._lse: torch.Tensor | None = None
+
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+    ):  # fmt: skip
+        """Attends a step's rows; vLLM has written their keys and values into the cache."""
+        rows = getattr(attn_metadata, "eagle_kernels", None)
+        is_ours = rows is not None and self.is_ours and output_scale is None and output_block_scale is None
+        if not is_ours or query.dtype not in QUERY_DTYPES:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        SWITCHES.note_use("attention")
+        cache = self._cache(layer, kv_cache)
+        shape = (-1, self.num_heads, self.head_size)
+        query, output = query.view(shape), output.view(shape)
+        if rows.num_requests:
+            self._attend_short(rows, query, cache, attn_metadata, output)
+        if rows.prompt_bounds is not None:
+            self._attend_prompts(rows, query, cache, attn_metadata, output)
+        return output
+
+    def _attend_short(self, rows: Rows, query, cache: dict, metadata, output) -> None:
+        count, options = rows.num_tokens, self._logits()
+        plan = rows.plan if self.window is None else None
+        table = {"block_table": metadata.block_table[: rows.num_requests], "plan": plan}
+        out = Attended(output[:count], self._log_sums(len(query), query.device)[:count])
+        if rows.max_query == 1:
+            gqa_decode(query[:count], **cache, **table, **options, seq_lens=rows.seq_lens, out=out)
+            return
+        tree_attention(
+            query[:count], **cache, **table, **options, seq_lens=rows.prefix_lens, qo_indptr=rows.bounds,
+            max_query=rows.max_query, is_causal=True, out=out,
+        )  # fmt: skip
+
+    def _attend_prompts(self, rows: Rows, query, cache: dict, metadata, output) -> None:
+        first, stop = rows.num_tokens, metadata.num_actual_tokens
+        prefill_attention(
+            query[first:stop], rows.prompt_bounds, **cache, **self._logits(), max_query=metadata.max_query_len,
+            block_table=metadata.block_table[rows.num_requests :], seq_lens=metadata.seq_lens[rows.num_requests :],
+            out=Attended(output[first:stop], self._log_sums(len(query), query.device)[first:stop]),
+        )  # fmt: skip
+
+    def _logits(self) -> dict:
+        """Returns what changes logits, as arguments of the ops."""
+        return {"sm_scale": self.scale, "soft_cap": self.soft_cap, "window": self.window, "sinks": self.sinks}
+
+    def _cache(self, layer, kv_cache: torch.Tensor) -> dict:
+        """Returns the keys and values [pages, page_size, Hkv, D] and their scales, as arguments of the ops."""
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        if not self.kv_cache_dtype.startswith("fp8"):
+            return {"k_cache": keys, "v_cache": values}
+        dtype = current_platform.fp8_dtype()
+        return {
+            "k_cache": keys.view(dtype), "v_cache": values.view(dtype),
+            "k_scale": layer._k_scale.view(1), "v_scale": layer._v_scale.view(1),
+        }  # fmt: skip
+
+    def _log_sums(self, num_tokens: int, device) -> torch.Tensor:
+        """Returns a buffer for what the ops return beside the output, which nobody reads here."""
+        if self._lse is None or len(self._lse) < num_tokens:
+            self._lse = torch.empty(num_tokens, self.num_heads, dtype=torch.float32, device=device)
+        return self._lse

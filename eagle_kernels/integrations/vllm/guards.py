@@ -1,0 +1,85 @@
+"""What refuses, checks and connects: hooks on vLLM's configuration and on the start of its workers."""
+
+from ..shared.hooks import faults_in_place
+from . import hooks, parts
+from .parts import BACKEND, SWITCHES, VARIABLE, asked_by, has_backend
+from .plugin import rebind
+
+KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+
+
+def refusals(config) -> list[str]:
+    """Returns why the parts that this configuration asks for cannot serve it."""
+    asked, found = asked_by(config), []
+    if not asked:
+        return found
+    model, speculation, parallel = config.model_config, config.speculative_config, config.parallel_config
+
+    def refuse(is_refused: bool, text: str) -> None:
+        if is_refused:
+            found.append(text)
+
+    refuse(not config.use_v2_model_runner, "Model Runner V1 (vLLM chose it, or VLLM_USE_V2_MODEL_RUNNER=0 did)")
+    refuse(parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size above 1")
+    refuse(parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size above 1")
+    refuse(parallel.use_ubatching, "--enable-dbo and other overlap of small batches")
+    refuse(model.is_encoder_decoder, "encoder-decoder models")
+    if "attention" in asked:
+        refuse(model.use_mla, "models with multi-head latent attention (MLA)")
+        refuse(model.is_hybrid or model.is_attention_free, "models with recurrent layers")
+        refuse(model.rswa_window is not None, "reference sliding windows")
+        dtype = config.cache_config.cache_dtype
+        refuse(dtype not in KV_DTYPES, f"--kv-cache-dtype {dtype}; use one of {', '.join(KV_DTYPES)}")
+    if speculation is not None:
+        refuse(config.lora_config is not None, "LoRA with speculation")
+        method = speculation.rejection_sample_method
+        refuse("verify" in asked and method == "block", f"rejection_sample_method {method!r}; standard or synthetic")
+        drafts = speculation.draft_sample_method
+        refuse("verify" in asked and drafts != "greedy", f"draft_sample_method {drafts!r}; greedy")
+    return found
+
+
+def create_engine_config(original, arguments, *rest, **options):
+    """Makes vLLM's configuration, and refuses before any weight is loaded what the plug-in does not support.
+
+    Drafts get the target's attention backend, unless they name one.
+    """
+    speculation = arguments.speculative_config
+    backend = arguments.attention_backend or arguments.attention_config.backend
+    if getattr(backend, "name", backend) == BACKEND and speculation and not speculation.get("attention_backend"):
+        arguments.speculative_config = speculation | {"attention_backend": BACKEND}
+    config = original(arguments, *rest, **options)
+    asked = asked_by(config)
+    if has_backend(config):
+        _check_backend(asked)
+    reasons = refusals(config)
+    if reasons:
+        raise ValueError("eagle_kernels: the plug-in does not support " + "; nor ".join(reasons))
+    return config
+
+
+def _check_backend(asked: frozenset[str]) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    path = AttentionBackendEnum[BACKEND].get_path()
+    if path != hooks.BACKEND_CLASS:
+        raise ValueError(f"eagle_kernels: --attention-backend {BACKEND} is {path}, of another plug-in")
+    if "attention" not in asked:
+        raise ValueError(
+            f"eagle_kernels: --attention-backend {BACKEND} needs the part attention, which {VARIABLE} leaves out"
+        )
+
+
+def init_device(original, wrapper):
+    """Hooks what the parts replace in this worker, checks that it is in its place, and says what is on."""
+    asked = asked_by(wrapper.vllm_config)
+    if asked:
+        wanted = [hook for hook in hooks.HOOKS if hook.part in asked]
+        faults = [*rebind(wanted), *faults_in_place((*hooks.GUARDS, *wanted), "VLLM_PLUGINS")]
+        if faults:
+            raise RuntimeError(
+                "eagle_kernels: this vLLM is not as the plug-in expects: " + "; ".join(dict.fromkeys(faults))
+                + f"; leave these parts out by {VARIABLE}"
+            )  # fmt: skip
+        SWITCHES.turn_on(asked, attention=parts.who_reads() if "attention" in asked else "")
+    return original(wrapper)

@@ -1,0 +1,23 @@
+"""Which functions of vLLM the plug-in hooks. Importing this file imports nothing of vLLM."""
+
+from ..shared.hooks import hook_of
+
+# The first was read and its parts are tested; releases between hold the contract.
+TESTED = ("0.26.0", "0.26.0")
+# of the attention backend
+BACKEND_CLASS = f"{__package__}.attention.EagleKernelsBackend"
+
+_hook = hook_of(__package__)
+_GPU = "vllm.v1.worker.gpu."
+# Guards refuse, check and connect whatever is asked for.
+GUARDS = (
+    _hook("", "vllm.engine.arg_utils.EngineArgs.create_engine_config", "guards.create_engine_config", ("self",)),
+    _hook("", "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device", "guards.init_device", ("self",)),
+)
+# These are hooked in worker processes alone, which import their modules anyway.
+HOOKS = (
+    _hook("verify", _GPU + "model_runner.init_model_state", "sampling.init_model_state",
+          ("vllm_config", "model", "encoder_cache", "device")),
+    _hook("draft", _GPU + "spec_decode.speculator.DraftModelSpeculator._greedy_sample_draft",
+          "drafting.greedy_sample_draft", ("self", "hidden_states")),
+)  # fmt: skip

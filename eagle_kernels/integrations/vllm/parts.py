@@ -1,0 +1,47 @@
+"""Which parts of vLLM are replaced: told by --attention-backend and by EAGLE_KERNELS_VLLM."""
+
+import logging
+import os
+
+from ..shared.parts import Parts
+
+# vLLM shows what its own loggers say, and those below them
+logger = logging.getLogger("vllm.eagle_kernels")
+
+BACKEND = "CUSTOM"  # vLLM's name for an attention backend that a plug-in brings
+VARIABLE = "EAGLE_KERNELS_VLLM"
+PARTS = {
+    "attention": "decode and verification of drafts",
+    "verify": "sample and match: one seed, one text, with and without drafts",
+    "draft": "drafts from the head's own logits",
+}
+SWITCHES = Parts(VARIABLE, PARTS, logger)
+
+
+def asked_by_variable() -> frozenset[str] | None:
+    """Returns the parts that EAGLE_KERNELS_VLLM names, none for `none`, and None where it is not set."""
+    return SWITCHES.named(os.environ.get(VARIABLE, ""))
+
+
+def has_backend(vllm_config) -> bool:
+    """Tells whether this configuration's attention backend is the one of a plug-in."""
+    backend = vllm_config.attention_config.backend
+    return backend is not None and backend.name == BACKEND
+
+
+def asked_by(vllm_config) -> frozenset[str]:
+    """Returns the parts that a configuration and the environment ask for.
+
+    The attention backend asks for all parts; the variable, where it is set, decides alone.
+    """
+    asked = asked_by_variable()
+    if asked is None:
+        asked = frozenset(PARTS) if has_backend(vllm_config) else frozenset()
+    return asked
+
+
+def who_reads() -> str:
+    """Returns who reads prompts, in the words of the log."""
+    from .attention import READS_MIXED
+
+    return "steps with prompts are FlashAttention 3's" if READS_MIXED else "prompts are ours"

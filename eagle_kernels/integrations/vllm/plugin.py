@@ -1,0 +1,72 @@
+"""Registers the plug-in with vLLM: the entry point of the group `vllm.general_plugins`."""
+
+import functools
+import importlib
+import os
+from collections.abc import Iterable
+
+from ..shared.hooks import Hook, marked, resolve
+from ..shared.versions import installed_version, is_supported, span
+from . import hooks
+from .parts import BACKEND, SWITCHES, asked_by_variable, logger
+
+FORCE = "EAGLE_KERNELS_VLLM_FORCE"
+
+
+def register() -> None:
+    """Registers the attention backend and the guards, which do nothing until a configuration asks for parts.
+
+    vLLM calls this in every process, several times, before the configuration is known, and only logs what is raised
+    here. So the guards look at the configuration themselves (`guards.py`). The process ends here only if
+    EAGLE_KERNELS_VLLM is wrong, or asks for parts while a guard cannot be hooked.
+    """
+    try:
+        asked = asked_by_variable()
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    version = installed_version("vllm")
+    if not is_supported(version, hooks.TESTED) and os.environ.get(FORCE) != "1":
+        logger.warning(
+            "eagle_kernels: vLLM %s is outside of %s, which the plug-in was checked with: nothing is replaced; %s=1 "
+            "tries anyway, and `python -m eagle_kernels env` says what differs",
+            version, span(hooks.TESTED), FORCE,
+        )  # fmt: skip
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    faults = rebind(hooks.GUARDS)
+    if faults and asked:  # what would tell it later is missing
+        raise SystemExit(f"eagle_kernels: this vLLM is not as the plug-in expects: {'; '.join(faults)}")
+    backend = AttentionBackendEnum[BACKEND]
+    if not backend.is_overridden():  # else another plug-in has it, and the guards say so
+        register_backend(backend, hooks.BACKEND_CLASS)
+
+
+def rebind(wanted: Iterable[Hook]) -> list[str]:
+    """Puts what is called around vLLM's functions in their place, once; returns what is wrong with those it leaves."""
+    faults = []
+    for hook in wanted:
+        fault = hook.fault()
+        if fault is not None:
+            faults.append(fault)
+            continue
+        path, name = hook.target.rsplit(".", 1)
+        try:
+            owner = importlib.import_module(path)
+        except ModuleNotFoundError:  # a class
+            owner = resolve(path)
+        original = getattr(owner, name)
+        if getattr(original, "eagle_kernels_hook", None) != hook.target:
+            setattr(owner, name, _around(original, hook))
+    return faults
+
+
+def _around(original, hook: Hook):
+    around = marked(hook, SWITCHES)
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        return around(original, *args, **kwargs)
+
+    call.eagle_kernels_hook = hook.target
+    return call

@@ -1,0 +1,175 @@
+"""Sample and match in vLLM: a token follows from the target's logits, its request's seed and its position alone.
+
+vLLM makes the sampler and the verification of a model once it has loaded it. Ours take their place and keep vLLM's
+states of requests, which bias, penalise and ban tokens in the rows of a step, drafts on the way to a row included. Then
+one sampler draws a token in each row: first tokens, those of plain decoding, and one after each draft. Drafts are
+accepted as far as they are what is drawn, so one seed gives one text, with and without speculation.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from ...ops import sample_from_logits, verify_tree_greedy, verify_tree_sampled
+from .parts import SWITCHES
+
+PROCESSED = ("processed_logprobs", "processed_logits")
+
+
+class MatchSampler(Sampler):
+    """vLLM's sampler, which draws by ours."""
+
+    @classmethod
+    def of(cls, sampler: Sampler) -> MatchSampler:
+        """Returns a sampler with the states of one that vLLM made."""
+        made = cls.__new__(cls)
+        made.__dict__.update(sampler.__dict__)
+        return made
+
+    def sample(
+        self, logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, return_logprobs=False
+    ):  # fmt: skip
+        """Draws a token int64 from each row; returns them and the logits that vLLM may make log-probabilities of."""
+        SWITCHES.note_use("verify")
+        logits = self.adjust(logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos)
+        draws = self.draws(logits, expanded_idx_mapping, expanded_idx_mapping, idx_mapping_np)
+        tokens = sample_from_logits(**draws, positions=pos + 1)
+        return tokens, self.processed(logits, expanded_idx_mapping, idx_mapping_np) if return_logprobs else logits
+
+    def adjust(self, logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos) -> torch.Tensor:
+        """Returns the logits after biases, penalties and bans, which vLLM's own states apply in place.
+
+        A batch with a request that wants log-probabilities of the logits as they are gets a copy.
+        """
+        if self.logprobs_mode.startswith("raw_") and self.returns_logprobs(idx_mapping_np):
+            logits = logits.clone()
+        rows = (logits, expanded_idx_mapping, idx_mapping_np)
+        self.logit_bias_state.apply_logit_bias(*rows, pos)
+        self.penalties_state.apply_penalties(*rows, input_ids, expanded_local_pos)
+        self.bad_words_state.apply_bad_words(*rows, input_ids, expanded_local_pos)
+        return logits
+
+    def draws(self, logits, rows, requests, idx_mapping_np) -> dict[str, torch.Tensor | None]:
+        """Returns the logits, seeds, temperatures and filters that our samplers take.
+
+        rows, requests: the places in vLLM's states of each row of logits, and of what has a seed and filters.
+        """
+        states = self.sampling_states
+        temperature = states.temperature.gpu[requests]
+        min_p, (top_k, top_p) = None, states.get_top_k_top_p(requests, idx_mapping_np)
+        if states.min_p.np[idx_mapping_np].any():
+            if top_k is None and top_p is None:
+                min_p = states.min_p.gpu[requests]
+            else:  # vLLM's min-p comes before top-k and top-p, ours after them
+                logits = logits.to(torch.float32, copy=True)
+                states.apply_temperature(logits, rows, idx_mapping_np)
+                states.apply_min_p(logits, rows, idx_mapping_np)
+                temperature = (temperature > 0).to(torch.float32)
+        filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        return {"logits": logits, "seeds": states.seeds.gpu[requests], **filters}
+
+    def processed(self, logits, expanded_idx_mapping, idx_mapping_np) -> torch.Tensor:
+        """Returns the adjusted logits as log-probabilities are made of them, which takes their place in place."""
+        if self.logprobs_mode not in PROCESSED:
+            return logits
+        states, rows = self.sampling_states, (logits, expanded_idx_mapping, idx_mapping_np)
+        states.apply_temperature(*rows)
+        states.apply_min_p(*rows)
+        return states.apply_top_k_top_p(*rows)
+
+
+class MatchVerifier(RejectionSampler):
+    """vLLM's verification of chains, by sample and match."""
+
+    def __init__(self, sampler: MatchSampler, spec_config, device):
+        super().__init__(sampler, spec_config, device)
+        rates = spec_config.synthetic_acceptance_rates
+        is_synthetic = self.synthetic_conditional_rates is not None
+        self.rates = torch.tensor(rates, dtype=torch.float32, device=device) if is_synthetic else None
+        self._links: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, logits, input_batch, draft_logits=None) -> SamplerOutput:
+        """Draws at each row and accepts drafts as far as they are drawn; see `RejectionSampler`."""
+        SWITCHES.note_use("verify")
+        sampler, rows = self.sampler, input_batch.expanded_idx_mapping
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        drafts = input_batch.input_ids[input_batch.logits_indices]
+        pos = input_batch.positions[input_batch.logits_indices]
+        places, local = input_batch.idx_mapping_np, input_batch.expanded_local_pos
+        adjusted = sampler.adjust(logits, rows, places, pos, drafts, local)
+        num_nodes = self.num_speculative_steps + 1
+        is_whole = len(adjusted) == len(places) * num_nodes  # all requests have all drafts
+        if is_whole:
+            sampled, num_sampled = self._verify_whole(adjusted, drafts, pos, input_batch)
+        elif self.rates is not None:  # the first steps of a request that is made to accept
+            return super().__call__(logits, input_batch, draft_logits)
+        else:
+            draws = sampler.draws(adjusted, rows, rows, places)
+            tokens = sample_from_logits(**draws, positions=pos + 1)
+            sampled, num_sampled = _match(tokens, drafts, input_batch.cu_num_logits, num_nodes)
+        of = sampler.processed(adjusted, rows, places) if sampler.logprobs_mode in PROCESSED else logits
+        logprobs = self._get_logprobs_tensors(input_batch, sampled, num_sampled, of)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_sampled, input_batch.seq_lens, input_batch.cu_num_logits, input_batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )  # fmt: skip
+        return SamplerOutput(sampled, logprobs, num_nans, num_sampled, num_rejected)
+
+    def _verify_whole(self, logits, drafts, pos, input_batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (tokens int64 [B, N], how many count int32 [B]) of chains of N rows: the root and all drafts."""
+        places, num_nodes = input_batch.idx_mapping_np, self.num_speculative_steps + 1
+        tree = (drafts.view(-1, num_nodes), *self._chains(len(places), logits.device))
+        policy = {} if self.rates is None else {"accept_policy": "simulate", "simulated_rates": self.rates}
+        states, steps = self.sampler.sampling_states, num_nodes - 1
+        if (states.temperature.np[places] == 0.0).all():
+            if policy:
+                policy |= {"seeds": states.seeds.gpu[input_batch.idx_mapping], "positions": pos}
+            out = verify_tree_greedy(*tree, target_logits=logits, spec_steps=steps, **policy)
+        else:
+            draws = self.sampler.draws(logits, input_batch.expanded_idx_mapping, input_batch.idx_mapping, places)
+            draws["target_logits"] = draws.pop("logits")
+            out = verify_tree_sampled(*tree, **draws, positions=pos, spec_steps=steps, **policy)
+        return out.predicts.view(-1, num_nodes).to(torch.int64), out.accept_token_num + 1
+
+    def _chains(self, batch_size: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the links of chains as trees: retrieve_index, retrieve_next_token and retrieve_next_sibling."""
+        num_nodes = self.num_speculative_steps + 1
+        if not self._links or len(self._links[0]) < batch_size:
+            index = torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes)
+            child = torch.arange(1, num_nodes + 1, device=device).expand(batch_size, -1).contiguous()
+            child[:, -1] = -1
+            self._links = (index, child, torch.full_like(child, -1))
+        return tuple(links[:batch_size] for links in self._links)
+
+
+def _match(tokens, drafts, bounds, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (tokens int64 [B, N], how many count int32 [B]) of requests with any number of rows up to N.
+
+    tokens, drafts: [rows], what is drawn at a row, and its input. bounds: [B + 1].
+    """
+    place = bounds[:-1, None] + torch.arange(num_nodes, device=tokens.device)
+    stop, last = bounds[1:, None], len(tokens) - 1
+    found = tokens[place.clamp(max=last)]
+    is_match = (place + 1 < stop) & (found == drafts[(place + 1).clamp(max=last)])
+    return found, is_match.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32) + 1
+
+
+def init_model_state(original, vllm_config, model, encoder_cache, device):
+    """Makes vLLM's state of a model, which gives our sampler and verification where it gives none of its own."""
+    state = original(vllm_config, model, encoder_cache, device)
+    own, spec_config = state.custom_sampler, vllm_config.speculative_config
+
+    def custom_sampler(sampler):
+        made = own(sampler)
+        if made is not None:
+            return made
+        ours = MatchSampler.of(sampler)
+        return ours, None if spec_config is None else MatchVerifier(ours, spec_config, device)
+
+    state.custom_sampler = custom_sampler
+    return state
