@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from ..shared.hooks import Hook, marked, resolve
-from ..shared.versions import installed_version, is_supported, span
+from ..shared.versions import installed_version, is_supported
 from . import hooks
 from .parts import BACKEND, SWITCHES, asked_by_variable, logger
 
@@ -27,9 +27,9 @@ def register() -> None:
     version = installed_version("vllm")
     if not is_supported(version, hooks.TESTED) and os.environ.get(FORCE) != "1":
         logger.warning(
-            "eagle_kernels: vLLM %s is outside of %s, which the plug-in was checked with: nothing is replaced; %s=1 "
-            "tries anyway, and `python -m eagle_kernels env` says what differs",
-            version, span(hooks.TESTED), FORCE,
+            "eagle_kernels: vLLM %s is outside of %s..%s, which the plug-in was checked with: nothing is replaced; "
+            "%s=1 tries anyway, and `python -m eagle_kernels env` says what differs",
+            version, hooks.TESTED[0], hooks.TESTED[-1], FORCE,
         )  # fmt: skip
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
