@@ -1,6 +1,6 @@
 """What refuses, checks and connects: hooks on vLLM's configuration and on the start of its workers."""
 
-from ..shared.hooks import faults_in_place
+from ..shared.hooks import fault_in_place
 from . import hooks, parts
 from .parts import BACKEND, SWITCHES, VARIABLE, asked_by, has_backend
 from .plugin import rebind
@@ -75,11 +75,13 @@ def init_device(original, wrapper):
     asked = asked_by(wrapper.vllm_config)
     if asked:
         wanted = [hook for hook in hooks.HOOKS if hook.part in asked]
-        faults = [*rebind(wanted), *faults_in_place((*hooks.GUARDS, *wanted), "VLLM_PLUGINS")]
+        rebind(wanted)
+        found = {hook: fault_in_place(hook, "VLLM_PLUGINS") for hook in (*hooks.GUARDS, *wanted)}
+        faults = [f"{hook.part or 'guard'}: {fault}" for hook, fault in found.items() if fault is not None]
         if faults:
             raise RuntimeError(
-                "eagle_kernels: this vLLM is not as the plug-in expects: " + "; ".join(dict.fromkeys(faults))
-                + f"; leave these parts out by {VARIABLE}"
-            )  # fmt: skip
+                f"eagle_kernels: this vLLM is not as the plug-in expects: {'; '.join(faults)}; leave these parts out by "
+                f"{VARIABLE}, or use a version in {hooks.TESTED[0]}..{hooks.TESTED[-1]}"
+            )
         SWITCHES.turn_on(asked, attention=parts.who_reads() if "attention" in asked else "")
     return original(wrapper)
