@@ -84,12 +84,14 @@ class EagleKernelsBuilder(Builder):
         self._prefix_lens = torch.zeros(2 * max_requests, dtype=torch.int32, device=device)
         self._plan = torch.zeros(2 * max_requests + 1, dtype=torch.int32, device=device)
 
-    def build(self, common_prefix_len, common_attn_metadata, *rest, **options):
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         """Builds vLLM's metadata, and the Rows of ours as its attribute `eagle_kernels`."""
-        metadata = super().build(common_prefix_len, common_attn_metadata, *rest, **options)
-        metadata.eagle_kernels = None
+        rows = None
         if common_attn_metadata.causal is True and common_prefix_len == 0:
-            metadata.eagle_kernels = self._rows(common_attn_metadata)
+            rows = self._rows(common_attn_metadata)
+        # a fast one plans no work for FlashAttention
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or rows is not None)
+        metadata.eagle_kernels = rows
         return metadata
 
     def _rows(self, common) -> Rows | None:
