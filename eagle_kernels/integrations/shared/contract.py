@@ -50,7 +50,7 @@ def either(*targets: str) -> Entry:
 
 
 def value(target: str, expected: object) -> Entry:
-    """Requires of a constant that it is this."""
+    """Requires of a constant that it is this, and of a Literal that these are its choices."""
 
     def fault(sources: Sources) -> str | None:
         found = sources.constant(target)
@@ -66,6 +66,16 @@ def listed(function: str, name: str) -> Entry:
         return None if name in sources.names_in_lists(function) else f"{function} has no list with {name}"
 
     return [(f"{name} in {short(function)}", fault)]
+
+
+def returns(function: str, expected: str) -> Entry:
+    """Requires of a function that its last statement returns this."""
+
+    def fault(sources: Sources) -> str | None:
+        found = sources.last_return(function)
+        return None if found == expected else f"{function} returns {found or 'nothing'}; expected {expected}"
+
+    return [(f"what {short(function)} returns", fault)]
 
 
 def last_refusal(function: str, words: tuple[str, ...], allowed: str) -> Entry:

@@ -113,9 +113,14 @@ class Sources:
         return _parameters(node)
 
     def constant(self, target: str) -> object:
-        """Returns the value of a constant; None where there is none."""
+        """Returns the value of a constant, and the choices of a Literal; None where there is none."""
         value = getattr(self.find(target), "value", None)
-        return value.value if isinstance(value, ast.Constant) else None
+        if isinstance(value, ast.Subscript) and ast.unparse(value.value) == "Literal":
+            value = value.slice
+        try:
+            return ast.literal_eval(value)
+        except ValueError:
+            return None
 
     def listed(self, target: str) -> list[str]:
         """Returns the paths of the classes that a list names."""
@@ -129,6 +134,11 @@ class Sources:
         found = self.find(function)
         lists = [node for node in ast.walk(found) if isinstance(node, (ast.List, ast.Tuple))] if found else []
         return {item.id for node in lists for item in node.elts if isinstance(item, ast.Name)}
+
+    def last_return(self, function: str) -> str:
+        """Returns what a function returns at its end, as it is written; empty where it ends otherwise."""
+        last = (getattr(self.find(function), "body", None) or [None])[-1]
+        return ast.unparse(last.value) if isinstance(last, ast.Return) and last.value else ""
 
     def last_refusal(self, function: str) -> tuple[str, str]:
         """Returns condition and text of the ValueError with which a function ends; empty where it ends otherwise."""

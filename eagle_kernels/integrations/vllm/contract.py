@@ -1,0 +1,137 @@
+"""What the plug-in relies on in vLLM beside the functions that it hooks, as data.
+
+This table and that of `hooks.py` are held against sources, without importing them: the contract test does so for
+released versions, `python -m eagle_kernels env` for the one that is installed.
+"""
+
+from ..shared.contract import call, names, returns, value
+from .parts import BACKEND
+
+GROUP = "vllm.general_plugins"  # of entry points; setup.py names it too
+
+_CONFIG = "vllm.config."
+_ATTENTION = "vllm.v1.attention."
+_BACKENDS = _ATTENTION + "backends."
+_GPU = "vllm.v1.worker.gpu."
+_SAMPLER = _GPU + "sample.sampler.Sampler"
+_STATES = _GPU + "sample.states.SamplingStates"
+_REJECTION = _GPU + "spec_decode.rejection_sampler.RejectionSampler"
+_ROWS = ("self", "logits", "expanded_idx_mapping", "idx_mapping_np")  # what vLLM's states of requests change
+_IMPLEMENTATION = (
+    "alibi_slopes", "attn_type", "head_size", "kv_cache_dtype", "logits_soft_cap", "num_heads", "scale", "sinks",
+    "sliding_window",
+)  # fmt: skip
+
+
+def _host(module: str, name: str):
+    """Returns what is relied on in an attention of vLLM's own under ours."""
+    backend = f"{_BACKENDS}{module}.{name}Backend"
+    metadata, builder, implementation = (f"{_BACKENDS}{module}.{name}{what}" for what in (
+        "Metadata", "MetadataBuilder", "Impl",
+    ))  # fmt: skip
+    return (
+        names(backend, ("get_name", "get_impl_cls", "get_builder_cls")),
+        # [pages, Hkv, page_size, 2 * D], written before `forward`
+        returns(f"{backend}.get_kv_cache_shape", "(num_blocks, num_kv_heads, block_size, 2 * head_size)"),
+        value(f"{backend}.forward_includes_kv_cache_update", False),
+        names(metadata, ("block_table", "max_query_len", "num_actual_tokens", "seq_lens")),
+        call(builder, ("kv_cache_spec", "layer_names", "vllm_config", "device")),
+        call(f"{builder}.build", ("self", "common_prefix_len", "common_attn_metadata")),
+        names(implementation, _IMPLEMENTATION),
+        call(f"{implementation}.forward", (
+            "self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale",
+            "output_block_scale",
+        )),
+    )  # fmt: skip
+
+
+CONTRACT = (
+    # plugin.py, report.py
+    value("vllm.plugins.DEFAULT_PLUGINS_GROUP", GROUP),
+    names("vllm", ("__version__",)),
+    names("vllm.envs", ("VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER")),
+    names(_BACKENDS + "registry.AttentionBackendEnum", (BACKEND, "get_path", "is_overridden")),
+    call(_BACKENDS + "registry.register_backend", ("backend", "class_path")),
+    # parts.py, guards.py
+    names("vllm.engine.arg_utils.EngineArgs", ("attention_backend", "attention_config", "speculative_config")),
+    names("vllm.v1.worker.worker_base.WorkerWrapperBase", ("vllm_config",)),
+    names(_CONFIG + "VllmConfig", (
+        "attention_config", "cache_config", "lora_config", "model_config", "num_speculative_tokens", "parallel_config",
+        "scheduler_config", "speculative_config", "use_v2_model_runner",
+    )),
+    names(_CONFIG + "AttentionConfig", ("backend",)),
+    names(_CONFIG + "CacheConfig", ("cache_dtype",)),
+    names(_CONFIG + "ModelConfig",
+          ("is_attention_free", "is_encoder_decoder", "is_hybrid", "rswa_window", "use_mla")),
+    names(_CONFIG + "ParallelConfig",
+          ("decode_context_parallel_size", "prefill_context_parallel_size", "use_ubatching")),
+    names(_CONFIG + "SchedulerConfig", ("max_num_seqs",)),
+    names(_CONFIG + "SpeculativeConfig", (
+        "attention_backend", "draft_sample_method", "num_speculative_tokens", "rejection_sample_method",
+        "synthetic_acceptance_rates",
+    )),
+    # of these the guards refuse some by name
+    value(_CONFIG + "speculative.RejectionSampleMethod", ("standard", "synthetic", "block")),
+    value(_CONFIG + "speculative.DraftSampleMethod", ("greedy", "probabilistic")),
+    # attention.py
+    names("vllm.platforms", ("current_platform",)),
+    names("vllm.platforms.interface.Platform", ("fp8_dtype", "is_cuda")),
+    call("vllm.platforms.interface.Platform.is_device_capability_family", ("cls", "capability")),
+    names(_ATTENTION + "backend.AttentionType", ("DECODER",)),
+    names(_ATTENTION + "backend.AttentionLayer", ("_k_scale", "_v_scale")),
+    names(_ATTENTION + "backend.CommonAttentionMetadata",
+          ("causal", "max_query_len", "mm_req_doc_ranges", "query_start_loc", "seq_lens")),
+    call(_BACKENDS + "utils.split_decodes_and_prefills", ("common_attn_metadata",), ("decode_threshold",)),
+    returns(_BACKENDS + "utils.split_decodes_and_prefills",
+            "(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens)"),
+    names(_BACKENDS + "fa_utils", ("get_flash_attn_version", "is_flash_attn_varlen_func_available")),
+    returns(_BACKENDS + "flash_attn.FlashAttentionBackend.get_name", "'FLASH_ATTN'"),
+    *_host("flash_attn", "FlashAttention"),
+    *_host("triton_attn", "TritonAttention"),
+    names(_BACKENDS + "triton_attn.TritonAttentionImpl", ("chunk_lookback", "supports_quant_query_input")),
+    # drafting.py
+    names(_GPU + "spec_decode.speculator.DraftModelSpeculator", ("model", "use_local_argmax_reduction")),
+    names("vllm.model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM",
+          ("draft_id_to_target_id", "lm_head", "logits_processor")),
+    call("vllm.model_executor.layers.logits_processor.LogitsProcessor.forward", ("self", "lm_head", "hidden_states")),
+    # sampling.py
+    call(_GPU + "model_states.interface.ModelState.custom_sampler", ("self", "sampler")),
+    value(_CONFIG + "model.LogprobsMode",
+          ("raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs")),
+    names(_SAMPLER, (
+        "bad_words_state", "compute_nans", "logit_bias_state", "logprobs_mode", "penalties_state", "req_states",
+        "sampling_states",
+    )),
+    call(_SAMPLER + ".sample", (
+        "self", "logits", "expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos",
+        "return_logprobs",
+    )),
+    returns(_SAMPLER + ".sample", "(sampled, processed_logits)"),
+    call(_SAMPLER + ".returns_logprobs", ("self", "idx_mapping_np")),
+    call(_GPU + "sample.logit_bias.LogitBiasState.apply_logit_bias", (*_ROWS, "pos")),
+    call(_GPU + "sample.penalties.PenaltiesState.apply_penalties", (*_ROWS, "input_ids", "expanded_local_pos")),
+    call(_GPU + "sample.bad_words.BadWordsState.apply_bad_words", (*_ROWS, "input_ids", "expanded_local_pos")),
+    names(_STATES, ("min_p", "seeds", "temperature")),
+    call(_STATES + ".apply_temperature", _ROWS),
+    call(_STATES + ".apply_min_p", _ROWS),
+    call(_STATES + ".apply_top_k_top_p", _ROWS),
+    call(_STATES + ".get_top_k_top_p", ("self", "expanded_idx_mapping", "idx_mapping_np")),
+    returns(_STATES + ".get_top_k_top_p", "(top_k, top_p)"),
+    names(_GPU + "buffer_utils.UvaBackedTensor", ("gpu", "np")),
+    names(_GPU + "buffer_utils.StagedWriteTensor", ("gpu",)),
+    names(_GPU + "states.RequestState", ("prefill_len",)),
+    call(_GPU + "sample.output.SamplerOutput",
+         ("sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected")),
+    call(_GPU + "metrics.logits.get_num_nans", ("logits",)),
+    call(_GPU + "input_batch.get_num_sampled_and_rejected",
+         ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len")),
+    returns(_GPU + "input_batch.get_num_sampled_and_rejected", "(num_sampled, num_rejected)"),
+    names(_GPU + "input_batch.InputBatch", (
+        "cu_num_logits", "expanded_idx_mapping", "expanded_local_pos", "idx_mapping", "idx_mapping_np", "input_ids",
+        "logits_indices", "positions", "seq_lens",
+    )),
+    call(_REJECTION, ("sampler", "spec_config", "device")),
+    call(_REJECTION + ".__call__", ("self", "logits", "input_batch", "draft_logits")),
+    call(_REJECTION + "._get_logprobs_tensors", ("self", "input_batch", "sampled", "num_sampled", "logits")),
+    names(_REJECTION, ("num_speculative_steps", "sampler", "synthetic_conditional_rates")),
+)  # fmt: skip
