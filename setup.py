@@ -90,6 +90,10 @@ setup(
     entry_points={
         "console_scripts": ["eagle-kernels = eagle_kernels.tools.cli.main:main"],
         "sglang.srt.plugins": ["eagle_kernels = eagle_kernels.integrations.sglang:register"],
-        "eagle_kernels.reports": ["sglang = eagle_kernels.integrations.sglang.report:lines"],  # of the command `env`
+        "vllm.general_plugins": ["eagle_kernels = eagle_kernels.integrations.vllm:register"],
+        "eagle_kernels.reports": [  # of the command `env`
+            "sglang = eagle_kernels.integrations.sglang.report:lines",
+            "vllm = eagle_kernels.integrations.vllm.report:lines",
+        ],
     },
 )

@@ -2,8 +2,8 @@
 
 So are the stand-ins of the other tests: of what they compute in SGLang's place, SGLang's own functions run alone.
 
-Plain runs skip this, since a wheel of SGLang is 20 to 40 MB. EAGLE_KERNELS_SGLANG_WHEELS is a folder of wheels, to
-which missing ones are added, or `download` for a temporary one:
+Plain runs skip this. EAGLE_KERNELS_SGLANG_WHEELS is a folder of wheels, or `download`, which reads single files of
+those on the package index:
 
     EAGLE_KERNELS_SGLANG_WHEELS=download python -m pytest op_tests/integrations/test_sglang_contract.py
 """
@@ -14,10 +14,6 @@ import ast
 import builtins
 import dataclasses
 import enum
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -30,34 +26,16 @@ from eagle_kernels.integrations.shared.sources import Sources
 from op_tests.integrations import sglang_readers as readers
 from op_tests.integrations import sglang_server as server
 from op_tests.integrations import sglang_stub as stub
+from op_tests.integrations.releases import releases_of
 
-WHEELS = os.environ.get("EAGLE_KERNELS_SGLANG_WHEELS", "")
-if not WHEELS:
-    pytest.skip("needs SGLang's wheels: set EAGLE_KERNELS_SGLANG_WHEELS=FOLDER or =download", allow_module_level=True)
-
+released = releases_of("SGLang", "sglang")
 PAIRS = list(rules((*hooks.GUARDS, *hooks.HOOKS), contract.CONTRACT))
 RULES = dict(PAIRS)
-DOWNLOAD = (
-    "-q", "--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--platform", "manylinux_2_34_x86_64",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("sglang") if WHEELS == "download" else Path(WHEELS)
 
 
 @pytest.fixture(scope="module", params=hooks.TESTED)
-def sources(request, folder) -> Sources:
-    """The sources of a version; a wheel that cannot be had is told once for each case."""
-    pattern = f"sglang-{request.param}-*.whl"
-    if not list(folder.glob(pattern)):
-        command = [sys.executable, "-m", "pip", "download", *DOWNLOAD, "-d", str(folder), f"sglang=={request.param}"]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            reason = (result.stderr.strip() or result.stdout.strip() or "pip failed").splitlines()[-1]
-            pytest.skip(f"no wheel of SGLang {request.param}: {reason}")
-    return Sources.of_wheel(next(folder.glob(pattern)))
+def sources(request) -> Sources:
+    return released(request.param)
 
 
 def test_no_two_rules_have_one_name():

@@ -15,6 +15,8 @@ from eagle_kernels.integrations.sglang import hooks, report
 from eagle_kernels.integrations.sglang.contract import CONTRACT, GROUP
 from eagle_kernels.integrations.shared import contract
 from eagle_kernels.integrations.shared.sources import Sources
+from eagle_kernels.integrations.vllm import contract as vllm_contract
+from eagle_kernels.integrations.vllm import report as vllm_report
 from eagle_kernels.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,7 @@ else:
     chosen = None
 GROUP = "a.group"
 FIELDS = [Parent, Other]
+Method = Literal["one", "two"]
 class Other(Parent, p.base.Base):
     def method(this, value):
         this.own = value
@@ -60,7 +63,7 @@ def refuses(args):
 def goes_on(args):
     if args:
         raise ValueError("text")
-    return args
+    return args, 1
 """,
     "p/more/__init__.py": "from ..base import Base\nfrom .deep import helper\nLIMIT = 7\n",
     "p/more/deep.py": "def helper(a, /, b, *rest, c, **others): ...\n",
@@ -108,6 +111,8 @@ def test_parameters_are_read(sources):
 
 def test_values_are_read(sources):
     assert sources.constant("p.a.GROUP") == "a.group" and sources.constant("p.a.LIMIT") == 7
+    assert sources.constant("p.a.Method") == ("one", "two")
+    assert "\n    return (args, 1)" in sources.code("p.a.goes_on") and sources.code("p.a.gone") == ""
     assert sources.constant("p.a.FIELDS") is None and sources.constant("p.a.gone") is None
     assert sources.listed("p.a.FIELDS") == ["p.a.Parent", "p.a.Other"] and sources.listed("p.a.GROUP") == []
     assert sources.names_in_lists("p.a.lists") == {"Other"} and sources.names_in_lists("p.a.gone") == set()
@@ -129,6 +134,12 @@ def test_values_are_read(sources):
         (contract.call("p.a.Other", ("two",)), "p.a.Other takes one, two; expected first two"),
         (contract.call("p.a.helper", ("a",), ("c", "d")), "p.a.helper takes no d"),
         (contract.call("p.a.gone", ("a",)), "p.a.gone is not a function"),
+        (contract.takes("p.a.helper", ("a", "b", "c")), None),
+        (contract.takes("p.a.helper", ("a", "b")), "p.a.helper takes a, b, c; expected a, b"),
+        (contract.takes("p.a.gone", ()), "p.a.gone is not a function"),
+        (contract.contains("p.a.goes_on", "return (args, 1)"), None),
+        (contract.contains("p.a.goes_on", "return args"), "p.a.goes_on does not contain return args"),
+        (contract.contains("p.a.gone", "x"), "p.a.gone does not contain x"),
         (contract.either("p.a.gone", "p.a.GROUP"), None),
         (contract.either("p.a.gone", "p.a.lost"), "there is neither p.a.gone nor p.a.lost"),
         (contract.value("p.a.GROUP", "a.group"), None),
@@ -148,29 +159,16 @@ def test_an_entry_holds_or_says_why_not(tmp_path, entry, fault):
     assert faults == ([fault] if fault else [])
 
 
-def test_the_entry_point_is_in_the_group_of_the_contract():
+@pytest.mark.parametrize(("server", "group"), [("sglang", GROUP), ("vllm", vllm_contract.GROUP)])
+def test_the_entry_point_is_in_the_group_of_the_contract(server, group):
     text = (ROOT / "setup.py").read_text(encoding="utf-8")
-    assert f'"{GROUP}": ["eagle_kernels = eagle_kernels.integrations.sglang:register"]' in text
-    assert '"eagle_kernels.reports": ["sglang = eagle_kernels.integrations.sglang.report:lines"]' in text
+    assert f'"{group}": ["eagle_kernels = eagle_kernels.integrations.{server}:register"]' in text
+    assert (
+        f'"{server} = eagle_kernels.integrations.{server}.report:lines",' in text.partition("eagle_kernels.reports")[2]
+    )
 
 
 # `python -m eagle_kernels env`
-
-
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """`install(name, version)` makes a distribution with files and entry points, ahead of others with its name."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def make(name: str, version: str, entries: str = "", files: dict[str, str] | None = None) -> None:
-        info = {f"{name}-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
-        info[f"{name}-{version}.dist-info/entry_points.txt"] = entries
-        for path, text in (info | (files or {})).items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(text)
-        importlib.invalidate_caches()
-
-    return make
 
 
 OURS = "[eagle_kernels.reports]\nsglang = eagle_kernels.integrations.sglang.report:lines\n"
@@ -245,16 +243,17 @@ def test_a_report_that_fails_is_a_line(install, capsys):
     assert printed(capsys) == ["sglang: no report: ModuleNotFoundError: No module named 'eagle_kernels.gone'"]
 
 
-def test_a_report_imports_nothing_of_sglang_and_is_quick(note):
+@pytest.mark.parametrize(("server", "report"), [("sglang", report), ("vllm", vllm_report)])
+def test_a_report_imports_nothing_of_a_server_and_is_quick(note, server, report):
     """Measured in a process of its own, after what every command imports."""
     program = (
         "import eagle_kernels.tools.cli.main, sys, time\nbefore, start = set(sys.modules), time.perf_counter()\n"
-        "from eagle_kernels.integrations.sglang.report import lines\nlines()\n"
+        f"from eagle_kernels.integrations.{server}.report import lines\nlines()\n"
         "print(time.perf_counter() - start, *{name.split('.')[0] for name in set(sys.modules) - before})"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     seconds, *imported = result.stdout.split()
     note(f"{float(seconds):.3f} s")
-    assert "sglang" not in imported
+    assert server not in imported
     assert set(imported) <= {"eagle_kernels", "zipfile", "bz2", "_bz2", "lzma", "_lzma", "_compression"}
     assert float(seconds) < 1 or report.lines()[0][1] != "not installed"

@@ -39,6 +39,18 @@ def call(target: str, first: tuple[str, ...] = (), others: tuple[str, ...] = ())
     return [(f"{short(target)}()", fault)]
 
 
+def takes(target: str, parameters: tuple[str, ...]) -> Entry:
+    """Requires that a function takes these parameters and no others: ours overrides it, or gives it all of them."""
+
+    def fault(sources: Sources) -> str | None:
+        found = sources.parameters(target)
+        if found is None:
+            return f"{target} is not a function"
+        return None if found == parameters else f"{target} takes {', '.join(found)}; expected {', '.join(parameters)}"
+
+    return [(f"{short(target)}()", fault)]
+
+
 def either(*targets: str) -> Entry:
     """Requires that one of these names exists, since versions differ."""
 
@@ -68,14 +80,13 @@ def listed(function: str, name: str) -> Entry:
     return [(f"{name} in {short(function)}", fault)]
 
 
-def returns(function: str, expected: str) -> Entry:
-    """Requires of a function that its last statement returns this."""
+def contains(function: str, code: str) -> Entry:
+    """Requires of a function that this is in it, as `ast` writes it."""
 
     def fault(sources: Sources) -> str | None:
-        found = sources.last_return(function)
-        return None if found == expected else f"{function} returns {found or 'nothing'}; expected {expected}"
+        return None if code in sources.code(function) else f"{function} does not contain {code}"
 
-    return [(f"what {short(function)} returns", fault)]
+    return [(f"{code} in {short(function)}", fault)]
 
 
 def last_refusal(function: str, words: tuple[str, ...], allowed: str) -> Entry:

@@ -8,6 +8,7 @@ import importlib.util
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -30,7 +31,7 @@ class Sources:
         return cls(read)
 
     @classmethod
-    def of_wheel(cls, wheel: Path) -> Sources:
+    def of_wheel(cls, wheel: Path | BinaryIO) -> Sources:
         """Reads single files out of a wheel, and unpacks nothing."""
         archive = zipfile.ZipFile(wheel)
         names = set(archive.namelist())
@@ -135,10 +136,10 @@ class Sources:
         lists = [node for node in ast.walk(found) if isinstance(node, (ast.List, ast.Tuple))] if found else []
         return {item.id for node in lists for item in node.elts if isinstance(item, ast.Name)}
 
-    def last_return(self, function: str) -> str:
-        """Returns what a function returns at its end, as it is written; empty where it ends otherwise."""
-        last = (getattr(self.find(function), "body", None) or [None])[-1]
-        return ast.unparse(last.value) if isinstance(last, ast.Return) and last.value else ""
+    def code(self, function: str) -> str:
+        """Returns a function as `ast` writes it; empty where there is none."""
+        found = self.find(function)
+        return ast.unparse(found) if found else ""
 
     def last_refusal(self, function: str) -> tuple[str, str]:
         """Returns condition and text of the ValueError with which a function ends; empty where it ends otherwise."""

@@ -4,10 +4,10 @@ This table and that of `hooks.py` are held against sources, without importing th
 released versions, `python -m eagle_kernels env` for the one that is installed.
 """
 
-from ..shared.contract import call, names, returns, value
+from ..shared.contract import call, contains, names, takes, value
 from .parts import BACKEND
 
-GROUP = "vllm.general_plugins"  # of entry points; setup.py names it too
+GROUP, NAME = "vllm.general_plugins", "eagle_kernels"  # of the entry point; setup.py has them too
 
 _CONFIG = "vllm.config."
 _ATTENTION = "vllm.v1.attention."
@@ -32,13 +32,13 @@ def _host(module: str, name: str):
     return (
         names(backend, ("get_name", "get_impl_cls", "get_builder_cls")),
         # [pages, Hkv, page_size, 2 * D], written before `forward`
-        returns(f"{backend}.get_kv_cache_shape", "(num_blocks, num_kv_heads, block_size, 2 * head_size)"),
+        contains(f"{implementation}.do_kv_cache_update", "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)"),
         value(f"{backend}.forward_includes_kv_cache_update", False),
         names(metadata, ("block_table", "max_query_len", "num_actual_tokens", "seq_lens")),
-        call(builder, ("kv_cache_spec", "layer_names", "vllm_config", "device")),
-        call(f"{builder}.build", ("self", "common_prefix_len", "common_attn_metadata")),
+        takes(builder, ("kv_cache_spec", "layer_names", "vllm_config", "device")),
+        takes(f"{builder}.build", ("self", "common_prefix_len", "common_attn_metadata", "fast_build")),
         names(implementation, _IMPLEMENTATION),
-        call(f"{implementation}.forward", (
+        takes(f"{implementation}.forward", (
             "self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale",
             "output_block_scale",
         )),
@@ -82,10 +82,10 @@ CONTRACT = (
     names(_ATTENTION + "backend.CommonAttentionMetadata",
           ("causal", "max_query_len", "mm_req_doc_ranges", "query_start_loc", "seq_lens")),
     call(_BACKENDS + "utils.split_decodes_and_prefills", ("common_attn_metadata",), ("decode_threshold",)),
-    returns(_BACKENDS + "utils.split_decodes_and_prefills",
-            "(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens)"),
+    contains(_BACKENDS + "utils.split_decodes_and_prefills",
+             "return (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens)"),
     names(_BACKENDS + "fa_utils", ("get_flash_attn_version", "is_flash_attn_varlen_func_available")),
-    returns(_BACKENDS + "flash_attn.FlashAttentionBackend.get_name", "'FLASH_ATTN'"),
+    contains(_BACKENDS + "flash_attn.FlashAttentionBackend.get_name", "return 'FLASH_ATTN'"),
     *_host("flash_attn", "FlashAttention"),
     *_host("triton_attn", "TritonAttention"),
     names(_BACKENDS + "triton_attn.TritonAttentionImpl", ("chunk_lookback", "supports_quant_query_input")),
@@ -95,43 +95,47 @@ CONTRACT = (
           ("draft_id_to_target_id", "lm_head", "logits_processor")),
     call("vllm.model_executor.layers.logits_processor.LogitsProcessor.forward", ("self", "lm_head", "hidden_states")),
     # sampling.py
-    call(_GPU + "model_states.interface.ModelState.custom_sampler", ("self", "sampler")),
+    contains(_GPU + "model_runner.GPUModelRunner.load_model", "custom = self.model_state.custom_sampler(self.sampler)"),
+    contains(_GPU + "model_runner.GPUModelRunner.sample",
+             "self.rejection_sampler(logits, input_batch, self.speculator.draft_logits)"),
+    contains(_GPU + "model_runner.GPUModelRunner.sample", "self.sampler(logits, input_batch)"),
+    takes(_GPU + "model_states.interface.ModelState.custom_sampler", ("self", "sampler")),
     value(_CONFIG + "model.LogprobsMode",
           ("raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs")),
     names(_SAMPLER, (
         "bad_words_state", "compute_nans", "logit_bias_state", "logprobs_mode", "penalties_state", "req_states",
         "sampling_states",
     )),
-    call(_SAMPLER + ".sample", (
+    takes(_SAMPLER + ".sample", (
         "self", "logits", "expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos",
         "return_logprobs",
     )),
-    returns(_SAMPLER + ".sample", "(sampled, processed_logits)"),
-    call(_SAMPLER + ".returns_logprobs", ("self", "idx_mapping_np")),
-    call(_GPU + "sample.logit_bias.LogitBiasState.apply_logit_bias", (*_ROWS, "pos")),
-    call(_GPU + "sample.penalties.PenaltiesState.apply_penalties", (*_ROWS, "input_ids", "expanded_local_pos")),
-    call(_GPU + "sample.bad_words.BadWordsState.apply_bad_words", (*_ROWS, "input_ids", "expanded_local_pos")),
+    contains(_SAMPLER + ".sample", ") -> tuple[torch.Tensor, torch.Tensor]:"),
+    takes(_SAMPLER + ".returns_logprobs", ("self", "idx_mapping_np")),
+    takes(_GPU + "sample.logit_bias.LogitBiasState.apply_logit_bias", (*_ROWS, "pos")),
+    takes(_GPU + "sample.penalties.PenaltiesState.apply_penalties", (*_ROWS, "input_ids", "expanded_local_pos")),
+    takes(_GPU + "sample.bad_words.BadWordsState.apply_bad_words", (*_ROWS, "input_ids", "expanded_local_pos")),
     names(_STATES, ("min_p", "seeds", "temperature")),
-    call(_STATES + ".apply_temperature", _ROWS),
-    call(_STATES + ".apply_min_p", _ROWS),
-    call(_STATES + ".apply_top_k_top_p", _ROWS),
-    call(_STATES + ".get_top_k_top_p", ("self", "expanded_idx_mapping", "idx_mapping_np")),
-    returns(_STATES + ".get_top_k_top_p", "(top_k, top_p)"),
+    takes(_STATES + ".apply_temperature", _ROWS),
+    takes(_STATES + ".apply_min_p", _ROWS),
+    takes(_STATES + ".apply_top_k_top_p", _ROWS),
+    takes(_STATES + ".get_top_k_top_p", ("self", "expanded_idx_mapping", "idx_mapping_np")),
+    contains(_STATES + ".get_top_k_top_p", "return (top_k, top_p)"),
     names(_GPU + "buffer_utils.UvaBackedTensor", ("gpu", "np")),
     names(_GPU + "buffer_utils.StagedWriteTensor", ("gpu",)),
     names(_GPU + "states.RequestState", ("prefill_len",)),
     call(_GPU + "sample.output.SamplerOutput",
          ("sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected")),
-    call(_GPU + "metrics.logits.get_num_nans", ("logits",)),
-    call(_GPU + "input_batch.get_num_sampled_and_rejected",
+    takes(_GPU + "metrics.logits.get_num_nans", ("logits",)),
+    takes(_GPU + "input_batch.get_num_sampled_and_rejected",
          ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len")),
-    returns(_GPU + "input_batch.get_num_sampled_and_rejected", "(num_sampled, num_rejected)"),
+    contains(_GPU + "input_batch.get_num_sampled_and_rejected", "return (num_sampled, num_rejected)"),
     names(_GPU + "input_batch.InputBatch", (
         "cu_num_logits", "expanded_idx_mapping", "expanded_local_pos", "idx_mapping", "idx_mapping_np", "input_ids",
         "logits_indices", "positions", "seq_lens",
     )),
-    call(_REJECTION, ("sampler", "spec_config", "device")),
-    call(_REJECTION + ".__call__", ("self", "logits", "input_batch", "draft_logits")),
-    call(_REJECTION + "._get_logprobs_tensors", ("self", "input_batch", "sampled", "num_sampled", "logits")),
+    takes(_REJECTION, ("sampler", "spec_config", "device")),
+    takes(_REJECTION + ".__call__", ("self", "logits", "input_batch", "draft_logits")),
+    takes(_REJECTION + "._get_logprobs_tensors", ("self", "input_batch", "sampled", "num_sampled", "logits")),
     names(_REJECTION, ("num_speculative_steps", "sampler", "synthetic_conditional_rates")),
 )  # fmt: skip
