@@ -24,7 +24,7 @@ from bench.apps.server_cases import CASES, GREEDY, SYSTEMS
 from bench.harness import results
 from bench.harness.markdown import markdown
 from bench.lab.log import read_lines
-from bench.peers import fa3, sglang_engine, sglang_fa3
+from bench.peers import engine, fa3, sglang_engine, sglang_fa3
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 
@@ -230,14 +230,14 @@ def test_stock_engines_get_no_plug_in(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["here", "/there"]))
     installation = sglang_engine.Installation(tmp_path / "sglang", tmp_path / "flashinfer")
     (tmp_path / "flashinfer" / "bin").mkdir(parents=True)
-    told = sglang_engine.environment(order("triton"), installation, tmp_path / "plugin", with_flashinfer=True)
+    told = order("triton").environment(installation, tmp_path / "plugin", with_flashinfer=True)
     folders = [str(tmp_path / "flashinfer"), str(tmp_path / "sglang")]
     assert told["PYTHONPATH"].split(os.pathsep) == [*folders, str(Path("here").resolve()), "/there"]
     assert told["PATH"].startswith(str(tmp_path / "flashinfer" / "bin"))
     assert told["SGLANG_PLUGINS"] == sglang_engine.NO_PLUGIN and told["SGLANG_SIMULATE_ACC_LEN"] == "4.0"
     assert not {"EAGLE_KERNELS_SGLANG", "TRITON_INTERPRET", "SGLANG_IS_FLASHINFER_AVAILABLE"} & set(told)
     plain = order("triton", accept=None)
-    told = sglang_engine.environment(plain, installation, tmp_path / "plugin", with_flashinfer=False)
+    told = plain.environment(installation, tmp_path / "plugin", with_flashinfer=False)
     assert "SGLANG_SIMULATE_ACC_LEN" not in told and told["SGLANG_IS_FLASHINFER_AVAILABLE"] == "false"
     assert folders[0] not in told["PYTHONPATH"]
 
@@ -246,7 +246,7 @@ def test_stock_engines_get_no_plug_in(tmp_path, monkeypatch):
 def test_the_plug_in_is_found_as_an_installed_one(tmp_path):
     sglang_engine.write_plugin(tmp_path / "plugin")
     installation = sglang_engine.Installation()
-    told = sglang_engine.environment(order("eagle_kernels"), installation, tmp_path / "plugin", with_flashinfer=True)
+    told = order("eagle_kernels").environment(installation, tmp_path / "plugin", with_flashinfer=True)
     assert (told["SGLANG_PLUGINS"], told["EAGLE_KERNELS_SGLANG"]) == ("eagle_kernels", "all")
     code = (
         "import importlib.metadata as m; (p,) = m.entry_points(group='sglang.srt.plugins', name='eagle_kernels');"
@@ -256,13 +256,13 @@ def test_the_plug_in_is_found_as_an_installed_one(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=told, cwd=tmp_path, capture_output=True, text=True)
     point, function, file = done.stdout.splitlines()
     assert point == f"eagle_kernels.integrations.sglang:register {eagle_kernels.__version__}"
-    assert function == "register" and Path(file).is_relative_to(sglang_engine.ROOT)
+    assert function == "register" and Path(file).is_relative_to(engine.ROOT)
 
 
 def test_stock_engines_get_fa3_as_a_plug_in(tmp_path, monkeypatch):
     """Which holds all that it needs: its file and the library, unpacked or linked. SGLang's own needs none."""
     installation, plugin = sglang_engine.Installation(tmp_path / "sglang"), tmp_path / "plugin"
-    told = sglang_engine.environment(order("fa3"), installation, plugin, with_flashinfer=False)
+    told = order("fa3").environment(installation, plugin, with_flashinfer=False)
     assert told["SGLANG_PLUGINS"] == "fa3" and told["PYTHONPATH"].split(os.pathsep)[:2] == [
         str(plugin), str(tmp_path / "sglang"),
     ]  # fmt: skip
@@ -278,7 +278,7 @@ def test_stock_engines_get_fa3_as_a_plug_in(tmp_path, monkeypatch):
     assert (tmp_path / "other" / "vllm_fa3.so").resolve() == tmp_path / "vllm_fa3.so"
     write_own_fa3(tmp_path / "whole")
     installation = sglang_engine.Installation(tmp_path / "whole")
-    told = sglang_engine.environment(order("fa3"), installation, plugin, with_flashinfer=False)
+    told = order("fa3").environment(installation, plugin, with_flashinfer=False)
     assert told["SGLANG_PLUGINS"] == sglang_engine.NO_PLUGIN and str(plugin) not in told["PYTHONPATH"]
 
 
@@ -509,7 +509,7 @@ def test_engines_start_together_and_are_timed_in_turn(sglang, fail, tmp_path):
 def test_an_engine_s_time_is_its_own(sglang, tmp_path):
     """The time for which others keep it waiting is not."""
     installation, records = sglang_engine.Installation(tmp_path / "site"), []
-    for record in sglang_engine.run(order("triton"), installation, tmp_path / "log.txt", 6.0, with_flashinfer=False):
+    for record in engine.run(order("triton"), installation, tmp_path / "log.txt", 6.0, with_flashinfer=False):
         records.append(record["kind"])
         if record["kind"] in ("started", "done"):
             time.sleep(6.5)
@@ -577,8 +577,8 @@ def test_an_engine_that_hangs_is_killed_with_what_it_started(sglang, fail, tmp_p
     fail(triton="hang")
     log = tmp_path / "log.txt"
     installation = sglang_engine.Installation(tmp_path / "site")
-    with pytest.raises(sglang_engine.EngineFailure, match="took longer than 3 s"):
-        list(sglang_engine.run(order("triton"), installation, log, 3.0, with_flashinfer=False))
+    with pytest.raises(engine.EngineFailure, match="took longer than 3 s"):
+        list(engine.run(order("triton"), installation, log, 3.0, with_flashinfer=False))
     other = int(log.read_text().split("started ")[1].split()[0])
     assert has_ended(other)
 
@@ -590,7 +590,7 @@ def test_an_engine_ends_with_its_caller(sglang, fail, tmp_path):
     log = tmp_path / "logs" / "8_5_64_sglang_triton.txt"
     command = [sys.executable, "-m", "bench.run", "--app", "server", *sglang, "--system", "sglang+triton"]
     command += ["--case", "8/5/64", "--results", "none"]
-    caller = subprocess.Popen(command, cwd=sglang_engine.ROOT, stdout=subprocess.DEVNULL)
+    caller = subprocess.Popen(command, cwd=engine.ROOT, stdout=subprocess.DEVNULL)
     wait_for(lambda: log.exists() and "started" in log.read_text())
     caller.send_signal(signal.SIGKILL)
     caller.wait()

@@ -140,7 +140,7 @@ def test_a_stock_engine_that_fails_is_named(texts, capsys, monkeypatch):
 
 def test_without_sglang(tmp_path, capsys, monkeypatch):
     arguments = ["--app", "server", "--check-only", "--logs", str(tmp_path), "--shape", "small"]
-    monkeypatch.setattr(server.Installation, "has_sglang", lambda _: False)
+    monkeypatch.setattr(server.Installation, "is_here", lambda _: False)
     assert run.main(arguments) == 2
     assert capsys.readouterr().out == "SGLang is not installed; --sglang names a folder that holds it\n"
     for wrong in (["--row", "stock-chain"], ["--dtype", "float32"], ["--jobs", "0"]):

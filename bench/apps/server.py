@@ -1,8 +1,8 @@
-"""A server's steps: `python -m bench.run --app server [--sglang FOLDER] [--flashinfer FOLDER] [--case NAME ...]`.
+"""A server's steps: `python -m bench.run --app server [--engine vllm] [--sglang FOLDER] [--case NAME ...]`.
 
-Times SGLang's own engine, stock and with our plug-in, and EAGLEInference, at the shape of Llama-3.1-8B with an EAGLE-3
-head, and of Qwen3 models: dummy weights in bf16, random prompts, simulated acceptance; batches of equal requests, and
-500 of different lengths (`requests ...`, SGLang alone). Prints a table and writes JSON lines to
+Times SGLang's own engine or vLLM's, stock and with our plug-in, and EAGLEInference, at the shape of Llama-3.1-8B with
+an EAGLE-3 head, and of Qwen3 models: dummy weights in bf16, random prompts, simulated acceptance; batches of equal
+requests, and 500 of different lengths (`requests ...`, SGLang alone). Prints a table and writes JSON lines to
 `results/<gpu>/server.jsonl`. A system that cannot run says why, and the others run.
 
     sglang+flashinfer     the attention that SGLang chooses on NVIDIA for trees with more than one branch
@@ -11,10 +11,16 @@ head, and of Qwen3 models: dummy weights in bf16, random prompts, simulated acce
                           where SGLang's own is missing
     sglang+eagle_kernels  the plug-in, the parts that its flag turns on
     sglang+match          the plug-in by sample and match, where it samples
+    vllm+fa3              FlashAttention 3, which vLLM chooses on Hopper
+    vllm+triton           its Triton backend, which is not the default on Hopper
+    vllm+eagle_kernels    the plug-in, all its parts
     eagle_kernels         EAGLEInference, without a server
 
 All SGLang systems of a case draw the same accepted lengths, EAGLEInference simulates the mean that stock had: the exit
 status is 1 where an accepted length is more than 1 % off that of every stock system, and where an engine failed.
+
+`--engine vllm` decodes plainly and drafts chains, with prompts of 512 and 8,192 tokens, and times the first token of
+the latter (in place of a step). Its engines are started once for cases with the same drafts, all systems `--together`.
 
 `--tp 2` gives each engine of SGLang two GPUs, and times cases of its own, of an 8B and a 32B shape; EAGLEInference runs
 on one GPU and is left out. Tables keep these lines apart.
@@ -36,24 +42,26 @@ from pathlib import Path
 import torch
 
 from ..harness import results
-from ..peers import fa3, sglang_engine
-from ..peers.sglang_engine import ALL_REDUCES, EngineFailure, Installation, Order
+from ..peers import engine, fa3, sglang_engine, vllm_engine
+from ..peers.engine import Also, EngineFailure, TimedOrder
+from ..peers.sglang_engine import ALL_REDUCES, Installation
 from . import generation, server_tables, server_texts
 from .random_models import head_config, target_config
-from .server_cases import CASES, FA3, MATCH, OWN, RANK_CASES, STOCK, SYSTEMS, Case, ranks_of
-from .server_rows import PLUGGED_ROWS
+from .server_cases import EVERY_CASE, EVERY_SYSTEM, FAMILIES, MATCH, OWN, RANK_CASES, STOCK, Case, ranks_of
+from .server_rows import PLUGGED_ROWS, VLLM_ROWS
 from .server_tables import TOLERANCE, all_tables, off_stock, setting
 
 # tokens of the generations between which the slope is taken: of the shorter one, and of the longer one at most
 SHORT, QUICK_LONG, PLAIN_LONG = 48, 176, 304
 REPEATS = 3
-# of an engine; SGLang needs about one to start, and FlashInfer compiles for some more the first time
+# of an engine; SGLang needs about a minute to start, and FlashInfer compiles for some more the first time
 LIMIT_S = 900.0
+GPU_SHARE = 0.9  # of its memory, for the engines of vLLM that are there together
 OWN_ROOM = 4096  # tokens after a prompt that EAGLEInference may hold
 # prompts of the small shape, which tests use, are shorter by this
 SMALLER = 16
 QUICK_REQUESTS = 64
-# what SGLang reads in a config.json beside sizes, as published: of all models, and by `model_type`
+# what SGLang and vLLM read in a config.json beside sizes, as published: of all models, and by `model_type`
 PUBLISHED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -87,8 +95,11 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, directory: Path | None, about: dict):
         self.options, self.directory, self.about = options, directory, about
+        self.family, self.is_vllm = FAMILIES[options.engine], options.engine == "vllm"
         self.installation = Installation(options.sglang, options.flashinfer)
-        self.flashinfer = self.installation.flashinfer_version()
+        self.flashinfer = None if self.is_vllm else self.installation.flashinfer_version()
+        if self.is_vllm:
+            self.installation = vllm_engine.Installation(options.vllm)
         self.others_use_flashinfer = self.flashinfer is not None
         self.lines: list[dict] = []
         self.num_failures = 0
@@ -109,63 +120,73 @@ class Bench:
         if case.requests:
             return 0, max(text for _, text in self.requests(case))
         long = case.long if case.tree is not None else min(case.long, PLAIN_LONG)
-        return SHORT, min(long, QUICK_LONG) if self.options.quick else long
+        return SHORT if long > 1 else 0, min(long, QUICK_LONG) if self.options.quick else long
 
     def repeats(self) -> int:
         return 1 if self.options.quick else self.options.repeats
 
-    def order(self, case: Case, system: str, turns: Path | None = None) -> Order:
-        """Returns what SGLang is to do. turns: as of `sglang_engine.Order`."""
+    def order(self, case: Case, system: str, turns: Path | None = None, also: Sequence[Case] = ()) -> TimedOrder:
+        """Returns what an engine is to do. turns: as of `engine.TimedOrder`. also: cases that it is timed with too."""
         model, head = target_config(self.shape(case)), head_config(self.shape(case))
         published = PUBLISHED | PUBLISHED_OF[model["model_type"]]
-        return Order(
-            STOCK.get(system, sglang_engine.PLUGIN),
-            model=model | published,
-            draft=head | published
-            | {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": model["hidden_size"]},
-            # sampled first, all systems at the same time: sample and match has nothing else
-            sampling=tuple(sorted(case.sampling_of(system), reverse=True)),
-            batches=case.batches, prompt_tokens=self.prompt_tokens(case), lengths=self.lengths(case),
-            repeats=self.repeats(), requests=self.requests(case), turns=turns, tree=case.tree, accept=case.accept,
-            rule="match" if system == MATCH else None, tp=self.options.tp, all_reduce=self.options.all_reduce,
-        )  # fmt: skip
+        own = {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": model["hidden_size"]}
+        asked = {
+            "backend": self.family.stock.get(system, self.family.backend), "model": model | published,
+            "draft": head | published | own, "repeats": self.repeats(), "requests": self.requests(case), "turns": turns,
+            "tree": case.tree, "accept": case.accept, "tp": self.options.tp,
+        } | self.timed(case, system)._asdict()  # fmt: skip
+        asked["also"] = [self.timed(other, system) for other in also]
+        del asked["case"]
+        if self.is_vllm:
+            num_engines = len({*self.options.system} - {OWN}) if self.options.together else 1
+            return vllm_engine.Order(**asked, share=round(GPU_SHARE / num_engines, 3))
+        rule = "match" if system == MATCH else None
+        return sglang_engine.Order(**asked, rule=rule, all_reduce=self.options.all_reduce)
 
-    def run_all_sglang(self, case: Case, systems: Sequence[str]) -> None:
-        """Runs an engine of SGLang for each system: one after the other, or all at once, which generate in turn."""
+    def timed(self, case: Case, system: str) -> Also:
+        # sampled first, all systems at the same time: sample and match has nothing else
+        sampling = tuple(sorted(case.sampling_of(system), reverse=True))
+        return Also(case.name, case.batches, sampling, self.prompt_tokens(case), self.lengths(case))
+
+    def run_engines(self, cases: Sequence[Case], systems: Sequence[str]) -> None:
+        """Runs an engine for each system, with all these cases: one after the other, or all, which generate in turn."""
         if not self.options.together:
             for system in systems:
-                self.run_sglang(case, system, threading.Barrier(1), None)
+                self.run_engine(cases, system, threading.Barrier(1), None)
         elif systems:
             all_here = threading.Barrier(len(systems))
             with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(systems)) as pool:
                 turns = Path(folder) / "turns"
-                list(pool.map(lambda system: self.run_sglang(case, system, all_here, turns), systems))
+                list(pool.map(lambda system: self.run_engine(cases, system, all_here, turns), systems))
 
-    def run_sglang(self, case: Case, system: str, all_here: threading.Barrier, turns: Path | None) -> None:
-        """Runs one engine of SGLang for all batch sizes and temperatures of a case.
+    def run_engine(self, cases: Sequence[Case], system: str, all_here: threading.Barrier, turns: Path | None) -> None:
+        """Runs one engine for all batch sizes and temperatures of some cases.
 
         all_here: where engines wait for each other, so that none is timed while another starts or is gone already.
-        turns: as of `sglang_engine.Order`.
+        turns: as of `engine.TimedOrder`.
         """
+        case, *also = cases
         is_flashinfer = STOCK.get(system) == "flashinfer"
         with_flashinfer = self.flashinfer is not None if is_flashinfer else self.others_use_flashinfer
+        how = {} if self.is_vllm else {"with_flashinfer": with_flashinfer}
         log = self.options.logs / f"{re.sub('[^A-Za-z0-9.]', '_', f'{case.name}_{system}')}.txt"
-        start_s, versions, meetings = None, {}, ["started", "done"]
+        start_s, versions, meetings, named = None, {}, ["started", "done"], {other.name: other for other in also}
         try:
-            order = self.order(case, system, turns)
-            running = sglang_engine.run(order, self.installation, log, self.options.limit, with_flashinfer)
+            order = self.order(case, system, turns, also)
+            running = engine.run(order, self.installation, log, self.options.limit, **how)
             with contextlib.closing(running) as records:
                 for record in records:
                     kind = record.pop("kind")
                     if kind in meetings:
                         meetings.remove(kind)
                         all_here.wait()
+                    of = named.get(record.pop("case", ""), case)
                     if kind == "started":
                         start_s, versions = record["start_s"], record["versions"]
                     elif kind == "measured":
-                        self.record(case, system, record | {"start_s": start_s, "versions": versions})
+                        self.record(of, system, record | {"start_s": start_s, "versions": versions})
                     elif kind == "failed":
-                        self.fail(case, system, f"B={record['batch']} T={record['temperature']}: {record['error']}")
+                        self.fail(of, system, f"B={record['batch']} T={record['temperature']}: {record['error']}")
         except EngineFailure as failure:
             self.fail(case, system, str(failure))
             if is_flashinfer and self.others_use_flashinfer:
@@ -209,12 +230,14 @@ class Bench:
         bench, (short, long) = self.models(self.shape(case)), self.lengths(case)
         bench.prompt_tokens = self.prompt_tokens(case)
         bench.steps = max(1, round((long - short) / wanted))
-        engine = bench.engine(batch, case.tree, accept, max_length=bench.prompt_tokens + OWN_ROOM)
+        own = bench.engine(batch, case.tree, accept, max_length=bench.prompt_tokens + OWN_ROOM)
+        if not short:  # until the first token; the first time compiles
+            return [[round(bench.first_ms(own, batch), 4), 1.0] for _ in range(1 + self.repeats())][1:]
         chosen = dict(zip(("temperature", "top_p"), sampling)) if sampling[0] > 0 else {}
         raw = []
         for repeat in range(self.repeats()):
             seeds = [repeat * batch + request for request in range(batch)]
-            step_ms, length = bench.step_ms(engine, batch, is_plain=case.tree is None, seeds=seeds, **chosen)
+            step_ms, length = bench.step_ms(own, batch, is_plain=case.tree is None, seeds=seeds, **chosen)
             raw.append([round(step_ms, 4), round(length, 4)])
         return raw
 
@@ -222,7 +245,7 @@ class Bench:
         """Returns our own models, which are made when no other engine needs the GPU any longer."""
         if self._models is None or self._models.shape != shape:
             self._models = None  # which frees those of another shape
-            longest = max(map(self.prompt_tokens, CASES)) + OWN_ROOM
+            longest = max(map(self.prompt_tokens, EVERY_CASE)) + OWN_ROOM
             self._models = generation.Bench(shape, self.about["device"], steps=1, prompt_tokens=1, max_length=longest)
         return self._models
 
@@ -264,28 +287,33 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
     about = {"gpu": gpu, "commit": commit, "run": results.new_run(), "device": device}
     bench = Bench(options, directory if device.type == "cuda" else None, about)
+    missing = f"{bench.family.title} is not installed; --{options.engine} names a folder that holds it"
     if options.check_only:
-        if not bench.installation.has_sglang():
-            print("SGLang is not installed; --sglang names a folder that holds it")
+        if not bench.installation.is_here():
+            print(missing)
             return 2
-        return server_texts.check(options, bench.installation, bench.keep)
+        check = server_texts.check_chains if bench.is_vllm else server_texts.check
+        return check(options, bench.installation, bench.keep)
     options.limit = options.limit or LIMIT_S
-    systems = [system for system in SYSTEMS if system in options.system]
+    systems = [system for system in EVERY_SYSTEM if system in options.system]
     if options.tp > 1 and OWN in systems:
         print(f"{OWN}: EAGLEInference runs on one GPU, and is left out of --tp {options.tp}")
         systems.remove(OWN)
-    cases = [case for case in CASES if case.name in options.case]
-    if not bench.installation.has_sglang() and any(system != OWN for system in systems):
-        print("SGLang is not installed; --sglang names a folder that holds it")
+    cases = [case for case in EVERY_CASE if case.name in options.case]
+    if not bench.installation.is_here() and any(system != OWN for system in systems):
+        print(missing)
         systems = [system for system in systems if system == OWN]
     if "sglang+flashinfer" in systems and bench.flashinfer is None:
         print("sglang+flashinfer: FlashInfer is not installed; --flashinfer names a folder that holds it")
         systems.remove("sglang+flashinfer")
-    if FA3 in systems and (missing := missing_fa3(bench.installation, device)):
-        print(f"{FA3}: {missing}")
-        systems.remove(FA3)
-    for case in cases:
-        bench.run_all_sglang(case, [system for system in systems if system != OWN and case.sampling_of(system)])
+    for system in [system for system in systems if system.endswith("+fa3")]:
+        if missing := missing_fa3(bench.installation, device):
+            print(f"{system}: {missing}")
+            systems.remove(system)
+    options.system = systems
+    for shared in dict.fromkeys(case.shared for case in cases):
+        alike = [case for case in cases if case.shared == shared]
+        bench.run_engines(alike, [system for system in systems if system != OWN and alike[0].sampling_of(system)])
     if OWN in systems:
         for case in cases:
             if not case.requests:
@@ -298,9 +326,10 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     return int(bool(faults) or bench.num_failures > 0)
 
 
-def missing_fa3(installation: Installation, device: torch.device) -> str | None:
-    """Returns why SGLang cannot use FlashAttention 3 here; None where it can."""
-    if not installation.has_own_fa3() and fa3.find_library() is None:
+def missing_fa3(installation: Installation | vllm_engine.Installation, device: torch.device) -> str | None:
+    """Returns why an engine cannot use FlashAttention 3 here; None where it can. vLLM has its own build."""
+    is_sglang = isinstance(installation, Installation)
+    if is_sglang and not installation.has_own_fa3() and fa3.find_library() is None:
         return "neither SGLang's own build (sgl_kernel/flash_ops) nor vLLM's (.peers/vllm_fa3.so) is here"
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         return "FlashAttention 3 needs a Hopper GPU"
@@ -313,24 +342,28 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m bench.run --app server", description=__doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    names = [case.name for case in CASES]
+    engines = "whose engine: SGLang's (default) or vLLM's"
+    parser.add_argument("--engine", choices=FAMILIES, default="sglang", help=engines)
+    parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="where vLLM is, if Python does not find it")
+    names = [case.name for case in EVERY_CASE]
     parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="where SGLang is, if Python does not find it")
     parser.add_argument("--flashinfer", type=Path, metavar="FOLDER", help="where FlashInfer is, likewise")
     parser.add_argument("--case", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME", help="as listed above")
-    parser.add_argument("--together", action="store_true", help="start a case's engines at once, and time them in turn")
+    parser.add_argument("--system", nargs="+", choices=EVERY_SYSTEM, metavar="NAME", help="as listed above")
+    together = "start a case's engines at once, and time them in turn (vLLM's: unless --no-together)"
+    parser.add_argument("--together", action=argparse.BooleanOptionalAction, help=together)
     ranks = f"GPUs of an engine; cases of several: {', '.join(RANK_CASES)}"
     parser.add_argument("--tp", type=int, default=1, help=ranks)
     add_up = "how several GPUs add up: by SGLang's own kernel, where that works, or by NCCL"
     parser.add_argument("--all-reduce", choices=ALL_REDUCES, default=ALL_REDUCES[0], help=add_up)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="slopes of which the median counts (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="once and shorter; the tables leave such lines out")
-    parser.add_argument("--limit", type=float, help="seconds that an engine of SGLang may take, without waiting")
+    parser.add_argument("--limit", type=float, help="seconds that an engine may take, without waiting")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for logs of engines (default: a temporary one)")
     parser.add_argument("--shape", choices=["small"], help="for tests, in place of the cases' own")
     check = parser.add_argument_group("texts", "the plug-in's texts against stock's, of the embedded pair")
     check.add_argument("--check-only", action="store_true", help="compare texts and acceptance, and time nothing")
-    rows = [row.name for row in PLUGGED_ROWS]
+    rows = [row.name for row in (*PLUGGED_ROWS, *VLLM_ROWS)]
     check.add_argument("--row", nargs="+", choices=rows, default=rows, metavar="NAME", help=", ".join(rows))
     check.add_argument("--jobs", type=int, default=1, help="engines that run at once")
     check.add_argument("--dtype", choices=list(server_texts.ROUNDING), default="float16", help="of models and KV")
@@ -338,10 +371,20 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("jobs", "tp", "repeats"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: at least 1; got {getattr(options, name)}")
-    options.case = options.case or (names if options.tp == 1 else RANK_CASES)
+    is_vllm, systems = options.engine == "vllm", FAMILIES[options.engine].systems
+    of_engine = [case.name for case in EVERY_CASE if case.engine == options.engine]
+    options.case = options.case or (of_engine if options.tp == 1 else RANK_CASES)
+    options.system = options.system or systems
+    if options.together is None:
+        options.together = is_vllm
+    if is_vllm and options.tp > 1:
+        parser.error("--tp: of SGLang alone")
+    for name, chosen, known in (("case", options.case, of_engine), ("system", options.system, systems)):
+        if others := [each for each in chosen if each not in known]:
+            parser.error(f"--{name}: of --engine {options.engine} are {', '.join(known)}; got {', '.join(others)}")
     if options.tp > 1 and (others := [name for name in options.case if name not in RANK_CASES]):
         parser.error(f"--tp: cases are {', '.join(RANK_CASES)}; got {', '.join(others)}")
-    for name in ("sglang", "flashinfer"):
+    for name in ("sglang", "flashinfer", "vllm"):
         folder = getattr(options, name)
         if folder is not None and not folder.is_dir():
             parser.error(f"--{name}: no folder {folder}")

@@ -4,9 +4,31 @@ import random
 from typing import NamedTuple
 
 FA3 = "sglang+fa3"
-STOCK = {"sglang+flashinfer": "flashinfer", "sglang+triton": "triton", FA3: "fa3"}  # with their attention backends
 PLUGGED, MATCH, OWN = "sglang+eagle_kernels", "sglang+match", "eagle_kernels"
-SYSTEMS = (*STOCK, PLUGGED, MATCH, OWN)
+VLLM_FA3, VLLM_PLUGGED = "vllm+fa3", "vllm+eagle_kernels"
+
+
+class Family(NamedTuple):
+    """An engine of another project: its systems and cases."""
+
+    title: str
+    stock: dict[str, str]  # systems with their attention backends
+    plugged: tuple[str, ...]
+    backend: str  # of the plugged ones
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        return (*self.stock, *self.plugged, OWN)
+
+
+FAMILIES = {
+    "sglang": Family("SGLang", {"sglang+flashinfer": "flashinfer", "sglang+triton": "triton", FA3: "fa3"},
+                     (PLUGGED, MATCH), "eagle_kernels"),
+    "vllm": Family("vLLM", {VLLM_FA3: "FLASH_ATTN", "vllm+triton": "TRITON_ATTN"}, (VLLM_PLUGGED,), "CUSTOM"),
+}  # fmt: skip
+STOCK = {system: backend for family in FAMILIES.values() for system, backend in family.stock.items()}
+SYSTEMS = FAMILIES["sglang"].systems
+EVERY_SYSTEM = tuple(dict.fromkeys(system for family in FAMILIES.values() for system in family.systems))
 
 GREEDY = ((0.0, 1.0),)  # temperature, top-p
 TREE_SAMPLING = (*GREEDY, (0.8, 0.95))
@@ -25,6 +47,12 @@ class Case(NamedTuple):
     shape: str = "llama-3.1-8b"
     # lengths of prompts and texts that are sent at once, in place of equal ones; batches are then those with a graph
     requests: tuple[tuple[int, int], ...] = ()
+    engine: str = "sglang"  # of FAMILIES
+
+    @property
+    def shared(self) -> tuple:
+        """Returns what cases that one engine is timed with have in common; vLLM needs a minute and more to start."""
+        return (self.tree, self.accept) if self.engine == "vllm" else (self.name,)
 
     def sampling_of(self, system: str) -> tuple[tuple[float, float], ...]:
         """Returns what a system is measured with: sample and match differs from the plug-in where it samples."""
@@ -71,3 +99,15 @@ CASES = (
     ),
 )
 RANK_CASES = [case.name for case in CASES if case.name.partition(" ")[0] in RANK_SHAPES]
+
+# tokens of a step as with the embedded pair's chains; a text of one token is timed from the prompt on
+VLLM_CHAINS = (("plain", None, None), ("chain3", (1, 3, 4), 2.5), ("chain7", (1, 7, 8), 3.2))
+VLLM_CASES = (
+    *(
+        Case(f"vllm {name}{length}", batches, tree, accept, prompts, sampling=TREE_SAMPLING, engine="vllm")
+        for name, tree, accept in VLLM_CHAINS
+        for length, batches, prompts in (("", (1, 8, 32), 512), (" 8k", (8,), 8192))
+    ),
+    Case("vllm first token 8k", (1,), prompt_tokens=8192, long=1, engine="vllm"),
+)
+EVERY_CASE = (*CASES, *VLLM_CASES)

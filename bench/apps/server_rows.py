@@ -1,11 +1,12 @@
-"""The engines and the traffic with which SGLang's texts are compared."""
+"""The engines and the traffic with which texts of SGLang and of vLLM are compared."""
 
 import json
 from typing import Any, NamedTuple
 
 from eagle_kernels.engine.models.loading import demo_pair
 
-from ..peers.sglang_engine import PLUGIN
+from ..peers.engine import PLUGIN
+from ..peers.vllm_engine import CUSTOM, FA3
 
 TREES = {"8/5/32": (8, 5, 32), "4/3/8": (4, 3, 8), "chain": (1, 4, 5)}  # topk, steps, nodes
 
@@ -16,7 +17,7 @@ def pair_case(tree: str) -> str:
 
 
 class Row(NamedTuple):
-    """One engine. asked: parts for EAGLE_KERNELS_SGLANG; None: what the backend turns on; empty: a stock engine."""
+    """One engine. asked: parts for the plug-in's variable; None: what the backend turns on; empty: a stock engine."""
 
     name: str
     tree: str
@@ -45,6 +46,13 @@ PLUGGED_ROWS = (
     Row("no-attention", "8/5/32", has_graphs=False, page_size=16, backend="triton", asked="verify,draft,kv"),
     Row("attention", "chain", has_graphs=False, has_overlap=False, asked="attention", has_radix_cache=False),
     Row("chain", "chain", page_size=16, has_radix_cache=False),
+)
+
+# of vLLM, whose graphs, overlap and pages are its own; the texts of the first one are those that all must have
+VLLM_STOCK = (Row("vllm-plain", "plain", backend=FA3, asked=""), Row("vllm-chain", "chain", backend=FA3, asked=""))
+VLLM_ROWS = (
+    Row("plugged-plain", "plain", backend=CUSTOM, asked="all"),
+    Row("plugged-chain", "chain", backend=CUSTOM, asked="all"),
 )
 
 # tokens of prompts: the smallest, those around pages of 16 and 64 tokens and around a chunk of 256, and long ones

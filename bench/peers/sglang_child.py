@@ -1,202 +1,47 @@
-"""Starts one SGLang engine and times it: the script that `sglang_engine.py` runs in a process of its own.
+"""SGLang's engine in the process of engine_child.py, which says what each method is for.
 
-It is copied to a folder of its own before it runs, and imports nothing of this repository but `sglang_traffic.py`,
-which may lie beside it: SGLang's own processes import it again, and the folder of a script comes first where Python
-looks for packages.
-
-    python sglang_child.py ORDER RECORDS
-
-ORDER is a JSON file: the arguments of `sglang.Engine`, what is to be generated, and the folder in which the caller
-writes a file for each record that the engine waits to be seen: `started`, and `done`. Each record becomes a line of
-RECORDS at once.
+It is copied beside that script, and imports nothing of this repository but `sglang_traffic.py`, which may lie beside.
 """
 
-import contextlib
-import fcntl
 import importlib
-import importlib.metadata
-import json
 import os
-import random
-import signal
-import statistics
-import sys
-import threading
-import time
 
-# names of distributions; the first that is installed counts
+PACKAGE = "sglang"
 PACKAGES = {
     "sglang": ("sglang",),
     "sgl_kernel": ("sglang-kernel", "sgl-kernel"),
-    "flashinfer": ("flashinfer-python",),
     "fa3": ("vllm_fa3",),  # where it takes the place of SGLang's own
-    "torch": ("torch",),
-    "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm"),
 }
-POLL_S = 0.1
-WARM_TOKENS = 24
-SMALLEST_TOKEN = 100  # of prompts: smaller ones may be special
+if os.environ.get("SGLANG_IS_FLASHINFER_AVAILABLE") != "false":  # else SGLang is told to leave it
+    PACKAGES["flashinfer"] = ("flashinfer-python",)
 
 
-def main(order_file: str, records_file: str) -> None:
-    """Runs the order; what cannot be generated becomes a record of kind `failed`, and the next is tried."""
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-    with open(order_file, encoding="utf-8") as file:
-        order = json.load(file)
-    with open(records_file, "a", encoding="utf-8") as records:
+class Engine:
+    """See engine_child.py."""
 
-        def write(kind: str, **fields) -> None:
-            records.write(json.dumps({"kind": kind} | fields) + "\n")
-            records.flush()
+    def __init__(self, arguments: dict):
+        self._engine = importlib.import_module(PACKAGE).Engine(**arguments)
+        self.backend = getattr(self._engine.server_args, "attention_backend", None)
+        self._steps = 0
 
-        def meet(kind: str, **fields) -> None:
-            write(kind, **fields)
-            while not os.path.exists(os.path.join(order["seen"], kind)):
-                time.sleep(POLL_S)
+    def generate(self, prompts: list[list[int]], sampling: dict, length: int | list[int]) -> list[list[int]]:
+        parameters = [sampling | {"max_new_tokens": each, "ignore_eos": True} for each in _listed(length)]
+        outputs = self._engine.generate(
+            input_ids=prompts, sampling_params=parameters if isinstance(length, list) else parameters[0]
+        )
+        outputs = _listed(outputs)
+        self._steps += sum(output["meta_info"].get("spec_verify_ct") or 0 for output in outputs)
+        return [output["output_ids"] for output in outputs]
 
-        engine = start(order["engine"], meet)
-        if "traffic" in order:
-            importlib.import_module("sglang_traffic").serve(engine, order["traffic"], write)
-        elif order["requests"]:
-            measure_requests(engine, order, write)
-        else:
-            measure_all(engine, order, write)
-        meet("done")
-        engine.shutdown()
+    def steps(self) -> float:
+        return self._steps
 
+    def serve(self, traffic: dict, write) -> None:
+        importlib.import_module("sglang_traffic").serve(self._engine, traffic, write)
 
-def measure_all(engine, order: dict, write) -> None:
-    """Times all batch sizes of an order by each sampling."""
-    source = random.Random(0)
-    prompts = {
-        batch: [
-            [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(order["prompt_tokens"])]
-            for _ in range(batch)
-        ]
-        for batch in order["batches"]
-    }
-    for sampling in order["sampling"]:
-        for batch in order["batches"]:
-            try:
-                numbers = measure(engine, prompts[batch], sampling, order, write)
-            except Exception as error:
-                write("failed", batch=batch, **sampling, error=f"{type(error).__name__}: {error}"[:500])
-            else:
-                write("measured", batch=batch, **sampling, **numbers)
+    def stop(self) -> None:
+        self._engine.shutdown()
 
 
-def measure_requests(engine, order: dict, write) -> None:
-    """Times requests of different lengths that are sent at once, by the first sampling; those that must wait do."""
-    source, running, sampling = random.Random(0), max(order["batches"]), order["sampling"][0]
-    make = lambda length: [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(length)]  # noqa: E731
-    prompts = [make(length) for length, _ in order["requests"]]
-    parameters = [sampling | {"max_new_tokens": length, "ignore_eos": True} for _, length in order["requests"]]
-    with turn(order, write):
-        generate(engine, [make(len(prompt)) for prompt in prompts[:running]], WARM_TOKENS, sampling)
-        begin_s = time.perf_counter()
-        outputs = engine.generate(input_ids=prompts, sampling_params=parameters)
-        seconds = time.perf_counter() - begin_s
-    tokens = [len(output["output_ids"]) for output in outputs]
-    if tokens != [length for _, length in order["requests"]]:
-        write("failed", batch=running, **sampling, error="some texts are not as long as was asked for")
-        return
-    # the first token of a text comes with its prompt
-    steps = sum(output["meta_info"].get("spec_verify_ct") or 0 for output in outputs)
-    accept = (sum(tokens) - len(tokens)) / steps if order["is_speculative"] else 1.0
-    write(
-        "measured", batch=running, **sampling, ms_per_step=None, tokens_per_s=round(sum(tokens) / seconds, 2),
-        accept_length=round(accept, 4), requests_per_s=round(len(tokens) / seconds, 4), raw=[round(seconds, 3)],
-    )  # fmt: skip
-
-
-def end_with(parent: int) -> None:
-    """Kills this process group, SGLang's processes too, when the process that started it is no longer there."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.killpg(0, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def turn(order: dict, write):
-    """Waits until none of the engines that share a file generates, and lets one of them go first afterwards.
-
-    Tells when it waits and when it goes on.
-    """
-    if order["turns"] is None:
-        yield
-        return
-    with open(order["turns"], "a", encoding="utf-8") as file:
-        write("waits")
-        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
-        write("goes")
-        yield
-    time.sleep(POLL_S)
-
-
-def start(arguments: dict, meet):
-    """Starts the engine, tells how long that took and what it runs with, and waits until that was seen."""
-    begin_s = time.perf_counter()
-    import sglang
-
-    imported_s = time.perf_counter()
-    engine = sglang.Engine(**arguments)
-    times = {"import_s": round(imported_s - begin_s, 1), "start_s": round(time.perf_counter() - imported_s, 1)}
-    backend = getattr(engine.server_args, "attention_backend", None)
-    meet("started", **times, attention_backend=backend, versions=versions(sglang))
-    return engine
-
-
-def versions(sglang) -> dict[str, str]:
-    """Returns the versions of the packages that are there; not FlashInfer's where SGLang is told to leave it."""
-    found = {"sglang": getattr(sglang, "__version__", None)}
-    for name, distributions in PACKAGES.items():
-        for distribution in distributions:
-            try:
-                found.setdefault(name, importlib.metadata.version(distribution))
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    if os.environ.get("SGLANG_IS_FLASHINFER_AVAILABLE") == "false":
-        found.pop("flashinfer", None)
-    return {name: version for name, version in found.items() if version is not None}
-
-
-def measure(engine, prompts: list[list[int]], sampling: dict, order: dict, write) -> dict:
-    """Times steps as the slope between two lengths of generation: what both cost, the prompts' part too, cancels.
-
-    raw: seconds of the short and of the long generation, and the steps and tokens of a request between them, for each
-    repeat. The time of a step and the speed are medians over repeats; the accepted length is of all repeats together.
-    """
-    short, long = order["lengths"]
-    slopes, speeds, raw = [], [], []
-    for _ in range(order["repeats"]):
-        with turn(order, write):
-            generate(engine, prompts, WARM_TOKENS, sampling)  # each time: it may have waited for others
-            short_s, short_tokens, short_steps = generate(engine, prompts, short, sampling)
-            long_s, long_tokens, long_steps = generate(engine, prompts, long, sampling)
-        seconds, tokens = long_s - short_s, long_tokens - short_tokens
-        steps = long_steps - short_steps if order["is_speculative"] else tokens
-        slopes.append(1e3 * seconds / steps)
-        speeds.append(len(prompts) * tokens / seconds)
-        raw.append([round(short_s, 4), round(long_s, 4), round(steps, 2), round(tokens, 2)])
-    return {
-        "ms_per_step": round(statistics.median(slopes), 4),
-        "tokens_per_s": round(statistics.median(speeds), 2),
-        "accept_length": round(sum(row[3] for row in raw) / sum(row[2] for row in raw), 4),
-        "raw": raw,
-    }
-
-
-def generate(engine, prompts: list[list[int]], num_tokens: int, sampling: dict) -> tuple[float, float, float]:
-    """Returns the seconds, and the mean tokens and verification steps of a request."""
-    parameters = sampling | {"max_new_tokens": num_tokens, "ignore_eos": True}
-    begin_s = time.perf_counter()
-    outputs = engine.generate(input_ids=prompts, sampling_params=parameters)
-    seconds = time.perf_counter() - begin_s
-    outputs = [outputs] if isinstance(outputs, dict) else outputs
-    tokens = statistics.mean(len(output["output_ids"]) for output in outputs)
-    steps = statistics.mean(output["meta_info"].get("spec_verify_ct") or 0 for output in outputs)
-    return seconds, tokens, steps
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def _listed(value) -> list:
+    return value if isinstance(value, list) else [value]

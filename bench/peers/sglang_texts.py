@@ -1,4 +1,4 @@
-"""One SGLang engine with the embedded pair of models, whose texts are compared: an order for `sglang_engine.run`."""
+"""One SGLang engine with the embedded pair of models, whose texts are compared: an order for `engine.run`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,8 @@ from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.integrations.sglang.parts import PARTS
 
 from . import sglang_child, sglang_traffic
-from .sglang_engine import PLUGIN, AnyOrder
+from .engine import PLUGIN
+from .sglang_engine import SGLangOrder
 
 # Fewer than the requests that run at once: larger batches run without a graph, smaller ones in the next larger graph.
 GRAPH_SIZES = (1, 4, 16)
@@ -19,7 +20,7 @@ CONTEXT_LENGTH = 1024
 
 
 @dataclass(frozen=True)
-class TextOrder(AnyOrder):
+class TextOrder(SGLangOrder):
     """One engine, and the traffic that it serves."""
 
     asked: str | None

@@ -1,0 +1,197 @@
+"""Starts one engine and times it: the script that `engine.py` runs in a process of its own.
+
+It is copied to a folder of its own before it runs, and imports nothing of this repository but the files beside it: an
+engine's own processes import it again, and the folder of a script comes first where Python looks for packages.
+
+    python engine_child.py ORDER RECORDS
+
+ORDER is a JSON file: the engine's module and arguments, what is to be generated, and the folder in which the caller
+writes a file for each record that the engine waits to be seen: `started`, and `done`. Each record becomes a line of
+RECORDS at once.
+
+The module (sglang_child.py, vllm_child.py) has PACKAGE, which is imported, PACKAGES as here, and the class Engine:
+
+    Engine(arguments)                    starts it
+    backend                              of attention, as it was started with
+    generate(prompts, sampling, length)  returns the tokens of each text; length: of all, or a list
+    steps()                              returns the verification steps of all requests so far
+    serve(traffic, write)                generates texts that are compared, and writes a record `texts` for each wave
+    stop()
+"""
+
+import contextlib
+import fcntl
+import importlib
+import importlib.metadata
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import threading
+import time
+
+# names of distributions; the first that is installed counts
+PACKAGES = {"torch": ("torch",), "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm")}
+POLL_S = 0.1
+WARM_TOKENS = 24
+SMALLEST_TOKEN = 100  # of prompts: smaller ones may be special
+
+
+def main(order_file: str, records_file: str) -> None:
+    """Runs the order; what cannot be generated becomes a record of kind `failed`, and the next is tried."""
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    with open(order_file, encoding="utf-8") as file:
+        order = json.load(file)
+    with open(records_file, "a", encoding="utf-8") as records:
+
+        def write(kind: str, **fields) -> None:
+            records.write(json.dumps({"kind": kind} | fields) + "\n")
+            records.flush()
+
+        def meet(kind: str, **fields) -> None:
+            write(kind, **fields)
+            while not os.path.exists(os.path.join(order["seen"], kind)):
+                time.sleep(POLL_S)
+
+        engine = start(importlib.import_module(order["module"]), order["engine"], meet)
+        if "traffic" in order:
+            engine.serve(order["traffic"], write)
+        else:
+            measure_some = measure_requests if order["requests"] else measure_all
+            for timed in order["timed"]:
+                measure_some(engine, order | timed, write)
+        meet("done")
+        engine.stop()
+
+
+def measure_all(engine, order: dict, write) -> None:
+    """Times all batch sizes of an order by each sampling."""
+    source = random.Random(0)
+    prompts = {
+        batch: [
+            [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(order["prompt_tokens"])]
+            for _ in range(batch)
+        ]
+        for batch in order["batches"]
+    }
+    for sampling in order["sampling"]:
+        for batch in order["batches"]:
+            about = {"case": order["case"], "batch": batch} | sampling
+            try:
+                numbers = measure(engine, prompts[batch], sampling, order, write)
+            except Exception as error:
+                write("failed", **about, error=f"{type(error).__name__}: {error}"[:500])
+            else:
+                write("measured", **about, **numbers)
+
+
+def measure_requests(engine, order: dict, write) -> None:
+    """Times requests of different lengths that are sent at once, by the first sampling; those that must wait do."""
+    source, running, sampling = random.Random(0), max(order["batches"]), order["sampling"][0]
+    make = lambda length: [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(length)]  # noqa: E731
+    prompts = [make(length) for length, _ in order["requests"]]
+    lengths = [length for _, length in order["requests"]]
+    about = {"case": order["case"], "batch": running} | sampling
+    with turn(order, write):
+        generate(engine, [make(len(prompt)) for prompt in prompts[:running]], WARM_TOKENS, sampling)
+        before, begin_s = engine.steps(), time.perf_counter()
+        tokens = [len(text) for text in engine.generate(prompts, sampling, lengths)]
+        seconds = time.perf_counter() - begin_s
+    if tokens != lengths:
+        write("failed", **about, error="some texts are not as long as was asked for")
+        return
+    # the first token of a text comes with its prompt
+    accept = (sum(tokens) - len(tokens)) / (engine.steps() - before) if order["is_speculative"] else 1.0
+    write(
+        "measured", **about, ms_per_step=None, tokens_per_s=round(sum(tokens) / seconds, 2),
+        accept_length=round(accept, 4), requests_per_s=round(len(tokens) / seconds, 4), raw=[round(seconds, 3)],
+    )  # fmt: skip
+
+
+def end_with(parent: int) -> None:
+    """Kills this process group, the engine's processes too, when the process that started it is no longer there."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def turn(order: dict, write):
+    """Waits until none of the engines that share a file generates, and lets one of them go first afterwards.
+
+    Tells when it waits and when it goes on.
+    """
+    if order["turns"] is None:
+        yield
+        return
+    with open(order["turns"], "a", encoding="utf-8") as file:
+        write("waits")
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        write("goes")
+        yield
+    time.sleep(POLL_S)
+
+
+def start(module, arguments: dict, meet):
+    """Starts the engine, tells how long that took and what it runs with, and waits until that was seen."""
+    begin_s = time.perf_counter()
+    package = importlib.import_module(module.PACKAGE)
+    imported_s = time.perf_counter()
+    engine = module.Engine(arguments)
+    times = {"import_s": round(imported_s - begin_s, 1), "start_s": round(time.perf_counter() - imported_s, 1)}
+    meet("started", **times, attention_backend=engine.backend, versions=versions(module, package))
+    return engine
+
+
+def versions(module, package) -> dict[str, str]:
+    """Returns the versions of the packages that are there."""
+    found = {module.PACKAGE: getattr(package, "__version__", None)}
+    for name, distributions in (module.PACKAGES | PACKAGES).items():
+        for distribution in distributions:
+            try:
+                found.setdefault(name, importlib.metadata.version(distribution))
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def measure(engine, prompts: list[list[int]], sampling: dict, order: dict, write) -> dict:
+    """Times steps as the slope between two lengths of generation: what both cost, the prompts' part too, cancels.
+
+    A shorter length of 0 is not generated: the slope to a length of 1 is the time to the first token.
+
+    raw: seconds of the short and of the long generation, and the steps and tokens of a request between them, for each
+    repeat. The time of a step and the speed are medians over repeats; the accepted length is of all repeats together.
+    """
+    short, long = order["lengths"]
+    slopes, speeds, raw = [], [], []
+    for _ in range(order["repeats"]):
+        with turn(order, write):
+            generate(engine, prompts, WARM_TOKENS, sampling)  # each time: it may have waited for others
+            short_s, short_tokens, short_steps = generate(engine, prompts, short, sampling) if short else (0.0, 0, 0)
+            long_s, long_tokens, long_steps = generate(engine, prompts, long, sampling)
+        seconds, tokens = long_s - short_s, long_tokens - short_tokens
+        steps = long_steps - short_steps if order["is_speculative"] and short else tokens
+        slopes.append(1e3 * seconds / steps)
+        speeds.append(len(prompts) * tokens / seconds)
+        raw.append([round(short_s, 4), round(long_s, 4), round(steps, 2), round(tokens, 2)])
+    return {
+        "ms_per_step": round(statistics.median(slopes), 4),
+        "tokens_per_s": round(statistics.median(speeds), 2),
+        "accept_length": round(sum(row[3] for row in raw) / sum(row[2] for row in raw), 4),
+        "raw": raw,
+    }
+
+
+def generate(engine, prompts: list[list[int]], num_tokens: int, sampling: dict) -> tuple[float, float, float]:
+    """Returns the seconds, and the mean tokens and verification steps of a request."""
+    before, begin_s = engine.steps(), time.perf_counter()
+    texts = engine.generate(prompts, sampling, num_tokens)
+    seconds = time.perf_counter() - begin_s
+    return seconds, statistics.mean(map(len, texts)), (engine.steps() - before) / len(prompts)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

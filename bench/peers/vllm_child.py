@@ -1,0 +1,58 @@
+"""vLLM's engine in the process of engine_child.py, which says what each method is for.
+
+It is copied beside that script, and imports nothing of this repository.
+"""
+
+import importlib
+
+PACKAGE = "vllm"
+PACKAGES = {"vllm": ("vllm",)}
+DRAFTS = "vllm:spec_decode_num_drafts"  # vLLM's counter of steps with drafts, of all requests
+GREEDY = {"temperature": 0.0}
+
+
+class Engine:
+    """See engine_child.py."""
+
+    def __init__(self, arguments: dict):
+        self._vllm = importlib.import_module(PACKAGE)
+        self._engine = self._vllm.LLM(**arguments)
+        backend = self._engine.llm_engine.vllm_config.attention_config.backend
+        self.backend = getattr(backend, "name", backend)
+
+    def generate(self, prompts: list[list[int]], sampling: dict, length: int | list[int]) -> list[list[int]]:
+        lengths = length if isinstance(length, list) else [length] * len(prompts)
+        more = sampling | {"ignore_eos": True, "detokenize": False}
+        parameters = [self._vllm.SamplingParams(max_tokens=each, **more) for each in lengths]
+        prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self._engine.generate(prompts, parameters, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def steps(self) -> float:
+        return sum(metric.value for metric in self._engine.get_metrics() if metric.name == DRAFTS)
+
+    def serve(self, traffic: dict, write) -> None:
+        """Generates greedy texts together and alone; a failure ends it.
+
+        traffic: `requests` with a prompt and a number of tokens each, and `alone`, indices into them.
+        """
+        indices = range(len(traffic["requests"]))
+        waves = {"together": [list(indices)], "alone": [[index] for index in traffic["alone"]]}
+        for wave, batches in waves.items():
+            try:
+                texts = [text for batch in batches for text in self._texts(traffic["requests"], batch)]
+            except Exception as error:
+                write("failed", wave=wave, error=f"{type(error).__name__}: {error}"[:500])
+                return
+            write("texts", wave=wave, texts=texts)
+
+    def _texts(self, requests: list[dict], batch: list[int]) -> list[dict]:
+        wanted, before = [requests[index] for index in batch], self.steps()
+        lengths = [request["max_new_tokens"] for request in wanted]
+        texts = self.generate([request["prompt"] for request in wanted], GREEDY, lengths)
+        # vLLM counts those of all requests together
+        about = {"steps": (self.steps() - before) / len(batch), "is_cut": False, "is_greedy": True}
+        return [{"index": index, "tokens": tokens} | about for index, tokens in zip(batch, texts)]
+
+    def stop(self) -> None:
+        self._engine.llm_engine.engine_core.shutdown()
