@@ -38,8 +38,9 @@ README_ROWS = (
     ("prefill_attention", "B=1 L=4096 heads 32/8/128"),
 )
 README_SERVER = "NVIDIA_H200"
-# the page beside README.md that holds the tables of `--app server`, between the marks `<!-- server:begin -->`
+# the pages beside README.md that hold the tables of `--app server`, between the marks `<!-- server:begin -->`
 SERVER_PAGE = Path("eagle_kernels", "integrations", "sglang", "README.md")
+SERVER_PAGES = {"SGLang": SERVER_PAGE, "vLLM": Path("eagle_kernels", "integrations", "vllm", "README.md")}
 # of a benchmark that marks no headline case: the first ones that a peer was timed on, or the first with most providers
 _MAX_UNMARKED = 2
 
@@ -136,18 +137,18 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
         if parts:
             title = f"# {_machine(sections) if sections else folder.name}"
             files[folder / "README.md"] = "\n\n".join([title, *parts]) + "\n"
-    marked = {"bench": (readme, front), "server": (readme.parent / SERVER_PAGE, _server_tables(directory))}
-    for mark, (page, content) in marked.items():
+    pages = [(readme.parent / page, "server", _server_tables(directory, name)) for name, page in SERVER_PAGES.items()]
+    for page, mark, content in ((readme, "bench", front), *pages):
         if page.exists():  # a README alone, in tests
             files[page] = filled(page, {mark: content or "No results yet."})
     return files
 
 
-def _server_tables(directory: Path) -> str:
-    """Returns the tables of the app `server` on every GPU that it was run on, without their heading."""
+def _server_tables(directory: Path, engine: str) -> str:
+    """Returns an engine's tables of the app `server` on every GPU that it was run on, without their heading."""
     parts = []
     for file in sorted(directory.glob("*/server.jsonl")):
-        if tables := server_tables.tables(file):
+        if tables := server_tables.section(file, engine):
             parts += [f"**{file.parent.name.replace('_', ' ')}**", *tables[1:]]
     return "\n\n".join(parts)
 

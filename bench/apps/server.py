@@ -104,6 +104,7 @@ class Bench:
         self.lines: list[dict] = []
         self.num_failures = 0
         self._models: generation.Bench | None = None
+        self._writing = threading.Lock()  # of engines that are there together
 
     def shape(self, case: Case) -> str:
         return self.options.shape or case.shape
@@ -265,8 +266,9 @@ class Bench:
         line = {"op": "server"} | line | {"versions": results.versions() | line.get("versions", {})}
         line |= {name: self.about[name] for name in ("gpu", "commit", "run")}
         line |= {"quick": self.options.quick, "together": self.options.together}
-        if self.directory is not None:
-            results.append(self.directory, line)
+        with self._writing:
+            if self.directory is not None:
+                results.append(self.directory, line)
         return line
 
     def fail(self, case: Case, system: str, text: str) -> None:

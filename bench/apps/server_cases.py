@@ -28,7 +28,7 @@ FAMILIES = {
 }  # fmt: skip
 STOCK = {system: backend for family in FAMILIES.values() for system, backend in family.stock.items()}
 SYSTEMS = FAMILIES["sglang"].systems
-EVERY_SYSTEM = tuple(dict.fromkeys(system for family in FAMILIES.values() for system in family.systems))
+EVERY_SYSTEM = (*(system for family in FAMILIES.values() for system in family.systems if system != OWN), OWN)
 
 GREEDY = ((0.0, 1.0),)  # temperature, top-p
 TREE_SAMPLING = (*GREEDY, (0.8, 0.95))

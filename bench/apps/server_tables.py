@@ -1,11 +1,12 @@
 """Tables of the server's steps, requests and models, and the check of what was accepted."""
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
-from .server_cases import CASES, FA3, PLUGGED, QWEN3_BATCHES, RANK_CASES, STOCK, SYSTEMS
+from .server_cases import CASES, EVERY_SYSTEM, FA3, OWN, PLUGGED, QWEN3_BATCHES, RANK_CASES, STOCK, VLLM_CASES, VLLM_FA3
 from .server_rows import TREES, pair_case
 
 OF_VLLM = " (vLLM's build of FlashAttention 3)"
@@ -14,6 +15,7 @@ RATIOS = {
     "sglang+triton": "of sglang+triton (not the default on Hopper, the one on AMD)",
     FA3: f"of {FA3}{OF_VLLM}",
 }
+VLLM_RATIOS = {VLLM_FA3: f"of {VLLM_FA3}", "vllm+triton": "of vllm+triton (not the default on Hopper)"}
 FRONT = ("4/3/8", 32, 0.0, 1.0)  # case, batch size, temperature and top-p of README's row
 CASE_NAMES = [case.name for case in CASES]
 REQUEST_CASES = [case.name for case in CASES if case.requests]
@@ -47,15 +49,23 @@ RANKS_ABOUT = (
     "or by NCCL. On several GPUs a step of the 8B shape at B = 1 and 8 is as long as its host's, which differs by a "
     "third from one engine to the next, so its ratios do too; the last engines that were timed are shown."
 )
+VLLM_NAMES = [case.name for case in VLLM_CASES]
+VLLM_ABOUT = (
+    "vLLM's engine at the shape of llama-3.1-8b: plain decoding and EAGLE-3 chains of 3 and 7 drafts; *8k*: prompts of "
+    "8,192 tokens, not 512; *first token*: from the prompt to its first token, in place of a step. *of*: that system's "
+    "time of a step, as a multiple of this one's at the same commit; of engines that took turns the median over turns, "
+    "and in brackets the least and the most. *vllm+fa3* is what vLLM chooses on Hopper."
+)
 PAIR_CASES = [pair_case(tree) for tree in TREES]
 PAIR_ABOUT = (
     "What is accepted of the embedded pair's drafts (`--app server --check-only`), SGLang's own verification and the "
     "plug-in's: the share of steps whose drafts were accepted to each level, and the mean over levels."
 )
 MOST_LEVELS = max(steps for _, steps, _ in TREES.values())
-TOLERANCE = 0.01  # of accepted lengths
-PACKAGES = {"sglang": "SGLang", "sgl_kernel": "sgl_kernel", "flashinfer": "FlashInfer", "fa3": "FlashAttention 3 in",
-            "torch": "torch", "triton": "triton"}  # fmt: skip
+# of accepted lengths; vLLM's are a matter of chance, and short texts have few steps
+TOLERANCE, VLLM_TOLERANCE = 0.01, 0.06
+PACKAGES = {"vllm": "vLLM", "sglang": "SGLang", "sgl_kernel": "sgl_kernel", "flashinfer": "FlashInfer",
+            "fa3": "FlashAttention 3 in", "torch": "torch", "triton": "triton"}  # fmt: skip
 
 
 def setting(line: dict) -> tuple:
@@ -78,7 +88,8 @@ def off_stock(lines: Sequence[dict]) -> list[str]:
         key = (setting(line), ranks(line))
         stock = [other for other in lines if other["system"] in STOCK and (setting(other), ranks(other)) == key]
         lengths = [other["accept_length"] for other in stock]
-        if lengths and min(abs(line["accept_length"] / length - 1) for length in lengths) > TOLERANCE:
+        tolerance = VLLM_TOLERANCE if line["case"] in VLLM_NAMES else TOLERANCE
+        if lengths and min(abs(line["accept_length"] / length - 1) for length in lengths) > tolerance:
             case, batch, temperature, _ = setting(line)
             texts.append(
                 f"{case} B={batch} T={temperature:g} {line['system']}: accepted length {line['accept_length']:.3f}, "
@@ -100,7 +111,8 @@ def newest(
             settings.setdefault(setting(line), {})[line["system"]] = line
     ordered = sorted((names.index(item[0]), item) for item in settings if item[0] in names)
     return {
-        item: {system: settings[item][system] for system in SYSTEMS if system in settings[item]} for _, item in ordered
+        item: {system: settings[item][system] for system in EVERY_SYSTEM if system in settings[item]}
+        for _, item in ordered
     }
 
 
@@ -157,6 +169,29 @@ def rank_table(lines: Sequence[dict]) -> list[list[str]]:
     return [["case", "B", "sampling", "GPUs", "all-reduce", "system", *_step_columns(lines)], *rows] if rows else []
 
 
+def vllm_table(lines: Sequence[dict]) -> list[list[str]]:
+    """Returns a row for each system at each setting beside vLLM; nothing without any."""
+    rows = []
+    for (case, batch, *sampling), systems in newest(lines, VLLM_NAMES).items():
+        for system, line in systems.items():
+            ratios = [_in_pairs(line, systems.get(stock, {})) for stock in VLLM_RATIOS]
+            row = [case.removeprefix("vllm "), str(batch), _sampling(*sampling), system]
+            rows.append([*row, *_step_numbers(line), *ratios, f"`{line['commit']}`"])
+    header = ["case", "B", "sampling", "system", "ms a step", "tokens/s", "tokens a step", *VLLM_RATIOS.values()]
+    return [[*header, "at commit"], *rows] if rows else []
+
+
+def _in_pairs(line: dict, other: dict) -> str:
+    """Returns the time of another system's step as a multiple of a line's, if both were timed at one commit."""
+    if other.get("commit") != line["commit"]:
+        return "-"
+    if line is other or line["system"] == OWN or (line["run"], line["together"]) != (other["run"], True):
+        return f"{other['ms_per_step'] / line['ms_per_step']:.2f}×"
+    times = [[(long_s - short_s) / steps for short_s, long_s, steps, _ in each["raw"]] for each in (other, line)]
+    pairs = sorted(others / own for others, own in zip(*times))
+    return f"{statistics.median(pairs):.2f}× ({pairs[0]:.2f} to {pairs[-1]:.2f})"
+
+
 def acceptance_table(lines: Sequence[dict]) -> list[list[str]]:
     """Returns what the embedded pair's drafts were accepted: a row for each tree, sampling and system."""
     rows = []
@@ -190,8 +225,11 @@ def _step_columns(lines: Sequence[dict]) -> list[str]:
 def _step(systems: dict[str, dict], system: str) -> list[str]:
     """Returns a system's `_step_columns`."""
     line = systems[system]
-    numbers = [f"{line['ms_per_step']:.3f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
-    return [*numbers, *_ratios(systems, system), f"`{line['commit']}`"]
+    return [*_step_numbers(line), *_ratios(systems, system), f"`{line['commit']}`"]
+
+
+def _step_numbers(line: dict) -> list[str]:
+    return [f"{line['ms_per_step']:.3f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
 
 
 def _ratios(systems: dict[str, dict], system: str, what: str = "tokens_per_s") -> list[str]:
@@ -206,7 +244,7 @@ def all_tables(lines: Sequence[dict]) -> list[str]:
         text
         for about, rows in ((STEPS_ABOUT, table(lines)), (REQUESTS_ABOUT, request_table(lines)),
                             (MODELS_ABOUT, model_table(lines)), (RANKS_ABOUT, rank_table(lines)),
-                            (PAIR_ABOUT, acceptance_table(lines)))
+                            (PAIR_ABOUT, acceptance_table(lines)), (VLLM_ABOUT, vllm_table(lines)))
         if rows
         for text in (about, markdown(rows))
     ]  # fmt: skip
@@ -234,22 +272,29 @@ def full_lines(file: Path) -> list[dict]:
 
 
 def tables(file: Path) -> list[str]:
+    """Returns a section of each engine of other projects that was timed."""
+    return [*section(file, "SGLang"), *section(file, "vLLM")]
+
+
+def section(file: Path, title: str) -> list[str]:
     """Returns a section of the newest full measurements of each system; nothing where there are none."""
-    lines = full_lines(file)
+    lines, is_vllm = full_lines(file), title == "vLLM"
     kept = [
         line
         for of in sorted({ranks(line) for line in lines})
-        for systems in newest(lines, (*CASE_NAMES, *PAIR_CASES), of).values()
+        for systems in newest(lines, VLLM_NAMES if is_vllm else (*CASE_NAMES, *PAIR_CASES), of).values()
         for line in systems.values()
     ]
     if not kept:
         return []
     told = []
-    for name, title in PACKAGES.items():
+    for name, package in PACKAGES.items():
         found = sorted({line["versions"][name].partition("+")[0] for line in kept if line["versions"].get(name)})
         if found:
-            told.append(f"{title} {' and '.join(found)}")
-    about = f"Dummy weights, simulated acceptance, trees as K/S/N (`--app server`). {', '.join(told)}."
-    off = "".join(f"\n* {text}" for text in off_stock([line for line in kept if line["case"] in CASE_NAMES]))
-    off = [f"Accepted lengths that are more than 1 % off stock's, and speeds with them:\n{off}"] if off else []
-    return ["## SGLang, stock and with the plug-in", about, *all_tables(kept), *off]
+            told.append(f"{package} {' and '.join(found)}")
+    how = "(`--app server --engine vllm`)" if is_vllm else "trees as K/S/N (`--app server`)"
+    about = f"Dummy weights, simulated acceptance{' ' if is_vllm else ', '}{how}. {', '.join(told)}."
+    off = "".join(f"\n* {text}" for text in off_stock([line for line in kept if line["case"] not in PAIR_CASES]))
+    percent = f"{VLLM_TOLERANCE if is_vllm else TOLERANCE:.0%}".replace("%", " %")
+    off = [f"Accepted lengths that are more than {percent} off stock's, and speeds with them:\n{off}"] if off else []
+    return [f"## {title}, stock and with the plug-in", about, *all_tables(kept), *off]
