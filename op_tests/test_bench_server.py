@@ -1,4 +1,4 @@
-"""The benchmark of a server, without SGLang and without a GPU: a package with made outputs takes SGLang's place."""
+"""The benchmark of a server, without a GPU: packages with made outputs take the places of SGLang and of vLLM."""
 
 import importlib
 import inspect
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ import eagle_kernels
 from bench import report, run
 from bench.apps import server, server_tables
 from bench.apps.random_models import target_config
-from bench.apps.server_cases import CASES, GREEDY, SYSTEMS
+from bench.apps.server_cases import CASES, GREEDY, SYSTEMS, VLLM_CASES, VLLM_SYSTEMS
 from bench.harness import results
 from bench.harness.markdown import markdown
 from bench.lab.log import read_lines
@@ -91,6 +92,50 @@ class Engine:
         print("down", time.monotonic(), flush=True)
 """
 
+# vLLM's, whose texts follow from their prompts
+FAKE_VLLM = """
+import importlib.metadata, json, os, time, types
+
+__version__, SamplingParams = "0.26.0", types.SimpleNamespace
+
+
+class LLM:
+    def __init__(self, attention_backend, load_format, speculative_config=None, **arguments):
+        self.fault = json.loads(os.environ.get("FAKE", "{}")).get(attention_backend)
+        is_plugged, drafts, self.drafts = attention_backend == "CUSTOM", speculative_config or {}, 0
+        self.accept = drafts.get("synthetic_acceptance_length", 2.0 if drafts else None)
+        if drafts and load_format != "dummy":
+            assert json.load(open(drafts["model"] + "/config.json"))["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+        plugins = {point.name: point.value for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
+        loaded = [plugins[name] for name in os.environ["VLLM_PLUGINS"].split(",")]
+        assert loaded == ["vllm_child:register", "eagle_kernels.integrations.vllm.plugin:register"][: 1 + is_plugged]
+        assert os.environ.get("EAGLE_KERNELS_VLLM") == ("all" if is_plugged else None)
+        for part in ("attention", "verify", "draft") if is_plugged and self.fault != "no plug-in" else ():
+            print(f"(EngineCore pid=1) eagle_kernels: {part} is in use", flush=True)
+        if attention_backend == "FLASH_ATTN":
+            print("Using FlashAttention version", 2 if self.fault == "old" else 3, flush=True)
+        config = types.SimpleNamespace(attention_config=types.SimpleNamespace(backend=attention_backend))
+        core = types.SimpleNamespace(shutdown=lambda: print("down", time.monotonic(), flush=True))
+        self.llm_engine = types.SimpleNamespace(vllm_config=config, engine_core=core)
+
+    def generate(self, prompts, parameters, use_tqdm):
+        begin_s, outputs, steps = time.monotonic(), [], 0
+        for ids, asked in zip((prompt["prompt_token_ids"] for prompt in prompts), parameters, strict=True):
+            tokens = [(sum(ids) + 7 * place) % 256 for place in range(asked.max_tokens)]
+            if self.fault == "token" and len(ids) == 127:
+                tokens[5] = 255 - tokens[5]
+            steps = (len(tokens) - 1) / (self.accept or 1)
+            self.drafts += steps if self.accept else 0
+            outputs.append(types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=tokens)]))
+        time.sleep(steps * 1e-4)
+        print("timed", begin_s, time.monotonic(), flush=True)
+        return outputs
+
+    def get_metrics(self):
+        values = {"drafts": self.drafts, "accepted_tokens": 1e9}
+        return [types.SimpleNamespace(name="vllm:spec_decode_num_" + name, value=values[name]) for name in values]
+"""
+
 
 @pytest.fixture
 def sglang(tmp_path, monkeypatch):
@@ -102,6 +147,15 @@ def sglang(tmp_path, monkeypatch):
     write_package(tmp_path / "site", "sglang", FAKE)
     write_package(tmp_path / "flashinfer", "flashinfer", "", distribution="flashinfer_python", version="0.6.15")
     return ["--sglang", str(tmp_path / "site"), "--shape", "small", "--quick", "--logs", str(tmp_path / "logs")]
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """Returns the options that name the made vLLM."""
+    monkeypatch.delenv("FAKE", raising=False)
+    write_package(tmp_path / "site", "vllm", FAKE_VLLM)
+    options = ["--engine", "vllm", "--vllm", str(tmp_path / "site"), "--logs", str(tmp_path / "logs")]
+    return [*options, "--shape", "small", "--quick"]
 
 
 def write_package(folder, name, text, distribution=None, version=None):
@@ -161,6 +215,7 @@ def test_arguments(tmp_path, capsys):
     for wrong in (
         ["--case", "9/9/9"], ["--system", "vllm"], ["--sglang", str(tmp_path / "nowhere")], ["--tp", "0"],
         ["--tp", "2", "--case", "plain", "8B plain"], ["--all-reduce", "ring"], ["--repeats", "0"],
+        ["--engine", "vllm", "--case", "plain"], ["--engine", "vllm", "--tp", "2"], ["--system", "vllm+fa3"],
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             server.parsed(wrong)
@@ -201,6 +256,20 @@ def test_an_engine_is_sized_for_its_case(case, tmp_path):
     if case.name.startswith(("Qwen3", "32B")):
         assert ordered.model["architectures"] == ["Qwen3ForCausalLM"] and "rope_scaling" not in ordered.model
         assert ordered.draft["model_type"] == "llama" and ordered.model["vocab_size"] == 151936
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_three_engines_of_vllm_fit_on_a_gpu(place, tmp_path):
+    """Each with all cases that it is started once for."""
+    bench = server.Bench(server.parsed(["--engine", "vllm", "--logs", str(tmp_path)]), None, {})
+    cases = [case for case in VLLM_CASES if case.shared == VLLM_CASES[place].shared]
+    order = bench.order(cases[0], "vllm+eagle_kernels", also=cases[1:])
+    arguments = order.engine_arguments(tmp_path)
+    assert 8192 + order.also[0].lengths[1] < arguments["max_model_len"] <= 10240 and arguments["max_num_seqs"] == 32
+    least = 8 * (8192 + order.also[0].lengths[1]) * 4 * 8 * 128 * 32
+    assert least < arguments["kv_cache_memory_bytes"] < 140e9 * arguments["gpu_memory_utilization"] - 20e9
+    assert arguments.get("speculative_config", {}).get("num_speculative_tokens") == (None, 3, 7)[place // 2]
+    assert [each.lengths[0] for each in (order, *order.also)] == [48, 48] + [0] * (place == 0)
 
 
 def test_the_shapes_of_qwen3():
@@ -756,3 +825,82 @@ def test_tables(tmp_path, monkeypatch):
     (tmp_path / "results" / "Some_GPU_80GB" / "server.jsonl").unlink()
     assert report.main(where) == 0
     assert "<!-- server:begin -->\nNo results yet.\n<!-- server:end -->" in page.read_text()
+
+
+def test_engines_of_vllm_take_turns(vllm, gpu, tmp_path, monkeypatch):
+    """Each is started once for all cases with its drafts."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    names, systems = ["vllm plain", "vllm plain 8k", "vllm chain3 8k", "vllm first token 8k"], VLLM_SYSTEMS[:3]
+    assert call(vllm, "--case", *names, "--system", *systems, directory=tmp_path / "results") == 0
+    lines, more = kept(tmp_path / "results"), ["draft", "verify"]
+    found = Counter((line["case"], line["batch"], line["temperature"]) for line in lines)
+    sizes = {"vllm plain": (1, 8, 32), "vllm plain 8k": (8,), "vllm chain3 8k": (8,)}
+    settings = [(name, batch, degrees) for name, batches in sizes.items() for batch in batches for degrees in (0, 0.8)]
+    assert found == dict.fromkeys([*settings, ("vllm first token 8k", 1, 0)], 3)
+    for line in lines:
+        assert line["accept_length"] == pytest.approx(2.5 if line["tree"] else 1.0) and line["together"]
+        assert line["parts"] == (["attention", *more] if "eagle" in line["system"] else []) and line["ms_per_step"] > 0
+        assert line["versions"]["vllm"] == "0.26.0" and (line["raw"][0][0] > 0) == ("first" not in line["case"])
+    logs = [path.read_text().split("\n") for path in (tmp_path / "logs").glob("vllm_plain*")]
+    spans = sorted(tuple(map(float, line.split()[1:])) for log in logs for line in log if line[:5] == "timed")
+    downs = [float(line.split()[1]) for log in logs for line in log if line[:4] == "down"]
+    assert len(downs) == 3 and spans[-1][1] < min(downs) and all(a[1] < b[0] for a, b in pairwise(spans))
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        ({"FLASH_ATTN": "old"}, "vllm+fa3: vLLM ran FlashAttention 2 in place of 3"),
+        ({"CUSTOM": "no plug-in"}, "vllm+eagle_kernels: the plug-in's attention was not used"),
+    ],
+)
+def test_a_failure_inside_vllm_is_named(faults, told, vllm, fail, capsys):
+    fail(**faults)
+    assert call(vllm, "--case", "vllm chain3", "--system", *VLLM_SYSTEMS[:3]) == 1
+    said = capsys.readouterr().out
+    assert f"vllm chain3 {told}" in said and said.count("| vllm+triton |") == 6
+
+
+@pytest.mark.slow
+def test_our_engine_is_timed_beside_vllm(vllm, monkeypatch, capsys):
+    for name, value in (("SHORT", 8), ("QUICK_LONG", 40), ("SMALLER", 256)):
+        monkeypatch.setattr(server, name, value)
+    assert call(vllm, "--case", "vllm chain3 8k", "vllm first token 8k", "--system", "vllm+fa3", "eagle_kernels") == 0
+    assert capsys.readouterr().out.count("| eagle_kernels |") == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (None, "| plugged-chain | CUSTOM | 36 of 36 | 0 | 2.000 |"),
+        ("token", "plugged-chain: request 18 (127 + 40 tokens, together): token 5 is "),
+        ("no plug-in", "plugged-chain: the plug-in's attention, draft, verify was not used\n"),
+    ],
+)
+def test_texts_of_vllm(fault, told, vllm, fail, capsys):
+    fail(CUSTOM=fault)
+    assert call(vllm, "--check-only", "--jobs", "2") == int(fault is not None) and told in capsys.readouterr().out
+
+
+def test_a_table_of_vllm(tmp_path):
+    """Ratios of turns that were taken together, apart from SGLang's."""
+    about = {"case": "vllm chain3", "batch": 8, "together": True}
+    turns = {
+        "vllm+fa3": (8, 8.8, 8),
+        "vllm+triton": (10, 10, 10),
+        "vllm+eagle_kernels": (4, 4, 4),
+        "eagle_kernels": (5,),
+    }
+    for system, times in turns.items():
+        raw = [[1.0, 1.0 + ms / 10, 100, 400] for ms in times]
+        results.append(tmp_path, measured(system, times[0], raw=raw, **about))
+    results.append(tmp_path, measured("sglang+triton", 9.0))
+    file = tmp_path / "Some_GPU_80GB" / "server.jsonl"
+    title, _, _, table = server_tables.section(file, "vLLM")
+    header, _, *rows = table.splitlines()
+    assert title == "## vLLM, stock and with the plug-in" and "| of vllm+triton (not the default on Hopper) |" in header
+    assert [row.split(" | ")[-3:-1] for row in rows] == [
+        ["1.00×", "1.25× (1.14 to 1.25)"], ["0.80× (0.80 to 0.88)", "1.00×"],
+        ["2.00× (2.00 to 2.20)", "2.50× (2.50 to 2.50)"], ["1.60×", "2.00×"],
+    ]  # fmt: skip
+    assert server_tables.tables(file)[0] == "## SGLang, stock and with the plug-in"

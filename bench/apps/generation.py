@@ -172,14 +172,6 @@ class Bench:
             )
             return 1e3 * step_s, (_tokens_of(stream) - before) / (scheduler.num_steps - marks[0][0]) / batch_size
 
-    def first_ms(self, engine: EAGLEInference, batch_size: int) -> float:
-        """Returns the time to the first tokens of a full batch, the host's part included."""
-        prompts = torch.randint(SHAPES[self.shape]["vocab_size"], (batch_size, self.prompt_tokens)).tolist()
-        start_s = time.perf_counter()
-        with contextlib.closing(engine.stream(prompts, 1, seeds=0, speculative=False)) as stream:
-            next(stream)
-            return 1e3 * (time.perf_counter() - start_s)
-
     def device_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> float:
         """Returns the time of a step's graph, one after another: what is left when the host is not waited for."""
         with self.running(engine, batch_size, is_plain, **sampling) as (stream, steps):

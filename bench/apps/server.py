@@ -20,7 +20,7 @@ All SGLang systems of a case draw the same accepted lengths, EAGLEInference simu
 status is 1 where an accepted length is more than 1 % off that of every stock system, and where an engine failed.
 
 `--engine vllm` decodes plainly and drafts chains, with prompts of 512 and 8,192 tokens, and times the first token of
-the latter (in place of a step). Its engines are started once for cases with the same drafts, all systems `--together`.
+the latter, in place of a step. An engine is started once for all cases with its drafts, all systems `--together`.
 
 `--tp 2` gives each engine of SGLang two GPUs, and times cases of its own, of an 8B and a 32B shape; EAGLEInference runs
 on one GPU and is left out. Tables keep these lines apart.
@@ -43,12 +43,12 @@ import torch
 
 from ..harness import results
 from ..peers import engine, fa3, sglang_engine, vllm_engine
-from ..peers.engine import Also, EngineFailure, TimedOrder
-from ..peers.sglang_engine import ALL_REDUCES, Installation
-from . import generation, server_tables, server_texts
+from ..peers.engine import EngineFailure, Installation, TimedOrder
+from ..peers.sglang_engine import ALL_REDUCES
+from . import generation, prefixes, server_tables, server_texts
 from .random_models import head_config, target_config
-from .server_cases import EVERY_CASE, EVERY_SYSTEM, FAMILIES, MATCH, OWN, RANK_CASES, STOCK, Case, ranks_of
-from .server_rows import PLUGGED_ROWS, VLLM_ROWS
+from .server_cases import ENGINES, EVERY_CASE, EVERY_SYSTEM, MATCH, OWN, RANK_CASES, STOCK, Case, ranks_of
+from .server_rows import PLUGGED_ROWS
 from .server_tables import TOLERANCE, all_tables, off_stock, setting
 
 # tokens of the generations between which the slope is taken: of the shorter one, and of the longer one at most
@@ -95,11 +95,9 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, directory: Path | None, about: dict):
         self.options, self.directory, self.about = options, directory, about
-        self.family, self.is_vllm = FAMILIES[options.engine], options.engine == "vllm"
-        self.installation = Installation(options.sglang, options.flashinfer)
-        self.flashinfer = None if self.is_vllm else self.installation.flashinfer_version()
-        if self.is_vllm:
-            self.installation = vllm_engine.Installation(options.vllm)
+        self.is_vllm = options.engine == "vllm"
+        self.installation = Installation(getattr(options, options.engine), options.flashinfer, options.engine)
+        self.flashinfer = self.installation.flashinfer_version()
         self.others_use_flashinfer = self.flashinfer is not None
         self.lines: list[dict] = []
         self.num_failures = 0
@@ -132,22 +130,18 @@ class Bench:
         published = PUBLISHED | PUBLISHED_OF[model["model_type"]]
         own = {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": model["hidden_size"]}
         asked = {
-            "backend": self.family.stock.get(system, self.family.backend), "model": model | published,
-            "draft": head | published | own, "repeats": self.repeats(), "requests": self.requests(case), "turns": turns,
-            "tree": case.tree, "accept": case.accept, "tp": self.options.tp,
-        } | self.timed(case, system)._asdict()  # fmt: skip
-        asked["also"] = [self.timed(other, system) for other in also]
-        del asked["case"]
+            "model": model | published, "draft": head | published | own,
+            # sampled first, all systems at the same time: sample and match has nothing else
+            "sampling": tuple(sorted(case.sampling_of(system), reverse=True)), "batches": case.batches,
+            "prompt_tokens": self.prompt_tokens(case), "lengths": self.lengths(case), "repeats": self.repeats(),
+            "requests": self.requests(case), "turns": turns, "tree": case.tree, "accept": case.accept,
+            "tp": self.options.tp, "case": case.name, "also": [self.order(other, system, turns) for other in also],
+        }  # fmt: skip
         if self.is_vllm:
-            num_engines = len({*self.options.system} - {OWN}) if self.options.together else 1
-            return vllm_engine.Order(**asked, share=round(GPU_SHARE / num_engines, 3))
-        rule = "match" if system == MATCH else None
-        return sglang_engine.Order(**asked, rule=rule, all_reduce=self.options.all_reduce)
-
-    def timed(self, case: Case, system: str) -> Also:
-        # sampled first, all systems at the same time: sample and match has nothing else
-        sampling = tuple(sorted(case.sampling_of(system), reverse=True))
-        return Also(case.name, case.batches, sampling, self.prompt_tokens(case), self.lengths(case))
+            share = round(GPU_SHARE / len({*self.options.system} - {OWN}), 3)
+            return vllm_engine.Order(STOCK.get(system, vllm_engine.CUSTOM), **asked, share=share)
+        backend, rule = STOCK.get(system, engine.PLUGIN), "match" if system == MATCH else None
+        return sglang_engine.Order(backend, **asked, rule=rule, all_reduce=self.options.all_reduce)
 
     def run_engines(self, cases: Sequence[Case], systems: Sequence[str]) -> None:
         """Runs an engine for each system, with all these cases: one after the other, or all, which generate in turn."""
@@ -169,12 +163,11 @@ class Bench:
         case, *also = cases
         is_flashinfer = STOCK.get(system) == "flashinfer"
         with_flashinfer = self.flashinfer is not None if is_flashinfer else self.others_use_flashinfer
-        how = {} if self.is_vllm else {"with_flashinfer": with_flashinfer}
         log = self.options.logs / f"{re.sub('[^A-Za-z0-9.]', '_', f'{case.name}_{system}')}.txt"
         start_s, versions, meetings, named = None, {}, ["started", "done"], {other.name: other for other in also}
         try:
             order = self.order(case, system, turns, also)
-            running = engine.run(order, self.installation, log, self.options.limit, **how)
+            running = engine.run(order, self.installation, log, self.options.limit, with_flashinfer)
             with contextlib.closing(running) as records:
                 for record in records:
                     kind = record.pop("kind")
@@ -233,7 +226,8 @@ class Bench:
         bench.steps = max(1, round((long - short) / wanted))
         own = bench.engine(batch, case.tree, accept, max_length=bench.prompt_tokens + OWN_ROOM)
         if not short:  # until the first token; the first time compiles
-            return [[round(bench.first_ms(own, batch), 4), 1.0] for _ in range(1 + self.repeats())][1:]
+            prompts = torch.randint(bench.target.vocab_size, (batch, bench.prompt_tokens)).tolist()
+            return [[prefixes.serve(own, prompts, 1, shares=False)[0], 1.0] for _ in range(1 + self.repeats())][1:]
         chosen = dict(zip(("temperature", "top_p"), sampling)) if sampling[0] > 0 else {}
         raw = []
         for repeat in range(self.repeats()):
@@ -289,13 +283,14 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
     about = {"gpu": gpu, "commit": commit, "run": results.new_run(), "device": device}
     bench = Bench(options, directory if device.type == "cuda" else None, about)
-    missing = f"{bench.family.title} is not installed; --{options.engine} names a folder that holds it"
+    missing = f"{ENGINES[options.engine][0]} is not installed; --{options.engine} names a folder that holds it"
     if options.check_only:
         if not bench.installation.is_here():
             print(missing)
             return 2
-        check = server_texts.check_chains if bench.is_vllm else server_texts.check
-        return check(options, bench.installation, bench.keep)
+        if bench.is_vllm:
+            return server_texts.check_chains(options, bench.installation)
+        return server_texts.check(options, bench.installation, bench.keep)
     options.limit = options.limit or LIMIT_S
     systems = [system for system in EVERY_SYSTEM if system in options.system]
     if options.tp > 1 and OWN in systems:
@@ -328,10 +323,9 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     return int(bool(faults) or bench.num_failures > 0)
 
 
-def missing_fa3(installation: Installation | vllm_engine.Installation, device: torch.device) -> str | None:
+def missing_fa3(installation: Installation, device: torch.device) -> str | None:
     """Returns why an engine cannot use FlashAttention 3 here; None where it can. vLLM has its own build."""
-    is_sglang = isinstance(installation, Installation)
-    if is_sglang and not installation.has_own_fa3() and fa3.find_library() is None:
+    if installation.package == "sglang" and not installation.has_own_fa3() and fa3.find_library() is None:
         return "neither SGLang's own build (sgl_kernel/flash_ops) nor vLLM's (.peers/vllm_fa3.so) is here"
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         return "FlashAttention 3 needs a Hopper GPU"
@@ -344,16 +338,15 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m bench.run --app server", description=__doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    engines = "whose engine: SGLang's (default) or vLLM's"
-    parser.add_argument("--engine", choices=FAMILIES, default="sglang", help=engines)
+    parser.add_argument("--engine", choices=ENGINES, default="sglang", help="whose engine is timed (%(default)s)")
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="where vLLM is, if Python does not find it")
     names = [case.name for case in EVERY_CASE]
     parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="where SGLang is, if Python does not find it")
     parser.add_argument("--flashinfer", type=Path, metavar="FOLDER", help="where FlashInfer is, likewise")
     parser.add_argument("--case", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--system", nargs="+", choices=EVERY_SYSTEM, metavar="NAME", help="as listed above")
-    together = "start a case's engines at once, and time them in turn (vLLM's: unless --no-together)"
-    parser.add_argument("--together", action=argparse.BooleanOptionalAction, help=together)
+    together = "start a case's engines at once, and time them in turn, as those of vLLM always are"
+    parser.add_argument("--together", action="store_true", help=together)
     ranks = f"GPUs of an engine; cases of several: {', '.join(RANK_CASES)}"
     parser.add_argument("--tp", type=int, default=1, help=ranks)
     add_up = "how several GPUs add up: by SGLang's own kernel, where that works, or by NCCL"
@@ -365,7 +358,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=["small"], help="for tests, in place of the cases' own")
     check = parser.add_argument_group("texts", "the plug-in's texts against stock's, of the embedded pair")
     check.add_argument("--check-only", action="store_true", help="compare texts and acceptance, and time nothing")
-    rows = [row.name for row in (*PLUGGED_ROWS, *VLLM_ROWS)]
+    rows = [row.name for row in PLUGGED_ROWS]
     check.add_argument("--row", nargs="+", choices=rows, default=rows, metavar="NAME", help=", ".join(rows))
     check.add_argument("--jobs", type=int, default=1, help="engines that run at once")
     check.add_argument("--dtype", choices=list(server_texts.ROUNDING), default="float16", help="of models and KV")
@@ -373,14 +366,11 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("jobs", "tp", "repeats"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: at least 1; got {getattr(options, name)}")
-    is_vllm, systems = options.engine == "vllm", FAMILIES[options.engine].systems
+    systems = ENGINES[options.engine][1]
     of_engine = [case.name for case in EVERY_CASE if case.engine == options.engine]
     options.case = options.case or (of_engine if options.tp == 1 else RANK_CASES)
     options.system = options.system or systems
-    if options.together is None:
-        options.together = is_vllm
-    if is_vllm and options.tp > 1:
-        parser.error("--tp: of SGLang alone")
+    options.together |= options.engine == "vllm"
     for name, chosen, known in (("case", options.case, of_engine), ("system", options.system, systems)):
         if others := [each for each in chosen if each not in known]:
             parser.error(f"--{name}: of --engine {options.engine} are {', '.join(known)}; got {', '.join(others)}")

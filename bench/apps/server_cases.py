@@ -3,32 +3,16 @@
 import random
 from typing import NamedTuple
 
-FA3 = "sglang+fa3"
+FA3, VLLM_FA3 = "sglang+fa3", "vllm+fa3"
 PLUGGED, MATCH, OWN = "sglang+eagle_kernels", "sglang+match", "eagle_kernels"
-VLLM_FA3, VLLM_PLUGGED = "vllm+fa3", "vllm+eagle_kernels"
-
-
-class Family(NamedTuple):
-    """An engine of another project: its systems and cases."""
-
-    title: str
-    stock: dict[str, str]  # systems with their attention backends
-    plugged: tuple[str, ...]
-    backend: str  # of the plugged ones
-
-    @property
-    def systems(self) -> tuple[str, ...]:
-        return (*self.stock, *self.plugged, OWN)
-
-
-FAMILIES = {
-    "sglang": Family("SGLang", {"sglang+flashinfer": "flashinfer", "sglang+triton": "triton", FA3: "fa3"},
-                     (PLUGGED, MATCH), "eagle_kernels"),
-    "vllm": Family("vLLM", {VLLM_FA3: "FLASH_ATTN", "vllm+triton": "TRITON_ATTN"}, (VLLM_PLUGGED,), "CUSTOM"),
-}  # fmt: skip
-STOCK = {system: backend for family in FAMILIES.values() for system, backend in family.stock.items()}
-SYSTEMS = FAMILIES["sglang"].systems
-EVERY_SYSTEM = (*(system for family in FAMILIES.values() for system in family.systems if system != OWN), OWN)
+# with their attention backends
+STOCK = {"sglang+flashinfer": "flashinfer", "sglang+triton": "triton", FA3: "fa3",
+         VLLM_FA3: "FLASH_ATTN", "vllm+triton": "TRITON_ATTN"}  # fmt: skip
+EVERY_SYSTEM = (*STOCK, PLUGGED, MATCH, "vllm+eagle_kernels", OWN)
+SYSTEMS, VLLM_SYSTEMS = (
+    tuple(system for system in EVERY_SYSTEM if system.startswith((engine, OWN))) for engine in ("sglang", "vllm")
+)
+ENGINES = {"sglang": ("SGLang", SYSTEMS), "vllm": ("vLLM", VLLM_SYSTEMS)}
 
 GREEDY = ((0.0, 1.0),)  # temperature, top-p
 TREE_SAMPLING = (*GREEDY, (0.8, 0.95))
@@ -47,7 +31,7 @@ class Case(NamedTuple):
     shape: str = "llama-3.1-8b"
     # lengths of prompts and texts that are sent at once, in place of equal ones; batches are then those with a graph
     requests: tuple[tuple[int, int], ...] = ()
-    engine: str = "sglang"  # of FAMILIES
+    engine: str = "sglang"  # of ENGINES
 
     @property
     def shared(self) -> tuple:

@@ -48,11 +48,10 @@ PLUGGED_ROWS = (
     Row("chain", "chain", page_size=16, has_radix_cache=False),
 )
 
-# of vLLM, whose graphs, overlap and pages are its own; the texts of the first one are those that all must have
-VLLM_STOCK = (Row("vllm-plain", "plain", backend=FA3, asked=""), Row("vllm-chain", "chain", backend=FA3, asked=""))
+# of vLLM, whose graphs, overlap and pages are its own: the first one's texts are those that all must have
 VLLM_ROWS = (
-    Row("plugged-plain", "plain", backend=CUSTOM, asked="all"),
-    Row("plugged-chain", "chain", backend=CUSTOM, asked="all"),
+    *(Row(f"stock-{tree}", tree, backend=FA3, asked="") for tree in ("plain", "chain")),
+    *(Row(f"plugged-{tree}", tree, backend=CUSTOM, asked="all") for tree in ("plain", "chain")),
 )
 
 # tokens of prompts: the smallest, those around pages of 16 and 64 tokens and around a chunk of 256, and long ones

@@ -116,10 +116,10 @@ def newest(
     }
 
 
-def table(lines: Sequence[dict]) -> list[list[str]]:
+def table(lines: Sequence[dict], names: Sequence[str] = tuple(STEPS)) -> list[list[str]]:
     """Returns a row for each system at each setting of steps, with its speed over stock's; nothing without any."""
     rows = []
-    for (case, batch, temperature, top_p), systems in newest(lines, STEPS).items():
+    for (case, batch, temperature, top_p), systems in newest(lines, names).items():
         prompts = next(iter(systems.values()))["prompt_tokens"]
         name = f"{case}, prompts of {prompts}" if prompts > 512 else case
         for system in systems:
@@ -169,18 +169,6 @@ def rank_table(lines: Sequence[dict]) -> list[list[str]]:
     return [["case", "B", "sampling", "GPUs", "all-reduce", "system", *_step_columns(lines)], *rows] if rows else []
 
 
-def vllm_table(lines: Sequence[dict]) -> list[list[str]]:
-    """Returns a row for each system at each setting beside vLLM; nothing without any."""
-    rows = []
-    for (case, batch, *sampling), systems in newest(lines, VLLM_NAMES).items():
-        for system, line in systems.items():
-            ratios = [_in_pairs(line, systems.get(stock, {})) for stock in VLLM_RATIOS]
-            row = [case.removeprefix("vllm "), str(batch), _sampling(*sampling), system]
-            rows.append([*row, *_step_numbers(line), *ratios, f"`{line['commit']}`"])
-    header = ["case", "B", "sampling", "system", "ms a step", "tokens/s", "tokens a step", *VLLM_RATIOS.values()]
-    return [[*header, "at commit"], *rows] if rows else []
-
-
 def _in_pairs(line: dict, other: dict) -> str:
     """Returns the time of another system's step as a multiple of a line's, if both were timed at one commit."""
     if other.get("commit") != line["commit"]:
@@ -214,8 +202,9 @@ def _sampling(temperature: float, top_p: float) -> str:
 
 def _ratio_columns(lines: Sequence[dict]) -> list[str]:
     """Returns the titles of `_ratios`; lines tell whether FlashAttention 3 was SGLang's own build."""
+    ratios = VLLM_RATIOS if any(line["case"] in VLLM_NAMES for line in lines) else RATIOS
     has_own = any(line["system"] == FA3 and "fa3" not in line["versions"] for line in lines)
-    return [title.removesuffix(OF_VLLM) if has_own else title for title in RATIOS.values()]
+    return [title.removesuffix(OF_VLLM) if has_own else title for title in ratios.values()]
 
 
 def _step_columns(lines: Sequence[dict]) -> list[str]:
@@ -225,11 +214,11 @@ def _step_columns(lines: Sequence[dict]) -> list[str]:
 def _step(systems: dict[str, dict], system: str) -> list[str]:
     """Returns a system's `_step_columns`."""
     line = systems[system]
-    return [*_step_numbers(line), *_ratios(systems, system), f"`{line['commit']}`"]
-
-
-def _step_numbers(line: dict) -> list[str]:
-    return [f"{line['ms_per_step']:.3f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
+    numbers = [f"{line['ms_per_step']:.3f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
+    ratios = _ratios(systems, system)
+    if line["case"] in VLLM_NAMES:
+        ratios = [_in_pairs(line, systems.get(stock, {})) for stock in VLLM_RATIOS]
+    return [*numbers, *ratios, f"`{line['commit']}`"]
 
 
 def _ratios(systems: dict[str, dict], system: str, what: str = "tokens_per_s") -> list[str]:
@@ -244,7 +233,7 @@ def all_tables(lines: Sequence[dict]) -> list[str]:
         text
         for about, rows in ((STEPS_ABOUT, table(lines)), (REQUESTS_ABOUT, request_table(lines)),
                             (MODELS_ABOUT, model_table(lines)), (RANKS_ABOUT, rank_table(lines)),
-                            (PAIR_ABOUT, acceptance_table(lines)), (VLLM_ABOUT, vllm_table(lines)))
+                            (PAIR_ABOUT, acceptance_table(lines)), (VLLM_ABOUT, table(lines, VLLM_NAMES)))
         if rows
         for text in (about, markdown(rows))
     ]  # fmt: skip

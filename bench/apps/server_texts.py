@@ -11,8 +11,7 @@ nearly as likely. A text that differs is therefore held against the target model
 first token that differs, stock's in its place, and all that follow must be the most likely ones within rounding. fp16
 is the default, since it rounds eight times finer than bf16: hardly any text needs this.
 
-Of vLLM (`--engine vllm`) the greedy texts of chains, stock and plugged, and of the plugged plain decoding are compared
-with those of stock's plain decoding, all requests together and some alone, in the same way.
+With `--engine vllm` greedy texts, of chains too, are compared with those of stock's plain decoding in the same way.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import functools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
@@ -35,11 +35,10 @@ from eagle_kernels.reference.causal_attend import causal_attend, positions_of
 
 from ..harness.markdown import markdown
 from ..peers import engine, vllm_engine
-from ..peers.engine import EngineFailure
-from ..peers.sglang_engine import Installation
+from ..peers.engine import EngineFailure, Installation
 from ..peers.sglang_texts import TextOrder
 from .server_cases import GREEDY, PLUGGED, TREE_SAMPLING, ranks_of
-from .server_rows import PLUGGED_ROWS, PROMPT_LENGTHS, STOCK_ROWS, TREES, VLLM_ROWS, VLLM_STOCK, Row, pair_case, traffic
+from .server_rows import PLUGGED_ROWS, PROMPT_LENGTHS, STOCK_ROWS, TREES, VLLM_ROWS, Row, pair_case, traffic
 
 # How far the logit of a token may be below the largest: twice the largest error of the pair's logits in that type, over
 # 1024 greedy tokens (0.032 and 0.26; the median errors are 0.002 and 0.018). Of these tokens 0.8 % and 6 % have a
@@ -120,51 +119,47 @@ def check(options: argparse.Namespace, installation: Installation, keep: Callabl
     return int(bool(faults))
 
 
-def check_chains(options: argparse.Namespace, installation: vllm_engine.Installation, keep: Callable) -> int:
-    """Runs vLLM's stock rows and the plugged ones that were asked for; returns the exit status. Nothing is kept."""
-    rows = [*VLLM_STOCK, *(row for row in VLLM_ROWS if row.name in options.row)]
+def check_chains(options: argparse.Namespace, installation: Installation) -> int:
+    """Compares greedy texts of vLLM's engines with those of its plain decoding; returns the exit status."""
     order = {name: found for name, found in traffic().items() if name in ("requests", "alone")}
-    served = run_all(rows, order, options, installation)
-    plain, chain, *_ = served
+    served = run_all(VLLM_ROWS, order, options, installation)
     faults, lines = [], []
     for one in served:
-        found, counts, num_texts = compare_texts(one, plain, order, options.dtype)
-        length, wanted = one.greedy(one), chain.greedy(chain)
-        if one.row.tree == chain.row.tree and None not in (length, wanted):
-            if abs(length.mean / wanted.mean - 1) > SAMPLED_TOLERANCE:  # rounding changes some texts
-                found.append(f"accepted length {length.mean:.3f}, stock's is {wanted.mean:.3f}")
-        faults += [f"{one.row.name}: {fault}" for fault in found]
-        numbers = [f"{counts[SAME]} of {num_texts}", str(counts[TIE]), f"{length.mean:.3f}" if length else "-"]
-        lines.append([one.row.name, one.row.tree, one.row.backend, *numbers, "yes" if found else ""])
-    header = ["engine", "drafts", "attention", "same texts", "ties", "tokens a step", "fault"]
-    print("\n" + markdown([header, *lines]), flush=True)
+        verdicts, length = judge(one, served[0], order, ROUNDING[options.dtype]), one.greedy(one)
+        counts = Counter(text for _, text in verdicts)
+        found = [f"{where}: {text}" for where, text in verdicts if text not in (SAME, TIE) and one is not served[0]]
+        if not verdicts or counts[TIE] > MOST_TIES[options.dtype] * len(verdicts):
+            found.append(f"{counts[TIE]} of {len(verdicts)} texts differ within rounding")
+        faults += [f"{one.row.name}: {fault}" for fault in filter(None, [one.failure, *found])]
+        numbers = [f"{counts[SAME]} of {len(verdicts)}", str(counts[TIE]), f"{length.mean:.3f}" if length else "-"]
+        lines.append([one.row.name, one.row.backend, *numbers])
+    print("\n" + markdown([["engine", "attention", "same texts", "ties", "tokens a step"], *lines]), flush=True)
     print("".join(f"{fault}\n" for fault in faults), end="", flush=True)
     return int(bool(faults))
 
 
-def run_all(rows: Sequence[Row], order: dict, options: argparse.Namespace, installation) -> list[Served]:
+def run_all(rows: Sequence[Row], order: dict, options: argparse.Namespace, installation: Installation) -> list[Served]:
     """Serves the traffic with each engine, as many at once as was asked for."""
     target()  # what is missing for it is told before engines are started
     with ThreadPoolExecutor(options.jobs) as pool:
         return list(pool.map(lambda row: run(row, order, options, installation), rows))
 
 
-def run(row: Row, order: dict, options: argparse.Namespace, installation) -> Served:
+def run(row: Row, order: dict, options: argparse.Namespace, installation: Installation) -> Served:
     """Serves the traffic with one engine; its log and its texts are kept in the folder of logs."""
     served = Served(row)
     log = options.logs / f"texts_{row.name.replace('/', '_')}.txt"
     if options.engine == "vllm":
-        share, tree, how = round(TEXT_SHARE / options.jobs, 3), TREES.get(row.tree), {}
-        wanted = vllm_engine.TextOrder(row.backend, row.asked, options.dtype, order, tree=tree, share=share)
+        share = round(TEXT_SHARE / options.jobs, 3)
+        wanted = vllm_engine.TextOrder(row.backend, options.dtype, order, tree=TREES.get(row.tree), share=share)
     else:
-        how = {"with_flashinfer": installation.flashinfer_version() is not None}
         wanted = TextOrder(
             row.backend, row.asked, row.page_size, row.has_graphs, row.has_overlap, row.has_radix_cache, options.dtype,
             order, tree=TREES[row.tree], tp=1 if row.is_stock else options.tp, all_reduce=options.all_reduce,
         )  # fmt: skip
-    limit_s = options.limit or ROW_LIMIT_S
+    limit_s, with_flashinfer = options.limit or ROW_LIMIT_S, installation.flashinfer_version() is not None
     try:
-        with contextlib.closing(engine.run(wanted, installation, log, limit_s, **how)) as records:
+        with contextlib.closing(engine.run(wanted, installation, log, limit_s, with_flashinfer)) as records:
             for record in records:
                 if record["kind"] == "started":
                     served.start_s, served.versions = record["start_s"], record["versions"]
@@ -214,30 +209,25 @@ HEADER = [
 ]  # fmt: skip
 
 
-def compare_texts(one: Served, stock: Served, order: dict, dtype: str) -> tuple[list[str], dict[str, int], int]:
-    """Returns what went wrong and what differs from the stock engine, how many texts are SAME and TIE, and of how many.
+def compare(one: Served, stock: Served, order: dict, dtype: str) -> tuple[list[str], list[str]]:
+    """Returns what differs from the stock engine, and a row of the table.
 
     A stock engine is held against its own texts of the first wave. That tells how far these depend on the batch, and
     is no fault.
     """
+    is_stock = one is stock
     faults = [] if one.failure is None else [one.failure]
-    if one is not stock and REFERENCE not in stock.waves:
+    if not is_stock and REFERENCE not in stock.waves:
         faults.append(f"{stock.row.name} has no texts to compare with")
     verdicts = judge(one, stock, order, ROUNDING[dtype])
     counts = {kind: sum(text == kind for _, text in verdicts) for kind in (SAME, TIE)}
     differing = [f"{where}: {text}" for where, text in verdicts if text not in (SAME, TIE)]
     if verdicts and counts[TIE] > MOST_TIES[dtype] * len(verdicts):
         differing.append(f"{counts[TIE]} of {len(verdicts)} texts differ within rounding, which are too many")
-    if one is stock:
+    if is_stock:
         print("".join(f"{one.row.name} differs from itself: {text}\n" for text in differing), end="", flush=True)
     else:
         faults += differing
-    return faults, counts, len(verdicts)
-
-
-def compare(one: Served, stock: Served, order: dict, dtype: str) -> tuple[list[str], list[str]]:
-    """Returns what differs from the stock engine, and a row of the table."""
-    faults, counts, num_texts = compare_texts(one, stock, order, dtype)
     greedy, sampled = (one.greedy(stock), stock.greedy(one)), (one.sampled(), stock.sampled())
     for kind, pair, tolerance in (("greedy", greedy, GREEDY_TOLERANCE), ("sampled", sampled, SAMPLED_TOLERANCE)):
         if None in pair:
@@ -258,7 +248,7 @@ def compare(one: Served, stock: Served, order: dict, dtype: str) -> tuple[list[s
     row = one.row
     parts = "stock" if row.is_stock else row.asked or "default"
     words = ["on" if value else "off" for value in (row.has_graphs, row.has_overlap)]
-    line = [row.name, row.tree, *words, str(row.page_size), parts, f"{counts[SAME]} of {num_texts}",
+    line = [row.name, row.tree, *words, str(row.page_size), parts, f"{counts[SAME]} of {len(verdicts)}",
             str(counts[TIE]), str(aborted), *lengths, "yes" if faults else ""]  # fmt: skip
     return faults, line
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,6 +38,7 @@ OFFLINE = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONDONTWRITEBYTECODE": "",  # else each of an engine's processes compiles all of its package
 }
+ROOM = 512  # tokens for drafts
 POLL_S = 0.1
 GONE_S = 10.0  # how long the killed processes of an engine may take to leave the GPU
 
@@ -45,9 +47,36 @@ class EngineFailure(Exception):
     """What went wrong in a child process, with its first traceback."""
 
 
-def find(package: str, folders: Sequence[Path]) -> ModuleSpec | None:
-    """Returns where a package is, in these folders or where this Python looks, without importing it."""
-    return PathFinder.find_spec(package, [*map(str, folders), *sys.path])
+class Installation(NamedTuple):
+    """Folders in front of those where this Python looks; FlashInfer's comes first, since SGLang's may hold one too."""
+
+    engine: Path | None = None
+    flashinfer: Path | None = None
+    package: str = "sglang"
+
+    def folders(self, with_flashinfer: bool = True) -> list[Path]:
+        """Returns the folders that were given."""
+        given = [self.flashinfer if with_flashinfer else None, self.engine]
+        return [folder.resolve() for folder in given if folder is not None]
+
+    def is_here(self) -> bool:
+        """Tells whether the engine is there, without importing it."""
+        return self._found(self.package) is not None
+
+    def has_own_fa3(self) -> bool:
+        """Tells whether the kernels of SGLang hold its build of FlashAttention 3."""
+        kernels = self._found("sgl_kernel")
+        folders = [] if kernels is None else kernels.submodule_search_locations or []
+        return any(file for folder in folders for file in Path(folder).glob("flash_ops*"))
+
+    def _found(self, package: str) -> ModuleSpec | None:
+        return PathFinder.find_spec(package, [*map(str, self.folders()), *sys.path])
+
+    def flashinfer_version(self) -> str | None:
+        """Returns the version of the FlashInfer that an engine would find; None without one."""
+        paths = [*map(str, self.folders()), *sys.path]
+        found = next(iter(distributions(name="flashinfer-python", path=paths)), None)
+        return None if found is None else found.version
 
 
 @dataclass(frozen=True)
@@ -83,16 +112,6 @@ class AnyOrder:
         """Returns what the log says against the engine, if anything."""
 
 
-class Also(NamedTuple):
-    """What else an engine is timed with."""
-
-    case: str
-    batches: Sequence[int]
-    sampling: Sequence[tuple[float, float]]
-    prompt_tokens: int
-    lengths: tuple[int, int]
-
-
 @dataclass(frozen=True)
 class TimedOrder(AnyOrder):
     """One engine and what it generates; its weights are dummies, its texts mean nothing."""
@@ -105,31 +124,31 @@ class TimedOrder(AnyOrder):
     lengths: tuple[int, int]
     repeats: int
     requests: Sequence[tuple[int, int]] = ()  # lengths of prompts and texts, sent at once in place of equal batches
-    also: Sequence[Also] = ()
+    case: str = ""
+    also: Sequence["TimedOrder"] = ()  # what this engine is timed with besides
     turns: Path | None = None  # a file that engines share of which one generates at a time
 
     @property
     def context_length(self) -> int:
         """The longest text and room for drafts, in whole thousands."""
-        return -(-(max(each.prompt_tokens + each.lengths[1] for each in self.all) + 512) // 1024) * 1024
-
-    @property
-    def all(self) -> tuple[Also, ...]:
-        return (Also("", self.batches, self.sampling, self.prompt_tokens, self.lengths), *self.also)
+        longest = max(each.prompt_tokens + each.lengths[1] for each in (self, *self.also))
+        return -(-(longest + ROOM) // 1024) * 1024
 
     def for_child(self, folder: Path) -> dict[str, Any]:
         """Returns what `engine_child.py` reads."""
         return {
             "engine": self.engine_arguments(folder),
             "vocab_size": self.model["vocab_size"],
-            "timed": [
-                each._asdict() | {"sampling": [dict(zip(("temperature", "top_p"), pair)) for pair in each.sampling]}
-                for each in self.all
-            ],
+            "case": self.case,
+            "batches": list(self.batches),
+            "sampling": [{"temperature": temperature, "top_p": top_p} for temperature, top_p in self.sampling],
+            "prompt_tokens": self.prompt_tokens,
+            "lengths": list(self.lengths),
             "repeats": self.repeats,
             "is_speculative": self.tree is not None,
             "requests": list(self.requests),
             "turns": self.turns and str(self.turns),
+            "also": [other.for_child(folder) for other in self.also],
         }
 
     def write_models(self, folder: Path) -> None:
@@ -169,7 +188,9 @@ def write_package(folder: Path, package: str, version: str, group: str, point: s
     (about / "entry_points.txt").write_text(f"[{group}]\n{point}\n")
 
 
-def run(order: AnyOrder, installation: NamedTuple, log: Path, limit_s: float, **how: bool) -> Iterator[dict[str, Any]]:
+def run(
+    order: AnyOrder, installation: Installation, log: Path, limit_s: float, with_flashinfer: bool
+) -> Iterator[dict[str, Any]]:
     """Yields the engine's records as they come: `started`, what was ordered, and `done`.
 
     An order that is timed gives `measured` or `failed` by batch size and sampling, another one `texts` by wave.
@@ -179,8 +200,7 @@ def run(order: AnyOrder, installation: NamedTuple, log: Path, limit_s: float, **
     Raises EngineFailure at the limit, for a crash, and where another backend ran than was asked for. The time for which
     the engine waits, for the caller or for its turn, does not count towards the limit.
 
-    installation: where the engine is. log: the file that all its processes print to. how: what else the order's
-    environment depends on.
+    log: the file that all its processes print to. with_flashinfer: whether SGLang may use FlashInfer.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as ending:
@@ -189,7 +209,7 @@ def run(order: AnyOrder, installation: NamedTuple, log: Path, limit_s: float, **
         command, seen = _prepare(order, installation, folder), folder / "seen"
         output = ending.enter_context(log.open("wb"))
         records = ending.enter_context((folder / "records.jsonl").open(encoding="utf-8"))
-        told = order.environment(installation, folder / "plugin", **how)
+        told = order.environment(installation, folder / "plugin", with_flashinfer)
         deadline_s = time.monotonic() + limit_s
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=told, cwd=folder,
@@ -218,7 +238,7 @@ def run(order: AnyOrder, installation: NamedTuple, log: Path, limit_s: float, **
             raise EngineFailure(f"ended with status {child.returncode}\n{_told_by(log)}")
 
 
-def _prepare(order: AnyOrder, installation: NamedTuple, folder: Path) -> list[str]:
+def _prepare(order: AnyOrder, installation: Installation, folder: Path) -> list[str]:
     """Writes all that an engine needs into a folder; returns the command that starts it."""
     order.write_models(folder / "models")
     order.write_plugins(folder / "plugin", installation)

@@ -10,13 +10,9 @@ writes a file for each record that the engine waits to be seen: `started`, and `
 RECORDS at once.
 
 The module (sglang_child.py, vllm_child.py) has PACKAGE, which is imported, PACKAGES as here, and the class Engine:
-
-    Engine(arguments)                    starts it
-    backend                              of attention, as it was started with
-    generate(prompts, sampling, length)  returns the tokens of each text; length: of all, or a list
-    steps()                              returns the verification steps of all requests so far
-    serve(traffic, write)                generates texts that are compared, and writes a record `texts` for each wave
-    stop()
+`Engine(arguments)` starts it, `backend` is that of its attention; `generate(prompts, sampling, length)` returns the
+tokens of each text (length: of all, or a list), and `steps()` the verification steps of all requests so far;
+`serve(traffic, write)` generates texts that are compared, a record `texts` for each wave; `stop()` ends it.
 """
 
 import contextlib
@@ -60,8 +56,8 @@ def main(order_file: str, records_file: str) -> None:
             engine.serve(order["traffic"], write)
         else:
             measure_some = measure_requests if order["requests"] else measure_all
-            for timed in order["timed"]:
-                measure_some(engine, order | timed, write)
+            for each in (order, *order["also"]):
+                measure_some(engine, each, write)
         meet("done")
         engine.stop()
 

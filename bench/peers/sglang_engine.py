@@ -7,17 +7,15 @@ missing (sglang_fa3.py).
 import os
 import re
 import shutil
-import sys
 from dataclasses import KW_ONLY, dataclass
-from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from eagle_kernels.integrations.sglang.parts import PARTS
 from eagle_kernels.runtime.version import __version__
 
 from . import fa3, sglang_child, sglang_fa3
-from .engine import PLUGIN, ROOT, AnyOrder, TimedOrder, find, shared_environment, write_package
+from .engine import PLUGIN, ROOT, AnyOrder, Installation, TimedOrder, shared_environment, write_package
 
 FA3 = "fa3"  # FlashAttention 3, as SGLang names the backend; also the plug-in that brings vLLM's build of it
 NO_PLUGIN = "none_of_them"
@@ -36,34 +34,6 @@ SET = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "SGLANG_ALLOW_OVERWRITE_LONG
 # NCCL instead and says so in its log.
 ALL_REDUCES = ("sglang", "nccl")
 FELL_BACK = re.compile(r"Setup Custom allreduce failed|CustomAll[Rr]educe\w* is disabled")
-
-
-class Installation(NamedTuple):
-    """Folders in front of those where this Python looks; FlashInfer's comes first, since SGLang's may hold one too."""
-
-    sglang: Path | None = None
-    flashinfer: Path | None = None
-
-    def folders(self, with_flashinfer: bool = True) -> list[Path]:
-        """Returns the folders that were given."""
-        given = [self.flashinfer if with_flashinfer else None, self.sglang]
-        return [folder.resolve() for folder in given if folder is not None]
-
-    def is_here(self) -> bool:
-        """Tells whether SGLang is there, without importing it."""
-        return find("sglang", self.folders()) is not None
-
-    def has_own_fa3(self) -> bool:
-        """Tells whether the kernels of SGLang hold its build of FlashAttention 3."""
-        kernels = find("sgl_kernel", self.folders())
-        folders = [] if kernels is None else kernels.submodule_search_locations or []
-        return any(file for folder in folders for file in Path(folder).glob("flash_ops*"))
-
-    def flashinfer_version(self) -> str | None:
-        """Returns the version of the FlashInfer that an engine would find; None without one."""
-        paths = [*map(str, self.folders()), *sys.path]
-        found = next(iter(distributions(name="flashinfer-python", path=paths)), None)
-        return None if found is None else found.version
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""vLLM's engine in the process of engine_child.py, which says what each method is for.
+"""vLLM's engine in the process of engine_child.py, which says what each method is for, and a plug-in for its heads.
 
 It is copied beside that script, and imports nothing of this repository.
 """
@@ -8,7 +8,6 @@ import importlib
 PACKAGE = "vllm"
 PACKAGES = {"vllm": ("vllm",)}
 DRAFTS = "vllm:spec_decode_num_drafts"  # vLLM's counter of steps with drafts, of all requests
-GREEDY = {"temperature": 0.0}
 
 
 class Engine:
@@ -32,27 +31,24 @@ class Engine:
         return sum(metric.value for metric in self._engine.get_metrics() if metric.name == DRAFTS)
 
     def serve(self, traffic: dict, write) -> None:
-        """Generates greedy texts together and alone; a failure ends it.
+        """Generates greedy texts, all `requests` together, and some `alone`: indices into them."""
+        requests, alone = traffic["requests"], traffic["alone"]
+        write("texts", wave="together", texts=self._texts(requests, range(len(requests))))
+        write("texts", wave="alone", texts=[text for index in alone for text in self._texts(requests, [index])])
 
-        traffic: `requests` with a prompt and a number of tokens each, and `alone`, indices into them.
-        """
-        indices = range(len(traffic["requests"]))
-        waves = {"together": [list(indices)], "alone": [[index] for index in traffic["alone"]]}
-        for wave, batches in waves.items():
-            try:
-                texts = [text for batch in batches for text in self._texts(traffic["requests"], batch)]
-            except Exception as error:
-                write("failed", wave=wave, error=f"{type(error).__name__}: {error}"[:500])
-                return
-            write("texts", wave=wave, texts=texts)
-
-    def _texts(self, requests: list[dict], batch: list[int]) -> list[dict]:
+    def _texts(self, requests: list[dict], batch) -> list[dict]:
         wanted, before = [requests[index] for index in batch], self.steps()
         lengths = [request["max_new_tokens"] for request in wanted]
-        texts = self.generate([request["prompt"] for request in wanted], GREEDY, lengths)
-        # vLLM counts those of all requests together
+        texts = self.generate([request["prompt"] for request in wanted], {"temperature": 0.0}, lengths)
+        # vLLM counts the steps of all requests together
         about = {"steps": (self.steps() - before) / len(batch), "is_cut": False, "is_greedy": True}
         return [{"index": index, "tokens": tokens} | about for index, tokens in zip(batch, texts)]
 
     def stop(self) -> None:
         self._engine.llm_engine.engine_core.shutdown()
+
+
+def register() -> None:
+    """Leaves an EAGLE-3 head its own LM head, as a plug-in of vLLM: with dummy weights nothing says that it has one, so
+    vLLM would give it the target's, which is four times as large."""
+    importlib.import_module("vllm.model_executor.models.llama_eagle3").Eagle3LlamaForCausalLM.has_own_lm_head = True
