@@ -104,7 +104,9 @@ def check(options: argparse.Namespace, installation: Installation, keep: Callabl
     plugged = [row for row in PLUGGED_ROWS if row.name in options.row]
     rows = [row for row in STOCK_ROWS if row.tree in {other.tree for other in plugged}] + plugged
     order = traffic()
-    served = run_all(rows, order, options, installation)
+    target()  # what is missing for it is told before engines are started
+    with ThreadPoolExecutor(options.jobs) as pool:
+        served = list(pool.map(lambda row: run(row, order, options, installation), rows))
     stock = {one.row.tree: one for one in served if one.row.is_stock}
     faults, lines = [], []
     for one in served:
@@ -122,7 +124,8 @@ def check(options: argparse.Namespace, installation: Installation, keep: Callabl
 def check_chains(options: argparse.Namespace, installation: Installation) -> int:
     """Compares greedy texts of vLLM's engines with those of its plain decoding; returns the exit status."""
     order = {name: found for name, found in traffic().items() if name in ("requests", "alone")}
-    served = run_all(VLLM_ROWS, order, options, installation)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        served = list(pool.map(lambda row: run(row, order, options, installation), VLLM_ROWS))
     faults, lines = [], []
     for one in served:
         verdicts, length = judge(one, served[0], order, ROUNDING[options.dtype]), one.greedy(one)
@@ -136,13 +139,6 @@ def check_chains(options: argparse.Namespace, installation: Installation) -> int
     print("\n" + markdown([["engine", "attention", "same texts", "ties", "tokens a step"], *lines]), flush=True)
     print("".join(f"{fault}\n" for fault in faults), end="", flush=True)
     return int(bool(faults))
-
-
-def run_all(rows: Sequence[Row], order: dict, options: argparse.Namespace, installation: Installation) -> list[Served]:
-    """Serves the traffic with each engine, as many at once as was asked for."""
-    target()  # what is missing for it is told before engines are started
-    with ThreadPoolExecutor(options.jobs) as pool:
-        return list(pool.map(lambda row: run(row, order, options, installation), rows))
 
 
 def run(row: Row, order: dict, options: argparse.Namespace, installation: Installation) -> Served:

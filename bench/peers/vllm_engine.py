@@ -25,7 +25,6 @@ CACHES = Path(tempfile.gettempdir(), "eagle_kernels_vllm")
 SET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
        "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_LEVEL": "INFO"}  # fmt: skip
 FA_VERSION = re.compile(r"Using FlashAttention version (\d)")
-CHUNK_TOKENS = 8192  # of prompts that are read in a step
 TEXT_SIZES = {"max_model_len": 1024, "max_num_seqs": 24, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 2**30}
 
 
@@ -95,7 +94,7 @@ class Order(TimedOrder, VLLMOrder):
             "dtype": "bfloat16",
             "max_model_len": self.context_length,
             "max_num_seqs": max(max(each.batches) for each in cases),
-            "max_num_batched_tokens": CHUNK_TOKENS,
+            "max_num_batched_tokens": 8192,
             # keys and values of two bytes; when told, vLLM does not measure, which other engines would disturb
             "kv_cache_memory_bytes": 4 * layers * model["num_key_value_heads"] * model["head_dim"] * tokens,
         }
