@@ -308,8 +308,10 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
             print(f"{system}: {missing}")
             systems.remove(system)
     options.system = systems
-    for shared in dict.fromkeys(case.shared for case in cases):
-        alike = [case for case in cases if case.shared == shared]
+    of_engine: dict = {}  # vLLM needs a minute and more to start: once for all cases with the same drafts
+    for case in cases:
+        of_engine.setdefault(case.tree if bench.is_vllm else case.name, []).append(case)
+    for alike in of_engine.values():
         bench.run_engines(alike, [system for system in systems if system != OWN and alike[0].sampling_of(system)])
     if OWN in systems:
         for case in cases:
@@ -366,8 +368,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("jobs", "tp", "repeats"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: at least 1; got {getattr(options, name)}")
-    systems = ENGINES[options.engine][1]
-    of_engine = [case.name for case in EVERY_CASE if case.engine == options.engine]
+    _, systems, cases = ENGINES[options.engine]
+    of_engine = [case.name for case in cases]
     options.case = options.case or (of_engine if options.tp == 1 else RANK_CASES)
     options.system = options.system or systems
     options.together |= options.engine == "vllm"

@@ -12,7 +12,6 @@ EVERY_SYSTEM = (*STOCK, PLUGGED, MATCH, "vllm+eagle_kernels", OWN)
 SYSTEMS, VLLM_SYSTEMS = (
     tuple(system for system in EVERY_SYSTEM if system.startswith((engine, OWN))) for engine in ("sglang", "vllm")
 )
-ENGINES = {"sglang": ("SGLang", SYSTEMS), "vllm": ("vLLM", VLLM_SYSTEMS)}
 
 GREEDY = ((0.0, 1.0),)  # temperature, top-p
 TREE_SAMPLING = (*GREEDY, (0.8, 0.95))
@@ -31,12 +30,6 @@ class Case(NamedTuple):
     shape: str = "llama-3.1-8b"
     # lengths of prompts and texts that are sent at once, in place of equal ones; batches are then those with a graph
     requests: tuple[tuple[int, int], ...] = ()
-    engine: str = "sglang"  # of ENGINES
-
-    @property
-    def shared(self) -> tuple:
-        """Returns what cases that one engine is timed with have in common; vLLM needs a minute and more to start."""
-        return (self.tree, self.accept) if self.engine == "vllm" else (self.name,)
 
     def sampling_of(self, system: str) -> tuple[tuple[float, float], ...]:
         """Returns what a system is measured with: sample and match differs from the plug-in where it samples."""
@@ -88,10 +81,11 @@ RANK_CASES = [case.name for case in CASES if case.name.partition(" ")[0] in RANK
 VLLM_CHAINS = (("plain", None, None), ("chain3", (1, 3, 4), 2.5), ("chain7", (1, 7, 8), 3.2))
 VLLM_CASES = (
     *(
-        Case(f"vllm {name}{length}", batches, tree, accept, prompts, sampling=TREE_SAMPLING, engine="vllm")
+        Case(f"vllm {name}{length}", batches, tree, accept, prompts, sampling=TREE_SAMPLING)
         for name, tree, accept in VLLM_CHAINS
         for length, batches, prompts in (("", (1, 8, 32), 512), (" 8k", (8,), 8192))
     ),
-    Case("vllm first token 8k", (1,), prompt_tokens=8192, long=1, engine="vllm"),
+    Case("vllm first token 8k", (1,), prompt_tokens=8192, long=1),
 )
 EVERY_CASE = (*CASES, *VLLM_CASES)
+ENGINES = {"sglang": ("SGLang", SYSTEMS, CASES), "vllm": ("vLLM", VLLM_SYSTEMS, VLLM_CASES)}

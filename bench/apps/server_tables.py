@@ -51,10 +51,9 @@ RANKS_ABOUT = (
 )
 VLLM_NAMES = [case.name for case in VLLM_CASES]
 VLLM_ABOUT = (
-    "vLLM's engine at the shape of llama-3.1-8b: plain decoding and EAGLE-3 chains of 3 and 7 drafts; *8k*: prompts of "
-    "8,192 tokens, not 512; *first token*: from the prompt to its first token, in place of a step. *of*: that system's "
-    "time of a step, as a multiple of this one's at the same commit; of engines that took turns the median over turns, "
-    "and in brackets the least and the most. *vllm+fa3* is what vLLM chooses on Hopper."
+    "vLLM's steps at the shape of llama-3.1-8b, plain and with chains of 3 and 7 drafts; *first token*: the time to it "
+    "in place of a step's. *of*: that system's time, as a multiple of this one's at the same commit; where they took "
+    "turns the median over turns, the least and the most. *vllm+fa3* is vLLM's choice on Hopper."
 )
 PAIR_CASES = [pair_case(tree) for tree in TREES]
 PAIR_ABOUT = (

@@ -134,8 +134,8 @@ def check_chains(options: argparse.Namespace, installation: Installation) -> int
         if not verdicts or counts[TIE] > MOST_TIES[options.dtype] * len(verdicts):
             found.append(f"{counts[TIE]} of {len(verdicts)} texts differ within rounding")
         faults += [f"{one.row.name}: {fault}" for fault in filter(None, [one.failure, *found])]
-        numbers = [f"{counts[SAME]} of {len(verdicts)}", str(counts[TIE]), f"{length.mean:.3f}" if length else "-"]
-        lines.append([one.row.name, one.row.backend, *numbers])
+        numbers = [str(counts[TIE]), f"{length.mean:.3f}" if length else "-"]
+        lines.append([one.row.name, one.row.backend, f"{counts[SAME]} of {len(verdicts)}", *numbers])
     print("\n" + markdown([["engine", "attention", "same texts", "ties", "tokens a step"], *lines]), flush=True)
     print("".join(f"{fault}\n" for fault in faults), end="", flush=True)
     return int(bool(faults))

@@ -30,14 +30,13 @@ from . import engine_child
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = "eagle_kernels"  # the plug-in's name
-TOLD = ("EAGLE_KERNELS_BACKEND", "TRITON_INTERPRET")  # what would change any engine
+# beginnings of names that would change an engine, and are told to each
+TOLD = ("EAGLE_KERNELS_SGLANG", "EAGLE_KERNELS_VLLM", "EAGLE_KERNELS_BACKEND", "TRITON_INTERPRET", "SGLANG_PLUGINS",
+        "SGLANG_SIMULATE_ACC_", "SGLANG_IS_FLASHINFER_AVAILABLE")  # fmt: skip
 OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
     "PYTHONDONTWRITEBYTECODE": "",  # else each of an engine's processes compiles all of its package
-}
+}  # fmt: skip
 ROOM = 512  # tokens for drafts
 POLL_S = 0.1
 GONE_S = 10.0  # how long the killed processes of an engine may take to leave the GPU
@@ -137,19 +136,12 @@ class TimedOrder(AnyOrder):
     def for_child(self, folder: Path) -> dict[str, Any]:
         """Returns what `engine_child.py` reads."""
         return {
-            "engine": self.engine_arguments(folder),
-            "vocab_size": self.model["vocab_size"],
-            "case": self.case,
-            "batches": list(self.batches),
+            "engine": self.engine_arguments(folder), "vocab_size": self.model["vocab_size"], "case": self.case,
+            "batches": list(self.batches), "prompt_tokens": self.prompt_tokens, "lengths": list(self.lengths),
             "sampling": [{"temperature": temperature, "top_p": top_p} for temperature, top_p in self.sampling],
-            "prompt_tokens": self.prompt_tokens,
-            "lengths": list(self.lengths),
-            "repeats": self.repeats,
-            "is_speculative": self.tree is not None,
-            "requests": list(self.requests),
-            "turns": self.turns and str(self.turns),
-            "also": [other.for_child(folder) for other in self.also],
-        }
+            "repeats": self.repeats, "is_speculative": self.tree is not None, "requests": list(self.requests),
+            "turns": self.turns and str(self.turns), "also": [other.for_child(folder) for other in self.also],
+        }  # fmt: skip
 
     def write_models(self, folder: Path) -> None:
         """Writes the folders of the two models: a config.json each, the engine makes the weights."""
@@ -158,12 +150,9 @@ class TimedOrder(AnyOrder):
             (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
-def shared_environment(paths: Sequence[Path], told: Sequence[str]) -> dict[str, str]:
-    """Returns what the environments of all engines have in common.
-
-    paths: where Python looks first. told: names that are not inherited.
-    """
-    environment = {name: value for name, value in os.environ.items() if name not in (*TOLD, *told)} | OFFLINE
+def shared_environment(paths: Sequence[Path]) -> dict[str, str]:
+    """Returns what the environments of all engines have in common. paths: where Python looks first."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(TOLD)} | OFFLINE
     inherited = [Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, [*paths, *inherited]))
     return environment | _cuda()

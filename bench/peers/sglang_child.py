@@ -25,11 +25,11 @@ class Engine:
         self._steps = 0
 
     def generate(self, prompts: list[list[int]], sampling: dict, length: int | list[int]) -> list[list[int]]:
-        parameters = [sampling | {"max_new_tokens": each, "ignore_eos": True} for each in _listed(length)]
-        outputs = self._engine.generate(
-            input_ids=prompts, sampling_params=parameters if isinstance(length, list) else parameters[0]
-        )
-        outputs = _listed(outputs)
+        lengths = length if isinstance(length, list) else [length]
+        parameters = [sampling | {"max_new_tokens": each, "ignore_eos": True} for each in lengths]
+        parameters = parameters if isinstance(length, list) else parameters[0]
+        outputs = self._engine.generate(input_ids=prompts, sampling_params=parameters)
+        outputs = [outputs] if isinstance(outputs, dict) else outputs
         self._steps += sum(output["meta_info"].get("spec_verify_ct") or 0 for output in outputs)
         return [output["output_ids"] for output in outputs]
 
@@ -41,7 +41,3 @@ class Engine:
 
     def stop(self) -> None:
         self._engine.shutdown()
-
-
-def _listed(value) -> list:
-    return value if isinstance(value, list) else [value]

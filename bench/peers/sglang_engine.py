@@ -19,16 +19,6 @@ from .engine import PLUGIN, ROOT, AnyOrder, Installation, TimedOrder, shared_env
 
 FA3 = "fa3"  # FlashAttention 3, as SGLang names the backend; also the plug-in that brings vLLM's build of it
 NO_PLUGIN = "none_of_them"
-# what would change an engine and is told to each
-TOLD = (
-    "SGLANG_SIMULATE_ACC_LEN",
-    "SGLANG_SIMULATE_ACC_METHOD",
-    "SGLANG_SIMULATE_ACC_TOKEN_MODE",
-    "SGLANG_PLUGINS",
-    "SGLANG_IS_FLASHINFER_AVAILABLE",
-    "EAGLE_KERNELS_SGLANG",
-    "EAGLE_KERNELS_SGLANG_VERIFY",
-)
 SET = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 # How the GPUs of an engine add up: by SGLang's own kernel, or by NCCL. Where the former cannot be used, SGLang takes
 # NCCL instead and says so in its log.
@@ -58,17 +48,11 @@ class SGLangOrder(AnyOrder):
     def shared_arguments(self, target: Path, draft: Path, load_format: str) -> dict[str, Any]:
         """Returns the arguments of `sglang.Engine` that do not depend on the kind of order."""
         arguments = {
-            "model_path": str(target),
-            "load_format": load_format,
-            "attention_backend": self.backend,
+            "model_path": str(target), "load_format": load_format, "attention_backend": self.backend,
             # with trees the first token of a text only; plain decoding is timed at temperature 0
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "skip_tokenizer_init": True,
-            "disable_prefill_cuda_graph": True,
-            "random_seed": 1,
-            "log_level": "info",
-        }
+            "sampling_backend": "pytorch", "grammar_backend": "none", "skip_tokenizer_init": True,
+            "disable_prefill_cuda_graph": True, "random_seed": 1, "log_level": "info",
+        }  # fmt: skip
         if self.tp > 1:  # SGLang finds free ports itself
             arguments |= {"tp_size": self.tp, "disable_custom_all_reduce": self.all_reduce == "nccl"}
         if self.tree is not None:
@@ -84,7 +68,7 @@ class SGLangOrder(AnyOrder):
         """Returns the environment of an engine's process. plugin: the folder that `write_plugin` wrote."""
         folders, loaded = installation.folders(with_flashinfer), plugin_of(self, installation)
         paths = {PLUGIN: [plugin, ROOT], FA3: [plugin]}.get(loaded, []) + folders
-        told = shared_environment(paths, TOLD) | SET
+        told = shared_environment(paths) | SET
         scripts = [str(folder / "bin") for folder in folders if (folder / "bin").is_dir()]  # FlashInfer's ninja
         told["PATH"] = os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])
         told["SGLANG_PLUGINS"] = loaded
@@ -125,16 +109,13 @@ class Order(TimedOrder, SGLangOrder):
     def engine_arguments(self, folder: Path) -> dict[str, Any]:
         """Returns the arguments of `sglang.Engine`; the models' folders are those of `write_models`."""
         return self.shared_arguments(folder / "target", folder / "draft", "dummy") | {
-            "dtype": "bfloat16",
-            "disable_radix_cache": True,
-            "cuda_graph_bs_decode": sorted(self.batches),
-            "cuda_graph_max_bs_decode": max(self.batches),
-            "context_length": self.context_length,
+            "dtype": "bfloat16", "disable_radix_cache": True, "context_length": self.context_length,
+            "cuda_graph_bs_decode": sorted(self.batches), "cuda_graph_max_bs_decode": max(self.batches),
             # a request reserves its longest text
             "max_total_tokens": max(32768, max(self.batches) * self.context_length),
             "max_running_requests": max(32, *self.batches),
             "mem_fraction_static": 0.9,  # the tokens above are the limit; other engines may take the rest
-        }
+        }  # fmt: skip
 
 
 def plugin_of(order: AnyOrder, installation: Installation) -> str:

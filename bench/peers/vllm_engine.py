@@ -24,7 +24,6 @@ PLUGINS = {"dummy_head": "vllm_child", PLUGIN: "eagle_kernels.integrations.vllm.
 CACHES = Path(tempfile.gettempdir(), "eagle_kernels_vllm")
 SET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
        "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_LEVEL": "INFO"}  # fmt: skip
-FA_VERSION = re.compile(r"Using FlashAttention version (\d)")
 TEXT_SIZES = {"max_model_len": 1024, "max_num_seqs": 24, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 2**30}
 
 
@@ -49,11 +48,12 @@ class VLLMOrder(AnyOrder):
     def write_plugins(self, folder: Path, installation: Installation) -> None:
         for name, module in PLUGINS.items():
             write_package(folder, name, __version__, "vllm.general_plugins", f"{name} = {module}:register")
+        shutil.copy(vllm_child.__file__, folder)  # not all of vLLM's processes look where their script was
 
     def environment(self, installation: Installation, plugin: Path, with_flashinfer: bool = False) -> dict[str, str]:
         """Returns the environment of an engine's process. plugin: the folder that `write_plugins` wrote."""
         paths = [plugin, *([ROOT] if self.is_plugged else []), *installation.folders(with_flashinfer=False)]
-        told = shared_environment(paths, ["EAGLE_KERNELS_VLLM"]) | SET
+        told = shared_environment(paths) | SET
         told["VLLM_PLUGINS"] = ",".join(list(PLUGINS)[: 1 + self.is_plugged])
         if self.is_plugged:
             told["EAGLE_KERNELS_VLLM"] = self.asked
@@ -61,7 +61,7 @@ class VLLMOrder(AnyOrder):
         return told | {name: str(CACHES / self.backend / folder) for name, folder in caches.items()}
 
     def fault(self, log: str) -> str | None:
-        others = set(FA_VERSION.findall(log)) - {"3"} if self.backend == FA3 else ()
+        others = set(re.findall(r"Using FlashAttention version (\d)", log)) - {"3"} if self.backend == FA3 else ()
         return f"vLLM ran FlashAttention {' and '.join(sorted(others))} in place of 3" if others else None
 
     def shared_arguments(self, target: Path, draft: Path, load_format: str) -> dict[str, Any]:
@@ -91,13 +91,11 @@ class Order(TimedOrder, VLLMOrder):
         tokens = max(self.context_length, *most)
         layers = model["num_hidden_layers"] + (self.draft["num_hidden_layers"] if self.tree is not None else 0)
         return self.shared_arguments(folder / "target", folder / "draft", "dummy") | {
-            "dtype": "bfloat16",
-            "max_model_len": self.context_length,
+            "dtype": "bfloat16", "max_model_len": self.context_length, "max_num_batched_tokens": 8192,
             "max_num_seqs": max(max(each.batches) for each in cases),
-            "max_num_batched_tokens": 8192,
             # keys and values of two bytes; when told, vLLM does not measure, which other engines would disturb
             "kv_cache_memory_bytes": 4 * layers * model["num_key_value_heads"] * model["head_dim"] * tokens,
-        }
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
