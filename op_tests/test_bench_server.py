@@ -114,9 +114,9 @@ class LLM:
             print(f"(EngineCore pid=1) eagle_kernels: {part} is in use", flush=True)
         if attention_backend == "FLASH_ATTN":
             print("Using FlashAttention version", 2 if self.fault == "old" else 3, flush=True)
-        config = types.SimpleNamespace(attention_config=types.SimpleNamespace(backend=attention_backend))
-        core = types.SimpleNamespace(shutdown=lambda: print("down", time.monotonic(), flush=True))
-        self.llm_engine = types.SimpleNamespace(vllm_config=config, engine_core=core)
+        make, down = types.SimpleNamespace, lambda: print("down", time.monotonic(), flush=True)
+        config = make(attention_config=make(backend=attention_backend))
+        self.llm_engine = make(vllm_config=config, engine_core=make(shutdown=down))
 
     def generate(self, prompts, parameters, use_tqdm):
         begin_s, outputs, steps = time.monotonic(), [], 0
@@ -154,8 +154,8 @@ def vllm(tmp_path, monkeypatch):
     """Returns the options that name the made vLLM."""
     monkeypatch.delenv("FAKE", raising=False)
     write_package(tmp_path / "site", "vllm", FAKE_VLLM)
-    options = ["--engine", "vllm", "--vllm", str(tmp_path / "site"), "--logs", str(tmp_path / "logs")]
-    return [*options, "--shape", "small", "--quick"]
+    folders = ["--vllm", str(tmp_path / "site"), "--logs", str(tmp_path / "logs")]
+    return ["--engine", "vllm", "--shape", "small", "--quick", *folders]
 
 
 def write_package(folder, name, text, distribution=None, version=None):
@@ -265,9 +265,8 @@ def test_three_engines_of_vllm_fit_on_a_gpu(place, tmp_path):
     cases = [case for case in VLLM_CASES if case.tree == VLLM_CASES[place].tree]
     order = bench.order(cases[0], "vllm+eagle_kernels", also=cases[1:])
     arguments, longest = order.engine_arguments(tmp_path), 8192 + order.also[0].lengths[1]
-    assert longest < arguments["max_model_len"] <= 10240 and arguments["max_num_seqs"] == 32
-    share, kv_bytes = arguments["gpu_memory_utilization"], arguments["kv_cache_memory_bytes"]
-    assert 8 * longest * 4 * 8 * 128 * 32 < kv_bytes < 140e9 * share - 20e9
+    assert longest < arguments["max_model_len"] <= 10240 and arguments["gpu_memory_utilization"] == 0.3
+    assert 8 * longest * 4 * 8 * 128 * 32 < arguments["kv_cache_memory_bytes"] < 0.3 * 140e9 - 20e9
     assert arguments.get("speculative_config", {}).get("num_speculative_tokens") == (None, 3, 7)[place // 2]
     assert [each.lengths[0] for each in (order, *order.also)] == [48, 48] + [0] * (place == 0)
 
@@ -832,18 +831,18 @@ def test_engines_of_vllm_take_turns(vllm, gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     names, systems = ["vllm plain", "vllm plain 8k", "vllm chain3 8k", "vllm first token 8k"], VLLM_SYSTEMS[:3]
     assert call(vllm, "--case", *names, "--system", *systems, directory=tmp_path / "results") == 0
-    lines, more = kept(tmp_path / "results"), ["draft", "verify"]
+    lines, parts = kept(tmp_path / "results"), ["attention", "draft", "verify"]
     found = Counter((line["case"], line["batch"], line["temperature"]) for line in lines)
     sizes = {"vllm plain": (1, 8, 32), "vllm plain 8k": (8,), "vllm chain3 8k": (8,)}
     settings = [(name, batch, degrees) for name, batches in sizes.items() for batch in batches for degrees in (0, 0.8)]
     assert found == dict.fromkeys([*settings, ("vllm first token 8k", 1, 0)], 3)
     for line in lines:
         assert line["accept_length"] == pytest.approx(2.5 if line["tree"] else 1.0) and line["together"]
-        assert line["parts"] == (["attention", *more] if "eagle" in line["system"] else []) and line["ms_per_step"] > 0
+        assert line["parts"] == (parts if "eagle" in line["system"] else []) and line["ms_per_step"] > 0
         assert line["versions"]["vllm"] == "0.26.0" and (line["raw"][0][0] > 0) == ("first" not in line["case"])
-    logs = [path.read_text().split("\n") for path in (tmp_path / "logs").glob("vllm_plain*")]
-    spans = sorted(tuple(map(float, line.split()[1:])) for log in logs for line in log if line[:5] == "timed")
-    downs = [float(line.split()[1]) for log in logs for line in log if line[:4] == "down"]
+    said = [line.split() for log in (tmp_path / "logs").glob("vllm_plain*") for line in log.read_text().splitlines()]
+    spans = sorted(tuple(map(float, words[1:])) for words in said if words[0] == "timed")
+    downs = [float(words[1]) for words in said if words[0] == "down"]
     assert len(downs) == 3 and spans[-1][1] < min(downs) and all(a[1] < b[0] for a, b in pairwise(spans))
 
 
@@ -892,3 +891,6 @@ def test_a_table_of_vllm(tmp_path):
         ["2.00× (2.00 to 2.20)", "2.50× (2.50 to 2.50)"], ["1.60×", "2.00×"],
     ]  # fmt: skip
     assert server_tables.tables(file)[0] == "## SGLang, stock and with the plug-in"
+    lines = [measured("vllm+fa3", 8.0, raw=raw, **about), measured("vllm+eagle_kernels", 8.0, **about)]
+    off = [server_tables.off_stock([lines[0], lines[1] | {"accept_length": length}]) for length in (4.4, 4.5)]
+    assert off[0] == [] and len(off[1]) == 1  # of 800 steps

@@ -17,7 +17,7 @@ requests, and 500 of different lengths (`requests ...`, SGLang alone). Prints a 
     eagle_kernels         EAGLEInference, without a server
 
 All SGLang systems of a case draw the same accepted lengths, EAGLEInference simulates the mean that stock had: the exit
-status is 1 where an accepted length is more than 1 % off that of every stock system, and where an engine failed.
+status is 1 where an accepted length is more than 1 % (vLLM's: and chance) off each stock system's, or an engine failed.
 
 `--engine vllm` decodes plainly and drafts chains, with prompts of 512 and 8,192 tokens, and times the first token of
 the latter, in place of a step. An engine is started once for all cases with its drafts, all systems `--together`.

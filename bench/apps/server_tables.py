@@ -61,8 +61,8 @@ PAIR_ABOUT = (
     "plug-in's: the share of steps whose drafts were accepted to each level, and the mean over levels."
 )
 MOST_LEVELS = max(steps for _, steps, _ in TREES.values())
-# of accepted lengths; vLLM's are a matter of chance, and short texts have few steps
-TOLERANCE, VLLM_TOLERANCE = 0.01, 0.06
+# of accepted lengths; of vLLM's, which are drawn, three standard errors of the difference of two of one step
+TOLERANCE, SPREAD = 0.01, 3.0
 PACKAGES = {"vllm": "vLLM", "sglang": "SGLang", "sgl_kernel": "sgl_kernel", "flashinfer": "FlashInfer",
             "fa3": "FlashAttention 3 in", "torch": "torch", "triton": "triton"}  # fmt: skip
 
@@ -87,7 +87,9 @@ def off_stock(lines: Sequence[dict]) -> list[str]:
         key = (setting(line), ranks(line))
         stock = [other for other in lines if other["system"] in STOCK and (setting(other), ranks(other)) == key]
         lengths = [other["accept_length"] for other in stock]
-        tolerance = VLLM_TOLERANCE if line["case"] in VLLM_NAMES else TOLERANCE
+        tolerance = TOLERANCE
+        if stock and line["case"] in VLLM_NAMES:
+            tolerance += SPREAD / (line["batch"] * sum(steps for *_, steps, _ in stock[0]["raw"])) ** 0.5
         if lengths and min(abs(line["accept_length"] / length - 1) for length in lengths) > tolerance:
             case, batch, temperature, _ = setting(line)
             texts.append(

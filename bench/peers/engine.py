@@ -1,7 +1,6 @@
 """A server's engine in a child process that is ended at its limit: what is common to all engines.
 
-sglang_engine.py and vllm_engine.py tell how theirs is started, sglang_child.py and vllm_child.py are the engine in that
-process, by one protocol: engine_child.py.
+sglang_engine.py and vllm_engine.py tell how theirs is started, sglang_child.py and vllm_child.py run it in the process.
 
 An engine is what Python finds, or what lies in a folder (`pip install --target FOLDER sglang`). The plug-in of this
 checkout is shown to it as an installed package would be; stock engines are told to load none of ours.

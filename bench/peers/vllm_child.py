@@ -1,7 +1,4 @@
-"""vLLM's engine in the process of engine_child.py, which says what each method is for, and a plug-in for its heads.
-
-It is copied beside that script, and imports nothing of this repository.
-"""
+"""vLLM's engine, and a plug-in, for engine_child.py, which says what each method is for; copied beside it."""
 
 import importlib
 
@@ -23,8 +20,7 @@ class Engine:
         lengths = length if isinstance(length, list) else [length] * len(prompts)
         more = sampling | {"ignore_eos": True, "detokenize": False}
         parameters = [self._vllm.SamplingParams(max_tokens=each, **more) for each in lengths]
-        prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self._engine.generate(prompts, parameters, use_tqdm=False)
+        outputs = self._engine.generate([{"prompt_token_ids": each} for each in prompts], parameters, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def steps(self) -> float:

@@ -55,8 +55,7 @@ class VLLMOrder(AnyOrder):
         paths = [plugin, *([ROOT] if self.is_plugged else []), *installation.folders(with_flashinfer=False)]
         told = shared_environment(paths) | SET
         told["VLLM_PLUGINS"] = ",".join(list(PLUGINS)[: 1 + self.is_plugged])
-        if self.is_plugged:
-            told["EAGLE_KERNELS_VLLM"] = self.asked
+        told |= {"EAGLE_KERNELS_VLLM": self.asked} if self.is_plugged else {}
         caches = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
         return told | {name: str(CACHES / self.backend / folder) for name, folder in caches.items()}
 
