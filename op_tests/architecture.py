@@ -20,6 +20,7 @@ ENGINE_FOLDERS = ("models", "requests", "config", "batch", "drafters", "step", "
 MOST_LINES = 400
 MOST_POSITIONAL = 8
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
+OF_VLLM = {"_k_scale", "_v_scale"}  # of its attention layers, which it gives to backends
 # the backend of CPU tensors
 READ_REFERENCES = {"eagle_kernels/ops/operators.py"}
 # of torch: what makes tensors where and as the process's default device and dtype say, if a call does not say otherwise
@@ -309,7 +310,7 @@ def no_private_name_of_others(house: House) -> Iterator[str]:
                 base, name = node.args[0], getattr(node.args[1], "value", "")
             else:
                 continue
-            if not is_private(str(name)) or name in own or name in NAMED_TUPLE:
+            if not is_private(str(name)) or name in own or name in NAMED_TUPLE | OF_VLLM:
                 continue
             is_self = isinstance(base, ast.Name) and base.id in ("self", "cls")
             if not is_self and root_of(base) not in foreign:

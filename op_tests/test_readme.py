@@ -233,7 +233,7 @@ def test_every_environment_variable_is_on_the_page():
 
 
 def test_every_logger_is_on_the_page():
-    """All are below `eagle_kernels`; the library leaves handlers and levels alone, the command sets its own."""
+    """All but one are below `eagle_kernels`; the library leaves handlers and levels alone, the command sets its own."""
     told = re.findall(r"^\| `(.*?)` \|", section_of(TROUBLESHOOTING, "Logs"), re.MULTILINE)
     names, setting = [], set()
     for file, nodes in sources_with("logging", "eagle_kernels", "bench").items():
@@ -243,7 +243,12 @@ def test_every_logger_is_on_the_page():
             if called in ("addHandler", "setLevel", "basicConfig", "dictConfig"):
                 setting.add(module)
             elif called == "getLogger" and module != "eagle_kernels.tools.cli.shared":
-                assert ast.unparse(node.args[0]) == "__name__", f"{module} logs as {ast.unparse(node)}"
+                name = ast.unparse(node.args[0])
+                if module == "eagle_kernels.integrations.vllm.parts":  # vLLM shows those below its own
+                    assert name == "'vllm.eagle_kernels'"
+                    module = "vllm.eagle_kernels"
+                else:
+                    assert name == "__name__", f"{module} logs as {ast.unparse(node)}"
                 names.append(module)
     assert sorted(names) == told
     assert setting == {"eagle_kernels.tools.cli.shared"}

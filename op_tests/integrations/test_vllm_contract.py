@@ -19,9 +19,13 @@ PAIRS = list(rules((*hooks.GUARDS, *hooks.HOOKS), contract.CONTRACT))
 RULES = dict(PAIRS)
 NEWEST = "0.33.0"  # when this was written; it is read, and not supported
 # There logits processors stand in a list, sampler and verification take more, and drafts are sampled by one function.
+# What no name tells: drafts' steps change metadata in place (`update_draft_decode_metadata`) instead of building it,
+# which would leave our rows as they were, and drafts in a prompt's last step are tokens that must be refused.
 DIFFERS = {
     "hook DraftModelSpeculator._greedy_sample_draft()",
     "speculative.RejectionSampleMethod",
+    "FlashAttentionBackend.get_supported_kernel_block_sizes()",
+    "TritonAttentionBackend.get_supported_kernel_block_sizes()",
     "self.rejection_sampler(logits, input_batch, self.speculator.draft_logits) in GPUModelRunner.sample",
     "sampler.Sampler.bad_words_state", "sampler.Sampler.logit_bias_state", "Sampler.sample()",
     "Sampler.returns_logprobs()", "LogitBiasState.apply_logit_bias()", "PenaltiesState.apply_penalties()",

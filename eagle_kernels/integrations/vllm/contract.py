@@ -31,12 +31,14 @@ def _host(module: str, name: str):
     ))  # fmt: skip
     return (
         names(backend, ("get_name", "get_impl_cls", "get_builder_cls")),
+        takes(f"{backend}.get_supported_kernel_block_sizes", ()),
         # [pages, Hkv, page_size, 2 * D], written before `forward`
         contains(f"{implementation}.do_kv_cache_update", "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)"),
         value(f"{backend}.forward_includes_kv_cache_update", False),
         names(metadata, ("block_table", "max_query_len", "num_actual_tokens", "seq_lens")),
         takes(builder, ("kv_cache_spec", "layer_names", "vllm_config", "device")),
         takes(f"{builder}.build", ("self", "common_prefix_len", "common_attn_metadata", "fast_build")),
+        names(builder, ("_cudagraph_support",)),
         names(implementation, _IMPLEMENTATION),
         takes(f"{implementation}.forward", (
             "self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale",
@@ -77,6 +79,8 @@ CONTRACT = (
     names("vllm.platforms", ("current_platform",)),
     names("vllm.platforms.interface.Platform", ("fp8_dtype", "is_cuda")),
     call("vllm.platforms.interface.Platform.is_device_capability_family", ("cls", "capability")),
+    names(_ATTENTION + "backend.AttentionCGSupport", ("UNIFORM_BATCH",)),
+    contains(_ATTENTION + "backend.AttentionMetadataBuilder.get_cudagraph_support", "return cls._cudagraph_support"),
     names(_ATTENTION + "backend.AttentionType", ("DECODER",)),
     names(_ATTENTION + "backend.AttentionLayer", ("_k_scale", "_v_scale")),
     names(_ATTENTION + "backend.CommonAttentionMetadata",
@@ -86,6 +90,9 @@ CONTRACT = (
              "return (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens)"),
     names(_BACKENDS + "fa_utils", ("get_flash_attn_version", "is_flash_attn_varlen_func_available")),
     contains(_BACKENDS + "flash_attn.FlashAttentionBackend.get_name", "return 'FLASH_ATTN'"),
+    contains(_BACKENDS + "flash_attn.FlashAttentionMetadataBuilder.get_cudagraph_support",
+             "return cls._cudagraph_support"),
+    contains(_BACKENDS + "flash_attn.FlashAttentionMetadataBuilder.update_block_table", "copy.copy(metadata)"),
     *_host("flash_attn", "FlashAttention"),
     *_host("triton_attn", "TritonAttention"),
     names(_BACKENDS + "triton_attn.TritonAttentionImpl", ("chunk_lookback", "supports_quant_query_input")),

@@ -1,7 +1,7 @@
 """What refuses, checks and connects: hooks on vLLM's configuration and on the start of its workers."""
 
 from ..shared.hooks import fault_in_place
-from . import hooks, parts
+from . import hooks
 from .parts import BACKEND, SWITCHES, VARIABLE, asked_by, has_backend
 from .plugin import rebind
 
@@ -80,8 +80,15 @@ def init_device(original, wrapper):
         faults = [f"{hook.part or 'guard'}: {fault}" for hook, fault in found.items() if fault is not None]
         if faults:
             raise RuntimeError(
-                f"eagle_kernels: this vLLM is not as the plug-in expects: {'; '.join(faults)}; leave these parts out by "
-                f"{VARIABLE}, or use a version in {hooks.TESTED[0]}..{hooks.TESTED[-1]}"
+                f"eagle_kernels: this vLLM is not as the plug-in expects: {'; '.join(faults)}; leave these parts out "
+                f"by {VARIABLE}, or use a version in {hooks.TESTED[0]}..{hooks.TESTED[-1]}"
             )
-        SWITCHES.turn_on(asked, attention=parts.who_reads() if "attention" in asked else "")
+        SWITCHES.turn_on(asked, attention=_who_reads() if "attention" in asked else "")
     return original(wrapper)
+
+
+def _who_reads() -> str:
+    """Returns who reads prompts, in the words of the log."""
+    from .attention import READS_MIXED
+
+    return "steps with prompts are FlashAttention 3's" if READS_MIXED else "prompts are ours"

@@ -38,10 +38,3 @@ def asked_by(vllm_config) -> frozenset[str]:
     if asked is None:
         asked = frozenset(PARTS) if has_backend(vllm_config) else frozenset()
     return asked
-
-
-def who_reads() -> str:
-    """Returns who reads prompts, in the words of the log."""
-    from .attention import READS_MIXED
-
-    return "steps with prompts are FlashAttention 3's" if READS_MIXED else "prompts are ours"
