@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from ...ops import gqa_decode, plan_attention, prefill_attention, tree_attention
 from ...ops.attention.tree_attention import MAX_QUERY
 from ...ops.attention.tree_attention import Output as Attended
+from ...primitives.paging import MAX_HEAD_DIM, MAX_PAGE_SIZE
 from .parts import SWITCHES
 
 
@@ -121,6 +122,11 @@ class EagleKernelsBackend(Backend):
         return "CUSTOM"
 
     @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int]:
+        """Returns the page sizes that our ops take and vLLM's own kernels do; vLLM splits larger and odd pages."""
+        return [16 << power for power in range((MAX_PAGE_SIZE // 16).bit_length())]
+
+    @staticmethod
     def get_impl_cls() -> type[EagleKernelsImpl]:
         return EagleKernelsImpl
 
@@ -141,6 +147,7 @@ class EagleKernelsImpl(Implementation):
             self.attn_type == AttentionType.DECODER
             and self.alibi_slopes is None
             and right <= 0
+            and self.head_size <= MAX_HEAD_DIM
             and self.kv_cache_dtype in KV_DTYPES
             and getattr(self, "chunk_lookback", -1) < 0
         )
