@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...ops import gqa_decode, plan_attention, prefill_attention, tree_attention
@@ -76,6 +76,9 @@ class Rows:
 
 class EagleKernelsBuilder(Builder):
     """Makes the metadata of vLLM's own attention, and says beside it which rows are ours."""
+
+    # In the graph of a mixed batch rows would stay split as they were when it was captured.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
