@@ -97,17 +97,16 @@ class MatchVerifier(RejectionSampler):
         """Draws at each row and accepts drafts as far as they are drawn; see `RejectionSampler`."""
         SWITCHES.note_use("verify")
         sampler, rows = self.sampler, input_batch.expanded_idx_mapping
+        places, num_nodes = input_batch.idx_mapping_np, self.num_speculative_steps + 1
+        is_whole = len(logits) == len(places) * num_nodes  # all requests have all drafts
+        if not is_whole and self.rates is not None:  # the first steps of a request that is made to accept
+            return super().__call__(logits, input_batch, draft_logits)
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         drafts = input_batch.input_ids[input_batch.logits_indices]
         pos = input_batch.positions[input_batch.logits_indices]
-        places, local = input_batch.idx_mapping_np, input_batch.expanded_local_pos
-        adjusted = sampler.adjust(logits, rows, places, pos, drafts, local)
-        num_nodes = self.num_speculative_steps + 1
-        is_whole = len(adjusted) == len(places) * num_nodes  # all requests have all drafts
+        adjusted = sampler.adjust(logits, rows, places, pos, drafts, input_batch.expanded_local_pos)
         if is_whole:
             sampled, num_sampled = self._verify_whole(adjusted, drafts, pos, input_batch)
-        elif self.rates is not None:  # the first steps of a request that is made to accept
-            return super().__call__(logits, input_batch, draft_logits)
         else:
             draws = sampler.draws(adjusted, rows, rows, places)
             tokens = sample_from_logits(**draws, positions=pos + 1)
