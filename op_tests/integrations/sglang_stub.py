@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import torch
 
+from op_tests.integrations import stand_in
+
 
 class AttentionType(enum.Enum):
     DECODER = "decoder"
@@ -73,16 +75,7 @@ class Pool:
     def attend(self, layer, query, seen, sinks=None, scales=(1.0, 1.0)) -> torch.Tensor:
         """Softmax attention in float64 of each row of query [T, Hq, D] over the slots that it sees."""
         k, v = (buffer.double() * scale for buffer, scale in zip((self.k, self.v), scales))
-        group, result = layer.tp_q_head_num // layer.tp_k_head_num, []
-        for row, slots in zip(query.double(), seen):
-            keys, values = k[slots].repeat_interleave(group, 1), v[slots].repeat_interleave(group, 1)
-            logits = torch.einsum("hd,shd->hs", row, keys) * layer.scaling
-            if layer.logit_cap > 0:
-                logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
-            if sinks is not None:
-                logits = torch.cat([logits, sinks.double()[:, None]], 1)
-            result.append(torch.einsum("hs,shd->hd", logits.softmax(-1)[:, : len(slots)], values))
-        return torch.stack(result)
+        return stand_in.attend(query, k, v, seen, scale=layer.scaling, cap=layer.logit_cap, sinks=sinks)
 
 
 class Mode(enum.Enum):
@@ -196,32 +189,9 @@ def _around(original, hook):
     return wrapper
 
 
-def _made(modules: dict[str, dict]) -> dict[str, types.ModuleType]:
-    """Makes modules with these attributes, and the packages that they are in, which come first."""
-    names = {".".join(path.split(".")[:size]) for path in modules for size in range(1, path.count(".") + 2)}
-    made = {name: types.ModuleType(name) for name in sorted(names)}
-    for name, module in made.items():
-        vars(module).update(modules.get(name, {}))
-    return made
-
-
-@contextlib.contextmanager
 def installed(modules: dict[str, dict] = MODULES):
     """The stand-in under SGLang's names, and our backend imported on top of it."""
-    made = _made(modules)
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name in made}
-    ours = "eagle_kernels.integrations.sglang.attention"
-    before_ours = sys.modules.pop(ours, None)
-    try:
-        sys.modules.update(made)
-        yield
-    finally:
-        for name in made:
-            sys.modules.pop(name, None)
-        sys.modules.pop(ours, None)
-        sys.modules.update(before)
-        if before_ours is not None:
-            sys.modules[ours] = before_ours
+    return stand_in.installed(modules, "eagle_kernels.integrations.sglang.attention")
 
 
 SPEC = {
@@ -264,7 +234,7 @@ def imported_by_steps(monkeypatch) -> dict[str, types.ModuleType]:
         "sglang.srt.utils.async_probe": {"sanitize_nan_logits": lambda logits, msg: logits.nan_to_num_(-1e30)},
         "sglang.srt.speculative.spec_utils": {"SIMULATE_ACC_LEN": -1.0, "SIMULATE_ACC_TOKEN_MODE": "fixed"},
     }
-    for name, module in _made(modules).items():
+    for name, module in stand_in.made(modules).items():
         monkeypatch.setitem(sys.modules, name, module)
         parent, _, child = name.rpartition(".")
         if parent:
