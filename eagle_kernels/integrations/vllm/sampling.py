@@ -51,7 +51,9 @@ class MatchSampler(Sampler):
         rows = (logits, expanded_idx_mapping, idx_mapping_np)
         self.logit_bias_state.apply_logit_bias(*rows, pos)
         self.penalties_state.apply_penalties(*rows, input_ids, expanded_local_pos)
-        self.bad_words_state.apply_bad_words(*rows, input_ids, expanded_local_pos)
+        if self.bad_words_state.num_bad_words.np[idx_mapping_np].any():
+            # vLLM 0.26 looks for each draft a row too early (its pull request 52311 mends that)
+            self.bad_words_state.apply_bad_words(*rows, input_ids.roll(-1), expanded_local_pos)
         return logits
 
     def draws(self, logits, rows, requests, idx_mapping_np) -> dict[str, torch.Tensor | None]:
