@@ -201,13 +201,13 @@ class _PerRequest:
     def add_request(self, place, params) -> None:
         self.wanted[place] = params
 
-    def texts(self, rows, input_ids, local) -> list[tuple[int, object, list[int], list[int]]]:
+    def texts(self, rows, input_ids, local, first_draft=1) -> list[tuple[int, object, list[int], list[int]]]:
         """Returns of each row its number, what its request wants, the prompt, and the output up to this row."""
         states, found = self.req_states, []
         for row, place in _places(rows):
             prompt_len, total_len = (int(each.gpu[place]) for each in (states.prompt_len, states.total_len))
             text, first = states.all_token_ids.gpu[place, :total_len].tolist(), row - int(local[row])
-            drafts = input_ids[first + 1 : row + 1].tolist()
+            drafts = input_ids[first + first_draft : row + first_draft].tolist()
             found.append((row, self.wanted[place], text[:prompt_len], text[prompt_len:] + drafts))
         return found
 
@@ -237,8 +237,18 @@ class PenaltiesState(_PerRequest):
 
 
 class BadWordsState(_PerRequest):
+    """vLLM 0.26 takes a request's last token for the first draft, the first draft for the second, and so on."""
+
+    def __init__(self, req_states):
+        super().__init__(req_states)
+        self.num_bad_words = SimpleNamespace(np=np.zeros(req_states.max_num_reqs, np.int32))
+
+    def add_request(self, place, params) -> None:
+        super().add_request(place, params)
+        self.num_bad_words.np[place] = len(params.bad_words_token_ids or ())
+
     def apply_bad_words(self, logits, rows, places, input_ids, local) -> None:
-        for row, params, _, output in self.texts(rows, input_ids, local):
+        for row, params, _, output in self.texts(rows, input_ids, local, first_draft=0):
             for *start, last in params.bad_words_token_ids or ():
                 if output[len(output) - len(start) :] == start:
                     logits[row, last] = float("-inf")
@@ -436,6 +446,8 @@ def _on_this_machine() -> None:
     for count, backend in enumerate(backends.values()):
         backend.driver.is_active = staticmethod(lambda count=count: count == 0)
     importlib.import_module("vllm.utils.torch_utils").PIN_MEMORY = False
+    filters = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+    filters.apply_top_k_top_p_triton = filters.apply_top_k_top_p_pytorch  # the kernel asks for the GPU's size
     importlib.import_module("vllm.v1.worker.gpu.buffer_utils").UvaBufferPool = _Pool
 
 

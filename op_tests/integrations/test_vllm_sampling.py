@@ -1,0 +1,373 @@
+"""One seed, one text in the vLLM plug-in: requests by themselves, in batches, with drafts, against vLLM's rules."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from eagle_kernels.reference.ops.sampling.sample_from_logits import sample_from_logits
+from op_tests.integrations import vllm_stub as stub
+
+VOCAB, DRAFTS, LENGTH = 40, 3, 9
+# logits after each token, and prompts
+TABLE = 2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))
+PROMPT = [5, 9, 2, 31]
+OFF = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 7, "logprobs": None, "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0, "presence_penalty": 0.0, "allowed_token_ids": None, "logit_bias": None, "min_tokens": 0,
+    "all_stop_token_ids": set(), "bad_words_token_ids": None, "logprob_token_ids": None,
+}  # fmt: skip
+PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.8}
+WANTED = {
+    "greedy": {"temperature": 0.0},
+    "greedy, penalties": {"temperature": 0.0, "seed": 1} | PENALTIES,
+    "seed": {"seed": 0},
+    "a seed below 0": {"temperature": 0.7, "seed": -(2**63)},
+    "a large seed": {"temperature": 1.5, "seed": 2**63 - 1},
+    "top-k": {"top_k": 3},
+    "top-p": {"top_p": 0.6, "temperature": 1.3},
+    "min-p": {"min_p": 0.2, "temperature": 1.7},
+    "top-k, top-p": {"top_k": 6, "top_p": 0.7, "temperature": 1.4},
+    "min-p, top-k": {"min_p": 0.1, "top_k": 4, "temperature": 1.6},
+    "min-p, top-p": {"min_p": 0.15, "top_p": 0.75, "temperature": 1.8},
+    "all filters": {"min_p": 0.05, "top_k": 7, "top_p": 0.8, "temperature": 1.9},
+    "repetition": {"repetition_penalty": 1.6},
+    "frequency": {"frequency_penalty": 1.1},
+    "presence": {"presence_penalty": 1.9},
+    "biases": {"logit_bias": {3: 4.0, 11: -6.0}},
+    "allowed": {"allowed_token_ids": [1, 4, 9, 16, 25, 36], "temperature": 1.5},
+    "ends": {"min_tokens": 6, "all_stop_token_ids": {3, 11}, "logit_bias": {3: 5.0, 11: 4.0}},
+    "everything": {
+        "temperature": 1.4, "min_p": 0.03, "top_k": 9, "top_p": 0.9, "logit_bias": {8: 2.0}, "min_tokens": 4,
+        "all_stop_token_ids": {8},
+    } | PENALTIES,
+}  # fmt: skip
+MODES = ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+
+
+def request(**changes) -> SimpleNamespace:
+    return SimpleNamespace(**OFF | changes)
+
+
+# what must be written
+
+
+def adjusted(wants, output: list[int]) -> torch.Tensor:
+    """Logits float64 [V] after this output: biases, then penalties, then bans."""
+    logits = TABLE[[*PROMPT, *output][-1]].double()
+    if wants.allowed_token_ids:
+        banned = [token for token in range(VOCAB) if token not in wants.allowed_token_ids]
+        logits[banned] = float("-inf")
+    for token, value in (wants.logit_bias or {}).items():
+        logits[token] += value
+    if len(output) < wants.min_tokens:
+        logits[list(wants.all_stop_token_ids)] = float("-inf")
+    for token in {*PROMPT, *output}:
+        logits[token] *= 1 / wants.repetition_penalty if logits[token] > 0 else wants.repetition_penalty
+    for token in set(output):
+        logits[token] -= output.count(token) * wants.frequency_penalty + wants.presence_penalty
+    for *start, last in wants.bad_words_token_ids or ():
+        if output[len(output) - len(start) :] == start:
+            logits[last] = float("-inf")
+    return logits
+
+
+def kept(logits: torch.Tensor, wants) -> torch.Tensor:
+    """Logits float64 [V] over the temperature, -inf where a filter removes a token: min-p, of what it leaves top-k,
+    and of what that leaves top-p."""
+    logits = logits / (wants.temperature or 1.0)
+    probs = logits.softmax(-1)
+    logits = logits.masked_fill(probs < wants.min_p * probs.max(), float("-inf"))
+    order = logits.argsort(descending=True)
+    removed = order[wants.top_k or VOCAB :]
+    logits[removed] = float("-inf")
+    probs = logits.softmax(-1)[order]
+    logits[order[probs.cumsum(-1) - probs >= wants.top_p]] = float("-inf")
+    return logits
+
+
+def written(requests, length: int = LENGTH) -> list[list[int]]:
+    """The texts of requests by vLLM's rules, with the noise of their seeds; greedy ones take the best token."""
+    texts = [[] for _ in requests]
+    seeds = torch.tensor([each.seed for each in requests])
+    temperatures = torch.tensor([float(each.temperature > 0) for each in requests], dtype=torch.float64)
+    for index in range(length):
+        rows = torch.stack([kept(adjusted(each, text), each) for each, text in zip(requests, texts)])
+        positions = torch.full((len(requests),), len(PROMPT) + index)
+        for text, token in zip(texts, sample_from_logits(rows, positions, seeds, temperatures).tolist()):
+            text.append(token)
+    return texts
+
+
+# a server of it
+
+
+class Server:
+    """Requests in vLLM's states, each at a place of its own, and the sampler and verification on them."""
+
+    def __init__(self, sampling, requests, device, mode="raw_logprobs", method="standard", rates=None):
+        size, self.device, self.requests = len(requests) + 3, torch.device(device), requests
+        self.places = np.random.default_rng(2).permutation(size)[: len(requests)].astype(np.int32)
+        self.texts = [[] for _ in requests]
+        number = lambda: SimpleNamespace(  # noqa: E731
+            np=np.zeros(size, np.int32), gpu=torch.zeros(size, dtype=torch.int32, device=device)
+        )
+        self.states = SimpleNamespace(
+            max_num_reqs=size, vocab_size=VOCAB, device=self.device, prompt_len=number(), prefill_len=number(),
+            total_len=number(),
+            all_token_ids=SimpleNamespace(gpu=torch.zeros(size, 64, dtype=torch.int32, device=device)),
+        )  # fmt: skip
+        kind = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler
+        made = kind(size, VOCAB, self.device, self.states, mode, num_speculative_tokens=DRAFTS)
+        self.sampler = sampling.MatchSampler.of(made)
+        assert self.sampler.sampling_states is made.sampling_states
+        config = SimpleNamespace(
+            num_speculative_tokens=DRAFTS, rejection_sample_method=method, synthetic_acceptance_rates=rates
+        )
+        self.verifier = sampling.MatchVerifier(self.sampler, config, self.device)
+
+    def _write(self) -> None:
+        """Writes what vLLM's states hold after these texts."""
+        states = self.states
+        for place, wants, text in zip(self.places.tolist(), self.requests, self.texts):
+            tokens = [*PROMPT, *text]
+            states.all_token_ids.gpu[place, : len(tokens)] = torch.tensor(tokens)
+            for numbers, value in (
+                (states.prompt_len, len(PROMPT)), (states.prefill_len, len(tokens)), (states.total_len, len(tokens)),
+            ):  # fmt: skip
+                numbers.np[place] = value
+                numbers.gpu[place] = value
+            self.sampler.add_request(place, len(PROMPT), wants)
+        self.sampler.apply_staged_writes()
+
+    def batch(self, drafts, length_of_a_chunk=None) -> tuple[torch.Tensor, SimpleNamespace]:
+        """Makes a step's logits and batch, in which each request has a row, and one more for each of its drafts."""
+        self._write()
+        counts = [1 + len(each) for each in drafts]
+        ends = [([*PROMPT, *text])[-1] for text in self.texts]
+        ids = [token for end, each in zip(ends, drafts) for token in (end, *each)]
+        lengths = [len(PROMPT) + len(text) for text in self.texts]
+        local = [row for count in counts for row in range(count)]
+        firsts = np.repeat(lengths, counts) - 1
+        on = lambda values, kind=torch.int32: torch.tensor(np.array(values)).to(self.device, kind)  # noqa: E731
+        bounds = np.array([0, *np.cumsum(counts)], np.int32)
+        fields = {
+            # rows of the step are not at its front
+            "input_ids": on([1, *ids]), "positions": on([0, *(firsts + local)], torch.int64),
+            "logits_indices": on(range(1, len(ids) + 1), torch.int64), "idx_mapping": on(self.places),
+            "idx_mapping_np": self.places, "expanded_idx_mapping": on(np.repeat(self.places, counts)),
+            "expanded_local_pos": on(local), "cu_num_logits": on(bounds), "cu_num_logits_np": bounds,
+            "seq_lens": on([length + len(each) for length, each in zip(lengths, drafts)]), "num_reqs": len(counts),
+        }  # fmt: skip
+        return TABLE[ids].to(self.device), SimpleNamespace(**fields)
+
+    def take(self, output) -> list[int]:
+        """Adds a step's tokens to the texts; returns how many."""
+        counts = output.num_sampled.tolist()
+        for text, tokens, count in zip(self.texts, output.sampled_token_ids.tolist(), counts):
+            text += tokens[:count]
+        assert output.sampled_token_ids.dtype == torch.int64
+        return counts
+
+    def decode(self):
+        output = self.sampler(*self.batch([[]] * len(self.requests)))
+        assert self.take(output) == [1] * len(self.requests) and output.num_rejected.eq(0).all()
+        return output
+
+    def verify(self, drafts):
+        output = self.verifier(*self.batch(drafts))
+        counts = self.take(output)
+        assert output.num_rejected.tolist() == [1 + len(each) - count for each, count in zip(drafts, counts)]
+        return counts
+
+
+def drafts_of(server, ahead, coin, is_whole: bool) -> list[list[int]]:
+    """Drafts of which most are what comes; any number of them, or all."""
+    drafts = []
+    for text, coming in zip(server.texts, ahead):
+        own = (coming[len(text) :] + [0] * DRAFTS)[: DRAFTS if is_whole else int(coin.integers(DRAFTS + 1))]
+        drafts.append([token if coin.random() < 0.7 else int(coin.integers(VOCAB)) for token in own])
+    return drafts
+
+
+@pytest.fixture
+def sampling():
+    with stub.vllm():
+        yield importlib.import_module("eagle_kernels.integrations.vllm.sampling")
+
+
+ALL = [request(**{"seed": 100 + index} | each) for index, each in enumerate(WANTED.values())]
+BATCHES = {name: [request(**each)] for name, each in WANTED.items()} | {"all": ALL, "twice": [ALL[7], ALL[7]]}
+EACH = pytest.mark.parametrize("name", BATCHES)
+
+
+@EACH
+def test_plain_texts_are_by_vllm_s_rules(sampling, name, device):
+    server = Server(sampling, BATCHES[name], device)
+    for _ in range(LENGTH):
+        server.decode()
+    assert server.texts == written(BATCHES[name])
+
+
+@EACH
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "ragged"])
+def test_texts_with_drafts_are_those_without(sampling, name, is_whole, device):
+    requests, coin, lengths = BATCHES[name], np.random.default_rng(11), []
+    ahead, server = written(requests, LENGTH + DRAFTS + 1), Server(sampling, BATCHES[name], device)
+    while min(map(len, server.texts)) < LENGTH:
+        lengths += server.verify(drafts_of(server, ahead, coin, is_whole))
+    for text, wanted in zip(server.texts, written(requests, max(map(len, server.texts)))):
+        assert text == wanted[: len(text)]
+    assert max(lengths) > 1  # drafts were accepted
+
+
+def test_kernels_write_the_same_texts(sampling, backend, device):
+    coin, server, ahead = np.random.default_rng(5), Server(sampling, ALL, device), written(ALL, LENGTH + DRAFTS + 1)
+    for is_whole in (True, False, True):
+        server.verify(drafts_of(server, ahead, coin, is_whole))
+    server.decode()
+    assert all(text == coming[: len(text)] for text, coming in zip(server.texts, ahead))
+
+
+@pytest.mark.parametrize("count", [0, 1, DRAFTS])
+def test_right_drafts_are_accepted_and_wrong_ones_are_not(sampling, count, device):
+    """The first wrong draft ends what is accepted, even if those after it are right."""
+    server, ahead = Server(sampling, ALL, device), written(ALL)
+    drafts = [coming[:DRAFTS] for coming in ahead]
+    if count < DRAFTS:
+        drafts = [[*each[:count], (each[count] + 1) % VOCAB, *each[count + 1 :]] for each in drafts]
+    assert server.verify(drafts) == [count + 1] * len(ALL)
+
+
+def test_requests_with_one_row(sampling, device):
+    """Verification of a batch without any drafts."""
+    server = Server(sampling, ALL, device)
+    assert server.verify([[]] * len(ALL)) == [1] * len(ALL)
+    assert server.texts == written(ALL, 1)
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {}, {"temperature": 1.5, "top_k": 8}], ids=str)
+def test_words_are_banned_in_drafts_too(sampling, changes, device):
+    """A word of three tokens that would come, and one of a single token; the draft brings the word's start."""
+    (free,) = written([request(**changes)])
+    requests = [request(**changes, bad_words_token_ids=[free[1:4], [free[5]]])]
+    (wanted,), server = written(requests), Server(sampling, requests, device)
+    assert wanted[:3] == free[:3] and wanted[3] != free[3]
+    assert server.verify([free[:3]]) == [4]
+    while len(server.texts[0]) < LENGTH:
+        server.verify([(wanted[len(server.texts[0]) :] + [0] * DRAFTS)[:DRAFTS]])
+    assert server.texts[0][:LENGTH] == wanted
+
+
+def test_a_chunk_of_a_prompt_gives_no_token(sampling, device):
+    server = Server(sampling, ALL[:3], device)
+    for call, drafts in ((server.sampler, [[], [], []]), (server.verifier, [[], [1, 2], []])):
+        logits, batch = server.batch(drafts)
+        batch.seq_lens[0] = 2
+        output = call(logits, batch)
+        assert output.num_sampled[0] == 0 and output.num_rejected[0] == 0 and output.num_sampled[1] > 0
+
+
+# log-probabilities
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["plain", "whole", "ragged"])
+def test_log_probabilities(sampling, kind, mode, device):
+    """In raw modes of the logits as they were given, in others after all that removes tokens; each at its own row."""
+    requests = [request(**{"seed": index} | each, logprobs=index % 3) for index, each in enumerate(WANTED.values())]
+    server, ahead = Server(sampling, requests, device, mode), written(requests)
+    counts = [0 if kind == "plain" else DRAFTS if kind == "whole" else index % 4 for index in range(len(requests))]
+    drafts = [coming[:count] for coming, count in zip(ahead, counts)]
+    logits, batch = server.batch(drafts)
+    given = logits.clone()
+    output = (server.sampler if kind == "plain" else server.verifier)(logits, batch)
+    if mode.startswith("raw"):
+        assert torch.equal(logits, given)
+    assert server.take(output) == [1 + count for count in counts]
+    ids, scores = output.logprobs_tensors.logprob_token_ids.cpu(), output.logprobs_tensors.logprobs.cpu()
+    row = 0
+    for wants, text, count in zip(requests, ahead, counts):
+        for index in range(count + 1):
+            raw = TABLE[[*PROMPT, *text[:index]][-1]].double()
+            of = raw if mode.startswith("raw") else kept(adjusted(wants, text[:index]), wants)
+            of = of.log_softmax(-1) if mode.endswith("logprobs") else of
+            assert ids[row, 0] == text[index]
+            torch.testing.assert_close(scores[row].double(), of[ids[row].long()], rtol=0, atol=1e-4)
+            row += 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "drafts"])
+def test_without_log_probabilities_there_are_none(sampling, kind, device):
+    server = Server(sampling, ALL, device, "processed_logprobs")
+    logits, batch = server.batch([[]] * len(ALL) if kind == "plain" else [[1, 2, 3]] * len(ALL))
+    assert (server.sampler if kind == "plain" else server.verifier)(logits, batch).logprobs_tensors is None
+
+
+def test_nan_is_counted_in_logits_as_they_are(sampling, monkeypatch, device):
+    monkeypatch.setattr(sampling, "get_num_nans", lambda logits: logits.clone())
+    server = Server(sampling, ALL, device)
+    server.sampler.compute_nans = True
+    logits, batch = server.batch([[1, 2, 3]] * len(ALL))
+    given = logits.clone()
+    assert torch.equal(server.verifier(logits, batch).num_nans, given)
+
+
+# synthetic acceptance
+
+
+@pytest.mark.parametrize("rates", [(1.0, 1.0, 1.0), (1.0, 1.0, 0.0), (1.0, 0.0, 0.0), (0.0, 0.0, 0.0)], ids=str)
+@pytest.mark.parametrize("name", ["greedy", "top-p", "all"])
+def test_synthetic_acceptance(sampling, name, rates, device):
+    requests = BATCHES[name]
+    server = Server(sampling, requests, device, method="synthetic", rates=list(rates))
+    assert server.verify([[1, 2, 3]] * len(requests)) == [1 + int(sum(rates))] * len(requests)
+
+
+def test_synthetic_acceptance_follows_its_rates(sampling, device):
+    requests, rates = [request(seed=seed, temperature=seed % 2) for seed in range(400)], [0.75, 0.5, 0.25]
+    server = Server(sampling, requests, device, method="synthetic", rates=rates)
+    counts = server.verify([[1, 2, 3]] * len(requests))
+    for accepted, rate in enumerate(rates, 1):
+        share = sum(count > accepted for count in counts) / len(counts)
+        assert abs(share - rate) < 4 * (rate * (1 - rate) / len(counts)) ** 0.5
+
+
+def test_first_steps_of_synthetic_acceptance_are_vllm_s(sampling, monkeypatch, device):
+    """With the logits as they are: vLLM adjusts them itself."""
+    seen = []
+    monkeypatch.setattr(sampling.RejectionSampler, "__call__", lambda self, *given: seen.append(given) or "vLLM's")
+    server = Server(sampling, ALL, device, method="synthetic", rates=[1.0, 1.0, 1.0])
+    logits, batch = server.batch([[1, 2, 3]] * (len(ALL) - 1) + [[]])
+    given = logits.clone()
+    assert server.verifier(logits, batch, "of drafts") == "vLLM's"
+    assert seen[0][0] is logits and seen[0][1:] == (batch, "of drafts") and torch.equal(logits, given)
+
+
+# where vLLM asks for it
+
+
+@pytest.mark.parametrize("drafts", [None, DRAFTS])
+def test_a_model_s_state_gives_ours(sampling, drafts, device):
+    server = Server(sampling, ALL, device)
+    spec = drafts and SimpleNamespace(
+        num_speculative_tokens=drafts, rejection_sample_method="standard", synthetic_acceptance_rates=None
+    )
+    made = lambda *given: SimpleNamespace(custom_sampler=lambda sampler: None, given=given)  # noqa: E731
+    config = SimpleNamespace(speculative_config=spec)
+    state = sampling.init_model_state(made, config, "model", None, torch.device(device))
+    assert state.given == (config, "model", None, torch.device(device))
+    sampler, verifier = state.custom_sampler(server.sampler)
+    assert type(sampler) is sampling.MatchSampler and sampler.penalties_state is server.sampler.penalties_state
+    assert (verifier is None) == (drafts is None) and (verifier is None or verifier.sampler is sampler)
+
+
+def test_a_model_with_a_sampler_of_its_own_keeps_it(sampling):
+    state = SimpleNamespace(custom_sampler=lambda sampler: ("own", sampler))
+    config = SimpleNamespace(speculative_config=None)
+    state = sampling.init_model_state(lambda *given: state, config, "model", None, torch.device("cpu"))
+    assert state.custom_sampler("vLLM's") == ("own", "vLLM's")
