@@ -35,8 +35,12 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     faults = rebind(hooks.GUARDS)
-    if faults and asked:  # what would tell it later is missing
-        raise SystemExit(f"eagle_kernels: this vLLM is not as the plug-in expects: {'; '.join(faults)}")
+    if faults:  # what would check the configuration and the workers is missing
+        told = f"eagle_kernels: this vLLM is not as the plug-in expects: {'; '.join(faults)}"
+        if asked:
+            raise SystemExit(told)
+        logger.warning("%s; nothing is replaced, and --attention-backend %s is not registered", told, BACKEND)
+        return
     backend = AttentionBackendEnum[BACKEND]
     if not backend.is_overridden():  # else another plug-in has it, and the guards say so
         register_backend(backend, hooks.BACKEND_CLASS)
