@@ -71,16 +71,16 @@ class Cache:
 
     def wanted(self, impl, query, rows, lengths) -> torch.Tensor:
         """Attention of each request's last rows, each of which sees what is before it and itself."""
-        seen = []
+        seen, window = [], impl.sliding_window[0] + 1  # vLLM's word for none is -1
         for request, (count, length) in enumerate(zip(rows, lengths)):
             slots = self.table[request].long()[:, None] * self.page_size + torch.arange(self.page_size).to(self.device)
             for stop in range(length - count + 1, length + 1):
-                seen.append(slots.flatten()[max(0, stop - (impl.window or stop)) : stop])
+                seen.append(slots.flatten()[max(0, stop - (window or stop)) : stop])
         keys, values = (
             each.double().reshape(-1, KV_HEADS, HEAD_DIM) * scale
             for each, scale in zip((self.keys, self.values), self.scales)
         )
-        return attend(query, keys, values, seen, scale=impl.scale, cap=impl.soft_cap, sinks=impl.sinks)
+        return attend(query, keys, values, seen, scale=impl.scale, cap=impl.logits_soft_cap, sinks=impl.sinks)
 
 
 def common_of(attention, cache, rows, lengths, num_tokens=None, **changes):
@@ -138,7 +138,7 @@ FEATURES = [
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("step", STEPS)
-def test_steps(attention, step, features, device):
+def test_steps(attention, step, features, backend, device):
     sinks = torch.linspace(-1, 2, HEADS, device=device) if features.get("sinks") else None
     check(attention, Cache(device), impl_of(attention, **(features | {"sinks": sinks})), *STEPS[step])
 

@@ -225,6 +225,22 @@ def test_texts_with_drafts_are_those_without(sampling, name, is_whole, device):
     assert max(lengths) > 1  # drafts were accepted
 
 
+FILTERS = [{"top_k": 3}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.7}]
+
+
+@pytest.mark.parametrize("kind", ["plain", "drafts"])
+@pytest.mark.parametrize("changes", FILTERS, ids=str)
+def test_min_p_comes_first(sampling, changes, kind, device):
+    """What it removes counts neither for top-k nor for top-p; many seeds, so that all that is left is drawn."""
+    requests = [request(**changes, min_p=0.3, temperature=2.0, seed=seed) for seed in range(150)]
+    server, expected = Server(sampling, requests, device), written(requests, 2)
+    if kind == "plain":
+        server.decode()
+    else:
+        server.verify([[text[0], 0, 0] for text in expected])
+    assert all(text == wanted[: len(text)] for text, wanted in zip(server.texts, expected))
+
+
 def test_kernels_write_the_same_texts(sampling, backend, device):
     coin, server, ahead = np.random.default_rng(5), Server(sampling, ALL, device), written(ALL, LENGTH + DRAFTS + 1)
     for is_whole in (True, False, True):

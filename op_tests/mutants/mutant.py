@@ -19,6 +19,7 @@ INTEGRATIONS = "eagle_kernels/integrations/"
 RUNTIME = "eagle_kernels/runtime/"
 TOOLS = "eagle_kernels/tools/"
 SGLANG = INTEGRATIONS + "sglang/"
+VLLM = INTEGRATIONS + "vllm/"
 LAWS = "op_tests/test_laws.py::"
 ENUMERATION = "reference/enumeration.py"
 # attention without a pool, with which tests run the engine's models

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import INTEGRATIONS, SGLANG, Mutant, bug
+from .mutant import INTEGRATIONS, SGLANG, VLLM, Mutant, bug
 
 _ATTENTION, _SAMPLING, _VERIFICATION = (f"{SGLANG}{name}.py" for name in ("attention", "sampling", "verification"))
 
@@ -124,4 +124,18 @@ MUTANTS = [
     bug("SGLang's seed 0 as none", SGLANG + "sampling.py",
         "if seed is None:", "if not seed:",
         *_of("sglang_sampling", "test_a_seed_that_is_given_is_the_seed")),
+    bug("vLLM's ragged batches drawn at the place before", VLLM + "sampling.py",
+        "positions=pos + 1)\n            sampled", "positions=pos)\n            sampled",
+        *_of("vllm_sampling", "test_texts_with_drafts_are_those_without[ragged-seed]")),
+    bug("vLLM's min-p after top-k and top-p", VLLM + "sampling.py",
+        "if top_k is None and top_p is None:", "if True:",
+        *_of("vllm_sampling", "test_min_p_comes_first")),
+    bug("words banned in vLLM as if drafts came a row later", VLLM + "sampling.py",
+        "input_ids.roll(-1)", "input_ids", *_of("vllm_sampling", "test_words_are_banned_in_drafts_too")),
+    bug("vLLM's windows a key short", VLLM + "attention.py",
+        "left + 1 if left >= 0", "left if left >= 0",
+        *_of("vllm_attention", "test_padded_requests_of_a_graph_of_plain_decoding")),
+    bug("vLLM's lengths without drafts from the capture of a graph", VLLM + "attention.py",
+        "torch.sub(lengths, bounds[1:], out=prefixes)", "prefixes = torch.sub(lengths, bounds[1:])",
+        *_of("vllm_attention", "test_a_graph_reads_the_same_buffers_in_every_step")),
 ]  # fmt: skip
