@@ -32,6 +32,7 @@ DIFFERS = {
     "BadWordsState.apply_bad_words()", "SamplingStates.get_top_k_top_p()",
     "return (top_k, top_p) in SamplingStates.get_top_k_top_p", "rejection_sampler.RejectionSampler()",
     "RejectionSampler.__call__()", "RejectionSampler._get_logprobs_tensors()",
+    "input_ids_ptr + cur_req_first_pos + spec_offset) in bad_words._bad_words_kernel",
 }  # fmt: skip
 
 

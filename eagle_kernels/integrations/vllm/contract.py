@@ -122,6 +122,9 @@ CONTRACT = (
     takes(_GPU + "sample.logit_bias.LogitBiasState.apply_logit_bias", (*_ROWS, "pos")),
     takes(_GPU + "sample.penalties.PenaltiesState.apply_penalties", (*_ROWS, "input_ids", "expanded_local_pos")),
     takes(_GPU + "sample.bad_words.BadWordsState.apply_bad_words", (*_ROWS, "input_ids", "expanded_local_pos")),
+    names(_GPU + "sample.bad_words.BadWordsState", ("num_bad_words",)),
+    # a row too early, for which ours makes up
+    contains(_GPU + "sample.bad_words._bad_words_kernel", "input_ids_ptr + cur_req_first_pos + spec_offset)"),
     names(_STATES, ("min_p", "seeds", "temperature")),
     takes(_STATES + ".apply_temperature", _ROWS),
     takes(_STATES + ".apply_min_p", _ROWS),
