@@ -77,7 +77,7 @@ class Cache:
             for stop in range(length - count + 1, length + 1):
                 seen.append(slots.flatten()[max(0, stop - (window or stop)) : stop])
         keys, values = (
-            each.double().reshape(-1, KV_HEADS, HEAD_DIM) * scale
+            each.double().reshape(-1, KV_HEADS, HEAD_DIM) * torch.tensor(scale).double().view(-1, 1)
             for each, scale in zip((self.keys, self.values), self.scales)
         )
         return attend(query, keys, values, seen, scale=impl.scale, cap=impl.logits_soft_cap, sinks=impl.sinks)
@@ -149,10 +149,11 @@ def test_pages(attention, step, page_size, backend, device):
     check(attention, Cache(device, page_size), impl_of(attention), *STEPS[step])
 
 
+@pytest.mark.parametrize("scales", [(0.5, 0.25), ([0.5, 2.0], [0.25, 1.5])], ids=["of all heads", "per head"])
 @pytest.mark.parametrize("kv", ["fp8", "fp8_e4m3"])
 @pytest.mark.parametrize("step", ["decode", "verify", "mixed"])
-def test_keys_of_8_bits(attention, step, kv, device):
-    cache = Cache(device, scales=(0.5, 0.25))
+def test_keys_of_8_bits(attention, step, kv, scales, device):
+    cache = Cache(device, scales=scales)
     check(attention, cache, impl_of(attention, kv=kv), *STEPS[step], dtype=torch.float16)
 
 

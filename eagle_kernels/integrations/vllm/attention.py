@@ -211,7 +211,7 @@ class EagleKernelsImpl(Implementation):
         dtype = current_platform.fp8_dtype()
         return {
             "k_cache": keys.view(dtype), "v_cache": values.view(dtype),
-            "k_scale": layer._k_scale.view(1), "v_scale": layer._v_scale.view(1),
+            "k_scale": layer._k_scale.view(-1), "v_scale": layer._v_scale.view(-1),
         }  # fmt: skip
 
     def _log_sums(self, num_tokens: int, device) -> torch.Tensor:

@@ -113,7 +113,8 @@ class MatchVerifier(RejectionSampler):
             draws = sampler.draws(adjusted, rows, rows, places)
             tokens = sample_from_logits(**draws, positions=pos + 1)
             sampled, num_sampled = _match(tokens, drafts, input_batch.cu_num_logits, num_nodes)
-        of = sampler.processed(adjusted, rows, places) if sampler.logprobs_mode in PROCESSED else logits
+        is_processed = sampler.logprobs_mode in PROCESSED and sampler.returns_logprobs(places)
+        of = sampler.processed(adjusted, rows, places) if is_processed else logits
         logprobs = self._get_logprobs_tensors(input_batch, sampled, num_sampled, of)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled, input_batch.seq_lens, input_batch.cu_num_logits, input_batch.idx_mapping,
