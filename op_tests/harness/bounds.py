@@ -26,8 +26,10 @@ def assert_in_bounds():
     outside: list[int] = []
 
     def look(pointers, mask):
-        is_wanted = np.broadcast_to(mask.data.astype(bool), pointers.data.shape)
-        addresses = pointers.data[is_wanted].astype(np.int64)
+        # of a tensor descriptor, triton 3.4 gives both as arrays
+        places, mask = (each if isinstance(each, np.ndarray) else each.data for each in (pointers, mask))
+        is_wanted = np.broadcast_to(mask.astype(bool), places.shape)
+        addresses = places[is_wanted].astype(np.int64)
         is_inside = np.zeros(addresses.shape, bool)
         for _, first, stop in spans:
             is_inside |= (addresses >= first) & (addresses < stop)
