@@ -129,9 +129,13 @@ def test_narrow_heads_are_read_as_one(shape, joined, device, monkeypatch):
     check(same, "float8")
     scales = {name: torch.rand(shape[2], device=device) + 0.5 for name in ("k_scale", "v_scale")}
     assert num_joined(same | scales) == 1
-    apart = with_pools(values, "pthw")
-    assert num_joined(apart) == 1
-    check(apart, "packed")
+    odd = {}  # pages that begin an odd number of heads apart
+    for name in ("k_cache", "v_cache"):
+        rows = values[name].flatten(1, 2)
+        odd[name] = torch.cat([rows, rows[:, :1]], 1)[:, :-1].unflatten(1, values[name].shape[1:3])
+    for case, apart in (("packed", with_pools(values, "pthw")), ("odd pages", values | odd)):
+        assert num_joined(apart) == 1
+        check(apart, case)
 
 
 @pytest.mark.parametrize("head_dim", [136, 256, 384, 512])
