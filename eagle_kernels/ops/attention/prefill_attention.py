@@ -297,14 +297,11 @@ def prefill_attention(
     group_size = num_heads // num_kv_heads
     num_rows = max_query * group_size
     tuned = next(row for row in tuning.row(TUNING, device) if num_rows >= row["from_rows"])
-    can_describe = "described" in tuned and max_query >= DESCRIBED_TOKENS and window is None
-    if can_describe and all(_has_tiles(each, query.dtype, page_size) for each in keys):
-        tuned = tuned_for(tuned | tuned["described"], head_dim)
-        block_row, block_key = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
-        tiles = [_tiles(each, page_size, block_key) for each in keys]
-    else:
-        tuned, tiles = tuned_for(tuned, head_dim), (None, None)
-        block_row, block_key = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
+    is_described = "described" in tuned and max_query >= DESCRIBED_TOKENS and window is None
+    is_described = is_described and all(_has_tiles(each, query.dtype, page_size) for each in keys)
+    tuned = tuned_for(tuned | tuned["described"] if is_described else tuned, head_dim)
+    block_row, block_key = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
+    tiles = [_tiles(each, page_size, block_key) for each in keys] if is_described else (None, None)
     most_tiles = batch_size * triton.cdiv(num_rows, block_row)
     num_tiles = min(most_tiles, len(query) * group_size // block_row + batch_size)
     launch(
