@@ -251,11 +251,6 @@ def test_it_does_not_refuse(framework, changes):
     assert arguments(config).create_engine_config() is config
 
 
-def test_types_of_keys_are_those_of_attention():
-    with stub.installed():
-        assert guards.KV_DTYPES == importlib.import_module("eagle_kernels.integrations.vllm.attention").KV_DTYPES
-
-
 @pytest.mark.parametrize("value", ["none", "verify"])
 def test_the_backend_without_its_part_is_refused(framework, monkeypatch, value):
     monkeypatch.setenv(parts.VARIABLE, value)

@@ -1,4 +1,4 @@
-"""vLLM's attention on our kernels: decode and verification of drafts; prompts stay with a kernel of vLLM's own.
+"""vLLM's attention on our kernels: decode and verification of drafts, and prompts that FlashAttention 3 does not read.
 
 Importing this file imports vLLM, and asks it for the device. Keys and values stay in vLLM's cache, as it lays them out:
 [pages, Hkv, page_size, 2 * D] by name, and slots before heads in memory, so that a head's key and value are neighbours.
@@ -25,7 +25,7 @@ from ...ops import gqa_decode, plan_attention, prefill_attention, tree_attention
 from ...ops.attention.tree_attention import MAX_QUERY
 from ...ops.attention.tree_attention import Output as Attended
 from ...primitives.paging import MAX_HEAD_DIM, MAX_PAGE_SIZE
-from .parts import SWITCHES
+from .parts import KV_DTYPES, SWITCHES
 
 
 def _host():
@@ -48,7 +48,6 @@ def _host():
     )
 
 
-KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 # With a cache of 8 bits vLLM gives FlashAttention queries of 8 bits, which stay with it.
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Backend, Builder, Implementation = _host()
@@ -84,7 +83,7 @@ class EagleKernelsBuilder(Builder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.most_rows = min(1 + vllm_config.num_speculative_tokens, MAX_QUERY)
         max_requests = vllm_config.scheduler_config.max_num_seqs
-        # one more in the graph of a whole batch that vLLM pads
+        # graphs may hold more requests than there can be, for padding
         self._prefix_lens = torch.zeros(2 * max_requests, dtype=torch.int32, device=device)
         self._plan = torch.zeros(2 * max_requests + 1, dtype=torch.int32, device=device)
 
@@ -156,7 +155,6 @@ class EagleKernelsImpl(Implementation):
         )
         if not READS_MIXED:  # Triton's kernel takes queries of 16 bits with keys of 8 as well
             self.supports_quant_query_input = False
-        self._lse: torch.Tensor | None = None
 
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
@@ -182,7 +180,7 @@ class EagleKernelsImpl(Implementation):
         count, options = rows.num_tokens, self._logits()
         plan = rows.plan if self.window is None else None
         table = {"block_table": metadata.block_table[: rows.num_requests], "plan": plan}
-        out = Attended(output[:count], self._log_sums(len(query), query.device)[:count])
+        out = Attended(output[:count], self._log_sums(query[:count]))
         if rows.max_query == 1:
             gqa_decode(query[:count], **cache, **table, **options, seq_lens=rows.seq_lens, out=out)
             return
@@ -196,7 +194,7 @@ class EagleKernelsImpl(Implementation):
         prefill_attention(
             query[first:stop], rows.prompt_bounds, **cache, **self._logits(), max_query=metadata.max_query_len,
             block_table=metadata.block_table[rows.num_requests :], seq_lens=metadata.seq_lens[rows.num_requests :],
-            out=Attended(output[first:stop], self._log_sums(len(query), query.device)[first:stop]),
+            out=Attended(output[first:stop], self._log_sums(query[first:stop])),
         )  # fmt: skip
 
     def _logits(self) -> dict:
@@ -214,8 +212,7 @@ class EagleKernelsImpl(Implementation):
             "k_scale": layer._k_scale.view(-1), "v_scale": layer._v_scale.view(-1),
         }  # fmt: skip
 
-    def _log_sums(self, num_tokens: int, device) -> torch.Tensor:
-        """Returns a buffer for what the ops return beside the output, which nobody reads here."""
-        if self._lse is None or len(self._lse) < num_tokens:
-            self._lse = torch.empty(num_tokens, self.num_heads, dtype=torch.float32, device=device)
-        return self._lse
+    @staticmethod
+    def _log_sums(query: torch.Tensor) -> torch.Tensor:
+        """Allocates what the ops return beside the output, which nobody reads here; graphs keep what is theirs."""
+        return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)

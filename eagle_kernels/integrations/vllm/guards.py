@@ -2,10 +2,8 @@
 
 from ..shared.hooks import fault_in_place
 from . import hooks
-from .parts import BACKEND, SWITCHES, VARIABLE, asked_by, has_backend
+from .parts import BACKEND, KV_DTYPES, SWITCHES, VARIABLE, asked_by, has_backend
 from .plugin import rebind
-
-KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 
 
 def refusals(config) -> list[str]:

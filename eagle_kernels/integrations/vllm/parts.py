@@ -10,6 +10,7 @@ logger = logging.getLogger("vllm.eagle_kernels")
 
 BACKEND = "CUSTOM"  # vLLM's name for an attention backend that a plug-in brings
 VARIABLE = "EAGLE_KERNELS_VLLM"
+KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # that ours reads
 PARTS = {
     "attention": "decode and verification of drafts",
     "verify": "sample and match: one seed, one text, with and without drafts",
