@@ -4,7 +4,7 @@ import logging
 import os
 
 from ..shared.hooks import marked
-from ..shared.versions import installed_version, is_supported
+from ..shared.versions import is_taken
 from . import hooks
 from .parts import NAME, SWITCHES, asked_by_variable, is_matching, preset
 
@@ -23,13 +23,7 @@ def register() -> None:
         preset()
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    version = installed_version("sglang")
-    if not is_supported(version, hooks.TESTED) and os.environ.get(FORCE) != "1":
-        logger.warning(
-            "eagle_kernels: SGLang %s is outside of %s..%s, which the plug-in was checked with: nothing is replaced; "
-            "%s=1 tries anyway, and `python -m eagle_kernels env` says what differs",
-            version, hooks.TESTED[0], hooks.TESTED[-1], FORCE,
-        )  # fmt: skip
+    if not is_taken("sglang", "SGLang", hooks.TESTED, FORCE, os.environ.get(FORCE) == "1", logger):
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -13,6 +13,20 @@ def installed_version(package: str) -> str:
         return importlib.import_module(package).__version__
 
 
+def is_taken(package: str, title: str, tested: tuple[str, ...], variable: str, is_forced: bool, logger) -> bool:
+    """Tells whether a plug-in takes the installed version, and logs where it does not.
+    variable: of the environment, forces it to."""
+    version = installed_version(package)
+    if is_forced or is_supported(version, tested):
+        return True
+    logger.warning(
+        "eagle_kernels: %s %s is outside of %s..%s, which the plug-in was checked with: nothing is replaced; "
+        "%s=1 tries anyway, and `python -m eagle_kernels env` says what differs",
+        title, version, tested[0], tested[-1], variable,
+    )  # fmt: skip
+    return False
+
+
 def is_supported(version: str, tested: tuple[str, ...]) -> bool:
     """Tells whether a version lies in the range of those that a plug-in was checked with."""
 

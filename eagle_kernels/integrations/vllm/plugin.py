@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from ..shared.hooks import Hook, marked, resolve
-from ..shared.versions import installed_version, is_supported
+from ..shared.versions import is_taken
 from . import hooks
 from .parts import BACKEND, SWITCHES, asked_by_variable, logger
 
@@ -24,13 +24,7 @@ def register() -> None:
         asked = asked_by_variable()
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    version = installed_version("vllm")
-    if not is_supported(version, hooks.TESTED) and os.environ.get(FORCE) != "1":
-        logger.warning(
-            "eagle_kernels: vLLM %s is outside of %s..%s, which the plug-in was checked with: nothing is replaced; "
-            "%s=1 tries anyway, and `python -m eagle_kernels env` says what differs",
-            version, hooks.TESTED[0], hooks.TESTED[-1], FORCE,
-        )  # fmt: skip
+    if not is_taken("vllm", "vLLM", hooks.TESTED, FORCE, os.environ.get(FORCE) == "1", logger):
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
