@@ -117,23 +117,22 @@ def attend_described(queries, pool, stop, state, SHAPE: tl.constexpr):
     tile outside of the pool counts as zeros. A tile's values are added after the logits of the next tile are computed:
     that product is on its way while the softmax takes place.
     """
+    BLOCK_KEY: tl.constexpr = SHAPE.BLOCK_KEY
     row_max, row_sum, accumulator = state
-    if stop > 0:
-        row = _described_row(pool, 0, SHAPE)
-        key = (pool.key_ptr.load([row, pool.first_row]),)
+    # before the first tile its place is taken by one outside of the pool
+    row, decay = tl.full([], -BLOCK_KEY, tl.int32), tl.full(row_max.shape, 1.0, tl.float32)
+    weight = tl.zeros([row_max.shape[0], BLOCK_KEY], tl.float32)
+    for start in range(0, stop, BLOCK_KEY):
+        # found in this tile and not in the one before: a loop that only hands a row on is not pipelined
+        next_row = _described_row(pool, start, SHAPE)
+        key = (pool.key_ptr.load([next_row, pool.first_row]),)
         logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
-        row_max, row_sum, weight, decay = weigh_tile(logits, scale, row_max, row_sum)
-        next_row = _described_row(pool, tl.minimum(SHAPE.BLOCK_KEY, stop - 1), SHAPE)
-        for start in range(SHAPE.BLOCK_KEY, stop, SHAPE.BLOCK_KEY):
-            key = (pool.key_ptr.load([next_row, pool.first_row]),)
-            logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
-            value = (pool.value_ptr.load([row, pool.first_row]),)
-            accumulator = add_values(weight, decay, value, accumulator)
-            row_max, row_sum, weight, decay = weigh_tile(logits, scale, row_max, row_sum)
-            row, next_row = next_row, _described_row(pool, tl.minimum(start + SHAPE.BLOCK_KEY, stop - 1), SHAPE)
         value = (pool.value_ptr.load([row, pool.first_row]),)
         accumulator = add_values(weight, decay, value, accumulator)
-    return row_max, row_sum, accumulator
+        row_max, row_sum, weight, decay = weigh_tile(logits, scale, row_max, row_sum)
+        row = next_row
+    value = (pool.value_ptr.load([row, pool.first_row]),)
+    return row_max, row_sum, add_values(weight, decay, value, accumulator)
 
 
 @triton.jit
