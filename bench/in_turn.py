@@ -62,8 +62,6 @@ def main() -> None:
     parser.add_argument("--case", action="append", help="only cases with this in the name; may be given several times")
     parser.add_argument("--draw", type=int, metavar="SEED", help="cases drawn from a seed, not the declared ones")
     parser.add_argument("--count", type=int, default=20, help="how many are drawn (default: 20)")
-    parser.add_argument("--draw", type=int, metavar="SEED", help="cases drawn from a seed, not the declared ones")
-    parser.add_argument("--count", type=int, default=20, help="how many are drawn (default: 20)")
     parser.add_argument("--host", action="store_true", help="time the host, on the first case of each op, not the GPU")
     parser.add_argument("--warmers", type=int, default=12, help="processes that compile beforehand; 0: none")
     parser.add_argument("--log", type=Path, help="file to which a line of JSON is appended for each case")
