@@ -387,3 +387,44 @@ def test_a_model_with_a_sampler_of_its_own_keeps_it(sampling):
     config = SimpleNamespace(speculative_config=None)
     state = sampling.init_model_state(lambda *given: state, config, "model", None, torch.device("cpu"))
     assert state.custom_sampler("vLLM's") == ("own", "vLLM's")
+
+
+@pytest.mark.parametrize("kind", ["plain", "drafts"])
+def test_what_is_launched_later_is_compiled_before(sampling, kind, monkeypatch, device):
+    """After vLLM's own warm-up; requests that come then are what they are without one."""
+    seen, order = set(), []
+
+    def watched(name, op):
+        def call(*args, **values):
+            seen.add((name, *(each for each in ("top_k", "top_p", "min_p") if values.get(each) is not None)))
+            return op(*args, **values)
+
+        return call
+
+    for name in ("sample_from_logits", "verify_tree_greedy", "verify_tree_sampled"):
+        monkeypatch.setattr(sampling, name, watched(name, getattr(sampling, name)))
+    server = Server(sampling, ALL, device)
+    runner = SimpleNamespace(
+        sampler=server.sampler, rejection_sampler=server.verifier if kind == "drafts" else None, vocab_size=VOCAB,
+        num_speculative_steps=DRAFTS * (kind == "drafts"), max_num_reqs=5, dtype=torch.float32, device=server.device,
+    )  # fmt: skip
+    sampling.warmup_kernels(lambda *given: order.append((given, set(seen))), runner, "execute", "sample")
+    assert order == [((runner, "execute", "sample"), set())]
+    filters = [(), ("top_p",), ("top_k", "top_p")]
+    wanted = {("sample_from_logits", *each) for each in filters}
+    if kind == "drafts":
+        wanted |= {("verify_tree_sampled", *each) for each in filters} | {("verify_tree_greedy",)}
+    assert seen == wanted
+    server.decode()
+    fresh = Server(sampling, ALL, device)
+    fresh.decode()
+    assert server.texts == fresh.texts
+
+
+@pytest.mark.parametrize("sampler", [None, "a model's own"])
+def test_a_sampler_that_is_not_ours_is_left_alone(sampling, sampler):
+    calls = []
+    sampling.warmup_kernels(
+        lambda *given: calls.append(given), SimpleNamespace(sampler=sampler, rejection_sampler=None), 1, 2
+    )
+    assert len(calls) == 1

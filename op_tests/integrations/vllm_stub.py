@@ -345,6 +345,12 @@ class DraftModelSpeculator:
         return self.model.compute_logits(hidden_states).argmax(-1)
 
 
+def warmup_kernels(model_runner, worker_execute_model, worker_sample_tokens):
+    """Runs steps of requests that have all filters."""
+    worker_execute_model("prompts")
+    worker_sample_tokens(None)
+
+
 @dataclass
 class EngineArgs:
     """Arguments, and the configuration that vLLM makes of them."""
@@ -408,6 +414,7 @@ def hooked() -> dict[str, dict]:
     return MODULES | {
         "vllm.engine.arg_utils": {"EngineArgs": copy(EngineArgs)},
         "vllm.v1.worker.worker_base": {"WorkerWrapperBase": copy(WorkerWrapperBase)},
+        "vllm.v1.worker.gpu_worker": {"warmup_kernels": warmup_kernels},
         _GPU + "model_runner": {"init_model_state": init_model_state},
         _GPU + "spec_decode.speculator": {"DraftModelSpeculator": copy(DraftModelSpeculator)},
     }

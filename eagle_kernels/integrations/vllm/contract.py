@@ -125,7 +125,11 @@ CONTRACT = (
     names(_GPU + "sample.bad_words.BadWordsState", ("num_bad_words",)),
     # a row too early, for which ours makes up
     contains(_GPU + "sample.bad_words._bad_words_kernel", "input_ids_ptr + cur_req_first_pos + spec_offset)"),
-    names(_STATES, ("min_p", "seeds", "temperature")),
+    names(_GPU + "model_runner.GPUModelRunner", (
+        "device", "dtype", "max_num_reqs", "num_speculative_steps", "rejection_sampler", "sampler", "vocab_size",
+    )),
+    names(_STATES, ("min_p", "seeds", "temperature", "top_k", "top_p")),
+    takes(_STATES + ".apply_staged_writes", ("self",)),
     takes(_STATES + ".apply_temperature", _ROWS),
     takes(_STATES + ".apply_min_p", _ROWS),
     takes(_STATES + ".apply_top_k_top_p", _ROWS),

@@ -18,6 +18,8 @@ GUARDS = (
 HOOKS = (
     _hook("verify", _GPU + "model_runner.init_model_state", "sampling.init_model_state",
           ("vllm_config", "model", "encoder_cache", "device")),
+    _hook("verify", "vllm.v1.worker.gpu_worker.warmup_kernels", "sampling.warmup_kernels",
+          ("model_runner", "worker_execute_model", "worker_sample_tokens")),
     _hook("draft", _GPU + "spec_decode.speculator.DraftModelSpeculator._greedy_sample_draft",
           "drafting.greedy_sample_draft", ("self", "hidden_states")),
 )  # fmt: skip

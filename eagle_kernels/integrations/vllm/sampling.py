@@ -8,6 +8,7 @@ accepted as far as they are what is drawn, so one seed gives one text, with and 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -19,6 +20,8 @@ from ...ops import sample_from_logits, verify_tree_greedy, verify_tree_sampled
 from .parts import SWITCHES
 
 PROCESSED = ("processed_logprobs", "processed_logits")
+# Temperature, top-k and top-p of requests whose kernels are compiled before the first of them comes.
+COMPILED = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 0, 0.9), (1.0, 20, 0.9))
 
 
 class MatchSampler(Sampler):
@@ -108,7 +111,8 @@ class MatchVerifier(RejectionSampler):
         pos = input_batch.positions[input_batch.logits_indices]
         adjusted = sampler.adjust(logits, rows, places, pos, drafts, input_batch.expanded_local_pos)
         if is_whole:
-            sampled, num_sampled = self._verify_whole(adjusted, drafts, pos, input_batch)
+            mapping = (rows, input_batch.idx_mapping, places)
+            sampled, num_sampled = self.verify_whole(adjusted, drafts, pos, *mapping)
         else:
             draws = sampler.draws(adjusted, rows, rows, places)
             tokens = sample_from_logits(**draws, positions=pos + 1)
@@ -122,18 +126,20 @@ class MatchVerifier(RejectionSampler):
         )  # fmt: skip
         return SamplerOutput(sampled, logprobs, num_nans, num_sampled, num_rejected)
 
-    def _verify_whole(self, logits, drafts, pos, input_batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def verify_whole(
+        self, logits, drafts, pos, expanded_idx_mapping, idx_mapping, idx_mapping_np
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (tokens int64 [B, N], how many count int32 [B]) of chains of N rows: the root and all drafts."""
-        places, num_nodes = input_batch.idx_mapping_np, self.num_speculative_steps + 1
+        places, num_nodes = idx_mapping_np, self.num_speculative_steps + 1
         tree = (drafts.view(-1, num_nodes), *self._chains(len(places), logits.device))
         policy = {} if self.rates is None else {"accept_policy": "simulate", "simulated_rates": self.rates}
         states, steps = self.sampler.sampling_states, num_nodes - 1
         if (states.temperature.np[places] == 0.0).all():
             if policy:
-                policy |= {"seeds": states.seeds.gpu[input_batch.idx_mapping], "positions": pos}
+                policy |= {"seeds": states.seeds.gpu[idx_mapping], "positions": pos}
             out = verify_tree_greedy(*tree, target_logits=logits, spec_steps=steps, **policy)
         else:
-            draws = self.sampler.draws(logits, input_batch.expanded_idx_mapping, input_batch.idx_mapping, places)
+            draws = self.sampler.draws(logits, expanded_idx_mapping, idx_mapping, places)
             draws["target_logits"] = draws.pop("logits")
             out = verify_tree_sampled(*tree, **draws, positions=pos, spec_steps=steps, **policy)
         return out.predicts.view(-1, num_nodes).to(torch.int64), out.accept_token_num + 1
@@ -175,3 +181,23 @@ def init_model_state(original, vllm_config, model, encoder_cache, device):
 
     state.custom_sampler = custom_sampler
     return state
+
+
+def warmup_kernels(original, model_runner, worker_execute_model, worker_sample_tokens):
+    """Compiles what ours launch, once vLLM has done so for its own kernels, by requests that have all filters."""
+    original(model_runner, worker_execute_model, worker_sample_tokens)
+    sampler, verifier = model_runner.sampler, model_runner.rejection_sampler
+    if not isinstance(sampler, MatchSampler):  # a model's own, or another rank of a pipeline
+        return
+    states, num_nodes, device = sampler.sampling_states, 1 + model_runner.num_speculative_steps, model_runner.device
+    for batch_size in sorted({1, model_runner.max_num_reqs}):  # larger ones may be walked level by level
+        num_rows, places = batch_size * num_nodes, np.zeros(batch_size, np.int64)
+        logits = torch.zeros((num_rows, model_runner.vocab_size), dtype=model_runner.dtype, device=device)
+        rows = torch.zeros(num_rows, dtype=torch.int64, device=device)  # all of the request at place 0
+        for temperature, top_k, top_p in COMPILED:
+            states.temperature.np[0], states.top_p.np[0], states.min_p.np[0] = temperature, top_p, 0.0
+            states.top_k.np[0] = top_k or model_runner.vocab_size
+            states.apply_staged_writes()
+            sample_from_logits(**sampler.draws(logits, rows, rows, places), positions=rows)
+            if isinstance(verifier, MatchVerifier):
+                verifier.verify_whole(logits, rows, rows, rows, rows[:batch_size], places)
