@@ -411,9 +411,8 @@ def test_what_is_launched_later_is_compiled_before(sampling, kind, monkeypatch, 
     sampling.warmup_kernels(lambda *given: order.append((given, set(seen))), runner, "execute", "sample")
     assert order == [((runner, "execute", "sample"), set())]
     filters = [(), ("top_p",), ("top_k", "top_p")]
-    wanted = {("sample_from_logits", *each) for each in filters}
-    if kind == "drafts":
-        wanted |= {("verify_tree_sampled", *each) for each in filters} | {("verify_tree_greedy",)}
+    op = "verify_tree_sampled" if kind == "drafts" else "sample_from_logits"
+    wanted = {(op, *each) for each in filters} | ({("verify_tree_greedy",)} if kind == "drafts" else set())
     assert seen == wanted
     server.decode()
     fresh = Server(sampling, ALL, device)

@@ -8,7 +8,9 @@ accepted as far as they are what is drawn, so one seed gives one text, with and 
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -111,8 +113,8 @@ class MatchVerifier(RejectionSampler):
         pos = input_batch.positions[input_batch.logits_indices]
         adjusted = sampler.adjust(logits, rows, places, pos, drafts, input_batch.expanded_local_pos)
         if is_whole:
-            mapping = (rows, input_batch.idx_mapping, places)
-            sampled, num_sampled = self.verify_whole(adjusted, drafts, pos, *mapping)
+            parameters = self.parameters(adjusted, rows, input_batch.idx_mapping, places)
+            sampled, num_sampled = self.verify_whole(parameters, drafts, pos)
         else:
             draws = sampler.draws(adjusted, rows, rows, places)
             tokens = sample_from_logits(**draws, positions=pos + 1)
@@ -126,22 +128,25 @@ class MatchVerifier(RejectionSampler):
         )  # fmt: skip
         return SamplerOutput(sampled, logprobs, num_nans, num_sampled, num_rejected)
 
-    def verify_whole(
-        self, logits, drafts, pos, expanded_idx_mapping, idx_mapping, idx_mapping_np
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def parameters(self, logits, rows, requests, idx_mapping_np) -> dict[str, torch.Tensor | None]:
+        """Returns what `MatchSampler.draws` does; without temperature and filters where all requests are greedy."""
+        states = self.sampler.sampling_states
+        if not (states.temperature.np[idx_mapping_np] == 0.0).all():
+            return self.sampler.draws(logits, rows, requests, idx_mapping_np)
+        return {"logits": logits} | ({} if self.rates is None else {"seeds": states.seeds.gpu[requests]})
+
+    def verify_whole(self, parameters: dict, drafts, pos) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (tokens int64 [B, N], how many count int32 [B]) of chains of N rows: the root and all drafts."""
-        places, num_nodes = idx_mapping_np, self.num_speculative_steps + 1
-        tree = (drafts.view(-1, num_nodes), *self._chains(len(places), logits.device))
-        policy = {} if self.rates is None else {"accept_policy": "simulate", "simulated_rates": self.rates}
-        states, steps = self.sampler.sampling_states, num_nodes - 1
-        if (states.temperature.np[places] == 0.0).all():
-            if policy:
-                policy |= {"seeds": states.seeds.gpu[idx_mapping], "positions": pos}
-            out = verify_tree_greedy(*tree, target_logits=logits, spec_steps=steps, **policy)
-        else:
-            draws = self.sampler.draws(logits, expanded_idx_mapping, idx_mapping, places)
-            draws["target_logits"] = draws.pop("logits")
-            out = verify_tree_sampled(*tree, **draws, positions=pos, spec_steps=steps, **policy)
+        num_nodes = self.num_speculative_steps + 1
+        drafts = drafts.view(-1, num_nodes)
+        parameters = parameters | {"target_logits": parameters["logits"], "spec_steps": num_nodes - 1}
+        verify = verify_tree_sampled if "temperature" in parameters else verify_tree_greedy
+        if self.rates is not None:
+            parameters |= {"accept_policy": "simulate", "simulated_rates": self.rates}
+        if verify is verify_tree_sampled or self.rates is not None:
+            parameters["positions"] = pos
+        del parameters["logits"]
+        out = verify(drafts, *self._chains(len(drafts), drafts.device), **parameters)
         return out.predicts.view(-1, num_nodes).to(torch.int64), out.accept_token_num + 1
 
     def _chains(self, batch_size: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -190,14 +195,21 @@ def warmup_kernels(original, model_runner, worker_execute_model, worker_sample_t
     if not isinstance(sampler, MatchSampler):  # a model's own, or another rank of a pipeline
         return
     states, num_nodes, device = sampler.sampling_states, 1 + model_runner.num_speculative_steps, model_runner.device
-    for batch_size in sorted({1, model_runner.max_num_reqs}):  # larger ones may be walked level by level
-        num_rows, places = batch_size * num_nodes, np.zeros(batch_size, np.int64)
+    calls = []
+    for batch_size in sorted({1, model_runner.max_num_reqs}):  # chains of large ones are walked level by level
+        num_rows, places = batch_size * num_nodes, [0] * batch_size
         logits = torch.zeros((num_rows, model_runner.vocab_size), dtype=model_runner.dtype, device=device)
         rows = torch.zeros(num_rows, dtype=torch.int64, device=device)  # all of the request at place 0
         for temperature, top_k, top_p in COMPILED:
             states.temperature.np[0], states.top_p.np[0], states.min_p.np[0] = temperature, top_p, 0.0
             states.top_k.np[0] = top_k or model_runner.vocab_size
             states.apply_staged_writes()
-            sample_from_logits(**sampler.draws(logits, rows, rows, places), positions=rows)
-            if isinstance(verifier, MatchVerifier):
-                verifier.verify_whole(logits, rows, rows, rows, rows[:batch_size], places)
+            if isinstance(verifier, MatchVerifier):  # the kernels of both are the same
+                parameters = verifier.parameters(logits, rows, rows[:batch_size], places)
+                calls.append(functools.partial(verifier.verify_whole, parameters, rows, rows))
+            else:
+                draws = sampler.draws(logits, rows, rows, places)
+                calls.append(functools.partial(sample_from_logits, **draws, positions=rows))
+
+    with ThreadPoolExecutor() as pool:  # a compiler leaves Python's lock to others most of the time
+        list(pool.map(lambda call: call(), calls))

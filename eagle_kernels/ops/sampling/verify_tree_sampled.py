@@ -54,7 +54,7 @@ def _verify_tree_sampled_walk_kernel(
     depth = all_depths(SPEC_STEPS)
     tree = load_nodes(links, request, NUM_NODES)
     node = all_nodes(NUM_NODES)
-    predicted = tl.load(drawn_ptr + request * NUM_NODES + node, mask=node < NUM_NODES, other=-1)
+    predicted = tl.load(drawn_ptr + request * NUM_NODES + node, mask=node < NUM_NODES, other=-1).to(tl.int32)
     predicted = plant_path(predicted, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY)
     MOST_ACCEPTED: tl.constexpr = 0 if ACCEPT_POLICY == "reject_all" else SPEC_STEPS
     node_depth = follow(tree, predicted, request, MOST_ACCEPTED, NUM_NODES)
@@ -202,7 +202,7 @@ def verify_tree_sampled(
     if needs_path or not draws_all_rows(target_logits, len(candidates), spec_steps, sampling.has_filters(values)):
         walk_by_levels(values, out)
         return out
-    drawn = torch.empty((len(target_logits),), dtype=torch.int32, device=target_logits.device)
+    drawn = torch.empty((len(target_logits),), dtype=torch.int64, device=target_logits.device)
     # the position of a token that is drawn at a node is one above that of the node
     places = {"rows_per_request": candidates.shape[1], "position_offset": 1}
     sample_rows("verify_tree_sampled", values, target_logits, drawn, **places)

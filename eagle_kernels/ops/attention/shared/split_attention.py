@@ -27,7 +27,7 @@ JOINED_COLUMNS = 128  # of heads that are read as one, at most
 #     for tiles       at most max_rows and at least min_rows rows, and tile_bytes of keys
 #     for chunks      at least share_keys keys, and `programs` programs for a multiprocessor, see `chunks.count_chunks`
 #     wide, float8    what differs with heads of more elements than its `above`, and with keys of 8 bits
-#     widest          with heads past 256 elements: registers hold the sums of 32 rows (not measured on a GPU yet)
+#     widest          with heads past 256 elements: registers hold the sums of 32 rows
 
 
 def launch_attention(
