@@ -5,12 +5,13 @@ import inspect
 import json
 import lzma
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -19,13 +20,14 @@ import torch
 
 import eagle_kernels
 from bench import report, run
-from bench.apps import server, server_tables
+from bench.apps import server, server_rows, server_tables, server_texts
 from bench.apps.random_models import target_config
 from bench.apps.server_cases import CASES, GREEDY, SYSTEMS, VLLM_CASES, VLLM_SYSTEMS
+from bench.apps.server_rows import VLLM_ROWS
 from bench.harness import results
 from bench.harness.markdown import markdown
 from bench.lab.log import read_lines
-from bench.peers import engine, fa3, sglang_engine, sglang_fa3
+from bench.peers import engine, fa3, sglang_engine, sglang_fa3, vllm_engine
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 
@@ -92,48 +94,88 @@ class Engine:
         print("down", time.monotonic(), flush=True)
 """
 
-# vLLM's, whose texts follow from their prompts
+# vLLM's, whose texts follow from the last token of their prompts and from seeds; short samples without a seed are drawn
 FAKE_VLLM = """
-import importlib.metadata, json, os, time, types
+import importlib.metadata, json, os, random, time
+from types import SimpleNamespace as make
 
-__version__, SamplingParams = "0.26.0", types.SimpleNamespace
+__version__ = "0.26.0"
+
+
+class SamplingParams:
+    seed, temperature = 0, 1.0
+
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+    def verify(self, is_speculative):
+        if is_speculative and "min_p" in vars(self):
+            raise ValueError("not yet supported with speculative decoding")
 
 
 class LLM:
-    def __init__(self, attention_backend, load_format, speculative_config=None, **arguments):
-        self.fault = json.loads(os.environ.get("FAKE", "{}")).get(attention_backend)
-        is_plugged, drafts, self.drafts = attention_backend == "CUSTOM", speculative_config or {}, 0
+    def __init__(self, attention_backend, load_format, dtype, speculative_config=None, **arguments):
+        self.fault = json.loads(os.environ.get("FAKE", "{}")).get(attention_backend) or ""
+        drafts, self.drafts = speculative_config or {}, 0
         self.accept = drafts.get("synthetic_acceptance_length", 2.0 if drafts else None)
         if drafts and load_format != "dummy":
             assert json.load(open(drafts["model"] + "/config.json"))["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
         plugins = {point.name: point.value for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
         loaded = [plugins[name] for name in os.environ["VLLM_PLUGINS"].split(",")]
-        assert loaded == ["vllm_child:register", "eagle_kernels.integrations.vllm.plugin:register"][: 1 + is_plugged]
-        assert os.environ.get("EAGLE_KERNELS_VLLM") == ("all" if is_plugged else None)
-        for part in ("attention", "verify", "draft") if is_plugged and self.fault != "no plug-in" else ():
+        is_exact, asked = dtype == "float32", os.environ.get("EAGLE_KERNELS_VLLM", "")
+        assert asked == ("verify,draft" if is_exact else "all" if attention_backend == "CUSTOM" else "")
+        assert loaded == ["vllm_child:register", "eagle_kernels.integrations.vllm.plugin:register"][: 1 + bool(asked)]
+        assert os.environ.get("TRITON_F32_DEFAULT") == ("ieee" if is_exact else None)
+        parts = asked.replace("all", "attention,verify,draft").split(",") if self.fault != "no plug-in" else []
+        for part in filter(None, parts):
             print(f"(EngineCore pid=1) eagle_kernels: {part} is in use", flush=True)
         if attention_backend == "FLASH_ATTN":
             print("Using FlashAttention version", 2 if self.fault == "old" else 3, flush=True)
-        make, down = types.SimpleNamespace, lambda: print("down", time.monotonic(), flush=True)
-        config = make(attention_config=make(backend=attention_backend))
-        self.llm_engine = make(vllm_config=config, engine_core=make(shutdown=down))
+        self.llm_engine, self.running, self.random = self, {}, random.Random(attention_backend)
+        self.vllm_config = make(attention_config=make(backend=attention_backend))
+        self.engine_core = make(shutdown=lambda: print("down", time.monotonic(), flush=True))
+
+    def text(self, ids, asked):
+        asked.verify(self.accept is not None)
+        if asked.temperature and not asked.seed and asked.max_tokens <= 4:
+            return self.random.choices(range(3), (0.5, 0.1, 0.4) if self.fault else (0.5, 0.3, 0.2), k=asked.max_tokens)
+        shift = self.fault == "wrong" and self.accept is not None and asked.seed > 0
+        tokens = [(ids[-1] + (7 + asked.seed + shift) * place) % 256 for place in range(1, 1 + asked.max_tokens)]
+        if self.fault in ("token", "wrong") and len(ids) == 127:
+            tokens[5] = 255 - tokens[5]
+        self.drafts += (len(tokens) - 1) / self.accept if self.accept else 0
+        return tokens
 
     def generate(self, prompts, parameters, use_tqdm):
-        begin_s, outputs, steps = time.monotonic(), [], 0
-        for ids, asked in zip((prompt["prompt_token_ids"] for prompt in prompts), parameters, strict=True):
-            tokens = [(sum(ids) + 7 * place) % 256 for place in range(asked.max_tokens)]
-            if self.fault == "token" and len(ids) == 127:
-                tokens[5] = 255 - tokens[5]
-            steps = (len(tokens) - 1) / (self.accept or 1)
-            self.drafts += steps if self.accept else 0
-            outputs.append(types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=tokens)]))
-        time.sleep(steps * 1e-4)
+        begin_s, before = time.monotonic(), self.drafts
+        texts = [self.text(prompt["prompt_token_ids"], each) for prompt, each in zip(prompts, parameters, strict=True)]
+        time.sleep((self.drafts - before or max(map(len, texts))) / len(texts) * 1e-4)
         print("timed", begin_s, time.monotonic(), flush=True)
-        return outputs
+        return [make(outputs=[make(token_ids=tokens)]) for tokens in texts]
+
+    def add_request(self, request_id, prompt, params):
+        self.running[request_id] = [0, self.text(prompt["prompt_token_ids"], params)]
+
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
+    def step(self):
+        for request_id, state in [*self.running.items()]:
+            state[0] += 4
+            tokens, is_whole = state[1][: state[0]], state[0] >= len(state[1])
+            if is_whole:
+                del self.running[request_id]
+            yield make(request_id=request_id, finished=is_whole, outputs=[make(token_ids=tokens)])
+
+    def abort_request(self, request_ids):
+        for request_id in request_ids:
+            del self.running[request_id]
 
     def get_metrics(self):
-        values = {"drafts": self.drafts, "accepted_tokens": 1e9}
-        return [types.SimpleNamespace(name="vllm:spec_decode_num_" + name, value=values[name]) for name in values]
+        happened = 0 if self.fault == "wrong" else 9
+        values = {"spec_decode_num_drafts": self.drafts, "spec_decode_num_accepted_tokens": happened,
+                  "num_preemptions": happened, "prefix_cache_hits": happened}
+        return [make(name="vllm:" + name, value=values[name]) for name in values]
 """
 
 
@@ -216,6 +258,7 @@ def test_arguments(tmp_path, capsys):
         ["--case", "9/9/9"], ["--system", "vllm"], ["--sglang", str(tmp_path / "nowhere")], ["--tp", "0"],
         ["--tp", "2", "--case", "plain", "8B plain"], ["--all-reduce", "ring"], ["--repeats", "0"],
         ["--engine", "vllm", "--case", "plain"], ["--engine", "vllm", "--tp", "2"], ["--system", "vllm+fa3"],
+        ["--row", "seeded-chain"], ["--engine", "vllm", "--row", "stock-plain"],
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             server.parsed(wrong)
@@ -862,16 +905,86 @@ def test_our_engine_is_timed_beside_vllm(vllm, monkeypatch, capsys):
     assert capsys.readouterr().out.count("| eagle_kernels |") == 3
 
 
-def test_texts_of_vllm(vllm, fail, capsys):
-    """Those of the plugged chain that differ, or were made without a part, are named."""
-    told = {
-        None: "| plugged-chain | CUSTOM | 36 of 36 | 0 | 2.000 |",
-        "token": "plugged-chain: request 18 (127 + 40 tokens, together): token 5 is ",
-        "no plug-in": "plugged-chain: the plug-in's attention, draft, verify was not used\n",
-    }
-    for fault, text in told.items():
-        fail(CUSTOM=fault)
-        assert call(vllm, "--check-only", "--jobs", "2") == int(fault is not None) and text in capsys.readouterr().out
+def test_texts_of_vllm(vllm, capsys, monkeypatch):
+    """Each engine's are held against stock's plain ones, or in fp32 against its own plain ones."""
+    monkeypatch.setattr(server_rows, "NUM_SAMPLES", 50)
+    assert call(vllm, "--check-only", "--jobs", "2") == 0
+    header, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("|")
+    ]
+    lines = [dict(zip(header, cells, strict=True)) for cells in rows]
+    assert [line["engine"] for line in lines] == [row.name for row in VLLM_ROWS]
+    wanted = server_rows.vllm_traffic(VLLM_ROWS[1])
+    greedy = [new for new in wanted["joining"] if not new["is_sampled"]]
+    # those that end, and have more than one token, begin again
+    again = [new for new in greedy if wanted["requests"][new["index"]]["max_new_tokens"] > max(1, new["abort_at"] or 0)]
+    for line, row in zip(lines, VLLM_ROWS):
+        num = 64 if row.dtype else 37 + 4 + len(greedy) + sum(new["abort_at"] is None for new in again)
+        num -= (64 if row.dtype else 37) * (row.reference == row.name)
+        assert line["compared with"] == row.reference and line["ties"] == "0" and line["fault"] == ""
+        assert (int(line["aborted"]) > 5) == (row.dtype is None) and line["same texts"] == f"{num} of {num}"
+        assert (line["tokens a step"] == "2.000") == (row.tree == "chain")
+    samples = [line["samples"].partition(", p = ") for line in lines]
+    assert [each[0] for each in samples if each[2]] == ["500"] and float(samples[3][2]) > 0.01
+
+
+def test_what_is_wrong_in_vllm_is_named(vllm, fail, capsys, monkeypatch):
+    monkeypatch.setattr(server_rows, "NUM_SAMPLES", 50)
+    fail(CUSTOM="no plug-in")
+    assert call(vllm, "--check-only", "--row", "plugged-chain") == 1
+    assert "plugged-chain: the plug-in's attention, draft, verify was not used\n" in capsys.readouterr().out
+    fail(CUSTOM="wrong", TRITON_ATTN="wrong")
+    assert call(vllm, "--check-only", "--jobs", "2", "--row", "plugged-chain", "eager", "seeded-chain") == 1
+    said = capsys.readouterr().out
+    for told in (
+        "plugged-chain: request 18 (127 + 40 tokens, together): token 5 is ",
+        "plugged-chain: request 18 (127 + 40 tokens, joining): token 5 is ",
+        "plugged-chain: no draft was accepted\n",
+        "plugged-chain: no prefix was found in the cache\n",
+        "plugged-chain: 500 samples do not follow stock-plain's law: p = ",
+        "eager: no request was preempted\n",
+        "seeded-chain: request 63 (64 + 64 tokens, together): token 0 is ",
+        "seeded-chain: no draft was accepted\n",
+    ):
+        assert told in said
+    assert "plugged-chain: no request was preempted" not in said and "eager: no prefix" not in said
+    assert "| 0 of 64 | 0 |" in said and "stock-chain" not in said
+
+
+def test_rows_of_vllm(tmp_path):
+    """Of what plugged chains differ by, each pair of values occurs; the longest requests fit, and few at once do."""
+    chains = [row for row in VLLM_ROWS if row.tree == "chain" and row.asked == "all"]
+    differ = [
+        (row.has_graphs, row.has_overlap, row.page_size > 16, row.chunk_tokens > 256, row.has_radix_cache,
+         row.has_small_pool) for row in chains
+    ]  # fmt: skip
+    assert len(chains) == 6 and {row.page_size for row in chains} == {16, 32, 64, 256}
+    for first, second in combinations(range(6), 2):
+        assert len({(values[first], values[second]) for values in differ}) == 4
+    for row in VLLM_ROWS:
+        wanted = server_rows.vllm_traffic(row)
+        used = [wanted["requests"][index] for index in {*wanted["together"], *wanted.get("samples", ())}]
+        longest = max(len(request["prompt"]) + request["max_new_tokens"] for request in used)
+        assert longest == (128 if row.dtype else vllm_engine.TEXT_LENGTH) and used == wanted["requests"]
+        tokens = vllm_engine.SMALL_POOL // 3584 - row.page_size  # vLLM keeps one page
+        assert not row.has_small_pool or 1024 + row.page_size < tokens < 24 * 100
+    mixes = [server_rows.seeded(index) for index in range(server_rows.NUM_SEEDED)]
+    assert len({json.dumps({**mix, "seed": 0}, sort_keys=True) for mix in mixes}) == 64
+    assert len({mix["seed"] for mix in mixes}) == 64
+
+
+def test_samples_of_one_law_are_alike():
+    """Of another law they are not; nor where a law is right token by token, but tokens depend on each other."""
+    draw = random.Random(3)
+    law = lambda weights: [(prompt, *draw.choices(range(4), weights, k=3)) for prompt in (0, 1) for _ in range(2000)]  # noqa: E731
+    one, other = law((8, 4, 2, 1)), law((8, 4, 2, 1))
+    assert server_texts.p_alike(one, other) > 0.01
+    assert server_texts.p_alike(one, law((7, 5, 2, 1))) < 1e-4
+    twice = [(prompt, token, token, last) for prompt, token, _, last in other]
+    assert server_texts.p_alike(one, twice) < 1e-4
+    assert server_texts.p_alike(one, one) == server_texts.p_alike([(0, 1)], [(0, 1)]) == 1.0
 
 
 def test_a_table_of_vllm(tmp_path):

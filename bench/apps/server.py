@@ -48,7 +48,7 @@ from ..peers.sglang_engine import ALL_REDUCES
 from . import generation, prefixes, server_tables, server_texts
 from .random_models import head_config, target_config
 from .server_cases import ENGINES, EVERY_CASE, EVERY_SYSTEM, MATCH, OWN, RANK_CASES, STOCK, Case, ranks_of
-from .server_rows import PLUGGED_ROWS
+from .server_rows import ROWS
 from .server_tables import TOLERANCE, all_tables, off_stock, setting
 
 # tokens of the generations between which the slope is taken: of the shorter one, and of the longer one at most
@@ -288,8 +288,6 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
         if not bench.installation.is_here():
             print(missing)
             return 2
-        if bench.is_vllm:
-            return server_texts.check_chains(options, bench.installation)
         return server_texts.check(options, bench.installation, bench.keep)
     options.limit = options.limit or LIMIT_S
     systems = [system for system in EVERY_SYSTEM if system in options.system]
@@ -360,8 +358,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=["small"], help="for tests, in place of the cases' own")
     check = parser.add_argument_group("texts", "the plug-in's texts against stock's, of the embedded pair")
     check.add_argument("--check-only", action="store_true", help="compare texts and acceptance, and time nothing")
-    rows = [row.name for row in PLUGGED_ROWS]
-    check.add_argument("--row", nargs="+", choices=rows, default=rows, metavar="NAME", help=", ".join(rows))
+    rows = {engine: [row.name for row in found if row.reference != row.name] for engine, found in ROWS.items()}
+    check.add_argument("--row", nargs="+", metavar="NAME", help=", ".join([*rows["sglang"], "vLLM's:", *rows["vllm"]]))
     check.add_argument("--jobs", type=int, default=1, help="engines that run at once")
     check.add_argument("--dtype", choices=list(server_texts.ROUNDING), default="float16", help="of models and KV")
     options = parser.parse_args(arguments)
@@ -372,8 +370,11 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     of_engine = [case.name for case in cases]
     options.case = options.case or (of_engine if options.tp == 1 else RANK_CASES)
     options.system = options.system or systems
+    options.row = options.row or rows[options.engine]
     options.together |= options.engine == "vllm"
-    for name, chosen, known in (("case", options.case, of_engine), ("system", options.system, systems)):
+    of_engine = {"case": of_engine, "system": systems, "row": rows[options.engine]}
+    for name, known in of_engine.items():
+        chosen = getattr(options, name)
         if others := [each for each in chosen if each not in known]:
             parser.error(f"--{name}: of --engine {options.engine} are {', '.join(known)}; got {', '.join(others)}")
     if options.tp > 1 and (others := [name for name in options.case if name not in RANK_CASES]):

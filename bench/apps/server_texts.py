@@ -12,6 +12,13 @@ first token that differs, stock's in its place, and all that follow must be the 
 is the default, since it rounds eight times finer than bf16: hardly any text needs this.
 
 With `--engine vllm` greedy texts, of chains too, are compared with those of stock's plain decoding in the same way.
+Engines differ by graphs, asynchronous scheduling, sizes of pages and of chunks, cached prefixes, and a pool so small
+that vLLM preempts requests; some texts end where vLLM allows no more tokens, some are aborted, and some begin like one
+that has just ended. An engine in which none of that happened, or that accepted no draft, is at fault. Beside these,
+
+- seeded requests, each with other filters and penalties, must have the same text plain and with chains, in fp32, in
+  which vLLM can run the pair: token by token, without ties;
+- short samples without a seed, of stock's plain decoding and of plugged chains, must follow one law (chi-square).
 """
 
 from __future__ import annotations
@@ -22,8 +29,8 @@ import functools
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from typing import NamedTuple
@@ -38,17 +45,20 @@ from ..peers import engine, vllm_engine
 from ..peers.engine import EngineFailure, Installation
 from ..peers.sglang_texts import TextOrder
 from .server_cases import GREEDY, PLUGGED, TREE_SAMPLING, ranks_of
-from .server_rows import PLUGGED_ROWS, PROMPT_LENGTHS, STOCK_ROWS, TREES, VLLM_ROWS, Row, pair_case, traffic
+from .server_rows import PROMPT_LENGTHS, ROWS, TREES, Row, pair_case, traffic, vllm_traffic
 
 # How far the logit of a token may be below the largest: twice the largest error of the pair's logits in that type, over
 # 1024 greedy tokens (0.032 and 0.26; the median errors are 0.002 and 0.018). Of these tokens 0.8 % and 6 % have a
 # second one so near.
 ROUNDING = {"float16": 0.065, "bfloat16": 0.52}
+EXACT = -1.0  # in place of rounding: no text that differs is a tie
 SAME, TIE = "same", "tie"  # else what differs
 GREEDY_TOLERANCE, SAMPLED_TOLERANCE = 0.01, 0.03  # of mean accepted lengths
 MOST_TIES = {"float16": 0.25, "bfloat16": 0.75}  # of all texts: more are no matter of rounding
 REFERENCE = "together"  # the wave of a stock engine whose texts the others must be
 WHOLE = (REFERENCE, "alone")  # waves of greedy texts in a fixed order, without aborted ones
+# a sound sampler fails one run in ten thousand; cells with fewer samples of both engines are put together
+FALSE_ALARM, SMALLEST_CELL = 1e-4, 20
 ROW_LIMIT_S = 280.0
 TEXT_SHARE = 0.5  # of the GPU's memory, for the engines of vLLM that run at once
 # what SGLang's scheduler says, and ends with, when tokens or requests are lost
@@ -61,6 +71,7 @@ class Served:
     def __init__(self, row: Row):
         self.row = row
         self.waves: dict[str, list[dict]] = {}
+        self.counted: dict[str, float] = {}  # by vLLM, as `vllm_child.COUNTERS` names it
         self.start_s: float | None = None
         self.versions: dict[str, str] = {}
         self.has_ended = False
@@ -70,6 +81,10 @@ class Served:
         """Returns the accepted length of the whole greedy texts that are the same in another engine."""
         pairs = [pair for wave in WHOLE for pair in zip(self.waves.get(wave, ()), other.waves.get(wave, ()))]
         return mean_length([(len(a["tokens"]), a["steps"]) for a, b in pairs if a["tokens"] == b["tokens"]])
+
+    def aborted(self) -> int:
+        """Returns how many texts were cut."""
+        return sum(text["is_cut"] for texts in self.waves.values() for text in texts)
 
     def sampled(self) -> Length | None:
         """Returns the accepted length of the sampled texts."""
@@ -97,46 +112,29 @@ def mean_length(texts: Sequence[tuple[int, float]]) -> Length | None:
 
 
 def check(options: argparse.Namespace, installation: Installation, keep: Callable[[dict], None]) -> int:
-    """Runs the rows that were asked for and the stock engines of their trees; returns the exit status.
+    """Runs the rows that were asked for and those whose texts theirs must be; returns the exit status.
 
-    What stock engines and those with all parts accepted is kept, a line for each tree and sampling.
+    What SGLang's stock engines and those with all parts accepted is kept, a line for each tree and sampling.
     """
-    plugged = [row for row in PLUGGED_ROWS if row.name in options.row]
-    rows = [row for row in STOCK_ROWS if row.tree in {other.tree for other in plugged}] + plugged
-    order = traffic()
+    is_vllm, rows = options.engine == "vllm", ROWS[options.engine]
+    references = {row.reference for row in rows if row.name in options.row}
+    rows = [row for row in rows if row.name in references.union(options.row)]
+    order_of = vllm_traffic if is_vllm else functools.cache(lambda _: traffic())
+    orders = {row.name: order_of(row) for row in rows}
     target()  # what is missing for it is told before engines are started
     with ThreadPoolExecutor(options.jobs) as pool:
-        served = list(pool.map(lambda row: run(row, order, options, installation), rows))
-    stock = {one.row.tree: one for one in served if one.row.is_stock}
+        served = list(pool.map(lambda row: run(row, orders[row.name], options, installation), rows))
+    by_name = {one.row.name: one for one in served}
     faults, lines = [], []
     for one in served:
-        found, line = compare(one, stock[one.row.tree], order, options.dtype)
+        compared = compare_vllm if is_vllm else compare
+        found, line = compared(one, by_name[one.row.reference], orders[one.row.name], options.dtype)
         faults += [f"{one.row.name}: {fault}" for fault in found]
-        lines.append(line)
-        if one.failure is None and (one.row.is_stock or one.row.asked in (None, "all")):
+        lines.append(line + ["yes" if found else ""])
+        if one.failure is None and not is_vllm and (one.row.is_stock or one.row.asked in (None, "all")):
             for line in accepted(one):
                 keep(line | ranks_of(1 if one.row.is_stock else options.tp, options.all_reduce))
-    print("\n" + markdown([HEADER, *lines]), flush=True)
-    print("".join(f"{fault}\n" for fault in faults), end="", flush=True)
-    return int(bool(faults))
-
-
-def check_chains(options: argparse.Namespace, installation: Installation) -> int:
-    """Compares greedy texts of vLLM's engines with those of its plain decoding; returns the exit status."""
-    order = {name: found for name, found in traffic().items() if name in ("requests", "alone")}
-    with ThreadPoolExecutor(options.jobs) as pool:
-        served = list(pool.map(lambda row: run(row, order, options, installation), VLLM_ROWS))
-    faults, lines = [], []
-    for one in served:
-        verdicts, length = judge(one, served[0], order, ROUNDING[options.dtype]), one.greedy(one)
-        counts = Counter(text for _, text in verdicts)
-        found = [f"{where}: {text}" for where, text in verdicts if text not in (SAME, TIE) and one is not served[0]]
-        if not verdicts or counts[TIE] > MOST_TIES[options.dtype] * len(verdicts):
-            found.append(f"{counts[TIE]} of {len(verdicts)} texts differ within rounding")
-        faults += [f"{one.row.name}: {fault}" for fault in filter(None, [one.failure, *found])]
-        numbers = [str(counts[TIE]), f"{length.mean:.3f}" if length else "-"]
-        lines.append([one.row.name, one.row.backend, f"{counts[SAME]} of {len(verdicts)}", *numbers])
-    print("\n" + markdown([["engine", "attention", "same texts", "ties", "tokens a step"], *lines]), flush=True)
+    print("\n" + markdown([VLLM_HEADER if is_vllm else HEADER, *lines]), flush=True)
     print("".join(f"{fault}\n" for fault in faults), end="", flush=True)
     return int(bool(faults))
 
@@ -145,14 +143,16 @@ def run(row: Row, order: dict, options: argparse.Namespace, installation: Instal
     """Serves the traffic with one engine; its log and its texts are kept in the folder of logs."""
     served = Served(row)
     log = options.logs / f"texts_{row.name.replace('/', '_')}.txt"
+    shared = (row.backend, row.asked, row.page_size, row.has_graphs, row.has_overlap, row.has_radix_cache,
+              row.dtype or options.dtype, order)  # fmt: skip
     if options.engine == "vllm":
-        share = round(TEXT_SHARE / options.jobs, 3)
-        wanted = vllm_engine.TextOrder(row.backend, options.dtype, order, tree=TREES.get(row.tree), share=share)
-    else:
-        wanted = TextOrder(
-            row.backend, row.asked, row.page_size, row.has_graphs, row.has_overlap, row.has_radix_cache, options.dtype,
-            order, tree=TREES[row.tree], tp=1 if row.is_stock else options.tp, all_reduce=options.all_reduce,
+        wanted = vllm_engine.TextOrder(
+            *shared, tree=TREES.get(row.tree), share=round(TEXT_SHARE / options.jobs, 3), compiled=f"texts_{row.name}",
+            chunk_tokens=row.chunk_tokens, has_small_pool=row.has_small_pool,
         )  # fmt: skip
+    else:
+        tp = 1 if row.is_stock else options.tp
+        wanted = TextOrder(*shared, tree=TREES[row.tree], tp=tp, all_reduce=options.all_reduce)
     limit_s, with_flashinfer = options.limit or ROW_LIMIT_S, installation.flashinfer_version() is not None
     try:
         with contextlib.closing(engine.run(wanted, installation, log, limit_s, with_flashinfer)) as records:
@@ -161,6 +161,8 @@ def run(row: Row, order: dict, options: argparse.Namespace, installation: Instal
                     served.start_s, served.versions = record["start_s"], record["versions"]
                 elif record["kind"] == "texts":
                     served.waves[record["wave"]] = record["texts"]
+                elif record["kind"] == "counted":
+                    served.counted = record
                 elif record["kind"] == "done":
                     served.has_ended = True
                 else:
@@ -203,6 +205,10 @@ HEADER = [
     "engine", "tree", "graphs", "overlap", "page", "parts", "same texts", "ties", "aborted", "tokens a step",
     "sampled", "fault",
 ]  # fmt: skip
+VLLM_HEADER = [
+    "engine", "attention", "graphs", "overlap", "page", "chunk", "prefixes", "compared with", "same texts", "ties",
+    "aborted", "preempted", "cached tokens", "tokens a step", "samples", "fault",
+]  # fmt: skip
 
 
 def compare(one: Served, stock: Served, order: dict, dtype: str) -> tuple[list[str], list[str]]:
@@ -211,19 +217,7 @@ def compare(one: Served, stock: Served, order: dict, dtype: str) -> tuple[list[s
     A stock engine is held against its own texts of the first wave. That tells how far these depend on the batch, and
     is no fault.
     """
-    is_stock = one is stock
-    faults = [] if one.failure is None else [one.failure]
-    if not is_stock and REFERENCE not in stock.waves:
-        faults.append(f"{stock.row.name} has no texts to compare with")
-    verdicts = judge(one, stock, order, ROUNDING[dtype])
-    counts = {kind: sum(text == kind for _, text in verdicts) for kind in (SAME, TIE)}
-    differing = [f"{where}: {text}" for where, text in verdicts if text not in (SAME, TIE)]
-    if verdicts and counts[TIE] > MOST_TIES[dtype] * len(verdicts):
-        differing.append(f"{counts[TIE]} of {len(verdicts)} texts differ within rounding, which are too many")
-    if is_stock:
-        print("".join(f"{one.row.name} differs from itself: {text}\n" for text in differing), end="", flush=True)
-    else:
-        faults += differing
+    faults, num, counts = differences(one, stock, order, ROUNDING[dtype], MOST_TIES[dtype])
     greedy, sampled = (one.greedy(stock), stock.greedy(one)), (one.sampled(), stock.sampled())
     for kind, pair, tolerance in (("greedy", greedy, GREEDY_TOLERANCE), ("sampled", sampled, SAMPLED_TOLERANCE)):
         if None in pair:
@@ -238,24 +232,106 @@ def compare(one: Served, stock: Served, order: dict, dtype: str) -> tuple[list[s
     lengths = [f"{pair[0].mean:.3f}, stock {pair[1].mean:.3f}" if all(pair) else "-" for pair in (greedy, sampled)]
     if all(sampled):
         lengths[1] += f" (± {math.hypot(sampled[0].error, sampled[1].error):.3f})"
-    aborted = sum(text["is_cut"] for texts in one.waves.values() for text in texts)
+    aborted = one.aborted()
     if one.failure is None and not aborted:
         faults.append("no request was aborted before its end")
     row = one.row
     parts = "stock" if row.is_stock else row.asked or "default"
     words = ["on" if value else "off" for value in (row.has_graphs, row.has_overlap)]
-    line = [row.name, row.tree, *words, str(row.page_size), parts, f"{counts[SAME]} of {len(verdicts)}",
-            str(counts[TIE]), str(aborted), *lengths, "yes" if faults else ""]  # fmt: skip
+    line = [row.name, row.tree, *words, str(row.page_size), parts, f"{counts[SAME]} of {num}", str(counts[TIE]),
+            str(aborted), *lengths]  # fmt: skip
     return faults, line
 
 
+def compare_vllm(one: Served, stock: Served, order: dict, dtype: str) -> tuple[list[str], list[str]]:
+    """Returns what differs from the engine whose texts these must be, and what did not happen; and a row."""
+    row, counted, aborted = one.row, one.counted, one.aborted()
+    tolerance = (EXACT, 0.0) if row.dtype else (ROUNDING[dtype], MOST_TIES[dtype])
+    faults, num, counts = differences(one, stock, order, *tolerance)
+    happened = (
+        (num or one is stock, "no text was compared"),
+        (aborted or "joining" not in order, "no request was aborted before its end"),
+        (counted.get("accepted") or row.tree == "plain", "no draft was accepted"),
+        (counted.get("preempted") or not row.has_small_pool, "no request was preempted"),
+        (counted.get("cached") or not row.has_radix_cache, "no prefix was found in the cache"),
+    )
+    faults += [fault for has_happened, fault in happened if one.failure is None and not has_happened]
+    samples, p = one.waves.get("samples", []), None
+    if one is not stock and samples and "samples" in stock.waves:
+        p = p_alike(*(([(text["index"], *text["tokens"]) for text in each.waves["samples"]]) for each in (one, stock)))
+        if p <= FALSE_ALARM:
+            faults.append(f"{len(samples)} samples do not follow {stock.row.name}'s law: p = {p:.1e}")
+    length = one.greedy(one)
+    switches = (row.has_graphs, row.has_overlap, row.has_radix_cache)
+    graphs, overlap, prefixes = ("on" if value else "off" for value in switches)
+    return faults, [
+        row.name, row.backend, graphs, overlap, str(row.page_size), str(row.chunk_tokens), prefixes, row.reference,
+        f"{counts[SAME]} of {num}", str(counts[TIE]), str(aborted),
+        *(f"{counted.get(name, 0):.0f}" for name in ("preempted", "cached")),
+        f"{length.mean:.3f}" if length else "-", f"{len(samples)}, p = {p:.2g}" if p is not None else "-",
+    ]  # fmt: skip
+
+
+def p_alike(one: Iterable[tuple[int, ...]], other: Iterable[tuple[int, ...]]) -> float:
+    """Returns how likely it is that two samples of one law differ as much: a prompt's index and some tokens each.
+
+    The smallest p of chi-square tests of the first one, two, ... tokens, times their number. Each test has a table of
+    the two samples for each prompt, which both have drawn alike often; rare beginnings of a prompt share a cell.
+    """
+    one, other = list(one), list(other)
+    sizes = range(2, max(map(len, one + other)) + 1)
+    found = []
+    for size in sizes:
+        counts = [Counter(each[:size] for each in sample) for sample in (one, other)]
+        cells: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by prompt
+        for begin in sorted(counts[0] | counts[1]):  # else those of one sample come first, and share cells
+            cells[begin[0]].append((counts[0][begin], counts[1][begin]))
+        statistic = degrees = 0
+        for pairs in cells.values():
+            pooled, merged = [], (0, 0)
+            for pair in sorted(pairs, key=sum):
+                merged = merged[0] + pair[0], merged[1] + pair[1]
+                if sum(merged) >= SMALLEST_CELL:
+                    pooled.append(merged)
+                    merged = (0, 0)
+            if sum(merged):
+                last = pooled.pop() if pooled else (0, 0)
+                pooled.append((last[0] + merged[0], last[1] + merged[1]))
+            statistic += sum((a - b) ** 2 / (a + b) for a, b in pooled)
+            degrees += len(pooled) - 1
+        half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+        found.append(float(torch.special.gammaincc(*half)) if degrees else 1.0)
+    return min(1.0, min(found) * len(found))
+
+
+def differences(
+    one: Served, stock: Served, order: dict, rounding: float, most_ties: float
+) -> tuple[list[str], int, Counter]:
+    """Returns the faults of an engine's texts, how many were compared, and how many are SAME and TIE.
+
+    The engine whose texts the others must be is held against its own, which is no fault, and printed.
+    """
+    faults = [] if one.failure is None else [one.failure]
+    if one is not stock and REFERENCE not in stock.waves:
+        faults.append(f"{stock.row.name} has no texts to compare with")
+    verdicts = judge(one, stock, order, rounding)
+    counts = Counter(text for _, text in verdicts)
+    differing = [f"{where}: {text}" for where, text in verdicts if text not in (SAME, TIE)]
+    if verdicts and counts[TIE] > most_ties * len(verdicts):
+        differing.append(f"{counts[TIE]} of {len(verdicts)} texts differ within rounding, which are too many")
+    if one is stock:
+        print("".join(f"{one.row.name} differs from itself: {text}\n" for text in differing), end="", flush=True)
+        differing = []
+    return faults + differing, len(verdicts), counts
+
+
 def judge(one: Served, stock: Served, order: dict, rounding: float) -> list[tuple[str, str]]:
-    """Returns where each greedy text is, and what it is in comparison with stock's."""
+    """Returns where each text that is greedy or seeded is, and what it is in comparison with stock's."""
     reference = {text["index"]: text["tokens"] for text in stock.waves.get(REFERENCE, ())}
     verdicts: list[tuple[str, str]] = []
     for wave, texts in one.waves.items():
         for text in texts:
-            if not text["is_greedy"] or text["index"] not in reference or (one is stock and wave == REFERENCE):
+            if not text["is_fixed"] or text["index"] not in reference or (one is stock and wave == REFERENCE):
                 continue
             wanted = order["requests"][text["index"]]
             found = verdict(wanted["prompt"], text["tokens"], reference[text["index"]], text["is_cut"], rounding)

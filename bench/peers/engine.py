@@ -181,7 +181,8 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Yields the engine's records as they come: `started`, what was ordered, and `done`.
 
-    An order that is timed gives `measured` or `failed` by batch size and sampling, another one `texts` by wave.
+    An order that is timed gives `measured` or `failed` by batch size and sampling, another one `texts` by wave, and
+    vLLM's `counted`.
     An engine that has started, and one that has done all, wait until the next record is asked for.
 
     All processes of the engine are ended when it is done, after `limit_s`, and when the caller closes the generator.

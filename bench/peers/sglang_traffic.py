@@ -98,7 +98,7 @@ async def request(
             raise
     steps = about.get("spec_verify_ct") or 0
     is_cut = is_aborted and len(tokens) < wanted["max_new_tokens"]
-    is_greedy = not sampling["temperature"]
+    is_fixed = not sampling["temperature"]
     accepted = about.get("spec_accept_histogram") or []  # steps by how many drafts they accepted
-    about = {"steps": steps, "accepted": accepted, "is_cut": is_cut, "is_greedy": is_greedy}
+    about = {"steps": steps, "accepted": accepted, "is_cut": is_cut, "is_fixed": is_fixed}
     return {"index": index, "tokens": tokens} | about

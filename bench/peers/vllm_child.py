@@ -4,7 +4,13 @@ import importlib
 
 PACKAGE = "vllm"
 PACKAGES = {"vllm": ("vllm",)}
-DRAFTS = "vllm:spec_decode_num_drafts"  # vLLM's counter of steps with drafts, of all requests
+# vLLM's counters, of all requests: steps with drafts, accepted drafts, preemptions, tokens that were found in a cache
+COUNTERS = {
+    "steps": "vllm:spec_decode_num_drafts", "accepted": "vllm:spec_decode_num_accepted_tokens",
+    "preempted": "vllm:num_preemptions", "cached": "vllm:prefix_cache_hits",
+}  # fmt: skip
+READY_TOKENS = 8  # of a request, before the one that waits for it joins
+GREEDY = {"temperature": 0.0}
 
 
 class Engine:
@@ -18,30 +24,105 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], sampling: dict, length: int | list[int]) -> list[list[int]]:
         lengths = length if isinstance(length, list) else [length] * len(prompts)
-        more = sampling | {"ignore_eos": True, "detokenize": False}
-        parameters = [self._vllm.SamplingParams(max_tokens=each, **more) for each in lengths]
+        return self._generate(prompts, [self._parameters(sampling, each) for each in lengths])
+
+    def _generate(self, prompts: list[list[int]], parameters: list) -> list[list[int]]:
         outputs = self._engine.generate([{"prompt_token_ids": each} for each in prompts], parameters, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
+    def _parameters(self, sampling: dict, length: int):
+        if "logit_bias" in sampling:  # JSON has no keys that are numbers
+            sampling = sampling | {"logit_bias": {int(token): bias for token, bias in sampling["logit_bias"].items()}}
+        return self._vllm.SamplingParams(**sampling, max_tokens=length, ignore_eos=True, detokenize=False)
+
     def steps(self) -> float:
-        return sum(metric.value for metric in self._engine.get_metrics() if metric.name == DRAFTS)
+        return self.counted()["steps"]
+
+    def counted(self) -> dict[str, float]:
+        """Returns the value of each counter so far."""
+        found = self._engine.get_metrics()
+        return {
+            name: sum(metric.value for metric in found if metric.name == counter) for name, counter in COUNTERS.items()
+        }
 
     def serve(self, traffic: dict, write) -> None:
-        """Generates greedy texts, all `requests` together, and some `alone`: indices into them."""
-        requests, alone = traffic["requests"], traffic["alone"]
-        write("texts", wave="together", texts=self._texts(requests, range(len(requests))))
-        write("texts", wave="alone", texts=[text for index in alone for text in self._texts(requests, [index])])
+        """Generates texts of `requests`, a record `texts` for each wave that there is, and one of all counters.
 
-    def _texts(self, requests: list[dict], batch) -> list[dict]:
+        `together`, `alone`, `samples`: indices into them; `joining`: as `sglang_traffic.serve` takes it.
+        """
+        requests = traffic["requests"]
+        if any("seed" in request.get("sampling", ()) for request in requests):
+            # it refuses min-p and biases with drafts, which the plug-in's sampler takes; nothing else of these requests
+            self._vllm.SamplingParams.verify = lambda *_: None
+        write("texts", wave="together", texts=self._texts(requests, traffic["together"]))
+        if "alone" in traffic:
+            found = [text for index in traffic["alone"] for text in self._texts(requests, [index])]
+            write("texts", wave="alone", texts=found)
+        if "joining" in traffic:
+            found = self._join(traffic["joining"], requests, traffic["sampling"])
+            write("texts", wave="joining", texts=found)
+        if "samples" in traffic:
+            write("texts", wave="samples", texts=self._texts(requests, traffic["samples"]))
+        write("counted", **self.counted())
+
+    def _texts(self, requests: list[dict], batch: list[int]) -> list[dict]:
         wanted, before = [requests[index] for index in batch], self.steps()
-        lengths = [request["max_new_tokens"] for request in wanted]
-        texts = self.generate([request["prompt"] for request in wanted], {"temperature": 0.0}, lengths)
-        # vLLM counts the steps of all requests together
-        about = {"steps": (self.steps() - before) / len(batch), "is_cut": False, "is_greedy": True}
-        return [{"index": index, "tokens": tokens} | about for index, tokens in zip(batch, texts)]
+        parameters = [self._parameters(each.get("sampling", GREEDY), each["max_new_tokens"]) for each in wanted]
+        texts = self._generate([each["prompt"] for each in wanted], parameters)
+        steps = (self.steps() - before) / len(batch)  # vLLM counts those of all requests together
+        return [
+            {"index": index, "tokens": tokens, "steps": steps} | _about(requests[index].get("sampling", GREEDY))
+            for index, tokens in zip(batch, texts, strict=True)
+        ]
+
+    def _join(self, joining: list[dict], requests: list[dict], sampling: dict) -> list[dict]:
+        """Runs requests that start while others run, and aborts some of them.
+
+        A greedy text that has ended begins once more, from its middle on: right after a step, where a cache of prefixes
+        holds what was just written.
+        """
+        engine, waiting, ready = self._engine.llm_engine, dict(enumerate(joining)), {None}
+        texts, running = [], {}  # by name: the place in the wave, its text, and the tokens that it began with
+
+        def add(place: int, begin: list[int]) -> str:
+            wanted = requests[joining[place]["index"]]
+            chosen, name = sampling if joining[place]["is_sampled"] else GREEDY, f"joining-{len(texts)}"
+            texts.append({"index": joining[place]["index"], "tokens": begin, "steps": 0} | _about(chosen))
+            running[name] = place, texts[-1], begin
+            parameters = self._parameters(chosen, wanted["max_new_tokens"] - len(begin))
+            engine.add_request(name, {"prompt_token_ids": wanted["prompt"] + begin}, parameters)
+            return name
+
+        def abort(name: str) -> None:
+            place, text, _ = running[name]
+            text["is_cut"] = True
+            ready.add(place)
+            engine.abort_request([name])
+
+        while waiting or engine.has_unfinished_requests():
+            for place in [place for place, new in waiting.items() if new["waits_for"] in ready]:
+                name = add(place, [])
+                if waiting.pop(place)["abort_at"] == 0:
+                    abort(name)
+            for output in engine.step() if engine.has_unfinished_requests() else ():
+                place, text, begin = running[output.request_id]
+                text["tokens"] = begin + list(output.outputs[0].token_ids)
+                number, abort_at = len(text["tokens"]), joining[place]["abort_at"]
+                if output.finished or number >= READY_TOKENS:
+                    ready.add(place)
+                if output.finished and text["is_fixed"] and not begin and number > 1:
+                    add(place, text["tokens"][: number // 2])
+                elif not output.finished and abort_at and not begin and number >= abort_at:
+                    abort(output.request_id)
+        return texts
 
     def stop(self) -> None:
         self._engine.llm_engine.engine_core.shutdown()
+
+
+def _about(sampling: dict) -> dict:
+    """Returns what is told of a text, which is fixed if it is greedy or has a seed."""
+    return {"is_cut": False, "is_fixed": not sampling["temperature"] or "seed" in sampling}
 
 
 def register() -> None:

@@ -18,13 +18,15 @@ from eagle_kernels.runtime.version import __version__
 from . import vllm_child
 from .engine import PLUGIN, ROOM, ROOT, AnyOrder, Installation, TimedOrder, shared_environment, write_package
 
-FA3, CUSTOM = "FLASH_ATTN", "CUSTOM"  # attention backends as vLLM names them; the latter is ours
+FA3, TRITON, CUSTOM = "FLASH_ATTN", "TRITON_ATTN", "CUSTOM"  # attention backends as vLLM names them; the last is ours
 PARTS = ("attention", "verify", "draft")
 PLUGINS = {"dummy_head": "vllm_child", PLUGIN: "eagle_kernels.integrations.vllm.plugin"}
 CACHES = Path(tempfile.gettempdir(), "eagle_kernels_vllm")
 SET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
        "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_LEVEL": "INFO"}  # fmt: skip
-TEXT_SIZES = {"max_model_len": 1024, "max_num_seqs": 24, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 2**30}
+# Of engines whose texts are compared: tokens of a prompt and its text, requests at once, and bytes of keys and values.
+# The small pool holds two of the longest requests: 16 tokens of the pair have 57,344 bytes in 16 bits.
+TEXT_LENGTH, TEXT_REQUESTS, POOL, SMALL_POOL = 1024, 24, 2**30, 7 * 2**20
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,6 @@ class VLLMOrder(AnyOrder):
     share: float  # of the GPU's memory, which vLLM must find free
 
     scripts, allowed = (vllm_child.__file__,), frozenset(PARTS)
-
-    @property
-    def asked(self) -> str:
-        return "all" if self.backend == CUSTOM else ""
-
-    @property
-    def needed(self) -> frozenset[str]:
-        parts = PARTS if self.tree is not None and self.accept is None else PARTS[:1]
-        return frozenset(parts if self.is_plugged else ())
 
     def write_plugins(self, folder: Path, installation: Installation) -> None:
         for name, module in PLUGINS.items():
@@ -57,7 +50,7 @@ class VLLMOrder(AnyOrder):
         told["VLLM_PLUGINS"] = ",".join(list(PLUGINS)[: 1 + self.is_plugged])
         told |= {"EAGLE_KERNELS_VLLM": self.asked} if self.is_plugged else {}
         caches = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-        return told | {name: str(CACHES / self.backend / folder) for name, folder in caches.items()}
+        return told | {name: str(CACHES / self.compiled / folder) for name, folder in caches.items()}
 
     def fault(self, log: str) -> str | None:
         others = set(re.findall(r"Using FlashAttention version (\d)", log)) - {"3"} if self.backend == FA3 else ()
@@ -83,6 +76,19 @@ class VLLMOrder(AnyOrder):
 class Order(TimedOrder, VLLMOrder):
     """One engine that is timed."""
 
+    @property
+    def asked(self) -> str:
+        return "all" if self.backend == CUSTOM else ""
+
+    @property
+    def compiled(self) -> str:
+        return self.backend
+
+    @property
+    def needed(self) -> frozenset[str]:
+        parts = PARTS if self.tree is not None and self.accept is None else PARTS[:1]
+        return frozenset(parts if self.is_plugged else ())
+
     def engine_arguments(self, folder: Path) -> dict[str, Any]:
         """Returns the arguments of `vllm.LLM`; the models' folders are those of `write_models`."""
         model, cases = self.model, (self, *self.also)
@@ -101,8 +107,27 @@ class Order(TimedOrder, VLLMOrder):
 class TextOrder(VLLMOrder):
     """One engine with the embedded pair, and the requests that it serves."""
 
+    asked: str
+    page_size: int
+    has_graphs: bool
+    has_overlap: bool
+    has_radix_cache: bool  # a cache of prefixes
     dtype: str
     traffic: dict[str, Any]
+    _: KW_ONLY
+    chunk_tokens: int
+    has_small_pool: bool
+    compiled: str  # names the folder for what it compiles, which engines that start together must not share
+
+    @property
+    def needed(self) -> frozenset[str]:
+        parts = PARTS if self.asked == "all" else filter(None, self.asked.split(","))
+        return frozenset(parts) - ({"draft"} if self.tree is None else set())
+
+    def environment(self, installation: Installation, plugin: Path, with_flashinfer: bool = False) -> dict[str, str]:
+        # else Triton multiplies fp32 in TF32, whose error depends on how a kernel splits a row
+        exact = {"TRITON_F32_DEFAULT": "ieee"} if self.dtype == "float32" else {}
+        return super().environment(installation, plugin) | exact
 
     def write_models(self, folder: Path) -> None:
         """Writes the pair's head as vLLM reads it: it looks for the layers at the top, and taps before a layer."""
@@ -114,4 +139,11 @@ class TextOrder(VLLMOrder):
 
     def for_child(self, folder: Path) -> dict[str, Any]:
         arguments = self.shared_arguments(demo_pair()[0], folder / "draft", "auto")
-        return {"engine": arguments | TEXT_SIZES | {"dtype": self.dtype}, "traffic": self.traffic}
+        arguments |= {
+            "dtype": self.dtype, "max_model_len": TEXT_LENGTH, "max_num_seqs": TEXT_REQUESTS,
+            "max_num_batched_tokens": self.chunk_tokens, "block_size": self.page_size,
+            "kv_cache_memory_bytes": SMALL_POOL if self.has_small_pool else POOL,
+            "enforce_eager": not self.has_graphs, "async_scheduling": self.has_overlap,
+            "enable_prefix_caching": self.has_radix_cache,
+        }  # fmt: skip
+        return {"engine": arguments, "traffic": self.traffic}
