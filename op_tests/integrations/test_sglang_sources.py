@@ -213,7 +213,7 @@ def test_env_lists_hooks_and_what_differs(install, capsys, monkeypatch):
     lines = printed(capsys)
     newest = hooks.TESTED[-1]
     assert lines[:2] == [
-        f"sglang: {newest}, within {hooks.TESTED[0]}..{newest}, which the plug-in was checked with",
+        f"sglang: {newest} (checked, not run), within {hooks.TESTED[0]}..{newest}, which the plug-in was checked with",
         "sglang plug-in: SGLANG_PLUGINS leaves eagle_kernels out",
     ]
     told = [line for line in lines if line.startswith("sglang hook ")]

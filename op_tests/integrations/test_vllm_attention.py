@@ -15,21 +15,21 @@ from op_tests.ops.attention.cases import fp8_of
 HEADS, KV_HEADS, HEAD_DIM, MOST_REQUESTS, DRAFTS = 4, 2, 16, 8, 3
 
 
-@pytest.fixture
-def attention():
-    with stub.vllm():
+@pytest.fixture(params=stub.NAMES)
+def attention(request):
+    with stub.vllm(request.param):
         yield importlib.import_module("eagle_kernels.integrations.vllm.attention")
 
 
-@pytest.fixture
-def on_hopper():
-    with stub.installed(stub.HOPPER):
+@pytest.fixture(params=stub.FORMS)
+def on_hopper(request):
+    with stub.installed(stub.form(request.param).HOPPER):
         yield importlib.import_module("eagle_kernels.integrations.vllm.attention")
 
 
 def builder_of(attention, device, drafts: int = DRAFTS):
     config = SimpleNamespace(
-        num_speculative_tokens=drafts,
+        num_speculative_tokens=drafts, speculative_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=MOST_REQUESTS),
         # what vLLM's own builder reads
         parallel_config=None,
@@ -218,6 +218,42 @@ def test_a_graph_reads_the_same_buffers_in_every_step(attention, step, device):
     torch.testing.assert_close(output.double(), cache.wanted(impl, query, rows, lengths), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("place", ["here", "on hopper"])
+@pytest.mark.parametrize("step", ["decode", "verify"])
+def test_a_graph_of_several_drafts_builds_once(step, place, device):
+    """vLLM 0.33 captures an update of the metadata for each draft, and changes lengths in place between them."""
+    newer = stub.form("0.33")
+    with stub.installed(newer.HOPPER if place == "on hopper" else newer.MODULES):
+        attention = importlib.import_module("eagle_kernels.integrations.vllm.attention")
+        cache, builder, impl = Cache(device), builder_of(attention, device), impl_of(attention)
+        rows, lengths = STEPS[step]
+        common = common_of(attention, cache, rows, [max(rows)] * len(rows))
+        metadata = builder.build(0, common)
+        assert builder.supports_draft_decode_metadata_update
+        addresses = [getattr(metadata.eagle_kernels, name).data_ptr() for name in ("prefix_lens", "plan", "bounds")]
+        for more in (0, 1, 28):  # the last one changes the plan
+            common.seq_lens.copy_(torch.tensor(lengths, device=device) + more)
+            builder.update_draft_decode_metadata(metadata)
+            assert builder.updated is metadata  # vLLM's own part of it
+            query, output = forward(impl, cache, metadata, sum(rows))
+            wanted = cache.wanted(impl, query, rows, [length + more for length in lengths])
+            torch.testing.assert_close(output.double(), wanted, rtol=0, atol=2e-5)
+            again = builder_of(attention, device).build(0, common).eagle_kernels
+            assert torch.equal(metadata.eagle_kernels.plan, again.plan)
+        found = [getattr(metadata.eagle_kernels, name).data_ptr() for name in ("prefix_lens", "plan", "bounds")]
+        assert found == addresses
+
+
+def test_an_update_of_steps_that_are_vllm_s_is_vllm_s(device):
+    with stub.installed(stub.form("0.33").MODULES):
+        attention = importlib.import_module("eagle_kernels.integrations.vllm.attention")
+        builder = builder_of(attention, device)
+        common = common_of(attention, Cache(device), *STEPS["verify"], causal=False)
+        metadata = builder.build(0, common)
+        builder.update_draft_decode_metadata(metadata)
+        assert metadata.eagle_kernels is None and builder.updated is metadata
+
+
 def test_as_many_requests_as_vllm_runs_and_pads(attention, device):
     """vLLM pads the graph of a whole batch; the buffers have places for that."""
     builder = builder_of(attention, device)
@@ -326,7 +362,7 @@ def test_queries_of_8_bits_and_runs_without_a_batch_are_vllm_s(attention, passes
 
 def test_a_backend_that_vllm_knows_as_its_own(attention):
     backend = attention.EagleKernelsBackend
-    assert backend.get_name() == "CUSTOM" and issubclass(backend, attention.Backend)
+    assert backend.get_name() in stub.BACKEND.values() and issubclass(backend, attention.Backend)
     assert backend.get_impl_cls() is attention.EagleKernelsImpl
     assert backend.get_builder_cls() is attention.EagleKernelsBuilder
     assert backend.get_supported_kernel_block_sizes() == [16, 32, 64, 128, 256]  # vLLM splits pages of 48 into 16
@@ -346,6 +382,13 @@ def test_on_hopper_steps_with_prompts_are_vllm_s(on_hopper, passes, step, device
     rows, lengths = STEPS[step]
     metadata = builder_of(on_hopper, device).build(0, common_of(on_hopper, cache, rows, lengths))
     assert metadata.eagle_kernels is None and passes(on_hopper, impl, cache, metadata, sum(rows))
+
+
+@pytest.mark.parametrize(("head_size", "expected"), [(128, [16, 32, 64, 128, 256]), (512, [64])])
+def test_pages_of_heads_for_which_vllm_s_kernel_takes_one_size(head_size, expected):
+    with stub.installed(stub.form("0.33").HOPPER):
+        backend = importlib.import_module("eagle_kernels.integrations.vllm.attention").EagleKernelsBackend
+        assert backend.get_supported_kernel_block_sizes(SimpleNamespace(head_size=head_size)) == expected
 
 
 def test_on_hopper_queries_of_8_bits_stay(on_hopper):

@@ -17,23 +17,8 @@ from op_tests.integrations.releases import releases_of, without
 released = releases_of("vLLM", "vllm")
 PAIRS = list(rules((*hooks.GUARDS, *hooks.HOOKS), contract.CONTRACT))
 RULES = dict(PAIRS)
-NEWEST = "0.33.0"  # when this was written; it is read, and not supported
-# There logits processors stand in a list, sampler and verification take more, and drafts are sampled by one function.
-# What no name tells: drafts' steps change metadata in place (`update_draft_decode_metadata`) instead of building it,
-# which would leave our rows as they were, and drafts in a prompt's last step are tokens that must be refused.
-DIFFERS = {
-    "hook DraftModelSpeculator._greedy_sample_draft()",
-    "speculative.RejectionSampleMethod",
-    "FlashAttentionBackend.get_supported_kernel_block_sizes()",
-    "TritonAttentionBackend.get_supported_kernel_block_sizes()",
-    "self.rejection_sampler(logits, input_batch, self.speculator.draft_logits) in GPUModelRunner.sample",
-    "sampler.Sampler.bad_words_state", "sampler.Sampler.logit_bias_state", "Sampler.sample()",
-    "Sampler.returns_logprobs()", "LogitBiasState.apply_logit_bias()", "PenaltiesState.apply_penalties()",
-    "BadWordsState.apply_bad_words()", "SamplingStates.get_top_k_top_p()",
-    "return (top_k, top_p) in SamplingStates.get_top_k_top_p", "rejection_sampler.RejectionSampler()",
-    "RejectionSampler.__call__()", "RejectionSampler._get_logprobs_tensors()",
-    "input_ids_ptr + cur_req_first_pos + spec_offset) in bad_words._bad_words_kernel",
-}  # fmt: skip
+# Releases between the ranges that are supported. There logits processors and thinking budgets have yet other forms.
+BETWEEN = ("0.28.0", "0.29.0", "0.30.0")
 
 
 @pytest.fixture(scope="module", params=dict.fromkeys(hooks.TESTED))
@@ -51,10 +36,13 @@ def test_it_holds(sources, name):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_name_that_is_gone_is_told(sources, name):
-    assert RULES[name](without(sources, name)) is not None
+def test_a_name_that_is_gone_is_told(name):
+    """In one release at least: some rules are for those that have another name."""
+    assert any(
+        RULES[name](without(released(version), name)) is not None for version in (hooks.TESTED[0], hooks.TESTED[-1])
+    )
 
 
-def test_what_differs_in_the_newest_release():
-    newest = released(NEWEST)
-    assert {name for name, rule in PAIRS if rule(newest) is not None} == DIFFERS
+@pytest.mark.parametrize("version", BETWEEN)
+def test_what_is_not_supported_differs(version):
+    assert {"Sampler.sample()"} <= {name for name, rule in PAIRS if rule(released(version)) is not None}

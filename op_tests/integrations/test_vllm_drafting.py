@@ -24,7 +24,8 @@ def speculator_of(device, offsets=True, **changes):
     model = SimpleNamespace(lm_head=head, logits_processor=lambda head, hidden: hidden @ head.T)
     if offsets:
         model.draft_id_to_target_id = known - torch.arange(DRAFT_VOCAB, device=device)
-    return SimpleNamespace(model=model, **({"use_local_argmax_reduction": False} | changes)), known
+    fields = {"use_local_argmax_reduction": False, "draft_logits": None}
+    return SimpleNamespace(model=model, **fields | changes), known
 
 
 def scattered(speculator, known, hidden) -> torch.Tensor:
@@ -38,26 +39,27 @@ def scattered(speculator, known, hidden) -> torch.Tensor:
 def test_tokens(backend, batch_size, device):
     speculator, known = speculator_of(device)
     hidden = torch.randn(batch_size, HIDDEN, device=device)
-    tokens = drafting.greedy_sample_draft(None, speculator, hidden)
+    tokens = drafting.sample_draft(None, speculator, hidden, *range(4), spec_step_idx=1)  # of which ours needs none
     assert tokens.dtype == torch.int64 and torch.equal(tokens, scattered(speculator, known, hidden))
     assert parts.SWITCHES.used == {"draft"}
 
 
 def test_ties_go_to_the_first(backend, device):
     speculator, known = speculator_of(device)
-    assert (
-        drafting.greedy_sample_draft(None, speculator, torch.zeros(2, HIDDEN, device=device)).tolist() == [known[0]] * 2
-    )
+    assert drafting.sample_draft(None, speculator, torch.zeros(2, HIDDEN, device=device)).tolist() == [known[0]] * 2
 
 
 @pytest.mark.parametrize(
-    ("offsets", "changes"), [(False, {}), (True, {"use_local_argmax_reduction": True})], ids=["one vocabulary", "ranks"]
+    ("offsets", "changes"),
+    [(False, {}), (True, {"use_local_argmax_reduction": True}), (True, {"draft_logits": "kept"})],
+    ids=["one vocabulary", "ranks", "drawn"],
 )
 def test_what_is_left_to_vllm(offsets, changes):
-    """Heads with the target's vocabulary, or none of their own, and ranks that each look for their best."""
+    """Heads with the target's vocabulary, or none of their own, ranks that each look for their best, and draws."""
     speculator, _ = speculator_of("cpu", offsets, **changes)
-    original = lambda *given: given  # noqa: E731
-    assert drafting.greedy_sample_draft(original, speculator, "hidden") == (speculator, "hidden")
+    original = lambda *given, **options: (*given, options)  # noqa: E731
+    wanted = (speculator, "hidden", "positions", {"num_steps": 3})
+    assert drafting.sample_draft(original, speculator, "hidden", "positions", num_steps=3) == wanted
     speculator.model.draft_id_to_target_id = None
-    assert drafting.greedy_sample_draft(original, speculator, "hidden") == (speculator, "hidden")
+    assert drafting.sample_draft(original, speculator, "hidden", "positions", num_steps=3) == wanted
     assert parts.SWITCHES.used == set()

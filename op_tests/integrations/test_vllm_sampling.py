@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +21,7 @@ PROMPT = [5, 9, 2, 31]
 OFF = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 7, "logprobs": None, "repetition_penalty": 1.0,
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "allowed_token_ids": None, "logit_bias": None, "min_tokens": 0,
-    "all_stop_token_ids": set(), "bad_words_token_ids": None, "logprob_token_ids": None,
+    "all_stop_token_ids": set(), "bad_words_token_ids": None, "logprob_token_ids": None, "structured_outputs": None,
 }  # fmt: skip
 PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.8}
 WANTED = {
@@ -51,6 +53,14 @@ MODES = ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 
 def request(**changes) -> SimpleNamespace:
     return SimpleNamespace(**OFF | changes)
+
+
+def speculation(**changes) -> SimpleNamespace:
+    fields = {
+        "num_speculative_tokens": DRAFTS, "rejection_sample_method": "standard", "synthetic_acceptance_rates": None,
+        "enable_adaptive_verification": False, "fly_entropy_threshold": 0.3, "fly_entropy_top_k": 3,
+    }  # fmt: skip
+    return SimpleNamespace(**fields | changes)
 
 
 # what must be written
@@ -109,7 +119,7 @@ def written(requests, length: int = LENGTH) -> list[list[int]]:
 class Server:
     """Requests in vLLM's states, each at a place of its own, and the sampler and verification on them."""
 
-    def __init__(self, sampling, requests, device, mode="raw_logprobs", method="standard", rates=None):
+    def __init__(self, sampling, requests, device, mode="raw_logprobs", method="standard", rates=None, **options):
         size, self.device, self.requests = len(requests) + 3, torch.device(device), requests
         self.places = np.random.default_rng(2).permutation(size)[: len(requests)].astype(np.int32)
         self.texts = [[] for _ in requests]
@@ -122,12 +132,17 @@ class Server:
             all_token_ids=SimpleNamespace(gpu=torch.zeros(size, 64, dtype=torch.int32, device=device)),
         )  # fmt: skip
         kind = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler
-        made = kind(size, VOCAB, self.device, self.states, mode, num_speculative_tokens=DRAFTS)
+        given = {
+            "vllm_config": SimpleNamespace(reasoning_config=None), "max_num_reqs": size, "vocab_size": VOCAB,
+            "device": self.device, "req_states": self.states, "logprobs_mode": mode,
+            "num_speculative_tokens": DRAFTS,
+        }  # fmt: skip
+        known = inspect.signature(kind).parameters
+        made = kind(**{name: value for name, value in given.items() if name in known}, **options)
+        self.is_newer = hasattr(made, "logits_processors")
         self.sampler = sampling.MatchSampler.of(made)
         assert self.sampler.sampling_states is made.sampling_states
-        config = SimpleNamespace(
-            num_speculative_tokens=DRAFTS, rejection_sample_method=method, synthetic_acceptance_rates=rates
-        )
+        config = speculation(rejection_sample_method=method, synthetic_acceptance_rates=rates)
         self.verifier = sampling.MatchVerifier(self.sampler, config, self.device)
 
     def _write(self) -> None:
@@ -141,8 +156,9 @@ class Server:
             ):  # fmt: skip
                 numbers.np[place] = value
                 numbers.gpu[place] = value
-            self.sampler.add_request(place, len(PROMPT), wants)
+            self.sampler.add_request(place, *(() if self.is_newer else (len(PROMPT),)), wants)
         self.sampler.apply_staged_writes()
+        states.prefill_len.gpu[self.places] = len(PROMPT) - 1  # all drafts come after it
 
     def batch(self, drafts, length_of_a_chunk=None) -> tuple[torch.Tensor, SimpleNamespace]:
         """Makes a step's logits and batch, in which each request has a row, and one more for each of its drafts."""
@@ -162,6 +178,7 @@ class Server:
             "idx_mapping_np": self.places, "expanded_idx_mapping": on(np.repeat(self.places, counts)),
             "expanded_local_pos": on(local), "cu_num_logits": on(bounds), "cu_num_logits_np": bounds,
             "seq_lens": on([length + len(each) for length, each in zip(lengths, drafts)]), "num_reqs": len(counts),
+            "seq_lens_cpu_upper_bound": torch.tensor([length + len(each) for length, each in zip(lengths, drafts)]),
         }  # fmt: skip
         return TABLE[ids].to(self.device), SimpleNamespace(**fields)
 
@@ -194,10 +211,20 @@ def drafts_of(server, ahead, coin, is_whole: bool) -> list[list[int]]:
     return drafts
 
 
-@pytest.fixture
-def sampling():
-    with stub.vllm():
+@pytest.fixture(params=stub.NAMES)
+def sampling(request):
+    with stub.vllm(request.param):
         yield importlib.import_module("eagle_kernels.integrations.vllm.sampling")
+
+
+@pytest.fixture(params=[name for name in stub.NAMES if name != "0.26"])
+def newer(request):
+    """On what vLLM 0.33 has and 0.26 does not."""
+    with stub.vllm(request.param):
+        module = importlib.import_module("eagle_kernels.integrations.vllm.sampling")
+        if module.Step is SimpleNamespace:
+            pytest.skip("vLLM has it from 0.31 on")
+        yield module
 
 
 ALL = [request(**{"seed": 100 + index} | each) for index, each in enumerate(WANTED.values())]
@@ -325,6 +352,8 @@ def test_without_log_probabilities_there_are_none(sampling, kind, device):
 
 
 def test_nan_is_counted_in_logits_as_they_are(sampling, monkeypatch, device):
+    if hasattr(sampling.RejectionSampler, "_verify"):
+        pytest.skip("there vLLM counts them")
     monkeypatch.setattr(sampling, "get_num_nans", lambda logits: logits.clone())
     server = Server(sampling, ALL, device)
     server.sampler.compute_nans = True
@@ -355,13 +384,139 @@ def test_synthetic_acceptance_follows_its_rates(sampling, device):
 
 def test_first_steps_of_synthetic_acceptance_are_vllm_s(sampling, monkeypatch, device):
     """With the logits as they are: vLLM adjusts them itself."""
-    seen = []
-    monkeypatch.setattr(sampling.RejectionSampler, "__call__", lambda self, *given: seen.append(given) or "vLLM's")
+
+    class Passed(Exception):
+        pass
+
+    def below(self, *given):
+        raise Passed(*given)
+
+    has_verify = hasattr(sampling.RejectionSampler, "_verify")
+    monkeypatch.setattr(sampling.RejectionSampler, "_verify" if has_verify else "__call__", below)
     server = Server(sampling, ALL, device, method="synthetic", rates=[1.0, 1.0, 1.0])
     logits, batch = server.batch([[1, 2, 3]] * (len(ALL) - 1) + [[]])
     given = logits.clone()
-    assert server.verifier(logits, batch, "of drafts") == "vLLM's"
-    assert seen[0][0] is logits and seen[0][1:] == (batch, "of drafts") and torch.equal(logits, given)
+    with pytest.raises(Passed) as passed:
+        server.verifier(logits, batch, "of drafts")
+    found, *others = passed.value.args
+    assert torch.equal(found, logits) and torch.equal(logits, given)
+    assert len(others) == 10 and others[0] == "of drafts" if has_verify else others == [batch, "of drafts"]
+
+
+# what vLLM 0.33 has
+
+
+@pytest.mark.parametrize("method", ["standard", "synthetic"])
+def test_drafts_before_there_were_any_are_refused(newer, method, device):
+    """Those of a prompt's last step are made up, even where they are right."""
+    server, ahead = Server(newer, ALL, device, method=method, rates=[1.0, 1.0, 1.0]), written(ALL)
+    logits, batch = server.batch([coming[:DRAFTS] for coming in ahead])
+    server.states.prefill_len.gpu[server.places[::2]] = len(PROMPT)
+    output = server.verifier(logits, batch)
+    assert server.take(output) == [1 if index % 2 == 0 else 1 + DRAFTS for index in range(len(ALL))]
+    assert output.sampled_token_ids[:, 0].ge(0).all()
+    if method == "standard":
+        assert all(text == coming[: len(text)] for text, coming in zip(server.texts, ahead))
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "ragged"])
+def test_drafts_that_a_grammar_forbids_are_refused(newer, is_whole, device):
+    server, ahead = Server(newer, ALL, device), written(ALL)
+    drafts = [coming[:DRAFTS] for coming in ahead]
+    if not is_whole:
+        drafts[0] = drafts[0][:1]
+    logits, batch = server.batch(drafts)
+    forbidden = batch.expanded_local_pos == 2
+    counts = server.take(server.verifier(logits, batch, None, forbidden))
+    assert counts == [2] * len(ALL) and server.texts == [coming[:2] for coming in ahead]
+
+
+def test_forbidden_drafts_of_synthetic_acceptance_are_vllm_s(newer, monkeypatch, device):
+    seen = []
+    below = lambda self, *given: seen.append(given) or (given[0], torch.zeros(1, 4), torch.ones(1))  # noqa: E731
+    monkeypatch.setattr(newer.RejectionSampler, "_verify", below)
+    server = Server(newer, ALL[:1], device, method="synthetic", rates=[1.0, 1.0, 1.0])
+    logits, batch = server.batch([[1, 2, 3]])
+    server.verifier(logits, batch, None, torch.zeros(4, dtype=torch.bool, device=device))
+    assert len(seen) == 1 and seen[0][0].data_ptr() == logits.data_ptr()
+
+
+@pytest.mark.parametrize("most", [1, 5, 8, 50])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "ragged"])
+def test_batches_in_chunks(newer, monkeypatch, is_whole, mode, most, device):
+    monkeypatch.setattr(sys.modules[newer.RejectionSampler.__module__], "MAX_CHUNK_BYTES", 4 * VOCAB * most)
+    requests = [request(**vars(each) | {"logprobs": 1}) for each in ALL]
+    server, ahead = Server(newer, requests, device, mode), written(ALL, 2 * LENGTH)
+    for _ in range(2):
+        server.verify(drafts_of(server, ahead, np.random.default_rng(3), is_whole))
+    assert all(text == coming[: len(text)] for text, coming in zip(server.texts, ahead))
+
+
+class Booster:
+    """A logits processor of a user, which takes float32 and gives a new tensor."""
+
+    seen = None
+
+    def add_request(self, place, params) -> bool:
+        return True
+
+    def apply_staged_writes(self) -> None:
+        pass
+
+    def apply(self, logits, step):
+        self.seen = logits.dtype
+        boosted = step.idx_mapping[:1].new_tensor([17]).long()
+        return logits.index_add(1, boosted, logits.new_full((len(logits), 1), 100.0))
+
+
+@pytest.mark.parametrize("kind", ["plain", "drafts"])
+def test_processors_of_users_come_last_and_get_float32(newer, kind, device):
+    booster = Booster()
+    server = Server(newer, ALL[:3], device, custom_logits_processors=(booster,))
+    logits, batch = server.batch([[17, 17, 17] if kind == "drafts" else []] * 3)
+    server.take((server.sampler if kind == "plain" else server.verifier)(logits.half(), batch))
+    assert booster.seen == torch.float32
+    assert server.texts == [[17] * (4 if kind == "drafts" else 1)] * 3
+
+
+def test_processors_are_left_out_where_no_request_needs_any(newer, device):
+    booster = Booster()
+    server = Server(newer, [request(temperature=0.0)], device, custom_logits_processors=(booster,))
+    logits, batch = server.batch([[]])
+    server.sampler.needs_logits_processing[:] = False
+    server.sampler(logits, batch)
+    assert booster.seen is None
+
+
+@pytest.mark.parametrize("kind", ["plain", "drafts"])
+def test_a_budget_of_thinking_is_forced_in_any_dtype(newer, kind, device):
+    """Its mark is infinite in float16."""
+    if stub.SITE:
+        pytest.skip("the real one goes by marks in the text")
+    server = Server(newer, ALL[:3], device)
+    budget = server.sampler.thinking_budget_state
+    budget.enabled, budget.token = True, 23
+    budget.use_thinking_budget[server.places[1]] = True
+    logits, batch = server.batch([[23, 23, 23] if kind == "drafts" else []] * 3)
+    server.take((server.sampler if kind == "plain" else server.verifier)(logits.half(), batch))
+    assert server.texts[1] == [23] * (4 if kind == "drafts" else 1) and server.texts[0][0] != 23
+
+
+@pytest.mark.parametrize("kind", ["plain", "drafts"])
+def test_what_the_filters_leave_is_returned_with_what_is_drawn(newer, kind, device):
+    requests = [request(**vars(each) | {"logprobs": 1}) for each in ALL]
+    server = Server(newer, requests, device, "processed_logprobs", return_sampling_mask=True)
+    ahead = written(ALL)
+    logits, batch = server.batch([coming[:DRAFTS] if kind == "drafts" else [] for coming in ahead])
+    output = (server.sampler if kind == "plain" else server.verifier)(logits, batch)
+    counts, wanted = server.take(output), []
+    assert server.texts == [coming[:count] for coming, count in zip(ahead, counts)]
+    if not stub.SITE:
+        for wants, text in zip(requests, server.texts):
+            rows = [kept(adjusted(wants, text[:index]), wants) for index in range(len(text))]
+            wanted += [row.isfinite() for row in rows]
+        assert torch.equal(output.sampling_mask_tensors.cpu(), torch.stack(wanted))
 
 
 # where vLLM asks for it
@@ -370,9 +525,7 @@ def test_first_steps_of_synthetic_acceptance_are_vllm_s(sampling, monkeypatch, d
 @pytest.mark.parametrize("drafts", [None, DRAFTS])
 def test_a_model_s_state_gives_ours(sampling, drafts, device):
     server = Server(sampling, ALL, device)
-    spec = drafts and SimpleNamespace(
-        num_speculative_tokens=drafts, rejection_sample_method="standard", synthetic_acceptance_rates=None
-    )
+    spec = drafts and speculation(num_speculative_tokens=drafts)
     made = lambda *given: SimpleNamespace(custom_sampler=lambda sampler: None, given=given)  # noqa: E731
     config = SimpleNamespace(speculative_config=spec)
     state = sampling.init_model_state(made, config, "model", None, torch.device(device))

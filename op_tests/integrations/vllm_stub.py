@@ -1,5 +1,6 @@
 """A made vLLM: the few names of vLLM's that our plug-in imports, with the meaning of vLLM's kernels in plain torch.
 
+It has the form of 0.26; `vllm_stub_newer` has that of 0.33. FORMS has both.
 Tests of attention and sampling run on the real one where EAGLE_KERNELS_VLLM_SITE names a folder with it and all that it
 imports.
 """
@@ -21,6 +22,9 @@ import torch
 from op_tests.integrations import stand_in
 
 SITE = os.environ.get("EAGLE_KERNELS_VLLM_SITE", "")
+FORMS = {"0.26": "vllm_stub", "0.33": "vllm_stub_newer"}
+BACKEND = {"0.26": "CUSTOM", "0.33": "EAGLE_KERNELS"}  # the name of ours
+NAMES = ["installed"] if SITE else [*FORMS]  # what tests of attention and sampling run on
 OURS = tuple(f"eagle_kernels.integrations.vllm.{name}" for name in ("attention", "sampling"))
 
 
@@ -64,6 +68,10 @@ class TritonAttentionBackend:
     def get_name() -> str:
         return "TRITON_ATTN"
 
+    @staticmethod
+    def get_supported_kernel_block_sizes():
+        return ["a multiple of 16"]
+
 
 class TritonAttentionMetadataBuilder:
     _cudagraph_support = AttentionCGSupport.ALWAYS
@@ -97,7 +105,7 @@ class TritonAttentionImpl:
         raise NotImplementedError("vLLM's own kernel")
 
 
-class FlashAttentionBackend:
+class FlashAttentionBackend(TritonAttentionBackend):
     @staticmethod
     def get_name() -> str:
         return "FLASH_ATTN"
@@ -297,12 +305,14 @@ class Sampler:
     def apply_staged_writes(self) -> None:
         self.sampling_states.apply_staged_writes()
 
-    def returns_logprobs(self, places) -> bool:
-        return self.sampling_states.max_num_logprobs(places) != -1
+    def sample(
+        self, logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, return_logprobs=False
+    ):  # fmt: skip
+        raise NotImplementedError("vLLM's own kernel")
 
     def __call__(self, logits, batch) -> SamplerOutput:
         places, num_nans = batch.idx_mapping_np, get_num_nans(logits) if self.compute_nans else None
-        wants = self.returns_logprobs(places)
+        wants = self.sampling_states.max_num_logprobs(places) != -1
         tokens, processed = self.sample(
             logits, batch.expanded_idx_mapping, places, batch.positions[batch.logits_indices],
             batch.input_ids[batch.logits_indices], batch.expanded_local_pos, return_logprobs=wants,
@@ -341,7 +351,7 @@ class RejectionSampler:
 class DraftModelSpeculator:
     """Draws greedily from the full vocabulary."""
 
-    def _greedy_sample_draft(self, hidden_states):
+    def sample_draft(self, hidden_states, positions, idx_mapping, temperature, seeds, draft_step, draft_logits):
         return self.model.compute_logits(hidden_states).argmax(-1)
 
 
@@ -376,47 +386,50 @@ def init_model_state(vllm_config, model, encoder_cache, device):
     return SimpleNamespace(custom_sampler=lambda sampler: None)
 
 
-_BACKENDS, _GPU = "vllm.v1.attention.backends.", "vllm.v1.worker.gpu."
+BACKENDS, GPU = "vllm.v1.attention.backends.", "vllm.v1.worker.gpu."
 PLATFORM = {"vllm.platforms": {"current_platform": platform()}}
 MODULES = PLATFORM | {
     "vllm.v1.attention.backend": {
         each.__name__: each for each in (AttentionType, AttentionCGSupport, CommonAttentionMetadata)
     },
-    _BACKENDS + "utils": {"split_decodes_and_prefills": split_decodes_and_prefills},
-    _BACKENDS + "triton_attn": {
+    BACKENDS + "utils": {"split_decodes_and_prefills": split_decodes_and_prefills},
+    BACKENDS + "triton_attn": {
         each.__name__: each for each in (TritonAttentionBackend, TritonAttentionMetadataBuilder, TritonAttentionImpl)
     },
-    _BACKENDS + "registry": {
+    BACKENDS + "registry": {
         "AttentionBackendEnum": AttentionBackendEnum, "register_backend": OVERRIDES.__setitem__,
     },
-    _GPU + "input_batch": {"get_num_sampled_and_rejected": get_num_sampled_and_rejected},
-    _GPU + "metrics.logits": {"get_num_nans": get_num_nans},
-    _GPU + "sample.output": {"SamplerOutput": SamplerOutput},
-    _GPU + "sample.sampler": {"Sampler": Sampler},
-    _GPU + "spec_decode.rejection_sampler": {"RejectionSampler": RejectionSampler},
+    GPU + "input_batch": {"get_num_sampled_and_rejected": get_num_sampled_and_rejected},
+    GPU + "metrics.logits": {"get_num_nans": get_num_nans},
+    GPU + "sample.bad_words": {"BadWordsState": BadWordsState},
+    GPU + "sample.logit_bias": {"LogitBiasState": LogitBiasState},
+    GPU + "sample.penalties": {"PenaltiesState": PenaltiesState},
+    GPU + "sample.output": {"SamplerOutput": SamplerOutput},
+    GPU + "sample.sampler": {"Sampler": Sampler},
+    GPU + "spec_decode.rejection_sampler": {"RejectionSampler": RejectionSampler},
 }  # fmt: skip
 # With FlashAttention 3, for which the same stand-ins do.
 HOPPER = MODULES | {
     "vllm.platforms": {"current_platform": platform(90)},
-    _BACKENDS + "fa_utils": {
+    BACKENDS + "fa_utils": {
         "is_flash_attn_varlen_func_available": lambda: True, "get_flash_attn_version": lambda: 3,
     },
-    _BACKENDS + "flash_attn": {
+    BACKENDS + "flash_attn": {
         "FlashAttentionBackend": FlashAttentionBackend,
         "FlashAttentionMetadataBuilder": TritonAttentionMetadataBuilder, "FlashAttentionImpl": TritonAttentionImpl,
     },
 }  # fmt: skip
 
 
-def hooked() -> dict[str, dict]:
+def hooked(modules: dict[str, dict] = MODULES, speculator: type = DraftModelSpeculator) -> dict[str, dict]:
     """Returns modules with new copies of what the plug-in hooks, beside all others."""
     copy = lambda kind: type(kind.__name__, (kind,), {})  # noqa: E731
-    return MODULES | {
+    return modules | {
         "vllm.engine.arg_utils": {"EngineArgs": copy(EngineArgs)},
         "vllm.v1.worker.worker_base": {"WorkerWrapperBase": copy(WorkerWrapperBase)},
         "vllm.v1.worker.gpu_worker": {"warmup_kernels": warmup_kernels},
-        _GPU + "model_runner": {"init_model_state": init_model_state},
-        _GPU + "spec_decode.speculator": {"DraftModelSpeculator": copy(DraftModelSpeculator)},
+        GPU + "model_runner": {"init_model_state": init_model_state},
+        GPU + "spec_decode.speculator": {"DraftModelSpeculator": copy(speculator)},
     }
 
 
@@ -425,11 +438,16 @@ def installed(modules: dict[str, dict] = MODULES):
     return stand_in.installed(modules, *OURS)
 
 
+def form(name: str):
+    """Returns the module with the stand-in in the form of a release."""
+    return importlib.import_module(f"{__package__}.{FORMS[name]}")
+
+
 @contextlib.contextmanager
-def vllm():
-    """The real vLLM where EAGLE_KERNELS_VLLM_SITE names its folder, and the stand-in elsewhere."""
+def vllm(name: str):
+    """The real vLLM where EAGLE_KERNELS_VLLM_SITE names its folder, and the stand-in elsewhere, in a release's form."""
     if not SITE:
-        with installed():
+        with installed(form(name).MODULES):
             yield
         return
     if SITE not in sys.path:
@@ -454,7 +472,8 @@ def _on_this_machine() -> None:
         backend.driver.is_active = staticmethod(lambda count=count: count == 0)
     importlib.import_module("vllm.utils.torch_utils").PIN_MEMORY = False
     filters = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
-    filters.apply_top_k_top_p_triton = filters.apply_top_k_top_p_pytorch  # the kernel asks for the GPU's size
+    in_torch = filters.apply_top_k_top_p_pytorch  # the kernel asks for the GPU's size
+    filters.apply_top_k_top_p_triton = lambda logits, k, p, has_topp_only_rows=True: in_torch(logits, k, p)
     importlib.import_module("vllm.v1.worker.gpu.buffer_utils").UvaBufferPool = _Pool
 
 

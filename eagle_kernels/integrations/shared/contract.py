@@ -39,14 +39,16 @@ def call(target: str, first: tuple[str, ...] = (), others: tuple[str, ...] = ())
     return [(f"{short(target)}()", fault)]
 
 
-def takes(target: str, parameters: tuple[str, ...]) -> Entry:
-    """Requires that a function takes these parameters and no others: ours overrides it, or gives it all of them."""
+def takes(target: str, *parameters: tuple[str, ...]) -> Entry:
+    """Requires that a function takes these parameters and no others, or those of another version: ours overrides it,
+    or gives it all of them."""
 
     def fault(sources: Sources) -> str | None:
         found = sources.parameters(target)
+        expected = "; or ".join(", ".join(each) or "none" for each in parameters)
         if found is None:
             return f"{target} is not a function"
-        return None if found == parameters else f"{target} takes {', '.join(found)}; expected {', '.join(parameters)}"
+        return None if found in parameters else f"{target} takes {', '.join(found)}; expected {expected}"
 
     return [(f"{short(target)}()", fault)]
 
@@ -59,6 +61,20 @@ def either(*targets: str) -> Entry:
         return None if is_known else f"there is neither {' nor '.join(targets)}"
 
     return [(" or ".join(map(short, targets)), fault)]
+
+
+def where(target: str, there: Iterable[Entry], otherwise: Iterable[Entry] = ()) -> Entry:
+    """Requires some entries of versions in which a name exists, and others of those in which it does not."""
+
+    def fault(sources: Sources, rule: Rule, is_there: bool) -> str | None:
+        return rule(sources) if (sources.find(target) is not None) == is_there else None
+
+    return [
+        (name, functools.partial(fault, rule=rule, is_there=is_there))
+        for entries, is_there in ((there, True), (otherwise, False))
+        for entry in entries
+        for name, rule in entry
+    ]
 
 
 def value(target: str, expected: object) -> Entry:

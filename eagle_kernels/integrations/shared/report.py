@@ -6,7 +6,7 @@ from types import ModuleType
 
 from .contract import Entry, differences, of_hook, short
 from .sources import Sources
-from .versions import is_supported
+from .versions import is_first, is_supported, spans
 
 Row = tuple[str, str]
 
@@ -27,8 +27,10 @@ def rows(
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return [(package, "not installed")]
-    place = "within" if is_supported(version, hooks.TESTED) else "outside of"
-    found = [(package, f"{version}, {place} {hooks.TESTED[0]}..{hooks.TESTED[-1]}, which the plug-in was checked with")]
+    place = f"{version}, outside of"
+    if is_supported(version, hooks.TESTED):
+        place = f"{version} ({'run' if is_first(version, hooks.TESTED) else 'checked, not run'}), within"
+    found = [(package, f"{place} {spans(hooks.TESTED)}, which the plug-in was checked with")]
     if left_out:
         found.append((f"{package} plug-in", left_out))
     sources = Sources.installed(package)

@@ -20,17 +20,32 @@ def is_taken(package: str, title: str, tested: tuple[str, ...], variable: str, i
     if is_forced or is_supported(version, tested):
         return True
     logger.warning(
-        "eagle_kernels: %s %s is outside of %s..%s, which the plug-in was checked with: nothing is replaced; "
+        "eagle_kernels: %s %s is outside of %s, which the plug-in was checked with: nothing is replaced; "
         "%s=1 tries anyway, and `python -m eagle_kernels env` says what differs",
-        title, version, tested[0], tested[-1], variable,
+        title, version, spans(tested), variable,
     )  # fmt: skip
     return False
 
 
 def is_supported(version: str, tested: tuple[str, ...]) -> bool:
-    """Tells whether a version lies in the range of those that a plug-in was checked with."""
+    """Tells whether a version lies in a range of those that a plug-in was checked with.
+    tested: the first and the last of each range, one after the other."""
+    return any(_numbers(first) <= _numbers(version) <= _numbers(last) for first, last in _ranges(tested))
 
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:3]))
 
-    return numbers(tested[0]) <= numbers(version) <= numbers(tested[-1])
+def is_first(version: str, tested: tuple[str, ...]) -> bool:
+    """Tells whether a version is the first of those that a plug-in was checked with, which was run as well."""
+    return _numbers(version) == _numbers(tested[0])
+
+
+def spans(tested: tuple[str, ...]) -> str:
+    """Returns the ranges of versions as text."""
+    return " and ".join(f"{first}..{last}" for first, last in _ranges(tested))
+
+
+def _ranges(tested: tuple[str, ...]) -> list[tuple[str, str]]:
+    return list(zip(tested[::2], tested[1::2]))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))

@@ -9,7 +9,8 @@ Who reads what
     chunks of them FlashAttention 3 reads all rows, on GPUs for which vLLM has it. On others ours reads the short rows,
     which come first, and then the prompts.
 CUDA graphs
-    What a captured step reads (`Rows`) lies in buffers of the metadata's builder, which vLLM calls before every replay.
+    What a captured step reads (`Rows`) lies in buffers of the metadata's builder, which vLLM calls before every replay;
+    for later drafts newer releases capture one call of it for each (`update_draft_decode_metadata`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ...ops import gqa_decode, plan_attention, prefill_attention, tree_attention
 from ...ops.attention.tree_attention import MAX_QUERY
 from ...ops.attention.tree_attention import Output as Attended
 from ...primitives.paging import MAX_HEAD_DIM, MAX_PAGE_SIZE
-from .parts import KV_DTYPES, SWITCHES
+from .parts import KV_DTYPES, SWITCHES, backend_name
 
 
 def _host():
@@ -103,30 +104,46 @@ class EagleKernelsBuilder(Builder):
         num_requests, num_prompts, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.most_rows)
         if num_prompts and READS_MIXED:
             return None
-        bounds, lengths = common.query_start_loc[: num_requests + 1], common.seq_lens[:num_requests]
-        prefixes, plan = self._prefix_lens[:num_requests], self._plan[: num_requests + 1]
-        max_query = self.most_rows if num_prompts else max(common.max_query_len, 1)
-        planned = lengths
-        if max_query > 1:
-            torch.sub(lengths, bounds[1:], out=prefixes).add_(bounds[:-1]).clamp_(min=0)
-            planned = prefixes
-        if num_requests:
-            plan_attention(planned, num_drafts=0 if max_query == 1 else max_query, out=plan)
-        prompts = common.query_start_loc[num_requests:] - num_tokens if num_prompts else None
-        return Rows(num_requests, num_tokens, max_query, lengths, prefixes, bounds, plan, prompts)
+        rows = Rows(
+            num_requests, num_tokens, self.most_rows if num_prompts else max(common.max_query_len, 1),
+            common.seq_lens[:num_requests], self._prefix_lens[:num_requests],
+            common.query_start_loc[: num_requests + 1], self._plan[: num_requests + 1],
+            common.query_start_loc[num_requests:] - num_tokens if num_prompts else None,
+        )  # fmt: skip
+        self._measure(rows)
+        return rows
+
+    @staticmethod
+    def _measure(rows: Rows) -> None:
+        """Writes what follows from the lengths, which vLLM may have changed in place."""
+        planned, bounds = rows.seq_lens, rows.bounds
+        if rows.max_query > 1:
+            planned = torch.sub(planned, bounds[1:], out=rows.prefix_lens).add_(bounds[:-1]).clamp_(min=0)
+        if rows.num_requests:
+            plan_attention(planned, num_drafts=0 if rows.max_query == 1 else rows.max_query, out=rows.plan)
+
+    def update_draft_decode_metadata(self, metadata) -> None:
+        """Brings the metadata of drafts up to date in place, inside a graph, where vLLM does not build it anew."""
+        super().update_draft_decode_metadata(metadata)
+        if metadata.eagle_kernels is not None:
+            self._measure(metadata.eagle_kernels)
 
 
 class EagleKernelsBackend(Backend):
-    """vLLM's attention backend CUSTOM; what it says of itself is what the backend under it does."""
+    """Our backend for vLLM's attention; what it says of itself is what the backend under it does."""
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"
+        return backend_name()
 
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int]:
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec=None) -> list[int]:
         """Returns the page sizes that our ops take and vLLM's own kernels do; vLLM splits larger and odd pages."""
-        return [16 << power for power in range((MAX_PAGE_SIZE // 16).bit_length())]
+        given = () if kv_cache_spec is None else (kv_cache_spec,)
+        theirs = super().get_supported_kernel_block_sizes(*given)
+        ours = [16 << power for power in range((MAX_PAGE_SIZE // 16).bit_length())]
+        # their kernels of some heads take pages of one size; else they take any multiple of 16
+        return [size for size in ours if size in theirs] if all(isinstance(size, int) for size in theirs) else ours
 
     @staticmethod
     def get_impl_cls() -> type[EagleKernelsImpl]:

@@ -1,11 +1,11 @@
 """What the plug-in relies on in vLLM beside the functions that it hooks, as data.
 
 This table and that of `hooks.py` are held against sources, without importing them: the contract test does so for
-released versions, `python -m eagle_kernels env` for the one that is installed.
+released versions, `python -m eagle_kernels env` for the one that is installed. Where versions differ, a name tells
+what is required.
 """
 
-from ..shared.contract import call, contains, names, takes, value
-from .parts import BACKEND
+from ..shared.contract import call, contains, names, takes, value, where
 
 GROUP, NAME = "vllm.general_plugins", "eagle_kernels"  # of the entry point; setup.py has them too
 
@@ -17,6 +17,11 @@ _SAMPLER = _GPU + "sample.sampler.Sampler"
 _STATES = _GPU + "sample.states.SamplingStates"
 _REJECTION = _GPU + "spec_decode.rejection_sampler.RejectionSampler"
 _ROWS = ("self", "logits", "expanded_idx_mapping", "idx_mapping_np")  # what vLLM's states of requests change
+_DRAFTS = ("input_ids", "expanded_local_pos")
+_VERIFY = (
+    "self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping", "idx_mapping_np",
+    "expanded_idx_mapping", "expanded_local_pos", "seq_lens_upper_bound_np", "verify_draft_sampled",
+)  # fmt: skip
 _IMPLEMENTATION = (
     "alibi_slopes", "attn_type", "head_size", "kv_cache_dtype", "logits_soft_cap", "num_heads", "scale", "sinks",
     "sliding_window",
@@ -31,7 +36,7 @@ def _host(module: str, name: str):
     ))  # fmt: skip
     return (
         names(backend, ("get_name", "get_impl_cls", "get_builder_cls")),
-        takes(f"{backend}.get_supported_kernel_block_sizes", ()),
+        takes(f"{backend}.get_supported_kernel_block_sizes", (), ("kv_cache_spec",), ("cls", "kv_cache_spec")),
         # [pages, Hkv, page_size, 2 * D], written before `forward`
         contains(f"{implementation}.do_kv_cache_update", "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)"),
         value(f"{backend}.forward_includes_kv_cache_update", False),
@@ -39,6 +44,9 @@ def _host(module: str, name: str):
         takes(builder, ("kv_cache_spec", "layer_names", "vllm_config", "device")),
         takes(f"{builder}.build", ("self", "common_prefix_len", "common_attn_metadata", "fast_build")),
         names(builder, ("_cudagraph_support",)),
+        where(f"{builder}.supports_draft_decode_metadata_update", (
+            takes(f"{builder}.update_draft_decode_metadata", ("self", "metadata"), ("self", "_metadata")),
+        )),
         names(implementation, _IMPLEMENTATION),
         takes(f"{implementation}.forward", (
             "self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale",
@@ -52,8 +60,14 @@ CONTRACT = (
     value("vllm.plugins.DEFAULT_PLUGINS_GROUP", GROUP),
     names("vllm", ("__version__",)),
     names("vllm.envs", ("VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER")),
-    names(_BACKENDS + "registry.AttentionBackendEnum", (BACKEND, "get_path", "is_overridden")),
+    names(_BACKENDS + "registry.AttentionBackendEnum", ("get_path", "is_overridden")),
     call(_BACKENDS + "registry.register_backend", ("backend", "class_path")),
+    where(_BACKENDS + "registry.AttentionBackendEnum.register", (
+        contains(_BACKENDS + "registry.register_backend",
+                 "AttentionBackendEnum.register(backend, class_path or '')"),
+    ), (
+        names(_BACKENDS + "registry.AttentionBackendEnum", ("CUSTOM",)),
+    )),
     # parts.py, guards.py
     names("vllm.engine.arg_utils.EngineArgs", ("attention_backend", "attention_config", "speculative_config")),
     names("vllm.v1.worker.worker_base.WorkerWrapperBase", ("vllm_config",)),
@@ -72,9 +86,12 @@ CONTRACT = (
         "attention_backend", "draft_sample_method", "num_speculative_tokens", "rejection_sample_method",
         "synthetic_acceptance_rates",
     )),
-    # of these the guards refuse some by name
-    value(_CONFIG + "speculative.RejectionSampleMethod", ("standard", "synthetic", "block")),
     value(_CONFIG + "speculative.DraftSampleMethod", ("greedy", "probabilistic")),
+    where(_SAMPLER + ".logits_processors", (  # what the guards refuse came before that
+        names(_CONFIG + "VllmConfig", ("watermark_config",)),
+        names(_CONFIG + "ParallelConfig", ("enable_batch_sharded_sampling",)),
+        names(_CONFIG + "SpeculativeConfig", ("enable_adaptive_verification",)),
+    )),
     # attention.py
     names("vllm.platforms", ("current_platform",)),
     names("vllm.platforms.interface.Platform", ("fp8_dtype", "is_cuda")),
@@ -97,44 +114,63 @@ CONTRACT = (
     *_host("triton_attn", "TritonAttention"),
     names(_BACKENDS + "triton_attn.TritonAttentionImpl", ("chunk_lookback", "supports_quant_query_input")),
     # drafting.py
-    names(_GPU + "spec_decode.speculator.DraftModelSpeculator", ("model", "use_local_argmax_reduction")),
+    names(_GPU + "spec_decode.speculator.DraftModelSpeculator",
+          ("draft_logits", "model", "use_local_argmax_reduction")),
     names("vllm.model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM",
           ("draft_id_to_target_id", "lm_head", "logits_processor")),
     call("vllm.model_executor.layers.logits_processor.LogitsProcessor.forward", ("self", "lm_head", "hidden_states")),
     # sampling.py
     contains(_GPU + "model_runner.GPUModelRunner.load_model", "custom = self.model_state.custom_sampler(self.sampler)"),
     contains(_GPU + "model_runner.GPUModelRunner.sample",
-             "self.rejection_sampler(logits, input_batch, self.speculator.draft_logits)"),
+             "self.rejection_sampler(logits, input_batch, self.speculator.draft_logits"),
     contains(_GPU + "model_runner.GPUModelRunner.sample", "self.sampler(logits, input_batch)"),
     takes(_GPU + "model_states.interface.ModelState.custom_sampler", ("self", "sampler")),
     value(_CONFIG + "model.LogprobsMode",
           ("raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs")),
-    names(_SAMPLER, (
-        "bad_words_state", "compute_nans", "logit_bias_state", "logprobs_mode", "penalties_state", "req_states",
-        "sampling_states",
-    )),
-    takes(_SAMPLER + ".sample", (
-        "self", "logits", "expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos",
-        "return_logprobs",
-    )),
+    names(_SAMPLER, ("compute_nans", "logprobs_mode", "penalties_state", "req_states", "sampling_states")),
+    takes(_SAMPLER + ".sample",
+          (*_ROWS, "pos", *_DRAFTS, "return_logprobs"),
+          (*_ROWS[:3], "idx_mapping", "idx_mapping_np", "pos", *_DRAFTS, "seq_lens_upper_bound_np", "return_logprobs")),
     contains(_SAMPLER + ".sample", ") -> tuple[torch.Tensor, torch.Tensor]:"),
-    takes(_SAMPLER + ".returns_logprobs", ("self", "idx_mapping_np")),
-    takes(_GPU + "sample.logit_bias.LogitBiasState.apply_logit_bias", (*_ROWS, "pos")),
-    takes(_GPU + "sample.penalties.PenaltiesState.apply_penalties", (*_ROWS, "input_ids", "expanded_local_pos")),
-    takes(_GPU + "sample.bad_words.BadWordsState.apply_bad_words", (*_ROWS, "input_ids", "expanded_local_pos")),
-    names(_GPU + "sample.bad_words.BadWordsState", ("num_bad_words",)),
-    # a row too early, for which ours makes up
-    contains(_GPU + "sample.bad_words._bad_words_kernel", "input_ids_ptr + cur_req_first_pos + spec_offset)"),
+    contains(_SAMPLER + ".__call__", "= self.sample(logits, expanded_idx_mapping, "),
+    where(_SAMPLER + ".logits_processors", (
+        names(_SAMPLER, ("needs_logits_processing", "return_sampling_mask", "thinking_budget_state")),
+        takes(_GPU + "sample.logits_processor.LogitsContext", (
+            "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "expanded_local_pos", "input_ids", "pos",
+            "seq_lens_upper_bound_np",
+        )),
+        contains(_SAMPLER + ".__init__",
+                 "[logit_bias_state, self.penalties_state, bad_words_state, *custom_logits_processors]"),
+        # these three stay in the dtype of the logits
+        *(takes(f"{_GPU}sample.{state}.apply", ("self", "logits", "ctx")) for state in (
+            "logit_bias.LogitBiasState", "penalties.PenaltiesState", "bad_words.BadWordsState",
+            "thinking_budget.ThinkingBudgetState",
+        )),
+        names(_GPU + "sample.thinking_budget.ThinkingBudgetState", ("enabled", "use_thinking_budget")),
+        # nothing is between this and the temperature
+        contains(_SAMPLER + ".apply_sampling_params",
+                 "thinking_budget_state.apply(logits, ctx)\n    self.sampling_states.apply_temperature("),
+    ), (
+        names(_SAMPLER, ("bad_words_state", "logit_bias_state")),
+        takes(_GPU + "sample.logit_bias.LogitBiasState.apply_logit_bias", (*_ROWS, "pos")),
+        takes(_GPU + "sample.penalties.PenaltiesState.apply_penalties", (*_ROWS, *_DRAFTS)),
+        takes(_GPU + "sample.bad_words.BadWordsState.apply_bad_words", (*_ROWS, *_DRAFTS)),
+        names(_GPU + "sample.bad_words.BadWordsState", ("num_bad_words",)),
+        # a row too early, for which ours makes up
+        contains(_GPU + "sample.bad_words._bad_words_kernel", "input_ids_ptr + cur_req_first_pos + spec_offset)"),
+        contains(_SAMPLER + ".apply_sampling_params",
+                 "self.bad_words_state.apply_bad_words(logits, expanded_idx_mapping, idx_mapping_np, input_ids, "
+                 "expanded_local_pos)\n    self.sampling_states.apply_temperature("),
+    )),
     names(_GPU + "model_runner.GPUModelRunner", (
         "device", "dtype", "max_num_reqs", "num_speculative_steps", "rejection_sampler", "sampler", "vocab_size",
     )),
-    names(_STATES, ("min_p", "seeds", "temperature", "top_k", "top_p")),
+    names(_STATES, ("min_p", "seeds", "temperature", "top_k", "top_p", "vocab_size")),
+    takes(_STATES + ".max_num_logprobs", ("self", "idx_mapping_np")),
     takes(_STATES + ".apply_staged_writes", ("self",)),
     takes(_STATES + ".apply_temperature", _ROWS),
     takes(_STATES + ".apply_min_p", _ROWS),
     takes(_STATES + ".apply_top_k_top_p", _ROWS),
-    takes(_STATES + ".get_top_k_top_p", ("self", "expanded_idx_mapping", "idx_mapping_np")),
-    contains(_STATES + ".get_top_k_top_p", "return (top_k, top_p)"),
     names(_GPU + "buffer_utils.UvaBackedTensor", ("gpu", "np")),
     names(_GPU + "buffer_utils.StagedWriteTensor", ("gpu",)),
     names(_GPU + "states.RequestState", ("prefill_len",)),
@@ -148,8 +184,14 @@ CONTRACT = (
         "cu_num_logits", "expanded_idx_mapping", "expanded_local_pos", "idx_mapping", "idx_mapping_np", "input_ids",
         "logits_indices", "positions", "seq_lens",
     )),
-    takes(_REJECTION, ("sampler", "spec_config", "device")),
-    takes(_REJECTION + ".__call__", ("self", "logits", "input_batch", "draft_logits")),
-    takes(_REJECTION + "._get_logprobs_tensors", ("self", "input_batch", "sampled", "num_sampled", "logits")),
+    call(_REJECTION, ("sampler", "spec_config", "device")),
+    call(_REJECTION + ".__call__", ("self", "logits", "input_batch", "draft_logits")),
+    where(_GPU + "spec_decode.rejection_sampler.MAX_CHUNK_BYTES", (
+        takes(_REJECTION + "._verify", *(_VERIFY[:size] for size in (10, 11, 12))),
+        contains(_REJECTION + "._verify", "return (processed_logits, sampled, num_sampled)"),
+        contains(_REJECTION + "._verify_in_chunks", "= self._verify(logits[lo:hi], draft_logits, draft_sampled[lo:hi]"),
+    ), (
+        takes(_REJECTION + "._get_logprobs_tensors", ("self", "input_batch", "sampled", "num_sampled", "logits")),
+    )),
     names(_REJECTION, ("num_speculative_steps", "sampler", "synthetic_conditional_rates")),
 )  # fmt: skip

@@ -8,12 +8,13 @@ from ...ops import sample_from_logits
 from .parts import SWITCHES
 
 
-def greedy_sample_draft(original, speculator, hidden_states):
+def sample_draft(original, speculator, hidden_states, *given, **options):
     """Returns the most likely token int64 [B] of each row, in the target's vocabulary."""
     model = speculator.model
     offsets = getattr(model, "draft_id_to_target_id", None)
-    if speculator.use_local_argmax_reduction or offsets is None:
-        return original(speculator, hidden_states)
+    is_drawn = speculator.draft_logits is not None  # with noise
+    if is_drawn or speculator.use_local_argmax_reduction or offsets is None:
+        return original(speculator, hidden_states, *given, **options)
     SWITCHES.note_use("draft")
     logits = model.logits_processor(model.lm_head, hidden_states)
     zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)

@@ -1,9 +1,12 @@
 """What refuses, checks and connects: hooks on vLLM's configuration and on the start of its workers."""
 
 from ..shared.hooks import fault_in_place
+from ..shared.versions import installed_version, is_first, spans
 from . import hooks
-from .parts import BACKEND, KV_DTYPES, SWITCHES, VARIABLE, asked_by, has_backend
+from .parts import KV_DTYPES, SWITCHES, VARIABLE, asked_by, backend_name, has_backend, logger
 from .plugin import rebind
+
+METHODS = ("standard", "synthetic")  # of verification
 
 
 def refusals(config) -> list[str]:
@@ -22,6 +25,9 @@ def refusals(config) -> list[str]:
     refuse(parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size above 1")
     refuse(parallel.use_ubatching, "--enable-dbo and other overlap of small batches")
     refuse(model.is_encoder_decoder, "encoder-decoder models")
+    if "verify" in asked:  # both came after 0.26
+        refuse(getattr(parallel, "enable_batch_sharded_sampling", None), "--enable-batch-sharded-sampling")
+        refuse(getattr(config, "watermark_config", None) is not None, "--watermark-config")
     if "attention" in asked:
         refuse(model.use_mla, "models with multi-head latent attention (MLA)")
         refuse(model.is_hybrid or model.is_attention_free, "models with recurrent layers")
@@ -30,8 +36,9 @@ def refusals(config) -> list[str]:
         refuse(dtype not in KV_DTYPES, f"--kv-cache-dtype {dtype}; use one of {', '.join(KV_DTYPES)}")
     if speculation is not None:
         refuse(config.lora_config is not None, "LoRA with speculation")
-        method = speculation.rejection_sample_method
-        refuse("verify" in asked and method == "block", f"rejection_sample_method {method!r}; standard or synthetic")
+        refuse(getattr(speculation, "enable_adaptive_verification", False), "enable_adaptive_verification")
+        method, is_known = speculation.rejection_sample_method, speculation.rejection_sample_method in METHODS
+        refuse("verify" in asked and not is_known, f"rejection_sample_method {method!r}; {' or '.join(METHODS)}")
         drafts = speculation.draft_sample_method
         refuse("verify" in asked and drafts != "greedy", f"draft_sample_method {drafts!r}; greedy")
     return found
@@ -44,8 +51,9 @@ def create_engine_config(original, arguments, *rest, **options):
     """
     speculation = arguments.speculative_config
     backend = arguments.attention_backend or arguments.attention_config.backend
-    if getattr(backend, "name", backend) == BACKEND and speculation and not speculation.get("attention_backend"):
-        arguments.speculative_config = speculation | {"attention_backend": BACKEND}
+    name = backend_name()
+    if getattr(backend, "name", backend) == name and speculation and not speculation.get("attention_backend"):
+        arguments.speculative_config = speculation | {"attention_backend": name}
     config = original(arguments, *rest, **options)
     asked = asked_by(config)
     if has_backend(config):
@@ -59,12 +67,13 @@ def create_engine_config(original, arguments, *rest, **options):
 def _check_backend(asked: frozenset[str]) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    path = AttentionBackendEnum[BACKEND].get_path()
+    name = backend_name()
+    path = AttentionBackendEnum[name].get_path()
     if path != hooks.BACKEND_CLASS:
-        raise ValueError(f"eagle_kernels: --attention-backend {BACKEND} is {path}, of another plug-in")
+        raise ValueError(f"eagle_kernels: --attention-backend {name} is {path}, of another plug-in")
     if "attention" not in asked:
         raise ValueError(
-            f"eagle_kernels: --attention-backend {BACKEND} needs the part attention, which {VARIABLE} leaves out"
+            f"eagle_kernels: --attention-backend {name} needs the part attention, which {VARIABLE} leaves out"
         )
 
 
@@ -79,9 +88,12 @@ def init_device(original, wrapper):
         if faults:
             raise RuntimeError(
                 f"eagle_kernels: this vLLM is not as the plug-in expects: {'; '.join(faults)}; leave these parts out "
-                f"by {VARIABLE}, or use a version in {hooks.TESTED[0]}..{hooks.TESTED[-1]}"
+                f"by {VARIABLE}, or use a version in {spans(hooks.TESTED)}"
             )
         SWITCHES.turn_on(asked, attention=_who_reads() if "attention" in asked else "")
+        version, (run, *_) = installed_version("vllm"), hooks.TESTED
+        if not is_first(version, hooks.TESTED):
+            logger.info("eagle_kernels: vLLM %s was checked, not run; vLLM %s was run", version, run)
     return original(wrapper)
 
 

@@ -2,8 +2,8 @@
 
 from ..shared.hooks import hook_of
 
-# The first was read and its parts are tested; releases between hold the contract.
-TESTED = ("0.26.0", "0.26.0")
+# The first and the last release of each range. The first of all was run; the sources of the others hold the contract.
+TESTED = ("0.26.0", "0.27.1", "0.31.0", "0.33.0")
 # of the attention backend
 BACKEND_CLASS = f"{__package__}.attention.EagleKernelsBackend"
 
@@ -20,6 +20,6 @@ HOOKS = (
           ("vllm_config", "model", "encoder_cache", "device")),
     _hook("verify", "vllm.v1.worker.gpu_worker.warmup_kernels", "sampling.warmup_kernels",
           ("model_runner", "worker_execute_model", "worker_sample_tokens")),
-    _hook("draft", _GPU + "spec_decode.speculator.DraftModelSpeculator._greedy_sample_draft",
-          "drafting.greedy_sample_draft", ("self", "hidden_states")),
+    _hook("draft", _GPU + "spec_decode.speculator.DraftModelSpeculator.sample_draft", "drafting.sample_draft",
+          ("self", "hidden_states")),
 )  # fmt: skip

@@ -8,7 +8,6 @@ from ..shared.parts import Parts
 # vLLM shows what its own loggers say, and those below them
 logger = logging.getLogger("vllm.eagle_kernels")
 
-BACKEND = "CUSTOM"  # vLLM's name for an attention backend that a plug-in brings
 VARIABLE = "EAGLE_KERNELS_VLLM"
 KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # that ours reads
 PARTS = {
@@ -24,10 +23,17 @@ def asked_by_variable() -> frozenset[str] | None:
     return SWITCHES.named(os.environ.get(VARIABLE, ""))
 
 
+def backend_name() -> str:
+    """Returns what vLLM calls our attention backend: a name of our own where it takes new ones."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return "EAGLE_KERNELS" if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
+
+
 def has_backend(vllm_config) -> bool:
-    """Tells whether this configuration's attention backend is the one of a plug-in."""
+    """Tells whether this configuration's attention backend has our name."""
     backend = vllm_config.attention_config.backend
-    return backend is not None and backend.name == BACKEND
+    return backend is not None and backend.name == backend_name()
 
 
 def asked_by(vllm_config) -> frozenset[str]:

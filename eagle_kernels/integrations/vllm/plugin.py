@@ -4,11 +4,12 @@ import functools
 import importlib
 import os
 from collections.abc import Iterable
+from enum import Enum
 
 from ..shared.hooks import Hook, marked, resolve
 from ..shared.versions import is_taken
 from . import hooks
-from .parts import BACKEND, SWITCHES, asked_by_variable, logger
+from .parts import SWITCHES, asked_by_variable, backend_name, logger
 
 FORCE = "EAGLE_KERNELS_VLLM_FORCE"
 
@@ -26,18 +27,31 @@ def register() -> None:
         raise SystemExit(str(error)) from None
     if not is_taken("vllm", "vLLM", hooks.TESTED, FORCE, os.environ.get(FORCE) == "1", logger):
         return
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
     faults = rebind(hooks.GUARDS)
     if faults:  # what would check the configuration and the workers is missing
         told = f"eagle_kernels: this vLLM is not as the plug-in expects: {'; '.join(faults)}"
         if asked:
             raise SystemExit(told)
-        logger.warning("%s; nothing is replaced, and --attention-backend %s is not registered", told, BACKEND)
+        logger.warning("%s; nothing is replaced, and --attention-backend %s is not registered", told, backend_name())
         return
-    backend = AttentionBackendEnum[BACKEND]
-    if not backend.is_overridden():  # else another plug-in has it, and the guards say so
-        register_backend(backend, hooks.BACKEND_CLASS)
+    registered_backend()
+
+
+def registered_backend() -> Enum:
+    """Returns vLLM's member for our attention backend, which is registered unless another plug-in has it.
+
+    A spawned process unpickles its configuration before vLLM loads plug-ins there, and knows no new names by then. So
+    what is pickled of a new name is a call of this function.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    name = backend_name()
+    if name not in AttentionBackendEnum.__members__:
+        register_backend(name, hooks.BACKEND_CLASS)
+        AttentionBackendEnum[name].__reduce_ex__ = lambda protocol: (registered_backend, ())
+    elif not AttentionBackendEnum[name].is_overridden():  # else the guards say whose it is
+        register_backend(AttentionBackendEnum[name], hooks.BACKEND_CLASS)
+    return AttentionBackendEnum[name]
 
 
 def rebind(wanted: Iterable[Hook]) -> list[str]:

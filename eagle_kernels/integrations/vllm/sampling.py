@@ -9,18 +9,31 @@ accepted as far as they are what is drawn, so one seed gives one text, with and 
 from __future__ import annotations
 
 import functools
+import inspect
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from ...ops import sample_from_logits, verify_tree_greedy, verify_tree_sampled
 from .parts import SWITCHES
 
+try:  # vLLM 0.31
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext as Step
+except ImportError:
+    Step = SimpleNamespace
+
+# What `Sampler.sample` takes of a step between the logits and `return_logprobs`: the fields of a Step
+FIELDS = tuple(inspect.signature(Sampler.sample).parameters)[2:-1]
+ANY_DTYPE = (LogitBiasState, PenaltiesState, BadWordsState)  # others are promised float32
 PROCESSED = ("processed_logprobs", "processed_logits")
 # Temperature, top-k and top-p of requests whose kernels are compiled before the first of them comes.
 COMPILED = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 0, 0.9), (1.0, 20, 0.9))
@@ -36,30 +49,43 @@ class MatchSampler(Sampler):
         made.__dict__.update(sampler.__dict__)
         return made
 
-    def sample(
-        self, logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, return_logprobs=False
-    ):  # fmt: skip
+    def sample(self, logits, *step, return_logprobs=False):
         """Draws a token int64 from each row; returns them and the logits that vLLM may make log-probabilities of."""
         SWITCHES.note_use("verify")
-        logits = self.adjust(logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos)
-        draws = self.draws(logits, expanded_idx_mapping, expanded_idx_mapping, idx_mapping_np)
-        tokens = sample_from_logits(**draws, positions=pos + 1)
-        return tokens, self.processed(logits, expanded_idx_mapping, idx_mapping_np) if return_logprobs else logits
+        step = Step(**dict(zip(FIELDS, step)))
+        logits = self.adjust(logits, step, return_logprobs)
+        rows = step.expanded_idx_mapping
+        tokens = sample_from_logits(**self.draws(logits, rows, rows, step.idx_mapping_np), positions=step.pos + 1)
+        return tokens, self.processed(logits, rows, step.idx_mapping_np, return_logprobs)
 
-    def adjust(self, logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos) -> torch.Tensor:
-        """Returns the logits after biases, penalties and bans, which vLLM's own states apply in place.
+    def adjust(self, logits, step: Step, return_logprobs: bool) -> torch.Tensor:
+        """Returns the logits after biases, penalties and bans, which vLLM's own states apply, in place where they can.
 
         A batch with a request that wants log-probabilities of the logits as they are gets a copy.
         """
-        if self.logprobs_mode.startswith("raw_") and self.returns_logprobs(idx_mapping_np):
+        if return_logprobs and self.logprobs_mode.startswith("raw_"):
             logits = logits.clone()
-        rows = (logits, expanded_idx_mapping, idx_mapping_np)
-        self.logit_bias_state.apply_logit_bias(*rows, pos)
-        self.penalties_state.apply_penalties(*rows, input_ids, expanded_local_pos)
-        if self.bad_words_state.num_bad_words.np[idx_mapping_np].any():
-            # vLLM 0.26 looks for each draft a row too early (its pull request 52311 mends that)
-            self.bad_words_state.apply_bad_words(*rows, input_ids.roll(-1), expanded_local_pos)
-        return logits
+        places = step.idx_mapping_np
+        if not hasattr(self, "logits_processors"):  # before vLLM 0.31
+            rows, drafts = (logits, step.expanded_idx_mapping, places), (step.input_ids, step.expanded_local_pos)
+            self.logit_bias_state.apply_logit_bias(*rows, step.pos)
+            self.penalties_state.apply_penalties(*rows, *drafts)
+            if self.bad_words_state.num_bad_words.np[places].any():
+                # these releases look for each draft a row too early (vLLM's pull request 52311 mends that)
+                self.bad_words_state.apply_bad_words(*rows, step.input_ids.roll(-1), step.expanded_local_pos)
+        elif self.needs_logits_processing[places].any():
+            for processor in self.logits_processors:
+                logits = processor.apply(logits if isinstance(processor, ANY_DTYPE) else logits.float(), step)
+            budget = self.thinking_budget_state
+            if budget.enabled and budget.use_thinking_budget[places].any():
+                logits = logits.float()  # what it writes is too large for float16
+                budget.apply(logits, step)
+        return self.filtered(logits, step.expanded_idx_mapping, places) if self.returns_masks else logits
+
+    @property
+    def returns_masks(self) -> bool:
+        """Tells whether vLLM returns which tokens its filters leave; then ours draws from what they left."""
+        return getattr(self, "return_sampling_mask", False)
 
     def draws(self, logits, rows, requests, idx_mapping_np) -> dict[str, torch.Tensor | None]:
         """Returns the logits, seeds, temperatures and filters that our samplers take.
@@ -67,27 +93,36 @@ class MatchSampler(Sampler):
         rows, requests: the places in vLLM's states of each row of logits, and of what has a seed and filters.
         """
         states = self.sampling_states
-        temperature = states.temperature.gpu[requests]
-        min_p, (top_k, top_p) = None, states.get_top_k_top_p(requests, idx_mapping_np)
-        if states.min_p.np[idx_mapping_np].any():
-            if top_k is None and top_p is None:
+        temperature, min_p, is_done = states.temperature.gpu[requests], None, self.returns_masks
+        has_top_k = not is_done and (states.top_k.np[idx_mapping_np] != states.vocab_size).any()
+        has_top_p = not is_done and (states.top_p.np[idx_mapping_np] != 1.0).any()
+        if not is_done and states.min_p.np[idx_mapping_np].any():
+            if not (has_top_k or has_top_p):
                 min_p = states.min_p.gpu[requests]
             else:  # vLLM's min-p comes before top-k and top-p, ours after them
-                logits = logits.to(torch.float32, copy=True)
+                logits, is_done = logits.to(torch.float32, copy=True), True
                 states.apply_temperature(logits, rows, idx_mapping_np)
                 states.apply_min_p(logits, rows, idx_mapping_np)
-                temperature = (temperature > 0).to(torch.float32)
-        filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        return {"logits": logits, "seeds": states.seeds.gpu[requests], **filters}
+        return {
+            "logits": logits,
+            "seeds": states.seeds.gpu[requests],
+            "temperature": (temperature > 0).to(torch.float32) if is_done else temperature,
+            "top_k": states.top_k.gpu[requests] if has_top_k else None,
+            "top_p": states.top_p.gpu[requests] if has_top_p else None,
+            "min_p": min_p,
+        }
 
-    def processed(self, logits, expanded_idx_mapping, idx_mapping_np) -> torch.Tensor:
-        """Returns the adjusted logits as log-probabilities are made of them, which takes their place in place."""
-        if self.logprobs_mode not in PROCESSED:
-            return logits
-        states, rows = self.sampling_states, (logits, expanded_idx_mapping, idx_mapping_np)
-        states.apply_temperature(*rows)
-        states.apply_min_p(*rows)
-        return states.apply_top_k_top_p(*rows)
+    def processed(self, logits, expanded_idx_mapping, idx_mapping_np, return_logprobs: bool) -> torch.Tensor:
+        """Returns the adjusted logits as log-probabilities are made of them, which may take their place in place."""
+        is_left = self.returns_masks or not return_logprobs or self.logprobs_mode not in PROCESSED
+        return logits if is_left else self.filtered(logits, expanded_idx_mapping, idx_mapping_np)
+
+    def filtered(self, logits, *rows) -> torch.Tensor:
+        """Returns the adjusted logits over the temperature, and without what vLLM's own filters remove."""
+        logits, states = logits.float(), self.sampling_states
+        states.apply_temperature(logits, *rows)
+        states.apply_min_p(logits, *rows)
+        return states.apply_top_k_top_p(logits, *rows)
 
 
 class MatchVerifier(RejectionSampler):
@@ -100,33 +135,65 @@ class MatchVerifier(RejectionSampler):
         self.rates = torch.tensor(rates, dtype=torch.float32, device=device) if is_synthetic else None
         self._links: tuple[torch.Tensor, ...] = ()
 
-    def __call__(self, logits, input_batch, draft_logits=None) -> SamplerOutput:
+    def __call__(self, logits, input_batch, *given) -> SamplerOutput:
         """Draws at each row and accepts drafts as far as they are drawn; see `RejectionSampler`."""
-        SWITCHES.note_use("verify")
-        sampler, rows = self.sampler, input_batch.expanded_idx_mapping
-        places, num_nodes = input_batch.idx_mapping_np, self.num_speculative_steps + 1
-        is_whole = len(logits) == len(places) * num_nodes  # all requests have all drafts
-        if not is_whole and self.rates is not None:  # the first steps of a request that is made to accept
-            return super().__call__(logits, input_batch, draft_logits)
+        if hasattr(super(), "_verify"):  # from vLLM 0.27 on; it cuts large batches into chunks for ours
+            return super().__call__(logits, input_batch, *given)
+        sampler, places = self.sampler, input_batch.idx_mapping_np
+        if self.rates is not None and not self.is_whole(logits, places):
+            return super().__call__(logits, input_batch, *given)
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         drafts = input_batch.input_ids[input_batch.logits_indices]
         pos = input_batch.positions[input_batch.logits_indices]
-        adjusted = sampler.adjust(logits, rows, places, pos, drafts, input_batch.expanded_local_pos)
-        if is_whole:
-            parameters = self.parameters(adjusted, rows, input_batch.idx_mapping, places)
-            sampled, num_sampled = self.verify_whole(parameters, drafts, pos)
-        else:
-            draws = sampler.draws(adjusted, rows, rows, places)
-            tokens = sample_from_logits(**draws, positions=pos + 1)
-            sampled, num_sampled = _match(tokens, drafts, input_batch.cu_num_logits, num_nodes)
-        is_processed = sampler.logprobs_mode in PROCESSED and sampler.returns_logprobs(places)
-        of = sampler.processed(adjusted, rows, places) if is_processed else logits
+        processed, sampled, num_sampled = self._verify(
+            logits, None, drafts, pos, input_batch.cu_num_logits, input_batch.idx_mapping, places,
+            input_batch.expanded_idx_mapping, input_batch.expanded_local_pos,
+        )  # fmt: skip
+        of = processed if sampler.logprobs_mode in PROCESSED else logits
         logprobs = self._get_logprobs_tensors(input_batch, sampled, num_sampled, of)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled, input_batch.seq_lens, input_batch.cu_num_logits, input_batch.idx_mapping,
             sampler.req_states.prefill_len.gpu,
         )  # fmt: skip
         return SamplerOutput(sampled, logprobs, num_nans, num_sampled, num_rejected)
+
+    def is_whole(self, logits, idx_mapping_np) -> bool:
+        """Tells whether all requests have all drafts."""
+        return len(logits) == len(idx_mapping_np) * (self.num_speculative_steps + 1)
+
+    def _verify(
+        self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np,
+        expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np=None, verify_draft_sampled=None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Returns the logits that log-probabilities may be made of, tokens int64 [B, N], and how many count int32 [B].
+
+        draft_sampled: each row's input, -1 for a draft before there were any. verify_draft_sampled: -1 also for drafts
+        that a grammar forbids.
+        """
+        SWITCHES.note_use("verify")
+        sampler, rows, places = self.sampler, expanded_idx_mapping, idx_mapping_np
+        drafts = draft_sampled if verify_draft_sampled is None else verify_draft_sampled
+        is_whole = self.is_whole(logits, places)
+        is_forbidding = drafts.data_ptr() != draft_sampled.data_ptr()
+        if self.rates is not None and (is_forbidding or not is_whole):  # as in the first steps of a request
+            return super()._verify(
+                logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, places, rows, expanded_local_pos,
+                *(each for each in (seq_lens_upper_bound_np, verify_draft_sampled) if each is not None),
+            )  # fmt: skip
+        wants = sampler.sampling_states.max_num_logprobs(places) != -1
+        fields = {
+            "expanded_idx_mapping": rows, "idx_mapping": idx_mapping, "idx_mapping_np": places, "pos": pos,
+            "input_ids": draft_sampled, "expanded_local_pos": expanded_local_pos,
+            "seq_lens_upper_bound_np": seq_lens_upper_bound_np,
+        }  # fmt: skip
+        adjusted = sampler.adjust(logits, Step(**{name: fields[name] for name in FIELDS}), wants)
+        if is_whole:
+            sampled, num_sampled = self.verify_whole(self.parameters(adjusted, rows, idx_mapping, places), drafts, pos)
+        else:
+            draws = sampler.draws(adjusted, rows, rows, places)
+            tokens = sample_from_logits(**draws, positions=pos + 1)
+            sampled, num_sampled = _match(tokens, drafts, cu_num_logits, self.num_speculative_steps + 1)
+        return sampler.processed(adjusted, rows, places, wants), sampled, num_sampled
 
     def parameters(self, logits, rows, requests, idx_mapping_np) -> dict[str, torch.Tensor | None]:
         """Returns what `MatchSampler.draws` does; without temperature and filters where all requests are greedy."""
@@ -138,16 +205,18 @@ class MatchVerifier(RejectionSampler):
     def verify_whole(self, parameters: dict, drafts, pos) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (tokens int64 [B, N], how many count int32 [B]) of chains of N rows: the root and all drafts."""
         num_nodes = self.num_speculative_steps + 1
-        drafts = drafts.view(-1, num_nodes)
+        drafts, is_refused = drafts.view(-1, num_nodes), None
         parameters = parameters | {"target_logits": parameters["logits"], "spec_steps": num_nodes - 1}
         verify = verify_tree_sampled if "temperature" in parameters else verify_tree_greedy
         if self.rates is not None:
             parameters |= {"accept_policy": "simulate", "simulated_rates": self.rates}
+            is_refused, drafts = drafts[:, 1] < 0, drafts.clamp(min=0)  # all of a request's, before there were any
         if verify is verify_tree_sampled or self.rates is not None:
             parameters["positions"] = pos
         del parameters["logits"]
         out = verify(drafts, *self._chains(len(drafts), drafts.device), **parameters)
-        return out.predicts.view(-1, num_nodes).to(torch.int64), out.accept_token_num + 1
+        count = out.accept_token_num if is_refused is None else out.accept_token_num.masked_fill(is_refused, 0)
+        return out.predicts.view(-1, num_nodes).to(torch.int64), count + 1
 
     def _chains(self, batch_size: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the links of chains as trees: retrieve_index, retrieve_next_token and retrieve_next_sibling."""
