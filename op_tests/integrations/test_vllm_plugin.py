@@ -309,13 +309,13 @@ def test_the_backend_without_its_part_is_refused(monkeypatch, value):
         (OURS, None, None, None),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("is_name", [True, False], ids=["name", "member"])
-def test_drafts_get_the_backend(form, backend, of_group, speculation, expected, is_name):
+@pytest.mark.parametrize("how", ["name", "in small letters", "member"])
+def test_drafts_get_the_backend(form, backend, of_group, speculation, expected, how):
     register()
     name = stub.BACKEND[form]
     member = sys.modules["vllm.v1.attention.backends.registry"].AttentionBackendEnum[name]
-    backend, of_group = (each and (name if is_name else member) if each in (OURS, None) else each
-                         for each in (backend, of_group))  # fmt: skip
+    ours = {"name": name, "in small letters": name.lower(), "member": member}[how]
+    backend, of_group = (ours if each == OURS else each for each in (backend, of_group))
     if expected and expected.get("attention_backend") == OURS:
         expected = expected | {"attention_backend": name}
     given = sys.modules["vllm.engine.arg_utils"].EngineArgs(

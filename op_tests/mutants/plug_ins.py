@@ -144,7 +144,7 @@ MUTANTS = [
     bug("drafts that a grammar forbids accepted in vLLM", VLLM + "sampling.py",
         "drafts = draft_sampled if verify_draft_sampled is None else verify_draft_sampled", "drafts = draft_sampled",
         *_of("vllm_sampling", "test_drafts_that_a_grammar_forbids_are_refused")),
-    bug("made-up drafts of vLLM accepted by synthetic rates", VLLM + "sampling.py",
+    bug("drafts that vLLM made up accepted by synthetic rates", VLLM + "sampling.py",
         ".masked_fill(is_refused, 0)", "",
         *_of("vllm_sampling", "test_drafts_before_there_were_any_are_refused[0.33-synthetic]")),
 ]  # fmt: skip

@@ -25,7 +25,7 @@ def refusals(config) -> list[str]:
     refuse(parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size above 1")
     refuse(parallel.use_ubatching, "--enable-dbo and other overlap of small batches")
     refuse(model.is_encoder_decoder, "encoder-decoder models")
-    if "verify" in asked:  # both came after 0.26
+    if "verify" in asked:  # vLLM 0.26 has neither
         refuse(getattr(parallel, "enable_batch_sharded_sampling", None), "--enable-batch-sharded-sampling")
         refuse(getattr(config, "watermark_config", None) is not None, "--watermark-config")
     if "attention" in asked:
@@ -37,10 +37,10 @@ def refusals(config) -> list[str]:
     if speculation is not None:
         refuse(config.lora_config is not None, "LoRA with speculation")
         refuse(getattr(speculation, "enable_adaptive_verification", False), "enable_adaptive_verification")
-        method, is_known = speculation.rejection_sample_method, speculation.rejection_sample_method in METHODS
-        refuse("verify" in asked and not is_known, f"rejection_sample_method {method!r}; {' or '.join(METHODS)}")
-        drafts = speculation.draft_sample_method
-        refuse("verify" in asked and drafts != "greedy", f"draft_sample_method {drafts!r}; greedy")
+    if speculation is not None and "verify" in asked:
+        method, drafts = speculation.rejection_sample_method, speculation.draft_sample_method
+        refuse(method not in METHODS, f"rejection_sample_method {method!r}; {' or '.join(METHODS)}")
+        refuse(drafts != "greedy", f"draft_sample_method {drafts!r}; greedy")
     return found
 
 
@@ -52,7 +52,8 @@ def create_engine_config(original, arguments, *rest, **options):
     speculation = arguments.speculative_config
     backend = arguments.attention_backend or arguments.attention_config.backend
     name = backend_name()
-    if getattr(backend, "name", backend) == name and speculation and not speculation.get("attention_backend"):
+    is_ours = str(getattr(backend, "name", backend)).upper() == name  # vLLM takes names in any case
+    if is_ours and speculation and not speculation.get("attention_backend"):
         arguments.speculative_config = speculation | {"attention_backend": name}
     config = original(arguments, *rest, **options)
     asked = asked_by(config)

@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from ...ops import sample_from_logits, verify_tree_greedy, verify_tree_sampled
 from .parts import SWITCHES
 
-try:  # vLLM 0.31
+try:  # since vLLM 0.31
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext as Step
 except ImportError:
     Step = SimpleNamespace
@@ -49,10 +49,10 @@ class MatchSampler(Sampler):
         made.__dict__.update(sampler.__dict__)
         return made
 
-    def sample(self, logits, *step, return_logprobs=False):
+    def sample(self, logits, *given, return_logprobs=False):
         """Draws a token int64 from each row; returns them and the logits that vLLM may make log-probabilities of."""
         SWITCHES.note_use("verify")
-        step = Step(**dict(zip(FIELDS, step)))
+        step = Step(**dict(zip(FIELDS, given)))
         logits = self.adjust(logits, step, return_logprobs)
         rows = step.expanded_idx_mapping
         tokens = sample_from_logits(**self.draws(logits, rows, rows, step.idx_mapping_np), positions=step.pos + 1)
@@ -210,7 +210,8 @@ class MatchVerifier(RejectionSampler):
         verify = verify_tree_sampled if "temperature" in parameters else verify_tree_greedy
         if self.rates is not None:
             parameters |= {"accept_policy": "simulate", "simulated_rates": self.rates}
-            is_refused, drafts = drafts[:, 1] < 0, drafts.clamp(min=0)  # all of a request's, before there were any
+            if Step is not SimpleNamespace:  # since 0.31 vLLM makes all drafts of a request up before there are any
+                is_refused, drafts = drafts[:, 1] < 0, drafts.clamp(min=0)
         if verify is verify_tree_sampled or self.rates is not None:
             parameters["positions"] = pos
         del parameters["logits"]
