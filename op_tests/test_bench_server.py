@@ -109,7 +109,7 @@ class SamplingParams:
         self.__dict__.update(fields)
 
     def verify(self, is_speculative):
-        if is_speculative and "min_p" in vars(self):
+        if is_speculative and "min_p" in vars(self) and not os.environ.get("EAGLE_KERNELS_VLLM"):
             raise ValueError("not yet supported with speculative decoding")
 
 

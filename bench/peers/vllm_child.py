@@ -51,9 +51,6 @@ class Engine:
         `together`, `alone`, `samples`: indices into them; `joining`: as `sglang_traffic.serve` takes it.
         """
         requests = traffic["requests"]
-        if any("seed" in request.get("sampling", ()) for request in requests):
-            # it refuses min-p and biases with drafts, which the plug-in's sampler takes; nothing else of these requests
-            self._vllm.SamplingParams.verify = lambda *_: None
         write("texts", wave="together", texts=self._texts(requests, traffic["together"]))
         if "alone" in traffic:
             found = [text for index in traffic["alone"] for text in self._texts(requests, [index])]

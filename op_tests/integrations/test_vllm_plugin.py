@@ -17,7 +17,7 @@ from op_tests.integrations import vllm_stub as stub
 
 ALL = (*hooks.GUARDS, *hooks.HOOKS)
 EVERYTHING = set(parts.PARTS)
-CONFIG, WORKER = hooks.GUARDS
+CONFIG, WORKER, REQUESTS = hooks.GUARDS
 OURS, THEIRS = "ours", SimpleNamespace(name="TRITON_ATTN")  # attention backends
 name_of = lambda hook: hook.target.rpartition(".")[2]  # noqa: E731
 GROUPS = {
@@ -407,6 +407,29 @@ def test_parts_are_hooked_in_workers_that_ask_for_them(monkeypatch, caplog, valu
             for part, what in parts.PARTS.items() if part in asked]  # fmt: skip
     how = ["eagle_kernels: vLLM 0.33.0 was checked, not run; vLLM 0.26.0 was run"] if version == "0.33.0" else []
     assert [record.getMessage() for record in caplog.records] == told + how
+
+
+@pytest.mark.parametrize("asks", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {}], ids=str)
+@pytest.mark.parametrize(("value", "is_lifted"), [("verify", True), ("draft", False), (None, True), ("none", False)])
+def test_what_vllm_refuses_with_drafts_is_taken_where_ours_verifies(monkeypatch, value, is_lifted, asks):
+    register()
+    if value:
+        monkeypatch.setenv(parts.VARIABLE, value)
+    check = found(REQUESTS)
+    owner, _ = owner_of(REQUESTS)
+    params, told = SimpleNamespace(**{"min_p": 0.0, "logit_bias": None} | asks), "one of ['generate']"
+    assert check(owner(configuration(speculative_config=None)), params, ["generate"]) == told
+    processor = owner(configuration())
+    if asks and not is_lifted:
+        with pytest.raises(ValueError, match="not yet supported"):
+            check(processor, params, ["generate"])
+    else:
+        assert check(processor, params, ["generate"]) == told
+    if asks:
+        params.trace_decode_token_ids = [1]  # which stays refused
+        with pytest.raises(ValueError, match="not yet supported"):
+            check(processor, params, ["generate"])
+    assert processor.speculative_config is not None
 
 
 @pytest.mark.parametrize("hook", hooks.HOOKS, ids=name_of)

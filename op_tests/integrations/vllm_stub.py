@@ -361,6 +361,21 @@ def warmup_kernels(model_runner, worker_execute_model, worker_sample_tokens):
     worker_sample_tokens(None)
 
 
+class InputProcessor:
+    """Refuses some parameters with drafts, and all of another kind."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config, self.speculative_config = vllm_config, vllm_config.speculative_config
+
+    def _validate_params(self, params, supported_tasks):
+        if self.speculative_config is not None and (params.min_p or params.logit_bias):
+            raise ValueError("not yet supported with speculative decoding")
+        return self._tasks(supported_tasks)
+
+    def _tasks(self, supported_tasks) -> str:
+        return f"one of {supported_tasks}"
+
+
 @dataclass
 class EngineArgs:
     """Arguments, and the configuration that vLLM makes of them."""
@@ -428,6 +443,7 @@ def hooked(modules: dict[str, dict] = MODULES, speculator: type = DraftModelSpec
         "vllm.engine.arg_utils": {"EngineArgs": copy(EngineArgs)},
         "vllm.v1.worker.worker_base": {"WorkerWrapperBase": copy(WorkerWrapperBase)},
         "vllm.v1.worker.gpu_worker": {"warmup_kernels": warmup_kernels},
+        "vllm.v1.engine.input_processor": {"InputProcessor": copy(InputProcessor)},
         GPU + "model_runner": {"init_model_state": init_model_state},
         GPU + "spec_decode.speculator": {"DraftModelSpeculator": copy(speculator)},
     }

@@ -71,6 +71,9 @@ CONTRACT = (
     # parts.py, guards.py
     names("vllm.engine.arg_utils.EngineArgs", ("attention_backend", "attention_config", "speculative_config")),
     names("vllm.v1.worker.worker_base.WorkerWrapperBase", ("vllm_config",)),
+    names("vllm.v1.engine.input_processor.InputProcessor", ("speculative_config", "vllm_config")),
+    contains("vllm.v1.engine.input_processor.InputProcessor._validate_params",
+             "params.verify(self.model_config, self.speculative_config,"),
     names(_CONFIG + "VllmConfig", (
         "attention_config", "cache_config", "lora_config", "model_config", "num_speculative_tokens", "parallel_config",
         "scheduler_config", "speculative_config", "use_v2_model_runner",

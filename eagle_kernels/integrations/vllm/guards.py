@@ -103,3 +103,25 @@ def _who_reads() -> str:
     from .attention import READS_MIXED
 
     return "steps with prompts are FlashAttention 3's" if READS_MIXED else "prompts are ours"
+
+
+class _WithoutDrafts:
+    """vLLM's input processor as it is without speculation."""
+
+    speculative_config = None
+
+    def __init__(self, processor):
+        self._processor = processor
+
+    def __getattr__(self, name: str):
+        return getattr(self._processor, name)
+
+
+def validate_params(original, processor, params, *rest, **options):
+    """Lets requests with min-p or biases in, which vLLM refuses with drafts, since ours verifies them as it draws."""
+    is_refused = getattr(params, "min_p", 0.0) or getattr(params, "logit_bias", None)
+    is_alone = getattr(params, "trace_decode_token_ids", None) is None  # of what vLLM refuses with drafts
+    if is_refused and is_alone and processor.speculative_config is not None:
+        if "verify" in asked_by(processor.vllm_config):
+            processor = _WithoutDrafts(processor)
+    return original(processor, params, *rest, **options)

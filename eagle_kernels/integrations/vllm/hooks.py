@@ -13,6 +13,12 @@ _GPU = "vllm.v1.worker.gpu."
 GUARDS = (
     _hook("", "vllm.engine.arg_utils.EngineArgs.create_engine_config", "guards.create_engine_config", ("self",)),
     _hook("", "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device", "guards.init_device", ("self",)),
+    _hook(
+        "",
+        "vllm.v1.engine.input_processor.InputProcessor._validate_params",
+        "guards.validate_params",
+        ("self", "params"),
+    ),
 )
 # These are hooked in worker processes alone, which import their modules anyway.
 HOOKS = (
