@@ -206,7 +206,8 @@ class MatchVerifier(RejectionSampler):
         """Returns (tokens int64 [B, N], how many count int32 [B]) of chains of N rows: the root and all drafts."""
         num_nodes = self.num_speculative_steps + 1
         drafts, is_refused = drafts.view(-1, num_nodes), None
-        parameters = parameters | {"target_logits": parameters["logits"], "spec_steps": num_nodes - 1}
+        parameters = parameters | {"spec_steps": num_nodes - 1}
+        parameters["target_logits"] = parameters.pop("logits")
         verify = verify_tree_sampled if "temperature" in parameters else verify_tree_greedy
         if self.rates is not None:
             parameters |= {"accept_policy": "simulate", "simulated_rates": self.rates}
@@ -214,7 +215,6 @@ class MatchVerifier(RejectionSampler):
                 is_refused, drafts = drafts[:, 1] < 0, drafts.clamp(min=0)
         if verify is verify_tree_sampled or self.rates is not None:
             parameters["positions"] = pos
-        del parameters["logits"]
         out = verify(drafts, *self._chains(len(drafts), drafts.device), **parameters)
         count = out.accept_token_num if is_refused is None else out.accept_token_num.masked_fill(is_refused, 0)
         return out.predicts.view(-1, num_nodes).to(torch.int64), count + 1
