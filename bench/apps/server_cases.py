@@ -85,6 +85,7 @@ VLLM_CASES = (
         for name, tree, accept in VLLM_CHAINS
         for length, batches, prompts in (("", (1, 8, 32), 512), (" 8k", (8,), 8192))
     ),
+    Case("vllm chain7 4k", (32,), (1, 7, 8), 3.2, 4096),
     Case("vllm first token 8k", (1,), prompt_tokens=8192, long=1),
 )
 EVERY_CASE = (*CASES, *VLLM_CASES)

@@ -38,7 +38,8 @@ from .shared.split_attention import launch_attention
 _ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": (1, 2), "num_warps": 4,
         "num_stages": 3, "widest": {"max_rows": 32, "num_warps": 4, "num_stages": 2}}  # fmt: skip
 # keys of 8 bits cost instructions rather than memory: fewer warps for a tile, and more tiles at a time
-_HOPPER = {"share_keys": 64, "num_stages": 4, "wide": {"above": 192, "programs": (1, 1)},
+_HOPPER = {"share_keys": 64, "num_stages": 4,
+           "wide": {"above": 192, "tile_bytes": 32768, "programs": (1, 1), "num_stages": 3},
            "float8": {"tile_bytes": 8192, "programs": (4, 4), "num_warps": 2},
            "widest": {"max_rows": 32, "tile_bytes": 32768, "programs": (1, 1), "num_warps": 8,
                       "num_stages": 3}}  # fmt: skip

@@ -57,7 +57,7 @@ TUNING = {
         _MANY | {"max_dim": 128, "tile_bytes": 8192},
         # rows may be empty, but the tensor cores' large instructions are used
         _ROW | {"min_rows": 64, "tile_bytes": 8192, "num_stages": 3,
-                "wide": {"above": 128, "min_rows": 16, "tile_bytes": 16384, "programs": (1, 1), "num_stages": 4},
+                "wide": {"above": 128, "min_rows": 16, "tile_bytes": 32768, "programs": (1, 1), "num_stages": 3},
                 "widest": _ROW["widest"] | {"tile_bytes": 32768, "num_stages": 3}},
     ),
 }  # fmt: skip
