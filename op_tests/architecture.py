@@ -31,7 +31,7 @@ FACTORIES = {
 # those whose dtype does not depend on the default, for integers and tensors
 OWN_DTYPE = {"arange", "asarray", "as_tensor", "randint", "randperm", "tril_indices", "triu_indices"}
 # as transformers has it
-ZERO_IS_NONE = {(name, "eagle_kernels/engine/models/decoder.py") for name in (".mscale", ".mscale_all_dim")}
+ZERO_IS_NONE = {(name, "eagle_kernels/engine/models/layers/rotary.py") for name in (".mscale", ".mscale_all_dim")}
 TESTS_OF_BENCH = ("op_tests/test_bench.py", "op_tests/test_bench_peers.py", "op_tests/test_bench_server.py",
                   "op_tests/test_bench_texts.py", "op_tests/test_api.py", "op_tests/test_two_gpus.py",
                   "op_tests/lab/")  # fmt: skip

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from eagle_kernels import ops
-from eagle_kernels.engine.models import decoder, heads
+from eagle_kernels.engine.models import heads
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.layers.linear import Linear
+from eagle_kernels.engine.models.layers.norm import library
+from eagle_kernels.engine.models.layers.rotary import Rotary
 from eagle_kernels.reference.causal_attend import causal_attend
 
 CONFIG = {
@@ -50,18 +53,18 @@ def test_kernels_and_training_agree(device, monkeypatch):
 
 def test_what_chooses_between_them(device):
     weight = torch.nn.Parameter(torch.ones(2, device=device))
-    assert decoder.library(weight) is not ops
-    assert decoder.library(weight.detach()) is ops
+    assert library(weight) is not ops
+    assert library(weight.detach()) is ops
     with torch.no_grad():
-        assert decoder.library(weight) is ops
+        assert library(weight) is ops
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
-            assert decoder.library(weight) is not ops
+            assert library(weight) is not ops
             assert logits_of(make(device)).isfinite().all()
 
 
 def rows_of_linear_decode(monkeypatch, device) -> list[int]:
     """Rows of the products that go through it, of seven; all are those of PyTorch, and trained by it."""
-    linear = decoder.Linear(24, 40).to(device)
+    linear = Linear(24, 40).to(device)
     taken = []
     decode = ops.linear_decode
     monkeypatch.setattr(
@@ -140,11 +143,11 @@ def test_state_dicts_have_the_published_names():
 
 
 def test_rotary_keeps_its_fp32_table_in_a_bf16_model():
-    rotary = decoder.Rotary(DecoderConfig.from_dict(CONFIG))
+    rotary = Rotary(DecoderConfig.from_dict(CONFIG).rope)
     expected = rotary.table.clone()
     assert expected.shape == (32, 20) and torch.equal(rotary.bfloat16().table, expected)
     with torch.device("meta"):
-        unmaterialised = decoder.Rotary(DecoderConfig.from_dict(CONFIG))
+        unmaterialised = Rotary(DecoderConfig.from_dict(CONFIG).rope)
     assert torch.equal(unmaterialised.to_empty(device="cpu").table, expected)
 
 

@@ -9,7 +9,7 @@ _DRAFTERS = ENGINE + "drafters/"
 _FORMULA = "op_tests/engine/test_decoder_formula.py::test_"
 
 MUTANTS = [
-    bug("long waves by the bound of short ones", _MODELS + "decoder.py",
+    bug("long waves by the bound of short ones", _MODELS + "layers/rotary.py",
         "is_long = wavelengths > length / low", "is_long = wavelengths > length / high",
         _FORMULA + "a_decoder_is_the_formula[llama, llama3]"),
     bug("a window of one key more without a pool", ATTEND,
@@ -44,12 +44,12 @@ MUTANTS = [
     bug("JSON in a prompt is ASCII", _MODELS + "chat_template.py",
         "ensure_ascii: bool = False", "ensure_ascii: bool = True",
         "op_tests/engine/test_chat_template.py::test_json_in_a_prompt_is_that_of_python"),
-    bug("keys that are stored without their bias", _MODELS + "decoder.py",
-        "None if fused.bias is None else fused.bias[first:]", "None",
+    bug("keys that are stored without their bias", _MODELS + "layers/linear.py",
+        "None if bias is None else bias[skipped:]", "None",
         "op_tests/engine/test_layers.py::test_a_head_stores_the_keys_and_values_that_it_attends_to"),
-    bug("the length inside the rotary section counts", _MODELS + "decoder_config.py",
-        "[item.name for item in fields(cls)]) | _present(config, [length])",
-        "[length]) | _present(config, [length]) | _present(section, [item.name for item in fields(cls)])",
+    bug("the length inside the rotary section counts", _MODELS + "layers/rotary.py",
+        "[item.name for item in fields(cls)]) | present(config, [length])",
+        "[length]) | present(config, [length]) | present(section, [item.name for item in fields(cls)])",
         "op_tests/engine/test_decoder_config.py::test_of_both_places_of_a_rotary_parameter_one_counts"),
     bug("the caller's tokenizer loses its padding", _MODELS + "tokenizer.py",
         "FileTokenizer(_copy(tokenizer), ", "FileTokenizer(tokenizer, ",

@@ -11,26 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import StoredSize
-from .decoder import ConfiguredModel, Linear, Rotary
-from .decoder_config import DecoderConfig, layer_sizes
+from .decoder import ConfiguredModel
+from .decoder_config import OPTIONS_IN_FILE, DecoderConfig
 from .head_formats import flatten
+from .layers.linear import Linear
+from .layers.rotary import Rotary
 from .protocol import FINAL_NORM, ModelError, TargetModel
-
-# Options that a head has if its file holds their tensors: the setting, and the end of the tensor's name.
-OPTIONS_IN_FILE = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "mlp_bias": "gate_proj.bias",
-                   "has_qk_norms": "q_norm.weight"}  # fmt: skip
 
 # The modules that a head without its own takes from the target: what they are, and the target's method for each.
 _SHARED_PARTS = {"embed_tokens": ("embedding", "get_input_embeddings"), "lm_head": ("output", "get_output_embeddings")}
-
-
-def head_sizes(layer_prefix: str) -> list[StoredSize]:
-    """Returns the sizes that the tensors of a head tell; those of its first layer have names with `layer_prefix`."""
-    return [
-        StoredSize("vocab_size", 0, ("embed_tokens.weight", "t2d")),
-        StoredSize("draft_vocab_size", 0, ("lm_head.weight", "d2t")),
-        *layer_sizes(layer_prefix),
-    ]
 
 
 @dataclass(kw_only=True)
@@ -45,6 +34,10 @@ class HeadConfig(DecoderConfig):
     """
 
     kind: ClassVar[str]
+    own_sizes = (
+        StoredSize("vocab_size", 0, ("embed_tokens.weight", "t2d")),
+        StoredSize("draft_vocab_size", 0, ("lm_head.weight", "d2t")),
+    )
 
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
@@ -65,12 +58,9 @@ class HeadConfig(DecoderConfig):
 
     @classmethod
     def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
-        flat = flatten(config, cls.kind)
-        values = super()._read(flat, of_head=True)
-        for window in filter(None, values["windows"]):
-            raise ModelError(f"config.json: sliding_window={window} is not implemented for heads")
         # A family describes its targets, from which heads differ: the head's own file has precedence.
-        return values | {name: flat[name] for name in OPTIONS_IN_FILE if name in flat}
+        flat = {"sliding_window": None} | flatten(config, cls.kind)
+        return super()._read(flat, "heads", **{name: flat[name] for name in OPTIONS_IN_FILE if name in flat})
 
 
 class DraftHead(ConfiguredModel):
@@ -91,7 +81,7 @@ class DraftHead(ConfiguredModel):
         self.draft_vocab_size: int = config.draft_vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_output else None
-        self.rotary = Rotary(config)
+        self.rotary = Rotary(config.rope)
         whole = config.draft_vocab_size == config.vocab_size
         self.register_buffer("d2t", None if whole else torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", None if whole else torch.zeros(config.vocab_size, dtype=torch.bool))

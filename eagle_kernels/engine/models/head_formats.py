@@ -14,19 +14,9 @@ from typing import Any, NamedTuple
 
 from ...runtime.values import is_integer, shown
 from .checkpoint import brief
-from .decoder_config import (
-    FAMILIES,
-    MOST_LAYERS,
-    NULL_IS_A_VALUE,
-    OF_OTHER_FAMILIES,
-    check_implemented,
-    is_empty,
-    is_off,
-    read_model_type,
-    read_value,
-    stated,
-)
+from .decoder_config import FAMILIES, OF_OTHER_FAMILIES, read_model_type
 from .protocol import FINAL_NORM, ModelError
+from .settings import MOST_LAYERS, NULL_IS_A_VALUE, check_implemented, is_empty, is_off, read_value, stated
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MODULE_PREFIX = "model.mtp_layers."  # begins the names of next-token modules' tensors, which lie beside the target's

@@ -42,10 +42,12 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import StoredSize
-from .decoder import MLP, Attention, DecoderLayer, Linear, RMSNorm
-from .decoder_config import read_size
-from .draft_head import DraftHead, HeadConfig, head_sizes
+from .decoder import DecoderLayer
+from .draft_head import DraftHead, HeadConfig
+from .layers.linear import Linear
+from .layers.norm import RMSNorm
 from .protocol import FINAL_NORM, Angles, Attend, DraftOutput, ModelError, StoringAttend
+from .settings import read_size
 
 
 @dataclass(kw_only=True)
@@ -53,7 +55,8 @@ class EagleConfig(HeadConfig):
     """Adds the options of the network."""
 
     kind = "EAGLE-3"
-    stored_sizes = (*head_sizes("midlayer."), StoredSize("num_aux_layers * target_hidden_size", 1, ("fc.weight",)))
+    layer_prefix = "midlayer."
+    own_sizes = (*HeadConfig.own_sizes, StoredSize("num_aux_layers * target_hidden_size", 1, ("fc.weight",)))
 
     norm_before_residual: bool = False  # the residual is hidden_norm(h) instead of h
     norm_output: bool = False  # norm(out) is fed back instead of out (the meaning in SGLang and vLLM)
@@ -75,9 +78,9 @@ class HeadLayer(nn.Module):
 
     def __init__(self, config: HeadConfig, input_size: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, input_size)
+        self.self_attn = config.attention.make(input_size=input_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = config.feed_forward.make()
 
     def forward(self, residual: Tensor, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         hidden = residual + self.self_attn(x, angles, attend, layer=0)
@@ -145,7 +148,8 @@ class Eagle1Config(HeadConfig):
     """Adds `fc_bias`, whether fc has a bias (published heads for Llama 3 have none)."""
 
     kind = "EAGLE-1"
-    stored_sizes = (*head_sizes("layers.0."), StoredSize("hidden_size + target_hidden_size", 1, ("fc.weight",)))
+    layer_prefix = "layers.0."
+    own_sizes = (*HeadConfig.own_sizes, StoredSize("hidden_size + target_hidden_size", 1, ("fc.weight",)))
 
     fc_bias: bool = True
 
@@ -181,22 +185,20 @@ class NextTokenConfig(HeadConfig):
     """Holds the target's config.json as read for its modules, which are the layers: `num_nextn_predict_layers`."""
 
     kind = "MTP"
-    stored_sizes = head_sizes("mtp_layers.0.")
+    layer_prefix = "mtp_layers.0."
 
     @classmethod
     def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
-        values = super(HeadConfig, cls)._read(config)
-        for window in filter(None, values["windows"]):
-            raise ModelError(f"config.json: sliding_window={window} is not implemented for next-token modules")
+        values = super(HeadConfig, cls)._read(config, "next-token modules")
         num_modules = read_size(config, "num_nextn_predict_layers")
-        return values | {"windows": (), "aux_layers": (FINAL_NORM,), "num_hidden_layers": num_modules}
+        return values | {"aux_layers": (FINAL_NORM,), "num_hidden_layers": num_modules}
 
 
 class NextTokenModule(DecoderLayer):
     """Holds the parts of one module: two norms and a projection, a decoder layer, and a final norm."""
 
     def __init__(self, config: NextTokenConfig) -> None:
-        super().__init__(config, window=None)
+        super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.token_layernorm, self.hidden_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.input_proj = Linear(2 * size, size, bias=False)

@@ -30,10 +30,11 @@ from .checkpoint import (
     refuse_not_finite,
 )
 from .decoder import Decoder
-from .decoder_config import FAMILIES, DecoderConfig, is_empty, is_off, read_model_type, read_value, stated
-from .draft_head import OPTIONS_IN_FILE, DraftHead
+from .decoder_config import FAMILIES, OPTIONS_IN_FILE, DecoderConfig, read_model_type
+from .draft_head import DraftHead
 from .heads import Eagle1Config, Eagle1Head, EagleConfig, EagleHead, NextTokenConfig, NextTokenModules
 from .protocol import FINAL_NORM, ModelError, TargetModel
+from .settings import is_empty, is_off, read_value, stated
 from .transformers_target import TransformersTarget
 
 DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"

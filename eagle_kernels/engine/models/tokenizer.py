@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from ...runtime.values import first_line, is_integer, shown, utf8_fault
 from .chat_template import Chats, ChatTemplate, FolderChat, chat_template_of
 from .checkpoint import brief, check_file_size, naming, read_config, read_folder, read_json
-from .decoder_config import read_value
 from .detokenizer import Chain, ChainDetokenizer, WindowDetokenizer, join_bytes
 from .loading import read_eos_token_ids
 from .protocol import ModelError
+from .settings import read_value
 
 
 class Detokenizer(Protocol):

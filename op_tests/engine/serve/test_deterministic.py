@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.models.decoder import linear
+from eagle_kernels.engine.models.layers.linear import Linear
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import make, prompt_of
@@ -77,9 +77,9 @@ def test_other_targets_are_refused(target, draft, monkeypatch):
 
 
 def test_autocast_is_refused():
-    x, weight = torch.randn(1, 2, 8), torch.randn(4, 8)
+    x, linear = torch.randn(1, 2, 8), Linear(8, 4)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="deterministic must be False in tr"):
-        linear(x, weight, None, deterministic=True)
+        linear(x, deterministic=True)
 
 
 @pytest.mark.cross
