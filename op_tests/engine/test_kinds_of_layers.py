@@ -50,7 +50,7 @@ class CappedQuery(GroupedQuery):
     attention_cap: float
 
     def make(self, layer=0, input_size=None):
-        return CappedAttention(self, self.hidden_size if input_size is None else input_size, None)
+        return CappedAttention(self, layer, self.hidden_size if input_size is None else input_size)
 
 
 class CappedAttention(GroupedQueryAttention):

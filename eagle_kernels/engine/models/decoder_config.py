@@ -31,7 +31,7 @@ class Family(NamedTuple):
 OPTIONS_IN_FILE = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "mlp_bias": "gate_proj.bias",
                    "has_qk_norms": "q_norm.weight"}  # fmt: skip
 # What a family has that does not say so. sliding: the layers with a window, "none", "all" if `sliding_window` is set,
-# or "by layer".
+# or "by layer". linear: the kind.
 _PLAIN = dict.fromkeys(OPTIONS_IN_FILE, False) | {"sliding": "none", "linear": Linear}
 _BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _QWEN = {
@@ -93,6 +93,7 @@ class DecoderConfig:
         check_fields(self)
 
     def __getattr__(self, name: str) -> Any:
+        """Returns a setting of a kind of layer."""
         for kind in map(vars(self).get, ("attention", "feed_forward")):
             if kind is not None and name in vars(kind):
                 return getattr(kind, name)
@@ -112,7 +113,7 @@ class DecoderConfig:
 
     @classmethod
     def _read(cls, config: dict[str, Any], reader: str = "", **options: bool) -> dict[str, Any]:
-        """Returns the fields. reader: what reads a file that is no target's, in errors. options: those that precede the
+        """Returns the fields. reader: what reads a file that is not a target's, in errors. options: in place of the
         family's."""
         model_type = read_model_type(config)
         if model_type not in FAMILIES:

@@ -3,7 +3,7 @@ and the layers of draft heads join them.
 
 An attention (`grouped_query.py`) and a feed-forward (`gated.py`) are two classes each. The first holds settings:
 
-    read(config)           takes them from a config.json, and refuses by name what is not implemented
+    read(config, ..)       takes them from a config.json, and refuses by name what is not implemented
     make(layer)            makes the module of one layer
     stored_sizes           which of them the tensors of a layer tell as well, by the names of these tensors
     kv_shape, rotary_size  of an attention: the memory that tokens take, and the part of a head that turns

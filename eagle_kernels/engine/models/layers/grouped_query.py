@@ -51,19 +51,18 @@ class GroupedQuery:
 
     @classmethod
     def read(cls, config: dict[str, Any], reader: str = "") -> GroupedQuery:
+        """reader: what reads a config.json that is not a target's, in errors; it has no windows."""
         windows = _windows(config, reader)
         for window in filter(None, windows if reader else ()):
             raise ModelError(f"config.json: sliding_window={window} is not implemented for {reader}")
         settings = cls(**field_values(cls, config, windows=windows))
-        scales = {"attention_multiplier": settings.head_dim**-0.5, "query_pre_attn_scalar": settings.head_dim}
-        check_implemented(config, scales)
+        size = settings.head_dim  # of which the scale of the scores is the usual one
+        check_implemented(config, {"attention_multiplier": size**-0.5, "query_pre_attn_scalar": size})
         return settings
 
     def make(self, layer: int = 0, input_size: int | None = None) -> GroupedQueryAttention:
         """input_size: the width of the input, if it is not hidden_size."""
-        window = self.windows[layer] if self.windows else None
-        input_size = self.hidden_size if input_size is None else input_size
-        return GroupedQueryAttention(self, input_size, window)
+        return GroupedQueryAttention(self, layer, self.hidden_size if input_size is None else input_size)
 
     def kv_shape(self, num_layers: int) -> KVShape:
         return KVShape(num_layers, self.num_key_value_heads, self.head_dim)
@@ -76,14 +75,14 @@ class GroupedQuery:
 class GroupedQueryAttention(nn.Module):
     """Computes grouped-query attention around the caller's `attend`. [B, T, input_size] -> [B, T, H]."""
 
-    def __init__(self, settings: GroupedQuery, input_size: int, window: int | None) -> None:
+    def __init__(self, settings: GroupedQuery, layer: int, input_size: int) -> None:
         super().__init__()
         size, eps = settings.head_dim, settings.rms_norm_eps
-        self.head_dim, self.window = size, window
+        self.head_dim, self.window = size, settings.windows[layer] if settings.windows else None
         self.num_heads = [settings.num_attention_heads, settings.num_key_value_heads, settings.num_key_value_heads]
-        parts = {f"{name}_proj": count * size for name, count in zip("qkv", self.num_heads)}
-        self.qkv_proj = settings.linear(input_size, parts, settings.qkv_bias)
-        self.o_proj = settings.linear(parts["q_proj"], settings.hidden_size, settings.o_bias)
+        sizes = {f"{name}_proj": count * size for name, count in zip("qkv", self.num_heads)}
+        self.qkv_proj = settings.linear(input_size, sizes, settings.qkv_bias)
+        self.o_proj = settings.linear(sizes["q_proj"], settings.hidden_size, settings.o_bias)
         self.q_norm = RMSNorm(size, eps) if settings.has_qk_norms else None
         self.k_norm = RMSNorm(size, eps) if settings.has_qk_norms else None
 
