@@ -219,13 +219,15 @@ class _Runner:
 
     @contextlib.contextmanager
     def _reasons(self, provider: str):
-        """Prints in one line why a provider cannot run; of a peer, any error counts: what is not ours may fail."""
+        """Prints in one line why a provider cannot run; of a peer, any error counts: what is not ours may fail. Torch's
+        form may need more memory than there is."""
         try:
             yield
         except Unavailable as reason:
             _say(f"{provider}: {reason}")
         except Exception as error:
-            if provider not in self.benchmark.peers:
+            is_large = provider == "torch" and isinstance(error, torch.OutOfMemoryError)
+            if provider not in self.benchmark.peers and not is_large:
                 raise
             _say(f"{provider}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 

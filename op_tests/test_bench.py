@@ -345,6 +345,10 @@ def crash(values):
     raise RuntimeError("no kernel image\nand much more")
 
 
+def fill_the_memory(values):
+    raise torch.OutOfMemoryError("of 28 GiB")
+
+
 def lie(values):
     return lambda: {"positions": values["seq_lens"].new_zeros(24)}
 
@@ -366,6 +370,10 @@ def test_a_peer_that_fails_leaves_the_others_alone(capsys, nothing_said):
     ]
     with pytest.raises(RuntimeError, match="no kernel image"):
         run.main(["--check-only"], [with_providers(providers={"broken": crash})])
+    assert run.main(["--check-only"], [with_providers(providers={"torch": fill_the_memory})]) == 0
+    assert "torch: OutOfMemoryError: of 28 GiB" in capsys.readouterr().out
+    with pytest.raises(torch.OutOfMemoryError):
+        run.main(["--check-only"], [with_providers(providers={"ours": fill_the_memory})])
 
 
 def test_a_provider_that_disagrees_is_red(capsys, nothing_said):
