@@ -43,6 +43,7 @@ _FAMILY_TITLES = {
     "attention": "Attention",
     "draft": "Drafting without a model",
     "kv": "KV cache",
+    "linear": "Linear layers",
     "nn": "Layers",
     "rejection": "Rejection",
     "sampling": "Sampling",

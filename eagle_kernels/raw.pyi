@@ -17,7 +17,7 @@ from .ops.kv.find_slots import find_slots as find_slots
 from .ops.kv.kv_indices import kv_indices as kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv as move_accepted_kv
 from .ops.kv.write_kv import write_kv as write_kv
-from .ops.nn.linear_decode import linear_decode as linear_decode
+from .ops.linear.linear_decode import linear_decode as linear_decode
 from .ops.nn.rms_norm import rms_norm as rms_norm
 from .ops.nn.rope import rope as rope
 from .ops.nn.silu_and_mul import silu_and_mul as silu_and_mul

@@ -24,7 +24,8 @@ from eagle_kernels.integrations import aiter
 from eagle_kernels.runtime import check
 from eagle_kernels.runtime.calls import refuse_overlaps, refuse_shared
 from op_tests.engine.toys import ToyModel
-from op_tests.ops.nn.cases import make_linear, make_norm, make_silu
+from op_tests.ops.linear.cases import make_linear
+from op_tests.ops.nn.cases import make_norm, make_silu
 from op_tests.ops.tree.cases import make_tree
 from op_tests.ops.verify.cases import make_logits, make_sampled
 

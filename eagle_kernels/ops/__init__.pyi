@@ -17,7 +17,7 @@ from ..reference.ops.kv.find_slots import find_slots as _find_slots_reference
 from ..reference.ops.kv.kv_indices import kv_indices as _kv_indices_reference
 from ..reference.ops.kv.move_accepted_kv import move_accepted_kv as _move_accepted_kv_reference
 from ..reference.ops.kv.write_kv import write_kv as _write_kv_reference
-from ..reference.ops.nn.linear_decode import linear_decode as _linear_decode_reference
+from ..reference.ops.linear.linear_decode import linear_decode as _linear_decode_reference
 from ..reference.ops.nn.rms_norm import rms_norm as _rms_norm_reference
 from ..reference.ops.nn.rope import rope as _rope_reference
 from ..reference.ops.nn.silu_and_mul import silu_and_mul as _silu_and_mul_reference
@@ -69,7 +69,7 @@ from .kv.find_slots import find_slots as _find_slots
 from .kv.kv_indices import kv_indices as _kv_indices
 from .kv.move_accepted_kv import move_accepted_kv as _move_accepted_kv
 from .kv.write_kv import write_kv as _write_kv
-from .nn.linear_decode import linear_decode as _linear_decode
+from .linear.linear_decode import linear_decode as _linear_decode
 from .nn.rms_norm import rms_norm as _rms_norm
 from .nn.rope import rope as _rope
 from .nn.silu_and_mul import silu_and_mul as _silu_and_mul

@@ -18,7 +18,8 @@ FAMILIES = {
         "move_accepted_kv",
         "write_kv",
     ),
-    "nn": ("linear_decode", "rms_norm", "rope", "silu_and_mul"),
+    "linear": ("linear_decode",),
+    "nn": ("rms_norm", "rope", "silu_and_mul"),
     "rejection": ("sample_children", "verify_chain", "verify_tree_rejection", "verify_tree_traversal"),
     "sampling": (
         "min_p_renorm",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import ATTENTION, NN, PRIMITIVES, REJECTION, RUNTIME, SAMPLING, VERIFY, Mutant, bug, of
+from .mutant import ATTENTION, LINEAR, PRIMITIVES, REJECTION, RUNTIME, SAMPLING, VERIFY, Mutant, bug, of
 
 KV = "eagle_kernels/ops/kv/"
 TREE = "eagle_kernels/ops/tree/"
@@ -77,12 +77,12 @@ MUTANTS = [
     bug("the last tile of a request is lost", ATTENTION + "prefill_attention.py",
         "return request, stop - 1 - number", "return request, tl.maximum(stop - 2 - number, 0)",
         "op_tests/ops/attention/test_prefill_attention.py::test_matches_reference"),
-    bug("parts that go by the number of rows", "eagle_kernels/ops/nn/linear_decode.py",
+    bug("parts that go by the number of rows", LINEAR + "linear_decode.py",
         "parts > 1 and (is_best or deterministic)", "parts > 1 and is_best",
-        "op_tests/ops/nn/test_linear_decode.py::test_deterministic_rows_have_the_same_parts_whatever_their_number"),
-    bug("columns that no part has", NN + "shared/many_rows.py",
+        "op_tests/ops/linear/test_linear_decode.py::test_deterministic_rows_have_the_same_parts_whatever_their_number"),
+    bug("columns that no part has", LINEAR + "shared/many_rows.py",
         "(part + 1) * NUM_SECTIONS // NUM_PARTS", "(part + 1) * (NUM_SECTIONS // NUM_PARTS)",
-        "op_tests/ops/nn/test_linear_decode.py::test_parts"),
+        "op_tests/ops/linear/test_linear_decode.py::test_parts"),
     bug("a token kept that top-p does not keep", SAMPLING + "shared/edge_search.py",
         "is_open = (filters.top_p < 1.0) & (rank >= edge)", "is_open = (edge > above)",
         *of("sample_from_logits", "test_filters_of_long_rows")),

@@ -5,14 +5,6 @@ import torch
 from op_tests.harness import to_device
 
 
-def make_linear(num_rows, num_outputs, num_columns, dtype, *, has_bias=False, device="cpu"):
-    values = {"weight": torch.randn(num_outputs, num_columns).to(device, dtype)}
-    if has_bias:
-        values["bias"] = (5.0 * torch.randn(num_outputs)).to(device, dtype)
-    values["x"] = (torch.randn(num_rows, num_columns) / num_columns**0.5).to(device, dtype)
-    return values
-
-
 def make_norm(num_tokens, hidden_size, dtype, *, heads=(), has_residual=False, device="cpu", **options):
     shape = (num_tokens, *heads, hidden_size)
     values = {"x": torch.randn(shape).to(dtype), "weight": (1.0 + 0.2 * torch.randn(hidden_size)).to(dtype)}

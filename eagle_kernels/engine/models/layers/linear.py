@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from .... import ops
-from ....ops.nn.linear_decode import is_for, max_rows, parts_for
+from ....ops.linear.linear_decode import is_for, max_rows, parts_for
 from .norm import library
 
 

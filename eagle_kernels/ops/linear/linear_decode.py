@@ -95,7 +95,7 @@ def linear_decode(
         bias: None or [N], dtype of `x`.
         num_parts: None, or P in 1..8, at most one for each 128 columns, not in fp32: returns sums of P parts of the
             columns, which `rms_norm(..., sums_parts=True)` adds up. Faster where N is small and T large:
-            `eagle_kernels.ops.nn.linear_decode.parts_for` says when.
+            `eagle_kernels.ops.linear.linear_decode.parts_for` says when.
         prefetch_weight: reads the first weights before the previous kernel of the stream has ended, where the GPU can.
             Faster, but that kernel must not write `weight`.
         deterministic: a row's bits do not depend on the number of rows (always true in fp32). May take longer for up to

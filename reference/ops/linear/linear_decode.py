@@ -6,7 +6,7 @@ import torch
 def linear_decode(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, num_parts: int | None = None
 ) -> torch.Tensor:
-    """See eagle_kernels/ops/nn/linear_decode.py. Float64 tensors are computed in float64."""
+    """See eagle_kernels/ops/linear/linear_decode.py. Float64 tensors are computed in float64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     num_sections = -(-x.shape[1] // 128)
     bounds = [part * num_sections // (num_parts or 1) * 128 for part in range((num_parts or 1) + 1)]

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.ops.nn import linear_decode as module
-from eagle_kernels.ops.nn.shared import few_rows, many_rows
-from eagle_kernels.reference.ops.nn.linear_decode import linear_decode as reference
+from eagle_kernels.ops.linear import linear_decode as module
+from eagle_kernels.ops.linear.shared import few_rows, many_rows
+from eagle_kernels.reference.ops.linear.linear_decode import linear_decode as reference
 from eagle_kernels.runtime import launch, target
 from op_tests.harness import assert_close, assert_equal, check_close, replay_in_graph
 from op_tests.harness.cases import in_float64
 from op_tests.harness.retune import retune
-from op_tests.ops.nn.cases import make_linear as make
+from op_tests.ops.linear.cases import make_linear as make
 
-PATH = "nn.linear_decode"
+PATH = "linear.linear_decode"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # (N, K): below every tile and one more than a tile; not a multiple of 16 bytes; several tiles, the last one partial
 SIZES = ((40, 1025), (1, 1), (5, 3), (33, 16), (65, 1096), (7, 2048), (32, 3000))
