@@ -187,7 +187,9 @@ class _Runner:
     def _call(self, case: Case, provider: str) -> Run:
         """Returns the call that is timed."""
         make = lambda: self.providers[provider](self.benchmark.inputs(case, self.device))  # noqa: E731
-        return make() if self.seed is None else rotated(make, self.benchmark.count_bytes(**case.sizes))
+        if self.seed is None and not self.benchmark.rotated_bytes:
+            return make()
+        return rotated(make, self.benchmark.count_bytes(**case.sizes), self.benchmark.rotated_bytes)
 
     def host_times(self) -> dict[str, float]:
         """Returns the host's microseconds in one call, on the smallest case: of ours, raw and public, and of others."""

@@ -123,7 +123,7 @@ def _times(benchmark: Benchmark, case: Case, variants: Sequence[dict]) -> list[f
         values = benchmark.inputs(case, torch.device("cuda"))
         return lambda: benchmark.unplanned(**values)
 
-    run, times = rotated(make, benchmark.count_bytes(**case.sizes)), []
+    run, times = rotated(make, benchmark.count_bytes(**case.sizes), benchmark.rotated_bytes), []
     for variant in variants:
         times.append(math.inf)
         with _told(case, variant), _replaced(benchmark, variant):

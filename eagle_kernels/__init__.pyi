@@ -24,6 +24,9 @@ from .ops import generate_token_bitmask as generate_token_bitmask
 from .ops import gqa_decode as gqa_decode
 from .ops import kv_indices as kv_indices
 from .ops import linear_decode as linear_decode
+from .ops import linear_fp8 as linear_fp8
+from .ops import linear_w4a16 as linear_w4a16
+from .ops import linear_w8a16 as linear_w8a16
 from .ops import merge_drafts as merge_drafts
 from .ops import min_p_renorm as min_p_renorm
 from .ops import move_accepted_kv as move_accepted_kv
@@ -84,6 +87,9 @@ __all__ = [
     "gqa_decode",
     "kv_indices",
     "linear_decode",
+    "linear_fp8",
+    "linear_w4a16",
+    "linear_w8a16",
     "merge_drafts",
     "min_p_renorm",
     "move_accepted_kv",

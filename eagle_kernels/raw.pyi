@@ -18,6 +18,9 @@ from .ops.kv.kv_indices import kv_indices as kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv as move_accepted_kv
 from .ops.kv.write_kv import write_kv as write_kv
 from .ops.linear.linear_decode import linear_decode as linear_decode
+from .ops.linear.linear_fp8 import linear_fp8 as linear_fp8
+from .ops.linear.linear_w4a16 import linear_w4a16 as linear_w4a16
+from .ops.linear.linear_w8a16 import linear_w8a16 as linear_w8a16
 from .ops.nn.rms_norm import rms_norm as rms_norm
 from .ops.nn.rope import rope as rope
 from .ops.nn.silu_and_mul import silu_and_mul as silu_and_mul
@@ -65,6 +68,9 @@ __all__ = [
     "gqa_decode",
     "kv_indices",
     "linear_decode",
+    "linear_fp8",
+    "linear_w4a16",
+    "linear_w8a16",
     "merge_drafts",
     "min_p_renorm",
     "move_accepted_kv",

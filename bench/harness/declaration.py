@@ -3,6 +3,7 @@
     name(**sizes)         of a case; results refer to it
     CASES, SMALL_CASES    dicts of sizes, see `Benchmark`; `grid` makes them
     SWEEP                 likewise
+    ROTATED_BYTES         inputs of so many bytes take turns, see `Benchmark`
     draw(random)          sizes of a case that nobody chose, see `Benchmark.drawn`
     DEFAULTS              sizes that a case has where it names no others
     HEADLINES             names of the few cases at the head of `results/<gpu>/README.md`
@@ -75,6 +76,8 @@ class Benchmark:
     peers: dict[str, Prepare] = field(default_factory=dict)  # which other projects' packages compute, run on request
     floor: Floor | None = None  # what the times are measured by, where the op has a goal of that kind
     sweep: Sequence[Case] = ()  # further sizes, for plots (`bench.plot`); timed on request, in no table
+    # the inputs of the declared cases change from call to call too, and are this many bytes together; 0: they do not
+    rotated_bytes: int = 0
     # drawn(seed, count) gives cases as servers have them, from which no setting was chosen; None: there are none
     drawn: Callable[[int, int], list[Case]] | None = None
 
@@ -163,5 +166,6 @@ def _read(family: str, stem: str) -> Benchmark:
         peers=names.get("PEERS", {}),
         floor=names.get("FLOOR"),
         sweep=cases(names.get("SWEEP", ())),
+        rotated_bytes=names.get("ROTATED_BYTES", 0),
         drawn=drawn if "draw" in names else None,
     )

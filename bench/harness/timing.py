@@ -73,13 +73,13 @@ class Stopwatch:
         return Times(*graph, _quantile(eager, 0.5) / self._calls, _quantile(cold, 0.5), host_us(self._run))
 
 
-def rotated(make: Callable[[], Run], num_bytes: int) -> Run:
+def rotated(make: Callable[[], Run], num_bytes: int, least_bytes: int = 0) -> Run:
     """Returns a call whose inputs lie in memory each time, and not in the L2 cache: it goes round calls of `make`.
 
-    num_bytes: what one of them reads; together they read at least twice what the cache holds.
+    num_bytes: what one of them reads; together they read at least twice what the cache holds, and least_bytes.
     """
     cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    runs = itertools.cycle([make() for _ in range(1 + 2 * cache_bytes // num_bytes)])
+    runs = itertools.cycle([make() for _ in range(1 + max(2 * cache_bytes, least_bytes) // num_bytes)])
     return lambda: next(runs)()
 
 

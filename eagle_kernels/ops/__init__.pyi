@@ -18,6 +18,9 @@ from ..reference.ops.kv.kv_indices import kv_indices as _kv_indices_reference
 from ..reference.ops.kv.move_accepted_kv import move_accepted_kv as _move_accepted_kv_reference
 from ..reference.ops.kv.write_kv import write_kv as _write_kv_reference
 from ..reference.ops.linear.linear_decode import linear_decode as _linear_decode_reference
+from ..reference.ops.linear.linear_fp8 import linear_fp8 as _linear_fp8_reference
+from ..reference.ops.linear.linear_w4a16 import linear_w4a16 as _linear_w4a16_reference
+from ..reference.ops.linear.linear_w8a16 import linear_w8a16 as _linear_w8a16_reference
 from ..reference.ops.nn.rms_norm import rms_norm as _rms_norm_reference
 from ..reference.ops.nn.rope import rope as _rope_reference
 from ..reference.ops.nn.silu_and_mul import silu_and_mul as _silu_and_mul_reference
@@ -70,6 +73,9 @@ from .kv.kv_indices import kv_indices as _kv_indices
 from .kv.move_accepted_kv import move_accepted_kv as _move_accepted_kv
 from .kv.write_kv import write_kv as _write_kv
 from .linear.linear_decode import linear_decode as _linear_decode
+from .linear.linear_fp8 import linear_fp8 as _linear_fp8
+from .linear.linear_w4a16 import linear_w4a16 as _linear_w4a16
+from .linear.linear_w8a16 import linear_w8a16 as _linear_w8a16
 from .nn.rms_norm import rms_norm as _rms_norm
 from .nn.rope import rope as _rope
 from .nn.silu_and_mul import silu_and_mul as _silu_and_mul
@@ -136,6 +142,12 @@ kv_indices = _with_reference(_kv_indices, _kv_indices_reference)
 """Lists the slots or pages that every request attends to, one request after another."""
 linear_decode = _with_reference(_linear_decode, _linear_decode_reference)
 """Returns x @ weight.T + bias for the tokens of a decoding step."""
+linear_fp8 = _with_reference(_linear_fp8, _linear_fp8_reference)
+"""Returns x @ W.T + bias for weights W of float8_e4m3fn, with a scale for each output or each 128 x 128 of them."""
+linear_w4a16 = _with_reference(_linear_w4a16, _linear_w4a16_reference)
+"""Returns x @ W.T + bias for weights W of 4 bits, in groups of columns that share a scale."""
+linear_w8a16 = _with_reference(_linear_w8a16, _linear_w8a16_reference)
+"""Returns x @ W.T + bias for weights W of 8 bits, in groups of columns that share a scale."""
 merge_drafts = _with_reference(_merge_drafts, _merge_drafts_reference)
 """Merges two tries per request: the other one goes below a node of the first."""
 min_p_renorm = _with_reference(_min_p_renorm, _min_p_renorm_reference)
@@ -228,6 +240,9 @@ __all__ = [
     "gqa_decode",
     "kv_indices",
     "linear_decode",
+    "linear_fp8",
+    "linear_w4a16",
+    "linear_w8a16",
     "merge_drafts",
     "min_p_renorm",
     "move_accepted_kv",

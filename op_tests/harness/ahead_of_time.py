@@ -30,7 +30,8 @@ TARGETS = tuple(target for targets in MAKERS for target in targets)
 PARTS = ("full", "short", "smoke")
 
 _POINTERS = {
-    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", torch.int16: "*i16",
+    torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8", torch.uint16: "*u16", torch.uint32: "*u32", torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e4m3fnuz: "*fp8e4b8",
 }  # fmt: skip

@@ -80,7 +80,7 @@ MUTANTS = [
     bug("parts that go by the number of rows", LINEAR + "linear_decode.py",
         "parts > 1 and (is_best or deterministic)", "parts > 1 and is_best",
         "op_tests/ops/linear/test_linear_decode.py::test_deterministic_rows_have_the_same_parts_whatever_their_number"),
-    bug("columns that no part has", LINEAR + "shared/many_rows.py",
+    bug("columns that no part has", LINEAR + "shared/tiles.py",
         "(part + 1) * NUM_SECTIONS // NUM_PARTS", "(part + 1) * (NUM_SECTIONS // NUM_PARTS)",
         "op_tests/ops/linear/test_linear_decode.py::test_parts"),
     bug("a token kept that top-p does not keep", SAMPLING + "shared/edge_search.py",

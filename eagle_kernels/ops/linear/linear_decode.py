@@ -19,7 +19,7 @@ import torch
 
 from ...runtime import check
 from ...runtime.launch import launcher
-from .shared import few_rows, many_rows
+from .shared import few_rows, many_rows, tiles
 from .shared.layer import Layer
 
 MAX_ROWS = many_rows.MAX_ROWS
@@ -45,7 +45,7 @@ def contract(values: dict) -> check.Spec:
         return args.spec((args.size("T"), args.size("N")), x.dtype, contiguous=1)
     if x.dtype == torch.float32:
         args.fail("num_parts", "be None in fp32", num_parts)
-    num_parts = args.integer("num_parts", 1, many_rows.most_parts(args.size("K")))
+    num_parts = args.integer("num_parts", 1, tiles.most_parts(args.size("K")))
     return args.spec((num_parts, args.size("T"), args.size("N")), torch.float32, contiguous=1)
 
 
@@ -65,7 +65,7 @@ def parts_for(num_rows: int, weight: torch.Tensor, deterministic: bool = False) 
     if weight.dtype == torch.float32 or weight.shape[0] >= _UNSPLIT_OUTPUTS:
         return None
     is_best = num_rows > few_rows.MAX_ROWS and many_rows.is_fast(num_rows, weight.device)
-    parts = many_rows.parts_of(weight)
+    parts = tiles.parts_of(*weight.shape, weight.device)
     return parts if parts > 1 and (is_best or deterministic) else None
 
 

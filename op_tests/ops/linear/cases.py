@@ -2,6 +2,9 @@
 
 import torch
 
+from eagle_kernels.reference.ops.linear.shared.packing import pack, pair_groups
+from op_tests.harness import to_device
+
 
 def make_linear(num_rows, num_outputs, num_columns, dtype, *, has_bias=False, device="cpu"):
     values = {"weight": torch.randn(num_outputs, num_columns).to(device, dtype)}
@@ -9,3 +12,44 @@ def make_linear(num_rows, num_outputs, num_columns, dtype, *, has_bias=False, de
         values["bias"] = (5.0 * torch.randn(num_outputs)).to(device, dtype)
     values["x"] = (torch.randn(num_rows, num_columns) / num_columns**0.5).to(device, dtype)
     return values
+
+
+def make_quantised(
+    bits, num_rows, num_outputs, num_columns, dtype, *, group_size=128, has_zeros=False, has_order=False,
+    has_bias=False, device="cpu",
+):  # fmt: skip
+    """Arguments of linear_w4a16 or linear_w8a16, with sums of about one."""
+    middle = 8 if bits == 4 else 0
+    values = torch.randint(-(1 << (bits - 1)), 1 << (bits - 1), (num_outputs, num_columns)) + middle
+    groups = 1 if group_size is None else -(-num_columns // group_size)
+    scales = (0.5 + torch.rand(groups, num_outputs)) * 2.0 ** (2 - bits)
+    zeros = torch.randint(middle - 3, middle + 4, (groups, num_outputs))
+    if group_size is None:
+        scales, zeros = scales[0].to(dtype), zeros[0].to(torch.uint8 if bits == 4 else torch.int8)
+    else:
+        scales, zeros = (
+            pair_groups(each, group_size, num_columns) for each in (scales.to(dtype), zeros.to(torch.int16))
+        )
+    made = {
+        "x": torch.randn(num_rows, num_columns).to(dtype) / num_columns**0.5, "weight": pack(values, bits),
+        "scales": scales, "zeros": zeros if has_zeros else None,
+        "columns": torch.randperm(num_columns).to(torch.int32) if has_order else None,
+        "bias": torch.randn(num_outputs).to(dtype) if has_bias else None,
+    }  # fmt: skip
+    return to_device({name: value for name, value in made.items() if value is not None}, device) | {
+        "group_size": group_size
+    }
+
+
+def make_fp8(num_rows, num_outputs, num_columns, dtype, *, is_blocked=False, has_bias=False, device="cpu", **options):
+    """Arguments of linear_fp8, with every code that is a number, and sums of about one."""
+    codes = torch.randint(0, 256, (num_outputs, num_columns))
+    codes = torch.where(codes % 128 == 127, 0, codes)
+    shape = (-(-num_columns // 128), -(-num_outputs // 128)) if is_blocked else (num_outputs,)
+    made = {
+        "x": torch.randn(num_rows, num_columns).to(dtype) / num_columns**0.5, "weight": pack(codes, 8),
+        "scales": (0.5 + torch.rand(shape)) / 128,
+    }  # fmt: skip
+    if has_bias:
+        made["bias"] = torch.randn(num_outputs).to(dtype)
+    return to_device(made, device) | options

@@ -40,8 +40,8 @@ def choose_tuning(table: dict, layer: Layer) -> dict:
 @triton.jit
 def multiply(left, right, total):
     """Returns total [..., LEFT, RIGHT] plus left [..., LEFT, COLUMN] times right [..., RIGHT, COLUMN].
-    The dot of Triton's interpreter takes bfloat16 for integers, so there it is widened."""
-    if _IS_INTERPRETED and left.dtype == tl.bfloat16:
+    The dot of Triton's interpreter takes bfloat16 and 8 bits for integers, so there they are widened."""
+    if _IS_INTERPRETED and (left.dtype == tl.bfloat16 or left.dtype == tl.float8e4nv):
         left, right = left.to(tl.float32), right.to(tl.float32)
     if len(right.shape) == 3:
         right = tl.permute(right, (0, 2, 1))

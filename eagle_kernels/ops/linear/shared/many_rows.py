@@ -1,9 +1,6 @@
 """linear_decode for up to 256 rows of fp16 or bf16, in one tile of rows or two, so that weights are read once.
 
-A program makes a block of outputs of a tile of rows: weights are the left operand of the tensor cores, whose large
-instructions take 64 of their rows and any number of tokens. Where there are too few outputs for all SMs, columns are
-cut into parts, whose sums the op that reads the result adds up (`rms_norm`): a launch for that alone would cost what
-the parts save.
+A program makes a block of outputs of a tile of rows, or a part of the columns of it (`tiles.py`).
 
 Every sum is made column by column in one order, the first PART_COLUMNS of a part last, whatever the number of rows: a
 row's bits depend on the weights and on num_parts alone.
@@ -12,16 +9,13 @@ row's bits depend on the weights and on num_parts alone.
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
-from ....runtime import target, tuning
+from ....runtime import tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .layer import SIZES, Layer, choose_tuning, layer_arguments, multiply
+from .tiles import PART_COLUMNS, columns_of_part, deal_outputs, load_tile, place_of_program, store_tile
 
 MAX_ROWS = 256
-MAX_PARTS = 8
-# parts begin at multiples of this; as a constant of kernels, too
-_PART_COLUMNS = 128
-PART_COLUMNS = tl.constexpr(_PART_COLUMNS)
 
 # The first entry is taken that allows the number of rows and of outputs. prefetched: the first tile of weights is kept
 # in registers, which larger tiles need for their sums.
@@ -56,15 +50,6 @@ TUNING = {
 MACHINES = {"default": {"fast_rows": 0, "fast_outputs": 2**31}, "sm_90": {"fast_rows": 64, "fast_outputs": 5120}}
 
 
-@triton.jit
-def _load_tile(row_ptrs, is_row, columns, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, EVICTION: tl.constexpr):
-    """Loads a tile [ROW, COLUMN], 0 past the ends."""
-    is_read = is_row[:, None]
-    if not IS_EVEN:
-        is_read &= (columns < NUM_COLUMNS)[None, :]
-    return tl.load(row_ptrs[:, None] + columns[None, :], mask=is_read, other=0.0, eviction_policy=EVICTION)
-
-
 @triton.jit(do_not_specialize=[*SIZES, "outputs_each", "stride_output_part"])
 def _linear_decode_tiles_kernel(
     layer, num_rows, num_outputs, outputs_each, stride_x_row, stride_weight_output, stride_output_row,
@@ -76,13 +61,8 @@ def _linear_decode_tiles_kernel(
     """Multiplies BLOCK_ROW rows by outputs_each rows of weight, in one part of the columns.
     PREFETCH_WEIGHT: the first tile of weights, PART_COLUMNS wide, is asked for before x is there, and kept for last."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
-    num_row_blocks, num_blocks = tl.cdiv(num_rows, BLOCK_ROW), tl.cdiv(num_outputs, outputs_each)
-    # neighbouring programs read the same weights, which the first one brings into the cache
-    row_block, block = tl.program_id(0) % num_row_blocks, tl.program_id(0) // num_row_blocks
-    block, part = block % num_blocks, block // num_blocks
-    NUM_SECTIONS: tl.constexpr = (NUM_COLUMNS + PART_COLUMNS - 1) // PART_COLUMNS
-    first = part * NUM_SECTIONS // NUM_PARTS * PART_COLUMNS
-    stop = tl.minimum((part + 1) * NUM_SECTIONS // NUM_PARTS * PART_COLUMNS, NUM_COLUMNS)
+    row_block, block, part = place_of_program(num_rows, num_outputs, outputs_each, BLOCK_ROW)
+    first, stop = columns_of_part(part, NUM_COLUMNS, NUM_PARTS)
     num_tiles = tl.cdiv(stop - first, BLOCK_COLUMN)
     lane = tl.arange(0, BLOCK_OUTPUT)
     output = block * outputs_each + lane
@@ -91,30 +71,26 @@ def _linear_decode_tiles_kernel(
     IS_EVEN: tl.constexpr = NUM_COLUMNS % BLOCK_COLUMN == 0
     weight_row_ptrs = layer.weight + output.to(tl.int64) * stride_weight_output * UNIT
     if PREFETCH_WEIGHT:
-        first_weight = _load_tile(weight_row_ptrs, is_output, columns, NUM_COLUMNS, IS_EVEN, "evict_first")
+        first_weight = load_tile(weight_row_ptrs, is_output, columns, NUM_COLUMNS, IS_EVEN, "evict_first")
     await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
 
     row = row_block * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
     is_row = row < num_rows
     x_row_ptrs = layer.x + row.to(tl.int64) * stride_x_row * UNIT
     if PREFETCH_WEIGHT:
-        first_x = _load_tile(x_row_ptrs, is_row, columns, NUM_COLUMNS, IS_EVEN, "evict_last")
+        first_x = load_tile(x_row_ptrs, is_row, columns, NUM_COLUMNS, IS_EVEN, "evict_last")
     total = tl.zeros([BLOCK_OUTPUT, BLOCK_ROW], tl.float32)
     TILES_LAST: tl.constexpr = PART_COLUMNS // BLOCK_COLUMN
     tl.static_assert(TILES_LAST == 1 or not PREFETCH_WEIGHT, "one tile is kept for last")
     for index in tl.range(0, num_tiles - PREFETCH_WEIGHT, num_stages=NUM_STAGES):
         tile = columns + (index + TILES_LAST) % num_tiles * BLOCK_COLUMN
-        weight = _load_tile(weight_row_ptrs, is_output, tile, NUM_COLUMNS, IS_EVEN, "evict_first")
-        x = _load_tile(x_row_ptrs, is_row, tile, NUM_COLUMNS, IS_EVEN, "evict_last")
+        weight = load_tile(weight_row_ptrs, is_output, tile, NUM_COLUMNS, IS_EVEN, "evict_first")
+        x = load_tile(x_row_ptrs, is_row, tile, NUM_COLUMNS, IS_EVEN, "evict_last")
         total = multiply(weight, x, total)
     if PREFETCH_WEIGHT:
         total = multiply(first_weight, first_x, total)
 
-    if layer.bias is not None:
-        total += tl.load(layer.bias + output, mask=is_output & (part == 0), other=0.0).to(tl.float32)[:, None]
-    output_ptrs = layer.output + part.to(tl.int64) * stride_output_part + output[:, None]
-    output_ptrs += (row.to(tl.int64) * stride_output_row)[None, :]
-    tl.store(output_ptrs, total.to(layer.output.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+    store_tile(layer, total, part, output, is_output, row, is_row, (stride_output_part, stride_output_row))
 
 
 def is_fast(num_rows: int, device: torch.device) -> bool:
@@ -127,29 +103,13 @@ def is_best(num_rows: int, weight: torch.Tensor) -> bool:
     return num_rows > 1 and weight.shape[0] >= tuning.row(MACHINES, weight.device)["fast_outputs"]
 
 
-def most_parts(num_columns: int) -> int:
-    """Returns the most parts of this many columns that leave none empty."""
-    return min(MAX_PARTS, triton.cdiv(num_columns, _PART_COLUMNS))
-
-
-def parts_of(weight: torch.Tensor) -> int:
-    """Returns the parts that give each SM a program."""
-    (num_outputs, num_columns), programs = weight.shape, target.num_multiprocessors(weight.device)
-    parts = programs // triton.cdiv(max(num_outputs, 1), _TILE["block_output"])
-    return min(max(parts, 1), most_parts(num_columns))
-
-
 def launch_many_rows(layer: Layer, prefetch_weight: bool) -> None:
     """Launches the kernel above into an output [T, N], or [parts, T, N] fp32."""
     num_rows, num_outputs, out = layer.x.shape[0], layer.weight.shape[0], layer.output
     tuned = choose_tuning(TUNING, layer)
     num_parts, num_row_blocks = 1 if out.dim() == 2 else len(out), triton.cdiv(num_rows, tuned["block_row"])
-    block_output, programs = tuned["block_output"], target.num_multiprocessors(out.device)
-    # as even as possible over all SMs, in as few rounds as there must be
-    copies = max(num_parts * num_row_blocks, 1)  # programs of a block of outputs
-    rounds = triton.cdiv(max(num_outputs, 1) * copies, block_output * programs)
-    outputs_each = triton.cdiv(max(num_outputs, 1), max(rounds * programs // copies, 1))
-    outputs_each = min(triton.cdiv(outputs_each, 16) * 16, block_output)
+    block_output = tuned["block_output"]
+    outputs_each = deal_outputs(num_outputs, block_output, num_parts * num_row_blocks, out.device)
     launch(
         "linear_decode", _linear_decode_tiles_kernel,
         (triton.cdiv(num_outputs, outputs_each) * num_parts * num_row_blocks,),
