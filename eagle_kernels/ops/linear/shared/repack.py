@@ -82,11 +82,11 @@ def from_gptq(
     columns = _order_of(g_idx, num_groups, num_columns)
 
     def values(first: int, stop: int) -> torch.Tensor:
-        some = _unpacked(qweight[:, first:stop], bits).permute(1, 0, 2).flatten(1)
+        some = _signed(_unpacked(qweight[:, first:stop], bits), bits).permute(1, 0, 2).flatten(1)
         return some if columns is None else some[:, columns]
 
     weight = _packed(values, num_outputs, num_columns, bits, qweight.device)
-    zeros = (_unpacked(qzeros, bits).flatten(1) + (not is_v2)) & ((1 << bits) - 1)
+    zeros = (_unpacked(qzeros, bits).flatten(1) + int(not is_v2)) & ((1 << bits) - 1)
     return _layer(weight, scales, _zeros(zeros, bits), columns, num_columns)
 
 
@@ -109,7 +109,7 @@ def from_compressed(
     columns = _order_of(weight_g_idx, num_groups, num_columns)
 
     def values(first: int, stop: int) -> torch.Tensor:
-        some = _unpacked(weight_packed[first:stop], bits).flatten(1)[:, :num_columns]
+        some = _signed(_unpacked(weight_packed[first:stop], bits), bits).flatten(1)[:, :num_columns]
         return some if columns is None else some[:, columns]
 
     weight = _packed(values, num_outputs, num_columns, bits, weight_packed.device)
@@ -209,6 +209,11 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Returns the values of words [.., 32 / bits], int32, from the lowest place on."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts) & ((1 << bits) - 1)
+
+
+def _signed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns values as the ops take them: those of 8 bits, which stand 128 higher in words, in two's complement."""
+    return values ^ 128 if bits == 8 else values
 
 
 def _zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor | None:
