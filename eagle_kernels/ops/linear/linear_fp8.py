@@ -31,8 +31,8 @@ from .shared.quantised import Quantised, choose_row, launch_quantised
 # column_warps, which are warps of a program with columns of their own; deterministic also without late, which
 # multiplies scales with the sums of 128 columns, and with at least 16 rows. blocks: of 128 columns, in a turn.
 # prefetched: the first block of weights is kept in registers.
-_TILE = {"max_rows": 2**31, "least_outputs": 0, "block_row": 64, "block_output": 64, "column_warps": 1, "blocks": 1,
-         "late": 0, "prefetched": 0, "num_warps": 4, "num_stages": 3}  # fmt: skip
+_TILE = {"max_rows": 2**31, "least_outputs": 0, "block_row": 64, "block_output": 64, "column_warps": 1, "rows_left": 0,
+         "blocks": 1, "late": 0, "prefetched": 0, "num_warps": 4, "num_stages": 3}  # fmt: skip
 _FEW = {rows: {"max_rows": rows, "block_row": rows} for rows in (8, 16, 32, 64)}
 _WIDE = {"least_outputs": 16384, "block_output": 128, "num_stages": 3}
 # Not yet measured: chosen by instructions for a weight and bytes in flight.

@@ -124,6 +124,18 @@ def test_parts(device):
         assert parts.dtype == torch.float32 and len(parts) == 5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_deterministic_rows_are_as_they_are_alone(activations, device):
+    """Bit by bit, in tiles of every size. The interpreter's order depends on the place."""
+    values = make(300, 208, 1100, torch.bfloat16, is_blocked=True, activations=activations, device=device)
+    together = eagle_kernels.raw.linear_fp8(**values, deterministic=True)
+    for num_rows, prefetch_weight in itertools.product((1, 2, 16, 17, 33, 64, 65, 129), (False, True)):
+        few = values | {"x": values["x"][:num_rows], "prefetch_weight": prefetch_weight}
+        result = eagle_kernels.raw.linear_fp8(**few, deterministic=True)
+        assert_equal("linear_fp8", f"T = {num_rows}", "output", result, together[:num_rows])
+
+
 def wrong_calls():
     values = make(3, 48, 300, torch.float16)
     blocks = torch.ones(3, 2)

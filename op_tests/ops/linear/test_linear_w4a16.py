@@ -86,7 +86,12 @@ def test_parts(num_columns, num_parts, device):
         assert parts.dtype == torch.float32 and len(parts) == num_parts
 
 
-@pytest.mark.parametrize("rows", [row for rows in module.TUNING.values() for row in rows], ids=str)
+# what no entry has, for `bench.tune`: rows as the left operand, and four blocks in a turn
+OTHERS = [row | {"rows_left": 1} for row in module.TUNING["sm_90"] if row["column_warps"] > 1]
+OTHERS += [row | {"blocks": 4} for row in module.TUNING["sm_90"] if row["blocks"] == 2]
+
+
+@pytest.mark.parametrize("rows", [*(row for rows in module.TUNING.values() for row in rows), *OTHERS], ids=str)
 def test_every_entry(rows, device, monkeypatch):
     """Each tile, also where a program makes fewer outputs than it has place for."""
     monkeypatch.setattr(launch, "_can_plan", lambda: False)

@@ -102,6 +102,18 @@ def test_every_entry(rows, device, monkeypatch):
         assert_equal("linear_w8a16", f"K = {num_columns} prefetched", "output", result, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("group_size", [32, 128, None])
+def test_deterministic_rows_are_as_they_are_alone(group_size, device):
+    """Bit by bit, in tiles of every size. The interpreter's order depends on the place."""
+    values = make(300, 200, 1100, torch.bfloat16, group_size=group_size, has_zeros=True, device=device)
+    together = eagle_kernels.raw.linear_w8a16(**values, deterministic=True)
+    for num_rows, prefetch_weight in itertools.product((1, 2, 16, 17, 33, 64, 65, 129), (False, True)):
+        few = values | {"x": values["x"][:num_rows], "prefetch_weight": prefetch_weight}
+        result = eagle_kernels.raw.linear_w8a16(**few, deterministic=True)
+        assert_equal("linear_w8a16", f"T = {num_rows}", "output", result, together[:num_rows])
+
+
 def wrong_calls():
     values = make(3, 40, 300, torch.float16, has_zeros=True)
     yield values | {"group_size": 16}, "group_size must be None, 32, 64 or 128, got 16"

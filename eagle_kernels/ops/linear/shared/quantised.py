@@ -98,21 +98,26 @@ def _load_x_scale(layer, row, is_row, block, NUM_BLOCKS: tl.constexpr, FORMAT: t
 
 
 @triton.jit
-def _add_block(total, words, x, x_scale, numbers, FORMAT: tl.constexpr):
-    """Returns total [.., OUTPUT, ROW] plus the products of a block of weights and x [.., ROW, 128]."""
+def _add_block(total, words, x, x_scale, numbers, FORMAT: tl.constexpr, ROWS_LEFT: tl.constexpr):
+    """Returns total [.., OUTPUT, ROW] plus the products of a block of weights and x [.., ROW, 128].
+    ROWS_LEFT: x is the left operand of the tensor cores, and total [.., ROW, OUTPUT]."""
     IS_LATE: tl.constexpr = FORMAT.GROUP > 0 and not FORMAT.IS_EARLY
     if FORMAT.X_SCALES > 0:
         weight = words
     else:
         weight = unpack(words, numbers, x.dtype, FORMAT)
-    if IS_LATE or FORMAT.X_SCALES > 0:
-        part = multiply(weight, x, tl.zeros_like(total))
-        if IS_LATE:
-            part *= tl.expand_dims(scale_of(numbers, 0, FORMAT), -1)
-        if FORMAT.X_SCALES == 2:
-            part *= x_scale[None, :]
+    if not IS_LATE and FORMAT.X_SCALES == 0:
+        return multiply(x, weight, total) if ROWS_LEFT else multiply(weight, x, total)
+    zero = tl.zeros_like(total)
+    part = multiply(x, weight, zero) if ROWS_LEFT else multiply(weight, x, zero)
+    # fused explicitly: what a compiler fuses may depend on the number of rows
+    scale = tl.expand_dims(scale_of(numbers, 0, FORMAT), -2 if ROWS_LEFT else -1) if IS_LATE else 1.0
+    if FORMAT.X_SCALES == 2:
+        return tl.fma(part * scale, tl.broadcast_to(x_scale[None, :], total.shape), total)
+    elif IS_LATE:
+        return tl.fma(part, tl.broadcast_to(scale, total.shape), total)
+    else:
         return total + part
-    return multiply(weight, x, total)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -162,11 +167,11 @@ def _quantised_tiles_kernel(
             x = load_tile(x_row_ptrs, is_row_read, here * 128 + lane_column, NUM_COLUMNS, IS_EVEN, "evict_last")
             x_scale = _load_x_scale(layer, row, is_row_read, here, NUM_BLOCKS, FORMAT)
             numbers = _load_numbers(layer, here, known, stride_numbers, FORMAT)
-            total = _add_block(total, words, x, x_scale, numbers, FORMAT)
+            total = _add_block(total, words, x, x_scale, numbers, FORMAT, False)
     if PREFETCH_WEIGHT:
         x_scale = _load_x_scale(layer, row, is_row, first_block, NUM_BLOCKS, FORMAT)
         numbers = _load_numbers(layer, first_block, known, stride_numbers, FORMAT)
-        total = _add_block(total, first_words, first_x, x_scale, numbers, FORMAT)
+        total = _add_block(total, first_words, first_x, x_scale, numbers, FORMAT, False)
 
     if FORMAT.GROUP == 0:
         total *= tl.load(layer.scales + known).to(tl.float32)[:, None]
@@ -179,8 +184,8 @@ def _quantised_tiles_kernel(
 def _quantised_columns_kernel(
     layer, num_rows, num_outputs, outputs_each, stride_x_row, stride_numbers, stride_output_row, stride_output_part,
     UNIT: tl.constexpr, NUM_COLUMNS: tl.constexpr, NUM_SHARES: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK_ROW: tl.constexpr, BLOCK_OUTPUT: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_WEIGHT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
+    BLOCK_ROW: tl.constexpr, BLOCK_OUTPUT: tl.constexpr, ROWS_LEFT: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PREFETCH_WEIGHT: tl.constexpr, ENABLE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiplies BLOCK_ROW rows by BLOCK_OUTPUT rows of weight; each of NUM_SHARES warps has blocks of its own."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
@@ -203,7 +208,10 @@ def _quantised_columns_kernel(
     is_row = row < num_rows
     column = share[:, None, None] * 128 + tl.arange(0, 128)[None, None, :]
     x_ptrs = layer.x + (row.to(tl.int64) * stride_x_row * UNIT)[None, :, None] + column
-    total = tl.zeros([NUM_SHARES, BLOCK_OUTPUT, BLOCK_ROW], tl.float32)
+    if ROWS_LEFT:
+        total = tl.zeros([NUM_SHARES, BLOCK_ROW, BLOCK_OUTPUT], tl.float32)
+    else:
+        total = tl.zeros([NUM_SHARES, BLOCK_OUTPUT, BLOCK_ROW], tl.float32)
     for begin in tl.range(NUM_SHARES, NUM_BLOCKS, NUM_SHARES, num_stages=NUM_STAGES):
         if IS_EVEN:
             words = tl.load(words_ptrs + begin * (16 * WORDS), eviction_policy="evict_first")
@@ -214,13 +222,15 @@ def _quantised_columns_kernel(
         x = tl.load(x_ptrs + begin * 128, mask=is_read, other=0.0, eviction_policy="evict_last")
         blocks = tl.minimum(begin + share, NUM_BLOCKS - 1)[:, None]
         numbers = _load_numbers(layer, blocks, known[None, :], stride_numbers, FORMAT)
-        total = _add_block(total, words, x, 1.0, numbers, FORMAT)
+        total = _add_block(total, words, x, 1.0, numbers, FORMAT, ROWS_LEFT)
     # last, so that the loop has started to load its tiles before anything waits for x
     is_read = is_row[None, :, None] & (column < NUM_COLUMNS)
     x = tl.load(x_ptrs, mask=is_read, other=0.0, eviction_policy="evict_last")
     first_blocks = tl.minimum(share, NUM_BLOCKS - 1)[:, None]
     numbers = _load_numbers(layer, first_blocks, known[None, :], stride_numbers, FORMAT)
-    total = tl.sum(_add_block(total, first_words, x, 1.0, numbers, FORMAT), axis=0)
+    total = tl.sum(_add_block(total, first_words, x, 1.0, numbers, FORMAT, ROWS_LEFT), axis=0)
+    if ROWS_LEFT:
+        total = tl.trans(total)
 
     if FORMAT.GROUP == 0:
         total *= tl.load(layer.scales + known).to(tl.float32)[:, None]
@@ -284,4 +294,4 @@ def launch_quantised(
     if shares == 1:
         launch(op, _quantised_tiles_kernel, grid, NUM_PARTS=num_parts, BLOCKS=tuned["blocks"], **arguments)
     else:
-        launch(op, _quantised_columns_kernel, grid, NUM_SHARES=shares, **arguments)
+        launch(op, _quantised_columns_kernel, grid, NUM_SHARES=shares, ROWS_LEFT=bool(tuned["rows_left"]), **arguments)
