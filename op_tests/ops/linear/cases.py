@@ -53,3 +53,13 @@ def make_fp8(num_rows, num_outputs, num_columns, dtype, *, is_blocked=False, has
     if has_bias:
         made["bias"] = torch.randn(num_outputs).to(dtype)
     return to_device(made, device) | options
+
+
+def designs(table: dict, *others: dict) -> list[dict]:
+    """The entries of a tuning table that differ in more than numbers of rows, outputs, stages and warps, and each with
+    others' numbers where these change it."""
+    rows = [row for entries in table.values() for row in entries]
+    rows += [row | other for row in rows for other in others if any(row[name] != other[name] for name in other)]
+    same = {"max_rows": 2**31, "least_outputs": 0, "num_stages": 2, "num_warps": 4}
+    unique = {str(row | same): row | same for row in rows}
+    return [row for row in unique.values() if row["column_warps"] > 1 or not row["rows_left"]]

@@ -13,6 +13,7 @@ from eagle_kernels.reference.ops.linear.shared.packing import decode_e4m3, pack
 from eagle_kernels.runtime import launch, target
 from op_tests.harness import assert_equal, check_close
 from op_tests.harness.retune import retune
+from op_tests.ops.linear.cases import designs
 from op_tests.ops.linear.cases import make_fp8 as make
 
 PATH = "linear.linear_fp8"
@@ -100,15 +101,15 @@ def test_rounded_rows(activations, device):
     assert_equal("linear_fp8", activations, "output", result, expected)
 
 
-@pytest.mark.parametrize("rows", [row for rows in module.TUNING.values() for row in rows], ids=str)
+@pytest.mark.parametrize("rows", designs(module.TUNING), ids=str)
 def test_every_entry(rows, device, monkeypatch):
     monkeypatch.setattr(launch, "_can_plan", lambda: False)
     monkeypatch.setattr(target, "num_multiprocessors", lambda device: 3)
-    retune(monkeypatch, module.TUNING, **rows | {"least_outputs": 0, "max_rows": 2**31})
+    retune(monkeypatch, module.TUNING, **rows)
     for activations in ("16bit", "block"):
         if activations == "16bit" or rows["column_warps"] == 1:
             values = make(
-                min(rows["block_row"] + 3, 20), 80, 1200, torch.float16, is_blocked=True, activations=activations,
+                min(rows["block_row"] + 3, 20), 80, 700, torch.float16, is_blocked=True, activations=activations,
                 device=device,
             )  # fmt: skip
             expected = check(values, activations)

@@ -13,7 +13,7 @@ from eagle_kernels.reference.ops.linear.shared.packing import pack
 from eagle_kernels.runtime import launch, target
 from op_tests.harness import assert_equal, check_close
 from op_tests.harness.retune import retune
-from op_tests.ops.linear.cases import make_quantised
+from op_tests.ops.linear.cases import designs, make_quantised
 
 PATH = "linear.linear_w8a16"
 DTYPES = (torch.float16, torch.bfloat16)
@@ -89,12 +89,12 @@ def test_parts(num_columns, num_parts, device):
         assert parts.dtype == torch.float32 and len(parts) == num_parts
 
 
-@pytest.mark.parametrize("rows", [row for rows in module.TUNING.values() for row in rows], ids=str)
+@pytest.mark.parametrize("rows", designs(module.TUNING), ids=str)
 def test_every_entry(rows, device, monkeypatch):
     """Each tile, also where a program makes fewer outputs than it has place for."""
     monkeypatch.setattr(launch, "_can_plan", lambda: False)
     monkeypatch.setattr(target, "num_multiprocessors", lambda device: 3)
-    retune(monkeypatch, module.TUNING, **rows | {"least_outputs": 0, "max_rows": 2**31})
+    retune(monkeypatch, module.TUNING, **rows)
     for num_columns in (300, 1200):
         values = make(min(rows["block_row"] + 3, 20), 70, num_columns, torch.float16, has_zeros=True, device=device)
         expected = check(values, f"K = {num_columns}")
