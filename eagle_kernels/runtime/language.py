@@ -123,6 +123,8 @@ if MISSING is None:
     HAS_DEPENDENT_LAUNCH = _version(triton) >= (3, 5)
     # ... nor does it compile the product of two 32-bit numbers in 64 bits
     HAS_WIDE_PRODUCT = _version(triton) >= (3, 5)
+    # ... nor products on the tensor cores with fewer rows or columns
+    LEAST_DOT_ROWS = 8 if _version(triton) >= (3, 5) else 16
     constexpr_function = _constexpr_function if _version(triton) < (3, 5) else triton.constexpr_function
     if is_interpreting():
         _splat_by_type()
@@ -133,6 +135,7 @@ else:
         warnings.warn(f"eagle_kernels: kernels cannot run: they need {MISSING}", stacklevel=2)
     triton = tl = TensorDescriptor = _StandIn()
     HAS_DEPENDENT_LAUNCH = HAS_WIDE_PRODUCT = True  # unused: every launch raises, with the reason
+    LEAST_DOT_ROWS = 8
 
     def constexpr_function(function):
         return function

@@ -16,7 +16,7 @@ import torch
 from ....primitives.dependent_launch import await_predecessor
 from ....primitives.strides import row_unit
 from ....runtime import target, tuning
-from ....runtime.language import is_interpreting, tl, triton
+from ....runtime.language import LEAST_DOT_ROWS, is_interpreting, tl, triton
 from ....runtime.launch import launch
 from .layer import multiply
 from .tiles import columns_of_part, deal_outputs, load_tile, place_of_program, store_tile
@@ -271,8 +271,8 @@ def launch_quantised(
 ) -> None:
     """Launches a kernel above into an output [T, N], or [parts, T, N] fp32. constants: entries of `Format`."""
     out, (num_rows, num_outputs) = layer.output, layer.output.shape[-2:]
-    shares = tuned["column_warps"]
-    num_parts, num_row_blocks = 1 if out.dim() == 2 else len(out), triton.cdiv(num_rows, tuned["block_row"])
+    shares, block_row = tuned["column_warps"], max(tuned["block_row"], LEAST_DOT_ROWS)
+    num_parts, num_row_blocks = 1 if out.dim() == 2 else len(out), triton.cdiv(num_rows, block_row)
     block_output = outputs_each = tuned["block_output"]
     if shares == 1:
         outputs_each = deal_outputs(num_outputs, block_output, num_parts * num_row_blocks, out.device)
@@ -287,9 +287,11 @@ def launch_quantised(
         "stride_x_row": layer.x.stride(0) // unit, "stride_output_row": out.stride(-2),
         "stride_output_part": out.stride(0) if out.dim() == 3 else 0, "UNIT": unit, "NUM_COLUMNS": num_columns,
         "FORMAT": made,
-        "BLOCK_ROW": tuned["block_row"], "BLOCK_OUTPUT": block_output, "NUM_STAGES": tuned["num_stages"],
-        "PREFETCH_WEIGHT": bool(prefetch_weight and tuned["prefetched"]), "num_warps": tuned["num_warps"],
+        "BLOCK_ROW": block_row, "BLOCK_OUTPUT": block_output, "NUM_STAGES": tuned["num_stages"],
+        "PREFETCH_WEIGHT": bool(prefetch_weight and tuned["prefetched"]),
     }  # fmt: skip
+    # `num_stages` of Triton are of loops that name none; ours do
+    arguments |= {name: each for name, each in tuning.compiler_options(tuned).items() if name != "num_stages"}
     grid = (triton.cdiv(num_outputs, outputs_each) * num_parts * num_row_blocks,)
     if shares == 1:
         launch(op, _quantised_tiles_kernel, grid, NUM_PARTS=num_parts, BLOCKS=tuned["blocks"], **arguments)
