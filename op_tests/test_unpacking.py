@@ -104,14 +104,15 @@ def test_slabs(name):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_sums_and_products(name):
-    """Zero points are taken away exactly; a scale is rounded once."""
+    """Zero points are taken away exactly; a scale is rounded once. Both words may be of other outputs."""
     dtype, top = TYPES[name], 128 if name == "bf16" else 1024
     codes = torch.cartesian_prod(torch.arange(16), torch.arange(17))
     slab = words_of(torch.stack([codes[:, 0] + top, codes[:, 0].flip(0) + top], -1).to(dtype))
     zero = (codes[:, 1] | (0xC300 if name == "bf16" else 0xE400)) * 0x10001
-    less = run(programs(name)["ADD"], slab, zero, zero)[0]
-    expected = torch.stack([codes[:, 0] - codes[:, 1], codes[:, 0].flip(0) - codes[:, 1]], -1).double()
+    less = run(programs(name)["ADD"], slab, zero, zero.flip(0))[0]
+    expected = torch.stack([codes[:, 0] - codes[:, 1], codes[:, 0].flip(0) - codes[:, 1].flip(0)], -1).double()
     assert torch.equal(halves(less, dtype).double(), expected)
     scale = torch.rand(len(codes), dtype=torch.float64).to(dtype)
-    product = run(programs(name)["TIMES"], less, *2 * [words_of(torch.stack([scale, scale], -1))])[0]
-    assert torch.equal(halves(product, dtype), (expected * scale.double()[:, None]).to(dtype))
+    factor = words_of(torch.stack([scale, scale], -1))
+    product = run(programs(name)["TIMES"], less, factor, factor.flip(0))[0]
+    assert torch.equal(halves(product, dtype), (expected * torch.stack([scale, scale.flip(0)], -1).double()).to(dtype))

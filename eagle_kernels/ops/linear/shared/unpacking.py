@@ -84,12 +84,18 @@ def _float_bytes(name: str) -> tl.constexpr:
     return _program(*lines, registers="low, high, part, other, factor, zero")
 
 
+# a number for each half, which may be of two outputs
+_BOTH = "prmt.b32 both, $2, $3, 0x7610"
+
+
 def _addition(name: str) -> tl.constexpr:
-    return _program(f"mov.b32 one, {_PAIRS[name]['one']:#x}", f"fma.rn.{name}x2 $0, $1, one, $2", registers="one")
+    one = f"mov.b32 one, {_PAIRS[name]['one']:#x}"
+    return _program(_BOTH, one, f"fma.rn.{name}x2 $0, $1, one, both", registers="one, both")
 
 
 def _product(name: str) -> tl.constexpr:
-    return _program("mov.b32 zero, 0x80008000", f"fma.rn.{name}x2 $0, $1, $2, zero", registers="zero")
+    zero = "mov.b32 zero, 0x80008000"
+    return _program(_BOTH, zero, f"fma.rn.{name}x2 $0, $1, both, zero", registers="zero, both")
 
 
 _NIBBLES_BF16, _NIBBLES_F16 = _nibbles("bf16"), _nibbles("f16")
