@@ -141,8 +141,7 @@ def linear_fp8(
     )
     is_blocked, x_scales = scales.dim() == 2, None
     if activations != "16bit" and out.numel():
-        codes, x_scales = round_rows(op, x, activations == "block")
-        x, weight = codes.view(torch.float8_e4m3fn), weight.view(torch.float8_e4m3fn)
+        (x, x_scales), weight = round_rows(op, x, activations == "block"), weight.view(torch.float8_e4m3fn)
     constants = {
         "BITS": 8, "IS_FLOAT": True, "HAS_ZEROS": False, "GROUP": 128 if is_blocked else 0,
         "IS_SCALE_BF16": False, "X_SCALES": _X_SCALES[activations],

@@ -117,6 +117,15 @@ def test_every_entry(rows, device, monkeypatch):
             assert_equal("linear_fp8", f"{activations} prefetched", "output", result, expected)
 
 
+def test_rounded_rows_are_handed_on_as_they_are():
+    """As one tensor, not as a view: the plan of a call would take that for another one."""
+    launches = []
+    with target.assume("sm_90"), launch.intercept(lambda *each: launches.append(each[3])):
+        eagle_kernels.raw.linear_fp8(**make(3, 48, 300, torch.float16, activations="token"))
+    rounding, product = launches
+    assert product["layer"].x is rounding["codes_ptr"] and product["layer"].x_scales is rounding["scales_ptr"]
+
+
 def test_parts(device):
     for activations in ACTIVATIONS:
         values = make(20, 40, 650, torch.float16, has_bias=True, activations=activations, device=device)

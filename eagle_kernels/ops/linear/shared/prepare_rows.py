@@ -75,7 +75,8 @@ def _round_rows_kernel(
         else:
             quotient = tl.math.div_rn(x, tl.broadcast_to(scale, x.shape))
         codes_ptrs = codes_ptr + (row * NUM_BLOCKS + block)[:, None] * 128 + place[None, :]
-        tl.store(codes_ptrs, encode_e4m3(quotient, 7), mask=(block < NUM_BLOCKS)[:, None])
+        codes = encode_e4m3(quotient, 7).to(codes_ptr.dtype.element_ty, bitcast=True)
+        tl.store(codes_ptrs, codes, mask=(block < NUM_BLOCKS)[:, None])
 
 
 def reorder_columns(op: str, x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -91,10 +92,10 @@ def reorder_columns(op: str, x: torch.Tensor, columns: torch.Tensor) -> torch.Te
 
 
 def round_rows(op: str, x: torch.Tensor, by_block: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns bytes [T, blocks * 128] of float8_e4m3fn, and scales fp32 [T], or [T, blocks] of 128 columns."""
+    """Returns codes float8_e4m3fn [T, blocks * 128], and scales fp32 [T], or [T, blocks] of 128 columns."""
     num_rows, num_columns = x.shape
     num_blocks, unit = triton.cdiv(num_columns, 128), row_unit(x)
-    codes = torch.empty((num_rows, num_blocks * 128), dtype=torch.uint8, device=x.device)
+    codes = torch.empty((num_rows, num_blocks * 128), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((num_rows, num_blocks) if by_block else (num_rows,), dtype=torch.float32, device=x.device)
     launch(
         op, _round_rows_kernel, (num_rows,),
