@@ -11,7 +11,7 @@ Invariants: Where scales are multiplied with weights, these are rounded to the d
     primitives/dependent_launch.py, all else after it.
 Grid: (blocks of rows * output blocks * parts,), one program makes one block of outputs of a block of rows; before it,
     to round x, (T,).
-Launches: 1, and 1 more to round x
+Launches: 1; one more each to round x, and where parts are merged (past 32 rows)
 Traffic: N * K, 4 bytes for each scale, 2 * T * (K + N), and 2 * N more with a bias; 2 * T * K more to round x; with
     parts, 4 bytes * parts * T * N for the output. Blocks of rows read weights out of the cache.
 """
@@ -30,15 +30,16 @@ from .shared.quantised import Quantised, choose_row, launch_quantised
 # The first entry that allows the number of rows and of outputs is taken; with num_parts or deterministic one without
 # column_warps, which are warps of a program with columns of their own; deterministic also without late, which
 # multiplies scales with the sums of 128 columns, and with at least 16 rows. blocks: of 128 columns, in a turn.
+# merged: where there are too few programs they make parts, which another launch adds up, but not deterministic ones.
 # prefetched: the first block of weights is kept in registers.
 _TILE = {"max_rows": 2**31, "least_outputs": 0, "block_row": 64, "block_output": 64, "column_warps": 1, "rows_left": 0,
-         "blocks": 1, "late": 0, "prefetched": 0, "num_warps": 4, "num_stages": 3}  # fmt: skip
+         "blocks": 1, "merged": 0, "late": 0, "prefetched": 0, "num_warps": 4, "num_stages": 3}  # fmt: skip
 _FEW = {rows: {"max_rows": rows, "block_row": rows} for rows in (8, 16, 32, 64)}
 _WIDE = {"least_outputs": 16384, "block_output": 128, "num_stages": 3}
 # Not yet measured: chosen by instructions for a weight and bytes in flight.
 _COLUMNS = _TILE | {"block_output": 32, "column_warps": 8, "late": 1, "prefetched": 1, "num_warps": 8}
 _STREAM = _TILE | {"blocks": 2, "late": 1, "prefetched": 1, "num_stages": 3}
-_LARGE = _TILE | {"block_output": 128, "num_warps": 8}
+_LARGE = _TILE | {"block_output": 128, "merged": 1, "num_warps": 8}
 TUNING = {
     "default": (_TILE | _FEW[16], _TILE | _FEW[32], _TILE),
     # 64 KiB of shared memory
@@ -52,8 +53,7 @@ TUNING = {
         _STREAM | _FEW[32] | _WIDE | {"num_stages": 3},
         _COLUMNS | _FEW[32] | {"block_output": 16},
         _STREAM | _FEW[32] | {"late": 0, "num_stages": 3},
-        _LARGE | _FEW[64] | {"least_outputs": 16384, "num_stages": 4},
-        _TILE | _FEW[64] | {"num_stages": 4},
+        _LARGE | _FEW[64] | {"num_stages": 4},
         # arithmetic counts, not memory
         _LARGE | {"block_row": 128, "num_stages": 4},
     ),

@@ -16,10 +16,11 @@ import torch
 from ....primitives.dependent_launch import await_predecessor
 from ....primitives.strides import row_unit
 from ....runtime import target, tuning
-from ....runtime.language import LEAST_DOT_ROWS, is_interpreting, tl, triton
+from ....runtime.language import LEAST_DOT_ROWS, is_interpreting, next_power_of_2, tl, triton
 from ....runtime.launch import launch
 from .layer import multiply
-from .tiles import columns_of_part, deal_outputs, load_tile, place_of_program, store_tile
+from .merge_parts import merge_parts
+from .tiles import columns_of_part, deal_outputs, load_tile, most_parts, place_of_program, store_tile
 from .unpacking import Numbers, scale_of, unpack
 
 _SIZES = ["num_rows", "num_outputs", "outputs_each", "stride_x_row", "stride_numbers", "stride_output_row",
@@ -248,7 +249,7 @@ def choose_row(
         is_alike = entry["column_warps"] == 1 and not entry["late"] and entry["block_row"] >= 16
         is_allowed = is_alike or not deterministic and (can_share or entry["column_warps"] == 1)
         if num_rows <= entry["max_rows"] and num_outputs >= entry["least_outputs"] and is_allowed:
-            return entry
+            return entry | {"merged": 0} if deterministic else entry
     raise AssertionError("the last entry of a table fits all sizes, also where rows are alike")
 
 
@@ -274,6 +275,14 @@ def launch_quantised(
     shares, block_row = tuned["column_warps"], max(tuned["block_row"], LEAST_DOT_ROWS)
     num_parts, num_row_blocks = 1 if out.dim() == 2 else len(out), triton.cdiv(num_rows, block_row)
     block_output = outputs_each = tuned["block_output"]
+    merged = None
+    if tuned["merged"] and out.dim() == 2 and out.numel():
+        programs = target.num_multiprocessors(out.device) // (triton.cdiv(num_outputs, block_output) * num_row_blocks)
+        # powers of two: a kernel is compiled for each number
+        num_parts = next_power_of_2(max(1, min(programs, most_parts(num_columns))) + 1) // 2
+        if num_parts > 1:
+            merged, out = out, torch.empty((num_parts, *out.shape), dtype=torch.float32, device=out.device)
+            layer = layer._replace(output=out)
     if shares == 1:
         outputs_each = deal_outputs(num_outputs, block_output, num_parts * num_row_blocks, out.device)
     is_nvidia = target.architecture(out.device).startswith("sm_") and not is_interpreting()
@@ -297,3 +306,5 @@ def launch_quantised(
         launch(op, _quantised_tiles_kernel, grid, NUM_PARTS=num_parts, BLOCKS=tuned["blocks"], **arguments)
     else:
         launch(op, _quantised_columns_kernel, grid, NUM_SHARES=shares, ROWS_LEFT=bool(tuned["rows_left"]), **arguments)
+    if merged is not None:
+        merge_parts(op, out, merged)
