@@ -88,8 +88,8 @@ def linear_w8a16(
         x: [T, K] fp16 or bf16. Rows may be strided.
         weight: [S, C, 16, 32] int32, in the layout of `eagle_kernels.ops.linear.shared.repack`, which makes it out of
             int8 [N, K] and the layouts of GPTQ and compressed-tensors.
-        scales: with group_size [ceil(G / 2), N, 2] fp16 or bf16, groups of an output in pairs; else [N] fp16, bf16 or
-            fp32.
+        scales: with group_size [ceil(G / 2), N, 2] fp16 or bf16 (fastest as `x`), groups of an output in pairs; else
+            [N] fp16, bf16 or fp32.
         zeros: None (0 everywhere) or the values that stand for 0: with group_size [ceil(G / 2), N, 2] int16, else [N]
             int8.
         columns: None, or [K] int32 or int64: the column of `x` that each column of the weights is for (GPTQ's order of
