@@ -122,17 +122,24 @@ def test_int8(shape):
     assert torch.equal(read_back(repack.from_int8(weight, scale), 128), expected)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (272,), (272, 1), (3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (272,), (272, 1), (3, 2), (3, 1, 2, 1)], ids=str)
 def test_fp8(shape):
     weight, scale = torch.randn(272, 200).to(torch.float8_e4m3fn), torch.rand(shape)
-    if shape == (3, 2):
-        by_block = scale.repeat_interleave(128, 0)[:272].repeat_interleave(128, 1)[:, :200]
+    if len(shape) > 1 and shape[0] == 3:
+        by_block = scale.reshape(3, 2).repeat_interleave(128, 0)[:272].repeat_interleave(128, 1)[:, :200]
     else:
         by_block = scale.reshape(-1, 1)
     expected = weight.float() * by_block
     layer = repack.from_fp8(weight, scale)
     result = linear_fp8(torch.eye(200, dtype=torch.float64), layer.weight, layer.scales)
     torch.testing.assert_close(result.T, expected.double(), rtol=1e-6, atol=0)
+
+
+def test_scales_of_blocks_are_no_scales_of_outputs():
+    """One row of 32 blocks, of a weight that has 32 outputs too."""
+    weight, scale = torch.randn(32, 4096).to(torch.float8_e4m3fn), torch.rand(1, 32)
+    assert repack.from_fp8(weight, scale).scales.shape == (32, 1)
+    assert repack.from_fp8(weight, scale.T.contiguous()).scales.shape == (32,)
 
 
 def test_both_packings_agree():

@@ -19,7 +19,8 @@ The layouts that are read, and where they are defined:
                         (compressed-tensors, int-quantized)
     fp8                 weight [N, K] float8_e4m3fn; weight_scale [], [1], [N] or [N, 1] (compressed-tensors
                         float-quantized, ModelOpt, whose names they are too), or weight_scale_inv
-                        [N / 128, K / 128], which is to be multiplied as well (DeepSeek-V3, inference/fp8_cast_bf16.py)
+                        [N / 128, K / 128], which is to be multiplied as well (DeepSeek-V3, inference/fp8_cast_bf16.py);
+                        ModelOpt writes the latter as [N / 128, 1, K / 128, 1]
 """
 
 from __future__ import annotations
@@ -134,11 +135,14 @@ def from_int8(weight: torch.Tensor, weight_scale: torch.Tensor) -> Packed:
 def from_fp8(weight: torch.Tensor, weight_scale: torch.Tensor) -> Packed:
     """Returns the weights of a tensor float8_e4m3fn [N, K], for `linear_fp8`."""
     _check(weight, "weight", (None, None), torch.float8_e4m3fn)
-    (num_outputs, num_columns), size = weight.shape, tuple(weight_scale.shape)
+    num_outputs, num_columns = weight.shape
+    if weight_scale.dim() == 4:  # ModelOpt's blocks
+        weight_scale = weight_scale.flatten(2).flatten(0, 1)
+    size = tuple(weight_scale.shape)
     if not bool(weight_scale.isfinite().all()):
         _fail("weight_scale", "be finite", "infinity or NaN")
     scale = weight_scale.float()
-    if scale.numel() in (1, num_outputs) and max(size, default=1) == scale.numel():
+    if size in ((), (1,), (1, 1), (num_outputs,), (num_outputs, 1)):
         scales = scale.flatten().expand(num_outputs).contiguous()
     elif size == (-(-num_outputs // 128), -(-num_columns // 128)):
         if num_outputs % _BLOCK_OUTPUTS:
