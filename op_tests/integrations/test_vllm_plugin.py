@@ -32,7 +32,7 @@ GROUPS = {
 
 def configuration(**changes) -> SimpleNamespace:
     """vLLM's configuration with our backend and drafts; a group's fields are given as model_.., and so on."""
-    fields = {"use_v2_model_runner": True, "lora_config": None}
+    fields = {"use_v2_model_runner": True, "lora_config": None, "additional_config": {}}
     for group, values in GROUPS.items():
         given = [name for name in changes if name.startswith(f"{group}_") and name != f"{group}_config"]
         own = values | {name.removeprefix(f"{group}_"): changes.pop(name) for name in given}

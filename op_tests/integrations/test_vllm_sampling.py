@@ -527,7 +527,7 @@ def test_a_model_s_state_gives_ours(sampling, drafts, device):
     server = Server(sampling, ALL, device)
     spec = drafts and speculation(num_speculative_tokens=drafts)
     made = lambda *given: SimpleNamespace(custom_sampler=lambda sampler: None, given=given)  # noqa: E731
-    config = SimpleNamespace(speculative_config=spec)
+    config = SimpleNamespace(speculative_config=spec, additional_config={})
     state = sampling.init_model_state(made, config, "model", None, torch.device(device))
     assert state.given == (config, "model", None, torch.device(device))
     sampler, verifier = state.custom_sampler(server.sampler)
@@ -537,7 +537,7 @@ def test_a_model_s_state_gives_ours(sampling, drafts, device):
 
 def test_a_model_with_a_sampler_of_its_own_keeps_it(sampling):
     state = SimpleNamespace(custom_sampler=lambda sampler: ("own", sampler))
-    config = SimpleNamespace(speculative_config=None)
+    config = SimpleNamespace(speculative_config=None, additional_config={})
     state = sampling.init_model_state(lambda *given: state, config, "model", None, torch.device("cpu"))
     assert state.custom_sampler("vLLM's") == ("own", "vLLM's")
 

@@ -13,7 +13,7 @@ import functools
 import importlib
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +25,7 @@ SITE = os.environ.get("EAGLE_KERNELS_VLLM_SITE", "")
 FORMS = {"0.26": "vllm_stub", "0.33": "vllm_stub_newer"}
 BACKEND = {"0.26": "CUSTOM", "0.33": "EAGLE_KERNELS"}  # the name of ours
 NAMES = ["installed"] if SITE else [*FORMS]  # what tests of attention and sampling run on
-OURS = tuple(f"eagle_kernels.integrations.vllm.{name}" for name in ("attention", "sampling"))
+OURS = tuple(f"eagle_kernels.integrations.vllm.{name}" for name in ("attention", "sampling", "tree_verification"))
 
 
 # attention
@@ -235,6 +235,32 @@ class LogitBiasState(_PerRequest):
 
 
 class PenaltiesState(_PerRequest):
+    """What vLLM's kernel reads: penalties, which tokens are in the prompt, a bit each, and how often in the output."""
+
+    def __init__(self, req_states):
+        super().__init__(req_states)
+        size, vocab, device = req_states.max_num_reqs, req_states.vocab_size, req_states.device
+        self.use_penalty = np.zeros(size, bool)
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+            setattr(self, name, Numbers(size, name == "repetition_penalty", np.float32, device))
+        self.prompt_bin_mask = torch.zeros(size, -(-vocab // 32), dtype=torch.int32, device=device)
+        self.output_bin_counts = torch.zeros(size, vocab, dtype=torch.int32, device=device)
+
+    def add_request(self, place, params) -> None:
+        super().add_request(place, params)
+        values = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        self.use_penalty[place] = values != (1.0, 0.0, 0.0)
+        for numbers, value in zip((self.repetition_penalty, self.frequency_penalty, self.presence_penalty), values):
+            numbers.np[place] = value
+            numbers.copy()
+        states, vocab = self.req_states, self.output_bin_counts.shape[1]
+        prompt_len, total_len = int(states.prompt_len.gpu[place]), int(states.total_len.gpu[place])
+        text = states.all_token_ids.gpu[place].long()
+        self.output_bin_counts[place] = text[prompt_len:total_len].bincount(minlength=vocab)
+        for token in set(text[:prompt_len].tolist()):
+            bit = 1 << token % 32
+            self.prompt_bin_mask[place, token // 32] |= bit - (1 << 32) if bit >> 31 else bit
+
     def apply_penalties(self, logits, rows, places, input_ids, local) -> None:
         for row, params, prompt, output in self.texts(rows, input_ids, local):
             for token in {*prompt, *output}:
@@ -249,11 +275,20 @@ class BadWordsState(_PerRequest):
 
     def __init__(self, req_states):
         super().__init__(req_states)
-        self.num_bad_words = SimpleNamespace(np=np.zeros(req_states.max_num_reqs, np.int32))
+        size, device = req_states.max_num_reqs, req_states.device
+        self.num_bad_words = Numbers(size, 0, np.int32, device)
+        make = lambda width: SimpleNamespace(gpu=torch.zeros(size, width, dtype=torch.int32, device=device))  # noqa: E731
+        self.bad_word_token_ids, self.bad_word_offsets = make(1000), make(129)
 
     def add_request(self, place, params) -> None:
         super().add_request(place, params)
-        self.num_bad_words.np[place] = len(params.bad_words_token_ids or ())
+        words = params.bad_words_token_ids or ()
+        self.num_bad_words.np[place] = len(words)
+        self.num_bad_words.copy()
+        for index, word in enumerate(words):
+            first = int(self.bad_word_offsets.gpu[place, index])
+            self.bad_word_token_ids.gpu[place, first : first + len(word)] = torch.tensor(word)
+            self.bad_word_offsets.gpu[place, index + 1] = first + len(word)
 
     def apply_bad_words(self, logits, rows, places, input_ids, local) -> None:
         for row, params, _, output in self.texts(rows, input_ids, local, first_draft=0):
@@ -355,6 +390,15 @@ class DraftModelSpeculator:
         return self.model.compute_logits(hidden_states).argmax(-1)
 
 
+class StructuredOutputsWorker:
+    def apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask):
+        return grammar_bitmask
+
+
+def init_speculator(vllm_config, device):
+    return DraftModelSpeculator()
+
+
 def warmup_kernels(model_runner, worker_execute_model, worker_sample_tokens):
     """Runs steps of requests that have all filters."""
     worker_execute_model("prompts")
@@ -384,6 +428,8 @@ class EngineArgs:
     attention_backend: object = None
     attention_config: object = None
     speculative_config: dict | None = None
+    additional_config: dict = field(default_factory=dict)
+    max_num_seqs: int | None = None
 
     def create_engine_config(self):
         return self.config
@@ -444,7 +490,8 @@ def hooked(modules: dict[str, dict] = MODULES, speculator: type = DraftModelSpec
         "vllm.v1.worker.worker_base": {"WorkerWrapperBase": copy(WorkerWrapperBase)},
         "vllm.v1.worker.gpu_worker": {"warmup_kernels": warmup_kernels},
         "vllm.v1.engine.input_processor": {"InputProcessor": copy(InputProcessor)},
-        GPU + "model_runner": {"init_model_state": init_model_state},
+        GPU + "model_runner": {"init_model_state": init_model_state, "init_speculator": init_speculator},
+        GPU + "structured_outputs": {"StructuredOutputsWorker": copy(StructuredOutputsWorker)},
         GPU + "spec_decode.speculator": {"DraftModelSpeculator": copy(speculator)},
     }
 

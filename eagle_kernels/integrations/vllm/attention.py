@@ -7,7 +7,7 @@ So prefix caches, KV connectors and layers of other backends see what they expec
 Who reads what
     A step is ours if its rows are short: one for each request, and one more for each draft. In a step with prompts or
     chunks of them FlashAttention 3 reads all rows, on GPUs for which vLLM has it. On others ours reads the short rows,
-    which come first, and then the prompts.
+    which come first, and then the prompts; and everywhere in steps with trees, whose masks FlashAttention 3 has not.
 CUDA graphs
     What a captured step reads (`Rows`) lies in buffers of the metadata's builder, which vLLM calls before every replay;
     for later drafts newer releases capture one call of it for each (`update_draft_decode_metadata`).
@@ -27,6 +27,7 @@ from ...ops.attention.tree_attention import MAX_QUERY
 from ...ops.attention.tree_attention import Output as Attended
 from ...primitives.paging import MAX_HEAD_DIM, MAX_PAGE_SIZE
 from .parts import KV_DTYPES, SWITCHES, backend_name
+from .trees import Level
 
 
 def _host():
@@ -61,7 +62,7 @@ class Rows:
 
     seq_lens, prefix_lens: int32 [B], with and without the step's own tokens. bounds: int32 [B + 1], of the requests'
     rows. plan: int32 [B + 1], for layers without a window. prompt_bounds: None, or int32 [P + 1] counted from the first
-    prompt's first row.
+    prompt's first row. tree_mask: None, or int64 [T, W], of layers that read trees.
     """
 
     num_requests: int
@@ -72,6 +73,7 @@ class Rows:
     bounds: torch.Tensor
     plan: torch.Tensor
     prompt_bounds: torch.Tensor | None
+    tree_mask: torch.Tensor | None = None
 
 
 class EagleKernelsBuilder(Builder):
@@ -79,6 +81,7 @@ class EagleKernelsBuilder(Builder):
 
     # In the graph of a mixed batch rows would stay split as they were when it was captured.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    trees = None  # `Trees` of the target's builders, where drafts are trees
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -93,6 +96,8 @@ class EagleKernelsBuilder(Builder):
         rows = None
         if common_attn_metadata.causal is True and common_prefix_len == 0:
             rows = self._rows(common_attn_metadata)
+        if rows is None and self._has_trees():
+            raise RuntimeError("eagle_kernels: a step with trees holds rows that are not causal, or a shared prefix")
         # a fast one plans no work for FlashAttention
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or rows is not None)
         metadata.eagle_kernels = rows
@@ -102,16 +107,21 @@ class EagleKernelsBuilder(Builder):
         if common.mm_req_doc_ranges is not None:  # tokens of images see each other in both directions
             return None
         num_requests, num_prompts, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.most_rows)
-        if num_prompts and READS_MIXED:
+        if num_prompts and READS_MIXED and not self._has_trees():
             return None
         rows = Rows(
             num_requests, num_tokens, self.most_rows if num_prompts else max(common.max_query_len, 1),
             common.seq_lens[:num_requests], self._prefix_lens[:num_requests],
             common.query_start_loc[: num_requests + 1], self._plan[: num_requests + 1],
             common.query_start_loc[num_requests:] - num_tokens if num_prompts else None,
+            None if self.trees is None else self.trees.row_mask[:num_tokens],
         )  # fmt: skip
         self._measure(rows)
         return rows
+
+    def _has_trees(self) -> bool:
+        """Tells whether the step has a tree."""
+        return self.trees is not None and self.trees.current is not None
 
     @staticmethod
     def _measure(rows: Rows) -> None:
@@ -157,6 +167,8 @@ class EagleKernelsBackend(Backend):
 class EagleKernelsImpl(Implementation):
     """The attention of a layer."""
 
+    reads_trees = False  # a target's, where drafts are trees; a draft's first pass reads accepted tokens
+
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         left, right = self.sliding_window
@@ -173,10 +185,22 @@ class EagleKernelsImpl(Implementation):
         if not READS_MIXED:  # Triton's kernel takes queries of 16 bits with keys of 8 as well
             self.supports_quant_query_input = False
 
+    def check_trees(self, name: str) -> None:
+        """Raises RuntimeError if this layer, of this name, cannot read trees."""
+        reasons = {
+            "ours does not read it": not self.is_ours, "it has a sliding window": self.window is not None,
+            f"its cache is {self.kv_cache_dtype}": self.kv_cache_dtype.startswith("fp8"),
+        }  # fmt: skip
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise RuntimeError(f"eagle_kernels: trees of drafts are not supported in layer {name}: {reason}")
+
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
     ):  # fmt: skip
-        """Attends a step's rows; vLLM has written their keys and values into the cache."""
+        """Attends a step's rows; vLLM has written their keys and values into the cache, but for a draft's levels."""
+        if isinstance(attn_metadata, Level):
+            self._attend_level(attn_metadata, query, key, value, self._cache(layer, kv_cache), output)
+            return output
         rows = getattr(attn_metadata, "eagle_kernels", None)
         is_ours = rows is not None and self.is_ours and output_scale is None and output_block_scale is None
         if not is_ours or query.dtype not in QUERY_DTYPES:
@@ -201,9 +225,25 @@ class EagleKernelsImpl(Implementation):
         if rows.max_query == 1:
             gqa_decode(query[:count], **cache, **table, **options, seq_lens=rows.seq_lens, out=out)
             return
+        has_mask = self.reads_trees and rows.tree_mask is not None
+        sees = {"tree_mask": rows.tree_mask} if has_mask else {"is_causal": True}
         tree_attention(
             query[:count], **cache, **table, **options, seq_lens=rows.prefix_lens, qo_indptr=rows.bounds,
-            max_query=rows.max_query, is_causal=True, out=out,
+            max_query=rows.max_query, **sees, out=out,
+        )  # fmt: skip
+
+    def _attend_level(self, level: Level, query, key, value, cache: dict, output) -> None:
+        """Attends the beams of a level, [B * K] rows, to the prefix and to the beams of all levels that they see."""
+        size, topk = level.ancestors.shape[:2]
+        count, shape = level.number * topk, (size, topk, -1, self.head_size)
+        query, output = query.view(shape), output.view(shape)
+        drafts = {}
+        for name, rows, kept in (("draft_key", key, level.keys), ("draft_value", value, level.values)):
+            kept[:size, count - topk : count] = rows.view(shape)
+            drafts[name] = kept[:size, :count]
+        tree_attention(
+            query, **cache, **self._logits(), **drafts, tree_mask=level.ancestors, num_draft_keys=count,
+            block_table=level.block_table, seq_lens=level.prefix_lens, out=Attended(output, self._log_sums(query)),
         )  # fmt: skip
 
     def _attend_prompts(self, rows: Rows, query, cache: dict, metadata, output) -> None:
@@ -232,4 +272,4 @@ class EagleKernelsImpl(Implementation):
     @staticmethod
     def _log_sums(query: torch.Tensor) -> torch.Tensor:
         """Allocates what the ops return beside the output, which nobody reads here; graphs keep what is theirs."""
-        return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        return torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)

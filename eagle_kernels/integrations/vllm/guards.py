@@ -3,10 +3,13 @@
 from ..shared.hooks import fault_in_place
 from ..shared.versions import installed_version, is_first, spans
 from . import hooks
-from .parts import KV_DTYPES, SWITCHES, VARIABLE, asked_by, backend_name, has_backend, logger
+from .parts import KV_DTYPES, PARTS, SWITCHES, VARIABLE, asked_by, backend_name, has_backend, logger
 from .plugin import rebind
+from .trees import OPTION, preset, shape_of
 
 METHODS = ("standard", "synthetic")  # of verification
+TREE_METHODS = ("eagle", "eagle3", "mtp")  # of drafts
+TREE_VERSIONS = "0.26."  # later ones draft and process logits in other places
 
 
 def refusals(config) -> list[str]:
@@ -41,7 +44,32 @@ def refusals(config) -> list[str]:
         method, drafts = speculation.rejection_sample_method, speculation.draft_sample_method
         refuse(method not in METHODS, f"rejection_sample_method {method!r}; {' or '.join(METHODS)}")
         refuse(drafts != "greedy", f"draft_sample_method {drafts!r}; greedy")
+    if shape_of(config) is not None:
+        found += [f"{reason} with trees of drafts" for reason in tree_refusals(config, asked)]
     return found
+
+
+def tree_refusals(config, asked: frozenset[str]) -> list[str]:
+    """Returns why drafts of this configuration cannot be trees."""
+    model, speculation, parallel = config.model_config, config.speculative_config, config.parallel_config
+    version, method = installed_version("vllm"), speculation.method
+    backend, dtype = speculation.attention_backend, config.cache_config.cache_dtype
+    reasons = {
+        f"vLLM {version}; {TREE_VERSIONS}x": not version.startswith(TREE_VERSIONS),
+        f"parts but {', '.join(sorted(asked))}; all": asked != frozenset(PARTS),
+        f"method {method!r}; {', '.join(TREE_METHODS)}": method not in TREE_METHODS or speculation.use_gemma4_mtp(),
+        f"attention_backend {getattr(backend, 'name', backend)} of drafts; {backend_name()}": (
+            getattr(backend, "name", backend) != backend_name()
+        ),
+        "num_speculative_tokens_per_batch_size": speculation.num_speculative_tokens_per_batch_size is not None,
+        "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
+        "--data-parallel-size above 1": parallel.data_parallel_size > 1,
+        "--kv-transfer-config": config.kv_transfer_config is not None,  # it may copy rows before they have moved
+        f"--kv-cache-dtype {dtype}": dtype.startswith("fp8"),
+        "sliding windows": model.get_sliding_window() is not None,
+        "positions of several axes (M-RoPE)": bool(model.uses_mrope or model.uses_xdrope_dim),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def create_engine_config(original, arguments, *rest, **options):
@@ -55,6 +83,7 @@ def create_engine_config(original, arguments, *rest, **options):
     is_ours = str(getattr(backend, "name", backend)).upper() == name  # vLLM takes names in any case
     if is_ours and speculation and not speculation.get("attention_backend"):
         arguments.speculative_config = speculation | {"attention_backend": name}
+    _name_trees(arguments)
     config = original(arguments, *rest, **options)
     asked = asked_by(config)
     if has_backend(config):
@@ -63,6 +92,17 @@ def create_engine_config(original, arguments, *rest, **options):
     if reasons:
         raise ValueError("eagle_kernels: the plug-in does not support " + "; nor ".join(reasons))
     return config
+
+
+def _name_trees(arguments) -> None:
+    """Names the tree, and the drafts that are its nodes, where trees are asked for and nothing is named."""
+    options, speculation = arguments.additional_config, arguments.speculative_config
+    if not speculation or not isinstance(options, dict) or options.get(OPTION) != {}:
+        return
+    shape = preset(arguments.max_num_seqs)
+    arguments.additional_config = options | {OPTION: {"topk": shape.topk, "depth": shape.depth}}
+    arguments.speculative_config = {"num_speculative_tokens": shape.num_nodes - 1} | speculation
+    logger.info("eagle_kernels: trees of topk %d, depth %d", shape.topk, shape.depth)
 
 
 def _check_backend(asked: frozenset[str]) -> None:

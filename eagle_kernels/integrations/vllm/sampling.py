@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from ...ops import sample_from_logits, verify_tree_greedy, verify_tree_sampled
 from .parts import SWITCHES
+from .trees import Trees, shape_of
 
 try:  # since vLLM 0.31
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext as Step
@@ -206,18 +207,23 @@ class MatchVerifier(RejectionSampler):
         """Returns (tokens int64 [B, N], how many count int32 [B]) of chains of N rows: the root and all drafts."""
         num_nodes = self.num_speculative_steps + 1
         drafts, is_refused = drafts.view(-1, num_nodes), None
-        parameters = parameters | {"spec_steps": num_nodes - 1}
-        parameters["target_logits"] = parameters.pop("logits")
-        verify = verify_tree_sampled if "temperature" in parameters else verify_tree_greedy
-        if self.rates is not None:
-            parameters |= {"accept_policy": "simulate", "simulated_rates": self.rates}
-            if Step is not SimpleNamespace:  # since 0.31 vLLM makes all drafts of a request up before there are any
-                is_refused, drafts = drafts[:, 1] < 0, drafts.clamp(min=0)
-        if verify is verify_tree_sampled or self.rates is not None:
-            parameters["positions"] = pos
-        out = verify(drafts, *self._chains(len(drafts), drafts.device), **parameters)
+        if self.rates is not None and Step is not SimpleNamespace:
+            # since 0.31 vLLM makes all drafts of a request up before there are any
+            is_refused, drafts = drafts[:, 1] < 0, drafts.clamp(min=0)
+        out = self.walk(parameters, drafts, self._chains(len(drafts), drafts.device), pos, num_nodes - 1)
         count = out.accept_token_num if is_refused is None else out.accept_token_num.masked_fill(is_refused, 0)
         return out.predicts.view(-1, num_nodes).to(torch.int64), count + 1
+
+    def walk(self, parameters: dict, drafts, links, pos, spec_steps: int):
+        """Returns what `verify_tree_greedy` or `verify_tree_sampled` does of drafts [B, N], as the parameters ask."""
+        verify = verify_tree_sampled if "temperature" in parameters else verify_tree_greedy
+        parameters = parameters | {"spec_steps": spec_steps}
+        parameters["target_logits"] = parameters.pop("logits")
+        if self.rates is not None:
+            parameters |= {"accept_policy": "simulate", "simulated_rates": self.rates}
+        if verify is verify_tree_sampled or self.rates is not None:
+            parameters["positions"] = pos
+        return verify(drafts, *links, **parameters)
 
     def _chains(self, batch_size: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the links of chains as trees: retrieve_index, retrieve_next_token and retrieve_next_sibling."""
@@ -245,13 +251,32 @@ def _match(tokens, drafts, bounds, num_nodes: int) -> tuple[torch.Tensor, torch.
 def init_model_state(original, vllm_config, model, encoder_cache, device):
     """Makes vLLM's state of a model, which gives our sampler and verification where it gives none of its own."""
     state = original(vllm_config, model, encoder_cache, device)
-    own, spec_config = state.custom_sampler, vllm_config.speculative_config
+    own, spec_config, shape = state.custom_sampler, vllm_config.speculative_config, shape_of(vllm_config)
+    trees = None
+    if shape is not None:
+        scheduler = vllm_config.scheduler_config
+        trees = Trees(shape, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, device)
+        state.eagle_kernels_trees, prepare_attn = trees, state.prepare_attn
+
+        def prepare_attn_of_trees(input_batch, *arguments, **options):
+            trees.lay_out(input_batch)
+            return prepare_attn(input_batch, *arguments, **options)
+
+        state.prepare_attn = prepare_attn_of_trees
 
     def custom_sampler(sampler):
         made = own(sampler)
+        if made is not None and trees is not None:
+            raise RuntimeError(
+                "eagle_kernels: trees of drafts are not supported for models with a sampler of their own"
+            )
         if made is not None:
             return made
         ours = MatchSampler.of(sampler)
+        if trees is not None:
+            from .tree_verification import TreeVerifier
+
+            return ours, TreeVerifier(ours, spec_config, device, trees)
         return ours, None if spec_config is None else MatchVerifier(ours, spec_config, device)
 
     state.custom_sampler = custom_sampler

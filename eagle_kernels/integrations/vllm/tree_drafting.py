@@ -1,0 +1,234 @@
+"""Drafting of trees in vLLM: a class that comes before one of vLLM's speculators, whose buffers and passes it keeps.
+
+What is done for a step is all on the device, and does not depend on its number of accepted drafts. So vLLM's two graphs
+hold it: that of the first pass the move of keys and values, the rows' order, the pass itself and the root's children;
+that of later passes all levels, and the trees that are made of their candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...ops import build_tree_from_scores, move_accepted_kv, select_top_k_tokens
+from ...ops.tree.select_top_k_tokens import Output as Beams
+from .parts import SWITCHES
+from .trees import Level, TreeShape, shape_of
+
+
+class TreeDrafts:
+    """Drafts trees in place of chains."""
+
+    def __init__(self, vllm_config, device: torch.device):
+        super().__init__(vllm_config, device)
+        shape = self.shape = shape_of(vllm_config)
+        if self.max_num_reqs * shape.topk > self.max_num_tokens:
+            raise ValueError(
+                "eagle_kernels: --max-num-batched-tokens must be at least --max-num-seqs * topk = "
+                f"{self.max_num_reqs * shape.topk} for trees, got {self.max_num_tokens}"
+            )
+        make = lambda *sizes, dtype=torch.int64: torch.zeros(*sizes, dtype=dtype, device=device)  # noqa: E731
+        size, topk, levels = self.max_num_reqs, shape.topk, shape.depth - 1
+        self.scores = make(size, shape.num_candidates, dtype=torch.float32)
+        self.tokens = make(size, shape.num_candidates)
+        self.parent_slots = make(size, 1 + levels * topk) - 1  # the root's first
+        self.first = {  # the root's children; rows of graphs that are not used expand these
+            "scores": make(size, topk, dtype=torch.float32), "tokens": make(size, topk),
+            "hidden_rows": make(size, topk), "ancestors": make(size, topk, 1),
+        }  # fmt: skip
+        self.root_hidden = make(size, self.hidden_size, dtype=self.dtype)
+        self.no_tokens = make(size)  # of roots, which vLLM knows
+        self.drafted = make(3 + shape.num_words, size, shape.num_nodes)  # as `Trees.state`
+        self.trees = None  # while vLLM measures how much memory is left
+        self.beam_caches: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of each draft layer
+
+    def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        super().init_cudagraph_manager(cudagraph_mode)
+        manager = self.decode_cudagraph_manager
+        self.decode_cudagraph_manager = type(manager)(
+            self.vllm_config, self.device, manager.cudagraph_mode, decode_query_len=self.shape.topk
+        )
+
+    def set_attn(self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups) -> None:
+        """Connects the trees with what reads them: the layers, and what makes their metadata."""
+        super().set_attn(model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups)
+        self.trees = model_state.eagle_kernels_trees
+        for group in (group for groups in target_attn_groups for group in groups):
+            for builder in group.metadata_builders:
+                builder.trees = self.trees
+        size = (self.max_num_reqs, self.shape.topk * (self.shape.depth - 1))
+        for name, layer in self._layers().items():
+            if not hasattr(layer.impl, "check_trees"):
+                raise RuntimeError(f"eagle_kernels: trees of drafts need our attention in all layers, not in {name}")
+            layer.impl.check_trees(name)
+            layer.impl.reads_trees = name not in self.draft_attn_layer_names
+            if not layer.impl.reads_trees:
+                of_beams = (2, *size, layer.num_kv_heads, layer.head_size)
+                self.beam_caches[name] = torch.zeros(of_beams, dtype=self.dtype, device=self.device).unbind()
+
+    def _layers(self) -> dict:
+        """Returns the layers that have a cache, by name."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        return {name: layers[name] for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
+
+    def _tables(self, size: int) -> dict[str, torch.Tensor]:
+        """Returns the block table of each layer, of the requests in the batch."""
+        groups = zip(self.kv_cache_config.kv_cache_groups, self.block_tables.input_block_tables)
+        return {name: table[:size] for group, table in groups for name in group.layer_names}
+
+    def capture(self) -> None:
+        self.trees.forget()
+        super().capture()
+
+    def propose(self, input_batch, *arguments, **options) -> torch.Tensor:
+        """Returns the nodes after the root, int64 [B, N - 1], of each request's next tree."""
+        SWITCHES.note_use("draft")
+        is_dummy = options.get("dummy_run", False)
+        if is_dummy and self.trees is not None:
+            self.trees.forget()
+        drafts = super().propose(input_batch, *arguments, **options)
+        if not is_dummy:
+            self.trees.keep(input_batch.idx_mapping, self.drafted)
+        return drafts
+
+    # the first pass
+
+    def _prefill(self, num_reqs: int, num_tokens: int, attn_metadata, slot_mappings, num_tokens_across_dp,
+                 *mode, **options) -> None:  # fmt: skip
+        """Runs the first pass, over what was accepted, and selects the root's children."""
+        if self.trees is not None:
+            self._move(num_reqs)
+            self._bring_to_front(num_reqs, num_tokens)
+        last = self.last_token_indices[:num_reqs]
+        positions = self.input_buffers.positions[last]
+        last_hidden, hidden = self._run_model(
+            num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, *mode, **options
+        )
+        beams = self._select(0, self._logits(last_hidden[last]), num_reqs, None)
+        self.root_hidden[:num_reqs] = hidden[last]
+        # vLLM prepares one row for each request, of which the levels need the position and the length
+        self.draft_tokens[:num_reqs, 0] = beams.tokens[:, 0]
+        self.input_buffers.positions[:num_reqs] = positions
+
+    def _move(self, size: int) -> None:
+        """Moves keys and values of accepted paths to the slots after what was there before, in the target's layers.
+
+        The draft's own are written by its first pass, in the slots of the front rows.
+        """
+        target, trees = self.target_input_buffers, self.trees
+        before = target.seq_lens[:size] - target.query_start_loc[: size + 1].diff()
+        tables, seen = self._tables(size), set()
+        for name, layer in self._layers().items():
+            cache = layer.kv_cache
+            # layers may share a cache, in which a second move would take what the first has overwritten
+            if name in self.beam_caches or cache.data_ptr() in seen:
+                continue
+            seen.add(cache.data_ptr())
+            keys, values = cache.transpose(1, 2).split(layer.head_size, dim=-1)
+            move_accepted_kv(
+                keys[None], values[None], tables[name], before, trees.accept_index[:size], trees.num_accepted[:size],
+                num_verify_tokens=self.shape.num_nodes,
+            )  # fmt: skip
+
+    def _bring_to_front(self, size: int, num_rows: int) -> None:
+        """Brings tokens, positions and hidden states of accepted paths to the first rows of their requests."""
+        target, buffers, trees, device = self.target_input_buffers, self.input_buffers, self.trees, self.device
+        first = target.query_start_loc[:size, None].long()
+        before = (target.seq_lens[:size] - target.query_start_loc[: size + 1].diff())[:, None]
+        depth = torch.arange(self.shape.depth + 1, device=device)
+        node = trees.accept_index[:size] - torch.arange(size, device=device)[:, None] * self.shape.num_nodes
+        is_path = depth <= trees.num_accepted[:size, None]
+        source = torch.where(is_path, first + node, 0)
+
+        def changed(values: torch.Tensor, is_changed: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+            """Returns values [T] with new ones [B, depths] in the front rows; what is not changed is written past T."""
+            row = torch.where(is_changed, (first + depth)[:, : new.shape[1]], num_rows)
+            return torch.cat([values, values[:1]]).scatter_(0, row.flatten(), new.to(values.dtype).flatten())[:-1]
+
+        buffers.positions[:num_rows] = changed(buffers.positions[:num_rows], is_path, before + depth)
+        # The draft reads at each row the token after it. That after the last one was drawn, and is in its place.
+        following = target.input_ids[source[:, 1:]]
+        buffers.input_ids[:num_rows] = changed(buffers.input_ids[:num_rows], is_path[:, 1:], following)
+        order = changed(torch.arange(num_rows, device=device), is_path, source)
+        self.hidden_states[:num_rows] = self.hidden_states[order]
+
+    # the levels
+
+    def _multi_step_decode(self, num_reqs: int, skip_attn: bool, batch_desc, num_tokens_across_dp) -> None:
+        """Drafts the levels below the root's children, and builds the trees: one graph, if vLLM captured one."""
+        topk, manager = self.shape.topk, self.decode_cudagraph_manager
+        batch_desc = manager.dispatch(num_reqs, num_reqs * topk, topk, 0)
+        if batch_desc.cg_mode.name == "FULL":
+            manager.run_fullgraph(batch_desc)
+        else:
+            self._generate_draft(num_reqs, num_reqs * topk, None if skip_attn else {}, None, num_tokens_across_dp)
+
+    def _generate_draft(
+        self, num_reqs: int, num_tokens_padded: int, attn_metadata, slot_mappings, num_tokens_across_dp, *mode
+    ) -> None:
+        shape, buffers, size = self.shape, self.input_buffers, num_reqs
+        topk, rows = shape.topk, num_reqs * shape.topk
+        self._prepare_eplb_forward(rows)
+        prefix_lens = (buffers.seq_lens[:size] - 1).clamp_(min=0)  # vLLM has counted the row of the first level
+        position = buffers.positions[:size].clone()
+        hidden, tables = self.root_hidden[:size], self._tables(size)
+        first_beams = {name: values[:size] for name, values in self.first.items()}
+        beams = Beams(**dict.fromkeys(Beams._fields) | first_beams)
+        for number in range(1, shape.depth):
+            buffers.input_ids[:rows] = beams.tokens.flatten()
+            buffers.positions[:rows] = position.repeat_interleave(topk)
+            position = (position + 1).clamp_(max=self.max_model_len - 1)
+            self.hidden_states[:rows] = hidden[beams.hidden_rows.flatten()]
+            metadata = None
+            if attn_metadata is not None:
+                metadata = {
+                    name: Level(number, *cache, tables[name], prefix_lens, beams.ancestors)
+                    for name, cache in self.beam_caches.items()
+                }
+            # without slots vLLM writes nothing into the cache
+            last_hidden, hidden = self._run_model(rows, metadata, {}, num_tokens_across_dp)
+            beams = self._select(number, self._logits(last_hidden[:rows]), size, beams)
+        tree = build_tree_from_scores(
+            self.no_tokens[:size], self.scores[:size], self.tokens[:size], self.parent_slots[:size], prefix_lens,
+            topk=topk, spec_steps=shape.depth, num_verify_tokens=shape.num_nodes,
+        )  # fmt: skip
+        node = torch.arange(shape.num_nodes, device=self.device)
+        depth = tree.positions.view(size, -1) - prefix_lens[:, None]
+        self.drafted[:, :size] = torch.stack(
+            [depth - node, tree.retrieve_next_token, tree.retrieve_next_sibling, *tree.tree_mask.unbind(-1)]
+        )
+        self.draft_tokens[:size] = tree.draft_tokens.view(size, -1)[:, 1:]
+
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns the head's own logits, which vLLM scatters into the target's vocabulary where they are fewer."""
+        model = self.model
+        if getattr(model, "draft_id_to_target_id", None) is None:
+            return model.compute_logits(hidden_states)
+        return model.logits_processor(model.lm_head, hidden_states)
+
+    def _select(self, number: int, logits: torch.Tensor, size: int, before: Beams | None) -> Beams:
+        """Selects the beams of a level, and writes its candidates beside those of all others."""
+        shape, topk = self.shape, self.shape.topk
+        begin, end = topk + (number - 1) * topk**2 if number else 0, topk + number * topk**2
+        make = lambda *sizes, dtype=torch.int64: torch.empty(size, topk, *sizes, dtype=dtype, device=self.device)  # noqa: E731
+        out = Beams(
+            scores=make(dtype=torch.float32), tokens=make(), parents=make(), hidden_rows=make(), parent_slots=make(),
+            candidate_scores=self.scores[:size, begin:end], candidate_tokens=self.tokens[:size, begin:end],
+            ancestors=make(-(-(number + 1) * topk // 64)),
+        )  # fmt: skip
+        if number == 0:  # what a later graph reads
+            out = out._replace(**{name: values[:size] for name, values in self.first.items()})
+        if number < shape.depth - 1:  # the last level's are not read
+            out = out._replace(parent_slots=self.parent_slots[:size, 1 + number * topk : 1 + (number + 1) * topk])
+        scores, ancestors = (None, None) if before is None else (before.scores, before.ancestors)
+        offsets = getattr(self.model, "draft_id_to_target_id", None)
+        return select_top_k_tokens(logits, scores, ancestors, offsets, topk=topk, level=number, out=out)
+
+
+def init_speculator(original, vllm_config, device, *rest):
+    """Makes vLLM's speculator; where `additional_config` asks for trees, one that drafts them."""
+    made = original(vllm_config, device, *rest)
+    if shape_of(vllm_config) is None:
+        return made
+    kind = type(made)
+    del made  # its buffers
+    return type(f"Tree{kind.__name__}", (TreeDrafts, kind), {})(vllm_config, device, *rest)

@@ -1,0 +1,183 @@
+"""Verification of trees in vLLM, by sample and match: what is drawn after a node is drawn as after its path as a text.
+
+So penalties and banned words count the drafts on the path to a node, where vLLM's own kernels take the rows before it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from ...ops import penalize_logits
+from .parts import SWITCHES, logger
+from .sampling import PROCESSED, MatchVerifier
+from .trees import Trees, to_device
+
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+class TreeVerifier(MatchVerifier):
+    """vLLM's verification of drafts, which are trees."""
+
+    def __init__(self, sampler, spec_config, device, trees: Trees):
+        super().__init__(sampler, spec_config, device)
+        self.trees, self.warned = trees, False
+        if self.rates is not None:
+            self.rates = self.rates[: trees.shape.depth].contiguous()
+
+    def __call__(self, logits, input_batch, *given) -> SamplerOutput:
+        """Draws along the trees of a step, and notes their accepted paths; see `RejectionSampler`."""
+        SWITCHES.note_use("verify")
+        sampler, trees, batch = self.sampler, self.trees, input_batch
+        places, num_nodes = batch.idx_mapping_np, trees.shape.num_nodes
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        wants = sampler.sampling_states.max_num_logprobs(places) != -1
+        rows = batch.logits_indices
+        drafts, pos, of_request = batch.input_ids[rows], batch.positions[rows], batch.expanded_idx_mapping
+        is_whole = self.is_whole(logits, places)
+        if not is_whole:  # all requests get N rows; those that are not there repeat the last one, and nothing matches
+            filled, is_there = self._filled(batch)
+            logits, pos, of_request = logits[filled], pos[filled], of_request[filled]
+            drafts = torch.where(is_there, drafts[filled], -1)
+        drafts = drafts.view(-1, num_nodes)
+        self._leave_grammars(batch, drafts)
+        raw = logits
+        if wants and sampler.logprobs_mode.startswith("raw_"):
+            logits = logits.clone()
+        links = self._chains(len(drafts), drafts.device)[0], trees.current[1], trees.current[2]
+        adjusted = self._adjust(logits, drafts, links, pos, of_request, batch)
+        parameters = self.parameters(adjusted, of_request, batch.idx_mapping, places)
+        out = self.walk(parameters, drafts, self._walked(links), pos, trees.shape.depth)
+        size = len(drafts)
+        trees.num_accepted.fill_(-1)
+        trees.num_accepted[:size] = out.accept_token_num
+        trees.accept_index[:size] = out.accept_index
+        path, num_sampled = out.accept_index.clamp(min=0), out.accept_token_num + 1
+        sampled = out.predicts[path].to(torch.int64)
+        logprobs = None
+        if wants:
+            processed = sampler.processed(adjusted, of_request, places, wants)
+            of = processed if sampler.logprobs_mode in PROCESSED else raw
+            logprobs = self._get_logprobs_tensors(batch, sampled, num_sampled, of[self._path_rows(path, batch)])
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_sampled, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, sampler.req_states.prefill_len.gpu
+        )
+        return SamplerOutput(sampled, logprobs, num_nans, num_sampled, num_rejected)
+
+    def verify_whole(self, parameters: dict, drafts, pos):
+        """Walks chains as trees, to compile what walks trees."""
+        drafts = drafts.view(-1, self.trees.shape.num_nodes)
+        return self.walk(parameters, drafts, self._chains(len(drafts), drafts.device), pos, self.trees.shape.depth)
+
+    def _filled(self, batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns for each node of each request its row of logits int64 [B * N], and whether it is there."""
+        bounds, node = (
+            batch.cu_num_logits.long(),
+            torch.arange(self.trees.shape.num_nodes, device=batch.positions.device),
+        )
+        counts = bounds.diff()[:, None]
+        filled = bounds[:-1, None] + torch.minimum(node, counts - 1)
+        return filled.flatten(), (node < counts).flatten()
+
+    def _leave_grammars(self, batch, drafts: torch.Tensor) -> None:
+        """Lets no draft of a request with a grammar match: vLLM's masks after the first follow a chain of drafts."""
+        asked = getattr(batch, "eagle_kernels_grammars", ())
+        places = [place for place, request in enumerate(batch.req_ids) if request in asked]
+        if not places:
+            return
+        if not self.warned:
+            self.warned = True
+            logger.warning(
+                "eagle_kernels: requests with structured outputs decode without drafts where these are trees"
+            )
+        drafts[to_device(np.array(places), drafts.device), 1:] = -1
+
+    def _walked(self, links: tuple) -> tuple:
+        """Returns the links that are walked. Synthetic acceptance walks nodes at even distances as if they were a path.
+
+        Its rates name a depth, which a tree of a draft that knows nothing may not have.
+        """
+        if self.rates is None:
+            return links
+        depth, num_nodes = self.trees.shape.depth, self.trees.shape.num_nodes
+        step = (num_nodes - 1) // depth
+        child = torch.full_like(links[1], -1)
+        child[:, : step * depth : step] = torch.arange(step, step * depth + 1, step, device=child.device)
+        return links[0], child, torch.full_like(child, -1)
+
+    def _adjust(self, logits, drafts, links, pos, of_request, batch) -> torch.Tensor:
+        """Returns the logits after biases, penalties and bans, in place."""
+        sampler, places, requests = self.sampler, batch.idx_mapping_np, batch.idx_mapping
+        sampler.logit_bias_state.apply_logit_bias(logits, of_request, places, pos)
+        penalties, words = sampler.penalties_state, sampler.bad_words_state
+        if penalties.use_penalty[places].any():
+            given = {name: getattr(penalties, name).gpu[requests] for name in PENALTIES}
+            # rounded as vLLM does without drafts
+            logits.copy_(penalize_logits(
+                drafts, *links, logits, **given, prompt_mask=penalties.prompt_bin_mask[requests],
+                output_counts=penalties.output_bin_counts[requests],
+            ))  # fmt: skip
+        if words.num_bad_words.np[places].any():
+            ban_words(logits, words, of_request, *self._paths(drafts))
+        return logits
+
+    def _paths(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns of each node int64 [B * N] its depth, and [B * N, S + 1] the tokens from the root to it, by depth."""
+        num_nodes, current = self.trees.shape.num_nodes, self.trees.current
+        node = torch.arange(num_nodes, device=drafts.device)
+        depth = current[0] + node
+        words = current[3:].permute(1, 2, 0)  # [B, N, W]
+        sees = words[:, :, node // 64] >> (node % 64) & 1 > 0
+        wanted = torch.arange(self.trees.shape.depth + 1, device=drafts.device)[:, None]
+        is_there = sees[:, :, None] & (depth[:, None, None] == wanted)  # [B, N, S + 1, N]
+        tokens = torch.where(is_there, drafts[:, None, None], -1).amax(-1)
+        return depth.flatten(), tokens.flatten(0, 1)
+
+    def _path_rows(self, path: torch.Tensor, batch) -> torch.Tensor:
+        """Returns the rows of accepted paths before others, int64 [rows of logits], as vLLM pairs them with tokens."""
+        num_nodes, bounds = self.trees.shape.num_nodes, batch.cu_num_logits_np
+        order = torch.arange(len(path) * num_nodes, device=path.device).view(-1, num_nodes)
+        order[:, : path.shape[1]] = path
+        counts = np.diff(bounds)
+        first = np.repeat(np.arange(len(counts)) * num_nodes - bounds[:-1], counts)
+        return order.flatten()[to_device(first + np.arange(bounds[-1]), path.device)]
+
+
+def ban_words(logits, words, of_request, depth, tokens) -> None:
+    """Bans the last token of words [rows, V] whose others end the text at a row, in place.
+
+    words: vLLM's BadWordsState. of_request: each row's place there. depth, tokens: see `TreeVerifier._paths`.
+    """
+    states, place = words.req_states, of_request.long()
+    listed, ends, count = (
+        words.bad_word_token_ids.gpu[place],
+        words.bad_word_offsets.gpu[place],
+        words.num_bad_words.gpu,
+    )
+    num_words = ends.shape[1] - 1
+    index = torch.arange(num_words + 1, device=place.device)
+    # of words that a request does not have, the list's end
+    ends = torch.where(index <= count[place][:, None], ends, listed.shape[1]).long()
+    slot = torch.arange(listed.shape[1], device=place.device).expand_as(listed).contiguous()
+    word = (torch.searchsorted(ends, slot, right=True) - 1).clamp(0, num_words - 1)
+    back = ends.gather(1, word + 1) - 1 - slot  # 0 at a word's last token
+    prompt_len, total_len = states.prompt_len.gpu[place][:, None], states.total_len.gpu[place][:, None]
+    at = total_len + depth[:, None] - back  # in the text, of which drafts are the end
+    in_text = states.all_token_ids.gpu[place[:, None], at.clamp(0, states.all_token_ids.gpu.shape[1] - 1).long()]
+    in_path = tokens.gather(1, (at - total_len + 1).clamp(0, tokens.shape[1] - 1).long())
+    is_same = (back <= 0) | ((at >= prompt_len) & (listed == torch.where(at < total_len, in_text, in_path)))
+    is_met = torch.ones_like(ends[:, :-1], dtype=torch.int32).scatter_reduce_(1, word, is_same.int(), "amin") > 0
+    is_met &= index[:-1] < count[place][:, None]
+    last = listed.gather(1, (ends[:, 1:] - 1).clamp(min=0)).long().clamp(0, logits.shape[1] - 1)
+    # two words may end alike: what bans wins
+    banned = torch.where(is_met, float("-inf"), float("inf")).to(logits.dtype)
+    logits.scatter_reduce_(1, last, banned, "amin")
+
+
+def apply_grammar_bitmask(original, worker, logits, input_batch, grammar_req_ids, *given, **options):
+    """Masks logits as vLLM does, and notes whose, since its masks follow a chain of drafts."""
+    input_batch.eagle_kernels_grammars = frozenset(grammar_req_ids)
+    return original(worker, logits, input_batch, grammar_req_ids, *given, **options)

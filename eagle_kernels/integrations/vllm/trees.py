@@ -1,0 +1,172 @@
+"""Trees of drafts in vLLM: to its scheduler a tree is a chain of N - 1 placeholders of which some number was accepted.
+
+A step, in the order in which things happen
+    1. `Trees.lay_out`: vLLM has laid the nodes of a tree out as rows, in slots one after another. Each row gets the
+       position of its depth, and a mask of the nodes that it sees.
+    2. The target attends (attention.py), and `TreeVerifier` (tree_verification.py) walks the trees.
+    3. `TreeDrafts` (tree_drafting.py): keys and values of the accepted paths move to the front, in all layers, before
+       anything else reads them. Tokens and hidden states of the paths come to the front rows, so that vLLM's first pass
+       of the draft sees a chain. Then levels of beams are drafted, and the best candidates of all are the next tree.
+Nodes are in the order of their ids, so parents come before children, and a list that vLLM cuts is a tree.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
+from ...ops.tree.select_top_k_tokens import MAX_TOPK
+from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
+
+OPTION = "eagle_kernels"  # of --additional-config
+# The most requests at once, and the tree for so many: topk, depth, nodes. With more requests the target's time grows
+# with every node, where few requests leave the GPU waiting for memory.
+PRESETS = ((4, (8, 5, 64)), (16, (4, 4, 16)), (float("inf"), (4, 3, 8)))
+
+
+class TreeShape(NamedTuple):
+    """The trees of all requests: `topk` beams on each of `depth` levels, and `num_nodes` nodes, the root included."""
+
+    topk: int
+    depth: int
+    num_nodes: int
+
+    @property
+    def num_words(self) -> int:
+        """Returns how many words hold a bit for each node."""
+        return -(-self.num_nodes // 64)
+
+    @property
+    def num_candidates(self) -> int:
+        """Returns how many tokens a draft chooses the nodes from."""
+        return self.topk + (self.depth - 1) * self.topk**2
+
+
+def preset(max_requests: int | None) -> TreeShape:
+    """Returns the shape for at most so many requests at once; None: vLLM decides, and takes many."""
+    count = float("inf") if max_requests is None else max_requests
+    return TreeShape(*next(shape for most, shape in PRESETS if count <= most))
+
+
+def shape_of(vllm_config) -> TreeShape | None:
+    """Returns the shape that a configuration asks for; None: chains.
+
+    Raises:
+        ValueError: a number is missing, unknown, or out of its range.
+    """
+    options, speculation = vllm_config.additional_config, vllm_config.speculative_config
+    asked = options.get(OPTION) if isinstance(options, dict) else None
+    if asked is None or speculation is None:
+        return None
+    if not isinstance(asked, dict) or set(asked) != {"topk", "depth"}:
+        raise ValueError(f"{OPTION} in --additional-config must name topk and depth, or be {{}}; got {asked!r}")
+    shape = TreeShape(asked["topk"], asked["depth"], speculation.num_speculative_tokens + 1)
+    for name, value, most in (("topk", shape.topk, MAX_TOPK), ("depth", shape.depth, MAX_QUERY - 1)):
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(f"{OPTION} in --additional-config: {name} must be an integer in 1..{most}, got {value!r}")
+    candidates, keys = shape.num_candidates, shape.topk * (shape.depth - 1)
+    if candidates > MAX_CANDIDATES or keys > MAX_DRAFT_KEYS:
+        raise ValueError(
+            f"{OPTION} in --additional-config: topk {shape.topk} with depth {shape.depth} has {candidates} candidates "
+            f"and {keys} beams below the first level; at most {MAX_CANDIDATES} and {MAX_DRAFT_KEYS} are allowed"
+        )
+    # a path must fit, and an empty list is a chain's business
+    least, most = max(shape.depth, 2), min(MAX_QUERY - 1, candidates)
+    if not least <= shape.num_nodes - 1 <= most:
+        raise ValueError(
+            f"num_speculative_tokens must be in {least}..{most} for trees of topk {shape.topk} and depth {shape.depth}, "
+            f"got {shape.num_nodes - 1}"
+        )
+    return shape
+
+
+class Trees:
+    """The trees of a worker's requests, at the requests' places in vLLM's states, and those of the current step.
+
+    state: int64 [3 + W, R, N], of each node: how far its depth is from its number; its first child and its next sibling,
+        -1 for none; and W words of the nodes that it sees. At first all trees are chains.
+    current: the same of the requests of a step, [3 + W, B, N]; None without drafts.
+    row_mask: int64 [T, W], what each row of a step sees of the rows of its own request. CUDA graphs read it, and:
+    accept_index: int32 [R, S + 1], b * N + node of the paths that were accepted last, -1 padded, by row of the batch.
+    num_accepted: int32 [R], without the root; -1 for a row without a request, and for all where there were no trees.
+    """
+
+    def __init__(self, shape: TreeShape, max_requests: int, max_rows: int, device: torch.device):
+        self.shape, num_nodes, num_words = shape, shape.num_nodes, shape.num_words
+        node, word = torch.arange(num_nodes), torch.arange(num_words)
+        last = node[:, None] - 64 * word  # of the nodes in a word that are seen in a chain
+        # shifted in two steps: a shift by 64 has no meaning
+        seen = torch.where(last >= 63, -1, (2 << last.clamp(0, 62)) - 1).masked_fill(last < 0, 0)
+        child = torch.where(node + 1 < num_nodes, node + 1, -1)
+        chain = torch.cat([torch.stack([torch.zeros_like(node), child, torch.full_like(node, -1)]), seen.T])
+        self.chain = chain[:, None].to(device)  # [3 + W, 1, N]
+        self.state = self.chain.repeat(1, max_requests, 1)
+        self.current: torch.Tensor | None = None
+        self.row_mask = self.chain[3:, 0, :1].T.repeat(max_rows, 1)
+        self.accept_index = torch.full((max_requests, shape.depth + 1), -1, dtype=torch.int32, device=device)
+        self.num_accepted = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
+
+    def lay_out(self, batch) -> None:
+        """Gives the rows of a step, of vLLM's InputBatch, the positions of their depths, and their masks."""
+        num_nodes, count = self.shape.num_nodes, batch.num_reqs
+        if batch.num_draft_tokens == 0:
+            self.forget()
+        else:
+            self.current = self.state.index_select(1, batch.idx_mapping)
+        if batch.num_draft_tokens == count * (num_nodes - 1) and batch.num_tokens == count * num_nodes:
+            of_row = self.current.flatten(1)
+        else:
+            states = self.chain if self.current is None else torch.cat([self.current, self.chain], 1)
+            of_row = states.flatten(1).index_select(1, self._nodes(batch))
+        self.row_mask[: batch.num_tokens].copy_(of_row[3:].T)
+        if self.current is not None:
+            batch.positions[: batch.num_tokens] += of_row[0]
+
+    def _nodes(self, batch) -> torch.Tensor:
+        """Returns which node of `current`, with a chain after it, each row int64 [T] of a step with other rows is.
+
+        The rows of a request with drafts are a tree; rows of prompts and single ones see what a chain does.
+        """
+        num_nodes, lengths = self.shape.num_nodes, batch.num_scheduled_tokens
+        local = np.arange(batch.num_tokens) - np.repeat(batch.query_start_loc_np[: batch.num_reqs], lengths)
+        first = np.zeros(batch.num_reqs, np.int64)
+        if self.current is not None:
+            is_tree = batch.num_draft_tokens_per_req > 0
+            if (lengths != batch.num_draft_tokens_per_req + 1)[is_tree].any():
+                raise RuntimeError("eagle_kernels: vLLM scheduled drafts after rows that are no tree's")
+            first = np.where(is_tree, np.arange(batch.num_reqs), batch.num_reqs) * num_nodes
+        # rows of prompts past a tree's size are not read by this mask
+        node = np.repeat(first, lengths) + np.minimum(local, num_nodes - 1)
+        return to_device(node, batch.positions.device)
+
+    def forget(self) -> None:
+        """Notes that a step has no trees: nothing moves."""
+        self.current = None
+        self.num_accepted.fill_(-1)
+
+    def keep(self, places: torch.Tensor, drafted: torch.Tensor) -> None:
+        """Keeps new trees, as in `state`, of the requests at these places."""
+        self.state[:, places] = drafted[:, : len(places)]
+
+
+class Level(NamedTuple):
+    """Stands in the place of a draft layer's metadata where a level of beams is read.
+
+    The keys and values of all levels lie beside the cache, which keeps what was accepted alone.
+    """
+
+    number: int  # from 1 on
+    keys: torch.Tensor  # [R, K * (S - 1), Hkv, D]
+    values: torch.Tensor
+    block_table: torch.Tensor
+    prefix_lens: torch.Tensor  # int32 [B]
+    ancestors: torch.Tensor  # int64 [B, K, W], of the beams
+
+
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copies numbers to the device, without waiting for it."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
