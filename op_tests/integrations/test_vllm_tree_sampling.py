@@ -11,7 +11,7 @@ import torch
 
 from eagle_kernels.integrations.vllm.trees import Trees, TreeShape
 from op_tests.integrations import vllm_stub as stub
-from op_tests.integrations.test_vllm_sampling import ALL, LENGTH, MODES, VOCAB, WANTED, Server, request, written
+from op_tests.integrations.vllm_server import ALL, LENGTH, MODES, VOCAB, WANTED, Server, request, written
 
 SHAPES = [TreeShape(3, 2, 6), TreeShape(4, 3, 8), TreeShape(1, 3, 4), TreeShape(8, 5, 70)]
 BANNED = {"bad_words_token_ids": [[3], [11, 4], [7, 9, 20], [7, 9, 21], [5, 9, 2, 31, 8]]}

@@ -20,12 +20,15 @@ import numpy as np
 import torch
 
 from op_tests.integrations import stand_in
+from op_tests.integrations.vllm_stub_drafts import AutoRegressiveSpeculator
 
 SITE = os.environ.get("EAGLE_KERNELS_VLLM_SITE", "")
 FORMS = {"0.26": "vllm_stub", "0.33": "vllm_stub_newer"}
 BACKEND = {"0.26": "CUSTOM", "0.33": "EAGLE_KERNELS"}  # the name of ours
 NAMES = ["installed"] if SITE else [*FORMS]  # what tests of attention and sampling run on
-OURS = tuple(f"eagle_kernels.integrations.vllm.{name}" for name in ("attention", "sampling", "tree_verification"))
+OURS = tuple(
+    f"eagle_kernels.integrations.vllm.{name}" for name in ("attention", "model_state", "sampling", "tree_verification")
+)
 
 
 # attention
@@ -311,7 +314,7 @@ def get_num_nans(logits: torch.Tensor) -> torch.Tensor:
 
 
 def get_num_sampled_and_rejected(num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len):
-    is_chunk = seq_lens < prefill_len[idx_mapping.long()]
+    is_chunk = seq_lens[: len(idx_mapping)] < prefill_len[idx_mapping.long()]
     num_sampled.masked_fill_(is_chunk, 0)
     return num_sampled, (cu_num_logits.diff() - num_sampled).masked_fill(is_chunk, 0).to(num_sampled.dtype)
 
@@ -468,6 +471,7 @@ MODULES = PLATFORM | {
     GPU + "sample.output": {"SamplerOutput": SamplerOutput},
     GPU + "sample.sampler": {"Sampler": Sampler},
     GPU + "spec_decode.rejection_sampler": {"RejectionSampler": RejectionSampler},
+    GPU + "spec_decode.autoregressive.speculator": {"AutoRegressiveSpeculator": AutoRegressiveSpeculator},
 }  # fmt: skip
 # With FlashAttention 3, for which the same stand-ins do.
 HOPPER = MODULES | {

@@ -22,7 +22,7 @@ GUARDS = (
 )
 # These are hooked in worker processes alone, which import their modules anyway.
 HOOKS = (
-    _hook("verify", _GPU + "model_runner.init_model_state", "sampling.init_model_state",
+    _hook("verify", _GPU + "model_runner.init_model_state", "model_state.init_model_state",
           ("vllm_config", "model", "encoder_cache", "device")),
     _hook("verify", "vllm.v1.worker.gpu_worker.warmup_kernels", "sampling.warmup_kernels",
           ("model_runner", "worker_execute_model", "worker_sample_tokens")),

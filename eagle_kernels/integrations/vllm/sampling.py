@@ -25,7 +25,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from ...ops import sample_from_logits, verify_tree_greedy, verify_tree_sampled
 from .parts import SWITCHES
-from .trees import Trees, shape_of
 
 try:  # since vLLM 0.31
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext as Step
@@ -246,41 +245,6 @@ def _match(tokens, drafts, bounds, num_nodes: int) -> tuple[torch.Tensor, torch.
     found = tokens[place.clamp(max=last)]
     is_match = (place + 1 < stop) & (found == drafts[(place + 1).clamp(max=last)])
     return found, is_match.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32) + 1
-
-
-def init_model_state(original, vllm_config, model, encoder_cache, device):
-    """Makes vLLM's state of a model, which gives our sampler and verification where it gives none of its own."""
-    state = original(vllm_config, model, encoder_cache, device)
-    own, spec_config, shape = state.custom_sampler, vllm_config.speculative_config, shape_of(vllm_config)
-    trees = None
-    if shape is not None:
-        scheduler = vllm_config.scheduler_config
-        trees = Trees(shape, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, device)
-        state.eagle_kernels_trees, prepare_attn = trees, state.prepare_attn
-
-        def prepare_attn_of_trees(input_batch, *arguments, **options):
-            trees.lay_out(input_batch)
-            return prepare_attn(input_batch, *arguments, **options)
-
-        state.prepare_attn = prepare_attn_of_trees
-
-    def custom_sampler(sampler):
-        made = own(sampler)
-        if made is not None and trees is not None:
-            raise RuntimeError(
-                "eagle_kernels: trees of drafts are not supported for models with a sampler of their own"
-            )
-        if made is not None:
-            return made
-        ours = MatchSampler.of(sampler)
-        if trees is not None:
-            from .tree_verification import TreeVerifier
-
-            return ours, TreeVerifier(ours, spec_config, device, trees)
-        return ours, None if spec_config is None else MatchVerifier(ours, spec_config, device)
-
-    state.custom_sampler = custom_sampler
-    return state
 
 
 def warmup_kernels(original, model_runner, worker_execute_model, worker_sample_tokens):

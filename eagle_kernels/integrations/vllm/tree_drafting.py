@@ -12,7 +12,7 @@ import torch
 from ...ops import build_tree_from_scores, move_accepted_kv, select_top_k_tokens
 from ...ops.tree.select_top_k_tokens import Output as Beams
 from .parts import SWITCHES
-from .trees import Level, TreeShape, shape_of
+from .trees import Level, shape_of
 
 
 class TreeDrafts:
@@ -156,9 +156,10 @@ class TreeDrafts:
     def _multi_step_decode(self, num_reqs: int, skip_attn: bool, batch_desc, num_tokens_across_dp) -> None:
         """Drafts the levels below the root's children, and builds the trees: one graph, if vLLM captured one."""
         topk, manager = self.shape.topk, self.decode_cudagraph_manager
-        batch_desc = manager.dispatch(num_reqs, num_reqs * topk, topk, 0)
-        if batch_desc.cg_mode.name == "FULL":
-            manager.run_fullgraph(batch_desc)
+        # there is none yet while vLLM measures memory
+        desc = None if manager is None else manager.dispatch(num_reqs, num_reqs * topk, topk, 0)
+        if desc is not None and desc.cg_mode.name == "FULL":
+            manager.run_fullgraph(desc)
         else:
             self._generate_draft(num_reqs, num_reqs * topk, None if skip_attn else {}, None, num_tokens_across_dp)
 

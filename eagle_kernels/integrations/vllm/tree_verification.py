@@ -5,7 +5,6 @@ So penalties and banned words count the drafts on the path to a node, where vLLM
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -93,7 +92,7 @@ class TreeVerifier(MatchVerifier):
             logger.warning(
                 "eagle_kernels: requests with structured outputs decode without drafts where these are trees"
             )
-        drafts[to_device(np.array(places), drafts.device), 1:] = -1
+        drafts[to_device(torch.tensor(places, dtype=torch.int64, device="cpu"), drafts.device), 1:] = -1
 
     def _walked(self, links: tuple) -> tuple:
         """Returns the links that are walked. Synthetic acceptance walks nodes at even distances as if they were a path.
@@ -138,12 +137,11 @@ class TreeVerifier(MatchVerifier):
 
     def _path_rows(self, path: torch.Tensor, batch) -> torch.Tensor:
         """Returns the rows of accepted paths before others, int64 [rows of logits], as vLLM pairs them with tokens."""
-        num_nodes, bounds = self.trees.shape.num_nodes, batch.cu_num_logits_np
+        num_nodes, bounds = self.trees.shape.num_nodes, torch.from_numpy(batch.cu_num_logits_np).long()
         order = torch.arange(len(path) * num_nodes, device=path.device).view(-1, num_nodes)
         order[:, : path.shape[1]] = path
-        counts = np.diff(bounds)
-        first = np.repeat(np.arange(len(counts)) * num_nodes - bounds[:-1], counts)
-        return order.flatten()[to_device(first + np.arange(bounds[-1]), path.device)]
+        skipped = (torch.arange(len(path), device="cpu") * num_nodes - bounds[:-1]).repeat_interleave(bounds.diff())
+        return order.flatten()[to_device(skipped + torch.arange(len(skipped), device="cpu"), path.device)]
 
 
 def ban_words(logits, words, of_request, depth, tokens) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
@@ -77,8 +76,8 @@ def shape_of(vllm_config) -> TreeShape | None:
     least, most = max(shape.depth, 2), min(MAX_QUERY - 1, candidates)
     if not least <= shape.num_nodes - 1 <= most:
         raise ValueError(
-            f"num_speculative_tokens must be in {least}..{most} for trees of topk {shape.topk} and depth {shape.depth}, "
-            f"got {shape.num_nodes - 1}"
+            f"num_speculative_tokens must be in {least}..{most} for trees of topk {shape.topk} and depth {shape.depth}"
+            f", got {shape.num_nodes - 1}"
         )
     return shape
 
@@ -86,8 +85,8 @@ def shape_of(vllm_config) -> TreeShape | None:
 class Trees:
     """The trees of a worker's requests, at the requests' places in vLLM's states, and those of the current step.
 
-    state: int64 [3 + W, R, N], of each node: how far its depth is from its number; its first child and its next sibling,
-        -1 for none; and W words of the nodes that it sees. At first all trees are chains.
+    state: int64 [3 + W, R, N], of each node: its depth less its number; its first child and its next sibling, -1 for
+        none; and W words of the nodes that it sees. At first all trees are chains.
     current: the same of the requests of a step, [3 + W, B, N]; None without drafts.
     row_mask: int64 [T, W], what each row of a step sees of the rows of its own request. CUDA graphs read it, and:
     accept_index: int32 [R, S + 1], b * N + node of the paths that were accepted last, -1 padded, by row of the batch.
@@ -96,7 +95,7 @@ class Trees:
 
     def __init__(self, shape: TreeShape, max_requests: int, max_rows: int, device: torch.device):
         self.shape, num_nodes, num_words = shape, shape.num_nodes, shape.num_words
-        node, word = torch.arange(num_nodes), torch.arange(num_words)
+        node, word = torch.arange(num_nodes, device="cpu"), torch.arange(num_words, device="cpu")
         last = node[:, None] - 64 * word  # of the nodes in a word that are seen in a chain
         # shifted in two steps: a shift by 64 has no meaning
         seen = torch.where(last >= 63, -1, (2 << last.clamp(0, 62)) - 1).masked_fill(last < 0, 0)
@@ -130,16 +129,17 @@ class Trees:
 
         The rows of a request with drafts are a tree; rows of prompts and single ones see what a chain does.
         """
-        num_nodes, lengths = self.shape.num_nodes, batch.num_scheduled_tokens
-        local = np.arange(batch.num_tokens) - np.repeat(batch.query_start_loc_np[: batch.num_reqs], lengths)
-        first = np.zeros(batch.num_reqs, np.int64)
+        num_nodes, count = self.shape.num_nodes, batch.num_reqs
+        lengths = torch.from_numpy(batch.num_scheduled_tokens).long()
+        local = torch.arange(batch.num_tokens, device="cpu") - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        first = torch.zeros_like(lengths)
         if self.current is not None:
-            is_tree = batch.num_draft_tokens_per_req > 0
-            if (lengths != batch.num_draft_tokens_per_req + 1)[is_tree].any():
+            drafts = torch.from_numpy(batch.num_draft_tokens_per_req)
+            if (lengths != drafts + 1)[drafts > 0].any():
                 raise RuntimeError("eagle_kernels: vLLM scheduled drafts after rows that are no tree's")
-            first = np.where(is_tree, np.arange(batch.num_reqs), batch.num_reqs) * num_nodes
+            first = torch.where(drafts > 0, torch.arange(count, device="cpu"), count) * num_nodes
         # rows of prompts past a tree's size are not read by this mask
-        node = np.repeat(first, lengths) + np.minimum(local, num_nodes - 1)
+        node = first.repeat_interleave(lengths) + local.clamp(max=num_nodes - 1)
         return to_device(node, batch.positions.device)
 
     def forget(self) -> None:
@@ -166,7 +166,6 @@ class Level(NamedTuple):
     ancestors: torch.Tensor  # int64 [B, K, W], of the beams
 
 
-def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copies numbers to the device, without waiting for it."""
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies numbers of the host to the device, without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

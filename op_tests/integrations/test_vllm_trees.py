@@ -1,0 +1,127 @@
+"""Trees of drafts in the vLLM plug-in: steps of a made worker, beside its models without a cache."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from eagle_kernels.integrations.vllm.trees import TreeShape
+from op_tests.integrations import vllm_stub as stub
+from op_tests.integrations.vllm_tree_server import Worker
+
+SHAPES = [TreeShape(4, 3, 8), TreeShape(1, 3, 4), TreeShape(3, 2, 12), TreeShape(8, 1, 6)]
+
+
+@pytest.fixture(params=[name for name in stub.NAMES if name != "0.33"], autouse=True)
+def vllm(request, monkeypatch):
+    """Trees are for vLLM 0.26."""
+    with stub.vllm(request.param):
+        if importlib.import_module("eagle_kernels.integrations.vllm.sampling").Step is not SimpleNamespace:
+            pytest.skip("there are no trees")
+        if stub.SITE:
+            module = importlib.import_module("vllm.v1.worker.gpu.spec_decode.speculator")
+            monkeypatch.setattr(module, "init_attn_backend", lambda *_, **__: ([], None, None))
+            module = importlib.import_module("vllm.v1.worker.gpu.spec_decode.autoregressive.speculator")
+            monkeypatch.setattr(module.MULTIMODAL_REGISTRY, "supports_multimodal_inputs", lambda _: False)
+        yield
+
+
+@pytest.mark.parametrize("kind", ["whole", "ragged"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_texts_and_trees(shape, kind, device):
+    worker = Worker(shape, device)
+    worker.run(24, np.random.default_rng(4), kind)
+    assert max(worker.accepted) > min(2, shape.depth) and (worker.moved > 1 or shape.topk == 1)
+
+
+@pytest.mark.parametrize("kind", ["whole", "ragged"])
+def test_seeded_texts(kind, device):
+    worker = Worker(SHAPES[0], device, seeds=30)
+    worker.run(20, np.random.default_rng(5), kind)
+    assert max(worker.accepted) > 2 and worker.moved > 1
+
+
+@pytest.mark.parametrize("num_places", [1, 3])
+def test_graphs_hold_more_requests_than_there_are(num_places, device):
+    worker = Worker(SHAPES[0], device, num_places, padded=2)
+    worker.run(30, np.random.default_rng(6))
+    assert max(worker.accepted) > 2 and worker.moved > 1
+
+
+def test_kernels(backend, device):
+    worker = Worker(SHAPES[0], device, 2)
+    worker.run(6, np.random.default_rng(7), "ragged")
+
+
+# what these tests must see
+
+
+def _rows(trees, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whose each row of a step is, and which of its rows, up to a tree's last."""
+    counts = torch.from_numpy(batch.num_scheduled_tokens).long()
+    local = torch.cat([torch.arange(int(count)) for count in counts])
+    return torch.arange(len(counts)).repeat_interleave(counts), local.clamp(max=trees.shape.num_nodes - 1)
+
+
+def see_siblings(trees, lay_out, batch):
+    lay_out(batch)
+    trees.row_mask[: batch.num_tokens] = trees.chain[3:, 0].T[_rows(trees, batch)[1]]
+
+
+def stand_by_index(trees, lay_out, batch):
+    lay_out(batch)
+    if trees.current is not None:
+        batch.positions[: batch.num_tokens] -= trees.current[0][_rows(trees, batch)]
+
+
+def see_as_the_request_before(trees, lay_out, batch):
+    lay_out(batch)
+    trees.row_mask[: batch.num_tokens] = trees.row_mask[: batch.num_tokens].roll(trees.shape.num_nodes, 0)
+
+
+def keep_elsewhere(trees, keep, places, drafted):
+    keep(places.roll(1), drafted)
+
+
+def move_the_row_after(drafting, move, keys, values, table, before, path, count, **sizes):
+    move(keys, values, table, before, path + (path % sizes["num_verify_tokens"] > 0), count, **sizes)
+
+
+def move_nothing(*_, **__):
+    pass
+
+
+def leave_hidden_states(speculator, bring_to_front, *sizes):
+    before = speculator.hidden_states.clone()
+    bring_to_front(*sizes)
+    speculator.hidden_states.copy_(before)
+
+
+MUTANTS = (
+    ("trees", "lay_out", see_siblings), ("trees", "lay_out", stand_by_index),
+    ("trees", "lay_out", see_as_the_request_before), ("trees", "keep", keep_elsewhere),
+    ("drafting", "move_accepted_kv", move_the_row_after), ("drafting", "move_accepted_kv", move_nothing),
+    ("speculator", "_bring_to_front", move_nothing), ("speculator", "_bring_to_front", leave_hidden_states),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name", "change"), MUTANTS, ids=[f"{name}-{f.__name__}" for _, name, f in MUTANTS])
+def test_faults_are_seen(monkeypatch, owner, name, change, device):
+    worker = Worker(SHAPES[0], device)
+    owner = getattr(worker, owner)
+    monkeypatch.setattr(owner, name, functools.partial(change, owner, getattr(owner, name)))
+    with pytest.raises(AssertionError):
+        worker.run(24, np.random.default_rng(4))
+
+
+def test_a_draft_that_reads_trees_is_seen(device):
+    """Its first pass has accepted tokens alone."""
+    worker = Worker(SHAPES[0], device)
+    worker.layers["draft"].impl.reads_trees = True
+    with pytest.raises(AssertionError):
+        worker.run(24, np.random.default_rng(4))
