@@ -55,6 +55,98 @@ def _host(module: str, name: str):
     )  # fmt: skip
 
 
+_DRAFTS_OF = _GPU + "spec_decode.autoregressive."
+_SPECULATOR = _DRAFTS_OF + "speculator.AutoRegressiveSpeculator"
+_PASS = ("self", "num_reqs", "num_tokens", "attn_metadata", "slot_mappings", "num_tokens_across_dp")
+# of vLLM 0.26, where drafts may be trees
+_TREES = (
+    # guards.py, trees.py, model_state.py
+    names(_CONFIG + "VllmConfig", ("kv_transfer_config",)),
+    names(_CONFIG + "SpeculativeConfig", ("num_speculative_tokens_per_batch_size", "use_gemma4_mtp")),
+    names(_CONFIG + "ModelConfig", ("get_sliding_window", "uses_mrope", "uses_xdrope_dim")),
+    names(_CONFIG + "ParallelConfig", ("data_parallel_size", "pipeline_parallel_size")),
+    names(_CONFIG + "SchedulerConfig", ("max_num_batched_tokens",)),
+    names(_GPU + "input_batch.InputBatch", (
+        "cu_num_logits_np", "num_draft_tokens", "num_draft_tokens_per_req", "num_reqs", "num_scheduled_tokens",
+        "num_tokens", "req_ids",
+    )),
+    takes(_GPU + "model_states.interface.ModelState.prepare_attn", (
+        "self", "input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups", "kv_cache_config",
+        "for_capture",
+    )),
+    # slots follow from positions, which ours changes after that
+    contains(_GPU + "model_runner.GPUModelRunner.execute_model",
+             "block_tables, slot_mappings = self.prepare_attn(input_batch)"),
+    contains(_GPU + "model_runner.GPUModelRunner.execute_model",
+             "attn_metadata = self.model_state.prepare_attn(input_batch, batch_desc.cg_mode, block_tables, slot_map"),
+    # rows are the root and the nodes, one after another
+    contains(_GPU + "input_batch._combine_sampled_and_draft_tokens_kernel",
+             "tl.store(input_ids_ptr + query_end - num_draft_tokens + block, draft_tokens, mask=mask)"),
+    # tree_verification.py
+    contains(_GPU + "model_runner.GPUModelRunner.sample",
+             "or self.rejection_sampler is None:"),
+    names(_GPU + "sample.penalties.PenaltiesState", (
+        "frequency_penalty", "output_bin_counts", "presence_penalty", "prompt_bin_mask", "repetition_penalty",
+        "use_penalty",
+    )),
+    names(_GPU + "sample.bad_words.BadWordsState", ("bad_word_offsets", "bad_word_token_ids", "req_states")),
+    names(_GPU + "states.RequestState", ("all_token_ids", "prompt_len", "total_len")),
+    # tree_drafting.py
+    contains(_GPU + "model_runner.GPUModelRunner.sample_tokens",
+             "draft_tokens = self.speculator.propose(input_batch, attn_metadata, slot_mappings_by_layer, "
+             "spec_hidden_states, aux_hidden_states, num_sampled, num_rejected, "),
+    contains(_GPU + "model_runner.GPUModelRunner.sample_tokens",
+             "self.req_states.draft_tokens[input_batch.idx_mapping] = draft_tokens"),
+    contains(_GPU + "spec_decode.init_speculator", "return EagleSpeculator(vllm_config, device)"),
+    names(_SPECULATOR, (
+        "decode_cudagraph_manager", "hidden_states", "last_token_indices",
+    )),
+    names(_GPU + "spec_decode.speculator.DraftModelSpeculator", (
+        "_prepare_eplb_forward", "block_tables", "draft_attn_layer_names", "draft_tokens", "dtype", "hidden_size",
+        "input_buffers", "kv_cache_config", "max_model_len", "max_num_reqs", "max_num_tokens", "target_input_buffers",
+    )),
+    takes(_GPU + "spec_decode.speculator.DraftModelSpeculator.set_attn", (
+        "self", "model_state", "kv_cache_config", "block_tables", "target_input_buffers", "target_attn_groups",
+    )),
+    takes(_SPECULATOR + ".init_cudagraph_manager", ("self", "cudagraph_mode")),
+    contains(_SPECULATOR + ".init_cudagraph_manager", "SpeculatorCudaGraphManager(self.vllm_config, self.device, "
+             "cudagraph_mode, decode_query_len=1)"),
+    takes(_SPECULATOR + ".capture", ("self",)),
+    contains(_SPECULATOR + ".capture", "capture(self._prefill, self.model_state, self.target_input_buffers, "),
+    contains(_SPECULATOR + ".capture", "capture(self._generate_draft, self.model_state, self.input_buffers, "),
+    contains(_SPECULATOR + ".propose", "self._prefill(num_reqs, prefill_batch_desc.num_tokens, attn_metadata, "
+             "slot_mappings, num_tokens_across_dp=num_tokens_across_dp, "),
+    contains(_SPECULATOR + ".propose", "prepare_decode_inputs(self.draft_tokens[:num_reqs, 0], input_batch.seq_lens, "
+             "num_rejected, self.input_buffers, "),
+    contains(_SPECULATOR + ".propose", "self._multi_step_decode(num_reqs, dummy_run and skip_attn_for_dummy_run, "
+             "decode_batch_desc, num_tokens_across_dp)"),
+    takes(_SPECULATOR + "._prefill", (*_PASS, "cudagraph_runtime_mode", "mm_inputs")),
+    takes(_SPECULATOR + "._run_model", (_PASS[0], *_PASS[2:], "cudagraph_runtime_mode", "mm_inputs")),
+    takes(_SPECULATOR + "._multi_step_decode", ("self", "num_reqs", "skip_attn", "batch_desc", "num_tokens_across_dp")),
+    takes(_SPECULATOR + "._generate_draft",
+          ("self", "num_reqs", "num_tokens_padded", *_PASS[3:], "cudagraph_runtime_mode")),
+    contains(_DRAFTS_OF + "speculator._prepare_decode_inputs_kernel",
+             "seq_len = tl.minimum(seq_len + 1, max_model_len)"),
+    takes(_GPU + "cudagraph_utils.CudaGraphManager.dispatch",
+          ("self", "num_reqs", "num_tokens", "uniform_token_count", "num_active_loras")),
+    takes(_GPU + "cudagraph_utils.CudaGraphManager.run_fullgraph", ("self", "desc")),
+    names(_GPU + "cudagraph_utils.CudaGraphManager", ("cudagraph_mode",)),
+    names(_GPU + "cudagraph_utils.BatchExecutionDescriptor", ("cg_mode",)),
+    names(_GPU + "input_batch.InputBuffers", ("input_ids", "positions", "query_start_loc", "seq_lens")),
+    names(_GPU + "block_table.BlockTables", ("input_block_tables",)),
+    names("vllm.v1.worker.utils.AttentionGroup", ("metadata_builders",)),
+    names("vllm.v1.kv_cache_interface.KVCacheConfig", ("kv_cache_groups",)),
+    names("vllm.v1.kv_cache_interface.KVCacheGroupSpec", ("layer_names",)),
+    names(_CONFIG + "CompilationConfig", ("static_forward_context",)),
+    names("vllm.model_executor.layers.attention.attention.Attention",
+          ("head_size", "impl", "kv_cache", "num_kv_heads")),
+    # rows without slots are not written
+    contains("vllm.model_executor.layers.attention.attention.get_attention_context",
+             "layer_slot_mapping = slot_mapping.get(layer_name)"),
+    contains("vllm.model_executor.layers.attention.attention.unified_kv_cache_update",
+             "if layer_slot_mapping is not None:"),
+)  # fmt: skip
+
 CONTRACT = (
     # plugin.py, report.py
     value("vllm.plugins.DEFAULT_PLUGINS_GROUP", GROUP),
@@ -116,6 +208,11 @@ CONTRACT = (
     *_host("flash_attn", "FlashAttention"),
     *_host("triton_attn", "TritonAttention"),
     names(_BACKENDS + "triton_attn.TritonAttentionImpl", ("chunk_lookback", "supports_quant_query_input")),
+    # trees.py, guards.py
+    names("vllm.engine.arg_utils.EngineArgs", ("additional_config", "max_num_seqs")),
+    names(_CONFIG + "VllmConfig", ("additional_config",)),
+    names(_CONFIG + "SpeculativeConfig", ("method",)),
+    where(_GPU + "spec_decode.rejection_sampler.MAX_CHUNK_BYTES", (), _TREES),
     # drafting.py
     names(_GPU + "spec_decode.speculator.DraftModelSpeculator",
           ("draft_logits", "model", "use_local_argmax_reduction")),

@@ -54,8 +54,9 @@ def tree_refusals(config, asked: frozenset[str]) -> list[str]:
     model, speculation, parallel = config.model_config, config.speculative_config, config.parallel_config
     version, method = installed_version("vllm"), speculation.method
     backend, dtype = speculation.attention_backend, config.cache_config.cache_dtype
+    if not version.startswith(TREE_VERSIONS):
+        return [f"vLLM {version}; {TREE_VERSIONS}x"]
     reasons = {
-        f"vLLM {version}; {TREE_VERSIONS}x": not version.startswith(TREE_VERSIONS),
         f"parts but {', '.join(sorted(asked))}; all": asked != frozenset(PARTS),
         f"method {method!r}; {', '.join(TREE_METHODS)}": method not in TREE_METHODS or speculation.use_gemma4_mtp(),
         f"attention_backend {getattr(backend, 'name', backend)} of drafts; {backend_name()}": (
