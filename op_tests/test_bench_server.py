@@ -22,7 +22,7 @@ import eagle_kernels
 from bench import report, run
 from bench.apps import server, server_rows, server_tables, server_texts
 from bench.apps.random_models import target_config
-from bench.apps.server_cases import CASES, GREEDY, SYSTEMS, VLLM_CASES, VLLM_SYSTEMS
+from bench.apps.server_cases import CASES, CHAINS, GREEDY, SYSTEMS, VLLM_CASES, VLLM_SYSTEMS
 from bench.apps.server_rows import VLLM_ROWS
 from bench.harness import results
 from bench.harness.markdown import markdown
@@ -114,7 +114,9 @@ class SamplingParams:
 
 
 class LLM:
-    def __init__(self, attention_backend, load_format, dtype, speculative_config=None, **arguments):
+    def __init__(
+        self, attention_backend, load_format, dtype, speculative_config=None, additional_config=None, **arguments
+    ):
         self.fault = json.loads(os.environ.get("FAKE", "{}")).get(attention_backend) or ""
         drafts, self.drafts = speculative_config or {}, 0
         self.accept = drafts.get("synthetic_acceptance_length", 2.0 if drafts else None)
@@ -123,7 +125,10 @@ class LLM:
         plugins = {point.name: point.value for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
         loaded = [plugins[name] for name in os.environ["VLLM_PLUGINS"].split(",")]
         is_exact, asked = dtype == "float32", os.environ.get("EAGLE_KERNELS_VLLM", "")
-        assert asked == ("verify,draft" if is_exact else "all" if attention_backend == "CUSTOM" else "")
+        is_ours, reads = attention_backend == "CUSTOM", os.environ.get("EAGLE_KERNELS_VLLM_PROMPTS")
+        assert asked == ("all" if is_ours else "verify,draft" if is_exact else "")
+        assert reads == ("ours" if is_ours and is_exact else None)
+        assert additional_config is None or (is_ours and set(additional_config["eagle_kernels"]) == {"topk", "depth"})
         assert loaded == ["vllm_child:register", "eagle_kernels.integrations.vllm.plugin:register"][: 1 + bool(asked)]
         assert os.environ.get("TRITON_F32_DEFAULT") == ("ieee" if is_exact else None)
         parts = asked.replace("all", "attention,verify,draft").split(",") if self.fault != "no plug-in" else []
@@ -174,7 +179,8 @@ class LLM:
     def get_metrics(self):
         happened = 0 if self.fault == "wrong" else 9
         values = {"spec_decode_num_drafts": self.drafts, "spec_decode_num_accepted_tokens": happened,
-                  "num_preemptions": happened, "prefix_cache_hits": happened}
+                  "num_preemptions": happened, "prefix_cache_hits": happened,
+                  "kv_cache_usage_perc": 0.25 * (self.fault == "leak")}
         return [make(name="vllm:" + name, value=values[name]) for name in values]
 """
 
@@ -925,9 +931,10 @@ def test_texts_of_vllm(vllm, capsys, monkeypatch):
         num -= (64 if row.dtype else 37) * (row.reference == row.name)
         assert line["compared with"] == row.reference and line["ties"] == "0" and line["fault"] == ""
         assert (int(line["aborted"]) > 5) == (row.dtype is None) and line["same texts"] == f"{num} of {num}"
-        assert (line["tokens a step"] == "2.000") == (row.tree == "chain")
+        assert (line["tokens a step"] == "2.000") == (row.tree != "plain")
     samples = [line["samples"].partition(", p = ") for line in lines]
-    assert [each[0] for each in samples if each[2]] == ["500"] and float(samples[3][2]) > 0.01
+    assert [each[0] for each in samples if each[2]] == ["500"] * 2
+    assert all(float(each[2]) > 0.01 for each in samples if each[2])
 
 
 def test_what_is_wrong_in_vllm_is_named(vllm, fail, capsys, monkeypatch):
@@ -987,11 +994,54 @@ def test_samples_of_one_law_are_alike():
     assert server_texts.p_alike(one, one) == server_texts.p_alike([(0, 1)], [(0, 1)]) == 1.0
 
 
+def test_a_table_of_trees_in_vllm(tmp_path):
+    """Speeds are held against the fastest chain's, and steps against our own engine's."""
+    about = {"case": "vllm 8/5/64", "batch": 1, "together": True}
+    speeds = {"vllm+eagle_kernels": (8.0, 500.0), **dict(zip(CHAINS, ((5.0, 300.0), (6.0, 400.0), (7.0, 350.0))))}
+    for system, (step_ms, speed) in {**speeds, "eagle_kernels": (7.5, 520.0)}.items():
+        results.append(tmp_path, measured(system, step_ms, **about) | {"tokens_per_s": speed})
+    title, _, _, table = server_tables.section(tmp_path / "Some_GPU_80GB" / "server.jsonl", "vLLM")
+    assert [row.split(" | ")[3:4] + row.split(" | ")[-3:-1] for row in table.splitlines()[2:]] == [
+        ["vllm+eagle_kernels", "1.25×", "1.07×"], ["vllm+fa3 chain3", "0.75×", "-"], ["vllm+fa3 chain5", "1.00×", "-"],
+        ["vllm+fa3 chain7", "0.88×", "-"], ["eagle_kernels", "1.30×", "1.00×"],
+    ]  # fmt: skip
+
+
+def test_trees_in_vllm_are_beside_its_chains(tmp_path):
+    bench = server.Bench(server.parsed(["--engine", "vllm", "--logs", str(tmp_path)]), None, {})
+    (case,) = [case for case in VLLM_CASES if case.name == "vllm 8/5/64"]
+    orders = {system: bench.order(case, system) for system in VLLM_SYSTEMS if case.sampling_of(system)}
+    made = {system: order.engine_arguments(tmp_path) for system, order in orders.items()}
+    assert list(made) == ["vllm+eagle_kernels", *CHAINS, "eagle_kernels"] and len({
+        orders[system].compiled for system in list(made)[:-1]
+    }) == 4  # fmt: skip
+    for system, arguments in list(made.items())[:-1]:
+        drafts, is_tree = arguments["speculative_config"], system not in CHAINS
+        assert drafts["num_speculative_tokens"] == (63 if is_tree else CHAINS[system][0])
+        assert drafts["synthetic_acceptance_length"] == (4.0 if is_tree else CHAINS[system][1])
+        assert arguments["attention_backend"] == ("CUSTOM" if is_tree else "FLASH_ATTN")
+        assert arguments.get("additional_config") == ({"eagle_kernels": {"topk": 8, "depth": 5}} if is_tree else None)
+        assert arguments["gpu_memory_utilization"] == 0.225
+    (chain,) = [case for case in VLLM_CASES if case.name == "vllm chain3"]
+    assert [system for system in VLLM_SYSTEMS if chain.sampling_of(system)] == [*VLLM_SYSTEMS[:3], "eagle_kernels"]
+
+
+def test_a_soak_of_vllm(vllm, capsys, fail):
+    """Random requests of a row, beside stock's whole texts; fewer blocks than there were at first are told."""
+    assert call(vllm, "--check-only", "--row", "tree-4/4/16", "--soak", "1") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tree-4/4/16")]
+    same = line.split("|")[9].split()
+    assert same[0] == same[2] and int(same[0]) > 40
+    fail(CUSTOM="leak")
+    assert call(vllm, "--check-only", "--row", "tree-4/4/16", "--soak", "1") == 1
+    assert "tree-4/4/16: 25.00% of the pool is not free when no request is left\n" in capsys.readouterr().out
+
+
 def test_a_table_of_vllm(tmp_path):
     """Ratios of turns that were taken together, apart from SGLang's."""
     about = {"case": "vllm chain3", "batch": 8, "together": True}
     turns = [(8, 8.8, 8), (10, 10, 10), (4, 4, 4), (5,)]
-    for system, times in zip(VLLM_SYSTEMS, turns, strict=True):
+    for system, times in zip([system for system in VLLM_SYSTEMS if system not in CHAINS], turns, strict=True):
         raw = [[1.0, 1.0 + ms / 10, 100, 400] for ms in times]
         results.append(tmp_path, measured(system, times[0], raw=raw, **about))
     results.append(tmp_path, measured("sglang+triton", 9.0))

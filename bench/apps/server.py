@@ -13,6 +13,7 @@ requests, and 500 of different lengths (`requests ...`, SGLang alone). Prints a 
     sglang+match          the plug-in by sample and match, where it samples
     vllm+fa3              FlashAttention 3, which vLLM chooses on Hopper
     vllm+triton           its Triton backend, which is not the default on Hopper
+    vllm+fa3 chain3       and chain5, chain7: its chains, beside the plug-in's trees, which vLLM has not
     vllm+eagle_kernels    the plug-in, all its parts
     eagle_kernels         EAGLEInference, without a server
 
@@ -20,7 +21,8 @@ All SGLang systems of a case draw the same accepted lengths, EAGLEInference simu
 status is 1 where an accepted length is more than 1 % (vLLM's: and chance) off each stock system's, or an engine failed.
 
 `--engine vllm` decodes plainly and drafts chains, with prompts of 512 and 8,192 tokens, and times the first token of
-the latter, in place of a step. An engine is started once for all cases with its drafts, all systems `--together`.
+the latter, in place of a step; then trees, beside vLLM's own chains. An engine is started once for all cases with its
+drafts, all systems `--together`.
 
 `--tp 2` gives each engine of SGLang two GPUs, and times cases of its own, of an 8B and a 32B shape; EAGLEInference runs
 on one GPU and is left out. Tables keep these lines apart.
@@ -47,7 +49,7 @@ from ..peers.engine import EngineFailure, Installation, TimedOrder
 from ..peers.sglang_engine import ALL_REDUCES
 from . import generation, prefixes, server_tables, server_texts
 from .random_models import head_config, target_config
-from .server_cases import ENGINES, EVERY_CASE, EVERY_SYSTEM, MATCH, OWN, RANK_CASES, STOCK, Case, ranks_of
+from .server_cases import CHAINS, ENGINES, EVERY_CASE, EVERY_SYSTEM, MATCH, OWN, RANK_CASES, STOCK, Case, ranks_of
 from .server_rows import ROWS
 from .server_tables import TOLERANCE, all_tables, off_stock, setting
 
@@ -129,17 +131,24 @@ class Bench:
         model, head = target_config(self.shape(case)), head_config(self.shape(case))
         published = PUBLISHED | PUBLISHED_OF[model["model_type"]]
         own = {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": model["hidden_size"]}
+        tree, accept = case.drafts_of(system)
         asked = {
             "model": model | published, "draft": head | published | own,
             # sampled first, all systems at the same time: sample and match has nothing else
             "sampling": tuple(sorted(case.sampling_of(system), reverse=True)), "batches": case.batches,
             "prompt_tokens": self.prompt_tokens(case), "lengths": self.lengths(case), "repeats": self.repeats(),
-            "requests": self.requests(case), "turns": turns, "tree": case.tree, "accept": case.accept,
+            "requests": self.requests(case), "turns": turns, "tree": tree, "accept": accept,
             "tp": self.options.tp, "case": case.name, "also": [self.order(other, system, turns) for other in also],
         }  # fmt: skip
         if self.is_vllm:
-            share = round(GPU_SHARE / len({*self.options.system} - {OWN}), 3)
-            return vllm_engine.Order(STOCK.get(system, vllm_engine.CUSTOM), **asked, share=share)
+            beside = [one for one in self.options.system if one != OWN and case.sampling_of(one)]
+            backend = vllm_engine.FA3 if system in CHAINS else STOCK.get(system, vllm_engine.CUSTOM)
+            return vllm_engine.Order(
+                backend, **asked, share=round(GPU_SHARE / len(beside), 3),
+                has_trees=case.is_beside_chains and system not in CHAINS,
+                # engines that start together must not share a folder
+                compiled=system.replace(" ", "-") if system in CHAINS else backend,
+            )  # fmt: skip
         backend, rule = STOCK.get(system, engine.PLUGIN), "match" if system == MATCH else None
         return sglang_engine.Order(backend, **asked, rule=rule, all_reduce=self.options.all_reduce)
 
@@ -247,7 +256,7 @@ class Bench:
     def record(self, case: Case, system: str, numbers: dict) -> None:
         """Keeps a line, prints it, and adds it to the results of this GPU."""
         line = {"shape": self.shape(case), "case": case.name, "system": system}
-        line |= {"prompt_tokens": self.prompt_tokens(case), "tree": case.tree, "start_s": None}
+        line |= {"prompt_tokens": self.prompt_tokens(case), "tree": case.drafts_of(system)[0], "start_s": None}
         line |= ranks_of(self.options.tp, self.options.all_reduce) | numbers
         name = f"{case.name:8} B={line['batch']:<3} T={line['temperature']:<4g} {system:22}"
         time = f"{line['requests_per_s']:9.3f} requests/s" if case.requests else f"{line['ms_per_step']:9.3f} ms"
@@ -301,7 +310,7 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     if "sglang+flashinfer" in systems and bench.flashinfer is None:
         print("sglang+flashinfer: FlashInfer is not installed; --flashinfer names a folder that holds it")
         systems.remove("sglang+flashinfer")
-    for system in [system for system in systems if system.endswith("+fa3")]:
+    for system in [system for system in systems if "+fa3" in system]:
         if missing := missing_fa3(bench.installation, device):
             print(f"{system}: {missing}")
             systems.remove(system)
@@ -360,6 +369,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     check.add_argument("--check-only", action="store_true", help="compare texts and acceptance, and time nothing")
     rows = {engine: [row.name for row in found if row.reference != row.name] for engine, found in ROWS.items()}
     check.add_argument("--row", nargs="+", metavar="NAME", help=", ".join([*rows["sglang"], "vLLM's:", *rows["vllm"]]))
+    soak = "seconds of random requests in each row, most of them like others, aborted or preempted (vLLM's)"
+    check.add_argument("--soak", type=float, metavar="SECONDS", help=soak)
     check.add_argument("--jobs", type=int, default=1, help="engines that run at once")
     check.add_argument("--dtype", choices=list(server_texts.ROUNDING), default="float16", help="of models and KV")
     options = parser.parse_args(arguments)

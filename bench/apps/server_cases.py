@@ -8,7 +8,9 @@ PLUGGED, MATCH, OWN = "sglang+eagle_kernels", "sglang+match", "eagle_kernels"
 # with their attention backends
 STOCK = {"sglang+flashinfer": "flashinfer", "sglang+triton": "triton", FA3: "fa3",
          VLLM_FA3: "FLASH_ATTN", "vllm+triton": "TRITON_ATTN"}  # fmt: skip
-EVERY_SYSTEM = (*STOCK, PLUGGED, MATCH, "vllm+eagle_kernels", OWN)
+# vLLM's own chains, beside our trees: drafts, and tokens of a step as with the embedded pair's
+CHAINS = {f"{VLLM_FA3} chain{drafts}": (drafts, accept) for drafts, accept in ((3, 2.5), (5, 2.9), (7, 3.2))}
+EVERY_SYSTEM = (*STOCK, PLUGGED, MATCH, "vllm+eagle_kernels", *CHAINS, OWN)
 SYSTEMS, VLLM_SYSTEMS = (
     tuple(system for system in EVERY_SYSTEM if system.startswith((engine, OWN))) for engine in ("sglang", "vllm")
 )
@@ -31,8 +33,22 @@ class Case(NamedTuple):
     # lengths of prompts and texts that are sent at once, in place of equal ones; batches are then those with a graph
     requests: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def is_beside_chains(self) -> bool:
+        """Tells whether this is a tree in vLLM, which has none of its own."""
+        return self.name.startswith("vllm") and self.tree is not None and self.tree[0] > 1
+
+    def drafts_of(self, system: str) -> tuple[tuple[int, int, int] | None, float | None]:
+        """Returns a system's tree, and the tokens of a step that are simulated."""
+        if system in CHAINS:
+            drafts, accept = CHAINS[system]
+            return (1, drafts, drafts + 1), accept
+        return self.tree, self.accept
+
     def sampling_of(self, system: str) -> tuple[tuple[float, float], ...]:
         """Returns what a system is measured with: sample and match differs from the plug-in where it samples."""
+        if (system in CHAINS and not self.is_beside_chains) or (system in STOCK and self.is_beside_chains):
+            return ()
         return tuple(each for each in self.sampling if each[0] > 0 or system != MATCH)
 
 
@@ -86,6 +102,10 @@ VLLM_CASES = (
         for length, batches, prompts in (("", (1, 8, 32), 512), (" 8k", (8,), 8192))
     ),
     Case("vllm chain7 4k", (32,), (1, 7, 8), 3.2, 4096),
+    *(
+        Case(f"vllm {'/'.join(map(str, tree))}", (batch,), tree, accept, sampling=TREE_SAMPLING)
+        for tree, batch, accept in (((8, 5, 64), 1, 4.0), ((4, 4, 16), 8, 3.0), ((4, 3, 8), 32, 2.7))
+    ),
     Case("vllm first token 8k", (1,), prompt_tokens=8192, long=1),
 )
 EVERY_CASE = (*CASES, *VLLM_CASES)

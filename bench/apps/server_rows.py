@@ -10,6 +10,7 @@ from ..peers.engine import PLUGIN
 from ..peers.vllm_engine import CUSTOM, FA3, TEXT_LENGTH, TRITON
 
 TREES = {"8/5/32": (8, 5, 32), "4/3/8": (4, 3, 8), "chain": (1, 4, 5)}  # topk, steps, nodes
+VLLM_TREES = {"8/5/64": (8, 5, 64), "4/4/16": (4, 4, 16), "4/3/8": (4, 3, 8), "1/4": (1, 4, 5)}  # the last a chain
 
 
 def pair_case(tree: str) -> str:
@@ -72,8 +73,8 @@ def _vllm(name: str, tree: str, backend: str = CUSTOM, asked: str = "all", **mor
 # Greedy texts of all must be those of stock's plain decoding. Of graphs, overlap, pages of more than 16 tokens, large
 # chunks, cached prefixes and a small pool, each pair of values occurs in a plugged chain: six rows are the fewest for
 # six such factors. All kernels see all sizes of pages; the chain with graphs, overlap and prefixes is what vLLM's
-# defaults are. The two in fp32 serve seeded requests, by vLLM's Triton attention: FlashAttention 3, which reads prompts
-# with ours, has no fp32.
+# defaults are. Those in fp32 serve seeded requests: plain and with chains by vLLM's Triton attention, since
+# FlashAttention 3, which reads prompts with ours, has no fp32, and with trees by ours alone.
 _SEEDED = {"backend": TRITON, "asked": "verify,draft", "dtype": "float32", "against": "seeded-plain"}
 _EAGER, _SYNCHRONOUS, _SMALL = {"has_graphs": False}, {"has_overlap": False}, {"has_small_pool": True}
 _PREFIXES, _LARGE_CHUNKS = {"has_radix_cache": True}, {"chunk_tokens": 8192}
@@ -89,6 +90,11 @@ VLLM_ROWS = (
     _vllm("preempted-32", "chain", **_SMALL, page_size=32),
     _vllm("seeded-plain", "plain", **_SEEDED),
     _vllm("seeded-chain", "chain", **_SEEDED),
+    _vllm("tree-8/5/64", "8/5/64", has_samples=True, **_PREFIXES, **_LARGE_CHUNKS),
+    _vllm("tree-4/4/16", "4/4/16", **_SMALL, **_PREFIXES),
+    _vllm("tree-4/3/8", "4/3/8", **_EAGER, **_SYNCHRONOUS, **_PREFIXES, page_size=64),
+    _vllm("tree-1/4", "1/4", page_size=32),
+    *(_vllm(f"seeded-{tree}", tree, **_SEEDED | {"backend": CUSTOM, "asked": "all"}) for tree in VLLM_TREES),
 )
 ROWS = {"sglang": (*STOCK_ROWS, *PLUGGED_ROWS), "vllm": VLLM_ROWS}
 
@@ -101,6 +107,7 @@ TEXT_LENGTHS = (96, 200, 1, 128, 40, 160, 64)
 # texts of vLLM that end where it allows no more tokens: their last chains are cut
 CUT_LENGTHS = (1, 4, 7, 40, 124)
 ALONE = (0, 8, 21, 31)
+SOAKED = 40  # more than an engine runs at once
 NUM_FIRST = 8  # requests of the wave that do not wait for another
 SAMPLED_TOKENS, SAMPLED_ROUNDS = 128, 8
 IDLE_S = 3.0  # SGLang's scheduler looks for lost memory each time it finds nothing to do, and ends where it finds some
@@ -154,8 +161,11 @@ def traffic(cut: tuple[int, ...] = ()) -> dict[str, Any]:
     }
 
 
-def vllm_traffic(row: Row) -> dict[str, Any]:
-    """Returns what an engine of vLLM serves, as `vllm_child.Engine.serve` reads it: indices into `requests` by wave."""
+def vllm_traffic(row: Row, soak_s: float | None = None) -> dict[str, Any]:
+    """Returns what an engine of vLLM serves, as `vllm_child.Engine.serve` reads it: indices into `requests` by wave.
+
+    soak_s: in place of all that, but for what others are compared with, random ones of these requests.
+    """
     made = traffic(CUT_LENGTHS)
     requests = made["requests"]
     if row.dtype is not None:
@@ -166,7 +176,9 @@ def vllm_traffic(row: Row) -> dict[str, Any]:
         ]
         return {"requests": requests, "together": list(range(NUM_SEEDED))}
     found = {"together": list(range(len(requests))), "alone": made["alone"], "joining": made["joining"]}
-    if row.has_samples:
+    if soak_s and row.name != row.reference:
+        return {"requests": requests, "soak_s": soak_s, "at_once": SOAKED}
+    if row.has_samples and not soak_s:
         drawn = {"max_new_tokens": SAMPLE_TOKENS, "sampling": {"temperature": 0.9, "top_p": 0.9}}
         begun = [request["prompt"][:16] for index, request in enumerate(requests[8:], 8) if index % 4 != 3]
         sampled = [{"prompt": prompt} | drawn for prompt in begun[:NUM_SAMPLED]]

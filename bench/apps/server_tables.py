@@ -6,7 +6,19 @@ from pathlib import Path
 
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
-from .server_cases import CASES, EVERY_SYSTEM, FA3, OWN, PLUGGED, QWEN3_BATCHES, RANK_CASES, STOCK, VLLM_CASES, VLLM_FA3
+from .server_cases import (
+    CASES,
+    CHAINS,
+    EVERY_SYSTEM,
+    FA3,
+    OWN,
+    PLUGGED,
+    QWEN3_BATCHES,
+    RANK_CASES,
+    STOCK,
+    VLLM_CASES,
+    VLLM_FA3,
+)
 from .server_rows import TREES, pair_case
 
 OF_VLLM = " (vLLM's build of FlashAttention 3)"
@@ -49,7 +61,13 @@ RANKS_ABOUT = (
     "or by NCCL. On several GPUs a step of the 8B shape at B = 1 and 8 is as long as its host's, which differs by a "
     "third from one engine to the next, so its ratios do too; the last engines that were timed are shown."
 )
-VLLM_NAMES = [case.name for case in VLLM_CASES]
+VLLM_TREE_NAMES = [case.name for case in VLLM_CASES if case.is_beside_chains]
+VLLM_NAMES = [case.name for case in VLLM_CASES if not case.is_beside_chains]
+VLLM_TREES_ABOUT = (
+    "Trees in vLLM (topk/depth/nodes) beside its own chains, at the shape of llama-3.1-8b. *of the best chain*: tokens "
+    "a second, as a multiple of those of the fastest of vLLM's chains. *of EAGLEInference's step*: a step's time, as a "
+    "multiple of the one with the same tree in our own engine."
+)
 VLLM_ABOUT = (
     "vLLM's steps at the shape of llama-3.1-8b, plain and with chains of 3 and 7 drafts; *first token*: the time to it "
     "in place of a step's. *of*: that system's time, as a multiple of this one's at the same commit; where they took "
@@ -158,6 +176,23 @@ def model_table(lines: Sequence[dict]) -> list[list[str]]:
     return [[*header, "at commit"], *rows, *seed] if rows else []
 
 
+def tree_table(lines: Sequence[dict]) -> list[list[str]]:
+    """Returns a row for each system at each setting of trees in vLLM; nothing without any."""
+    rows = []
+    for (case, batch, *sampling), systems in newest(lines, VLLM_TREE_NAMES).items():
+        for system, line in systems.items():
+            alike = [other for other in systems.values() if other["commit"] == line["commit"]]
+            chains = [other["tokens_per_s"] for other in alike if other["system"] in CHAINS]
+            own = [other["ms_per_step"] for other in alike if other["system"] == OWN and system not in CHAINS]
+            speed = f"{line['tokens_per_s'] / max(chains):.2f}×" if chains else "-"
+            step = f"{line['ms_per_step'] / own[0]:.2f}×" if own else "-"
+            numbers = [f"{line['ms_per_step']:.3f}", f"{line['tokens_per_s']:.0f}", f"{line['accept_length']:.2f}"]
+            row = [case.removeprefix("vllm "), str(batch), _sampling(*sampling), system, *numbers]
+            rows.append([*row, speed, step, f"`{line['commit']}`"])
+    header = ["tree", "B", "sampling", "system", "ms a step", "tokens/s", "tokens a step", "of the best chain"]
+    return [[*header, "of EAGLEInference's step", "at commit"], *rows] if rows else []
+
+
 def rank_table(lines: Sequence[dict]) -> list[list[str]]:
     """Returns a row for each system at each setting of engines on several GPUs, and on one; nothing without any."""
     rows = []
@@ -234,7 +269,8 @@ def all_tables(lines: Sequence[dict]) -> list[str]:
         text
         for about, rows in ((STEPS_ABOUT, table(lines)), (REQUESTS_ABOUT, request_table(lines)),
                             (MODELS_ABOUT, model_table(lines)), (RANKS_ABOUT, rank_table(lines)),
-                            (PAIR_ABOUT, acceptance_table(lines)), (VLLM_ABOUT, table(lines, VLLM_NAMES)))
+                            (PAIR_ABOUT, acceptance_table(lines)), (VLLM_ABOUT, table(lines, VLLM_NAMES)),
+                            (VLLM_TREES_ABOUT, tree_table(lines)))
         if rows
         for text in (about, markdown(rows))
     ]  # fmt: skip
@@ -272,7 +308,9 @@ def section(file: Path, title: str) -> list[str]:
     kept = [
         line
         for of in sorted({ranks(line) for line in lines})
-        for systems in newest(lines, VLLM_NAMES if is_vllm else [*CASE_NAMES, *PAIR_CASES], of).values()
+        for systems in newest(
+            lines, [*VLLM_NAMES, *VLLM_TREE_NAMES] if is_vllm else [*CASE_NAMES, *PAIR_CASES], of
+        ).values()
         for line in systems.values()
     ]
     if not kept:
@@ -282,7 +320,7 @@ def section(file: Path, title: str) -> list[str]:
         found = sorted({line["versions"][name].partition("+")[0] for line in kept if line["versions"].get(name)})
         if found:
             told.append(f"{package} {' and '.join(found)}")
-    how = "chains (`--app server --engine vllm`)" if is_vllm else "trees as K/S/N (`--app server`)"
+    how = "chains and trees (`--app server --engine vllm`)" if is_vllm else "trees as K/S/N (`--app server`)"
     about = f"Dummy weights, simulated acceptance, {how}. {', '.join(told)}."
     off = "".join(f"\n* {text}" for text in off_stock([line for line in kept if line["case"] in CASE_NAMES]))
     off = [f"Accepted lengths that are more than 1 % off stock's, and speeds with them:\n{off}"] if off else []

@@ -18,7 +18,10 @@ that has just ended. An engine in which none of that happened, or that accepted 
 
 - seeded requests, each with other filters and penalties, must have the same text plain and with chains, in fp32, in
   which vLLM can run the pair: token by token, without ties;
-- short samples without a seed, of stock's plain decoding and of plugged chains, must follow one law (chi-square).
+- short samples without a seed, of stock's plain decoding and of plugged drafts, must follow one law (chi-square).
+
+`--soak SECONDS` serves random ones of the requests in place of all this: more at once than an engine runs, at random
+times, of random lengths, some aborted. Texts must be plain, and no block may be lost by vLLM's own count.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from ..peers import engine, vllm_engine
 from ..peers.engine import EngineFailure, Installation
 from ..peers.sglang_texts import TextOrder
 from .server_cases import GREEDY, PLUGGED, TREE_SAMPLING, ranks_of
-from .server_rows import PROMPT_LENGTHS, ROWS, TREES, Row, pair_case, traffic, vllm_traffic
+from .server_rows import PROMPT_LENGTHS, ROWS, TREES, VLLM_TREES, Row, pair_case, traffic, vllm_traffic
 
 # How far the logit of a token may be below the largest: twice the largest error of the pair's logits in that type, over
 # 1024 greedy tokens (0.032 and 0.26; the median errors are 0.002 and 0.018). Of these tokens 0.8 % and 6 % have a
@@ -119,7 +122,9 @@ def check(options: argparse.Namespace, installation: Installation, keep: Callabl
     is_vllm, rows = options.engine == "vllm", ROWS[options.engine]
     references = {row.reference for row in rows if row.name in options.row}
     rows = [row for row in rows if row.name in references.union(options.row)]
-    order_of = vllm_traffic if is_vllm else functools.cache(lambda _: traffic())
+    order_of = functools.cache(lambda _: traffic())
+    if is_vllm:
+        order_of = functools.partial(vllm_traffic, soak_s=options.soak)
     orders = {row.name: order_of(row) for row in rows}
     target()  # what is missing for it is told before engines are started
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -147,13 +152,17 @@ def run(row: Row, order: dict, options: argparse.Namespace, installation: Instal
               row.dtype or options.dtype, order)  # fmt: skip
     if options.engine == "vllm":
         wanted = vllm_engine.TextOrder(
-            *shared, tree=TREES.get(row.tree), share=round(TEXT_SHARE / options.jobs, 3), compiled=f"texts_{row.name}",
-            chunk_tokens=row.chunk_tokens, has_small_pool=row.has_small_pool,
+            *shared, tree=(TREES | VLLM_TREES).get(row.tree), has_trees=row.tree in VLLM_TREES,
+            share=round(TEXT_SHARE / options.jobs, 3), compiled=log.stem, chunk_tokens=row.chunk_tokens,
+            has_small_pool=row.has_small_pool,
         )  # fmt: skip
     else:
         tp = 1 if row.is_stock else options.tp
         wanted = TextOrder(*shared, tree=TREES[row.tree], tp=tp, all_reduce=options.all_reduce)
-    limit_s, with_flashinfer = options.limit or ROW_LIMIT_S, installation.flashinfer_version() is not None
+    limit_s, with_flashinfer = (
+        options.limit or ROW_LIMIT_S + (options.soak or 0),
+        installation.flashinfer_version() is not None,
+    )
     try:
         with contextlib.closing(engine.run(wanted, installation, log, limit_s, with_flashinfer)) as records:
             for record in records:
@@ -248,9 +257,11 @@ def compare_vllm(one: Served, stock: Served, order: dict, dtype: str) -> tuple[l
     row, counted, aborted = one.row, one.counted, one.aborted()
     tolerance = (EXACT, 0.0) if row.dtype else (ROUNDING[dtype], MOST_TIES[dtype])
     faults, num, counts = differences(one, stock, order, *tolerance)
+    is_soaked = "soak_s" in order
     happened = (
+        (not counted.get("lost"), f"{counted.get('lost', 0):.2%} of the pool is not free when no request is left"),
         (num or one is stock, "no text was compared"),
-        (aborted or "joining" not in order, "no request was aborted before its end"),
+        (aborted or not (is_soaked or "joining" in order), "no request was aborted before its end"),
         (counted.get("accepted") or row.tree == "plain", "no draft was accepted"),
         (counted.get("preempted") or not row.has_small_pool, "no request was preempted"),
         (counted.get("cached") or not row.has_radix_cache, "no prefix was found in the cache"),

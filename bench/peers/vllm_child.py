@@ -1,6 +1,8 @@
 """vLLM's engine, and a plug-in, for engine_child.py, which says what each method is for; copied beside it."""
 
 import importlib
+import random
+import time
 
 PACKAGE = "vllm"
 PACKAGES = {"vllm": ("vllm",)}
@@ -8,6 +10,7 @@ PACKAGES = {"vllm": ("vllm",)}
 COUNTERS = {
     "steps": "vllm:spec_decode_num_drafts", "accepted": "vllm:spec_decode_num_accepted_tokens",
     "preempted": "vllm:num_preemptions", "cached": "vllm:prefix_cache_hits",
+    "lost": "vllm:kv_cache_usage_perc",  # where no request is left
 }  # fmt: skip
 READY_TOKENS = 8  # of a request, before the one that waits for it joins
 GREEDY = {"temperature": 0.0}
@@ -51,7 +54,11 @@ class Engine:
         `together`, `alone`, `samples`: indices into them; `joining`: as `sglang_traffic.serve` takes it.
         """
         requests = traffic["requests"]
-        write("texts", wave="together", texts=self._texts(requests, traffic["together"]))
+        if "together" in traffic:
+            write("texts", wave="together", texts=self._texts(requests, traffic["together"]))
+        if "soak_s" in traffic:
+            found = self._soak(requests, traffic["soak_s"], traffic["at_once"])
+            write("texts", wave="soak", texts=found)
         if "alone" in traffic:
             found = [text for index in traffic["alone"] for text in self._texts(requests, [index])]
             write("texts", wave="alone", texts=found)
@@ -60,6 +67,7 @@ class Engine:
             write("texts", wave="joining", texts=found)
         if "samples" in traffic:
             write("texts", wave="samples", texts=self._texts(requests, traffic["samples"]))
+        self._texts(requests, [0])  # vLLM counts blocks in its steps, of which an aborted request has none
         write("counted", **self.counted())
 
     def _texts(self, requests: list[dict], batch: list[int]) -> list[dict]:
@@ -111,6 +119,30 @@ class Engine:
                     add(place, text["tokens"][: number // 2])
                 elif not output.finished and abort_at and not begin and number >= abort_at:
                     abort(output.request_id)
+        return texts
+
+    def _soak(self, requests: list[dict], seconds: float, at_once: int) -> list[dict]:
+        """Runs random ones of the requests, of random lengths, and aborts some; most begin like one before."""
+        engine, coin, until_s = self._engine.llm_engine, random.Random(1), time.monotonic() + seconds
+        texts, running = [], {}
+        while running or time.monotonic() < until_s:
+            while time.monotonic() < until_s and len(running) < at_once and coin.random() < 0.7:
+                index, name = coin.randrange(len(requests)), f"soak-{len(texts)}"
+                length = coin.randint(1, requests[index]["max_new_tokens"])
+                # a text may be the beginning of the whole one, as an aborted one is
+                texts.append({"index": index, "tokens": [], "steps": 0} | _about(GREEDY) | {"is_cut": True})
+                running[name] = texts[-1]
+                prompt = {"prompt_token_ids": requests[index]["prompt"]}
+                engine.add_request(name, prompt, self._parameters(GREEDY, length))
+            for output in engine.step() if running else ():
+                if output.request_id not in running:  # it was aborted
+                    continue
+                running[output.request_id]["tokens"] = list(output.outputs[0].token_ids)
+                if output.finished:
+                    del running[output.request_id]
+            for name in [name for name in running if coin.random() < 0.002]:
+                engine.abort_request([name])
+                del running[name]
         return texts
 
     def stop(self) -> None:

@@ -1,7 +1,8 @@
 """vLLM's own engine: orders for `engine.run` with dummy weights and simulated acceptance, or with the embedded pair.
 
-Acceptance is vLLM's own `synthetic` one, by its mean; drafts are chains. What engines compile is kept while the machine
-is there, apart for each attention backend, so that engines that start together do not write the same files.
+Acceptance is vLLM's own `synthetic` one, by its mean; drafts are chains, or trees of the plug-in's. What engines
+compile is kept while the machine is there, apart for each attention backend, and for each of its chains beside trees,
+so that engines that start together do not write the same files.
 """
 
 import json
@@ -35,6 +36,8 @@ class VLLMOrder(AnyOrder):
 
     _: KW_ONLY
     share: float  # of the GPU's memory, which vLLM must find free
+    compiled: str  # names the folder for what it compiles, which engines that start together must not share
+    has_trees: bool = False  # drafts are no chains
 
     scripts, allowed = (vllm_child.__file__,), frozenset(PARTS)
 
@@ -64,11 +67,14 @@ class VLLMOrder(AnyOrder):
             "disable_log_stats": False,  # else drafts are not counted
         }  # fmt: skip
         if self.tree is not None:
-            drafts = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": self.tree[1]}
+            topk, depth, num_nodes = self.tree
+            drafts = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": num_nodes - 1}
             drafts["attention_backend"] = self.backend
             if self.accept is not None:
                 drafts |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": self.accept}
             arguments["speculative_config"] = drafts
+            if self.has_trees:
+                arguments["additional_config"] = {PLUGIN: {"topk": topk, "depth": depth}}
         return arguments
 
 
@@ -79,10 +85,6 @@ class Order(TimedOrder, VLLMOrder):
     @property
     def asked(self) -> str:
         return "all" if self.backend == CUSTOM else ""
-
-    @property
-    def compiled(self) -> str:
-        return self.backend
 
     @property
     def needed(self) -> frozenset[str]:
@@ -117,7 +119,6 @@ class TextOrder(VLLMOrder):
     _: KW_ONLY
     chunk_tokens: int
     has_small_pool: bool
-    compiled: str  # names the folder for what it compiles, which engines that start together must not share
 
     @property
     def needed(self) -> frozenset[str]:
@@ -127,6 +128,8 @@ class TextOrder(VLLMOrder):
     def environment(self, installation: Installation, plugin: Path, with_flashinfer: bool = False) -> dict[str, str]:
         # else Triton multiplies fp32 in TF32, whose error depends on how a kernel splits a row
         exact = {"TRITON_F32_DEFAULT": "ieee"} if self.dtype == "float32" else {}
+        if exact and self.backend == CUSTOM:  # FlashAttention 3 has no fp32
+            exact["EAGLE_KERNELS_VLLM_PROMPTS"] = "ours"
         return super().environment(installation, plugin) | exact
 
     def write_models(self, folder: Path) -> None:

@@ -15,6 +15,7 @@ CUDA graphs
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +30,19 @@ from ...primitives.paging import MAX_HEAD_DIM, MAX_PAGE_SIZE
 from .parts import KV_DTYPES, SWITCHES, backend_name
 from .trees import Level
 
+PROMPTS = "EAGLE_KERNELS_VLLM_PROMPTS"
+
 
 def _host():
-    """Returns vLLM's own (backend, metadata builder, implementation) for this device, which reads prompts."""
-    if current_platform.is_cuda() and current_platform.is_device_capability_family(90):
+    """Returns vLLM's own (backend, metadata builder, implementation) for this device.
+
+    FlashAttention 3 reads prompts, unless EAGLE_KERNELS_VLLM_PROMPTS is `ours`, as fp32 needs.
+    """
+    if (
+        os.environ.get(PROMPTS) != "ours"
+        and current_platform.is_cuda()
+        and current_platform.is_device_capability_family(90)
+    ):
         from vllm.v1.attention.backends import fa_utils, flash_attn
 
         if fa_utils.is_flash_attn_varlen_func_available() and fa_utils.get_flash_attn_version() == 3:
