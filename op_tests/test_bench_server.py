@@ -132,7 +132,7 @@ class LLM:
         assert loaded == ["vllm_child:register", "eagle_kernels.integrations.vllm.plugin:register"][: 1 + bool(asked)]
         assert os.environ.get("TRITON_F32_DEFAULT") == ("ieee" if is_exact else None)
         parts = asked.replace("all", "attention,verify,draft").split(",") if self.fault != "no plug-in" else []
-        for part in filter(None, parts):
+        for part in filter(None, parts + ["trees"] * bool(additional_config and parts)):
             print(f"(EngineCore pid=1) eagle_kernels: {part} is in use", flush=True)
         if attention_backend == "FLASH_ATTN":
             print("Using FlashAttention version", 2 if self.fault == "old" else 3, flush=True)

@@ -20,7 +20,7 @@ from . import vllm_child
 from .engine import PLUGIN, ROOM, ROOT, AnyOrder, Installation, TimedOrder, shared_environment, write_package
 
 FA3, TRITON, CUSTOM = "FLASH_ATTN", "TRITON_ATTN", "CUSTOM"  # attention backends as vLLM names them; the last is ours
-PARTS = ("attention", "verify", "draft")
+PARTS, TREES = ("attention", "verify", "draft"), "trees"
 PLUGINS = {"dummy_head": "vllm_child", PLUGIN: "eagle_kernels.integrations.vllm.plugin"}
 CACHES = Path(tempfile.gettempdir(), "eagle_kernels_vllm")
 SET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -39,7 +39,7 @@ class VLLMOrder(AnyOrder):
     compiled: str  # names the folder for what it compiles, which engines that start together must not share
     has_trees: bool = False  # drafts are no chains
 
-    scripts, allowed = (vllm_child.__file__,), frozenset(PARTS)
+    scripts, allowed = (vllm_child.__file__,), frozenset((*PARTS, TREES))
 
     def write_plugins(self, folder: Path, installation: Installation) -> None:
         for name, module in PLUGINS.items():
@@ -89,6 +89,7 @@ class Order(TimedOrder, VLLMOrder):
     @property
     def needed(self) -> frozenset[str]:
         parts = PARTS if self.tree is not None and self.accept is None else PARTS[:1]
+        parts = (*PARTS, TREES) if self.has_trees else parts
         return frozenset(parts if self.is_plugged else ())
 
     def engine_arguments(self, folder: Path) -> dict[str, Any]:
@@ -123,7 +124,7 @@ class TextOrder(VLLMOrder):
     @property
     def needed(self) -> frozenset[str]:
         parts = PARTS if self.asked == "all" else filter(None, self.asked.split(","))
-        return frozenset(parts) - ({"draft"} if self.tree is None else set())
+        return frozenset(parts) - ({"draft"} if self.tree is None else set()) | ({TREES} if self.has_trees else set())
 
     def environment(self, installation: Installation, plugin: Path, with_flashinfer: bool = False) -> dict[str, str]:
         # else Triton multiplies fp32 in TF32, whose error depends on how a kernel splits a row

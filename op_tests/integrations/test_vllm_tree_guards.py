@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from eagle_kernels.integrations.vllm import guards, parts
+from eagle_kernels.integrations.shared.hooks import resolve
+from eagle_kernels.integrations.vllm import guards, hooks, parts, register
 from eagle_kernels.integrations.vllm.tree_drafting import init_speculator
 from eagle_kernels.integrations.vllm.trees import OPTION, TreeShape, preset, shape_of
 from op_tests.integrations import vllm_stub as stub
@@ -51,6 +54,7 @@ def _made(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.26.0")
     with stub.installed(stub.form("0.26").hooked()):
         yield
+    stub.OVERRIDES.clear()
 
 
 def test_the_shape_is_read():
@@ -190,3 +194,22 @@ def test_a_step_with_trees_that_ours_cannot_read_is_told():
         builder.trees = SimpleNamespace(current="trees")
         with pytest.raises(RuntimeError, match="a step with trees holds rows that are not causal"):
             builder.build(3, SimpleNamespace(causal=True))
+
+
+@pytest.mark.parametrize("place", range(2))
+def test_workers_hook_what_trees_need(monkeypatch, caplog, place):
+    """A function that is not as expected is told, where trees are asked for."""
+    monkeypatch.setattr(parts.SWITCHES, "on", set())
+    register()
+    hook = [hook for hook in hooks.HOOKS if hook.part == parts.TREES][place]
+    worker = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
+    with caplog.at_level("INFO", "vllm.eagle_kernels"):
+        assert worker(configuration()).init_device() == "device"
+    assert "trees is on: drafts are trees, in place of chains; topk 4, depth 3, 8 nodes" in caplog.text
+    path, _, name = hook.target.rpartition(".")
+    owner = sys.modules.get(path) or resolve(path)
+    assert getattr(owner, name).eagle_kernels_hook == hook.target
+    monkeypatch.setattr(owner, name, lambda other: None)
+    with pytest.raises(RuntimeError, match=f"trees: {hook.target} takes other; expected first"):
+        worker(configuration()).init_device()
+    assert worker(configuration(additional_config={})).init_device() == "device"

@@ -58,6 +58,19 @@ def test_kernels(backend, device):
     worker.run(6, np.random.default_rng(7), "ragged")
 
 
+def test_runs_without_requests_keep_no_trees(device):
+    """Those that measure memory come before layers and trees are known, others at any time."""
+    worker = Worker(SHAPES[0], device)
+    worker.run(6, np.random.default_rng(4))
+    before = worker.trees.state.clone()
+    assert worker.dummy(3).shape == (3, 7) and torch.equal(worker.trees.state, before)
+    assert (worker.trees.num_accepted == -1).all() and worker.trees.current is None
+    speculator = worker.speculator
+    for name in ("trees", "prefill_cudagraph_manager", "decode_cudagraph_manager", "kv_cache_config", "block_tables"):
+        setattr(speculator, name, None)
+    assert worker.dummy(3, skip_attn_for_dummy_run=True, is_profile=True).shape == (3, 7)
+
+
 # what these tests must see
 
 

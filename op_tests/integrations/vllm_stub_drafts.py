@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-NONE, FULL = SimpleNamespace(name="NONE"), SimpleNamespace(name="FULL")
+NONE = SimpleNamespace(name="NONE")
 
 
 class AutoRegressiveSpeculator:
@@ -60,7 +60,10 @@ class AutoRegressiveSpeculator:
         buffers.seq_lens[:count], buffers.seq_lens[count:] = batch.seq_lens[:count], 0
         self.last_token_indices[count:] = 0
         lengths = set(batch.num_scheduled_tokens.tolist())
-        desc = self.prefill_cudagraph_manager.dispatch(count, num_tokens, lengths.pop() if len(lengths) == 1 else None)
+        desc = SimpleNamespace(cg_mode=NONE, num_tokens=num_tokens)
+        if not is_profile:  # where there are no graphs yet
+            uniform = lengths.pop() if len(lengths) == 1 else None
+            desc = self.prefill_cudagraph_manager.dispatch(count, num_tokens, uniform)
         if desc.cg_mode.name == "FULL":
             self.prefill_cudagraph_manager.run_fullgraph(desc)
         else:

@@ -250,6 +250,8 @@ class Worker:
         layer = self.layers[name]
 
         def attend(query, key, value):
+            if metadata is None:  # while memory is measured
+                return torch.zeros_like(query)
             if name in slots:  # as vLLM writes them
                 is_slot = slots[name] >= 0
                 place = slots[name][is_slot]
@@ -336,6 +338,30 @@ class Worker:
         )  # fmt: skip
         for each, row in zip(requests, made.tolist()):
             each.tree = row
+
+    def dummy(self, count: int, **options) -> torch.Tensor:
+        """Drafts for requests that are none, of two rows each, as vLLM does before there are any."""
+        self.buffers.query_start_loc[:] = torch.arange(len(self.buffers.query_start_loc)).clamp(max=count) * 2
+        self.buffers.seq_lens[:count], self.buffers.seq_lens[count:] = 2, 0
+        self.slots = dict.fromkeys(self.layers, torch.full((2 * count,), -1))
+        ones = torch.ones(count, dtype=torch.int32, device=self.device)
+        batch = SimpleNamespace(
+            num_reqs=count, num_reqs_after_padding=count, num_tokens=2 * count, num_tokens_after_padding=2 * count,
+            num_draft_tokens=0, num_draft_tokens_per_req=None, num_scheduled_tokens=np.full(count, 2, np.int32),
+            query_start_loc=self.buffers.query_start_loc[: count + 1], seq_lens=self.buffers.seq_lens[:count],
+            query_start_loc_np=np.arange(0, 2 * count + 1, 2, np.int32), seq_lens_cpu_upper_bound=2 * ones.cpu(),
+            idx_mapping=torch.arange(count, dtype=torch.int32, device=self.device), positions=self.buffers.positions,
+            input_ids=self.buffers.input_ids[: 2 * count],
+        )  # fmt: skip
+        is_skipped = options.get("skip_attn_for_dummy_run", False)
+        self.metadata = None if is_skipped else self.model_state.prepare_attn(batch)
+        places = torch.zeros(len(self.tables), dtype=torch.int64, device=self.device)
+        return self.speculator.propose(
+            input_batch=batch, attn_metadata=self.metadata, slot_mappings=self.slots,
+            last_hidden_states=torch.zeros(2 * count, HIDDEN + VOCAB, device=self.device), aux_hidden_states=None,
+            num_sampled=ones, num_rejected=0 * ones, last_sampled=places[:, None], next_prefill_tokens=places,
+            temperature=places.float(), seeds=places, dummy_run=True, **options,
+        )  # fmt: skip
 
     def speculator_tokens(self, request) -> list[int]:
         return request.tree[: request.drafts] if request.drafts else []

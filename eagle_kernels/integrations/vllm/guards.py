@@ -3,7 +3,7 @@
 from ..shared.hooks import fault_in_place
 from ..shared.versions import installed_version, is_first, spans
 from . import hooks
-from .parts import KV_DTYPES, PARTS, SWITCHES, VARIABLE, asked_by, backend_name, has_backend, logger
+from .parts import KV_DTYPES, PARTS, SWITCHES, TREES, VARIABLE, asked_by, backend_name, has_backend, logger
 from .plugin import rebind
 from .trees import OPTION, preset, shape_of
 
@@ -123,6 +123,10 @@ def init_device(original, wrapper):
     """Hooks what the parts replace in this worker, checks that it is in its place, and says what is on."""
     asked = asked_by(wrapper.vllm_config)
     if asked:
+        shape, notes = shape_of(wrapper.vllm_config), {}
+        if shape is not None:
+            asked |= {TREES}
+            notes[TREES] = f"topk {shape.topk}, depth {shape.depth}, {shape.num_nodes} nodes"
         wanted = [hook for hook in hooks.HOOKS if hook.part in asked]
         rebind(wanted)
         found = {hook: fault_in_place(hook, "VLLM_PLUGINS") for hook in (*hooks.GUARDS, *wanted)}
@@ -132,7 +136,7 @@ def init_device(original, wrapper):
                 f"eagle_kernels: this vLLM is not as the plug-in expects: {'; '.join(faults)}; leave these parts out "
                 f"by {VARIABLE}, or use a version in {spans(hooks.TESTED)}"
             )
-        SWITCHES.turn_on(asked, attention=_who_reads() if "attention" in asked else "")
+        SWITCHES.turn_on(asked, attention=_who_reads() if "attention" in asked else "", **notes)
         version, (run, *_) = installed_version("vllm"), hooks.TESTED
         if not is_first(version, hooks.TESTED):
             logger.info("eagle_kernels: vLLM %s was checked, not run; vLLM %s was run", version, run)

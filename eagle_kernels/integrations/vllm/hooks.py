@@ -26,9 +26,9 @@ HOOKS = (
           ("vllm_config", "model", "encoder_cache", "device")),
     _hook("verify", "vllm.v1.worker.gpu_worker.warmup_kernels", "sampling.warmup_kernels",
           ("model_runner", "worker_execute_model", "worker_sample_tokens")),
-    _hook("verify", _GPU + "structured_outputs.StructuredOutputsWorker.apply_grammar_bitmask",
+    _hook("trees", _GPU + "structured_outputs.StructuredOutputsWorker.apply_grammar_bitmask",
           "tree_verification.apply_grammar_bitmask", ("self", "logits", "input_batch", "grammar_req_ids")),
-    _hook("draft", _GPU + "model_runner.init_speculator", "tree_drafting.init_speculator", ("vllm_config", "device")),
+    _hook("trees", _GPU + "model_runner.init_speculator", "tree_drafting.init_speculator", ("vllm_config", "device")),
     _hook("draft", _GPU + "spec_decode.speculator.DraftModelSpeculator.sample_draft", "drafting.sample_draft",
           ("self", "hidden_states")),
 )  # fmt: skip

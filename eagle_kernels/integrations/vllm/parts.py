@@ -15,7 +15,8 @@ PARTS = {
     "verify": "sample and match: one seed, one text, with and without drafts",
     "draft": "drafts from the head's own logits",
 }
-SWITCHES = Parts(VARIABLE, PARTS, logger)
+TREES = "trees"  # comes with all parts, where a configuration asks for trees
+SWITCHES = Parts(VARIABLE, PARTS, logger, {TREES: "drafts are trees, in place of chains"})
 
 
 def asked_by_variable() -> frozenset[str] | None:

@@ -11,7 +11,7 @@ import torch
 
 from ...ops import build_tree_from_scores, move_accepted_kv, select_top_k_tokens
 from ...ops.tree.select_top_k_tokens import Output as Beams
-from .parts import SWITCHES
+from .parts import SWITCHES, TREES
 from .trees import Level, shape_of
 
 
@@ -82,6 +82,7 @@ class TreeDrafts:
     def propose(self, input_batch, *arguments, **options) -> torch.Tensor:
         """Returns the nodes after the root, int64 [B, N - 1], of each request's next tree."""
         SWITCHES.note_use("draft")
+        SWITCHES.note_use(TREES)
         is_dummy = options.get("dummy_run", False)
         if is_dummy and self.trees is not None:
             self.trees.forget()
@@ -171,7 +172,8 @@ class TreeDrafts:
         self._prepare_eplb_forward(rows)
         prefix_lens = (buffers.seq_lens[:size] - 1).clamp_(min=0)  # vLLM has counted the row of the first level
         position = buffers.positions[:size].clone()
-        hidden, tables = self.root_hidden[:size], self._tables(size)
+        hidden = self.root_hidden[:size]
+        tables = {} if attn_metadata is None else self._tables(size)
         first_beams = {name: values[:size] for name, values in self.first.items()}
         beams = Beams(**dict.fromkeys(Beams._fields) | first_beams)
         for number in range(1, shape.depth):
