@@ -21,8 +21,8 @@ from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
 
 OPTION = "eagle_kernels"  # of --additional-config
-# The most requests at once, and the tree for so many: topk, depth, nodes. With more requests the target's time grows
-# with every node, where few requests leave the GPU waiting for memory.
+# The most requests at once, and the tree that they get: topk, depth, nodes. Few requests leave the GPU waiting for
+# memory; with more of them the target's time grows with every node.
 PRESETS = ((4, (8, 5, 64)), (16, (4, 4, 16)), (float("inf"), (4, 3, 8)))
 
 
@@ -45,7 +45,7 @@ class TreeShape(NamedTuple):
 
 
 def preset(max_requests: int | None) -> TreeShape:
-    """Returns the shape for at most so many requests at once; None: vLLM decides, and takes many."""
+    """Returns the shape for this number of requests at once; None: vLLM chooses it, and takes many."""
     count = float("inf") if max_requests is None else max_requests
     return TreeShape(*next(shape for most, shape in PRESETS if count <= most))
 
