@@ -46,6 +46,19 @@ def test_seeded_texts(kind, device):
     assert max(worker.accepted) > 2 and worker.moved > 1
 
 
+def test_a_draft_with_a_vocabulary_of_its_own(device):
+    worker = Worker(SHAPES[0], device, known=[0, 2, 3, 5, 6, 7, 9, 11, 12, 14, 17, 18, 20, 21, 23])
+    worker.run(20, np.random.default_rng(5))
+    assert max(worker.accepted) > 1
+
+
+def test_masks_of_two_words(device):
+    """Trees of more than 64 nodes, which the longest text cuts."""
+    worker = Worker(TreeShape(8, 4, 70), device, 1)
+    worker.run(14, np.random.default_rng(4))
+    assert max(worker.accepted) > 2 and worker.moved > 1
+
+
 @pytest.mark.parametrize("num_places", [1, 3])
 def test_graphs_hold_more_requests_than_there_are(num_places, device):
     worker = Worker(SHAPES[0], device, num_places, padded=2)
@@ -69,6 +82,22 @@ def test_runs_without_requests_keep_no_trees(device):
     for name in ("trees", "prefill_cudagraph_manager", "decode_cudagraph_manager", "kv_cache_config", "block_tables"):
         setattr(speculator, name, None)
     assert worker.dummy(3, skip_attn_for_dummy_run=True, is_profile=True).shape == (3, 7)
+
+
+def test_trees_and_rows_are_checked(monkeypatch, device):
+    """With EAGLE_KERNELS_DEBUG=1."""
+    worker = Worker(SHAPES[0], device)
+    monkeypatch.setattr(importlib.import_module("eagle_kernels.runtime.check"), "DEBUG", True)
+    worker.run(8, np.random.default_rng(4))
+    place, drafted = torch.tensor([1]), worker.trees.state[:, 1:2].clone()
+    for field, value, told in ((0, 0, "root"), (0, 5, "deeper"), (1, 1, "later"), (2, 0, "later"), (3, 1, "itself")):
+        wrong = drafted.clone()
+        wrong[field, 0, 2] = value - 2 if field == 0 else value
+        with pytest.raises(RuntimeError, match=told):
+            worker.trees.keep(place, wrong)
+    monkeypatch.setattr(worker.trees, "lay_out", lambda batch, once=worker.trees.lay_out: (once(batch), once(batch)))
+    with pytest.raises(RuntimeError, match="do not follow one another"):
+        worker.run(8, np.random.default_rng(4))
 
 
 # what these tests must see

@@ -40,8 +40,8 @@ class Layer:
 class Models:
     """The target, and a draft that knows which tokens often follow which, and so is often right."""
 
-    def __init__(self, device, seed: int = 1):
-        coin = torch.Generator().manual_seed(seed)
+    def __init__(self, device, known=None):
+        coin, self.known = torch.Generator().manual_seed(1), known  # the draft's tokens, if they are not all
         make = lambda *sizes: torch.randn(*sizes, generator=coin).to(device)  # noqa: E731
         self.table, self.embedding, self.joining = 4 * make(VOCAB, VOCAB), make(VOCAB, HIDDEN), make(2 * HIDDEN, HIDDEN)
         self.layers, self.draft_layer = [Layer(coin, device) for _ in range(LAYERS)], Layer(coin, device)
@@ -58,7 +58,8 @@ class Models:
         return torch.cat([self.draft_layer(x, positions, attend("draft")), self.table[ids]], 1)
 
     def logits(self, hidden, is_draft=False):
-        return hidden[:, HIDDEN:] + hidden[:, :HIDDEN] @ self.heads[is_draft]
+        logits = hidden[:, HIDDEN:] + hidden[:, :HIDDEN] @ self.heads[is_draft]
+        return logits[:, self.known] if is_draft and self.known is not None else logits
 
 
 def causal(query, key, value, is_seen=None):
@@ -90,8 +91,10 @@ def whole_tree(models: Models, text: list[int], shape: TreeShape, device) -> set
                 if size < len(path):
                     states = torch.cat([states, read[-1:]])
             logs = models.logits(read[-1:], True)[0].double().log_softmax(-1)
-            best = logs.topk(shape.topk)
-            candidates += [(score + float(log), (*path, int(token))) for log, token in zip(best.values, best.indices)]
+            best, known = logs.topk(shape.topk), range(VOCAB) if models.known is None else models.known.tolist()
+            candidates += [
+                (score + float(log), (*path, known[int(token)])) for log, token in zip(best.values, best.indices)
+            ]
         found += candidates
         beams = sorted(candidates, key=lambda one: -one[0])[: shape.topk]
     return {path for _, path in sorted(found, key=lambda one: -one[0])[: shape.num_nodes - 1]}
@@ -100,8 +103,9 @@ def whole_tree(models: Models, text: list[int], shape: TreeShape, device) -> set
 class Worker:
     """Steps of requests at places of vLLM's states; `run` holds all texts and trees against the whole."""
 
-    def __init__(self, shape: TreeShape, device, num_places=3, padded=0, seeds=None):
-        self.shape, self.device, self.models, self.padded = shape, torch.device(device), Models(device), padded
+    def __init__(self, shape: TreeShape, device, num_places=3, padded=0, seeds=None, known=None):
+        self.shape, self.device, self.padded = shape, torch.device(device), padded
+        self.models = Models(device, None if known is None else torch.tensor(known, device=device))
         self.attention, self.ours, self.drafting = (
             importlib.import_module(OURS + name) for name in ("attention", "model_state", "tree_drafting")
         )
@@ -201,10 +205,14 @@ class Worker:
         groups = [SimpleNamespace(layer_names=list(self.layers))]
         self.speculator = self.drafting.init_speculator(lambda *_: object.__new__(Kind), self.config, self.device)
         assert type(self.speculator).__name__ == "TreeKind"
-        self.speculator.draft_attn_layer_names, self.speculator.model = (
-            {"draft"},
-            SimpleNamespace(compute_logits=lambda hidden: self.models.logits(hidden, True)),
-        )
+        self.speculator.draft_attn_layer_names = {"draft"}
+        read = lambda hidden: self.models.logits(hidden, True)  # noqa: E731
+        self.speculator.model = SimpleNamespace(compute_logits=read)
+        if (known := self.models.known) is not None:
+            offsets = known - torch.arange(len(known), device=self.device)
+            self.speculator.model = SimpleNamespace(
+                logits_processor=lambda head, hidden: read(hidden), lm_head="head", draft_id_to_target_id=offsets
+            )
         tables = SimpleNamespace(
             input_block_tables=[self.input_tables], slot_mappings=None, block_tables=[],
         )  # fmt: skip

@@ -81,9 +81,9 @@ class TreeDrafts:
 
     def propose(self, input_batch, *arguments, **options) -> torch.Tensor:
         """Returns the nodes after the root, int64 [B, N - 1], of each request's next tree."""
-        SWITCHES.note_use("draft")
-        SWITCHES.note_use(TREES)
         is_dummy = options.get("dummy_run", False)
+        for part in () if is_dummy else ("draft", TREES):
+            SWITCHES.note_use(part)
         if is_dummy and self.trees is not None:
             self.trees.forget()
         drafts = super().propose(input_batch, *arguments, **options)

@@ -19,6 +19,7 @@ import torch
 from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
+from ...runtime import check
 
 OPTION = "eagle_kernels"  # of --additional-config
 # The most requests at once, and the tree that they get: topk, depth, nodes. Few requests leave the GPU waiting for
@@ -122,7 +123,18 @@ class Trees:
             of_row = states.flatten(1).index_select(1, self._nodes(batch))
         self.row_mask[: batch.num_tokens].copy_(of_row[3:].T)
         if self.current is not None:
+            if check.DEBUG:
+                self._check_rows(batch)
             batch.positions[: batch.num_tokens] += of_row[0]
+
+    @staticmethod
+    def _check_rows(batch) -> None:
+        """Raises RuntimeError where rows are not at the positions of their slots; EAGLE_KERNELS_DEBUG=1 asks for it."""
+        bounds = batch.query_start_loc[: batch.num_reqs + 1].long()
+        first = (batch.seq_lens[: batch.num_reqs] - bounds[1:]).repeat_interleave(bounds.diff())
+        row = torch.arange(batch.num_tokens, device=bounds.device)
+        if not torch.equal(batch.positions[: batch.num_tokens], first + row):
+            raise RuntimeError("eagle_kernels: vLLM's positions of a step with trees do not follow one another")
 
     def _nodes(self, batch) -> torch.Tensor:
         """Returns which node of `current`, with a chain after it, each row int64 [T] of a step with other rows is.
@@ -150,6 +162,22 @@ class Trees:
     def keep(self, places: torch.Tensor, drafted: torch.Tensor) -> None:
         """Keeps new trees, as in `state`, of the requests at these places."""
         self.state[:, places] = drafted[:, : len(places)]
+        if check.DEBUG:
+            self._check(drafted[:, : len(places)])
+
+    def _check(self, drafted: torch.Tensor) -> None:
+        """Raises RuntimeError where new trees are none; EAGLE_KERNELS_DEBUG=1 asks for it."""
+        node = torch.arange(self.shape.num_nodes, device=drafted.device)
+        depth, child, sibling, words = drafted[0] + node, drafted[1], drafted[2], drafted[3:]
+        own = words.gather(0, (node // 64).expand_as(words[:1])) >> (node % 64) & 1
+        rules = {
+            "the root is at depth 0, and others below it": (depth > 0) == (node > 0),
+            "none is deeper than the draft": depth <= self.shape.depth,
+            "children and siblings come later": ((child > node) | (child == -1)) & ((sibling > node) | (sibling == -1)),
+            "each node sees itself": own[0] == 1,
+        }
+        for rule in (rule for rule, holds in rules.items() if not holds.all()):
+            raise RuntimeError(f"eagle_kernels: of the trees that were drafted it does not hold that {rule}")
 
 
 class Level(NamedTuple):
