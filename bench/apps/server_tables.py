@@ -320,7 +320,8 @@ def section(file: Path, title: str) -> list[str]:
         found = sorted({line["versions"][name].partition("+")[0] for line in kept if line["versions"].get(name)})
         if found:
             told.append(f"{package} {' and '.join(found)}")
-    how = "chains and trees (`--app server --engine vllm`)" if is_vllm else "trees as K/S/N (`--app server`)"
+    drafts = "chains and trees" if any(line["case"] in VLLM_TREE_NAMES for line in kept) else "chains"
+    how = f"{drafts} (`--app server --engine vllm`)" if is_vllm else "trees as K/S/N (`--app server`)"
     about = f"Dummy weights, simulated acceptance, {how}. {', '.join(told)}."
     off = "".join(f"\n* {text}" for text in off_stock([line for line in kept if line["case"] in CASE_NAMES]))
     off = [f"Accepted lengths that are more than 1 % off stock's, and speeds with them:\n{off}"] if off else []
