@@ -69,13 +69,11 @@ def serve(tmp_path):
             engine["additional_config"] = {"eagle_kernels": dict(zip(("topk", "depth"), tree))}
         sampling = [{"max_tokens": TOKENS} | (sampling or (lambda place: {"temperature": 0.0}))(place)
                     for place in range(len(LENGTHS))]  # fmt: skip
-        order = {"engine": engine, "requests": prompts(), "sampling": sampling, "has_graphs": list(graphs)}
-        environment = os.environ | {
-            "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": f"{SITE}:{ROOT}", "MEETING": str(tmp_path / "meeting"),
-        }  # fmt: skip
+        order = {"engine": engine, "requests": prompts(), "sampling": sampling, "graphs": list(graphs)}
+        environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": f"{SITE}:{ROOT}"}
         script = ROOT / "op_tests" / "integrations" / "vllm_on_cpu.py"
-        done = subprocess.run([sys.executable, script, json.dumps(order)], env=environment, text=True,
-                              capture_output=True, timeout=900)  # fmt: skip
+        command = [sys.executable, script, json.dumps(order), tmp_path / "meeting"]
+        done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=900)
         (tmp_path / "meeting").unlink(missing_ok=True)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
         return json.loads(done.stdout.splitlines()[-1])

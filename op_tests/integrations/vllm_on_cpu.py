@@ -1,9 +1,11 @@
 """The real vLLM 0.26 on a CPU: its front end, scheduler, Model Runner V2 and models, with the plug-in and our pair.
 
 Kernels run in Triton's interpreter. What CUDA would do is made up: there is one GPU by name, streams and pinned memory
-are nothing, and a graph is the call that was captured, on what it was captured with. test_vllm_whole.py starts this in
-a process of its own: python vllm_on_cpu.py ORDER, JSON with `engine` (arguments of vllm.LLM), `requests` (prompts),
-`sampling` and `has_graphs`. The last line that it prints is JSON.
+are nothing, and a graph is the call that was captured, on what it was captured with.
+
+test_vllm_whole.py starts this in a process of its own: python vllm_on_cpu.py ORDER NEW_FILE. The order is JSON with
+`engine` (arguments of vllm.LLM), `requests` (prompts), `sampling` and `graphs` (sizes). The last line that it prints is
+JSON.
 """
 
 from __future__ import annotations
@@ -145,7 +147,7 @@ class OnThisProcess(Executor):
         config = self.vllm_config
         config.device_config.device, config.load_config.device = DEVICE, "cpu"
         with set_current_vllm_config(config):
-            parallel_state.init_distributed_environment(1, 0, f"file://{os.environ['MEETING']}", 0, "gloo")
+            parallel_state.init_distributed_environment(1, 0, f"file://{sys.argv[2]}", 0, "gloo")
             parallel_state.ensure_model_parallel_initialized(1, 1)
             guards.init_device(lambda wrapper: None, types.SimpleNamespace(vllm_config=config))
             self.runner = model_runner.GPUModelRunner(config, DEVICE)
@@ -203,11 +205,11 @@ def _in_future(result, is_wanted: bool):
 def main(order: dict) -> None:
     register()
     compilation = {"custom_ops": ["none"], "mode": 0}
-    if order["has_graphs"]:
-        compilation |= {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": order["has_graphs"]}
+    if order["graphs"]:
+        compilation |= {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": order["graphs"]}
     engine = vllm.LLM(
         **order["engine"], distributed_executor_backend=OnThisProcess, compilation_config=compilation,
-        enforce_eager=not order["has_graphs"], attention_backend="CUSTOM", skip_tokenizer_init=True,
+        enforce_eager=not order["graphs"], attention_backend="CUSTOM", skip_tokenizer_init=True,
         disable_log_stats=False,
     )  # fmt: skip
     parameters = [vllm.SamplingParams(**each, ignore_eos=True, detokenize=False) for each in order["sampling"]]

@@ -138,11 +138,11 @@ class TreeDrafts:
         depth = torch.arange(self.shape.depth + 1, device=device)
         node = trees.accept_index[:size] - torch.arange(size, device=device)[:, None] * self.shape.num_nodes
         is_path = depth <= trees.num_accepted[:size, None]
-        source = torch.where(is_path, first + node, 0)
+        source = (first + node).masked_fill(~is_path, 0)
 
         def changed(values: torch.Tensor, is_changed: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
             """Returns values [T] with new ones [B, depths] in the front rows; what is not changed is written past T."""
-            row = torch.where(is_changed, (first + depth)[:, : new.shape[1]], num_rows)
+            row = (first + depth)[:, : new.shape[1]].masked_fill(~is_changed, num_rows)
             return torch.cat([values, values[:1]]).scatter_(0, row.flatten(), new.to(values.dtype).flatten())[:-1]
 
         buffers.positions[:num_rows] = changed(buffers.positions[:num_rows], is_path, before + depth)
