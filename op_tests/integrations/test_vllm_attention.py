@@ -384,6 +384,30 @@ def test_on_hopper_steps_with_prompts_are_vllm_s(on_hopper, passes, step, device
     assert metadata.eagle_kernels is None and passes(on_hopper, impl, cache, metadata, sum(rows))
 
 
+@pytest.mark.parametrize("reads_trees", [True, False])
+def test_on_hopper_steps_with_trees_and_prompts_are_ours(on_hopper, reads_trees, device):
+    """The layers of the target read trees; those of a draft, whose rows are in line by then, do not."""
+    cache, impl, builder = Cache(device), impl_of(on_hopper), builder_of(on_hopper, device)
+    rows, lengths = STEPS["mixed"]
+    mask = torch.ones(sum(rows), 1, dtype=torch.int64, device=device)  # all see the root alone
+    builder.trees, impl.reads_trees = SimpleNamespace(current="trees", row_mask=mask), reads_trees
+    metadata = builder.build(0, common_of(on_hopper, cache, rows, lengths))
+    query, output = forward(impl, cache, metadata, sum(rows))
+    wanted = cache.wanted(impl, query, rows, lengths)
+    is_same = torch.isclose(output.double(), wanted, rtol=0, atol=2e-5).all(2).all(1)
+    # the first rows of the two short requests, and all rows of prompts
+    assert is_same.tolist() == [True] + [not reads_trees] * 3 + [True] * (sum(rows) - 4)
+    builder.trees.current = None
+    assert builder.build(0, common_of(on_hopper, cache, rows, lengths)).eagle_kernels is None
+
+
+@pytest.mark.parametrize("variable", ["ours", "theirs"])
+def test_prompts_may_be_ours_on_hopper(monkeypatch, variable):
+    monkeypatch.setenv("EAGLE_KERNELS_VLLM_PROMPTS", variable)
+    with stub.installed(stub.HOPPER):
+        assert (variable != "ours") == importlib.import_module("eagle_kernels.integrations.vllm.attention").READS_MIXED
+
+
 @pytest.mark.parametrize(("head_size", "expected"), [(128, [16, 32, 64, 128, 256]), (512, [64])])
 def test_pages_of_heads_for_which_vllm_s_kernel_takes_one_size(head_size, expected):
     with stub.installed(stub.form("0.33").HOPPER):
