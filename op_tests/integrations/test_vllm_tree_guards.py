@@ -125,6 +125,16 @@ def test_trees_need_all_parts(monkeypatch, asked):
     assert guards.refusals(configuration()) == [f"parts but {names}; all with trees of drafts"]
 
 
+def test_trees_need_our_backend(monkeypatch):
+    """Else vLLM would draft a chain of all nodes."""
+    config = configuration(attention_config=SimpleNamespace(backend=THEIRS))
+    assert guards.refusals(config) == ["trees of drafts without --attention-backend CUSTOM"]
+    config.additional_config = {}
+    assert guards.refusals(config) == []
+    monkeypatch.setenv(parts.VARIABLE, "none")
+    assert guards.refusals(configuration()) == ["trees of drafts without --attention-backend CUSTOM"]
+
+
 def test_trees_need_a_version_that_drafts_as_ours_expects(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.33.0")
     assert guards.refusals(configuration()) == ["vLLM 0.33.0; 0.26.x with trees of drafts"]

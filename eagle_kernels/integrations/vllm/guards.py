@@ -15,8 +15,8 @@ TREE_VERSIONS = "0.26."  # later ones draft and process logits in other places
 def refusals(config) -> list[str]:
     """Returns why the parts that this configuration asks for cannot serve it."""
     asked, found = asked_by(config), []
-    if not asked:
-        return found
+    if not asked:  # vLLM would draft a chain of all nodes
+        return [] if shape_of(config) is None else [f"trees of drafts without --attention-backend {backend_name()}"]
     model, speculation, parallel = config.model_config, config.speculative_config, config.parallel_config
 
     def refuse(is_refused: bool, text: str) -> None:

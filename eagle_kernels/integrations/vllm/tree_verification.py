@@ -73,11 +73,8 @@ class TreeVerifier(MatchVerifier):
 
     def _filled(self, batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns for each node of each request its row of logits int64 [B * N], and whether it is there."""
-        bounds, node = (
-            batch.cu_num_logits.long(),
-            torch.arange(self.trees.shape.num_nodes, device=batch.positions.device),
-        )
-        counts = bounds.diff()[:, None]
+        bounds = batch.cu_num_logits.long()
+        node, counts = torch.arange(self.trees.shape.num_nodes, device=bounds.device), bounds.diff()[:, None]
         filled = bounds[:-1, None] + torch.minimum(node, counts - 1)
         return filled.flatten(), (node < counts).flatten()
 
