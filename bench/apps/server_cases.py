@@ -101,7 +101,7 @@ VLLM_CASES = (
         for name, tree, accept in VLLM_CHAINS
         for length, batches, prompts in (("", (1, 8, 32), 512), (" 8k", (8,), 8192))
     ),
-    Case("vllm chain7 4k", (32,), (1, 7, 8), 3.2, 4096),
+    Case("vllm chain7 4k", (32,), (1, 7, 8), 3.2, 3584),
     *(
         Case(f"vllm {'/'.join(map(str, tree))}", (batch,), tree, accept, sampling=TREE_SAMPLING)
         for tree, batch, accept in (((8, 5, 64), 1, 4.0), ((4, 4, 16), 8, 3.0), ((4, 3, 8), 32, 2.7))
