@@ -8,7 +8,7 @@ Invariants: Where scales are multiplied with weights, these are rounded to the d
     Sums are made in one order, without atomics. With prefetch_weight, weights are read before the wait of
     primitives/dependent_launch.py, all else after it.
 Grid: (blocks of rows * output blocks * parts,), one program makes one block of outputs of a block of rows.
-Launches: 1; one more each with columns, and where parts are merged (past 32 rows)
+Launches: 1; one more each with columns, and where parts are merged (past 4 rows)
 Traffic: N * K / 2, G * N * 2 (4 with zeros), 2 * T * (K + N), and 2 * N more with a bias; with columns 4 * T * K more;
     with parts, 4 bytes * parts * T * N for the output. Blocks of rows read weights out of the cache.
 """
@@ -20,41 +20,12 @@ import torch
 from ...runtime import check
 from ...runtime.launch import launcher
 from .shared import contract as rules
+from .shared.entries import entries
 from .shared.prepare_rows import reorder_columns
 from .shared.quantised import Quantised, choose_row, launch_quantised, of_whole_numbers
 
-# The first entry that allows the number of rows and of outputs is taken; with num_parts or deterministic one without
-# column_warps, which are warps of a program with columns of their own; deterministic also without late, which
-# multiplies scales with the sums of 128 columns, and with at least 16 rows. blocks: of 128 columns, in a turn.
-# merged: where there are too few programs they make parts, which another launch adds up, but not deterministic ones.
-# prefetched: the first block of weights is kept in registers.
-_TILE = {"max_rows": 2**31, "least_outputs": 0, "block_row": 64, "block_output": 64, "column_warps": 1, "rows_left": 0,
-         "blocks": 1, "merged": 0, "late": 0, "prefetched": 0, "num_warps": 4, "num_stages": 3}  # fmt: skip
-_FEW = {rows: {"max_rows": rows, "block_row": rows} for rows in (8, 16, 32, 64)}
-_WIDE = {"least_outputs": 16384, "block_output": 128, "num_stages": 4}
-# Not yet measured: chosen by instructions for a weight and bytes in flight.
-_COLUMNS = _TILE | {"block_output": 32, "column_warps": 8, "late": 1, "prefetched": 1, "num_warps": 8}
-_STREAM = _TILE | {"blocks": 2, "late": 1, "prefetched": 1, "num_stages": 5}
-_LARGE = _TILE | {"block_output": 128, "merged": 1, "num_warps": 8}
-TUNING = {
-    "default": (_TILE | _FEW[16], _TILE | _FEW[32], _TILE),
-    # 64 KiB of shared memory
-    "gfx942": (_TILE | _FEW[16], _TILE | _FEW[32] | {"num_stages": 2}, _TILE | {"num_stages": 2}),
-    "sm_90": (
-        _STREAM | _FEW[8] | _WIDE,
-        _COLUMNS | _FEW[8],
-        _STREAM | _FEW[16] | _WIDE,
-        _COLUMNS | _FEW[16],
-        _STREAM | _FEW[16] | {"late": 0},
-        _STREAM | _FEW[32] | _WIDE | {"num_stages": 3},
-        _COLUMNS | _FEW[32] | {"block_output": 16},
-        _STREAM | _FEW[32] | {"late": 0, "num_stages": 4},
-        _LARGE | _FEW[64] | {"num_stages": 4},
-        _LARGE | {"max_rows": 128, "block_row": 128, "num_stages": 4},
-        # arithmetic counts, not memory
-        _LARGE | {"block_row": 256},
-    ),
-}
+# weights of 4 bits: see shared/entries.py
+TUNING = entries(4)
 
 
 def contract(values: dict) -> check.Spec:
@@ -101,7 +72,7 @@ def linear_w4a16(
             `linear_decode` does, which `rms_norm(..., sums_parts=True)` adds up.
         prefetch_weight: reads the first weights before the previous kernel of the stream has ended, where the GPU can.
             Faster, but that kernel must not write `weight`.
-        deterministic: a row's bits do not depend on the number of rows. May take longer for up to 32 rows.
+        deterministic: a row's bits do not depend on the number of rows. May take longer.
         out: a tensor to write into. Its rows may be strided.
 
     Returns:

@@ -21,8 +21,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 ACTIVATIONS = ("16bit", "token", "block")
 check = functools.partial(check_close, PATH)
 
-# of every number of rows a tile of its own
-MOST_VARIANTS = {"_quantised_tiles_kernel": 3, "_quantised_columns_kernel": 3}
+# tiles of 8, 16, 32, 64 and 128 rows, whose x is read by every program
+MOST_VARIANTS = {"_quantised_tiles_kernel": 6}
 NOT_SUPPORTED = {
     (f"{activations} blocks {is_blocked} {dtype}", machine)
     for activations, is_blocked, dtype, machine in itertools.product(
@@ -105,7 +105,8 @@ def test_rounded_rows(activations, device):
 def test_every_entry(rows, device, monkeypatch):
     monkeypatch.setattr(launch, "_can_plan", lambda: False)
     monkeypatch.setattr(target, "num_multiprocessors", lambda device: 3)
-    retune(monkeypatch, module.TUNING, **rows)
+    for table in (module.TUNING, module.ROUNDED_TUNING):
+        retune(monkeypatch, table, **rows)
     for activations in ("16bit", "block"):
         if activations == "16bit" or rows["column_warps"] == 1:
             values = make(
@@ -122,7 +123,7 @@ def test_rounded_rows_are_handed_on_as_they_are():
     launches = []
     with target.assume("sm_90"), launch.intercept(lambda *each: launches.append(each[3])):
         eagle_kernels.raw.linear_fp8(**make(3, 48, 300, torch.float16, activations="token"))
-    rounding, product = launches
+    rounding, product, *_ = launches
     assert product["layer"].x is rounding["codes_ptr"] and product["layer"].x_scales is rounding["scales_ptr"]
 
 
