@@ -8,9 +8,9 @@ there are too few tiles for all SMs; for up to 4 rows x costs less than parts.
 # The first entry that allows the number of rows and of outputs is taken; with num_parts or deterministic one without
 # column_warps, which are warps of a program with columns of their own; deterministic also without late, which
 # multiplies scales with the sums of 128 columns, and with at least 16 rows.
-# rows_left: x is the left operand, with column_warps only. blocks: of 128 columns, in a turn. merged: where there are
-# too few programs they make parts, which another launch adds up, but not deterministic ones. prefetched: the first
-# block of weights is kept in registers.
+# rows_left: x is the left operand, with column_warps only. blocks: of 128 columns, in a turn. merged: how many programs
+# an SM has; where there are fewer they make parts, which another launch adds up, but not deterministic ones; 0: never.
+# prefetched: the first block of weights is kept in registers.
 _TILE = {"max_rows": 2**31, "least_outputs": 0, "block_row": 64, "block_output": 64, "column_warps": 1, "rows_left": 0,
          "blocks": 1, "merged": 0, "late": 0, "prefetched": 0, "num_warps": 4, "num_stages": 3}  # fmt: skip
 _FEW = {rows: {"max_rows": rows, "block_row": max(rows, 8)} for rows in (4, 8, 16, 32, 64)}

@@ -277,7 +277,8 @@ def launch_quantised(
     block_output = outputs_each = tuned["block_output"]
     merged = None
     if tuned["merged"] and out.dim() == 2 and out.numel():
-        programs = target.num_multiprocessors(out.device) // (triton.cdiv(num_outputs, block_output) * num_row_blocks)
+        programs = tuned["merged"] * target.num_multiprocessors(out.device)
+        programs //= triton.cdiv(num_outputs, block_output) * num_row_blocks
         # powers of two: a kernel is compiled for each number
         num_parts = next_power_of_2(max(1, min(programs, most_parts(num_columns))) + 1) // 2
         if num_parts > 1:
