@@ -125,6 +125,8 @@ class DecoderConfig:
         config = defaults | stated(config, *NULL_IS_A_VALUE)
         stated_options = {name: read_value(config, key, bool) for name, key in family.keys.items()}
         config |= _PLAIN | stated_options | family.always | options
+        kinds = dict.fromkeys(("attention", "feed_forward", "rope"))
+        values = field_values(cls, config, **kinds)  # first of all, what is missing is named
         attention, feed_forward = family.attention.read(config, reader), family.feed_forward.read(config)
         rope = RopeConfig.from_dict(config, attention.rotary_size)
-        return field_values(cls, config, attention=attention, feed_forward=feed_forward, rope=rope)
+        return values | {"attention": attention, "feed_forward": feed_forward, "rope": rope}
