@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.linear.shared.repack import pack_columns
 from eagle_kernels.ops.registry import OPS
 from eagle_kernels.runtime import check
 from op_tests.harness import to_device
@@ -276,6 +277,18 @@ LIMITS = {
     "unpacked": ("unpack_tree_mask", {
         "tree_mask": INTS([[[1], [3]]]), "seq_lens": INTS([0]), "seq_lens_sum": 0, "tree_mask_mode": "full_mask",
     }, LENGTH),
+    "quantised weights": (
+        "linear_w4a16",
+        {"x": torch.ones(1, 2).half(), "weight": pack_columns(torch.ones(2, 2, dtype=torch.uint8), 4),
+         "scales": torch.tensor([1.0, torch.finfo(torch.float32).max]), "columns": INTS([1, 0])},
+        [at("scales", 1, to=float("inf")), at("columns", 0, to=2), at("columns", 1, to=-1)],
+    ),
+    "weights of 8 bits": (
+        "linear_fp8",
+        {"x": torch.ones(1, 2).half(), "weight": pack_columns(torch.ones(2, 2, dtype=torch.uint8), 8),
+         "scales": torch.tensor([1.0, 2.0])},
+        [at("scales", 0, to=float("-inf"))],
+    ),
     "unpacked keys": (
         "unpack_tree_mask", {"tree_mask": INTS([[[1], [3]]]), "tree_mask_mode": "qlen_only"},
         [at("tree_mask", 0, 1, 0, to=4)],

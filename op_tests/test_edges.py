@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.linear.shared.repack import pack_columns
 from eagle_kernels.ops.registry import OPS
 
 from .harness import to_device
@@ -488,6 +489,18 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          {"": [[NAN, NAN], [3.5, 6]]}),
         ({"x": torch.zeros(0, 2), "weight": torch.ones(3, 2)}, {"": torch.zeros(0, 3).tolist()}),
     ],
+    **{
+        f"linear_{kind}": [
+            # NaN stays in its row
+            ({"x": rows([NAN, 1], [1, 2]).half(), "weight": pack_columns(weight, bits), "scales": T([1.0, 0.5])},
+             {"": [[NAN, NAN], [1, 6.5]]}),
+            ({"x": torch.zeros(0, 2).half(), "weight": pack_columns(weight, bits), "scales": T([1.0, 0.5])}, {"": []}),
+        ]
+        for kind, bits, weight in (
+            ("w4a16", 4, T([[9, 8], [7, 15]], dtype=torch.uint8)), ("w8a16", 8, T([[1, 0], [-1, 7]], dtype=torch.int8)),
+            ("fp8", 8, T([[1.0, 0.0], [-1.0, 7.0]]).to(torch.float8_e4m3fn).view(torch.uint8)),
+        )
+    },
     "build_tree": [
         # node 2 names a parent that was not kept, node 3 an id that is none, node 4 a later one
         ({"verified_id": T([9]), "parent_list": T([[-1, 0, 1]]), "top_scores_index": T([[0, 4, FAR]]),
