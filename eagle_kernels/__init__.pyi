@@ -13,6 +13,7 @@ from .ops import align_evict_mask_to_page_size as align_evict_mask_to_page_size
 from .ops import append_output as append_output
 from .ops import assign_req_to_token as assign_req_to_token
 from .ops import build_tree as build_tree
+from .ops import build_tree_from_blocks as build_tree_from_blocks
 from .ops import build_tree_from_scores as build_tree_from_scores
 from .ops import chain_kv_indices as chain_kv_indices
 from .ops import compute_tree_statistics as compute_tree_statistics
@@ -76,6 +77,7 @@ __all__ = [
     "append_output",
     "assign_req_to_token",
     "build_tree",
+    "build_tree_from_blocks",
     "build_tree_from_scores",
     "chain_kv_indices",
     "compute_tree_statistics",

@@ -35,6 +35,7 @@ from .ops.sampling.top_k_renorm import top_k_renorm as top_k_renorm
 from .ops.sampling.top_p_renorm import top_p_renorm as top_p_renorm
 from .ops.sampling.verify_tree_sampled import verify_tree_sampled as verify_tree_sampled
 from .ops.tree.build_tree import build_tree as build_tree
+from .ops.tree.build_tree_from_blocks import build_tree_from_blocks as build_tree_from_blocks
 from .ops.tree.build_tree_from_scores import build_tree_from_scores as build_tree_from_scores
 from .ops.tree.compute_tree_statistics import compute_tree_statistics as compute_tree_statistics
 from .ops.tree.organize_draft_results import organize_draft_results as organize_draft_results
@@ -58,6 +59,7 @@ __all__ = [
     "append_output",
     "assign_req_to_token",
     "build_tree",
+    "build_tree_from_blocks",
     "build_tree_from_scores",
     "chain_kv_indices",
     "compute_tree_statistics",

@@ -28,6 +28,7 @@ _HOMES = {
     "AcceptedCacheLocsOutput": ".ops.kv.accepted_cache_locs:Output",
     "AppendOutput": ".ops.verify.append_output:Output",
     "AttentionOutput": ".ops.attention.gqa_decode:Output",
+    "BuildTreeFromBlocksOutput": ".ops.tree.build_tree_from_blocks:Output",
     "BuildTreeFromScoresOutput": ".ops.tree.build_tree_from_scores:Output",
     "BuildTreeOutput": ".ops.tree.build_tree:Output",
     "ChainKVIndicesOutput": ".ops.kv.chain_kv_indices:Output",

@@ -30,6 +30,7 @@ from .ops.nn.rope import Output as RopeOutput
 from .ops.rejection.sample_children import Output as SampleChildrenOutput
 from .ops.sampling.shared.sampled_levels import Output as SampledVerifyOutput
 from .ops.token_bitmask import Matcher as Matcher
+from .ops.tree.build_tree_from_blocks import Output as BuildTreeFromBlocksOutput
 from .ops.tree.build_tree_from_scores import Output as BuildTreeFromScoresOutput
 from .ops.tree.compute_tree_statistics import Output as TreeStatisticsOutput
 from .ops.tree.organize_draft_results import Output as OrganizeDraftResultsOutput
@@ -48,6 +49,7 @@ __all__ = [
     "AppendOutput",
     "AttentionOutput",
     "BenchmarkResult",
+    "BuildTreeFromBlocksOutput",
     "BuildTreeFromScoresOutput",
     "BuildTreeOutput",
     "ChainKVIndicesOutput",

@@ -10,7 +10,7 @@ import torch
 
 from eagle_kernels.runtime.check import FLOAT
 from op_tests.harness.pools import ORDERS, ORDERS_OF_LAYERS, with_pools
-from op_tests.ops.tree.cases import make_parents, make_scored, make_tree, make_words
+from op_tests.ops.tree.cases import make_block, make_parents, make_scored, make_tree, make_words
 from op_tests.ops.tree.masks import MODES, in_layout, random_parents, visible_from
 
 SIZES = (0, 1, 2, 3, 5, 8, 9)
@@ -339,14 +339,26 @@ def select_top_k_tokens(coin):
     return values
 
 
+def build_tree_from_blocks(coin):
+    depth, topk, num_nodes = coin.choice((1, 2, 3, 7, 20)), coin.choice((1, 2, 3, 7, 8, 13)), nodes(coin)
+    sizes = {"mode": modes(coin, num_nodes), "grain": coin.choice((1, 4, 64)), "has_budget": is_drawn(coin)}
+    values = make_block(batch(coin), depth, topk, num_nodes, has_transitions=is_drawn(coin), **sizes)
+    scores = values["candidate_scores"]
+    scores[torch.rand(scores.shape) < 0.1] = coin.choice((float("nan"), float("-inf"), -0.0, 3.0))
+    if "num_nodes" in values:
+        spoil(coin, values["num_nodes"], -9, 99)
+    return full_mask(coin, values)
+
+
 CALLS = {
     f"{family}.{function.__name__}": function
     for family, functions in {
         "kv": [accepted_cache_locs, align_evict_mask_to_page_size, assign_req_to_token, chain_kv_indices,
                draft_cache_locs, draft_kv_indices, extend_cache_locs, find_slots, kv_indices, move_accepted_kv,
                write_kv],
-        "tree": [build_tree, build_tree_from_scores, compute_tree_statistics, organize_draft_results, pack_tree_mask,
-                 prune_trees, select_top_k_tokens, tree_from_mask, tree_from_parents, unpack_tree_mask],
+        "tree": [build_tree, build_tree_from_blocks, build_tree_from_scores, compute_tree_statistics,
+                 organize_draft_results, pack_tree_mask, prune_trees, select_top_k_tokens, tree_from_mask,
+                 tree_from_parents, unpack_tree_mask],
     }.items()
     for function in functions
 }  # fmt: skip

@@ -24,6 +24,7 @@ NUMBERS = {
     "rejection.verify_tree_rejection": [1, 1, 2, 2, 9, 5, 20, 1],
     "rejection.verify_tree_traversal": [2, 3, 3, 1, 10, 6, 2],
     "sampling.verify_tree_sampled": [3, 3, 3, 3, 7, 12, 12, 12],
+    "tree.build_tree_from_blocks": [2, 2, 2, 1, 1, 1],
     "verify.verify_tree_greedy": [1, 1, *[2, 7] * 6, 1, 2],
 }
 

@@ -35,6 +35,7 @@ from ..reference.ops.sampling.top_k_renorm import top_k_renorm as _top_k_renorm_
 from ..reference.ops.sampling.top_p_renorm import top_p_renorm as _top_p_renorm_reference
 from ..reference.ops.sampling.verify_tree_sampled import verify_tree_sampled as _verify_tree_sampled_reference
 from ..reference.ops.tree.build_tree import build_tree as _build_tree_reference
+from ..reference.ops.tree.build_tree_from_blocks import build_tree_from_blocks as _build_tree_from_blocks_reference
 from ..reference.ops.tree.build_tree_from_scores import build_tree_from_scores as _build_tree_from_scores_reference
 from ..reference.ops.tree.compute_tree_statistics import compute_tree_statistics as _compute_tree_statistics_reference
 from ..reference.ops.tree.organize_draft_results import organize_draft_results as _organize_draft_results_reference
@@ -91,6 +92,7 @@ from .sampling.top_p_renorm import top_p_renorm as _top_p_renorm
 from .sampling.verify_tree_sampled import verify_tree_sampled as _verify_tree_sampled
 from .token_bitmask import generate_token_bitmask as generate_token_bitmask
 from .tree.build_tree import build_tree as _build_tree
+from .tree.build_tree_from_blocks import build_tree_from_blocks as _build_tree_from_blocks
 from .tree.build_tree_from_scores import build_tree_from_scores as _build_tree_from_scores
 from .tree.compute_tree_statistics import compute_tree_statistics as _compute_tree_statistics
 from .tree.organize_draft_results import organize_draft_results as _organize_draft_results
@@ -122,6 +124,8 @@ assign_req_to_token = _with_reference(_assign_req_to_token, _assign_req_to_token
 """Writes the slots of each request's tokens starts..ends - 1 into its row of `req_to_token`, in place."""
 build_tree = _with_reference(_build_tree, _build_tree_reference)
 """Builds the verification tree of every request: mask, positions and links."""
+build_tree_from_blocks = _with_reference(_build_tree_from_blocks, _build_tree_from_blocks_reference)
+"""Builds the verification trees of drafts that were made in one pass, which gives a distribution for each depth."""
 build_tree_from_scores = _with_reference(_build_tree_from_scores, _build_tree_from_scores_reference)
 """Keeps the best candidates of all draft levels and builds the verification tree of every request."""
 chain_kv_indices = _with_reference(_chain_kv_indices, _chain_kv_indices_reference)
@@ -229,6 +233,7 @@ __all__ = [
     "append_output",
     "assign_req_to_token",
     "build_tree",
+    "build_tree_from_blocks",
     "build_tree_from_scores",
     "chain_kv_indices",
     "compute_tree_statistics",

@@ -31,6 +31,7 @@ FAMILIES = {
     ),
     "tree": (
         "build_tree",
+        "build_tree_from_blocks",
         "build_tree_from_scores",
         "compute_tree_statistics",
         "organize_draft_results",

@@ -82,3 +82,30 @@ def make_words(batch_size, num_nodes, *, mode="qlen_only", dtype=torch.int64, lo
     if mode == "full_mask":
         values |= {"seq_lens": seq_lens.to(dtype), "seq_lens_sum": int(seq_lens.sum())}
     return to_device(values, device)
+
+
+def make_block(
+    batch_size, depth, topk, num_nodes, *, vocab_size=None, mode="packed", dtype=torch.float32, has_transitions=False,
+    has_budget=False, is_mapped=False, grain=64, device="cpu",
+):  # fmt: skip
+    """Candidates on a grid, whose sums are exact and often equal, or logits with `vocab_size`."""
+    seq_lens = torch.randint(0, 40, (batch_size,))
+    values = {"verified_id": torch.randint(97, (batch_size,)), "logits": None, "seq_lens": seq_lens}
+    if vocab_size is None:
+        values["candidate_scores"] = -torch.randint(0, 4 * grain, (batch_size, depth, topk)).float() / grain
+        values["candidate_tokens"] = torch.randint(97, (batch_size, depth, topk))
+    else:
+        values["logits"] = torch.randn(batch_size, depth, vocab_size).mul(3).to(dtype)
+    if has_transitions:
+        shape = batch_size, depth - 1, topk, topk
+        values["transition_scores"] = torch.randint(-2 * grain, grain + 1, shape).float() / grain
+    if has_budget:
+        values["num_nodes"] = torch.randint(1, num_nodes + 1, (batch_size,))
+    if is_mapped:
+        values["draft_to_target"] = torch.randint(0, 3, (vocab_size,)).cumsum(0)
+    return to_device(values, device) | {
+        "seq_lens_sum": int(seq_lens.sum()) if mode == "full_mask" else None,
+        "topk": topk,
+        "num_verify_tokens": num_nodes,
+        "tree_mask_mode": mode,
+    }

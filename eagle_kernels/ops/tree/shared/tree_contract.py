@@ -83,6 +83,13 @@ def ranking_warps(block_candidate: int, device: torch.device) -> int:
     return min(max(block_candidate // tuned["candidates_per_warp"], 1), tuned["max_warps"])
 
 
+def tree_warps(num_nodes: int, device: torch.device, least: int = 1) -> int:
+    """Returns the warps of a program that builds a tree, at least `least` of them."""
+    tuned, block_node = tuning.row(TUNING, device), next_power_of_2(num_nodes)
+    nodes_per_warp = tuned["nodes_per_warp" if block_node <= 64 else "nodes_per_warp_past_64"]
+    return max(block_node // nodes_per_warp, least)
+
+
 def launch_trees(op: str, kernel, values: dict, out: Output, num_warps: int = 1, **arguments) -> None:
     """Launches a kernel that stores the trees `out`: a program for each, and for a FULL_MASK those that fill prefixes.
     These are enough for a GPU, and at most one for each row. values: the op's arguments. num_warps: the fewest."""
@@ -91,12 +98,10 @@ def launch_trees(op: str, kernel, values: dict, out: Output, num_warps: int = 1,
     num_fillers = 0
     if is_full and not values["prefix_is_set"]:
         num_fillers = min(num_nodes, max(1, FILL_PROGRAMS // max(batch_size, 1)))
-    tuned, block_node = tuning.row(TUNING, out.positions.device), next_power_of_2(num_nodes)
-    nodes_per_warp = tuned["nodes_per_warp" if block_node <= 64 else "nodes_per_warp_past_64"]
     launch(
         op, kernel, (batch_size, 1 + num_fillers),
         verified_id_ptr=values["verified_id"], seq_lens_ptr=values["seq_lens"], out=out,
         mask_size=out.tree_mask.numel(),
         NUM_NODES=num_nodes, MASK_MODE=str(mode), IS_ALIGNED=is_full and out.tree_mask.data_ptr() % 16 == 0,
-        num_warps=max(block_node // nodes_per_warp, num_warps), **arguments,
+        num_warps=tree_warps(num_nodes, out.positions.device, num_warps), **arguments,
     )  # fmt: skip
