@@ -14,6 +14,7 @@ _HOMES = {
     "GenerationOutput": ".engine.serve.output:GenerationOutput",
     "GenerationStats": ".engine.serve.output:GenerationStats",
     "Matcher": ".ops.token_bitmask:Matcher",
+    "MedusaHeads": ".engine.models.medusa:MedusaHeads",
     "Request": ".engine.requests.request:Request",
     "RunStats": ".engine.benchmark:RunStats",
     "SamplingFields": ".engine.requests.sampling_params:SamplingFields",

@@ -2,6 +2,7 @@
 from .engine.benchmark import BenchmarkResult as BenchmarkResult
 from .engine.benchmark import RunStats as RunStats
 from .engine.models.draft_head import DraftHead as DraftHead
+from .engine.models.medusa import MedusaHeads as MedusaHeads
 from .engine.models.tokenizer import Detokenizer as Detokenizer
 from .engine.models.tokenizer import Tokenizer as Tokenizer
 from .engine.requests.request import Request as Request
@@ -65,6 +66,7 @@ __all__ = [
     "GenerationStats",
     "KVIndicesOutput",
     "Matcher",
+    "MedusaHeads",
     "MergeDraftsOutput",
     "NgramMatchOutput",
     "Operator",

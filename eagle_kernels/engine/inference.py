@@ -95,8 +95,8 @@ class EAGLEInference(Generation):
         """Loads an engine from two model folders in Hugging Face layout.
 
         Args:
-            draft_model: The folder of an EAGLE head, of next-token modules, or of a smaller language model with the
-                target's tokenizer; its contents decide how it drafts. None: no model, or with method="mtp" the
+            draft_model: The folder of an EAGLE or Medusa head, of next-token modules, or of a smaller language model
+                with the target's tokenizer; its contents decide how it drafts. None: no model, or with method="mtp" the
                 target's own folder, where published targets keep their modules.
             target_model: The target's folder, with the end tokens and, if there is one, the tokenizer.
             config: As for the class; "model" in the fields of a server's `--speculative-config`, such as

@@ -18,6 +18,7 @@ from ..engine.models.checkpoint import Checkpoint, read_folder
 from ..engine.models.draft_head import DraftHead
 from ..engine.models.heads import NextTokenModules
 from ..engine.models.loading import HeadFile, load_draft, load_target, read_head, read_kind, tell_capture
+from ..engine.models.medusa import MedusaHeads
 from ..engine.models.protocol import FINAL_NORM, ModelError, TargetModel
 from ..engine.models.tokenizer import check_same_vocabulary, load_tokenizer
 from ..runtime.placement import read_placement
@@ -53,7 +54,7 @@ class HeadReport:
     dtypes: list[str]  # of the tensors in the file, in the words of safetensors, such as BF16
     parameters: int  # in the file
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # this and the next three: 0 without attention
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -89,12 +90,15 @@ class HeadReport:
             ("parameters", f"{self.parameters:,} ({', '.join(self.dtypes)})"),
             ("hidden size", f"{self.hidden_size}, MLP {self.intermediate_size}"),
             ("heads", f"{self.num_attention_heads} query, {self.num_key_value_heads} key-value, of {self.head_dim}"),
+            ("layers", "no attention, so no keys and no positions"),
             ("vocabulary", f"{self.draft_vocab_size} of {self.vocab_size} tokens ({share:.0%})"),
             ("embedding, lm_head", f"{sources[self.has_embedding]}, {sources[self.has_output]}"),
             ("max positions", str(self.max_positions)),
             ("options", ", ".join(self.options) or "none"),
             ("reads", self._tell_streams()),
         ]
+        of_attention = ("hidden size", "heads", "max positions") if self.num_attention_heads == 0 else ("layers",)
+        rows = [row for row in rows if row[0] not in of_attention]
         if self.fits is not None:
             rows.append(("fits the target", "yes" if self.fits else "no"))
         rows += [("misfit", text) for text in self.misfits] + [("remark", text) for text in self.remarks]
@@ -157,8 +161,10 @@ def _describe(folder: Path, file: HeadFile) -> HeadReport:
     return HeadReport(
         folder=str(folder), format=file.format_name, kind=file.kind, dtypes=file.dtypes,
         parameters=sum(parameter.numel() for parameter in head.parameters()),
-        **{name: getattr(config, name) for name in _SIZES},
-        has_embedding=head.embed_tokens is not None, has_output=head.lm_head is not None, max_positions=head.max_length,
+        **{name: getattr(config, name, 0) for name in _SIZES},
+        has_embedding=getattr(head, "embed_tokens", None) is not None,
+        has_output=bool(head.lm_heads) if isinstance(head, MedusaHeads) else head.lm_head is not None,
+        max_positions=head.max_length,
         options=[name for name in _OPTIONS if getattr(config, name, False)] + _told_modules(head),
         written_aux_layers=None if file.written_aux.written is None else list(file.written_aux.written),
         written_aux_meaning=file.written_aux.meaning, **_streams(config.aux_layers), remarks=list(file.remarks),
@@ -202,7 +208,9 @@ def _inspect_language_model(draft: Path, target: str | Path | None, prompts: Seq
     return report
 
 
-def _told_modules(head: DraftHead) -> list[str]:
+def _told_modules(head: DraftHead | MedusaHeads) -> list[str]:
+    if isinstance(head, MedusaHeads):
+        return [f"num_heads={head.config.num_heads}", f"num_layers={head.config.num_layers}"]
     return [f"num_modules={head.num_modules}"] if isinstance(head, NextTokenModules) else []
 
 
@@ -214,7 +222,7 @@ def _streams(aux_layers: tuple[int, ...] | None) -> dict[str, list[int] | None]:
     return {"hidden_states": list(aux_layers), "layer_outputs": outputs}
 
 
-def _hold_against(report: HeadReport, head: DraftHead, target: TargetModel) -> None:
+def _hold_against(report: HeadReport, head: DraftHead | MedusaHeads, target: TargetModel) -> None:
     report.misfits = head.misfits(target)
     report.fits = not report.misfits
     if report.fits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from op_tests.engine.toys import ToyModel, Walker, WalkerHead
+from op_tests.engine.toys import ToyModel, Walker, WalkerBlock, WalkerHead
 
 METHODS = {
     "naive": {"method": "naive"},
@@ -36,6 +36,16 @@ MIXED = {
 PROVEN = {name: options for name, options in METHODS.items() if name != "ngram earliest"} | {
     "eagle": {"method": "eagle", "topk": 3, "num_steps": 3, "num_draft_tokens": 9},
     "mtp": {"method": "mtp", "topk": 1, "num_steps": 3},
+    "medusa chain": {"method": "medusa", "topk": 1, "num_steps": 4},
+    "medusa tree": {"method": "medusa", "topk": 3, "num_steps": 4, "num_draft_tokens": 14},
+    "medusa hybrid": {
+        "method": "hybrid",
+        "topk": 2,
+        "num_steps": 6,
+        "num_model_steps": 2,
+        "num_draft_tokens": 12,
+        "min_ngram_size": 1,
+    },
 }
 # walks of eight tokens, so that texts jump often
 SIZES = {"vocab_size": 20, "walk": 8}
@@ -44,9 +54,13 @@ SIZES = {"vocab_size": 20, "walk": 8}
 def engine_of(name: str, device, sizes=SIZES, tokenizer=None, **others) -> EAGLEInference:
     """Drafts of a model are right wherever the target walks, and by chance where it jumps."""
     config = EAGLEConfig(**PROVEN[name] | others)
+    target, sizes = Walker(**sizes, device=device), {**sizes, "seed": 1, "device": device}
     kind = Walker if name in ("draft_model", "hybrid tree") else WalkerHead
-    draft = kind(**sizes, seed=1, device=device) if config.needs_model else None
-    return EAGLEInference(draft, Walker(**sizes, device=device), config, tokenizer=tokenizer)
+    if "medusa" in name:
+        draft = WalkerBlock(**sizes, of=target)
+    else:
+        draft = kind(**sizes) if config.needs_model else None
+    return EAGLEInference(draft, target, config, tokenizer=tokenizer)
 
 
 def plain_of(device, sizes=SIZES, **options) -> EAGLEInference:

@@ -312,8 +312,14 @@ def write_files(*names, config=None):
 BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
 OTHERS = {
     "medusa": (write_files("medusa_lm_head.pt", config={"medusa_num_heads": 5}),
-               "holds Medusa heads (medusa_num_heads), and Medusa heads are not supported yet"),
-    "medusa without a config": (write_files("medusa_lm_head.pt"), "Medusa heads are not supported yet"),
+               "medusa_lm_head.pt cannot be read: it is no complete torch.save file"),
+    "medusa without tensors": (
+        write_files(config={"medusa_num_heads": 5}),
+        "there is no model.safetensors, model.safetensors.index.json or pytorch_model.bin; the folder holds config",
+    ),
+    "medusa without a config": (
+        write_files("medusa_lm_head.pt"), "config.json is missing; the folder holds tensors of Medusa heads",
+    ),
     "hydra": (write_files("hydra_lm_head.pt", config={"hydra_num_heads": 4}), "Hydra heads are not supported yet"),
     "speculator": (write_files("model.safetensors", config={"model_type": "mlp_speculator"}),
                    "holds MLP speculators (mlp_speculator), and MLP speculators are not supported yet"),
@@ -354,7 +360,7 @@ def test_a_model_without_an_output_for_texts(target_folder, tmp_path):
     edit_config(target_folder, **BERT)
     kind = "a model of another kind (model_type='bert', architectures=['BertForMaskedLM'])"
     assert refused(load_target, target_folder) == f"{target_folder}: is {kind}, not a causal language model"
-    assert f"{target_folder}: holds {kind}, which is not a draft: drafts are EAGLE heads, " in refused(
+    assert f"{target_folder}: holds {kind}, which is not a draft: drafts are EAGLE or Medusa heads, " in refused(
         EAGLEInference.from_pretrained, target_folder, target_folder, device="cpu"
     )
     edit_tensors(target_folder, **{"model.layers.0.mlp.lora_A.weight": torch.zeros(1)})

@@ -117,6 +117,29 @@ class WalkerModules(Walker):
         return DraftOutput(self.project(hidden), hidden)
 
 
+class WalkerBlock(Walker):
+    """Counts on from the token that the target's features are of, for several tokens at once, without keys.
+
+    The features are the target's embeddings, before its attention, so drafts are right wherever the target walks, and
+    by chance where it jumps.
+    """
+
+    token_shift, aux_layers, draft_to_target, block_length = 1, (0,), None, 5
+
+    def __init__(self, vocab_size=40, walk=28, *, of, **others):
+        super().__init__(vocab_size, walk, **others)
+        self.draft_vocab_size, self.kv_shape, self.table = vocab_size, KVShape(0, 1, 1), of.embedding
+
+    def draft_block(self, hidden, count):
+        token = (hidden @ self.table.T - self.table.square().sum(1) / 2).argmax(-1)
+        steps = torch.arange(2, 2 + count, device=hidden.device)
+        places = (token[:, None] + steps).clamp(max=self.vocab_size - 1)
+        is_sure = (token[:, None] + steps <= self.walk)[..., None]
+        sure = 3.0 * torch.nn.functional.one_hot(places, self.vocab_size)
+        noise = (hidden @ self.head)[:, None] / steps[:, None]
+        return noise + torch.where(is_sure, sure, 0.0)
+
+
 class Markov:
     """Its next token depends on the last one alone, so that every place of a long text is a draw from a known law.
 
@@ -131,7 +154,24 @@ class Markov:
         self.table = 1.2 * table if near is None else 1.3 * near.table + 0.6 * table
 
     def forward(self, input_ids, positions, attend, *, capture=(), last_only=False):
-        return TargetOutput(self.table[input_ids[:, -1:] if last_only else input_ids], None)
+        # the features tell the token
+        features = torch.nn.functional.one_hot(input_ids, self.hidden_size).float() if capture else None
+        return TargetOutput(self.table[input_ids[:, -1:] if last_only else input_ids], features)
+
+
+class MarkovBlock(Markov):
+    """Drafts several tokens at once by the powers of its table, from the features of a `Markov`; it has no keys."""
+
+    token_shift, aux_layers, draft_to_target, block_length, kv_shape = 1, (0,), None, 4, KVShape(0, 1, 1)
+
+    def __init__(self, **others):
+        super().__init__(**others)
+        self.draft_vocab_size, law = self.vocab_size, torch.softmax(self.table, dim=-1)
+        self.powers = torch.stack([torch.linalg.matrix_power(law, power).log() for power in range(2, 6)])
+
+    def draft_block(self, hidden, count):
+        token = hidden.argmax(-1).clamp(max=self.vocab_size - 1)
+        return self.powers[:count, token].transpose(0, 1).contiguous()
 
 
 def random_llama(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .mutant import ENGINE, RUNTIME, TOOLS, bug
 
+_BLOCKS, _MEDUSA = ENGINE + "drafters/block_drafter.py", "op_tests/engine/test_medusa.py::test_"
 _DRAFTER = ENGINE + "drafters/model_drafter.py"
 _PAGES, _READING = ENGINE + "batch/prefix_cache.py", ENGINE + "serve/reading.py"
 _HELD = ["op_tests/engine/serve/test_pages.py::test_pages_hold_what_their_requests_would_have_written"]
@@ -44,6 +45,14 @@ def _inspected(*cases: str) -> list[str]:
 
 
 MUTANTS = [
+    bug("features of the node before the last", _BLOCKS, "[committed.last_row]",
+        "[(committed.last_row - 1).clamp(min=0)]", _MEDUSA + "drafts_are_those_of_the_text_alone"),
+    bug("features of a single plain step are not taken", _BLOCKS, "torch.where((count > 0)", "torch.where((count > 1)",
+        _MEDUSA + "drafts_after_plain_steps"),
+    bug("a head's marginal at the depth of another", ENGINE + "models/medusa.py",
+        "(self.blocks[head](x))", "(self.blocks[head - 1](x))", _MEDUSA + "heads_equal_the_formula"),
+    bug("a level of drafts with the one before", _BLOCKS, "self._whole[:, depth]", "self._whole[:, depth - 1]",
+        "op_tests/engine/test_medusa.py::test_hybrid_drafts_begin_with_the_heads_own"),
     bug("the last token of the prompt before", ENGINE + "serve/prompts.py",
         "(*inner, size - 1)", "(*inner, size - 2)", _BUSY),
     bug("scores of prompts after the mark", ENGINE + "serve/prompts.py",

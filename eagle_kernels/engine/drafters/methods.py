@@ -9,6 +9,7 @@ from torch import Tensor
 from ..batch.state import Batch
 from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel
+from .block_drafter import BlockDrafter, FeatureReader
 from .model_drafter import ModelDrafter, SampledDrafter
 from .ngram import HybridDrafter, NgramDrafter
 from .protocol import Drafter, Proposal, Reader, root_only, tree_of
@@ -27,6 +28,8 @@ def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
         return None
     trees = [tree for _, tree in config.trees if tree is not None] or [config]
     num_levels, num_steps = max(tree.num_model_levels for tree in trees), max(tree.num_steps for tree in trees)
+    if getattr(model, "block_length", 0):
+        return FeatureReader(model, num_levels)
     if getattr(model, "num_modules", 1) > 1 and num_levels > 1:
         return ModuleReader(model, num_levels, num_steps)
     return ModelReader(model, num_levels, config.most_beams, num_steps)
@@ -54,6 +57,8 @@ def make_drafter(
         return HybridDrafter(reader, config)
     if config.verify_strategy == "rejection":
         return SampledDrafter(reader, config, device)
+    if isinstance(reader, FeatureReader):
+        return BlockDrafter(reader, config)
     return ModelDrafter(reader, config)
 
 

@@ -33,7 +33,7 @@ _MOST_BYTES = {"tokenizer.json": 512 * _MIB, **{f"{name}.index.json": 512 * _MIB
 _OTHER_FILES = {
     "adapter_*": "a LoRA adapter: merge it into its base model (merge_and_unload of peft), and save that",
     "*.gguf": "GGUF files, which are not read: take the model's safetensors",
-    "medusa_lm_head.*": "Medusa heads, and Medusa heads are not supported yet",
+    "medusa_lm_head.*": "tensors of Medusa heads",
     "hydra_lm_head.*": "Hydra heads, and Hydra heads are not supported yet",
     "snapshots/*/config.json": "a cache of the hub: give the folder in snapshots",
     "*/config.json": "folders of models: give one of them",
@@ -69,13 +69,14 @@ class StoredSize(NamedTuple):
 
 
 class Checkpoint:
-    """Reads the tensors of a folder: of `model.safetensors` or `pytorch_model.bin`, or of its shards. `tensors` maps
-    the name that the module has for a tensor to its header. Only these are read: callers delete those that the module
-    lacks, and `rename` those whose names in the file differ."""
+    """Reads the tensors of a folder: of `model.safetensors` or `pytorch_model.bin`, or of its shards, or of the first
+    of `others` that exists. `tensors` maps the name that the module has for a tensor to its header. Only these are
+    read: callers delete those that the module lacks, and `rename` those whose names in the file differ."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, others: Sequence[str] = ()) -> None:
         self.folder = folder
-        self.index, self.file_names = _file_names(folder)
+        own = next((name for name in others if (folder / name).is_file()), None)
+        self.index, self.file_names = _file_names(folder) if own is None else ("", [own])
         self.tensors: dict[str, StoredTensor] = {}
         for file_name in self.file_names:
             with self._open(file_name) as file:
@@ -184,7 +185,7 @@ class Checkpoint:
         with path.open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 raise ModelError(f"{brief(file_name)} is only a Git LFS pointer: git lfs pull fetches the file itself")
-        if file_name.endswith(".bin"):
+        if file_name.endswith((".bin", ".pt")):
             yield _PickledFile(path)
             return
         package = safetensors()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ...runtime.values import is_integer, shown
 from .checkpoint import brief
 from .decoder_config import FAMILIES, OF_OTHER_FAMILIES, read_model_type
+from .medusa import are_medusa
 from .protocol import FINAL_NORM, ModelError
 from .settings import MOST_LAYERS, NULL_IS_A_VALUE, check_implemented, is_empty, is_off, read_value, stated
 
@@ -34,11 +35,12 @@ KINDS = {
     "EAGLE-1": Kind("eagle", "an EAGLE-1 head", "Eagle1Head"),
     "EAGLE-3": Kind("eagle", "an EAGLE-3 head", "EagleHead"),
     "MTP": Kind("mtp", "next-token modules", "NextTokenModules"),
+    "Medusa": Kind("medusa", "Medusa heads", "MedusaHeads"),
     "language model": Kind("draft_model", "a language model", "CausalDraft"),
 }
 
 # Drafts of other designs: the word in their config.json, or at the beginning of their tensors' names, and their names.
-_NOT_SUPPORTED = {"medusa": "Medusa heads", "hydra": "Hydra heads", "mlp_speculator": "MLP speculators"}
+_NOT_SUPPORTED = {"hydra": "Hydra heads", "mlp_speculator": "MLP speculators"}
 _FUSIONS = {"fc.weight", "model.fc.weight", "fusion_fc.weight", "model.fusion_fc.weight"}  # names in EAGLE heads
 _IS_EAGLE = re.compile("ForCausalLMEagle|^Eagle.*(ForCausalLM|Speculator|DraftModel)$").search
 _WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
@@ -112,6 +114,8 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
     EAGLE-2 as well, and `MTP` a target with its own modules. None: another kind of model."""
     if any(name.startswith(MODULE_PREFIX) for name in names):
         return "MTP"
+    if are_medusa(config) or any(name.startswith("medusa_head") for name in names):
+        return "Medusa"
     refuse_other_drafts(config, names)
     architectures, declared = _architectures(config), config.get("speculators_model_type")
     if declared == "eagle3" or any("eagle3" in name.lower() for name in architectures):

@@ -1,4 +1,4 @@
-"""Loading of targets, and of EAGLE heads and next-token modules in any published format (`head_formats.py`). Model
+"""Loading of targets, and of draft heads and next-token modules in any published format (`head_formats.py`). Model
 folders have the Hugging Face layout: `config.json` next to the tensors."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ...runtime.placement import DTYPE_NAMES, read_placement
 from ...runtime.values import first_line, is_integer, plain, shown
-from . import head_formats
+from . import head_formats, medusa
 from .checkpoint import (
     Checkpoint,
     brief,
@@ -71,7 +71,7 @@ def load_target(
     device, dtype = read_placement("load_target", device, dtype, "meta")
     with naming(folder):
         content, checkpoint, kind = _open(folder)
-        if kind in ("EAGLE-1", "EAGLE-3"):
+        if kind in ("EAGLE-1", "EAGLE-3", "Medusa"):
             swapped = "are draft and target swapped? EAGLEInference takes the draft first"
             raise ModelError(f"is {head_formats.KINDS[kind].called}: a draft, not a target; {swapped}")
         if kind is None and head_formats.is_of_other_kind(content):
@@ -108,10 +108,12 @@ def _open(folder: Path, of_draft: bool = False) -> tuple[dict[str, Any], Checkpo
     cannot draft if it should be `of_draft`."""
     config = read_config(folder)
     head_formats.refuse_other_drafts(config)  # whose tensors may lie in files that are not read
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, medusa.FILES if medusa.are_medusa(config) else ())
     kind = head_formats.kind_of(config, checkpoint.tensors)
     if kind is None and of_draft:
-        ways = "drafts are EAGLE heads, next-token modules, and smaller language models with the target's tokens"
+        ways = (
+            "drafts are EAGLE or Medusa heads, next-token modules, and smaller language models with the target's tokens"
+        )
         raise ModelError(f"holds {head_formats.tell_other_kind(config)}, which is not a draft: {ways}")
     return config, checkpoint, kind
 
@@ -195,9 +197,9 @@ def _check_tensors(folder: Path, config: dict[str, Any], checkpoint: Checkpoint)
 class HeadFile(NamedTuple):
     """Holds a head from its folder, not yet bound to a target."""
 
-    head: DraftHead  # frozen, in eval mode
+    head: DraftHead | medusa.MedusaHeads  # frozen, in eval mode
     format_name: str  # the name of the published format
-    kind: str  # `EAGLE-1` (which EAGLE-2 shares), `EAGLE-3` or `MTP`
+    kind: str  # `EAGLE-1` (which EAGLE-2 shares), `EAGLE-3`, `MTP` or `Medusa`
     dtypes: list[str]  # types of the floating-point tensors in the file, in the words of safetensors, such as BF16
     written_aux: head_formats.AuxLayers  # the auxiliary layer ids that config.json has
     remarks: list[str]  # see `head_formats.remarks_on`
@@ -221,16 +223,15 @@ def load_draft(
     Raises:
         ModelError: The folder is incomplete, damaged or not a head, or the head does not fit the target.
     """
-    folder = read_folder("load_draft: folder", folder)
-    if not hasattr(target, "kv_shape"):
-        raise ValueError(f"load_draft: target must be a TargetModel, as load_target returns, got {shown(target)}")
-    device, dtype = target.device if device is None else device, target.dtype if dtype is None else dtype
-    file = read_head(folder, device, dtype, check_weights=check_weights)
+    file = _read_for(target, folder, device, dtype, "load_draft", check_weights=check_weights)
     head, (ids, meaning, _) = file.head, file.written_aux
     source = "default aux layers" if ids is None else f"aux layers {list(ids)} ({meaning})"
     if head.config.aux_layers == (FINAL_NORM,):
         source = "the target's last feature"
+    folder = Path(folder)
     with naming(folder):
+        if isinstance(head, medusa.MedusaHeads):
+            raise ModelError("holds Medusa heads, which load_medusa loads")
         if aux_layers is not None:
             head.use_aux_layers(aux_layers)
             source = "aux layers given by the caller"
@@ -241,6 +242,35 @@ def load_draft(
     for remark in file.remarks:
         _logger.warning("%s: %s", name, remark)
     return head
+
+
+def load_medusa(
+    folder: str | Path, target: TargetModel, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
+    *, check_weights: bool = True,
+) -> medusa.MedusaHeads:  # fmt: skip
+    """Loads the Medusa heads of a folder, frozen, in eval mode and bound to their target; as `load_draft`."""
+    file = _read_for(target, folder, device, dtype, "load_medusa", check_weights=check_weights)
+    heads, name = file.head, brief(str(folder), 250)
+    with naming(Path(folder)):
+        if not isinstance(heads, medusa.MedusaHeads):
+            raise ModelError(f"holds {head_formats.KINDS[file.kind].called}, which load_draft loads")
+        heads.bind(target)
+    _logger.info("%s: %s format, %d Medusa heads", name, file.format_name, heads.block_length)
+    for remark in file.remarks:
+        _logger.warning("%s: %s", name, remark)
+    return heads
+
+
+def _read_for(
+    target: TargetModel, folder: str | Path, device: str | torch.device | None, dtype: torch.dtype | None, caller: str,
+    *, check_weights: bool,
+) -> HeadFile:  # fmt: skip
+    """Reads the head of a folder as its target needs it."""
+    folder = read_folder(f"{caller}: folder", folder)
+    if not hasattr(target, "kv_shape"):
+        raise ValueError(f"{caller}: target must be a TargetModel, as load_target returns, got {shown(target)}")
+    device, dtype = target.device if device is None else device, target.dtype if dtype is None else dtype
+    return read_head(folder, device, dtype, check_weights=check_weights)
 
 
 def tell_capture(aux_layers: Sequence[int]) -> str:
@@ -263,6 +293,11 @@ def read_head(
             fault = "" if is_off(config.get("num_nextn_predict_layers")) else f" ({modules})"
             way = "EAGLEInference.from_pretrained(draft, target) drafts with it"
             raise ModelError(f"holds a language model, not a draft head{fault}; {way}")
+        if kind == "Medusa":
+            dtypes = sorted({stored.dtype for stored in checkpoint.tensors.values() if stored.is_floating_point})
+            heads, remarks = medusa.read_medusa(config, checkpoint, device, dtype, check_weights)
+            layout = "vLLM" if config.get("model_type") == "medusa" else "official (FasterDecoding)"
+            return HeadFile(heads, layout, kind, dtypes, head_formats.AuxLayers(None, "", ()), remarks)
         form = head_formats.NEXT_TOKEN_MODULES if kind == "MTP" else head_formats.recognise(config)
         if kind == "MTP":  # config.json is the target's
             checkpoint.check_layers(config, "num_hidden_layers", "model.layers.")

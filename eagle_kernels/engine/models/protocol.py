@@ -242,7 +242,7 @@ class DraftModel(Protocol):
         token_shift: 1 for EAGLE: the row of token t_i has the feature of t_{i-1} and draft position i - 1; t_0 has no
             row. 0 for a plain language model: t_i has position i.
         device, dtype: Optional, compared with the target's.
-        method: Optional, compared with the configuration's: "eagle", "mtp" or "draft_model".
+        method: Optional, compared with the configuration's: "eagle", "mtp", "medusa" or "draft_model".
         reads_several: Optional, whether `forward` and `store` take rows of several requests as a batch of one, one
             after another; `attend` tells them apart. Prompts are then read at once.
         store: Optional, `store(input_ids, hidden, positions, attend: StoringAttend) -> None`, for a draft with a single
@@ -299,3 +299,35 @@ class DraftModules(DraftModel, Protocol):
 
     def project(self, hidden: Tensor) -> Tensor:
         """Returns the logits [B, T, Vd] of `hidden` [B, T, H], the output of `advance`."""
+
+
+class BlockDraft(DraftModel, Protocol):
+    """Drafts several tokens in one pass, from the target's features of the last token alone: it reads no other tokens
+    and has no keys. So kv_shape is KVShape(0, 1, 1), and `forward` is not called.
+
+    Attributes:
+        block_length: The most tokens that it drafts at once.
+    """
+
+    block_length: int
+
+    def draft_block(self, hidden: Tensor, count: int) -> Tensor:
+        """Returns the logits [B, count, Vd] of the `count` tokens after the root.
+
+        Args:
+            hidden: [B, F], F = len(aux_layers)·H of the target. Its features of the token before the root.
+            count: From 1 to block_length.
+        """
+
+
+def run_block(model: BlockDraft, hidden: Tensor, count: int) -> Tensor:
+    """Runs a draft of blocks and checks what it returns."""
+    logits, wanted = model.draft_block(hidden, count), [len(hidden), count, model.draft_vocab_size]
+    name = f"EAGLEInference: draft_block of {type(model).__name__}"
+    if not (isinstance(logits, Tensor) and list(logits.shape) == wanted and logits.is_contiguous()):
+        raise ModelError(f"{name} must return logits {wanted} without gaps, got {_told(logits)}")
+    if logits.dtype not in (hidden.dtype, torch.float32):
+        raise ModelError(f"{name} must return logits in {hidden.dtype} or float32, got {_told(logits)}")
+    if check.can_read(logits) and logits.isnan().any():
+        raise ModelError(f"{name} must return logits without NaN, got {int(logits.isnan().sum())} of them")
+    return logits

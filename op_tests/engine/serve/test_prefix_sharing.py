@@ -11,7 +11,7 @@ import pytest
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from op_tests.engine.engines import trees_by_request
 from op_tests.engine.methods import PROVEN, SIZES, engine_of
-from op_tests.engine.toys import DEVICE, RowWalker, Walker, WalkerHead, WalkerModules
+from op_tests.engine.toys import DEVICE, RowWalker, Walker, WalkerBlock, WalkerHead, WalkerModules
 from op_tests.engine.view import View
 
 BASE = [(7 * place) % 20 for place in range(64)]
@@ -70,6 +70,7 @@ def test_drafts_keys_are_not_those_of_plain_decoding(method):
 DRAFTERS = {
     "eagle": WalkerHead, "draft_model": Walker, "hybrid tree": Walker, "ngram tree": None,
     "2 modules": partial(WalkerModules, 2), "3 modules": partial(WalkerModules, 3), "drawn": WalkerHead,
+    "medusa tree": WalkerBlock,
 }  # fmt: skip
 OPTIONS = {
     "2 modules": EAGLEConfig.chain(2, method="mtp"), "3 modules": EAGLEConfig.chain(3, method="mtp"),
@@ -91,7 +92,8 @@ def test_trees_are_those_without_sharing(drafter, page_size, chunk, monkeypatch)
     config = OPTIONS.get(drafter) or EAGLEConfig(**PROVEN[drafter])
     sizes = {"page_size": page_size, "prefill_chunk": chunk, "max_batch": 4, "max_length": 64}
     config = dataclasses.replace(config, **sizes, cuda_graph=False)
-    target, draft = RowWalker(**SIZES, device=DEVICE), kind and kind(**SIZES, seed=1, device=DEVICE)
+    target, sizes = RowWalker(**SIZES, device=DEVICE), {**SIZES, "seed": 1, "device": DEVICE}
+    draft = kind and kind(**sizes, **({"of": target} if kind is WalkerBlock else {}))
     prompts = prompts_of(coin, 24)
     asked = [SamplingParams(max_new_tokens=coin.randrange(1, 7), seed=number, temperature=float(drafter == "drawn"))
              for number in range(len(prompts))]  # fmt: skip

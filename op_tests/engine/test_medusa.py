@@ -1,0 +1,353 @@
+"""Medusa heads: the network against its formula, both published layouts, and every draft against the text alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+from safetensors.torch import save_file
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.drafters.block_drafter import BlockDrafter
+from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
+from eagle_kernels.engine.models.loading import load_draft, load_medusa, load_target, read_head, read_kind
+from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
+from eagle_kernels.reference.causal_attend import causal_attend
+from op_tests.engine.heads import HIDDEN, TARGET_VOCAB, WIDTHS
+from op_tests.engine.toys import random_llama
+from op_tests.engine.view import View
+
+HEADS = 4
+SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256}
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
+TOKEN_MAP = torch.tensor([60, 3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 0, 44])
+
+
+def tensors_of(num_heads=HEADS, num_layers=1, *, rows=TARGET_VOCAB, bias=True, seed=0):
+    """By the official names: head, place in its nn.Sequential, parameter."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            tensors[f"{head}.{layer}.linear.weight"] = torch.randn(HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5
+            if bias:
+                tensors[f"{head}.{layer}.linear.bias"] = torch.randn(HIDDEN, generator=generator) / 4
+        tensors[f"{head}.{num_layers}.weight"] = torch.randn(rows, HIDDEN, generator=generator)
+    return tensors
+
+
+def formula(tensors, hidden, head):
+    """The official forward of one head, written anew: blocks x + silu(Wx + b), then the output."""
+    x, layer = hidden, 0
+    while f"{head}.{layer}.linear.weight" in tensors:
+        made = x @ tensors[f"{head}.{layer}.linear.weight"].T + tensors.get(f"{head}.{layer}.linear.bias", 0.0)
+        x, layer = x + made * torch.sigmoid(made), layer + 1
+    return x @ tensors[f"{head}.{layer}.weight"].T
+
+
+def write_official(folder, tensors, pickled=False, **config):
+    folder.mkdir(parents=True, exist_ok=True)
+    base = {"medusa_num_heads": HEADS, "medusa_num_layers": 1, "base_model_name_or_path": "a/b", "version": "2"}
+    (folder / "config.json").write_text(json.dumps(base | config))
+    if pickled:
+        torch.save(tensors, folder / "medusa_lm_head.pt")
+    else:
+        save_file(tensors, folder / "medusa_lm_head.safetensors")
+    return folder
+
+
+def vllm_names(tensors, prefix=""):
+    renamed = {}
+    for name, tensor in tensors.items():
+        head, layer, *rest = name.split(".")
+        is_block = rest[0] == "linear"
+        renamed[
+            f"{prefix}blocks.{head}.layers.{layer}.{rest[-1]}" if is_block else f"{prefix}lm_heads.{head}.weight"
+        ] = tensor
+    return renamed
+
+
+def write_vllm(folder, tensors, *, prefix="", **config):
+    folder.mkdir(parents=True, exist_ok=True)
+    base = {
+        "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "vocab_size": TARGET_VOCAB,
+        "num_heads": HEADS, "num_hidden_layers": 1, "medusa_fc_bias": True, "max_paths": 64, "topk": 10,
+        "truncated_vocab_size": TARGET_VOCAB,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(base | config))
+    save_file(vllm_names(tensors, prefix), folder / "model.safetensors")
+    return folder
+
+
+def pair(folder, device="cpu", tensors=None, **options):
+    """(target, draft)."""
+    target = random_llama(std=0.4, device=device)
+    write_official(folder, tensors_of() if tensors is None else tensors, **options)
+    return target, load_medusa(folder, target)
+
+
+LAYOUTS = {
+    "official": (write_official, {}, {}, "official (FasterDecoding)"),
+    "official, pickled": (write_official, {}, {"pickled": True}, "official (FasterDecoding)"),
+    "official, two layers": (write_official, {"num_layers": 2}, {"medusa_num_layers": 2}, "official (FasterDecoding)"),
+    "vLLM": (write_vllm, {}, {}, "vLLM"),
+    "vLLM, prefix": (write_vllm, {"bias": False}, {"prefix": "medusa_heads."}, "vLLM"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_heads_equal_the_formula(layout, tmp_path):
+    write, kind, options, name = LAYOUTS[layout]
+    tensors, target = tensors_of(**kind), random_llama()
+    folder = write(tmp_path, tensors, **options)
+    file, draft = read_head(folder), load_medusa(folder, target)
+    assert (file.kind, file.format_name, file.remarks, file.dtypes) == ("Medusa", name, [], ["F32"])
+    assert read_kind(folder) == "Medusa" and draft.aux_layers == (FINAL_NORM,) and draft.block_length == HEADS
+    assert draft.draft_to_target is None and draft.max_length == target.max_length
+    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(5))
+    for count in (1, HEADS):
+        logits = draft.draft_block(hidden, count)
+        assert logits.shape == (3, count, TARGET_VOCAB)
+        for head in range(count):
+            torch.testing.assert_close(logits[:, head], formula(tensors, hidden, head), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [len(TOKEN_MAP), TARGET_VOCAB], ids=["their rows", "all rows"])
+def test_heads_of_some_tokens(rows, tmp_path):
+    """token_map names the target's ids, in any order; the file may hold the rows of all of them."""
+    tensors, target = tensors_of(rows=rows), random_llama()
+    write_vllm(tmp_path, tensors, truncated_vocab_size=len(TOKEN_MAP))
+    save_file(vllm_names(tensors) | {"token_map": TOKEN_MAP}, tmp_path / "model.safetensors")
+    draft = load_medusa(tmp_path, target)
+    assert torch.equal(draft.draft_to_target + torch.arange(len(TOKEN_MAP)), TOKEN_MAP)
+    hidden = torch.randn(2, HIDDEN)
+    whole = formula(tensors, hidden, 1)
+    wanted = whole if rows == len(TOKEN_MAP) else whole[:, TOKEN_MAP]
+    torch.testing.assert_close(draft.draft_block(hidden, 2)[:, 1], wanted, atol=1e-5, rtol=1e-5)
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=2, num_steps=3))
+    assert engine.generate(PROMPTS, 12).output_ids == engine.generate(PROMPTS, 12, speculative=False).output_ids
+
+
+@pytest.mark.parametrize("source", ["one output", "the target's"])
+def test_heads_that_share_an_output(source, tmp_path):
+    tensors, target = tensors_of(), random_llama()
+    output = tensors["0.1.weight"] if source == "one output" else target.lm_head.weight.detach()
+    held = {name: tensor for name, tensor in vllm_names(tensors).items() if name.startswith("blocks")}
+    write_vllm(tmp_path, tensors, original_lm_head=True)
+    save_file(held | ({"lm_head.weight": output} if source == "one output" else {}), tmp_path / "model.safetensors")
+    draft, hidden = load_medusa(tmp_path, target), torch.randn(2, HIDDEN)
+    tensors |= {f"{head}.1.weight": output for head in range(HEADS)}
+    for head in range(HEADS):
+        wanted = formula(tensors, hidden, head)
+        torch.testing.assert_close(draft.draft_block(hidden, HEADS)[:, head], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_published_configs_name_fewer_heads(tmp_path, caplog):
+    """As the official reader says; all heads of the file are used, and a line tells it."""
+    target = random_llama()
+    draft = load_medusa(write_official(tmp_path, tensors_of(), medusa_num_heads=2), target)
+    assert draft.block_length == HEADS and "names 2 heads, and the file holds 4: all are used" in caplog.text
+
+
+REFUSED = {
+    "more heads than tensors": ({}, {"medusa_num_heads": 5}, r"number of heads must lie in 1\.\.4, those with tensors, "
+                                                             "got 5"),
+    "no number": ({}, {"medusa_num_heads": "many"}, r"number of heads must lie in 1\.\.4"),
+    "layers": ({}, {"medusa_num_layers": 2}, r"medusa_num_layers must be 1 to match the tensors blocks.*, got 2"),
+    "hidden size": ({}, {"hidden_size": 64}, "hidden_size must be 32 to match the tensors, got 64"),
+    "vocabulary": ({}, {"vocab_size": 60}, "vocab_size must be 61 to match the tensors, got 60"),
+    "a head is missing": ({"1.0.linear.weight": None, "1.0.linear.bias": None}, {}, "must hold tensors k.j.linear"),
+    "an output is missing": ({"3.1.weight": None}, {}, "must hold one output, or one for each of the 4 heads, got 3"),
+    "a bias is missing": ({"2.0.linear.bias": None}, {}, "missing tensors: blocks.2.layers.0.bias"),
+    "another shape": ({"2.0.linear.bias": torch.zeros(3)}, {}, r"tensor blocks.2.layers.0.bias has shape \[3\]"),
+    "a tensor more": ({"norm.weight": torch.ones(3)}, {}, "unexpected tensors: norm.weight"),
+    "NaN": ({"2.1.weight": torch.full((61, 32), float("nan"))}, {}, "tensors with NaN or infinite values"),
+    "scale": ({}, {"logit_scale": 2.0}, "logit_scale=2.0 is not implemented for Medusa heads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_folders_that_are_refused(case, tmp_path):
+    changes, config, message = REFUSED[case]
+    tensors = {name: tensor for name, tensor in (tensors_of() | changes).items() if tensor is not None}
+    with pytest.raises(ModelError, match=message):
+        load_medusa(write_official(tmp_path, tensors, **config), random_llama())
+
+
+def test_targets_that_do_not_fit(tmp_path):
+    write_official(tmp_path, tensors_of())
+    with pytest.raises(ModelError, match="the heads read features of width 32, the target's are 48"):
+        load_medusa(tmp_path, random_llama(hidden_size=48))
+    with pytest.raises(ModelError, match="the heads' vocab_size 61 is not the target's 70"):
+        load_medusa(tmp_path, random_llama(vocab_size=70))
+    with pytest.raises(ModelError, match="are draft and target swapped"):
+        load_target(tmp_path)
+    with pytest.raises(ModelError, match="holds Medusa heads, which load_medusa loads"):
+        load_draft(tmp_path, random_llama())
+    for ids, told in ((TOKEN_MAP + 2, "token_map: draft id 0 maps to target id 62, outside the 61 there are"),
+                      (TOKEN_MAP.clamp(min=4), "token_map: target id 4 is there 5 times")):  # fmt: skip
+        folder = write_vllm(tmp_path / told[11:20].strip(), tensors_of(rows=13), truncated_vocab_size=13)
+        save_file(vllm_names(tensors_of(rows=13)) | {"token_map": ids}, folder / "model.safetensors")
+        with pytest.raises(ModelError, match=told):
+            load_medusa(folder, random_llama())
+
+
+def test_trees_that_heads_cannot_draft(tmp_path):
+    target, draft = pair(tmp_path)
+    hybrid = EAGLEConfig(method="hybrid", topk=2, num_steps=9, num_model_steps=5)
+    for config, name in ((EAGLEConfig.chain(5), "num_steps"), (hybrid, "num_model_steps")):
+        with pytest.raises(ValueError, match=f"{name} must be at most 4, the tokens that MedusaHeads drafts at once"):
+            EAGLEInference(draft, target, config)
+    with pytest.raises(ValueError, match="method must be 'medusa' or None for a draft of MedusaHeads, got 'eagle'"):
+        EAGLEInference(draft, target, EAGLEConfig.chain(2, method="eagle"))
+
+
+class Oracle:
+    """Checks the drafts of each step: the heads' own choices from features that the whole text gives anew."""
+
+    def __init__(self, engine, monkeypatch):
+        self.engine, self.tensors, self.num_checked = engine, tensors_of(), 0
+        propose = BlockDrafter.propose
+
+        def checked(drafter, batch):
+            proposal, config = propose(drafter, batch), drafter._config
+            drafts = proposal.tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
+            for row in View(engine).rows:
+                if row.is_running and row.index < len(batch):
+                    text = row.request.prompt + row.request.output_ids
+                    if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
+                        text.append(int(batch.roots[row.index]))
+                    want = self.drafts(text, config)
+                    assert drafts[row.index] == want, f"{drafts[row.index]} instead of {want} after {text}"
+                    self.num_checked += 1
+            return proposal
+
+        monkeypatch.setattr(BlockDrafter, "propose", checked)
+
+    @torch.inference_mode()
+    def drafts(self, text, config):
+        """Tokens of the best paths, found by listing all of them."""
+        target = self.engine.target
+        tokens = torch.tensor([text[:-1]], device=target.device)
+        positions = torch.arange(tokens.shape[1], device=target.device)[None]
+        hidden = target.forward(tokens, positions, causal_attend, capture=(FINAL_NORM,)).features[0, -1].cpu()
+        paths, level = [], [(0.0, ())]
+        for head in range(config.num_steps):
+            best = torch.log_softmax(formula(self.tensors, hidden, head), -1).topk(config.topk)
+            steps = list(zip(best.values.tolist(), best.indices.tolist()))
+            level = [(score + step, (*path, token)) for score, path in level for step, token in steps]
+            paths += level
+        paths.sort(key=lambda each: -each[0])
+        return [path[-1] for _, path in paths[: config.num_verify_tokens - 1]]
+
+
+@pytest.fixture
+def watched(tmp_path, device, monkeypatch):
+    """`watched(config)`: an engine and its oracle, which must know all tokens when a step begins."""
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
+
+    def make(config: EAGLEConfig) -> tuple[EAGLEInference, Oracle]:
+        target, draft = pair(tmp_path, device)
+        engine = EAGLEInference(draft, target, config)
+        return engine, Oracle(engine, monkeypatch)
+
+    return make
+
+
+TREES = {"chain": {"topk": 1, "num_steps": 4}, "tree": {"topk": 3, "num_steps": 3, "num_draft_tokens": 12}}
+POLICIES = {"what the target takes": {}, "whole paths": {"accept_policy": "accept_all"}}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chunk", [1, 3, 2048])
+@pytest.mark.parametrize("tree", TREES)
+def test_drafts_are_those_of_the_text_alone(watched, tree, chunk, policy):
+    """Rows that come and go, prompts in parts, paths of any length."""
+    sizes = {"page_size": 4, "prefill_chunk": chunk, "max_batch": 3, "cuda_graph": False}
+    engine, oracle = watched(EAGLEConfig(**TREES[tree], **sizes, **POLICIES[policy]))
+    requests = []
+    for number, prompt in enumerate(PROMPTS):
+        requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=8 + 4 * number)))
+        engine.step()
+    engine.collect()
+    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 10
+
+
+def test_drafts_after_plain_steps(watched):
+    """Few and many, so that their features are taken in between, and by steps of other lengths."""
+    table = ((1, (1, 3, 4)), (2, None), (3, (2, 2, 5)), (4, (1, 4, 5)))
+    engine, oracle = watched(EAGLEConfig(num_steps=4, adaptive=table, max_batch=4, cuda_graph=False))
+    requests = []
+    for rest, pause in ((40, 0), (3, 1), (25, 2), (50, 7)):
+        requests.append(engine.submit(PROMPTS[pause % 4], SamplingParams(max_new_tokens=rest)))
+        engine.is_speculating = pause == 0
+        for _ in range(pause):
+            engine.step()
+        engine.is_speculating = True
+        engine.step()
+    engine.is_speculating = False
+    for _ in range(19):
+        engine.step()
+    engine.is_speculating = True
+    engine.collect()
+    requests.append(engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=20)))
+    for number in range(10):  # one by one, too
+        engine.is_speculating = number % 2 == 0
+        engine.step()
+    engine.is_speculating = True
+    engine.collect()
+    assert [request.error for request in requests] == [None] * 5 and oracle.num_checked > 20
+
+
+@pytest.mark.parametrize("options", [{}, {"mean_draft_tokens": 5}, {"adaptive": "auto"}], ids=str)
+@pytest.mark.parametrize("tree", TREES)
+def test_text_is_plain_text(tree, options, tmp_path, device):
+    """Greedy and seeded, with rows that share nodes, and trees that are chosen by their speed."""
+    if tree == "chain" and "mean_draft_tokens" in options:
+        options = {"mean_draft_tokens": 3}
+    target, draft = pair(tmp_path, device)
+    engine = EAGLEInference(draft, target, EAGLEConfig(**TREES[tree], **options))
+    for sampling in ({}, {"temperature": 0.8, "seeds": [1, 2, 3, 4]}):
+        text = engine.generate(PROMPTS, 20, **sampling).output_ids
+        assert text == engine.generate(PROMPTS, 20, speculative=False, **sampling).output_ids
+
+
+def test_hybrid_drafts_begin_with_the_heads_own(tmp_path, monkeypatch):
+    """Level by level, of what comes after drafts that the heads do not read."""
+    target, draft = pair(tmp_path)
+    config = EAGLEConfig(method="hybrid", topk=1, num_steps=8, num_model_steps=3, min_ngram_size=5, cuda_graph=False)
+    engine, seen, draw = EAGLEInference(draft, target, config), [], ModelDrafter._draft
+
+    def watched(drafter, batch):
+        tree, places = draw(drafter, batch)
+        logits = draft.draft_block(batch.state.draft_hidden[batch.rows], 3)
+        seen.append(torch.equal(tree.draft_tokens.view(len(batch), -1)[:, 1:], logits.argmax(-1)))
+        return tree, places
+
+    monkeypatch.setattr(ModelDrafter, "_draft", watched)
+    engine.generate(PROMPTS, 12)
+    assert len(seen) > 5 and all(seen)
+
+
+def test_folders_make_an_engine(tmp_path):
+    """From the command line's way in; the tokens of requests beyond the heads' text are the target's."""
+    target, tensors = tmp_path / "target", random_llama().state_dict()
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(WIDTHS | {"num_hidden_layers": 2, "intermediate_size": 48} | SIZES))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    draft = write_official(tmp_path / "draft", tensors_of())
+    engine = EAGLEInference.from_pretrained(draft, target, EAGLEConfig.chain(4), device="cpu")
+    assert type(engine.draft).__name__ == "MedusaHeads"
+    assert engine.generate([[5, 6]], 9).output_ids == engine.generate([[5, 6]], 9, speculative=False).output_ids
+
+
+def test_inspect_tells_what_they_are(tmp_path):
+    from eagle_kernels.tools.inspection import inspect_head
+
+    rows = dict(inspect_head(write_official(tmp_path, tensors_of())).rows())
+    assert rows["kind"] == "Medusa" and rows["options"] == "num_heads=4, num_layers=1"
+    assert rows["layers"] == "no attention, so no keys and no positions" and "heads" not in rows
+    assert rows["embedding, lm_head"] == "the target's, its own"
+    assert rows["reads"] == "the stream after the final norm"
