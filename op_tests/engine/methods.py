@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from op_tests.engine.toys import ToyModel, Walker, WalkerBlock, WalkerHead
+from op_tests.engine.toys import MaskedDraft, MaskedHead, ToyModel, Walker, WalkerBlock, WalkerHead
 
 METHODS = {
     "naive": {"method": "naive"},
@@ -38,6 +38,9 @@ PROVEN = {name: options for name, options in METHODS.items() if name != "ngram e
     "mtp": {"method": "mtp", "topk": 1, "num_steps": 3},
     "medusa chain": {"method": "medusa", "topk": 1, "num_steps": 4},
     "medusa tree": {"method": "medusa", "topk": 3, "num_steps": 4, "num_draft_tokens": 14},
+    "masks chain": {"method": "draft_model", "topk": 1, "num_steps": 4},
+    "masks tree": {"method": "draft_model", "topk": 3, "num_steps": 4, "num_draft_tokens": 14},
+    "masks head": {"method": "eagle", "topk": 2, "num_steps": 3, "num_draft_tokens": 9},
     "medusa hybrid": {
         "method": "hybrid",
         "topk": 2,
@@ -58,6 +61,8 @@ def engine_of(name: str, device, sizes=SIZES, tokenizer=None, **others) -> EAGLE
     kind = Walker if name in ("draft_model", "hybrid tree") else WalkerHead
     if "medusa" in name:
         draft = WalkerBlock(**sizes, of=target)
+    elif "masks" in name:
+        draft = MaskedHead(**sizes) if "head" in name else MaskedDraft(**sizes)
     else:
         draft = kind(**sizes) if config.needs_model else None
     return EAGLEInference(draft, target, config, tokenizer=tokenizer)

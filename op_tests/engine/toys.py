@@ -117,6 +117,48 @@ class WalkerModules(Walker):
         return DraftOutput(self.project(hidden), hidden)
 
 
+MASK = 19
+
+
+class MaskedDraft(Walker):
+    """Counts on as a `Walker` does, and over masks: a row of a mask counts on from the last token that is none."""
+
+    token_shift, aux_layers, draft_to_target, mask_features = 0, (), None, None
+    mask_token_id = masked_id = MASK
+
+    def __init__(self, vocab_size=40, walk=28, **others):
+        super().__init__(vocab_size, walk, **others)
+        self.draft_vocab_size = vocab_size
+
+    def forward(self, input_ids, hidden, positions, attend, *, from_target):
+        output = super().forward(input_ids, positions, attend, capture=(1,))
+        row = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last = torch.where(input_ids == MASK, 0, row).cummax(1).values
+        behind = row - last
+        token = input_ids.gather(1, last)
+        is_sure = (behind > 0) & (token + behind + 1 <= self.walk)
+        places = (token + behind + 1).clamp(max=self.vocab_size - 1)
+        sure = 3.0 * torch.nn.functional.one_hot(places, self.vocab_size)
+        logits = output.logits + torch.where(is_sure[..., None], sure, 0.0)
+        return DraftOutput(logits + self.from_features(hidden), output.features + hidden.sum(-1, keepdim=True))
+
+    def from_features(self, hidden):
+        return 0.0
+
+
+class MaskedHead(MaskedDraft):
+    """A head that does so, with the target's features, and one of its own for masks."""
+
+    token_shift, aux_layers = 1, (1,)
+
+    def __init__(self, vocab_size=40, walk=28, **others):
+        super().__init__(vocab_size, walk, **others)
+        self.mask_features = self.output[0]
+
+    def from_features(self, hidden):
+        return hidden @ self.head
+
+
 class WalkerBlock(Walker):
     """Counts on from the token that the target's features are of, for several tokens at once, without keys.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import ENGINE, RUNTIME, TOOLS, bug
 
 _BLOCKS, _MEDUSA = ENGINE + "drafters/block_drafter.py", "op_tests/engine/test_medusa.py::test_"
+_MASKS, _MASKED = ENGINE + "drafters/parallel_reader.py", "op_tests/engine/test_masked_drafts.py::test_"
 _DRAFTER = ENGINE + "drafters/model_drafter.py"
 _PAGES, _READING = ENGINE + "batch/prefix_cache.py", ENGINE + "serve/reading.py"
 _HELD = ["op_tests/engine/serve/test_pages.py::test_pages_hold_what_their_requests_would_have_written"]
@@ -49,6 +50,16 @@ MUTANTS = [
         "[(committed.last_row - 1).clamp(min=0)]", _MEDUSA + "drafts_are_those_of_the_text_alone"),
     bug("features of a single plain step are not taken", _BLOCKS, "torch.where((count > 0)", "torch.where((count > 1)",
         _MEDUSA + "drafts_after_plain_steps"),
+    bug("a mask token that leaks into the text", _MASKS, "model.masked_id is not None", "model.masked_id is None",
+        _MASKED + "the_mask_token_is_never_a_draft"),
+    bug("masks read as text that was kept", _MASKS, "count.copy_(committed.new_seq_lens - batch.lengths)",
+        "count.copy_(committed.new_seq_lens - batch.lengths + batch.is_live)",
+        _MASKED + "drafts_are_those_of_the_text_alone"),
+    bug("a block's marginals one depth further", _MASKS, "logits = output.logits[row, last]",
+        "logits = output.logits[row, last + 1]", _MASKED + "drafts_are_those_of_the_text_alone"),
+    bug("a root that plain steps left behind", _MASKS,
+        "tensor[:, 0] = tensor[row, last]", "tensor[:, 0] = tensor[:, 0]",
+        _MASKED + "drafts_after_plain_steps"),
     bug("a head's marginal at the depth of another", ENGINE + "models/medusa.py",
         "(self.blocks[head](x))", "(self.blocks[head - 1](x))", _MEDUSA + "heads_equal_the_formula"),
     bug("a level of drafts with the one before", _BLOCKS, "self._whole[:, depth]", "self._whole[:, depth - 1]",

@@ -14,8 +14,8 @@ import torch
 from ...runtime.placement import DTYPES, is_same_device, read_placement, rounds_fp32_matmuls
 from ...runtime.values import is_integer, is_word, read_flag, scalar, shown
 from ..models.causal_draft import CausalDraft
-from ..models.checkpoint import brief, read_folder
-from ..models.head_formats import KINDS, MODULE_PREFIX
+from ..models.checkpoint import brief, naming, read_folder, read_json
+from ..models.head_formats import KINDS, MODULE_PREFIX, read_mask_token
 from ..models.loading import end_tokens, load_draft, load_medusa, load_target, read_dtype, read_eos_token_ids, read_kind
 from ..models.protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel
 from ..models.tokenizer import check_same_vocabulary
@@ -145,8 +145,13 @@ def _load_draft_of(target: TargetModel, draft: DraftFolder | None, *, check_weig
     model = load_target(draft.folder, target.device, target.dtype, check_weights=check_weights)
     if not draft.shares_tokens and model.vocab_size != target.vocab_size:
         raise ModelError(tell_sizes(draft.folder, model.vocab_size, target.vocab_size))
-    _logger.info("%s: a language model, which drafts with the target's tokens", brief(str(draft.folder), 250))
-    return CausalDraft(model, target.vocab_size)
+    name = brief(str(draft.folder), 250)
+    with naming(draft.folder):
+        mask = read_mask_token(read_json(draft.folder / "config.json"), "pard_token", "ptd_token_id")
+        made = CausalDraft(model, target.vocab_size, mask)
+    way = "" if mask is None else f", all at once, by mask token {mask}"
+    _logger.info("%s: a language model, which drafts with the target's tokens%s", name, way)
+    return made
 
 
 def tell_sizes(folder: Path, vocab_size: int, wanted: int) -> str:

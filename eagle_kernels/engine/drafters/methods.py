@@ -12,6 +12,7 @@ from ..models.protocol import DraftModel
 from .block_drafter import BlockDrafter, FeatureReader
 from .model_drafter import ModelDrafter, SampledDrafter
 from .ngram import HybridDrafter, NgramDrafter
+from .parallel_reader import ParallelReader
 from .protocol import Drafter, Proposal, Reader, root_only, tree_of
 from .readers import ModelReader, ModuleReader
 from .suffix import SuffixDrafter, SuffixFeed
@@ -30,6 +31,8 @@ def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
     num_levels, num_steps = max(tree.num_model_levels for tree in trees), max(tree.num_steps for tree in trees)
     if getattr(model, "block_length", 0):
         return FeatureReader(model, num_levels)
+    if getattr(model, "mask_token_id", None) is not None and num_levels > 1:
+        return ParallelReader(model, num_levels, num_steps)
     if getattr(model, "num_modules", 1) > 1 and num_levels > 1:
         return ModuleReader(model, num_levels, num_steps)
     return ModelReader(model, num_levels, config.most_beams, num_steps)
@@ -57,7 +60,7 @@ def make_drafter(
         return HybridDrafter(reader, config)
     if config.verify_strategy == "rejection":
         return SampledDrafter(reader, config, device)
-    if isinstance(reader, FeatureReader):
+    if isinstance(reader, (FeatureReader, ParallelReader)):
         return BlockDrafter(reader, config)
     return ModelDrafter(reader, config)
 

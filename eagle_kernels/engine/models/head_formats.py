@@ -228,6 +228,19 @@ def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
     return AuxLayers(tuple(ids), meaning, indices)
 
 
+def read_mask_token(config: dict[str, Any], *names: str) -> int | None:
+    """Returns the token that a draft reads in place of those which it drafts at once, under the first of `names` that
+    config.json has: pard_token (PARD), ptd_token_id (P-EAGLE), mask_token_id (speculators). None: it has none."""
+    given = {name: config[name] for name in names if not is_empty(config.get(name))}
+    for name, value in given.items():
+        if not (is_integer(value) and 0 <= value < 2**31):
+            raise ModelError(f"config.json: {name} must be a token id, got {shown(value)}")
+    if len(set(given.values())) > 1:
+        told = " and ".join(f"{name}={value}" for name, value in given.items())
+        raise ModelError(f"config.json: {told} contradict each other")
+    return next(iter(given.values()), None)
+
+
 def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]:
     """Returns a line for each setting that config.json leaves open or that other programs read differently."""
     if kind != "EAGLE-3":  # the other kinds have none of these options

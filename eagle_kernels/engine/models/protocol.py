@@ -301,6 +301,20 @@ class DraftModules(DraftModel, Protocol):
         """Returns the logits [B, T, Vd] of `hidden` [B, T, H], the output of `advance`."""
 
 
+class MaskedDraft(DraftModel, Protocol):
+    """Drafts several tokens in one pass of `forward`, which reads mask tokens in their places (PARD, P-EAGLE).
+
+    Attributes:
+        mask_token_id: The token that is read, an id of the draft's own embedding. None: it drafts one by one.
+        mask_features: [F]. What is read in place of the target's features. None for a model that reads none.
+        masked_id: The draft id of the mask token, which is never a draft; None if the draft vocabulary has no such id.
+    """
+
+    mask_token_id: int | None
+    mask_features: Tensor | None
+    masked_id: int | None
+
+
 class BlockDraft(DraftModel, Protocol):
     """Drafts several tokens in one pass, from the target's features of the last token alone: it reads no other tokens
     and has no keys. So kv_shape is KVShape(0, 1, 1), and `forward` is not called.

@@ -1,0 +1,208 @@
+"""Drafts by mask tokens, of a language model (PARD) and of an EAGLE-3 head (P-EAGLE): each against the text alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.drafters.block_drafter import BlockDrafter
+from eagle_kernels.engine.drafters.parallel_reader import ParallelReader
+from eagle_kernels.engine.drafters.readers import ModelReader
+from eagle_kernels.engine.models.causal_draft import CausalDraft
+from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.reference.causal_attend import causal_attend
+from op_tests.engine.toys import random_llama, write_decoder
+from op_tests.engine.view import View
+
+MASK = 59
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
+
+
+def pard(device, **options):
+    """(target, draft), random language models of one vocabulary."""
+    target = random_llama(std=0.4, device=device)
+    return target, CausalDraft(random_llama(std=0.5, seed=1, device=device), mask_token_id=MASK, **options)
+
+
+def pard_logits(draft, target, text, count):
+    """By one pass over the text and the masks after it, without keys that were kept; [count, V]."""
+    tokens = torch.tensor([text + [MASK] * (count - 1)], device=target.device)
+    positions = torch.arange(tokens.shape[1], device=target.device)[None]
+    return draft.model.forward(tokens, positions, causal_attend).logits[0, len(text) - 1 :]
+
+
+PAIRS = {"PARD": (pard, pard_logits)}
+
+
+class Oracle:
+    """Checks the drafts of each step: the best paths of a pass over the whole text, found by listing all of them."""
+
+    def __init__(self, engine, logits_of, monkeypatch):
+        self.engine, self.logits_of, self.num_checked = engine, logits_of, 0
+        propose = BlockDrafter.propose
+
+        def checked(drafter, batch):
+            proposal, config = propose(drafter, batch), drafter._config
+            drafts = proposal.tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
+            for row in View(engine).rows:
+                if row.is_running and row.index < len(batch):
+                    text = row.request.prompt + row.request.output_ids
+                    if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
+                        text.append(int(batch.roots[row.index]))
+                    want = self.drafts(text, config)
+                    assert drafts[row.index] == want, f"{drafts[row.index]} instead of {want} after {text}"
+                    self.num_checked += 1
+            return proposal
+
+        monkeypatch.setattr(BlockDrafter, "propose", checked)
+
+    @torch.inference_mode()
+    def drafts(self, text, config):
+        draft, level, paths = self.engine.draft, [(0.0, ())], []
+        logits = self.logits_of(draft, self.engine.target, text, config.num_steps).cpu().float()
+        if draft.masked_id is not None:
+            logits[:, draft.masked_id] = -torch.inf
+        offsets = 0 if draft.draft_to_target is None else draft.draft_to_target.cpu()
+        for row in torch.log_softmax(logits, -1):
+            best = row.topk(config.topk)
+            ids = best.indices + (offsets if isinstance(offsets, int) else offsets[best.indices])
+            steps = list(zip(best.values.tolist(), ids.tolist()))
+            level = [(score + step, (*path, token)) for score, path in level for step, token in steps]
+            paths += level
+        paths.sort(key=lambda each: -each[0])
+        return [path[-1] for _, path in paths[: config.num_verify_tokens - 1]]
+
+
+@pytest.fixture
+def watched(device, monkeypatch):
+    """`watched(kind, config)`: an engine and its oracle, which must know all tokens when a step begins."""
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
+
+    def make(kind: str, config: EAGLEConfig) -> tuple[EAGLEInference, Oracle]:
+        pair, logits_of = PAIRS[kind]
+        target, draft = pair(device)
+        engine = EAGLEInference(draft, target, config)
+        return engine, Oracle(engine, logits_of, monkeypatch)
+
+    return make
+
+
+TREES = {"chain": {"topk": 1, "num_steps": 4}, "tree": {"topk": 3, "num_steps": 3, "num_draft_tokens": 12}}
+POLICIES = {"what the target takes": {}, "whole paths": {"accept_policy": "accept_all"}}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chunk", [1, 3, 2048])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", PAIRS)
+def test_drafts_are_those_of_the_text_alone(watched, kind, tree, chunk, policy):
+    """Rows that come and go, prompts in parts, paths of any length."""
+    sizes = {"page_size": 4, "prefill_chunk": chunk, "max_batch": 3, "cuda_graph": False}
+    engine, oracle = watched(kind, EAGLEConfig(**TREES[tree], **sizes, **POLICIES[policy]))
+    requests = []
+    for number, prompt in enumerate(PROMPTS):
+        requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=8 + 4 * number)))
+        engine.step()
+    engine.collect()
+    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 10
+    assert isinstance(View(engine).plan.plain.resting, ParallelReader)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_drafts_after_plain_steps(watched, kind):
+    """Few and many, so that they are read in between, and by steps of other lengths."""
+    table = ((1, (1, 3, 4)), (2, None), (3, (2, 2, 5)), (4, (1, 4, 5)))
+    engine, oracle = watched(kind, EAGLEConfig(num_steps=4, adaptive=table, max_batch=4, cuda_graph=False))
+    requests = []
+    for rest, pause in ((40, 0), (3, 1), (25, 2), (50, 7)):
+        requests.append(engine.submit(PROMPTS[pause % 4], SamplingParams(max_new_tokens=rest)))
+        engine.is_speculating = pause == 0
+        for _ in range(pause):
+            engine.step()
+        engine.is_speculating = True
+        engine.step()
+    engine.is_speculating = False
+    for _ in range(19):
+        engine.step()
+    engine.is_speculating = True
+    engine.collect()
+    requests.append(engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=20)))
+    for number in range(10):  # one by one, too
+        engine.is_speculating = number % 2 == 0
+        engine.step()
+    engine.is_speculating = True
+    engine.collect()
+    assert [request.error for request in requests] == [None] * 5 and oracle.num_checked > 20
+
+
+@pytest.mark.parametrize("options", [{}, {"mean_draft_tokens": 4}, {"adaptive": "auto"}, {"method": "hybrid"}], ids=str)
+@pytest.mark.parametrize("kind", PAIRS)
+def test_text_is_plain_text(kind, options, device):
+    """Greedy and seeded, with rows that share nodes, trees that are chosen by their speed, and n-grams beside."""
+    target, draft = PAIRS[kind][0](device)
+    tree = {"num_model_steps": 2} if "method" in options else {}
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=2, num_steps=4, **options, **tree))
+    for sampling in ({}, {"temperature": 0.8, "seeds": [1, 2, 3, 4]}):
+        text = engine.generate(PROMPTS, 20, **sampling).output_ids
+        assert text == engine.generate(PROMPTS, 20, speculative=False, **sampling).output_ids
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_the_mask_token_is_never_a_draft(kind, device, monkeypatch):
+    """However likely the draft finds it; and where every draft is taken, the text has none that it made."""
+    target, draft = PAIRS[kind][0](device)
+    output = draft.model.lm_head if kind == "PARD" else draft.lm_head
+    weight = output.weight.data
+    weight[draft.masked_id] = 50 * weight[draft.masked_id - 1]
+    seen, propose = [], BlockDrafter.propose
+
+    def watched(drafter, batch):
+        proposal = propose(drafter, batch)
+        live = batch.is_live.bool()
+        seen.extend(proposal.tree.draft_tokens.view(len(batch), -1)[live, 1:].flatten().tolist())
+        return proposal
+
+    monkeypatch.setattr(BlockDrafter, "propose", watched)
+    config = EAGLEConfig(topk=3, num_steps=4, accept_policy="accept_all", cuda_graph=False)
+    EAGLEInference(draft, target, config).generate(PROMPTS, 12)
+    assert seen and MASK not in seen
+    draft.masked_id = None  # as if nobody had known
+    EAGLEInference(draft, target, config).generate(PROMPTS, 12)
+    assert MASK in seen
+
+
+def test_one_level_needs_no_masks(device):
+    target, draft = pard(device)
+    engine = EAGLEInference(draft, target, EAGLEConfig.chain(1))
+    engine.generate(PROMPTS[0], 2)
+    assert isinstance(View(engine).plan.plain.resting, ModelReader)
+
+
+def test_folders_of_language_models(tmp_path, caplog):
+    """The published key is pard_token; without it the same model drafts token by token."""
+    caplog.set_level("INFO", "eagle_kernels")
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    write_decoder(random_llama(std=0.4), target)
+    write_decoder(random_llama(std=0.5, seed=1), draft)
+    config = EAGLEConfig(topk=2, num_steps=3)
+    assert EAGLEInference.from_pretrained(draft, target, config, device="cpu").draft.mask_token_id is None
+    told = json.loads((draft / "config.json").read_text())
+    cases = {MASK: None, 61: r"the mask token of a draft must lie in 0\.\.60, the draft's own tokens, got 61",
+             "x": "pard_token must be a token id, got 'x'", -1: "pard_token must be a token id, got -1"}  # fmt: skip
+    for mask, message in cases.items():
+        (draft / "config.json").write_text(json.dumps(told | {"pard_token": mask}))
+        if message is None:
+            engine = EAGLEInference.from_pretrained(draft, target, config, device="cpu")
+            assert engine.draft.mask_token_id == mask and f"by mask token {mask}" in caplog.text
+            assert engine.generate([5, 6], 9).output_ids == engine.generate([5, 6], 9, speculative=False).output_ids
+        else:
+            with pytest.raises(ModelError, match=message):
+                EAGLEInference.from_pretrained(draft, target, config, device="cpu")
+    (draft / "config.json").write_text(json.dumps(told | {"pard_token": 5, "ptd_token_id": 6}))
+    with pytest.raises(ModelError, match="pard_token=5 and ptd_token_id=6 contradict each other"):
+        EAGLEInference.from_pretrained(draft, target, config, device="cpu")
