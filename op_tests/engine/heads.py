@@ -82,6 +82,16 @@ def eagle3_tensors(
     return _weights(shapes, seed) | {"d2t": TARGET_IDS - torch.arange(DRAFT_VOCAB), "t2d": is_drafted}
 
 
+def peagle_tensors(num_layers: int = 2, mask_shape: tuple[int, ...] = (1, 3 * HIDDEN), **options) -> dict[str, Tensor]:
+    """EAGLE-3's, more layers with the names that vLLM's class gives them, and the feature of masks."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for prefix in (f"layers.{layer}" for layer in range(1, num_layers)):
+        shapes |= _layer_shapes(prefix, HIDDEN) | {f"{prefix}.input_layernorm.weight": (HIDDEN,)}
+        shapes[f"{prefix}.hidden_norm.weight"] = (HIDDEN,)
+    mask = torch.randn(mask_shape, generator=torch.Generator().manual_seed(7))
+    return eagle3_tensors(**options) | _weights(shapes, 3) | {"mask_hidden": mask}
+
+
 def module_tensors(num_modules: int, *, seed: int = 0) -> dict[str, Tensor]:
     """Next-token modules, with MiMo's names."""
     shapes = {}
@@ -293,6 +303,19 @@ def eagle3_formula(
     out = u + _mlp(norm(u, weights["midlayer.post_attention_layernorm.weight"]), weights, "midlayer")
     last = norm(out, weights["norm.weight"])
     return last @ weights["lm_head.weight"].T, last if norm_output else out
+
+
+def peagle_formula(weights: dict[str, Tensor], embedding: Tensor, features: Tensor, first_position: int = 0) -> Tensor:
+    """Logits of rows; features [T, 3H], those of masks `mask_hidden`."""
+    alone = weights | {"norm.weight": torch.ones(HIDDEN), "lm_head.weight": torch.eye(HIDDEN)}
+    _, out = eagle3_formula(alone, embedding, features, first_position, from_target=True)
+    layer = 1
+    while f"layers.{layer}.input_layernorm.weight" in weights:
+        prefix, layer = f"layers.{layer}", layer + 1
+        x = norm(out, weights[f"{prefix}.input_layernorm.weight"])
+        u = out + _attention(x, weights, prefix, first_position, 10000.0)
+        out = u + _mlp(norm(u, weights[f"{prefix}.post_attention_layernorm.weight"]), weights, prefix)
+    return norm(out, weights["norm.weight"]) @ weights["lm_head.weight"].T
 
 
 def module_formula(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from eagle_kernels.engine.drafters.block_drafter import BlockDrafter
 from eagle_kernels.engine.drafters.parallel_reader import ParallelReader
 from eagle_kernels.engine.drafters.readers import ModelReader
 from eagle_kernels.engine.models.causal_draft import CausalDraft
+from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
+from op_tests.engine import heads
 from op_tests.engine.toys import random_llama, write_decoder
 from op_tests.engine.view import View
 
@@ -36,7 +40,37 @@ def pard_logits(draft, target, text, count):
     return draft.model.forward(tokens, positions, causal_attend).logits[0, len(text) - 1 :]
 
 
-PAIRS = {"PARD": (pard, pard_logits)}
+HEAD_MASK = 44  # one of the tokens that the head drafts
+
+
+def write_peagle(folder, tensors=None, **config):
+    """As vLLM's users publish it; a speculators folder differs in the names of the settings."""
+    tensors = heads.peagle_tensors() if tensors is None else tensors
+    num_layers = 1 + sum(name.endswith("input_layernorm.weight") and name.startswith("layers.") for name in tensors)
+    named = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": num_layers, "ptd_token_id": HEAD_MASK}
+    return heads.write_official(folder, tensors, **named | config)
+
+
+def peagle(device, num_layers=2):
+    """(target, draft), through a folder."""
+    target = random_llama(std=0.4, num_layers=8, device=device)
+    with tempfile.TemporaryDirectory() as folder:
+        return target, load_draft(write_peagle(Path(folder), heads.peagle_tensors(num_layers)), target)
+
+
+def peagle_logits(draft, target, text, count):
+    """By the formula: the target's features of the text but its last token, then those of masks."""
+    weights = {name: tensor.cpu() for name, tensor in draft.state_dict().items()}
+    tokens = torch.tensor([text[:-1]], device=target.device)
+    positions = torch.arange(tokens.shape[1], device=target.device)[None]
+    features = target.forward(tokens, positions, causal_attend, capture=heads.STREAMS).features[0].cpu()
+    features = torch.cat([features, weights["mask_hidden"].view(1, -1).expand(count - 1, -1)])
+    read = torch.tensor(text[1:] + [HEAD_MASK] * (count - 1))
+    embedding = target.get_input_embeddings().weight.cpu()[read]
+    return heads.peagle_formula(weights, embedding, features)[len(text) - 2 :]
+
+
+PAIRS = {"PARD": (pard, pard_logits), "P-EAGLE": (peagle, peagle_logits)}
 
 
 class Oracle:
@@ -97,7 +131,7 @@ POLICIES = {"what the target takes": {}, "whole paths": {"accept_policy": "accep
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("chunk", [1, 3, 2048])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 3, 2048])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", PAIRS)
 def test_drafts_are_those_of_the_text_alone(watched, kind, tree, chunk, policy):
@@ -170,10 +204,11 @@ def test_the_mask_token_is_never_a_draft(kind, device, monkeypatch):
     monkeypatch.setattr(BlockDrafter, "propose", watched)
     config = EAGLEConfig(topk=3, num_steps=4, accept_policy="accept_all", cuda_graph=False)
     EAGLEInference(draft, target, config).generate(PROMPTS, 12)
-    assert seen and MASK not in seen
+    assert seen and draft.mask_token_id not in seen
+    engine = EAGLEInference(draft, target, config)
     draft.masked_id = None  # as if nobody had known
-    EAGLEInference(draft, target, config).generate(PROMPTS, 12)
-    assert MASK in seen
+    engine.generate(PROMPTS, 12)
+    assert draft.mask_token_id in seen
 
 
 def test_one_level_needs_no_masks(device):
@@ -206,3 +241,65 @@ def test_folders_of_language_models(tmp_path, caplog):
     (draft / "config.json").write_text(json.dumps(told | {"pard_token": 5, "ptd_token_id": 6}))
     with pytest.raises(ModelError, match="pard_token=5 and ptd_token_id=6 contradict each other"):
         EAGLEInference.from_pretrained(draft, target, config, device="cpu")
+
+
+MASK_SHAPES = [(1, 96), (1, 1, 96), (96,)]
+
+
+@pytest.mark.parametrize("mask_shape", MASK_SHAPES, ids=str)
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_heads_equal_the_formula(num_layers, mask_shape, tmp_path):
+    tensors = heads.peagle_tensors(num_layers, mask_shape)
+    target, folder = random_llama(num_layers=8), write_peagle(tmp_path, tensors)
+    draft, file = load_draft(folder, target), read_head(folder)
+    assert (file.kind, draft.mask_token_id, draft.masked_id) == ("P-EAGLE", HEAD_MASK, 20)
+    assert draft.kv_shape.num_layers == num_layers and hasattr(draft, "store") == (num_layers == 1)
+    ids, features = heads.IDS[:1], torch.randn(1, 6, 96, generator=torch.Generator().manual_seed(5))
+    features[0, -2:] = draft.mask_features
+    positions = torch.arange(4, 10)[None]
+    with torch.inference_mode():
+        made = draft(ids, features, positions, causal_attend, from_target=True).logits[0]
+    wanted = heads.peagle_formula(tensors, target.get_input_embeddings()(ids)[0], features[0], 4)
+    torch.testing.assert_close(made, wanted, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["ptd_token_id", "pard_token", "mask_token_id"])
+def test_names_of_the_mask_token(name, tmp_path):
+    config = {"ptd_token_id": None, name: HEAD_MASK}
+    assert load_draft(write_peagle(tmp_path, **config), random_llama(num_layers=8)).mask_token_id == HEAD_MASK
+
+
+def test_speculators_folders(tmp_path):
+    folder = heads.write_speculators(
+        tmp_path, heads.peagle_tensors(), speculators_model_type="peagle", mask_token_id=HEAD_MASK,
+        architectures=["PeagleDraftModel"], transformer_layer_config=heads.WIDTHS | {"num_hidden_layers": 2},
+    )  # fmt: skip
+    file = read_head(folder)
+    assert (file.kind, file.format_name) == ("P-EAGLE", "vLLM speculators")
+    assert load_draft(folder, random_llama(num_layers=8)).mask_token_id == HEAD_MASK
+
+
+REFUSED = {
+    "no token": ({}, {"ptd_token_id": None}, "ptd_token_id, pard_token, mask_token_id are missing; one must name"),
+    "a token past the vocabulary": ({}, {"ptd_token_id": 61}, r"mask token must lie in 0\.\.60, the target's"),
+    "two tokens": ({}, {"pard_token": 3}, "ptd_token_id=44 and pard_token=3 contradict each other"),
+    "layers": ({}, {"num_hidden_layers": 3}, r"missing tensors: layers\.2\."),
+    "fewer layers": ({}, {"num_hidden_layers": 1}, r"unexpected tensors: layers\.1\."),
+    "the mask's width": ({"mask_hidden": torch.zeros(1, 32)}, {}, r"must have 96 elements, got shape \[1, 32\]"),
+    "NaN": ({"mask_hidden": torch.full((1, 96), float("nan"))}, {}, "tensors with NaN or infinite values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_folders_that_are_refused(case, tmp_path):
+    changes, config, message = REFUSED[case]
+    with pytest.raises(ModelError, match=message):
+        load_draft(write_peagle(tmp_path, heads.peagle_tensors() | changes, **config), random_llama(num_layers=8))
+
+
+def test_a_head_is_no_target_and_has_a_fit(tmp_path):
+    write_peagle(tmp_path)
+    with pytest.raises(ModelError, match="is a P-EAGLE head: a draft, not a target"):
+        load_target(tmp_path)
+    with pytest.raises(ModelError, match="vocab_size 61 is not the target's 70"):
+        load_draft(tmp_path, random_llama(num_layers=8, vocab_size=70))

@@ -34,15 +34,18 @@ class Kind(NamedTuple):
 KINDS = {
     "EAGLE-1": Kind("eagle", "an EAGLE-1 head", "Eagle1Head"),
     "EAGLE-3": Kind("eagle", "an EAGLE-3 head", "EagleHead"),
+    "P-EAGLE": Kind("eagle", "a P-EAGLE head", "ParallelEagleHead"),
     "MTP": Kind("mtp", "next-token modules", "NextTokenModules"),
     "Medusa": Kind("medusa", "Medusa heads", "MedusaHeads"),
     "language model": Kind("draft_model", "a language model", "CausalDraft"),
 }
 
+_OF_EAGLE3 = ("EAGLE-3", "P-EAGLE")
 # Drafts of other designs: the word in their config.json, or at the beginning of their tensors' names, and their names.
 _NOT_SUPPORTED = {"hydra": "Hydra heads", "mlp_speculator": "MLP speculators"}
 _FUSIONS = {"fc.weight", "model.fc.weight", "fusion_fc.weight", "model.fusion_fc.weight"}  # names in EAGLE heads
 _IS_EAGLE = re.compile("ForCausalLMEagle|^Eagle.*(ForCausalLM|Speculator|DraftModel)$").search
+_UNUSED = re.compile(r"^layers\.\d+\.hidden_norm\.").search  # vLLM's class has one in each layer of P-EAGLE
 _WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 # Other names of settings, and our own.
@@ -118,12 +121,15 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
         return "Medusa"
     refuse_other_drafts(config, names)
     architectures, declared = _architectures(config), config.get("speculators_model_type")
+    if declared == "peagle":
+        return "P-EAGLE"
+    eagle3 = "P-EAGLE" if any(name.endswith("mask_hidden") for name in names) else "EAGLE-3"
     if declared == "eagle3" or any("eagle3" in name.lower() for name in architectures):
-        return "EAGLE-3"
+        return eagle3
     if declared == "eagle":
         return "EAGLE-1"
     if any("hidden_norm." in name for name in names):
-        return "EAGLE-3"
+        return eagle3
     if _FUSIONS.intersection(names) or any(map(_IS_EAGLE, architectures)):
         return "EAGLE-1"
     if architectures:
@@ -136,7 +142,7 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
 def refuse_other_drafts(config: dict[str, Any], names: Collection[str] = ()) -> None:
     """Raises ModelError for a draft of a design that is not implemented, by its name."""
     declared = config.get("speculators_model_type")
-    if not is_off(declared) and declared not in ("eagle", "eagle3"):
+    if not is_off(declared) and declared not in ("eagle", "eagle3", "peagle"):
         raise ModelError(f"config.json: speculators_model_type={shown(declared)} is not an EAGLE head")
     told = [*_architectures(config), str(config.get("model_type"))]
     told += [name for name, value in config.items() if not is_off(value)]
@@ -167,11 +173,11 @@ def our_name(form: HeadFormat, kind: str, name: str) -> str | None:
     """Returns our name of a draft's tensor; None for one of the target."""
     if kind == "MTP" and not name.startswith(MODULE_PREFIX):
         return None
-    own = (("layers.0.", "midlayer."),) if kind == "EAGLE-3" else ()
+    own = (("layers.0.", "midlayer."),) if kind in _OF_EAGLE3 else ()
     for theirs, ours in (("model.", ""), *form.tensor_names, *own):
         if name.startswith(theirs):
             name = ours + name.removeprefix(theirs)
-    return name
+    return None if kind == "P-EAGLE" and _UNUSED(name) else name
 
 
 def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -185,8 +191,9 @@ def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
         if values.get(ours) not in (None, value):
             raise ModelError(f"config.json: {theirs}={shown(value)} contradicts {ours}={shown(values[ours])}")
         values[ours] = value
-    norms = dict.fromkeys(_MODELOPT_NORMS, kind == "EAGLE-3")
-    check_implemented(values, _IMPLEMENTED | _MODELOPT | norms, f" for {kind}")
+    norms = dict.fromkeys(_MODELOPT_NORMS, kind in _OF_EAGLE3)
+    only = {name: value for name, value in _IMPLEMENTED.items() if kind != "P-EAGLE" or name != "num_hidden_layers"}
+    check_implemented(values, only | _MODELOPT | norms, f" for {kind}")
     family = _family_of(config, values)
     if read_model_type(values) not in FAMILIES and family in FAMILIES:
         # the rest is the target's: what the class of that family reads, the head's does not
@@ -201,7 +208,7 @@ def _family_of(config: dict[str, Any], values: dict[str, Any]) -> str:
     """Returns the family of a head's layer, which its architecture names; model_type may be the target's."""
     declared = read_model_type(values)
     for name in _architectures(config):
-        family = re.sub("eagle3?|forcausallm|speculator|draftmodel|model", "", name.lower())
+        family = re.sub("p?eagle3?|forcausallm|speculator|draftmodel|model", "", name.lower())
         if family in FAMILIES:
             return family
         if not family and declared not in FAMILIES:  # of speculators, or one that every family has
@@ -243,7 +250,7 @@ def read_mask_token(config: dict[str, Any], *names: str) -> int | None:
 
 def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]:
     """Returns a line for each setting that config.json leaves open or that other programs read differently."""
-    if kind != "EAGLE-3":  # the other kinds have none of these options
+    if kind not in _OF_EAGLE3:  # the other kinds have none of these options
         return []
     if form.name == "vLLM speculators" and is_empty(config.get("norm_before_residual")):
         taken = "False is taken, speculators' own default, where vLLM takes True"

@@ -33,6 +33,7 @@ from .decoder import Decoder
 from .decoder_config import FAMILIES, OPTIONS_IN_FILE, DecoderConfig, read_model_type
 from .draft_head import DraftHead
 from .heads import Eagle1Config, Eagle1Head, EagleConfig, EagleHead, NextTokenConfig, NextTokenModules
+from .parallel_head import ParallelEagleConfig, ParallelEagleHead
 from .protocol import FINAL_NORM, ModelError, TargetModel
 from .settings import is_empty, is_off, read_value, stated
 from .transformers_target import TransformersTarget
@@ -46,6 +47,7 @@ _logger = logging.getLogger(__name__)
 _CLASSES = {
     "EAGLE-1": (Eagle1Config, Eagle1Head),
     "EAGLE-3": (EagleConfig, EagleHead),
+    "P-EAGLE": (ParallelEagleConfig, ParallelEagleHead),
     "MTP": (NextTokenConfig, NextTokenModules),
 }
 
@@ -71,7 +73,7 @@ def load_target(
     device, dtype = read_placement("load_target", device, dtype, "meta")
     with naming(folder):
         content, checkpoint, kind = _open(folder)
-        if kind in ("EAGLE-1", "EAGLE-3", "Medusa"):
+        if kind in ("EAGLE-1", "EAGLE-3", "P-EAGLE", "Medusa"):
             swapped = "are draft and target swapped? EAGLEInference takes the draft first"
             raise ModelError(f"is {head_formats.KINDS[kind].called}: a draft, not a target; {swapped}")
         if kind is None and head_formats.is_of_other_kind(content):
@@ -315,7 +317,7 @@ def read_head(
         config_class, head_class = _CLASSES[kind]
         told = {name: value for name, value in seen.items() if is_empty(config.get(name))}
         settings = config_class.from_dict(config | told)
-        if settings.aux_layers == (FINAL_NORM,) and kind == "EAGLE-3":
+        if settings.aux_layers == (FINAL_NORM,) and kind in ("EAGLE-3", "P-EAGLE"):
             tensors.pop("fc.weight", None)  # SGLang's class always has one, even if it does not use it
         checkpoint.check_sizes(settings)
         if settings.draft_vocab_size == settings.vocab_size:
@@ -330,6 +332,7 @@ def read_head(
         if settings.tie_word_embeddings and "embed_tokens.weight" in tensors:
             tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
         own = {"own_embedding": "embed_tokens.weight" in tensors, "own_output": "lm_head.weight" in tensors}
+        own |= {"mask_shape": tensors["mask_hidden"].shape} if kind == "P-EAGLE" and "mask_hidden" in tensors else {}
         with torch.device("meta"):
             head = head_class(settings, **own)
         if "t2d" not in tensors:
