@@ -14,7 +14,7 @@ import torch
 from ..engine.config.eagle_config import EAGLEConfig
 from ..engine.config.pairing import tell_sizes
 from ..engine.inference import EAGLEInference
-from ..engine.models.checkpoint import Checkpoint, read_folder
+from ..engine.models.checkpoint import Checkpoint, brief, read_folder
 from ..engine.models.draft_head import DraftHead
 from ..engine.models.heads import NextTokenModules
 from ..engine.models.loading import HeadFile, load_draft, load_target, read_head, read_kind, tell_capture
@@ -133,7 +133,12 @@ def inspect_head(
     draft = read_folder("inspect_head: draft", draft)
     if target is None and prompts is not None:
         raise ValueError("--sweep needs the target as well: --target TARGET")
-    if read_kind(draft) == "language model":
+    kind = read_kind(draft)
+    if kind == "Hydra":
+        raise ModelError(
+            f"{brief(str(draft), 250)}: holds Hydra heads, which are not described: load_hydra checks them"
+        )
+    if kind == "language model":
         return _inspect_language_model(draft, target, prompts)
     file = read_head(draft, check_weights=check_weights)
     report = _describe(Path(draft), file)

@@ -320,7 +320,10 @@ OTHERS = {
     "medusa without a config": (
         write_files("medusa_lm_head.pt"), "config.json is missing; the folder holds tensors of Medusa heads",
     ),
-    "hydra": (write_files("hydra_lm_head.pt", config={"hydra_num_heads": 4}), "Hydra heads are not supported yet"),
+    "hydra": (write_files("hydra_lm_head.pt", config={"hydra_num_heads": 4}), "hydra_lm_head.pt cannot be read: it is"),
+    "hydra without a config": (
+        write_files("hydra_lm_head.pt"), "config.json is missing; the folder holds tensors of Hydra heads",
+    ),
     "speculator": (write_files("model.safetensors", config={"model_type": "mlp_speculator"}),
                    "holds MLP speculators (mlp_speculator), and MLP speculators are not supported yet"),
     "adapter": (write_files("adapter_config.json", "adapter_model.safetensors"),
@@ -360,7 +363,7 @@ def test_a_model_without_an_output_for_texts(target_folder, tmp_path):
     edit_config(target_folder, **BERT)
     kind = "a model of another kind (model_type='bert', architectures=['BertForMaskedLM'])"
     assert refused(load_target, target_folder) == f"{target_folder}: is {kind}, not a causal language model"
-    assert f"{target_folder}: holds {kind}, which is not a draft: drafts are EAGLE or Medusa heads, " in refused(
+    assert f"{target_folder}: holds {kind}, which is not a draft: drafts are EAGLE, Medusa or Hydra heads, " in refused(
         EAGLEInference.from_pretrained, target_folder, target_folder, device="cpu"
     )
     edit_tensors(target_folder, **{"model.layers.0.mlp.lora_A.weight": torch.zeros(1)})

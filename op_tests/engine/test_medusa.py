@@ -198,7 +198,7 @@ def test_trees_that_heads_cannot_draft(tmp_path):
     target, draft = pair(tmp_path)
     hybrid = EAGLEConfig(method="hybrid", topk=2, num_steps=9, num_model_steps=5)
     for config, name in ((EAGLEConfig.chain(5), "num_steps"), (hybrid, "num_model_steps")):
-        with pytest.raises(ValueError, match=f"{name} must be at most 4, the tokens that MedusaHeads drafts at once"):
+        with pytest.raises(ValueError, match=f"{name} must be at most 4, the levels that MedusaHeads drafts"):
             EAGLEInference(draft, target, config)
     with pytest.raises(ValueError, match="method must be 'medusa' or None for a draft of MedusaHeads, got 'eagle'"):
         EAGLEInference(draft, target, EAGLEConfig.chain(2, method="eagle"))

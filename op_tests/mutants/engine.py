@@ -6,6 +6,7 @@ from .mutant import ENGINE, RUNTIME, TOOLS, bug
 
 _BLOCKS, _MEDUSA = ENGINE + "drafters/block_drafter.py", "op_tests/engine/test_medusa.py::test_"
 _MASKS, _MASKED = ENGINE + "drafters/parallel_reader.py", "op_tests/engine/test_masked_drafts.py::test_"
+_HYDRA = ENGINE + "models/hydra.py"
 _DRAFTER = ENGINE + "drafters/model_drafter.py"
 _PAGES, _READING = ENGINE + "batch/prefix_cache.py", ENGINE + "serve/reading.py"
 _HELD = ["op_tests/engine/serve/test_pages.py::test_pages_hold_what_their_requests_would_have_written"]
@@ -52,6 +53,10 @@ MUTANTS = [
         _MEDUSA + "drafts_after_plain_steps"),
     bug("a mask token that leaks into the text", _MASKS, "model.masked_id is not None", "model.masked_id is None",
         _MASKED + "the_mask_token_is_never_a_draft"),
+    bug("a path that is scaled", _HYDRA, "dim=-1)\n        head =", "dim=-1)\n        x = 2 * x\n        head =",
+        "op_tests/engine/test_hydra.py::test_heads_equal_the_formula"),
+    bug("keys of features without their norm", _HYDRA, "normed = self.prefix.input_layernorm(hidden)",
+        "normed = hidden", "op_tests/engine/test_hydra.py::test_drafts_are_those_of_the_text_alone"),
     bug("later layers of a head are skipped", ENGINE + "models/parallel_head.py",
         "in self.layers.items()", "in ()", _MASKED + "heads_equal_the_formula"),
     bug("masks with the features of padding", _MASKS, "features[row, places] = model.mask_features",

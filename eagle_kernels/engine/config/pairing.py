@@ -16,6 +16,7 @@ from ...runtime.values import is_integer, is_word, read_flag, scalar, shown
 from ..models.causal_draft import CausalDraft
 from ..models.checkpoint import brief, naming, read_folder, read_json
 from ..models.head_formats import KINDS, MODULE_PREFIX, read_mask_token
+from ..models.hydra import load_hydra
 from ..models.loading import end_tokens, load_draft, load_medusa, load_target, read_dtype, read_eos_token_ids, read_kind
 from ..models.protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel
 from ..models.tokenizer import check_same_vocabulary
@@ -43,7 +44,7 @@ _NO_KEYS = KVShape(0, 1, 1)
 # what models say of themselves (`protocol`): what it must be, in words, and whether it is that
 _ATTRIBUTES = {
     **dict.fromkeys(("vocab_size", "hidden_size", "draft_vocab_size", "max_length"), _SIZE),
-    **dict.fromkeys(("num_modules", "block_length"), _SIZE),
+    **dict.fromkeys(("num_modules", "block_length", "max_levels"), _SIZE),
     "kv_shape": ("a KVShape(num_layers, num_kv_heads, head_dim) of ints of at least 1; without keys, (0, 1, 1)",
                  lambda shape: is_word(shape, _NO_KEYS)
                  or all(_is_size(getattr(shape, name, None)) for name in KVShape._fields)),
@@ -138,6 +139,8 @@ def _load_draft_of(target: TargetModel, draft: DraftFolder | None, *, check_weig
     """Loads the draft that `_choose_draft` returned: a head, or a language model with the target's tokens."""
     if draft is None:
         return None
+    if draft.method == "hydra":
+        return load_hydra(draft.folder, target, check_weights=check_weights)
     if draft.method == "medusa":
         return load_medusa(draft.folder, target, check_weights=check_weights)
     if draft.method != "draft_model":
@@ -261,9 +264,10 @@ def check_trees(config: EAGLEConfig, draft: DraftModel | None) -> None:
     for tree in [config, *(tree for _, tree in config.trees if tree is not None)]:
         if tree.topk >= draft.draft_vocab_size:
             _refuse(f"topk must be smaller than the draft vocabulary of {draft.draft_vocab_size} tokens", tree.topk)
-        if tree.num_model_levels > getattr(draft, "block_length", tree.num_model_levels):
+        most_levels = getattr(draft, "block_length", getattr(draft, "max_levels", tree.num_model_levels))
+        if tree.num_model_levels > most_levels:
             name = "num_steps" if tree.num_model_levels == tree.num_steps else "num_model_steps"
-            rule = f"be at most {draft.block_length}, the tokens that {type(draft).__name__} drafts at once"
+            rule = f"be at most {most_levels}, the levels that {type(draft).__name__} drafts"
             _refuse(f"{name} must {rule}", tree.num_model_levels)
         if num_modules == 1:
             continue

@@ -34,7 +34,7 @@ _OTHER_FILES = {
     "adapter_*": "a LoRA adapter: merge it into its base model (merge_and_unload of peft), and save that",
     "*.gguf": "GGUF files, which are not read: take the model's safetensors",
     "medusa_lm_head.*": "tensors of Medusa heads",
-    "hydra_lm_head.*": "Hydra heads, and Hydra heads are not supported yet",
+    "hydra_lm_head.*": "tensors of Hydra heads",
     "snapshots/*/config.json": "a cache of the hub: give the folder in snapshots",
     "*/config.json": "folders of models: give one of them",
     "model_index.json": "a pipeline of diffusers, not a language model",

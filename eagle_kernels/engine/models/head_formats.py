@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 from ...runtime.values import is_integer, shown
 from .checkpoint import brief
 from .decoder_config import FAMILIES, OF_OTHER_FAMILIES, read_model_type
+from .hydra import FILES as HYDRA_FILES
+from .hydra import are_hydra
+from .medusa import FILES as MEDUSA_FILES
 from .medusa import are_medusa
 from .protocol import FINAL_NORM, ModelError
 from .settings import MOST_LAYERS, NULL_IS_A_VALUE, check_implemented, is_empty, is_off, read_value, stated
@@ -36,13 +39,16 @@ KINDS = {
     "EAGLE-3": Kind("eagle", "an EAGLE-3 head", "EagleHead"),
     "P-EAGLE": Kind("eagle", "a P-EAGLE head", "ParallelEagleHead"),
     "MTP": Kind("mtp", "next-token modules", "NextTokenModules"),
+    "Hydra": Kind("hydra", "Hydra heads", "HydraHeads"),
     "Medusa": Kind("medusa", "Medusa heads", "MedusaHeads"),
     "language model": Kind("draft_model", "a language model", "CausalDraft"),
 }
 
+# Kinds that are never a target.
+HEADS = ("EAGLE-1", "EAGLE-3", "P-EAGLE", "Medusa", "Hydra")
 _OF_EAGLE3 = ("EAGLE-3", "P-EAGLE")
 # Drafts of other designs: the word in their config.json, or at the beginning of their tensors' names, and their names.
-_NOT_SUPPORTED = {"hydra": "Hydra heads", "mlp_speculator": "MLP speculators"}
+_NOT_SUPPORTED = {"mlp_speculator": "MLP speculators"}
 _FUSIONS = {"fc.weight", "model.fc.weight", "fusion_fc.weight", "model.fusion_fc.weight"}  # names in EAGLE heads
 _IS_EAGLE = re.compile("ForCausalLMEagle|^Eagle.*(ForCausalLM|Speculator|DraftModel)$").search
 _UNUSED = re.compile(r"^layers\.\d+\.hidden_norm\.").search  # vLLM's class has one in each layer of P-EAGLE
@@ -119,6 +125,8 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
         return "MTP"
     if are_medusa(config) or any(name.startswith("medusa_head") for name in names):
         return "Medusa"
+    if are_hydra(config):
+        return "Hydra"
     refuse_other_drafts(config, names)
     architectures, declared = _architectures(config), config.get("speculators_model_type")
     if declared == "peagle":
@@ -137,6 +145,11 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
     else:
         is_language_model = any(re.search(r"(^|\.)(layers|h|blocks)\.0\.", name) for name in names)
     return "language model" if is_language_model and is_off(config.get("is_encoder_decoder")) else None
+
+
+def files_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the names of files that hold the tensors of such a config.json, beside those that all models have."""
+    return MEDUSA_FILES if are_medusa(config) else HYDRA_FILES if are_hydra(config) else ()
 
 
 def refuse_other_drafts(config: dict[str, Any], names: Collection[str] = ()) -> None:

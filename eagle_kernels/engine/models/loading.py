@@ -73,7 +73,7 @@ def load_target(
     device, dtype = read_placement("load_target", device, dtype, "meta")
     with naming(folder):
         content, checkpoint, kind = _open(folder)
-        if kind in ("EAGLE-1", "EAGLE-3", "P-EAGLE", "Medusa"):
+        if kind in head_formats.HEADS:
             swapped = "are draft and target swapped? EAGLEInference takes the draft first"
             raise ModelError(f"is {head_formats.KINDS[kind].called}: a draft, not a target; {swapped}")
         if kind is None and head_formats.is_of_other_kind(content):
@@ -110,12 +110,10 @@ def _open(folder: Path, of_draft: bool = False) -> tuple[dict[str, Any], Checkpo
     cannot draft if it should be `of_draft`."""
     config = read_config(folder)
     head_formats.refuse_other_drafts(config)  # whose tensors may lie in files that are not read
-    checkpoint = Checkpoint(folder, medusa.FILES if medusa.are_medusa(config) else ())
+    checkpoint = Checkpoint(folder, head_formats.files_of(config))
     kind = head_formats.kind_of(config, checkpoint.tensors)
     if kind is None and of_draft:
-        ways = (
-            "drafts are EAGLE or Medusa heads, next-token modules, and smaller language models with the target's tokens"
-        )
+        ways = "drafts are EAGLE, Medusa or Hydra heads, next-token modules, and models with the target's tokens"
         raise ModelError(f"holds {head_formats.tell_other_kind(config)}, which is not a draft: {ways}")
     return config, checkpoint, kind
 
@@ -239,8 +237,7 @@ def load_draft(
             source = "aux layers given by the caller"
         head.bind(target)
     name = brief(str(folder), 250)
-    told = (file.format_name, file.kind, source, tell_capture(head.aux_layers))
-    _logger.info("%s: %s format, %s, %s = %s", name, *told)
+    _logger.info("%s: %s format, %s, %s = %s", name, file.format_name, file.kind, source, tell_capture(head.aux_layers))
     for remark in file.remarks:
         _logger.warning("%s: %s", name, remark)
     return head
@@ -298,8 +295,11 @@ def read_head(
         if kind == "Medusa":
             dtypes = sorted({stored.dtype for stored in checkpoint.tensors.values() if stored.is_floating_point})
             heads, remarks = medusa.read_medusa(config, checkpoint, device, dtype, check_weights)
-            layout = "vLLM" if config.get("model_type") == "medusa" else "official (FasterDecoding)"
-            return HeadFile(heads, layout, kind, dtypes, head_formats.AuxLayers(None, "", ()), remarks)
+            return HeadFile(
+                heads, medusa.name_layout(config), kind, dtypes, head_formats.AuxLayers(None, "", ()), remarks
+            )
+        if kind == "Hydra":
+            raise ModelError("holds Hydra heads, which load_hydra loads")
         form = head_formats.NEXT_TOKEN_MODULES if kind == "MTP" else head_formats.recognise(config)
         if kind == "MTP":  # config.json is the target's
             checkpoint.check_layers(config, "num_hidden_layers", "model.layers.")

@@ -164,6 +164,11 @@ def are_medusa(config: dict[str, Any]) -> bool:
     return any(isinstance(name, str) and name.lower().startswith("medusa") for name in told)
 
 
+def name_layout(config: dict[str, Any]) -> str:
+    """Returns the name of the layout of a config.json."""
+    return "vLLM" if config.get("model_type") == "medusa" else "official (FasterDecoding)"
+
+
 def read_medusa(
     config: dict[str, Any], checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, check_weights: bool
 ) -> tuple[MedusaHeads, list[str]]:

@@ -175,7 +175,8 @@ def run_draft(
 ) -> DraftOutput:
     """Runs a draft and checks what it returns."""
     output = model.forward(tokens, hidden, positions, attend, from_target=from_target)
-    second = (*tokens.shape, None if from_target else hidden.shape[-1])
+    is_free = from_target or getattr(model, "hidden_grows", False)
+    second = (*tokens.shape, None if is_free else hidden.shape[-1])
     return checked(model, DraftOutput, output, tokens.shape, model.draft_vocab_size, second, hidden.dtype)
 
 
@@ -242,7 +243,10 @@ class DraftModel(Protocol):
         token_shift: 1 for EAGLE: the row of token t_i has the feature of t_{i-1} and draft position i - 1; t_0 has no
             row. 0 for a plain language model: t_i has position i.
         device, dtype: Optional, compared with the target's.
-        method: Optional, compared with the configuration's: "eagle", "mtp", "medusa" or "draft_model".
+        method: Optional, compared with the configuration's: "eagle", "mtp", "medusa", "hydra" or
+            "draft_model".
+        max_levels: Optional, the most levels that it drafts.
+        hidden_grows: Optional, whether `DraftOutput.hidden` may be wider for each level, as it holds the whole path.
         reads_several: Optional, whether `forward` and `store` take rows of several requests as a batch of one, one
             after another; `attend` tells them apart. Prompts are then read at once.
         store: Optional, `store(input_ids, hidden, positions, attend: StoringAttend) -> None`, for a draft with a single

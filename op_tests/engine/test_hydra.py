@@ -1,0 +1,270 @@
+"""Hydra heads: the network against its formula, the published layout, and every draft against the text alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+from safetensors.torch import save_file
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
+from eagle_kernels.engine.models.hydra import load_hydra
+from eagle_kernels.engine.models.loading import load_draft, load_target, read_kind
+from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
+from eagle_kernels.reference.causal_attend import causal_attend
+from op_tests.engine.heads import HIDDEN, TARGET_VOCAB
+from op_tests.engine.toys import random_llama, write_decoder
+from op_tests.engine.view import View
+
+HEADS = 4
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
+ARCHITECTURES = ("mlp", "prefix-mlp")
+
+
+def tensors_of(architecture="mlp", num_layers=1, *, num_heads=HEADS, seed=0):
+    """By the official names. "prefix-mlp" counts the dropouts before each block and before the outputs."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+
+    def linear(name, rows, columns):
+        tensors[name + ".weight"] = torch.randn(rows, columns, generator=generator) / columns**0.5
+        tensors[name + ".bias"] = torch.randn(rows, generator=generator) / 4
+
+    has_prefix = architecture == "prefix-mlp"
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            name = f"hydra_mlp.{head}.{1 + 2 * layer if has_prefix else layer}"
+            linear(name + ".linear", HIDDEN, HIDDEN * (1 if layer else head + 2))
+            if layer == 0:
+                linear(name + ".res_connection", HIDDEN, HIDDEN * (head + 2))
+        linear(f"hydra_lm_head.{head}" + (".1" if has_prefix else ""), TARGET_VOCAB, HIDDEN)
+    if has_prefix:
+        layer = random_llama(num_layers=1, seed=9).state_dict()
+        for name, tensor in layer.items():
+            if name.startswith("model."):  # with the embedding that the class has and never reads
+                if "norm" in name:
+                    tensor = torch.rand(tensor.shape, generator=generator) + 0.5
+                tensors["prefix_embeding_layer." + name.removeprefix("model.")] = tensor.contiguous()
+    return tensors
+
+
+def formula(tensors, h, embeddings, head):
+    """The official forward of a grounded head, written anew; h [H], embeddings of the root and the drafts so far."""
+    x = torch.cat([h, *embeddings[: head + 1]])
+    places = sorted(int(name.split(".")[2]) for name in tensors if name.startswith(f"hydra_mlp.{head}.")
+                    and name.endswith("linear.weight"))  # fmt: skip
+
+    def linear(name, x):
+        return tensors[name + ".weight"] @ x + tensors[name + ".bias"]
+
+    for number, place in enumerate(places):
+        name = f"hydra_mlp.{head}.{place}"
+        made = linear(name + ".linear", x)
+        x = (x if number else linear(name + ".res_connection", x)) + made * torch.sigmoid(made)
+    output = f"hydra_lm_head.{head}"
+    return linear(output if output + ".weight" in tensors else output + ".1", x)
+
+
+def prefix_of(tensors, features):
+    """What the layer over the features [T, H] makes of them: the class of the family with this layer's weights."""
+    if not any(name.startswith("prefix_embeding_layer.") for name in tensors):
+        return features
+    model = random_llama(num_layers=1)
+    named = {"model." + name.removeprefix("prefix_embeding_layer."): tensor for name, tensor in tensors.items()
+             if name.startswith("prefix_embeding_layer.")}  # fmt: skip
+    model.load_state_dict(named | {"lm_head.weight": model.lm_head.weight})
+    positions = torch.arange(len(features))[None]
+    angles = model.model.rotary(positions)
+    _, stream, delta = model.model.layers[0](features[None], None, angles, causal_attend, 0)
+    return model.model.norm.add(stream, delta)[1][0]
+
+
+def write(folder, tensors, pickled=True, **config):
+    folder.mkdir(parents=True, exist_ok=True)
+    base = {
+        "hydra_num_heads": HEADS, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True,
+        "hidden_state_offset": 0, "base_model_name_or_path": "a/b",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(base | config))
+    if pickled:
+        torch.save(tensors, folder / "hydra_lm_head.pt")
+    else:
+        save_file(tensors, folder / "hydra_lm_head.safetensors")
+    return folder
+
+
+def pair(folder, architecture, device="cpu", num_layers=1, **config):
+    """(target, draft)."""
+    target, tensors = random_llama(std=0.4, device=device), tensors_of(architecture, num_layers)
+    write(folder, tensors, hydra_head_arch=architecture, hydra_num_layers=num_layers, **config)
+    return target, load_hydra(folder, target)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_heads_equal_the_formula(architecture, num_layers, tmp_path):
+    target, draft = pair(tmp_path, architecture, num_layers=num_layers)
+    tensors = tensors_of(architecture, num_layers)
+    assert read_kind(tmp_path) == "Hydra" and draft.max_levels == HEADS and draft.aux_layers == (FINAL_NORM,)
+    assert draft.kv_shape.num_layers == (architecture == "prefix-mlp") and draft.max_length == target.max_length
+    features = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(5))
+    text, embed = [7, 3, 60, 11, 0, 25], target.get_input_embeddings()
+    positions = torch.arange(6)[None]
+    with torch.inference_mode():
+        h = prefix_of(tensors, features)
+        ids = torch.tensor([text])
+        output = draft(ids, features[None], positions, causal_attend, from_target=True)
+        for row in range(6):
+            wanted = formula(tensors, h[row], [embed.weight[text[row]]], 0)
+            torch.testing.assert_close(output.logits[0, row], wanted, atol=2e-4, rtol=2e-4)
+        path = [text[-1]]
+        for depth, token in enumerate((5, 9, 44), start=1):
+            path.append(token)
+            hidden = output.hidden[:, -1:]
+            output = draft(torch.tensor([[token]]), hidden, positions[:, -1:], causal_attend, from_target=False)
+            wanted = formula(tensors, h[-1], [embed.weight[each] for each in path], depth)
+            torch.testing.assert_close(output.logits[0, 0], wanted, atol=2e-4, rtol=2e-4)
+
+
+class Oracle:
+    """Checks the chain of each step: each head's own choice after the ones before, from the text alone."""
+
+    def __init__(self, engine, tensors, monkeypatch, offset=0):
+        self.engine, self.tensors, self.num_checked = engine, tensors, 0
+        self.stream = FINAL_NORM if offset == 0 else engine.target.kv_shape.num_layers - offset
+        propose = ModelDrafter._draft
+
+        def checked(drafter, batch):
+            tree, places = propose(drafter, batch)
+            drafts = tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
+            for row in View(engine).rows:
+                if row.is_running and row.index < len(batch):
+                    text = row.request.prompt + row.request.output_ids
+                    if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
+                        text.append(int(batch.roots[row.index]))
+                    best = self.chain(text, drafter._config.num_steps)
+                    if drafter._config.topk == 1:
+                        assert drafts[row.index] == best, f"{drafts[row.index]} instead of {best} after {text}"
+                    self.num_checked += 1
+                    if drafter._config.topk > 1:  # whatever else is in the tree, its first level is the first head's
+                        assert best[0] in drafts[row.index]
+            return tree, places
+
+        monkeypatch.setattr(ModelDrafter, "_draft", checked)
+
+    @torch.inference_mode()
+    def chain(self, text, num_steps):
+        target = self.engine.target
+        tokens = torch.tensor([text[:-1]], device=target.device)
+        positions = torch.arange(tokens.shape[1], device=target.device)[None]
+        features = target.forward(tokens, positions, causal_attend, capture=(self.stream,)).features[0].cpu()
+        h, embed = prefix_of(self.tensors, features)[-1], target.get_input_embeddings().weight.cpu()
+        path, drafts = [embed[text[-1]]], []
+        for head in range(num_steps):
+            drafts.append(int(formula(self.tensors, h, path, head).argmax()))
+            path.append(embed[drafts[-1]])
+        return drafts
+
+
+TREES = {"chain": {"topk": 1, "num_steps": 4}, "tree": {"topk": 3, "num_steps": 3, "num_draft_tokens": 12}}
+POLICIES = {"what the target takes": {}, "whole paths": {"accept_policy": "accept_all"}}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chunk", [3, 2048])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_drafts_are_those_of_the_text_alone(architecture, tree, chunk, policy, tmp_path, device, monkeypatch):
+    """Rows that come and go, prompts in parts, paths of any length; plain steps in between."""
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
+    sizes = {"page_size": 4, "prefill_chunk": chunk, "max_batch": 3, "cuda_graph": False}
+    target, draft = pair(tmp_path, architecture, device)
+    engine = EAGLEInference(draft, target, EAGLEConfig(**TREES[tree], **sizes, **POLICIES[policy]))
+    oracle, requests = Oracle(engine, tensors_of(architecture), monkeypatch), []
+    for number, prompt in enumerate(PROMPTS):
+        requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=8 + 4 * number)))
+        engine.step()
+        engine.is_speculating = False
+        for _ in range(number):
+            engine.step()
+        engine.is_speculating = True
+    engine.collect()
+    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 8
+
+
+def test_an_earlier_stream(tmp_path, device, monkeypatch):
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
+    target, draft = pair(tmp_path, "mlp", device, hidden_state_offset=1)
+    assert draft.aux_layers == (1,)
+    engine = EAGLEInference(draft, target, EAGLEConfig.chain(3, cuda_graph=False))
+    oracle = Oracle(engine, tensors_of(), monkeypatch, offset=1)
+    engine.generate(PROMPTS, 9)
+    assert oracle.num_checked > 5
+
+
+@pytest.mark.parametrize("options", [{}, {"mean_draft_tokens": 4}, {"adaptive": "auto"}, {"method": "hybrid"},
+                                     {"verify_strategy": "rejection"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_text_is_plain_text(architecture, options, tmp_path, device):
+    """Greedy and, by the same draws, seeded."""
+    target, draft = pair(tmp_path, architecture, device)
+    tree = {"num_steps": 6, "num_model_steps": 2} if options.get("method") else {"num_steps": 4}
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=2, **options, **tree))
+    for sampling in ({}, {"temperature": 0.8, "seeds": [1, 2, 3, 4]}):
+        if sampling and "verify_strategy" in options:
+            continue  # other draws, of the same law
+        text = engine.generate(PROMPTS, 20, **sampling).output_ids
+        assert text == engine.generate(PROMPTS, 20, speculative=False, **sampling).output_ids
+
+
+REFUSED = {
+    "another design": ({}, {"hydra_head_arch": "cross-attn"}, "hydra_head_arch='cross-attn' is not implemented"),
+    "heads that read no drafts": ({}, {"grounded_heads": False}, "grounded_heads must be true"),
+    "heads": ({}, {"hydra_num_heads": 3}, "hydra_num_heads must be 4 to match the tensors, got 3"),
+    "layers": ({}, {"hydra_num_layers": 2}, "hydra_num_layers must be 1 to match the tensors, got 2"),
+    "stream": ({}, {"hidden_state_offset": 7}, "hidden_state_offset must be at most 2, the target's layers, got 7"),
+    "no stream": ({}, {"hidden_state_offset": -1}, "hidden_state_offset must be an integer of at least 0, got -1"),
+    "a head is missing": ({"hydra_mlp.1.0.linear.weight": None}, {}, "must hold tensors hydra_mlp.k.j.linear.weight"),
+    "a bias is missing": ({"hydra_mlp.1.0.linear.bias": None}, {}, "missing tensors: blocks.1.0.linear.bias"),
+    "a shape": ({"hydra_mlp.1.0.linear.bias": torch.zeros(3)}, {}, r"tensor blocks.1.0.linear.bias has shape \[3\]"),
+    "NaN": ({"hydra_lm_head.1.bias": torch.full((61,), float("nan"))}, {}, "tensors with NaN or infinite values"),
+    "not Hydra": ({}, dict.fromkeys(("hydra_num_heads", "hydra_num_layers", "hydra_head_arch")),
+                  "holds no Hydra heads: config.json has no hydra_num_heads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_folders_that_are_refused(case, tmp_path):
+    changes, config, message = REFUSED[case]
+    tensors = {name: tensor for name, tensor in (tensors_of() | changes).items() if tensor is not None}
+    with pytest.raises(ModelError, match=message):
+        load_hydra(write(tmp_path, tensors, pickled=False, **config), random_llama())
+
+
+def test_pairs_that_do_not_fit(tmp_path):
+    write(tmp_path, tensors_of())
+    with pytest.raises(ModelError, match="the heads' hidden_size 32 is not the target's 48"):
+        load_hydra(tmp_path, random_llama(hidden_size=48))
+    with pytest.raises(ModelError, match="the heads' vocab_size 61 is not the target's 70"):
+        load_hydra(tmp_path, random_llama(vocab_size=70))
+    with pytest.raises(ModelError, match="are draft and target swapped"):
+        load_target(tmp_path)
+    with pytest.raises(ModelError, match="holds Hydra heads, which load_hydra loads"):
+        load_draft(tmp_path, random_llama())
+    target, draft = pair(tmp_path, "mlp")
+    with pytest.raises(ValueError, match="num_steps must be at most 4, the levels that HydraHeads drafts, got 5"):
+        EAGLEInference(draft, target, EAGLEConfig.chain(5))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_folders_make_an_engine(architecture, tmp_path):
+    target = write_decoder(random_llama(std=0.4), tmp_path / "target")
+    draft = write(tmp_path / "draft", tensors_of(architecture), hydra_head_arch=architecture)
+    engine = EAGLEInference.from_pretrained(
+        draft, target, EAGLEConfig(method="hydra", topk=2, num_steps=3), device="cpu"
+    )
+    assert type(engine.draft).__name__ == "HydraHeads"
+    assert engine.generate([[5, 6]], 9).output_ids == engine.generate([[5, 6]], 9, speculative=False).output_ids
