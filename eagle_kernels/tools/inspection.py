@@ -16,6 +16,7 @@ from ..engine.config.pairing import tell_sizes
 from ..engine.inference import EAGLEInference
 from ..engine.models.checkpoint import Checkpoint, brief, read_folder
 from ..engine.models.draft_head import DraftHead
+from ..engine.models.head_formats import KINDS
 from ..engine.models.heads import NextTokenModules
 from ..engine.models.loading import HeadFile, load_draft, load_target, read_head, read_kind, tell_capture
 from ..engine.models.medusa import MedusaHeads
@@ -134,10 +135,9 @@ def inspect_head(
     if target is None and prompts is not None:
         raise ValueError("--sweep needs the target as well: --target TARGET")
     kind = read_kind(draft)
-    if kind == "Hydra":
-        raise ModelError(
-            f"{brief(str(draft), 250)}: holds Hydra heads, which are not described: load_hydra checks them"
-        )
+    if kind in ("Hydra", "DFlash"):
+        told = f"holds {KINDS[kind].called}, which load_{kind.lower()} checks: inspect does not describe it"
+        raise ModelError(f"{brief(str(draft), 250)}: {told}")
     if kind == "language model":
         return _inspect_language_model(draft, target, prompts)
     file = read_head(draft, check_weights=check_weights)

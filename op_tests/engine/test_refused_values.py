@@ -70,7 +70,7 @@ CONFIGS = [
     # methods, and several of them
     ({"method": ("ngram",)}, "method must be a tuple of two or more different methods of"),
     ({"method": ("ngram", "magic")}, "method must be a tuple of two or more different methods of"),
-    ({"method": ("eagle", "draft_model")}, "method must hold at most one of eagle, mtp, medusa, hydra and draft_model"),
+    ({"method": ("eagle", "draft_model")}, "method must hold at most one of eagle, mtp, medusa, hydra, dflash and"),
     ({"method": ("eagle", "ngram"), "verify_strategy": "rejection"},
      "verify_strategy must not be 'rejection' with sev"),
     ({"method": ("eagle", "ngram"), "tree_mask_mode": "full_mask"},

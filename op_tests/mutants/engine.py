@@ -6,6 +6,7 @@ from .mutant import ENGINE, RUNTIME, TOOLS, bug
 
 _BLOCKS, _MEDUSA = ENGINE + "drafters/block_drafter.py", "op_tests/engine/test_medusa.py::test_"
 _MASKS, _MASKED = ENGINE + "drafters/parallel_reader.py", "op_tests/engine/test_masked_drafts.py::test_"
+_DFLASH = "op_tests/engine/test_dflash.py::test_"
 _HYDRA = ENGINE + "models/hydra.py"
 _DRAFTER = ENGINE + "drafters/model_drafter.py"
 _PAGES, _READING = ENGINE + "batch/prefix_cache.py", ENGINE + "serve/reading.py"
@@ -53,6 +54,15 @@ MUTANTS = [
         _MEDUSA + "drafts_after_plain_steps"),
     bug("a mask token that leaks into the text", _MASKS, "model.masked_id is not None", "model.masked_id is None",
         _MASKED + "the_mask_token_is_never_a_draft"),
+    bug("a block that sees the past alone", ENGINE + "drafters/context_reader.py",
+        "slots, size, sees, positions)", "slots, size, None, positions)", _DFLASH + "drafts_are_those_of_transformers"),
+    bug("the root's row as the first draft", ENGINE + "models/dflash.py", "normed[:, 1 : 1 + count]",
+        "normed[:, :count]", _DFLASH + "drafts_are_those_of_transformers"),
+    bug("a block's mask token as a draft", ENGINE + "models/dflash.py",
+        "logits[..., self.config.mask_token_id] = -torch.inf", "pass", _DFLASH + "the_mask_token_is_never_a_draft"),
+    bug("features of plain steps one place off", ENGINE + "drafters/context_reader.py",
+        "(state.lengths[rows] - count)", "(state.lengths[rows] - count + 1)",
+        _DFLASH + "drafts_are_those_of_transformers"),
     bug("a path that is scaled", _HYDRA, "dim=-1)\n        head =", "dim=-1)\n        x = 2 * x\n        head =",
         "op_tests/engine/test_hydra.py::test_heads_equal_the_formula"),
     bug("keys of features without their norm", _HYDRA, "normed = self.prefix.input_layernorm(hidden)",

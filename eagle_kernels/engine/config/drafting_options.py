@@ -14,7 +14,7 @@ from ...runtime.values import as_tuples, is_int64, is_integer, is_word, scalar, 
 from ..requests.sampling_params import SamplingParams
 
 # kinds of draft models, each with its method
-MODEL_KINDS = ("eagle", "mtp", "medusa", "hydra", "draft_model")
+MODEL_KINDS = ("eagle", "mtp", "medusa", "hydra", "dflash", "draft_model")
 # methods whose drafts come from a model, some of them at least; None: from a model of any kind
 MODEL_METHODS = (None, *MODEL_KINDS, "hybrid")
 METHODS = (*MODEL_KINDS, "ngram", "suffix", "hybrid", "naive")
@@ -161,7 +161,9 @@ class DraftingOptions(Validated):
         self._require(is_choice, "method", f"be a tuple of two or more different methods of {list(METHODS)}")
         is_one = len(set(MODEL_KINDS).intersection(self.method)) < 2
         self._require(
-            is_one, "method", "hold at most one of eagle, mtp, medusa, hydra and draft_model: there is one draft model"
+            is_one,
+            "method",
+            "hold at most one of eagle, mtp, medusa, hydra, dflash and draft_model: there is one draft model",
         )
         rule = "not be 'rejection' with several methods, not all of which sample their drafts"
         self._require(self.verify_strategy != "rejection", "verify_strategy", rule)

@@ -67,9 +67,9 @@ class EAGLEConfig(DraftingOptions):
         method: One of these, or a tuple of several. With several, each request chooses one (`SamplingParams.drafter`),
             their trees have one size, and each drafts for all requests of a step. Trees of "ngram" and "suffix" have at
             most topk * num_steps drafts, and are chains if topk=1 (for "suffix", in all trees of an adaptive table).
-            "eagle", "mtp", "medusa", "hydra", "draft_model": The draft model, of this kind; None: of any kind. Medusa
-                and Hydra heads and several next-token modules draft one level each: num_steps is at most their number,
-                and modules need topk=1.
+            "eagle", "mtp", "medusa", "hydra", "dflash", "draft_model": The draft model, of this kind; None: of any
+                kind. Medusa and Hydra heads and several next-token modules draft one level each, and a DFlash block one
+                less than its size: num_steps is at most that, and modules need topk=1.
             "ngram": What followed the last tokens earlier in the prompt or output.
             "suffix": What followed the last tokens most often, there and in past responses.
             "hybrid": The draft model, and "ngram" after or beside it, or first if max_ngram_size tokens match.

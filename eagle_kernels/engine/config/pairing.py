@@ -15,6 +15,7 @@ from ...runtime.placement import DTYPES, is_same_device, read_placement, rounds_
 from ...runtime.values import is_integer, is_word, read_flag, scalar, shown
 from ..models.causal_draft import CausalDraft
 from ..models.checkpoint import brief, naming, read_folder, read_json
+from ..models.dflash import load_dflash
 from ..models.head_formats import KINDS, MODULE_PREFIX, read_mask_token
 from ..models.hydra import load_hydra
 from ..models.loading import end_tokens, load_draft, load_medusa, load_target, read_dtype, read_eos_token_ids, read_kind
@@ -139,6 +140,8 @@ def _load_draft_of(target: TargetModel, draft: DraftFolder | None, *, check_weig
     """Loads the draft that `_choose_draft` returned: a head, or a language model with the target's tokens."""
     if draft is None:
         return None
+    if draft.method == "dflash":
+        return load_dflash(draft.folder, target, check_weights=check_weights)
     if draft.method == "hydra":
         return load_hydra(draft.folder, target, check_weights=check_weights)
     if draft.method == "medusa":

@@ -10,6 +10,7 @@ from ..batch.state import Batch
 from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel
 from .block_drafter import BlockDrafter, FeatureReader
+from .context_reader import ContextReader
 from .model_drafter import ModelDrafter, SampledDrafter
 from .ngram import HybridDrafter, NgramDrafter
 from .parallel_reader import ParallelReader
@@ -29,6 +30,8 @@ def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
         return None
     trees = [tree for _, tree in config.trees if tree is not None] or [config]
     num_levels, num_steps = max(tree.num_model_levels for tree in trees), max(tree.num_steps for tree in trees)
+    if hasattr(model, "fill_block"):
+        return ContextReader(model, num_levels, num_steps)
     if getattr(model, "block_length", 0):
         return FeatureReader(model, num_levels)
     if getattr(model, "mask_token_id", None) is not None and num_levels > 1:
@@ -60,7 +63,7 @@ def make_drafter(
         return HybridDrafter(reader, config)
     if config.verify_strategy == "rejection":
         return SampledDrafter(reader, config, device)
-    if isinstance(reader, (FeatureReader, ParallelReader)):
+    if isinstance(reader, (FeatureReader, ParallelReader, ContextReader)):
         return BlockDrafter(reader, config)
     return ModelDrafter(reader, config)
 

@@ -110,7 +110,7 @@ class ParallelLevels(BlockLevels):
         features = pad(kept.features[:, : reader.num_rows], (0, 0, 0, count - 1))
         row = torch.arange(len(tokens), device=tokens.device)[:, None]
         places = num_kept[:, None] + torch.arange(count - 1, device=tokens.device)
-        tokens[row, places] = model.mask_token_id
+        tokens.scatter_(1, places, model.mask_token_id)  # a number to places by brackets would wait for the device
         if model.mask_features is not None:
             features[row, places] = model.mask_features
         output = run_draft(model, *reader.rows_of(self._state, rows, tokens, features), from_target=True)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ...runtime.values import is_integer, shown
 from .checkpoint import brief
 from .decoder_config import FAMILIES, OF_OTHER_FAMILIES, read_model_type
+from .dflash import are_dflash
 from .hydra import FILES as HYDRA_FILES
 from .hydra import are_hydra
 from .medusa import FILES as MEDUSA_FILES
@@ -39,13 +40,14 @@ KINDS = {
     "EAGLE-3": Kind("eagle", "an EAGLE-3 head", "EagleHead"),
     "P-EAGLE": Kind("eagle", "a P-EAGLE head", "ParallelEagleHead"),
     "MTP": Kind("mtp", "next-token modules", "NextTokenModules"),
+    "DFlash": Kind("dflash", "a DFlash draft", "DFlashDraft"),
     "Hydra": Kind("hydra", "Hydra heads", "HydraHeads"),
     "Medusa": Kind("medusa", "Medusa heads", "MedusaHeads"),
     "language model": Kind("draft_model", "a language model", "CausalDraft"),
 }
 
 # Kinds that are never a target.
-HEADS = ("EAGLE-1", "EAGLE-3", "P-EAGLE", "Medusa", "Hydra")
+HEADS = ("EAGLE-1", "EAGLE-3", "P-EAGLE", "Medusa", "Hydra", "DFlash")
 _OF_EAGLE3 = ("EAGLE-3", "P-EAGLE")
 # Drafts of other designs: the word in their config.json, or at the beginning of their tensors' names, and their names.
 _NOT_SUPPORTED = {"mlp_speculator": "MLP speculators"}
@@ -127,6 +129,8 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
         return "Medusa"
     if are_hydra(config):
         return "Hydra"
+    if are_dflash(config):
+        return "DFlash"
     refuse_other_drafts(config, names)
     architectures, declared = _architectures(config), config.get("speculators_model_type")
     if declared == "peagle":

@@ -298,8 +298,8 @@ def read_head(
             return HeadFile(
                 heads, medusa.name_layout(config), kind, dtypes, head_formats.AuxLayers(None, "", ()), remarks
             )
-        if kind == "Hydra":
-            raise ModelError("holds Hydra heads, which load_hydra loads")
+        if kind in ("Hydra", "DFlash"):
+            raise ModelError(f"holds {head_formats.KINDS[kind].called}, which load_{kind.lower()} loads")
         form = head_formats.NEXT_TOKEN_MODULES if kind == "MTP" else head_formats.recognise(config)
         if kind == "MTP":  # config.json is the target's
             checkpoint.check_layers(config, "num_hidden_layers", "model.layers.")

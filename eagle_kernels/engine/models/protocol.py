@@ -243,7 +243,7 @@ class DraftModel(Protocol):
         token_shift: 1 for EAGLE: the row of token t_i has the feature of t_{i-1} and draft position i - 1; t_0 has no
             row. 0 for a plain language model: t_i has position i.
         device, dtype: Optional, compared with the target's.
-        method: Optional, compared with the configuration's: "eagle", "mtp", "medusa", "hydra" or
+        method: Optional, compared with the configuration's: "eagle", "mtp", "medusa", "hydra", "dflash" or
             "draft_model".
         max_levels: Optional, the most levels that it drafts.
         hidden_grows: Optional, whether `DraftOutput.hidden` may be wider for each level, as it holds the whole path.
@@ -317,6 +317,29 @@ class MaskedDraft(DraftModel, Protocol):
     mask_token_id: int | None
     mask_features: Tensor | None
     masked_id: int | None
+
+
+class ContextDraft(DraftModel, Protocol):
+    """Drafts a block in one pass, and has the text as keys of the target's features (DFlash). `forward` is not called.
+
+    Attributes:
+        block_size: Rows of a block, the root's included, 2..64.
+    """
+
+    block_size: int
+
+    def store_features(self, features: Tensor, positions: Tensor, attend: StoringAttend) -> None:
+        """Writes the keys and values of tokens from the target's features [B, T, F] at positions [B, T]."""
+
+    def fill_block(self, roots: Tensor, count: int, positions: Tensor, attend: Attend) -> Tensor:
+        """Returns the logits [B, count, Vd] of the first `count` tokens after the roots [B].
+
+        Args:
+            roots: [B] int64. The first tokens of the blocks; mask tokens follow.
+            count: From 1 to block_size - 1.
+            positions: [B, block_size] int64. Those of the blocks.
+            attend: To be called once per layer, for all rows of the blocks.
+        """
 
 
 class BlockDraft(DraftModel, Protocol):

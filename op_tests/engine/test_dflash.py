@@ -1,0 +1,238 @@
+"""DFlash drafts: the published layout, and every draft against transformers' class of that design, from text alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+from safetensors.torch import save_file
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.drafters.block_drafter import BlockDrafter
+from eagle_kernels.engine.models.dflash import load_dflash
+from eagle_kernels.engine.models.loading import load_draft, load_target, read_kind
+from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.reference.causal_attend import causal_attend
+from op_tests.engine import heads
+from op_tests.engine.toys import random_llama, write_decoder
+from op_tests.engine.view import View
+
+MASK, BLOCK, LAYERS, IDS = 59, 5, 2, [0, 3]
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
+HIDDEN = heads.HIDDEN
+CONFIG = {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": BLOCK, "num_target_layers": 4,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": IDS}, "num_hidden_layers": LAYERS,
+    "vocab_size": heads.TARGET_VOCAB, "hidden_size": HIDDEN, "intermediate_size": 40, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
+    "rope_theta": 10000.0, "attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def tensors_of(seed=0):
+    """By the published names; q and k have norms."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"fc.weight": (HIDDEN, len(IDS) * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        name = f"layers.{layer}."
+        shapes |= {name + "input_layernorm.weight": (HIDDEN,), name + "post_attention_layernorm.weight": (HIDDEN,)}
+        shapes |= {name + f"self_attn.{part}_norm.weight": (16,) for part in "qk"}
+        shapes |= {name + "self_attn.q_proj.weight": (64, HIDDEN), name + "self_attn.o_proj.weight": (HIDDEN, 64)}
+        shapes |= {name + f"self_attn.{part}_proj.weight": (32, HIDDEN) for part in "kv"}
+        shapes |= {name + f"mlp.{part}_proj.weight": (40, HIDDEN) for part in ("gate", "up")}
+        shapes[name + "mlp.down_proj.weight"] = (HIDDEN, 40)
+    return {
+        name: torch.rand(shape, generator=generator) + 0.5 if len(shape) == 1
+        else torch.randn(shape, generator=generator) * (1.5 / shape[-1] ** 0.5)
+        for name, shape in shapes.items()
+    }  # fmt: skip
+
+
+def write(folder, tensors=None, **config):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    save_file(tensors_of() if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def pair(folder, device="cpu"):
+    """(target, draft)."""
+    target = random_llama(std=0.4, num_layers=4, device=device)
+    return target, load_dflash(write(folder), target)
+
+
+def theirs(tensors):
+    """transformers' model of this design, with these weights."""
+    module = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
+    from transformers import MuseGlimmerAssistantConfig
+
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+             "head_dim", "rms_norm_eps", "max_position_embeddings", "block_size")  # fmt: skip
+    config = MuseGlimmerAssistantConfig(
+        **{name: CONFIG[name] for name in names}, mask_token_id=MASK, target_layer_ids=IDS,
+        layer_types=["full_attention"] * LAYERS, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    model = module.MuseGlimmerAssistantModel(config).eval()
+    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    model.load_state_dict({renamed.get(name, name): tensor for name, tensor in tensors.items()})
+    return model
+
+
+@torch.inference_mode()
+def block_logits(model, target, text, count):
+    """What their model says of the block after a text whose last token is the root, in one pass without a cache.
+
+    The rows after the first are the drafts', as in transformers' `DFlashTokenCandidateGenerator.get_candidates`.
+    """
+    tokens = torch.tensor([text[:-1]], device=target.device)
+    positions = torch.arange(tokens.shape[1], device=target.device)[None]
+    capture = [layer + 1 for layer in IDS]
+    features = target.forward(tokens, positions, causal_attend, capture=capture).features.cpu()
+    embed = target.get_input_embeddings().weight.cpu()
+    noise = embed[torch.tensor([[text[-1]] + [MASK] * (BLOCK - 1)])]
+    hidden = model(noise_embeds=noise, context_hidden_states=features, attention_mask=None).last_hidden_state
+    return hidden[0, 1 : 1 + count] @ target.get_output_embeddings().weight.cpu().T
+
+
+class Oracle:
+    """Checks the drafts of each step: the best paths of their model's block, found by listing all of them."""
+
+    def __init__(self, engine, monkeypatch):
+        self.engine, self.model, self.num_checked = engine, theirs(tensors_of()), 0
+        propose = BlockDrafter.propose
+
+        def checked(drafter, batch):
+            proposal, config = propose(drafter, batch), drafter._config
+            drafts = proposal.tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
+            for row in View(engine).rows:
+                if row.is_running and row.index < len(batch):
+                    text = row.request.prompt + row.request.output_ids
+                    if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
+                        text.append(int(batch.roots[row.index]))
+                    want = self.drafts(text, config)
+                    assert drafts[row.index] == want, f"{drafts[row.index]} instead of {want} after {text}"
+                    self.num_checked += 1
+            return proposal
+
+        monkeypatch.setattr(BlockDrafter, "propose", checked)
+
+    def drafts(self, text, config):
+        logits, level, paths = block_logits(self.model, self.engine.target, text, config.num_steps), [(0.0, ())], []
+        logits[:, MASK] = -torch.inf
+        for row in torch.log_softmax(logits, -1):
+            best = row.topk(config.topk)
+            steps = list(zip(best.values.tolist(), best.indices.tolist()))
+            level = [(score + step, (*path, token)) for score, path in level for step, token in steps]
+            paths += level
+        paths.sort(key=lambda each: -each[0])
+        return [path[-1] for _, path in paths[: config.num_verify_tokens - 1]]
+
+
+TREES = {"chain": {"topk": 1, "num_steps": 4}, "tree": {"topk": 3, "num_steps": 3, "num_draft_tokens": 12}}
+POLICIES = {"what the target takes": {}, "whole paths": {"accept_policy": "accept_all"}}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chunk", [3, 2048])
+@pytest.mark.parametrize("tree", TREES)
+def test_drafts_are_those_of_transformers(tree, chunk, policy, tmp_path, device, monkeypatch):
+    """Of the text alone: rows that come and go, prompts in parts, paths of any length, plain steps in between."""
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
+    sizes = {"page_size": 4, "prefill_chunk": chunk, "max_batch": 3, "cuda_graph": False}
+    target, draft = pair(tmp_path, device)
+    engine = EAGLEInference(draft, target, EAGLEConfig(**TREES[tree], **sizes, **POLICIES[policy]))
+    oracle, requests = Oracle(engine, monkeypatch), []
+    for number, prompt in enumerate(PROMPTS):
+        requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=8 + 4 * number)))
+        engine.step()
+        engine.is_speculating = False
+        for _ in range(number):
+            engine.step()
+        engine.is_speculating = True
+    engine.is_speculating = False
+    for _ in range(3):
+        engine.step()
+    engine.is_speculating = True
+    engine.collect()
+    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 8
+
+
+@pytest.mark.parametrize("options", [{}, {"mean_draft_tokens": 4}, {"adaptive": "auto"}, {"method": "hybrid"},
+                                     {"verify_strategy": "rejection"}], ids=str)  # fmt: skip
+def test_text_is_plain_text(options, tmp_path, device):
+    """Greedy and, by the same draws, seeded."""
+    target, draft = pair(tmp_path, device)
+    tree = {"num_steps": 6, "num_model_steps": 2} if options.get("method") else {"num_steps": 4}
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=2, **options, **tree))
+    for sampling in ({}, {"temperature": 0.8, "seeds": [1, 2, 3, 4]}):
+        if sampling and "verify_strategy" in options:
+            continue  # other draws, of the same law
+        text = engine.generate(PROMPTS, 20, **sampling).output_ids
+        assert text == engine.generate(PROMPTS, 20, speculative=False, **sampling).output_ids
+
+
+def test_the_mask_token_is_never_a_draft(tmp_path, device, monkeypatch):
+    """Not even where the target says it itself, whose text may hold it."""
+    target, draft = pair(tmp_path, device)
+    target.lm_head.weight.data[MASK] = 3 * target.lm_head.weight.data[MASK - 1]
+    seen, propose = [], BlockDrafter.propose
+
+    def watched(drafter, batch):
+        proposal = propose(drafter, batch)
+        tokens = proposal.tree.draft_tokens.view(len(batch), -1)[batch.is_live.bool(), 1:]
+        seen.extend(tokens.flatten().tolist())
+        return proposal
+
+    monkeypatch.setattr(BlockDrafter, "propose", watched)
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=3, num_steps=4, cuda_graph=False))
+    text = engine.generate(PROMPTS, 12).output_ids
+    assert seen and MASK not in seen and MASK in sum(text, [])
+
+
+REFUSED = {
+    "a layer past the target's": ({}, {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 4]}},
+                                  "target_layer_ids must lie below 4, the target's layers, got 4"),
+    "layers that are none": ({}, {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": "0"}},
+                             "target_layer_ids must be a list of the target's layers, got '0'"),
+    "another number of layers": ({}, {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0]}},
+                                 "fc.weight must have 32 columns for 1 target_layer_ids, got 64"),
+    "block length": ({}, {"block_size": 65}, r"block_size must lie in 2\.\.64, got 65"),
+    "no block length": ({}, {"block_size": None}, "block_size must be a positive integer, got None"),
+    "mask token": ({}, {"dflash_config": {"mask_token_id": 61, "target_layer_ids": IDS}},
+                   r"mask_token_id must lie in 0\.\.60, the target's tokens, got 61"),
+    "layers of its own": ({}, {"num_hidden_layers": 3}, "num_hidden_layers must be 2 to match the tensors layers"),
+    "a tensor is missing": ({"hidden_norm.weight": None}, {}, "missing tensors: hidden_norm.weight"),
+    "NaN": ({"norm.weight": torch.full((HIDDEN,), float("nan"))}, {}, "tensors with NaN or infinite values"),
+    "vocabulary": ({}, {"vocab_size": 70}, "the draft's vocab_size 70 is not the target's 61"),
+    "not DFlash": ({}, {"dflash_config": None, "architectures": []}, "holds no DFlash draft"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_folders_that_are_refused(case, tmp_path):
+    changes, config, message = REFUSED[case]
+    tensors = {name: tensor for name, tensor in (tensors_of() | changes).items() if tensor is not None}
+    with pytest.raises(ModelError, match=message):
+        load_dflash(write(tmp_path, tensors, **config), random_llama(num_layers=4))
+
+
+def test_what_a_draft_is_not(tmp_path):
+    target, draft = pair(tmp_path)
+    assert read_kind(tmp_path) == "DFlash" and draft.aux_layers == (1, 4)
+    with pytest.raises(ModelError, match="is a DFlash draft: a draft, not a target"):
+        load_target(tmp_path)
+    with pytest.raises(ModelError, match="holds a DFlash draft, which load_dflash loads"):
+        load_draft(tmp_path, target)
+    with pytest.raises(ValueError, match="num_steps must be at most 4, the levels that DFlashDraft drafts, got 5"):
+        EAGLEInference(draft, target, EAGLEConfig.chain(5))
+
+
+def test_folders_make_an_engine(tmp_path):
+    target = write_decoder(random_llama(std=0.4, num_layers=4), tmp_path / "target")
+    config = EAGLEConfig(method="dflash", topk=2, num_steps=3)
+    engine = EAGLEInference.from_pretrained(write(tmp_path / "draft"), target, config, device="cpu")
+    assert type(engine.draft).__name__ == "DFlashDraft"
+    assert engine.generate([[5, 6]], 9).output_ids == engine.generate([[5, 6]], 9, speculative=False).output_ids
