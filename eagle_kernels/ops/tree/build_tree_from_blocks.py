@@ -23,7 +23,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import bits_value, comparable, ordered_bits
-from ...runtime import check
+from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launcher
 from .shared.selection import NUM_LANES, largest_in_rows, scan_rows
@@ -33,10 +33,9 @@ from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 MAX_TOPK = 16
 MAX_DEPTH = 64
-# Numbers that are compared with each other at once where the children of a node are sorted.
-SORTED_AT_ONCE = 8192
-# Depths of a block that a warp selects tokens for; warps of a program at most.
-DEPTHS_PER_WARP, MAX_WARPS = 4, 8
+# Depths of a block that a warp selects tokens for, the warps of a program at most (all of which search), and how many
+# numbers are compared at once where the children of a node are sorted. Not measured yet.
+TUNING = {"default": {"depths_per_warp": 4, "max_warps": 8, "sorted_at_once": 8192}}
 
 LANES = tl.constexpr(NUM_LANES)
 # Below the ordered bits of all scores above -inf: a node that has no next child.
@@ -329,7 +328,8 @@ def build_tree_from_blocks(
         candidate_scores = torch.empty((batch_size, depth, topk), dtype=torch.float32, device=device)
     steps = torch.empty((batch_size, num_rows, topk), dtype=torch.float32, device=device)
     ranks = torch.empty((batch_size, num_rows, topk), dtype=torch.int32, device=device)
-    num_warps = min(next_power_of_2(triton.cdiv(depth, DEPTHS_PER_WARP)), MAX_WARPS)
+    tuned = tuning.row(TUNING, device)
+    num_warps = min(next_power_of_2(triton.cdiv(depth, tuned["depths_per_warp"])), tuned["max_warps"])
     num_warps = tree_warps(num_verify_tokens, device, num_warps)
     launch_trees(
         "build_tree_from_blocks", _build_tree_from_blocks_kernel, values, out, num_warps,
@@ -337,6 +337,6 @@ def build_tree_from_blocks(
         blocks=Block(candidate_tokens, candidate_scores, transition_scores, steps, ranks),
         vocab_size=vocab_size, num_chunks=num_chunks,
         DEPTH=depth, TOPK=topk, NUM_WARPS=num_warps, BLOCK_SLOT=next_power_of_2(triton.cdiv(num_chunks, NUM_LANES)),
-        BLOCK_ROW=min(next_power_of_2(num_rows), SORTED_AT_ONCE // next_power_of_2(topk) ** 2),
+        BLOCK_ROW=min(next_power_of_2(num_rows), tuned["sorted_at_once"] // next_power_of_2(topk) ** 2),
     )  # fmt: skip
     return out
