@@ -16,7 +16,7 @@ from eagle_kernels.engine.step.verification import Verifier, links_of
 from eagle_kernels.reference.ops.rejection.verify_tree_rejection import verify_tree_rejection
 from op_tests.engine.engines import steps_known
 from op_tests.engine.request_law import law_of_token
-from op_tests.engine.toys import Markov, MarkovBlock, ToyModel, random_head, random_llama
+from op_tests.engine.toys import Markov, MarkovBlock, MarkovMasked, ToyModel, random_head, random_llama
 from op_tests.engine.view import View
 from op_tests.harness.statistics import FALSE_ALARM, assert_follows_law
 from op_tests.sampling_law import law
@@ -88,6 +88,8 @@ LOSSLESS = {  # strategy, tree, sampling, where drafts come from
     "chosen drafts, warm": ("rejection", (2, 3, 7), {"temperature": 1.5}, {"method": "ngram"}),
     "target_match, cold": ("target_match", (3, 3, 8), {"temperature": 0.6}, {}),
     "blocks, warm": ("rejection", (3, 3, 8), {"temperature": 1.5}, {"method": "medusa"}),
+    "masks, warm": ("rejection", (3, 3, 8), {"temperature": 1.5}, {"method": "draft_model"}),
+    "masks, target_match": ("target_match", (3, 3, 8), {"temperature": 0.9}, {"method": "draft_model"}),
     "blocks, target_match": ("target_match", (3, 3, 8), {"temperature": 0.9}, {"method": "medusa"}),
 }
 
@@ -101,7 +103,7 @@ def test_lossless_strategies_keep_the_law(case, device):
     """
     strategy, tree, sampling, method = LOSSLESS[case]
     target = Markov(**TOYS, device=device)
-    kind = {None: Markov, "medusa": MarkovBlock, "ngram": None}[method.get("method")]
+    kind = {None: Markov, "medusa": MarkovBlock, "draft_model": MarkovMasked, "ngram": None}[method.get("method")]
     draft = kind and kind(**TOYS, seed=1, near=target, device=device)
     engine = engine_of(draft, target, tree, strategy, max_batch=256, **method)
     assert_texts_follow_law(engine, NUM_REQUESTS, sampling, FALSE_ALARM / len(LOSSLESS))

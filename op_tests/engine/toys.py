@@ -216,6 +216,26 @@ class MarkovBlock(Markov):
         return self.powers[:count, token].transpose(0, 1).contiguous()
 
 
+class MarkovMasked(Markov):
+    """Drafts several tokens at once by the powers of its table, one for each mask after the last token of the text."""
+
+    token_shift, aux_layers, draft_to_target, mask_features, masked_id = 0, (), None, None, None
+
+    def __init__(self, **others):
+        super().__init__(**others)
+        # a token of its own for masks, which is not one of the text's
+        self.draft_vocab_size = self.mask_token_id = self.vocab_size
+        law = torch.softmax(self.table, dim=-1)
+        self.powers = torch.stack([torch.linalg.matrix_power(law, power).log() for power in range(1, 12)])
+
+    def forward(self, input_ids, hidden, positions, attend, *, from_target):
+        is_mask = input_ids == self.mask_token_id
+        row = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last = torch.where(is_mask, 0, row).cummax(1).values
+        token = input_ids.gather(1, last).clamp(max=self.vocab_size - 1)
+        return DraftOutput(self.powers[(row - last).clamp(max=10), token], hidden)
+
+
 def random_llama(
     *, hidden_size=32, num_layers=2, vocab_size=61, max_length=256, std=0.3, seed=0, device="cpu"
 ) -> Decoder:
