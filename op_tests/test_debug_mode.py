@@ -266,6 +266,14 @@ LIMITS = {
         "build_tree_from_scores", SCORED | {"candidate_scores": torch.zeros(1, 6), "candidate_tokens": INTS([[1] * 6])},
         LENGTH,
     ),
+    "blocks": (
+        "build_tree_from_blocks",
+        {"verified_id": INTS([9]), "logits": None, "seq_lens": INTS([0]), "candidate_tokens": INTS([[[5, 6], [7, 8]]]),
+         "candidate_scores": torch.zeros(1, 2, 2), "transition_scores": torch.zeros(1, 1, 2, 2), "topk": 2,
+         "num_nodes": INTS([1]), "num_verify_tokens": 3},
+        [at("candidate_scores", 0, 1, 0, to=0.5), at("transition_scores", 0, 0, 1, 0, to=float("nan")),
+         at("num_nodes", 0, to=0), *LENGTH],
+    ),
     "parents": ("tree_from_parents", BUILT | {"draft_tokens": INTS([[1, 2]]), "parents": INTS([[0, 0]])}, LENGTH),
     "mask": ("tree_from_mask", {
         "tree_mask": INTS([[[1], [3]]]), "seq_lens": INTS([0]), "num_verify_tokens": 2, "tree_mask_mode": "packed",

@@ -517,6 +517,20 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          {"top_scores_index": [[1, 2]], "draft_tokens": [9, 2, 3], "retrieve_next_token": [[1, 2, -1]],
           "positions": [3, 4, 5], "tree_mask": [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]}),
     ],
+    "build_tree_from_blocks": [
+        # NaN is -inf, what is above 0 is 0, and of equal paths the less deep one is first; a path of -inf is no node
+        ({"verified_id": T([9]), "logits": None, "seq_lens": T([3]), "candidate_tokens": T([[[5, 6], [7, 8]]]),
+          "candidate_scores": T([[[NAN, 2.0], [-1.0, -INF]]]), "topk": 2, "num_verify_tokens": 4,
+          "tree_mask_mode": "qlen_only"},
+         {"draft_tokens": [9, 6, 7, 9], "scores": [[0, -1, -INF]], "positions": [3, 4, 5, 3],
+          "retrieve_next_token": [[1, 2, -1, -1]], "retrieve_next_sibling": [[-1] * 4],
+          "tree_mask": [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]]}),
+        # a budget of nothing leaves the root, and one past the tree is the tree
+        ({"verified_id": T([9, 8]), "logits": torch.zeros(2, 1, 3), "seq_lens": T([3, 0]), "num_nodes": T([-5, FAR]),
+          "topk": 2, "num_verify_tokens": 3},
+         {"draft_tokens": [9, 9, 9, 8, 0, 1], "positions": [3, 3, 3, 0, 1, 1],
+          "retrieve_next_token": [[-1] * 3, [1, -1, -1]], "retrieve_next_sibling": [[-1] * 3, [-1, 2, -1]]}),
+    ],
     "organize_draft_results": [
         ({"candidate_scores": rows([NAN, -INF, -0.0, 0.0], [NAN, NAN, NAN, NAN]),
           "candidate_tokens": T([[1, 2, 3, 4]] * 2), "num_verify_tokens": 3},
