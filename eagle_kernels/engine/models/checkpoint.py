@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...runtime.placement import free_memory_bytes
 from ...runtime.values import first_line, is_integer, is_terminal, parse_json, shown
 from .protocol import ModelError
+from .quantised_linears import Places
 
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is read, itself or its shards
 _LFS_POINTER = b"version https://git-lfs"
@@ -132,13 +133,18 @@ class Checkpoint:
 
     def fill(self, module: nn.Module, device: torch.device, dtype: torch.dtype, check_weights: bool) -> None:
         """Moves a module built on the meta device to `device` and fills it with the tensors, floating-point ones as
-        `dtype`; leaves it frozen and in eval mode. Names, shapes and memory are checked before anything is allocated,
-        and then whether all weights are finite."""
+        `dtype`, those of quantised linears as these take them; leaves it frozen and in eval mode. Names, shapes and
+        memory are checked before anything is allocated, and then whether all weights are finite."""
         module.to(dtype)
-        expected = module.state_dict()
-        refuse_names("missing tensors", sorted(expected.keys() - self.tensors.keys()))
-        refuse_names("unexpected tensors", sorted(self.tensors.keys() - expected.keys()))
+        expected, quantised = module.state_dict(), Places(module, self.tensors)
+        refuse_names("missing tensors", sorted((expected.keys() | quantised.required) - self.tensors.keys()))
+        refuse_names("unexpected tensors", sorted(self.tensors.keys() - expected.keys() - quantised.stored.keys()))
+        if quantised.linears and dtype == torch.float32 and device.type not in ("cpu", "meta"):
+            raise ModelError(f"quantised weights need dtype float16 or bfloat16 on {device}, got {dtype}")
         for name, stored in self.tensors.items():
+            if name in quantised.stored:
+                quantised.check(name, stored)
+                continue
             wanted = expected[name]
             if stored.dtype.startswith(("F4", "F6_")):
                 raise ModelError(f"tensor {name} has dtype {stored.dtype}, which is not implemented")
@@ -147,14 +153,16 @@ class Checkpoint:
                 raise ModelError(f"tensor {name} has {shapes}")
             if stored.is_floating_point != wanted.is_floating_point():
                 raise ModelError(f"tensor {name} must have dtype {wanted.dtype}, got {stored.dtype}")
-        check_memory(sum(tensor.nbytes for tensor in expected.values()), device, f"the weights take {{}} as {dtype}")
+        needed = quantised.expected_bytes + sum(tensor.nbytes for tensor in expected.values())
+        check_memory(needed, device, f"the weights take {{}} as {dtype}")
         places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
         if device.type == "meta":
             return
         for name, tensor in self.read(device):
-            places[name].copy_(tensor)
-        if check_weights:
-            refuse_not_finite({name: places[name] for name in self.tensors}, dtype)
+            if not quantised.take(name, tensor, dtype):
+                places[name].copy_(tensor)
+        if check_weights:  # quantised linears have checked theirs
+            refuse_not_finite({name: places[name] for name in self.tensors if name in places}, dtype)
 
     def read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and the tensor on the device, shard by shard; shows its progress on a terminal."""

@@ -106,7 +106,9 @@ class Decoder(ConfiguredModel):
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device  # read in every step, and finding the first parameter takes microseconds
+        return (
+            self.model.embed_tokens.weight.device
+        )  # read in every step, and finding the first parameter takes microseconds
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, *, capture: Sequence[int] = (),

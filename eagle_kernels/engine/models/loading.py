@@ -35,6 +35,8 @@ from .draft_head import DraftHead
 from .heads import Eagle1Config, Eagle1Head, EagleConfig, EagleHead, NextTokenConfig, NextTokenModules
 from .parallel_head import ParallelEagleConfig, ParallelEagleHead
 from .protocol import FINAL_NORM, ModelError, TargetModel
+from .quantisation import read_quantisation, without_quantisation
+from .quantised_linears import quantise_linears
 from .settings import is_empty, is_off, read_value, stated
 from .transformers_target import TransformersTarget
 
@@ -86,7 +88,8 @@ def load_target(
         if "embed_tokens.weight" in checkpoint.tensors:  # of a model that was saved without its output
             checkpoint.rename(lambda name: name if name.startswith("lm_head.") else f"model.{name}")
         checkpoint.check_layers(content, "num_hidden_layers", "model.layers.")
-        config = DecoderConfig.from_dict(content)
+        quantisation = read_quantisation(folder, content)
+        config = DecoderConfig.from_dict(without_quantisation(content))
         checkpoint.check_sizes(config)
         both = ("model.embed_tokens.weight", "lm_head.weight")
         if config.tie_word_embeddings and checkpoint.tensors.keys() >= {*both} and device.type != "meta":
@@ -100,6 +103,7 @@ def load_target(
             # allocates the shared weight once, and reads it once if the checkpoint holds it twice
             target.lm_head.weight = None
             checkpoint.tensors.pop("lm_head.weight", None)
+        quantise_linears(target, checkpoint, quantisation)
         checkpoint.fill(target, device, dtype, check_weights)
         target.tie_weights()
         return target
@@ -316,7 +320,8 @@ def read_head(
             seen["fc_bias"] = "fc.bias" in tensors
         config_class, head_class = _CLASSES[kind]
         told = {name: value for name, value in seen.items() if is_empty(config.get(name))}
-        settings = config_class.from_dict(config | told)
+        quantisation = read_quantisation(folder, config)
+        settings = config_class.from_dict(without_quantisation(config) | told)
         if settings.aux_layers == (FINAL_NORM,) and kind in ("EAGLE-3", "P-EAGLE"):
             tensors.pop("fc.weight", None)  # SGLang's class always has one, even if it does not use it
         checkpoint.check_sizes(settings)
@@ -331,12 +336,14 @@ def read_head(
             tensors.pop("t2d", None)
         if settings.tie_word_embeddings and "embed_tokens.weight" in tensors:
             tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
-        own = {"own_embedding": "embed_tokens.weight" in tensors, "own_output": "lm_head.weight" in tensors}
+        has_output = any(name.startswith("lm_head.") for name in tensors)
+        own = {"own_embedding": "embed_tokens.weight" in tensors, "own_output": has_output}
         own |= {"mask_shape": tensors["mask_hidden"].shape} if kind == "P-EAGLE" and "mask_hidden" in tensors else {}
         with torch.device("meta"):
             head = head_class(settings, **own)
         if "t2d" not in tensors:
             head.t2d = None  # `bind` derives it from d2t
+        quantise_linears(head, checkpoint, quantisation)
         checkpoint.fill(head, device, dtype, check_weights)
         written, remarks = head_formats.written_aux_layers(config), head_formats.remarks_on(form, kind, config)
         return HeadFile(head, form.name, kind, dtypes, written, remarks)

@@ -1,0 +1,336 @@
+"""The formats of quantised checkpoints: what `quantization_config` of config.json says, which tensors the linears then
+have in the file, and how these become the layout of the ops.
+
+Rows stay in 16 bit, whatever a format does with activations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.linear.shared.repack import Packed, from_awq, from_compressed, from_fp8, from_gptq, from_int8
+from ...runtime.values import is_integer, shown
+from .checkpoint import read_json
+from .layers.quantised import PLAIN, Layout, Stored
+from .protocol import ModelError
+from .quantised_linears import Quantisation
+from .settings import is_empty, is_off, read_value
+
+_FLOATS, _HALVES = "F16 BF16 F32", "F16 BF16"
+_GROUPS = (-1, 32, 64, 128)
+
+
+def _plain() -> Layout:
+    def repack(tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Packed:
+        return Packed(tensors["weight"].to(dtype), torch.empty(0))  # there are no scales
+
+    return Layout(PLAIN, lambda n, k: {"weight": Stored(((n, k),), _FLOATS)}, repack)
+
+
+def _awq(group_size: int) -> Layout:
+    # AutoAWQ, awq/modules/linear/gemm.py, WQLinear_GEMM
+    def stored(n: int, k: int) -> dict[str, Stored]:
+        groups = _groups(k, group_size)
+        return {"qweight": Stored(((k, n // 8),), "I32"), "qzeros": Stored(((groups, n // 8),), "I32"),
+                "scales": Stored(((groups, n),), _HALVES)}  # fmt: skip
+
+    return Layout("linear_w4a16", stored, lambda tensors, shape, dtype: from_awq(**tensors), 4)
+
+
+def _gptq(group_size: int, bits: int, is_v2: bool) -> Layout:
+    # GPTQModel, gptqmodel/nn_modules/qlinear/__init__.py, BaseQuantLinear's buffers
+    def stored(n: int, k: int) -> dict[str, Stored]:
+        groups = _groups(k, group_size)
+        return {"qweight": Stored(((k * bits // 32, n),), "I32"), "qzeros": Stored(((groups, n * bits // 32),), "I32"),
+                "scales": Stored(((groups, n),), _HALVES), "g_idx": Stored(((k,),), "I32 I64", True)}  # fmt: skip
+
+    op = f"linear_w{bits}a16"
+    return Layout(op, stored, lambda tensors, shape, dtype: from_gptq(**tensors, bits=bits, is_v2=is_v2), bits)
+
+
+def _packed(group_size: int, bits: int) -> Layout:
+    # compressed-tensors, compressors/quantized_compressors/pack_quantized.py
+    def stored(n: int, k: int) -> dict[str, Stored]:
+        groups, per_word = _groups(k, group_size), 32 // bits
+        scales = ((n, groups),) if groups > 1 else ((n, 1), (n,))
+        return {"weight_packed": Stored(((n, -(-k // per_word)),), "I32"),
+                "weight_scale": Stored(scales, _FLOATS if groups == 1 else _HALVES),
+                "weight_zero_point": Stored(((-(-n // per_word), groups),), "I32", True),
+                "weight_g_idx": Stored(((k,),), "I32 I64", True)}  # fmt: skip
+
+    def repack(tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Packed:
+        return from_compressed(**tensors, shape=shape, bits=bits)
+
+    return Layout(f"linear_w{bits}a16", stored, repack, bits)
+
+
+def _int8(group_size: int) -> Layout:
+    # compressed-tensors, compressors/quantized_compressors/naive_quantized.py, int-quantized
+    def stored(n: int, k: int) -> dict[str, Stored]:
+        groups = _groups(k, group_size)
+        scales = ((n, groups),) if groups > 1 else ((n, 1), (n,), (1,), ())
+        return {"weight": Stored(((n, k),), "I8"), "weight_scale": Stored(scales, _FLOATS if groups == 1 else _HALVES)}
+
+    return Layout("linear_w8a16", stored, lambda tensors, shape, dtype: from_int8(**tensors), 8)
+
+
+def _fp8(scale: str = "weight_scale", in_blocks: bool = False) -> Layout:
+    # DeepSeek-V3, inference/fp8_cast_bf16.py (weight_scale_inv); vllm/model_executor/layers/quantization, fp8.py,
+    # fbgemm_fp8.py, modelopt.py and compressed_tensors for weight_scale
+    def stored(n: int, k: int) -> dict[str, Stored]:
+        rows, columns = -(-n // 128), -(-k // 128)
+        shapes = ((rows, columns), (rows, 1, columns, 1)) if in_blocks else ((), (1,), (1, 1), (n, 1), (n,))
+        return {"weight": Stored(((n, k),), "F8_E4M3"), scale: Stored(shapes, _FLOATS)}
+
+    def repack(tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Packed:
+        return from_fp8(tensors["weight"], tensors[scale])
+
+    return Layout("linear_fp8", stored, repack, 8)
+
+
+# The formats: what makes the layout of a linear.
+LAYOUTS: dict[str, Callable[..., Layout]] = {
+    "16 bit": _plain,
+    "awq": _awq,
+    "gptq": _gptq,
+    "pack-quantized": _packed,
+    "int-quantized": _int8,
+    "fp8": _fp8,
+}
+
+
+def read_quantisation(folder: Path, config: dict[str, Any]) -> Quantisation | None:
+    """Returns how config.json, or ModelOpt's file beside it, says that weights are quantised; None: they are not."""
+    section, where = config.get("quantization_config"), "config.json: quantization_config"
+    if is_off(section):
+        beside = read_json(folder / "hf_quant_config.json", is_optional=True)
+        section, where = beside.get("quantization"), "hf_quant_config.json: quantization"
+        if is_off(section):
+            return None
+        if isinstance(section, dict):
+            section = {"quant_method": "modelopt"} | section
+    if not isinstance(section, dict):
+        raise ModelError(f"{where} must be an object, got {shown(section)}")
+    told = _Section(section, where)
+    method = section.get("quant_method")
+    if not isinstance(method, str) or method not in _READERS:
+        told.refuse("quant_method", ", ".join(_READERS))
+    return _READERS[method](told)
+
+
+def without_quantisation(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings without those of the weights."""
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
+class _Section:
+    """Holds settings under one key, and refuses what is not implemented by the whole name."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+
+    def refuse(self, name: str, only: str) -> None:
+        got = shown(self.values.get(name))
+        raise ModelError(f"{self.where}.{name}={got} is not implemented (only {only})")
+
+    def one_of(self, name: str, *known: Any) -> Any:
+        """Returns a value that must be one of `known`, the first of which an absent one means."""
+        value = self.values.get(name)
+        value = known[0] if is_empty(value) else value
+        value = value.lower() if isinstance(value, str) else value
+        if not any(type(value) is type(each) and value == each for each in known):
+            self.refuse(name, ", ".join(repr(each) for each in known))
+        return value
+
+    def group_size(self, *others: int) -> int:
+        value = self.values.get("group_size", -1)
+        value = -1 if value is None else value
+        if not is_integer(value) or value not in (*_GROUPS, *others):
+            self.refuse("group_size", ", ".join(map(str, _GROUPS)))
+        return value
+
+    def names(self, *keys: str) -> list[str]:
+        """Returns lists of modules' names, joined."""
+        found = []
+        for key in keys:
+            value = self.values.get(key)
+            value = [] if is_off(value) else value
+            if not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+                raise ModelError(f"{self.where}.{key} must be a list of names, got {shown(value)}")
+            found += value
+        return found
+
+    def inside(self, name: str) -> _Section | None:
+        value = read_value(self.values, name, dict)
+        return None if is_empty(value) else _Section(value, f"{self.where}.{name}")
+
+
+def _read_awq(section: _Section) -> Quantisation:
+    section.one_of("bits", 4)
+    section.one_of("version", "gemm")  # gemv and others pack in another order
+    section.one_of("format", "gemm")
+    section.one_of("zero_point", True, False)
+    layout = LAYOUTS["awq"](section.group_size())
+    return _unless(section, layout, _is_part, "modules_to_not_convert")
+
+
+def _read_gptq(section: _Section) -> Quantisation:
+    bits = section.one_of("bits", 4, 8)
+    version = section.one_of("checkpoint_format", "gptq", "gptq_v2")
+    section.one_of("pack_dtype", "int32")
+    section.one_of("is_marlin_format", False)
+    rules = read_value(section.values, "dynamic", dict)
+    excluded = [name[2:] for name in rules if name.startswith("-:")]
+    for name, value in rules.items():
+        if not name.startswith("-:") and not is_off(value):
+            raise ModelError(f"{section.where}.dynamic: {shown(name)}: {shown(value)} is not implemented (only -:NAME)")
+    layout = LAYOUTS["gptq"](section.group_size(), bits, version == "gptq_v2")
+    made = _unless(section, layout, _is_part, "modules_to_not_convert")
+
+    def layout_of(name: str) -> Layout | None:
+        is_excluded = any(_matches("match", pattern, name, f"{section.where}.dynamic") for pattern in excluded)
+        return None if is_excluded else made.layout_of(name)
+
+    return made._replace(layout_of=layout_of)
+
+
+def _read_fp8(section: _Section) -> Quantisation:
+    section.one_of("fmt", "e4m3", "float8_e4m3fn")
+    section.one_of("activation_scheme", "dynamic", "static")
+    block = section.values.get("weight_block_size")
+    if not is_empty(block) and block != [128, 128]:
+        section.refuse("weight_block_size", "[128, 128]")
+    layout = LAYOUTS["fp8"]() if is_empty(block) else LAYOUTS["fp8"]("weight_scale_inv", in_blocks=True)
+    return _unless(section, layout, _is_module, "modules_to_not_convert", "ignored_layers")
+
+
+def _read_fbgemm(section: _Section) -> Quantisation:
+    return _unless(section, LAYOUTS["fp8"](), _is_module, "modules_to_not_convert")
+
+
+def _read_modelopt(section: _Section) -> Quantisation:
+    algorithm = section.one_of("quant_algo", "fp8", "fp8_per_channel_per_token", "fp8_pb_wo")
+    if is_empty(section.values.get("quant_algo")):
+        section.refuse("quant_algo", "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO")
+    layout = LAYOUTS["fp8"](in_blocks=algorithm == "fp8_pb_wo")
+    return _unless(section, layout, _is_pattern, "ignore", "exclude_modules")
+
+
+def _read_compressed(section: _Section) -> Quantisation:
+    for name in ("sparsity_config", "transform_config"):
+        inner = section.inside(name)
+        if inner is not None and inner.values.get("format") != "dense":
+            section.refuse(name, "none")
+    section.one_of("quantization_status", "compressed", "frozen")
+    groups = section.inside("config_groups")
+    if groups is None:
+        section.refuse("config_groups", "an object of groups")
+    rules = []
+    for name in groups.values:
+        group = groups.inside(name)
+        if group is not None:
+            rules.append((group.names("targets"), _layout_of_group(group, section)))
+
+    def layout_of(name: str) -> Layout | None:
+        where = f"{groups.where}.targets"
+        return next(
+            (layout for targets, layout in rules if any(_is_target(each, name, where) for each in targets)), None
+        )
+
+    ignored = section.names("ignore")
+    where = f"{section.where}.ignore"
+    return Quantisation(
+        "compressed-tensors",
+        lambda name: None if any(_is_target(each, name, where) for each in ignored) else layout_of(name),
+        LAYOUTS["16 bit"](),
+    )
+
+
+def _layout_of_group(group: _Section, section: _Section) -> Layout:
+    """Returns the layout of one of compressed-tensors' groups."""
+    weights = group.inside("weights")
+    if weights is None:
+        group.refuse("weights", "an object")
+    told = group if not is_empty(group.values.get("format")) else section
+    form = told.one_of("format", "", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    if not form:
+        section.refuse("format", "pack-quantized, int-quantized, float-quantized")
+    kind = weights.one_of("type", "int", "float")
+    bits = weights.one_of("num_bits", 8, *([4] if kind == "int" and form == "pack-quantized" else []))
+    block = weights.one_of("strategy", "tensor", "channel", "group", *(["block"] if kind == "float" else []))
+    form = f"{kind}-quantized" if form == "naive-quantized" else form
+    if kind != ("float" if form == "float-quantized" else "int"):
+        weights.refuse("type", "float for float-quantized, int for others")
+    if form == "float-quantized":
+        if block == "group":
+            weights.refuse("strategy", "tensor, channel, block")
+        if block == "block" and weights.values.get("block_structure") not in ([128, 128], "128x128"):
+            weights.refuse("block_structure", "[128, 128]")
+        return LAYOUTS["fp8"](in_blocks=block == "block")
+    size = weights.group_size() if block == "group" else -1
+    if form == "int-quantized":
+        weights.one_of("symmetric", True)
+        return LAYOUTS["int-quantized"](size)
+    return LAYOUTS["pack-quantized"](size, bits)
+
+
+_READERS: dict[str, Callable[[_Section], Quantisation]] = {
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed-tensors": _read_compressed,
+    "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fbgemm,
+    "modelopt": _read_modelopt,
+}
+
+
+def _unless(section: _Section, layout: Layout, is_listed: Callable[[str, str, str], bool], *keys: str) -> Quantisation:
+    """Returns one layout for all modules but those that are listed under one of the keys."""
+    listed, where = section.names(*keys), f"{section.where}.{keys[0]}"
+    name = section.values["quant_method"]
+
+    def layout_of(module: str) -> Layout | None:
+        return None if any(is_listed(each, module, where) for each in listed) else layout
+
+    return Quantisation(name, layout_of, LAYOUTS["16 bit"]())
+
+
+def _is_part(listed: str, name: str, where: str) -> bool:
+    """Returns whether a name holds a listed one, as in AutoAWQ."""
+    return listed in name
+
+
+def _is_module(listed: str, name: str, where: str) -> bool:
+    """Returns whether a listed name is a module's, or that of one around it, or its end; or a pattern that fits."""
+    if listed.startswith("re:"):
+        return _matches("match", listed[3:], name, where)
+    listed = listed.removesuffix(".weight")
+    return name == listed or name.startswith(f"{listed}.") or name.endswith(f".{listed}")
+
+
+def _is_pattern(listed: str, name: str, where: str) -> bool:
+    """Returns whether a pattern of ModelOpt's, with * for any text, fits."""
+    return fnmatchcase(name, listed) or _is_module(listed, name, where)
+
+
+def _is_target(listed: str, name: str, where: str) -> bool:
+    """Returns whether a target of compressed-tensors fits: a class, a name or a pattern."""
+    return listed == "Linear" or _is_module(listed, name, where)
+
+
+def _matches(how: str, pattern: str, name: str, where: str) -> bool:
+    try:
+        return getattr(re, how)(pattern, name) is not None
+    except re.error as error:
+        raise ModelError(f"{where}: {shown(pattern)} is no regular expression: {error}") from None
+
+
+def _groups(num_columns: int, group_size: int) -> int:
+    return 1 if group_size in (-1, num_columns) else -(-num_columns // group_size)

@@ -1,0 +1,127 @@
+"""Quantised linears in a model: which of its linears they replace, and where the tensors of a file go.
+
+A module that is listed as not converted has its weight in 16 bit, and so has any other one with a plain `weight` in the
+file. Scales of inputs and of the KV cache are not read: both stay in 16 bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...runtime.values import shown
+from .layers.linear import Linear
+from .layers.quantised import PLAIN, Layout, QuantisedLinear, Stored
+from .protocol import ModelError
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint, StoredTensor
+
+_FLOATS = ("F16", "BF16", "F32")
+# Ends of names of tensors that are not read: scales of inputs, outputs and the KV cache, and what shapes tell as well.
+_NOT_READ = {"input_scale", "input_zero_point", "input_scale_ub", "output_scale", "output_zero_point", "k_scale",
+             "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point", "weight_shape"}  # fmt: skip
+
+
+class Quantisation(NamedTuple):
+    """Tells how the weights of a folder are quantised."""
+
+    name: str  # in errors
+    layout_of: Callable[[str], Layout | None]  # by a module's name in the file; None: it stays in 16 bit
+    plain: Layout  # of those
+    replaces: bool = False  # whether weights in 16 bit are quantised, rather than left as they are
+
+
+def quantise_linears(module: nn.Module, checkpoint: Checkpoint, quantisation: Quantisation | None) -> None:
+    """Replaces the linears of a module, still on the meta device, whose weights are quantised. Tensors that are not
+    read are dropped, also biases of zeros that GPTQ writes for layers without a bias."""
+    if quantisation is None:
+        return
+    tensors, held = checkpoint.tensors, {}
+    for name in list(tensors):
+        around, _, kind = name.rpartition(".")
+        if kind in _NOT_READ:
+            del tensors[name]
+        else:
+            held.setdefault(around, {})[kind] = tensors[name]
+    for path, linear in list(module.named_modules()):
+        if type(linear) is not Linear or not path:
+            continue
+        layouts = {}
+        for projection, ours in _names_of(linear, path):
+            stored = held.get(ours, {})
+            theirs = next((each.name.rpartition(".")[0] for each in stored.values()), ours)
+            is_plain = "weight" in stored and stored["weight"].dtype in _FLOATS
+            layout = quantisation.layout_of(theirs)
+            if layout is None or is_plain and not quantisation.replaces:
+                layout = quantisation.plain
+            layouts[projection] = layout
+            if linear.bias is None and "bias" in stored and "qweight" in stored:
+                if not checkpoint.get(f"{ours}.bias").any():
+                    del tensors[f"{ours}.bias"]
+        if all(layout.op == PLAIN for layout in layouts.values()):
+            continue
+        outputs = linear.projections or linear.out_features
+        with torch.device("meta"):
+            made = QuantisedLinear(linear.in_features, outputs, linear.bias is not None, layouts)
+        module.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2], made)
+
+
+def _names_of(linear: Linear, path: str) -> Iterator[tuple[str, str]]:
+    """Yields each projection of a linear and its published name, "" and its own for the only one."""
+    around = path.rpartition(".")[0]
+    for projection in linear.projections or ("",):
+        yield projection, f"{around}.{projection}".removeprefix(".") if projection else path
+
+
+class Places:
+    """Finds the quantised linears of a module by the names of the tensors that they take."""
+
+    def __init__(self, module: nn.Module, tensors: dict[str, StoredTensor]) -> None:
+        self.stored: dict[str, Stored] = {}
+        self.linears: list[QuantisedLinear] = []
+        self._owners: dict[str, tuple[QuantisedLinear, str, str]] = {}
+        self._left: dict[tuple[int, str], int] = {}
+        for path, linear in module.named_modules():
+            if not isinstance(linear, QuantisedLinear):
+                continue
+            self.linears.append(linear)
+            names = dict(_names_of(linear, path))
+            for (projection, kind), stored in linear.stored().items():
+                name = f"{names[projection]}.{kind}"
+                self.stored[name], self._owners[name] = stored, (linear, projection, kind)
+                key = id(linear), projection
+                self._left[key] = self._left.get(key, 0) + (name in tensors)
+
+    @property
+    def required(self) -> set[str]:
+        return {name for name, stored in self.stored.items() if not stored.is_optional}
+
+    @property
+    def expected_bytes(self) -> int:
+        return sum(linear.expected_bytes for linear in self.linears)
+
+    def check(self, name: str, tensor: StoredTensor) -> None:
+        """Refuses a tensor of another shape or type than its linear takes."""
+        shapes, dtypes, _ = self.stored[name]
+        if tuple(tensor.shape) not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ModelError(f"tensor {name} has shape {shown(tensor.shape)}, but config.json says {wanted}")
+        if tensor.dtype not in dtypes.split():
+            raise ModelError(f"tensor {name} must have dtype {dtypes.replace(' ', ' or ')}, got {tensor.dtype}")
+
+    def take(self, name: str, tensor: Tensor, dtype: torch.dtype) -> bool:
+        """Gives a tensor to its linear; returns False if it belongs to none."""
+        if name not in self._owners:
+            return False
+        linear, projection, kind = self._owners[name]
+        key = id(linear), projection
+        self._left[key] -= 1
+        try:
+            linear.take(projection, kind, tensor, self._left[key] == 0, dtype)
+        except ModelError as error:
+            raise ModelError(f"tensor {name}: {error}") from None
+        return True
