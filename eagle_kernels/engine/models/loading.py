@@ -103,7 +103,7 @@ def load_target(
             # allocates the shared weight once, and reads it once if the checkpoint holds it twice
             target.lm_head.weight = None
             checkpoint.tensors.pop("lm_head.weight", None)
-        quantise_linears(target, checkpoint, quantisation)
+        quantise_linears(target, checkpoint.tensors, checkpoint.get, quantisation)
         checkpoint.fill(target, device, dtype, check_weights)
         target.tie_weights()
         return target
@@ -343,7 +343,7 @@ def read_head(
             head = head_class(settings, **own)
         if "t2d" not in tensors:
             head.t2d = None  # `bind` derives it from d2t
-        quantise_linears(head, checkpoint, quantisation)
+        quantise_linears(head, tensors, checkpoint.get, quantisation)
         checkpoint.fill(head, device, dtype, check_weights)
         written, remarks = head_formats.written_aux_layers(config), head_formats.remarks_on(form, kind, config)
         return HeadFile(head, form.name, kind, dtypes, written, remarks)

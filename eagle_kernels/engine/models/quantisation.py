@@ -29,7 +29,7 @@ _GROUPS = (-1, 32, 64, 128)
 
 def _plain() -> Layout:
     def repack(tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Packed:
-        return Packed(tensors["weight"].to(dtype), torch.empty(0))  # there are no scales
+        return Packed(tensors["weight"].to(dtype), tensors["weight"])  # there are no scales
 
     return Layout(PLAIN, lambda n, k: {"weight": Stored(((n, k),), _FLOATS)}, repack)
 
@@ -186,8 +186,12 @@ def _read_gptq(section: _Section) -> Quantisation:
     version = section.one_of("checkpoint_format", "gptq", "gptq_v2")
     section.one_of("pack_dtype", "int32")
     section.one_of("is_marlin_format", False)
-    rules = read_value(section.values, "dynamic", dict)
+    rules = section.values.get("dynamic") or {}  # {"-:NAME": {}} says something
+    if not isinstance(rules, dict):
+        section.refuse("dynamic", "-:NAME")
     excluded = [name[2:] for name in rules if name.startswith("-:")]
+    for pattern in excluded:
+        _matches(pattern, "", f"{section.where}.dynamic")
     for name, value in rules.items():
         if not name.startswith("-:") and not is_off(value):
             raise ModelError(f"{section.where}.dynamic: {shown(name)}: {shown(value)} is not implemented (only -:NAME)")
@@ -195,7 +199,7 @@ def _read_gptq(section: _Section) -> Quantisation:
     made = _unless(section, layout, _is_part, "modules_to_not_convert")
 
     def layout_of(name: str) -> Layout | None:
-        is_excluded = any(_matches("match", pattern, name, f"{section.where}.dynamic") for pattern in excluded)
+        is_excluded = any(_matches(pattern, name, f"{section.where}.dynamic") for pattern in excluded)
         return None if is_excluded else made.layout_of(name)
 
     return made._replace(layout_of=layout_of)
@@ -310,7 +314,7 @@ def _is_part(listed: str, name: str, where: str) -> bool:
 def _is_module(listed: str, name: str, where: str) -> bool:
     """Returns whether a listed name is a module's, or that of one around it, or its end; or a pattern that fits."""
     if listed.startswith("re:"):
-        return _matches("match", listed[3:], name, where)
+        return _matches(listed[3:], name, where)
     listed = listed.removesuffix(".weight")
     return name == listed or name.startswith(f"{listed}.") or name.endswith(f".{listed}")
 
@@ -325,9 +329,9 @@ def _is_target(listed: str, name: str, where: str) -> bool:
     return listed == "Linear" or _is_module(listed, name, where)
 
 
-def _matches(how: str, pattern: str, name: str, where: str) -> bool:
+def _matches(pattern: str, name: str, where: str) -> bool:
     try:
-        return getattr(re, how)(pattern, name) is not None
+        return re.match(pattern, name) is not None
     except re.error as error:
         raise ModelError(f"{where}: {shown(pattern)} is no regular expression: {error}") from None
 

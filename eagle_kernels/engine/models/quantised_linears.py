@@ -1,13 +1,14 @@
 """Quantised linears in a model: which of its linears they replace, and where the tensors of a file go.
 
 A module that is listed as not converted has its weight in 16 bit, and so has any other one with a plain `weight` in the
-file. Scales of inputs and of the KV cache are not read: both stay in 16 bit.
+file. Scales of inputs and of the KV cache are not read: both stay in 16 bit. Headers are those of `checkpoint`, which
+imports this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,6 @@ from ...runtime.values import shown
 from .layers.linear import Linear
 from .layers.quantised import PLAIN, Layout, QuantisedLinear, Stored
 from .protocol import ModelError
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint, StoredTensor
 
 _FLOATS = ("F16", "BF16", "F32")
 # Ends of names of tensors that are not read: scales of inputs, outputs and the KV cache, and what shapes tell as well.
@@ -35,12 +33,15 @@ class Quantisation(NamedTuple):
     replaces: bool = False  # whether weights in 16 bit are quantised, rather than left as they are
 
 
-def quantise_linears(module: nn.Module, checkpoint: Checkpoint, quantisation: Quantisation | None) -> None:
+def quantise_linears(
+    module: nn.Module, tensors: dict[str, Any], read: Callable[[str], Tensor], quantisation: Quantisation | None
+) -> None:  # fmt: skip
     """Replaces the linears of a module, still on the meta device, whose weights are quantised. Tensors that are not
-    read are dropped, also biases of zeros that GPTQ writes for layers without a bias."""
+    read are dropped, also biases of zeros that GPTQ writes for layers without a bias.
+    tensors, read: headers of the file by our names, and what reads a tensor of such a name."""
     if quantisation is None:
         return
-    tensors, held = checkpoint.tensors, {}
+    held: dict[str, dict[str, Any]] = {}
     for name in list(tensors):
         around, _, kind = name.rpartition(".")
         if kind in _NOT_READ:
@@ -60,7 +61,7 @@ def quantise_linears(module: nn.Module, checkpoint: Checkpoint, quantisation: Qu
                 layout = quantisation.plain
             layouts[projection] = layout
             if linear.bias is None and "bias" in stored and "qweight" in stored:
-                if not checkpoint.get(f"{ours}.bias").any():
+                if not read(f"{ours}.bias").any():
                     del tensors[f"{ours}.bias"]
         if all(layout.op == PLAIN for layout in layouts.values()):
             continue
@@ -80,7 +81,7 @@ def _names_of(linear: Linear, path: str) -> Iterator[tuple[str, str]]:
 class Places:
     """Finds the quantised linears of a module by the names of the tensors that they take."""
 
-    def __init__(self, module: nn.Module, tensors: dict[str, StoredTensor]) -> None:
+    def __init__(self, module: nn.Module, tensors: dict[str, Any]) -> None:
         self.stored: dict[str, Stored] = {}
         self.linears: list[QuantisedLinear] = []
         self._owners: dict[str, tuple[QuantisedLinear, str, str]] = {}
@@ -104,7 +105,7 @@ class Places:
     def expected_bytes(self) -> int:
         return sum(linear.expected_bytes for linear in self.linears)
 
-    def check(self, name: str, tensor: StoredTensor) -> None:
+    def check(self, name: str, tensor: Any) -> None:
         """Refuses a tensor of another shape or type than its linear takes."""
         shapes, dtypes, _ = self.stored[name]
         if tuple(tensor.shape) not in shapes:

@@ -2,8 +2,8 @@
 
     python op_tests/engine/quantised/write_compressed.py
 
-with torch, transformers 5.24 and compressed-tensors 0.20.1. Each folder has the logits for `IDS` in expected.safetensors,
-of the weights as the library itself makes them out of its file.
+with torch, transformers 5.24 and compressed-tensors 0.20.1. Each folder has the logits for `IDS` in
+expected.safetensors, of the weights as the library itself makes them out of its file.
 """
 
 from pathlib import Path
