@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -36,12 +36,14 @@ from .heads import Eagle1Config, Eagle1Head, EagleConfig, EagleHead, NextTokenCo
 from .parallel_head import ParallelEagleConfig, ParallelEagleHead
 from .protocol import FINAL_NORM, ModelError, TargetModel
 from .quantisation import read_quantisation, without_quantisation
-from .quantised_linears import quantise_linears
+from .quantised_linears import Quantisation, quantise_linears
+from .quantising import quantisation_at_load, read_quantize
 from .settings import is_empty, is_off, read_value, stated
 from .transformers_target import TransformersTarget
 
 DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
 
+Quantize = str | Mapping[str, str] | None
 _MAY_BE_MISSING = "_keys_to_ignore_on_load_missing"  # a model's patterns of names, in transformers
 
 _logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ _CLASSES = {
 
 def load_target(
     folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, *,
-    check_weights: bool = True,
+    check_weights: bool = True, quantize: Quantize = None,
 ) -> TargetModel:  # fmt: skip
     """Loads a target, frozen and in eval mode.
 
@@ -67,12 +69,14 @@ def load_target(
             loaded through transformers goes to the CPU instead.
         dtype: The type that its weights are converted to.
         check_weights: Whether to refuse NaN and infinite weights, by name, in one pass over them on the device.
+        quantize: How to quantise its linears, see `EAGLEConfig`; None: they stay as the folder has them.
 
     Raises:
         ModelError: The folder is incomplete, damaged or not a target (a ValueError in one line).
     """
     folder = read_folder("load_target: folder", folder)
     device, dtype = read_placement("load_target", device, dtype, "meta")
+    chosen = read_quantize("load_target: quantize", quantize)
     with naming(folder):
         content, checkpoint, kind = _open(folder)
         if kind in head_formats.HEADS:
@@ -82,13 +86,16 @@ def load_target(
             raise ModelError(f"is {head_formats.tell_other_kind(content)}, not a causal language model")
         if read_model_type(content) not in FAMILIES:
             device = torch.device("cpu") if device.type == "meta" else device
+            if chosen is not None:
+                rule = f"quantize must be None for models that are loaded through transformers (only {', '.join(FAMILIES)})"
+                raise ModelError(f"{rule}, got {shown(quantize)}")
             return _load_through_transformers(folder, content, checkpoint, device, dtype, check_weights)
         # the modules are a draft, see `load_draft`
         checkpoint.rename(lambda name: None if name.startswith(head_formats.MODULE_PREFIX) else name)
         if "embed_tokens.weight" in checkpoint.tensors:  # of a model that was saved without its output
             checkpoint.rename(lambda name: name if name.startswith("lm_head.") else f"model.{name}")
         checkpoint.check_layers(content, "num_hidden_layers", "model.layers.")
-        quantisation = read_quantisation(folder, content)
+        quantisation = _quantisation(folder, content, chosen)
         config = DecoderConfig.from_dict(without_quantisation(content))
         checkpoint.check_sizes(config)
         both = ("model.embed_tokens.weight", "lm_head.weight")
@@ -97,6 +104,9 @@ def load_target(
                 told = "lm_head.weight is not the embedding, although config.json ties them: it is used"
                 _logger.warning("%s: %s", folder, told)
                 config = replace(config, tie_word_embeddings=False)
+        if config.tie_word_embeddings and chosen is not None and "lm_head" in chosen:
+            checkpoint.tensors.setdefault("lm_head.weight", checkpoint.tensors.get("model.embed_tokens.weight"))
+            config = replace(config, tie_word_embeddings=False)
         with torch.device("meta"):
             target = Decoder(config)
         if config.tie_word_embeddings:
@@ -107,6 +117,14 @@ def load_target(
         checkpoint.fill(target, device, dtype, check_weights)
         target.tie_weights()
         return target
+
+
+def _quantisation(folder: Path, config: dict[str, Any], chosen: dict[str, str] | None) -> Quantisation | None:
+    """Returns how the folder's weights are quantised, or how they are to be."""
+    stored = read_quantisation(folder, config)
+    if stored is not None and chosen is not None:
+        raise ModelError(f"quantize must be None for weights that are quantised already ({stored.name})")
+    return stored if chosen is None else quantisation_at_load(chosen)
 
 
 def _open(folder: Path, of_draft: bool = False) -> tuple[dict[str, Any], Checkpoint, str | None]:
@@ -211,7 +229,7 @@ class HeadFile(NamedTuple):
 
 def load_draft(
     folder: str | Path, target: TargetModel, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
-    *, aux_layers: Sequence[int] | None = None, check_weights: bool = True,
+    *, aux_layers: Sequence[int] | None = None, check_weights: bool = True, quantize: Quantize = None,
 ) -> DraftHead:  # fmt: skip
     """Loads a draft head, frozen, in eval mode and bound to its target.
 
@@ -222,12 +240,12 @@ def load_draft(
         target: The target, whose embedding or lm_head the head uses if it has none of its own.
         device, dtype: Where its weights go, and their type; None: the target's.
         aux_layers: The hidden_states indices to read instead of those in config.json.
-        check_weights: As for `load_target`.
+        check_weights, quantize: As for `load_target`.
 
     Raises:
         ModelError: The folder is incomplete, damaged or not a head, or the head does not fit the target.
     """
-    file = _read_for(target, folder, device, dtype, "load_draft", check_weights=check_weights)
+    file = _read_for(target, folder, device, dtype, "load_draft", check_weights=check_weights, quantize=quantize)
     head, (ids, meaning, _) = file.head, file.written_aux
     source = "default aux layers" if ids is None else f"aux layers {list(ids)} ({meaning})"
     if head.config.aux_layers == (FINAL_NORM,):
@@ -266,14 +284,14 @@ def load_medusa(
 
 def _read_for(
     target: TargetModel, folder: str | Path, device: str | torch.device | None, dtype: torch.dtype | None, caller: str,
-    *, check_weights: bool,
+    *, check_weights: bool, quantize: Quantize = None,
 ) -> HeadFile:  # fmt: skip
     """Reads the head of a folder as its target needs it."""
     folder = read_folder(f"{caller}: folder", folder)
     if not hasattr(target, "kv_shape"):
         raise ValueError(f"{caller}: target must be a TargetModel, as load_target returns, got {shown(target)}")
     device, dtype = target.device if device is None else device, target.dtype if dtype is None else dtype
-    return read_head(folder, device, dtype, check_weights=check_weights)
+    return read_head(folder, device, dtype, check_weights=check_weights, quantize=quantize)
 
 
 def tell_capture(aux_layers: Sequence[int]) -> str:
@@ -284,11 +302,12 @@ def tell_capture(aux_layers: Sequence[int]) -> str:
 
 def read_head(
     folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, *,
-    check_weights: bool = True,
+    check_weights: bool = True, quantize: Quantize = None,
 ) -> HeadFile:  # fmt: skip
     """Loads the head of a folder, with its floating-point tensors converted to `dtype`."""
     folder = read_folder("load_draft: folder", folder)
     device, dtype = read_placement("load_draft", device, dtype)
+    chosen = read_quantize("load_draft: quantize", quantize)
     with naming(folder):
         config, checkpoint, kind = _open(folder, of_draft=True)
         if kind == "language model":
@@ -320,7 +339,7 @@ def read_head(
             seen["fc_bias"] = "fc.bias" in tensors
         config_class, head_class = _CLASSES[kind]
         told = {name: value for name, value in seen.items() if is_empty(config.get(name))}
-        quantisation = read_quantisation(folder, config)
+        quantisation = _quantisation(folder, config, chosen)
         settings = config_class.from_dict(without_quantisation(config) | told)
         if settings.aux_layers == (FINAL_NORM,) and kind in ("EAGLE-3", "P-EAGLE"):
             tensors.pop("fc.weight", None)  # SGLang's class always has one, even if it does not use it
