@@ -26,6 +26,8 @@ LINES = {
     "mtp": '{"method": "mtp", "num_speculative_tokens": 1, "model": "${path_to_mtp_model}"}',
     "hybrid": '{"method": "mtp", "num_model_steps": 2, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5, '
     """"model": "'$model_path'/mtp"}""",
+    "quantised": '{"method": "mtp", "num_speculative_tokens": 1, "model": "${path_to_mtp_model}", '
+    '"quantization": "wint4"}',
     "ngram": '{"method": "ngram", "num_speculative_tokens": 1}',
     "suffix": '{"method": "mtp", "num_speculative_tokens": 4, "suffix_decoding_max_tree_depth": 64, '
     '"suffix_decoding_max_cached_requests": 10000, "suffix_decoding_max_spec_factor": 1.0, '
@@ -35,7 +37,8 @@ LINES = {
 # what each of them means: method, the most drafts of a step, those of the model
 MEANT = {
     "greedy": ("mtp", 1, None), "accept all": ("mtp", 1, None), "mtp": ("mtp", 1, None), "hybrid": ("hybrid", 5, 2),
-    "ngram": ("ngram", 1, None), "suffix": ("suffix", 4, None), "naive": ("naive", 0, None),
+    "quantised": ("mtp", 1, None), "ngram": ("ngram", 1, None),
+    "suffix": ("suffix", 4, None), "naive": ("naive", 0, None),
 }  # fmt: skip
 
 

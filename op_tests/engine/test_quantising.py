@@ -8,14 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.heads import Eagle1Config, Eagle1Head
 from eagle_kernels.engine.models.layers.quantised import QuantisedLinear
-from eagle_kernels.engine.models.loading import load_draft, load_target
+from eagle_kernels.engine.models.loading import demo_pair, load_draft, load_target
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.quantised_linears import Places
 from eagle_kernels.reference.causal_attend import causal_attend
+from eagle_kernels.tools.cli.main import main
 from op_tests.engine.heads import edit_config, edit_tensors, save
 
 METHODS = ("wint4", "wint8", "block_wise_fp8", "fp8")
@@ -157,3 +159,47 @@ def test_weights_that_cannot_be_quantised_are_named(plain, tmp_path):
     quantised = Path(__file__).parent / "quantised" / "auto_awq"
     with pytest.raises(ModelError, match=r"quantize must be None for weights that are quantised already \(awq\)"):
         load_target(quantised, "cpu", torch.float16, quantize="wint4")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_embedded_pair_quantised(method):
+    """Speculation says what plain decoding with the same weights says."""
+    target, draft = demo_pair()
+    output = "fp8" if method == "block_wise_fp8" else method  # whose blocks are not for 257 outputs
+    config = EAGLEConfig(topk=2, num_steps=3, quantize={"dense": method, "lm_head": output}, draft_quantize=method)
+    engine = EAGLEInference.from_pretrained(draft, target, config, device="cpu")
+    assert isinstance(engine.target.model.layers[0].mlp.down_proj, QuantisedLinear)
+    prompt = "import os\n\ndef walk("
+    results = [engine.generate(engine.tokenizer.encode(prompt), 24, speculative=kind) for kind in (True, False)]
+    assert results[0].output_ids == results[1].output_ids
+    if method != "wint4":
+        assert results[0].stats.mean_accept_length > 1.5
+    with pytest.raises(ValueError, match="quantize must be None, or that of the loaded model"):
+        engine.generate([1, 2], 2, quantize="fp8" if method == "wint8" else "wint8")
+
+
+def test_config_says_how_models_are_loaded():
+    target, draft = demo_pair()
+    loaded = load_target(target)
+    for name in ("quantize", "draft_quantize"):
+        with pytest.raises(ValueError, match=f"EAGLEInference: {name} must be None, or that of the loaded model"):
+            EAGLEInference(load_draft(draft, loaded), loaded, EAGLEConfig(**{name: "wint8"}))
+        with pytest.raises(ValueError, match=f"EAGLEConfig: {name} must be None, one of wint4, "):
+            EAGLEConfig(**{name: "int4"})
+    with pytest.raises(ValueError, match="draft_quantize must be None for method='ngram', which loads no draft"):
+        EAGLEInference.from_pretrained(None, target, EAGLEConfig(method="ngram", draft_quantize="fp8"))
+    assert hash(EAGLEConfig(quantize={"dense": "fp8"})) == hash(EAGLEConfig(quantize={"dense": "FP8"}))
+    own = EAGLEInference(
+        load_draft(draft, loaded), load_target(target, quantize="wint8"), EAGLEConfig(quantize="wint8")
+    )
+    assert own.config.quantize == "wint8"
+
+
+def test_command_line(capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_text("def f(\n")
+    prompt = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "4", "--device", "cpu"]
+    assert main([*prompt, "--quantize", "wint8", "--draft-quantize", "dense=wint4,lm_head=wint8"]) == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*prompt, "--quantize", "moe=wint4"])
+    assert "--quantize: must be one of wint4, wint8, block_wise_fp8, fp8, or a dict" in capsys.readouterr().err

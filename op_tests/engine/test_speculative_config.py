@@ -74,6 +74,7 @@ READ = [
     ({"method": "ngram", "quantization": None, "num_gpu_block_expand_ratio": 1.0, "enf_gen_phase_tag": False,
       "enable_draft_logprob": False, "model": None, "benchmark_mode": False},
      EAGLEConfig.chain(1, method="ngram")),
+    ({"method": "mtp", "quantization": "WINT4"}, EAGLEConfig.chain(1, method="mtp", draft_quantize="WINT4")),
 ]  # fmt: skip
 
 
@@ -101,7 +102,8 @@ REFUSED = [
     ({"method": "magic"}, "EAGLEConfig: method must be None, one of ['eagle', "),
     ({"method": "mtp", "model": "a"},
      "model must be absent here: EAGLEInference.from_pretrained(None, target, fields) "),
-    ({"method": "ngram", "quantization": "fp8"}, "quantization must be None or absent, since weights "),
+    ({"method": "ngram", "quantization": "fp8"}, "quantization must be None or absent for method='ngram', which "),
+    ({"method": "mtp", "quantization": "w3"}, "EAGLEConfig: draft_quantize must be None, one of wint4, "),
     ({"method": "ngram", "num_gpu_block_expand_ratio": 2.0}, "num_gpu_block_expand_ratio must be 1.0 or absent"),
     ({"method": "ngram", "enf_gen_phase_tag": True}, "enf_gen_phase_tag must be False or absent"),
     ({"method": "ngram", "mtp_strategy": "with_ngram"}, "mtp_strategy must be 'default' for method='ngram'"),

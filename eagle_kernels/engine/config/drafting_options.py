@@ -11,6 +11,7 @@ from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.tree_from_mask import MAX_NODES
 from ...runtime.validated import Validated, at_least, between, integer, number, one_of
 from ...runtime.values import as_tuples, is_int64, is_integer, is_word, scalar, several, shown
+from ..models.quantising import read_quantize
 from ..requests.sampling_params import SamplingParams
 
 # kinds of draft models, each with its method
@@ -34,6 +35,9 @@ class DraftingOptions(Validated):
     num_draft_tokens: int | None = integer(None)
     mean_draft_tokens: int | None = integer(None, at_least(1))
     _: KW_ONLY
+    # how weights are loaded
+    quantize: str | tuple[tuple[str, str], ...] | None = None
+    draft_quantize: str | tuple[tuple[str, str], ...] | None = None
     # where drafts come from
     method: str | tuple[str, ...] | None = None
     max_ngram_size: int = integer(5, between(1, MAX_NGRAM))
@@ -128,6 +132,10 @@ class DraftingOptions(Validated):
 
     def _check_drafting(self) -> None:
         """Checks the fields against each other."""
+        for name in ("quantize", "draft_quantize"):
+            parts = read_quantize(f"{type(self).__name__}: {name}", getattr(self, name))
+            if not isinstance(getattr(self, name), str) and parts is not None:  # a dict has no hash
+                object.__setattr__(self, name, tuple(parts.items()))
         self._check_method()
         rule = f"lie in 1..{self._most_steps} for topk={self.topk}"
         self._require(self.num_steps <= self._most_steps, "num_steps", rule)

@@ -22,10 +22,10 @@ from .speculative_config import FIELDS, add_fields, check_fields_are_read, read_
 # of the tree itself, or, where requests cannot share rows, smaller trees.
 _CHAINS, _TREE_MEANS, _SMALLER_TREES = ((1, 1, 2), (1, 3, 4)), (8, 16), ((4, 3, 8), (4, 4, 16))
 _FLAG: Rule = ("be True or False", lambda flag: isinstance(flag, bool))
+_TOKENS: Rule = ("be None or a tuple of token ids", lambda ids: all(map(is_int64, ids)))
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
 # the fields that ask for a tree
 _TREE_FIELDS = ("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens", "num_model_steps", "adaptive")
-# the fields that turn accept_policy="simulate" on
 _SIMULATED = ("simulated_accept_length", "simulated_accept_lengths", "simulated_accept_rates")
 
 
@@ -114,6 +114,9 @@ class EAGLEConfig(DraftingOptions):
             step reads 64 or 192 prompt tokens beside its own rows, as the times so far allow. None: 192 in steps that
             are few, four at most, or of which one long prompt makes at most 256 rows each; otherwise whole prompts by
             themselves. Targets without `last_rows` read prompts between steps, with a limit 64 or more tokens at once.
+        How weights are loaded.
+        quantize, draft_quantize: How `from_pretrained` quantises linears of target and draft: "wint4", "wint8", "fp8",
+            "block_wise_fp8", or a dict of these for "dense", "experts" and "lm_head" (else 16 bit). None: not at all.
         How steps run.
         deterministic: Whether the bits of a step's logits depend only on a request's prompt, output and prefill_chunk.
             Then speculative text equals plain decoding's in fp16 and bf16, too; without it, two tokens that are equally
@@ -140,7 +143,7 @@ class EAGLEConfig(DraftingOptions):
     top_k: int = same_as(SamplingParams, "top_k")
     top_p: float = same_as(SamplingParams, "top_p")
     min_p: float = same_as(SamplingParams, "min_p")
-    eos_token_ids: tuple[int, ...] | None = None
+    eos_token_ids: tuple[int, ...] | None = checked(None, _TOKENS)
     max_length: int | None = integer(None, at_least(2))
     # the batch and its memory
     page_size: int = integer(16, (f"be a power of two up to {MAX_PAGE_SIZE}", lambda size: size in _PAGE_SIZES))
@@ -171,8 +174,6 @@ class EAGLEConfig(DraftingOptions):
         if any(getattr(self, name) is not None for name in _SIMULATED) and self.accept_policy == "normal":
             object.__setattr__(self, "accept_policy", "simulate")
         self._check_each_field()
-        are_tokens = all(map(is_int64, self.eos_token_ids or ()))
-        self._require(are_tokens, "eos_token_ids", "be None or a tuple of token ids")
         self._check_drafting()
         self._check_mask()
         self._check_adaptive()

@@ -20,6 +20,7 @@ from ..models.head_formats import KINDS, MODULE_PREFIX, read_mask_token
 from ..models.hydra import load_hydra
 from ..models.loading import end_tokens, load_draft, load_medusa, load_target, read_dtype, read_eos_token_ids, read_kind
 from ..models.protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel
+from ..models.quantising import read_quantize
 from ..models.tokenizer import check_same_vocabulary
 from ..models.transformers_target import TransformersTarget
 from ..requests.names import own_name
@@ -102,10 +103,19 @@ def load_pair(
     chosen = _choose_draft(target_folder, draft_folder, config)
     dtype = read_dtype(target_folder) if is_word(dtype, "auto") else dtype
     place = read_placement("EAGLEInference.from_pretrained", device, dtype)
-    target = load_target(target_folder, *place, check_weights=check_weights)
+    if chosen is None and config.draft_quantize is not None:
+        _refuse(
+            f"draft_quantize must be None for method={config.method!r}, which loads no draft", config.draft_quantize
+        )
+    target = load_target(target_folder, *place, check_weights=check_weights, quantize=_parts_of(config.quantize))
     if config.eos_token_ids is None:
         config = replace(config, eos_token_ids=read_eos_token_ids(target_folder, target.vocab_size))
-    return _load_draft_of(target, chosen, check_weights=check_weights), target, config
+    options = {"check_weights": check_weights, "quantize": _parts_of(config.draft_quantize)}
+    return _load_draft_of(target, chosen, options), target, config
+
+
+def _parts_of(quantize: Any) -> str | dict[str, str] | None:
+    return dict(quantize) if isinstance(quantize, tuple) else quantize
 
 
 def _choose_draft(target_folder: str | Path, folder: str | Path | None, config: EAGLEConfig) -> DraftFolder | None:
@@ -136,7 +146,9 @@ def _choose_draft(target_folder: str | Path, folder: str | Path | None, config: 
     return DraftFolder(folder, method, method == "draft_model" and check_same_vocabulary(folder, target_folder))
 
 
-def _load_draft_of(target: TargetModel, draft: DraftFolder | None, *, check_weights: bool) -> DraftModel | None:
+def _load_draft_of(
+    target: TargetModel, draft: DraftFolder | None, options: Mapping[str, Any]
+) -> DraftModel | None:  # fmt: skip
     """Loads the draft that `_choose_draft` returned: a head, or a language model with the target's tokens."""
     if draft is None:
         return None
@@ -147,8 +159,8 @@ def _load_draft_of(target: TargetModel, draft: DraftFolder | None, *, check_weig
     if draft.method == "medusa":
         return load_medusa(draft.folder, target, check_weights=check_weights)
     if draft.method != "draft_model":
-        return load_draft(draft.folder, target, check_weights=check_weights)
-    model = load_target(draft.folder, target.device, target.dtype, check_weights=check_weights)
+        return load_draft(draft.folder, target, **options)
+    model = load_target(draft.folder, target.device, target.dtype, **options)
     if not draft.shares_tokens and model.vocab_size != target.vocab_size:
         raise ModelError(tell_sizes(draft.folder, model.vocab_size, target.vocab_size))
     name = brief(str(draft.folder), 250)
@@ -237,6 +249,15 @@ def check_deterministic(config: EAGLEConfig, target: TargetModel) -> None:
     if target.device.type == "cpu":
         reason = "where torch sums a row in an order that depends on the others"
         _refuse(f"deterministic must be False on the CPU, {reason}", True)
+
+
+def check_quantize(config: EAGLEConfig, target: TargetModel, draft: DraftModel | None) -> None:
+    """Raises ValueError where the configuration quantises models otherwise than they were at loading."""
+    for name, model in (("quantize", target), ("draft_quantize", draft)):
+        chosen = read_quantize(f"EAGLEInference: {name}", getattr(config, name))
+        if chosen is not None and chosen != getattr(model, "quantize", None):
+            way = "EAGLEInference.from_pretrained, load_target and load_draft quantise"
+            _refuse(f"{name} must be None, or that of the loaded model ({way})", shown(getattr(config, name)))
 
 
 def warn_of_rounding(target: TargetModel) -> None:

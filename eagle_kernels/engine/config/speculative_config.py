@@ -22,13 +22,14 @@ _SUFFIX = tuple(name for name in _SAME if name.startswith("suffix_"))
 _OWNED = (
     (("max_ngram_size", "min_ngram_size", "ngram_prefer", *_NAMES), "method", {"ngram", "hybrid"}),
     (_SUFFIX, "method", {"suffix"}),
+    (("quantization",), "method", {"eagle", "mtp", "draft_model", "hybrid"}),
     (("max_candidate_len", "verify_window"), "verify_strategy", {"topp"}),
     (("typical_epsilon", "typical_delta"), "verify_strategy", {"typical"}),
 )
 # names of EAGLEConfig for trees, which servers do not have
 _OF_TREES = ("topk", "num_steps", "num_draft_tokens")
 _OTHERS = ("method", "model", "mtp_strategy", "num_speculative_tokens", "num_model_steps", "benchmark_mode",
-           "rejection_sample_method")  # fmt: skip
+           "rejection_sample_method", "quantization")  # fmt: skip
 FIELDS = frozenset((*_NAMES, *_SAME, *_OF_TREES, *_OTHERS))
 
 
@@ -73,6 +74,8 @@ def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     given = _own(given)
     method = _method(given)
     fields = {"method": method} | _sizes(given, method) | {name: given[name] for name in _SAME if name in given}
+    if given.get("quantization") is not None:
+        fields["draft_quantize"] = given["quantization"]
     for name, ours in _NAMES.items():
         if name in given and not agree(fields.setdefault(ours, given[name]), given[name]):
             _fail(name, f"agree with {ours} = {shown(fields[ours])}, since both mean the same", given[name])
@@ -99,7 +102,7 @@ def check_fields_are_read(given: Mapping[str, Any], made: DraftingOptions) -> No
     for names, chosen, owners in _OWNED:
         values = made.methods if chosen == "method" else (made.verify_strategy,)
         for name in names:
-            default = getattr(DraftingOptions, _NAMES.get(name, name))
+            default = None if name == "quantization" else getattr(DraftingOptions, _NAMES.get(name, name))
             if name in given and not agree(given[name], default) and not owners.intersection(values):
                 rule = f"be {default!r} or absent for {chosen}={getattr(made, chosen)!r}, which does not read it"
                 _fail(name, rule, given[name])

@@ -33,6 +33,7 @@ class CausalDraft:
         self.max_length, self.kv_shape = model.max_length, model.kv_shape
         self.can_be_captured = getattr(model, "can_be_captured", True)
         self.reads_several = takes_rows(model)
+        self.quantize = getattr(model, "quantize", None)
 
     @property
     def device(self) -> torch.device:

@@ -70,6 +70,7 @@ class ConfiguredModel(nn.Module):
         super().__init__()
         self.config, self.vocab_size, self.max_length = config, config.vocab_size, config.max_position_embeddings
         self.kv_shape = config.attention.kv_shape(config.num_hidden_layers)
+        self.quantize: dict[str, str] | None = None  # how the weights were quantised at loading
         self.register_load_state_dict_pre_hook(join_projections)
 
     @property

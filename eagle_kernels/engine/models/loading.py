@@ -87,8 +87,8 @@ def load_target(
         if read_model_type(content) not in FAMILIES:
             device = torch.device("cpu") if device.type == "meta" else device
             if chosen is not None:
-                rule = f"quantize must be None for models that are loaded through transformers (only {', '.join(FAMILIES)})"
-                raise ModelError(f"{rule}, got {shown(quantize)}")
+                known = f"only {', '.join(FAMILIES)}"
+                raise ModelError(f"quantize must be None for a model of transformers ({known}), got {shown(quantize)}")
             return _load_through_transformers(folder, content, checkpoint, device, dtype, check_weights)
         # the modules are a draft, see `load_draft`
         checkpoint.rename(lambda name: None if name.startswith(head_formats.MODULE_PREFIX) else name)
@@ -116,6 +116,7 @@ def load_target(
         quantise_linears(target, checkpoint.tensors, checkpoint.get, quantisation)
         checkpoint.fill(target, device, dtype, check_weights)
         target.tie_weights()
+        target.quantize = chosen
         return target
 
 
@@ -364,6 +365,7 @@ def read_head(
             head.t2d = None  # `bind` derives it from d2t
         quantise_linears(head, tensors, checkpoint.get, quantisation)
         checkpoint.fill(head, device, dtype, check_weights)
+        head.quantize = chosen
         written, remarks = head_formats.written_aux_layers(config), head_formats.remarks_on(form, kind, config)
         return HeadFile(head, form.name, kind, dtypes, written, remarks)
 

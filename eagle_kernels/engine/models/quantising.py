@@ -99,6 +99,8 @@ def read_quantize(argument: str, value: Any) -> dict[str, str] | None:
     if value is None:
         return None
     parts = {"dense": value, "experts": value} if isinstance(value, str) else value
+    if isinstance(parts, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in parts):
+        parts = {str(part): name for part, name in parts}
     is_table = isinstance(parts, Mapping) and len(parts) > 0 and all(part in PARTS for part in parts)
     if not (is_table and all(isinstance(name, str) and name.lower() in METHODS for name in parts.values())):
         rule = f"be None, one of {', '.join(METHODS)}, or a dict of these under {', '.join(PARTS)}"

@@ -14,7 +14,7 @@ from ...runtime.values import shown
 from ..batch.kv_pool import KVPool, PrefillAttend
 from ..batch.state import BatchState
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
-from ..config.pairing import check_deterministic, check_method, check_trees
+from ..config.pairing import check_deterministic, check_method, check_quantize, check_trees
 from ..drafters.methods import make_drafter, make_reader
 from ..drafters.suffix import SuffixCache
 from ..models.protocol import DraftModel, TargetModel, run_target
@@ -73,6 +73,7 @@ class Session(Unique):
         """Raises ValueError if the models cannot serve the configuration's method or emit its end tokens."""
         check_method(config, self.draft)
         check_deterministic(config, self.target)
+        check_quantize(config, self.target, self.draft)
         self._check_tokens("EAGLEConfig: eos_token_ids", config.eos_token_ids or ())
 
     def load_tokenizer(self, folder: str | Path) -> None:

@@ -14,11 +14,14 @@ from ...engine.config.eagle_config import EAGLEConfig
 from ...engine.config.speculative_config import take_model
 from ...engine.inference import EAGLEInference
 from ...engine.models import loading
+from ...engine.models.quantising import METHODS, read_quantize
 from ...engine.models.tokenizer import Tokenizer
 from ...primitives.accept_policy import ACCEPT_POLICIES
 from ...runtime.placement import DTYPE_NAMES, choose_device, read_device
 from ...runtime.values import parse_json, shown
 from ..inspection import read_prompts_file
+
+_QUANTIZE = f"{', '.join(METHODS)}, or for parts alone such as dense=wint8,lm_head=wint8 (default: 16 bit)"
 
 
 def add_config_arguments(command: argparse.ArgumentParser) -> None:
@@ -53,6 +56,8 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
         "--page-size", type=int, default=defaults.page_size,
         help="tokens per page of the KV cache (default: %(default)s)",
     )  # fmt: skip
+    add("--quantize", metavar="NAME", type=_parts, help=f"quantise the target at loading: {_QUANTIZE}")
+    add("--draft-quantize", metavar="NAME", type=_parts, help="quantise the draft, likewise (default: 16 bit)")
     add("--eager", action="store_true", help="run without CUDA graphs (default: with them on a GPU)")
     add("--target", type=read_folder, help="folder of the target model (default: the embedded pair)")
     add("--draft", type=read_folder, help="folder of the EAGLE head or draft model (default: the embedded pair)")
@@ -76,6 +81,7 @@ def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
     same = ("temperature", "top_k", "top_p", "min_p", "accept_policy", "simulated_accept_length",
             "simulated_accept_rates", "max_batch", "page_size")  # fmt: skip
     others = {name: getattr(arguments, name) for name in same}
+    others |= {name: getattr(arguments, name) for name in ("quantize", "draft_quantize") if getattr(arguments, name)}
     others["eos_token_ids"] = () if arguments.ignore_eos else None
     others["adaptive"] = "auto" if arguments.adaptive else None
     others["cuda_graph"] = False if arguments.eager else None
@@ -104,6 +110,16 @@ def _numbers(text: str) -> tuple[float, ...]:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {shown(text)}") from None
+
+
+def _parts(text: str) -> str | dict[str, str]:
+    """Returns what `EAGLEConfig.quantize` takes: a name, or names of parts with = and commas."""
+    parts = dict(pair.partition("=")[::2] for pair in text.split(",")) if "=" in text else text
+    try:
+        read_quantize("it", parts)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).replace("it must be None,", "must be", 1)) from None
+    return parts
 
 
 def _fields(text: str) -> dict:
