@@ -43,7 +43,6 @@ from .transformers_target import TransformersTarget
 
 DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
 
-Quantize = str | Mapping[str, str] | None
 _MAY_BE_MISSING = "_keys_to_ignore_on_load_missing"  # a model's patterns of names, in transformers
 
 _logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ _CLASSES = {
 
 def load_target(
     folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, *,
-    check_weights: bool = True, quantize: Quantize = None,
+    check_weights: bool = True, quantize: str | Mapping[str, str] | None = None,
 ) -> TargetModel:  # fmt: skip
     """Loads a target, frozen and in eval mode.
 
@@ -230,7 +229,8 @@ class HeadFile(NamedTuple):
 
 def load_draft(
     folder: str | Path, target: TargetModel, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
-    *, aux_layers: Sequence[int] | None = None, check_weights: bool = True, quantize: Quantize = None,
+    *, aux_layers: Sequence[int] | None = None, check_weights: bool = True,
+    quantize: str | Mapping[str, str] | None = None,
 ) -> DraftHead:  # fmt: skip
     """Loads a draft head, frozen, in eval mode and bound to its target.
 
@@ -303,7 +303,7 @@ def tell_capture(aux_layers: Sequence[int]) -> str:
 
 def read_head(
     folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, *,
-    check_weights: bool = True, quantize: Quantize = None,
+    check_weights: bool = True, quantize: str | Mapping[str, str] | None = None,
 ) -> HeadFile:  # fmt: skip
     """Loads the head of a folder, with its floating-point tensors converted to `dtype`."""
     folder = read_folder("load_draft: folder", folder)
