@@ -18,6 +18,7 @@ from eagle_kernels.engine.models.layers.quantised import QuantisedLinear, Weight
 from eagle_kernels.engine.models.loading import load_draft, load_target
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
+from op_tests.engine.engines import write_with_modules
 from op_tests.engine.heads import edit_config, edit_tensors, save
 from op_tests.engine.quantised.writers import FORMATS, NOT_CONVERTED, write_quantised
 
@@ -138,6 +139,16 @@ def test_text_of_speculation_is_that_of_plain_decoding(form, tmp_path):
         engine = EAGLEInference(draft, target, config)
         prompts = [[3, 1, 4, 1, 5], [9, 2]]
         assert engine.generate(prompts, 10)[0] == engine.generate(prompts, 10, speculative=False)[0]
+
+
+def test_text_with_modules_of_the_target_s_own_folder(tmp_path):
+    """Quantised like the target itself, whose config.json they share."""
+    write_with_modules(tmp_path / "plain", 2)
+    folder = write_quantised(FORMATS["awq"], tmp_path / "plain", tmp_path / "quantised", ("mtp_layers.1.mlp",))
+    config = EAGLEConfig(method="mtp", topk=1, num_steps=2, eos_token_ids=())
+    engine = EAGLEInference.from_pretrained(None, folder, config, device="cpu")
+    prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    assert engine.generate(prompts, 10)[0] == engine.generate(prompts, 10, speculative=False)[0]
 
 
 def test_head_is_that_of_its_weights(tmp_path):

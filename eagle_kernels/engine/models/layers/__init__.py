@@ -13,5 +13,6 @@ use it; `forward(x, in_parts, deterministic)` of a feed-forward. Its parameters 
 
 A linear (`linear.py`) is one class, with the arguments of `Linear` and of its `forward`. The other kinds multiply by it
 alone and read none of its weights. Its state dict has the names, shapes and types that a checkpoint has, and is where
-the checkpoint's tensors are copied to.
+the checkpoint's tensors are copied to. In a model whose weights are quantised, `quantised.py` takes the place of those
+of the kind `Linear` (`models/quantised_linears.py`).
 """
