@@ -21,6 +21,7 @@ from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine.engines import write_with_modules
 from op_tests.engine.heads import edit_config, edit_tensors, save
 from op_tests.engine.quantised.writers import FORMATS, NOT_CONVERTED, write_quantised
+from op_tests.engine.toys import DEVICE
 
 OF_LIBRARY = Path(__file__).parent / "quantised"
 SIZES = {
@@ -165,6 +166,16 @@ def test_head_is_that_of_its_weights(tmp_path):
     assert "fc" not in linears_of(load_draft(folder, target))
 
 
+@pytest.mark.parametrize("form", ["awq", "fp8 blocks"])
+def test_output_that_is_the_embedding_stays(form, tmp_path):
+    plain = write_plain(tmp_path / "plain", "qwen2")
+    edit_config(plain, tie_word_embeddings=True)
+    edit_tensors(plain, **{"lm_head.weight": None})
+    target = load_target(write_quantised(FORMATS[form], plain, tmp_path / "quantised"))
+    torch.testing.assert_close(logits_of(target), logits_of(load_target(plain)), atol=2e-4, rtol=1e-4)
+    assert target.lm_head.weight is target.model.embed_tokens.weight
+
+
 def test_output_may_be_quantised(tmp_path):
     plain = write_plain(tmp_path / "plain")
     tensors = load_file(plain / "model.safetensors")
@@ -191,6 +202,13 @@ def test_file_of_modelopt_beside_config(tmp_path):
     scale = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)}
     edit_tensors(folder, **scale)
     torch.testing.assert_close(logits_of(load_target(folder)), logits_of(load_target(plain)), atol=2e-4, rtol=1e-4)
+
+
+def test_file_of_modelopt_that_names_no_format(tmp_path):
+    plain = write_plain(tmp_path)
+    logits, section = logits_of(load_target(plain)), {"quant_algo": None, "exclude_modules": ["lm_head"]}
+    (plain / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
+    assert torch.equal(logits_of(load_target(plain)), logits)
 
 
 @pytest.fixture(scope="module")
@@ -283,3 +301,18 @@ def test_biases_of_zeros_of_gptq_are_left_out(tmp_path):
     edit_tensors(folder, **{NAME + "bias": torch.ones(64).half()})
     with pytest.raises(ModelError, match=f"unexpected tensors: {NAME}bias"):
         load_target(folder)
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq desc_act", "gptq 8", "fp8 blocks", "fbgemm_fp8"])
+def test_kernels_take_what_loading_makes(form, monkeypatch, tmp_path):
+    """In bf16, of joined and of single projections, with a bias and without."""
+    plain = write_plain(tmp_path / "plain", "qwen2")
+    target = load_target(write_quantised(FORMATS[form], plain, tmp_path / "quantised"), DEVICE, torch.bfloat16)
+    layer = target.model.layers[0]
+    for linear in (layer.self_attn.qkv_proj, layer.mlp.down_proj):
+        x, results = torch.randn(1, 3, linear.in_features, device=DEVICE).bfloat16(), []
+        for backend in ("triton", "reference"):
+            monkeypatch.setenv("EAGLE_KERNELS_BACKEND", backend)
+            results += [linear(x).float(), linear(x, deterministic=True).float()]
+        for result in results[1:]:
+            torch.testing.assert_close(result, results[0], atol=0.03, rtol=0.03)

@@ -115,6 +115,8 @@ def read_quantisation(folder: Path, config: dict[str, Any]) -> Quantisation | No
         if is_off(section):
             return None
         if isinstance(section, dict):
+            if is_off(section.get("quant_algo")):  # exported as it was
+                return None
             section = {"quant_method": "modelopt"} | section
     if not isinstance(section, dict):
         raise ModelError(f"{where} must be an object, got {shown(section)}")

@@ -49,7 +49,8 @@ def quantise_linears(
         else:
             held.setdefault(around, {})[kind] = tensors[name]
     for path, linear in list(module.named_modules()):
-        if type(linear) is not Linear or not path:
+        is_tied = getattr(linear, "weight", None) is None and path not in held
+        if type(linear) is not Linear or not path or is_tied:
             continue
         layouts = {}
         for projection, ours in _names_of(linear, path):
