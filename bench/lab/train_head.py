@@ -22,8 +22,9 @@ import torch
 from eagle_kernels.engine.models.checkpoint import naming, read_config, read_json
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import FAMILIES, read_model_type
+from eagle_kernels.engine.models.end_tokens import read_eos_token_ids
 from eagle_kernels.engine.models.heads import EagleConfig, EagleHead
-from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids
+from eagle_kernels.engine.models.loading import load_draft, load_target
 from eagle_kernels.engine.models.tokenizer import load_tokenizer
 from eagle_kernels.runtime.interrupts import EXIT_INTERRUPTED
 from eagle_kernels.runtime.placement import device_name

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 import eagle_kernels as ek
-from eagle_kernels.engine.models.loading import demo_pair, load_draft, load_target, read_eos_token_ids
+from eagle_kernels.engine.models.end_tokens import read_eos_token_ids
+from eagle_kernels.engine.models.loading import demo_pair, load_draft, load_target
 from eagle_kernels.engine.models.protocol import Angles, TargetModel
 from eagle_kernels.engine.models.tokenizer import load_tokenizer
 from eagle_kernels.types import DraftHead, GenerationOutput, SampledVerifyOutput

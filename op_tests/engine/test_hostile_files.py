@@ -27,7 +27,8 @@ from eagle_kernels.engine.models import checkpoint
 from eagle_kernels.engine.models.chat_template import read_chat_template
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids, read_head
+from eagle_kernels.engine.models.end_tokens import read_eos_token_ids
+from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.tokenizer import check_same_vocabulary, load_tokenizer
 from eagle_kernels.runtime.values import parse_json

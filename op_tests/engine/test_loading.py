@@ -17,8 +17,9 @@ from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models import checkpoint, loading
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.end_tokens import end_tokens, read_eos_token_ids
 from eagle_kernels.engine.models.heads import EagleConfig, EagleHead
-from eagle_kernels.engine.models.loading import end_tokens, load_draft, load_target, read_eos_token_ids
+from eagle_kernels.engine.models.loading import load_draft, load_target
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.tokenizer import load_tokenizer
 from eagle_kernels.tools.inspection import inspect_head

@@ -9,8 +9,8 @@ from typing import Any
 from eagle_kernels.engine.models.checkpoint import read_config
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.draft_head import usual_aux_layers
+from eagle_kernels.engine.models.end_tokens import read_eos_token_ids
 from eagle_kernels.engine.models.head_formats import LAYER_IDS
-from eagle_kernels.engine.models.loading import read_eos_token_ids
 from eagle_kernels.runtime.values import is_integer
 
 MOST_WINDOW, MOST_DRAFT_VOCAB = 2048, 32000  # limits of the defaults

@@ -124,8 +124,7 @@ class EAGLEConfig(DraftingOptions):
             verify_strategy "target_match" or "greedy". Steps take longer, and attention needs more memory.
         cuda_graph: Whether steps are captured as CUDA graphs. None: on a GPU, if the mask's layout and the models allow
             it. On the CPU, True only refuses models that could not be captured on a GPU.
-        phase_times: Whether to time draft, verify, sample and bookkeeping of some steps (`stats.phase_time_ms`), by
-            events in all steps. False: the host waits for no step, and the times are {}.
+        phase_times: Whether events time the phases of some steps (`stats.phase_time_ms`). False: they are {}.
         For timing alone.
         accept_policy: "normal"; "reject_all" accepts no draft: plain decoding's text, one token per step. For timing,
             "accept_all" and "simulate" replace the target's tokens so that the path of first children is accepted

@@ -16,9 +16,10 @@ from ...runtime.values import is_integer, is_word, read_flag, scalar, shown
 from ..models.causal_draft import CausalDraft
 from ..models.checkpoint import brief, naming, read_folder, read_json
 from ..models.dflash import load_dflash
+from ..models.end_tokens import end_tokens, read_eos_token_ids
 from ..models.head_formats import KINDS, MODULE_PREFIX, read_mask_token
 from ..models.hydra import load_hydra
-from ..models.loading import end_tokens, load_draft, load_medusa, load_target, read_dtype, read_eos_token_ids, read_kind
+from ..models.loading import load_draft, load_medusa, load_target, read_dtype, read_kind
 from ..models.protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel
 from ..models.quantising import read_quantize
 from ..models.tokenizer import check_same_vocabulary
@@ -152,12 +153,11 @@ def _load_draft_of(
     """Loads the draft that `_choose_draft` returned: a head, or a language model with the target's tokens."""
     if draft is None:
         return None
-    if draft.method == "dflash":
-        return load_dflash(draft.folder, target, check_weights=check_weights)
-    if draft.method == "hydra":
-        return load_hydra(draft.folder, target, check_weights=check_weights)
-    if draft.method == "medusa":
-        return load_medusa(draft.folder, target, check_weights=check_weights)
+    load = {"dflash": load_dflash, "hydra": load_hydra, "medusa": load_medusa}.get(draft.method)
+    if load is not None:
+        if options["quantize"] is not None:
+            _refuse(f"draft_quantize must be None for method={draft.method!r}", options["quantize"])
+        return load(draft.folder, target, check_weights=options["check_weights"])
     if draft.method != "draft_model":
         return load_draft(draft.folder, target, **options)
     model = load_target(draft.folder, target.device, target.dtype, **options)

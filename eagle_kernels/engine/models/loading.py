@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...runtime.placement import DTYPE_NAMES, read_placement
-from ...runtime.values import first_line, is_integer, plain, shown
+from ...runtime.values import first_line, shown
 from . import head_formats, medusa
 from .checkpoint import (
     Checkpoint,
@@ -25,7 +25,6 @@ from .checkpoint import (
     naming,
     read_config,
     read_folder,
-    read_json,
     refuse_names,
     refuse_not_finite,
 )
@@ -38,7 +37,7 @@ from .protocol import FINAL_NORM, ModelError, TargetModel
 from .quantisation import read_quantisation, without_quantisation
 from .quantised_linears import Quantisation, quantise_linears
 from .quantising import quantisation_at_load, read_quantize
-from .settings import is_empty, is_off, read_value, stated
+from .settings import is_empty, is_off
 from .transformers_target import TransformersTarget
 
 DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
@@ -285,7 +284,7 @@ def load_medusa(
 
 def _read_for(
     target: TargetModel, folder: str | Path, device: str | torch.device | None, dtype: torch.dtype | None, caller: str,
-    *, check_weights: bool, quantize: Quantize = None,
+    *, check_weights: bool, quantize: str | Mapping[str, str] | None = None,
 ) -> HeadFile:  # fmt: skip
     """Reads the head of a folder as its target needs it."""
     folder = read_folder(f"{caller}: folder", folder)
@@ -377,43 +376,6 @@ def demo_pair() -> tuple[Path, Path]:
         command = f"python -m bench.lab.train_demo_pair --output {DEMO_PAIR_FOLDER}"
         raise ModelError(f"{DEMO_PAIR_FOLDER} is missing; in a checkout, make it with: {command}")
     return target, draft
-
-
-def read_eos_token_ids(folder: str | Path, vocab_size: int | None = None) -> tuple[int, ...]:
-    """Returns the end tokens of a model folder; generation_config.json, which chat models use, has precedence.
-
-    vocab_size: How many tokens the model has; ids that cannot come are dropped and logged. None: those that config.json
-    says, and nothing is logged.
-    """
-    folder = read_folder("read_eos_token_ids: folder", folder)
-    with naming(folder):
-        configs = (read_json(folder / name, is_optional=True) for name in ("config.json", "generation_config.json"))
-        own, chat = map(stated, configs)
-        own = stated(read_value(own, "text_config", dict)) | own  # of a model of images and text
-        told = None if vocab_size is None else brief(str(folder), 250)
-        vocab_size = own.get("vocab_size") if vocab_size is None else vocab_size
-        return end_tokens((own | chat).get("eos_token_id"), vocab_size if is_integer(vocab_size) else None, told)
-
-
-def end_tokens(value: Any, vocab_size: int | None, of: str | None) -> tuple[int, ...]:
-    """Returns the ids that an `eos_token_id` of a file or of a model names, each once, without those that cannot come:
-    a small model often has the end token of its family's vocabulary. If `of` is given, they are logged as those of it.
-    """
-    listed = value if isinstance(value, dict) else plain(value)
-    token_ids = []
-    for token in listed if isinstance(listed, list) else [listed]:
-        token = int(token) if isinstance(token, float) and token.is_integer() else token  # as some writers have it
-        if token is False or is_empty(token):
-            continue
-        if not is_integer(token):
-            raise ModelError(f"eos_token_id must be a token id or a list of them, got {shown(value)}")
-        token_ids.append(token)
-    token_ids = dict.fromkeys(token_ids)
-    strangers = [token for token in token_ids if vocab_size is not None and not 0 <= token < vocab_size]
-    if strangers and of is not None:
-        rule = f"cannot occur: the model's tokens are 0..{vocab_size - 1}; it ends no text"
-        _logger.warning("%s: eos_token_id %s %s", of, shown(strangers), rule)
-    return tuple(token for token in token_ids if token not in strangers)
 
 
 def read_dtype(folder: str | Path) -> str:

@@ -17,7 +17,7 @@ from ...runtime.values import first_line, is_integer, shown, utf8_fault
 from .chat_template import Chats, ChatTemplate, FolderChat, chat_template_of
 from .checkpoint import brief, check_file_size, naming, read_config, read_folder, read_json
 from .detokenizer import Chain, ChainDetokenizer, WindowDetokenizer, join_bytes
-from .loading import read_eos_token_ids
+from .end_tokens import read_eos_token_ids
 from .protocol import ModelError
 from .settings import read_value
 
