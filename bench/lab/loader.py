@@ -15,8 +15,9 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models import tokenizer as tokenizers
+from eagle_kernels.engine.models.checkpoint import read_json
 from eagle_kernels.engine.models.end_tokens import read_eos_token_ids
-from eagle_kernels.engine.models.loading import demo_pair, load_target, read_json
+from eagle_kernels.engine.models.loading import demo_pair, load_target
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.transformers_target import TransformersTarget
 from eagle_kernels.runtime.values import first_line
