@@ -17,8 +17,8 @@ from eagle_kernels.engine.models.loading import load_draft, load_target, read_ki
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
+from op_tests.engine.drafting import BlockOracle
 from op_tests.engine.toys import random_llama, write_decoder
-from op_tests.engine.view import View
 
 MASK, BLOCK, LAYERS, IDS = 59, 5, 2, [0, 3]
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
@@ -97,27 +97,12 @@ def block_logits(model, target, text, count):
     return hidden[0, 1 : 1 + count] @ target.get_output_embeddings().weight.cpu().T
 
 
-class Oracle:
+class Oracle(BlockOracle):
     """Checks the drafts of each step: the best paths of their model's block, found by listing all of them."""
 
     def __init__(self, engine, monkeypatch):
-        self.engine, self.model, self.num_checked = engine, theirs(tensors_of()), 0
-        propose = BlockDrafter.propose
-
-        def checked(drafter, batch):
-            proposal, config = propose(drafter, batch), drafter._config
-            drafts = proposal.tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
-            for row in View(engine).rows:
-                if row.is_running and row.index < len(batch):
-                    text = row.request.prompt + row.request.output_ids
-                    if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
-                        text.append(int(batch.roots[row.index]))
-                    want = self.drafts(text, config)
-                    assert drafts[row.index] == want, f"{drafts[row.index]} instead of {want} after {text}"
-                    self.num_checked += 1
-            return proposal
-
-        monkeypatch.setattr(BlockDrafter, "propose", checked)
+        super().__init__(engine, monkeypatch)
+        self.model = theirs(tensors_of())
 
     def drafts(self, text, config):
         logits, level, paths = block_logits(self.model, self.engine.target, text, config.num_steps), [(0.0, ())], []

@@ -20,6 +20,7 @@ from eagle_kernels.engine.models.loading import load_draft, load_target, read_he
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
+from op_tests.engine.drafting import BlockOracle, pause_between_drafts
 from op_tests.engine.toys import random_llama, write_decoder
 from op_tests.engine.view import View
 
@@ -73,27 +74,12 @@ def peagle_logits(draft, target, text, count):
 PAIRS = {"PARD": (pard, pard_logits), "P-EAGLE": (peagle, peagle_logits)}
 
 
-class Oracle:
+class Oracle(BlockOracle):
     """Checks the drafts of each step: the best paths of a pass over the whole text, found by listing all of them."""
 
     def __init__(self, engine, logits_of, monkeypatch):
-        self.engine, self.logits_of, self.num_checked = engine, logits_of, 0
-        propose = BlockDrafter.propose
-
-        def checked(drafter, batch):
-            proposal, config = propose(drafter, batch), drafter._config
-            drafts = proposal.tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
-            for row in View(engine).rows:
-                if row.is_running and row.index < len(batch):
-                    text = row.request.prompt + row.request.output_ids
-                    if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
-                        text.append(int(batch.roots[row.index]))
-                    want = self.drafts(text, config)
-                    assert drafts[row.index] == want, f"{drafts[row.index]} instead of {want} after {text}"
-                    self.num_checked += 1
-            return proposal
-
-        monkeypatch.setattr(BlockDrafter, "propose", checked)
+        super().__init__(engine, monkeypatch)
+        self.logits_of = logits_of
 
     @torch.inference_mode()
     def drafts(self, text, config):
@@ -152,25 +138,7 @@ def test_drafts_after_plain_steps(watched, kind):
     """Few and many, so that they are read in between, and by steps of other lengths."""
     table = ((1, (1, 3, 4)), (2, None), (3, (2, 2, 5)), (4, (1, 4, 5)))
     engine, oracle = watched(kind, EAGLEConfig(num_steps=4, adaptive=table, max_batch=4, cuda_graph=False))
-    requests = []
-    for rest, pause in ((40, 0), (3, 1), (25, 2), (50, 7)):
-        requests.append(engine.submit(PROMPTS[pause % 4], SamplingParams(max_new_tokens=rest)))
-        engine.is_speculating = pause == 0
-        for _ in range(pause):
-            engine.step()
-        engine.is_speculating = True
-        engine.step()
-    engine.is_speculating = False
-    for _ in range(19):
-        engine.step()
-    engine.is_speculating = True
-    engine.collect()
-    requests.append(engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=20)))
-    for number in range(10):  # one by one, too
-        engine.is_speculating = number % 2 == 0
-        engine.step()
-    engine.is_speculating = True
-    engine.collect()
+    requests = pause_between_drafts(engine, PROMPTS, is_long=True)
     assert [request.error for request in requests] == [None] * 5 and oracle.num_checked > 20
 
 

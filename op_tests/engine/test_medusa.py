@@ -11,14 +11,13 @@ pytest.importorskip("safetensors")
 from safetensors.torch import save_file
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.drafters.block_drafter import BlockDrafter
 from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
 from eagle_kernels.engine.models.loading import load_draft, load_medusa, load_target, read_head, read_kind
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
+from op_tests.engine.drafting import BlockOracle, pause_between_drafts
 from op_tests.engine.heads import HIDDEN, TARGET_VOCAB, WIDTHS
 from op_tests.engine.toys import random_llama
-from op_tests.engine.view import View
 
 HEADS = 4
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256}
@@ -204,27 +203,12 @@ def test_trees_that_heads_cannot_draft(tmp_path):
         EAGLEInference(draft, target, EAGLEConfig.chain(2, method="eagle"))
 
 
-class Oracle:
+class Oracle(BlockOracle):
     """Checks the drafts of each step: the heads' own choices from features that the whole text gives anew."""
 
     def __init__(self, engine, monkeypatch):
-        self.engine, self.tensors, self.num_checked = engine, tensors_of(), 0
-        propose = BlockDrafter.propose
-
-        def checked(drafter, batch):
-            proposal, config = propose(drafter, batch), drafter._config
-            drafts = proposal.tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
-            for row in View(engine).rows:
-                if row.is_running and row.index < len(batch):
-                    text = row.request.prompt + row.request.output_ids
-                    if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
-                        text.append(int(batch.roots[row.index]))
-                    want = self.drafts(text, config)
-                    assert drafts[row.index] == want, f"{drafts[row.index]} instead of {want} after {text}"
-                    self.num_checked += 1
-            return proposal
-
-        monkeypatch.setattr(BlockDrafter, "propose", checked)
+        super().__init__(engine, monkeypatch)
+        self.tensors = tensors_of()
 
     @torch.inference_mode()
     def drafts(self, text, config):
@@ -279,25 +263,7 @@ def test_drafts_after_plain_steps(watched):
     """Few and many, so that their features are taken in between, and by steps of other lengths."""
     table = ((1, (1, 3, 4)), (2, None), (3, (2, 2, 5)), (4, (1, 4, 5)))
     engine, oracle = watched(EAGLEConfig(num_steps=4, adaptive=table, max_batch=4, cuda_graph=False))
-    requests = []
-    for rest, pause in ((40, 0), (3, 1), (25, 2), (50, 7)):
-        requests.append(engine.submit(PROMPTS[pause % 4], SamplingParams(max_new_tokens=rest)))
-        engine.is_speculating = pause == 0
-        for _ in range(pause):
-            engine.step()
-        engine.is_speculating = True
-        engine.step()
-    engine.is_speculating = False
-    for _ in range(19):
-        engine.step()
-    engine.is_speculating = True
-    engine.collect()
-    requests.append(engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=20)))
-    for number in range(10):  # one by one, too
-        engine.is_speculating = number % 2 == 0
-        engine.step()
-    engine.is_speculating = True
-    engine.collect()
+    requests = pause_between_drafts(engine, PROMPTS, is_long=True)
     assert [request.error for request in requests] == [None] * 5 and oracle.num_checked > 20
 
 

@@ -14,6 +14,7 @@ from eagle_kernels.engine.models.loading import load_draft, load_target, read_he
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
+from op_tests.engine.drafting import pause_between_drafts
 from op_tests.engine.engines import write_with_modules
 from op_tests.engine.heads import HIDDEN, IDS, edit_config, edit_tensors
 from op_tests.engine.view import View
@@ -152,19 +153,7 @@ def test_drafts_after_plain_steps(watched):
     table = ((1, (1, 3, 4)), (2, None), (3, (1, 1, 2)), (4, (1, 4, 5)))
     config = EAGLEConfig.chain(4, method="mtp", adaptive=table, max_batch=4, cuda_graph=False)
     engine, oracle = watched(4, config)
-    requests = []
-    for rest, pause in ((40, 0), (3, 1), (25, 2), (50, 7)):
-        requests.append(engine.submit(PROMPTS[pause % 4], SamplingParams(max_new_tokens=rest)))
-        engine.is_speculating = pause == 0
-        for _ in range(pause):
-            engine.step()
-        engine.is_speculating = True
-        engine.step()
-    engine.is_speculating = False
-    for _ in range(19):
-        engine.step()
-    engine.is_speculating = True
-    engine.collect()
+    requests = pause_between_drafts(engine, PROMPTS)
     assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 15
 
 
