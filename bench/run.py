@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         prog="python -m bench.run", description=__doc__.partition("\n")[0], add_help=False, parents=[shared]
     )
     parser.add_argument("--op", action="append", help="name of an op; may be given several times")
-    parser.add_argument("--case", default="", help="only cases whose name contains this")
+    parser.add_argument("--case", action="append", help="only cases with this in the name; may be given several times")
     parser.add_argument("--peers", action="store_true", help="run installed packages of other projects as well")
     parser.add_argument("--sweep", action="store_true", help="also the sizes that only plots are made of")
     parser.add_argument(
@@ -90,6 +90,8 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         cases = {b.op: b.drawn(options.draw, options.count) for b in benchmarks}
     else:
         cases = {b.op: [*b.cases, *(b.sweep if options.sweep else ())] for b in benchmarks}
+    texts = options.case or [""]
+    cases = {op: [case for case in each if any(text in case.name for text in texts)] for op, each in cases.items()}
     if options.list:
         for benchmark in benchmarks:
             print(f"{benchmark.op}: {', '.join(benchmark.all_providers(with_peers=True))}")
@@ -98,8 +100,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     if options.compile:
         compiler = Compiler(options.compile)
         for benchmark in benchmarks:
-            wanted = [case for case in cases[benchmark.op] if options.case in case.name]
-            for case in [*benchmark.small_cases, *wanted]:
+            for case in [*benchmark.small_cases, *cases[benchmark.op]]:
                 compiler.compile(benchmark, compiler.inputs(benchmark, case))
         print(f"{len(compiler.kernels)} kernels")
         return 0
@@ -119,9 +120,8 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         if options.check_only:
             print(f"{benchmark.op}: {', '.join(runner.agreeing()) or 'nobody'} agree with the reference", flush=True)
         else:
-            wanted = [case for case in cases[benchmark.op] if options.case in case.name]
             directory = None if options.results == "none" else Path(options.results)
-            lines = runner.time(wanted, directory, options.commit, run)
+            lines = runner.time(cases[benchmark.op], directory, options.commit, run)
             print(f"{benchmark.op}\n{results.table(lines)}\n", flush=True)
         is_red |= bool(runner.red)
     return int(is_red)

@@ -66,7 +66,7 @@ def _attention_kernel(
     )  # fmt: skip
     cut = find_cut(batch, num_chunks, LEAST_BLOCKS, SHAPE, BLOCK_BATCH)
     block, chunk_stop = chunk_span(cut, chunk)
-    request, gap_begin = find_block(batch, cut, block, SHAPE, BLOCK_BATCH)
+    request, gap_begin, chunk_stop = find_block(batch, cut, block, chunk_stop, SHAPE, BLOCK_BATCH)
     while (block < chunk_stop) & (request < batch_size):
         first, prefix, stop = slot_range(batch, request, SHAPE)
         num_blocks = count_blocks(first, stop)
@@ -76,7 +76,7 @@ def _attention_kernel(
         stop_block = first_block + num_blocks
         is_first, is_last = block <= first_block, stop_block <= chunk_stop
         _, num_tokens = request_rows(lengths.qo_indptr, request, num_query, num_rows, True)
-        if (row_tile * BLOCK_ROW < num_tokens * SHAPE.GROUP_SIZE) & (first_block < chunk_stop):
+        if row_tile * BLOCK_ROW < num_tokens * SHAPE.GROUP_SIZE:
             begin, share_stop = cut_slot(first, stop, block - first_block, SHAPE.BLOCK_KEY), stop
             if not is_last:
                 share_stop = tl.minimum(cut_slot(first, stop, chunk_stop - first_block, SHAPE.BLOCK_KEY), stop)

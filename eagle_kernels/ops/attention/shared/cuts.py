@@ -40,8 +40,8 @@ def is_short(num_blocks):
 
 @triton.jit
 def _block_stops(batch, start, before, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
-    """Returns (stops, shorts) of BLOCK_BATCH requests from `start` on: where their blocks end, without gaps, in the
-    order of the whole batch, and 1 for each short request.
+    """Returns (stops, num_blocks, shorts) of BLOCK_BATCH requests from `start` on: where their blocks end, without
+    gaps, in the order of the whole batch, how many they have, and 1 for each short request.
 
     before: how many blocks the requests before have; a plan knows that by itself.
     """
@@ -54,7 +54,7 @@ def _block_stops(batch, start, before, SHAPE: tl.constexpr, BLOCK_BATCH: tl.cons
     else:
         stops = tl.load(batch.lengths.plan + request + 1, mask=is_live, other=0)
         num_blocks = stops - tl.load(batch.lengths.plan + request, mask=is_live, other=0)
-    return stops, (is_live & is_short(num_blocks)).to(tl.int32)
+    return stops, num_blocks, (is_live & is_short(num_blocks)).to(tl.int32)
 
 
 class Cut(NamedTuple):
@@ -109,26 +109,32 @@ def find_cut(batch, num_chunks, LEAST_BLOCKS: tl.constexpr, SHAPE: tl.constexpr,
     """Returns how the blocks of the batch are cut, see `_cut`."""
     total, num_short = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for start in range(0, batch.batch_size, BLOCK_BATCH):
-        stops, shorts = _block_stops(batch, start, total, SHAPE, BLOCK_BATCH)
+        stops, _, shorts = _block_stops(batch, start, total, SHAPE, BLOCK_BATCH)
         total = tl.max(stops)
         num_short += tl.sum(shorts)
     return _cut(total, num_short, batch.batch_size, num_chunks, LEAST_BLOCKS)
 
 
 @triton.jit
-def find_block(batch, cut, block, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
-    """Returns (request int64, where it begins, with its gap) of a block; request batch_size if there are fewer."""
+def find_block(batch, cut, block, chunk_stop, SHAPE: tl.constexpr, BLOCK_BATCH: tl.constexpr):
+    """Returns (request int64, where it begins, with its gap) of a block; request batch_size if there are fewer.
+
+    Third comes chunk_stop, or, if that is in a gap, where the gap begins.
+    """
     request, begin = tl.zeros([], tl.int64), tl.zeros([], tl.int32)
     before, num_short = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for start in range(0, batch.batch_size, BLOCK_BATCH):
-        stops, shorts = _block_stops(batch, start, before, SHAPE, BLOCK_BATCH)
+        stops, num_blocks, shorts = _block_stops(batch, start, before, SHAPE, BLOCK_BATCH)
         before = tl.max(stops)
         stops += cut.gap * (num_short + tl.cumsum(shorts))
+        gap_stop, gap_begin = stops - num_blocks, stops - num_blocks - cut.gap * shorts
+        is_in_gap = (gap_begin < chunk_stop) & (chunk_stop <= gap_stop)
+        chunk_stop = tl.min(tl.where(is_in_gap, gap_begin, chunk_stop))
         num_short += tl.sum(shorts)
         is_passed = (stops <= block) & (start + tl.arange(0, BLOCK_BATCH) < batch.batch_size)
         request += tl.sum(is_passed.to(tl.int32))
         begin = tl.maximum(begin, tl.max(tl.where(is_passed, stops, 0)))
-    return request, begin
+    return request, begin, chunk_stop
 
 
 @triton.jit
@@ -137,7 +143,7 @@ def find_parts(batch, request, num_chunks, LEAST_BLOCKS: tl.constexpr, SHAPE: tl
     begin, stop, total = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     num_gaps, num_short = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for start in range(0, batch.batch_size, BLOCK_BATCH):
-        stops, shorts = _block_stops(batch, start, total, SHAPE, BLOCK_BATCH)
+        stops, _, shorts = _block_stops(batch, start, total, SHAPE, BLOCK_BATCH)
         other = start + tl.arange(0, BLOCK_BATCH)
         begin = tl.maximum(begin, tl.max(tl.where(other < request, stops, 0)))
         stop = tl.maximum(stop, tl.max(tl.where(other <= request, stops, 0)))
