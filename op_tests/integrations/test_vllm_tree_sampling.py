@@ -11,7 +11,7 @@ import torch
 
 from eagle_kernels.integrations.vllm.trees import Trees, TreeShape
 from op_tests.integrations import vllm_stub as stub
-from op_tests.integrations.vllm_server import ALL, LENGTH, MODES, VOCAB, WANTED, Server, request, written
+from op_tests.integrations.vllm_server import ALL, LENGTH, MODES, WANTED, Server, Tree, request, written
 
 SHAPES = [TreeShape(3, 2, 6), TreeShape(4, 3, 8), TreeShape(1, 3, 4), TreeShape(8, 5, 70)]
 BANNED = {"bad_words_token_ids": [[3], [11, 4], [7, 9, 20], [7, 9, 21], [5, 9, 2, 31, 8]]}
@@ -26,48 +26,6 @@ def sampling(request):
         if module.Step is not SimpleNamespace:
             pytest.skip("there are no trees")
         yield module
-
-
-class Tree:
-    """A tree of drafts: the token and the parent of each node, parents first; -1 for the root."""
-
-    def __init__(self, tokens: list[int], parents: list[int]):
-        self.tokens, self.parents = tokens, parents
-
-    @classmethod
-    def random(cls, shape: TreeShape, coming: list[int], coin) -> Tree:
-        """Some nodes carry what comes, and siblings differ."""
-        tree, depths = cls([-1], [-1]), [0]
-        while len(tree.tokens) < shape.num_nodes:
-            parent = int(coin.choice([node for node, depth in enumerate(depths) if depth < shape.depth]))
-            path = tree.path(parent)
-            is_right = [tree.tokens[node] for node in path[1:]] == coming[: len(path) - 1]
-            token = coming[len(path) - 1] if is_right and coin.random() < 0.7 else int(coin.integers(VOCAB))
-            if token in (tree.tokens[node] for node, above in enumerate(tree.parents) if above == parent):
-                continue
-            tree.tokens.append(token)
-            tree.parents.append(parent)
-            depths.append(depths[parent] + 1)
-        return tree
-
-    def path(self, node: int) -> list[int]:
-        """The nodes from the root to this one."""
-        return [*(self.path(self.parents[node]) if node else []), node]
-
-    def state(self, shape: TreeShape) -> torch.Tensor:
-        """What `Trees.state` holds of it, [3 + W, N]."""
-        size = shape.num_nodes
-        made = torch.full((3 + shape.num_words, size), -1, dtype=torch.int64)
-        made[3:] = 0
-        for node in range(size):
-            made[0, node] = len(self.path(node)) - 1 - node
-            children = [child for child in range(size) if self.parents[child] == node]
-            made[1, node] = children[0] if children else -1
-            made[2, children[:-1]] = torch.tensor(children[1:], dtype=torch.int64)
-            for seen in self.path(node):
-                bit = 1 << seen % 64
-                made[3 + seen // 64, node] |= bit - (1 << 64) if bit >> 63 else bit
-        return made
 
 
 class TreeServer(Server):
@@ -189,26 +147,11 @@ def test_synthetic_acceptance_has_its_rates(sampling, temperature, kind, device)
     assert (lengths <= 4).all() and (server.trees.accept_index[:600][lengths == 4] % 8).tolist()[0] == [0, 2, 4, 6]
 
 
-def test_requests_with_a_grammar_accept_nothing(sampling, device, caplog):
-    """vLLM's masks after the first follow a chain."""
+def test_drafts_that_a_grammar_did_not_know_are_not_accepted(sampling, device):
+    """Their masks after the first are empty."""
     shape, requests = SHAPES[1], ALL[:3]
     ahead, server = written(requests), TreeServer(sampling, requests, device, shape)
-    drafts = [Tree(coming[:0] + [-1, *coming[:3], 1, 2, 3, 4], [-1, 0, 1, 2, 0, 0, 0, 0]) for coming in ahead]
-    with caplog.at_level("WARNING", "vllm.eagle_kernels"):
-        server.step(drafts, eagle_kernels_grammars={"1"})
-        assert [len(text) for text in server.texts] == [4, 1, 4]
-        server.texts = [[], [], []]
-        server.step(drafts, eagle_kernels_grammars={"1"})
-    assert len(caplog.records) == 1
+    drafts = [Tree([-1, *coming[:3], 1, 2, 3, 4], [-1, 0, 1, 2, 0, 0, 0, 0]) for coming in ahead]
+    server.step(drafts, eagle_kernels_unknown={"1"})
+    assert [len(text) for text in server.texts] == [4, 1, 4]
     assert all(text == coming[: len(text)] for text, coming in zip(server.texts, ahead))
-
-
-def test_whose_grammars_they_are_is_noted():
-    with stub.installed(stub.form("0.26").hooked()):
-        module = importlib.import_module("eagle_kernels.integrations.vllm.tree_verification")
-        batch, seen = SimpleNamespace(), []
-        result = module.apply_grammar_bitmask(
-            lambda *given: seen.append(given) or "masked", "worker", "logits", batch, ["a", "b"], "bits"
-        )
-    assert result == "masked" and seen == [("worker", "logits", batch, ["a", "b"], "bits")]
-    assert batch.eagle_kernels_grammars == {"a", "b"}

@@ -18,6 +18,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
+from op_tests.integrations.vllm_grammar import Grammar
 from op_tests.integrations.vllm_stub import SITE
 
 pytestmark = pytest.mark.skipif(not (SITE and shutil.which("cc")), reason="no vLLM, or no C compiler")
@@ -81,6 +82,10 @@ def serve(tmp_path):
     return run
 
 
+def grammar_allows(text: list[int]) -> bool:
+    return Grammar(257).validate_tokens(text) == text
+
+
 def of_own_engine(tree: tuple[int, int, int]):
     topk, depth, nodes = tree
     target, draft = demo_pair()
@@ -106,6 +111,15 @@ def test_texts_and_steps_are_those_of_our_engine(serve, tree, options):
     if not found["preempted"]:  # which drafts anew
         accepted = wanted.stats.accepted
         assert (found["accepted"], found["drafted"]) == (accepted, wanted.stats.drafted)
+
+
+@pytest.mark.parametrize("options", [ASYNC | {"max_model_len": 300}, PREFIXES], ids=["async", "sync"])
+def test_texts_of_a_grammar_are_those_without_drafts(serve, options):
+    """Beside requests without one."""
+    sampling = lambda place: {"temperature": 0.9, "seed": place, "grammar": place < 4}  # noqa: E731
+    plain, trees = serve(sampling=sampling), serve(7, (4, 3), sampling, **options)
+    assert trees["texts"] == plain["texts"] and trees["accepted"] > trees["steps"] / 3
+    assert all(grammar_allows(text) for text in plain["texts"][:4]) and not grammar_allows(plain["texts"][4])
 
 
 def test_seeded_texts_are_those_without_drafts(serve):

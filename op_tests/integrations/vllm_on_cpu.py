@@ -4,8 +4,8 @@ Kernels run in Triton's interpreter. What CUDA would do is made up: there is one
 are nothing, and a graph is the call that was captured, on what it was captured with.
 
 test_vllm_whole.py starts this in a process of its own: python vllm_on_cpu.py ORDER NEW_FILE. The order is JSON with
-`engine` (arguments of vllm.LLM), `requests` (prompts), `sampling` and `graphs` (sizes). The last line that it prints is
-JSON.
+`engine` (arguments of vllm.LLM), `requests` (prompts), `sampling` (`grammar`: by vllm_grammar.py) and `graphs` (sizes).
+The last line that it prints is JSON.
 """
 
 from __future__ import annotations
@@ -105,10 +105,14 @@ type(current_platform).dispatch_key = "CPU"
 type(current_platform).is_pin_memory_available = classmethod(lambda cls: False)
 sys.modules["vllm.utils.torch_utils"].PIN_MEMORY = False
 
+from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.executor.abstract import Executor  # noqa: E402
+from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar  # noqa: E402
 from vllm.v1.worker.gpu import buffer_utils, cudagraph_utils, model_runner  # noqa: E402
 
 from eagle_kernels.integrations.vllm import guards, register  # noqa: E402
+from op_tests.integrations import vllm_grammar  # noqa: E402
 from op_tests.integrations.vllm_stub import _Pool as Pool  # noqa: E402
 
 buffer_utils.UvaBufferPool, buffer_utils.get_accelerator_view_from_cpu_tensor = Pool, lambda tensor: tensor
@@ -204,6 +208,7 @@ def _in_future(result, is_wanted: bool):
 
 def main(order: dict) -> None:
     register()
+    vllm_grammar.serve(StructuredOutputManager, vllm.SamplingParams, StructuredOutputGrammar)
     compilation = {"custom_ops": ["none"], "mode": 0}
     if order["graphs"]:
         compilation |= {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": order["graphs"]}
@@ -212,7 +217,10 @@ def main(order: dict) -> None:
         enforce_eager=not order["graphs"], attention_backend="CUSTOM", skip_tokenizer_init=True,
         disable_log_stats=False,
     )  # fmt: skip
-    parameters = [vllm.SamplingParams(**each, ignore_eos=True, detokenize=False) for each in order["sampling"]]
+    parameters = []
+    for each in order["sampling"]:
+        asked = {"structured_outputs": StructuredOutputsParams(regex=".*")} if each.pop("grammar", False) else {}
+        parameters.append(vllm.SamplingParams(**each, **asked, ignore_eos=True, detokenize=False))
     prompts = [{"prompt_token_ids": prompt} for prompt in order["requests"]]
     outputs = engine.generate(prompts, parameters, use_tqdm=False)
     metrics = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from eagle_kernels.integrations.vllm.trees import TreeShape
 from eagle_kernels.reference.ops.sampling.sample_from_logits import sample_from_logits
 
 VOCAB, DRAFTS, LENGTH = 40, 3, 9
@@ -200,3 +201,45 @@ class Server:
 
 
 ALL = [request(**{"seed": 100 + index} | each) for index, each in enumerate(WANTED.values())]
+
+
+class Tree:
+    """A tree of drafts: the token and the parent of each node, parents first; -1 for the root."""
+
+    def __init__(self, tokens: list[int], parents: list[int]):
+        self.tokens, self.parents = tokens, parents
+
+    @classmethod
+    def random(cls, shape: TreeShape, coming: list[int], coin) -> Tree:
+        """Some nodes carry what comes, and siblings differ."""
+        tree, depths = cls([-1], [-1]), [0]
+        while len(tree.tokens) < shape.num_nodes:
+            parent = int(coin.choice([node for node, depth in enumerate(depths) if depth < shape.depth]))
+            path = tree.path(parent)
+            is_right = [tree.tokens[node] for node in path[1:]] == coming[: len(path) - 1]
+            token = coming[len(path) - 1] if is_right and coin.random() < 0.7 else int(coin.integers(VOCAB))
+            if token in (tree.tokens[node] for node, above in enumerate(tree.parents) if above == parent):
+                continue
+            tree.tokens.append(token)
+            tree.parents.append(parent)
+            depths.append(depths[parent] + 1)
+        return tree
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to this one."""
+        return [*(self.path(self.parents[node]) if node else []), node]
+
+    def state(self, shape: TreeShape) -> torch.Tensor:
+        """What `Trees.state` holds of it, [3 + W, N]."""
+        size = shape.num_nodes
+        made = torch.full((3 + shape.num_words, size), -1, dtype=torch.int64)
+        made[3:] = 0
+        for node in range(size):
+            made[0, node] = len(self.path(node)) - 1 - node
+            children = [child for child in range(size) if self.parents[child] == node]
+            made[1, node] = children[0] if children else -1
+            made[2, children[:-1]] = torch.tensor(children[1:], dtype=torch.int64)
+            for seen in self.path(node):
+                bit = 1 << seen % 64
+                made[3 + seen // 64, node] |= bit - (1 << 64) if bit >> 63 else bit
+        return made

@@ -398,6 +398,24 @@ class StructuredOutputsWorker:
         return grammar_bitmask
 
 
+class DraftTokensHandler:
+    def set_draft_tokens(self, input_batch, draft_tokens):
+        return draft_tokens
+
+
+class Scheduler:
+    def update_draft_token_ids(self, draft_token_ids):
+        return draft_token_ids
+
+    def update_draft_token_ids_in_output(self, draft_token_ids, scheduler_output):
+        return scheduler_output
+
+
+class StructuredOutputManager:
+    def grammar_bitmask(self, requests, structured_output_request_ids, scheduled_spec_decode_tokens):
+        return structured_output_request_ids
+
+
 def init_speculator(vllm_config, device):
     return DraftModelSpeculator()
 
@@ -494,9 +512,12 @@ def hooked(modules: dict[str, dict] = MODULES, speculator: type = DraftModelSpec
         "vllm.v1.worker.worker_base": {"WorkerWrapperBase": copy(WorkerWrapperBase)},
         "vllm.v1.worker.gpu_worker": {"warmup_kernels": warmup_kernels},
         "vllm.v1.engine.input_processor": {"InputProcessor": copy(InputProcessor)},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": copy(Scheduler)},
+        "vllm.v1.structured_output": {"StructuredOutputManager": copy(StructuredOutputManager)},
         GPU + "model_runner": {"init_model_state": init_model_state, "init_speculator": init_speculator},
         GPU + "structured_outputs": {"StructuredOutputsWorker": copy(StructuredOutputsWorker)},
         GPU + "spec_decode.speculator": {"DraftModelSpeculator": copy(speculator)},
+        GPU + "spec_decode.utils": {"DraftTokensHandler": copy(DraftTokensHandler)},
     }
 
 

@@ -147,4 +147,10 @@ MUTANTS = [
     bug("drafts that vLLM made up accepted by synthetic rates", VLLM + "sampling.py",
         ".masked_fill(is_refused, 0)", "",
         *_of("vllm_sampling", "test_drafts_before_there_were_any_are_refused[0.33-synthetic]")),
+    bug("a grammar in vLLM after the row before in place of the parent", VLLM + "grammars.py",
+        "states[node >> PARENT]", "states[-1]",
+        *_of("vllm_tree_grammars", "test_a_row_is_masked_by_the_path_to_its_node")),
+    bug("a grammar in vLLM left where the last node has brought it", VLLM + "grammars.py",
+        "    _follow(grammar, request.request_id, taken, ())\n", "",
+        *_of("vllm_tree_grammars", "test_a_row_is_masked_by_the_path_to_its_node")),
 ]  # fmt: skip

@@ -13,6 +13,7 @@ _CONFIG = "vllm.config."
 _ATTENTION = "vllm.v1.attention."
 _BACKENDS = _ATTENTION + "backends."
 _GPU = "vllm.v1.worker.gpu."
+_STRUCTURED = "vllm.v1.structured_output."
 _SAMPLER = _GPU + "sample.sampler.Sampler"
 _STATES = _GPU + "sample.states.SamplingStates"
 _REJECTION = _GPU + "spec_decode.rejection_sampler.RejectionSampler"
@@ -91,6 +92,22 @@ _TREES = (
     )),
     names(_GPU + "sample.bad_words.BadWordsState", ("bad_word_offsets", "bad_word_token_ids", "req_states")),
     names(_GPU + "states.RequestState", ("all_token_ids", "prompt_len", "total_len")),
+    # grammars.py
+    names(_GPU + "input_batch.InputBatch", ("has_structured_output_reqs",)),
+    contains(_GPU + "model_runner.GPUModelRunner.sample_tokens",
+             "self.draft_tokens_handler.set_draft_tokens(input_batch, self.req_states.draft_tokens["),
+    # of scheduled drafts workers take the number alone
+    contains(_GPU + "model_runner.GPUModelRunner.prepare_inputs",
+             "len(draft_tokens.get(req_id, ()))"),
+    names(_STRUCTURED + "StructuredOutputManager", ("backend", "should_fill_bitmask", "vllm_config")),
+    *(names(_STRUCTURED + "backend_types.StructuredOutputGrammar", (name,)) for name in (
+        "accept_tokens", "fill_bitmask", "is_terminated", "rollback", "validate_tokens",
+    )),
+    names(_STRUCTURED + "request.StructuredOutputRequest", ("grammar", "reasoner")),
+    names("vllm.v1.outputs.DraftTokenIds", ("draft_token_ids", "req_ids")),
+    names("vllm.v1.core.sched.output.SchedulerOutput", ("num_invalid_spec_tokens", "scheduled_spec_decode_tokens")),
+    names("vllm.v1.request.Request", ("all_token_ids", "is_finished", "is_prefill_chunk", "request_id",
+                                      "spec_token_ids", "structured_output_request")),
     # tree_drafting.py
     contains(_GPU + "model_runner.GPUModelRunner.sample_tokens",
              "draft_tokens = self.speculator.propose(input_batch, attn_metadata, slot_mappings_by_layer, "

@@ -11,6 +11,7 @@ import torch
 
 from ...ops import build_tree_from_scores, move_accepted_kv, select_top_k_tokens
 from ...ops.tree.select_top_k_tokens import Output as Beams
+from .grammars import parents_of
 from .parts import SWITCHES, TREES
 from .trees import Level, shape_of
 
@@ -89,6 +90,8 @@ class TreeDrafts:
         drafts = super().propose(input_batch, *arguments, **options)
         if not is_dummy:
             self.trees.keep(input_batch.idx_mapping, self.drafted)
+            if input_batch.has_structured_output_reqs:
+                input_batch.eagle_kernels_parents = parents_of(self.drafted[:, : input_batch.num_reqs])
         return drafts
 
     # the first pass

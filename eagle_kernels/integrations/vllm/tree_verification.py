@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from ...ops import penalize_logits
-from .parts import SWITCHES, logger
+from .parts import SWITCHES
 from .sampling import PROCESSED, MatchVerifier
 from .trees import Trees, to_device
 
@@ -23,7 +23,7 @@ class TreeVerifier(MatchVerifier):
 
     def __init__(self, sampler, spec_config, device, trees: Trees):
         super().__init__(sampler, spec_config, device)
-        self.trees, self.warned = trees, False
+        self.trees = trees
         if self.rates is not None:
             self.rates = self.rates[: trees.shape.depth].contiguous()
 
@@ -42,7 +42,7 @@ class TreeVerifier(MatchVerifier):
             logits, pos, of_request = logits[filled], pos[filled], of_request[filled]
             drafts = torch.where(is_there, drafts[filled], -1)
         drafts = drafts.view(-1, num_nodes)
-        self._leave_grammars(batch, drafts)
+        self._leave_unknown(batch, drafts)
         raw = logits
         if wants and sampler.logprobs_mode.startswith("raw_"):
             logits = logits.clone()
@@ -78,18 +78,12 @@ class TreeVerifier(MatchVerifier):
         filled = bounds[:-1, None] + torch.minimum(node, counts - 1)
         return filled.flatten(), (node < counts).flatten()
 
-    def _leave_grammars(self, batch, drafts: torch.Tensor) -> None:
-        """Lets no draft of a request with a grammar match: vLLM's masks after the first follow a chain of drafts."""
-        asked = getattr(batch, "eagle_kernels_grammars", ())
-        places = [place for place, request in enumerate(batch.req_ids) if request in asked]
-        if not places:
-            return
-        if not self.warned:
-            self.warned = True
-            logger.warning(
-                "eagle_kernels: requests with structured outputs decode without drafts where these are trees"
-            )
-        drafts[to_device(torch.tensor(places, dtype=torch.int64, device="cpu"), drafts.device), 1:] = -1
+    def _leave_unknown(self, batch, drafts: torch.Tensor) -> None:
+        """Lets no draft match where a grammar's masks after the first are missing; see grammars.py."""
+        unknown = getattr(batch, "eagle_kernels_unknown", ())
+        places = [place for place, request in enumerate(batch.req_ids) if request in unknown]
+        if places:
+            drafts[to_device(torch.tensor(places, dtype=torch.int64, device="cpu"), drafts.device), 1:] = -1
 
     def _walked(self, links: tuple) -> tuple:
         """Returns the links that are walked. Synthetic acceptance walks nodes at even distances as if they were a path.
@@ -170,9 +164,3 @@ def ban_words(logits, words, of_request, depth, tokens) -> None:
     # two words may end alike: what bans wins
     banned = torch.where(is_met, float("-inf"), float("inf")).to(logits.dtype)
     logits.scatter_reduce_(1, last, banned, "amin")
-
-
-def apply_grammar_bitmask(original, worker, logits, input_batch, grammar_req_ids, *given, **options):
-    """Masks logits as vLLM does, and notes whose, since its masks follow a chain of drafts."""
-    input_batch.eagle_kernels_grammars = frozenset(grammar_req_ids)
-    return original(worker, logits, input_batch, grammar_req_ids, *given, **options)
