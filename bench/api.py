@@ -42,6 +42,7 @@ _LISTS = ("Args", "Returns", "Attributes", "Raises")
 _FAMILY_TITLES = {
     "attention": "Attention",
     "draft": "Drafting without a model",
+    "experts": "Mixtures of experts",
     "kv": "KV cache",
     "linear": "Linear layers",
     "nn": "Layers",

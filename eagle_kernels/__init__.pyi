@@ -21,6 +21,7 @@ from .ops import draft_cache_locs as draft_cache_locs
 from .ops import draft_kv_indices as draft_kv_indices
 from .ops import extend_cache_locs as extend_cache_locs
 from .ops import find_slots as find_slots
+from .ops import fused_experts as fused_experts
 from .ops import generate_token_bitmask as generate_token_bitmask
 from .ops import gqa_decode as gqa_decode
 from .ops import kv_indices as kv_indices
@@ -42,6 +43,7 @@ from .ops import prune_trees as prune_trees
 from .ops import reroot_drafts as reroot_drafts
 from .ops import rms_norm as rms_norm
 from .ops import rope as rope
+from .ops import route_experts as route_experts
 from .ops import sample_children as sample_children
 from .ops import sample_from_logits as sample_from_logits
 from .ops import select_top_k_tokens as select_top_k_tokens
@@ -85,6 +87,7 @@ __all__ = [
     "draft_kv_indices",
     "extend_cache_locs",
     "find_slots",
+    "fused_experts",
     "generate_token_bitmask",
     "gqa_decode",
     "kv_indices",
@@ -108,6 +111,7 @@ __all__ = [
     "reroot_drafts",
     "rms_norm",
     "rope",
+    "route_experts",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",

@@ -6,6 +6,8 @@ from .ops.attention.tree_attention import tree_attention as tree_attention
 from .ops.draft.merge_drafts import merge_drafts as merge_drafts
 from .ops.draft.ngram_match import ngram_match as ngram_match
 from .ops.draft.reroot_drafts import reroot_drafts as reroot_drafts
+from .ops.experts.fused_experts import fused_experts as fused_experts
+from .ops.experts.route_experts import route_experts as route_experts
 from .ops.kv.accepted_cache_locs import accepted_cache_locs as accepted_cache_locs
 from .ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size as align_evict_mask_to_page_size
 from .ops.kv.assign_req_to_token import assign_req_to_token as assign_req_to_token
@@ -67,6 +69,7 @@ __all__ = [
     "draft_kv_indices",
     "extend_cache_locs",
     "find_slots",
+    "fused_experts",
     "gqa_decode",
     "kv_indices",
     "linear_decode",
@@ -87,6 +90,7 @@ __all__ = [
     "reroot_drafts",
     "rms_norm",
     "rope",
+    "route_experts",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",

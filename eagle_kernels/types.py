@@ -46,6 +46,7 @@ _HOMES = {
     "PruneTreesOutput": ".ops.tree.prune_trees:Output",
     "RerootDraftsOutput": ".ops.draft.reroot_drafts:Output",
     "RMSNormOutput": ".ops.nn.rms_norm:Output",
+    "RouteExpertsOutput": ".ops.experts.route_experts:Output",
     "RopeOutput": ".ops.nn.rope:Output",
     "SampleChildrenOutput": ".ops.rejection.sample_children:Output",
     "SampledVerifyOutput": ".ops.sampling.verify_tree_sampled:Output",

@@ -19,6 +19,7 @@ from .ops.attention.shared.attention import Output as AttentionOutput
 from .ops.draft.merge_drafts import Output as MergeDraftsOutput
 from .ops.draft.ngram_match import Output as NgramMatchOutput
 from .ops.draft.reroot_drafts import Output as RerootDraftsOutput
+from .ops.experts.route_experts import Output as RouteExpertsOutput
 from .ops.kv.accepted_cache_locs import Output as AcceptedCacheLocsOutput
 from .ops.kv.chain_kv_indices import Output as ChainKVIndicesOutput
 from .ops.kv.draft_cache_locs import Output as DraftCacheLocsOutput
@@ -77,6 +78,7 @@ __all__ = [
     "Request",
     "RerootDraftsOutput",
     "RopeOutput",
+    "RouteExpertsOutput",
     "RunStats",
     "SampleChildrenOutput",
     "SampledVerifyOutput",

@@ -81,6 +81,10 @@ LENGTH = [at("seq_lens", 0, to=-1)]
 
 # calls at their limits, and each step that goes too far: of an element, or (place None) another argument
 LIMITS = {
+    "experts": ("fused_experts", {
+        "x": torch.zeros(1, 1), "experts": INTS([[1, -1]]), "weights": torch.zeros(1, 2),
+        "gate_up": torch.zeros(2, 2, 1), "down": torch.zeros(2, 1, 1),
+    }, [at("experts", 0, 0, to=2), at("experts", 0, 1, to=-2)]),
     "decode": ("gqa_decode", ONE_DECODE | FULL, [
         at("seq_lens", 0, to=13), at("seq_lens", 0, to=-1), at("block_table", 0, 0, to=5),
         at("block_table", 0, 2, to=-1),

@@ -484,6 +484,27 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"gate": rows([-INF, INF, 0, NAN]), "up": rows([1, 2, 5, 1])}, {"": [[NAN, INF, 0, NAN]]}),
         ({"gate": rows([0, INF, 2, 3], [0, 0, 7, 7])}, {"": [[0, INF], [0, 0]]}),
     ],
+    "route_experts": [
+        # NaN comes last, ties in order; the weights of nothing but zeros are zeros; a shared expert weighs 1
+        ({"logits": rows([NAN, 0, 0], [-INF, -INF, NAN]), "top_k": 2, "scoring": "sigmoid", "num_shared": 1,
+          "scale": 4.0},
+         {"experts": [[1, 2, 3], [0, 1, 3]], "weights": [[2, 2, 1], [0, 0, 1]]}),
+        # a group is as good as its best expert, or as the sum of its best two
+        *(({"logits": rows([0, -INF, -INF, -INF]), "bias": T([0.0, 0.25, 0.5, 0.5]), "top_k": 2, "scoring": "sigmoid",
+            "num_groups": 2, "top_groups": 1, "group_scoring": scoring, "renormalize": False},
+           {"experts": experts, "weights": weights})
+          for scoring, experts, weights in (("max", [[0, 1]], [[0.5, 0]]), ("top2", [[2, 3]], [[0, 0]]))),
+    ],
+    "fused_experts": [
+        # an expert that is not in the table counts for nothing, nor does what it is multiplied by
+        ({"x": rows([100], [100]), "experts": T([[0, 2], [-1, FAR]]), "weights": rows([0.5, NAN], [NAN, INF]),
+          "gate_up": T([[[1.0], [1.0]], [[NAN], [NAN]]]), "down": T([[[1.0]], [[NAN]]])},
+         {"": [[5000], [0]]}),
+        # gates are clamped from above alone; up on both sides, and one is added
+        ({"x": rows([8], [-8]), "experts": T([[0], [0]]), "weights": rows([1], [1]), "alpha": 10.0, "limit": 3.0,
+          "gate_up": T([[[1.0], [1.0]]]), "down": T([[[1.0]]]), "activation": "swigluoai"},
+         {"": [[12], [0]]}),
+    ],
     "linear_decode": [
         ({"x": rows([NAN, 1], [1, 2]), "weight": rows([1, 1], [0, 3]), "bias": T([0.5, 0.0])},
          {"": [[NAN, NAN], [3.5, 6]]}),

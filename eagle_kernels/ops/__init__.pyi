@@ -6,6 +6,8 @@ from ..reference.ops.attention.tree_attention import tree_attention as _tree_att
 from ..reference.ops.draft.merge_drafts import merge_drafts as _merge_drafts_reference
 from ..reference.ops.draft.ngram_match import ngram_match as _ngram_match_reference
 from ..reference.ops.draft.reroot_drafts import reroot_drafts as _reroot_drafts_reference
+from ..reference.ops.experts.fused_experts import fused_experts as _fused_experts_reference
+from ..reference.ops.experts.route_experts import route_experts as _route_experts_reference
 from ..reference.ops.kv.accepted_cache_locs import accepted_cache_locs as _accepted_cache_locs_reference
 from ..reference.ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size as _align_evict_mask_to_page_size_reference
 from ..reference.ops.kv.assign_req_to_token import assign_req_to_token as _assign_req_to_token_reference
@@ -61,6 +63,8 @@ from .attention.tree_attention import tree_attention as _tree_attention
 from .draft.merge_drafts import merge_drafts as _merge_drafts
 from .draft.ngram_match import ngram_match as _ngram_match
 from .draft.reroot_drafts import reroot_drafts as _reroot_drafts
+from .experts.fused_experts import fused_experts as _fused_experts
+from .experts.route_experts import route_experts as _route_experts
 from .front_door import verify_tree as _verify_tree
 from .kv.accepted_cache_locs import accepted_cache_locs as _accepted_cache_locs
 from .kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size as _align_evict_mask_to_page_size
@@ -140,6 +144,8 @@ extend_cache_locs = _with_reference(_extend_cache_locs, _extend_cache_locs_refer
 """Lists slots and positions of a range of every request's tokens, one request after another."""
 find_slots = _with_reference(_find_slots, _find_slots_reference)
 """Lists slots and positions of `count` tokens of every request, through its page table."""
+fused_experts = _with_reference(_fused_experts, _fused_experts_reference)
+"""Returns what the experts of each row compute, summed by their weights."""
 gqa_decode = _with_reference(_gqa_decode, _gqa_decode_reference)
 """Attends one query token per request to the keys in its pages of the KV cache."""
 kv_indices = _with_reference(_kv_indices, _kv_indices_reference)
@@ -180,6 +186,8 @@ rms_norm = _with_reference(_rms_norm, _rms_norm_reference)
 """Normalizes each row of `x`, or of `x + residual`, by its root mean square."""
 rope = _with_reference(_rope, _rope_reference)
 """Rotates queries and keys by the angles of their positions (rotary position embedding)."""
+route_experts = _with_reference(_route_experts, _route_experts_reference)
+"""Returns the experts of each row and their weights, as routers of mixtures of experts choose them."""
 sample_children = _with_reference(_sample_children, _sample_children_reference)
 """Draws the children of tree nodes from the draft's distribution, without or with replacement."""
 sample_from_logits = _with_reference(_sample_from_logits, _sample_from_logits_reference)
@@ -241,6 +249,7 @@ __all__ = [
     "draft_kv_indices",
     "extend_cache_locs",
     "find_slots",
+    "fused_experts",
     "generate_token_bitmask",
     "gqa_decode",
     "kv_indices",
@@ -262,6 +271,7 @@ __all__ = [
     "reroot_drafts",
     "rms_norm",
     "rope",
+    "route_experts",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",

@@ -5,6 +5,7 @@ from __future__ import annotations
 FAMILIES = {
     "attention": ("gqa_decode", "plan_attention", "prefill_attention", "tree_attention"),
     "draft": ("merge_drafts", "ngram_match", "reroot_drafts"),
+    "experts": ("fused_experts", "route_experts"),
     "kv": (
         "accepted_cache_locs",
         "align_evict_mask_to_page_size",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import ATTENTION, LINEAR, PRIMITIVES, REJECTION, RUNTIME, SAMPLING, VERIFY, Mutant, bug, of
+from .mutant import ATTENTION, EXPERTS, LINEAR, PRIMITIVES, REJECTION, RUNTIME, SAMPLING, VERIFY, Mutant, bug, of
 
 KV = "eagle_kernels/ops/kv/"
 TREE = "eagle_kernels/ops/tree/"
@@ -87,6 +87,35 @@ MUTANTS = [
     bug("the last tile of a request is lost", ATTENTION + "prefill_attention.py",
         "return request, stop - 1 - number", "return request, tl.maximum(stop - 2 - number, 0)",
         "op_tests/ops/attention/test_prefill_attention.py::test_matches_reference"),
+    bug("a bias in the weights of the chosen", EXPERTS + "route_experts.py",
+        "tl.where(is_chosen, scores, 0.0)", "tl.where(is_chosen, choice, 0.0)",
+        *of("route_experts", "test_a_bias_is_for_the_choice_alone")),
+    bug("a shared expert that is scaled with the others", EXPERTS + "route_experts.py",
+        "tl.where(place < NUM_CHOSEN, weights * scale, 1.0)", "tl.where(place < NUM_CHOSEN, weights, 1.0) * scale",
+        *of("route_experts", "test_shared_experts_weigh_one")),
+    bug("a shared expert counted twice", EXPERTS + "route_experts.py",
+        "experts = NUM_EXPERTS + place - NUM_CHOSEN", "experts = NUM_EXPERTS + (place - NUM_CHOSEN) // 2",
+        *of("route_experts", "test_shared_experts_weigh_one")),
+    bug("groups by their best expert alone", EXPERTS + "route_experts.py",
+        "if not USES_TWO:", "if True:", *of("route_experts", "test_groups_by_hand")),
+    bug("a row that lands in its neighbour's expert", EXPERTS + "shared/blocks.py",
+        "tl.sum((stops <= block).to(tl.int32), axis=0)", "tl.sum((stops < block).to(tl.int32), axis=0)",
+        *of("fused_experts", "test_rows_go_to_their_own_expert")),
+    bug("sorted pairs that begin one late", EXPERTS + "shared/blocks.py",
+        "tl.sum(tl.where(number == expert, starts, 0), axis=0) + skipped",
+        "tl.sum(tl.where(number == expert, starts + 1, 0), axis=0) + skipped",
+        *of("fused_experts", "test_more_rows_than_programs_look_through")),
+    bug("an expert that is none is the last one", EXPERTS + "shared/blocks.py",
+        "return tl.where(is_expert, experts, NUM_EXPERTS).to(tl.int32)",
+        "return tl.where(is_expert, experts, NUM_EXPERTS - 1).to(tl.int32)",
+        *of("fused_experts", "test_experts_that_are_none")),
+    bug("parts of experts that are none are added", EXPERTS + "fused_experts.py",
+        "is_written = is_column & (expert >= 0) & (expert < SHAPE.NUM_EXPERTS)", "is_written = is_column",
+        *of("fused_experts", "test_experts_that_are_none")),
+    bug("gates of gpt-oss clamped on both sides", EXPERTS + "shared/gate_up.py",
+        "gate = tl.where(gate > SHAPE.LIMIT, SHAPE.LIMIT, gate)",
+        "gate = tl.where(gate > SHAPE.LIMIT, SHAPE.LIMIT, tl.where(gate < -SHAPE.LIMIT, -SHAPE.LIMIT, gate))",
+        *of("fused_experts", "test_the_clamp_of_gpt_oss")),
     bug("parts that go by the number of rows", LINEAR + "linear_decode.py",
         "parts > 1 and (is_best or deterministic)", "parts > 1 and is_best",
         "op_tests/ops/linear/test_linear_decode.py::test_deterministic_rows_have_the_same_parts_whatever_their_number"),

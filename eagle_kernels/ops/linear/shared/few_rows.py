@@ -6,10 +6,11 @@ A program reads its rows of weight from end to end and asks for the first of the
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
+from ....primitives.products import multiply
 from ....runtime import tuning
 from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
-from .layer import SIZES, Layer, choose_tuning, layer_arguments, multiply
+from .layer import SIZES, Layer, choose_tuning, layer_arguments
 
 # MAX_ROWS: in fp16 and bf16, on the tensor cores. MAX_SINGLE_ROWS: in fp32, which these do not have.
 MAX_ROWS = 16

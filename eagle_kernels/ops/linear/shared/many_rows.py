@@ -9,11 +9,12 @@ row's bits depend on the weights and on num_parts alone.
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
+from ....primitives.products import load_tile, multiply
 from ....runtime import tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
-from .layer import SIZES, Layer, choose_tuning, layer_arguments, multiply
-from .tiles import PART_COLUMNS, columns_of_part, deal_outputs, load_tile, place_of_program, store_tile
+from .layer import SIZES, Layer, choose_tuning, layer_arguments
+from .tiles import PART_COLUMNS, columns_of_part, deal_outputs, place_of_program, store_tile
 
 MAX_ROWS = 256
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
+from ....primitives.products import load_tile, multiply
 from ....primitives.strides import row_unit
 from ....runtime import target, tuning
 from ....runtime.language import LEAST_DOT_ROWS, is_interpreting, next_power_of_2, tl, triton
 from ....runtime.launch import launch
-from .layer import multiply
 from .merge_parts import merge_parts
-from .tiles import columns_of_part, deal_outputs, load_tile, most_parts, place_of_program, store_tile
+from .tiles import columns_of_part, deal_outputs, most_parts, place_of_program, store_tile
 from .unpacking import Numbers, scale_of, unpack
 
 _SIZES = ["num_rows", "num_outputs", "outputs_each", "stride_x_row", "stride_numbers", "stride_output_row",

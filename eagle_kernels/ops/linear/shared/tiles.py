@@ -38,15 +38,6 @@ def columns_of_part(part, NUM_COLUMNS: tl.constexpr, NUM_PARTS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(row_ptrs, is_row, columns, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, EVICTION: tl.constexpr):
-    """Loads a tile [ROW, COLUMN], 0 past the ends."""
-    is_read = is_row[:, None]
-    if not IS_EVEN:
-        is_read &= (columns < NUM_COLUMNS)[None, :]
-    return tl.load(row_ptrs[:, None] + columns[None, :], mask=is_read, other=0.0, eviction_policy=EVICTION)
-
-
-@triton.jit
 def store_tile(layer, total, part, output, is_output, row, is_row, strides):
     """Stores sums [OUTPUT, ROW] with the bias, which is the first part's alone. strides: of parts and of rows."""
     if layer.bias is not None:

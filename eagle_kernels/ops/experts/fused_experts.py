@@ -1,0 +1,184 @@
+"""What the chosen experts compute: two products around an activation, summed by the router's weights.
+
+Computes: out[t] = sum over k of weights[t, k] * (down[e] @ act(gate_up[e] @ x[t] + b) + c), e = experts[t, k], with the
+    biases b and c of the expert, and act(gate, up) = silu(gate) * up, or for "swigluoai" with gate at most limit and up
+    within -limit..limit: gate * sigmoid(alpha * gate) * (up + 1). Products and sums in fp32 (no TF32); the activation
+    is rounded to the dtype of x.
+Invariants: A row's bits depend neither on other rows nor on their number: sums are made column by column, then expert
+    by expert in the order of the table, without atomics. Weights of experts that no row goes to are not read.
+    The table and weights of the second product are read before the wait of primitives/dependent_launch.py: the
+    launch of the first one, directly before, writes neither.
+Grid: (blocks of pairs * output blocks,) for either product, one program multiplies the rows of a block, which are of
+    one expert (shared/blocks.py), by a block of outputs; then (T, blocks of columns) to sum up.
+Launches: 3; one more to sort more than 4,096 pairs
+Traffic: for E' experts that are touched, element bytes * E' * 3 * H * I; element bytes * T * (2 * H + 2 * K * I) and
+    8 * T * K * H for what lies between the launches.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...runtime import check, tuning
+from ...runtime.language import next_power_of_2, tl, triton
+from ...runtime.launch import launch, launcher
+from .shared.blocks import make_table, num_blocks
+from .shared.down import launch_down
+from .shared.gate_up import launch_gate_up
+from .shared.layer import Product, Shape
+
+MAX_EXPERTS, MAX_CHOSEN = 520, 24
+ACTIVATIONS = ("silu", "swigluoai")
+# The first entry is taken that allows the pairs an expert has on average, were they dealt out evenly over the experts
+# that can be touched. down_: of the second product. None of these was measured yet.
+_FEW = {"most_pairs": 4, "block_pair": 16, "block_output": 32, "block_column": 128, "num_warps": 4, "num_stages": 4,
+        "down_block_output": 32, "down_num_warps": 4, "down_num_stages": 4}  # fmt: skip
+_SOME = _FEW | {"most_pairs": 24, "block_pair": 32, "block_output": 64, "num_stages": 3, "down_block_output": 64}
+_MANY = _SOME | {"most_pairs": 2**31, "block_pair": 128, "block_column": 64, "num_warps": 8, "num_stages": 3,
+                 "down_block_output": 128, "down_num_warps": 8, "down_num_stages": 3}  # fmt: skip
+_NARROW = {"block_column": 64, "num_stages": 2, "down_num_stages": 2}
+TUNING = {
+    "default": (_FEW | {"num_stages": 3, "down_num_stages": 3}, _SOME | {"block_column": 64}, _MANY),
+    # 64 KiB of shared memory
+    "gfx942": (_FEW | _NARROW, _SOME | _NARROW, _MANY | _NARROW | {"block_pair": 64}),
+    "sm_90": (_FEW, _SOME, _MANY | {"num_stages": 4, "down_num_stages": 4}),
+}
+# in fp32, without the tensor cores
+SINGLE_TUNING = {"default": (_FEW | {"most_pairs": 2**31, "block_column": 32, "num_stages": 2, "down_num_stages": 2},)}
+# columns that a program sums up
+_BLOCK_SUMMED = 1024
+
+
+@triton.jit(do_not_specialize=["stride_output_row"])
+def _sum_kernel(
+    parts_ptr, experts_ptr, output_ptr, stride_output_row, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts of a row in the order of the table; those of experts that are none were not written."""
+    await_predecessor(ENABLE_PDL)
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < SHAPE.HIDDEN
+    total = tl.zeros([BLOCK], tl.float32)
+    for index in tl.static_range(SHAPE.NUM_CHOSEN):
+        pair = row * SHAPE.NUM_CHOSEN + index
+        expert = tl.load(experts_ptr + pair)
+        is_written = is_column & (expert >= 0) & (expert < SHAPE.NUM_EXPERTS)
+        total += tl.load(parts_ptr + pair * SHAPE.HIDDEN + column, mask=is_written, other=0.0)
+    tl.store(output_ptr + row * stride_output_row + column, total.to(output_ptr.dtype.element_ty), mask=is_column)
+
+
+def contract(values: dict) -> check.Spec:
+    args = check.Arguments("fused_experts", values)
+    x = args.tensor("x", ("T", "H"), check.FLOAT, contiguous=1)
+    experts = args.tensor("experts", ("T", "K"), check.INTEGER)
+    args.tensor("weights", ("T", "K"), (torch.float32,))
+    args.tensor("gate_up", ("E", "2 * I", "H"), (x.dtype,))
+    if not 1 <= args.size("E") <= MAX_EXPERTS:
+        args.fail("gate_up", f"have E in 1..{MAX_EXPERTS}", args.size("E"))
+    if args.size("2 * I") % 2 or args.size("2 * I") < 2:
+        args.fail("gate_up", "have an even number of rows for an expert, gate and up", args.size("2 * I"))
+    if not 1 <= args.size("K") <= MAX_CHOSEN:
+        args.fail("experts", f"have K in 1..{MAX_CHOSEN}", args.size("K"))
+    if args.size("H") < 1:
+        args.fail("x", "have H of at least 1", args.size("H"))
+    args.bind("I", args.size("2 * I") // 2, "gate_up")
+    args.tensor("down", ("E", "H", "I"), (x.dtype,))
+    args.tensor("gate_up_bias", ("E", "2 * I"), (x.dtype,), optional=True)
+    args.tensor("down_bias", ("E", "H"), (x.dtype,), optional=True)
+    args.choice("activation", ACTIVATIONS)
+    args.number("alpha")
+    args.number("limit", 0.0)
+    num_experts = args.size("E")
+    rule = f"lie in 0..{num_experts - 1}, or be -1"
+    args.debug("experts", rule, lambda: (experts >= -1) & (experts < num_experts))
+    return args.spec((args.size("T"), args.size("H")), x.dtype, contiguous=1)
+
+
+@launcher
+def fused_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    interleaved: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns what the experts of each row compute, summed by their weights.
+
+    Symbols: T rows; H columns, at least 1; E experts, 1..520, shared ones included; K of them for a row, 1..24; I
+    inner columns of an expert, at least 1.
+
+    Args:
+        x: [T, H] fp16, bf16 or fp32. Rows may be strided.
+        experts: [T, K] int32 or int64, as `route_experts` returns them. An expert outside 0..E - 1 counts for nothing;
+            -1 says so.
+        weights: [T, K] fp32, of the experts.
+        gate_up: [E, 2 * I, H], dtype of `x`: of each expert the rows of the gate, then those of up.
+        down: [E, H, I], dtype of `x`.
+        gate_up_bias: None or [E, 2 * I], dtype of `x`, in the order of the rows of `gate_up`.
+        down_bias: None or [E, H], dtype of `x`.
+        activation: "silu", silu(gate) * up, or "swigluoai", that of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1) of
+            numbers that are clamped.
+        alpha: a factor of "swigluoai".
+        limit: what "swigluoai" clamps to, at least 0: gate from above, up on both sides.
+        interleaved: rows of gate and up of an expert take turns, as in gpt-oss.
+        out: a tensor to write into. Its rows may be strided.
+
+    Returns:
+        [T, H], dtype of `x`. Products are summed in fp32, the activation is rounded to the dtype of `x`, and the sum
+        over experts is fp32, rounded once. A row's bits do not depend on other rows. A NaN stays in its row.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above. With EAGLE_KERNELS_DEBUG=1 also where an expert is not
+            in the table.
+
+    Source:
+        The experts of transformers' Qwen3-MoE, Mixtral, ERNIE 4.5, DeepSeek-V3 and gpt-oss; the kernels are
+        eagle_kernels' own.
+
+    Example:
+        >>> x, experts, weights = torch.tensor([[1.0]]), torch.tensor([[1, 0]]), torch.tensor([[0.5, 0.25]])
+        >>> gate_up = torch.tensor([[[100.0], [1.0]], [[100.0], [2.0]]])
+        >>> eagle_kernels.fused_experts(x, experts, weights, gate_up, torch.ones(2, 1, 1)).tolist()
+        [[125.0]]
+    """
+    op = "fused_experts"
+    out = check.allocate(op, contract(locals()), out)
+    if out.numel() == 0:
+        return out
+    (num_rows, hidden), (num_experts, inner) = x.shape, (len(down), down.shape[2])
+    num_chosen, num_pairs, device = experts.shape[1], experts.numel(), x.device
+    shape = Shape(
+        num_experts, num_chosen, hidden, inner, bool(interleaved), activation == "swigluoai", float(alpha), float(limit)
+    )
+    activated = torch.empty((num_pairs, inner), dtype=x.dtype, device=device)
+    parts = torch.empty((num_pairs, hidden), dtype=torch.float32, device=device)
+    table, lookup = make_table(op, experts, num_experts)
+    tuned = _choose_entry(SINGLE_TUNING if x.dtype == torch.float32 else TUNING, num_pairs, num_experts, device)
+    blocks = {
+        "table": table, "num_pairs": num_pairs, "LOOKUP": lookup, "BLOCK_PAIR": tuned["block_pair"],
+        "num_blocks": num_blocks(num_pairs, num_experts, tuned["block_pair"]),
+    }  # fmt: skip
+    launch_gate_up(op, Product(x, gate_up, gate_up_bias, activated), shape, dict(blocks), tuned)
+    launch_down(op, Product(activated, down, down_bias, parts), weights, shape, dict(blocks), tuned)
+    block_summed = min(_BLOCK_SUMMED, next_power_of_2(hidden))
+    launch(
+        op, _sum_kernel, (num_rows, triton.cdiv(hidden, block_summed)),
+        parts_ptr=parts, experts_ptr=experts, output_ptr=out, stride_output_row=out.stride(0), SHAPE=shape,
+        BLOCK=block_summed, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _choose_entry(table: dict, num_pairs: int, num_experts: int, device: torch.device) -> dict:
+    """Returns the first entry of the device's row that fits; the last one fits all."""
+    average = num_pairs / min(num_pairs, num_experts)
+    return next(entry for entry in tuning.row(table, device) if average <= entry["most_pairs"])
