@@ -19,6 +19,8 @@ THETA = {"rope_theta": 3000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | THETA
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24} | THETA
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+QWEN_EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
+ERNIE_EXPERTS = {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 20, "moe_num_shared_experts": 2}
 CASES = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -42,6 +44,29 @@ CASES = {
     "qwen2 yarn": ("Qwen2", {"rope_parameters": YARN}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3 biases": ("Qwen3", {"attention_bias": True}),
+    "qwen3 moe": ("Qwen3Moe", QWEN_EXPERTS | {"mlp_only_layers": [1]}),
+    "qwen3 moe, weights that sum to anything": ("Qwen3Moe", QWEN_EXPERTS | {"norm_topk_prob": False}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral window": ("Mixtral", {"num_local_experts": 3, "sliding_window": 5}),
+    "gpt oss": (
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 4,
+            "rope_parameters": YARN,
+        },
+    ),
+    "ernie moe": ("Ernie4_5_Moe", ERNIE_EXPERTS),
+    "ernie moe, every other layer": (
+        "Ernie4_5_Moe",
+        ERNIE_EXPERTS
+        | {
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 2,
+            "moe_num_shared_experts": 0,
+        },
+    ),
     "qwen3 layer types": ("Qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
 }
 
@@ -59,7 +84,7 @@ def write_target(family: str, changes: dict, folder) -> torch.nn.Module:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(std=0.5)
+            elif name.endswith(("bias", "sinks")):
+                parameter.normal_(std=0.1 if "correction" in name else 0.5)
     model.save_pretrained(folder)
     return model

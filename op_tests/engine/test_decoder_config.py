@@ -27,7 +27,10 @@ def read(**changes) -> DecoderConfig:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma"}, r"model_type='gemma' is not implemented \(only llama, mistral, qwen2, qwen3, mimo\)"),
+        (
+            {"model_type": "gemma"},
+            r"model_type='gemma' is not implemented \(only llama, mistral, qwen2, qwen3, mimo, ",
+        ),
         ({"model_type": ["llama"]}, r"model_type must be a string, got \['llama'\]"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -60,7 +60,7 @@ class CappedAttention(GroupedQueryAttention):
 
     def forward(self, x, angles, attend, layer, in_parts=False):
         def capped(*args, **options):
-            return attend(*args, **options, soft_cap=self.soft_cap, sinks=self.sinks)
+            return attend(*args, **options, soft_cap=self.soft_cap)
 
         return super().forward(x, angles, capped, layer, in_parts)
 

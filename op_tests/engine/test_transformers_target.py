@@ -38,15 +38,15 @@ CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
 CASES = {
     "gpt2": ("GPT2", {"scale_attn_by_inverse_layer_idx": True}),
     "gemma2": ("Gemma2", CAPS | {"sliding_window": 4, "query_pre_attn_scalar": 9, "num_hidden_layers": 4}),
-    "qwen3 moe": ("Qwen3Moe", EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "qwen2 moe": ("Qwen2Moe", EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gpt oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}),  # sinks
     "opt": ("OPT", {"ffn_dim": 40, "word_embed_proj_dim": WIDTH}),
     "gpt neox": ("GPTNeoX", {"rotary_pct": 0.5}),
     "granite": ("Granite", {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0}),
 }
 FINAL_NORMS = ("ln_f", "norm", "decoder.final_layer_norm", "final_layer_norm")
-MOE = {"qwen3 moe", "mixtral", "gpt oss"}
+MOE = {"qwen2 moe", "olmoe", "gpt oss"}
 
 
 def make(family: str, changes: dict) -> torch.nn.Module:
@@ -71,6 +71,9 @@ def pair(request, tmp_path_factory):
     """(name, the stock model on the CPU, the adapter read from its folder on the device under test)."""
     theirs, folder = make(*CASES[request.param]), tmp_path_factory.mktemp("model")
     theirs.save_pretrained(folder)
+    if request.param == "gpt oss":  # which our own decoder reads, too; no other family has sinks
+        stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return request.param, theirs, TransformersTarget(stock.to(DEVICE))
     return request.param, theirs, load_target(folder, DEVICE)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .decoder_config import DecoderConfig
 from .layers.linear import Linear, join_projections
+from .layers.mixture import MixtureOfExperts, join_experts
 from .layers.norm import RMSNorm
 from .layers.rotary import Rotary
 from .protocol import FINAL_NORM, Angles, Attend, TargetOutput, is_deterministic
@@ -72,6 +73,7 @@ class ConfiguredModel(nn.Module):
         self.kv_shape = config.attention.kv_shape(config.num_hidden_layers)
         self.quantize: dict[str, str] | None = None  # how the weights were quantised at loading
         self.register_load_state_dict_pre_hook(join_projections)
+        self.register_load_state_dict_pre_hook(join_experts)
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +100,12 @@ class Decoder(ConfiguredModel):
         """Makes the output share the embedding's weight if the config says so; repeat it after replacing parameters."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def pack(self) -> None:
+        """Puts weights where they are read fastest, once they are filled."""
+        for module in self.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.pack()
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embed_tokens

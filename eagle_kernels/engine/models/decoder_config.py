@@ -9,6 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 
 from ...runtime.values import shown
 from .checkpoint import StoredSize
+from .layers.experts import (
+    ErnieExperts,
+    Experts,
+    MixtralExperts,
+    OssExperts,
+    QwenExperts,
+)
 from .layers.gated import Gated
 from .layers.grouped_query import GroupedQuery
 from .layers.linear import Linear
@@ -21,7 +28,7 @@ class Family(NamedTuple):
     """Tells what the layers of the models of one `model_type` are made of: kinds (see `layers`), and their settings."""
 
     attention: type[GroupedQuery] = GroupedQuery
-    feed_forward: type[Gated] = Gated
+    feed_forward: type[Gated] | type[Experts] = Gated
     keys: dict[str, str] = {}  # options that config.json has, and its keys for them
     always: dict[str, Any] = {}  # settings that config.json does not have
     defaults: dict[str, Any] = {}  # values of absent keys, where they differ from those of `DecoderConfig`
@@ -32,7 +39,9 @@ OPTIONS_IN_FILE = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "mlp_bias
                    "has_qk_norms": "q_norm.weight"}  # fmt: skip
 # What a family has that does not say so. sliding: the layers with a window, "none", "all" if `sliding_window` is set,
 # or "by layer". linear: the kind.
-_PLAIN = dict.fromkeys(OPTIONS_IN_FILE, False) | {"sliding": "none", "linear": Linear}
+_PLAIN = dict.fromkeys(OPTIONS_IN_FILE, False) | {
+    "sliding": "none", "linear": Linear, "has_sinks": False, "turns_neighbours": False,
+}  # fmt: skip
 _BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _QWEN = {
     "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "use_sliding_window": False,
@@ -40,6 +49,7 @@ _QWEN = {
 }  # fmt: skip
 _QWEN2 = Family(always={"qkv_bias": True, "sliding": "by layer"}, defaults=_QWEN)
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+_MIXTRAL = {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2}
 
 FAMILIES = {
     "llama": Family(keys=_BIASES | {"mlp_bias": "mlp_bias"}),
@@ -49,7 +59,25 @@ FAMILIES = {
         keys=_BIASES, always={"has_qk_norms": True, "sliding": "by layer"}, defaults=_QWEN | {"head_dim": 128}
     ),
     "mimo": _QWEN2,
-}
+    "qwen3_moe": Family(
+        feed_forward=QwenExperts, keys=_BIASES, always={"has_qk_norms": True, "sliding": "all"},
+        defaults=_QWEN | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    "mixtral": Family(feed_forward=MixtralExperts, always={"sliding": "all"}, defaults=_MISTRAL | _MIXTRAL),
+    "gpt_oss": Family(
+        feed_forward=OssExperts, keys=_BIASES, always={"has_sinks": True, "sliding": "by layer"},
+        defaults={"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5,
+                  "max_position_embeddings": 131072, "rope_theta": 150000.0, "attention_bias": True,
+                  "num_experts_per_tok": 4},
+    ),
+    "ernie4_5_moe": Family(
+        feed_forward=ErnieExperts, keys=dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), "use_bias"),
+        always={"turns_neighbours": True},
+        defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+                  "rope_theta": 500000.0, "tie_word_embeddings": True, "moe_k": 6, "moe_num_shared_experts": 2,
+                  "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
+    ),
+}  # fmt: skip
 
 # Keys of models of other families, which the tensors do not tell. What they turn on or multiply by is not implemented.
 OF_OTHER_FAMILIES = {
@@ -69,6 +97,11 @@ def read_model_type(config: dict[str, Any]) -> str:
     return read_value(config, "model_type", str) or "llama"
 
 
+def has_plain_layers(model_type: str) -> bool:
+    """Returns whether heads may have layers of this family: it is known, and has no experts."""
+    return model_type in FAMILIES and not issubclass(FAMILIES[model_type].feed_forward, Experts)
+
+
 @dataclass(kw_only=True)
 class DecoderConfig:
     """Holds the keys of a config.json that decide the computation, by Hugging Face's names; those of one kind of layer
@@ -86,7 +119,7 @@ class DecoderConfig:
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     attention: GroupedQuery
-    feed_forward: Gated
+    feed_forward: Gated | Experts
     rope: RopeConfig
 
     def __post_init__(self) -> None:
@@ -119,8 +152,12 @@ class DecoderConfig:
         if model_type not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented (only {known})")
-        check_implemented(config, _IMPLEMENTED)
         family = FAMILIES[model_type]
+        has_experts = issubclass(family.feed_forward, Experts)
+        if has_experts and reader:
+            raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented for {reader}")
+        own = family.feed_forward.count_keys if has_experts else ()
+        check_implemented(config, {name: only for name, only in _IMPLEMENTED.items() if name not in own})
         defaults = {name: getattr(cls, name) for name in ("rms_norm_eps", "max_position_embeddings")} | family.defaults
         config = defaults | stated(config, *NULL_IS_A_VALUE)
         stated_options = {name: read_value(config, key, bool) for name, key in family.keys.items()}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ...runtime.values import is_integer, shown
 from .checkpoint import brief
-from .decoder_config import FAMILIES, OF_OTHER_FAMILIES, read_model_type
+from .decoder_config import FAMILIES, OF_OTHER_FAMILIES, has_plain_layers, read_model_type
 from .dflash import are_dflash
 from .hydra import FILES as HYDRA_FILES
 from .hydra import are_hydra
@@ -212,7 +212,7 @@ def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
     only = {name: value for name, value in _IMPLEMENTED.items() if kind != "P-EAGLE" or name != "num_hidden_layers"}
     check_implemented(values, only | _MODELOPT | norms, f" for {kind}")
     family = _family_of(config, values)
-    if read_model_type(values) not in FAMILIES and family in FAMILIES:
+    if not has_plain_layers(read_model_type(values)) and has_plain_layers(family):
         # the rest is the target's: what the class of that family reads, the head's does not
         values = {name: value for name, value in values.items() if name not in (*OF_OTHER_FAMILIES, *_WINDOW)}
     values["model_type"] = family
@@ -228,7 +228,7 @@ def _family_of(config: dict[str, Any], values: dict[str, Any]) -> str:
         family = re.sub("p?eagle3?|forcausallm|speculator|draftmodel|model", "", name.lower())
         if family in FAMILIES:
             return family
-        if not family and declared not in FAMILIES:  # of speculators, or one that every family has
+        if not family and not has_plain_layers(declared):  # of speculators, or one that every family has
             return "llama"
     return declared
 

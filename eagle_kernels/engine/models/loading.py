@@ -114,6 +114,7 @@ def load_target(
         quantise_linears(target, checkpoint.tensors, checkpoint.get, quantisation)
         checkpoint.fill(target, device, dtype, check_weights)
         target.tie_weights()
+        target.pack()
         target.quantize = chosen
         return target
 

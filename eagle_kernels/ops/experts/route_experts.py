@@ -168,7 +168,7 @@ def route_experts(
 
     Returns:
         A named tuple:
-        experts: [T, K + S] int32, the best one first, ties in ascending order; then the shared ones. NaN is chosen last.
+        experts: [T, K + S] int32, the best one first, ties in ascending order; then the shared ones. NaN is last.
         weights: [T, K + S] fp32. With softmax NaN makes all scores of its row NaN.
 
     Raises:

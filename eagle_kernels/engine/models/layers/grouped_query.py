@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ....primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
@@ -17,7 +18,7 @@ from .norm import RMSNorm
 
 @dataclass(kw_only=True)
 class GroupedQuery:
-    """Holds the settings, by Hugging Face's names apart from the last five."""
+    """Holds the settings, by Hugging Face's names apart from the last seven."""
 
     stored_sizes: ClassVar = {
         "self_attn.q_proj.weight": "num_attention_heads * head_dim",
@@ -32,6 +33,8 @@ class GroupedQuery:
     qkv_bias: bool = False  # whether the projections into attention have a bias
     o_bias: bool = False  # whether the projection out of attention has a bias
     has_qk_norms: bool = False  # whether each query and key head has an RMS norm, before RoPE
+    has_sinks: bool = False  # whether each query head has a score without a key
+    turns_neighbours: bool = False  # RoPE turns coordinates 2 i and 2 i + 1, not i and D / 2 + i
     linear: type[Linear] = Linear  # the kind
     windows: tuple[int | None, ...] = ()  # the keys that a token sees in each layer, itself included; None: all
 
@@ -83,6 +86,8 @@ class GroupedQueryAttention(nn.Module):
         sizes = {f"{name}_proj": count * size for name, count in zip("qkv", self.num_heads)}
         self.qkv_proj = settings.linear(input_size, sizes, settings.qkv_bias)
         self.o_proj = settings.linear(sizes["q_proj"], settings.hidden_size, settings.o_bias)
+        self.turns_neighbours = settings.turns_neighbours
+        self.sinks = nn.Parameter(torch.empty(settings.num_attention_heads)) if settings.has_sinks else None
         self.q_norm = RMSNorm(size, eps) if settings.has_qk_norms else None
         self.k_norm = RMSNorm(size, eps) if settings.has_qk_norms else None
 
@@ -91,18 +96,27 @@ class GroupedQueryAttention(nn.Module):
         deterministic = is_deterministic(attend)
         heads = self.qkv_proj(x, deterministic).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.split(self.num_heads, dim=-2)
+        if self.turns_neighbours:
+            query, key = apart(heads[..., : sum(self.num_heads[:2]), :]).split(self.num_heads[:2], dim=-2)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        output = attend(layer, query, key, value, window=self.window, angles=angles).flatten(-2)
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        output = attend(layer, query, key, value, window=self.window, angles=angles, **sinks).flatten(-2)
         return self.o_proj(output, deterministic, in_parts)
 
     def store(self, x: Tensor, angles: Angles, attend: StoringAttend, layer: int) -> None:
         """Writes keys and values as `forward` does, and attends to nothing."""
         both = self.qkv_proj(x, skipped=self.num_heads[0] * self.head_dim)
         key, value = both.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)
+        key = apart(key) if self.turns_neighbours else key
         if self.k_norm is not None:
             key = self.k_norm(key)
         attend.store(layer, key, value, angles=angles)
+
+
+def apart(heads: Tensor) -> Tensor:
+    """Returns coordinates 0, 2, .. of heads before 1, 3, ..: then RoPE turns halves, and no score changes."""
+    return heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def _windows(config: dict[str, Any], reader: str) -> tuple[int | None, ...]:

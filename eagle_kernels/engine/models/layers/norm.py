@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from .... import ops
 
-_DIFFERENTIABLE = SimpleNamespace(rms_norm=ops.rms_norm.reference, silu_and_mul=ops.silu_and_mul.reference)
+_DIFFERENTIABLE = SimpleNamespace(**{
+    name: getattr(ops, name).reference for name in ("rms_norm", "silu_and_mul", "route_experts", "fused_experts")
+})  # fmt: skip
 
 
 def library(*tensors: Tensor) -> ModuleType | SimpleNamespace:
