@@ -266,7 +266,7 @@ def test_kernels_live_below_the_engine():
 
 
 # instructions of NVIDIA's beside plain operations that make the same bits
-HAS_ASSEMBLY = {PACKAGE / "ops" / "linear" / "shared" / "unpacking.py"}
+HAS_ASSEMBLY = {PACKAGE / "primitives" / "unpacking.py"}
 
 
 @pytest.mark.parametrize("path", sources(PACKAGE), ids=lambda p: str(p.relative_to(ROOT)))

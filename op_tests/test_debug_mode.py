@@ -85,6 +85,12 @@ LIMITS = {
         "x": torch.zeros(1, 1), "experts": INTS([[1, -1]]), "weights": torch.zeros(1, 2),
         "gate_up": torch.zeros(2, 2, 1), "down": torch.zeros(2, 1, 1),
     }, [at("experts", 0, 0, to=2), at("experts", 0, 1, to=-2)]),
+    "quantised experts": ("fused_experts", {
+        "x": torch.zeros(1, 16).half(), "experts": INTS([[0]]), "weights": torch.zeros(1, 1),
+        "gate_up": torch.zeros(1, 1, 1, 16, 32, dtype=torch.int32), "gate_up_scales": torch.zeros(1, 16),
+        "down": torch.zeros(1, 1, 1, 16, 32, dtype=torch.int32), "down_scales": torch.zeros(1, 16),
+        "weight_format": "fp8",
+    }, [at("gate_up_scales", 0, 0, to=NAN), at("down_scales", 0, 15, to=float("inf"))]),
     "decode": ("gqa_decode", ONE_DECODE | FULL, [
         at("seq_lens", 0, to=13), at("seq_lens", 0, to=-1), at("block_table", 0, 0, to=5),
         at("block_table", 0, 2, to=-1),

@@ -500,6 +500,13 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"x": rows([100], [100]), "experts": T([[0, 2], [-1, FAR]]), "weights": rows([0.5, NAN], [NAN, INF]),
           "gate_up": T([[[1.0], [1.0]], [[NAN], [NAN]]]), "down": T([[[1.0]], [[NAN]]])},
          {"": [[5000], [0]]}),
+        # floats of 4 bits: 2 to the power of no scale, and of one; a column past the last one is none
+        ({"x": torch.eye(16).half()[:2] * 4, "experts": T([[0], [0]]), "weights": rows([1], [1]),
+          "weight_format": "mxfp4", "gate_up": pack_columns(torch.full((16, 16), 7, dtype=torch.uint8), 4)[None],
+          "gate_up_scales": torch.ones(2, 1, 16, 2).bfloat16(),
+          "down": pack_columns(torch.full((16, 8), 9, dtype=torch.uint8), 4)[None],
+          "down_scales": torch.full((2, 1, 16, 2), 2.0**-6).bfloat16()},
+         {"": [[-36.0] * 16] * 2}),
         # gates are clamped from above alone; up on both sides, and one is added
         ({"x": rows([8], [-8]), "experts": T([[0], [0]]), "weights": rows([1], [1]), "alpha": 10.0, "limit": 3.0,
           "gate_up": T([[[1.0], [1.0]]]), "down": T([[[1.0]]]), "activation": "swigluoai"},

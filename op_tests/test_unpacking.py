@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from eagle_kernels.ops.linear.shared import unpacking
-from eagle_kernels.reference.ops.linear.shared.packing import decode_e4m3
+from eagle_kernels.primitives import unpacking
+from eagle_kernels.reference.ops.linear.shared.packing import decode_e2m1, decode_e4m3
 
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 MASK = 2**32 - 1
@@ -74,9 +74,8 @@ def run(program: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
 
 def programs(name: str) -> dict:
     suffix = name.upper()
-    return {
-        key: getattr(unpacking, f"_{key}_{suffix}").value for key in ("NIBBLES", "SIGNED", "FLOATS", "ADD", "TIMES")
-    }
+    keys = ("NIBBLES", "SIGNED", "FLOATS", "TINY", "ADD", "TIMES")
+    return {key: getattr(unpacking, f"_{key}_{suffix}").value for key in keys}
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -86,7 +85,7 @@ def test_slabs(name):
     first = byte | (byte.roll(1) << 8) | (byte.roll(77) << 16) | (byte.roll(130) << 24)
     second = first.flip(0)
     top = 128 if name == "bf16" else 1024
-    for key, bits in (("NIBBLES", 4), ("SIGNED", 8), ("FLOATS", 8)):
+    for key, bits in (("NIBBLES", 4), ("SIGNED", 8), ("FLOATS", 8), ("TINY", 4)):
         slabs = run(programs(name)[key], first, second)
         assert len(slabs) == 32 // bits
         for place, slab in enumerate(slabs):
@@ -96,7 +95,7 @@ def test_slabs(name):
             elif key == "SIGNED":
                 expected = torch.where(codes >= 128, codes - 256, codes).double()
             else:
-                expected = decode_e4m3(codes)
+                expected = decode_e4m3(codes) if key == "FLOATS" else decode_e2m1(codes)
             got = halves(slab, TYPES[name]).double()
             is_number = ~expected.isnan()
             assert torch.equal(got[is_number], expected[is_number]), f"{key} {place}"

@@ -11,8 +11,8 @@ Invariants: A row's bits depend neither on other rows nor on their number: sums 
 Grid: (blocks of pairs * output blocks,) for either product, one program multiplies the rows of a block, which are of
     one expert (shared/blocks.py), by a block of outputs; then (T, blocks of columns) to sum up.
 Launches: 3; one more to sort more than 4,096 pairs
-Traffic: for E' experts that are touched, element bytes * E' * 3 * H * I; element bytes * T * (2 * H + 2 * K * I) and
-    8 * T * K * H for what lies between the launches.
+Traffic: for E' experts that are touched, bytes of a weight * E' * 3 * H * I, and their scales; element bytes * T *
+    (2 * H + 2 * K * I) and 8 * T * K * H for what lies between the launches.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from .shared.blocks import make_table, num_blocks
 from .shared.down import launch_down
 from .shared.gate_up import launch_gate_up
 from .shared.layer import Product, Shape
+from .shared.weights import check_weights, format_of
 
 MAX_EXPERTS, MAX_CHOSEN = 520, 24
 ACTIVATIONS = ("silu", "swigluoai")
 # The first entry is taken that allows the pairs an expert has on average, were they dealt out evenly over the experts
 # that can be touched. down_: of the second product. None of these was measured yet.
-_FEW = {"most_pairs": 4, "block_pair": 16, "block_output": 32, "block_column": 128, "num_warps": 4, "num_stages": 4,
-        "down_block_output": 32, "down_num_warps": 4, "down_num_stages": 4}  # fmt: skip
+_FEW = {"most_pairs": 4, "block_pair": 16, "block_output": 32, "block_column": 128, "late": 0, "num_warps": 4,
+        "num_stages": 4, "down_block_output": 32, "down_num_warps": 4, "down_num_stages": 4}  # fmt: skip
 _SOME = _FEW | {"most_pairs": 24, "block_pair": 32, "block_output": 64, "num_stages": 3, "down_block_output": 64}
 _MANY = _SOME | {"most_pairs": 2**31, "block_pair": 128, "block_column": 64, "num_warps": 8, "num_stages": 3,
                  "down_block_output": 128, "down_num_warps": 8, "down_num_stages": 3}  # fmt: skip
@@ -43,6 +44,16 @@ TUNING = {
     # 64 KiB of shared memory
     "gfx942": (_FEW | _NARROW, _SOME | _NARROW, _MANY | _NARROW | {"block_pair": 64}),
     "sm_90": (_FEW, _SOME, _MANY | {"num_stages": 4, "down_num_stages": 4}),
+}
+# Words take fewer bytes of shared memory than weights, but registers to unpack. late: scales of 128 columns are
+# multiplied with sums; a row's bits follow from it, so it is the same in all entries.
+_WORDS = _FEW | {"down_block_output": 64}
+_WORDS_MANY = _WORDS | {"most_pairs": 2**31, "block_pair": 64, "num_warps": 8, "num_stages": 3, "block_output": 64,
+                        "down_block_output": 128, "down_num_warps": 8, "down_num_stages": 3}  # fmt: skip
+QUANTISED_TUNING = {
+    "default": (_WORDS | {"num_stages": 3, "down_num_stages": 3}, _WORDS_MANY),
+    "gfx942": (_WORDS | {"num_stages": 2, "down_num_stages": 2}, _WORDS_MANY | {"num_stages": 2, "down_num_stages": 2}),
+    "sm_90": (_WORDS | {"late": 1}, _WORDS_MANY | {"late": 1}),
 }
 # in fp32, without the tensor cores
 SINGLE_TUNING = {"default": (_FEW | {"most_pairs": 2**31, "block_column": 32, "num_stages": 2, "down_num_stages": 2},)}
@@ -73,18 +84,14 @@ def contract(values: dict) -> check.Spec:
     x = args.tensor("x", ("T", "H"), check.FLOAT, contiguous=1)
     experts = args.tensor("experts", ("T", "K"), check.INTEGER)
     args.tensor("weights", ("T", "K"), (torch.float32,))
-    args.tensor("gate_up", ("E", "2 * I", "H"), (x.dtype,))
-    if not 1 <= args.size("E") <= MAX_EXPERTS:
-        args.fail("gate_up", f"have E in 1..{MAX_EXPERTS}", args.size("E"))
-    if args.size("2 * I") % 2 or args.size("2 * I") < 2:
-        args.fail("gate_up", "have an even number of rows for an expert, gate and up", args.size("2 * I"))
-    if not 1 <= args.size("K") <= MAX_CHOSEN:
-        args.fail("experts", f"have K in 1..{MAX_CHOSEN}", args.size("K"))
     if args.size("H") < 1:
         args.fail("x", "have H of at least 1", args.size("H"))
-    args.bind("I", args.size("2 * I") // 2, "gate_up")
-    args.tensor("down", ("E", "H", "I"), (x.dtype,))
-    args.tensor("gate_up_bias", ("E", "2 * I"), (x.dtype,), optional=True)
+    inner = check_weights(args)
+    if not 1 <= args.size("E") <= MAX_EXPERTS:
+        args.fail("gate_up", f"have E in 1..{MAX_EXPERTS}", args.size("E"))
+    if not 1 <= args.size("K") <= MAX_CHOSEN:
+        args.fail("experts", f"have K in 1..{MAX_CHOSEN}", args.size("K"))
+    args.tensor("gate_up_bias", ("E", 2 * inner), (x.dtype,), optional=True)
     args.tensor("down_bias", ("E", "H"), (x.dtype,), optional=True)
     args.choice("activation", ACTIVATIONS)
     args.number("alpha")
@@ -104,7 +111,13 @@ def fused_experts(
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    gate_up_scales: torch.Tensor | None = None,
+    down_scales: torch.Tensor | None = None,
+    gate_up_zeros: torch.Tensor | None = None,
+    down_zeros: torch.Tensor | None = None,
     *,
+    weight_format: str = "16bit",
+    group_size: int | None = None,
     activation: str = "silu",
     alpha: float = 1.702,
     limit: float = 7.0,
@@ -121,10 +134,22 @@ def fused_experts(
         experts: [T, K] int32 or int64, as `route_experts` returns them. An expert outside 0..E - 1 counts for nothing;
             -1 says so.
         weights: [T, K] fp32, of the experts.
-        gate_up: [E, 2 * I, H], dtype of `x`: of each expert the rows of the gate, then those of up.
-        down: [E, H, I], dtype of `x`.
+        gate_up: [E, 2 * I, H], dtype of `x`: of each expert the rows of the gate, then those of up. Quantised
+            [E, I / 8, C, 16, W] int32, C = ceil(H / 128): the words of `eagle_kernels.ops.linear.shared.repack`, where
+            W is 16 for 4 bits and 32 for 8.
+        down: [E, H, I], dtype of `x`. Quantised [E, H / 16, ceil(I / 128), 16, W] int32.
         gate_up_bias: None or [E, 2 * I], dtype of `x`, in the order of the rows of `gate_up`.
         down_bias: None or [E, H], dtype of `x`.
+        gate_up_scales: None in 16 bit. N = 2 * I rows: of groups [P, E, N, 2] fp16 or bf16 (mxfp4: bf16), P pairs of
+            groups; of whole rows [E, N] fp16, bf16 or fp32 (fp8: fp32); of blocks of fp8 [C, E, N / 128] fp32.
+        down_scales: None, [P, E, N, 2] fp16 or bf16, [E, N] or [C, E, N / 128], the same for N = H rows of I columns.
+        gate_up_zeros: None (8 for w4, 0 for w8) or the values that stand for 0: [P, E, N, 2] int16, or of whole rows
+            [E, N] uint8 (w4) or int8 (w8).
+        down_zeros: None, [P, E, N, 2] int16 or [E, N], the same.
+        weight_format: of both products, "16bit", "w4", "w8", "fp8" (float8_e4m3fn) or "mxfp4" (e2m1, with a scale for
+            32 columns). Quantised, `x` is fp16 or bf16, H a multiple of 16 and I of 8.
+        group_size: 32, 64 or 128 columns that share a scale, or None: whole rows do. fp8: 128, blocks of 128 x 128,
+            which need 2 * I and H of multiples of 128, or None. mxfp4: None or 32, which it always is.
         activation: "silu", silu(gate) * up, or "swigluoai", that of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1) of
             numbers that are clamped.
         alpha: a factor of "swigluoai".
@@ -134,11 +159,12 @@ def fused_experts(
 
     Returns:
         [T, H], dtype of `x`. Products are summed in fp32, the activation is rounded to the dtype of `x`, and the sum
-        over experts is fp32, rounded once. A row's bits do not depend on other rows. A NaN stays in its row.
+        over experts is fp32, rounded once. Weights times scales may be rounded to the dtype of `x` before. A row's
+        bits do not depend on other rows. A NaN stays in its row.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above. With EAGLE_KERNELS_DEBUG=1 also where an expert is not
-            in the table.
+            in the table, or scales are not finite.
 
     Source:
         The experts of transformers' Qwen3-MoE, Mixtral, ERNIE 4.5, DeepSeek-V3 and gpt-oss; the kernels are
@@ -154,7 +180,8 @@ def fused_experts(
     out = check.allocate(op, contract(locals()), out)
     if out.numel() == 0:
         return out
-    (num_rows, hidden), (num_experts, inner) = x.shape, (len(down), down.shape[2])
+    (num_rows, hidden), num_experts = x.shape, len(down)
+    inner = down.shape[2] if weight_format == "16bit" else 8 * gate_up.shape[1]
     num_chosen, num_pairs, device = experts.shape[1], experts.numel(), x.device
     shape = Shape(
         num_experts, num_chosen, hidden, inner, bool(interleaved), activation == "swigluoai", float(alpha), float(limit)
@@ -162,13 +189,22 @@ def fused_experts(
     activated = torch.empty((num_pairs, inner), dtype=x.dtype, device=device)
     parts = torch.empty((num_pairs, hidden), dtype=torch.float32, device=device)
     table, lookup = make_table(op, experts, num_experts)
-    tuned = _choose_entry(SINGLE_TUNING if x.dtype == torch.float32 else TUNING, num_pairs, num_experts, device)
+    table_of_kind = SINGLE_TUNING if x.dtype == torch.float32 else TUNING
+    table_of_kind = table_of_kind if weight_format == "16bit" else QUANTISED_TUNING
+    tuned = _choose_entry(table_of_kind, num_pairs, num_experts, device)
     blocks = {
         "table": table, "num_pairs": num_pairs, "LOOKUP": lookup, "BLOCK_PAIR": tuned["block_pair"],
         "num_blocks": num_blocks(num_pairs, num_experts, tuned["block_pair"]),
     }  # fmt: skip
-    launch_gate_up(op, Product(x, gate_up, gate_up_bias, activated), shape, dict(blocks), tuned)
-    launch_down(op, Product(activated, down, down_bias, parts), weights, shape, dict(blocks), tuned)
+    numbers = {"gate_up": (gate_up_scales, gate_up_zeros), "down": (down_scales, down_zeros)}
+    made = {
+        name: format_of(weight_format, group_size, *each, tuned["late"], device) for name, each in numbers.items()
+    }  # fmt: skip
+    (first, *first_numbers), (second, *second_numbers) = made.values()
+    gates = Product(x, gate_up, *first_numbers, gate_up_bias, activated)
+    launch_gate_up(op, gates, shape, first, dict(blocks), tuned)
+    downs = Product(activated, down, *second_numbers, down_bias, parts)
+    launch_down(op, downs, weights, shape, second, dict(blocks), tuned)
     block_summed = min(_BLOCK_SUMMED, next_power_of_2(hidden))
     launch(
         op, _sum_kernel, (num_rows, triton.cdiv(hidden, block_summed)),

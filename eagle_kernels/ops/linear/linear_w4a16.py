@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import torch
 
+from ...primitives.quantised import of_whole_numbers
 from ...runtime import check
 from ...runtime.launch import launcher
 from .shared import contract as rules
 from .shared.entries import entries
 from .shared.prepare_rows import reorder_columns
-from .shared.quantised import Quantised, choose_row, launch_quantised, of_whole_numbers
+from .shared.quantised import Quantised, choose_row, launch_quantised
 
 # weights of 4 bits: see shared/entries.py
 TUNING = entries(4)

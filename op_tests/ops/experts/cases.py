@@ -2,6 +2,7 @@
 
 import torch
 
+from eagle_kernels.reference.ops.linear.shared.packing import pack, pair_groups
 from op_tests.harness import to_device
 
 
@@ -31,3 +32,45 @@ def make_experts(
         made["gate_up_bias"] = torch.randn(num_experts, 2 * inner).to(dtype)
         made["down_bias"] = torch.randn(num_experts, hidden).to(dtype)
     return to_device(made, device) | options
+
+
+def make_quantised(
+    weight_format, num_rows, num_experts, num_chosen, hidden, inner, dtype=torch.bfloat16, *, group_size=None,
+    has_zeros=False, device="cpu", **options,
+):  # fmt: skip
+    """Arguments of fused_experts with quantised weights, with sums of about one and every code that is a number."""
+    made = make_experts(num_rows, num_experts, num_chosen, hidden, inner, dtype, **options)
+    for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        made |= _quantised(name, weight_format, (num_experts, rows, columns), dtype, group_size, has_zeros)
+    return to_device(made, device) | {"weight_format": weight_format, "group_size": group_size}
+
+
+def _quantised(name, weight_format, shape, dtype, group_size, has_zeros):
+    num_experts, rows, columns = shape
+    bits, total = 4 if weight_format in ("w4", "mxfp4") else 8, num_experts * rows
+    codes, usual = torch.randint(0, 1 << bits, (total, columns)), 2.0 ** (2 - bits)
+    if weight_format == "fp8":
+        codes, usual = torch.where(codes % 128 == 127, 0, codes), 2.0**-7
+    if weight_format == "mxfp4":
+        group_size, usual = 32, 0.5
+    usual /= columns**0.5
+    made = {name: pack(codes, bits).unflatten(0, (num_experts, rows // 16))}
+    groups = 1 if group_size is None else -(-columns // group_size)
+    if weight_format == "fp8" and group_size is not None:
+        return made | {f"{name}_scales": (0.5 + torch.rand(groups, num_experts, rows // 128)) * usual}
+    scales = (0.5 + torch.rand(groups, total)) * usual
+    middle = 8 if weight_format == "w4" else 0
+    zeros = torch.randint(middle - 3, middle + 4, (groups, total))
+    if weight_format == "mxfp4":
+        scales = torch.exp2(scales.log2().round())
+    if group_size is None:
+        scales = scales[0].view(num_experts, rows).to(torch.float32 if weight_format == "fp8" else dtype)
+        zeros = zeros[0].view(num_experts, rows).to(torch.uint8 if bits == 4 else torch.int8)
+    else:
+        kinds = (torch.bfloat16 if weight_format == "mxfp4" else dtype, torch.int16)
+        scales, zeros = (
+            pair_groups(each.to(kind), group_size, columns).unflatten(1, (num_experts, rows))
+            for each, kind in zip((scales, zeros), kinds)
+        )
+    made[f"{name}_scales"] = scales
+    return made | ({f"{name}_zeros": zeros} if has_zeros else {})

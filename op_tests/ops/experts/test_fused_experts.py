@@ -13,12 +13,17 @@ from eagle_kernels.reference.ops.experts.fused_experts import fused_experts as r
 from op_tests.harness import assert_close, assert_equal, check_close
 from op_tests.harness.retune import retune
 from op_tests.ops.experts.cases import make_experts as make
+from op_tests.ops.experts.cases import make_quantised
 
 PATH = "experts.fused_experts"
 DTYPES = (torch.float16, torch.float32, torch.bfloat16)
 OSS = {"activation": "swigluoai", "interleaved": True, "has_bias": True}
 check = functools.partial(check_close, PATH)
 
+# formats, and the columns that share a scale
+FORMATS = (
+    *itertools.product(("w4", "w8"), (32, 64, 128, None)), ("fp8", 128), ("fp8", None), ("mxfp4", None),
+)  # fmt: skip
 # for 64, 512 and 4,096 pairs to look through, and for sorted ones; tiles of 16 and 32 pairs among them
 MOST_VARIANTS = {"_gate_up_kernel": 5, "_down_kernel": 5}
 
@@ -30,6 +35,12 @@ def ahead_of_time_cases():
             yield f"T={num_rows} E={num_experts} {dtype}", make(num_rows, num_experts, 2, 256, 256, dtype)
     yield "float16 gpt-oss", make(3, 8, 4, 2880, 64, torch.float16, **OSS)
     yield "odd", make(3, 8, 2, 130, 70, torch.bfloat16)
+    for (form, group_size), num_rows in itertools.product(FORMATS, (3, 100)):
+        dtype = torch.float16 if group_size == 64 or num_rows == 100 and form == "mxfp4" else torch.bfloat16
+        values = make_quantised(form, num_rows, 4, 2, 512, 256, dtype, group_size=group_size)
+        yield f"T={num_rows} {form} {group_size}", values
+    yield "zeros", make_quantised("w4", 3, 4, 2, 512, 256, group_size=128, has_zeros=True)
+    yield "mxfp4 gpt-oss", make_quantised("mxfp4", 3, 4, 4, 2880, 2880, **OSS)
 
 
 def order_case():
@@ -78,6 +89,29 @@ def test_every_entry(entry, device, monkeypatch):
     retune(monkeypatch, module.TUNING, **rows)
     for num_rows in (3, 20):
         check(make(num_rows, 3, 2, 150, 70, torch.float16, device=device), f"T = {num_rows} {rows}")
+
+
+@pytest.mark.parametrize(("form", "group_size"), FORMATS, ids=str)
+def test_quantised_weights(form, group_size, device):
+    """Odd sizes: H and I below a group and no multiples of one, where the format allows them; zero points, biases."""
+    sizes = (
+        ((3, 4, 2, 128, 64), (2, 3, 2, 256, 192))
+        if form == "fp8" and group_size
+        else ((3, 4, 2, 48, 24), (2, 3, 2, 272, 152))
+    )
+    for index, (size, dtype) in enumerate(zip(sizes, (torch.float16, torch.bfloat16))):
+        options = {"group_size": group_size, "has_zeros": form in ("w4", "w8") and index == 1, "device": device}
+        check(make_quantised(form, *size, dtype, **options), f"{form} {group_size} {size}")
+    if form == "mxfp4":
+        check(make_quantised(form, 20, 4, 2, 80, 40, torch.float16, device=device, **OSS), "gpt-oss")
+
+
+def test_late_scales_and_sorted_pairs(device, monkeypatch):
+    """Scales are multiplied with sums of 128 columns, or with weights; several blocks of an expert."""
+    monkeypatch.setattr(blocks, "MAX_LOOKUP", 16)
+    for late, form in itertools.product((0, 1), ("w4", "fp8")):
+        retune(monkeypatch, module.QUANTISED_TUNING, late=late)
+        check(make_quantised(form, 20, 3, 2, 256, 128, group_size=128, device=device), f"{form} late {late}")
 
 
 def test_experts_that_are_none(device):
@@ -134,6 +168,17 @@ def test_a_row_knows_no_other(device):
     after = eagle_kernels.raw.fused_experts(**values | {"x": x})
     assert after[1].isnan().all() and not after[3].isfinite().any()
     assert torch.equal(after[[0, 2, 4, 5]], before[[0, 2, 4, 5]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "group_size"), FORMATS, ids=str)
+def test_rows_of_quantised_weights_are_as_they_are_alone(form, group_size, device):
+    values = make_quantised(form, 3000, 8, 2, 384, 256, group_size=group_size, device=device)
+    together = eagle_kernels.raw.fused_experts(**values)
+    for num_rows in (1, 5, 64, 257, 2048):
+        few = values | {name: values[name][:num_rows] for name in ("x", "experts", "weights")}
+        result = eagle_kernels.raw.fused_experts(**few)
+        assert_equal("fused_experts", f"{form} T = {num_rows}", "output", result, together[:num_rows])
 
 
 @pytest.mark.gpu
@@ -225,6 +270,23 @@ def wrong_calls():
     yield values | {"gate_up": odd}, "gate_up must have an even number of rows for an expert, gate and up, got 23"
     yield values | {"weights": values["weights"].half()}, "weights must have dtype float32, got float16"
     yield values | {"experts": values["experts"][:, :1].contiguous()}, "weights must have K = 1 in axis 1"
+    yield values | {"group_size": 32}, "group_size must be None for weights in 16 bit, got 32"
+    few = make_quantised("w4", 3, 4, 2, 256, 128, group_size=128)
+    yield values | {"weight_format": "w4"}, "gate_up must have dtype int32, got float16"
+    yield few | {"weight_format": "16bit"}, "gate_up must have dtype bfloat16, got int32"
+    yield few | {"weight_format": "w8"}, r"gate_up must have shape \[E, S, 2, 16, 32\], got \[4, 16, 2, 16, 16\]"
+    yield few | {"weight_format": "mxfp4", "group_size": None}, r"gate_up_scales must have shape \[4, E, 256, 2\]"
+    yield few | {"weight_format": "fp4"}, "weight_format must be one of '16bit', 'w4', 'w8', 'fp8', 'mxfp4', got 'fp4'"
+    yield few | {"group_size": 16}, "group_size must be None, 32, 64 or 128, got 16"
+    yield few | {"down_scales": None}, "down_scales must be a tensor, got NoneType"
+    mixed = make_quantised("w8", 3, 4, 2, 256, 128, group_size=128)["down"]
+    yield few | {"down": mixed}, r"down must have shape \[E, 16, 1, 16, 16\], got \[4, 16, 1, 16, 32\]"
+    zeros = make_quantised("w4", 3, 4, 2, 256, 128, group_size=32, has_zeros=True)["down_zeros"]
+    floats = make_quantised("mxfp4", 3, 4, 2, 256, 128)
+    yield floats | {"down_zeros": zeros}, "down_zeros must be None for mxfp4, got a tensor"
+    narrow = make_quantised("fp8", 3, 4, 2, 256, 24)
+    yield narrow | {"group_size": 128}, "gate_up must have a multiple of 128 rows for an expert"
+    yield few | {"x": few["x"].float()}, "x must have dtype float16 or bfloat16 for quantised weights, got float32"
     yield values | {"activation": "gelu"}, "activation must be one of 'silu', 'swigluoai', got 'gelu'"
 
 

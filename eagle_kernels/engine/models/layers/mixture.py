@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .... import ops
 from .linear import Linear
 from .norm import library
 
@@ -60,13 +61,14 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, in_parts: bool = False, deterministic: bool = False) -> Tensor:
         """in_parts: see `GatedFeedForward`; the result has none."""
-        own, rows, settings = library(x, self.gate_up), x.flatten(0, 1), self.settings
+        rows, settings, is_trained = x.flatten(0, 1), self.settings, library(x, self.gate_up) is not ops
+        route, compute = (
+            op.reference if is_trained else op for op in (ops.route_experts, ops.fused_experts)
+        )  # fmt: skip
         logits, bias = self.router(x, deterministic).flatten(0, 1), self.router.choice_bias
-        routed = own.route_experts(
-            logits, bias, top_k=settings.num_chosen, num_shared=self.num_packed, **settings.routing
-        )
+        routed = route(logits, bias, top_k=settings.num_chosen, num_shared=self.num_packed, **settings.routing)
         weights = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        output = own.fused_experts(rows, routed.experts, routed.weights, *weights, **settings.activation).view_as(x)
+        output = compute(rows, routed.experts, routed.weights, *weights, **settings.activation).view_as(x)
         if self.shared_experts is not None:
             output = output + self.shared_experts(x, deterministic=deterministic)
         return output

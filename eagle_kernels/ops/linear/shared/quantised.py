@@ -14,30 +14,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
-from ....primitives.products import load_tile, multiply
+from ....primitives.products import load_tile
+from ....primitives.quantised import Format, add_block, is_assembled, load_numbers
 from ....primitives.strides import row_unit
 from ....runtime import target, tuning
-from ....runtime.language import LEAST_DOT_ROWS, is_interpreting, next_power_of_2, tl, triton
+from ....runtime.language import LEAST_DOT_ROWS, next_power_of_2, tl, triton
 from ....runtime.launch import launch
 from .merge_parts import merge_parts
 from .tiles import columns_of_part, deal_outputs, most_parts, place_of_program, store_tile
-from .unpacking import Numbers, scale_of, unpack
 
 _SIZES = ["num_rows", "num_outputs", "outputs_each", "stride_x_row", "stride_numbers", "stride_output_row",
           "stride_output_part"]  # fmt: skip
-
-
-class Format(NamedTuple):
-    """What weights are, and how they become numbers: constants of a kernel."""
-
-    BITS: int  # 4 or 8
-    IS_FLOAT: bool  # float8_e4m3fn; else whole numbers, of 8 bits in two's complement
-    HAS_ZEROS: bool
-    GROUP: int  # columns of a group; 0: a scale is for whole rows
-    IS_SCALE_BF16: bool  # of groups; else fp16
-    IS_EARLY: bool
-    IS_ASSEMBLED: bool  # by instructions of NVIDIA
-    X_SCALES: int  # x is in 8 bits as well: 1 has a scale a row, 2 one for each block of columns; 0: it is not
 
 
 class Quantised(NamedTuple):
@@ -53,37 +40,6 @@ class Quantised(NamedTuple):
 
 
 @triton.jit
-def _load_words(pointer, block, output, stride, GROUP: tl.constexpr):
-    """Loads words of two groups of each output, for a block of columns: see `unpack`."""
-    GROUPS: tl.constexpr = 128 // GROUP
-    word_ptrs = pointer + (block * GROUPS // 2).to(tl.int64) * stride + output
-    if GROUPS == 1:
-        is_even = (block % 2 == 0) & (output >= 0)
-        even = tl.load(word_ptrs, mask=is_even, other=0)
-        return even, tl.load(word_ptrs, mask=(block % 2 == 1) & (output >= 0), other=0)
-    elif GROUPS == 2:
-        return (tl.load(word_ptrs),)
-    else:
-        return tl.load(word_ptrs), tl.load(word_ptrs + stride)
-
-
-@triton.jit
-def _load_numbers(layer, block, output, stride, FORMAT: tl.constexpr):
-    """Returns the scales and zero points that `unpack` takes for a block of columns."""
-    scales, zeros = (), ()
-    if FORMAT.GROUP == 0:
-        if FORMAT.HAS_ZEROS:
-            zeros = (tl.load(layer.zeros + output),)
-    elif FORMAT.IS_FLOAT:
-        scales = (tl.load(layer.scales + block.to(tl.int64) * stride + output // 128),)
-    else:
-        scales = _load_words(layer.scales, block, output, stride, FORMAT.GROUP)
-        if FORMAT.HAS_ZEROS:
-            zeros = _load_words(layer.zeros, block, output, stride, FORMAT.GROUP)
-    return Numbers(scales, zeros)
-
-
-@triton.jit
 def _wrapped(index, stop):
     """Returns index below stop, 0 for stop and more."""
     return tl.where(index < stop, index, 0)
@@ -96,29 +52,6 @@ def _load_x_scale(layer, row, is_row, block, NUM_BLOCKS: tl.constexpr, FORMAT: t
         return tl.load(layer.x_scales + row.to(tl.int64) * NUM_BLOCKS + block, mask=is_row, other=0.0)
     else:
         return 1.0
-
-
-@triton.jit
-def _add_block(total, words, x, x_scale, numbers, FORMAT: tl.constexpr, ROWS_LEFT: tl.constexpr):
-    """Returns total [.., OUTPUT, ROW] plus the products of a block of weights and x [.., ROW, 128].
-    ROWS_LEFT: x is the left operand of the tensor cores, and total [.., ROW, OUTPUT]."""
-    IS_LATE: tl.constexpr = FORMAT.GROUP > 0 and not FORMAT.IS_EARLY
-    if FORMAT.X_SCALES > 0:
-        weight = words
-    else:
-        weight = unpack(words, numbers, x.dtype, FORMAT)
-    if not IS_LATE and FORMAT.X_SCALES == 0:
-        return multiply(x, weight, total) if ROWS_LEFT else multiply(weight, x, total)
-    zero = tl.zeros_like(total)
-    part = multiply(x, weight, zero) if ROWS_LEFT else multiply(weight, x, zero)
-    # fused explicitly: what a compiler fuses may depend on the number of rows
-    scale = tl.expand_dims(scale_of(numbers, 0, FORMAT), -2 if ROWS_LEFT else -1) if IS_LATE else 1.0
-    if FORMAT.X_SCALES == 2:
-        return tl.fma(part * scale, tl.broadcast_to(x_scale[None, :], total.shape), total)
-    elif IS_LATE:
-        return tl.fma(part, tl.broadcast_to(scale, total.shape), total)
-    else:
-        return total + part
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -167,12 +100,12 @@ def _quantised_tiles_kernel(
             words = load_tile(words_ptrs, is_read, here * (16 * WORDS) + word, NUM_COLUMNS, True, "evict_first")
             x = load_tile(x_row_ptrs, is_row_read, here * 128 + lane_column, NUM_COLUMNS, IS_EVEN, "evict_last")
             x_scale = _load_x_scale(layer, row, is_row_read, here, NUM_BLOCKS, FORMAT)
-            numbers = _load_numbers(layer, here, known, stride_numbers, FORMAT)
-            total = _add_block(total, words, x, x_scale, numbers, FORMAT, False)
+            numbers = load_numbers(layer, here, known, stride_numbers, FORMAT)
+            total = add_block(total, words, x, x_scale, numbers, FORMAT, False)
     if PREFETCH_WEIGHT:
         x_scale = _load_x_scale(layer, row, is_row, first_block, NUM_BLOCKS, FORMAT)
-        numbers = _load_numbers(layer, first_block, known, stride_numbers, FORMAT)
-        total = _add_block(total, first_words, first_x, x_scale, numbers, FORMAT, False)
+        numbers = load_numbers(layer, first_block, known, stride_numbers, FORMAT)
+        total = add_block(total, first_words, first_x, x_scale, numbers, FORMAT, False)
 
     if FORMAT.GROUP == 0:
         total *= tl.load(layer.scales + known).to(tl.float32)[:, None]
@@ -222,14 +155,14 @@ def _quantised_columns_kernel(
         is_read = is_row[None, :, None] & (begin * 128 + column < NUM_COLUMNS)
         x = tl.load(x_ptrs + begin * 128, mask=is_read, other=0.0, eviction_policy="evict_last")
         blocks = tl.minimum(begin + share, NUM_BLOCKS - 1)[:, None]
-        numbers = _load_numbers(layer, blocks, known[None, :], stride_numbers, FORMAT)
-        total = _add_block(total, words, x, 1.0, numbers, FORMAT, ROWS_LEFT)
+        numbers = load_numbers(layer, blocks, known[None, :], stride_numbers, FORMAT)
+        total = add_block(total, words, x, 1.0, numbers, FORMAT, ROWS_LEFT)
     # last, so that the loop has started to load its tiles before anything waits for x
     is_read = is_row[None, :, None] & (column < NUM_COLUMNS)
     x = tl.load(x_ptrs, mask=is_read, other=0.0, eviction_policy="evict_last")
     first_blocks = tl.minimum(share, NUM_BLOCKS - 1)[:, None]
-    numbers = _load_numbers(layer, first_blocks, known[None, :], stride_numbers, FORMAT)
-    total = tl.sum(_add_block(total, first_words, x, 1.0, numbers, FORMAT, ROWS_LEFT), axis=0)
+    numbers = load_numbers(layer, first_blocks, known[None, :], stride_numbers, FORMAT)
+    total = tl.sum(add_block(total, first_words, x, 1.0, numbers, FORMAT, ROWS_LEFT), axis=0)
     if ROWS_LEFT:
         total = tl.trans(total)
 
@@ -253,20 +186,6 @@ def choose_row(
     raise AssertionError("the last entry of a table fits all sizes, also where rows are alike")
 
 
-def of_whole_numbers(
-    bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int | None
-) -> tuple[dict, torch.Tensor, torch.Tensor | None]:
-    """Returns entries of `Format`, and the scales and zero points of groups as words of two."""
-    constants = {
-        "BITS": bits, "IS_FLOAT": False, "HAS_ZEROS": zeros is not None,
-        "GROUP": 0 if group_size is None else group_size, "IS_SCALE_BF16": scales.dtype == torch.bfloat16,
-        "X_SCALES": 0,
-    }  # fmt: skip
-    if group_size is not None:
-        scales, zeros = (each if each is None else each.view(torch.int32)[..., 0] for each in (scales, zeros))
-    return constants, scales, zeros
-
-
 def launch_quantised(
     op: str, layer: Quantised, num_columns: int, tuned: dict, constants: dict, prefetch_weight: bool
 ) -> None:
@@ -286,10 +205,9 @@ def launch_quantised(
             layer = layer._replace(output=out)
     if shares == 1:
         outputs_each = deal_outputs(num_outputs, block_output, num_parts * num_row_blocks, out.device)
-    is_nvidia = target.architecture(out.device).startswith("sm_") and not is_interpreting()
     # sums of products of 8 bits have the scales; of a part of a block there are none
     is_early = 0 < constants["GROUP"] < 128 or constants["GROUP"] == 128 and not tuned["late"]
-    made = Format(IS_ASSEMBLED=is_nvidia, IS_EARLY=is_early and not constants["X_SCALES"], **constants)
+    made = Format(IS_ASSEMBLED=is_assembled(out.device), IS_EARLY=is_early and not constants["X_SCALES"], **constants)
     unit = row_unit(layer.x)
     arguments = {
         "layer": layer, "num_rows": num_rows, "num_outputs": num_outputs, "outputs_each": outputs_each,

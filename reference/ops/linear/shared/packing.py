@@ -57,3 +57,9 @@ def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
     value = torch.where(exponent == 0, fraction / 8 * 2.0**-6, normal)
     value = torch.where((codes & 127) == 127, float("nan"), value)
     return torch.where(codes >= 128, -value, value)
+
+
+def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """Returns in float64 what floats of 4 bits stand for."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64, device=codes.device)
+    return torch.where(codes >= 8, -values[codes & 7], values[codes & 7])

@@ -8,14 +8,15 @@ between threads.
 Two words at a time are taken apart by integer steps on pairs of 16-bit halves, about one for each weight of 4 bits. A
 whole number q of 7 (bf16) or 10 (fp16) bits becomes a float when it is put below the exponent of 128 or 1,024, which is
 taken away with the zero point in one addition. The sign of 8 bits chooses between 128 and 256 to be taken away. A float
-of 8 bits has its exponent and fraction moved into place, and is multiplied by what the exponents' offsets differ by.
+of 8 or 4 bits has its exponent and fraction moved into place, and is multiplied by what the exponents' offsets differ
+by.
 
 The instructions are NVIDIA's (PTX, from sm_80 on); elsewhere the same numbers come from plain operations in fp32.
 """
 
 from typing import Any, NamedTuple
 
-from ....runtime.language import tl, triton
+from ..runtime.language import tl, triton
 
 # what a pair of halves is combined with, by dtype: exponent of the smallest float with room for q, one, minus zero
 _PAIRS = {"bf16": {"base": 0x43004300, "one": 0x3F803F80}, "f16": {"base": 0x64006400, "one": 0x3C003C00}}
@@ -84,6 +85,24 @@ def _float_bytes(name: str) -> tl.constexpr:
     return _program(*lines, registers="low, high, part, other, factor, zero")
 
 
+def _float_nibbles(name: str) -> tl.constexpr:
+    """Eight pairs of floats, of e2m1: as those of `_float_bytes`. In bf16 they are in the right place at a shift by 6,
+    in fp16 by 9."""
+    shift, mask, factor = (6, "0x01C001C0", "0x7E807E80") if name == "bf16" else (9, "0x0E000E00", "0x74007400")
+    lines = [f"mov.b32 factor, {factor}", "mov.b32 zero, 0x80008000", *_halves(8)]
+    for place in range(8):
+        half, moved = ("low", "high")[place // 4], shift - 4 * (place % 4)
+        direction = f"shl.b32 part, {half}, {moved}" if moved >= 0 else f"shr.b32 part, {half}, {-moved}"
+        lines += [
+            direction,
+            f"shl.b32 other, {half}, {12 - 4 * (place % 4)}",
+            f"and.b32 part, part, {mask}",
+            f"lop3.b32 part, other, 0x80008000, part, {_AND_OR}",
+            f"fma.rn.{name}x2 ${place}, part, factor, zero",
+        ]
+    return _program(*lines, registers="low, high, part, other, factor, zero")
+
+
 # a number for each half, which may be of two outputs
 _BOTH = "prmt.b32 both, $2, $3, 0x7610"
 
@@ -101,6 +120,7 @@ def _product(name: str) -> tl.constexpr:
 _NIBBLES_BF16, _NIBBLES_F16 = _nibbles("bf16"), _nibbles("f16")
 _SIGNED_BF16, _SIGNED_F16 = _signed_bytes("bf16"), _signed_bytes("f16")
 _FLOATS_BF16, _FLOATS_F16 = _float_bytes("bf16"), _float_bytes("f16")
+_TINY_BF16, _TINY_F16 = _float_nibbles("bf16"), _float_nibbles("f16")
 _ADD_BF16, _ADD_F16 = _addition("bf16"), _addition("f16")
 _TIMES_BF16, _TIMES_F16 = _product("bf16"), _product("f16")
 
@@ -114,13 +134,15 @@ class Numbers(NamedTuple):
 
 @triton.jit
 def _assembled(words, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns the slabs in DTYPE; of 4 bits with 128 (bf16) or 1,024 (fp16) to take away."""
+    """Returns the slabs in DTYPE; of whole numbers of 4 bits with 128 (bf16) or 1,024 (fp16) to take away."""
     if FORMAT.BITS == 4:
         OUT: tl.constexpr = "=r,=r,=r,=r,=r,=r,=r,=r,r,r"
         if DTYPE.is_bf16():
-            return tl.inline_asm_elementwise(_NIBBLES_BF16, OUT, [words], (tl.bfloat16,) * 8, is_pure=True, pack=2)
+            PROGRAM: tl.constexpr = _TINY_BF16 if FORMAT.IS_FLOAT else _NIBBLES_BF16
+            return tl.inline_asm_elementwise(PROGRAM, OUT, [words], (tl.bfloat16,) * 8, is_pure=True, pack=2)
         else:
-            return tl.inline_asm_elementwise(_NIBBLES_F16, OUT, [words], (tl.float16,) * 8, is_pure=True, pack=2)
+            PROGRAM: tl.constexpr = _TINY_F16 if FORMAT.IS_FLOAT else _NIBBLES_F16
+            return tl.inline_asm_elementwise(PROGRAM, OUT, [words], (tl.float16,) * 8, is_pure=True, pack=2)
     else:
         OUT: tl.constexpr = "=r,=r,=r,=r,r,r"
         if DTYPE.is_bf16():
@@ -136,7 +158,11 @@ def _computed(words, FORMAT: tl.constexpr):
     """Returns the slabs in fp32."""
     slabs = ()
     for place in tl.static_range(32 // FORMAT.BITS):
-        if FORMAT.BITS == 4:
+        if FORMAT.BITS == 4 and FORMAT.IS_FLOAT:
+            code = (words >> (4 * place)) & 15
+            bits = ((code & 7) << 22) | ((code & 8) << 28)
+            slabs += (bits.to(tl.float32, bitcast=True) * 2.0**126,)
+        elif FORMAT.BITS == 4:
             slabs += (((words >> (4 * place)) & 15).to(tl.float32),)
         elif FORMAT.IS_FLOAT:
             code = (words >> (8 * place)) & 255
@@ -159,7 +185,7 @@ def _half_of(words, place: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def scale_of(numbers, place: tl.constexpr, FORMAT: tl.constexpr):
     """Returns the scales in fp32 of a block's group `place`. numbers: see `unpack`."""
-    if FORMAT.IS_FLOAT:
+    if FORMAT.IS_FLOAT and FORMAT.BITS == 8:
         return numbers.scales[0]
     elif FORMAT.IS_SCALE_BF16:
         return (_half_of(numbers.scales, place, FORMAT) << 16).to(tl.float32, bitcast=True)
@@ -198,7 +224,7 @@ def _as_added(zero, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
 def _as_factor(numbers, place: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
     """Returns the scales of a block's group `place`, rounded to DTYPE, as `_combine` takes them."""
     IS_BF16: tl.constexpr = DTYPE.is_bf16()
-    if FORMAT.IS_ASSEMBLED and not FORMAT.IS_FLOAT and FORMAT.IS_SCALE_BF16 == IS_BF16:
+    if FORMAT.IS_ASSEMBLED and (FORMAT.BITS == 4 or not FORMAT.IS_FLOAT) and FORMAT.IS_SCALE_BF16 == IS_BF16:
         return _twice(_half_of(numbers.scales, place, FORMAT))
     scale = scale_of(numbers, place, FORMAT).to(DTYPE)
     if FORMAT.IS_ASSEMBLED:
@@ -255,7 +281,7 @@ def unpack(words, numbers, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
         if FORMAT.HAS_ZEROS:
             zero = tl.expand_dims(_zero_of(numbers, place // SLABS, FORMAT), -1)
             slab = _combine(slab, _as_added(zero, DTYPE, FORMAT), False, FORMAT)
-        elif FORMAT.BITS == 4:
+        elif FORMAT.BITS == 4 and not FORMAT.IS_FLOAT:
             slab = _combine(slab, _as_added(tl.full(slab.shape, 8, tl.int32), DTYPE, FORMAT), False, FORMAT)
         if FORMAT.IS_EARLY:
             factor = tl.expand_dims(_as_factor(numbers, place // SLABS, DTYPE, FORMAT), -1)
