@@ -17,6 +17,8 @@ _FOLDER = "vllm.model_executor.layers.fused_moe."
 
 def fused_experts(values: dict) -> Run:
     """Alignment, both products, the activation and the sum."""
+    if values.get("weight_format", "16bit") != "16bit":
+        raise Unavailable("is compared in 16 bit")
     run = _module(_FOLDER + "fused_moe").fused_experts_impl
     options = {"activation": "silu", "w1_bias": values.get("gate_up_bias"), "w2_bias": values.get("down_bias")}
     if values.get("activation") == "swigluoai":

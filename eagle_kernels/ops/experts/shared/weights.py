@@ -95,8 +95,8 @@ def format_of(
     group_size = group_of(form, group_size)
     if form == "fp8":
         constants = {
-            "BITS": 8, "IS_FLOAT": True, "HAS_ZEROS": False, "GROUP": 0 if group_size is None else group_size, "IS_SCALE_BF16": False,
-            "X_SCALES": 0,
+            "BITS": 8, "IS_FLOAT": True, "HAS_ZEROS": False, "GROUP": 0 if group_size is None else group_size,
+            "IS_SCALE_BF16": False, "X_SCALES": 0,
         }  # fmt: skip
     else:
         constants, scales, zeros = of_whole_numbers(bits, scales, zeros, group_size)
