@@ -8,9 +8,10 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.layers import experts as kinds
 from eagle_kernels.engine.models.layers.linear import Linear
-from eagle_kernels.engine.models.layers.mixture import MixtureOfExperts, Router
+from eagle_kernels.engine.models.layers.mixture import MixtureOfExperts, Router, experts_touched
 from eagle_kernels.engine.models.loading import load_target
 from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.engine.step.choice import Fastest
 from op_tests.engine.families import CASES, SIZES, write_target
 from op_tests.engine.heads import edit_config, edit_tensors
 
@@ -185,3 +186,33 @@ def test_quantised_experts_are_named(tmp_path):
     edit_tensors(folder, **{"model.layers.0.mlp.experts.0.up_proj.qweight": torch.zeros(2, 2, dtype=torch.int32)})
     with pytest.raises(ModelError, match="unexpected tensors: .*experts.0.up_proj.qweight"):
         load_target(folder)
+
+
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(128, 8), (8, 2), (6, 6)])
+def test_experts_touched_by_even_routing(num_experts, num_chosen):
+    for num_rows in (1, 3, 16, 64):
+        chosen = torch.rand(4000, num_rows, num_experts).argsort(dim=2)[..., :num_chosen].flatten(1)
+        is_touched = torch.zeros(4000, num_experts).scatter_(1, chosen, 1.0)
+        expected = float(is_touched.sum(1).mean())
+        assert abs(experts_touched(num_rows, num_experts, num_chosen) - expected) < 0.02 * expected
+
+
+def test_bytes_of_a_step_are_those_of_the_experts_touched(tmp_path):
+    """One row reads three of seven experts, many read all; a model without experts reads all of its weights."""
+    target = load_target(folder_of("qwen3 moe", tmp_path))
+    held = sum(tensor.nbytes for tensor in target.parameters())
+    each = 3 * 20 * SIZES["hidden_size"] * 4
+    assert target.read_bytes(1) == pytest.approx(held - len(mixtures(target)) * 4 * each)
+    assert target.read_bytes(1000) == pytest.approx(held)
+    plain = load_target(folder_of("llama", tmp_path / "2"))
+    assert plain.read_bytes(1) == plain.read_bytes(64) == sum(tensor.nbytes for tensor in plain.parameters())
+
+
+def test_a_tree_of_many_experts_is_not_tried_first():
+    """Its rows read more than twice what those of a plain step do; without experts they are free."""
+    rows = (1, 4, 32)
+    assert Fastest((1, 4, 8), None, rows).choose(1) == 2
+    for held, expected in ((100, 1), (2.0, 0), (10**6, 2)):
+        of_experts = Fastest((1, 4, 8), None, rows, read_bytes=lambda n, held=held: held + 40 * min(n, 32) / 16)
+        assert of_experts.choose(1) == (2 if held >= 100 else expected)
+    assert Fastest((1, 4, 8), None, rows, read_bytes=lambda n: 1.0 + n / 3).choose(1) == 1

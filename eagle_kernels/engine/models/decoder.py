@@ -101,6 +101,13 @@ class Decoder(ConfiguredModel):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    def read_bytes(self, num_rows: float) -> float:
+        """Returns the bytes of weights that a step of this many rows reads: of experts those that rows go to."""
+        mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
+        quantised = [buffer for buffer in self.buffers() if not buffer.is_floating_point()]
+        held = sum(tensor.nbytes for tensor in (*self.parameters(), *quantised))
+        return held - sum(mixture.unread_bytes(num_rows) for mixture in mixtures)
+
     def pack(self) -> None:
         """Puts weights where they are read fastest, once they are filled."""
         for module in self.modules():

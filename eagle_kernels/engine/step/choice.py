@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # A tree is judged after PROBE_STEPS measured steps. A tree that is not in use is measured again for PROBE_STEPS steps
 # after PROBE_AFTER others; later if the time lost by measuring would otherwise exceed PROBE_SHARE of the total.
@@ -14,6 +14,8 @@ PROBE_SHARE = 0.01
 LOSER_AFTER = 8 * PROBE_AFTER
 # Most rows of a step that takes little longer than one of few rows: the tree that is tried first has no more.
 FREE_ROWS = 256
+# ... nor does it read more weights than this many times those of a plain step: rows of experts are not free.
+FREE_BYTES = 2.0
 # A tree that has to be captured first, which takes about as long as this number of steps, is tried after them.
 COLD_AFTER = 128
 # The least weight of a new step time in the mean; a GPU takes about the same time for the same work.
@@ -71,14 +73,17 @@ class Fastest(Choice):
     most_tokens  of each number: the tokens that a step brings a request in the mean, at most
     most_rows    larger batches are decoded plainly; None: there is no limit
     rows         of each number: the rows of a request in a step; None: no step has to be captured
+    read_bytes   the bytes of weights that a step of this many rows reads; None: rows make no difference
     tokens       by number: tokens per step, and the rows that they were averaged over; None: nothing is known of them
     """
 
     def __init__(
         self, most_tokens: Sequence[int], most_rows: int | None, rows: Sequence[int] | None = None,
         tokens: tuple[dict[int, float], Counter[int]] | None = None,
+        read_bytes: Callable[[float], float] | None = None,
     ):  # fmt: skip
         self._count, self._most_tokens, self._most_rows, self._rows = len(most_tokens), most_tokens, most_rows, rows
+        self._read_bytes = read_bytes
         self._tokens, self._rows_seen = tokens or ({0: 1.0}, Counter())
         # by (batch size class, number): mean, least and expected time, steps timed and noted, steps since it was in use
         self._step_ms: dict[tuple[int, int], float] = {}
@@ -90,7 +95,9 @@ class Fastest(Choice):
         self._too_large: dict[int, int] = {}
 
     def beside_prompts(self) -> Fastest:
-        return Fastest(self._most_tokens, self._most_rows, self._rows, (self._tokens, self._rows_seen))
+        return Fastest(
+            self._most_tokens, self._most_rows, self._rows, (self._tokens, self._rows_seen), self._read_bytes
+        )
 
     def choose(self, num_rows: int) -> int:
         if self._most_rows is not None and num_rows > self._most_rows:
@@ -101,7 +108,7 @@ class Fastest(Choice):
         fitting = [number for number in range(self._count) if self.fits(number, num_rows)]
         numbers = [number for number in fitting if self._is_warm(size, number) or self._is_due(size)]
         if not numbers:
-            return max(number for number in fitting if number == 0 or self._rows[number] * num_rows <= FREE_ROWS)
+            return max(number for number in fitting if number == 0 or self._is_free(number, num_rows))
         for number in numbers:
             is_young = self._num_seen[size, number] < PROBE_STEPS
             if is_young and not self._is_hopeless(size, number) and self._may_win(size, number):
@@ -150,6 +157,12 @@ class Fastest(Choice):
             size = _size_class(num_rows)
             self._too_large[number], self._probe = min(size, self._too_large.get(number, size)), None
         return number > 0
+
+    def _is_free(self, number: int, num_rows: int) -> bool:
+        """Returns whether the rows of such a step take little longer than those of a plain one."""
+        rows = self._rows[number] * num_rows
+        is_read = self._read_bytes is None or self._read_bytes(rows) <= FREE_BYTES * self._read_bytes(num_rows)
+        return rows <= FREE_ROWS and is_read
 
     def _is_warm(self, size: int, number: int) -> bool:
         """Returns whether such a step has nothing left to capture."""

@@ -79,7 +79,10 @@ def plan_steps(
     most_tokens = [min(stepper.num_steps + 1, stepper.mean_nodes) for stepper in steppers]
     runners = tuple(_runner(stepper, state) for stepper in steppers)
     rows = [stepper.mean_nodes for stepper in steppers] if runners[0].uses_graphs else None
-    choice = Fastest(most_tokens, config.max_spec_batch, rows) if is_automatic else Choice(table)
+    choice = Choice(table)
+    if is_automatic:
+        read_bytes = getattr(target, "read_bytes", None)
+        choice = Fastest(most_tokens, config.max_spec_batch, rows, read_bytes=read_bytes)
     return StepPlan(runners, {0: choice}, feed, config.methods)
 
 

@@ -12,6 +12,11 @@ from .linear import Linear
 from .norm import library
 
 
+def experts_touched(num_rows: float, num_experts: int, num_chosen: int) -> float:
+    """Returns how many experts rows go to in the mean, if each row chooses them evenly and alone."""
+    return num_experts * (1.0 - (1.0 - num_chosen / num_experts) ** num_rows)
+
+
 class Router(Linear):
     """Computes the logits of experts, and holds what is added to their scores for the choice.
     is_wide: in fp32, whatever the model's type is."""
@@ -72,6 +77,13 @@ class MixtureOfExperts(nn.Module):
         if self.shared_experts is not None:
             output = output + self.shared_experts(x, deterministic=deterministic)
         return output
+
+    def unread_bytes(self, num_rows: float) -> float:
+        """Returns the bytes of experts that no row goes to, by even routing."""
+        settings = self.settings
+        touched = experts_touched(num_rows, settings.num_experts, settings.num_chosen)
+        each = (self.gate_up.nbytes + self.down.nbytes) / len(self.down)
+        return each * (settings.num_experts - touched)
 
     def pack(self) -> None:
         """Puts the shared experts into the table, where a launch of the others computes them too; of a module that is
