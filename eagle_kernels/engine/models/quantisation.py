@@ -19,6 +19,7 @@ from ...ops.linear.shared.repack import Packed, from_awq, from_compressed, from_
 from ...runtime.values import is_integer, shown
 from .checkpoint import read_json
 from .layers.quantised import PLAIN, Layout, Stored
+from .layers.quantised_mixture import MXFP4
 from .protocol import ModelError
 from .quantised_linears import Quantisation
 from .settings import is_empty, is_off, read_value
@@ -287,6 +288,14 @@ def _layout_of_group(group: _Section, section: _Section) -> Layout:
     return LAYOUTS["pack-quantized"](size, bits)
 
 
+def _read_mxfp4(section: _Section) -> Quantisation:
+    # transformers, integrations/mxfp4.py: the experts of gpt-oss, whose tensors hold all of them
+    layout = Layout(MXFP4, lambda n, k: {}, lambda *_: None, 4)
+    return _unless(section, layout, _is_module, "modules_to_not_convert")._replace(
+        layout_of=lambda name: layout if name.endswith(".experts") else None
+    )
+
+
 _READERS: dict[str, Callable[[_Section], Quantisation]] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
@@ -294,6 +303,7 @@ _READERS: dict[str, Callable[[_Section], Quantisation]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fbgemm,
     "modelopt": _read_modelopt,
+    "mxfp4": _read_mxfp4,
 }
 
 

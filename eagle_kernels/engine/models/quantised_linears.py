@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...runtime.values import shown
 from .layers.linear import Linear
 from .layers.quantised import PLAIN, Layout, QuantisedLinear, Stored
+from .layers.quantised_mixture import QuantisedMixture, is_plain_mixture
 from .protocol import ModelError
 
 _FLOATS = ("F16", "BF16", "F32")
@@ -49,18 +50,15 @@ def quantise_linears(
         else:
             held.setdefault(around, {})[kind] = tensors[name]
     for path, linear in list(module.named_modules()):
+        if is_plain_mixture(linear):
+            _quantise_experts(module, path, held, quantisation)
         is_tied = getattr(linear, "weight", None) is None and path not in held
         if type(linear) is not Linear or not path or is_tied:
             continue
         layouts = {}
         for projection, ours in _names_of(linear, path):
             stored = held.get(ours, {})
-            theirs = next((each.name.rpartition(".")[0] for each in stored.values()), ours)
-            is_plain = "weight" in stored and stored["weight"].dtype in _FLOATS
-            layout = quantisation.layout_of(theirs)
-            if layout is None or is_plain and not quantisation.replaces:
-                layout = quantisation.plain
-            layouts[projection] = layout
+            layouts[projection] = _layout_of(ours, stored, quantisation)
             if linear.bias is None and "bias" in stored and "qweight" in stored:
                 if not read(f"{ours}.bias").any():
                     del tensors[f"{ours}.bias"]
@@ -70,6 +68,35 @@ def quantise_linears(
         with torch.device("meta"):
             made = QuantisedLinear(linear.in_features, outputs, linear.bias is not None, layouts)
         module.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2], made)
+
+
+def _layout_of(ours: str, stored: dict[str, Any], quantisation: Quantisation) -> Layout:
+    """Returns the layout of a weight of this name; stored: headers of its tensors."""
+    theirs = next((each.name.rpartition(".")[0] for each in stored.values()), ours)
+    is_plain = "weight" in stored and stored["weight"].dtype in _FLOATS
+    layout = quantisation.layout_of(theirs)
+    return quantisation.plain if layout is None or is_plain and not quantisation.replaces else layout
+
+
+def _quantise_experts(
+    module: nn.Module, path: str, held: dict[str, dict[str, Any]], quantisation: Quantisation
+) -> None:  # fmt: skip
+    """Replaces a layer of experts whose weights are quantised, all in one format."""
+    mixture = module.get_submodule(path)
+    layouts = {
+        name: _layout_of(name, held.get(name, {}), quantisation) for name in mixture.names_of_weights(path).values()
+    }
+    if len({layout.op for layout in layouts.values()}) > 1:
+        told = ", ".join(sorted({layout.op for layout in layouts.values()}))
+        raise ModelError(f"{path}: experts of several formats in one layer ({told}) are not implemented")
+    name, layout = next(iter(layouts.items()))
+    if quantisation.replaces and layout.op != PLAIN and not mixture.settings.projections:
+        raise ModelError(f"{path}: quantising experts whose tensors hold all of them is not implemented")
+    if layout.op == PLAIN or not (mixture.settings.projections or held.get(name, {}).keys() & {"gate_up_proj_blocks"}):
+        return
+    with torch.device("meta"):
+        made = QuantisedMixture(mixture, layout, path)
+    module.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2], made)
 
 
 def _names_of(linear: Linear, path: str) -> Iterator[tuple[str, str]]:
@@ -84,14 +111,15 @@ class Places:
 
     def __init__(self, module: nn.Module, tensors: dict[str, Any]) -> None:
         self.stored: dict[str, Stored] = {}
-        self.linears: list[QuantisedLinear] = []
-        self._owners: dict[str, tuple[QuantisedLinear, str, str]] = {}
+        self.linears: list[QuantisedLinear | QuantisedMixture] = []
+        self._owners: dict[str, tuple[QuantisedLinear | QuantisedMixture, str, str]] = {}
         self._left: dict[tuple[int, str], int] = {}
         for path, linear in module.named_modules():
-            if not isinstance(linear, QuantisedLinear):
+            if not isinstance(linear, (QuantisedLinear, QuantisedMixture)):
                 continue
             self.linears.append(linear)
-            names = dict(_names_of(linear, path))
+            is_linear = isinstance(linear, QuantisedLinear)
+            names = dict(_names_of(linear, path)) if is_linear else linear.names_of_weights(path)
             for (projection, kind), stored in linear.stored().items():
                 name = f"{names[projection]}.{kind}"
                 self.stored[name], self._owners[name] = stored, (linear, projection, kind)

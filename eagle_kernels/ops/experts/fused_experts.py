@@ -71,8 +71,9 @@ def _sum_kernel(
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < SHAPE.HIDDEN
     total = tl.zeros([BLOCK], tl.float32)
-    for index in tl.static_range(SHAPE.NUM_CHOSEN):
-        pair = row * SHAPE.NUM_CHOSEN + index
+    NUM_CHOSEN: tl.constexpr = SHAPE.NUM_CHOSEN
+    for index in tl.static_range(NUM_CHOSEN):
+        pair = row * NUM_CHOSEN + index
         expert = tl.load(experts_ptr + pair)
         is_written = is_column & (expert >= 0) & (expert < SHAPE.NUM_EXPERTS)
         total += tl.load(parts_ptr + pair * SHAPE.HIDDEN + column, mask=is_written, other=0.0)

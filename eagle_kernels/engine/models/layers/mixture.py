@@ -66,17 +66,22 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, in_parts: bool = False, deterministic: bool = False) -> Tensor:
         """in_parts: see `GatedFeedForward`; the result has none."""
-        rows, settings, is_trained = x.flatten(0, 1), self.settings, library(x, self.gate_up) is not ops
-        route, compute = (
-            op.reference if is_trained else op for op in (ops.route_experts, ops.fused_experts)
-        )  # fmt: skip
+        rows, settings = x.flatten(0, 1), self.settings
+        is_trained = library(x, self.gate_up) is not ops
+        route = ops.route_experts.reference if is_trained else ops.route_experts
+        # in fp32 quantised weights are for CPUs alone: loading refuses them for GPUs
+        is_wide = x.dtype == torch.float32 and not self.gate_up.is_floating_point()
+        compute = ops.fused_experts.reference if is_trained or is_wide else ops.fused_experts
         logits, bias = self.router(x, deterministic).flatten(0, 1), self.router.choice_bias
         routed = route(logits, bias, top_k=settings.num_chosen, num_shared=self.num_packed, **settings.routing)
-        weights = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        output = compute(rows, routed.experts, routed.weights, *weights, **settings.activation).view_as(x)
+        output = compute(rows, routed.experts, routed.weights, **self.table(), **settings.activation).view_as(x)
         if self.shared_experts is not None:
             output = output + self.shared_experts(x, deterministic=deterministic)
         return output
+
+    def table(self) -> dict[str, Any]:
+        """Returns the arguments of `fused_experts` that are weights."""
+        return {name: getattr(self, name) for name in _TABLE}
 
     def unread_bytes(self, num_rows: float) -> float:
         """Returns the bytes of experts that no row goes to, by even routing."""
@@ -97,6 +102,15 @@ class MixtureOfExperts(nn.Module):
             self.gate_up[-count:].unflatten(1, (2, inner)).copy_(both)
             self.down[-count:].copy_(linears[1].weight.unflatten(1, (count, inner)).transpose(0, 1))
         self.shared_experts, self.num_packed = None, count
+
+    def names_of_weights(self, path: str) -> dict[str, str]:
+        """Returns the published name of each expert's projection, without its ending; of all experts that of theirs."""
+        base, settings = f"{_Names.of(self, f'{path}.').theirs}experts", self.settings
+        projections = settings.projections
+        if not projections:
+            return {"": base}
+        numbers = range(settings.num_experts)
+        return {f"{number}.{each}": f"{base}.{number}.{each}" for number in numbers for each in projections}
 
     def published(self) -> dict[str, Tensor]:
         """Returns the tensors of the table by their published names; but for shared experts, views of it."""
