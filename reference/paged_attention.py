@@ -44,7 +44,7 @@ def gather(caches: tuple[torch.Tensor, ...], table: torch.Tensor, slots: torch.T
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns float8 tensors, with which torch computes little, as float32; others as they are."""
+    """Returns tensors of 8 bits, with which torch computes little, as float32; others as they are."""
     return tensor.to(torch.float32) if tensor.element_size() == 1 else tensor
 
 

@@ -1,4 +1,5 @@
-"""8-bit floats with four exponent bits, encoded by the same integer steps on every target.
+"""Keys and values in 8 bits: floats with four exponent bits, encoded by the same integer steps on every target, and
+whole numbers.
 
     float8_e4m3fn    exponent counted from 7, largest value 448, NaN s.1111.111      NVIDIA, AMD from gfx950 on
     float8_e4m3fnuz  exponent counted from 8, largest value 240, NaN 1.0000.000      AMD gfx942; there is no -0
@@ -14,6 +15,7 @@ from ..runtime.language import tl, triton
 
 BIAS = {torch.float8_e4m3fn: 7, torch.float8_e4m3fnuz: 8}
 FP8 = tuple(BIAS)
+CODES = (*FP8, torch.int8)  # the types of 8 bits that caches may have
 
 
 @triton.jit
@@ -37,6 +39,14 @@ def encode_e4m3(value, BIAS: tl.constexpr):
     else:
         code = tl.where(value != value, 0x7F, code) | sign
     return code.to(tl.uint8)
+
+
+@triton.jit
+def encode_int8(value):
+    """Returns fp32 values as int8: to nearest, ties to even, within -127..127; NaN becomes 0."""
+    limited = tl.minimum(tl.maximum(tl.where(value != value, 0.0, value), -127.0), 127.0)
+    # from 2^23 on fp32 holds whole numbers only: the addition rounds, and the low bits are a two's complement
+    return (limited + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 def check_target(op: str, name: str, value: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from ..runtime import check
 from ..runtime.language import next_power_of_2, tl, triton
-from .fp8 import encode_e4m3
+from .fp8 import encode_e4m3, encode_int8
 from .paging import check_row_strides
 from .strides import check_tokens, of_token, token_arguments
 
@@ -88,8 +88,10 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def _store(place_ptr, value, mask, scale, FP8_BIAS: tl.constexpr):
-    """Stores value, or value / scale as bytes of an 8-bit float."""
-    if FP8_BIAS == 0:
+    """Stores value, or value / scale as int8 or as bytes of an 8-bit float."""
+    if place_ptr.dtype.element_ty == tl.int8:
+        tl.store(place_ptr, encode_int8(tl.math.div_rn(value.to(tl.float32), scale)), mask=mask)
+    elif FP8_BIAS == 0:
         tl.store(place_ptr, value, mask=mask)
     else:
         value = tl.math.div_rn(value.to(tl.float32), scale)
@@ -102,8 +104,9 @@ def move_heads(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, FP8_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Moves heads [HEAD] from row source_row to row target_row, both int64, a row being HEAD_DIM elements.
-    scale: [HEAD, 1] or a number. FP8_BIAS: of the 8-bit float to write; 0: elements keep their dtype, unscaled. Source
-    and target may be the same: a program reads an element before it writes there, and no other program reads it."""
+    scale: [HEAD, 1] or a number, of targets of 8 bits. FP8_BIAS: of the 8-bit float to write; 0: elements keep their
+    dtype, unscaled, unless the target is int8. Source and target may be the same: a program reads an element before it
+    writes there, and no other program reads it."""
     source_ptr += source_row[:, None] * HEAD_DIM
     target_ptr += target_row[:, None] * HEAD_DIM
     is_head = is_head[:, None]

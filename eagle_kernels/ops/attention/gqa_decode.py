@@ -89,7 +89,7 @@ def gqa_decode(
 
     Args:
         query: [B, Hq, D] fp16, bf16 or fp32. Rows may be strided.
-        k_cache, v_cache: [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn or float8_e4m3fnuz
+        k_cache, v_cache: [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn, float8_e4m3fnuz or int8
             if `query` is 16-bit. page_size: a power of two, 1..256. Pages, slots and heads may be strided by multiples
             of D, slots and heads of both caches alike: as parts of one tensor, or heads outside of slots.
         block_table, seq_lens: None, or [B, max_pages] and [B] int. A page table as in vLLM: page ids (rows may be

@@ -249,9 +249,9 @@ def prefill_attention(
         qo_indptr: [B + 1] int. Request b has the queries query[qo_indptr[b]:qo_indptr[b + 1]].
         key, value: None or [Tk, Hkv, D], dtype of `query`. Rows may be strided.
         key_indptr: None or [B + 1] int. The same for `key` and `value`. None: qo_indptr, which needs Tk = T.
-        k_cache, v_cache: None or [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn or float8_e4m3fnuz
-            if `query` is 16-bit. page_size: a power of two, 1..256. Pages, slots and heads may be strided by multiples
-            of D, slots and heads of both caches alike: as parts of one tensor, or heads outside of slots.
+        k_cache, v_cache: None or [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn, float8_e4m3fnuz or
+            int8 if `query` is 16-bit. page_size: a power of two, 1..256. Pages, slots and heads may be strided by
+            multiples of D, slots and heads of both caches alike: as parts of one tensor, or heads outside of slots.
         block_table, seq_lens: None, or [B, max_pages] and [B] int. A page table as in vLLM: page ids (rows may be
             strided, and -1 throughout pads the batch) and number of keys of each request.
         kv_indptr, kv_indices, last_page_len: None, or [B + 1], [*] and [B] int. A CSR one, as in FlashInfer and SGLang:

@@ -192,7 +192,7 @@ def tree_attention(
 
     Args:
         query: [B, Nq, Hq, D] fp16, bf16 or fp32; ragged [T, Hq, D]. All axes but the last two may be strided.
-        k_cache, v_cache: [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn or float8_e4m3fnuz
+        k_cache, v_cache: [num_pages, page_size, Hkv, D], dtype of `query`, or float8_e4m3fn, float8_e4m3fnuz or int8
             if `query` is 16-bit. page_size: a power of two, 1..256. Pages, slots and heads may be strided by multiples
             of D, slots and heads of both caches alike: as parts of one tensor, or heads outside of slots.
         tree_mask: None or [B, Nq, W] int64; ragged [T, W]. Bit j % 64 of word j // 64: the row sees draft key j. W is

@@ -2,9 +2,9 @@
 
 Computes: k_cache[slots[t]] = key[t], v_cache[slots[t]] = value[t]; slot s is row s % page_size of page s // page_size.
     With tables cos and sin, keys are rotated on their way, and so are queries if there are any: the bits are those of
-    `rope` and a write after it. A cache of 8-bit floats gets elements divided by their scale (primitives/fp8.py).
+    `rope` and a write after it. A cache of 8 bits gets elements divided by their scale (primitives/fp8.py).
 Invariants: Nothing is written in the caches but the slots of the tokens. Queries are rotated whatever the slot of their
-    token. Without 8-bit floats elements keep their bits, NaN as well.
+    token. In caches of more bits elements keep their own, NaN as well.
 Grid: (T, head tiles), one program moves a few heads of one of T tokens: of keys, of values or of queries.
 Launches: 1
 Traffic: element bytes * T * (2 * Hkv + 2 * Hq) * D, cache element bytes * 2 * T * Hkv * D, and a row of each table a
@@ -62,7 +62,7 @@ class Shape(NamedTuple):
     NUM_QUERY_HEADS: int
     HEAD_DIM: int
     IS_INTERLEAVED: bool
-    FP8_BIAS: int  # of the caches' 8-bit float; 0: they hold elements of the keys' dtype
+    FP8_BIAS: int  # of the caches' 8-bit float; 0: they hold int8, or elements of the keys' dtype
 
 
 @triton.jit(
@@ -159,7 +159,7 @@ def contract(values: dict) -> check.Spec:
 
 def _check_caches(args: check.Arguments, dtype: torch.dtype) -> None:
     """Checks the caches, and their scales, for keys of this dtype."""
-    check_pool(args, (dtype, *fp8.FP8))
+    check_pool(args, (dtype, *fp8.CODES))
     k_cache = args.values["k_cache"]
     if args.size("page_size") < 1:
         args.fail("k_cache", "have a page size of at least 1", args.size("page_size"))
@@ -171,8 +171,8 @@ def _check_caches(args: check.Arguments, dtype: torch.dtype) -> None:
         args.tensor(name, () if is_scalar else (None,), (torch.float32,))
         if scale.numel() not in (1, args.size("Hkv")):
             args.fail(name, f"have 1 or Hkv = {args.size('Hkv')} elements", list(scale.shape))
-        if k_cache.dtype not in fp8.FP8:
-            args.fail(name, "come with caches of 8-bit floats", k_cache.dtype)
+        if k_cache.dtype not in fp8.CODES:
+            args.fail(name, "come with caches of 8 bits", k_cache.dtype)
 
 
 @launcher
@@ -197,10 +197,10 @@ def write_kv(
     Args:
         key, value: [T, Hkv, D] fp16, bf16 or fp32, both of one dtype; T tokens, D in 1..1024. Tokens and heads may be
             strided by multiples of D.
-        k_cache, v_cache: [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `key`, or fp8: float8_e4m3fn (sm_89 or
-            later, gfx950) or float8_e4m3fnuz (gfx942). Both of one shape and dtype, in place; page_size is at least 1.
-            Pages, slots and heads may be strided by multiples of D, slots and heads of both caches alike: as parts of
-            one tensor, or heads outside of slots.
+        k_cache, v_cache: [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `key`, int8, or fp8: float8_e4m3fn (sm_89
+            or later, gfx950) or float8_e4m3fnuz (gfx942). Both of one shape and dtype, in place; page_size is at least
+            1. Pages, slots and heads may be strided by multiples of D, slots and heads of both caches alike: as parts
+            of one tensor, or heads outside of slots.
         slots: [T] int, or [B, T / B] with any strides. page * page_size + offset of each token. A token with a slot
             outside the pool, such as -1, is not written.
         query: None or [T, Hq, D] fp16, bf16 or fp32, as `key`, strided likewise. Needs the three tables below.
@@ -212,13 +212,13 @@ def write_kv(
         is_interleaved: pairs are the coordinates 2 i and 2 i + 1 (GPT-J) instead of i and rotary_dim / 2 + i (GPT-NeoX,
             Llama).
         k_scale, v_scale: None, or [], [1] or [Hkv] fp32. Divisors of keys and values, one for all heads or one per
-            head; only with fp8 caches. Must be above 0, unchecked. None: 1.
+            head; only with fp8 and int8 caches. Must be above 0, unchecked. None: 1.
         out: a tensor to write into, strided by multiples of D. It may be `query` itself.
 
     Returns:
         [T, Hq, D] fp16, bf16 or fp32, as `key`. The rotated query; without `query` [T, 0, D]. A slot that two tokens
         share holds elements of either. Elements for an fp8 cache are rounded to nearest and limited to its largest
-        finite value; NaN stays NaN.
+        finite value; NaN stays NaN. Those for an int8 cache are limited to -127..127, and NaN becomes 0.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.

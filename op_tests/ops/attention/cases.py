@@ -87,6 +87,7 @@ def fp8_of(device) -> torch.dtype:
 HEAD_DIMS = (8, 64, 80, 96, 112, 128, 192, 256, 320, 512)
 EVERY_HEAD_DIM = (*range(4, 257, 2), 258, 386, 512)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+EIGHT_BITS = (*FLOAT8, torch.int8)
 
 
 # cases named after a type of 8 bits, and the targets that do not know it
@@ -97,11 +98,15 @@ WITHOUT_FLOAT8 = {
 
 
 def with_float8(values: dict, dtype: torch.dtype | None = None, k_scale=(1.0,), v_scale=(1.0,)) -> dict:
-    """The same with 8-bit caches, of the type that this device knows unless given, and scales, of heads or of all."""
-    device = values["k_cache"].device
-    caches = {name: values[name].nan_to_num().to(dtype or fp8_of(device)) for name in ("k_cache", "v_cache")}
+    """The same with 8-bit caches, of the float that this device knows unless given, and scales, of heads or of all."""
+    device, dtype = values["k_cache"].device, dtype or fp8_of(values["k_cache"].device)
+    finite = {name: values[name].nan_to_num() for name in ("k_cache", "v_cache")}
+    steps = 30.0 if dtype == torch.int8 else 1.0  # of a scale
+    if dtype == torch.int8:
+        finite = {name: (cache * steps).round().clamp(-127, 127) for name, cache in finite.items()}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    return values | caches | {name: torch.tensor(scale, device=device) for name, scale in scales.items()}
+    scales = {name: torch.tensor(scale, device=device) / steps for name, scale in scales.items()}
+    return values | {name: cache.to(dtype) for name, cache in finite.items()} | scales
 
 
 def of_every_dtype_and_head_dim(make):
@@ -110,5 +115,5 @@ def of_every_dtype_and_head_dim(make):
     for head_dim in HEAD_DIMS:
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             yield f"{dtype} D={head_dim}", make(head_dim, dtype)
-        for dtype in FLOAT8:
+        for dtype in EIGHT_BITS:
             yield f"{dtype} D={head_dim}", with_float8(make(head_dim, torch.bfloat16), dtype)

@@ -14,7 +14,7 @@ from op_tests.harness import assert_close, assert_equal, assert_in_bounds, check
 from op_tests.harness.cases import module_of_op
 from op_tests.harness.pools import with_pools
 
-from .cases import FLOAT8, WITHOUT_FLOAT8, of_every_dtype_and_head_dim, paged_cache, with_float8
+from .cases import EIGHT_BITS, WITHOUT_FLOAT8, of_every_dtype_and_head_dim, paged_cache, with_float8
 
 # (queries, keys before them, head_dim, group, kv heads, page size or None, dtype)
 SHAPES = [
@@ -70,7 +70,7 @@ def ahead_of_time_cases():
     everything |= {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(4)}
     yield "all that changes logits", everything
     everything["query"] = everything["query"].bfloat16()
-    for dtype in FLOAT8:
+    for dtype in EIGHT_BITS:
         yield str(dtype), with_float8(everything, dtype)
 
 
@@ -180,9 +180,10 @@ def test_soft_cap_sinks_and_scale(device):
     check(values | {"soft_cap": 8.0, "sinks": torch.randn(6, device=device), "sm_scale": 0.3}, "soft cap, sinks")
 
 
-def test_float8_cache(device):
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=["float8", "int8"])
+def test_float8_cache(dtype, device):
     values = make([40, 9], [30, 0], 64, 4, 2, 16, torch.float16, device=device)
-    check(with_float8(values, k_scale=[0.5, 1.5], v_scale=[2.0, 0.75]), "float8")
+    check(with_float8(values, dtype, k_scale=[0.5, 1.5], v_scale=[2.0, 0.75]), "8 bits")
 
 
 def test_more_queries_than_keys(device):

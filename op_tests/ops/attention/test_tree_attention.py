@@ -14,7 +14,7 @@ from eagle_kernels.runtime.launch import intercept
 from op_tests.harness import assert_close, assert_equal, assert_in_bounds, assume_multiprocessors, check_close, retune
 from op_tests.harness.pools import with_pools
 
-from .cases import FLOAT8, WITHOUT_FLOAT8, of_every_dtype_and_head_dim, paged_cache, with_float8
+from .cases import EIGHT_BITS, WITHOUT_FLOAT8, of_every_dtype_and_head_dim, paged_cache, with_float8
 
 # (queries, draft keys, head_dim, group, kv heads, page size, dtype, prefixes)
 SHAPES = [
@@ -81,7 +81,7 @@ def ahead_of_time_cases():
     yield "all that changes logits", everything
     yield "deterministic", everything | {"deterministic": True}
     everything["query"] = everything["query"].bfloat16()
-    for dtype in FLOAT8:
+    for dtype in EIGHT_BITS:
         yield str(dtype), with_float8(everything, dtype)
     yield "packed", with_pools(make(64, 64, 128, 8, 2, 64, torch.float16, [100]), "pthw")
     yield "ragged", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7])
@@ -94,7 +94,7 @@ def ahead_of_time_cases():
     many = make(64, 64, 128, 4, 8, 16, torch.float16, [2100] * 4) | {"window": 50, "soft_cap": 30.0}
     yield "128 rows, more logits", many | {"sinks": torch.zeros(32), "positions": torch.zeros(256, dtype=torch.int64)}
     many["query"] = many["query"].bfloat16()
-    for dtype in FLOAT8:
+    for dtype in EIGHT_BITS:
         yield f"{dtype} 128 rows", with_float8(many | {"positions": torch.zeros(256, dtype=torch.int64)}, dtype)
 
 
@@ -301,9 +301,10 @@ def test_malformed_bounds(bounds, device):
     check(values, "malformed bounds", rows=list(range(first, last)))
 
 
-def test_soft_cap_sinks_and_float8(device):
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=["float8", "int8"])
+def test_soft_cap_sinks_and_float8(dtype, device):
     values = make(6, 6, 64, 4, 2, 16, torch.float16, [300, 5], is_separate=True, device=device)
-    values = with_float8(values, k_scale=[0.5, 1.5], v_scale=[2.0, 0.75])
+    values = with_float8(values, dtype, k_scale=[0.5, 1.5], v_scale=[2.0, 0.75])
     values |= {"soft_cap": 10.0, "sinks": torch.randn(8, device=device)}
     check(values, "separate drafts")
     values["draft_key"] = values["draft_value"] = None
@@ -364,7 +365,8 @@ PATHS = [
     ((9, 9, 32, 1, 1, 16, [253]), {"window": 30, "sinks": True}, None),  # windows begin in two shares
     ((4, 6, 32, 4, 1, 16, [1020]), {}, None),
     ((3, 3, 32, 2, 1, 16, [2300]), {"window": 1200, "sinks": True}, None),  # larger shares
-    ((40, 40, 32, 2, 1, 16, [130]), {"fp8": True}, [0, 5, 31, 32, 39]),
+    ((40, 40, 32, 2, 1, 16, [130]), {"eight_bits": None}, [0, 5, 31, 32, 39]),
+    ((9, 9, 32, 2, 1, 16, [60]), {"eight_bits": torch.int8}, None),
 ]
 
 
@@ -375,7 +377,7 @@ def test_deterministic_nodes_are_plain_decoding(shape, options, rows, device):
     """Each node has the bits of gqa_decode along its path, wherever its ancestors lie; so has the root of a batch."""
     *sizes, prefixes = shape
     form = "csr" if PATHS.index((shape, options, rows)) % 2 else "block_table"
-    dtype = torch.float16 if "fp8" in options else torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = torch.float16 if "eight_bits" in options else torch.float32 if device.type == "cpu" else torch.bfloat16
     values = make(*sizes, dtype, prefixes, form=form, device=device)
     check_paths(values, options, rows, form, device)
 
@@ -385,8 +387,8 @@ def check_paths(values, options, rows, form, device):
     values["tree_mask"][..., 0] |= 1
     if options.get("sinks"):
         values["sinks"] = torch.randn(num_heads, device=device)
-    if "fp8" in options:
-        values |= with_float8(values, k_scale=[0.5], v_scale=[2.0])
+    if "eight_bits" in options:
+        values |= with_float8(values, options["eight_bits"], k_scale=[0.5], v_scale=[2.0])
     values |= {name: options[name] for name in ("window", "soft_cap") if name in options}
     if "window" in values:  # keys have one position for all rows in trees alone
         parents = [-1, *(torch.randint(node, ()).item() for node in range(1, num_query))]

@@ -18,6 +18,7 @@ from ..nn.tables import make_tables
 
 CACHES = ("k_cache", "v_cache")
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+EIGHT_BITS = (FN, FNUZ, torch.int8)
 
 # (page_size, query heads, KV heads, head_dim, dtype, dtype of the caches); page sizes need not be powers of two
 SHAPES = [
@@ -29,6 +30,8 @@ SHAPES = [
     (16, 9, 3, 256, torch.float32, FN),
     (16, 1, 1, 1, torch.float32, torch.float32),
     (1, 16, 1, 576, torch.float16, FNUZ),
+    (16, 8, 4, 40, torch.float16, torch.int8),
+    (4, 2, 2, 64, torch.float32, torch.int8),
 ]
 
 
@@ -60,7 +63,7 @@ def make(page_size, num_heads, num_kv_heads, head_dim, dtype, cache_dtype, *, sl
         values["positions"] = torch.randint(50, (len(slots),), dtype=index_dtype)
         if has_query:
             values["query"] = torch.randn(len(slots), num_heads, head_dim).to(dtype)
-    if has_scales if has_scales is not None else cache_dtype in (FN, FNUZ):
+    if has_scales if has_scales is not None else cache_dtype in EIGHT_BITS:
         values["k_scale"] = torch.tensor(0.01)
         values["v_scale"] = 0.005 + torch.rand(num_kv_heads)
     return to_device(values, device) | dict(zip(CACHES, caches)) | options
@@ -79,7 +82,7 @@ def ahead_of_time_cases():
     yield "float16 interleaved", make(*shape, torch.float16, torch.float16, is_interleaved=True, rotary_dim=64)
     yield "packed", with_pools(make(*shape, torch.float16, torch.float16), "pthw")
     yield "float32 without tables", make(1, 4, 2, 80, torch.float32, torch.float32, rotary_dim=0)
-    for dtype in (FN, FNUZ):
+    for dtype in EIGHT_BITS:
         yield str(dtype), make(*shape, torch.bfloat16, dtype, table_dtype=torch.float32)
         yield f"{dtype} without scales", make(*shape, torch.bfloat16, dtype, has_scales=False)
 
@@ -264,6 +267,17 @@ def test_every_8_bit_float_is_rounded_as_by_pytorch(dtype, device):
         assert_equal("write_kv", str(dtype), "bits", bits.masked_fill(key.isnan(), 0), expected)
 
 
+@pytest.mark.cross
+def test_int8_is_rounded_as_by_pytorch(device):
+    """Nearest, ties to even, within -127..127; NaN becomes 0."""
+    key = torch.cat((every_value(), (torch.arange(-1024, 1024) / 8).view(-1, 1, 1024))).to(device)
+    caches = [torch.empty(len(key), 1, 1, 1024, dtype=torch.int8, device=device) for _ in range(2)]
+    eagle_kernels.raw.write_kv(key, key, *caches, torch.arange(len(key), device=device))
+    expected = key.nan_to_num(0.0, 127.0, -127.0).clamp(-127, 127).round().to(torch.int8)
+    for cache in caches:
+        assert_equal("write_kv", "int8", "numbers", cache.view(expected.shape), expected)
+
+
 @pytest.mark.parametrize("form", ["scalar", "one", "per head", "none"])
 def test_scales(form, device):
     """What is read back times its own scale is within half a step: 2^-4 of it, or 2^-10 of the scale."""
@@ -341,8 +355,8 @@ def test_pools_past_two_billion_elements(device):
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128, 256])
 def test_full_cross(page_size, dtype, device):
     for head_dim, num_kv_heads, is_interleaved in itertools.product((64, 80, 128, 256), (1, 3, 8), (False, True)):
-        for cache_dtype in (dtype, FN, FNUZ):
-            if cache_dtype != dtype and not target.has_fp8(device, cache_dtype):
+        for cache_dtype in (dtype, *EIGHT_BITS):
+            if cache_dtype in (FN, FNUZ) and not target.has_fp8(device, cache_dtype):
                 continue
             slots = torch.randperm(20 * page_size)[:17].tolist()
             for rotary_dim in (0, 32, head_dim):

@@ -25,7 +25,9 @@ def write_kv(
     slots = slots[is_written].to(torch.int64)
     for cache, rows, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
         rows = rows[is_written]
-        if cache.dtype in FP8:
+        if cache.dtype == torch.int8:
+            rows = _divided(rows, scale).nan_to_num(0.0).clamp(-127, 127).round().to(torch.int8)
+        elif cache.dtype in FP8:
             # index assignment knows no 8-bit floats on some devices
             cache, rows = cache.view(torch.uint8), _quantize(rows, scale, cache.dtype).view(torch.uint8)
         cache[slots // page_size, slots % page_size] = rows
@@ -34,8 +36,10 @@ def write_kv(
 
 def _quantize(rows: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Rows [T, Hkv, D] over their scale, limited to what the dtype holds."""
-    wide = rows if rows.dtype == torch.float64 else rows.float()
-    if scale is not None:
-        wide = wide / scale.reshape(-1, 1).to(wide.dtype)
     largest = torch.finfo(dtype).max
-    return wide.clamp(-largest, largest).to(dtype)
+    return _divided(rows, scale).clamp(-largest, largest).to(dtype)
+
+
+def _divided(rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    wide = rows if rows.dtype == torch.float64 else rows.float()
+    return wide if scale is None else wide / scale.reshape(-1, 1).to(wide.dtype)

@@ -62,7 +62,7 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
     """
     values = args.values
     check_head_dim(args)
-    check_pool(args, (dtype,) if dtype == torch.float32 else (dtype, *FP8))
+    check_pool(args, (dtype,) if dtype == torch.float32 else (dtype, *FP8, torch.int8))
     check_target(args.op, "k_cache", values["k_cache"])
     for name in ("k_scale", "v_scale"):
         scale = args.tensor(name, (None,), (torch.float32,), optional=True)

@@ -38,8 +38,8 @@ def start_rows(BLOCK_ROW: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SUMS: tl.con
 def match_keys(query, scale, k_scale_ptr, KEY_TYPE: tl.constexpr):
     """Returns (query in parts, scale [ROW] of its logits) for keys of KEY_TYPE, whose own scale is at k_scale_ptr.
 
-    8-bit keys are widened to fp16, in one step and without loss. So a bf16 query becomes fp16 too, in rows that are
-    brought below 2 by powers of two; fp16 loses at most 2^-24 of the row's largest element.
+    8-bit floats are widened to fp16, in one step and without loss. So a bf16 query becomes fp16 too, in rows that are
+    brought below 2 by powers of two; fp16 loses at most 2^-24 of the row's largest element. int8 keys fit both.
     """
     if k_scale_ptr is not None:
         # keys that are all 0 may have the scale 0

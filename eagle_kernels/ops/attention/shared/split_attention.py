@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from ....primitives.fp8 import FP8
 from ....primitives.paging import slot_strides
 from ....runtime import tuning
 from ....runtime.launch import bundle
@@ -48,7 +47,7 @@ def launch_attention(
     is_csr, is_ordered = values["block_table"] is None, values["deterministic"]
     if is_ordered:
         tuned = tuning.row(ordered.TUNING, query.device)
-    tuned = tuned_for(tuned, k_cache.shape[-1], k_cache.dtype in FP8)
+    tuned = tuned_for(tuned, k_cache.shape[-1], k_cache.element_size() == 1)
     joined = 1
     if not is_ordered and one_scale and query.element_size() == 2:
         tensors = [tensor for tensor in (k_cache, v_cache, draft_key, draft_value) if tensor is not None]
