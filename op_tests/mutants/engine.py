@@ -244,7 +244,7 @@ MUTANTS = [
         '"max_step_ms", "share_prefixes")', '"max_step_ms", "share_prefixes", "phase_times")',
         _OWN_VALUES + "[phase_times]"),
     bug("pools that were made for another call's bytes", ENGINE + "serve/session.py",
-        '("page_size", "max_batch", "kv_cache_bytes", ', '("page_size", "max_batch", ',
+        '"page_size", "max_batch", "kv_cache_bytes", ', '"page_size", "max_batch", ',
         _OWN_VALUES + "[kv_cache_bytes]"),
     bug("a plain step's time is that of compiling it", _STREAM,
         'self._times["batch_steps"] > self._times["cold_steps"]:', 'self._times["batch_steps"]:',

@@ -8,7 +8,19 @@ _MODELS = ENGINE + "models/"
 _DRAFTERS = ENGINE + "drafters/"
 _FORMULA = "op_tests/engine/test_decoder_formula.py::test_"
 
+_KV_TYPES = "op_tests/engine/test_kv_types.py::test_"
+
 MUTANTS = [
+    bug("keys in 8 bits by the scales of values", ENGINE + "batch/kv_pool.py",
+        '{"k_scale": k, "v_scale": v} for k, v in', '{"k_scale": k, "v_scale": v} for v, k in',
+        _KV_TYPES + "int8_measures_every_head"),
+    bug("scales for fp8 taken as those for int8", _MODELS + "kv_limits.py",
+        'return _LARGEST["int" if algorithm == "INT8" else "float"]', 'return _LARGEST["int"]',
+        _KV_TYPES + "scales_of_a_checkpoint"),
+    bug("the draft's pool in 8 bits as well", ENGINE + "batch/state.py",
+        "None if draft is None else KVPool(draft.kv_shape, *sizes)",
+        "None if draft is None else KVPool(draft.kv_shape, *sizes[:2], self.target_pool.k_cache.dtype, device)",
+        _KV_TYPES + "a_pool_takes_half_the_bytes"),
     bug("long waves by the bound of short ones", _MODELS + "layers/rotary.py",
         "is_long = wavelengths > length / low", "is_long = wavelengths > length / high",
         _FORMULA + "a_decoder_is_the_formula[llama, llama3]"),

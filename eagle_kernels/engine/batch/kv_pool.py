@@ -16,13 +16,24 @@ _LEAST_PLANNED_LAYERS = 8
 
 
 class KVPool:
-    """Holds the pages of one model: `k_cache, v_cache [L, num_pages, page_size, Hkv, D]`."""
+    """Holds the pages of one model: `k_cache, v_cache [L, num_pages, page_size, Hkv, D]`.
 
-    def __init__(self, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
+    scales: of caches of 8 bits, for keys and values, [2, L, Hkv] or [2, L, 1] fp32; None: they are 1.
+    """
+
+    def __init__(
+        self, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device,
+        scales: Tensor | None = None,
+    ):  # fmt: skip
         size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
         self.k_cache = torch.zeros(size, dtype=dtype, device=device)
         self.v_cache = torch.zeros(size, dtype=dtype, device=device)
         self.page_size, self.num_layers = page_size, shape.num_layers
+        self._scales = [] if scales is None else [{"k_scale": k, "v_scale": v} for k, v in zip(*scales)]
+
+    def scales(self, layer: int) -> dict[str, Tensor]:
+        """Returns the ops' arguments k_scale and v_scale for a layer, where it has scales."""
+        return self._scales[layer] if self._scales else {}
 
 
 class _PoolAttend:
@@ -45,6 +56,7 @@ class _PoolAttend:
         else:
             query = self._write(layer, key, value, angles, query).view(query.shape)
         caches = {"k_cache": self._pool.k_cache[layer], "v_cache": self._pool.v_cache[layer]}
+        caches |= self._pool.scales(layer)
         return self._read(query, **caches, block_table=self._block_table, window=window, **options)
 
     def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
@@ -62,7 +74,8 @@ class _PoolAttend:
         rotation = {} if angles is None else angles._asdict()
         if query is not None:
             rotation["query"] = query.flatten(0, 1)
-        return ops.write_kv(*rows, pool.k_cache[layer], pool.v_cache[layer], self._slots, **rotation)
+        caches = pool.k_cache[layer], pool.v_cache[layer]
+        return ops.write_kv(*rows, *caches, self._slots, **rotation, **pool.scales(layer))
 
     def _schedule(self, seq_lens: Tensor, window: int | None, num_drafts: int = 0) -> dict[str, Any]:
         """Returns `deterministic` and the plan of all layers that have this window, None where few would use it."""

@@ -125,13 +125,13 @@ class BatchState:
     """
 
     def __init__(
-        self, target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int
-    ):
+        self, target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int,
+        target_pool: KVPool | None = None,
+    ):  # fmt: skip
         device, num_rows = target.device, config.max_batch
-        self.target_pool, self.draft_pool = (
-            None if model is None else KVPool(model.kv_shape, num_pages, config.page_size, target.dtype, device)
-            for model in (target, draft)
-        )
+        sizes = num_pages, config.page_size, target.dtype, device
+        self.target_pool = KVPool(target.kv_shape, *sizes) if target_pool is None else target_pool
+        self.draft_pool = None if draft is None else KVPool(draft.kv_shape, *sizes)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

@@ -38,6 +38,8 @@ class DraftingOptions(Validated):
     # how weights are loaded
     quantize: str | tuple[tuple[str, str], ...] | None = None
     draft_quantize: str | tuple[tuple[str, str], ...] | None = None
+    # the batch and its memory
+    kv_cache_dtype: str = one_of("auto", "fp8", "fp8_e4m3", "int8")
     # where drafts come from
     method: str | tuple[str, ...] | None = None
     max_ngram_size: int = integer(5, between(1, MAX_NGRAM))

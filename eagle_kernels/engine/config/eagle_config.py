@@ -33,7 +33,6 @@ _SIMULATED = ("simulated_accept_length", "simulated_accept_lengths", "simulated_
 @dataclass(frozen=True)
 class EAGLEConfig(DraftingOptions):
     """Holds the tree, the source of drafts, sampling and limits. A value that breaks its rule raises ValueError.
-
     Other engines' names for fields work, too, such as max_num_seqs (`requests/names.py`).
 
     The tree of a step (EAGLE-2) has `num_steps` levels. A level keeps its best `topk` nodes, and `topk` children of
@@ -106,6 +105,8 @@ class EAGLEConfig(DraftingOptions):
         max_batch: Most requests that step together; others wait.
         kv_cache_bytes: Size of the KV pools of both models together. None: enough for max_batch requests of full
             length, at most half of the device's free memory (1 GiB on the CPU).
+        kv_cache_dtype: The type of the target's keys and values: "auto" (the weights'), "fp8" or "int8". Scales are the
+            checkpoint's; else fp8 has none, and int8 those of each head in a pass over random tokens.
         How prompts are read.
         prefill_chunk: Most prompt tokens to read in one step, or between two steps.
         share_prefixes: Whether a prefix that prompts share is read once, in whole pages: with running requests and,
@@ -222,8 +223,7 @@ class EAGLEConfig(DraftingOptions):
         Raises:
             ValueError: A field is unknown, breaks its rule or contradicts another.
         """
-        names = {*CONFIG_FIELDS, *FIELDS} - {"model"}
-        others = read_names("EAGLEConfig.from_speculative_config", others, names)
+        others = read_names("EAGLEConfig.from_speculative_config", others, {*CONFIG_FIELDS, *FIELDS} - {"model"})
         whole = add_fields(fields, others)
         made = cls(**read_speculative_config(whole), **{name: others[name] for name in others.keys() - FIELDS})
         check_fields_are_read(fields, made)

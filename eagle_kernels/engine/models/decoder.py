@@ -72,6 +72,7 @@ class ConfiguredModel(nn.Module):
         self.config, self.vocab_size, self.max_length = config, config.vocab_size, config.max_position_embeddings
         self.kv_shape = config.attention.kv_shape(config.num_hidden_layers)
         self.quantize: dict[str, str] | None = None  # how the weights were quantised at loading
+        self.kv_limits: Tensor | None = None  # see `protocol.TargetModel`
         self.register_load_state_dict_pre_hook(join_projections)
         self.register_load_state_dict_pre_hook(join_experts)
 

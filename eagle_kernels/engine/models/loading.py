@@ -25,6 +25,7 @@ from .checkpoint import (
     naming,
     read_config,
     read_folder,
+    read_json,
     refuse_names,
     refuse_not_finite,
 )
@@ -32,6 +33,7 @@ from .decoder import Decoder
 from .decoder_config import FAMILIES, OPTIONS_IN_FILE, DecoderConfig, read_model_type
 from .draft_head import DraftHead
 from .heads import Eagle1Config, Eagle1Head, EagleConfig, EagleHead, NextTokenConfig, NextTokenModules
+from .kv_limits import read_kv_limits
 from .parallel_head import ParallelEagleConfig, ParallelEagleHead
 from .protocol import FINAL_NORM, ModelError, TargetModel
 from .quantisation import read_quantisation, without_quantisation
@@ -111,11 +113,13 @@ def load_target(
             # allocates the shared weight once, and reads it once if the checkpoint holds it twice
             target.lm_head.weight = None
             checkpoint.tensors.pop("lm_head.weight", None)
+        exported = read_json(folder / "hf_quant_config.json", is_optional=True)
+        limits = read_kv_limits(content, exported, checkpoint.tensors, checkpoint.get, target.kv_shape)
         quantise_linears(target, checkpoint.tensors, checkpoint.get, quantisation)
         checkpoint.fill(target, device, dtype, check_weights)
         target.tie_weights()
         target.pack()
-        target.quantize = chosen
+        target.quantize, target.kv_limits = chosen, limits
         return target
 
 

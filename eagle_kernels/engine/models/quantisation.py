@@ -238,6 +238,8 @@ def _read_compressed(section: _Section) -> Quantisation:
     section.one_of("quantization_status", "compressed", "frozen")
     groups = section.inside("config_groups")
     if groups is None:
+        if section.inside("kv_cache_scheme") is not None:  # only keys and values were calibrated
+            return Quantisation("compressed-tensors", lambda name: None, LAYOUTS["16 bit"]())
         section.refuse("config_groups", "an object of groups")
     rules = []
     for name in groups.values:

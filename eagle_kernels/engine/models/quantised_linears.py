@@ -1,8 +1,8 @@
 """Quantised linears in a model: which of its linears they replace, and where the tensors of a file go.
 
 A module that is listed as not converted has its weight in 16 bit, and so has any other one with a plain `weight` in the
-file. Scales of inputs and of the KV cache are not read: both stay in 16 bit. Headers are those of `checkpoint`, which
-imports this file.
+file. Scales of inputs are not read, as these stay in 16 bit; those of a target's keys and values are (`kv_limits.py`).
+Headers are those of `checkpoint`, which imports this file.
 """
 
 from __future__ import annotations

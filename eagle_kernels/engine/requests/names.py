@@ -108,7 +108,7 @@ _SAYS_NOTHING = (
      "weights are read as they are, and no remote code is run"),
     ("quantization quantization_config quantize torchao_config", (),
      "quantize of EAGLEConfig quantises weights at loading"),
-    ("load_format kv_cache_dtype", ("auto",), "weights and caches have the dtype named by dtype"),
+    ("load_format", ("auto",), "weights are those of model folders"),
     ("revision code_revision download_dir cache_dir token", (), "models are folders on this machine"),
     ("gpu_memory_utilization mem_fraction_static", (), "kv_cache_bytes of EAGLEConfig sets the size of the pools"),
     ("swap_space cpu_offload_gb", (0,), "models and pools stay on their device"),

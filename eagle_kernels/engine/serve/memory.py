@@ -3,6 +3,7 @@
 import math
 
 from ...runtime.placement import free_memory_bytes
+from ..batch.kv_types import read_cache_dtype
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.methods import make_drafter, make_reader
 from ..models.protocol import DraftModel, TargetModel
@@ -72,5 +73,7 @@ def check_fits(
 
 
 def _page_bytes(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> int:
-    numbers = sum(2 * math.prod(model.kv_shape) for model in (target, draft) if model is not None)
-    return numbers * config.page_size * target.dtype.itemsize
+    pools = [(target, read_cache_dtype(config.kv_cache_dtype, target)), (draft, target.dtype)]
+    return config.page_size * sum(
+        2 * math.prod(model.kv_shape) * dtype.itemsize for model, dtype in pools if model is not None
+    )

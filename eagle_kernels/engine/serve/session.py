@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...runtime.values import shown
 from ..batch.kv_pool import KVPool, PrefillAttend
+from ..batch.kv_types import kv_limits_of, make_target_pool, read_cache_dtype
 from ..batch.state import BatchState
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..config.pairing import check_deterministic, check_method, check_quantize, check_trees
@@ -31,7 +32,7 @@ from .plain_steps import PlainSteps
 from .scheduler import Scheduler
 from .threads import running
 
-_POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
+_POOL_FIELDS = ("kv_cache_dtype", "page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
 # the fields that steps depend on: all but those of single requests, those that determine the pools, and those between
 _OTHER_FIELDS = (*SAMPLING_FIELDS, *_POOL_FIELDS, "eos_token_ids", "max_length", "max_step_ms", "share_prefixes")
 _STEP_FIELDS = tuple(name for name in CONFIG_FIELDS if name not in _OTHER_FIELDS)
@@ -50,6 +51,7 @@ class Session(Unique):
     outbox           events of submitted requests that nobody has collected yet
     is_speculating   whether steps may have drafts
     plain_steps      times of plain steps, to compare with
+    kv_limits        what keys and values in 8 bits are divided by, by their type
     tokenizer_fault  why there is no tokenizer, if there is none
     """
 
@@ -68,12 +70,14 @@ class Session(Unique):
         self._pools_for: tuple = ()
         self.on_tree: Callable[[Verified], None] | None = None
         self.plain_steps = PlainSteps()
+        self.kv_limits: dict[torch.dtype, Tensor | None] = {}
 
     def check(self, config: EAGLEConfig) -> None:
         """Raises ValueError if the models cannot serve the configuration's method or emit its end tokens."""
         check_method(config, self.draft)
         check_deterministic(config, self.target)
         check_quantize(config, self.target, self.draft)
+        read_cache_dtype(config.kv_cache_dtype, self.target)
         self._check_tokens("EAGLEConfig: eos_token_ids", config.eos_token_ids or ())
 
     def load_tokenizer(self, folder: str | Path) -> None:
@@ -219,7 +223,7 @@ class Session(Unique):
             tokens = torch.tensor([prompt], dtype=torch.int64, device=self.device)
             positions = torch.arange(len(prompt), device=self.device)[None]
             num_pages = -(-len(prompt) // config.page_size)
-            pool = KVPool(self.target.kv_shape, num_pages, config.page_size, self.target.dtype, self.device)
+            pool = self._target_pool(config, num_pages)
             table = torch.arange(num_pages, dtype=torch.int32, device=self.device)[None]
             attend = PrefillAttend(pool, table, [(0, len(prompt))])
             return run_target(self.target, tokens, positions, attend, last_only=True).logits[0, -1].float()
@@ -314,8 +318,15 @@ class Session(Unique):
         max_pages = self._max_pages(config)
         num_pages = count_pages(self.target, draft, config, max_pages)
         check_fits(self.target, draft, config, max_pages, num_pages)
-        state = BatchState(self.target, draft, config, max_pages, num_pages)
+        pool = self._target_pool(config, num_pages)
+        state = BatchState(self.target, draft, config, max_pages, num_pages, pool)
         self.scheduler, self._pools_for = Scheduler(state), _pools_of(config)
+
+    def _target_pool(self, config: EAGLEConfig, num_pages: int) -> KVPool:
+        dtype = read_cache_dtype(config.kv_cache_dtype, self.target)
+        if dtype not in self.kv_limits:
+            self.kv_limits[dtype] = kv_limits_of(self.target, dtype, config.page_size)
+        return make_target_pool(self.target, num_pages, config.page_size, dtype, self.kv_limits[dtype])
 
     def _has_pools_for(self, config: EAGLEConfig) -> bool:
         if self.scheduler is None or self._pools_for != _pools_of(config):

@@ -56,6 +56,10 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
         "--page-size", type=int, default=defaults.page_size,
         help="tokens per page of the KV cache (default: %(default)s)",
     )  # fmt: skip
+    add(
+        "--kv-cache-dtype", choices=("auto", "fp8", "fp8_e4m3", "int8"), default="auto",
+        help="type of the target's keys and values (default: auto, that of the weights)",
+    )  # fmt: skip
     add("--quantize", metavar="NAME", type=_parts, help=f"quantise the target at loading: {_QUANTIZE}")
     add("--draft-quantize", metavar="NAME", type=_parts, help="quantise the draft, likewise (default: 16 bit)")
     add("--eager", action="store_true", help="run without CUDA graphs (default: with them on a GPU)")
@@ -79,7 +83,7 @@ def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
         option = "--" + min(tree).replace("_", "-")
         raise ValueError(f"{option} must be given as the field {min(tree)!r} when --speculative-config is used")
     same = ("temperature", "top_k", "top_p", "min_p", "accept_policy", "simulated_accept_length",
-            "simulated_accept_rates", "max_batch", "page_size")  # fmt: skip
+            "simulated_accept_rates", "max_batch", "page_size", "kv_cache_dtype")  # fmt: skip
     others = {name: getattr(arguments, name) for name in same}
     others |= {name: getattr(arguments, name) for name in ("quantize", "draft_quantize") if getattr(arguments, name)}
     others["eos_token_ids"] = () if arguments.ignore_eos else None
