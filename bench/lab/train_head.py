@@ -259,10 +259,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output", type=Path, required=True, help="folder for the head; the same command continues an interrupted run"
     )
     add_options(parser)
-    add_machine_arguments(parser, dtype=None)
+    add_machine_arguments(parser, told="bfloat16 on GPUs, else float32")
     given = parser.parse_args(argv)
     try:
         (device, dtype), options = read_machine(given), read_options(given)
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         settings = {"device": device, "dtype": dtype, "check_weights": given.check_weights}
         record = train_head(given.target, given.data, given.output, options, **settings)
     except TimeBudgetReached as reached:

@@ -102,7 +102,8 @@ class EAGLEInference(Generation):
             config: As for the class; "model" in the fields of a server's `--speculative-config`, such as
                 {"method": "mtp", "model": folder}, is the draft if draft_model is None.
             device: As for the class, but None means the GPU if there is one, else the CPU.
-            dtype: The type of the weights, such as "bfloat16"; None: float32; "auto": that of the target's config.json.
+            dtype: The type of the weights, such as "bfloat16"; "auto": that of the target's config.json; None: float32,
+                but bfloat16 with keys and values in 8 bits, and on a GPU with quantised weights.
             check_weights: As for `load_target`.
             tokenizer: As for the class; None: that of the target's folder.
             allow_larger_draft: As for the class.

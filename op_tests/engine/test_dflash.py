@@ -18,6 +18,7 @@ from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
 from op_tests.engine.drafting import BlockOracle
+from op_tests.engine.quantised.writers import FORMATS, write_quantised
 from op_tests.engine.toys import random_llama, write_decoder
 
 MASK, BLOCK, LAYERS, IDS = 59, 5, 2, [0, 3]
@@ -32,18 +33,18 @@ CONFIG = {
 }  # fmt: skip
 
 
-def tensors_of(seed=0):
+def tensors_of(seed=0, size=HIDDEN, inner=40):
     """By the published names; q and k have norms."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"fc.weight": (HIDDEN, len(IDS) * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    shapes = {"fc.weight": (size, len(IDS) * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
     for layer in range(LAYERS):
         name = f"layers.{layer}."
-        shapes |= {name + "input_layernorm.weight": (HIDDEN,), name + "post_attention_layernorm.weight": (HIDDEN,)}
+        shapes |= {name + "input_layernorm.weight": (size,), name + "post_attention_layernorm.weight": (size,)}
         shapes |= {name + f"self_attn.{part}_norm.weight": (16,) for part in "qk"}
-        shapes |= {name + "self_attn.q_proj.weight": (64, HIDDEN), name + "self_attn.o_proj.weight": (HIDDEN, 64)}
-        shapes |= {name + f"self_attn.{part}_proj.weight": (32, HIDDEN) for part in "kv"}
-        shapes |= {name + f"mlp.{part}_proj.weight": (40, HIDDEN) for part in ("gate", "up")}
-        shapes[name + "mlp.down_proj.weight"] = (HIDDEN, 40)
+        shapes |= {name + "self_attn.q_proj.weight": (64, size), name + "self_attn.o_proj.weight": (size, 64)}
+        shapes |= {name + f"self_attn.{part}_proj.weight": (32, size) for part in "kv"}
+        shapes |= {name + f"mlp.{part}_proj.weight": (inner, size) for part in ("gate", "up")}
+        shapes[name + "mlp.down_proj.weight"] = (size, inner)
     return {
         name: torch.rand(shape, generator=generator) + 0.5 if len(shape) == 1
         else torch.randn(shape, generator=generator) * (1.5 / shape[-1] ** 0.5)
@@ -221,3 +222,20 @@ def test_folders_make_an_engine(tmp_path):
     engine = EAGLEInference.from_pretrained(write(tmp_path / "draft"), target, config, device="cpu")
     assert type(engine.draft).__name__ == "DFlashDraft"
     assert engine.generate([[5, 6]], 9).output_ids == engine.generate([[5, 6]], 9, speculative=False).output_ids
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8 blocks"])
+@pytest.mark.parametrize("listed", [(), ("fc",)], ids=["all", "all but fc"])
+def test_quantised_folders(form, listed, tmp_path):
+    """A draft whose weights are quantised drafts as one with the weights that they stand for."""
+    plain = write(tmp_path / "plain", tensors_of(size=64, inner=96), hidden_size=64, intermediate_size=96)
+    folder = write_quantised(FORMATS[form], plain, tmp_path / "quantised", listed)
+    target = random_llama(std=0.4, num_layers=4, hidden_size=64)
+    drafts = [load_dflash(each, target) for each in (plain, folder)]
+    texts = [
+        EAGLEInference(draft, target, EAGLEConfig(topk=2, num_steps=3)).generate([[5, 6, 7]], 16) for draft in drafts
+    ]
+    assert texts[0].output_ids == texts[1].output_ids and texts[0].stats.steps == texts[1].stats.steps
+    heads.edit_config(folder, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    with pytest.raises(ModelError, match="quant_algo='NVFP4' is not implemented"):
+        load_dflash(folder, target)

@@ -231,6 +231,8 @@ REFUSED = {
     "a bias is missing": ({"hydra_mlp.1.0.linear.bias": None}, {}, "missing tensors: blocks.1.0.linear.bias"),
     "a shape": ({"hydra_mlp.1.0.linear.bias": torch.zeros(3)}, {}, r"tensor blocks.1.0.linear.bias has shape \[3\]"),
     "NaN": ({"hydra_lm_head.1.bias": torch.full((61,), float("nan"))}, {}, "tensors with NaN or infinite values"),
+    "quantised": ({"hydra_mlp.1.0.linear.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)}, {},
+                  "hydra_mlp.1.0.linear.weight is of quantised weights, which are not implemented for Hydra heads"),
     "not Hydra": ({}, dict.fromkeys(("hydra_num_heads", "hydra_num_layers", "hydra_head_arch")),
                   "holds no Hydra heads: config.json has no hydra_num_heads"),
 }  # fmt: skip

@@ -164,6 +164,9 @@ REFUSED = {
     "a tensor more": ({"norm.weight": torch.ones(3)}, {}, "unexpected tensors: norm.weight"),
     "NaN": ({"2.1.weight": torch.full((61, 32), float("nan"))}, {}, "tensors with NaN or infinite values"),
     "scale": ({}, {"logit_scale": 2.0}, "logit_scale=2.0 is not implemented for Medusa heads"),
+    "quantised": ({"0.0.linear.weight": None, "0.0.linear.qweight": torch.zeros(3, 3, dtype=torch.int32)},
+                  {"quantization_config": {"quant_method": "awq"}},
+                  "0.0.linear.qweight is of quantised weights, which are not implemented for Medusa heads"),
 }  # fmt: skip
 
 

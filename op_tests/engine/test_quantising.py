@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.config import pairing
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.heads import Eagle1Config, Eagle1Head
@@ -203,3 +204,34 @@ def test_command_line(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main([*prompt, "--quantize", "moe=wint4"])
     assert "--quantize: must be one of wint4, wint8, block_wise_fp8, fp8, or a dict" in capsys.readouterr().err
+
+
+def test_dtype_where_none_is_named(plain, tmp_path, monkeypatch):
+    """float32; bfloat16 where kernels with fewer bits need it. A named one counts."""
+    seen = []
+
+    def noted(folder, device, dtype, **options):
+        seen.append(dtype)
+        raise ModelError("noted")
+
+    quantised = tmp_path / "quantised"
+    quantised.mkdir()
+    for path in plain.iterdir():
+        (quantised / path.name).write_bytes(path.read_bytes())
+    edit_config(quantised, quantization_config={"quant_method": "awq"})
+    monkeypatch.setattr(pairing, "load_target", noted)
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(pairing, "read_placement", lambda caller, device, dtype: (cuda, dtype or torch.float32))
+    for folder, options, dtype, wanted in (
+        (plain, {}, None, torch.float32), (plain, {"quantize": "wint4"}, None, torch.bfloat16),
+        (plain, {"kv_cache_dtype": "int8"}, None, torch.bfloat16), (quantised, {}, None, torch.bfloat16),
+        (quantised, {}, torch.float16, torch.float16), (plain, {"quantize": "fp8"}, torch.float32, torch.float32),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match="noted"):
+            EAGLEInference.from_pretrained(None, folder, EAGLEConfig(method="ngram", **options), dtype=dtype)
+        assert seen.pop() == wanted
+    monkeypatch.undo()
+    engine = EAGLEInference.from_pretrained(None, plain, EAGLEConfig(method="ngram", quantize="wint4"), device="cpu")
+    assert engine.target.dtype == torch.float32  # a CPU computes with the exact weights
+    config = EAGLEConfig(method="ngram", kv_cache_dtype="int8")
+    assert EAGLEInference.from_pretrained(None, plain, config, device="cpu").target.dtype == torch.bfloat16

@@ -21,6 +21,7 @@ from ..models.head_formats import KINDS, MODULE_PREFIX, read_mask_token
 from ..models.hydra import load_hydra
 from ..models.loading import load_draft, load_medusa, load_target, read_dtype, read_kind
 from ..models.protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel
+from ..models.quantisation import is_quantised
 from ..models.quantising import read_quantize
 from ..models.tokenizer import check_same_vocabulary
 from ..models.transformers_target import TransformersTarget
@@ -104,6 +105,9 @@ def load_pair(
     chosen = _choose_draft(target_folder, draft_folder, config)
     dtype = read_dtype(target_folder) if is_word(dtype, "auto") else dtype
     place = read_placement("EAGLEInference.from_pretrained", device, dtype)
+    if dtype is None:
+        folders = [Path(target_folder)] + ([] if chosen is None else [chosen.folder])
+        place = place[0], _choose_dtype(place[0], config, folders)
     if chosen is None and config.draft_quantize is not None:
         _refuse(
             f"draft_quantize must be None for method={config.method!r}, which loads no draft", config.draft_quantize
@@ -113,6 +117,15 @@ def load_pair(
         config = replace(config, eos_token_ids=read_eos_token_ids(target_folder, target.vocab_size))
     options = {"check_weights": check_weights, "quantize": _parts_of(config.draft_quantize)}
     return _load_draft_of(target, chosen, options), target, config
+
+
+def _choose_dtype(device: torch.device, config: EAGLEConfig, folders: list[Path]) -> torch.dtype:
+    """Returns the dtype where the caller names none: float32, unless what is in fewer bits needs one of 16."""
+    needs_half = config.kv_cache_dtype != "auto"
+    if device.type != "cpu":
+        needs_half |= any(quantize is not None for quantize in (config.quantize, config.draft_quantize))
+        needs_half |= any(map(is_quantised, folders))
+    return torch.bfloat16 if needs_half else torch.float32
 
 
 def _parts_of(quantize: Any) -> str | dict[str, str] | None:

@@ -27,6 +27,8 @@ from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rotary import Rotary
 from .protocol import Attend, DraftOutput, ModelError, StoringAttend, TargetModel
+from .quantisation import read_quantisation, without_quantisation
+from .quantised_linears import quantise_linears
 from .settings import read_size, read_value
 
 # words of a tree mask hold as many rows
@@ -151,12 +153,16 @@ def load_dflash(
         content = read_config(folder)
         if not are_dflash(content):
             raise ModelError("holds no DFlash draft: config.json has no dflash_config")
-        config, checkpoint = DFlashConfig.from_dict(content), Checkpoint(folder)
+        config, checkpoint = DFlashConfig.from_dict(without_quantisation(content)), Checkpoint(folder)
         checkpoint.rename(lambda name: name.removeprefix("model."))
         checkpoint.check_layers(content, "num_hidden_layers", "layers.")
         checkpoint.check_sizes(config)
-        shape = checkpoint.tensors["fc.weight"].shape if "fc.weight" in checkpoint.tensors else [0, 0]
+        quantisation = read_quantisation(folder, content)
+        shape = [len(config.target_layer_ids) * config.hidden_size]
+        if "fc.weight" in checkpoint.tensors:  # not packed: `bind` says what is wrong with another width
+            shape = checkpoint.tensors["fc.weight"].shape
         with torch.device("meta"):
-            draft = DFlashDraft(config, shape[-1])
+            draft = DFlashDraft(config, shape[-1] if shape else 0)
+        quantise_linears(draft, checkpoint.tensors, checkpoint.get, quantisation)
         checkpoint.fill(draft, device, dtype, check_weights)
         return draft.bind(target)

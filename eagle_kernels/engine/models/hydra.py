@@ -34,6 +34,7 @@ from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rotary import Rotary
 from .protocol import FINAL_NORM, Attend, DraftOutput, KVShape, ModelError, StoringAttend, TargetModel
+from .quantisation import refuse_quantised
 from .settings import MOST_LAYERS, is_empty
 
 FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
@@ -177,6 +178,7 @@ def load_hydra(
             rule = "needs a target of one of the families that load_target makes itself"
             raise ModelError(f"hydra_head_arch='prefix-mlp' {rule}, got {type(target).__name__}")
         checkpoint = Checkpoint(folder, FILES)
+        refuse_quantised(checkpoint, "Hydra heads")
         checkpoint.rename(lambda name: _our_name(name, has_prefix))
         with torch.device("meta"):
             heads = HydraHeads(_read_sizes(config, checkpoint), prefix)

@@ -30,6 +30,7 @@ from ...runtime.values import is_integer, shown
 from .checkpoint import Checkpoint, brief
 from .layers.linear import Linear
 from .protocol import FINAL_NORM, Attend, DraftOutput, KVShape, ModelError, TargetModel
+from .quantisation import refuse_quantised
 from .settings import MOST_LAYERS, check_implemented, is_empty
 
 # the files of the official layout
@@ -174,6 +175,7 @@ def read_medusa(
 ) -> tuple[MedusaHeads, list[str]]:
     """Reads the heads of a folder; returns them, and what their files leave open or contradict."""
     check_implemented(config, {"logit_scale": 1.0, "hidden_act": "silu"}, " for Medusa heads")
+    refuse_quantised(checkpoint, "Medusa heads")
     checkpoint.rename(_our_name)
     tensors = checkpoint.tensors
     num_layers, num_outputs = _count(tensors)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...ops.linear.shared.repack import Packed, from_awq, from_compressed, from_fp8, from_gptq, from_int8
 from ...runtime.values import is_integer, shown
-from .checkpoint import read_json
+from .checkpoint import Checkpoint, read_json
 from .layers.quantised import PLAIN, Layout, Stored
 from .layers.quantised_mixture import MXFP4
 from .protocol import ModelError
@@ -126,6 +126,25 @@ def read_quantisation(folder: Path, config: dict[str, Any]) -> Quantisation | No
     if not isinstance(method, str) or method not in _READERS:
         told.refuse("quant_method", ", ".join(_READERS))
     return _READERS[method](told)
+
+
+def is_quantised(folder: Path) -> bool:
+    """Returns whether the files of a model folder say that its weights are quantised, however that is."""
+    config, beside = (read_json(folder / name, is_optional=True) for name in ("config.json", "hf_quant_config.json"))
+    section = beside.get("quantization")
+    algorithm = section.get("quant_algo") if isinstance(section, dict) else section
+    return not (is_off(config.get("quantization_config")) and is_off(algorithm))
+
+
+def refuse_quantised(checkpoint: Checkpoint, called: str) -> None:
+    """Raises ModelError for quantised weights of what is read in 16 bit alone; `called`: this, in the error.
+
+    A config.json that is a copy of a quantised target's may lie beside weights in 16 bit.
+    """
+    kinds = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+    for name, stored in checkpoint.tensors.items():
+        if stored.dtype.startswith(("F8", "I8", "U8")) or name.rpartition(".")[2] in kinds:
+            raise ModelError(f"tensor {stored.name} is of quantised weights, which are not implemented for {called}")
 
 
 def without_quantisation(config: dict[str, Any]) -> dict[str, Any]:

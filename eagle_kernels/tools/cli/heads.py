@@ -20,7 +20,7 @@ def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--num-prompts", type=int, default=8, help="most prompts to take from --sweep (default: 8)")
     add("--max-new-tokens", type=int, default=64, help="most new tokens per prompt (default: 64)")
-    add_machine_arguments(command)
+    add_machine_arguments(command, "float32")
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

@@ -136,12 +136,16 @@ def _fields(text: str) -> dict:
     return fields
 
 
-def add_machine_arguments(command: argparse.ArgumentParser, dtype: str | None = "float32") -> None:
-    """Adds device, dtype, weight check and JSON; dtype: its default, None: bfloat16 on GPUs, else float32."""
+_OF_ENGINE = "float32; bfloat16 with keys and values in 8 bits, and on a GPU with quantised weights"
+
+
+def add_machine_arguments(
+    command: argparse.ArgumentParser, dtype: str | None = None, told: str = _OF_ENGINE
+) -> None:  # fmt: skip
+    """Adds device, dtype, weight check and JSON; dtype: its default, None: what is told."""
     add = command.add_argument
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
-    default = dtype or "bfloat16 on GPUs, else float32"
-    add("--dtype", choices=DTYPE_NAMES, default=dtype, help=f"dtype of the weights (default: {default})")
+    add("--dtype", choices=DTYPE_NAMES, default=dtype, help=f"dtype of the weights (default: {dtype or told})")
     add(
         "--check-weights", action=argparse.BooleanOptionalAction, default=True,
         help="read all weights once and refuse NaN and infinite ones (default: on)",
@@ -149,11 +153,11 @@ def add_machine_arguments(command: argparse.ArgumentParser, dtype: str | None = 
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
-def read_machine(arguments: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
-    """Chooses the device and the dtype of the weights."""
+def read_machine(arguments: argparse.Namespace) -> tuple[torch.device, torch.dtype | None]:
+    """Returns the device, and the dtype of the weights if it is named."""
     is_free = arguments.device == "auto"
     device = choose_device(_warn) if is_free else read_device("--device", arguments.device, "auto")
-    return device, DTYPE_NAMES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    return device, None if arguments.dtype is None else DTYPE_NAMES[arguments.dtype]
 
 
 def load_engine(arguments: argparse.Namespace) -> EAGLEInference:
