@@ -15,7 +15,17 @@ import pytest
 import torch
 
 from bench import in_turn, peers, plot, report, run, tune
-from bench.apps import APPS, drafters, generation, load, prefixes, requests, suffix_cache
+from bench.apps import (
+    APPS,
+    drafters,
+    generation,
+    load,
+    prefixes,
+    quantised_steps,
+    random_models,
+    requests,
+    suffix_cache,
+)
 from bench.apps.replay import edited_file
 from bench.harness import Benchmark, Case, Floor, Unavailable, results, timing
 from bench.harness.check import check_provider, expected_outputs
@@ -26,6 +36,8 @@ from bench.lab.records import newest_cells
 from bench.peers import sgl_kernel, sglang_caller, sglang_triton, wheel_files
 from eagle_kernels import reference
 from eagle_kernels.engine.drafters.suffix import SuffixCache
+from eagle_kernels.engine.models.layers.linear import Linear
+from eagle_kernels.engine.models.layers.quantised import QuantisedLinear
 from eagle_kernels.runtime import tuning
 
 CPU = torch.device("cpu")
@@ -658,6 +670,36 @@ def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):
         run.main(["--app", "nothing"])
     with pytest.raises(SystemExit):
         run.main(["--op", "build_tree", "--shape", "small"])
+
+
+def test_steps_of_a_quantised_target(capsys):
+    """Beside those in 16 bit, after what loading took; the models are of the sizes that were asked for."""
+    command = ["--app", "generation", "--shape", "small", "--steps", "1", "--prompt-tokens", "3", "--results", "none"]
+    assert run.main([*command, "--quantize", "w4a16"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("quantised ")]
+    assert [line[13:48].strip() for line in lines] == [
+        *("plain B=1", "plain B=8", "plain B=32", "loading", "plain B=1", "plain B=8", "plain B=32"),
+        "tree B=1 8/5/64, head in 16 bit", "tree B=1 8/5/64, head in w4a16",
+    ]  # fmt: skip
+    assert "weights_gib" in lines[3] and all("of_16_bit" in line for line in lines[4:7])
+    assert all("of_plain" in line for line in lines[7:])
+    with pytest.raises(SystemExit):
+        run.main([*command, "--quantize", "w4a16", "--only", "tree"])
+
+
+def test_models_that_are_drawn_quantised():
+    """Each linear of the layers is, the output is not, and a head keeps the numbers that it had, about."""
+    cpu = torch.device("cpu")
+    target = random_models.quantised_target("small", cpu, torch.float32, "wint8")
+    kinds = {name: type(each).__name__ for name, each in target.named_modules() if "proj" in name}
+    assert set(kinds.values()) <= {"QuantisedLinear", "Weights", "ModuleList"} and type(target.lm_head) is Linear
+    whole = random_models.random_head("small", cpu, torch.float32)
+    head = random_models.quantised_head(whole, {"dense": "wint8", "lm_head": "wint8"})
+    x = torch.randn(1, 4, 64)
+    torch.testing.assert_close(head.lm_head(x), whole.lm_head(x), atol=0.5, rtol=0)
+    assert type(head.lm_head) is QuantisedLinear and torch.equal(head.d2t, whole.d2t)
+    tied = random_models.quantised_target("small", cpu, torch.float32, "wint4", num_hidden_layers=1)
+    assert quantised_steps.weight_bytes(tied) < quantised_steps.weight_bytes(target)
 
 
 def test_the_price_of_deterministic_steps():

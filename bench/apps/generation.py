@@ -14,6 +14,7 @@ acceptance where drafts are timed. Prints a table and writes JSON lines to `resu
     gap            how long the device is idle between the work of consecutive steps, from a trace
     profile        where the time of a step goes, kernel by kernel, from a trace
     huggingface    generate of transformers with the same weights, eager and compiled with a static cache
+    quantised      with --quantize NAME, alone: a quantised target beside the one in 16 bit (`quantised_steps.py`)
 """
 
 import argparse
@@ -40,6 +41,7 @@ from ..harness.markdown import markdown, newest
 from ..harness.timing import ceiling_gb_per_s
 from ..harness.trace import graph_gaps_us, kernel_us
 from ..lab.log import read_lines
+from . import quantised_steps
 from .random_models import SHAPES, Hollow, random_head, random_target, target_config
 
 Keep = Callable[[dict], None]
@@ -64,7 +66,8 @@ PRESETS = {
     "useless drafts": {"tree": (8, 5, 64), "accept": dict.fromkeys(ACCEPT, 1.0), "adaptive": "auto"},
 }
 # numbers of a step that the table shows
-SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ordinary", "of_ours", "ratio", "worst_us")
+SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ordinary", "of_ours", "ratio", "worst_us",
+         "of_16_bit", "weights_gib", "most_gib", "most_less_a_layer_of_weights")  # fmt: skip
 WARM_STEPS = 8
 # of the steps that are timed in one go
 MOST_S = 2.0
@@ -418,9 +421,17 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     parser.add_argument("--steps", type=int, default=40, help="steps that are timed (default: 40)")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument("--batches", nargs="+", type=int, help="of throughput and huggingface (default: all of theirs)")
+    parser.add_argument(
+        "--quantize", choices=list(quantised_steps.NAMES), help="time a quantised target beside the one in 16 bit"
+    )
     options, device, keep = start(parser, arguments, directory, commit)
     bench = Bench(options.shape, device, options.steps, options.prompt_tokens)
     bench.batches, bench.keep = options.batches or (), keep
+    if options.quantize is not None:
+        if options.only != list(SECTIONS):
+            parser.error("--only must not be given with --quantize, which has a section of its own")
+        quantised_steps.quantised(bench, options.quantize)
+        return 0
     for section in options.only:
         globals()[section](bench)
     return 0

@@ -1,12 +1,18 @@
 """Models of published shapes with random weights: speed does not depend on what the weights are."""
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from eagle_kernels.engine.models.checkpoint import Checkpoint, StoredTensor
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.heads import EagleConfig, EagleHead, NextTokenConfig, NextTokenModules
 from eagle_kernels.engine.models.protocol import DraftOutput, TargetModel, TargetOutput
+from eagle_kernels.engine.models.quantised_linears import quantise_linears
+from eagle_kernels.engine.models.quantising import quantisation_at_load, read_quantize
 
 # Standard deviation of a draft's logits: the best one takes most of the probability, as a trained head's does, and
 # trees are deep. With all tokens nearly equal the best 64 paths would all end on the first two levels.
@@ -43,6 +49,55 @@ def random_target(shape: str, device: torch.device, dtype: torch.dtype, **others
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_dict(target_config(shape) | others))
     return _filled(model, device, dtype)
+
+
+class DrawnCheckpoint(Checkpoint):
+    """Holds the tensors of a module on the meta device as a folder in bfloat16 would, and draws each as it is read."""
+
+    def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.tensors = {
+            name: StoredTensor("drawn", name, list(tensor.shape), "BF16" if tensor.is_floating_point() else "I64")
+            for name, tensor in module.state_dict().items()
+        }
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        for name, stored in self.tensors.items():
+            # embedding and output lie in a file's pages, and are only copied
+            place = torch.device("cpu") if math.prod(stored.shape) >= 2**28 else self.device
+            generator = torch.Generator(place).manual_seed(0)
+            made = torch.empty(stored.shape, dtype=torch.bfloat16, device=place)
+            yield name, made.normal_(std=WEIGHT_STD, generator=generator) if made.dim() > 1 else made.fill_(1.0)
+
+
+def quantised_target(
+    shape: str, device: torch.device, dtype: torch.dtype, quantize: str | dict[str, str], **others: int
+) -> Decoder:
+    """A target that is quantised at loading, weight by weight, as `load_target` does with a folder."""
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dict(target_config(shape) | others))
+    checkpoint = DrawnCheckpoint(model, device)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = None
+        checkpoint.tensors.pop("lm_head.weight", None)
+    model.quantize = read_quantize("quantize", quantize)
+    quantise_linears(model, checkpoint.tensors, checkpoint.get, quantisation_at_load(model.quantize))
+    checkpoint.fill(model, device, dtype, check_weights=False)
+    model.tie_weights()
+    return model
+
+
+def quantised_head(whole: EagleHead, quantize: str | dict[str, str]) -> EagleHead:
+    """The head `whole` with its own weights, quantised."""
+    with torch.device("meta"):
+        head = EagleHead(whole.config)
+    tensors, checkpoint = whole.state_dict(), DrawnCheckpoint(head, whole.device)
+    checkpoint.tensors = {name: stored for name, stored in checkpoint.tensors.items() if name in tensors}
+    checkpoint.read = lambda: ((name, tensors[name]) for name in checkpoint.tensors)
+    head.quantize = read_quantize("draft_quantize", quantize)
+    quantise_linears(head, checkpoint.tensors, checkpoint.get, quantisation_at_load(head.quantize))
+    checkpoint.fill(head, whole.device, whole.dtype, check_weights=False)
+    return head
 
 
 def head_config(shape: str) -> dict:

@@ -119,7 +119,7 @@ def test_the_sweep_judges_with_a_margin(lengths, verdict):
 
 def test_weights_of_the_target_are_read_for_a_sweep_alone(capsys, monkeypatch):
     read, folders = Checkpoint.read, []
-    monkeypatch.setattr(Checkpoint, "read", lambda file, device: [folders.append(file.folder), *read(file, device)][1:])
+    monkeypatch.setattr(Checkpoint, "read", lambda file: [folders.append(file.folder), *read(file)][1:])
     assert read_rows(shown(capsys, DRAFT, "--target", TARGET))["fits the target"] == "yes" and set(folders) == {DRAFT}
     assert inspect_head(DRAFT, TARGET, prompts=["a"], max_new_tokens=2, device="cpu").sweep and TARGET in folders
 

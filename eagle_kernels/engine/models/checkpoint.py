@@ -1,6 +1,6 @@
 """Files of a model folder: config.json, the tensors beside it, and the modules that are filled from them. The files'
-headers tell all shapes before anything is allocated. Tensors are then read one by one onto the device and copied into
-place in their final dtype, so loading takes the memory of the weights and of one tensor more."""
+headers tell all shapes before anything is allocated. Tensors are then read one by one and copied into place in their
+final dtype, so loading takes the memory of the weights, and of one tensor more where it changes on the device."""
 
 import math
 import os
@@ -158,20 +158,25 @@ class Checkpoint:
         places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
         if device.type == "meta":
             return
-        for name, tensor in self.read(device):
-            if not quantised.take(name, tensor, dtype):
+        for name, tensor in self.read():
+            if name in quantised.stored:
+                quantised.take(name, tensor.to(device), dtype)
+            else:
                 places[name].copy_(tensor)
         if check_weights:  # quantised linears have checked theirs
             refuse_not_finite({name: places[name] for name in self.tensors if name in places}, dtype)
 
-    def read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the tensor on the device, shard by shard; shows its progress on a terminal."""
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields names and tensors, of mapped files and on the CPU, shard by shard; shows its progress on a terminal.
+
+        What is only copied, such as an output of a gigabyte, is then never on the device twice.
+        """
         for number, file_name in enumerate(self.file_names, start=1):
             _show(f"loading {number}/{len(self.file_names)} {brief(file_name)}")
-            with self._open(file_name, str(device)) as file:
+            with self._open(file_name) as file:
                 for name, stored in self.tensors.items():
                     if stored.file_name == file_name:
-                        yield name, file.get_tensor(stored.name).to(device)
+                        yield name, file.get_tensor(stored.name)
         _show("")
 
     def check_index(self) -> None:
@@ -186,7 +191,7 @@ class Checkpoint:
             return file.get_tensor(stored.name)
 
     @contextmanager
-    def _open(self, file_name: str, device: str = "cpu") -> Iterator[Any]:
+    def _open(self, file_name: str) -> Iterator[Any]:
         path = self.folder / file_name
         if not path.is_file():
             raise ModelError(f"{brief(file_name)}, named by {self.index}, is missing")
@@ -198,7 +203,7 @@ class Checkpoint:
             return
         package = safetensors()
         try:
-            with package.safe_open(path, framework="pt", device=device) as file:
+            with package.safe_open(path, framework="pt") as file:
                 yield file
         except package.SafetensorError as error:
             raise ModelError(f"{brief(file_name)} cannot be read: {brief(first_line(error), 200)}") from None
