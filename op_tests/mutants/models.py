@@ -1,4 +1,4 @@
-"""Bugs of models, of drafters on the host, of examples and of tools."""
+"""Bugs of models, of drafters on the host, of examples, of tools and of the laboratory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ _MODELS = ENGINE + "models/"
 _DRAFTERS = ENGINE + "drafters/"
 _FORMULA = "op_tests/engine/test_decoder_formula.py::test_"
 
+_LEARNT = "op_tests/lab/test_train_kinds.py::test_a_text_that_is_learnt_by_heart_is_drafted_whole"
 _KV_TYPES = "op_tests/engine/test_kv_types.py::test_"
 
 MUTANTS = [
+    bug("Medusa heads that learn one token early", "bench/lab/training/kinds.py",
+        "yield Guess(logits[:, : window - 1 - depth, depth], slice(1 + depth, None))",
+        "yield Guess(logits[:, : window - depth, depth], slice(depth, None))", _LEARNT + "[medusa]"),
+    bug("masks that learn at the root's place", "bench/lab/training/kinds.py",
+        "positions + depth, attend, from_target=True", "positions, attend, from_target=True", _LEARNT + "[parallel]"),
+    bug("blocks that see one token more", "bench/lab/training/kinds.py",
+        "rows > self._anchors[:, None]", "rows > self._anchors[:, None] + 1",
+        "op_tests/lab/test_train_kinds.py::test_blocks_see_the_text_before_them_and_themselves"),
     bug("keys in 8 bits by the scales of values", ENGINE + "batch/kv_pool.py",
         '{"k_scale": k, "v_scale": v} for k, v in', '{"k_scale": k, "v_scale": v} for v, k in',
         _KV_TYPES + "int8_measures_every_head"),

@@ -38,6 +38,7 @@ _PLACES = {
     RUNTIME: "runtime",
     TOOLS: "tool",
     "eagle_kernels/examples/": "example",
+    "bench/": "laboratory",
 }
 
 
