@@ -47,9 +47,11 @@ BYTE_MASK = 0xFF
 
 
 class Texts:
-    """What a target learns from and is measured on: streams of its tokens, and prompts."""
+    """What drafts learn from and are measured on: streams of the target's tokens, and prompts by their domain."""
 
-    def __init__(self, train: Tensor, held_out: Tensor, prompts: list[list[int]], sha256: str, mask_token: int) -> None:
+    def __init__(
+        self, train: Tensor, held_out: Tensor, prompts: dict[str, list[list[int]]], sha256: str, mask_token: int
+    ) -> None:
         self.train, self.held_out, self.prompts = train, held_out, prompts
         self.sha256, self.mask_token = sha256, mask_token
 
@@ -58,7 +60,8 @@ def byte_texts(stdlib: Path, target_folder: Path) -> Texts:
     """Returns the standard library as bytes, for the embedded target."""
     corpus, tokenizer = read_corpus(stdlib), load_tokenizer(target_folder)
     prompts = [tokenizer.encode(text) for text in held_out_prompts(corpus.held_out)]
-    return Texts(token_stream(corpus.train), token_stream(corpus.held_out), prompts, corpus.sha256, BYTE_MASK)
+    streams = token_stream(corpus.train), token_stream(corpus.held_out)
+    return Texts(*streams, {"the standard library": prompts}, corpus.sha256, BYTE_MASK)
 
 
 def train_kinds(
@@ -93,7 +96,8 @@ def train_kinds(
             draft_ids=_draft_ids(texts.train, theirs["vocab_size"]), mask_token=texts.mask_token, seed=options.seed,
         )  # fmt: skip
         _train_one(kind, plan, target, theirs, (states, held_out_states), output, options, record, deadline)
-        prompts = texts.prompts[: options.prompts]
+        each = max(1, options.prompts // len(texts.prompts))
+        prompts = {domain: some[:each] for domain, some in texts.prompts.items() if some}
         rows = compare(output / kind, kind, target, prompts, plan.levels, options.new_tokens)
         record["comparison"] = [row for row in record["comparison"] if row["kind"] != kind] + rows
         write_json(output / "training.json", record)
@@ -150,12 +154,11 @@ def card_of(record: dict[str, Any]) -> str:
 
 
 def _draft_ids(stream: Tensor, vocab_size: int) -> Tensor | None:
-    """Returns the tokens that EAGLE heads draft: the more frequent half of a vocabulary of bytes, a quarter of others;
-    the end of text is one of them."""
+    """Returns the tokens that EAGLE heads draft: the more frequent half, in which the end of text always is."""
     frequency = torch.bincount(stream.cpu().int(), minlength=vocab_size)
     if vocab_size == END_OF_TEXT + 1:
         frequency[END_OF_TEXT] = len(stream)
-    return most_frequent(frequency, max(8, vocab_size // (2 if vocab_size < 1024 else 4)))
+    return most_frequent(frequency, vocab_size // 2)
 
 
 def _starts(length: int, count: int, window: int, seed: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,20 +38,26 @@ def shapes_of(levels: int) -> dict[str, dict[str, int]]:
 
 
 def compare(
-    folder: Path, kind: str, target: Decoder, prompts: Sequence[list[int]], levels: int, new_tokens: int
+    folder: Path, kind: str, target: Decoder, prompts: Mapping[str, list[list[int]]], levels: int, new_tokens: int
 ) -> list[dict[str, Any]]:
     """Returns a row for each tree and number of requests: tokens a step, and tokens a second beside plain decoding.
 
+    prompts: by the domain of the text. Each has its tokens a step in `by_domain`.
+
     Texts are greedy, without end tokens; the engine reads the draft from its folder, as a user's does.
     """
-    draft, longest, rows = KINDS[kind].load(folder, target), max(map(len, prompts)) + new_tokens, []
+    longest = max(len(prompt) for some in prompts.values() for prompt in some) + new_tokens
+    draft, rows = KINDS[kind].load(folder, target), []
     for requests in BATCH_SIZES:
         plain = None
         for name, shape in shapes_of(levels).items():
             config = EAGLEConfig(**shape, eos_token_ids=(), max_batch=requests, max_length=longest)
             engine = EAGLEInference(draft, target, config)
-            plain = plain or decode_all(engine, prompts, requests, new_tokens, speculative=False)
-            made = decode_all(engine, prompts, requests, new_tokens)
+            plain = plain or _total(
+                [decode_all(engine, some, requests, new_tokens, speculative=False) for some in prompts.values()]
+            )
+            parts = {name: decode_all(engine, some, requests, new_tokens) for name, some in prompts.items()}
+            made = _total([*parts.values()])
             same = [text == other for text, other in zip(made.texts, plain.texts, strict=True)]
             rows.append({
                 "kind": kind, "drafts": name, "requests": requests, "nodes": shape["num_draft_tokens"],
@@ -59,8 +65,14 @@ def compare(
                 "tokens_a_second": round(made.tokens_a_second, 1),
                 "of_plain": round(made.tokens_a_second / plain.tokens_a_second, 4),
                 "same_as_plain": round(sum(same) / len(same), 4),
+                "by_domain": {domain: round(part.tokens / part.steps, 4) for domain, part in parts.items()},
             })  # fmt: skip
     return rows
+
+
+def _total(parts: Sequence[Decoded]) -> Decoded:
+    texts = [text for part in parts for text in part.texts]
+    return Decoded(texts, *(sum(numbers) for numbers in zip(*(part[1:] for part in parts))))
 
 
 def decode_all(
@@ -81,12 +93,16 @@ def decode_all(
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:
     """Returns rows of `compare` as a Markdown table."""
-    lines = ["| kind | drafts | requests | tokens a step | tokens a second | of plain |", "|---|---|---|---|---|---|"]
-    return "\n".join(lines + [
-        f"| {row['kind']} | {row['drafts']} | {row['requests']} | {row['tokens_a_step']:.2f} | "
-        f"{row['tokens_a_second']:.0f} | {row['of_plain']:.2f}x |"
-        for row in rows
-    ])  # fmt: skip
+    domains = list(dict.fromkeys(domain for row in rows for domain in row["by_domain"]))
+    domains = domains if len(domains) > 1 else []
+    heads = ["kind", "drafts", "requests", "tokens a step", *(f"in {domain}" for domain in domains), "tokens a second",
+             "of plain"]  # fmt: skip
+    lines = [heads, ["---"] * len(heads)]
+    for row in rows:
+        steps = [f"{row['by_domain'][domain]:.2f}" if domain in row["by_domain"] else "-" for domain in domains]
+        lines.append([row["kind"], row["drafts"], str(row["requests"]), f"{row['tokens_a_step']:.2f}", *steps,
+                      f"{row['tokens_a_second']:.0f}", f"{row['of_plain']:.2f}x"])  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

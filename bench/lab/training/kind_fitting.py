@@ -76,8 +76,7 @@ def fit_kind(
     def loss(piece: Piece) -> Tensor:
         return piece_loss(kind, draft, target, states, plan, piece)
 
-    if seconds is not None:
-        stage = stage.resized(max(1, min(stage.steps, int(seconds / _step_s(run, draft, batches, loss, stage)))), None)
+    stage = steps_within(run, draft, batches, loss, stage, seconds)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "steps.json", {"steps": stage.steps})
@@ -85,6 +84,15 @@ def fit_kind(
     run.fit(stage, draft, batches, loss, tokens)
     draft.requires_grad_(False)
     return stage
+
+
+def steps_within(
+    run: Run, module: nn.Module, batches: Pieces, loss: LossFunction, stage: Stage, seconds: float | None
+) -> Stage:
+    """Returns the stage, with fewer steps where its own would last longer; None: with its own."""
+    if seconds is None:
+        return stage
+    return stage.resized(max(1, min(stage.steps, int(seconds / _step_s(run, module, batches, loss, stage)))), None)
 
 
 def _step_s(run: Run, draft: nn.Module, batches: Pieces, loss: LossFunction, stage: Stage) -> float:
