@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ..runtime.values import read_flag, shown
 from .benchmark import BenchmarkResult, benchmark
 from .config import pairing
 from .config.eagle_config import EAGLEConfig
+from .config.several_drafts import fastest, folders_of_drafts
 from .generation import Generation
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer
@@ -96,8 +98,9 @@ class EAGLEInference(Generation):
 
         Args:
             draft_model: The folder of an EAGLE or Medusa head, of next-token modules, or of a smaller language model
-                with the target's tokenizer; its contents decide how it drafts. None: no model, or with method="mtp" the
-                target's own folder, where published targets keep their modules.
+                with the target's tokenizer; its contents decide how it drafts. Of a folder with folders of several
+                drafts, adaptive="auto" takes the fastest, by the prompts of its prompts.json. None: no model, or with
+                method="mtp" the target's own folder, where published targets keep their modules.
             target_model: The target's folder, with the end tokens and, if there is one, the tokenizer.
             config: As for the class; "model" in the fields of a server's `--speculative-config`, such as
                 {"method": "mtp", "model": folder}, is the draft if draft_model is None.
@@ -111,8 +114,18 @@ class EAGLEInference(Generation):
         Raises:
             ValueError: As for the class; its subclass `ModelError` if a folder does not hold such a model.
         """
-        draft, target, config = pairing.load_pair(draft_model, target_model, config, device, dtype, check_weights)
-        engine = cls(draft, target, config, tokenizer=tokenizer, allow_larger_draft=allow_larger_draft)
+        folder, config = pairing.read_pair(draft_model, config)
+        several = folders_of_drafts(folder, config, device)
+        placing = device, dtype, check_weights
+        draft, target, config = pairing.load_pair(folder, target_model, config, *placing, several)
+
+        def make(draft: DraftModel | None) -> EAGLEInference:
+            return cls(draft, target, config, tokenizer=tokenizer, allow_larger_draft=allow_larger_draft)
+
+        if several:
+            another = partial(pairing.load_another, target_model, target, config, check_weights)
+            draft = fastest(several, another, make, target, config)
+        engine = make(draft)
         if tokenizer is None:
             engine.session.load_tokenizer(target_model)
         return engine

@@ -146,6 +146,8 @@ def test_the_whole_command(library, tmp_path, capsys):
     equal = {row["nodes"] for row in record["comparison"] if row["drafts"] != "tree of 32 nodes"}
     assert equal == {4}  # a chain, and a tree of as many nodes
     assert "Most tokens a second for one request: " in card and "| block | chain of 3 | 8 |" in card + told
+    config = EAGLEConfig(topk=2, num_steps=3, adaptive="auto")  # which takes the fastest of the folders
+    assert EAGLEInference.from_pretrained(tmp_path, demo_pair()[0], config, device="cpu").draft is not None
     for kind in KINDS:
         engine = EAGLEInference.from_pretrained(
             tmp_path / kind, demo_pair()[0], EAGLEConfig(topk=2, num_steps=3), device="cpu"

@@ -4,7 +4,7 @@ import logging
 import operator
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -92,39 +92,49 @@ class DraftFolder(NamedTuple):
     shares_tokens: bool  # whether it is a language model with the target's tokenizer, as far as its files tell
 
 
+def read_pair(draft_folder: str | Path | None, config: Any) -> tuple[str | Path | None, EAGLEConfig]:
+    """Returns the draft's folder and the configuration, as callers give them; that of a server may name the draft."""
+    if isinstance(config, Mapping) and is_of_server(config):
+        config, draft_folder = take_model(config, draft_folder)
+    return draft_folder, read_config(config)
+
+
 def load_pair(
     draft_folder: str | Path | None, target_folder: str | Path, config: Any,
     device: str | torch.device | None, dtype: torch.dtype | str | None, check_weights: bool,
+    several: Sequence[Path] = (),
 ) -> tuple[DraftModel | None, TargetModel, EAGLEConfig]:  # fmt: skip
     """Loads the models of two folders; the configuration gets the target's end tokens where it names none.
-    draft_folder, config: As callers give them; a server's configuration may name the draft."""
-    if isinstance(config, Mapping) and is_of_server(config):
-        config, draft_folder = take_model(config, draft_folder)
-    config = read_config(config)
+    draft_folder, config: Those of `read_pair`. several: drafts in place of it, which are not loaded yet."""
     read_flag("EAGLEInference.from_pretrained: check_weights", check_weights)
-    chosen = _choose_draft(target_folder, draft_folder, config)
+    chosen = None if several else _choose_draft(target_folder, draft_folder, config)
     dtype = read_dtype(target_folder) if is_word(dtype, "auto") else dtype
     place = read_placement("EAGLEInference.from_pretrained", device, dtype)
     if dtype is None:
-        folders = [Path(target_folder)] + ([] if chosen is None else [chosen.folder])
+        folders = [Path(target_folder), *several, *([] if chosen is None else [chosen.folder])]
         place = place[0], _choose_dtype(place[0], config, folders)
-    if chosen is None and config.draft_quantize is not None:
+    if chosen is None and not several and config.draft_quantize is not None:
         _refuse(
             f"draft_quantize must be None for method={config.method!r}, which loads no draft", config.draft_quantize
         )
     target = load_target(target_folder, *place, check_weights=check_weights, quantize=_parts_of(config.quantize))
     if config.eos_token_ids is None:
         config = replace(config, eos_token_ids=read_eos_token_ids(target_folder, target.vocab_size))
-    options = {"check_weights": check_weights, "quantize": _parts_of(config.draft_quantize)}
-    return _load_draft_of(target, chosen, options), target, config
+    return _load_draft_of(target, chosen, config, check_weights), target, config
+
+
+def load_another(
+    target_folder: str | Path, target: TargetModel, config: EAGLEConfig, check_weights: bool, folder: Path
+) -> DraftModel | None:
+    """Loads another draft for a loaded target."""
+    return _load_draft_of(target, _choose_draft(target_folder, folder, config), config, check_weights)
 
 
 def _choose_dtype(device: torch.device, config: EAGLEConfig, folders: list[Path]) -> torch.dtype:
     """Returns the dtype where the caller names none: float32, unless what is in fewer bits needs one of 16."""
     needs_half = config.kv_cache_dtype != "auto"
     if device.type != "cpu":
-        needs_half |= any(quantize is not None for quantize in (config.quantize, config.draft_quantize))
-        needs_half |= any(map(is_quantised, folders))
+        needs_half |= any((config.quantize, config.draft_quantize, *map(is_quantised, folders)))
     return torch.bfloat16 if needs_half else torch.float32
 
 
@@ -161,11 +171,12 @@ def _choose_draft(target_folder: str | Path, folder: str | Path | None, config: 
 
 
 def _load_draft_of(
-    target: TargetModel, draft: DraftFolder | None, options: Mapping[str, Any]
-) -> DraftModel | None:  # fmt: skip
+    target: TargetModel, draft: DraftFolder | None, config: EAGLEConfig, check_weights: bool
+) -> DraftModel | None:
     """Loads the draft that `_choose_draft` returned: a head, or a language model with the target's tokens."""
     if draft is None:
         return None
+    options = {"check_weights": check_weights, "quantize": _parts_of(config.draft_quantize)}
     load = {"dflash": load_dflash, "hydra": load_hydra, "medusa": load_medusa}.get(draft.method)
     if load is not None:
         if options["quantize"] is not None:
