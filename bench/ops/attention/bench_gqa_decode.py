@@ -1,4 +1,6 @@
-"""gqa_decode over batch sizes, lengths, equal and not, page sizes and head layouts; bf16 keys, and 8-bit ones."""
+"""gqa_decode over batch sizes, lengths, equal and not, page sizes and head layouts; bf16 keys, fp8 and int8 ones."""
+
+import functools
 
 import torch
 
@@ -28,7 +30,7 @@ DEFAULTS = {"page_size": 16, "heads": HEADS[0], "kind": "", "spread": "equal", "
 CASES = [
     *grid(page_size=[1, 16], shape=_SHAPES),
     *grid(heads=HEADS[1:], shape=_SHAPES),
-    *grid(kind="float8", shape=[(8, 8192), (32, 8192)]),
+    *grid(kind=["float8", "int8"], shape=[(8, 8192), (32, 8192)]),
     *grid(kind="deterministic", shape=[(1, 8192), (8, 8192), (32, 8192)]),
     *grid(shape=[(3, 8192), (ODD_BATCH, 8192)]),
     *grid(layout=["packed", "HND"], shape=[(1, 8192), (ODD_BATCH, 8192)]),
@@ -61,11 +63,25 @@ HEADLINES = [
     for kind in ("", " float8", " deterministic")
 ]
 FLOOR = Floor("read", 0.0)
+
+
+def _without_int8(prepare):
+    """Returns a peer that does not take int8 keys, or takes other scales."""
+
+    @functools.wraps(prepare)
+    def prepared(values):
+        if values["k_cache"].dtype == torch.int8:
+            raise Unavailable("reads no int8 keys with a scale for each head")
+        return prepare(values)
+
+    return prepared
+
+
 PEERS = {
-    "fa3": fa3.gqa_decode,
-    "flashinfer": flashinfer.gqa_decode,
-    "sglang_triton": sglang_triton.gqa_decode,
-    "vllm_triton": vllm_triton.gqa_decode,
+    "fa3": _without_int8(fa3.gqa_decode),
+    "flashinfer": _without_int8(flashinfer.gqa_decode),
+    "sglang_triton": _without_int8(sglang_triton.gqa_decode),
+    "vllm_triton": _without_int8(vllm_triton.gqa_decode),
 }
 
 draw = draw_batch
@@ -88,6 +104,9 @@ def make(device, shape, page_size, heads, kind, spread, layout):
     if kind == "float8":
         values |= {name: values[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
         values |= {name: torch.ones(1, device=device) for name in ("k_scale", "v_scale")}
+    if kind == "int8":
+        values |= {name: (values[name] * 30).round().clamp(-127, 127).char() for name in ("k_cache", "v_cache")}
+        values |= {name: torch.full((heads.kv,), 1 / 30, device=device) for name in ("k_scale", "v_scale")}
     if kind == "deterministic":
         values["deterministic"] = True
     return values
@@ -95,7 +114,9 @@ def make(device, shape, page_size, heads, kind, spread, layout):
 
 def count_bytes(shape, page_size, heads, kind, spread, layout):
     num_keys = int(lengths(*shape, spread).sum())
-    return 2 * heads.size * ((1 if kind == "float8" else 2) * num_keys * heads.kv + 2 * shape[0] * heads.query)
+    return (
+        2 * heads.size * ((1 if kind in ("float8", "int8") else 2) * num_keys * heads.kv + 2 * shape[0] * heads.query)
+    )
 
 
 def prepare_planned(values):
@@ -114,6 +135,9 @@ def prepare_torch(values):
     key, value = contiguous_cache(values, longest)
     query = values["query"][:, :, None]
     key, value = key.to(query.dtype), value.to(query.dtype)
+    if key.shape[1] == len(values.get("k_scale", ())):
+        key, value = (each * values[name].to(query.dtype)[:, None, None]
+                      for each, name in ((key, "k_scale"), (value, "v_scale")))  # fmt: skip
     mask = None
     if int(seq_lens.min()) < longest:
         mask = (torch.arange(longest, device=query.device) < seq_lens[:, None])[:, None, None]

@@ -88,10 +88,15 @@ def gather_columns(parts, member, JOINED: tl.constexpr):
 
 @triton.jit
 def convert_columns(parts, DTYPE: tl.constexpr):
-    """Returns the parts in another type."""
+    """Returns the parts in another type; int8 becomes fp16 by bits, since GPUs convert few integers at once."""
     converted = ()
     for index in tl.static_range(len(parts)):
-        converted += (parts[index].to(DTYPE),)
+        if parts[index].dtype.is_int8() and DTYPE.is_fp16():
+            # the low bits of 1024.0 count by 1: 1024 + 128 + x, of which the subtraction is exact
+            bits = (parts[index].to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+            converted += (bits.to(tl.float16, bitcast=True) - 1152.0,)
+        else:
+            converted += (parts[index].to(DTYPE),)
     return converted
 
 

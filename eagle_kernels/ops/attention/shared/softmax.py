@@ -38,14 +38,14 @@ def start_rows(BLOCK_ROW: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SUMS: tl.con
 def match_keys(query, scale, k_scale_ptr, KEY_TYPE: tl.constexpr):
     """Returns (query in parts, scale [ROW] of its logits) for keys of KEY_TYPE, whose own scale is at k_scale_ptr.
 
-    8-bit floats are widened to fp16, in one step and without loss. So a bf16 query becomes fp16 too, in rows that are
-    brought below 2 by powers of two; fp16 loses at most 2^-24 of the row's largest element. int8 keys fit both.
+    8-bit keys are widened to fp16, in one step and without loss. So a bf16 query becomes fp16 too, in rows that are
+    brought below 2 by powers of two; fp16 loses at most 2^-24 of the row's largest element.
     """
     if k_scale_ptr is not None:
         # keys that are all 0 may have the scale 0
         scale = tl.maximum(scale * tl.load(k_scale_ptr), 1e-30)
     scale += tl.zeros([query[0].shape[0]], tl.float32)
-    if KEY_TYPE.is_fp8() and query[0].dtype == tl.bfloat16:
+    if (KEY_TYPE.is_fp8() or KEY_TYPE.is_int8()) and query[0].dtype == tl.bfloat16:
         query = convert_columns(query, tl.float32)
         largest = tl.max(tl.abs(query[0]), axis=1)
         for index in tl.static_range(1, len(query)):
