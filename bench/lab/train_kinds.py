@@ -24,7 +24,7 @@ from torch import Tensor
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.loading import demo_pair, load_target
 from eagle_kernels.engine.models.tokenizer import load_tokenizer
-from eagle_kernels.runtime.placement import choose_device, device_name, read_device
+from eagle_kernels.runtime.placement import DTYPE_NAMES, choose_device, device_name, read_device
 from eagle_kernels.runtime.values import first_line
 from eagle_kernels.tools.cli.shared import read_folder
 
@@ -86,6 +86,9 @@ def train_kinds(
         "seed": options.seed, "corpus_sha256": texts.sha256, "windows": len(states), "window": window,
         "states_seconds": round(states_s, 1), "aux_layers": list(aux_layers), "kinds": {}, "comparison": [],
     }  # fmt: skip
+    dtype = DTYPE_NAMES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    measured = target if dtype == target.dtype else load_target(target_folder, device, dtype)
+    record["dtype"] = str(dtype).removeprefix("torch.")
     earlier = _read(output / "training.json")
     same = {name: record[name] for name in ("corpus_sha256", "windows", "window", "seed")}
     if all(earlier.get(name) == value for name, value in same.items()):
@@ -98,7 +101,7 @@ def train_kinds(
         _train_one(kind, plan, target, theirs, (states, held_out_states), output, options, record, deadline)
         each = max(1, options.prompts // len(texts.prompts))
         prompts = {domain: some[:each] for domain, some in texts.prompts.items() if some}
-        rows = compare(output / kind, kind, target, prompts, plan.levels, options.new_tokens)
+        rows = compare(output / kind, kind, measured, prompts, plan.levels, options.new_tokens)
         record["comparison"] = [row for row in record["comparison"] if row["kind"] != kind] + rows
         write_json(output / "training.json", record)
         # by which adaptive="auto" chooses among the folders
@@ -149,9 +152,9 @@ def card_of(record: dict[str, Any]) -> str:
         lines.append(f"| {kind} | {told['parameters']:,} | {told['steps']} | {seconds} | {accuracy} |")
     if record["comparison"]:
         best = best_of(record["comparison"])
-        lines += ["", "Greedy texts of held-out prompts, in the engine:", "", table_of(record["comparison"]), "",
-                  f"Most tokens a second for one request: {best['kind']}, {best['drafts']}, {best['of_plain']:.2f} "
-                  "times as fast as plain decoding."]  # fmt: skip
+        about = f"Greedy texts of held-out prompts, in the engine in {record['dtype']}:"
+        told = f"{best['kind']}, {best['drafts']}, {best['of_plain']:.2f} times as fast as plain decoding."
+        lines += ["", about, "", table_of(record["comparison"]), "", f"Most tokens a second for one request: {told}"]
     return "\n".join(lines) + "\n"
 
 
@@ -189,6 +192,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--windows", type=_count, help="windows whose states are computed (default: 6144; tiny: 12)")
     add("--window", type=_count, help="tokens of a window (default: 512; tiny: 48)")
     add("--seconds-each", type=float, default=SECONDS, help="training of each kind, about (default: %(default)s)")
+    told = "dtype of both models while drafts are compared (default: bfloat16 on GPUs, else float32)"
+    add("--dtype", choices=DTYPE_NAMES, help=told)
     add("--prompts", type=_count, default=40, help="held-out prompts that are decoded (default: %(default)s)")
     add("--new-tokens", type=_count, default=128, help="new tokens of each (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of weights and order (default: 0)")

@@ -266,6 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.lab.train_small_pair", description="Train a small pair.")
     add_arguments(parser)
+    parser.set_defaults(seconds_each=75.0)  # of each kind, so that all fit into the second call
     add = parser.add_argument
     add("--packages", type=Path, help="folder of installed packages (default: those that this Python imports)")
     add("--vocab-size", type=int, help="tokens of the vocabulary, 8192 to 16384 (default: 8192; tiny: 280)")
