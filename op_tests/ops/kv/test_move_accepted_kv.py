@@ -17,6 +17,7 @@ SHAPES = [
     (1, 256, 8, 128, torch.float16, 64, 8, [250, 1]),
     (1, 32, 8, 256, torch.float32, 8, 4, [30]),  # rows wider than one block
     (2, 16, 2, 64, torch.float8_e4m3fn, 8, 3, [7, 40]),
+    (2, 16, 4, 40, torch.int8, 8, 3, [7, 40]),
 ]
 
 
