@@ -10,6 +10,7 @@ read; its output stays in 16 bit. A tree step is timed with the head in 16 bit a
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,7 @@ def _load(bench: Bench, name: str, method: str) -> nn.Module:
     """Returns the quantised target; records what loading takes."""
     device, is_measured = bench.device, bench.device.type == "cuda"
     if is_measured:
+        gc.collect()  # the pools of engines that are gone
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
