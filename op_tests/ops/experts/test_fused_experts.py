@@ -24,7 +24,7 @@ check = functools.partial(check_close, PATH)
 FORMATS = (
     *itertools.product(("w4", "w8"), (32, 64, 128, None)), ("fp8", 128), ("fp8", None), ("mxfp4", None),
 )  # fmt: skip
-# for 64, 512 and 4,096 pairs to look through, and for sorted ones; tiles of 16 and 32 pairs among them
+# for 512 and 4,096 pairs to look through, and for sorted ones; tiles of 16 and 32 pairs among them
 MOST_VARIANTS = {"_gate_up_kernel": 5, "_down_kernel": 5}
 
 

@@ -16,6 +16,7 @@ from ....runtime.launch import launch
 
 # pairs among which a program looks for its own: 256 rows of 16 experts
 MAX_LOOKUP = 4096
+_FEW_PAIRS = 512
 # pairs that a program sorts at once
 _BLOCK_SORTED = 4096
 
@@ -56,8 +57,8 @@ def find_block(
     """Returns the `Block` of this number.
     LOOKUP: a power of two of at least num_pairs; 0: they are sorted."""
     lane = tl.arange(0, BLOCK_PAIR)
-    # one more than there are experts, for pairs of none
-    EXPERTS: tl.constexpr = next_power_of_2(NUM_EXPERTS + 1)
+    # one more than there are experts, for pairs of none; histograms have a bin for each thread of a warp
+    EXPERTS: tl.constexpr = next_power_of_2(NUM_EXPERTS + 1, 64)
     number = tl.arange(0, EXPERTS)
     if LOOKUP == 0:
         is_expert = number < NUM_EXPERTS
@@ -78,8 +79,9 @@ def find_block(
         # a pair is as many candidates late as have no more own ones up to themselves than come before it
         num_own = tl.cumsum((experts == expert).to(tl.int32), axis=0) - skipped
         num_own = tl.minimum(tl.maximum(num_own, 0), BLOCK_PAIR)
-        late = tl.reshape(tl.histogram(num_own, 2 * BLOCK_PAIR), [2, BLOCK_PAIR])
-        pair = tl.cumsum(tl.sum(tl.where(tl.arange(0, 2)[:, None] == 0, late, 0), axis=0), axis=0)
+        PARTS: tl.constexpr = next_power_of_2(64 // BLOCK_PAIR, 2)
+        late = tl.reshape(tl.histogram(num_own, PARTS * BLOCK_PAIR), [PARTS, BLOCK_PAIR])
+        pair = tl.cumsum(tl.sum(tl.where(tl.arange(0, PARTS)[:, None] == 0, late, 0), axis=0), axis=0)
         is_pair = is_one & (lane < tl.sum(tl.where(number == expert, counts, 0), axis=0) - skipped)
         pair = tl.where(is_pair, pair, 0)
     return Block(expert, pair, is_pair, is_one)
@@ -118,8 +120,8 @@ def make_table(op: str, experts: torch.Tensor, num_experts: int) -> tuple[Table,
     """Returns the table of a routed [T, K], and LOOKUP as `find_block` takes it; launches where pairs are sorted."""
     num_pairs = experts.numel()
     if num_pairs <= MAX_LOOKUP:
-        # few sizes: a kernel is compiled for each
-        return Table(experts, None, None), next(size for size in (64, 512, MAX_LOOKUP) if num_pairs <= size)
+        # few sizes, as a kernel is compiled for each, and none with fewer pairs than a program has threads
+        return Table(experts, None, None), _FEW_PAIRS if num_pairs <= _FEW_PAIRS else MAX_LOOKUP
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     stops = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
     table = Table(experts, pairs, stops)
