@@ -12,6 +12,8 @@ from eagle_kernels.engine.models.layers.mixture import MixtureOfExperts, Router,
 from eagle_kernels.engine.models.loading import load_target
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.step.choice import Fastest
+from eagle_kernels.tools.cli.main import main
+from op_tests.engine import expert_models
 from op_tests.engine.families import CASES, SIZES, write_target
 from op_tests.engine.heads import edit_config, edit_tensors
 
@@ -216,3 +218,12 @@ def test_a_tree_of_many_experts_is_not_tried_first():
         of_experts = Fastest((1, 4, 8), None, rows, read_bytes=lambda n, held=held: held + 40 * min(n, 32) / 16)
         assert of_experts.choose(1) == (2 if held >= 100 else expected)
     assert Fastest((1, 4, 8), None, rows, read_bytes=lambda n: 1.0 + n / 3).choose(1) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", expert_models.FAMILIES)
+def test_the_command_compares(family, tmp_path, capsys):
+    expert_models.write(tmp_path, family)
+    command = ["generate", "a prompt", "--target", str(tmp_path), "--draft", str(tmp_path), "--compare"]
+    assert main([*command, "--max-new-tokens", "9", "--dtype", "float32"]) == 0
+    assert "identical: yes" in capsys.readouterr().out
