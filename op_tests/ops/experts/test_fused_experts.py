@@ -24,7 +24,7 @@ check = functools.partial(check_close, PATH)
 FORMATS = (
     *itertools.product(("w4", "w8"), (32, 64, 128, None)), ("fp8", 128), ("fp8", None), ("mxfp4", None),
 )  # fmt: skip
-# for 512 and 4,096 pairs to look through, and for sorted ones; tiles of 16 and 32 pairs among them
+# for 64, 512 and 4,096 pairs to look through, and for sorted ones; tiles of 16 and 32 pairs among them
 MOST_VARIANTS = {"_gate_up_kernel": 5, "_down_kernel": 5}
 
 
@@ -69,6 +69,18 @@ def test_matches_reference(dtype, device):
 @pytest.mark.parametrize("num_rows", [2, 9, 17, 33, 70])
 def test_every_number_of_rows(num_rows, device):
     check(make(num_rows, 4, 2, 48, 24, torch.float16, device=device), f"T = {num_rows}")
+
+
+@pytest.mark.parametrize(("num_rows", "num_chosen"), [(1, 1), (1, 8), (5, 2), (8, 8), (40, 1)])
+def test_few_pairs_of_many_experts(num_rows, num_chosen, device):
+    """Each pair may begin a block; all rows of one expert fill several ones."""
+    values = make(num_rows, 70, num_chosen, 32, 16, torch.float32, device=device)
+    expected = check(values, "different")
+    alone = values | {name: values[name][-1:] for name in ("x", "experts", "weights")}
+    assert torch.equal(eagle_kernels.raw.fused_experts(**alone), expected[-1:])
+    values["experts"] = torch.full_like(values["experts"], 69)
+    values["experts"][0, 0] = -1
+    check(values, "the same")
 
 
 def test_more_rows_than_programs_look_through(device, monkeypatch):

@@ -3,7 +3,8 @@
 A pair is a row and one of its experts, in the order of the table [T, K]. The pairs of an expert, in ascending order,
 are cut into blocks of BLOCK_PAIR; blocks are numbered expert by expert. So how many programs there are follows from
 sizes alone, and those past the last block end at once. For up to MAX_LOOKUP pairs every program looks through the whole
-table, which the caches hold; for more, a launch before sorts the pairs by their experts.
+table, which the caches hold; for more, a launch before sorts the pairs by their experts. The few pairs of a small step
+are not counted: each may begin a block, which has the number of that pair.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +18,9 @@ from ....runtime.launch import launch
 # pairs among which a program looks for its own: 256 rows of 16 experts
 MAX_LOOKUP = 4096
 _FEW_PAIRS = 512
+# up to so many pairs, and no more than there are experts, each may begin a block
+_MOST_LED = 64
+MOST_LED = tl.constexpr(_MOST_LED)
 # pairs that a program sorts at once
 _BLOCK_SORTED = 4096
 
@@ -56,6 +60,34 @@ def find_block(
 ):  # fmt: skip
     """Returns the `Block` of this number.
     LOOKUP: a power of two of at least num_pairs; 0: they are sorted."""
+    if LOOKUP > 0 and LOOKUP <= MOST_LED:
+        return _find_led(table, block, num_pairs, NUM_EXPERTS, LOOKUP, BLOCK_PAIR)
+    else:
+        return _find_counted(table, block, num_pairs, NUM_EXPERTS, LOOKUP, BLOCK_PAIR)
+
+
+@triton.jit
+def _find_led(
+    table, block, num_pairs, NUM_EXPERTS: tl.constexpr, LOOKUP: tl.constexpr, BLOCK_PAIR: tl.constexpr
+):  # fmt: skip
+    """Returns the block that begins with the pair of this number; there is none if the pair belongs to another one."""
+    lane, candidate = tl.arange(0, BLOCK_PAIR), tl.arange(0, LOOKUP)
+    experts = _load_experts(table.experts, candidate, num_pairs, NUM_EXPERTS)
+    expert = tl.sum(tl.where(candidate == block, experts, 0), axis=0)
+    is_own = experts == expert
+    num_before = tl.sum((is_own & (candidate < block)).to(tl.int32), axis=0)
+    is_one = (expert < NUM_EXPERTS) & (num_before % BLOCK_PAIR == 0)
+    rank = tl.where(is_own & is_one, tl.cumsum(is_own.to(tl.int32), axis=0) - 1 - num_before, -1)
+    found = rank[None, :] == lane[:, None]
+    pair = tl.sum(tl.where(found, candidate[None, :], 0), axis=1)
+    return Block(tl.where(is_one, expert, 0), pair, tl.sum(found.to(tl.int32), axis=1) > 0, is_one)
+
+
+@triton.jit
+def _find_counted(
+    table, block, num_pairs, NUM_EXPERTS: tl.constexpr, LOOKUP: tl.constexpr, BLOCK_PAIR: tl.constexpr
+):  # fmt: skip
+    """Returns the block of this number, counted expert by expert."""
     lane = tl.arange(0, BLOCK_PAIR)
     # one more than there are experts, for pairs of none; histograms have a bin for each thread of a warp
     EXPERTS: tl.constexpr = next_power_of_2(NUM_EXPERTS + 1, 64)
@@ -120,8 +152,9 @@ def make_table(op: str, experts: torch.Tensor, num_experts: int) -> tuple[Table,
     """Returns the table of a routed [T, K], and LOOKUP as `find_block` takes it; launches where pairs are sorted."""
     num_pairs = experts.numel()
     if num_pairs <= MAX_LOOKUP:
-        # few sizes, as a kernel is compiled for each, and none with fewer pairs than a program has threads
-        return Table(experts, None, None), _FEW_PAIRS if num_pairs <= _FEW_PAIRS else MAX_LOOKUP
+        # few sizes, as a kernel is compiled for each, and none to be counted with fewer pairs than threads
+        counted = _FEW_PAIRS if num_pairs <= _FEW_PAIRS else MAX_LOOKUP
+        return Table(experts, None, None), _MOST_LED if num_pairs <= min(_MOST_LED, num_experts) else counted
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     stops = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
     table = Table(experts, pairs, stops)
