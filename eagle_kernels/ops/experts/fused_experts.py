@@ -31,32 +31,37 @@ from .shared.weights import check_weights, format_of
 
 MAX_EXPERTS, MAX_CHOSEN = 520, 24
 ACTIVATIONS = ("silu", "swigluoai")
-# The first entry is taken that allows the pairs an expert has on average, were they dealt out evenly over the experts
-# that can be touched. down_: of the second product. None of these was measured yet.
-_FEW = {"most_pairs": 4, "block_pair": 16, "block_output": 32, "block_column": 128, "late": 0, "num_warps": 4,
-        "num_stages": 4, "down_block_output": 32, "down_num_warps": 4, "down_num_stages": 4}  # fmt: skip
+# The first entry is taken for weights of this kind (words: quantised ones) that allows the pairs an expert has on
+# average, were they dealt out evenly over the experts that can be touched. down_: of the second product. None of these
+# was measured yet. late: scales of 128 columns are multiplied with sums; a row's bits follow from it, so it is the same
+# in all entries for words, which take fewer bytes of shared memory than weights, but registers to unpack.
+_FEW = {"words": 0, "most_pairs": 4, "block_pair": 16, "late": 0, "block_output": 32, "block_column": 128,
+        "num_warps": 4, "num_stages": 4, "down_block_output": 32, "down_block_column": 128, "down_num_warps": 4,
+        "down_num_stages": 4}  # fmt: skip
 _SOME = _FEW | {"most_pairs": 24, "block_pair": 32, "block_output": 64, "num_stages": 3, "down_block_output": 64}
 _MANY = _SOME | {"most_pairs": 2**31, "block_pair": 128, "block_column": 64, "num_warps": 8, "num_stages": 3,
-                 "down_block_output": 128, "down_num_warps": 8, "down_num_stages": 3}  # fmt: skip
-_NARROW = {"block_column": 64, "num_stages": 2, "down_num_stages": 2}
-TUNING = {
-    "default": (_FEW | {"num_stages": 3, "down_num_stages": 3}, _SOME | {"block_column": 64}, _MANY),
-    # 64 KiB of shared memory
-    "gfx942": (_FEW | _NARROW, _SOME | _NARROW, _MANY | _NARROW | {"block_pair": 64}),
-    "sm_90": (_FEW, _SOME, _MANY | {"num_stages": 4, "down_num_stages": 4}),
-}
-# Words take fewer bytes of shared memory than weights, but registers to unpack. late: scales of 128 columns are
-# multiplied with sums; a row's bits follow from it, so it is the same in all entries.
-_WORDS = _FEW | {"down_block_output": 64}
+                 "down_block_output": 128, "down_block_column": 64, "down_num_warps": 8,
+                 "down_num_stages": 3}  # fmt: skip
+_WORDS = _FEW | {"words": 1, "down_block_output": 64}
 _WORDS_MANY = _WORDS | {"most_pairs": 2**31, "block_pair": 64, "num_warps": 8, "num_stages": 3, "block_output": 64,
                         "down_block_output": 128, "down_num_warps": 8, "down_num_stages": 3}  # fmt: skip
-QUANTISED_TUNING = {
-    "default": (_WORDS | {"num_stages": 3, "down_num_stages": 3}, _WORDS_MANY),
-    "gfx942": (_WORDS | {"num_stages": 2, "down_num_stages": 2}, _WORDS_MANY | {"num_stages": 2, "down_num_stages": 2}),
-    "sm_90": (_WORDS | {"late": 1}, _WORDS_MANY | {"late": 1}),
-}
+_TWO, _THREE = ({"num_stages": stages, "down_num_stages": stages} for stages in (2, 3))
+_NARROW = {"block_column": 64, "down_block_column": 64} | _TWO
+TUNING = {
+    "default": (
+        _FEW | _THREE, _SOME | {"block_column": 64, "down_block_column": 64}, _MANY, _WORDS | _THREE, _WORDS_MANY,
+    ),
+    # 64 KiB of shared memory
+    "gfx942": (
+        _FEW | _NARROW, _SOME | _NARROW, _MANY | _NARROW | {"block_pair": 64}, _WORDS | _TWO, _WORDS_MANY | _TWO,
+    ),
+    "sm_90": (
+        _FEW, _SOME, _MANY | {"num_stages": 4, "down_num_stages": 4},
+        _WORDS | {"late": 1, "num_stages": 6, "down_num_stages": 6}, _WORDS_MANY | {"late": 1},
+    ),
+}  # fmt: skip
 # in fp32, without the tensor cores
-SINGLE_TUNING = {"default": (_FEW | {"most_pairs": 2**31, "block_column": 32, "num_stages": 2, "down_num_stages": 2},)}
+SINGLE_TUNING = {"default": (_FEW | _TWO | {"most_pairs": 2**31, "block_column": 32, "down_block_column": 32},)}
 # columns that a program sums up
 _BLOCK_SUMMED = 1024
 
@@ -191,8 +196,7 @@ def fused_experts(
     parts = torch.empty((num_pairs, hidden), dtype=torch.float32, device=device)
     table, lookup = make_table(op, experts, num_experts)
     table_of_kind = SINGLE_TUNING if x.dtype == torch.float32 else TUNING
-    table_of_kind = table_of_kind if weight_format == "16bit" else QUANTISED_TUNING
-    tuned = _choose_entry(table_of_kind, num_pairs, num_experts, device)
+    tuned = _choose_entry(table_of_kind, num_pairs, num_experts, weight_format != "16bit", device)
     blocks = {
         "table": table, "num_pairs": num_pairs, "LOOKUP": lookup, "BLOCK_PAIR": tuned["block_pair"],
         "num_blocks": num_blocks(num_pairs, num_experts, tuned["block_pair"]),
@@ -215,7 +219,10 @@ def fused_experts(
     return out
 
 
-def _choose_entry(table: dict, num_pairs: int, num_experts: int, device: torch.device) -> dict:
-    """Returns the first entry of the device's row that fits; the last one fits all."""
+def _choose_entry(
+    table: dict, num_pairs: int, num_experts: int, has_words: bool, device: torch.device
+) -> dict:  # fmt: skip
+    """Returns the first entry of the device's row that fits; the last one of each kind fits all."""
     average = num_pairs / min(num_pairs, num_experts)
-    return next(entry for entry in tuning.row(table, device) if average <= entry["most_pairs"])
+    entries = (entry for entry in tuning.row(table, device) if entry["words"] == has_words)
+    return next(entry for entry in entries if average <= entry["most_pairs"])

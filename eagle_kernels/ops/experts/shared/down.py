@@ -63,6 +63,6 @@ def launch_down(
         op, _down_kernel, (blocks.pop("num_blocks") * num_programs,),
         product=product, factors_ptr=factors, stride_numbers=stride_of(product.scales), SHAPE=shape, FORMAT=made,
         BLOCK_OUTPUT=tuned["down_block_output"],
-        BLOCK_COLUMN=columns_of(tuned["block_column"], shape.INNER, made.BITS), NUM_STAGES=tuned["down_num_stages"],
+        BLOCK_COLUMN=columns_of(tuned["down_block_column"], shape.INNER, made.BITS), NUM_STAGES=tuned["down_num_stages"],
         num_warps=tuned["down_num_warps"], **blocks,
     )  # fmt: skip
