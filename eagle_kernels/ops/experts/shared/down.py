@@ -62,7 +62,6 @@ def launch_down(
     launch(
         op, _down_kernel, (blocks.pop("num_blocks") * num_programs,),
         product=product, factors_ptr=factors, stride_numbers=stride_of(product.scales), SHAPE=shape, FORMAT=made,
-        BLOCK_OUTPUT=tuned["down_block_output"],
-        BLOCK_COLUMN=columns_of(tuned["down_block_column"], shape.INNER, made.BITS), NUM_STAGES=tuned["down_num_stages"],
-        num_warps=tuned["down_num_warps"], **blocks,
+        BLOCK_OUTPUT=tuned["down_block_output"], NUM_STAGES=tuned["down_num_stages"], num_warps=tuned["down_num_warps"],
+        BLOCK_COLUMN=columns_of(tuned["down_block_column"], shape.INNER, made.BITS), **blocks,
     )  # fmt: skip
