@@ -3,11 +3,14 @@
 Of a target with experts, by the routing of real text: for each number of neighbouring rows, in the mean over the text
 and over layers, next to what even routing gives. Rows of a tree of drafts are near each other in the text, and so
 touch about what this many neighbours do: a tree step reads that share of the experts, a plain step one row's.
+
+With --train the folder is written first: a small Qwen3-MoE of bytes, trained by transformers on this package's sources.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +23,13 @@ from eagle_kernels.engine.models.tokenizer import load_tokenizer
 from eagle_kernels.reference.causal_attend import causal_attend
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+PACKAGE = Path(__file__).parents[2] / "eagle_kernels"
+TRAINED = {
+    "vocab_size": 257, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 64,
+    "num_experts_per_tok": 4, "norm_topk_prob": True, "max_position_embeddings": 2048, "output_router_logits": True,
+    "router_aux_loss_coef": 0.01, "bos_token_id": None, "eos_token_id": 256,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", type=Path, required=True, help="the folder of a model with experts")
     parser.add_argument("--text", type=Path, default=Path(__file__), help="a file of text (default: this one)")
     parser.add_argument("--tokens", type=int, default=1024, help="how many of its tokens are read (default: 1024)")
+    parser.add_argument("--train", type=int, metavar="STEPS", help="write the target first, trained for so many steps")
     options = parser.parse_args(arguments)
+    if options.train is not None:
+        train(options.target, options.train)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = load_target(options.target, device, dtype)
@@ -37,6 +50,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for num_rows, touched, even in touched_by_rows(target, torch.tensor(tokens, device=device)):
         print(f"| {num_rows} | {touched:.1f} | {even:.1f} |")
     return 0
+
+
+def train(folder: Path, num_steps: int, batch_size: int = 8, length: int = 128) -> None:
+    """Writes a small model with experts to the folder, trained on the bytes of this package's sources."""
+    import transformers
+
+    torch.manual_seed(0)
+    files = sorted(path for path in PACKAGE.rglob("*.py") if PACKAGE / "reference" not in path.parents)
+    text = torch.tensor(list(b"".join(path.read_bytes() for path in files)), dtype=torch.int64)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TRAINED))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+    for step in range(num_steps):
+        starts = torch.randint(len(text) - length, (batch_size, 1), dtype=torch.int64)
+        rows = text[starts + torch.arange(length, dtype=torch.int64)]
+        loss = model(rows, labels=rows).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        if step % 50 == 0 or step == num_steps - 1:
+            print(f"step {step}: loss {float(loss.detach()):.3f}", flush=True)
+    model.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
 
 
 @torch.inference_mode()

@@ -45,7 +45,8 @@ _MANY = _SOME | {"most_pairs": 2**31, "block_pair": 128, "block_column": 64, "nu
 _WORDS = _FEW | {"words": 1, "down_block_output": 64}
 _WORDS_MANY = _WORDS | {"most_pairs": 2**31, "block_pair": 64, "num_warps": 8, "num_stages": 3, "block_output": 64,
                         "down_block_output": 128, "down_num_warps": 8, "down_num_stages": 3}  # fmt: skip
-_TWO, _THREE = ({"num_stages": stages, "down_num_stages": stages} for stages in (2, 3))
+_TWO = {"num_stages": 2, "down_num_stages": 2}
+_THREE = {"num_stages": 3, "down_num_stages": 3}
 _NARROW = {"block_column": 64, "down_block_column": 64} | _TWO
 TUNING = {
     "default": (
