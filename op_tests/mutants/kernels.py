@@ -68,7 +68,7 @@ MUTANTS = [
     bug("rows of two heads that have each other's columns", ATTENTION + "shared/columns.py",
         "spread = tl.where(is_own, parts[0][:, None, :], 0.0)", "spread = tl.where(is_own, 0.0, parts[0][:, None, :])",
         "op_tests/ops/attention/test_tree_attention.py::test_narrow_heads_are_read_as_one"),
-    bug("descriptors read tiles that need a mask", ATTENTION + "prefill_attention.py",
+    bug("descriptors read tiles that need a mask", ATTENTION + "shared/prompts.py",
         "begin = tl.minimum(common_stop, stop) // SHAPE.BLOCK_KEY", "begin = stop // SHAPE.BLOCK_KEY",
         "op_tests/ops/attention/test_prefill_attention.py::test_descriptors_read_what_all_rows_see"),
     bug("the keys past a plan are lost", ATTENTION + "shared/chunks.py",
@@ -90,7 +90,7 @@ MUTANTS = [
         "(number < budget)", "(number + 1 < budget)",
         "op_tests/ops/tree/test_build_tree_from_blocks.py::test_a_budget_leaves_the_best_nodes_and_never_less"
         "_than_the_root"),
-    bug("the last tile of a request is lost", ATTENTION + "prefill_attention.py",
+    bug("the last tile of a request is lost", ATTENTION + "shared/prompts.py",
         "return request, stop - 1 - number", "return request, tl.maximum(stop - 2 - number, 0)",
         "op_tests/ops/attention/test_prefill_attention.py::test_matches_reference"),
     bug("a bias in the weights of the chosen", EXPERTS + "route_experts.py",

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....runtime.language import tl, triton
-from .columns import convert_columns, load_columns
+from .columns import convert_columns, leading_columns, load_columns
 from .softmax import add_tile, add_values, multiply_keys, weigh_tile
 
 
@@ -39,7 +39,7 @@ class Pool(NamedTuple):
     """
 
     key_ptr: Any
-    value_ptr: Any
+    value_ptr: Any  # None: values are in the keys, see `batch.Shape.VALUE_DIM`
     page_table_ptr: Any
     first_page: Any
     num_pages: Any
@@ -97,10 +97,7 @@ def attend(queries, pool, span, state, SHAPE: tl.constexpr):
         key_row, value_row = _find_rows(pool, page, start, SHAPE)
         # one tile ahead: otherwise every tile would wait for its pages before it could load its keys
         page = _load_page(pool, span, start + BLOCK_KEY, SHAPE)
-        key = load_columns(pool.key_ptr, key_row.to(tl.int64), is_read, SHAPE.HEAD_DIM)
-        value = load_columns(pool.value_ptr, value_row.to(tl.int64), is_read, SHAPE.HEAD_DIM)
-        key = convert_columns(key, queries.query[0].dtype)
-        value = convert_columns(value, queries.query[0].dtype)
+        key, value = _load_tile(queries, pool, key_row.to(tl.int64), value_row.to(tl.int64), is_read, SHAPE)
         logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
         if (start < whole_from) | (start + BLOCK_KEY > whole_until):
             is_seen = _visible(queries, pool, span, start, SHAPE)
@@ -174,10 +171,7 @@ def attend_path(queries, pool, span, state, mask_ptr, num_drafts, SHAPE: tl.cons
         value_row = key_row
         if pool.stride_value is not None:
             value_row = page * pool.stride_value + row
-        key = load_columns(pool.key_ptr, key_row, is_read, SHAPE.HEAD_DIM)
-        value = load_columns(pool.value_ptr, value_row, is_read, SHAPE.HEAD_DIM)
-        key = convert_columns(key, queries.query[0].dtype)
-        value = convert_columns(value, queries.query[0].dtype)
+        key, value = _load_tile(queries, pool, key_row, value_row, is_read, SHAPE)
         logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
         is_seen = is_read[None, :]
         if span.window is not None:
@@ -190,6 +184,22 @@ def attend_path(queries, pool, span, state, mask_ptr, num_drafts, SHAPE: tl.cons
         logits = tl.where(is_seen, logits, float("-inf"))
         row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator)
     return row_max, row_sum, accumulator
+
+
+@triton.jit
+def _load_tile(queries, pool, key_row, value_row, is_read, SHAPE: tl.constexpr):
+    """Returns the keys and the values of rows [KEY], in parts and in the queries' type; zeros where is_read is False.
+
+    Where values are the first elements of the keys, both products use what is loaded once.
+    """
+    key = load_columns(pool.key_ptr, key_row, is_read, SHAPE.HEAD_DIM)
+    if SHAPE.VALUE_DIM > 0:
+        key = convert_columns(key, queries.query[0].dtype)
+        return key, leading_columns(key, SHAPE.VALUE_DIM)
+    else:
+        value = load_columns(pool.value_ptr, value_row, is_read, SHAPE.HEAD_DIM)
+        key = convert_columns(key, queries.query[0].dtype)
+        return key, convert_columns(value, queries.query[0].dtype)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ class Shape(NamedTuple):
     DRAFTS: str = ""  # where the draft block is, see `slot_range`
     SHARE_TILES: int = 0  # tiles of keys of the first ordered shares (`ordered_shares.py`); 0: even chunks
     JOINED: int = 1  # KV heads that count as one head of as many times their elements, see `columns.spread_columns`
+    VALUE_DIM: int = 0  # of a key, the first elements, which are its value too; 0: values lie apart and have HEAD_DIM
 
 
 class Batch(NamedTuple):

@@ -28,6 +28,12 @@ def rest_columns(head_dim: int, first: int) -> int:
     return max(32, 1 << (head_dim - first - 1).bit_length()) if head_dim > first else 0
 
 
+@constexpr_function
+def value_columns(head_dim: int, value_dim: int) -> int:
+    """Returns of how many of a key's columns those parts are that hold values, see `batch.Shape.VALUE_DIM`."""
+    return first_columns(head_dim) if 0 < value_dim <= first_columns(head_dim) else head_dim
+
+
 @triton.jit
 def load_columns(head_ptr, row, is_row, HEAD_DIM: tl.constexpr):
     """Returns the parts of the rows int64 [ROW] of HEAD_DIM elements at head_ptr; zeros where is_row is False."""
@@ -47,6 +53,15 @@ def _load_part(head_ptr, row, is_row, FIRST: tl.constexpr, HEAD_DIM: tl.constexp
     if HEAD_DIM < FIRST + WIDTH:
         in_bounds &= (column < HEAD_DIM)[None, :]
     return tl.load(head_ptr + row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
+
+
+@triton.jit
+def leading_columns(parts, WIDTH: tl.constexpr):
+    """Returns those of the parts that hold the first WIDTH columns."""
+    if parts[0].shape[1] >= WIDTH:
+        return (parts[0],)
+    else:
+        return parts
 
 
 @triton.jit

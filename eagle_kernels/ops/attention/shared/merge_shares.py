@@ -57,7 +57,7 @@ def _merge_kernel(
     """
     IS_ORDERED: tl.constexpr = SHAPE.SHARE_TILES > 0
     NUM_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS * SHAPE.GROUP_SIZE
-    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM // SHAPE.JOINED
+    VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM if SHAPE.VALUE_DIM > 0 else SHAPE.HEAD_DIM // SHAPE.JOINED
     request = tl.program_id(0).to(tl.int64)
     # no page is looked up
     batch = Batch(lengths, 0, table_size, batch_size, num_query, num_rows, num_drafts, reach)
@@ -74,7 +74,7 @@ def _merge_kernel(
     await_predecessor(ENABLE_PDL)
     if num_parts > 1:
         column = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
-        is_column = column < HEAD_DIM
+        is_column = column < VALUE_DIM
         for tile in range(tl.program_id(1), tl.cdiv(num_tokens * NUM_HEADS, BLOCK_MERGED), tl.num_programs(1)):
             row = tile * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
             is_row = row < num_tokens * NUM_HEADS
@@ -88,7 +88,7 @@ def _merge_kernel(
                 place = place.to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
                 lse = tl.load(partial.lse + place, mask=is_part, other=float("-inf"))
                 output = tl.load(
-                    partial.output + place[:, :, None] * HEAD_DIM + column[None, None, :],
+                    partial.output + place[:, :, None] * VALUE_DIM + column[None, None, :],
                     mask=is_part[:, :, None] & is_column[None, None, :], other=0.0,
                 )  # fmt: skip
                 row_max, row_sum, accumulator = merge_rows(row_max, row_sum, accumulator, lse, output)
@@ -96,7 +96,7 @@ def _merge_kernel(
             output_row = first_row * NUM_HEADS + row
             tl.store(out.lse + output_row, lse * 0.6931471805599453, mask=is_row & (tl.program_id(2) == 0))
             tl.store(
-                out.output + output_row[:, None] * HEAD_DIM + column[None, :],
+                out.output + output_row[:, None] * VALUE_DIM + column[None, :],
                 output[0].to(out.output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
             )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ....runtime.language import tl, triton
 from .attention import Pool, Queries, Span, attend, attend_path
 from .batch import Batch, request_rows
-from .columns import gather_columns, load_columns, scale_columns, spread_columns, store_columns
+from .columns import gather_columns, load_columns, scale_columns, spread_columns, store_columns, value_columns
 from .paged_cache import request_pages
 from .softmax import add_sink, finish_rows, match_keys, start_rows, total_sums
 
@@ -158,7 +158,7 @@ def attend_share(
         Span(
             tl.maximum(begin, keys.first), keys.pool_stop, prefix, sizes.window, last_position, 0, draft_positions_ptr
         ),
-        start_rows(BLOCK_ROW, HEAD_DIM, SHAPE.BLOCK_KEY if IS_LATE else 1), SHAPE,
+        start_rows(BLOCK_ROW, value_columns(HEAD_DIM, SHAPE.VALUE_DIM), SHAPE.BLOCK_KEY if IS_LATE else 1), SHAPE,
     )  # fmt: skip
     if BLOCK_NODE > 0:
         if path_token >= 0:
@@ -205,7 +205,7 @@ def finish_share(inputs, out, partial, rows, state, is_sink, first_partial_row, 
     request's first token among the partial results.
     """
     NUM_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS * SHAPE.GROUP_SIZE
-    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM // SHAPE.JOINED
+    VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM if SHAPE.VALUE_DIM > 0 else SHAPE.HEAD_DIM // SHAPE.JOINED
     row_max, row_sum, accumulator = state
     if inputs.sinks is not None:
         sink = tl.load(inputs.sinks + rows.head, mask=is_sink, other=float("-inf")).to(tl.float32)
@@ -214,8 +214,8 @@ def finish_share(inputs, out, partial, rows, state, is_sink, first_partial_row, 
     if is_whole:
         output_row = (rows.first + rows.token) * NUM_HEADS + rows.head
         tl.store(out.lse + output_row, lse * 0.6931471805599453, mask=rows.is_row)
-        store_columns(out.output, output_row, rows.is_row, output, HEAD_DIM)
+        store_columns(out.output, output_row, rows.is_row, output, VALUE_DIM)
     else:
         partial_row = (first_partial_row + rows.token) * NUM_HEADS + rows.head
         tl.store(partial.lse + partial_row, lse, mask=rows.is_row)
-        store_columns(partial.output, partial_row, rows.is_row, output, HEAD_DIM)
+        store_columns(partial.output, partial_row, rows.is_row, output, VALUE_DIM)

@@ -34,8 +34,9 @@ def launch_attention(
 ) -> None:
     """Launches the attention that an op's checked arguments describe, into `out`.
 
-    values: the op's arguments, None where it has none. tuned: the op's tuning row. num_query: tokens of a request, at
-    most. num_drafts: draft keys of a request, if ragged at most. drafts: where they are, see `batch.slot_range`.
+    values: the op's arguments, None where it has none; v_cache is None where values are the first elements of the keys.
+    tuned: the op's tuning row. num_query: tokens of a request, at most. num_drafts: draft keys of a request, if ragged
+    at most. drafts: where they are, see `batch.slot_range`.
     """
     query, draft_key, draft_value = values["query"], values.get("draft_key"), values.get("draft_value")
     tree_mask, window = values.get("tree_mask"), values["window"]
@@ -77,7 +78,9 @@ def launch_attention(
         "num_rows": out.lse.numel() // max(query.shape[-2], 1),
         "num_drafts": num_drafts,
         "num_words": 0 if tree_mask is None else tree_mask.shape[-1],
-        **cache_arguments(k_cache, v_cache, values["kv_indices" if is_csr else "block_table"]),
+        **cache_arguments(
+            k_cache, k_cache if v_cache is None else v_cache, values["kv_indices" if is_csr else "block_table"]
+        ),
         "stride_query_batch": stride(query, 0),
         "stride_query_token": stride(query, token_axis),
         "stride_draft_key_batch": stride(draft_key, 0),
@@ -95,6 +98,7 @@ def launch_attention(
             drafts,
             share_tiles,
             joined,
+            out.output.shape[-1] if v_cache is None else 0,
         ),
         "BLOCK_ROW": block_row,
     }
