@@ -44,6 +44,7 @@ _FAMILY_TITLES = {
     "draft": "Drafting without a model",
     "experts": "Mixtures of experts",
     "kv": "KV cache",
+    "latent": "Latent attention",
     "linear": "Linear layers",
     "nn": "Layers",
     "rejection": "Rejection",

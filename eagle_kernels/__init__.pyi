@@ -31,6 +31,9 @@ from .ops import linear_w4a16 as linear_w4a16
 from .ops import linear_w8a16 as linear_w8a16
 from .ops import merge_drafts as merge_drafts
 from .ops import min_p_renorm as min_p_renorm
+from .ops import mla_decode as mla_decode
+from .ops import mla_prefill as mla_prefill
+from .ops import mla_tree_attention as mla_tree_attention
 from .ops import move_accepted_kv as move_accepted_kv
 from .ops import ngram_match as ngram_match
 from .ops import organize_draft_results as organize_draft_results
@@ -65,6 +68,7 @@ from .ops import verify_tree_topp as verify_tree_topp
 from .ops import verify_tree_traversal as verify_tree_traversal
 from .ops import verify_tree_typical as verify_tree_typical
 from .ops import write_kv as write_kv
+from .ops import write_latent_kv as write_latent_kv
 
 __version__: str
 
@@ -97,6 +101,9 @@ __all__ = [
     "linear_w8a16",
     "merge_drafts",
     "min_p_renorm",
+    "mla_decode",
+    "mla_prefill",
+    "mla_tree_attention",
     "move_accepted_kv",
     "ngram_match",
     "organize_draft_results",
@@ -133,4 +140,5 @@ __all__ = [
     "verify_tree_traversal",
     "verify_tree_typical",
     "write_kv",
+    "write_latent_kv",
 ]

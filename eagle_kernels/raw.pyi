@@ -19,6 +19,10 @@ from .ops.kv.find_slots import find_slots as find_slots
 from .ops.kv.kv_indices import kv_indices as kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv as move_accepted_kv
 from .ops.kv.write_kv import write_kv as write_kv
+from .ops.latent.mla_decode import mla_decode as mla_decode
+from .ops.latent.mla_prefill import mla_prefill as mla_prefill
+from .ops.latent.mla_tree_attention import mla_tree_attention as mla_tree_attention
+from .ops.latent.write_latent_kv import write_latent_kv as write_latent_kv
 from .ops.linear.linear_decode import linear_decode as linear_decode
 from .ops.linear.linear_fp8 import linear_fp8 as linear_fp8
 from .ops.linear.linear_w4a16 import linear_w4a16 as linear_w4a16
@@ -78,6 +82,9 @@ __all__ = [
     "linear_w8a16",
     "merge_drafts",
     "min_p_renorm",
+    "mla_decode",
+    "mla_prefill",
+    "mla_tree_attention",
     "move_accepted_kv",
     "ngram_match",
     "organize_draft_results",
@@ -111,4 +118,5 @@ __all__ = [
     "verify_tree_traversal",
     "verify_tree_typical",
     "write_kv",
+    "write_latent_kv",
 ]

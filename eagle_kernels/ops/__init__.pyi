@@ -19,6 +19,10 @@ from ..reference.ops.kv.find_slots import find_slots as _find_slots_reference
 from ..reference.ops.kv.kv_indices import kv_indices as _kv_indices_reference
 from ..reference.ops.kv.move_accepted_kv import move_accepted_kv as _move_accepted_kv_reference
 from ..reference.ops.kv.write_kv import write_kv as _write_kv_reference
+from ..reference.ops.latent.mla_decode import mla_decode as _mla_decode_reference
+from ..reference.ops.latent.mla_prefill import mla_prefill as _mla_prefill_reference
+from ..reference.ops.latent.mla_tree_attention import mla_tree_attention as _mla_tree_attention_reference
+from ..reference.ops.latent.write_latent_kv import write_latent_kv as _write_latent_kv_reference
 from ..reference.ops.linear.linear_decode import linear_decode as _linear_decode_reference
 from ..reference.ops.linear.linear_fp8 import linear_fp8 as _linear_fp8_reference
 from ..reference.ops.linear.linear_w4a16 import linear_w4a16 as _linear_w4a16_reference
@@ -77,6 +81,10 @@ from .kv.find_slots import find_slots as _find_slots
 from .kv.kv_indices import kv_indices as _kv_indices
 from .kv.move_accepted_kv import move_accepted_kv as _move_accepted_kv
 from .kv.write_kv import write_kv as _write_kv
+from .latent.mla_decode import mla_decode as _mla_decode
+from .latent.mla_prefill import mla_prefill as _mla_prefill
+from .latent.mla_tree_attention import mla_tree_attention as _mla_tree_attention
+from .latent.write_latent_kv import write_latent_kv as _write_latent_kv
 from .linear.linear_decode import linear_decode as _linear_decode
 from .linear.linear_fp8 import linear_fp8 as _linear_fp8
 from .linear.linear_w4a16 import linear_w4a16 as _linear_w4a16
@@ -162,6 +170,12 @@ merge_drafts = _with_reference(_merge_drafts, _merge_drafts_reference)
 """Merges two tries per request: the other one goes below a node of the first."""
 min_p_renorm = _with_reference(_min_p_renorm, _min_p_renorm_reference)
 """Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalizes."""
+mla_decode = _with_reference(_mla_decode, _mla_decode_reference)
+"""Attends one query token per request to the latents in its pages (MLA in its absorbed form)."""
+mla_prefill = _with_reference(_mla_prefill, _mla_prefill_reference)
+"""Attends prompts, or chunks of prompts, to the latents in their pages, their own included (MLA, absorbed)."""
+mla_tree_attention = _with_reference(_mla_tree_attention, _mla_tree_attention_reference)
+"""Attends draft tokens to the latents of the prefix and to those of the drafts that a tree mask allows."""
 move_accepted_kv = _with_reference(_move_accepted_kv, _move_accepted_kv_reference)
 """Moves the cached keys and values of accepted nodes so that each path is contiguous, in place, in all layers."""
 ngram_match = _with_reference(_ngram_match, _ngram_match_reference)
@@ -230,6 +244,8 @@ verify_tree_typical = _with_reference(_verify_tree_typical, _verify_tree_typical
 """LOSSY: Accepts drafts that the target finds likely enough, by Medusa's rule of typical acceptance."""
 write_kv = _with_reference(_write_kv, _write_kv_reference)
 """Writes keys and values into the paged cache, and rotates keys and queries on the way."""
+write_latent_kv = _with_reference(_write_latent_kv, _write_latent_kv_reference)
+"""Writes latents and their keys into the paged cache, and rotates keys and queries on the way (MLA)."""
 
 __all__ = [
     "BuildTreeOutput",
@@ -259,6 +275,9 @@ __all__ = [
     "linear_w8a16",
     "merge_drafts",
     "min_p_renorm",
+    "mla_decode",
+    "mla_prefill",
+    "mla_tree_attention",
     "move_accepted_kv",
     "ngram_match",
     "organize_draft_results",
@@ -293,4 +312,5 @@ __all__ = [
     "verify_tree_traversal",
     "verify_tree_typical",
     "write_kv",
+    "write_latent_kv",
 ]

@@ -19,6 +19,7 @@ FAMILIES = {
         "move_accepted_kv",
         "write_kv",
     ),
+    "latent": ("mla_decode", "mla_prefill", "mla_tree_attention", "write_latent_kv"),
     "linear": ("linear_decode", "linear_fp8", "linear_w4a16", "linear_w8a16"),
     "nn": ("rms_norm", "rope", "silu_and_mul"),
     "rejection": ("sample_children", "verify_chain", "verify_tree_rejection", "verify_tree_traversal"),

@@ -16,7 +16,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.config.drafting_options import METHODS, DraftingOptions, default_nodes
 from eagle_kernels.engine.config.eagle_config import CONFIG_FIELDS
 from eagle_kernels.engine.requests.sampling_params import SAMPLING_FIELDS
-from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
+from eagle_kernels.ops.attention.shared.drafts import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
 from op_tests.engine.hostile import refused
 from op_tests.engine.toys import LetterTokenizer, RowWalker, ToyModel

@@ -83,8 +83,8 @@ def in_float64(values: dict) -> dict:
         key: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for key, value in values.items()
     }
-    for name in "kv":
+    for name in ("k", "v", "latent"):
         scale = wide.pop(f"{name}_scale", None)
-        if scale is not None:
+        if scale is not None:  # of latents one for all
             wide[f"{name}_cache"] = wide[f"{name}_cache"] * scale[:, None]
     return wide

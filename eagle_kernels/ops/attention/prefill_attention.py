@@ -79,16 +79,10 @@ def contract(values: dict) -> Output:
             args.fail(name, f"not be given with {'key' if values['key'] is not None else 'k_cache'}", "a tensor")
     paged_cache.check_logits(args)
     if values["key"] is None:
-        paged_cache.debug_cache(args, lambda filled: _seen_slots(values, filled))
+        paged_cache.debug_cache(args, lambda filled: paged_cache.seen_by_prompts(values, filled))
     elif values["key_indptr"] is not None:
         paging.debug_bounds(args, "key_indptr", args.size("Tk"))
     return Output(args.spec(tuple(query.shape), query.dtype), args.spec(tuple(query.shape[:2]), torch.float32))
-
-
-def _seen_slots(values: dict, filled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the first slot that each request's rows see, and the end of them; of no rows, no slots."""
-    num_rows = values["qo_indptr"].diff().clamp(min=0)
-    return paged_cache.first_seen(filled - num_rows, values["window"]), torch.where(num_rows > 0, filled, 0)
 
 
 @launcher

@@ -34,10 +34,8 @@ from ...runtime.language import triton
 from ...runtime.launch import launcher
 from .shared import paged_cache
 from .shared.attention import Output
+from .shared.drafts import check_mask, check_positions, check_rows, seen_slots
 from .shared.split_attention import launch_attention
-
-MAX_QUERY = 256
-MAX_DRAFT_KEYS = 512
 
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/attention.txt
 # See `split_attention`; deterministic calls use `ordered.TUNING` instead. From tiles of many rows, which read keys less
@@ -66,40 +64,12 @@ TUNING = {
 def contract(values: dict) -> Output:
     """Checks the arguments of `tree_attention` and describes its outputs."""
     args = check.Arguments("tree_attention", values)
-    is_ragged = values["qo_indptr"] is not None
-    if is_ragged:
-        query = args.tensor("query", ("T", "Hq", "D"), check.FLOAT, contiguous=2)
-        num_query, rows = args.integer("max_query", 1, MAX_QUERY), ("T",)
-        batch = paged_cache.check_bounds(args, args.size("T"))
-        if values["num_draft_keys"] is not None:
-            args.fail("num_draft_keys", "not be given with qo_indptr, from which it follows", values["num_draft_keys"])
-        if values["key_positions"] is not None:
-            args.fail("key_positions", "not be given with qo_indptr: keys are at the positions of the rows", "a tensor")
-        num_keys = "T"
-    else:
-        query = args.tensor("query", ("B", "Nq", "Hq", "D"), check.FLOAT, contiguous=2)
-        batch, num_query, rows = "B", args.size("Nq"), ("B", "Nq")
-        if values["max_query"] is not None:
-            args.fail("max_query", "not be given without qo_indptr: Nq already says it", values["max_query"])
-        if not 1 <= num_query <= MAX_QUERY:
-            args.fail("query", f"have Nq in 1..{MAX_QUERY}", num_query)
-        num_keys = num_query
-        if values["num_draft_keys"] is not None:
-            num_keys = args.integer("num_draft_keys", 1, MAX_DRAFT_KEYS)
-            if values["is_causal"] and num_keys < num_query:
-                args.fail("num_draft_keys", f"be at least Nq = {num_query} with is_causal", num_keys)
-    paging.check_row_strides(args, "query", query, len(rows))
-    paged_cache.check_cache(args, query.dtype, batch)
+    rows = check_rows(args)
+    query, is_ragged, num_keys = rows.query, rows.is_ragged, rows.num_keys
+    paged_cache.check_cache(args, query.dtype, rows.batch)
     paged_cache.check_logits(args)
-    paged_cache.check_plan(args, batch if is_ragged else args.size("B"))
-    num_rows = query.shape[0] if is_ragged else args.size("B") * num_query
-    if bool(values["is_causal"]) == (values["tree_mask"] is not None):
-        given = "both" if values["is_causal"] else "neither"
-        args.fail("exactly one of tree_mask and is_causal=True", "be given", given)
-    tree_mask = args.tensor("tree_mask", (*rows, None), (torch.int64,), optional=True)
-    most_keys = num_query if is_ragged else num_keys
-    if tree_mask is not None and tree_mask.shape[-1] * 64 < most_keys:
-        args.fail("tree_mask", f"hold a bit for each of {most_keys} draft keys", f"{tree_mask.shape[-1]} words")
+    paged_cache.check_plan(args, rows.batch if is_ragged else args.size("B"))
+    check_mask(args, rows)
     if (values["draft_key"] is None) != (values["draft_value"] is None):
         missing, given = ("draft_key", "draft_value")[:: 1 if values["draft_key"] is None else -1]
         args.fail(missing, f"be given with {given}", None)
@@ -107,31 +77,11 @@ def contract(values: dict) -> Output:
         shape = ("T", "Hkv", "D") if is_ragged else ("B", num_keys, "Hkv", "D")
         draft = args.tensor(name, shape, (query.dtype,), optional=True, contiguous=2)
         if draft is not None:
-            paging.check_row_strides(args, name, draft, len(rows))
-    positions = args.tensor("positions", (num_rows,), check.INTEGER, optional=True)
-    if not is_ragged:
-        args.tensor("key_positions", (args.size("B") * num_keys,), check.INTEGER, optional=True)
-    if values["window"] is not None:
-        if positions is None and tree_mask is not None:
-            args.fail("positions", "be given with window and tree_mask, as a mask does not hold depths", None)
-        if positions is not None and num_keys not in (num_query, "T") and values["key_positions"] is None:
-            args.fail("key_positions", "be given with window where the numbers of rows and draft keys differ", None)
-    paged_cache.debug_cache(args, lambda filled: _seen_slots(values, filled, num_keys))
+            paging.check_row_strides(args, name, draft, len(rows.axes))
+    check_positions(args, rows)
+    is_beside = values["draft_key"] is not None
+    paged_cache.debug_cache(args, lambda filled: seen_slots(values, filled, num_keys, is_beside))
     return Output(args.spec(tuple(query.shape), query.dtype), args.spec(tuple(query.shape[:-1]), torch.float32))
-
-
-def _seen_slots(values: dict, filled: torch.Tensor, num_keys) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the first slot that each request's rows see, and the end of them, the draft block's included."""
-    if values["qo_indptr"] is None:
-        counted = torch.full_like(filled, num_keys)
-    else:
-        counted = values["qo_indptr"].diff().clamp(min=0).to(torch.int64)
-    prefix, stop = filled, filled
-    if values["draft_key"] is None and values["kv_indptr"] is not None:
-        prefix = (filled - counted).clamp(min=0)
-    elif values["draft_key"] is None:
-        stop = torch.where(filled > 0, filled + counted, 0)
-    return paged_cache.first_seen(prefix, values["window"]), torch.where(counted > 0, stop, 0)
 
 
 def _choose_tuning(values: dict, num_query: int) -> dict:

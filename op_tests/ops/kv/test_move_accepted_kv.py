@@ -109,3 +109,14 @@ def test_overlapping_moves(path, page_size, device):
                 page = int(values["block_table"][request, slot // page_size])
                 rows.append(as_bits(cache[0, page, slot % page_size]))
             assert torch.equal(*rows), f"depth {depth} does not hold node {node}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_latents_move_as_their_two_halves(dtype, device):
+    """A row of 512 + 64 elements that is key and value in one: the halves of it are what moves."""
+    values = make(2, 16, 1, 576, dtype, 8, 3, [15, 40], device=device)
+    latents = values["k_cache"].clone()
+    check_operation(PATH, values | {"v_cache": latents.clone()}, case="whole")
+    halves = latents.unflatten(-1, (2, 288)).squeeze(3)
+    check_operation(PATH, values | {"k_cache": halves[..., :1, :], "v_cache": halves[..., 1:, :]}, case="halves")
+    assert torch.equal(as_bits(latents), as_bits(values["k_cache"]))

@@ -22,7 +22,7 @@ import torch
 
 from ....runtime.language import tl, triton
 from .columns import convert_columns, leading_columns, load_columns
-from .softmax import add_tile, add_values, multiply_keys, weigh_tile
+from .softmax import add_tile, add_values, multiply_apart, multiply_keys, weigh_tile
 
 
 class Output(NamedTuple):
@@ -84,6 +84,10 @@ def attend(queries, pool, span, state, SHAPE: tl.constexpr):
     other rows see of them, do not change a row's bits.
     """
     BLOCK_KEY: tl.constexpr = SHAPE.BLOCK_KEY
+    # Triton gives the warps of a product other rows if a further product needs its result, and 64 rows are enough for
+    # four warps only. So products of two parts are added after the branch, past which it does not look: the other four
+    # warps have half of the keys.
+    IS_SPLIT: tl.constexpr = SHAPE.VALUE_DIM > 0 and len(queries.query) > 1
     row_max, row_sum, accumulator = state
     begin = span.first // BLOCK_KEY * BLOCK_KEY
     whole_from = span.first  # tiles between these two need no mask
@@ -98,10 +102,17 @@ def attend(queries, pool, span, state, SHAPE: tl.constexpr):
         # one tile ahead: otherwise every tile would wait for its pages before it could load its keys
         page = _load_page(pool, span, start + BLOCK_KEY, SHAPE)
         key, value = _load_tile(queries, pool, key_row.to(tl.int64), value_row.to(tl.int64), is_read, SHAPE)
-        logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
+        if IS_SPLIT:
+            logits, rest, scale = multiply_apart(queries.query, key, queries.scale)
+        else:
+            logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
         if (start < whole_from) | (start + BLOCK_KEY > whole_until):
             is_seen = _visible(queries, pool, span, start, SHAPE)
             logits = tl.where(is_seen, logits, float("-inf"))
+            if IS_SPLIT:
+                rest = tl.where(is_seen, rest, 0.0)
+        if IS_SPLIT:
+            logits += rest
         row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator)
     return row_max, row_sum, accumulator
 

@@ -73,10 +73,15 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
         args.fail(missing, f"be given with {given}", None)
     if values["k_scale"] is not None and len(values["k_scale"]) != len(values["v_scale"]):
         args.fail("v_scale", f"have {len(values['k_scale'])} elements like k_scale", len(values["v_scale"]))
-    page_size = args.size("page_size")
-    if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
-        args.fail("k_cache", f"have a page size that is a power of two in 1..{MAX_PAGE_SIZE}", page_size)
     check_group(args)
+    check_page_table(args, batch, "k_cache")
+
+
+def check_page_table(args: check.Arguments, batch: str | int, cache: str) -> None:
+    """Checks the page table, in either form, of a checked cache of this name."""
+    values, page_size = args.values, args.size("page_size")
+    if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
+        args.fail(cache, f"have a page size that is a power of two in 1..{MAX_PAGE_SIZE}", page_size)
     form = args.exactly_one("block_table", "kv_indptr")
     if form == "block_table":
         args.tensor("block_table", (batch, "max_pages"), check.INTEGER, contiguous=1)
@@ -144,6 +149,12 @@ def debug_cache(args: check.Arguments, slots) -> None:
 def first_seen(position: torch.Tensor, window: int | None) -> torch.Tensor:
     """Returns the first slot that a row at each of these positions sees."""
     return torch.zeros_like(position) if window is None else (position + 1 - window).clamp(min=0)
+
+
+def seen_by_prompts(values: dict, filled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the first slot that each request's rows see, and the end of them; of no rows, no slots."""
+    num_rows = values["qo_indptr"].diff().clamp(min=0)
+    return first_seen(filled - num_rows, values["window"]), torch.where(num_rows > 0, filled, 0)
 
 
 def check_head_dim(args: check.Arguments) -> None:

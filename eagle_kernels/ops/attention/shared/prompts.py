@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
+from ....primitives.fp8 import FP8
 from ....primitives.paging import slot_strides
 from ....runtime import tuning
 from ....runtime.language import TensorDescriptor, tl, triton
@@ -155,7 +156,7 @@ def launch_prompts(op: str, values: dict, out: Output, *, keys: tuple, tuned: di
     strides = slot_strides(key) if is_paged else (num_kv_heads, 1)
     group_size = num_heads // num_kv_heads
     num_rows = max_query * group_size
-    tuned = tuned_for(tuned, head_dim)
+    tuned = tuned_for(tuned, head_dim, key.dtype in FP8)
     block_row, block_key = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
     tiles = [_tiles(each, page_size, block_key) for each in keys] if is_described else (None, None)
     most_tiles = batch_size * triton.cdiv(num_rows, block_row)

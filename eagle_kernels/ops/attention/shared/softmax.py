@@ -79,6 +79,15 @@ def multiply_keys(query, key, scale, soft_cap):
 
 
 @triton.jit
+def multiply_apart(query, key, scale):
+    """Returns (logits of the first part, logits of the second, scale), which `multiply_keys` would add."""
+    if IS_INTERPRETING and query[0].dtype == tl.bfloat16:
+        query, key = convert_columns(query, tl.float32), convert_columns(key, tl.float32)
+    first = tl.dot(query[0], tl.trans(key[0]), input_precision="ieee")
+    return first, tl.dot(query[1], tl.trans(key[1]), input_precision="ieee"), scale
+
+
+@triton.jit
 def add_tile(logits, scale, value, row_max, row_sum, accumulator):
     """Returns the state of rows after one more tile: logits [ROW, KEY], -inf for unseen keys, and values in parts.
 

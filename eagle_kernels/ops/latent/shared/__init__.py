@@ -1,0 +1,1 @@
+"""What only the ops of this family share."""

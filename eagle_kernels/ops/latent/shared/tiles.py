@@ -1,0 +1,32 @@
+"""Tiles of attention over latents: of how many rows, and of how many keys.
+
+A tile of latents in shared memory serves both products, as keys and as values, for all heads and nodes in its rows. The
+sums of 64 rows of 512 columns take half of a multiprocessor's registers, so two groups of four warps have half the
+columns each. More rows are further tiles, whose programs read the same latents at the same time, out of the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....runtime import tuning
+
+# Not timed yet: chosen by registers, shared memory and ptxas's words. See `split_attention`; deterministic calls use
+# `ordered.TUNING` instead. The first entry is taken whose from_rows rows (token, head) a request has.
+_FEW = {"from_rows": 0, "max_rows": 32, "min_rows": 16, "tile_bytes": 36864, "share_keys": 128, "programs": (1, 1),
+        "num_warps": 8, "num_stages": 3}  # fmt: skip
+# keys of 8 bits become 16 bits in registers, of which those of 64 rows leave too few
+_MANY = _FEW | {"from_rows": 33, "max_rows": 64, "min_rows": 64, "float8": {"max_rows": 32, "min_rows": 32}}
+_SMALL = _FEW | {"tile_bytes": 18432, "num_warps": 4, "num_stages": 1}  # 64 KiB of shared memory, warps of 64 threads
+TUNING = {
+    "default": (_FEW,),
+    "sm_90": (_MANY, _FEW),
+    "gfx942": (_SMALL,),
+    "gfx950": (_SMALL | {"num_stages": 2},),
+}
+
+
+def choose_tiles(query: torch.Tensor, num_query: int) -> dict:
+    """Returns the tuning entry for requests of num_query tokens, at most."""
+    num_rows = num_query * query.shape[-2]
+    return next(row for row in tuning.row(TUNING, query.device) if num_rows >= row["from_rows"])
