@@ -190,7 +190,8 @@ def _case_tables(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> li
         heading = f"### {benchmark.op}"
         if has_floor:
             bandwidth, fixed_us = benchmark.floor
-            heading += f"\n\nFloor: the bytes at the bandwidth of a large {bandwidth}, and {fixed_us:g} µs."
+            products = ", or the products at the speed of a large one if that is longer" * bool(benchmark.count_flops)
+            heading += f"\n\nFloor: the bytes at the bandwidth of a large {bandwidth}{products}, and {fixed_us:g} µs."
         parts += [heading, markdown(table)]
     return parts
 

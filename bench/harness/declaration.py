@@ -7,7 +7,7 @@
     draw(random)          sizes of a case that nobody chose, see `Benchmark.drawn`
     DEFAULTS              sizes that a case has where it names no others
     HEADLINES             names of the few cases at the head of `results/<gpu>/README.md`
-    make(device, **sizes), count_bytes(**sizes), PEERS, FLOOR    see `Benchmark`
+    make(device, **sizes), count_bytes(**sizes), count_flops(**sizes), PEERS, FLOOR    see `Benchmark`
     is_checked(**sizes)   False where the reference is too slow or too large, or where providers draw other tokens
     prepare_Y(values)     the provider Y
 
@@ -75,6 +75,8 @@ class Benchmark:
     providers: dict[str, Prepare] = field(default_factory=dict)  # beside the op's own launcher, which is the first
     peers: dict[str, Prepare] = field(default_factory=dict)  # which other projects' packages compute, run on request
     floor: Floor | None = None  # what the times are measured by, where the op has a goal of that kind
+    # count_flops(**sizes), the operations of matrix products, where they may take longer than the bytes
+    count_flops: Callable[..., int] | None = None
     sweep: Sequence[Case] = ()  # further sizes, for plots (`bench.plot`); timed on request, in no table
     # the inputs of the declared cases change from call to call too, and are this many bytes together; 0: they do not
     rotated_bytes: int = 0
@@ -165,6 +167,7 @@ def _read(family: str, stem: str) -> Benchmark:
         },
         peers=names.get("PEERS", {}),
         floor=names.get("FLOOR"),
+        count_flops=names.get("count_flops"),
         sweep=cases(names.get("SWEEP", ())),
         rotated_bytes=names.get("ROTATED_BYTES", 0),
         drawn=drawn if "draw" in names else None,

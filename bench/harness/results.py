@@ -12,7 +12,7 @@ from eagle_kernels.runtime import language
 
 from .declaration import Benchmark, Case
 from .markdown import markdown
-from .timing import Times, ceiling_gb_per_s
+from .timing import Times, ceiling_gb_per_s, ceiling_tflop_per_s
 
 DIRECTORY = Path(__file__).parent.parent / "results"
 # the file of cases that were drawn, of all ops
@@ -32,6 +32,7 @@ _COLUMNS = {
     "public_host_p50_us": "public us",
     "cold_p50_us": "cold us",
     "gb_per_s": "GB/s",
+    "tflop_per_s": "TFLOP/s",
     "share_of_copy": "of copy",
     "floor_us": "floor us",
 }
@@ -79,7 +80,15 @@ def record(
     if benchmark.floor is not None:
         ceiling = ceiling_gb_per_s(benchmark.floor.bandwidth)
         line[f"{benchmark.floor.bandwidth}_gb_per_s"] = round(ceiling, 1)
-        line["floor_us"] = round(num_bytes / ceiling / 1e3 + benchmark.floor.fixed_us, 3)
+        floor_us = num_bytes / ceiling / 1e3
+        if benchmark.count_flops is not None:
+            num_flops, ceiling = benchmark.count_flops(**case.sizes), ceiling_tflop_per_s()
+            line |= {
+                "tflop_per_s": round(num_flops / times.graph_p50_us / 1e6, 1),
+                "product_tflop_per_s": round(ceiling),
+            }
+            floor_us = max(floor_us, num_flops / ceiling / 1e6)
+        line["floor_us"] = round(floor_us + benchmark.floor.fixed_us, 3)
     return line
 
 

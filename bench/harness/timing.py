@@ -121,6 +121,15 @@ def ceiling_gb_per_s(kind: str) -> float:
     return passes * _CEILING_BYTES / _quantile(samples, 0.5) / 1e3
 
 
+@functools.cache
+def ceiling_tflop_per_s() -> float:
+    """What a large product of bf16 matrices reaches on this device."""
+    size = 8192
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    samples = _samples_us(_captured(lambda: left @ right).replay, _head_start)
+    return 2 * size**3 / _quantile(samples, 0.5) / 1e6
+
+
 def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

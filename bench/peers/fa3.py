@@ -11,6 +11,7 @@ import itertools
 import lzma
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,10 +22,23 @@ from . import FOLDER
 from .sglang_fa3 import LIBRARY
 
 
+class Pages(NamedTuple):
+    """Keys and values in pages. Of latents keys are what rotary embedding turns, and values the latents."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    table: torch.Tensor
+    scale: float  # of logits
+    latent_dim: int = 0  # how many of a query's elements are multiplied with values, the first ones
+
+
 def gqa_decode(values: dict) -> Run:
     query, pages = values["query"], _pages(values)
     run = _fastest(query, pages, _bounds(query, len(query), 1), values["seq_lens"], 1, is_causal=False)
     return lambda: {"output": run()[0]}
+
+
+mla_decode = gqa_decode  # `_pages` sees the difference
 
 
 def tree_attention(values: dict) -> Run:
@@ -35,18 +49,21 @@ def tree_attention(values: dict) -> Run:
     bounds = _bounds(query, batch_size, num_nodes)
     if is_chain(visible):
         run = _fastest(flat, pages, bounds, prefixes + num_nodes, num_nodes, is_causal=True)
-        return lambda: {"output": run()[0].view_as(query)}
+        return lambda: {"output": run()[0].unflatten(0, (batch_size, num_nodes))}
     prefix = _fastest(flat, pages, bounds, prefixes, num_nodes, is_causal=False)
     # each node is a request of its own, whose pages are the slots of the nodes that it sees
     counts = visible.sum(-1, dtype=torch.int32).flatten()
     order = visible.flatten(0, 1).to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
     slots = prefixes.repeat_interleave(num_nodes)[:, None] + order
-    size = values["k_cache"].shape[1]
+    size = pages.key.shape[1]
     table = values["block_table"].repeat_interleave(num_nodes, 0).gather(1, slots // size) * size + slots % size
-    rows = [cache.flatten(0, 1)[:, None] for cache in pages[:2]]
+    rows = {name: getattr(pages, name).flatten(0, 1)[:, None] for name in ("key", "value")}
     bounds = _bounds(query, len(flat), 1)
-    nodes = _fastest(flat, (*rows, table.to(torch.int32)), bounds, counts, 1, is_causal=False)
-    return lambda: {"output": _merged()(*prefix(), *nodes()).view_as(query)}
+    nodes = _fastest(flat, pages._replace(**rows, table=table.to(torch.int32)), bounds, counts, 1, is_causal=False)
+    return lambda: {"output": _merged()(*prefix(), *nodes()).unflatten(0, (batch_size, num_nodes))}
+
+
+mla_tree_attention = tree_attention
 
 
 def prefill_attention(values: dict) -> Run:
@@ -65,26 +82,31 @@ def prefill_attention(values: dict) -> Run:
     return lambda: {"output": run()[0]}
 
 
-def _fastest(query, pages, bounds, lengths, longest_query: int, is_causal: bool):
+mla_prefill = prefill_attention
+
+
+def _fastest(query, pages: Pages, bounds, lengths, longest_query: int, is_causal: bool):
     """Returns a call that gives (output, log-sum-exp [H, rows]) with the fastest of FA3's settings.
 
     Splits by its scheduler, planned or found in the call, or none; heads of a group packed into a tile as it likes, or
     always.
     """
-    library, (key, value, table) = _library(), pages
+    library, (key, value, table, scale, latent_dim) = _library(), pages
     longest_key, (batch_size, dtype) = int(lengths.max()), (len(lengths), query.dtype)
+    latent_query, query = (query[..., :latent_dim], query[..., latent_dim:]) if latent_dim else (None, query)
 
     def prepared(num_splits: int, is_planned: bool, pack: bool | None):
         plan = None
         if is_planned:
             plan = library.get_scheduler_metadata(
-                batch_size, longest_query, longest_key, query.shape[1], key.shape[2], key.shape[3], key.shape[3], dtype,
-                lengths, bounds, None, None, None, None, key.shape[1], 0, is_causal, -1, -1, False, num_splits, pack, 0,
+                batch_size, longest_query, longest_key, query.shape[1], key.shape[2], key.shape[3], value.shape[3],
+                dtype, lengths, bounds, None, None, None, None, key.shape[1], 0, is_causal, -1, -1, False, num_splits,
+                pack, 0,
             )  # fmt: skip
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:-1], value.shape[3])
         return lambda: _forward(library.fwd, query, key, value, output, bounds, longest_query, lengths=lengths,
                                 longest_key=longest_key, table=table, is_causal=is_causal, plan=plan,
-                                num_splits=num_splits, pack=pack)  # fmt: skip
+                                num_splits=num_splits, pack=pack, scale=scale, latent_query=latent_query)  # fmt: skip
 
     settings = [*itertools.product((0,), (True, False), (None, True)), (1, False, None), (1, False, True)]
     return min((prepared(*setting) for setting in settings), key=quick_us)
@@ -93,21 +115,27 @@ def _fastest(query, pages, bounds, lengths, longest_query: int, is_causal: bool)
 def _forward(
     forward, query, key, value, output, bounds, longest_query: int, lengths=None, longest_key: int = 0, table=None,
     key_bounds=None, is_causal: bool = False, plan=None, num_splits: int = 0, pack: bool | None = None,
+    scale: float | None = None, latent_query=None,
 ):  # fmt: skip
     """Calls FA3's varlen forward with the arguments that matter here, and returns (output, log-sum-exp)."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     result = forward(
-        query, key, value, None, None, None, output, bounds, key_bounds, None, None, lengths, longest_query,
-        longest_key or longest_query, table, None, None, None, None, None, None, None, None, query.shape[-1] ** -0.5,
-        is_causal, -1, -1, 0.0, True, plan, num_splits, pack, 0, None, 1, 0, None,
+        query, key, value, None, None, latent_query, output, bounds, key_bounds, None, None, lengths, longest_query,
+        longest_key or longest_query, table, None, None, None, None, None, None, None, None, scale, is_causal, -1, -1,
+        0.0, True, plan, num_splits, pack, 0, None, 1, 0, None,
     )  # fmt: skip
     return result[:2]
 
 
-def _pages(values: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns keys, values and the table of pages, in which no entry is negative."""
-    if values["k_cache"].dtype != values["query"].dtype:
+def _pages(values: dict) -> Pages:
+    """Returns the pages of a call, in whose table no entry is negative."""
+    cache, query, table = values.get("latent_cache", values.get("k_cache")), values["query"], values["block_table"]
+    if cache.dtype != query.dtype:
         raise Unavailable("8-bit keys are multiplied in 8 bits here, which is another result")
-    return values["k_cache"], values["v_cache"], values["block_table"].clamp(min=0)
+    if "latent_cache" not in values:
+        return Pages(cache, values["v_cache"], table.clamp(min=0), query.shape[-1] ** -0.5)
+    latents, keys = cache[:, :, None].split((values["latent_dim"], cache.shape[-1] - values["latent_dim"]), dim=-1)
+    return Pages(keys, latents, table.clamp(min=0), values["sm_scale"], values["latent_dim"])
 
 
 def _bounds(tensor: torch.Tensor, count: int, size: int) -> torch.Tensor:

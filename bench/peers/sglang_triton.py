@@ -29,7 +29,8 @@ _STUBS = (
     "sglang.srt.platforms.interface",
     "sglang.srt.utils",
 )
-_NEEDS = {"decode_attention": ("score_mod",), "extend_attention": ("decode_attention", "score_mod")}
+_NEEDS = {"decode_attention": ("score_mod",), "extend_attention": ("decode_attention", "score_mod"),
+          "verify_mla": ("verify_splitkv",)}  # fmt: skip
 # by file, the questions that are answered with yes; spec_tree's answers lead to the same kernels either way
 _YES = {"extend_attention": ("is_cuda",)}
 
@@ -45,24 +46,27 @@ def gqa_decode(values: dict) -> Run:
     """Takes the number of splits that is fastest for the case, which is searched once."""
     decode = _module("decode_attention").decode_attention_fwd
     query, lengths = values["query"], values["seq_lens"]
-    batch_size, num_heads, head_dim = query.shape
-    k_buffer, v_buffer = (values[name].flatten(0, 1) for name in ("k_cache", "v_cache"))
+    batch_size, num_heads, _ = query.shape
+    (k_buffer, v_buffer), scale = _buffers(values)
     kv_indptr, kv_indices = _token_indices(values, lengths.tolist())
-    output = torch.empty_like(query)
+    output = query.new_empty(batch_size, num_heads, v_buffer.shape[-1])
 
     def prepared(num_splits: int) -> Run:
-        logits = torch.empty(batch_size, num_heads, num_splits, head_dim, device=query.device)
+        logits = torch.empty(batch_size, num_heads, num_splits, v_buffer.shape[-1], device=query.device)
         lse = torch.empty(batch_size, num_heads, num_splits, device=query.device)
         splits = torch.full((batch_size,), num_splits, dtype=torch.int32, device=query.device)
 
         def run():
             decode(query, k_buffer, v_buffer, output, kv_indptr, kv_indices, logits, lse, splits, num_splits,
-                   head_dim**-0.5, 1.0, 1.0)  # fmt: skip
+                   scale, 1.0, 1.0, has_mla="latent_cache" in values)  # fmt: skip
             return {"output": output}
 
         return run
 
     return min((prepared(num_splits) for num_splits in (1, 2, 4, 8, 16, 32, 64)), key=quick_us)
+
+
+mla_decode = gqa_decode  # `_buffers` sees the difference
 
 
 def tree_attention(values: dict) -> Run:
@@ -72,8 +76,8 @@ def tree_attention(values: dict) -> Run:
     """
     extend = _module("extend_attention").extend_attention_fwd
     query, prefixes = values["query"].flatten(0, 1), values["seq_lens"].tolist()
-    batch_size, num_nodes, _, head_dim = values["query"].shape
-    caches = [values[name].flatten(0, 1) for name in ("k_cache", "v_cache")]
+    batch_size, num_nodes, num_heads, _ = values["query"].shape
+    caches, scale = _buffers(values)
     kv_indptr, kv_indices = _token_indices(values, prefixes)
     _, with_drafts = _token_indices(values, [prefix + num_nodes for prefix in prefixes])
     bounds = torch.tensor([0, *prefixes]).cumsum(0) + torch.arange(batch_size + 1) * num_nodes
@@ -83,26 +87,40 @@ def tree_attention(values: dict) -> Run:
     sizes = torch.tensor([0, *(len(mask) for mask in masks)])
     mask, mask_indptr = torch.cat(masks), sizes.cumsum(0).to(query.device)
     qo_indptr = torch.arange(batch_size + 1, dtype=torch.int32, device=query.device) * num_nodes
-    output = torch.empty_like(query)
+    output = query.new_empty(len(query), num_heads, caches[1].shape[-1])
     new, old = (query, *drafts), (*caches, qo_indptr, kv_indptr, kv_indices, mask, True, mask_indptr, num_nodes)
 
     def prepared(forward) -> Run:
         def run():
-            forward(*new, output, *old, 1.0, 1.0, head_dim**-0.5)
-            return {"output": output.view_as(values["query"])}
+            forward(*new, output, *old, 1.0, 1.0, scale)
+            return {"output": output.unflatten(0, (batch_size, num_nodes))}
 
         return run
 
     if is_chain(visible_drafts(values)):
-        verify = _module("verify_splitkv")
+        name, forward = ("verify_splitkv", "verify_splitkv_fwd")
+        if "latent_cache" in values:
+            name, forward = ("verify_mla", "verify_shared_kv_fwd")
+        verify = _module(name)
         if verify.can_handle(*new, *old):
-            return min((prepared(forward) for forward in (extend, verify.verify_splitkv_fwd)), key=quick_us)
+            return min((prepared(each) for each in (extend, getattr(verify, forward))), key=quick_us)
     return prepared(extend)
+
+
+mla_tree_attention = tree_attention
+
+
+def _buffers(values: dict) -> tuple[list[torch.Tensor], float]:
+    """Returns keys and values [slots, Hkv, D], the latter of latents a part of the former, and the scale of logits."""
+    if "latent_cache" in values:
+        rows = values["latent_cache"].flatten(0, 1)[:, None]
+        return [rows, rows[..., : values["latent_dim"]]], values["sm_scale"]
+    return [values[name].flatten(0, 1) for name in ("k_cache", "v_cache")], values["query"].shape[-1] ** -0.5
 
 
 def _token_indices(values: dict, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """kv_indptr [B + 1] int32 and kv_indices int64, one per slot, of the first `lengths` slots of each request."""
-    table, page_size = values["block_table"].long(), values["k_cache"].shape[1]
+    table, page_size = values["block_table"].long(), values.get("latent_cache", values.get("k_cache")).shape[1]
     slots = [
         table[request, torch.arange(length, device=table.device) // page_size] * page_size
         + torch.arange(length, device=table.device) % page_size

@@ -86,6 +86,46 @@ def _attention(values: dict, bounds, lengths, longest_query: int, bias=None) -> 
     return min(map(prepared, _SEGMENTS), key=quick_us)
 
 
+def mla_decode(values: dict) -> Run:
+    """Takes the number of splits that is fastest for the case, which is searched once."""
+    return _latent_attention(values, values["query"], values["block_table"], values["seq_lens"])
+
+
+def mla_tree_attention(values: dict) -> Run:
+    """Of chains each token as a request of its own, as vLLM's backend has them: it reads the latents once per token."""
+    query, visible = values["query"], visible_drafts(values)
+    batch_size, num_nodes = query.shape[:2]
+    if not is_chain(visible):
+        raise Unavailable("knows no trees on latents")
+    lengths = (values["seq_lens"][:, None] + 1 + torch.arange(num_nodes, device=query.device)).flatten().int()
+    table = values["block_table"].repeat_interleave(num_nodes, 0)
+    run = _latent_attention(values, query.flatten(0, 1), table, lengths)
+    return lambda: {"output": run()["output"].unflatten(0, (batch_size, num_nodes))}
+
+
+def _latent_attention(values: dict, query, table, lengths) -> Run:
+    decode = _module("triton_decode_attention").decode_attention_fwd
+    cache, latent_dim = values["latent_cache"][:, :, None], values["latent_dim"]
+    if cache.dtype.itemsize == 1:
+        raise Unavailable("8-bit latents are multiplied in 8 bits here, which is another result")
+    batch_size, num_heads, _ = query.shape
+    table, output = table.clamp(min=0), query.new_empty(batch_size, num_heads, latent_dim)
+    lse = torch.empty(batch_size, num_heads, device=query.device)
+    one = torch.ones((), device=query.device)
+
+    def prepared(num_splits: int) -> Run:
+        logits = torch.empty(batch_size, num_heads, num_splits, latent_dim + 1, device=query.device)
+
+        def run():
+            decode(query, cache, cache[..., :latent_dim], output, lse, table, lengths, logits, num_splits,
+                   values["sm_scale"], cache.shape[1], k_scale=one, v_scale=one, is_mla=True)  # fmt: skip
+            return {"output": output}
+
+        return run
+
+    return min((prepared(num_splits) for num_splits in (1, 2, 4, 8, 16, 32, 64)), key=quick_us)
+
+
 def _bounds(values: dict, num_tokens: int) -> torch.Tensor:
     query = values["query"]
     return torch.arange(len(query) + 1, dtype=torch.int32, device=query.device) * num_tokens
@@ -96,6 +136,7 @@ def _module(name: str) -> ModuleType:
     """One of the files, imported with what it asks of vLLM about the platform, and the other file."""
     platform = SimpleNamespace(
         fp8_dtype=lambda: torch.float8_e4m3fn,
+        is_rocm=lambda: torch.version.hip is not None,
         is_device_capability_family=lambda family: torch.cuda.get_device_capability()[0] == family // 10,
     )
     envs = Stub("vllm.envs", VLLM_BATCH_INVARIANT=False)
