@@ -117,3 +117,109 @@ def of_every_dtype_and_head_dim(make):
             yield f"{dtype} D={head_dim}", make(head_dim, dtype)
         for dtype in EIGHT_BITS:
             yield f"{dtype} D={head_dim}", with_float8(make(head_dim, torch.bfloat16), dtype)
+
+
+def make_decode(head_dim, group_size, num_kv_heads, page_size, dtype, lengths, *, device="cpu", **cache):
+    """Arguments of gqa_decode."""
+    query = torch.randn(len(lengths), group_size * num_kv_heads, head_dim).to(device, dtype)
+    return {"query": query} | paged_cache(lengths, page_size, num_kv_heads, head_dim, dtype, device=device, **cache)
+
+
+def make_prompts(counts, before, head_dim, group_size, num_kv_heads, page_size, dtype, *, form="block_table",
+                 device="cpu", is_strided=False):  # fmt: skip
+    """Arguments of prefill_attention; without a page size keys are in rows."""
+    lengths = [count + earlier for count, earlier in zip(counts, before)]
+    heads = group_size * num_kv_heads
+    bounds = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+    values = {"query": torch.randn(sum(counts), heads, head_dim).to(device, dtype), "qo_indptr": bounds}
+    values["max_query"] = max([1, *counts])
+    if page_size is not None:
+        return values | paged_cache(lengths, page_size, num_kv_heads, head_dim, dtype, form=form, device=device,
+                                    is_strided=is_strided)  # fmt: skip
+    both = torch.randn(sum(lengths), 2, num_kv_heads, head_dim).to(device, dtype)
+    values |= {"key": both[:, 0], "value": both[:, 1]}
+    if not is_strided:
+        values |= {name: values[name].contiguous() for name in ("key", "value")}
+    if any(before):
+        values["key_indptr"] = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    return values
+
+
+def pack(visible: torch.Tensor, num_words: int) -> torch.Tensor:
+    """bool [..., keys] -> int64 words [..., num_words]."""
+    bits = torch.zeros(*visible.shape[:-1], num_words * 64, dtype=torch.int64)
+    bits[..., : visible.shape[-1]] = visible
+    # bits are distinct, so the sum is their union
+    return (bits.unflatten(-1, (num_words, 64)) << torch.arange(64)).sum(-1)
+
+
+def make_tree(num_query, num_keys, head_dim, group_size, num_kv_heads, page_size, dtype, prefixes, *, kind="random",
+         is_separate=False, num_words=None, device="cpu", **cache):  # fmt: skip
+    """Arguments of tree_attention."""
+    batch_size = len(prefixes)
+    if kind == "chain":
+        visible = torch.ones(batch_size, num_query, num_keys, dtype=torch.bool).tril(num_keys - num_query)
+    else:
+        visible = torch.rand(batch_size, num_query, num_keys) < 0.4
+    num_words = num_words if num_words is not None else -(-num_keys // 64)
+    values = {
+        "query": torch.randn(batch_size, num_query, group_size * num_kv_heads, head_dim).to(device, dtype),
+        "tree_mask": pack(visible, num_words).to(device),
+        "num_draft_keys": num_keys,
+    }
+    if is_separate:
+        for name in ("draft_key", "draft_value"):
+            values[name] = torch.randn(batch_size, num_keys, num_kv_heads, head_dim).to(device, dtype)
+    filled = [prefix + (0 if is_separate else num_keys) for prefix in prefixes]
+    paged = paged_cache(filled, page_size, num_kv_heads, head_dim, dtype, device=device, **cache)
+    if "seq_lens" in paged:
+        paged["seq_lens"] = torch.tensor(prefixes, dtype=paged["seq_lens"].dtype, device=device)
+    return values | paged
+
+
+def make_ragged(counts, head_dim, group_size, num_kv_heads, page_size, dtype, prefixes, *, form="block_table",
+           is_separate=False, is_causal=False, device="cpu"):  # fmt: skip
+    """Requests of `counts` rows each, one after another."""
+    total, num_words = sum(counts), -(-max(counts, default=1) // 64)
+    values = {"query": torch.randn(total, group_size * num_kv_heads, head_dim).to(device, dtype)}
+    bounds = torch.tensor([0, *counts]).cumsum(0)
+    values |= {"qo_indptr": bounds.to(device, torch.int32), "max_query": max(counts)}
+    if is_causal:
+        values["is_causal"] = True
+    else:
+        values["tree_mask"] = pack(torch.rand(total, max(counts)) < 0.4, num_words).to(device)
+    if is_separate:
+        for name in ("draft_key", "draft_value"):
+            values[name] = torch.randn(total, num_kv_heads, head_dim).to(device, dtype)
+    filled = [prefix + (0 if is_separate else count) for prefix, count in zip(prefixes, counts)]
+    paged = paged_cache(filled, page_size, num_kv_heads, head_dim, dtype, form=form, device=device)
+    if "seq_lens" in paged:
+        paged["seq_lens"] = torch.tensor(prefixes, dtype=torch.int32, device=device)
+    return values | paged
+
+
+def along_its_path(values, request, row, form):
+    """The arguments of gqa_decode for one row: the prefix and the drafts that it sees, side by side in new pages."""
+    page_size, index = values["k_cache"].shape[1], torch.arange(values["num_draft_keys"])
+    words = values["tree_mask"][request, row].cpu()
+    visible = index[(words[index // 64] >> index % 64) & 1 == 1]
+    if form == "csr":
+        first, stop = values["kv_indptr"][request : request + 2].tolist()
+        pages = values["kv_indices"][first:stop].cpu()
+        prefix = (len(pages) - 1) * page_size + int(values["last_page_len"][request]) - values["num_draft_keys"]
+    else:
+        pages, prefix = values["block_table"][request].cpu(), int(values["seq_lens"][request])
+    slots = torch.cat([torch.arange(prefix), prefix + visible])
+    plain = {name: values[name] for name in ("sinks", "soft_cap", "window", "k_scale", "v_scale") if name in values}
+    num_pages = -(-len(slots) // page_size) + 1
+    for name in ("k_cache", "v_cache"):
+        cache = values[name]
+        raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+        place = torch.arange(len(slots))
+        filled = raw.new_zeros(num_pages, *raw.shape[1:])
+        filled[place // page_size, place % page_size] = raw[pages[slots // page_size].long(), slots % page_size]
+        plain[name] = filled.view(cache.dtype)
+    device = plain["k_cache"].device
+    plain["block_table"] = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
+    plain["seq_lens"] = torch.tensor([len(slots)], dtype=torch.int32, device=device)
+    return values["query"][request : request + 1, row].contiguous(), plain, len(slots) - 1

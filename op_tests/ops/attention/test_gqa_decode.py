@@ -14,7 +14,8 @@ from eagle_kernels.runtime.launch import intercept
 from op_tests.harness import assert_close, assert_equal, assert_in_bounds, assume_multiprocessors, check_close, retune
 from op_tests.harness.pools import with_pools
 
-from .cases import EIGHT_BITS, WITHOUT_FLOAT8, of_every_dtype_and_head_dim, paged_cache, with_float8
+from .cases import EIGHT_BITS, WITHOUT_FLOAT8, of_every_dtype_and_head_dim, with_float8
+from .cases import make_decode as make
 
 # (head_dim, group, kv heads, page size, dtype, lengths): each value of an axis meets each of the next one at least once
 SHAPES = [
@@ -34,11 +35,6 @@ SHAPES = [
     (8, 2, 4, 16, torch.float16, [70, 3]),
     (160, 4, 1, 16, torch.float16, [33]),
 ]
-
-
-def make(head_dim, group_size, num_kv_heads, page_size, dtype, lengths, *, device="cpu", **cache):
-    query = torch.randn(len(lengths), group_size * num_kv_heads, head_dim).to(device, dtype)
-    return {"query": query} | paged_cache(lengths, page_size, num_kv_heads, head_dim, dtype, device=device, **cache)
 
 
 check = functools.partial(check_close, "attention.gqa_decode", fields=("output", "lse"))

@@ -14,7 +14,8 @@ from op_tests.harness import assert_close, assert_equal, assert_in_bounds, check
 from op_tests.harness.cases import module_of_op
 from op_tests.harness.pools import with_pools
 
-from .cases import EIGHT_BITS, WITHOUT_FLOAT8, of_every_dtype_and_head_dim, paged_cache, with_float8
+from .cases import EIGHT_BITS, WITHOUT_FLOAT8, of_every_dtype_and_head_dim, with_float8
+from .cases import make_prompts as make
 
 # (queries, keys before them, head_dim, group, kv heads, page size or None, dtype)
 SHAPES = [
@@ -32,25 +33,6 @@ SHAPES = [
     ([20, 3], [0, 9], 8, 2, 4, 16, torch.float16),
     ([18], [3], 160, 2, 1, None, torch.float16),
 ]
-
-
-def make(counts, before, head_dim, group_size, num_kv_heads, page_size, dtype, *, form="block_table", device="cpu",
-         is_strided=False):  # fmt: skip
-    lengths = [count + earlier for count, earlier in zip(counts, before)]
-    heads = group_size * num_kv_heads
-    bounds = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
-    values = {"query": torch.randn(sum(counts), heads, head_dim).to(device, dtype), "qo_indptr": bounds}
-    values["max_query"] = max([1, *counts])
-    if page_size is not None:
-        return values | paged_cache(lengths, page_size, num_kv_heads, head_dim, dtype, form=form, device=device,
-                                    is_strided=is_strided)  # fmt: skip
-    both = torch.randn(sum(lengths), 2, num_kv_heads, head_dim).to(device, dtype)
-    values |= {"key": both[:, 0], "value": both[:, 1]}
-    if not is_strided:
-        values |= {name: values[name].contiguous() for name in ("key", "value")}
-    if any(before):
-        values["key_indptr"] = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-    return values
 
 
 check = functools.partial(check_close, "attention.prefill_attention", fields=("output", "lse"))

@@ -14,7 +14,17 @@ from eagle_kernels.runtime.launch import intercept
 from op_tests.harness import assert_close, assert_equal, assert_in_bounds, assume_multiprocessors, check_close, retune
 from op_tests.harness.pools import with_pools
 
-from .cases import EIGHT_BITS, WITHOUT_FLOAT8, of_every_dtype_and_head_dim, paged_cache, with_float8
+from .cases import (
+    EIGHT_BITS,
+    WITHOUT_FLOAT8,
+    along_its_path,
+    of_every_dtype_and_head_dim,
+    pack,
+    paged_cache,
+    with_float8,
+)
+from .cases import make_ragged as ragged
+from .cases import make_tree as make
 
 # (queries, draft keys, head_dim, group, kv heads, page size, dtype, prefixes)
 SHAPES = [
@@ -33,37 +43,6 @@ SHAPES = [
     (3, 9, 8, 2, 4, 16, torch.float16, [40, 5]),
     (6, 6, 160, 2, 1, 16, torch.float16, [33]),
 ]
-
-
-def pack(visible: torch.Tensor, num_words: int) -> torch.Tensor:
-    """bool [..., keys] -> int64 words [..., num_words]."""
-    bits = torch.zeros(*visible.shape[:-1], num_words * 64, dtype=torch.int64)
-    bits[..., : visible.shape[-1]] = visible
-    # bits are distinct, so the sum is their union
-    return (bits.unflatten(-1, (num_words, 64)) << torch.arange(64)).sum(-1)
-
-
-def make(num_query, num_keys, head_dim, group_size, num_kv_heads, page_size, dtype, prefixes, *, kind="random",
-         is_separate=False, num_words=None, device="cpu", **cache):  # fmt: skip
-    batch_size = len(prefixes)
-    if kind == "chain":
-        visible = torch.ones(batch_size, num_query, num_keys, dtype=torch.bool).tril(num_keys - num_query)
-    else:
-        visible = torch.rand(batch_size, num_query, num_keys) < 0.4
-    num_words = num_words if num_words is not None else -(-num_keys // 64)
-    values = {
-        "query": torch.randn(batch_size, num_query, group_size * num_kv_heads, head_dim).to(device, dtype),
-        "tree_mask": pack(visible, num_words).to(device),
-        "num_draft_keys": num_keys,
-    }
-    if is_separate:
-        for name in ("draft_key", "draft_value"):
-            values[name] = torch.randn(batch_size, num_keys, num_kv_heads, head_dim).to(device, dtype)
-    filled = [prefix + (0 if is_separate else num_keys) for prefix in prefixes]
-    paged = paged_cache(filled, page_size, num_kv_heads, head_dim, dtype, device=device, **cache)
-    if "seq_lens" in paged:
-        paged["seq_lens"] = torch.tensor(prefixes, dtype=paged["seq_lens"].dtype, device=device)
-    return values | paged
 
 
 check = functools.partial(check_close, "attention.tree_attention", fields=("output", "lse"))
@@ -240,27 +219,6 @@ def test_causal_is_the_mask_of_a_chain(window, is_separate, device):
     assert_equal("tree_attention", "causal", "output", result.output, expected.output)
 
 
-def ragged(counts, head_dim, group_size, num_kv_heads, page_size, dtype, prefixes, *, form="block_table",
-           is_separate=False, is_causal=False, device="cpu"):  # fmt: skip
-    """Requests of `counts` rows each, one after another."""
-    total, num_words = sum(counts), -(-max(counts, default=1) // 64)
-    values = {"query": torch.randn(total, group_size * num_kv_heads, head_dim).to(device, dtype)}
-    bounds = torch.tensor([0, *counts]).cumsum(0)
-    values |= {"qo_indptr": bounds.to(device, torch.int32), "max_query": max(counts)}
-    if is_causal:
-        values["is_causal"] = True
-    else:
-        values["tree_mask"] = pack(torch.rand(total, max(counts)) < 0.4, num_words).to(device)
-    if is_separate:
-        for name in ("draft_key", "draft_value"):
-            values[name] = torch.randn(total, num_kv_heads, head_dim).to(device, dtype)
-    filled = [prefix + (0 if is_separate else count) for prefix, count in zip(prefixes, counts)]
-    paged = paged_cache(filled, page_size, num_kv_heads, head_dim, dtype, form=form, device=device)
-    if "seq_lens" in paged:
-        paged["seq_lens"] = torch.tensor(prefixes, dtype=torch.int32, device=device)
-    return values | paged
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True], ids=["tree", "chain"])
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
@@ -328,33 +286,6 @@ def test_deterministic_root_is_plain_decoding(num_query, prefix, has_sinks, devi
     expected = eagle_kernels.raw.gqa_decode(values["query"][:1, 0].contiguous(), **plain, deterministic=True)
     assert_equal("tree_attention", "root", "output", result.output[0, 0], expected.output[0])
     assert_equal("tree_attention", "root", "lse", result.lse[0, 0], expected.lse[0])
-
-
-def along_its_path(values, request, row, form):
-    """The arguments of gqa_decode for one row: the prefix and the drafts that it sees, side by side in new pages."""
-    page_size, index = values["k_cache"].shape[1], torch.arange(values["num_draft_keys"])
-    words = values["tree_mask"][request, row].cpu()
-    visible = index[(words[index // 64] >> index % 64) & 1 == 1]
-    if form == "csr":
-        first, stop = values["kv_indptr"][request : request + 2].tolist()
-        pages = values["kv_indices"][first:stop].cpu()
-        prefix = (len(pages) - 1) * page_size + int(values["last_page_len"][request]) - values["num_draft_keys"]
-    else:
-        pages, prefix = values["block_table"][request].cpu(), int(values["seq_lens"][request])
-    slots = torch.cat([torch.arange(prefix), prefix + visible])
-    plain = {name: values[name] for name in ("sinks", "soft_cap", "window", "k_scale", "v_scale") if name in values}
-    num_pages = -(-len(slots) // page_size) + 1
-    for name in ("k_cache", "v_cache"):
-        cache = values[name]
-        raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
-        place = torch.arange(len(slots))
-        filled = raw.new_zeros(num_pages, *raw.shape[1:])
-        filled[place // page_size, place % page_size] = raw[pages[slots // page_size].long(), slots % page_size]
-        plain[name] = filled.view(cache.dtype)
-    device = plain["k_cache"].device
-    plain["block_table"] = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
-    plain["seq_lens"] = torch.tensor([len(slots)], dtype=torch.int32, device=device)
-    return values["query"][request : request + 1, row].contiguous(), plain, len(slots) - 1
 
 
 # (queries, draft keys, head_dim, group, kv heads, page size, prefixes), options, rows that are compared

@@ -10,8 +10,7 @@ import eagle_kernels
 from eagle_kernels.ops.latent.shared.tiles import TUNING
 from op_tests.harness import assert_close, assert_equal, assume_multiprocessors, check_close, retune
 
-from ..attention import test_gqa_decode as attention
-from ..attention.cases import FLOAT8, WITHOUT_FLOAT8
+from ..attention.cases import FLOAT8, WITHOUT_FLOAT8, make_decode
 from .cases import as_latents, of_every_dtype_and_size, with_float8
 
 # (latent, rope, heads, page size, dtype, lengths)
@@ -30,7 +29,7 @@ SHAPES = [
 
 
 def make(latent_dim, rope_dim, num_heads, page_size, dtype, lengths, **cache):
-    values = attention.make(latent_dim + rope_dim, num_heads, 1, page_size, dtype, lengths, **cache)
+    values = make_decode(latent_dim + rope_dim, num_heads, 1, page_size, dtype, lengths, **cache)
     return as_latents(values, latent_dim)
 
 

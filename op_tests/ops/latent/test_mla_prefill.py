@@ -10,8 +10,7 @@ import eagle_kernels
 from eagle_kernels.ops.latent.shared.tiles import TUNING
 from op_tests.harness import assert_close, check_close, retune
 
-from ..attention import test_prefill_attention as attention
-from ..attention.cases import FLOAT8, WITHOUT_FLOAT8
+from ..attention.cases import FLOAT8, WITHOUT_FLOAT8, make_prompts
 from .cases import as_latents, of_every_dtype_and_size, with_float8
 
 # (latent, rope, heads, page size, dtype, queries, keys before them)
@@ -26,7 +25,7 @@ SHAPES = [
 
 
 def make(latent_dim, rope_dim, num_heads, page_size, dtype, counts, before, **cache):
-    values = attention.make(counts, before, latent_dim + rope_dim, num_heads, 1, page_size, dtype, **cache)
+    values = make_prompts(counts, before, latent_dim + rope_dim, num_heads, 1, page_size, dtype, **cache)
     return as_latents(values, latent_dim)
 
 

@@ -11,7 +11,7 @@ from eagle_kernels.ops.latent.shared.tiles import TUNING
 from eagle_kernels.reference.ops.latent.mla_decode import mla_decode as reference
 from op_tests.harness import assert_close, assert_equal, assert_in_bounds, assume_multiprocessors, check_close, retune
 
-from ..attention import test_tree_attention as attention
+from ..attention import cases as attention
 from ..attention.cases import FLOAT8, WITHOUT_FLOAT8
 from .cases import as_latents, of_every_dtype_and_size, with_float8
 
@@ -29,14 +29,14 @@ SHAPES = [
 
 
 def make(latent_dim, rope_dim, num_heads, page_size, dtype, num_query, num_keys, prefixes, **options):
-    values = attention.make(
+    values = attention.make_tree(
         num_query, num_keys, latent_dim + rope_dim, num_heads, 1, page_size, dtype, prefixes, **options
     )
     return as_latents(values, latent_dim)
 
 
 def ragged(latent_dim, rope_dim, num_heads, page_size, dtype, counts, prefixes, **options):
-    values = attention.ragged(counts, latent_dim + rope_dim, num_heads, 1, page_size, dtype, prefixes, **options)
+    values = attention.make_ragged(counts, latent_dim + rope_dim, num_heads, 1, page_size, dtype, prefixes, **options)
     return as_latents(values, latent_dim)
 
 
