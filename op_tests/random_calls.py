@@ -1,4 +1,4 @@
-"""A random call of each op of the families tree and kv: sizes, flags, values and their limits.
+"""A random call of each op of the families tree and kv, and of what writes latents: sizes, flags, values, limits.
 
 Among them are three and more blocks of a loop, the last one full or not; requests in any order of lengths, empty ones
 too; flags alone and together; tables with holes; lists that do not fit.
@@ -197,6 +197,21 @@ def write_kv(coin):
     return with_pools(values, coin.choice(ORDERS)) if is_drawn(coin, 0.6) else values
 
 
+def write_latent_kv(coin):
+    """As write_kv, with a latent that does not turn beside each key."""
+    values = write_kv(coin)
+    latent_dim, width = coin.choice((1, 2, 8, 12)), values["key"].shape[2]
+    num_pages, page_size = values["k_cache"].shape[:2]
+    row = latent_dim + width
+    cache = torch.randint(-9, 9, (num_pages, 2, page_size, row)).to(values["key"].dtype)
+    rows = torch.randint(-9, 9, (len(values["slots"]), row)).to(cache.dtype)
+    kept = ("slots", "query", "positions", "cos", "sin", "is_interleaved")
+    return {name: values[name] for name in kept if name in values} | {
+        "latent": rows[:, :latent_dim].contiguous(), "rope_key": rows[:, latent_dim:].contiguous(),
+        "latent_cache": cache[:, 0] if is_drawn(coin) else cache[:, 0].contiguous(),
+    }  # fmt: skip
+
+
 def modes(coin, num_nodes: int) -> str:
     return coin.choice(MODES if num_nodes <= 32 else MODES[:3])
 
@@ -356,6 +371,7 @@ CALLS = {
         "kv": [accepted_cache_locs, align_evict_mask_to_page_size, assign_req_to_token, chain_kv_indices,
                draft_cache_locs, draft_kv_indices, extend_cache_locs, find_slots, kv_indices, move_accepted_kv,
                write_kv],
+         "latent": [write_latent_kv],
         "tree": [build_tree, build_tree_from_blocks, build_tree_from_scores, compute_tree_statistics,
                  organize_draft_results, pack_tree_mask, prune_trees, select_top_k_tokens, tree_from_mask,
                  tree_from_parents, unpack_tree_mask],

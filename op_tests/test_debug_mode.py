@@ -57,6 +57,11 @@ FULL_CSR = {"kv_indptr": INTS([0, 3]), "kv_indices": INTS([4, 0, 3]), "last_page
 ONE_DECODE = {"query": torch.zeros(1, 1, 16)} | caches()
 ONE_CHAIN = {"query": torch.zeros(1, 2, 1, 16), "is_causal": True} | caches()
 ONE_RAGGED = {"query": torch.zeros(2, 1, 16), "qo_indptr": INTS([0, 2]), "max_query": 2} | caches()
+# the same over latents
+LATENTS = {"latent_cache": torch.zeros(PAGES, PAGE_SIZE, 20), "latent_dim": 16, "sm_scale": 1.0}
+ONE_LATENT_DECODE = {"query": torch.zeros(1, 1, 20)} | LATENTS
+ONE_LATENT_CHAIN = {"query": torch.zeros(1, 2, 1, 20), "is_causal": True} | LATENTS
+ONE_LATENT_PROMPT = {"query": torch.zeros(2, 1, 20), "qo_indptr": INTS([0, 2]), "max_query": 2} | LATENTS
 ROW_STEPS = [at("req_pool_indices", 0, to=2), at("req_pool_indices", 0, to=-1), at("req_to_token", 1, 5, to=-1)]
 LAST_ROW = {"req_pool_indices": INTS([1]), "req_to_token": INTS([[9] * 6, [4, 3, 2, 1, 2**31 - 1, 0]])}
 PAST_INT32 = at("req_to_token", 1, 4, to=2**31)
@@ -135,6 +140,21 @@ LIMITS = {
     "plan": ("plan_attention", {"seq_lens": INTS([2**31 - 2**21, 0])}, [
         at("seq_lens", 0, to=2**31 - 2**21 + 1), at("seq_lens", 1, to=-1),
     ]),
+    "decode of latents": ("mla_decode", ONE_LATENT_DECODE | FULL, [
+        at("seq_lens", 0, to=13), at("seq_lens", 0, to=-1), at("block_table", 0, 0, to=5),
+    ]),
+    "chain of latents": ("mla_tree_attention", ONE_LATENT_CHAIN | FULL | {"seq_lens": INTS([10])}, [
+        at("seq_lens", 0, to=11), at("block_table", 0, 2, to=-1),
+    ]),
+    "prompt of latents": ("mla_prefill", ONE_LATENT_PROMPT | FULL, [
+        at("seq_lens", 0, to=13), at("qo_indptr", 1, to=3), ("max_query", None, 1), at("block_table", 0, 0, to=5),
+    ]),
+    "write of latents": (
+        "write_latent_kv",
+        {"latent": torch.zeros(2, 16), "rope_key": torch.zeros(2, 4), "latent_cache": LATENTS["latent_cache"],
+         "slots": INTS([-1, 19])},
+        [at("slots", 1, to=20), at("slots", 0, to=-2)],
+    ),
     "write": (
         "write_kv",
         {name: torch.zeros(2, 1, 16) for name in ("key", "value")} | caches() | {"slots": INTS([-1, 19])},

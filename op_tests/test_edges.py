@@ -470,6 +470,13 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
          {"k_cache": [[[[NAN, NAN]], [[4, 4]]]], "v_cache": [[[[1, 1]], [[1, 1]]]],
           "": [[[-1, 1]], [[1, 1]], [[2, 2]], [[1, 1]]]}),
     ],
+    "write_latent_kv": [
+        # slots outside the pool; positions outside the tables; NaN as it is; latents do not turn
+        ({"latent": T([1.0, 2, NAN, 4]).view(4, 1), "rope_key": torch.ones(4, 2), "latent_cache": torch.zeros(1, 2, 3),
+          "slots": T([-1, 2, 0, 1]), "query": torch.ones(4, 1, 2), "positions": T([0, -1, 0, 2]),
+          "cos": rows([0.0], [2.0]), "sin": rows([1.0], [0.0])},
+         {"latent_cache": [[[NAN, -1, 1], [4, 1, 1]]], "": [[[-1, 1]], [[1, 1]], [[-1, 1]], [[1, 1]]]}),
+    ],
     "rope": [
         ({"query": torch.ones(4, 1, 3), "key": torch.ones(4, 1, 3), "positions": T([0, 2, -1, FAR]),
           "cos": rows([0.0], [0.0]), "sin": rows([1.0], [1.0])},
@@ -642,6 +649,36 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
         ({"query": torch.zeros(2, 1, 16), "k_cache": torch.zeros(1, 1, 1, 16), "v_cache": torch.ones(1, 1, 1, 16),
           "block_table": T([[-1], [0]]), "seq_lens": T([0, 1]), "sinks": T([0.0])},
          {"output": [[[0] * 16], [[0.5] * 16]], "lse": [[0], [math.log(2)]]}),
+    ],
+    "mla_decode": [
+        # no keys: 0 and -inf; what is beside a latent is no value
+        ({"query": torch.zeros(2, 1, 6), "latent_cache": torch.tensor([[[1.0] * 4 + [9.0] * 2]]), "latent_dim": 4,
+          "sm_scale": 2.0, "block_table": T([[-1], [0]]), "seq_lens": T([0, 1])},
+         {"output": [[[0] * 4], [[1] * 4]], "lse": [[-INF], [0]]}),
+        # it counts for the logits: ln 3 against 0
+        ({"query": torch.tensor([[[0.0] * 4 + [math.log(3) / 4] * 2]]), "latent_dim": 4, "sm_scale": 2.0,
+          "latent_cache": torch.tensor([[[8.0] * 4 + [1.0] * 2, [0.0] * 6]]), "block_table": T([[0]]),
+          "seq_lens": T([2])},
+         {"output": [[[6] * 4]], "lse": [[math.log(4)]]}),
+    ],
+    "mla_prefill": [
+        # a row before the first key; a request without queries
+        ({"query": torch.zeros(3, 1, 6), "qo_indptr": T([0, 3, 3]), "latent_dim": 4, "sm_scale": 1.0, "max_query": 3,
+          "latent_cache": torch.stack([torch.zeros(1, 6), torch.ones(1, 6)]), "block_table": T([[0, 1], [-1, -1]]),
+          "seq_lens": T([2, 0])},
+         {"output": [[[0] * 4], [[0] * 4], [[0.5] * 4]], "lse": [[-INF], [0], [math.log(2)]]}),
+    ],
+    "mla_tree_attention": [
+        # a row that sees nothing; bits from Nk on
+        ({"query": torch.zeros(1, 2, 1, 6), "latent_cache": torch.ones(1, 4, 6), "latent_dim": 4, "sm_scale": 1.0,
+          "block_table": T([[0]]), "seq_lens": T([0]), "tree_mask": T([[[0], [-1]]])},
+         {"output": [[[[0] * 4], [[1] * 4]]], "lse": [[[-INF], [math.log(2)]]]}),
+        # of five rows, the last five of what is filled, the first three are attended
+        ({"query": torch.zeros(5, 1, 6), "latent_cache": torch.arange(8.0).view(1, 8, 1).repeat(1, 1, 6),
+          "latent_dim": 4, "sm_scale": 1.0, "max_query": 3, "is_causal": True, "qo_indptr": T([0, 5]),
+          "kv_indptr": T([0, 1]), "kv_indices": T([0]), "last_page_len": T([8])},
+         {"lse": [[math.log(4)], [math.log(5)], [math.log(6)], [None], [None]],
+          "output": [[[mean] * 4] for mean in (1.5, 2.0, 2.5, None, None)]}),
     ],
     "plan_attention": [
         ({"seq_lens": T([-50, 0, 33])}, {"": [0, 1, 2, 4]}),

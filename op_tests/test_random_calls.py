@@ -13,6 +13,7 @@ from op_tests.harness.ahead_of_time import module_of_tests
 from op_tests.harness.drawn import check_drawn, with_small_tiles
 from op_tests.harness.pools import ORDERS, with_pools
 from op_tests.ops.attention.cases import paged_cache
+from op_tests.ops.latent.cases import as_latents
 from op_tests.random_calls import CALLS, drawn_call
 
 DRAWS = 16
@@ -79,6 +80,18 @@ def drawn_attention(path: str, coin: random.Random) -> dict:
     return values | {"query": query}
 
 
+def drawn_latents(path: str, coin: random.Random) -> dict:
+    """The same over latents: keys of one head, which are values too."""
+    names = {"mla_decode": "gqa_decode", "mla_prefill": "prefill_attention", "mla_tree_attention": "tree_attention"}
+    values = {"draft_key": None}
+    while "draft_key" in values:
+        values = drawn_attention("attention." + names[path.rpartition(".")[2]], coin)
+    for name in ("soft_cap", "sinks"):
+        values.pop(name, None)
+    width = values["query"].shape[-1]
+    return as_latents(values, coin.choice((4, width // 2, width)), coin.choice((0.1, 1.0)))
+
+
 def attended_rows(values: dict) -> list[int] | None:
     """Rows of requests that are not ragged, None: all; of the others as many as max_query of each request."""
     if "qo_indptr" not in values:
@@ -99,6 +112,20 @@ def test_attention_to_whatever_is_drawn(path, device, monkeypatch):
         with monkeypatch.context() as patched:
             assume_multiprocessors(patched, coin.choice((1, 2, 7, 132)))
             rows = {} if path == "attention.gqa_decode" else {"rows": attended_rows(values)}
+            module_of_tests(path).check(to_device(values, device), f"{number}", **rows)
+
+
+@pytest.mark.parametrize("path", ["latent.mla_decode", "latent.mla_prefill", "latent.mla_tree_attention"])
+def test_attention_to_whatever_latents_are_drawn(path, device, monkeypatch):
+    for number in range(8):
+        coin = random.Random(f"{path} {number}")
+        torch.manual_seed(number)
+        values = drawn_latents(path, coin)
+        if path != "latent.mla_prefill" and coin.random() < 0.3:
+            values["deterministic"] = True
+        with monkeypatch.context() as patched:
+            assume_multiprocessors(patched, coin.choice((1, 2, 7, 132)))
+            rows = {} if path == "latent.mla_decode" else {"rows": attended_rows(values)}
             module_of_tests(path).check(to_device(values, device), f"{number}", **rows)
 
 
