@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import ATTENTION, EXPERTS, LINEAR, PRIMITIVES, REJECTION, RUNTIME, SAMPLING, VERIFY, Mutant, bug, of
 
 KV = "eagle_kernels/ops/kv/"
+LATENT = "eagle_kernels/ops/latent/"
 TREE = "eagle_kernels/ops/tree/"
 _DRAWN = "op_tests/test_random_calls.py::test_whatever_is_drawn_kernel_and_reference_agree"
 _TAKEN = "op_tests/test_takes.py::test_ops_take_what_the_table_says"
@@ -77,6 +78,25 @@ MUTANTS = [
     bug("shares merged from a window's first on", ATTENTION + "shared/merge_shares.py",
         "begin = -(first_share % BLOCK_PART)", "begin = -(first_share % 1)",
         "op_tests/ops/attention/test_tree_attention.py::test_deterministic_windows_begin_in_any_share"),
+    bug("latents that turn in place of the keys beside them", LATENT + "write_latent_kv.py",
+        "is_written, None, scale,\n            HEAD_DIM=SHAPE.LATENT_DIM, ROTARY_DIM=0,",
+        "is_written, angles, scale,\n            HEAD_DIM=SHAPE.LATENT_DIM, ROTARY_DIM=ROTARY_DIM,",
+        "op_tests/ops/latent/test_write_latent_kv.py::test_matches_reference"),
+    bug("logits of latents without the keys beside them", ATTENTION + "shared/attention.py",
+        "            logits += rest\n", "            logits += 0.0 * rest\n",
+        "op_tests/ops/latent/test_mla_tree_attention.py::test_each_node_is_its_path_token_by_token"),
+    bug("a sibling that is seen", ATTENTION + "shared/attention.py",
+        "word = (low.to(tl.uint64) >> shift)", "word = ((low | (low >> 1)).to(tl.uint64) >> shift)",
+        "op_tests/ops/latent/test_mla_tree_attention.py::test_each_node_is_its_path_token_by_token"),
+    bug("latents of the page before", ATTENTION + "shared/attention.py",
+        "page = _load_page(pool, span, start + BLOCK_KEY, SHAPE)", "page = _load_page(pool, span, start, SHAPE)",
+        "op_tests/ops/latent/test_mla_decode.py::test_chunks"),
+    bug("the scale of a row of the cache", LATENT + "shared/latents.py",
+        '"v_cache": None, "sinks"', '"v_cache": None, "sm_scale": None, "sinks"',
+        "op_tests/ops/latent/test_mla_decode.py::test_absorbed_attention_is_that_of_the_heads"),
+    bug("8-bit latents without their scale as values", LATENT + "shared/latents.py",
+        '"v_scale": values["latent_scale"]', '"v_scale": None',
+        "op_tests/ops/latent/test_mla_decode.py::test_float8"),
     bug("a node taken without its parent", "eagle_kernels/ops/tree/prune_trees.py",
         "is_best & sees_root & (num_lost == 0)", "is_best & sees_root",
         "op_tests/ops/tree/test_prune_trees.py::test_matches_reference"),
