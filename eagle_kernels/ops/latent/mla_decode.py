@@ -28,7 +28,7 @@ from ..attention.shared import paged_cache
 from ..attention.shared.attention import Output
 from ..attention.shared.split_attention import launch_attention
 from .shared.latents import as_attention, check_latents
-from .shared.tiles import choose_tiles
+from .shared.tiles import TUNING, choose_tiles
 
 
 def contract(values: dict) -> Output:
@@ -109,7 +109,7 @@ def mla_decode(
         "mla_decode",
         as_attention(values),
         out,
-        tuned=choose_tiles(query, 1),
+        tuned=choose_tiles(TUNING, query, 1),
         num_query=1,
         # the newest token is a draft block of one, as it is for the root of a tree
         num_drafts=1 if deterministic else 0,

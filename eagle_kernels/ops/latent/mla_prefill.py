@@ -27,7 +27,7 @@ from ..attention.shared import paged_cache
 from ..attention.shared.attention import Output
 from ..attention.shared.prompts import launch_prompts
 from .shared.latents import as_attention, check_latents
-from .shared.tiles import choose_tiles
+from .shared.tiles import TUNING, choose_tiles
 
 
 def contract(values: dict) -> Output:
@@ -112,5 +112,5 @@ def mla_prefill(
     out = check.allocate("mla_prefill", contract(values), out)
     attention = as_attention(values)
     keys = (attention["k_cache"], None)
-    launch_prompts("mla_prefill", attention, out, keys=keys, tuned=choose_tiles(query, max_query))
+    launch_prompts("mla_prefill", attention, out, keys=keys, tuned=choose_tiles(TUNING, query, max_query))
     return out

@@ -31,7 +31,7 @@ from ..attention.shared.attention import Output
 from ..attention.shared.drafts import check_mask, check_positions, check_rows, seen_slots
 from ..attention.shared.split_attention import launch_attention
 from .shared.latents import as_attention, check_latents
-from .shared.tiles import choose_tiles
+from .shared.tiles import TUNING, choose_tiles
 
 
 def contract(values: dict) -> Output:
@@ -146,7 +146,7 @@ def mla_tree_attention(
         "mla_tree_attention",
         as_attention(values),
         out,
-        tuned=choose_tiles(query, num_query),
+        tuned=choose_tiles(TUNING, query, num_query),
         num_query=num_query,
         num_drafts=num_query if num_draft_keys is None else num_draft_keys,
         drafts="after" if kv_indptr is None else "counted",

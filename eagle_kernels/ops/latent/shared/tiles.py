@@ -26,7 +26,7 @@ TUNING = {
 }
 
 
-def choose_tiles(query: torch.Tensor, num_query: int) -> dict:
-    """Returns the tuning entry for requests of num_query tokens, at most."""
+def choose_tiles(table: dict, query: torch.Tensor, num_query: int) -> dict:
+    """Returns the entry of a tuning table for requests of num_query tokens, at most."""
     num_rows = num_query * query.shape[-2]
-    return next(row for row in tuning.row(TUNING, query.device) if num_rows >= row["from_rows"])
+    return next(row for row in tuning.row(table, query.device) if num_rows >= row["from_rows"])
