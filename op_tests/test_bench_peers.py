@@ -139,3 +139,18 @@ def test_vllm_s_prefill_agrees_from_pages(is_made, device):
 def test_sglang_s_trees_and_chains_agree(device):
     assert not agree(sglang_triton, "tree_attention", TREES, device)
     assert sglang_triton._module("verify_splitkv")._VK_CACHE, "it was not asked about the chain"
+
+
+@pytest.mark.skipif(not (peers.FOLDER / "sglang_triton").exists(), reason="needs the files that .peers holds")
+@pytest.mark.parametrize("op", ["mla_decode", "mla_tree_attention"])
+def test_sglang_s_latents_agree(op, device):
+    assert not agree(sglang_triton, op, BENCHMARKS[op].small_cases[:2], device)
+
+
+@pytest.mark.skipif(
+    not (peers.FOLDER / "vllm_triton" / "triton_decode_attention.py").exists(), reason="needs the files of .peers"
+)
+def test_vllm_s_latents_agree_but_in_trees(device):
+    assert not agree(vllm_triton, "mla_decode", BENCHMARKS["mla_decode"].small_cases[:2], device)
+    reasons = agree(vllm_triton, "mla_tree_attention", BENCHMARKS["mla_tree_attention"].small_cases, device)
+    assert reasons == ["knows no trees on latents"] * 2

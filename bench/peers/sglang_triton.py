@@ -50,6 +50,8 @@ def gqa_decode(values: dict) -> Run:
     (k_buffer, v_buffer), scale = _buffers(values)
     kv_indptr, kv_indices = _token_indices(values, lengths.tolist())
     output = query.new_empty(batch_size, num_heads, v_buffer.shape[-1])
+    # values are taken out of keys for these sizes alone
+    is_latent = "latent_cache" in values and query.shape[-1] in (288, 576)
 
     def prepared(num_splits: int) -> Run:
         logits = torch.empty(batch_size, num_heads, num_splits, v_buffer.shape[-1], device=query.device)
@@ -58,7 +60,7 @@ def gqa_decode(values: dict) -> Run:
 
         def run():
             decode(query, k_buffer, v_buffer, output, kv_indptr, kv_indices, logits, lse, splits, num_splits,
-                   scale, 1.0, 1.0, has_mla="latent_cache" in values)  # fmt: skip
+                   scale, 1.0, 1.0, has_mla=is_latent)  # fmt: skip
             return {"output": output}
 
         return run
