@@ -7,7 +7,6 @@ import pytest
 from eagle_kernels.runtime.target import SHARED_MEMORY_BYTES
 
 from .harness.ahead_of_time import MAKERS, PATHS, TARGETS, compile_for_targets, module_of_tests
-from .ops.attention.cases import HEAD_DIMS
 
 # What a thread may keep in slow memory: some words that are used once. Tiles that are too large take hundreds of bytes,
 # and no result shows it. An op's test module lists the cases that may have more, as MAY_SPILL.
@@ -35,13 +34,14 @@ def test_every_case_compiles_for_every_target(path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("attention.")])
-def test_every_dtype_and_head_dim_compiles(path):
+@pytest.mark.parametrize("path", [path for path in PATHS if hasattr(module_of_tests(path), "full_ahead_of_time_cases")])
+def test_every_dtype_and_size_compiles(path):
     records = compile_for_targets(path, "full", "full_ahead_of_time_cases")
     refused = {(record["case"], record["target"]) for record in records if "refusal" in record}
-    # a dtype is refused with every head_dim or with none
+    # a dtype is refused with every size or with none
     dtypes = {(case.split()[0], target) for case, target in _not_supported(path)}
-    assert refused == {(f"{dtype} D={head_dim}", target) for dtype, target in dtypes for head_dim in HEAD_DIMS}
+    cases = [case for case, _ in module_of_tests(path).full_ahead_of_time_cases()]
+    assert refused == {(case, target) for case in cases for dtype, target in dtypes if case.split()[0] == dtype}
     assert _check(path, records) == set(TARGETS)
 
 
