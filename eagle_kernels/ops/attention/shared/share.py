@@ -152,13 +152,15 @@ def attend_share(
         sizes.stride_v_page, first_row=kv_head.to(tl.uint32) * SHAPE.STRIDE_HEAD,
     )  # fmt: skip
     begin, stop, prefix = keys.begin, keys.stop, keys.prefix
-    IS_LATE: tl.constexpr = BLOCK_ROW <= 16 and SHAPE.BLOCK_KEY >= 64 and SHAPE.SHARE_TILES == 0
+    # sums by key where warps share rows: few of them, or those of latents
+    IS_SHARED: tl.constexpr = SHAPE.VALUE_DIM > 0 or (BLOCK_ROW <= 16 and SHAPE.BLOCK_KEY >= 64)
+    NUM_SUMS: tl.constexpr = SHAPE.BLOCK_KEY if IS_SHARED and SHAPE.SHARE_TILES == 0 else 1
     row_max, row_sum, accumulator = attend(
         queries, pool,
         Span(
             tl.maximum(begin, keys.first), keys.pool_stop, prefix, sizes.window, last_position, 0, draft_positions_ptr
         ),
-        start_rows(BLOCK_ROW, value_columns(HEAD_DIM, SHAPE.VALUE_DIM), SHAPE.BLOCK_KEY if IS_LATE else 1), SHAPE,
+        start_rows(BLOCK_ROW, value_columns(HEAD_DIM, SHAPE.VALUE_DIM), NUM_SUMS), SHAPE,
     )  # fmt: skip
     if BLOCK_NODE > 0:
         if path_token >= 0:
