@@ -16,15 +16,15 @@ from ....runtime import tuning
 _FEW = {"from_rows": 0, "max_rows": 32, "min_rows": 16, "tile_bytes": 36864, "share_keys": 128, "programs": (1, 1),
         "num_warps": 8, "num_stages": 3}  # fmt: skip
 # elements of 8 bits become 16 bits in registers, of which the sums of 64 rows leave too few
-_FLOAT8 = {"max_rows": 32, "tile_bytes": 36864, "num_stages": 4}
+_EIGHT_BITS = {"max_rows": 32, "tile_bytes": 36864, "num_stages": 4}
 _SMALL = _FEW | {"tile_bytes": 18432, "num_warps": 4, "num_stages": 1}  # 64 KiB of shared memory, warps of 64 threads
 TUNING = {
     "default": (_FEW,),
     "sm_90": (
-        _FEW | {"from_rows": 33, "max_rows": 64, "min_rows": 64, "float8": _FLOAT8 | {"min_rows": 32}},
-        _FEW | {"from_rows": 17, "float8": _FLOAT8},
+        _FEW | {"from_rows": 33, "max_rows": 64, "min_rows": 64, "float8": _EIGHT_BITS | {"min_rows": 32}},
+        _FEW | {"from_rows": 17, "float8": _EIGHT_BITS},
         # eight warps have eight keys each, so that none multiplies what another does
-        _FEW | {"max_rows": 16, "tile_bytes": 73728, "programs": (2, 2), "float8": _FLOAT8 | {"max_rows": 16},
+        _FEW | {"max_rows": 16, "tile_bytes": 73728, "programs": (2, 2), "float8": _EIGHT_BITS | {"max_rows": 16},
                 "widest": {"programs": (1, 1)}},
     ),
     "gfx942": (_SMALL,),
