@@ -63,3 +63,35 @@ def test_all_ops_attend_as_pytorch_does(window, has_sinks, soft_cap, determinist
             result = getattr(ops, op)(**arguments, **pages, **options)
             torch.testing.assert_close(result.output.cpu().view(output.shape), output.float(), msg=op)
             torch.testing.assert_close(result.lse.cpu().view(lse.shape), lse.float(), msg=op)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_all_ops_attend_to_latents_as_pytorch_does(window, deterministic, device):
+    """A row of the cache is the key of all heads, its first elements are their value; the scale is the caller's."""
+    latent_dim, scale = 24, 0.3
+    query, rows = torch.randn(ROWS, HEADS, HEAD_DIM), torch.randn(LENGTH, HEAD_DIM)
+    positions = LENGTH - ROWS + torch.arange(ROWS)
+    distance = positions[:, None] - torch.arange(LENGTH)
+    sees = (distance >= 0) & (distance < (window or LENGTH))
+    scores = torch.where(sees, query.transpose(0, 1).double() @ rows.double().T * scale, -math.inf)
+    output = (scores.softmax(-1) @ rows[:, :latent_dim].double()).transpose(0, 1)
+
+    on = lambda tensor: tensor.to(device)  # noqa: E731
+    table = on(torch.arange(LENGTH // PAGE_SIZE, dtype=torch.int32))[None]
+    options = {"latent_cache": on(rows.unflatten(0, (-1, PAGE_SIZE))), "latent_dim": latent_dim, "sm_scale": scale,
+               "window": window}  # fmt: skip
+    chain = {"tree_mask": on(torch.tensor([[[1], [3], [7], [15]]])), "positions": on(positions)}
+    prompt = {"qo_indptr": on(torch.tensor([0, ROWS], dtype=torch.int32)), "max_query": ROWS}
+    ordered = {"deterministic": deterministic}
+    calls = {
+        "mla_decode": (query, table.repeat(ROWS, 1), positions + 1, ordered),
+        "mla_tree_attention": (query[None], table, positions[:1], chain | ordered),
+        "mla_prefill": (query, table, positions[-1:] + 1, prompt),
+    }
+    for op, (rows_of_op, pages, lengths, others) in calls.items():
+        arguments = {"query": on(rows_of_op), "block_table": pages, "seq_lens": on(lengths).int()} | others | options
+        for ops in (eagle_kernels.raw, eagle_kernels):
+            result = getattr(ops, op)(**arguments)
+            torch.testing.assert_close(result.output.cpu().view(output.shape), output.float(), msg=op)
+            torch.testing.assert_close(result.lse.cpu().view(ROWS, HEADS), scores.logsumexp(-1).T.float(), msg=op)

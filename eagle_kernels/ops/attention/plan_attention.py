@@ -77,8 +77,8 @@ def plan_attention(
 ) -> torch.Tensor:
     """Plans the attention of a batch, once for all layers with the same window.
 
-    The result is the `plan` of `gqa_decode` and `tree_attention`. A plan for other lengths makes them slower, not
-    wrong.
+    The result is the `plan` of `gqa_decode` and `tree_attention`, and of `mla_decode` and `mla_tree_attention`. A plan
+    for other lengths makes them slower, not wrong.
 
     Args:
         seq_lens: [B] int. Filled slots of each request, as passed to attention; with a CSR page table (pages - 1) *
