@@ -35,6 +35,8 @@ def make(latent_dim, rope_dim, num_heads, page_size, dtype, lengths, **cache):
 
 check = functools.partial(check_close, "latent.mla_decode", fields=("output", "lse"))
 NOT_SUPPORTED = WITHOUT_FLOAT8
+# the sums of 64 rows take half of all registers; what others hold is kept outside of the loop over keys
+MAY_SPILL = {"512+64 128 heads"}
 
 
 def ahead_of_time_cases():

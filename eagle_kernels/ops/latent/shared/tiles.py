@@ -17,11 +17,15 @@ _FEW = {"from_rows": 0, "max_rows": 32, "min_rows": 16, "tile_bytes": 36864, "sh
         "num_warps": 8, "num_stages": 3}  # fmt: skip
 # elements of 8 bits become 16 bits in registers, of which the sums of 64 rows leave too few
 _EIGHT_BITS = {"max_rows": 32, "tile_bytes": 36864, "num_stages": 4}
+_LARGE = _FEW | {"max_rows": 64, "min_rows": 64, "float8": _EIGHT_BITS | {"min_rows": 32}}
 _SMALL = _FEW | {"tile_bytes": 18432, "num_warps": 4, "num_stages": 1}  # 64 KiB of shared memory, warps of 64 threads
 TUNING = {
     "default": (_FEW,),
     "sm_90": (
-        _FEW | {"from_rows": 33, "max_rows": 64, "min_rows": 64, "float8": _EIGHT_BITS | {"min_rows": 32}},
+        # products bind: the larger tile needs fewer readings of the queries out of shared memory, and has room for two
+        _LARGE | {"from_rows": 65, "tile_bytes": 73728, "num_stages": 2},
+        # latents are read by one tile of rows: more of them on their way
+        _LARGE | {"from_rows": 33, "num_stages": 4},
         _FEW | {"from_rows": 17, "float8": _EIGHT_BITS},
         # eight warps have eight keys each, so that none multiplies what another does
         _FEW | {"max_rows": 16, "tile_bytes": 73728, "programs": (2, 2), "float8": _EIGHT_BITS | {"max_rows": 16},
