@@ -2,6 +2,7 @@
 
 from eagle_kernels import SamplingParams
 from eagle_kernels.engine.drafters.block_drafter import BlockDrafter
+from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
 from op_tests.engine.view import View
 
 
@@ -26,6 +27,29 @@ class BlockOracle:
             return proposal
 
         monkeypatch.setattr(BlockDrafter, "propose", checked)
+
+
+class ModuleOracle:
+    """Checks each proposal of next-token modules against `drafts(text, num_steps)`, which a subclass has."""
+
+    def __init__(self, engine, monkeypatch):
+        self.engine, self.num_checked = engine, 0
+        propose = ModelDrafter._draft
+
+        def checked(drafter, batch):
+            tree, parents = propose(drafter, batch)
+            drafts = tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
+            for row in View(engine).rows:
+                if row.is_running and row.index < len(batch):
+                    text = row.request.prompt + row.request.output_ids
+                    if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
+                        text.append(int(batch.roots[row.index]))
+                    want = self.drafts(text, drafter._config.num_steps)
+                    assert drafts[row.index] == want, f"{drafts[row.index]} instead of {want} after {text}"
+                    self.num_checked += 1
+            return tree, parents
+
+        monkeypatch.setattr(ModelDrafter, "_draft", checked)
 
 
 def pause_between_drafts(engine, prompts, is_long: bool = False) -> list:

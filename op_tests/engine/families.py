@@ -21,6 +21,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 QWEN_EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
 ERNIE_EXPERTS = {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 20, "moe_num_shared_experts": 2}
+# of latent attention and experts, small; a head's query and its value have other sizes than its latent
+LATENT = {
+    "num_key_value_heads": None, "head_dim": 8, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "moe_intermediate_size": 28, "n_routed_experts": 6,
+    "num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+GROUPS = {"n_group": 3, "topk_group": 2}
 CASES = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -68,7 +75,19 @@ CASES = {
         },
     ),
     "qwen3 layer types": ("Qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
-}
+    "deepseek_v2": ("DeepseekV2", LATENT),
+    "deepseek_v2 lite": ("DeepseekV2", LATENT | {"q_lora_rank": None, "qk_nope_head_dim": 6, "kv_lora_rank": 20}),
+    "deepseek_v2 groups": ("DeepseekV2", LATENT | GROUPS | {
+        "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0, "attention_bias": True, "mlp_bias": True,
+    }),
+    "deepseek_v2 dense": ("DeepseekV2", LATENT | {"first_k_dense_replace": 9, "rope_parameters": YARN}),
+    "deepseek_v3": ("DeepseekV3", LATENT | GROUPS),
+    "deepseek_v3 yarn, mscale": ("DeepseekV3", LATENT | GROUPS | {
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}, "attention_bias": True,
+        "norm_topk_prob": False,
+    }),
+    "deepseek_v3 halves": ("DeepseekV3", LATENT | GROUPS | {"rope_interleave": False, "q_lora_rank": None}),
+}  # fmt: skip
 
 
 def write_target(family: str, changes: dict, folder) -> torch.nn.Module:
@@ -81,7 +100,7 @@ def write_target(family: str, changes: dict, folder) -> torch.nn.Module:
     config._attn_implementation = "eager"
     model = getattr(transformers, family + "ForCausalLM")(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.state_dict().items():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(("bias", "sinks")):

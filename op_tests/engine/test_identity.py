@@ -62,7 +62,7 @@ def draw(number: int) -> Case:
     return Case(number, chooser.randint(2, min(64, most)), chosen)
 
 
-FEW, MANY = range(8), range(8, 79)
+FEW, MANY = range(8), range(8, 80)
 
 
 def test_every_choice_is_drawn():

@@ -8,13 +8,12 @@ import torch
 pytest.importorskip("safetensors")
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
 from eagle_kernels.engine.drafters.readers import ModuleReader
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
-from op_tests.engine.drafting import pause_between_drafts
+from op_tests.engine.drafting import ModuleOracle, pause_between_drafts
 from op_tests.engine.engines import write_with_modules
 from op_tests.engine.heads import HIDDEN, IDS, edit_config, edit_tensors
 from op_tests.engine.view import View
@@ -69,27 +68,12 @@ def test_folders_that_are_refused(tmp_path):
         load_draft(tmp_path, target)
 
 
-class Oracle:
-    """Checks each proposal: all modules over all rows, from the text alone, without keys that were kept."""
+class Oracle(ModuleOracle):
+    """All modules over all rows by formulas, from the text alone, without keys that were kept."""
 
     def __init__(self, engine, monkeypatch):
-        self.engine, self.weights, self.num_checked = engine, heads.module_tensors(engine.draft.num_modules), 0
-        propose = ModelDrafter._draft
-
-        def checked(drafter, batch):
-            tree, parents = propose(drafter, batch)
-            drafts = tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
-            for row in View(engine).rows:
-                if row.is_running and row.index < len(batch):
-                    text = row.request.prompt + row.request.output_ids
-                    if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
-                        text.append(int(batch.roots[row.index]))
-                    want = self.drafts(text, drafter._config.num_steps)
-                    assert drafts[row.index] == want, f"{drafts[row.index]} instead of {want} after {text}"
-                    self.num_checked += 1
-            return tree, parents
-
-        monkeypatch.setattr(ModelDrafter, "_draft", checked)
+        super().__init__(engine, monkeypatch)
+        self.weights = heads.module_tensors(engine.draft.num_modules)
 
     @torch.inference_mode()
     def drafts(self, text, num_steps):

@@ -1,6 +1,7 @@
 """The paged keys and values of one model, their owners, and the `attend` functions that write and read them."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ _LEAST_PLANNED_LAYERS = 8
 class KVPool:
     """Holds the pages of one model: `k_cache, v_cache [L, num_pages, page_size, Hkv, D]`.
 
+    Of a model with latents, `latent_cache [L, num_pages, page_size, D]`: k_cache and v_cache are the halves of its
+    rows, so that what moves keys and values moves latents.
     scales: of caches of 8 bits, for keys and values, [2, L, Hkv] or [2, L, 1] fp32; None: they are 1.
     """
 
@@ -25,11 +28,19 @@ class KVPool:
         self, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device,
         scales: Tensor | None = None,
     ):  # fmt: skip
+        self.page_size, self.num_layers = page_size, shape.num_layers
+        self._scales = [] if scales is None else [{"k_scale": k, "v_scale": v} for k, v in zip(*scales)]
+        self.latent_dim, self.latent_cache = getattr(shape, "latent_dim", None), None
+        if self.latent_dim is not None:
+            self.parts = self.latent_dim, shape.head_dim - self.latent_dim
+            size = (shape.num_layers, num_pages, page_size, shape.head_dim)
+            self.latent_cache = torch.zeros(size, dtype=dtype, device=device)
+            halves = self.latent_cache.unflatten(-1, (2, -1))
+            self.k_cache, self.v_cache = halves[..., :1, :], halves[..., 1:, :]
+            return
         size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
         self.k_cache = torch.zeros(size, dtype=dtype, device=device)
         self.v_cache = torch.zeros(size, dtype=dtype, device=device)
-        self.page_size, self.num_layers = page_size, shape.num_layers
-        self._scales = [] if scales is None else [{"k_scale": k, "v_scale": v} for k, v in zip(*scales)]
 
     def scales(self, layer: int) -> dict[str, Tensor]:
         """Returns the ops' arguments k_scale and v_scale for a layer, where it has scales."""
@@ -63,13 +74,45 @@ class _PoolAttend:
         """See `protocol.StoringAttend`."""
         self._write(layer, key, value, angles)
 
-    def _write(
-        self, layer: int, key: Tensor, value: Tensor, angles: Angles | None, query: Tensor | None = None
+    def latents(
+        self, layer: int, query: Tensor, latent: Tensor, rope_key: Tensor, *, angles: Angles, sm_scale: float
     ) -> Tensor:
+        """See `protocol.LatentAttend`."""
+        turned = query[..., self._pool.latent_dim :]
+        self._write_latents(layer, latent, rope_key, angles, turned)
+        cache = {"latent_cache": self._pool.latent_cache[layer], "latent_dim": self._pool.latent_dim}
+        return self._read(query, **cache, sm_scale=sm_scale, block_table=self._block_table, window=None)
+
+    def store_latents(self, layer: int, latent: Tensor, rope_key: Tensor, *, angles: Angles) -> None:
+        """See `protocol.LatentAttend`."""
+        self._write_latents(layer, latent, rope_key, angles)
+
+    def _write_latents(
+        self, layer: int, latent: Tensor, rope_key: Tensor, angles: Angles, turned: Tensor | None = None
+    ) -> None:
+        """Writes rows, and turns part of the queries in place."""
+        pool = self._pool
+        self._check(layer)
+        # the op steps in whole units, which rows of odd sizes beside others are not
+        rows = [_in_units(each.flatten(0, 1), math.gcd(*pool.parts)) for each in (latent, rope_key)]
+        query = None if turned is None else _in_units(turned.flatten(0, 1), pool.parts[1])
+        is_view = query is not None and query.data_ptr() == turned.data_ptr()
+        options = {"query": query, "out": query if is_view else None}
+        made = ops.write_latent_kv(*rows, pool.latent_cache[layer], self._slots, **angles._asdict(), **options)
+        if query is not None and not is_view:
+            turned.flatten(0, 1).copy_(made)
+
+    def _check(self, layer: int) -> None:
         pool = self._pool
         if not (is_integer(layer) and 0 <= layer < pool.num_layers):  # -1 would be the last one
             rule = f"lie in 0..{pool.num_layers - 1}, below num_layers of the model's kv_shape"
             raise ModelError(f"EAGLEInference: layer of attend must {rule}, got {shown(layer)}")
+
+    def _write(
+        self, layer: int, key: Tensor, value: Tensor, angles: Angles | None, query: Tensor | None = None
+    ) -> Tensor:
+        pool = self._pool
+        self._check(layer)
         rows = key.flatten(0, 1), value.flatten(0, 1)
         rotation = {} if angles is None else angles._asdict()
         if query is not None:
@@ -87,6 +130,16 @@ class _PoolAttend:
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
         raise NotImplementedError
+
+
+def _in_units(rows: Tensor, unit: int) -> Tensor:
+    """Returns the rows, or a copy of them where their strides are not whole units."""
+    return rows if all(stride % unit == 0 for stride in rows.stride()[:-1]) else rows.contiguous()
+
+
+def _op_for(options: dict[str, Any], of_heads: Callable, of_latents: Callable) -> Callable:
+    """Returns the op that reads the cache in `options`: of keys and values, or of latents."""
+    return of_latents if "latent_cache" in options else of_heads
 
 
 class PrefillAttend(_PoolAttend):
@@ -107,7 +160,8 @@ class PrefillAttend(_PoolAttend):
         self._bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
-        return ops.prefill_attention(query[0], self._bounds, **self._sizes, **options).output[None]
+        op = _op_for(options, ops.prefill_attention, ops.mla_prefill)
+        return op(query[0], self._bounds, **self._sizes, **options).output[None]
 
 
 class RaggedAttend(_PoolAttend):
@@ -136,7 +190,8 @@ class RaggedAttend(_PoolAttend):
             options["positions"] = self._positions[0]
         mean_rows = self._slots.numel() // max(len(self._block_table), 1)
         options |= self._schedule(self._sizes["seq_lens"], options["window"], mean_rows)
-        return ops.tree_attention(query[0], **self._sizes, **self._sees, **options).output[None]
+        op = _op_for(options, ops.tree_attention, ops.mla_tree_attention)
+        return op(query[0], **self._sizes, **self._sees, **options).output[None]
 
 
 class TreeAttend(_PoolAttend):
@@ -163,7 +218,8 @@ class TreeAttend(_PoolAttend):
             if self._key_positions is not None:
                 options["key_positions"] = self._key_positions.flatten().contiguous()
         options |= self._schedule(self._sizes["seq_lens"], options["window"], self._sizes["num_draft_keys"])
-        return ops.tree_attention(query, tree_mask=self.tree_mask, **self._sizes, **options).output
+        op = _op_for(options, ops.tree_attention, ops.mla_tree_attention)
+        return op(query, tree_mask=self.tree_mask, **self._sizes, **options).output
 
 
 class DecodeAttend(_PoolAttend):
@@ -177,7 +233,8 @@ class DecodeAttend(_PoolAttend):
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
         options |= self._schedule(self._seq_lens, options["window"])
-        return ops.gqa_decode(query[:, 0], seq_lens=self._seq_lens, **options).output[:, None]
+        op = _op_for(options, ops.gqa_decode, ops.mla_decode)
+        return op(query[:, 0], seq_lens=self._seq_lens, **options).output[:, None]
 
 
 class JointAttend(_PoolAttend):

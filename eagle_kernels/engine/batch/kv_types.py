@@ -23,6 +23,8 @@ def read_cache_dtype(name: str, target: TargetModel) -> torch.dtype:
     """Returns the type of the pool; raises ValueError where the device or the target's own type does not allow it."""
     if name == "auto":
         return target.dtype
+    if getattr(target.kv_shape, "latent_dim", None) is not None:
+        raise ValueError(f"EAGLEInference: kv_cache_dtype must be 'auto' for a cache of latents (MLA), got {name!r}")
     if target.dtype == torch.float32:
         rule = f"kv_cache_dtype must be 'auto' for a target in {target.dtype} (dtype='bfloat16' allows others)"
         raise ValueError(f"EAGLEInference: {rule}, got {name!r}")

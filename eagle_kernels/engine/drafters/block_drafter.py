@@ -13,7 +13,8 @@ from ... import ops
 from ..batch.state import CATCH_UP_EVERY, Batch, BatchState, Committed
 from ..batch.transfer import to_device
 from ..config.eagle_config import EAGLEConfig
-from ..models.protocol import BlockDraft, run_block
+from ..models.protocol import BlockDraft
+from ..models.running import run_block
 from .protocol import Drafter, Levels, PromptPart, Proposal, Reader, lengths_sum
 
 

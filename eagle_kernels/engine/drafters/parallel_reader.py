@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..batch.state import CATCH_UP_EVERY, Batch, BatchState, Committed, Kept
-from ..models.protocol import MaskedDraft, run_draft
+from ..models.protocol import MaskedDraft
+from ..models.running import run_draft
 from .block_drafter import BlockLevels
 from .protocol import PromptPart
 from .readers import ModelReader, attend_chain

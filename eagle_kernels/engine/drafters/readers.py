@@ -15,7 +15,8 @@ from ... import ops
 from ..batch.kv_pool import PrefillAttend, TreeAttend
 from ..batch.state import CATCH_UP_EVERY, Batch, BatchState, Committed, Kept
 from ..batch.transfer import to_device
-from ..models.protocol import DraftModel, DraftModules, run_draft
+from ..models.protocol import DraftModel, DraftModules
+from ..models.running import run_draft
 from .protocol import Levels, PromptPart
 
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from .protocol import Attend, DraftOutput, ModelError, TargetModel, run_target, takes_rows
+from .protocol import Attend, DraftOutput, ModelError, TargetModel, takes_rows
+from .running import run_target
 
 
 class CausalDraft:

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 from ...runtime.values import shown
 from .checkpoint import StoredSize
 from .layers.experts import (
+    DeepseekExperts,
+    DeepseekV2Experts,
     ErnieExperts,
     Experts,
     MixtralExperts,
@@ -18,6 +20,7 @@ from .layers.experts import (
 )
 from .layers.gated import Gated
 from .layers.grouped_query import GroupedQuery
+from .layers.latent import LatentQuery
 from .layers.linear import Linear
 from .layers.rotary import RopeConfig
 from .protocol import ModelError
@@ -27,7 +30,7 @@ from .settings import NULL_IS_A_VALUE, check_fields, check_implemented, field_va
 class Family(NamedTuple):
     """Tells what the layers of the models of one `model_type` are made of: kinds (see `layers`), and their settings."""
 
-    attention: type[GroupedQuery] = GroupedQuery
+    attention: type[GroupedQuery | LatentQuery] = GroupedQuery
     feed_forward: type[Gated] | type[Experts] = Gated
     keys: dict[str, str] = {}  # options that config.json has, and its keys for them
     always: dict[str, Any] = {}  # settings that config.json does not have
@@ -50,6 +53,17 @@ _QWEN = {
 _QWEN2 = Family(always={"qkv_bias": True, "sliding": "by layer"}, defaults=_QWEN)
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 _MIXTRAL = {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2}
+
+_DEEPSEEK = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+             "v_head_dim": 128}  # fmt: skip
+_DEEPSEEK_V2 = _DEEPSEEK | {
+    "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,
+}  # fmt: skip
+_DEEPSEEK_V3 = _DEEPSEEK | {
+    "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
 
 FAMILIES = {
     "llama": Family(keys=_BIASES | {"mlp_bias": "mlp_bias"}),
@@ -77,6 +91,8 @@ FAMILIES = {
                   "rope_theta": 500000.0, "tie_word_embeddings": True, "moe_k": 6, "moe_num_shared_experts": 2,
                   "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
     ),
+    "deepseek_v2": Family(LatentQuery, DeepseekV2Experts, {"mlp_bias": "mlp_bias"}, defaults=_DEEPSEEK_V2),
+    "deepseek_v3": Family(LatentQuery, DeepseekExperts, defaults=_DEEPSEEK_V3),
 }  # fmt: skip
 
 # Keys of models of other families, which the tensors do not tell. What they turn on or multiply by is not implemented.
@@ -118,7 +134,7 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
-    attention: GroupedQuery
+    attention: GroupedQuery | LatentQuery
     feed_forward: Gated | Experts
     rope: RopeConfig
 
@@ -154,7 +170,7 @@ class DecoderConfig:
             raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented (only {known})")
         family = FAMILIES[model_type]
         has_experts = issubclass(family.feed_forward, Experts)
-        if has_experts and reader:
+        if has_experts and reader and not issubclass(family.attention, LatentQuery):
             raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented for {reader}")
         own = family.feed_forward.count_keys if has_experts else ()
         check_implemented(config, {name: only for name, only in _IMPLEMENTED.items() if name not in own})

@@ -104,7 +104,13 @@ _FORMATS = (  # the first that fits is taken
     ),
     HeadFormat("official (SafeAILab)", lambda config: True),
 )  # fmt: skip
-NEXT_TOKEN_MODULES = HeadFormat("MiMo (next-token modules)", lambda config: False)  # recognised by its tensors
+# Next-token modules, recognised by their tensors. DeepSeek's are layers after the target's own; each holds copies of
+# the embedding and the output, which are the target's and are not read.
+NEXT_TOKEN_MODULES = HeadFormat("MiMo (next-token modules)", lambda config: False)
+DEEPSEEK_MODULES = HeadFormat("DeepSeek (next-token modules)", lambda config: False)
+_DEEPSEEK_PARTS = {"enorm.": "token_layernorm.", "hnorm.": "hidden_layernorm.", "eh_proj.": "input_proj.",
+                   "shared_head.norm.": "final_layernorm."}  # fmt: skip
+_COPIES = ("embed_tokens.", "shared_head.head.")
 
 
 class AuxLayers(NamedTuple):
@@ -149,6 +155,20 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
     else:
         is_language_model = any(re.search(r"(^|\.)(layers|h|blocks)\.0\.", name) for name in names)
     return "language model" if is_language_model and is_off(config.get("is_encoder_decoder")) else None
+
+
+def module_name(num_layers: int, name: str) -> str | None:
+    """Returns the name that MiMo's layout has for a tensor of DeepSeek's, and any other name unchanged; None for a copy
+    of one of the target's. num_layers: those of the target."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    if found is None or int(found[1]) < num_layers:
+        return name
+    part = name.removeprefix(found[0])
+    if part.startswith(_COPIES):
+        return None
+    for theirs, ours in _DEEPSEEK_PARTS.items():
+        part = ours + part.removeprefix(theirs) if part.startswith(theirs) else part
+    return f"{MODULE_PREFIX}{int(found[1]) - num_layers}.{part}"
 
 
 def files_of(config: dict[str, Any]) -> tuple[str, ...]:

@@ -27,7 +27,8 @@ stands for token t_{j+1+k}, and predicts t_{j+2+k}:
     logits = lm_head(out)                                    lm_head and embed are the target's
 
 For module 0, h is f_j as EAGLE-1 reads it; for module k > 0 it is the output of module k - 1 in row j. A single module
-feeds itself: its output is the next token's h.
+feeds itself: its output is the next token's h. DeepSeek's modules (arXiv 2412.19437) are the same with the embedding
+first; their layers are of the kind of the target's last ones, with experts.
 
 A head that swaps this order, reads features a row off or feeds back the wrong norm still produces correct text: only
 its acceptance suffers. So the config keys below are explicit, and `bind` checks all that can be checked.
@@ -187,26 +188,31 @@ class NextTokenConfig(HeadConfig):
     kind = "MTP"
     layer_prefix = "mtp_layers.0."
 
+    first_layer: int | None = None  # the number that the first module's layer has: it comes after the target's
+    embedding_first: bool = False  # which half of the projection's input it is
+
     @classmethod
     def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
         values = super(HeadConfig, cls)._read(config, "next-token modules")
-        num_modules = read_size(config, "num_nextn_predict_layers")
-        return values | {"aux_layers": (FINAL_NORM,), "num_hidden_layers": num_modules}
+        first_layer, num_modules = values["num_hidden_layers"], read_size(config, "num_nextn_predict_layers")
+        return values | {"aux_layers": (FINAL_NORM,), "first_layer": first_layer, "num_hidden_layers": num_modules}
 
 
 class NextTokenModule(DecoderLayer):
     """Holds the parts of one module: two norms and a projection, a decoder layer, and a final norm."""
 
-    def __init__(self, config: NextTokenConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: NextTokenConfig, module: int) -> None:
+        super().__init__(config, config.first_layer + module)
         size, eps = config.hidden_size, config.rms_norm_eps
+        self.embedding_first = config.embedding_first
         self.token_layernorm, self.hidden_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.input_proj = Linear(2 * size, size, bias=False)
         self.final_layernorm = RMSNorm(size, eps)
 
     def join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """Returns x [B, T, H], the input of the decoder layer."""
-        return self.input_proj(torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embedding)), dim=-1))
+        pair = self.hidden_layernorm(hidden), self.token_layernorm(embedding)
+        return self.input_proj(torch.cat(pair[::-1] if self.embedding_first else pair, dim=-1))
 
 
 class NextTokenModules(DraftHead):
@@ -217,7 +223,7 @@ class NextTokenModules(DraftHead):
 
     def __init__(self, config: NextTokenConfig, *, own_embedding: bool = False, own_output: bool = False) -> None:
         super().__init__(config, own_embedding=own_embedding, own_output=own_output)
-        self.mtp_layers = nn.ModuleList(NextTokenModule(config) for _ in range(config.num_hidden_layers))
+        self.mtp_layers = nn.ModuleList(NextTokenModule(config, module) for module in range(config.num_hidden_layers))
         self.num_modules = len(self.mtp_layers)
 
     def advance(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, module: int) -> Tensor:

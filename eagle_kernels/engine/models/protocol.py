@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from ...runtime import check
-from ...runtime.placement import is_same_device
 
 # In `capture`: the stream after the final norm, which is the input of lm_head (Hugging Face's hidden_states[-1]).
 FINAL_NORM = -1
@@ -28,11 +25,13 @@ class ModelError(ValueError):
 
 
 class Angles(NamedTuple):
-    """Holds RoPE's arguments: the rows' `positions` [B, T] int64, tables `cos` and `sin` [max_length, D / 2] fp32."""
+    """Holds RoPE's arguments: the rows' `positions` [B, T] int64, tables `cos` and `sin` [max_length, D / 2] fp32.
+    With `is_interleaved` pairs are the coordinates 2 i and 2 i + 1, otherwise i and D / 2 + i."""
 
     positions: Tensor
     cos: Tensor
     sin: Tensor
+    is_interleaved: bool = False
 
 
 class Attend(Protocol):
@@ -69,17 +68,53 @@ class StoringAttend(Attend, Protocol):
         """Writes `key` and `value` as a call with `layer` and `angles` would, without attending to anything."""
 
 
+class LatentAttend(StoringAttend, Protocol):
+    """Adds to `StoringAttend` the methods that models with latent attention (MLA) call, whose `kv_shape` has a
+    `latent_dim`: a token's row in the pool is a latent of L elements and a key of R, and all heads read it."""
+
+    def latents(
+        self, layer: int, query: Tensor, latent: Tensor, rope_key: Tensor, *, angles: Angles, sm_scale: float
+    ) -> Tensor:
+        """Writes the rows of the new tokens, and attends to all rows that each of them sees.
+
+        Args:
+            layer: As for `Attend`.
+            query: [B, T, Hq, L + R], in the model's dtype, without gaps. Of each head the query times the weights of
+                its keys (absorbed), and the part that `angles` turns; it may be turned in place.
+            latent: [B, T, L]. Keys and values at once.
+            rope_key: [B, T, R]. The part of all keys that `angles` turns.
+            angles, sm_scale: As for `Attend`.
+
+        Returns:
+            [B, T, Hq, L]: softmax(sm_scale · query rowᵀ) latent.
+        """
+
+    def store_latents(self, layer: int, latent: Tensor, rope_key: Tensor, *, angles: Angles) -> None:
+        """Writes `latent` and `rope_key` as a call of `latents` with `layer` and `angles` would, without attending to
+        anything."""
+
+
 def is_deterministic(attend: Attend) -> bool:
     """Returns whether a row's bits must not depend on the rows beside it."""
     return getattr(attend, "deterministic", False)
 
 
 class KVShape(NamedTuple):
-    """Holds the sizes of a KV cache: a token takes `num_layers` × 2 × `num_kv_heads` × `head_dim` elements."""
+    """Holds the sizes of a KV cache: a token takes `num_layers` × 2 × `num_kv_heads` × `head_dim` elements.
+
+    With a `latent_dim` the cache is one of latents (`LatentAttend`): a token takes `num_layers` × `head_dim` elements,
+    the first `latent_dim` of a layer's being the latent, and `num_kv_heads` is 1."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    latent_dim: int | None = None
+
+
+def elements_of(shape: KVShape) -> int:
+    """Returns the elements that a token takes."""
+    parts = 2 if getattr(shape, "latent_dim", None) is None else 1
+    return parts * shape.num_layers * shape.num_kv_heads * shape.head_dim
 
 
 class TargetOutput(NamedTuple):
@@ -100,84 +135,6 @@ class DraftOutput(NamedTuple):
 
     logits: Tensor
     hidden: Tensor
-
-
-_Output = TypeVar("_Output", TargetOutput, DraftOutput)
-
-
-def checked(
-    model: Any, kind: type[_Output], output: Any, rows: Sequence[int], width: int,
-    second: tuple[int | None, ...] | None, dtype_of_second: torch.dtype | None = None,
-) -> _Output:  # fmt: skip
-    """Returns what a model's forward returned; raises ModelError where it is not what the engine asked for.
-
-    rows: the first sizes of its logits, whose last one is `width`. second: the shape of its features or hidden, with
-    None for any size; None: nobody reads them. NaN is looked for with EAGLE_KERNELS_DEBUG=1 alone, since that waits for
-    the device.
-    """
-    wanted = f"{kind.__name__}({', '.join(kind._fields)})"
-
-    def refuse(rule: str, got: str) -> ModelError:
-        model_class = type(getattr(model, "model", model)).__name__
-        return ModelError(f"EAGLEInference: forward of {model_class} must return {wanted} {rule}, got {got}")
-
-    if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor)):
-        raise refuse("with tensors in it", _told(output))
-    logits, other = output
-    if logits.shape != (*rows, width):
-        raise refuse(f"with logits {[*rows, width]}", _told(logits))
-    dtype, device = getattr(model, "dtype", None), getattr(model, "device", None)
-    if logits.dtype not in (dtype or logits.dtype, torch.float32) or not logits.is_floating_point():
-        raise refuse(f"with logits in its dtype, {dtype}, or in float32", _told(logits))
-    if device is not None and not is_same_device(logits.device, device):
-        raise refuse(f"with logits on its device, {device}", _told(logits))
-    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
-        raise refuse("with logits without gaps in their last axis", f"strides {list(logits.stride())}")
-    if second is not None:
-        name, sizes = kind._fields[1], other.shape if isinstance(other, Tensor) else ()
-        if len(sizes) != len(second) or any(size not in (None, got) for size, got in zip(second, sizes)):
-            told = str([*second]).replace("None", "H")
-            raise refuse(f"with {name} {told}", _told(other))
-        if other.dtype != dtype_of_second:
-            raise refuse(f"with {name} in {dtype_of_second}", _told(other))
-        if not is_same_device(other.device, logits.device):
-            raise refuse(f"with {name} on {logits.device}", _told(other))
-    if check.can_read(logits) and logits.isnan().any():
-        raise refuse("without NaN in its logits", f"{int(logits.isnan().sum())} of them")
-    return output if isinstance(output, kind) else kind(logits, other)
-
-
-def _told(value: Any) -> str:
-    """Tells a value that a model returned."""
-    if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)} of {value.dtype} on {value.device}"
-    if isinstance(value, tuple):
-        return f"{type(value).__name__} of {', '.join(map(_told, value)) or 'nothing'}"
-    return "None" if value is None else type(value).__name__
-
-
-def run_target(
-    target: TargetModel, tokens: Tensor, positions: Tensor, attend: Attend, capture: Sequence[int] = (), **which: Any
-) -> TargetOutput:
-    """Runs a target and checks what it returns; which: `last_only` or `last_rows`."""
-    output = target.forward(tokens, positions, attend, capture=capture, **which)
-    size, count = tokens.shape
-    if which.get("last_only"):
-        count = 1
-    elif which.get("last_rows") is not None:
-        count = len(which["last_rows"])
-    features = (*tokens.shape, len(capture) * target.hidden_size) if capture else None
-    return checked(target, TargetOutput, output, (size, count), target.vocab_size, features, target.dtype)
-
-
-def run_draft(
-    model: DraftModel, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
-) -> DraftOutput:
-    """Runs a draft and checks what it returns."""
-    output = model.forward(tokens, hidden, positions, attend, from_target=from_target)
-    is_free = from_target or getattr(model, "hidden_grows", False)
-    second = (*tokens.shape, None if is_free else hidden.shape[-1])
-    return checked(model, DraftOutput, output, tokens.shape, model.draft_vocab_size, second, hidden.dtype)
 
 
 class TargetModel(Protocol):
@@ -360,16 +317,3 @@ class BlockDraft(DraftModel, Protocol):
             hidden: [B, F], F = len(aux_layers)·H of the target. Its features of the token before the root.
             count: From 1 to block_length.
         """
-
-
-def run_block(model: BlockDraft, hidden: Tensor, count: int) -> Tensor:
-    """Runs a draft of blocks and checks what it returns."""
-    logits, wanted = model.draft_block(hidden, count), [len(hidden), count, model.draft_vocab_size]
-    name = f"EAGLEInference: draft_block of {type(model).__name__}"
-    if not (isinstance(logits, Tensor) and list(logits.shape) == wanted and logits.is_contiguous()):
-        raise ModelError(f"{name} must return logits {wanted} without gaps, got {_told(logits)}")
-    if logits.dtype not in (hidden.dtype, torch.float32):
-        raise ModelError(f"{name} must return logits in {hidden.dtype} or float32, got {_told(logits)}")
-    if check.can_read(logits) and logits.isnan().any():
-        raise ModelError(f"{name} must return logits without NaN, got {int(logits.isnan().sum())} of them")
-    return logits

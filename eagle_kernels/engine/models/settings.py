@@ -12,8 +12,9 @@ from typing import Any
 from ...runtime.values import is_fp32, is_integer, shown
 from .protocol import ModelError
 
-# Keys whose null is a value of its own in transformers: no window, a key head for each query head, the usual size.
-NULL_IS_A_VALUE = ("sliding_window", "num_key_value_heads", "head_dim")
+# Keys whose null is a value of its own in transformers: no window, a key head for each query head, the usual size,
+# queries that are projected at once.
+NULL_IS_A_VALUE = ("sliding_window", "num_key_value_heads", "head_dim", "q_lora_rank")
 
 # Token ids and places in the KV pools are int32. A layer is a Python object: config.json must not ask for millions.
 _LARGEST_SIZE = 2**31 - 1

@@ -1,12 +1,10 @@
 """The bytes that a configuration needs, counted before anything is allocated."""
 
-import math
-
 from ...runtime.placement import free_memory_bytes
 from ..batch.kv_types import read_cache_dtype
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.methods import make_drafter, make_reader
-from ..models.protocol import DraftModel, TargetModel
+from ..models.protocol import DraftModel, TargetModel, elements_of
 
 # for KV pools on the CPU if kv_cache_bytes is not given
 _CPU_CACHE_BYTES = 1 << 30
@@ -75,5 +73,5 @@ def check_fits(
 def _page_bytes(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> int:
     pools = [(target, read_cache_dtype(config.kv_cache_dtype, target)), (draft, target.dtype)]
     return config.page_size * sum(
-        2 * math.prod(model.kv_shape) * dtype.itemsize for model, dtype in pools if model is not None
+        elements_of(model.kv_shape) * dtype.itemsize for model, dtype in pools if model is not None
     )

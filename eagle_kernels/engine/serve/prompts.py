@@ -13,7 +13,8 @@ from ..batch.prefix_cache import Held
 from ..batch.state import BatchState
 from ..batch.transfer import to_device, to_host
 from ..drafters.protocol import PromptPart
-from ..models.protocol import run_target, takes_rows
+from ..models.protocol import takes_rows
+from ..models.running import run_target
 from ..requests.request import Request
 from ..requests.sampling_params import Features
 from ..step.packed_rows import PromptOutput, PromptRows

@@ -18,7 +18,8 @@ from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..config.pairing import check_deterministic, check_method, check_quantize, check_trees
 from ..drafters.methods import make_drafter, make_reader
 from ..drafters.suffix import SuffixCache
-from ..models.protocol import DraftModel, TargetModel, run_target
+from ..models.protocol import DraftModel, TargetModel
+from ..models.running import run_target
 from ..models.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from ..requests.inputs import Seeds, Unset, read_call_params, read_max_new_tokens, read_seeds
 from ..requests.names import read_names

@@ -18,7 +18,8 @@ from ..batch.kv_pool import DecodeAttend, JointAttend, RaggedAttend, TreeAttend
 from ..batch.state import Batch, BatchState, Committed
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.protocol import Drafter, Proposal, Reader, root_only
-from ..models.protocol import ModelError, TargetModel, run_target, takes_rows
+from ..models.protocol import ModelError, TargetModel, takes_rows
+from ..models.running import run_target
 from ..requests.sampling_params import Features
 from .packed_rows import PackedNodes, PromptOutput, PromptRows, prune
 from .phases import PhaseTimer

@@ -41,6 +41,7 @@ class Experts:
     inner_size: int  # of an expert
     num_shared: int = 0
     plain_layers: tuple[bool, ...] = ()  # whether each layer has no experts
+    plain_after: bool = False  # and those of next-token modules, which come after these
     routing: dict[str, Any] = field(default_factory=dict)  # options of `route_experts`
     activation: dict[str, Any] = field(default_factory=dict)  # of `fused_experts`
 
@@ -62,6 +63,7 @@ class Experts:
             **values, hidden_size=read_size(config, "hidden_size"), linear=config["linear"], num_shared=shared,
             intermediate_size=read_size(config, "intermediate_size"), mlp_bias=config["mlp_bias"],
             plain_layers=tuple(cls._is_plain(config, layer) for layer in range(num_layers)),
+            plain_after=cls._is_plain(config, num_layers),
             routing=cls._read_routing(config, values["num_experts"]), activation=cls._read_activation(config),
         )  # fmt: skip
 
@@ -82,7 +84,7 @@ class Experts:
         return {}
 
     def make(self, layer: int = 0) -> GatedFeedForward | MixtureOfExperts:
-        if self.plain_layers[layer]:
+        if self.plain_layers[layer] if layer < len(self.plain_layers) else self.plain_after:
             return self.make_plain(self.intermediate_size)
         shared = self.make_plain(self.num_shared * self.inner_size) if self.num_shared else None
         return MixtureOfExperts(self, shared)

@@ -81,7 +81,8 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, settings: GroupedQuery, layer: int, input_size: int) -> None:
         super().__init__()
         size, eps = settings.head_dim, settings.rms_norm_eps
-        self.head_dim, self.window = size, settings.windows[layer] if settings.windows else None
+        # layers after the last one are those of draft heads, which have none
+        self.head_dim, self.window = size, settings.windows[layer] if layer < len(settings.windows) else None
         self.num_heads = [settings.num_attention_heads, settings.num_key_value_heads, settings.num_key_value_heads]
         sizes = {f"{name}_proj": count * size for name, count in zip("qkv", self.num_heads)}
         self.qkv_proj = settings.linear(input_size, sizes, settings.qkv_bias)

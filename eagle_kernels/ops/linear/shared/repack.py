@@ -165,6 +165,8 @@ def joined(layers: Sequence[Packed], num_outputs: Sequence[int]) -> Packed:
     for layer in layers[1:]:
         if (layer.weight.shape[1:], layer.group_size) != (first.weight.shape[1:], first.group_size):
             _fail("layers that are joined", "have the same K and groups", layer.group_size)
+        if layer.scales.dim() != first.scales.dim():  # of one block, whose scale is that of all rows
+            _fail("layers that are joined", "all have scales of blocks, or none", list(layer.scales.shape))
         same = (layer.columns is None) == (first.columns is None)
         if not same or first.columns is not None and not torch.equal(layer.columns, first.columns):
             _fail("layers that are joined", "have the same order of columns", "another one")
