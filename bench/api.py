@@ -65,7 +65,7 @@ _ENGINE_PARTS = {
     "Models of your own": (
         "eagle_kernels.engine.models.protocol",
         ("TargetModel", "TargetOutput", "DraftModel", "DraftOutput", "DraftModules", "Attend", "StoringAttend",
-         "LatentAttend", "Angles", "KVShape", "ModelError"),
+         "LatentAttend", "Angles", "KVShape", "LatentShape", "ModelError"),
     ),
 }  # fmt: skip
 # classes that callers do not make; their pages show no call, like those of protocols

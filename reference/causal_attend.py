@@ -12,17 +12,17 @@ def positions_of(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
-def rotate(query: Tensor, key: Tensor, angles: tuple) -> tuple[Tensor, Tensor]:
-    """Turns query and key [B, T, heads, D] by positions and tables of cos and sin, in fp32, and rounds once. angles:
-    `protocol.Angles`, or its tensors alone."""
-    *tensors, is_interleaved = (*angles, False)[:4]
-    turned = rope(query.flatten(0, 1), key.flatten(0, 1), *tensors, is_interleaved=is_interleaved)
+def rotate(
+    query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor, Tensor], is_interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Turns query and key [B, T, heads, D] by positions and tables of cos and sin, in fp32, and rounds once."""
+    turned = rope(query.flatten(0, 1), key.flatten(0, 1), *angles, is_interleaved=is_interleaved)
     return turned.query.view(query.shape), turned.key.view(key.shape)
 
 
 def causal_attend(
     layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None,
-    *, angles: tuple | None = None, sm_scale: float | None = None,
+    *, angles: tuple[Tensor, Tensor, Tensor] | None = None, sm_scale: float | None = None,
     soft_cap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attends to the tokens of the sequence itself, as a `protocol.Attend` without a KV pool."""
@@ -47,11 +47,12 @@ def causal_attend(
 
 
 def _latents(
-    layer: int, query: Tensor, latent: Tensor, rope_key: Tensor, *, angles: tuple, sm_scale: float
+    layer: int, query: Tensor, latent: Tensor, rope_key: Tensor, *, angles: tuple[Tensor, Tensor, Tensor],
+    is_interleaved: bool, sm_scale: float,
 ) -> Tensor:  # fmt: skip
     """Attends to the latents of the sequence itself, as `protocol.LatentAttend.latents` without a KV pool."""
     size = latent.shape[-1]
-    turned_query, turned_key = rotate(query[..., size:], rope_key[:, :, None], angles)
+    turned_query, turned_key = rotate(query[..., size:], rope_key[:, :, None], angles, is_interleaved)
     query = torch.cat((query[..., :size], turned_query), dim=-1)
     key = torch.cat((latent[:, :, None], turned_key), dim=-1)
     return causal_attend(layer, query, key, latent[:, :, None], sm_scale=sm_scale)

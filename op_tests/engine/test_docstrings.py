@@ -21,8 +21,8 @@ from eagle_kernels.engine.models.loading import demo_pair, load_draft, load_targ
 from eagle_kernels.engine.models.tokenizer import load_tokenizer
 from eagle_kernels.engine.serve.stream import TextStream, TokenStream
 
-PROTOCOLS = ("Angles", "Attend", "StoringAttend", "LatentAttend", "KVShape", "TargetOutput", "DraftOutput",
-             "TargetModel", "DraftModel", "DraftModules")  # fmt: skip
+PROTOCOLS = ("Angles", "Attend", "StoringAttend", "LatentAttend", "KVShape", "LatentShape", "TargetOutput",
+             "DraftOutput", "TargetModel", "DraftModel", "DraftModules")  # fmt: skip
 CLASSES = [
     *filter(inspect.isclass, (getattr(engine, name) for name in engine.__all__)),
     *(TokenStream, TextStream, BenchmarkResult, RunStats),

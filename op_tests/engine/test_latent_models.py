@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.batch.kv_pool import KVPool
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
-from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape, ModelError
+from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape, LatentShape, ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
 from op_tests.engine.deepseek import SERVED, write_with_modules
@@ -36,7 +36,7 @@ def deepseek(folder, device="cpu", family="DeepseekV3", **changes):
 
 def test_a_token_takes_one_row_of_the_cache_in_each_layer(tmp_path, device):
     target = deepseek(tmp_path, device)
-    assert target.kv_shape == KVShape(3, 1, 32, 24)
+    assert target.kv_shape == LatentShape(3, 1, 32, 24)
     pool = KVPool(target.kv_shape, 5, 4, target.dtype, target.device)
     assert pool.latent_cache.shape == (3, 5, 4, 32)
     pool.latent_cache.copy_(torch.randn(3, 5, 4, 32))
@@ -55,7 +55,7 @@ def test_modules_are_those_of_transformers(tmp_path, num_modules):
     target, file = load_target(tmp_path), read_head(tmp_path)
     assert (file.kind, file.format_name) == ("MTP", "DeepSeek (next-token modules)")
     draft = load_draft(tmp_path, target)
-    assert draft.num_modules == num_modules and draft.kv_shape == KVShape(num_modules, 1, 32, 24)
+    assert draft.num_modules == num_modules and draft.kv_shape == LatentShape(num_modules, 1, 32, 24)
     assert draft.aux_layers == (FINAL_NORM,)
     tokens, positions = torch.randint(SIZES["vocab_size"], (2, 12)), torch.arange(12).expand(2, -1)
     hidden = torch.randn(2, 12, SIZES["hidden_size"])
@@ -156,7 +156,7 @@ def test_heads_of_the_same_attention(tmp_path, device):
     sizes = SIZES | LATENT | GROUPS | {"model_type": "deepseek_v3", "num_hidden_layers": 1}
     torch.manual_seed(3)
     head = Eagle1Head(Eagle1Config.from_dict(sizes)).to(device).eval().requires_grad_(False).bind(target)
-    assert head.kv_shape == KVShape(1, 1, 32, 24)
+    assert head.kv_shape == LatentShape(1, 1, 32, 24)
     config = EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=6, max_batch=4, cuda_graph=False, eos_token_ids=())
     engine = EAGLEInference(head, target, config)
     requests = pause_between_drafts(engine, PROMPTS)
@@ -174,7 +174,7 @@ def test_heads_of_keys_and_values_whose_file_has_the_target_s_settings(tmp_path)
     folder = heads.write_specforge(tmp_path / "head", heads.eagle3_tensors())
     edit_config(folder, model_type="deepseek_v3", n_routed_experts=256, n_group=8)
     head = load_draft(folder, target)
-    assert head.kv_shape.latent_dim is None
+    assert type(head.kv_shape) is KVShape
     engine = EAGLEInference(head, target, EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=6, eos_token_ids=()))
     assert engine.generate(PROMPTS, 9).output_ids == engine.generate(PROMPTS, 9, speculative=False).output_ids
 

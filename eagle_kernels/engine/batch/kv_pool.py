@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import ops
 from ...runtime.values import is_integer, shown
-from ..models.protocol import Angles, KVShape, ModelError
+from ..models.protocol import Angles, KVShape, LatentShape, ModelError
 from .transfer import to_device
 
 # a plan takes a launch, and saves less than a microsecond a layer
@@ -25,7 +25,7 @@ class KVPool:
     """
 
     def __init__(
-        self, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device,
+        self, shape: KVShape | LatentShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device,
         scales: Tensor | None = None,
     ):  # fmt: skip
         self.page_size, self.num_layers = page_size, shape.num_layers
@@ -75,21 +75,25 @@ class _PoolAttend:
         self._write(layer, key, value, angles)
 
     def latents(
-        self, layer: int, query: Tensor, latent: Tensor, rope_key: Tensor, *, angles: Angles, sm_scale: float
-    ) -> Tensor:
+        self, layer: int, query: Tensor, latent: Tensor, rope_key: Tensor, *, angles: Angles, is_interleaved: bool,
+        sm_scale: float,
+    ) -> Tensor:  # fmt: skip
         """See `protocol.LatentAttend`."""
         turned = query[..., self._pool.latent_dim :]
-        self._write_latents(layer, latent, rope_key, angles, turned)
+        self._write_latents(layer, latent, rope_key, angles, is_interleaved, turned)
         cache = {"latent_cache": self._pool.latent_cache[layer], "latent_dim": self._pool.latent_dim}
         return self._read(query, **cache, sm_scale=sm_scale, block_table=self._block_table, window=None)
 
-    def store_latents(self, layer: int, latent: Tensor, rope_key: Tensor, *, angles: Angles) -> None:
+    def store_latents(
+        self, layer: int, latent: Tensor, rope_key: Tensor, *, angles: Angles, is_interleaved: bool
+    ) -> None:
         """See `protocol.LatentAttend`."""
-        self._write_latents(layer, latent, rope_key, angles)
+        self._write_latents(layer, latent, rope_key, angles, is_interleaved)
 
     def _write_latents(
-        self, layer: int, latent: Tensor, rope_key: Tensor, angles: Angles, turned: Tensor | None = None
-    ) -> None:
+        self, layer: int, latent: Tensor, rope_key: Tensor, angles: Angles, is_interleaved: bool,
+        turned: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Writes rows, and turns part of the queries in place."""
         pool = self._pool
         self._check(layer)
@@ -97,7 +101,7 @@ class _PoolAttend:
         rows = [_in_units(each.flatten(0, 1), math.gcd(*pool.parts)) for each in (latent, rope_key)]
         query = None if turned is None else _in_units(turned.flatten(0, 1), pool.parts[1])
         is_view = query is not None and query.data_ptr() == turned.data_ptr()
-        options = {"query": query, "out": query if is_view else None}
+        options = {"query": query, "out": query if is_view else None, "is_interleaved": is_interleaved}
         made = ops.write_latent_kv(*rows, pool.latent_cache[layer], self._slots, **angles._asdict(), **options)
         if query is not None and not is_view:
             turned.flatten(0, 1).copy_(made)

@@ -57,7 +57,7 @@ _ATTRIBUTES = {
     **dict.fromkeys(("num_modules", "block_length", "max_levels"), _SIZE),
     "kv_shape": ("a KVShape(num_layers, num_kv_heads, head_dim) of ints of at least 1; without keys, (0, 1, 1)",
                  lambda shape: is_word(shape, _NO_KEYS)
-                 or all(_is_size(getattr(shape, name, None)) for name in KVShape._fields[:3])
+                 or all(_is_size(getattr(shape, name, None)) for name in KVShape._fields)
                  and _has_latents(shape)),
     "device": ("a torch.device", lambda device: isinstance(device, torch.device)),
     "dtype": (f"one of {', '.join(map(str, DTYPES))}", lambda kind: isinstance(kind, torch.dtype) and kind in DTYPES),

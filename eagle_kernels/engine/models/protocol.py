@@ -25,13 +25,11 @@ class ModelError(ValueError):
 
 
 class Angles(NamedTuple):
-    """Holds RoPE's arguments: the rows' `positions` [B, T] int64, tables `cos` and `sin` [max_length, D / 2] fp32.
-    With `is_interleaved` pairs are the coordinates 2 i and 2 i + 1, otherwise i and D / 2 + i."""
+    """Holds RoPE's arguments: the rows' `positions` [B, T] int64, tables `cos` and `sin` [max_length, D / 2] fp32."""
 
     positions: Tensor
     cos: Tensor
     sin: Tensor
-    is_interleaved: bool = False
 
 
 class Attend(Protocol):
@@ -69,12 +67,13 @@ class StoringAttend(Attend, Protocol):
 
 
 class LatentAttend(StoringAttend, Protocol):
-    """Adds to `StoringAttend` the methods that models with latent attention (MLA) call, whose `kv_shape` has a
-    `latent_dim`: a token's row in the pool is a latent of L elements and a key of R, and all heads read it."""
+    """Adds to `StoringAttend` the methods that models with latent attention (MLA) call, whose `kv_shape` is a
+    `LatentShape`: a token's row in the pool is a latent of L elements and a key of R, and all heads read it."""
 
     def latents(
-        self, layer: int, query: Tensor, latent: Tensor, rope_key: Tensor, *, angles: Angles, sm_scale: float
-    ) -> Tensor:
+        self, layer: int, query: Tensor, latent: Tensor, rope_key: Tensor, *, angles: Angles, is_interleaved: bool,
+        sm_scale: float,
+    ) -> Tensor:  # fmt: skip
         """Writes the rows of the new tokens, and attends to all rows that each of them sees.
 
         Args:
@@ -84,14 +83,18 @@ class LatentAttend(StoringAttend, Protocol):
             latent: [B, T, L]. Keys and values at once.
             rope_key: [B, T, R]. The part of all keys that `angles` turns.
             angles, sm_scale: As for `Attend`.
+            is_interleaved: Whether pairs that turn are neighbours, the coordinates 2 i and 2 i + 1; otherwise they are
+                i and R / 2 + i.
 
         Returns:
             [B, T, Hq, L]: softmax(sm_scale · query rowᵀ) latent.
         """
 
-    def store_latents(self, layer: int, latent: Tensor, rope_key: Tensor, *, angles: Angles) -> None:
-        """Writes `latent` and `rope_key` as a call of `latents` with `layer` and `angles` would, without attending to
-        anything."""
+    def store_latents(
+        self, layer: int, latent: Tensor, rope_key: Tensor, *, angles: Angles, is_interleaved: bool
+    ) -> None:
+        """Writes `latent` and `rope_key` as a call of `latents` with `layer`, `angles` and `is_interleaved` would,
+        without attending to anything."""
 
 
 def is_deterministic(attend: Attend) -> bool:
@@ -100,18 +103,24 @@ def is_deterministic(attend: Attend) -> bool:
 
 
 class KVShape(NamedTuple):
-    """Holds the sizes of a KV cache: a token takes `num_layers` × 2 × `num_kv_heads` × `head_dim` elements.
-
-    With a `latent_dim` the cache is one of latents (`LatentAttend`): a token takes `num_layers` × `head_dim` elements,
-    the first `latent_dim` of a layer's being the latent, and `num_kv_heads` is 1."""
+    """Holds the sizes of a KV cache: a token takes `num_layers` × 2 × `num_kv_heads` × `head_dim` elements."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    latent_dim: int | None = None
 
 
-def elements_of(shape: KVShape) -> int:
+class LatentShape(NamedTuple):
+    """Holds the sizes of a cache of latents (`LatentAttend`): a token takes `num_layers` × `head_dim` elements, the
+    first `latent_dim` of each layer's being the latent; `num_kv_heads` is 1."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    latent_dim: int
+
+
+def elements_of(shape: KVShape | LatentShape) -> int:
     """Returns the elements that a token takes."""
     parts = 2 if getattr(shape, "latent_dim", None) is None else 1
     return parts * shape.num_layers * shape.num_kv_heads * shape.head_dim
@@ -153,14 +162,14 @@ class TargetModel(Protocol):
     Attributes:
         vocab_size, hidden_size: V and H.
         max_length: Most positions that the model supports; the engine never exceeds it.
-        kv_shape: Sizes of the KV pool.
+        kv_shape: Sizes of the KV pool; of a model with latent attention a LatentShape.
         device, dtype: Those of the weights.
     """
 
     vocab_size: int
     hidden_size: int
     max_length: int
-    kv_shape: KVShape
+    kv_shape: KVShape | LatentShape
 
     @property  # or an attribute, as all of these
     def device(self) -> torch.device: ...
@@ -195,7 +204,7 @@ class DraftModel(Protocol):
         vocab_size: The target's V; `input_ids` are below it.
         draft_vocab_size: Vd, the width of the logits.
         max_length: Most positions that the draft supports.
-        kv_shape: Sizes of the KV pool.
+        kv_shape: Sizes of the KV pool; of a model with latent attention a LatentShape.
         aux_layers: The `capture` that gives the draft its features of the target; () if it reads none.
         draft_to_target: [Vd] int64 *offsets*: target id = draft id + draft_to_target[draft id]. None if Vd = V.
         token_shift: 1 for EAGLE: the row of token t_i has the feature of t_{i-1} and draft position i - 1; t_0 has no
@@ -215,7 +224,7 @@ class DraftModel(Protocol):
     vocab_size: int
     draft_vocab_size: int
     max_length: int
-    kv_shape: KVShape
+    kv_shape: KVShape | LatentShape
     token_shift: int
 
     @property  # or an attribute, as all of these

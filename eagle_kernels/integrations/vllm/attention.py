@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...ops import gqa_decode, plan_attention, prefill_attention, tree_attention
-from ...ops.attention.tree_attention import MAX_QUERY
+from ...ops.attention.shared.drafts import MAX_QUERY
 from ...ops.attention.tree_attention import Output as Attended
 from ...primitives.paging import MAX_HEAD_DIM, MAX_PAGE_SIZE
 from .parts import KV_DTYPES, SWITCHES, backend_name

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
+from ...ops.attention.shared.drafts import MAX_DRAFT_KEYS, MAX_QUERY
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
 from ...runtime import check

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops.latent.shared.latents import MAX_LATENT_DIM, MAX_ROPE_DIM, MIN_LATENT_DIM
-from ..protocol import Angles, KVShape, LatentAttend, ModelError, is_deterministic
+from ..protocol import Angles, LatentAttend, LatentShape, ModelError, is_deterministic
 from ..settings import check_fields, check_implemented, field_values
 from .linear import Linear
 from .norm import RMSNorm
@@ -73,8 +73,8 @@ class LatentQuery:
         """input_size: the width of the input, if it is not hidden_size."""
         return LatentAttention(self, self.hidden_size if input_size is None else input_size)
 
-    def kv_shape(self, num_layers: int) -> KVShape:
-        return KVShape(num_layers, 1, self.head_dim, self.kv_lora_rank)
+    def kv_shape(self, num_layers: int) -> LatentShape:
+        return LatentShape(num_layers, 1, self.head_dim, self.kv_lora_rank)
 
     @property
     def rotary_size(self) -> int:
@@ -124,8 +124,8 @@ class LatentAttention(nn.Module):
         staying, turning = query.split([self.sizes[0], query.shape[-1] - self.sizes[0]], dim=-1)
         of_keys, of_values = self._weight().unflatten(0, (self.num_heads, -1)).split(self.sizes, dim=1)
         absorbed = torch.cat((by_head(staying, of_keys, deterministic), turning), dim=-1)
-        angles = angles._replace(is_interleaved=self.is_interleaved)
-        attended = attend.latents(layer, absorbed, latent, rope_key, angles=angles, sm_scale=self.sm_scale)
+        options = {"angles": angles, "is_interleaved": self.is_interleaved, "sm_scale": self.sm_scale}
+        attended = attend.latents(layer, absorbed, latent, rope_key, **options)
         output = by_head(attended, of_values.transpose(1, 2), deterministic).flatten(-2)
         return self.o_proj(output, deterministic, in_parts)
 
@@ -136,8 +136,8 @@ class LatentAttention(nn.Module):
         else:
             row = self.kv_a_proj_with_mqa(x)
         latent, rope_key = row[..., : self.latent_dim], row[..., self.latent_dim :]
-        angles = angles._replace(is_interleaved=self.is_interleaved)
-        attend.store_latents(layer, self.kv_a_layernorm(latent), rope_key, angles=angles)
+        options = {"angles": angles, "is_interleaved": self.is_interleaved}
+        attend.store_latents(layer, self.kv_a_layernorm(latent), rope_key, **options)
 
     def _project(self, x: Tensor, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the queries [B, T, Hq, D], the latents, and the keys that turn."""
