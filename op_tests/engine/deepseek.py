@@ -25,8 +25,9 @@ SERVED = {
 }  # fmt: skip
 
 
-def write_with_modules(folder: Path, num_modules: int, family: str = "DeepseekV3", **changes):
-    """Writes a target with modules beside it in DeepSeek's layout; returns transformers' model and its modules."""
+def write_with_modules(folder: Path, num_modules: int, family="DeepseekV3", *, wrong_copies=False, **changes):
+    """Writes a target with modules beside it in DeepSeek's layout; returns transformers' model and its modules.
+    wrong_copies: those of the embedding and the output, which modules come with, are others."""
     from safetensors.torch import load_file, save_file
     from transformers.modeling_layers import MtpModel
 
@@ -41,13 +42,26 @@ def write_with_modules(folder: Path, num_modules: int, family: str = "DeepseekV3
             if "norm" in name:
                 tensor.add_(1.0)
         tensors |= _as_published(name, tensor, model.config.num_hidden_layers)
-    for module in range(num_modules):  # copies, which differ so that a test sees if they were read
-        start = f"model.layers.{model.config.num_hidden_layers + module}."
-        for name in ("embed_tokens.weight", "shared_head.head.weight"):
-            tensors[start + name] = torch.ones(model.config.vocab_size, model.config.hidden_size)
+    if model.config.first_k_dense_replace > model.config.num_hidden_layers:  # transformers' modules have experts
+        tensors = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name} | _dense(model.config)
+    copies = {"embed_tokens": model.get_input_embeddings(), "shared_head.head": model.get_output_embeddings()}
+    for module in range(num_modules):
+        for name, of in copies.items():
+            copy = torch.ones_like(of.weight) if wrong_copies else of.weight.detach().clone()
+            tensors[f"model.layers.{model.config.num_hidden_layers + module}.{name}.weight"] = copy
     path = Path(folder) / "model.safetensors"
     save_file({name: each.contiguous() for name, each in (load_file(path) | tensors).items()}, path, {"format": "pt"})
     return model, modules
+
+
+def _dense(config) -> dict[str, Tensor]:
+    """The feed-forwards of modules without experts."""
+    sizes = config.hidden_size, config.intermediate_size
+    return {
+        f"model.layers.{config.num_hidden_layers + module}.mlp.{name}_proj.weight": torch.randn(shape) * 0.15
+        for module in range(config.num_nextn_predict_layers)
+        for name, shape in {"gate": sizes[::-1], "up": sizes[::-1], "down": sizes}.items()
+    }
 
 
 def _as_published(name: str, tensor: Tensor, num_layers: int) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def test_a_token_takes_one_row_of_the_cache_in_each_layer(tmp_path, device):
 def test_modules_are_those_of_transformers(tmp_path, num_modules):
     """Their layers have experts, although the target's first ones have none. Copies of the target's parts are not
     read."""
-    theirs, modules = write_with_modules(tmp_path, num_modules)
+    theirs, modules = write_with_modules(tmp_path, num_modules, wrong_copies=True)
     target, file = load_target(tmp_path), read_head(tmp_path)
     assert (file.kind, file.format_name) == ("MTP", "DeepSeek (next-token modules)")
     draft = load_draft(tmp_path, target)

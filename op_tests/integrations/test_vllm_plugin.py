@@ -223,7 +223,6 @@ REFUSED = {
     "prefill contexts": ({"parallel_prefill_context_parallel_size": 2}, "--prefill-context-parallel-size above 1"),
     "overlap": ({"parallel_use_ubatching": True}, "--enable-dbo and other overlap of small batches"),
     "encoder": ({"model_is_encoder_decoder": True}, "encoder-decoder models"),
-    "MLA": ({"model_use_mla": True}, "models with multi-head latent attention (MLA)"),
     "hybrid": ({"model_is_hybrid": True}, "models with recurrent layers"),
     "recurrent": ({"model_is_attention_free": True}, "models with recurrent layers"),
     "windows": ({"model_rswa_window": 5}, "reference sliding windows"),
@@ -239,7 +238,7 @@ REFUSED = {
     "shards": ({"parallel_enable_batch_sharded_sampling": True}, "--enable-batch-sharded-sampling"),
     "watermarks": ({"watermark_config": "some"}, "--watermark-config"),
 }  # fmt: skip
-OF_PART = {"MLA": "attention", "hybrid": "attention", "recurrent": "attention", "windows": "attention",
+OF_PART = {"hybrid": "attention", "recurrent": "attention", "windows": "attention",
            "dtype": "attention", "blocks": "verify", "drafts": "verify", "fly": "verify", "shards": "verify",
            "watermarks": "verify"}  # fmt: skip
 SPECULATIVE = ("LoRA", "blocks", "drafts", "fly", "adaptive")
@@ -252,6 +251,32 @@ def test_it_refuses(name):
     with pytest.raises(ValueError) as refused:
         arguments(configuration(**changes)).create_engine_config()
     assert str(refused.value) == f"eagle_kernels: the plug-in does not support {text}"
+
+
+@pytest.mark.parametrize(
+    ("version", "fields", "text"),
+    [
+        ("0.26.0", {}, None),
+        ("0.33.0", {}, "latent attention (MLA) in vLLM 0.33.0; 0.26.x"),
+        ("0.26.0", {"index_topk": 64}, "sparse attention over latents (DSA)"),
+    ],
+)
+def test_latent_attention_is_that_of_one_release(monkeypatch, version, fields, text):
+    monkeypatch.setattr(guards, "installed_version", lambda name: version)
+    config = configuration(model_use_mla=True, model_hf_text_config=SimpleNamespace(**fields))
+    assert guards.refusals(config) == ([] if text is None else [text])
+    monkeypatch.setenv(parts.VARIABLE, "verify")
+    assert guards.refusals(config) == []
+
+
+@pytest.mark.parametrize("use_mla", [False, True])
+def test_layers_of_latents_are_hooked_where_there_are_any(monkeypatch, use_mla):
+    monkeypatch.setattr(parts.SWITCHES, "on", set())
+    register()
+    start_worker(configuration(model_use_mla=use_mla))
+    of_latents = [hook for hook in hooks.HOOKS if hook.part == parts.LATENTS]
+    assert len(of_latents) == 2 and {is_hooked(hook) for hook in of_latents} == {use_mla}
+    assert parts.SWITCHES.is_on(parts.LATENTS) == use_mla
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.models.loading import demo_pair
+from eagle_kernels.engine.models.loading import demo_pair, load_target
 from op_tests.integrations.vllm_grammar import Grammar
 from op_tests.integrations.vllm_stub import SITE
 
@@ -57,21 +57,30 @@ def serve(tmp_path):
     layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]  # vLLM taps before a layer
     file.write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers]}))
 
-    def run(drafts=None, tree=None, sampling=None, graphs=(), **options) -> dict:
+    def run(drafts=None, tree=None, sampling=None, graphs=(), latents=None, **options) -> dict:
         engine = {
             "model": str(target), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "block_size": 16,
             "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 1 << 25, "enable_prefix_caching": False,
             "async_scheduling": False,
         } | options  # fmt: skip
-        if drafts:
+        if latents:  # vLLM gives models that could have experts to its older runner
+            engine["model"] = str(latents)
+        if drafts and latents:
+            engine["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
+        elif drafts:
             engine["speculative_config"] = {"method": "eagle3", "model": str(tmp_path / "draft"),
                                             "num_speculative_tokens": drafts}  # fmt: skip
         if tree:
             engine["additional_config"] = {"eagle_kernels": dict(zip(("topk", "depth"), tree))}
         sampling = [{"max_tokens": TOKENS} | (sampling or (lambda place: {"temperature": 0.0}))(place)
                     for place in range(len(LENGTHS))]  # fmt: skip
-        order = {"engine": engine, "requests": prompts(), "sampling": sampling, "graphs": list(graphs)}
-        environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": f"{SITE}:{ROOT}"}
+        requests = [[token % 12 for token in prompt] for prompt in prompts()] if latents else prompts()
+        order = {"engine": engine, "requests": requests, "sampling": sampling, "graphs": list(graphs)}
+        environment = os.environ | {
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "LD_LIBRARY_PATH": str(tmp_path),
+            "PYTHONPATH": f"{SITE}:{ROOT}",
+        }
         script = ROOT / "op_tests" / "integrations" / "vllm_on_cpu.py"
         command = [sys.executable, script, json.dumps(order), tmp_path / "meeting"]
         done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=900)
@@ -127,3 +136,37 @@ def test_seeded_texts_are_those_without_drafts(serve):
     sampling = lambda place: {"temperature": 0.9, "seed": 100 + place} | filters[place]  # noqa: E731
     plain, trees = serve(sampling=sampling), serve(7, (4, 3), sampling, graphs=[8, 16, 32], **ASYNC)
     assert trees["texts"] == plain["texts"] and trees["accepted"] > trees["steps"] / 2
+
+
+# Sizes of heads that vLLM takes, no experts, and so few tokens that drafts are accepted by chance.
+TINY = {
+    "vocab_size": 12, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "kv_lora_rank": 256, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "q_lora_rank": 48, "first_k_dense_replace": 9, "max_position_embeddings": 512,
+}  # fmt: skip
+ROW = 3 * 16 * 320 * 4  # a page of a token's rows, those of the module included
+
+
+@pytest.mark.parametrize(
+    ("tree", "options"),
+    [
+        (None, {}), ((3,), {"graphs": [4, 8, 16]}), ("4/3/8", {"graphs": [8, 16, 32]} | ASYNC | PREFIXES),
+        ("4/3/8", {"max_model_len": 192, "kv_cache_memory_bytes": 15 * ROW}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else None,
+)  # fmt: skip
+def test_texts_of_latents_are_those_of_our_engine(serve, tmp_path, tree, options):
+    """Without drafts, with chains of vLLM's own, and with trees of the model's next-token module."""
+    pytest.importorskip("transformers")
+    from op_tests.engine.deepseek import write_with_modules
+
+    write_with_modules(tmp_path / "latents", 1, **TINY)
+    target = load_target(tmp_path / "latents")
+    engine = EAGLEInference(None, target, EAGLEConfig(method="naive", eos_token_ids=()))
+    wanted = engine.generate([[token % 12 for token in prompt] for prompt in prompts()], TOKENS).output_ids
+    *shape, nodes = TREES.get(tree, (*(tree or (0,)),))
+    drafts = nodes - 1 if shape else nodes
+    found = serve(drafts or None, shape, latents=tmp_path / "latents", **options)
+    assert found["texts"] == wanted and found["lost"] == 0
+    assert (found["preempted"] > 0) == ("max_model_len" in options)
+    assert bool(found["accepted"]) == (tree == "4/3/8") or tree == (3,)

@@ -105,7 +105,10 @@ type(current_platform).dispatch_key = "CPU"
 type(current_platform).is_pin_memory_available = classmethod(lambda cls: False)
 sys.modules["vllm.utils.torch_utils"].PIN_MEMORY = False
 
+from vllm import _custom_ops  # noqa: E402
+from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend  # noqa: E402
 from vllm.v1.executor.abstract import Executor  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar  # noqa: E402
@@ -115,6 +118,26 @@ from eagle_kernels.integrations.vllm import guards, register  # noqa: E402
 from op_tests.integrations import vllm_grammar  # noqa: E402
 from op_tests.integrations.vllm_stub import _Pool as Pool  # noqa: E402
 
+
+class NoPrompts(MLAPrefillBackend):
+    """Stands for what reads prompts of models with latents, which are ours here."""
+
+    get_name = staticmethod(lambda: "NONE")
+
+    def run_prefill_new_tokens(self, *given, **options):
+        raise NotImplementedError
+
+    run_prefill_context_chunk = run_prefill_new_tokens
+
+
+def concat_and_cache_mla(latent, key, cache, slots, kv_cache_dtype, scale) -> None:
+    """vLLM's, of cache in 16 or 32 bits."""
+    is_there = slots >= 0
+    cache.flatten(0, 1)[slots[is_there]] = torch.cat([latent, key], -1)[: len(slots)][is_there]
+
+
+mla_attention.get_mla_prefill_backend = lambda config: NoPrompts
+_custom_ops.concat_and_cache_mla = concat_and_cache_mla
 buffer_utils.UvaBufferPool, buffer_utils.get_accelerator_view_from_cpu_tensor = Pool, lambda tensor: tensor
 model_runner.DeviceMemoryProfiler = lambda: contextlib.nullcontext(types.SimpleNamespace(consumed_memory=0))
 REPLAYED: set[int] = set()  # tokens of graphs

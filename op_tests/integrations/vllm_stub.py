@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from op_tests.integrations import stand_in
+from op_tests.integrations import stand_in, vllm_stub_latents
 from op_tests.integrations.vllm_stub_drafts import AutoRegressiveSpeculator
 
 SITE = os.environ.get("EAGLE_KERNELS_VLLM_SITE", "")
@@ -27,7 +27,8 @@ FORMS = {"0.26": "vllm_stub", "0.33": "vllm_stub_newer"}
 BACKEND = {"0.26": "CUSTOM", "0.33": "EAGLE_KERNELS"}  # the name of ours
 NAMES = ["installed"] if SITE else [*FORMS]  # what tests of attention and sampling run on
 OURS = tuple(
-    f"eagle_kernels.integrations.vllm.{name}" for name in ("attention", "model_state", "sampling", "tree_verification")
+    f"eagle_kernels.integrations.vllm.{name}"
+    for name in ("attention", "latent", "model_state", "rows", "sampling", "tree_verification")
 )
 
 
@@ -469,6 +470,7 @@ def init_model_state(vllm_config, model, encoder_cache, device):
 
 
 BACKENDS, GPU = "vllm.v1.attention.backends.", "vllm.v1.worker.gpu."
+LATENT = "vllm.model_executor.layers.attention.mla_attention"
 PLATFORM = {"vllm.platforms": {"current_platform": platform()}}
 MODULES = PLATFORM | {
     "vllm.v1.attention.backend": {
@@ -518,6 +520,8 @@ def hooked(modules: dict[str, dict] = MODULES, speculator: type = DraftModelSpec
         GPU + "structured_outputs": {"StructuredOutputsWorker": copy(StructuredOutputsWorker)},
         GPU + "spec_decode.speculator": {"DraftModelSpeculator": copy(speculator)},
         GPU + "spec_decode.utils": {"DraftTokensHandler": copy(DraftTokensHandler)},
+        **{name: {**values} for name, values in vllm_stub_latents.MODULES.items()},
+        LATENT: vllm_stub_latents.MODULES[LATENT] | {"MLAAttention": copy(vllm_stub_latents.MLAAttention)},
     }
 
 

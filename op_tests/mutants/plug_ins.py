@@ -19,6 +19,15 @@ _BIAS = "    if sampling.logit_bias is not None:\n        logits.add_(sampling.l
 _RULES = _texts("test_requests_come_and_go[True]")
 
 MUTANTS = [
+    bug("beams that see all beams", INTEGRATIONS + "vllm/latent.py",
+        'logits.masked_fill(~is_seen[:, :, None], float("-inf"))', "logits",
+        "op_tests/integrations/test_vllm_latents.py::test_beams_of_a_draft_see_the_prefix_and_their_ancestors"),
+    bug("beams and prefix in equal shares", INTEGRATIONS + "vllm/latent.py",
+        "whole = torch.logaddexp(lse, prefix.lse)", "whole = prefix.lse",
+        "op_tests/integrations/test_vllm_latents.py::test_beams_of_a_draft_see_the_prefix_and_their_ancestors"),
+    bug("trees of latents that are read as chains", INTEGRATIONS + "vllm/latent.py",
+        "has_mask = self.reads_trees and", "has_mask = False and",
+        "op_tests/integrations/test_vllm_latents.py::test_rows_of_trees_see_their_paths"),
     bug("the seed of the neighbour", _VERIFICATION,
         "seeds(batch.req_pool_indices)", "seeds(batch.req_pool_indices.roll(1))", *_RULES),
     bug("the penalties of the root for all nodes", _VERIFICATION,

@@ -15,22 +15,16 @@ CUDA graphs
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from ...ops import gqa_decode, plan_attention, prefill_attention, tree_attention
-from ...ops.attention.shared.drafts import MAX_QUERY
+from ...ops import gqa_decode, prefill_attention, tree_attention
 from ...ops.attention.tree_attention import Output as Attended
 from ...primitives.paging import MAX_HEAD_DIM, MAX_PAGE_SIZE
 from .parts import KV_DTYPES, SWITCHES, backend_name
+from .rows import Rows, RowsOfSteps, reads_prompts
 from .trees import Level
-
-PROMPTS = "EAGLE_KERNELS_VLLM_PROMPTS"
 
 
 def _host():
@@ -38,11 +32,7 @@ def _host():
 
     FlashAttention 3 reads prompts, unless EAGLE_KERNELS_VLLM_PROMPTS is `ours`, as fp32 needs.
     """
-    if (
-        os.environ.get(PROMPTS) != "ours"
-        and current_platform.is_cuda()
-        and current_platform.is_device_capability_family(90)
-    ):
+    if not reads_prompts() and current_platform.is_cuda() and current_platform.is_device_capability_family(90):
         from vllm.v1.attention.backends import fa_utils, flash_attn
 
         if fa_utils.is_flash_attn_varlen_func_available() and fa_utils.get_flash_attn_version() == 3:
@@ -66,87 +56,24 @@ Backend, Builder, Implementation = _host()
 READS_MIXED = Backend.get_name() == "FLASH_ATTN"  # all rows of a step with prompts
 
 
-@dataclass
-class Rows:
-    """The rows of a step that are ours: those of the first B requests, and the prompts after them.
-
-    seq_lens, prefix_lens: int32 [B], with and without the step's own tokens. bounds: int32 [B + 1], of the requests'
-    rows. plan: int32 [B + 1], for layers without a window. prompt_bounds: None, or int32 [P + 1] counted from the first
-    prompt's first row. tree_mask: None, or int64 [T, W], of layers that read trees.
-    """
-
-    num_requests: int
-    num_tokens: int
-    max_query: int
-    seq_lens: torch.Tensor
-    prefix_lens: torch.Tensor
-    bounds: torch.Tensor
-    plan: torch.Tensor
-    prompt_bounds: torch.Tensor | None
-    tree_mask: torch.Tensor | None = None
-
-
-class EagleKernelsBuilder(Builder):
+class EagleKernelsBuilder(RowsOfSteps, Builder):
     """Makes the metadata of vLLM's own attention, and says beside it which rows are ours."""
 
     # In the graph of a mixed batch rows would stay split as they were when it was captured.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    trees = None  # `Trees` of the target's builders, where drafts are trees
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.most_rows = min(1 + vllm_config.num_speculative_tokens, MAX_QUERY)
-        max_requests = vllm_config.scheduler_config.max_num_seqs
-        # graphs may hold more requests than there can be, for padding
-        self._prefix_lens = torch.zeros(2 * max_requests, dtype=torch.int32, device=device)
-        self._plan = torch.zeros(2 * max_requests + 1, dtype=torch.int32, device=device)
+        self.prepare_rows(vllm_config, device)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         """Builds vLLM's metadata, and the Rows of ours as its attribute `eagle_kernels`."""
-        rows = None
-        if common_attn_metadata.causal is True and common_prefix_len == 0:
-            rows = self._rows(common_attn_metadata)
-        if rows is None and self._has_trees():
-            raise RuntimeError("eagle_kernels: a step with trees holds rows that are not causal, or a shared prefix")
+        has_mixed = not READS_MIXED or self.has_trees()
+        rows = self.rows_of(common_prefix_len, common_attn_metadata, has_mixed=has_mixed, has_prompts=True)
         # a fast one plans no work for FlashAttention
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or rows is not None)
         metadata.eagle_kernels = rows
         return metadata
-
-    def _rows(self, common) -> Rows | None:
-        if common.mm_req_doc_ranges is not None:  # tokens of images see each other in both directions
-            return None
-        num_requests, num_prompts, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.most_rows)
-        if num_prompts and READS_MIXED and not self._has_trees():
-            return None
-        rows = Rows(
-            num_requests, num_tokens, self.most_rows if num_prompts else max(common.max_query_len, 1),
-            common.seq_lens[:num_requests], self._prefix_lens[:num_requests],
-            common.query_start_loc[: num_requests + 1], self._plan[: num_requests + 1],
-            common.query_start_loc[num_requests:] - num_tokens if num_prompts else None,
-            None if self.trees is None else self.trees.row_mask[:num_tokens],
-        )  # fmt: skip
-        self._measure(rows)
-        return rows
-
-    def _has_trees(self) -> bool:
-        """Tells whether the step has a tree."""
-        return self.trees is not None and self.trees.current is not None
-
-    @staticmethod
-    def _measure(rows: Rows) -> None:
-        """Writes what follows from the lengths, which vLLM may have changed in place."""
-        planned, bounds = rows.seq_lens, rows.bounds
-        if rows.max_query > 1:
-            planned = torch.sub(planned, bounds[1:], out=rows.prefix_lens).add_(bounds[:-1]).clamp_(min=0)
-        if rows.num_requests:
-            plan_attention(planned, num_drafts=0 if rows.max_query == 1 else rows.max_query, out=rows.plan)
-
-    def update_draft_decode_metadata(self, metadata) -> None:
-        """Brings the metadata of drafts up to date in place, inside a graph, where vLLM does not build it anew."""
-        super().update_draft_decode_metadata(metadata)
-        if metadata.eagle_kernels is not None:
-            self._measure(metadata.eagle_kernels)
 
 
 class EagleKernelsBackend(Backend):

@@ -59,6 +59,34 @@ def _host(module: str, name: str):
 _DRAFTS_OF = _GPU + "spec_decode.autoregressive."
 _SPECULATOR = _DRAFTS_OF + "speculator.AutoRegressiveSpeculator"
 _PASS = ("self", "num_reqs", "num_tokens", "attn_metadata", "slot_mappings", "num_tokens_across_dp")
+_MLA = "vllm.model_executor.layers.attention.mla_attention."
+_LATENT_BACKEND = _BACKENDS + "mla.triton_mla.TritonMLA"
+# of vLLM 0.26, where layers of latents may be ours: latent.py, selection.py, tree_drafting.py
+_LATENTS = (
+    names(_MLA + "QueryLenSupport", ("VARLEN",)),
+    takes(_MLA + "MLACommonMetadataBuilder.build", ("self", "common_prefix_len", "common_attn_metadata", "fast_build")),
+    contains(_MLA + "MLACommonMetadataBuilder.build", "decode_threshold=self.reorder_batch_threshold"),
+    contains(_MLA + "MLACommonMetadataBuilder.build",
+             "require_uniform=self.query_len_support != QueryLenSupport.VARLEN"),
+    names(_MLA + "MLACommonMetadata", ("decode", "max_query_len")),
+    names(_MLA + "MLACommonDecodeMetadata", ("block_table", "seq_lens")),
+    contains(_MLA + "MLACommonBackend.get_kv_cache_shape", "return (num_blocks, block_size, head_size)"),
+    names(_MLA + "MLAAttention", ("head_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")),
+    contains(_MLA + "MLAAttention.forward_impl", "torch.bmm(mqa_q_nope, self.W_UK_T, out=mqa_ql_nope)"),
+    contains(_MLA + "MLAAttention._v_up_proj", "torch.bmm(x, self.W_UV, out=out.transpose(0, 1))"),
+    contains(_MLA + "MLAAttention.forward_impl", "self.impl.forward_mqa(mqa_q, kv_cache, attn_metadata, self)"),
+    contains(_MLA + "MLAAttention.forward_impl", "kv_cache.view(current_platform.fp8_dtype())"),
+    # beams have no slots, and are not written
+    contains(_MLA + "unified_mla_kv_cache_update", "if layer_slot_mapping is not None:"),
+    contains(_MLA + "unified_mla_attention_with_output", "layer.forward_impl("),
+    names(_LATENT_BACKEND + "Backend", ("get_builder_cls", "get_impl_cls", "get_name", "validate_configuration")),
+    takes(_LATENT_BACKEND + "Impl.forward_mqa", ("self", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")),
+    names(_LATENT_BACKEND + "Impl", ("supports_quant_query_input",)),
+    names(_MLA + "MLACommonBaseImpl", ("kv_cache_dtype", "kv_lora_rank", "qk_rope_head_dim", "scale")),
+    names(_ATTENTION + "selector.AttentionSelectorConfig", ("use_mla",)),
+    contains(_ATTENTION + "selector.get_attn_backend", "return _cached_get_attn_backend(backend=backend, "
+             "attn_selector_config=attn_selector_config, num_heads=num_heads)"),
+)  # fmt: skip
 # of vLLM 0.26, where drafts may be trees
 _TREES = (
     # guards.py, trees.py, model_state.py
@@ -190,7 +218,7 @@ CONTRACT = (
     names(_CONFIG + "AttentionConfig", ("backend",)),
     names(_CONFIG + "CacheConfig", ("cache_dtype",)),
     names(_CONFIG + "ModelConfig",
-          ("is_attention_free", "is_encoder_decoder", "is_hybrid", "rswa_window", "use_mla")),
+          ("hf_text_config", "is_attention_free", "is_encoder_decoder", "is_hybrid", "rswa_window", "use_mla")),
     names(_CONFIG + "ParallelConfig",
           ("decode_context_parallel_size", "prefill_context_parallel_size", "use_ubatching")),
     names(_CONFIG + "SchedulerConfig", ("max_num_seqs",)),
@@ -229,7 +257,7 @@ CONTRACT = (
     names("vllm.engine.arg_utils.EngineArgs", ("additional_config", "max_num_seqs")),
     names(_CONFIG + "VllmConfig", ("additional_config",)),
     names(_CONFIG + "SpeculativeConfig", ("method",)),
-    where(_GPU + "spec_decode.rejection_sampler.MAX_CHUNK_BYTES", (), _TREES),
+    where(_GPU + "spec_decode.rejection_sampler.MAX_CHUNK_BYTES", (), _TREES + _LATENTS),
     # drafting.py
     names(_GPU + "spec_decode.speculator.DraftModelSpeculator",
           ("draft_logits", "model", "use_local_argmax_reduction")),

@@ -3,13 +3,14 @@
 from ..shared.hooks import fault_in_place
 from ..shared.versions import installed_version, is_first, spans
 from . import hooks
-from .parts import KV_DTYPES, PARTS, SWITCHES, TREES, VARIABLE, asked_by, backend_name, has_backend, logger
+from .parts import KV_DTYPES, LATENTS, PARTS, SWITCHES, TREES, VARIABLE, asked_by, backend_name, has_backend, logger
 from .plugin import rebind
 from .trees import OPTION, preset, shape_of
 
 METHODS = ("standard", "synthetic")  # of verification
 TREE_METHODS = ("eagle", "eagle3", "mtp")  # of drafts
 TREE_VERSIONS = "0.26."  # later ones draft and process logits in other places
+LATENT_VERSIONS = "0.26."  # of later ones the attention over latents was not read
 
 
 def refusals(config) -> list[str]:
@@ -32,7 +33,7 @@ def refusals(config) -> list[str]:
         refuse(getattr(parallel, "enable_batch_sharded_sampling", None), "--enable-batch-sharded-sampling")
         refuse(getattr(config, "watermark_config", None) is not None, "--watermark-config")
     if "attention" in asked:
-        refuse(model.use_mla, "models with multi-head latent attention (MLA)")
+        found += latent_refusals(model) if model.use_mla else []
         refuse(model.is_hybrid or model.is_attention_free, "models with recurrent layers")
         refuse(model.rswa_window is not None, "reference sliding windows")
         dtype = config.cache_config.cache_dtype
@@ -47,6 +48,16 @@ def refusals(config) -> list[str]:
     if shape_of(config) is not None:
         found += [f"{reason} with trees of drafts" for reason in tree_refusals(config, asked)]
     return found
+
+
+def latent_refusals(model) -> list[str]:
+    """Returns why attention over the latents of this model cannot be ours."""
+    version = installed_version("vllm")
+    reasons = {
+        f"latent attention (MLA) in vLLM {version}; {LATENT_VERSIONS}x": not version.startswith(LATENT_VERSIONS),
+        "sparse attention over latents (DSA)": hasattr(model.hf_text_config, "index_topk"),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def tree_refusals(config, asked: frozenset[str]) -> list[str]:
@@ -127,6 +138,8 @@ def init_device(original, wrapper):
         if shape is not None:
             asked |= {TREES}
             notes[TREES] = f"topk {shape.topk}, depth {shape.depth}, {shape.num_nodes} nodes"
+        if "attention" in asked and wrapper.vllm_config.model_config.use_mla:
+            asked |= {LATENTS}
         wanted = [hook for hook in hooks.HOOKS if hook.part in asked]
         rebind(wanted)
         found = {hook: fault_in_place(hook, "VLLM_PLUGINS") for hook in (*hooks.GUARDS, *wanted)}

@@ -16,7 +16,11 @@ PARTS = {
     "draft": "drafts from the head's own logits",
 }
 TREES = "trees"  # comes with all parts, where a configuration asks for trees
-SWITCHES = Parts(VARIABLE, PARTS, logger, {TREES: "drafts are trees, in place of chains"})
+LATENTS = "latents"  # comes with attention, where a model has them
+SWITCHES = Parts(
+    VARIABLE, PARTS, logger,
+    {TREES: "drafts are trees, in place of chains", LATENTS: "attention over latents (MLA), decode and verification"},
+)  # fmt: skip
 
 
 def asked_by_variable() -> frozenset[str] | None:

@@ -16,6 +16,19 @@ from .parts import SWITCHES, TREES
 from .trees import Level, shape_of
 
 
+def _has_latents(layer) -> bool:
+    return hasattr(layer, "kv_lora_rank")
+
+
+def _kept(layer) -> list[tuple[int, ...]]:
+    """Returns the sizes of what is kept of each beam: a key and a value, or one row."""
+    if not _has_latents(layer):
+        return [(layer.num_kv_heads, layer.head_size)] * 2
+    if not (hasattr(layer, "W_UK_T") and hasattr(layer, "W_UV")):
+        raise RuntimeError("eagle_kernels: trees of drafts need weights of latents in 16 bit, not AITER's")
+    return [(layer.head_size,)]
+
+
 class TreeDrafts:
     """Drafts trees in place of chains."""
 
@@ -40,7 +53,7 @@ class TreeDrafts:
         self.no_tokens = make(size)  # of roots, which vLLM knows
         self.drafted = make(3 + shape.num_words, size, shape.num_nodes)  # as `Trees.state`
         self.trees = None  # while vLLM measures how much memory is left
-        self.beam_caches: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of each draft layer
+        self.beam_caches: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}  # `Level.keys, values`, by layer
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)
@@ -63,8 +76,8 @@ class TreeDrafts:
             layer.impl.check_trees(name)
             layer.impl.reads_trees = name not in self.draft_attn_layer_names
             if not layer.impl.reads_trees:
-                of_beams = (2, *size, layer.num_kv_heads, layer.head_size)
-                self.beam_caches[name] = torch.zeros(of_beams, dtype=self.dtype, device=self.device).unbind()
+                made = [torch.zeros(*size, *heads, dtype=self.dtype, device=self.device) for heads in _kept(layer)]
+                self.beam_caches[name] = (*made, None)[:2]
 
     def _layers(self) -> dict:
         """Returns the layers that have a cache, by name."""
@@ -127,7 +140,10 @@ class TreeDrafts:
             if name in self.beam_caches or cache.data_ptr() in seen:
                 continue
             seen.add(cache.data_ptr())
-            keys, values = cache.transpose(1, 2).split(layer.head_size, dim=-1)
+            if _has_latents(layer):  # rows move by halves
+                keys, values = cache.unflatten(-1, (2, -1)).split(1, dim=-2)
+            else:
+                keys, values = cache.transpose(1, 2).split(layer.head_size, dim=-1)
             move_accepted_kv(
                 keys[None], values[None], tables[name], before, trees.accept_index[:size], trees.num_accepted[:size],
                 num_verify_tokens=self.shape.num_nodes,

@@ -187,8 +187,8 @@ class Level(NamedTuple):
     """
 
     number: int  # from 1 on
-    keys: torch.Tensor  # [R, K * (S - 1), Hkv, D]
-    values: torch.Tensor
+    keys: torch.Tensor  # [R, K * (S - 1), Hkv, D]; latents and the keys beside them [R, K * (S - 1), D]
+    values: torch.Tensor | None
     block_table: torch.Tensor
     prefix_lens: torch.Tensor  # int32 [B]
     ancestors: torch.Tensor  # int64 [B, K, W], of the beams
