@@ -262,6 +262,10 @@ def test_arguments_reach_sglang_s_own_functions(started):
 # what the backend refuses
 
 
+LATENT = {
+    "model_attention_arch": SimpleNamespace(name="MLA"), "model_kv_lora_rank": 512, "model_qk_rope_head_dim": 64,
+    "model_hf_text_config": SimpleNamespace(),
+}  # fmt: skip
 REFUSED = {
     "prompts": ({"prefill_attention_backend": "aiter", "speculative_attention_mode": "decode"},
                 "--prefill-attention-backend aiter, which may keep keys elsewhere; use fa3, fa4, flashinfer, triton"),
@@ -274,7 +278,12 @@ REFUSED = {
     "draft alone": ({"attention_backend": "triton", "speculative_draft_attention_backend": "eagle_kernels"},
                     "another backend for decode; eagle_kernels leaves only prompts to others"),
     "device": ({"device": "cpu"}, "device 'cpu'; it needs a GPU"),
-    "MLA": ({"model_attention_arch": SimpleNamespace(name="MLA")}, "models with multi-head latent attention (MLA)"),
+    "wide latents": (LATENT | {"model_kv_lora_rank": 1024}, "latents of 1024 elements; at most 512"),
+    "wide keys": (LATENT | {"model_qk_rope_head_dim": 192}, "keys of 192 elements beside latents; at most 128"),
+    "latents of 8 bits": (LATENT | {"kv_cache_dtype": "fp8_e4m3"},
+                          "--kv-cache-dtype fp8_e4m3 with latent attention (MLA)"),
+    "sparse latents": (LATENT | {"model_hf_text_config": SimpleNamespace(index_topk=64)},
+                       "sparse attention over latents (DSA)"),
     "encoder": ({"model_is_encoder_decoder": True}, "encoder-decoder models"),
     "dtype": ({"kv_cache_dtype": "fp8_e5m2"},
               "--kv-cache-dtype fp8_e5m2; use one of auto, bf16, bfloat16, float16, fp8_e4m3"),

@@ -23,6 +23,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from ...ops import gqa_decode, kv_indices, plan_attention, prefill_attention, tree_attention
 from ...ops.kv.kv_indices import Output as Pages
+from . import latents
+from .latents import op_for
 from .trees import PACKED, num_words
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -166,14 +168,15 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
     # what a layer calls
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **unsupported):
-        _check_layer(layer, unsupported)
+        self._check_layer(layer, sinks, unsupported)
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return gqa_decode(query, **self._read(layer, sinks, self.lists)).output.view(len(query), -1)
+        keys = self._read(layer, sinks, self.lists)
+        return op_for(gqa_decode, keys)(query, **keys).output.view(len(query), -1)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **unsupported):
-        _check_layer(layer, unsupported)
+        self._check_layer(layer, sinks, unsupported)
         mode = forward_batch.forward_mode
         if self._is_read_by_another(mode):
             more = {} if sinks is None else {"sinks": sinks}
@@ -185,15 +188,20 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
             output = self._verify(query, layer, forward_batch, sinks)
         elif mode.is_draft_extend_v2() and self.is_static:
             rows = query.unflatten(0, (len(self.lists.pages.last_page_len), -1))
-            output = tree_attention(rows, **self._read(layer, sinks, self.lists), is_causal=True).output
+            keys = self._read(layer, sinks, self.lists)
+            output = op_for(tree_attention, keys)(rows, **keys, is_causal=True).output
+        elif latents.are_wide(layer, self.token_to_kv_pool):
+            output = latents.attend_wide(query, k, v, layer, self.qo_bounds, self.max_query)
         else:
-            keys = self._cache(layer, self.lists) | self.lists.keys()
-            if k is not None and not self.has_prefix and keys["k_cache"].dtype == query.dtype:
+            keys = self._cache(layer, self.lists)
+            is_fresh = k is not None and not self.has_prefix and "k_cache" in keys
+            if is_fresh and keys["k_cache"].dtype == query.dtype:
                 keys = {"key": k.view(-1, *keys["k_cache"].shape[2:]), "value": v.view(-1, *keys["v_cache"].shape[2:])}
-            output = prefill_attention(
-                query, self.qo_bounds, **keys, **_logits(layer, sinks), max_query=self.max_query
-            ).output  # fmt: skip
-        return output.view(len(query), -1)
+            else:
+                keys |= self.lists.keys()
+            options = self._logits(layer, sinks) | {"max_query": self.max_query}
+            output = op_for(prefill_attention, keys)(query, self.qo_bounds, **keys, **options).output
+        return output.reshape(len(query), -1)
 
     def _verify(self, query, layer, forward_batch, sinks) -> torch.Tensor:
         batch_size = len(self.lists.pages.last_page_len)
@@ -203,7 +211,8 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
             tree = {"is_causal": True}  # no tree: SGLang's warm-up of other kernels
         else:
             tree = {"tree_mask": mask.view(*rows.shape[:2], -1), "positions": forward_batch.positions}
-        return tree_attention(rows, **tree, **self._read(layer, sinks, self.lists)).output
+        keys = self._read(layer, sinks, self.lists)
+        return op_for(tree_attention, keys)(rows, **tree, **keys).output
 
     def _save(self, layer, forward_batch, k, v) -> None:
         """Writes keys and values into the pool; SGLang's function divides in place by the scales of an fp8 pool."""
@@ -212,11 +221,37 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
 
     def _read(self, layer, sinks: torch.Tensor | None, lists: PageLists) -> dict:
         """Returns what decoding and trees read: the layer's keys and values by these lists, and how to weigh them."""
-        return self._cache(layer, lists) | lists.table(_window(layer)) | _logits(layer, sinks)
+        return self._cache(layer, lists) | lists.table(_window(layer)) | self._logits(layer, sinks)
+
+    def _logits(self, layer, sinks: torch.Tensor | None) -> dict:
+        """Returns what changes logits, as arguments of the ops."""
+        if latents.are_absorbed(layer, self.token_to_kv_pool):
+            return latents.logits_of(layer, _window(layer))
+        soft_cap = layer.logit_cap or None
+        return {"sm_scale": layer.scaling, "soft_cap": soft_cap, "window": _window(layer), "sinks": sinks}
+
+    def _check_layer(self, layer, sinks: torch.Tensor | None, unsupported: dict) -> None:
+        """Refuses what our attention does not have; this happens at the first forward pass, when SGLang warms up."""
+        given = [name for name, value in unsupported.items() if value is not None]
+        reason = None
+        if given:
+            reason = f"{', '.join(given)} (given by the model's attention)"
+        elif layer.qk_head_dim != layer.v_head_dim:
+            reason = latents.refusal_of(layer, self.token_to_kv_pool, sinks)
+        if reason is None:
+            reason = _refusal_of(layer)
+        if reason is not None:
+            raise NotImplementedError(
+                f"eagle_kernels: layer {layer.layer_id}: the attention backend eagle_kernels does not support {reason}"
+                "; start SGLang with another --attention-backend"
+            )
 
     def _cache(self, layer, lists: PageLists) -> dict:
         """Returns the layer's part of the pool in pages, and the scales of an fp8 pool."""
-        buffers = zip(("k_cache", "v_cache"), self.token_to_kv_pool.get_kv_buffer(layer.layer_id))
+        both = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        if latents.are_absorbed(layer, self.token_to_kv_pool):
+            return latents.cache_of(layer, both[0], lists.page_size)
+        buffers = zip(("k_cache", "v_cache"), both)
         cache = {name: buffer.unflatten(0, (-1, lists.page_size)) for name, buffer in buffers}
         if cache["k_cache"].dtype in FP8 and layer.k_scale is not None and layer.v_scale is not None:
             cache["k_scale"], cache["v_scale"] = layer.k_scale.float().view(1), layer.v_scale.float().view(1)
@@ -240,7 +275,7 @@ class DraftStep(EagleKernelsAttnBackend):
         return self.request_mask.repeat(batch_size, 1, 1)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **unsupported):
-        _check_layer(layer, unsupported)
+        self._check_layer(layer, sinks, unsupported)
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
         levels = self.levels
@@ -249,7 +284,8 @@ class DraftStep(EagleKernelsAttnBackend):
         if _window(layer) is not None:
             positions = {"positions": forward_batch.positions, "key_positions": levels.key_positions}
         drafts = {"tree_mask": self.masks, "num_draft_keys": levels.num_keys, **positions}
-        return tree_attention(rows, **drafts, **self._read(layer, sinks, levels.lists)).output.view(q.shape[0], -1)
+        keys = self._read(layer, sinks, levels.lists)
+        return op_for(tree_attention, keys)(rows, **drafts, **keys).output.view(q.shape[0], -1)
 
 
 class DraftLevels:
@@ -325,27 +361,12 @@ def _window(layer) -> int | None:
     return None if window is None or window < 0 else window + 1
 
 
-def _logits(layer, sinks: torch.Tensor | None) -> dict:
-    window, soft_cap = _window(layer), layer.logit_cap or None
-    return {"sm_scale": layer.scaling, "soft_cap": soft_cap, "window": window, "sinks": sinks}
-
-
-def _check_layer(layer, unsupported: dict) -> None:
-    """Refuses what our attention does not have; this happens at the first forward pass, when SGLang warms up."""
-    given = [name for name, value in unsupported.items() if value is not None]
-    reason = None
-    if given:
-        reason = f"{', '.join(given)} (given by the model's attention)"
-    elif layer.qk_head_dim != layer.v_head_dim:
-        reason = f"keys of {layer.qk_head_dim} and values of {layer.v_head_dim} elements a head"
-    elif layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
-        reason = "cross-attention and attention that is not causal"
-    elif layer.xai_temperature_len > 0:
-        reason = "logits that are scaled by their position (Grok)"
-    elif layer.logit_capping_method != "tanh" and layer.logit_cap:
-        reason = f"logit_capping_method={layer.logit_capping_method!r}"
-    if reason:
-        raise NotImplementedError(
-            f"eagle_kernels: layer {layer.layer_id}: the attention backend eagle_kernels does not support {reason}; "
-            "start SGLang with another --attention-backend"
-        )
+def _refusal_of(layer) -> str | None:
+    """Returns what of a layer our attention does not have."""
+    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+        return "cross-attention and attention that is not causal"
+    if layer.xai_temperature_len > 0:
+        return "logits that are scaled by their position (Grok)"
+    if layer.logit_capping_method != "tanh" and layer.logit_cap:
+        return f"logit_capping_method={layer.logit_capping_method!r}"
+    return None

@@ -5,7 +5,7 @@ released versions, `python -m eagle_kernels env` for the one that is installed. 
 version only is not in here, but its alternatives are (`either`).
 """
 
-from ..shared.contract import call, either, last_refusal, listed, names, value
+from ..shared.contract import call, contains, either, last_refusal, listed, names, value
 
 GROUP = "sglang.srt.plugins"  # of entry points; setup.py names it too
 # SGLang's refusal of trees with pages larger than a token, of which our backend has no need
@@ -14,6 +14,7 @@ PAGE_TREES = "_topk > 1 with page_size > 1 is only supported on"
 OWN_DEFAULT = "_get_default_attn_backend"
 
 _SRT = "sglang.srt."
+_DEEPSEEK = _SRT + "models.deepseek_common."
 _SPEC = _SRT + "speculative."
 _ATTENTION = _SRT + "layers.attention."
 _BATCH = _SRT + "model_executor.forward_batch_info."
@@ -43,7 +44,19 @@ CONTRACT = (
     either(_ARGUMENTS + ".get_model_config", _SRT + "arg_groups.overrides.model_config_of"),
     names(_SRT + "configs.model_config.ModelConfig", (
         "attention_arch", "is_encoder_decoder", "is_hybrid_swa", "hf_config", "model_is_mrope", "head_dim", "dtype",
+        "kv_lora_rank", "qk_rope_head_dim",
     )),
+    # latents.py
+    names(_SRT + "mem_cache.memory_pool.MLATokenToKVPool",
+          ("get_kv_buffer", "kv_lora_rank", "move_kv_cache", "set_kv_buffer")),
+    call(_SRT + "mem_cache.memory_pool.MLATokenToKVPool.set_kv_buffer",
+         ("self", "layer", "loc_info", "cache_k", "cache_v")),
+    contains(_DEEPSEEK + "attention_backend_handler.AttentionBackendRegistry.get_handler",
+             "cls._handlers.get(backend_name, cls._handlers.get('triton'))"),
+    contains(_DEEPSEEK + "attention_backend_handler.handle_attention_triton",
+             "sum(forward_batch.extend_prefix_lens_cpu) == 0:\n        return AttnForwardMethod.MHA"),
+    contains(_DEEPSEEK + "attention_forward_methods.forward_mla.DeepseekMLAForwardMixin.forward_absorb_core",
+             "k = torch.cat([k_nope, k_pe], dim=-1)"),
     names(_SRT + "layers.layernorm.RMSNorm",
           ("weight", "variance_epsilon", "variance_size_override", "cast_x_before_out_mul")),
     names(_SRT + "layers.layernorm", ("is_batch_invariant_mode_enabled",)),

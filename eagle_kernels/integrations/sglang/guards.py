@@ -3,13 +3,14 @@
 import os
 
 from ...ops.attention.shared.drafts import MAX_DRAFT_KEYS, MAX_QUERY
+from ...ops.latent.shared.latents import MAX_LATENT_DIM, MAX_ROPE_DIM
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.shared.tree_contract import MAX_CANDIDATES
 from ...runtime.language import is_interpreting
 from ..shared.hooks import fault_in_place
 from . import hooks, parts, prompts
 from .contract import PAGE_TREES
-from .parts import ALGORITHM, NAME, RULE, VARIABLE, backends, model_config, preset, resolved
+from .parts import ALGORITHM, NAME, RULE, VARIABLE, backends, has_latents, model_config, preset, resolved
 
 SPECULATIVE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp8_e4m3")
@@ -34,7 +35,8 @@ def refusals(server_args) -> list[str]:
     refuse(bool(others), f"another backend for {' and '.join(others)}; {NAME} leaves only prompts to others")
     has_gpu = server_args.device in ("cuda", "hip") or is_interpreting()
     refuse(not has_gpu, f"device {server_args.device!r}; it needs a GPU")
-    refuse(model.attention_arch.name == "MLA", "models with multi-head latent attention (MLA)")
+    if has_latents(model):
+        found += latent_refusals(server_args, model)
     refuse(bool(getattr(model, "is_encoder_decoder", False)), "encoder-decoder models")
     for name in model.hf_config.architectures or ():
         refuse(name in MODELS, f"the model {name}, which needs SGLang's own Triton backend")
@@ -69,6 +71,22 @@ def refusals(server_args) -> list[str]:
         )
         refuse(bool(server_args.enable_dp_attention), "--enable-dp-attention with speculation")
     return found
+
+
+def latent_refusals(server_args, model) -> list[str]:
+    """Returns why models with latent attention cannot be served with these resolved arguments."""
+    dtype, reader = server_args.kv_cache_dtype, backends(server_args)["prefill"]
+    config = getattr(model, "hf_text_config", model.hf_config)
+    reasons = {
+        "sparse attention over latents (DSA)": hasattr(config, "index_topk"),
+        f"--kv-cache-dtype {dtype} with latent attention (MLA)": dtype.startswith("fp8"),
+        f"--prefill-attention-backend {reader} with latent attention (MLA)": reader != NAME,
+        f"latents of {model.kv_lora_rank} elements; at most {MAX_LATENT_DIM}": model.kv_lora_rank > MAX_LATENT_DIM,
+        f"keys of {model.qk_rope_head_dim} elements beside latents; at most {MAX_ROPE_DIM}": (
+            model.qk_rope_head_dim > MAX_ROPE_DIM
+        ),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def refusals_to_match(server_args) -> list[str]:

@@ -99,3 +99,8 @@ def backends(server_args) -> dict[str, str | None]:
     draft = server_args.speculative_draft_attention_backend or decode
     chosen = {"prefill": server_args.prefill_attention_backend or base, "decode": decode}
     return chosen | ({"draft": draft} if server_args.speculative_algorithm else {})
+
+
+def has_latents(model) -> bool:
+    """Tells whether SGLang reads a model's attention as one over latents (MLA)."""
+    return getattr(getattr(model, "attention_arch", None), "name", "") == "MLA"

@@ -10,7 +10,7 @@ import torch
 
 from ...runtime.target import architecture
 from .contract import OWN_DEFAULT
-from .parts import NAME, backends, model_config, resolved
+from .parts import NAME, backends, has_latents, model_config, resolved
 
 # Backends of SGLang whose kernels took less time than ours, by architecture: on an H200 ours took 1.05 to 1.5 times as
 # long as FlashAttention 3, on an H100 1.4 to 1.5 times as long as FlashInfer (bench_prefill_attention.py). Nothing was
@@ -45,6 +45,8 @@ def fastest(server_args) -> tuple[str, str]:
     if device not in FASTER:
         return NAME, f"nothing faster was measured on {device}"
     model = model_config(server_args)
+    if has_latents(model):
+        return NAME, "latents (MLA) are left to no other backend"
     if model.head_dim not in HEAD_SIZES or model.dtype not in DTYPES:
         return NAME, f"nothing faster was measured with heads of {model.head_dim} in {model.dtype}"
     own = _own_default(server_args, model)
@@ -89,7 +91,7 @@ def _architecture(server_args) -> str:
 
 def _own_default(server_args, model) -> str:
     """Returns the backend that SGLang chooses for a model where nobody names one; newer versions have a function."""
-    is_mla = False  # which is refused
+    is_mla = False  # ours reads prompts of these
     choose = getattr(server_args, OWN_DEFAULT, None)
     if choose is not None:
         return choose(is_mla, model)
