@@ -301,6 +301,7 @@ class Worker:
         local = np.concatenate([np.arange(number) for number in logits_of])
         batch = SimpleNamespace(
             req_ids=[str(each.place) for each in requests], num_reqs=count, num_reqs_after_padding=size,
+            has_structured_output_reqs=False,
             num_tokens=total, num_tokens_after_padding=tokens, num_scheduled_tokens=rows,
             idx_mapping=on(place), idx_mapping_np=place, expanded_idx_mapping=on(np.repeat(place, logits_of)),
             expanded_local_pos=on(local), num_draft_tokens=int(drafts.sum()),
@@ -355,6 +356,7 @@ class Worker:
         ones = torch.ones(count, dtype=torch.int32, device=self.device)
         batch = SimpleNamespace(
             num_reqs=count, num_reqs_after_padding=count, num_tokens=2 * count, num_tokens_after_padding=2 * count,
+            has_structured_output_reqs=False,
             num_draft_tokens=0, num_draft_tokens_per_req=None, num_scheduled_tokens=np.full(count, 2, np.int32),
             query_start_loc=self.buffers.query_start_loc[: count + 1], seq_lens=self.buffers.seq_lens[:count],
             query_start_loc_np=np.arange(0, 2 * count + 1, 2, np.int32), seq_lens_cpu_upper_bound=2 * ones.cpu(),
