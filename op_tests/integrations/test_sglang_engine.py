@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair, load_target
 from eagle_kernels.reference.causal_attend import causal_attend, positions_of
 from op_tests.harness.statistics import assert_follows_law
@@ -191,6 +192,36 @@ def test_a_text_does_not_depend_on_the_batch(plain):
     together, *alone = plain
     assert [one["tokens"] for (one,) in alone] == [one["tokens"] for one in together[-4:]]
     assert len({tuple(one["tokens"]) for one in together}) > 0.9 * NUM_REQUESTS
+
+
+# a DeepSeek-V2 without experts, whose rotary embedding is of the kind that SGLang has for it on every device
+LATENTS = {
+    "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "head_dim": 16, "qk_nope_head_dim": 24,
+    "v_head_dim": 20, "q_lora_rank": 48, "first_k_dense_replace": 9, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128,
+                        "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tree", "page_size"), [("plain", 1), ("8/4/16", 1), ("3/3/8", 16), ("chain", 16)])
+def test_texts_of_latents_are_those_of_our_engine(serve, tmp_path, tree, page_size):
+    """Of a random model with latent attention, which drafts for itself: nearly all drafts are accepted."""
+    pytest.importorskip("transformers")
+    from op_tests.engine.families import write_target
+
+    write_target("DeepseekV2", LATENTS, tmp_path / "latents")
+    changes = {"model_path": str(tmp_path / "latents"), "page_size": page_size}
+    if tree != "plain":
+        changes |= {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": changes["model_path"]}
+    given = prompts(6)
+    engine = EAGLEInference(None, load_target(tmp_path / "latents"), EAGLEConfig(method="naive", eos_token_ids=()))
+    wanted = engine.generate(given, NEW_TOKENS).output_ids
+    parameters = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
+    (found,) = serve(tree, [[(prompt, parameters) for prompt in given]], **changes)
+    assert [one["tokens"] for one in found] == wanted
+    assert tree == "plain" or all(0 < one["steps"] < NEW_TOKENS / 2 for one in found)
 
 
 @pytest.mark.parametrize("tree", ["8/4/16", "3/3/8", "chain"])

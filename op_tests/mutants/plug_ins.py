@@ -19,6 +19,12 @@ _BIAS = "    if sampling.logit_bias is not None:\n        logits.add_(sampling.l
 _RULES = _texts("test_requests_come_and_go[True]")
 
 MUTANTS = [
+    bug("values of fresh prompts that are cut before their keys", INTEGRATIONS + "sglang/latents.py",
+        "(0, layer.qk_head_dim - layer.v_head_dim)", "(layer.qk_head_dim - layer.v_head_dim, 0)",
+        "op_tests/integrations/test_sglang_latents.py::test_fresh_prompts_of_keys_that_are_wider_than_values"),
+    bug("latents whose scale is that of their rows", INTEGRATIONS + "sglang/latents.py",
+        '{"sm_scale": layer.scaling, "window": window}', '{"sm_scale": layer.qk_head_dim**-0.5, "window": window}',
+        "op_tests/integrations/test_sglang_latents.py::test_trees"),
     bug("beams that see all beams", INTEGRATIONS + "vllm/latent.py",
         'logits.masked_fill(~is_seen[:, :, None], float("-inf"))', "logits",
         "op_tests/integrations/test_vllm_latents.py::test_beams_of_a_draft_see_the_prefix_and_their_ancestors"),
