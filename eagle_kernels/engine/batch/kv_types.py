@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...runtime import target as architectures
-from ..models.protocol import ModelError, TargetModel, run_target
+from ..models.protocol import ModelError, TargetModel
+from ..models.running import run_target
 from .kv_pool import KVPool, PrefillAttend
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0, torch.int8: 127.0}

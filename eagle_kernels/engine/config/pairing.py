@@ -20,7 +20,7 @@ from ..models.end_tokens import end_tokens, read_eos_token_ids
 from ..models.head_formats import KINDS, MODULE_PREFIX, read_mask_token
 from ..models.hydra import load_hydra
 from ..models.loading import load_draft, load_medusa, load_target, read_dtype, read_kind
-from ..models.protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel
+from ..models.protocol import FINAL_NORM, DraftModel, KVShape, ModelError, TargetModel, sizes_of
 from ..models.quantisation import is_quantised
 from ..models.quantising import read_quantize
 from ..models.tokenizer import check_same_vocabulary
@@ -43,12 +43,6 @@ def _is_size(value: Any) -> bool:
     return is_integer(scalar(value)) and 0 < value < 2**63
 
 
-def _has_latents(shape: Any) -> bool:
-    """Returns whether a cache is none of latents, or one of sizes that fit."""
-    latent_dim = getattr(shape, "latent_dim", None)
-    return latent_dim is None or _is_size(latent_dim) and latent_dim < shape.head_dim and shape.num_kv_heads == 1
-
-
 _SIZE = "an int of at least 1", _is_size
 _NO_KEYS = KVShape(0, 1, 1)
 # what models say of themselves (`protocol`): what it must be, in words, and whether it is that
@@ -57,8 +51,7 @@ _ATTRIBUTES = {
     **dict.fromkeys(("num_modules", "block_length", "max_levels"), _SIZE),
     "kv_shape": ("a KVShape(num_layers, num_kv_heads, head_dim) of ints of at least 1; without keys, (0, 1, 1)",
                  lambda shape: is_word(shape, _NO_KEYS)
-                 or all(_is_size(getattr(shape, name, None)) for name in KVShape._fields)
-                 and _has_latents(shape)),
+                 or all(map(_is_size, sizes_of(shape)))),
     "device": ("a torch.device", lambda device: isinstance(device, torch.device)),
     "dtype": (f"one of {', '.join(map(str, DTYPES))}", lambda kind: isinstance(kind, torch.dtype) and kind in DTYPES),
     "token_shift": ("0 or 1", lambda shift: is_word(shift, 0) or is_word(shift, 1)),

@@ -9,11 +9,12 @@ only more slowly. The official files name no layers. `d2t` holds offsets in ever
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from ...runtime.values import is_integer, shown
-from .checkpoint import brief
+from .checkpoint import Checkpoint, brief
 from .decoder_config import FAMILIES, OF_OTHER_FAMILIES, has_plain_layers, read_model_type
 from .dflash import are_dflash
 from .hydra import FILES as HYDRA_FILES
@@ -21,7 +22,7 @@ from .hydra import are_hydra
 from .medusa import FILES as MEDUSA_FILES
 from .medusa import are_medusa
 from .protocol import FINAL_NORM, ModelError
-from .settings import MOST_LAYERS, NULL_IS_A_VALUE, check_implemented, is_empty, is_off, read_value, stated
+from .settings import MOST_LAYERS, NULL_IS_A_VALUE, check_implemented, is_empty, is_off, read_size, read_value, stated
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MODULE_PREFIX = "model.mtp_layers."  # begins the names of next-token modules' tensors, which lie beside the target's
@@ -155,6 +156,17 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
     else:
         is_language_model = any(re.search(r"(^|\.)(layers|h|blocks)\.0\.", name) for name in names)
     return "language model" if is_language_model and is_off(config.get("is_encoder_decoder")) else None
+
+
+def form_of_modules(names: Iterable[str]) -> HeadFormat:
+    """Returns the format of next-token modules, from the names of the tensors in the file."""
+    return DEEPSEEK_MODULES if any(name.endswith(".eh_proj.weight") for name in names) else NEXT_TOKEN_MODULES
+
+
+def rename_modules(config: dict[str, Any], checkpoint: Checkpoint) -> None:
+    """Gives the tensors of DeepSeek's next-token modules the names that MiMo's layout has for them."""
+    if form_of_modules(checkpoint.tensors) is DEEPSEEK_MODULES and read_model_type(config) in FAMILIES:
+        checkpoint.rename(partial(module_name, read_size(config, "num_hidden_layers")))
 
 
 def module_name(num_layers: int, name: str) -> str | None:

@@ -39,7 +39,7 @@ from .protocol import FINAL_NORM, ModelError, TargetModel
 from .quantisation import read_quantisation, without_quantisation
 from .quantised_linears import Quantisation, quantise_linears
 from .quantising import quantisation_at_load, read_quantize
-from .settings import is_empty, is_off, read_size
+from .settings import is_empty, is_off
 from .transformers_target import TransformersTarget
 
 DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
@@ -137,8 +137,7 @@ def _open(folder: Path, of_draft: bool = False) -> tuple[dict[str, Any], Checkpo
     config = read_config(folder)
     head_formats.refuse_other_drafts(config)  # whose tensors may lie in files that are not read
     checkpoint = Checkpoint(folder, head_formats.files_of(config))
-    if any(name.endswith(".eh_proj.weight") for name in checkpoint.tensors) and read_model_type(config) in FAMILIES:
-        checkpoint.rename(partial(head_formats.module_name, read_size(config, "num_hidden_layers")))
+    head_formats.rename_modules(config, checkpoint)
     kind = head_formats.kind_of(config, checkpoint.tensors)
     if kind is None and of_draft:
         ways = "drafts are EAGLE, Medusa or Hydra heads, next-token modules, and models with the target's tokens"
@@ -332,8 +331,7 @@ def read_head(
             raise ModelError(f"holds {head_formats.KINDS[kind].called}, which load_{kind.lower()} loads")
         form = head_formats.recognise(config)
         if kind == "MTP":  # config.json is the target's
-            is_of_deepseek = any(stored.name.endswith(".eh_proj.weight") for stored in checkpoint.tensors.values())
-            form = head_formats.DEEPSEEK_MODULES if is_of_deepseek else head_formats.NEXT_TOKEN_MODULES
+            form = head_formats.form_of_modules(stored.name for stored in checkpoint.tensors.values())
             checkpoint.check_layers(config, "num_hidden_layers", "model.layers.")
         checkpoint.rename(partial(head_formats.our_name, form, kind))
         tensors = checkpoint.tensors

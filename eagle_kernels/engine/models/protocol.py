@@ -120,6 +120,12 @@ class LatentShape(NamedTuple):
     latent_dim: int
 
 
+def sizes_of(shape: KVShape | LatentShape) -> list[int | None]:
+    """Returns all sizes of a shape; None for what a model's own kind of shape lacks."""
+    names = LatentShape._fields if hasattr(shape, "latent_dim") else KVShape._fields
+    return [getattr(shape, name, None) for name in names]
+
+
 def elements_of(shape: KVShape | LatentShape) -> int:
     """Returns the elements that a token takes."""
     parts = 2 if getattr(shape, "latent_dim", None) is None else 1
