@@ -170,7 +170,7 @@ class DecoderConfig:
             raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented (only {known})")
         family = FAMILIES[model_type]
         has_experts = issubclass(family.feed_forward, Experts)
-        if has_experts and reader and not issubclass(family.attention, LatentQuery):
+        if has_experts and reader == "heads" and not issubclass(family.attention, LatentQuery):
             raise ModelError(f"config.json: model_type={shown(model_type)} is not implemented for {reader}")
         own = family.feed_forward.count_keys if has_experts else ()
         check_implemented(config, {name: only for name, only in _IMPLEMENTED.items() if name not in own})

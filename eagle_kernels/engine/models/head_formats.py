@@ -106,11 +106,16 @@ _FORMATS = (  # the first that fits is taken
     HeadFormat("official (SafeAILab)", lambda config: True),
 )  # fmt: skip
 # Next-token modules, recognised by their tensors. DeepSeek's are layers after the target's own; each holds copies of
-# the embedding and the output, which are the target's and are not read.
+# the embedding and the output, which are the target's and are not read. ERNIE's end with the target's final norm
+# (FastDeploy, model_executor/models/ernie4_5_mtp.py), and are layers of the kind of the target's first ones.
 NEXT_TOKEN_MODULES = HeadFormat("MiMo (next-token modules)", lambda config: False)
 DEEPSEEK_MODULES = HeadFormat("DeepSeek (next-token modules)", lambda config: False)
 _DEEPSEEK_PARTS = {"enorm.": "token_layernorm.", "hnorm.": "hidden_layernorm.", "eh_proj.": "input_proj.",
                    "shared_head.norm.": "final_layernorm."}  # fmt: skip
+ERNIE_MODULES = HeadFormat("ERNIE (next-token modules)", lambda config: False)
+_ERNIE_PARTS = {"emb_norm": "token_layernorm.", "hidden_norm": "hidden_layernorm.", "linear_proj": "input_proj.",
+                "block": ""}  # fmt: skip
+_FINAL_NORM = "model.norm.weight"
 _COPIES = ("embed_tokens.", "shared_head.head.")
 
 
@@ -160,13 +165,33 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str | None:
 
 def form_of_modules(names: Iterable[str]) -> HeadFormat:
     """Returns the format of next-token modules, from the names of the tensors in the file."""
-    return DEEPSEEK_MODULES if any(name.endswith(".eh_proj.weight") for name in names) else NEXT_TOKEN_MODULES
+    names = list(names)
+    if any(name.endswith(".eh_proj.weight") for name in names):
+        return DEEPSEEK_MODULES
+    return ERNIE_MODULES if any(name.startswith("model.mtp_block.") for name in names) else NEXT_TOKEN_MODULES
 
 
 def rename_modules(config: dict[str, Any], checkpoint: Checkpoint) -> None:
-    """Gives the tensors of DeepSeek's next-token modules the names that MiMo's layout has for them."""
-    if form_of_modules(checkpoint.tensors) is DEEPSEEK_MODULES and read_model_type(config) in FAMILIES:
-        checkpoint.rename(partial(module_name, read_size(config, "num_hidden_layers")))
+    """Gives the tensors of next-token modules of other layouts the names that MiMo's has for them."""
+    form = form_of_modules(checkpoint.tensors)
+    if read_model_type(config) not in FAMILIES or form is NEXT_TOKEN_MODULES:
+        return
+    if form is DEEPSEEK_MODULES:
+        return checkpoint.rename(partial(module_name, read_size(config, "num_hidden_layers")))
+    checkpoint.rename(_name_of_ernie)
+    norm = checkpoint.tensors.get(_FINAL_NORM)
+    found = [name.removeprefix(MODULE_PREFIX) for name in checkpoint.tensors if name.startswith(MODULE_PREFIX)]
+    modules = {name.partition(".")[0] for name in found}
+    if norm is not None:
+        checkpoint.tensors |= {f"{MODULE_PREFIX}{module}.final_layernorm.weight": norm for module in modules}
+
+
+def _name_of_ernie(name: str) -> str:
+    """Returns the name that MiMo's layout has for a tensor of ERNIE's, and any other name unchanged."""
+    found = re.match(r"model\.mtp_(\w+)\.(\d+)\.(.*)", name)
+    if found is None or found[1] not in _ERNIE_PARTS:
+        return name
+    return f"{MODULE_PREFIX}{found[2]}.{_ERNIE_PARTS[found[1]]}{found[3]}"
 
 
 def module_name(num_layers: int, name: str) -> str | None:

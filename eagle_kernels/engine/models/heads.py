@@ -28,7 +28,8 @@ stands for token t_{j+1+k}, and predicts t_{j+2+k}:
 
 For module 0, h is f_j as EAGLE-1 reads it; for module k > 0 it is the output of module k - 1 in row j. A single module
 feeds itself: its output is the next token's h. DeepSeek's modules (arXiv 2412.19437) are the same with the embedding
-first; their layers are of the kind of the target's last ones, with experts.
+first; their layers are of the kind of the target's last ones, with experts. ERNIE's has the embedding first as well, a
+layer of the kind of the target's first one, and the target's final norm.
 
 A head that swaps this order, reads features a row off or feeds back the wrong norm still produces correct text: only
 its acceptance suffers. So the config keys below are explicit, and `bind` checks all that can be checked.
@@ -188,13 +189,14 @@ class NextTokenConfig(HeadConfig):
     kind = "MTP"
     layer_prefix = "mtp_layers.0."
 
-    first_layer: int | None = None  # the number that the first module's layer has: it comes after the target's
+    first_layer: int | None = None  # the number of the first module's layer; None: that of the target's first one
     embedding_first: bool = False  # which half of the projection's input it is
 
     @classmethod
     def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
         values = super(HeadConfig, cls)._read(config, "next-token modules")
-        first_layer, num_modules = values["num_hidden_layers"], read_size(config, "num_nextn_predict_layers")
+        first_layer = None if config.get("counts_from_first") is True else values["num_hidden_layers"]
+        num_modules = read_size(config, "num_nextn_predict_layers")
         return values | {"aux_layers": (FINAL_NORM,), "first_layer": first_layer, "num_hidden_layers": num_modules}
 
 
@@ -202,7 +204,7 @@ class NextTokenModule(DecoderLayer):
     """Holds the parts of one module: two norms and a projection, a decoder layer, and a final norm."""
 
     def __init__(self, config: NextTokenConfig, module: int) -> None:
-        super().__init__(config, config.first_layer + module)
+        super().__init__(config, module if config.first_layer is None else config.first_layer + module)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.embedding_first = config.embedding_first
         self.token_layernorm, self.hidden_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)

@@ -345,7 +345,8 @@ def read_head(
         if kind == "EAGLE-1" and is_empty(config.get("bias")) and is_empty(config.get("fusion_bias")):
             seen["fc_bias"] = "fc.bias" in tensors
         if kind == "MTP":
-            seen["embedding_first"] = form is head_formats.DEEPSEEK_MODULES
+            seen["embedding_first"] = form is not head_formats.NEXT_TOKEN_MODULES
+            seen["counts_from_first"] = form is head_formats.ERNIE_MODULES
         config_class, head_class = _CLASSES[kind]
         told = {name: value for name, value in seen.items() if is_empty(config.get(name))}
         quantisation = _quantisation(folder, config, chosen)
