@@ -14,8 +14,8 @@ from .harness.cases import cases_of, module_of_op, tensors_of
 
 # launches of each case in turn, where the docstring names several numbers; tuning rows of a GPU may choose another one
 NUMBERS = {
-    "attention.gqa_decode": [1] * 15 + [2, 2, 1, 2],
-    "attention.tree_attention": [2] * 8 + [1] + [2] * 5 + [1] + [2] * 7,
+    "attention.gqa_decode": [1] * 16 + [2, 2, 1, 2],
+    "attention.tree_attention": [2] * 8 + [1] + [2] * 6 + [1] + [2] * 8,
     "draft.ngram_match": [2, 2, 2, 3, 3],
     "experts.fused_experts": [3] * 7 + [4] + [3] * 26,
     "latent.mla_decode": [1] * 9 + [2, 2],

@@ -145,7 +145,7 @@ def test_pytorch_bin_files_are_mapped_and_older_ones_are_read(tmp_path, target, 
     tensors = heads.eagle1_tensors()
     path = heads.write_official(tmp_path, tensors, as_bin=True) / "pytorch_model.bin"
     torch.save(tensors, path, _use_new_zipfile_serialization=is_zip)
-    with Checkpoint(tmp_path)._open(path.name, "cpu") as file:
+    with Checkpoint(tmp_path)._open(path.name) as file:
         assert (str(path) in Path("/proc/self/maps").read_text()) is is_zip
         assert torch.equal(file.get_tensor("fc.weight"), tensors["fc.weight"])
     assert torch.equal(load_draft(tmp_path, target).fc.weight, tensors["fc.weight"])
