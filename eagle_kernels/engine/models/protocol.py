@@ -175,9 +175,10 @@ class TargetModel(Protocol):
     vocab_size: int
     hidden_size: int
     max_length: int
-    kv_shape: KVShape | LatentShape
 
     @property  # or an attribute, as all of these
+    def kv_shape(self) -> KVShape | LatentShape: ...
+    @property
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
@@ -230,10 +231,11 @@ class DraftModel(Protocol):
     vocab_size: int
     draft_vocab_size: int
     max_length: int
-    kv_shape: KVShape | LatentShape
     token_shift: int
 
     @property  # or an attribute, as all of these
+    def kv_shape(self) -> KVShape | LatentShape: ...
+    @property
     def aux_layers(self) -> tuple[int, ...]: ...
     @property
     def draft_to_target(self) -> Tensor | None: ...
