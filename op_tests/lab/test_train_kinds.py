@@ -42,7 +42,7 @@ def make(kind, target, levels=4):
     return plan, *KINDS[kind].make(target, read_target_config(demo_pair()[0]), plan)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "block")) for kind in KINDS])
 def test_a_text_that_is_learnt_by_heart_is_drafted_whole(kind, target, own_text, tmp_path):
     """A draft that learns other rows than it drafts would say all right in training, and nothing in the engine."""
     plan, draft, config = make(kind, target)
