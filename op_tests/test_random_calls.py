@@ -100,32 +100,22 @@ def attended_rows(values: dict) -> list[int] | None:
     return [row for first, last in zip(bounds, bounds[1:]) for row in range(first, last)[: values["max_query"]]]
 
 
-@pytest.mark.parametrize("path", ["attention.gqa_decode", "attention.prefill_attention", "attention.tree_attention"])
+@pytest.mark.parametrize(
+    "path",
+    ["attention.gqa_decode", "attention.prefill_attention", "attention.tree_attention",
+     "latent.mla_decode", "latent.mla_prefill", "latent.mla_tree_attention"],
+)  # fmt: skip
 def test_attention_to_whatever_is_drawn(path, device, monkeypatch):
     """On a GPU of any size, which decides into how many chunks keys are cut."""
     for number in range(8):
         coin = random.Random(f"{path} {number}")
         torch.manual_seed(number)
-        values = drawn_attention(path, coin)
-        if path != "attention.prefill_attention" and coin.random() < 0.3:
+        values = (drawn_latents if path.startswith("latent") else drawn_attention)(path, coin)
+        if not path.endswith(("prefill_attention", "mla_prefill")) and coin.random() < 0.3:
             values["deterministic"] = True
         with monkeypatch.context() as patched:
             assume_multiprocessors(patched, coin.choice((1, 2, 7, 132)))
-            rows = {} if path == "attention.gqa_decode" else {"rows": attended_rows(values)}
-            module_of_tests(path).check(to_device(values, device), f"{number}", **rows)
-
-
-@pytest.mark.parametrize("path", ["latent.mla_decode", "latent.mla_prefill", "latent.mla_tree_attention"])
-def test_attention_to_whatever_latents_are_drawn(path, device, monkeypatch):
-    for number in range(8):
-        coin = random.Random(f"{path} {number}")
-        torch.manual_seed(number)
-        values = drawn_latents(path, coin)
-        if path != "latent.mla_prefill" and coin.random() < 0.3:
-            values["deterministic"] = True
-        with monkeypatch.context() as patched:
-            assume_multiprocessors(patched, coin.choice((1, 2, 7, 132)))
-            rows = {} if path == "latent.mla_decode" else {"rows": attended_rows(values)}
+            rows = {} if path.endswith("_decode") else {"rows": attended_rows(values)}
             module_of_tests(path).check(to_device(values, device), f"{number}", **rows)
 
 

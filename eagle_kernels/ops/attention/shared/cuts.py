@@ -127,7 +127,8 @@ def find_block(batch, cut, block, chunk_stop, SHAPE: tl.constexpr, BLOCK_BATCH: 
         stops, num_blocks, shorts = _block_stops(batch, start, before, SHAPE, BLOCK_BATCH)
         before = tl.max(stops)
         stops += cut.gap * (num_short + tl.cumsum(shorts))
-        gap_stop, gap_begin = stops - num_blocks, stops - num_blocks - cut.gap * shorts
+        gap_stop = stops - num_blocks
+        gap_begin = gap_stop - cut.gap * shorts
         is_in_gap = (gap_begin < chunk_stop) & (chunk_stop <= gap_stop)
         chunk_stop = tl.min(tl.where(is_in_gap, gap_begin, chunk_stop))
         num_short += tl.sum(shorts)

@@ -40,11 +40,8 @@ def launch_attention(
     """
     query, draft_key, draft_value = values["query"], values.get("draft_key"), values.get("draft_value")
     tree_mask, window = values.get("tree_mask"), values["window"]
-    k_cache, v_cache, one_scale = (
-        values["k_cache"],
-        values["v_cache"],
-        values["k_scale"] is None or len(values["k_scale"]) == 1,
-    )
+    k_cache, v_cache = values["k_cache"], values["v_cache"]
+    one_scale = values["k_scale"] is None or len(values["k_scale"]) == 1
     is_csr, is_ordered = values["block_table"] is None, values["deterministic"]
     if is_ordered:
         tuned = tuning.row(ordered.TUNING, query.device)
