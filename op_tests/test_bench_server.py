@@ -27,7 +27,7 @@ from bench.apps.server_rows import VLLM_ROWS
 from bench.harness import results
 from bench.harness.markdown import markdown
 from bench.lab.log import read_lines
-from bench.peers import engine, fa3, sglang_engine, sglang_fa3, vllm_engine
+from bench.peers import engine, engine_child, fa3, sglang_engine, sglang_fa3, vllm_engine
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 
@@ -311,7 +311,7 @@ def test_an_engine_is_sized_for_its_case(case, tmp_path):
 def test_three_engines_of_vllm_fit_on_a_gpu(place, tmp_path):
     """Each with all cases that it is started once for."""
     bench = server.Bench(server.parsed(["--engine", "vllm", "--logs", str(tmp_path)]), None, {})
-    cases = [case for case in VLLM_CASES if case.tree == VLLM_CASES[place].tree]
+    cases, bench.num_together = [case for case in VLLM_CASES if case.tree == VLLM_CASES[place].tree], 3
     order = bench.order(cases[0], "vllm+eagle_kernels", also=cases[1:])
     arguments, longest = order.engine_arguments(tmp_path), 8192 + order.also[0].lengths[1]
     assert longest < arguments["max_model_len"] <= 10240 and arguments["gpu_memory_utilization"] == 0.3
@@ -1009,10 +1009,10 @@ def test_a_table_of_trees_in_vllm(tmp_path):
 
 def test_trees_in_vllm_are_beside_its_chains(tmp_path):
     bench = server.Bench(server.parsed(["--engine", "vllm", "--logs", str(tmp_path)]), None, {})
-    (case,) = [case for case in VLLM_CASES if case.name == "vllm 8/5/64"]
+    (case,), bench.num_together = [case for case in VLLM_CASES if case.name == "vllm 8/5/64"], 4
     orders = {system: bench.order(case, system) for system in VLLM_SYSTEMS if case.sampling_of(system)}
     made = {system: order.engine_arguments(tmp_path) for system, order in orders.items()}
-    assert list(made) == ["vllm+eagle_kernels", *CHAINS, "eagle_kernels"] and len({
+    assert list(made) == ["vllm+eagle_kernels", *list(CHAINS)[:3], "eagle_kernels"] and len({
         orders[system].compiled for system in list(made)[:-1]
     }) == 4  # fmt: skip
     for system, arguments in list(made.items())[:-1]:
@@ -1024,6 +1024,45 @@ def test_trees_in_vllm_are_beside_its_chains(tmp_path):
         assert arguments["gpu_memory_utilization"] == 0.225
     (chain,) = [case for case in VLLM_CASES if case.name == "vllm chain3"]
     assert [system for system in VLLM_SYSTEMS if chain.sampling_of(system)] == [*VLLM_SYSTEMS[:3], "eagle_kernels"]
+
+
+def test_the_pair_is_timed_by_what_it_accepts(vllm, gpu, tmp_path, monkeypatch):
+    """All trees and chains at the same time, an engine for each."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    names = ["vllm pair 8/5/64", "vllm pair 4/4/16"]
+    assert call(vllm, "--case", *names, directory=tmp_path / "results") == 0
+    lines = kept(tmp_path / "results")
+    found = Counter((line["case"], line["batch"], line["system"]) for line in lines)
+    settings = [(names[0], 1), (names[0], 8), (names[1], 8)]
+    assert found == {(*each, system): 2 for each in settings for system in ("vllm+eagle_kernels", *CHAINS)}
+    assert all(line["shape"] == "pair" and line["accept_length"] == pytest.approx(2.0) for line in lines)
+    assert len(list((tmp_path / "logs").iterdir())) == 2 + len(CHAINS)
+
+
+def test_turns_of_the_pair_have_other_prompts():
+    seen, told = [], []
+
+    class Made:
+        def generate(self, prompts, sampling, length):
+            seen.append([prompt[0] for prompt in prompts])
+            time.sleep(1e-3 * length)
+            return [[0] * length] * len(prompts)
+
+        def steps(self):
+            return sum(map(len, seen))
+
+    sizes = {"lengths": [2, 4], "repeats": 3, "prompt_tokens": 1, "vocab_size": 512, "turns": None, "case": "pair"}
+    order = sizes | {"sampling": [{"temperature": 0.0}], "batches": [1, 8], "is_speculative": False}
+    engine_child.measure_all(
+        Made(), order | {"prompts": [[n] for n in range(10)]}, lambda *_, **line: told.append(line)
+    )
+    assert seen[2::3] == [[0], [1], [2], [*range(8)], [8, 9, *range(6)], [6, 7, 8, 9, *range(4)]]
+    assert all(seen[place : place + 3] == [seen[place]] * 3 for place in range(0, len(seen), 3))
+    tokens, seconds = 2 * 3 * 8, sum(long_s - short_s for short_s, long_s, *_ in told[1]["raw"])
+    assert len(told) == 2 and told[1]["tokens_per_s"] == pytest.approx(tokens / seconds, rel=0.2)
+    del seen[:]
+    engine_child.measure_all(Made(), order | {"prompts": []}, lambda *_, **line: None)
+    assert all(turn == seen[9] for turn in seen[9:]) and len(set(seen[9])) > 1
 
 
 def test_a_soak_of_vllm(vllm, capsys, fail):

@@ -22,7 +22,7 @@ status is 1 where an accepted length is more than 1 % (vLLM's: and chance) off e
 
 `--engine vllm` decodes plainly and drafts chains, with prompts of 512 and 8,192 tokens, and times the first token of
 the latter, in place of a step; then trees, beside vLLM's own chains. An engine is started once for all cases with its
-drafts, all systems `--together`.
+drafts, all systems `--together`. Last, cases of the embedded pair, its prompts and what it really accepts.
 
 `--tp 2` gives each engine of SGLang two GPUs, and times cases of its own, of an 8B and a 32B shape; EAGLEInference runs
 on one GPU and is left out. Tables keep these lines apart.
@@ -39,6 +39,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -48,8 +49,20 @@ from ..peers import engine, fa3, sglang_engine, vllm_engine
 from ..peers.engine import EngineFailure, Installation, TimedOrder
 from ..peers.sglang_engine import ALL_REDUCES
 from . import generation, prefixes, server_tables, server_texts
-from .random_models import head_config, target_config
-from .server_cases import CHAINS, ENGINES, EVERY_CASE, EVERY_SYSTEM, MATCH, OWN, RANK_CASES, STOCK, Case, ranks_of
+from .server_cases import (
+    CHAINS,
+    ENGINES,
+    EVERY_CASE,
+    EVERY_SYSTEM,
+    MATCH,
+    OWN,
+    PAIR,
+    RANK_CASES,
+    STOCK,
+    Case,
+    models,
+    ranks_of,
+)
 from .server_rows import ROWS
 from .server_tables import TOLERANCE, all_tables, off_stock, setting
 
@@ -60,33 +73,10 @@ REPEATS = 3
 LIMIT_S = 900.0
 GPU_SHARE = 0.9  # of its memory, for the engines of vLLM that are there together
 OWN_ROOM = 4096  # tokens after a prompt that EAGLEInference may hold
+PAIR_REPEATS = 10  # whose prompts differ, and so does what is accepted
 # prompts of the small shape, which tests use, are shorter by this
 SMALLER = 16
 QUICK_REQUESTS = 64
-# what SGLang and vLLM read in a config.json beside sizes, as published: of all models, and by `model_type`
-PUBLISHED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-}
-PUBLISHED_OF = {
-    "llama": {
-        "architectures": ["LlamaForCausalLM"],
-        "max_position_embeddings": 131072,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-}
 
 
 tables = server_tables.tables
@@ -102,15 +92,15 @@ class Bench:
         self.flashinfer = self.installation.flashinfer_version()
         self.others_use_flashinfer = self.flashinfer is not None
         self.lines: list[dict] = []
-        self.num_failures = 0
+        self.num_failures, self.num_together = 0, 1
         self._models: generation.Bench | None = None
         self._writing = threading.Lock()  # of engines that are there together
 
     def shape(self, case: Case) -> str:
-        return self.options.shape or case.shape
+        return case.shape if case.is_pair else self.options.shape or case.shape
 
     def prompt_tokens(self, case: Case) -> int:
-        return case.prompt_tokens if self.shape(case) != "small" else case.prompt_tokens // SMALLER
+        return case.prompt_tokens // SMALLER if self.shape(case) == "small" else case.prompt_tokens
 
     def requests(self, case: Case) -> list[tuple[int, int]]:
         if self.options.quick:
@@ -123,45 +113,48 @@ class Bench:
         long = case.long if case.tree is not None else min(case.long, PLAIN_LONG)
         return SHORT if long > 1 else 0, min(long, QUICK_LONG) if self.options.quick else long
 
-    def repeats(self) -> int:
-        return 1 if self.options.quick else self.options.repeats
+    def repeats(self, case: Case) -> int:
+        return 1 if self.options.quick else max(self.options.repeats, PAIR_REPEATS * case.is_pair)
 
     def order(self, case: Case, system: str, turns: Path | None = None, also: Sequence[Case] = ()) -> TimedOrder:
         """Returns what an engine is to do. turns: as of `engine.TimedOrder`. also: cases that it is timed with too."""
-        model, head = target_config(self.shape(case)), head_config(self.shape(case))
-        published = PUBLISHED | PUBLISHED_OF[model["model_type"]]
-        own = {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": model["hidden_size"]}
+        model, head = models(self.shape(case))
         tree, accept = case.drafts_of(system)
         asked = {
-            "model": model | published, "draft": head | published | own,
+            "model": model, "draft": head,
             # sampled first, all systems at the same time: sample and match has nothing else
             "sampling": tuple(sorted(case.sampling_of(system), reverse=True)), "batches": case.batches,
-            "prompt_tokens": self.prompt_tokens(case), "lengths": self.lengths(case), "repeats": self.repeats(),
-            "requests": self.requests(case), "turns": turns, "tree": tree, "accept": accept,
+            "prompt_tokens": self.prompt_tokens(case), "lengths": self.lengths(case), "repeats": self.repeats(case),
+            "requests": self.requests(case), "prompts": case.prompts, "turns": turns, "tree": tree, "accept": accept,
             "tp": self.options.tp, "case": case.name, "also": [self.order(other, system, turns) for other in also],
         }  # fmt: skip
         if self.is_vllm:
-            beside = [one for one in self.options.system if one != OWN and case.sampling_of(one)]
             backend = vllm_engine.FA3 if system in CHAINS else STOCK.get(system, vllm_engine.CUSTOM)
             return vllm_engine.Order(
-                backend, **asked, share=round(GPU_SHARE / len(beside), 3),
+                backend, **asked, share=round(GPU_SHARE / self.num_together, 3),
                 has_trees=case.is_beside_chains and system not in CHAINS,
                 # engines that start together must not share a folder
-                compiled=system.replace(" ", "-") if system in CHAINS else backend,
+                compiled="-".join([backend, *(map(str, tree) if case.is_beside_chains else ())]),
             )  # fmt: skip
         backend, rule = STOCK.get(system, engine.PLUGIN), "match" if system == MATCH else None
         return sglang_engine.Order(backend, **asked, rule=rule, all_reduce=self.options.all_reduce)
 
     def run_engines(self, cases: Sequence[Case], systems: Sequence[str]) -> None:
-        """Runs an engine for each system, with all these cases: one after the other, or all, which generate in turn."""
+        """Runs an engine for each system and its drafts, with all cases that have them: one after the other, or all,
+        which generate in turn."""
+        engines: dict = {}
+        for system, case in product(systems, cases):
+            if case.sampling_of(system):
+                engines.setdefault((system, case.drafts_of(system)[0]), []).append(case)
         if not self.options.together:
-            for system in systems:
-                self.run_engine(cases, system, threading.Barrier(1), None)
-        elif systems:
-            all_here = threading.Barrier(len(systems))
-            with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(systems)) as pool:
+            for (system, _), alike in engines.items():
+                self.run_engine(alike, system, threading.Barrier(1), None)
+        elif engines:
+            self.num_together, all_here = len(engines), threading.Barrier(len(engines))
+            with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(engines)) as pool:
                 turns = Path(folder) / "turns"
-                list(pool.map(lambda system: self.run_engine(cases, system, all_here, turns), systems))
+                run = lambda engine: self.run_engine(engines[engine], engine[0], all_here, turns)  # noqa: E731
+                list(pool.map(run, engines))
 
     def run_engine(self, cases: Sequence[Case], system: str, all_here: threading.Barrier, turns: Path | None) -> None:
         """Runs one engine for all batch sizes and temperatures of some cases.
@@ -236,10 +229,10 @@ class Bench:
         own = bench.engine(batch, case.tree, accept, max_length=bench.prompt_tokens + OWN_ROOM)
         if not short:  # until the first token; the first time compiles
             prompts = torch.randint(bench.target.vocab_size, (batch, bench.prompt_tokens)).tolist()
-            return [[prefixes.serve(own, prompts, 1, shares=False)[0], 1.0] for _ in range(1 + self.repeats())][1:]
+            return [[prefixes.serve(own, prompts, 1, shares=False)[0], 1.0] for _ in range(1 + self.repeats(case))][1:]
         chosen = dict(zip(("temperature", "top_p"), sampling)) if sampling[0] > 0 else {}
         raw = []
-        for repeat in range(self.repeats()):
+        for repeat in range(self.repeats(case)):
             seeds = [repeat * batch + request for request in range(batch)]
             step_ms, length = bench.step_ms(own, batch, is_plain=case.tree is None, seeds=seeds, **chosen)
             raw.append([round(step_ms, 4), round(length, 4)])
@@ -317,9 +310,10 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     options.system = systems
     of_engine: dict = {}  # vLLM needs a minute and more to start: once for all cases with the same drafts
     for case in cases:
-        of_engine.setdefault(case.tree if bench.is_vllm else case.name, []).append(case)
+        drafts = PAIR if case.is_pair else case.tree  # the pair's engines are small, and are all there together
+        of_engine.setdefault(drafts if bench.is_vllm else case.name, []).append(case)
     for alike in of_engine.values():
-        bench.run_engines(alike, [system for system in systems if system != OWN and alike[0].sampling_of(system)])
+        bench.run_engines(alike, [system for system in systems if system != OWN])
     if OWN in systems:
         for case in cases:
             if not case.requests:

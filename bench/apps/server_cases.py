@@ -1,15 +1,24 @@
 """What the server is timed with, and the systems that are compared."""
 
+import json
 import random
 from typing import NamedTuple
+
+from eagle_kernels.engine.models.loading import demo_pair
+
+from .random_models import head_config, target_config
 
 FA3, VLLM_FA3 = "sglang+fa3", "vllm+fa3"
 PLUGGED, MATCH, OWN = "sglang+eagle_kernels", "sglang+match", "eagle_kernels"
 # with their attention backends
 STOCK = {"sglang+flashinfer": "flashinfer", "sglang+triton": "triton", FA3: "fa3",
          VLLM_FA3: "FLASH_ATTN", "vllm+triton": "TRITON_ATTN"}  # fmt: skip
-# vLLM's own chains, beside our trees: drafts, and tokens of a step as with the embedded pair's
-CHAINS = {f"{VLLM_FA3} chain{drafts}": (drafts, accept) for drafts, accept in ((3, 2.5), (5, 2.9), (7, 3.2))}
+# vLLM's own chains, beside our trees: drafts, and tokens of a step as with the embedded pair's; the longest ones are
+# timed with that pair alone
+CHAINS = {
+    f"{VLLM_FA3} chain{drafts}": (drafts, accept)
+    for drafts, accept in ((3, 2.5), (5, 2.9), (7, 3.2), (11, None), (15, None))
+}
 EVERY_SYSTEM = (*STOCK, PLUGGED, MATCH, "vllm+eagle_kernels", *CHAINS, OWN)
 SYSTEMS, VLLM_SYSTEMS = (
     tuple(system for system in EVERY_SYSTEM if system.startswith((engine, OWN))) for engine in ("sglang", "vllm")
@@ -17,6 +26,7 @@ SYSTEMS, VLLM_SYSTEMS = (
 
 GREEDY = ((0.0, 1.0),)  # temperature, top-p
 TREE_SAMPLING = (*GREEDY, (0.8, 0.95))
+PAIR = "pair"  # in place of a shape: the embedded models, what they accept, and their prompts
 
 
 class Case(NamedTuple):
@@ -34,6 +44,17 @@ class Case(NamedTuple):
     requests: tuple[tuple[int, int], ...] = ()
 
     @property
+    def is_pair(self) -> bool:
+        return self.shape == PAIR
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The tokens of the embedded pair's prompts; none of dummy weights, whose prompts are random."""
+        file = demo_pair()[0].parent / "prompts.json"
+        texts = json.loads(file.read_text(encoding="utf-8")) if self.is_pair else []
+        return [list(text.encode()) for text in texts]
+
+    @property
     def is_beside_chains(self) -> bool:
         """Tells whether this is a tree in vLLM, which has none of its own."""
         return self.name.startswith("vllm") and self.tree is not None and self.tree[0] > 1
@@ -42,14 +63,53 @@ class Case(NamedTuple):
         """Returns a system's tree, and the tokens of a step that are simulated."""
         if system in CHAINS:
             drafts, accept = CHAINS[system]
-            return (1, drafts, drafts + 1), accept
+            return (1, drafts, drafts + 1), None if self.is_pair else accept
         return self.tree, self.accept
 
     def sampling_of(self, system: str) -> tuple[tuple[float, float], ...]:
         """Returns what a system is measured with: sample and match differs from the plug-in where it samples."""
         if (system in CHAINS and not self.is_beside_chains) or (system in STOCK and self.is_beside_chains):
             return ()
+        if system == OWN if self.is_pair else system in CHAINS and CHAINS[system][1] is None:
+            return ()
         return tuple(each for each in self.sampling if each[0] > 0 or system != MATCH)
+
+
+# what SGLang and vLLM read in a config.json beside sizes, as published: of all models, and by `model_type`
+PUBLISHED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+PUBLISHED_OF = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 131072,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+}
+
+
+def models(shape: str) -> tuple[dict, dict]:
+    """Returns the config.json of a target and of its EAGLE-3 head."""
+    if shape == PAIR:
+        target, head = (json.loads((each / "config.json").read_text(encoding="utf-8")) for each in demo_pair())
+        return target, head
+    target, head = target_config(shape), head_config(shape)
+    published = PUBLISHED | PUBLISHED_OF[target["model_type"]]
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": target["hidden_size"]}
+    return target | published, head | published | own
 
 
 def ranks_of(tp: int, all_reduce: str) -> dict[str, int | str]:
@@ -105,6 +165,10 @@ VLLM_CASES = (
     *(
         Case(f"vllm {'/'.join(map(str, tree))}", (batch,), tree, accept, sampling=TREE_SAMPLING)
         for tree, batch, accept in (((8, 5, 64), 1, 4.0), ((4, 4, 16), 8, 3.0), ((4, 3, 8), 32, 2.7))
+    ),
+    *(
+        Case(f"vllm pair {name}", batches, tree, None, 64, long=448, sampling=TREE_SAMPLING, shape=PAIR)
+        for name, batches, tree in (("8/5/64", (1, 8), (8, 5, 64)), ("4/4/16", (8,), (4, 4, 16)))
     ),
     Case("vllm first token 8k", (1,), prompt_tokens=8192, long=1),
 )

@@ -112,7 +112,7 @@ class AnyOrder:
 
 @dataclass(frozen=True)
 class TimedOrder(AnyOrder):
-    """One engine and what it generates; its weights are dummies, its texts mean nothing."""
+    """One engine and what it generates; unless prompts are given, its weights are dummies, its texts mean nothing."""
 
     model: dict[str, Any]  # config.json of the target
     draft: dict[str, Any]  # and of the EAGLE-3 head
@@ -122,6 +122,7 @@ class TimedOrder(AnyOrder):
     lengths: tuple[int, int]
     repeats: int
     requests: Sequence[tuple[int, int]] = ()  # lengths of prompts and texts, sent at once in place of equal batches
+    prompts: Sequence[Sequence[int]] = ()  # of the embedded pair, which is loaded, by turns; empty: random ones
     case: str = ""
     also: Sequence["TimedOrder"] = ()  # what this engine is timed with besides
     turns: Path | None = None  # a file that engines share of which one generates at a time
@@ -139,6 +140,7 @@ class TimedOrder(AnyOrder):
             "batches": list(self.batches), "prompt_tokens": self.prompt_tokens, "lengths": list(self.lengths),
             "sampling": [{"temperature": temperature, "top_p": top_p} for temperature, top_p in self.sampling],
             "repeats": self.repeats, "is_speculative": self.tree is not None, "requests": list(self.requests),
+            "prompts": list(self.prompts),
             "turns": self.turns and str(self.turns), "also": [other.for_child(folder) for other in self.also],
         }  # fmt: skip
 

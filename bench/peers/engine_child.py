@@ -64,7 +64,7 @@ def main(order_file: str, records_file: str) -> None:
 
 def measure_all(engine, order: dict, write) -> None:
     """Times all batch sizes of an order by each sampling."""
-    source = random.Random(0)
+    source, repeats, given = random.Random(0), order["repeats"], order["prompts"]
     prompts = {
         batch: [
             [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(order["prompt_tokens"])]
@@ -72,11 +72,14 @@ def measure_all(engine, order: dict, write) -> None:
         ]
         for batch in order["batches"]
     }
+    turns = {batch: [some] * repeats for batch, some in prompts.items()}
+    if given:
+        turns = {batch: [(given * batch)[batch * turn :][:batch] for turn in range(repeats)] for batch in prompts}
     for sampling in order["sampling"]:
         for batch in order["batches"]:
             about = {"case": order["case"], "batch": batch} | sampling
             try:
-                numbers = measure(engine, prompts[batch], sampling, order, write)
+                numbers = measure(engine, turns[batch], sampling, order, write)
             except Exception as error:
                 write("failed", **about, error=f"{type(error).__name__}: {error}"[:500])
             else:
@@ -153,17 +156,20 @@ def versions(module, package) -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
-def measure(engine, prompts: list[list[int]], sampling: dict, order: dict, write) -> dict:
+def measure(engine, batches: list[list[list[int]]], sampling: dict, order: dict, write) -> dict:
     """Times steps as the slope between two lengths of generation: what both cost, the prompts' part too, cancels.
 
     A shorter length of 0 is not generated: the slope to a length of 1 is the time to the first token.
 
+    batches: the prompts of each repeat.
+
     raw: seconds of the short and of the long generation, and the steps and tokens of a request between them, for each
-    repeat. The time of a step and the speed are medians over repeats; the accepted length is of all repeats together.
+    repeat. The time of a step and the speed are medians over repeats, or of all together where prompts differ, as the
+    accepted length is.
     """
     short, long = order["lengths"]
     slopes, speeds, raw = [], [], []
-    for _ in range(order["repeats"]):
+    for prompts in batches:
         with turn(order, write):
             generate(engine, prompts, WARM_TOKENS, sampling)  # each time: it may have waited for others
             short_s, short_tokens, short_steps = generate(engine, prompts, short, sampling) if short else (0.0, 0, 0)
@@ -173,9 +179,12 @@ def measure(engine, prompts: list[list[int]], sampling: dict, order: dict, write
         slopes.append(1e3 * seconds / steps)
         speeds.append(len(prompts) * tokens / seconds)
         raw.append([round(short_s, 4), round(long_s, 4), round(steps, 2), round(tokens, 2)])
+    mean, mean_speed = statistics.median, statistics.median
+    if order["prompts"]:
+        mean, mean_speed = statistics.mean, statistics.harmonic_mean
     return {
-        "ms_per_step": round(statistics.median(slopes), 4),
-        "tokens_per_s": round(statistics.median(speeds), 2),
+        "ms_per_step": round(mean(slopes), 4),
+        "tokens_per_s": round(mean_speed(speeds), 2),
         "accept_length": round(sum(row[3] for row in raw) / sum(row[2] for row in raw), 4),
         "raw": raw,
     }

@@ -86,6 +86,12 @@ class Order(TimedOrder, VLLMOrder):
     def asked(self) -> str:
         return "all" if self.backend == CUSTOM else ""
 
+    def write_models(self, folder: Path) -> None:
+        if self.prompts:
+            write_head(folder)
+        else:
+            super().write_models(folder)
+
     @property
     def needed(self) -> frozenset[str]:
         parts = PARTS if self.tree is not None and self.accept is None else PARTS[:1]
@@ -98,7 +104,8 @@ class Order(TimedOrder, VLLMOrder):
         most = [max(each.batches) * (each.prompt_tokens + each.lengths[1] + ROOM) for each in cases]
         tokens = max(self.context_length, *most)
         layers = model["num_hidden_layers"] + (self.draft["num_hidden_layers"] if self.tree is not None else 0)
-        return self.shared_arguments(folder / "target", folder / "draft", "dummy") | {
+        target, load_format = (demo_pair()[0], "auto") if self.prompts else (folder / "target", "dummy")
+        return self.shared_arguments(target, folder / "draft", load_format) | {
             "dtype": "bfloat16", "max_model_len": self.context_length, "max_num_batched_tokens": 8192,
             "max_num_seqs": max(max(each.batches) for each in cases),
             # keys and values of two bytes; when told, vLLM does not measure, which other engines would disturb
@@ -134,12 +141,7 @@ class TextOrder(VLLMOrder):
         return super().environment(installation, plugin) | exact
 
     def write_models(self, folder: Path) -> None:
-        """Writes the pair's head as vLLM reads it: it looks for the layers at the top, and taps before a layer."""
-        shutil.copytree(demo_pair()[1], folder / "draft")
-        file = folder / "draft" / "config.json"
-        config = json.loads(file.read_text(encoding="utf-8"))
-        layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        file.write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers]}))
+        write_head(folder)
 
     def for_child(self, folder: Path) -> dict[str, Any]:
         arguments = self.shared_arguments(demo_pair()[0], folder / "draft", "auto")
@@ -151,3 +153,12 @@ class TextOrder(VLLMOrder):
             "enable_prefix_caching": self.has_radix_cache,
         }  # fmt: skip
         return {"engine": arguments, "traffic": self.traffic}
+
+
+def write_head(folder: Path) -> None:
+    """Writes the embedded head as vLLM reads it: it looks for the layers at the top, and taps before a layer."""
+    shutil.copytree(demo_pair()[1], folder / "draft")
+    file = folder / "draft" / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    file.write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers]}))
