@@ -1029,11 +1029,11 @@ def test_trees_in_vllm_are_beside_its_chains(tmp_path):
 def test_the_pair_is_timed_by_what_it_accepts(vllm, gpu, tmp_path, monkeypatch):
     """All trees and chains at the same time, an engine for each."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    names = ["vllm pair 8/5/64", "vllm pair 4/4/16"]
+    names = ["vllm pair 4/8/32", "vllm pair 4/11/48"]
     assert call(vllm, "--case", *names, directory=tmp_path / "results") == 0
     lines = kept(tmp_path / "results")
     found = Counter((line["case"], line["batch"], line["system"]) for line in lines)
-    settings = [(names[0], 1), (names[0], 8), (names[1], 8)]
+    settings = [(name, batch) for name in names for batch in (1, 8)]
     assert found == {(*each, system): 2 for each in settings for system in ("vllm+eagle_kernels", *CHAINS)}
     assert all(line["shape"] == "pair" and line["accept_length"] == pytest.approx(2.0) for line in lines)
     assert len(list((tmp_path / "logs").iterdir())) == 2 + len(CHAINS)

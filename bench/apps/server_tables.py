@@ -66,8 +66,8 @@ VLLM_NAMES = [case.name for case in VLLM_CASES if not case.is_beside_chains]
 VLLM_TREES_ABOUT = (
     "Trees in vLLM (topk/depth/nodes) beside its own chains, at the shape of llama-3.1-8b. *of the best chain*: tokens "
     "a second, as a multiple of those of the fastest of vLLM's chains. *of EAGLEInference's step*: a step's time, as a "
-    "multiple of the one with the same tree in our own engine. *pair*: the embedded models, their prompts, and what they "
-    "really accept; elsewhere acceptance is simulated."
+    "multiple of the one with the same tree in our own engine. *pair*: the embedded models with their prompts and real "
+    "acceptance; elsewhere acceptance is simulated."
 )
 VLLM_ABOUT = (
     "vLLM's steps at the shape of llama-3.1-8b, plain and with chains of 3 and 7 drafts; *first token*: the time to it "
