@@ -112,6 +112,21 @@ def tree_attention(values: dict) -> Run:
 mla_tree_attention = tree_attention
 
 
+def build_tree_from_blocks(values: dict) -> Run:
+    """uno_tree, whose top-k is FlashInfer's, up to the lists of which SGLang makes links afterwards."""
+    if values["logits"] is None:
+        raise Unavailable("uno_tree selects from logits")
+    build = _module("uno_tree").build_uno_tree_proposal
+    sizes = {"max_nodes": values["num_verify_tokens"], "candidate_top_k": values["topk"], "temperature": 1.0}
+    workspace: dict = {}
+
+    def run():
+        build(values["verified_id"], values["logits"], workspace=workspace, **sizes)
+        return {}  # equal logits are ordered as FlashInfer likes, so nodes cannot be compared
+
+    return run
+
+
 def _buffers(values: dict) -> tuple[list[torch.Tensor], float]:
     """Returns keys and values [slots, Hkv, D], the latter of latents a part of the former, and the scale of logits."""
     if "latent_cache" in values:

@@ -1,9 +1,10 @@
-"""build_tree_from_blocks next to a selection by torch, whose candidates it takes as well."""
+"""build_tree_from_blocks next to a selection by torch, whose candidates it takes as well, and SGLang's uno_tree."""
 
 import torch
 
 import eagle_kernels
 from bench.harness import Floor, Unavailable, grid
+from bench.peers import sglang_triton
 
 DEFAULTS = {"vocab_size": 151936, "depth": 20, "topk": 7, "num_nodes": 128}
 CASES = [
@@ -18,6 +19,7 @@ SMALL_CASES = [
     {"batch_size": 2, "vocab_size": None, "depth": 3, "topk": 3, "num_nodes": 8},
 ]
 FLOOR = Floor("read", 25.0)
+PEERS = {"sglang_triton": sglang_triton.build_tree_from_blocks}
 
 
 def name(batch_size, vocab_size, depth, topk, num_nodes):
