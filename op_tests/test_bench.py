@@ -36,6 +36,9 @@ from bench.lab.records import newest_cells
 from bench.peers import sgl_kernel, sglang_caller, sglang_triton, wheel_files
 from eagle_kernels import reference
 from eagle_kernels.engine.drafters.suffix import SuffixCache
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.heads import EagleConfig, EagleHead
 from eagle_kernels.engine.models.layers.linear import Linear
 from eagle_kernels.engine.models.layers.quantised import QuantisedLinear
 from eagle_kernels.runtime import tuning
@@ -664,7 +667,7 @@ def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):
     command = ["--app", "generation", "--shape", "small", "--steps", "1", "--prompt-tokens", "3", "--results", "none"]
     assert run.main([*command, "--only", "tree"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [["tree", "B=1"], ["tree", "B=8"], ["tree", "B=32"]]
+    assert [line.split()[:2] for line in lines] == [["tree", f"B={batch}"] for batch in (1, 8, 32, 1)]
     assert all("of_plain" in line for line in lines)
     with pytest.raises(SystemExit):
         run.main(["--app", "nothing"])
@@ -700,6 +703,20 @@ def test_models_that_are_drawn_quantised():
     assert type(head.lm_head) is QuantisedLinear and torch.equal(head.d2t, whole.d2t)
     tied = random_models.quantised_target("small", cpu, torch.float32, "wint4", num_hidden_layers=1)
     assert quantised_steps.weight_bytes(tied) < quantised_steps.weight_bytes(target)
+
+
+def test_the_floor_of_a_target_with_experts():
+    """3.3 billion of its 30.5 billion parameters take part in a row, a tenth of them by a lookup."""
+    with torch.device("meta"):
+        config, head = random_models.target_config("qwen3-30b-a3b"), random_models.head_config("qwen3-30b-a3b")
+        target, draft = Decoder(DecoderConfig.from_dict(config)), EagleHead(EagleConfig.from_dict(head))
+    bench = types.SimpleNamespace(device=torch.device("cpu"), target=target.bfloat16(), draft=draft.bfloat16())
+    assert sum(weight.numel() for weight in target.parameters()) == pytest.approx(30.5e9, rel=0.005)
+    read = [generation.Bench.read_bytes(bench, *sizes) for sizes in ((1,), (64,), (1, 3))]
+    assert read[0] == pytest.approx(2 * 3.04e9, rel=0.01) and read[1] == pytest.approx(2 * 30e9, rel=0.02)
+    head_bytes = 2 * sum(weight.numel() for weight in draft.parameters())
+    assert 0 < read[2] - read[0] <= 3 * head_bytes
+    assert generation.Bench.of_floor(bench, 9.0, 8) == {"experts": pytest.approx(128 * (1 - (15 / 16) ** 8))}
 
 
 def test_the_price_of_deterministic_steps():

@@ -5,7 +5,8 @@ acceptance where drafts are timed. Prints a table and writes JSON lines to `resu
 
     plain          a step of plain decoding, beside its floor (the weights at the bandwidth of a read) and a bare loop
                    of the same forward pass and an argmax in a graph
-    tree           steps of 64, 16 and 8 nodes at batch 1, 8 and 32
+    tree           steps of 64, 16 and 8 nodes at batch 1, 8 and 32, and of 8 nodes at 1, beside the same floor and that
+                   of drafting
     deterministic  plain and tree steps with deterministic=True, beside the same without it
     outside        the same with models that cost nothing: drafting, tree, verification, KV moves, bookkeeping; the
                    graph alone, and with the host, which otherwise works while the device does
@@ -30,6 +31,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
 from eagle_kernels.engine.batch.kv_pool import DecodeAttend
+from eagle_kernels.engine.models.layers.mixture import MixtureOfExperts, experts_touched
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.serve.stream import TokenStream
 from eagle_kernels.engine.serve.threads import running
@@ -49,7 +51,7 @@ Keep = Callable[[dict], None]
 PROMPT_TOKENS = 512
 SECTIONS = ("plain", "tree", "deterministic", "outside", "throughput", "gap", "profile", "huggingface")
 # batch, tree, mean tokens a step that are simulated
-TREES = ((1, (8, 5, 64), 4.0), (8, (4, 4, 16), 3.0), (32, (4, 3, 8), 2.5))
+TREES = ((1, (8, 5, 64), 4.0), (8, (4, 4, 16), 3.0), (32, (4, 3, 8), 2.5), (1, (4, 3, 8), 2.5))
 # of which more than the time is told: plain ones, and trees
 STEPS = ((1, None, 1.0), (32, None, 1.0), TREES[0], TREES[2])
 # Tokens of a step with each of the trees. Those that share rows relate to the chain of three and to the whole tree as
@@ -66,8 +68,8 @@ PRESETS = {
     "useless drafts": {"tree": (8, 5, 64), "accept": dict.fromkeys(ACCEPT, 1.0), "adaptive": "auto"},
 }
 # numbers of a step that the table shows
-SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ordinary", "of_ours", "ratio", "worst_us",
-         "of_16_bit", "weights_gib", "most_gib", "most_less_a_layer_of_weights")  # fmt: skip
+SHOWN = ("tokens_per_s", "accept_length", "experts", "of_floor", "of_plain", "of_ordinary", "of_ours", "ratio",
+         "worst_us", "of_16_bit", "weights_gib", "most_gib", "most_less_a_layer_of_weights")  # fmt: skip
 WARM_STEPS = 8
 # of the steps that are timed in one go
 MOST_S = 2.0
@@ -197,11 +199,24 @@ class Bench:
         print(f"{section:12} {case:34} {provider:22} {step_ms:9.3f} ms   {shown}", flush=True)
         return line
 
-    def floor_ms(self) -> float | None:
-        if self.device.type != "cuda":
-            return None
-        read = [p for name, p in self.target.named_parameters() if "embed_tokens" not in name]
-        return sum(p.numel() * p.element_size() for p in read) / ceiling_gb_per_s("read") / 1e6
+    def of_floor(self, step_ms: float, num_rows: int, num_levels: int = 0) -> dict[str, float]:
+        """Returns a step's time as a multiple of that of reading the weights that its rows need, those of the head once
+        a level; and the experts that the rows go to, by even routing."""
+        numbers = {}
+        if self.device.type == "cuda":
+            floor_ms = self.read_bytes(num_rows, num_levels) / ceiling_gb_per_s("read") / 1e6
+            numbers["of_floor"] = step_ms / floor_ms
+        for mixture in (module for module in self.target.modules() if isinstance(module, MixtureOfExperts)):
+            settings = mixture.settings
+            numbers["experts"] = experts_touched(num_rows, settings.num_experts, settings.num_chosen)
+        return numbers
+
+    def read_bytes(self, num_rows: int, num_levels: int = 0) -> float:
+        """Returns the bytes of weights that a step reads: the target's for its rows, and the head's each level."""
+        embedding = self.target.get_input_embeddings().weight
+        looked_up = 0 if embedding is self.target.get_output_embeddings().weight else embedding.nbytes
+        head = sum(weight.nbytes for name, weight in self.draft.named_parameters() if "embed_tokens" not in name)
+        return self.target.read_bytes(num_rows) - looked_up + num_levels * head
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -214,14 +229,11 @@ def _tokens_of(stream: TokenStream) -> int:
 
 
 def plain(bench: Bench) -> None:
-    floor = bench.floor_ms()
     for batch_size in (1, 8, 32):
         engine = bench.engine(batch_size)
         step_ms, _ = bench.step_ms(engine, batch_size, is_plain=True)
-        against = {} if floor is None else {"of_floor": step_ms / floor}
-        bench.record(
-            "plain", f"B={batch_size}", "eagle_kernels", step_ms, tokens_per_s=1e3 * batch_size / step_ms, **against
-        )
+        numbers = {"tokens_per_s": 1e3 * batch_size / step_ms} | bench.of_floor(step_ms, batch_size)
+        bench.record("plain", f"B={batch_size}", "eagle_kernels", step_ms, **numbers)
         if bench.device.type == "cuda":
             loop_ms = _bare_loop_ms(bench, batch_size)
             bench.record("plain", f"B={batch_size}", "bare loop", loop_ms, ratio=step_ms / loop_ms)
@@ -265,6 +277,7 @@ def tree(bench: Bench) -> None:
         step_ms, length = bench.step_ms(engine, batch_size, is_plain=False)
         case = _case_name(batch_size, shape)
         numbers = {"accept_length": length, "tokens_per_s": 1e3 * batch_size * length / step_ms}
+        numbers |= bench.of_floor(step_ms, batch_size * shape[2], shape[1])
         bench.record("tree", case, "eagle_kernels", step_ms, **numbers, of_plain=step_ms / plain_ms)
 
 

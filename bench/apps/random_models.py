@@ -25,6 +25,8 @@ _SIZES = (
     "head_dim", "rope_theta", "max_position_embeddings", "draft_vocab_size",
 )  # fmt: skip
 _QWEN3 = {"model_type": "qwen3", "rms_norm_eps": 1e-6}
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_QWEN3_MOE = _QWEN3 | {"model_type": "qwen3_moe"} | _EXPERTS
 SHAPES = {
     name: dict(zip(_SIZES, sizes)) | others
     for name, sizes, others in (
@@ -33,6 +35,7 @@ SHAPES = {
         ("qwen3-8b", (151936, 4096, 12288, 36, 32, 8, 128, 1e6, 40960, 32000), _QWEN3),
         ("qwen3-14b", (151936, 5120, 17408, 40, 40, 8, 128, 1e6, 40960, 32000), _QWEN3),
         ("qwen3-32b", (151936, 5120, 25600, 64, 64, 8, 128, 1e6, 40960, 32000), _QWEN3),
+        ("qwen3-30b-a3b", (151936, 2048, 6144, 48, 32, 4, 128, 1e6, 40960, 32000), _QWEN3_MOE),
         ("small", (512, 64, 96, 8, 4, 2, 16, 10000.0, 1024, 256), {}),
     )
 }
@@ -103,7 +106,8 @@ def quantised_head(whole: EagleHead, quantize: str | dict[str, str]) -> EagleHea
 def head_config(shape: str) -> dict:
     """The config.json of an EAGLE-3 head, which is one layer of Llama's kind beside any target."""
     own = {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
-    return target_config(shape) | own | {"draft_vocab_size": SHAPES[shape]["draft_vocab_size"]}
+    dense = {name: value for name, value in target_config(shape).items() if name not in _EXPERTS}
+    return dense | own | {"draft_vocab_size": SHAPES[shape]["draft_vocab_size"]}
 
 
 def random_head(shape: str, device: torch.device, dtype: torch.dtype, **others: int) -> EagleHead:
