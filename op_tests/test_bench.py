@@ -221,6 +221,7 @@ def test_methods_of_drafting(folder, monkeypatch):
         for nodes, commit in ((8, "abc"), (16, "abc"), (32, "def" if provider == "ngram chain" else "abc")):
             cell = measured("trees", f"{nodes} nodes", provider, accept_length=length, tokens_per_s=71.2)
             write(folder, cell | {"commit": commit})
+    write(folder, measured("heads", "8 levels, B=1", "p-eagle", draft_ms=0.25, mib=810.1, of_bytes=1.35))
     write(folder, measured("gap", "B=8", "suffix", median_us=9.8, worst_us=14.9))
     assert call_report(folder, monkeypatch) == 0
     of_gpu = page(folder)
@@ -231,6 +232,7 @@ def test_methods_of_drafting(folder, monkeypatch):
     assert "| code, in turns with plain decoding | naive | 0 | 1.00 | 99 | 0.99× | `abc` |" in of_gpu
     assert "| tokens a step, tokens/s | ngram chain | suffix topk=2 |" in of_gpu
     assert "| at commit | `abc`, `def` | `abc` |" in of_gpu
+    assert "| 8 levels, B=1 | p-eagle | 0.250 | 810 | 1.35× | `abc` |" in of_gpu
     assert "| 8 nodes | 2.50, 71 | 3.75, 71 |" in of_gpu and "| B=8 | suffix | 10 | 15 | `abc` |" in of_gpu
 
 
@@ -922,6 +924,15 @@ def test_drafters_are_compared_on_code_that_is_edited(capsys, monkeypatch):
     names = [line[len("methods    code editing                 ") :].split("drafts")[0].strip() for line in lines]
     assert names[: 1 + len(drafters.METHODS)] == ["plain", *drafters.METHODS]
     assert len(lines) == 2 * (1 + len(drafters.METHODS)) and all("of_plain" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_heads_of_each_kind_draft(capsys, monkeypatch):
+    monkeypatch.setattr(drafters, "LEVEL_TOKENS", 3)
+    command = ["--app", "drafters", "--shape", "small", "--num-lines", "3", "--only", "heads", "--results", "none"]
+    assert run.main(command) == 0
+    names = [line.split()[4] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["eagle3", "p-eagle", "medusa", "hydra", "dflash"]
 
 
 def test_a_file_is_edited():

@@ -9,6 +9,7 @@ lines to `results/<gpu>/drafters.jsonl`.
                model alone makes them; beside code that is edited the embedded pair's own texts
     trees      chains and trees of ngram and suffix at 4 .. 64 nodes
     naive      the method `naive` against plain decoding, of the first tokens
+    heads      drafting of 8 levels by heads of each kind, of random weights, beside the bytes that it reads
     gap        how long the device is idle before the work of a step, from a trace, with 10,000 responses in the suffix
                trees; plain decoding beside it
 """
@@ -25,14 +26,15 @@ from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
 
 from ..harness.markdown import markdown, newest
+from ..harness.timing import ceiling_gb_per_s
 from ..harness.trace import graph_gaps_us
 from ..lab.log import read_lines
 from .generation import Keep, start
-from .random_models import SHAPES, random_modules, random_target
+from .random_models import SHAPES, random_drafts, random_modules, random_target
 from .replay import Replay, ReplayModules, edited_file
 from .suffix_cache import Texts
 
-SECTIONS = ("methods", "trees", "naive", "gap")
+SECTIONS = ("methods", "trees", "naive", "heads", "gap")
 NUM_LINES, EDITED = 400, 0.02
 MAX_LENGTH = 16384  # of the file before and after
 DRAFT_ACCURACY = 0.8
@@ -47,6 +49,7 @@ METHODS = {
     "hybrid": {"method": "hybrid", "topk": 1, "num_steps": 8, "num_model_steps": 3},
 }
 NUM_MODULES = 3
+NUM_LEVELS, LEVEL_TOKENS = 8, 128  # of the heads' drafts, and of their texts
 NAIVE_TOKENS = 1500
 PAIR_TOKENS = 200
 NUM_RESPONSES = 10_000
@@ -58,7 +61,7 @@ class Bench:
 
     def __init__(self, shape: str, device: torch.device, num_lines: int, keep: Keep):
         self.device, self.shape, self.keep = device, shape, keep
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.dtype = dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         sizes = SHAPES["llama-3.1-8b"]
         shared = {"vocab_size": sizes["vocab_size"], "max_position_embeddings": MAX_LENGTH}
         if shape == "small":
@@ -146,6 +149,23 @@ def naive(bench: Bench) -> None:
     bench.record("naive", "code editing", "naive", tokens_per_s=own, of_plain=own / plain)
 
 
+def heads(bench: Bench) -> None:
+    """Times the phase of drafting, reading of what was accepted included, at one request."""
+    shared = {"vocab_size": bench.target.vocab_size, "max_position_embeddings": MAX_LENGTH}
+    for name, draft, num_bytes in random_drafts(bench.shape, NUM_LEVELS, bench.target, bench.dtype, **shared):
+        config = EAGLEConfig(topk=8, num_steps=NUM_LEVELS, num_draft_tokens=64, max_batch=1, eos_token_ids=(),
+                             method=getattr(draft, "method", "eagle"))  # fmt: skip
+        engine = EAGLEInference(draft, bench.target, config)
+        for _ in range(1 if bench.device.type == "cpu" else 2):  # the first one compiles and captures
+            stats = engine.generate(bench.before[:512], LEVEL_TOKENS, seeds=0).stats
+        draft_ms = stats.phase_time_ms["draft"] / stats.batch_steps
+        numbers = {"draft_ms": draft_ms, "mib": num_bytes / 2**20}
+        if bench.device.type == "cuda":
+            numbers["of_bytes"] = draft_ms / (num_bytes / ceiling_gb_per_s("read") / 1e6)
+        bench.record("heads", f"{NUM_LEVELS} levels, B=1", name, **numbers)
+        del engine, draft
+
+
 def gap(bench: Bench) -> None:
     """Times the device's waits: the host makes the drafts of one step while the device is busy with another."""
     if bench.device.type != "cuda":
@@ -194,14 +214,18 @@ def _methods(file: Path) -> list[str]:
 
 
 def _trees_and_gaps(file: Path) -> list[str]:
-    """Returns tables of chains against trees, and of what the device waits for."""
+    """Returns tables of chains against trees, of the heads' drafting, and of what the device waits for."""
     trees: dict[str, dict[str, str]] = {}
     commits: dict[str, list[str]] = {}
+    drafting = [["drafts of one request", "head", "ms a step", "MiB read", "of reading them", "at commit"]]
     gaps = [["requests", "method", "device idle before a step, µs", "worst, µs", "at commit"]]
     for (section, case, provider), line in newest(read_lines(file)).items():
         if section == "trees":
             trees.setdefault(case, {})[provider] = f"{line['accept_length']:.2f}, {line['tokens_per_s']:.0f}"
             commits.setdefault(provider, []).append(f"`{line['commit']}`")
+        elif section == "heads":
+            numbers = [f"{line['draft_ms']:.3f}", f"{line['mib']:.0f}", f"{line['of_bytes']:.2f}×"]
+            drafting.append([case, provider, *numbers, f"`{line['commit']}`"])
         elif section == "gap":
             times = [f"{line[name]:.0f}" for name in ("median_us", "worst_us")]
             gaps.append([case, provider, *times, f"`{line['commit']}`"])
@@ -210,7 +234,7 @@ def _trees_and_gaps(file: Path) -> list[str]:
     lengths += [[case, *(row.get(name, "-") for name in providers)] for case, row in trees.items()]
     if commits:
         lengths.append(["at commit", *(", ".join(dict.fromkeys(commits[name])) for name in providers)])
-    return [markdown(table) for table in (lengths, gaps) if len(table) > 1]
+    return [markdown(table) for table in (lengths, drafting, gaps) if len(table) > 1]
 
 
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:

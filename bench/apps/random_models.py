@@ -9,7 +9,11 @@ from torch import Tensor
 from eagle_kernels.engine.models.checkpoint import Checkpoint, StoredTensor
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.dflash import DFlashConfig, DFlashDraft
 from eagle_kernels.engine.models.heads import EagleConfig, EagleHead, NextTokenConfig, NextTokenModules
+from eagle_kernels.engine.models.hydra import HydraConfig, HydraHeads
+from eagle_kernels.engine.models.medusa import MedusaConfig, MedusaHeads
+from eagle_kernels.engine.models.parallel_head import ParallelEagleConfig, ParallelEagleHead
 from eagle_kernels.engine.models.protocol import DraftOutput, TargetModel, TargetOutput
 from eagle_kernels.engine.models.quantised_linears import quantise_linears
 from eagle_kernels.engine.models.quantising import quantisation_at_load, read_quantize
@@ -112,10 +116,13 @@ def head_config(shape: str) -> dict:
 
 def random_head(shape: str, device: torch.device, dtype: torch.dtype, **others: int) -> EagleHead:
     """An EAGLE-3 head whose draft vocabulary is spread evenly over the target's."""
-    sizes = SHAPES[shape]
     with torch.device("meta"):
         head = EagleHead(EagleConfig.from_dict(head_config(shape) | others))
-    head = _filled(head, device, dtype)
+    return _spread(_filled(head, device, dtype), SHAPES[shape])
+
+
+def _spread(head: EagleHead, sizes: dict) -> EagleHead:
+    device = head.lm_head.weight.device
     head.lm_head.weight *= LOGITS_STD / (WEIGHT_STD * sizes["hidden_size"] ** 0.5)
     draft_ids = torch.arange(sizes["draft_vocab_size"], device=device)
     step = sizes["vocab_size"] // sizes["draft_vocab_size"]
@@ -132,6 +139,41 @@ def random_modules(
     with torch.device("meta"):
         modules = NextTokenModules(NextTokenConfig.from_dict(target_config(shape) | sizes | others))
     return _filled(modules, target.device, dtype).bind(target)
+
+
+def random_drafts(
+    shape: str, num_levels: int, target: TargetModel, dtype: torch.dtype, **others: int
+) -> Iterator[tuple[str, torch.nn.Module, int]]:
+    """Yields drafts of each kind, bound to a target of that shape: what the kind is called, the draft, and the bytes of
+    weights that it reads for so many levels. P-EAGLE's has one layer, as EAGLE-3's, and DFlash's has five."""
+    sizes = target_config(shape) | others
+    vocab_size, hidden_size = sizes["vocab_size"], sizes["hidden_size"]
+    mask, layers = vocab_size - 1, [1, sizes["num_hidden_layers"] // 2 - 1, sizes["num_hidden_layers"] - 4]
+    own = {"num_hidden_layers": 5, "model_type": "qwen3", "block_size": num_levels + 1}
+    heads = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_levels, "num_layers": 1}
+    shared = {"draft_vocab_size": vocab_size, "num_outputs": 0, "num_rows": vocab_size, "has_bias": True}
+    makers = {
+        "eagle3": lambda: EagleHead(EagleConfig.from_dict(head_config(shape) | others)),
+        "p-eagle": lambda: ParallelEagleHead(
+            ParallelEagleConfig.from_dict(head_config(shape) | others | {"ptd_token_id": mask})
+        ),
+        "medusa": lambda: MedusaHeads(MedusaConfig(**heads, **shared)),
+        "hydra": lambda: HydraHeads(HydraConfig(**heads, hidden_state_offset=0), None),
+        "dflash": lambda: DFlashDraft(
+            DFlashConfig.from_dict(sizes | own | {"mask_token_id": mask, "target_layer_ids": layers}), 3 * hidden_size
+        ),
+    }
+    for name, make in makers.items():
+        with torch.device("meta"):
+            draft = make()
+        draft = _filled(draft, target.device, dtype)
+        draft = _spread(draft, SHAPES[shape]) if isinstance(draft, EagleHead) else draft
+        num_bytes = sum(weight.nbytes for weight in draft.parameters())
+        if name == "eagle3":
+            num_bytes += (num_levels - 1) * (num_bytes - draft.fc.weight.nbytes)
+        elif name in ("medusa", "dflash"):
+            num_bytes += target.get_output_embeddings().weight.nbytes
+        yield name, draft.bind(target), num_bytes
 
 
 def _filled(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
