@@ -10,19 +10,15 @@ import torch
 pytest.importorskip("safetensors")
 from safetensors.torch import save_file
 
-from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.drafters.block_drafter import BlockDrafter
+from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.dflash import load_dflash
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_kind
 from eagle_kernels.engine.models.protocol import ModelError
-from eagle_kernels.reference.causal_attend import causal_attend
-from op_tests.engine import heads
-from op_tests.engine.drafting import BlockOracle
+from op_tests.engine import drafting, heads
 from op_tests.engine.quantised.writers import FORMATS, write_quantised
 from op_tests.engine.toys import random_llama, write_decoder
 
 MASK, BLOCK, LAYERS, IDS = 59, 5, 2, [0, 3]
-PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
 HIDDEN = heads.HIDDEN
 CONFIG = {
     "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": BLOCK, "num_target_layers": 4,
@@ -88,93 +84,54 @@ def block_logits(model, target, text, count):
 
     The rows after the first are the drafts', as in transformers' `DFlashTokenCandidateGenerator.get_candidates`.
     """
-    tokens = torch.tensor([text[:-1]], device=target.device)
-    positions = torch.arange(tokens.shape[1], device=target.device)[None]
-    capture = [layer + 1 for layer in IDS]
-    features = target.forward(tokens, positions, causal_attend, capture=capture).features.cpu()
+    features = drafting.features_of(target, text, [layer + 1 for layer in IDS])[None].cpu()
     embed = target.get_input_embeddings().weight.cpu()
     noise = embed[torch.tensor([[text[-1]] + [MASK] * (BLOCK - 1)])]
     hidden = model(noise_embeds=noise, context_hidden_states=features, attention_mask=None).last_hidden_state
     return hidden[0, 1 : 1 + count] @ target.get_output_embeddings().weight.cpu().T
 
 
-class Oracle(BlockOracle):
-    """Checks the drafts of each step: the best paths of their model's block, found by listing all of them."""
+class OfTransformers(drafting.Oracle):
+    """The best paths of their model's block."""
 
     def __init__(self, engine, monkeypatch):
         super().__init__(engine, monkeypatch)
         self.model = theirs(tensors_of())
 
     def drafts(self, text, config):
-        logits, level, paths = block_logits(self.model, self.engine.target, text, config.num_steps), [(0.0, ())], []
+        logits = block_logits(self.model, self.engine.target, text, config.num_steps)
         logits[:, MASK] = -torch.inf
-        for row in torch.log_softmax(logits, -1):
-            best = row.topk(config.topk)
-            steps = list(zip(best.values.tolist(), best.indices.tolist()))
-            level = [(score + step, (*path, token)) for score, path in level for step, token in steps]
-            paths += level
-        paths.sort(key=lambda each: -each[0])
-        return [path[-1] for _, path in paths[: config.num_verify_tokens - 1]]
+        return drafting.best_paths(logits, config)
 
 
-TREES = {"chain": {"topk": 1, "num_steps": 4}, "tree": {"topk": 3, "num_steps": 3, "num_draft_tokens": 12}}
-POLICIES = {"what the target takes": {}, "whole paths": {"accept_policy": "accept_all"}}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", drafting.POLICIES)
 @pytest.mark.parametrize("chunk", [3, 2048])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", drafting.TREES)
 def test_drafts_are_those_of_transformers(tree, chunk, policy, tmp_path, device, monkeypatch):
     """Of the text alone: rows that come and go, prompts in parts, paths of any length, plain steps in between."""
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
-    sizes = {"page_size": 4, "prefill_chunk": chunk, "max_batch": 3, "cuda_graph": False}
+    config = EAGLEConfig(**drafting.TREES[tree], **drafting.SMALL, **drafting.POLICIES[policy], prefill_chunk=chunk)
     target, draft = pair(tmp_path, device)
-    engine = EAGLEInference(draft, target, EAGLEConfig(**TREES[tree], **sizes, **POLICIES[policy]))
-    oracle, requests = Oracle(engine, monkeypatch), []
-    for number, prompt in enumerate(PROMPTS):
-        requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=8 + 4 * number)))
-        engine.step()
-        engine.is_speculating = False
-        for _ in range(number):
-            engine.step()
-        engine.is_speculating = True
-    engine.is_speculating = False
-    for _ in range(3):
-        engine.step()
-    engine.is_speculating = True
-    engine.collect()
-    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 8
+    engine = EAGLEInference(draft, target, config)
+    oracle = OfTransformers(engine, monkeypatch)
+    drafting.come_and_go(engine, has_pauses=True)
+    assert oracle.num_checked > 8
 
 
 @pytest.mark.parametrize("options", [{}, {"mean_draft_tokens": 4}, {"adaptive": "auto"}, {"method": "hybrid"},
                                      {"verify_strategy": "rejection"}], ids=str)  # fmt: skip
 def test_text_is_plain_text(options, tmp_path, device):
-    """Greedy and, by the same draws, seeded."""
     target, draft = pair(tmp_path, device)
     tree = {"num_steps": 6, "num_model_steps": 2} if options.get("method") else {"num_steps": 4}
-    engine = EAGLEInference(draft, target, EAGLEConfig(topk=2, **options, **tree))
-    for sampling in ({}, {"temperature": 0.8, "seeds": [1, 2, 3, 4]}):
-        if sampling and "verify_strategy" in options:
-            continue  # other draws, of the same law
-        text = engine.generate(PROMPTS, 20, **sampling).output_ids
-        assert text == engine.generate(PROMPTS, 20, speculative=False, **sampling).output_ids
+    drafting.assert_plain_text(EAGLEInference(draft, target, EAGLEConfig(topk=2, **options, **tree)))
 
 
 def test_the_mask_token_is_never_a_draft(tmp_path, device, monkeypatch):
     """Not even where the target says it itself, whose text may hold it."""
     target, draft = pair(tmp_path, device)
     target.lm_head.weight.data[MASK] = 3 * target.lm_head.weight.data[MASK - 1]
-    seen, propose = [], BlockDrafter.propose
-
-    def watched(drafter, batch):
-        proposal = propose(drafter, batch)
-        tokens = proposal.tree.draft_tokens.view(len(batch), -1)[batch.is_live.bool(), 1:]
-        seen.extend(tokens.flatten().tolist())
-        return proposal
-
-    monkeypatch.setattr(BlockDrafter, "propose", watched)
+    seen = drafting.drafted_tokens(monkeypatch)
     engine = EAGLEInference(draft, target, EAGLEConfig(topk=3, num_steps=4, cuda_graph=False))
-    text = engine.generate(PROMPTS, 12).output_ids
+    text = engine.generate(drafting.PROMPTS, 12).output_ids
     assert seen and MASK not in seen and MASK in sum(text, [])
 
 

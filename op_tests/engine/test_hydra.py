@@ -10,18 +10,25 @@ import torch
 pytest.importorskip("safetensors")
 from safetensors.torch import save_file
 
-from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
+from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.hydra import load_hydra
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_kind
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
+from op_tests.engine.drafting import (
+    POLICIES,
+    PROMPTS,
+    SMALL,
+    TREES,
+    ModelOracle,
+    assert_plain_text,
+    come_and_go,
+    features_of,
+)
 from op_tests.engine.heads import HIDDEN, TARGET_VOCAB
 from op_tests.engine.toys import random_llama, write_decoder
-from op_tests.engine.view import View
 
 HEADS = 4
-PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
 ARCHITECTURES = ("mlp", "prefix-mlp")
 
 
@@ -129,48 +136,30 @@ def test_heads_equal_the_formula(architecture, num_layers, tmp_path):
             torch.testing.assert_close(output.logits[0, 0], wanted, atol=2e-4, rtol=2e-4)
 
 
-class Oracle:
-    """Checks the chain of each step: each head's own choice after the ones before, from the text alone."""
+class Chain(ModelOracle):
+    """Each head's own choice after the ones before, from the text alone; of trees, the first head's."""
 
     def __init__(self, engine, tensors, monkeypatch, offset=0):
-        self.engine, self.tensors, self.num_checked = engine, tensors, 0
+        super().__init__(engine, monkeypatch)
+        self.tensors = tensors
         self.stream = FINAL_NORM if offset == 0 else engine.target.kv_shape.num_layers - offset
-        propose = ModelDrafter._draft
 
-        def checked(drafter, batch):
-            tree, places = propose(drafter, batch)
-            drafts = tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
-            for row in View(engine).rows:
-                if row.is_running and row.index < len(batch):
-                    text = row.request.prompt + row.request.output_ids
-                    if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
-                        text.append(int(batch.roots[row.index]))
-                    best = self.chain(text, drafter._config.num_steps)
-                    if drafter._config.topk == 1:
-                        assert drafts[row.index] == best, f"{drafts[row.index]} instead of {best} after {text}"
-                    self.num_checked += 1
-                    if drafter._config.topk > 1:  # whatever else is in the tree, its first level is the first head's
-                        assert best[0] in drafts[row.index]
-            return tree, places
-
-        monkeypatch.setattr(ModelDrafter, "_draft", checked)
+    def check(self, drafts, wanted, text):
+        if self.engine.config.topk == 1:
+            super().check(drafts, wanted, text)
+        else:
+            assert wanted[0] in drafts
 
     @torch.inference_mode()
-    def chain(self, text, num_steps):
+    def drafts(self, text, config):
         target = self.engine.target
-        tokens = torch.tensor([text[:-1]], device=target.device)
-        positions = torch.arange(tokens.shape[1], device=target.device)[None]
-        features = target.forward(tokens, positions, causal_attend, capture=(self.stream,)).features[0].cpu()
+        features = features_of(target, text, (self.stream,)).cpu()
         h, embed = prefix_of(self.tensors, features)[-1], target.get_input_embeddings().weight.cpu()
         path, drafts = [embed[text[-1]]], []
-        for head in range(num_steps):
+        for head in range(config.num_steps):
             drafts.append(int(formula(self.tensors, h, path, head).argmax()))
             path.append(embed[drafts[-1]])
         return drafts
-
-
-TREES = {"chain": {"topk": 1, "num_steps": 4}, "tree": {"topk": 3, "num_steps": 3, "num_draft_tokens": 12}}
-POLICIES = {"what the target takes": {}, "whole paths": {"accept_policy": "accept_all"}}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -179,28 +168,19 @@ POLICIES = {"what the target takes": {}, "whole paths": {"accept_policy": "accep
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_drafts_are_those_of_the_text_alone(architecture, tree, chunk, policy, tmp_path, device, monkeypatch):
     """Rows that come and go, prompts in parts, paths of any length; plain steps in between."""
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
-    sizes = {"page_size": 4, "prefill_chunk": chunk, "max_batch": 3, "cuda_graph": False}
+    config = EAGLEConfig(**TREES[tree], **SMALL, **POLICIES[policy], prefill_chunk=chunk)
     target, draft = pair(tmp_path, architecture, device)
-    engine = EAGLEInference(draft, target, EAGLEConfig(**TREES[tree], **sizes, **POLICIES[policy]))
-    oracle, requests = Oracle(engine, tensors_of(architecture), monkeypatch), []
-    for number, prompt in enumerate(PROMPTS):
-        requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=8 + 4 * number)))
-        engine.step()
-        engine.is_speculating = False
-        for _ in range(number):
-            engine.step()
-        engine.is_speculating = True
-    engine.collect()
-    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 8
+    engine = EAGLEInference(draft, target, config)
+    oracle = Chain(engine, tensors_of(architecture), monkeypatch)
+    come_and_go(engine, has_pauses=True)
+    assert oracle.num_checked > 8
 
 
 def test_an_earlier_stream(tmp_path, device, monkeypatch):
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
     target, draft = pair(tmp_path, "mlp", device, hidden_state_offset=1)
     assert draft.aux_layers == (1,)
     engine = EAGLEInference(draft, target, EAGLEConfig.chain(3, cuda_graph=False))
-    oracle = Oracle(engine, tensors_of(), monkeypatch, offset=1)
+    oracle = Chain(engine, tensors_of(), monkeypatch, offset=1)
     engine.generate(PROMPTS, 9)
     assert oracle.num_checked > 5
 
@@ -209,15 +189,9 @@ def test_an_earlier_stream(tmp_path, device, monkeypatch):
                                      {"verify_strategy": "rejection"}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_text_is_plain_text(architecture, options, tmp_path, device):
-    """Greedy and, by the same draws, seeded."""
     target, draft = pair(tmp_path, architecture, device)
     tree = {"num_steps": 6, "num_model_steps": 2} if options.get("method") else {"num_steps": 4}
-    engine = EAGLEInference(draft, target, EAGLEConfig(topk=2, **options, **tree))
-    for sampling in ({}, {"temperature": 0.8, "seeds": [1, 2, 3, 4]}):
-        if sampling and "verify_strategy" in options:
-            continue  # other draws, of the same law
-        text = engine.generate(PROMPTS, 20, **sampling).output_ids
-        assert text == engine.generate(PROMPTS, 20, speculative=False, **sampling).output_ids
+    assert_plain_text(EAGLEInference(draft, target, EAGLEConfig(topk=2, **options, **tree)))
 
 
 REFUSED = {

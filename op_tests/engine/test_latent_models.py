@@ -21,12 +21,10 @@ from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape, LatentShap
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
 from op_tests.engine.deepseek import SERVED, write_with_modules
-from op_tests.engine.drafting import ModuleOracle, pause_between_drafts
+from op_tests.engine.drafting import PROMPTS, ModelOracle, pause_between_drafts
 from op_tests.engine.families import GROUPS, LATENT, SIZES, write_target
 from op_tests.engine.heads import edit_config, edit_tensors
 from op_tests.engine.toys import ToyModel
-
-PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
 
 
 def deepseek(folder, device="cpu", family="DeepseekV3", **changes):
@@ -67,17 +65,17 @@ def test_modules_are_those_of_transformers(tmp_path, num_modules):
         hidden = expected
 
 
-class Oracle(ModuleOracle):
+class Oracle(ModelOracle):
     """Computes all rows anew with the modules themselves, which another test compares with transformers'."""
 
     @torch.inference_mode()
-    def drafts(self, text, num_steps):
+    def drafts(self, text, config):
         target, draft, text = self.engine.target, self.engine.draft, list(text)
         count = len(text) - 1
         tokens = torch.tensor([text[:-1]], device=target.device)
         positions = torch.arange(count, device=target.device)[None]
         hidden = target.forward(tokens, positions, causal_attend, capture=(FINAL_NORM,)).features
-        for module in range(num_steps):
+        for module in range(config.num_steps):
             shifted = torch.tensor([text[1 + module : 1 + module + count]], device=target.device)
             hidden = draft.advance(shifted, hidden, positions, causal_attend, module=module)
             text.append(int(draft.project(hidden)[0, -1].argmax()))
@@ -87,7 +85,6 @@ class Oracle(ModuleOracle):
 @pytest.mark.parametrize(("num_modules", "chunk"), [(1, 2048), (1, 3), (2, 3), (2, 2048)])
 def test_drafts_of_modules_are_those_of_all_rows_computed_anew(tmp_path, device, monkeypatch, num_modules, chunk):
     """Prompts in parts, plain steps in between, where a single module writes rows and attends to nothing."""
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
     write_with_modules(tmp_path, num_modules)
     target = load_target(tmp_path, device)
     config = EAGLEConfig.chain(
@@ -95,8 +92,8 @@ def test_drafts_of_modules_are_those_of_all_rows_computed_anew(tmp_path, device,
     )
     engine = EAGLEInference(load_draft(tmp_path, target), target, config)
     oracle = Oracle(engine, monkeypatch)
-    requests = pause_between_drafts(engine, PROMPTS)
-    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 15
+    pause_between_drafts(engine)
+    assert oracle.num_checked > 15
 
 
 def test_text_with_a_module_is_that_of_transformers(tmp_path, device):
@@ -159,7 +156,7 @@ def test_heads_of_the_same_attention(tmp_path, device):
     assert head.kv_shape == LatentShape(1, 1, 32, 24)
     config = EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=6, max_batch=4, cuda_graph=False, eos_token_ids=())
     engine = EAGLEInference(head, target, config)
-    requests = pause_between_drafts(engine, PROMPTS)
+    requests = pause_between_drafts(engine)
     engine.is_speculating = False
     for request in requests:
         plain = engine.submit(request.prompt, SamplingParams(max_new_tokens=len(request.output_ids)))

@@ -11,21 +11,18 @@ import torch
 
 pytest.importorskip("safetensors")
 
-from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.drafters.block_drafter import BlockDrafter
+from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.drafters.parallel_reader import ParallelReader
 from eagle_kernels.engine.drafters.readers import ModelReader
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
-from op_tests.engine import heads
-from op_tests.engine.drafting import BlockOracle, pause_between_drafts
+from op_tests.engine import drafting, heads
 from op_tests.engine.toys import random_llama, write_decoder
 from op_tests.engine.view import View
 
 MASK = 59
-PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
 
 
 def pard(device, **options):
@@ -62,9 +59,7 @@ def peagle(device, num_layers=2):
 def peagle_logits(draft, target, text, count):
     """By the formula: the target's features of the text but its last token, then those of masks."""
     weights = {name: tensor.cpu() for name, tensor in draft.state_dict().items()}
-    tokens = torch.tensor([text[:-1]], device=target.device)
-    positions = torch.arange(tokens.shape[1], device=target.device)[None]
-    features = target.forward(tokens, positions, causal_attend, capture=heads.STREAMS).features[0].cpu()
+    features = drafting.features_of(target, text, heads.STREAMS).cpu()
     features = torch.cat([features, weights["mask_hidden"].view(1, -1).expand(count - 1, -1)])
     read = torch.tensor(text[1:] + [HEAD_MASK] * (count - 1))
     embedding = target.get_input_embeddings().weight.cpu()[read]
@@ -74,8 +69,8 @@ def peagle_logits(draft, target, text, count):
 PAIRS = {"PARD": (pard, pard_logits), "P-EAGLE": (peagle, peagle_logits)}
 
 
-class Oracle(BlockOracle):
-    """Checks the drafts of each step: the best paths of a pass over the whole text, found by listing all of them."""
+class OnePass(drafting.Oracle):
+    """The best paths of a pass over the whole text."""
 
     def __init__(self, engine, logits_of, monkeypatch):
         super().__init__(engine, monkeypatch)
@@ -83,75 +78,53 @@ class Oracle(BlockOracle):
 
     @torch.inference_mode()
     def drafts(self, text, config):
-        draft, level, paths = self.engine.draft, [(0.0, ())], []
-        logits = self.logits_of(draft, self.engine.target, text, config.num_steps).cpu().float()
+        draft, target = self.engine.draft, self.engine.target
+        logits = self.logits_of(draft, target, text, config.num_steps).cpu().float()
         if draft.masked_id is not None:
             logits[:, draft.masked_id] = -torch.inf
-        offsets = 0 if draft.draft_to_target is None else draft.draft_to_target.cpu()
-        for row in torch.log_softmax(logits, -1):
-            best = row.topk(config.topk)
-            ids = best.indices + (offsets if isinstance(offsets, int) else offsets[best.indices])
-            steps = list(zip(best.values.tolist(), ids.tolist()))
-            level = [(score + step, (*path, token)) for score, path in level for step, token in steps]
-            paths += level
-        paths.sort(key=lambda each: -each[0])
-        return [path[-1] for _, path in paths[: config.num_verify_tokens - 1]]
+        if draft.draft_to_target is None:
+            return drafting.best_paths(logits, config)
+        of_target = torch.full((len(logits), target.vocab_size), -torch.inf)
+        of_target[:, torch.arange(logits.shape[1]) + draft.draft_to_target.cpu()] = logits
+        return drafting.best_paths(of_target, config)
 
 
-@pytest.fixture
-def watched(device, monkeypatch):
-    """`watched(kind, config)`: an engine and its oracle, which must know all tokens when a step begins."""
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
-
-    def make(kind: str, config: EAGLEConfig) -> tuple[EAGLEInference, Oracle]:
-        pair, logits_of = PAIRS[kind]
-        target, draft = pair(device)
-        engine = EAGLEInference(draft, target, config)
-        return engine, Oracle(engine, logits_of, monkeypatch)
-
-    return make
+def watched(kind, config, device, monkeypatch):
+    """(an engine, its oracle)."""
+    pair, logits_of = PAIRS[kind]
+    target, draft = pair(device)
+    engine = EAGLEInference(draft, target, config)
+    return engine, OnePass(engine, logits_of, monkeypatch)
 
 
-TREES = {"chain": {"topk": 1, "num_steps": 4}, "tree": {"topk": 3, "num_steps": 3, "num_draft_tokens": 12}}
-POLICIES = {"what the target takes": {}, "whole paths": {"accept_policy": "accept_all"}}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", drafting.POLICIES)
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 3, 2048])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", drafting.TREES)
 @pytest.mark.parametrize("kind", PAIRS)
-def test_drafts_are_those_of_the_text_alone(watched, kind, tree, chunk, policy):
+def test_drafts_are_those_of_the_text_alone(kind, tree, chunk, policy, device, monkeypatch):
     """Rows that come and go, prompts in parts, paths of any length."""
-    sizes = {"page_size": 4, "prefill_chunk": chunk, "max_batch": 3, "cuda_graph": False}
-    engine, oracle = watched(kind, EAGLEConfig(**TREES[tree], **sizes, **POLICIES[policy]))
-    requests = []
-    for number, prompt in enumerate(PROMPTS):
-        requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=8 + 4 * number)))
-        engine.step()
-    engine.collect()
-    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 10
+    config = EAGLEConfig(**drafting.TREES[tree], **drafting.SMALL, **drafting.POLICIES[policy], prefill_chunk=chunk)
+    engine, oracle = watched(kind, config, device, monkeypatch)
+    drafting.come_and_go(engine)
+    assert oracle.num_checked > 10
     assert isinstance(View(engine).plan.plain.resting, ParallelReader)
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-def test_drafts_after_plain_steps(watched, kind):
+def test_drafts_after_plain_steps(kind, device, monkeypatch):
     """Few and many, so that they are read in between, and by steps of other lengths."""
-    table = ((1, (1, 3, 4)), (2, None), (3, (2, 2, 5)), (4, (1, 4, 5)))
-    engine, oracle = watched(kind, EAGLEConfig(num_steps=4, adaptive=table, max_batch=4, cuda_graph=False))
-    requests = pause_between_drafts(engine, PROMPTS, is_long=True)
-    assert [request.error for request in requests] == [None] * 5 and oracle.num_checked > 20
+    engine, oracle = watched(kind, EAGLEConfig(**drafting.OF_LENGTHS), device, monkeypatch)
+    drafting.pause_between_drafts(engine, is_long=True)
+    assert oracle.num_checked > 20
 
 
 @pytest.mark.parametrize("options", [{}, {"mean_draft_tokens": 4}, {"adaptive": "auto"}, {"method": "hybrid"}], ids=str)
 @pytest.mark.parametrize("kind", PAIRS)
 def test_text_is_plain_text(kind, options, device):
-    """Greedy and seeded, with rows that share nodes, trees that are chosen by their speed, and n-grams beside."""
+    """With rows that share nodes, trees that are chosen by their speed, and n-grams beside."""
     target, draft = PAIRS[kind][0](device)
     tree = {"num_model_steps": 2} if "method" in options else {}
-    engine = EAGLEInference(draft, target, EAGLEConfig(topk=2, num_steps=4, **options, **tree))
-    for sampling in ({}, {"temperature": 0.8, "seeds": [1, 2, 3, 4]}):
-        text = engine.generate(PROMPTS, 20, **sampling).output_ids
-        assert text == engine.generate(PROMPTS, 20, speculative=False, **sampling).output_ids
+    drafting.assert_plain_text(EAGLEInference(draft, target, EAGLEConfig(topk=2, num_steps=4, **options, **tree)))
 
 
 @pytest.mark.parametrize("kind", PAIRS)
@@ -161,28 +134,20 @@ def test_the_mask_token_is_never_a_draft(kind, device, monkeypatch):
     output = draft.model.lm_head if kind == "PARD" else draft.lm_head
     weight = output.weight.data
     weight[draft.masked_id] = 50 * weight[draft.masked_id - 1]
-    seen, propose = [], BlockDrafter.propose
-
-    def watched(drafter, batch):
-        proposal = propose(drafter, batch)
-        live = batch.is_live.bool()
-        seen.extend(proposal.tree.draft_tokens.view(len(batch), -1)[live, 1:].flatten().tolist())
-        return proposal
-
-    monkeypatch.setattr(BlockDrafter, "propose", watched)
+    seen = drafting.drafted_tokens(monkeypatch)
     config = EAGLEConfig(topk=3, num_steps=4, accept_policy="accept_all", cuda_graph=False)
-    EAGLEInference(draft, target, config).generate(PROMPTS, 12)
+    EAGLEInference(draft, target, config).generate(drafting.PROMPTS, 12)
     assert seen and draft.mask_token_id not in seen
     engine = EAGLEInference(draft, target, config)
     draft.masked_id = None  # as if nobody had known
-    engine.generate(PROMPTS, 12)
+    engine.generate(drafting.PROMPTS, 12)
     assert draft.mask_token_id in seen
 
 
 def test_one_level_needs_no_masks(device):
     target, draft = pard(device)
     engine = EAGLEInference(draft, target, EAGLEConfig.chain(1))
-    engine.generate(PROMPTS[0], 2)
+    engine.generate(drafting.PROMPTS[0], 2)
     assert isinstance(View(engine).plan.plain.resting, ModelReader)
 
 

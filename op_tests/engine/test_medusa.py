@@ -10,18 +10,16 @@ import torch
 pytest.importorskip("safetensors")
 from safetensors.torch import save_file
 
-from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
 from eagle_kernels.engine.models.loading import load_draft, load_medusa, load_target, read_head, read_kind
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
-from eagle_kernels.reference.causal_attend import causal_attend
-from op_tests.engine.drafting import BlockOracle, pause_between_drafts
+from op_tests.engine import drafting
 from op_tests.engine.heads import HIDDEN, TARGET_VOCAB, WIDTHS
 from op_tests.engine.toys import random_llama
 
 HEADS = 4
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256}
-PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
 TOKEN_MAP = torch.tensor([60, 3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 0, 44])
 
 
@@ -126,7 +124,7 @@ def test_heads_of_some_tokens(rows, tmp_path):
     wanted = whole if rows == len(TOKEN_MAP) else whole[:, TOKEN_MAP]
     torch.testing.assert_close(draft.draft_block(hidden, 2)[:, 1], wanted, atol=1e-5, rtol=1e-5)
     engine = EAGLEInference(draft, target, EAGLEConfig(topk=2, num_steps=3))
-    assert engine.generate(PROMPTS, 12).output_ids == engine.generate(PROMPTS, 12, speculative=False).output_ids
+    drafting.assert_plain_text(engine)
 
 
 @pytest.mark.parametrize("source", ["one output", "the target's"])
@@ -206,81 +204,48 @@ def test_trees_that_heads_cannot_draft(tmp_path):
         EAGLEInference(draft, target, EAGLEConfig.chain(2, method="eagle"))
 
 
-class Oracle(BlockOracle):
-    """Checks the drafts of each step: the heads' own choices from features that the whole text gives anew."""
-
-    def __init__(self, engine, monkeypatch):
-        super().__init__(engine, monkeypatch)
-        self.tensors = tensors_of()
+class OfHeads(drafting.Oracle):
+    """The heads' own choices from features that the whole text gives anew."""
 
     @torch.inference_mode()
     def drafts(self, text, config):
-        """Tokens of the best paths, found by listing all of them."""
-        target = self.engine.target
-        tokens = torch.tensor([text[:-1]], device=target.device)
-        positions = torch.arange(tokens.shape[1], device=target.device)[None]
-        hidden = target.forward(tokens, positions, causal_attend, capture=(FINAL_NORM,)).features[0, -1].cpu()
-        paths, level = [], [(0.0, ())]
-        for head in range(config.num_steps):
-            best = torch.log_softmax(formula(self.tensors, hidden, head), -1).topk(config.topk)
-            steps = list(zip(best.values.tolist(), best.indices.tolist()))
-            level = [(score + step, (*path, token)) for score, path in level for step, token in steps]
-            paths += level
-        paths.sort(key=lambda each: -each[0])
-        return [path[-1] for _, path in paths[: config.num_verify_tokens - 1]]
+        target, tensors = self.engine.target, tensors_of()
+        hidden = drafting.features_of(target, text, (FINAL_NORM,))[-1].cpu()
+        return drafting.best_paths(
+            torch.stack([formula(tensors, hidden, head) for head in range(config.num_steps)]), config
+        )
 
 
-@pytest.fixture
-def watched(tmp_path, device, monkeypatch):
-    """`watched(config)`: an engine and its oracle, which must know all tokens when a step begins."""
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
-
-    def make(config: EAGLEConfig) -> tuple[EAGLEInference, Oracle]:
-        target, draft = pair(tmp_path, device)
-        engine = EAGLEInference(draft, target, config)
-        return engine, Oracle(engine, monkeypatch)
-
-    return make
-
-
-TREES = {"chain": {"topk": 1, "num_steps": 4}, "tree": {"topk": 3, "num_steps": 3, "num_draft_tokens": 12}}
-POLICIES = {"what the target takes": {}, "whole paths": {"accept_policy": "accept_all"}}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", drafting.POLICIES)
 @pytest.mark.parametrize("chunk", [1, 3, 2048])
-@pytest.mark.parametrize("tree", TREES)
-def test_drafts_are_those_of_the_text_alone(watched, tree, chunk, policy):
+@pytest.mark.parametrize("tree", drafting.TREES)
+def test_drafts_are_those_of_the_text_alone(tree, chunk, policy, tmp_path, device, monkeypatch):
     """Rows that come and go, prompts in parts, paths of any length."""
-    sizes = {"page_size": 4, "prefill_chunk": chunk, "max_batch": 3, "cuda_graph": False}
-    engine, oracle = watched(EAGLEConfig(**TREES[tree], **sizes, **POLICIES[policy]))
-    requests = []
-    for number, prompt in enumerate(PROMPTS):
-        requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=8 + 4 * number)))
-        engine.step()
-    engine.collect()
-    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 10
+    target, draft = pair(tmp_path, device)
+    config = EAGLEConfig(**drafting.TREES[tree], **drafting.SMALL, **drafting.POLICIES[policy], prefill_chunk=chunk)
+    engine = EAGLEInference(draft, target, config)
+    oracle = OfHeads(engine, monkeypatch)
+    drafting.come_and_go(engine)
+    assert oracle.num_checked > 10
 
 
-def test_drafts_after_plain_steps(watched):
+def test_drafts_after_plain_steps(tmp_path, device, monkeypatch):
     """Few and many, so that their features are taken in between, and by steps of other lengths."""
-    table = ((1, (1, 3, 4)), (2, None), (3, (2, 2, 5)), (4, (1, 4, 5)))
-    engine, oracle = watched(EAGLEConfig(num_steps=4, adaptive=table, max_batch=4, cuda_graph=False))
-    requests = pause_between_drafts(engine, PROMPTS, is_long=True)
-    assert [request.error for request in requests] == [None] * 5 and oracle.num_checked > 20
+    target, draft = pair(tmp_path, device)
+    engine = EAGLEInference(draft, target, EAGLEConfig(**drafting.OF_LENGTHS))
+    oracle = OfHeads(engine, monkeypatch)
+    drafting.pause_between_drafts(engine, is_long=True)
+    assert oracle.num_checked > 20
 
 
 @pytest.mark.parametrize("options", [{}, {"mean_draft_tokens": 5}, {"adaptive": "auto"}], ids=str)
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", drafting.TREES)
 def test_text_is_plain_text(tree, options, tmp_path, device):
-    """Greedy and seeded, with rows that share nodes, and trees that are chosen by their speed."""
+    """With rows that share nodes, and trees that are chosen by their speed."""
     if tree == "chain" and "mean_draft_tokens" in options:
         options = {"mean_draft_tokens": 3}
     target, draft = pair(tmp_path, device)
-    engine = EAGLEInference(draft, target, EAGLEConfig(**TREES[tree], **options))
-    for sampling in ({}, {"temperature": 0.8, "seeds": [1, 2, 3, 4]}):
-        text = engine.generate(PROMPTS, 20, **sampling).output_ids
-        assert text == engine.generate(PROMPTS, 20, speculative=False, **sampling).output_ids
+    drafting.assert_plain_text(EAGLEInference(draft, target, EAGLEConfig(**drafting.TREES[tree], **options)))
 
 
 def test_hybrid_drafts_begin_with_the_heads_own(tmp_path, monkeypatch):
@@ -296,7 +261,7 @@ def test_hybrid_drafts_begin_with_the_heads_own(tmp_path, monkeypatch):
         return tree, places
 
     monkeypatch.setattr(ModelDrafter, "_draft", watched)
-    engine.generate(PROMPTS, 12)
+    engine.generate(drafting.PROMPTS, 12)
     assert len(seen) > 5 and all(seen)
 
 

@@ -13,12 +13,10 @@ from eagle_kernels.engine.models.loading import load_draft, load_target, read_he
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from eagle_kernels.reference.causal_attend import causal_attend
 from op_tests.engine import heads
-from op_tests.engine.drafting import ModuleOracle, pause_between_drafts
+from op_tests.engine.drafting import PROMPTS, ModelOracle, come_and_go, features_of, pause_between_drafts
 from op_tests.engine.engines import write_with_modules
 from op_tests.engine.heads import HIDDEN, IDS, edit_config, edit_tensors
 from op_tests.engine.view import View
-
-PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
 
 
 def load(folder, num_modules, device="cpu", **options):
@@ -68,7 +66,7 @@ def test_folders_that_are_refused(tmp_path):
         load_draft(tmp_path, target)
 
 
-class Oracle(ModuleOracle):
+class Oracle(ModelOracle):
     """All modules over all rows by formulas, from the text alone, without keys that were kept."""
 
     def __init__(self, engine, monkeypatch):
@@ -76,15 +74,13 @@ class Oracle(ModuleOracle):
         self.weights = heads.module_tensors(engine.draft.num_modules)
 
     @torch.inference_mode()
-    def drafts(self, text, num_steps):
+    def drafts(self, text, config):
         """The first choice of each module, the modules before having chosen."""
         target, text = self.engine.target, list(text)
-        tokens = torch.tensor([text[:-1]], device=target.device)
-        positions = torch.arange(tokens.shape[1], device=target.device)[None]
-        hidden = target.forward(tokens, positions, causal_attend, capture=(FINAL_NORM,)).features[0].cpu()
+        hidden = features_of(target, text, (FINAL_NORM,)).cpu()
         embedding, output = target.get_input_embeddings().weight.cpu(), target.lm_head.weight.cpu()
         count = len(text) - 1
-        for module in range(num_steps):
+        for module in range(config.num_steps):
             shifted = embedding[torch.tensor(text[1 + module : 1 + module + count])]
             logits, hidden = heads.module_formula(self.weights, module, shifted, hidden, output)
             text.append(int(logits[-1].argmax()))
@@ -93,8 +89,7 @@ class Oracle(ModuleOracle):
 
 @pytest.fixture
 def watched(tmp_path, device, monkeypatch):
-    """`watched(num_modules, config)`: an engine and its oracle, which must know all tokens when a step begins."""
-    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
+    """`watched(num_modules, config)`: an engine and its oracle."""
 
     def make(num_modules: int, config: EAGLEConfig) -> tuple[EAGLEInference, Oracle]:
         target, draft = load(tmp_path, num_modules, device)
@@ -123,12 +118,8 @@ def test_drafts_are_those_of_all_rows_computed_anew(watched, num_modules, chunk,
         cuda_graph=False, **POLICIES[policy],
     )  # fmt: skip
     engine, oracle = watched(num_modules, config)
-    requests = []
-    for number, prompt in enumerate(PROMPTS):
-        requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=12 + 8 * number)))
-        engine.step()
-    engine.collect()
-    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 10
+    come_and_go(engine, least=12, more=8)
+    assert oracle.num_checked > 10
 
 
 @pytest.mark.slow
@@ -137,8 +128,8 @@ def test_drafts_after_plain_steps(watched):
     table = ((1, (1, 3, 4)), (2, None), (3, (1, 1, 2)), (4, (1, 4, 5)))
     config = EAGLEConfig.chain(4, method="mtp", adaptive=table, max_batch=4, cuda_graph=False)
     engine, oracle = watched(4, config)
-    requests = pause_between_drafts(engine, PROMPTS)
-    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 15
+    pause_between_drafts(engine)
+    assert oracle.num_checked > 15
 
 
 @pytest.mark.slow
