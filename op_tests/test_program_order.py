@@ -10,7 +10,8 @@ import importlib
 import pytest
 import torch
 
-from .harness.ahead_of_time import PATHS, module_of_tests
+from .harness.ahead_of_time import PATHS
+from .harness.cases import small_case
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="program order is chosen in Triton's interpreter")
 
@@ -48,9 +49,7 @@ def run(path: str, values: dict) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_order_of_programs_does_not_matter(path):
-    """On the op's first case, or on its `order_case()` where that one is large, or only there to be compiled."""
-    module = module_of_tests(path)
-    values = module.order_case() if hasattr(module, "order_case") else next(iter(module.ahead_of_time_cases()))[1]
+    values = small_case(path)
     expected = run(path, values)
     for seed in (0, 1):
         with program_order(seed):

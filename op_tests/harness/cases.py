@@ -71,6 +71,12 @@ def case_of_each_mode(path: str) -> list[dict]:
     ]
 
 
+def small_case(path: str) -> dict:
+    """The op's first case, or its `order_case()` where that one is large, or only there to be compiled."""
+    module = module_of_tests(path)
+    return module.order_case() if hasattr(module, "order_case") else next(cases_of(path))
+
+
 def num_elements(values: dict) -> int:
     """Of a view, those that it shows."""
     return sum(tensor.numel() for tensor in tensors_of(values).values())

@@ -56,6 +56,10 @@ def ahead_of_time_cases():
         yield str(dtype), with_float8(everything, dtype)
 
 
+def order_case():
+    return make([70, 3], [0, 30], 16, 2, 2, 16, torch.float32)
+
+
 def full_ahead_of_time_cases():
     yield from of_every_dtype_and_head_dim(lambda head_dim, dtype: make([300], [40], head_dim, 4, 2, 16, dtype))
 

@@ -21,34 +21,40 @@ def make_experts(
     num_rows, num_experts, num_chosen, hidden, inner, dtype=torch.float16, *, has_bias=False, device="cpu", **options
 ):  # fmt: skip
     """Arguments of fused_experts, with sums of about one; the experts of a row differ."""
-    experts = torch.rand(num_rows, num_experts).argsort(dim=1)[:, :num_chosen].to(torch.int32)
-    made = {
-        "x": torch.randn(num_rows, hidden).to(dtype), "experts": experts,
-        "weights": torch.rand(num_rows, num_chosen),
+    made = _routed(num_rows, num_experts, num_chosen, hidden, inner, dtype, has_bias) | {
         "gate_up": (torch.randn(num_experts, 2 * inner, hidden) / hidden**0.5).to(dtype),
         "down": (torch.randn(num_experts, hidden, inner) / inner**0.5).to(dtype),
-    }  # fmt: skip
-    if has_bias:
-        made["gate_up_bias"] = torch.randn(num_experts, 2 * inner).to(dtype)
-        made["down_bias"] = torch.randn(num_experts, hidden).to(dtype)
+    }
     return to_device(made, device) | options
 
 
 def make_quantised(
     weight_format, num_rows, num_experts, num_chosen, hidden, inner, dtype=torch.bfloat16, *, group_size=None,
-    has_zeros=False, device="cpu", **options,
+    has_zeros=False, has_bias=False, device="cpu", **options,
 ):  # fmt: skip
     """Arguments of fused_experts with quantised weights, with sums of about one and every code that is a number."""
-    made = make_experts(num_rows, num_experts, num_chosen, hidden, inner, dtype, **options)
+    made = _routed(num_rows, num_experts, num_chosen, hidden, inner, dtype, has_bias)
     for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
         made |= _quantised(name, weight_format, (num_experts, rows, columns), dtype, group_size, has_zeros)
-    return to_device(made, device) | {"weight_format": weight_format, "group_size": group_size}
+    return to_device(made, device) | options | {"weight_format": weight_format, "group_size": group_size}
+
+
+def _routed(num_rows, num_experts, num_chosen, hidden, inner, dtype, has_bias):
+    """All but the weights."""
+    experts = torch.rand(num_rows, num_experts).argsort(dim=1)[:, :num_chosen].to(torch.int32)
+    made = {
+        "x": torch.randn(num_rows, hidden).to(dtype), "experts": experts, "weights": torch.rand(num_rows, num_chosen),
+    }  # fmt: skip
+    if has_bias:
+        made["gate_up_bias"] = torch.randn(num_experts, 2 * inner).to(dtype)
+        made["down_bias"] = torch.randn(num_experts, hidden).to(dtype)
+    return made
 
 
 def _quantised(name, weight_format, shape, dtype, group_size, has_zeros):
     num_experts, rows, columns = shape
     bits, total = 4 if weight_format in ("w4", "mxfp4") else 8, num_experts * rows
-    codes, usual = torch.randint(0, 1 << bits, (total, columns)), 2.0 ** (2 - bits)
+    codes, usual = torch.randint(0, 1 << bits, (total, columns), dtype=torch.uint8), 2.0 ** (2 - bits)
     if weight_format == "fp8":
         codes, usual = torch.where(codes % 128 == 127, 0, codes), 2.0**-7
     if weight_format == "mxfp4":

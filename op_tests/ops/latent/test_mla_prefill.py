@@ -48,6 +48,10 @@ def ahead_of_time_cases():
         yield str(dtype), with_float8(everything, dtype)
 
 
+def order_case():
+    return make(16, 16, 4, 16, torch.float32, [70, 3], [0, 30])
+
+
 def full_ahead_of_time_cases():
     yield from of_every_dtype_and_size(lambda *sizes: make(*sizes[:2], 16, 16, sizes[2], [100], [40]))
 

@@ -63,6 +63,11 @@ def ahead_of_time_cases():
     yield "ragged chains", ragged(512, 64, 16, 16, torch.bfloat16, [3, 9], [20, 7], is_causal=True)
 
 
+def order_case():
+    """In parts that are merged."""
+    return make(16, 16, 4, 16, torch.float32, 3, 3, [300, 40])
+
+
 def full_ahead_of_time_cases():
     yield from of_every_dtype_and_size(lambda *sizes: make(*sizes[:2], 16, 16, sizes[2], 16, 16, [100]))
 

@@ -20,7 +20,7 @@ def make_quantised(
 ):  # fmt: skip
     """Arguments of linear_w4a16 or linear_w8a16, with sums of about one."""
     middle = 8 if bits == 4 else 0
-    values = torch.randint(-(1 << (bits - 1)), 1 << (bits - 1), (num_outputs, num_columns)) + middle
+    values = torch.randint(0, 1 << bits, (num_outputs, num_columns), dtype=torch.uint8)
     groups = 1 if group_size is None else -(-num_columns // group_size)
     scales = (0.5 + torch.rand(groups, num_outputs)) * 2.0 ** (2 - bits)
     zeros = torch.randint(middle - 3, middle + 4, (groups, num_outputs))
@@ -43,7 +43,7 @@ def make_quantised(
 
 def make_fp8(num_rows, num_outputs, num_columns, dtype, *, is_blocked=False, has_bias=False, device="cpu", **options):
     """Arguments of linear_fp8, with every code that is a number, and sums of about one."""
-    codes = torch.randint(0, 256, (num_outputs, num_columns))
+    codes = torch.randint(0, 256, (num_outputs, num_columns), dtype=torch.uint8)
     codes = torch.where(codes % 128 == 127, 0, codes)
     shape = (-(-num_columns // 128), -(-num_outputs // 128)) if is_blocked else (num_outputs,)
     made = {

@@ -16,12 +16,13 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Returns words for values [N, K] of this many bits; of negative ones the lowest bits are taken."""
     num_outputs, num_columns = values.shape
     pad = (0, -num_columns % BLOCK_COLUMNS, 0, -num_outputs % BLOCK_OUTPUTS)
-    wide = torch.nn.functional.pad(values.to(torch.int64) & ((1 << bits) - 1), pad)
+    wide = torch.nn.functional.pad(values.to(torch.uint8) & ((1 << bits) - 1), pad)
     strips, blocks = wide.shape[0] // BLOCK_OUTPUTS, wide.shape[1] // BLOCK_COLUMNS
     places = wide.view(strips, BLOCK_OUTPUTS, blocks, 32 // bits, BLOCK_COLUMNS * bits // 32)
-    shifts = bits * torch.arange(32 // bits, device=values.device)[:, None]
-    words = (places << shifts).sum(dim=3).transpose(1, 2)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).contiguous()
+    words = torch.zeros(strips, blocks, BLOCK_OUTPUTS, places.shape[-1], dtype=torch.int32, device=values.device)
+    for place in reversed(range(32 // bits)):
+        words = (words << bits) | places[:, :, :, place].transpose(1, 2)
+    return words
 
 
 def unpack(words: torch.Tensor, bits: int, num_outputs: int, num_columns: int) -> torch.Tensor:
