@@ -1,4 +1,5 @@
-"""Names are imported when they are first used: an import alone is cheap, and whichever is used first works."""
+"""Names are imported when they are first used: an import alone is cheap, and whichever is used first works, with and
+without Triton, on the backend that is asked for."""
 
 import json
 import os
@@ -36,6 +37,8 @@ def run(text):
     return error
 json.dump([run(text) for text in json.load(sys.stdin)], sys.stdout)
 """
+# a Triton that cannot be imported
+BROKEN = {"triton/__init__.py": "raise ImportError('libtriton.so: undefined symbol')", "triton/language.py": ""}
 UNSET = ("TRITON_INTERPRET", "EAGLE_KERNELS_DEBUG", "EAGLE_KERNELS_BACKEND")
 HEAD = """
 import sys
@@ -43,7 +46,19 @@ import torch
 def imported(*beginnings):
     return sorted(name for name in sys.modules if name.startswith(beginnings) and sys.modules[name] is not None)
 FAMILIES = tuple(f"eagle_kernels.ops.{family}." for family in "attention draft kv nn tree verify".split())
+def sampled(module):
+    one = torch.ones(1)
+    return module.sample_from_logits(torch.tensor([[0.0, 2.0, 1.0]]), one.long(), one.long(), 0 * one).tolist()
+def error_of(function, *arguments, **named):
+    try:
+        function(*arguments, **named)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
 """
+LATE = (
+    "eagle_kernels.sample_from_logits: TRITON_INTERPRET=1 was set after the first kernel was imported, too late; "
+    "set it before the first import of eagle_kernels"
+)
 PROGRAMS = {
     "an import": """
 import eagle_kernels
@@ -72,6 +87,34 @@ with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(Syst
     main(["--help"])
 assert "train-head" in told.getvalue()
 assert not imported("torch", "numpy", "triton", "eagle_kernels.engine")
+""",
+    "a broken triton": """
+import warnings
+sys.path.insert(0, "broken")
+warnings.simplefilter("ignore")
+import eagle_kernels
+assert sampled(eagle_kernels) == [1]
+assert error_of(sampled, eagle_kernels.raw) == (
+    "eagle_kernels.sample_from_logits: the triton backend needs the package triton, which is installed but broken: "
+    "libtriton.so: undefined symbol"
+)
+""",
+    "launchers without triton": """
+sys.modules["triton"] = None  # importing it now fails, as on a machine without it
+import eagle_kernels
+from op_tests.harness.ahead_of_time import PATHS, module_of_tests
+for path in PATHS:
+    name = path.rpartition(".")[2]
+    _, values = next(module_of_tests(path).ahead_of_time_cases())
+    told = f"{name}: the triton backend needs the package triton, which is not installed"
+    assert error_of(getattr(eagle_kernels.raw, name), **values).endswith(told)
+assert len(PATHS) == len(eagle_kernels.ops.OPS)
+""",
+    "the interpreter, asked for after an import": """
+import os
+import eagle_kernels
+os.environ |= {"TRITON_INTERPRET": "1", "EAGLE_KERNELS_BACKEND": "triton"}
+assert sampled(eagle_kernels) == sampled(eagle_kernels.raw) == [1]
 """,
     "import triton": "import triton",  # which the others need, and which takes long
     "one op": """
@@ -116,9 +159,32 @@ for function in (build_tree, eagle_kernels.verify_tree, eagle_kernels.raw.build_
     "without triton": """
 sys.modules["triton"] = None
 import eagle_kernels
-assert eagle_kernels.rms_norm(torch.ones(1, 4), torch.ones(4)).output.shape == (1, 4)
+assert sampled(eagle_kernels) == [1]
 eagle_kernels.EAGLEInference
 """,
+    "a forced backend": """
+import os
+import eagle_kernels
+node = torch.zeros(1, 1, dtype=torch.int64)
+def told(backend):
+    os.environ["EAGLE_KERNELS_BACKEND"] = backend
+    return error_of(eagle_kernels.verify_tree_greedy, node, node, node - 1, node - 1, node, spec_steps=0)
+assert "verify_tree_greedy: the triton backend cannot run on cpu tensors" in told("triton")
+assert "must be 'reference' or 'triton', got 'cuda'" in told("cuda")
+assert told("reference") is None
+""",
+    # all kernels run in one way, also those whose files are imported after the environment has changed
+    **{
+        f"the interpreter, asked for after {first}": f"""
+import os
+import eagle_kernels
+eagle_kernels.{first}
+os.environ["TRITON_INTERPRET"] = "1"
+assert sampled(eagle_kernels) == [1]
+assert error_of(sampled, eagle_kernels.raw) == {LATE!r}
+"""
+        for first in ("build_tree", "sample_from_logits")
+    },
     "debug": """
 import os
 os.environ["EAGLE_KERNELS_DEBUG"] = "1"
@@ -187,6 +253,9 @@ def test_whatever_is_used_first_works(tmp_path):
         traced = torch.jit.trace(lambda x, weight: eagle_kernels.rms_norm(x, weight).output, (x, weight))
     traced.save(str(tmp_path / "traced.pt"))
     torch.save((x, weight, eagle_kernels.rms_norm(x, weight).output), tmp_path / "values.pt")
+    (tmp_path / "broken" / "triton").mkdir(parents=True)
+    for name, text in BROKEN.items():
+        (tmp_path / "broken" / name).write_text(text)
     process = subprocess.run(
         [sys.executable, "-c", COPIES], cwd=tmp_path, capture_output=True, text=True,
         env={name: value for name, value in os.environ.items() if name not in UNSET} | {"PYTHONPATH": str(ROOT)},

@@ -1,9 +1,7 @@
 """Versions of triton: what cannot run is told in one line, and the references stay."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,16 +12,6 @@ from eagle_kernels.runtime import language
 ROOT = Path(__file__).parent.parent
 LANGUAGE = ROOT / "eagle_kernels" / "runtime" / "language.py"
 
-USE = """
-import torch, eagle_kernels as ek
-values = torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([1]), torch.tensor([1]), torch.zeros(1)
-print(ek.sample_from_logits(*values).tolist())
-try:
-    ek.raw.sample_from_logits(*values)
-except RuntimeError as error:
-    print(error)
-"""
-NEEDS = "eagle_kernels.sample_from_logits: the triton backend needs "
 NO_TRITON = {
     "old": ("__version__ = '3.2.0'", "triton 3.4 or newer; 3.2.0 is installed"),
     "broken": (
@@ -39,12 +27,6 @@ NO_TRITON = {
         "the package triton, which is installed but broken: no driver",
     ),
 }
-
-
-def run(code: str, *, path: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    clean |= {"PYTHONPATH": os.pathsep.join((str(path), str(ROOT)))} | environment
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True)
 
 
 def install(case: str, folder: Path) -> str:
@@ -78,21 +60,3 @@ def test_an_installer_takes_the_versions_that_were_run():
     oldest, newest = language.OLDEST_TRITON, language.NEWEST_TRITON
     wanted = f"triton>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1};"
     assert wanted in (ROOT / "setup.py").read_text(encoding="utf-8")
-
-
-def test_references_run_without_a_usable_triton(tmp_path):
-    missing = install("broken", tmp_path)
-    assert run(USE, path=tmp_path).stdout.splitlines() == ["[1]", NEEDS + missing]
-
-
-def test_the_interpreter_is_asked_for_before_the_first_kernel():
-    """All kernels run in one way, also those whose files are imported after the environment has changed."""
-    pytest.importorskip("triton")
-    late = "import os, eagle_kernels; {}os.environ['TRITON_INTERPRET'] = '1'\n"
-    assert run(late.format("") + USE).stdout.splitlines() == ["[1]"]
-    for first in ("build_tree", "sample_from_logits"):
-        assert run(late.format(f"eagle_kernels.{first}; ") + USE).stdout.splitlines() == [
-            "[1]",
-            "eagle_kernels.sample_from_logits: TRITON_INTERPRET=1 was set after the first kernel was imported, too "
-            "late; set it before the first import of eagle_kernels",
-        ]
