@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,19 +33,21 @@ READ_EARLY = {"few_rows": "weight", "many_rows": "weight", "quantised": "weight"
 READ_BEFORE = {"down": {"weight"}, "merge_shares": {"lengths", "qo_indptr"}}
 
 
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+@functools.cache
+def files() -> dict[Path, architecture.File]:
+    return {ROOT / file.path: file for file in house().files.values()}
+
+
+def nodes_of(path: Path, *kinds: type) -> list:
+    """The nodes of a file's syntax tree that are of these kinds."""
+    return [node for node in files()[path].nodes if isinstance(node, kinds)]
 
 
 def imported_roots(path: Path, *, top_level_only: bool = False) -> set[str]:
     """First components of everything that a file imports."""
-    file = next(file for file in house().files.values() if ROOT / file.path == path)
-    lines = {node.lineno for node in parse(path).body} if top_level_only else None
-    return {i.module.split(".")[0] for i in file.imports if lines is None or i.line in lines}
-
-
-def calls_and_attributes(tree: ast.Module):
-    return (node for node in ast.walk(tree) if isinstance(node, (ast.Call, ast.Attribute)))
+    module, *_ = files()[path].nodes
+    lines = {node.lineno for node in module.body} if top_level_only else None
+    return {i.module.split(".")[0] for i in files()[path].imports if lines is None or i.line in lines}
 
 
 @pytest.mark.parametrize("law", architecture.LAWS, ids=lambda law: law.__name__)
@@ -220,66 +223,64 @@ def test_an_import_for_types_counts_if_it_is_used(name):
     assert bool(list(architecture.no_circle(House(texts)))) == counts
 
 
-@pytest.mark.parametrize("path", sources(ROOT / "reference"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_references_stand_alone(path):
+def test_references_stand_alone():
     """torch and the standard library: a mistake shared with the kernels could not show."""
-    foreign = imported_roots(path) - {"torch", "reference", "__future__"} - set(sys.stdlib_module_names)
-    assert not foreign, f"{path} imports {foreign}"
+    for path in sources(ROOT / "reference"):
+        foreign = imported_roots(path) - {"torch", "reference", "__future__"} - set(sys.stdlib_module_names)
+        assert not foreign, f"{path} imports {foreign}"
 
 
-@pytest.mark.parametrize("path", sources(PACKAGE), ids=lambda p: str(p.relative_to(ROOT)))
-def test_extras_are_imported_lazily(path):
-    roots = imported_roots(path, top_level_only=True)
-    if path.parent != PACKAGE / "examples":  # an example imports what it shows, and nothing imports an example
-        assert not roots & HEAVY, f"{path} imports {roots & HEAVY} at the top"
-    if path != PACKAGE / "runtime" / "language.py":
-        assert "triton" not in roots, f"{path}: triton comes from runtime/language.py, which can do without it"
+def test_extras_are_imported_lazily():
+    for path in sources(PACKAGE):
+        roots = imported_roots(path, top_level_only=True)
+        if path.parent != PACKAGE / "examples":  # an example imports what it shows, and nothing imports an example
+            assert not roots & HEAVY, f"{path} imports {roots & HEAVY} at the top"
+        if path != PACKAGE / "runtime" / "language.py":
+            assert "triton" not in roots, f"{path}: triton comes from runtime/language.py, which can do without it"
 
 
-@pytest.mark.parametrize("path", sources(PACKAGE / "integrations"), ids=lambda p: p.stem)
-def test_adapters_import_nothing_of_the_project_they_imitate(path):
-    allowed = {"eagle_kernels", "torch", "__future__"} | set(sys.stdlib_module_names)
-    if path.stem == "transformers":  # imitates nothing: it tells transformers of our attention
-        allowed.add("transformers")
-    if path.parent.name in ("sglang", "vllm"):  # a plug-in, which the server imports
-        allowed.add(path.parent.name)
-    assert imported_roots(path) <= allowed
+def test_adapters_import_nothing_of_the_project_they_imitate():
+    for path in sources(PACKAGE / "integrations"):
+        allowed = {"eagle_kernels", "torch", "__future__"} | set(sys.stdlib_module_names)
+        if path.stem == "transformers":  # imitates nothing: it tells transformers of our attention
+            allowed.add("transformers")
+        if path.parent.name in ("sglang", "vllm"):  # a plug-in, which the server imports
+            allowed.add(path.parent.name)
+        assert imported_roots(path) <= allowed, path
 
 
 # refuses tensors that are not on the CPU, where grammars live
 HOST_FUNCTIONS = {PACKAGE / "ops" / "token_bitmask.py"}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(set(sources(PACKAGE / "ops")) - HOST_FUNCTIONS), ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_ops_do_not_wait_for_the_device(path):
-    for node in calls_and_attributes(parse(path)):
-        if isinstance(node, ast.Attribute):
+def test_ops_do_not_wait_for_the_device():
+    for path in set(sources(PACKAGE / "ops")) - HOST_FUNCTIONS:
+        for node in nodes_of(path, ast.Attribute):
             assert node.attr not in ("item", "tolist", "cpu", "synchronize"), f"{path}:{node.lineno} .{node.attr}"
 
 
 def test_kernels_live_below_the_engine():
     for path in sources(PACKAGE / "engine") + sources(PACKAGE / "integrations"):
-        attributes = {node.attr for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)}
-        assert "jit" not in attributes, f"{path} holds a kernel"
+        assert "jit" not in {node.attr for node in nodes_of(path, ast.Attribute)}, f"{path} holds a kernel"
 
 
 # instructions of NVIDIA's beside plain operations that make the same bits
 HAS_ASSEMBLY = {PACKAGE / "primitives" / "unpacking.py"}
 
 
-@pytest.mark.parametrize("path", sources(PACKAGE), ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_side_effects_of_the_library(path):
-    """No collectives, no edits of the environment, no runtime autotuning, no inline assembly, no network."""
-    text = path.read_text(encoding="utf-8")
-    if path in HAS_ASSEMBLY:
-        assert "IS_ASSEMBLED" in text
-        text = text.replace("inline_asm_elementwise", "")
-    for banned in ("torch.distributed", "os.environ[", "putenv", "autotune(", "inline_asm", "do_bench"):
-        assert banned not in text, f"{path} contains {banned}"
-    for banned in ("urllib", "http.client", "import socket", "import requests", "huggingface_hub"):
-        assert banned not in text, f"{path} contains {banned}"
+# collectives, edits of the environment, runtime autotuning, inline assembly, the network
+SIDE_EFFECTS = ("torch.distributed", "os.environ[", "putenv", "autotune(", "inline_asm", "do_bench", "urllib",
+                "http.client", "import socket", "import requests", "huggingface_hub")  # fmt: skip
+
+
+def test_no_side_effects_of_the_library():
+    for path in sources(PACKAGE):
+        text = files()[path].text
+        if path in HAS_ASSEMBLY:
+            assert "IS_ASSEMBLED" in text
+            text = text.replace("inline_asm_elementwise", "")
+        for banned in SIDE_EFFECTS:
+            assert banned not in text, f"{path} contains {banned}"
 
 
 RUNS_CODE = ("weights_only", "trust_remote_code")
@@ -290,10 +291,7 @@ def test_no_code_of_a_file_is_run():
     """What SECURITY.md says: pickles are read as weights alone, and a model's own Python is not trusted."""
     seen = 0
     for path in sources(PACKAGE) + sources(ROOT / "bench"):
-        text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if re.search(SUSPECTS, text) else ():
-            if not isinstance(node, ast.Call):
-                continue
+        for node in nodes_of(path, ast.Call) if re.search(SUSPECTS, files()[path].text) else ():
             name, place = ast.unparse(node.func), f"{path}:{node.lineno}"
             told = {each.arg: ast.unparse(each.value) for each in node.keywords if each.arg in RUNS_CODE}
             is_ours = path.name == "recorded.py" and name == "eval"  # of places of arguments, integers alone
@@ -310,19 +308,19 @@ def test_no_code_of_a_file_is_run():
     assert seen >= 4, "the rules above look for names that are not there"
 
 
-@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda p: p.stem)
-def test_dots_name_their_precision(path):
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "dot":
-            assert "input_precision" in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
+def test_dots_name_their_precision():
+    for path in KERNEL_FILES:
+        for node in nodes_of(path, ast.Call):
+            if getattr(node.func, "attr", None) == "dot":
+                assert "input_precision" in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_launches_are_by_keyword(path):
+def test_launches_are_by_keyword():
     """`launch(op, kernel, grid, name=value, ...)`: an argument list of twenty is not to be counted."""
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "launch":
-            assert len(node.args) == 3, f"{path}:{node.lineno}"
+    for path in KERNEL_FILES:
+        for node in nodes_of(path, ast.Call):
+            if getattr(node.func, "id", None) == "launch":
+                assert len(node.args) == 3, f"{path}:{node.lineno}"
 
 
 def named_pointers(kernel: ast.FunctionDef, statements: list[ast.stmt]) -> set[str]:
@@ -348,29 +346,34 @@ def stores(statements: list[ast.stmt]) -> set[str]:
     return {name for name in called if "store" in name or "atomic" in name}
 
 
-@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_kernels_first_wait_for_the_kernel_before(path):
+def kernels() -> Iterator[tuple[str, str, ast.FunctionDef]]:
+    """(the name of its file, its place, its definition) of each kernel."""
+    for path in KERNEL_FILES:
+        for function in nodes_of(path, ast.FunctionDef):
+            if function.name.endswith("_kernel"):
+                yield path.stem, f"{path}:{function.lineno}", function
+
+
+def test_kernels_first_wait_for_the_kernel_before():
     """They may start while it runs (primitives/dependent_launch.py), and read early what they are told to prefetch."""
-    for function in ast.walk(parse(path)):
-        if not isinstance(function, ast.FunctionDef) or not function.name.endswith("_kernel"):
-            continue
+    for stem, place, function in kernels():
         body = function.body[1:] if ast.get_docstring(function) else function.body
         first, *others = [ast.unparse(statement) for statement in body]
-        if path.stem in READ_BEFORE:
+        if stem in READ_BEFORE:
             until = 1 + others.index("await_predecessor(ENABLE_PDL)")
-            assert named_pointers(function, body[:until]) == READ_BEFORE[path.stem], f"{path}:{function.lineno}"
-            assert not stores(body[:until]), f"{path}:{function.lineno}"
+            assert named_pointers(function, body[:until]) == READ_BEFORE[stem], place
+            assert not stores(body[:until]), place
             continue
-        if path.stem not in READ_EARLY:
-            assert first == "await_predecessor(ENABLE_PDL)", f"{path}:{function.lineno}"
+        if stem not in READ_EARLY:
+            assert first == "await_predecessor(ENABLE_PDL)", place
             continue
-        told = f"PREFETCH_{READ_EARLY[path.stem].upper()}"
-        assert first == f"await_predecessor(ENABLE_PDL and (not {told}))", f"{path}:{function.lineno}"
+        told = f"PREFETCH_{READ_EARLY[stem].upper()}"
+        assert first == f"await_predecessor(ENABLE_PDL and (not {told}))", place
         until = 1 + others.index(f"await_predecessor(ENABLE_PDL and {told})")
         pointers = named_pointers(function, body[1:until])
         named = {pointer.split("_")[0] for pointer in pointers}
-        assert named == {READ_EARLY[path.stem]}, f"{path}:{function.lineno} reads {pointers} early"
-        assert not stores(body[1:until]), f"{path}:{function.lineno}"
+        assert named == {READ_EARLY[stem]}, f"{place} reads {pointers} early"
+        assert not stores(body[1:until]), place
 
 
 def test_top_level_holds_nothing_else():

@@ -34,8 +34,9 @@ def load(folders, **options):
     return EAGLEInference.from_pretrained(*folders, config, device="cpu", allow_larger_draft=True)
 
 
-def test_one_of_them_is_taken(folders, caplog):
+def test_one_of_them_is_taken(folders, caplog, monkeypatch):
     """Those that do not fit are left out by name, and speeds of the others are told."""
+    monkeypatch.setattr(several_drafts, "_NEW_TOKENS", 8)
     caplog.set_level(logging.INFO)
     engine = load(folders)
     assert type(engine.draft).__name__ == "CausalDraft" and engine.config.adaptive == "auto"
@@ -71,7 +72,8 @@ def test_the_fastest_counts(tmp_path):
     assert set(map(str, asked)) == {str(([[1] * 36, [2, 3]], 64, None, 0.0))}
 
 
-def test_without_prompts_some_tokens_are_drawn(folders, tmp_path):
+def test_without_prompts_some_tokens_are_drawn(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(several_drafts, "_NEW_TOKENS", 8)
     drafts = tmp_path / "drafts"
     for name in ("its own", "other"):
         write_decoder(random_llama(std=0.4), drafts / name)
