@@ -973,6 +973,7 @@ def test_rows_are_replaced_also_in_special_cases():
         assert variant == {"num_warps": 32, "programs": (3, 5)} and tuning.row(benchmark.tuning, device) is before
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("command", [["run"], ["tune", "--vary", "max_warps=1,2"]], ids=lambda command: command[0])
 def test_kernels_are_compiled_for_a_gpu_that_is_not_here(command, tmp_path):
     """All that the cases launch on it, and nothing runs."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import eagle_kernels
+from op_tests.harness.cases import module_of_op
 
 ROOT = Path(__file__).parent.parent
 # a reference takes `out` only where part of what the caller's buffers hold may stay
@@ -67,46 +68,36 @@ def test_every_op_is_registered():
 
 @pytest.mark.parametrize("path", OPS)
 def test_launcher_and_reference_have_one_signature(path):
+    """The launcher is the raw function, beside a public one."""
     name = path.rpartition(".")[2]
-    launcher = getattr(importlib.import_module("eagle_kernels.ops." + path), name)
+    launcher = getattr(module_of_op(path), name)
     reference = getattr(importlib.import_module("eagle_kernels.reference.ops." + path), name)
     ours, theirs = (
         [(p.name, p.kind) for p in inspect.signature(function).parameters.values() if p.name not in ONE_SIDED]
         for function in (launcher, reference)
     )
     assert ours == theirs
-
-
-@pytest.mark.parametrize("path", OPS)
-def test_every_op_is_public_and_raw(path):
-    name = path.rpartition(".")[2]
     assert name in eagle_kernels.__all__ and callable(getattr(eagle_kernels, name))
-    assert name in eagle_kernels.raw.__all__
-    assert getattr(eagle_kernels.raw, name) is getattr(importlib.import_module("eagle_kernels.ops." + path), name)
+    assert name in eagle_kernels.raw.__all__ and getattr(eagle_kernels.raw, name) is launcher
 
 
 @pytest.mark.parametrize("path", OPS)
-def test_the_docstring_tells_what_a_reader_needs(path):
-    module = importlib.import_module("eagle_kernels.ops." + path)
+def test_a_file_tells_what_a_reader_needs(path):
+    """The parts of its docstring, and a default in each tuning table, its own or of what it shares."""
+    module = module_of_op(path)
     for section in ("Computes", "Invariants", "Grid", "Launches", "Traffic"):
         assert re.search(rf"^{section}(:|$)", module.__doc__, re.MULTILINE), f"{path} has no section {section}"
-
-
-@pytest.mark.parametrize("path", OPS)
-def test_a_tuning_table_has_a_default(path):
-    """Its own, or of what it shares."""
-    module = importlib.import_module("eagle_kernels.ops." + path)
     names = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in vars(module).values()}
     shared = [sys.modules[name] for name in names if ".shared." in name]
     tables = [value for each in (module, *shared) for name, value in vars(each).items() if name.endswith("TUNING")]
     assert tables and all("default" in table for table in tables)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "eagle_kernels" / "ops").rglob("*.py")), ids=lambda path: path.stem)
-def test_a_tuning_table_says_what_it_is_for(path):
+def test_a_tuning_table_says_what_it_is_for():
     """In a comment above it, or above the tables and the rows that stand between."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines):
-        if re.match(r"[A-Z_]*TUNING = ", line):
-            between = (above for above in reversed(lines[:number]) if not re.match(r"_?[A-Z_]+ = | +[\"}]", above))
-            assert next(between).startswith("#"), line
+    for path in (ROOT / "eagle_kernels" / "ops").rglob("*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            if re.match(r"[A-Z_]*TUNING = ", line):
+                between = (above for above in reversed(lines[:number]) if not re.match(r"_?[A-Z_]+ = | +[\"}]", above))
+                assert next(between).startswith("#"), f"{path}: {line}"

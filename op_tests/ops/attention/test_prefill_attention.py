@@ -95,8 +95,7 @@ def described(monkeypatch):
     return is_described
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
-@pytest.mark.parametrize("page_size", [None, 64, 128])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(128, None), (256, 64), (128, 128), (256, None)])
 @pytest.mark.parametrize(
     "shape", [([150, 70, 0, 3], [0] * 4), ([9, 130], [130, 64]), ([64, 65], [64, 191]), ([1], [63])], ids=str
 )
