@@ -1,7 +1,5 @@
 """Bugs of a kernel alone, which kernel = reference sees."""
 
-from __future__ import annotations
-
 from .mutant import ATTENTION, EXPERTS, LINEAR, PRIMITIVES, REJECTION, RUNTIME, SAMPLING, VERIFY, Mutant, bug, of
 
 KV = "eagle_kernels/ops/kv/"
@@ -15,6 +13,12 @@ _HOSTILE = "op_tests/test_hostile_calls.py::"
 _RANDOM = "op_tests/test_random_verification.py::test_random_calls"
 _LAYOUTS = "op_tests/test_pool_layouts.py::"
 _LIMITS = "op_tests/test_debug_mode.py::test_limits_pass_and_one_step_further_fails"
+
+
+def _quantised(path: str) -> list[str]:
+    name = "op_tests/test_quantised_linear.py::test_matches_reference"
+    return [f"{name}[{path}-{group}]" for group in (32, 64, 128, None)]
+
 
 MUTANTS = [
     bug("a tile's last lane is not masked", VERIFY + "verify_tree_coins.py",
@@ -152,16 +156,16 @@ MUTANTS = [
         *of("linear_w4a16", "test_by_hand")),
     bug("a zero point off by one", PRIMITIVES + "unpacking.py",
         "return -zero.to(tl.float32)", "return 1.0 - zero.to(tl.float32)",
-        *of("linear_w4a16", "test_matches_reference")),
+        *_quantised("linear.linear_w4a16")),
     bug("the scale of the neighbouring group", PRIMITIVES + "unpacking.py",
         ">> (place % 2 * 16)", ">> ((place + 1) % 2 * 16)",
         *of("linear_w4a16", "test_by_hand")),
     bug("the scale of the neighbouring block", PRIMITIVES + "quantised.py",
         "is_even = (block % 2 == 0)", "is_even = (block % 2 == 1)",
-        *of("linear_w8a16", "test_matches_reference")),
+        *_quantised("linear.linear_w8a16")),
     bug("the order of activations is ignored", "eagle_kernels/ops/linear/linear_w4a16.py",
         "        x = reorder_columns(op, x, columns)\n", "        pass\n",
-        *of("linear_w4a16", "test_matches_reference")),
+        *_quantised("linear.linear_w4a16")),
     bug("sums of rows of 8 bits without the scale of the row", LINEAR + "shared/quantised.py",
         "if FORMAT.X_SCALES == 1:", "if FORMAT.X_SCALES == 3:",
         *of("linear_fp8", "test_rounded_rows")),

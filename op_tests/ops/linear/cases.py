@@ -1,9 +1,14 @@
 """Arguments of the linear ops, as their tests and others need them."""
 
+import itertools
+
 import torch
 
 from eagle_kernels.reference.ops.linear.shared.packing import pack, pair_groups
 from op_tests.harness import to_device
+
+DTYPES = (torch.float16, torch.bfloat16)
+GROUPS = (32, 64, 128, None)
 
 
 def make_linear(num_rows, num_outputs, num_columns, dtype, *, has_bias=False, device="cpu"):
@@ -39,6 +44,26 @@ def make_quantised(
     return to_device({name: value for name, value in made.items() if value is not None}, device) | {
         "group_size": group_size
     }
+
+
+def quantised_cases(make, numbers_of_rows):
+    """Ahead-of-time cases of linear_w4a16 or linear_w8a16."""
+    for num_rows, num_outputs in itertools.product(numbers_of_rows, (64, 16384)):
+        yield f"T={num_rows} N={num_outputs}", make(num_rows, num_outputs, 256, torch.bfloat16, has_bias=num_rows == 1)
+    for group_size, dtype in itertools.product(GROUPS, DTYPES):
+        values = make(8, 64, 512, dtype, group_size=group_size, has_zeros=dtype == torch.float16)
+        yield f"{group_size} columns {dtype}", values
+        yield f"{group_size} columns {dtype} alike", values | {"deterministic": True, "prefetch_weight": True}
+    yield "zeros", make(256, 64, 256, torch.bfloat16, has_zeros=True)
+    yield "order", make(3, 64, 200, torch.bfloat16, has_order=True)
+    yield "parts", make(64, 64, 256, torch.float16) | {"num_parts": 2}
+
+
+def quantised_sweep(make):
+    for num_rows, num_outputs in itertools.product(range(1, 17), (1, 16, 33, 1000)):
+        yield make(num_rows, num_outputs, 128, torch.float16)
+    for num_rows in (17, 32, 33, 64, 65, 100):
+        yield make(num_rows, 40, 128, torch.float16)
 
 
 def make_fp8(num_rows, num_outputs, num_columns, dtype, *, is_blocked=False, has_bias=False, device="cpu", **options):

@@ -1,23 +1,16 @@
-"""linear_w8a16: what differs from linear_w4a16, whose kernels it shares: every code, tiles, zero points."""
+"""linear_w8a16: every code. `test_quantised_linear` proves what it shares with linear_w4a16."""
 
 import functools
-import itertools
 
-import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.ops.linear import linear_w8a16 as module
 from eagle_kernels.reference.ops.linear.linear_w8a16 import dequantise
 from eagle_kernels.reference.ops.linear.shared.packing import pack
-from eagle_kernels.runtime import launch, target
 from op_tests.harness import assert_equal, check_close
-from op_tests.harness.retune import retune
-from op_tests.ops.linear.cases import designs, make_quantised
+from op_tests.ops.linear.cases import make_quantised, quantised_cases, quantised_sweep
 
 PATH = "linear.linear_w8a16"
-DTYPES = (torch.float16, torch.bfloat16)
-GROUPS = (32, 64, 128, None)
 make = functools.partial(make_quantised, 8)
 check = functools.partial(check_close, PATH)
 
@@ -26,43 +19,14 @@ MOST_VARIANTS = {"_quantised_tiles_kernel": 6}
 
 
 def ahead_of_time_cases():
-    for num_rows, num_outputs in itertools.product((1, 16, 32, 64, 256), (64, 16384)):
-        yield f"T={num_rows} N={num_outputs}", make(num_rows, num_outputs, 256, torch.bfloat16, has_bias=num_rows == 1)
-    for group_size, dtype in itertools.product(GROUPS, DTYPES):
-        values = make(8, 64, 512, dtype, group_size=group_size, has_zeros=dtype == torch.float16)
-        yield f"{group_size} columns {dtype}", values
-        yield f"{group_size} columns {dtype} alike", values | {"deterministic": True, "prefetch_weight": True}
-    yield "zeros", make(256, 64, 256, torch.bfloat16, has_zeros=True)
-    yield "order", make(3, 64, 200, torch.bfloat16, has_order=True)
-    yield "parts", make(64, 64, 256, torch.float16) | {"num_parts": 2}
+    yield from quantised_cases(make, (1, 16, 32, 64, 256))
 
 
 def order_case():
     return make(3, 100, 300, torch.float16, has_order=True)
 
 
-def size_sweep():
-    for num_rows, num_outputs in itertools.product(range(1, 17), (1, 16, 33, 1000)):
-        yield make(num_rows, num_outputs, 128, torch.float16)
-    for num_rows in (17, 32, 33, 64, 65, 100):
-        yield make(num_rows, 40, 128, torch.float16)
-
-
-@pytest.mark.parametrize("group_size", GROUPS)
-def test_matches_reference(group_size, device):
-    """Odd sizes: K below a group and no multiple of one, N no multiple of a strip."""
-    sizes = ((3, 40, 300), (1, 1, 1), (20, 33, 130), (2, 17, 70))
-    for index, ((num_rows, num_outputs, num_columns), has_zeros) in enumerate(itertools.product(sizes, (False, True))):
-        values = make(
-            num_rows, num_outputs, num_columns, DTYPES[index % 2], group_size=group_size, has_zeros=has_zeros,
-            has_order=index % 3 == 0, has_bias=index % 2 == 0, device=device,
-        )  # fmt: skip
-        check(values, f"{num_rows} x {num_outputs} x {num_columns} zeros {has_zeros}")
-
-
-@pytest.mark.parametrize("num_rows", [1, 9, 17, 33, 130])
-def test_every_number_of_rows(num_rows, device):
-    check(make(num_rows, 35, 200, torch.float16, has_bias=True, device=device), f"T = {num_rows}")
+size_sweep = functools.partial(quantised_sweep, make)
 
 
 def test_every_code(device):
@@ -79,56 +43,8 @@ def test_every_code(device):
         assert_equal("linear_w8a16", f"shift {shift}", "output", result[:, 0].cpu().long(), codes[0].roll(-shift))
 
 
-@pytest.mark.parametrize(("num_columns", "num_parts"), [(100, 1), (129, 2), (650, 5)])
-def test_parts(num_columns, num_parts, device):
-    """Weights are whole numbers, which 16 bits hold: parts are not rounded."""
-    for num_rows in (1, 20):
-        values = make(num_rows, 40, num_columns, torch.float16, has_zeros=True, has_bias=True, device=device)
-        values |= {"scales": torch.ones_like(values["scales"])}
-        parts = check(values | {"num_parts": num_parts}, f"{num_parts} parts of {num_columns}")
-        assert parts.dtype == torch.float32 and len(parts) == num_parts
-
-
-@pytest.mark.parametrize("rows", designs(module.TUNING), ids=str)
-def test_every_entry(rows, device, monkeypatch):
-    """Each tile, also where a program makes fewer outputs than it has place for."""
-    monkeypatch.setattr(launch, "_can_plan", lambda: False)
-    monkeypatch.setattr(target, "num_multiprocessors", lambda device: 3)
-    retune(monkeypatch, module.TUNING, **rows)
-    for num_columns in (300, 1200):
-        values = make(min(rows["block_row"] + 3, 20), 70, num_columns, torch.float16, has_zeros=True, device=device)
-        expected = check(values, f"K = {num_columns}")
-        result = eagle_kernels.raw.linear_w8a16(**values, prefetch_weight=True)
-        assert_equal("linear_w8a16", f"K = {num_columns} prefetched", "output", result, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("group_size", [32, 128, None])
-def test_deterministic_rows_are_as_they_are_alone(group_size, device):
-    """Bit by bit, in tiles of every size. The interpreter's order depends on the place."""
-    values = make(300, 200, 1100, torch.bfloat16, group_size=group_size, has_zeros=True, device=device)
-    together = eagle_kernels.raw.linear_w8a16(**values, deterministic=True)
-    for num_rows, prefetch_weight in itertools.product((1, 2, 16, 17, 33, 64, 65, 129), (False, True)):
-        few = values | {"x": values["x"][:num_rows], "prefetch_weight": prefetch_weight}
-        result = eagle_kernels.raw.linear_w8a16(**few, deterministic=True)
-        assert_equal("linear_w8a16", f"T = {num_rows}", "output", result, together[:num_rows])
-
-
 def wrong_calls():
     values = make(3, 40, 300, torch.float16, has_zeros=True)
     yield values | {"group_size": 16}, "group_size must be None, 32, 64 or 128, got 16"
     narrow = values["weight"][..., :16].contiguous()
     yield values | {"weight": narrow}, r"weight must have shape \[S, 3, 16, 32\], got \[3, 3, 16, 16\]"
-
-
-@pytest.mark.full
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group_size", GROUPS)
-def test_full_cross(group_size, dtype, device):
-    for num_outputs, num_columns in itertools.product((1, 64, 1000, 6144, 28672), (7, 128, 896, 4096, 14336)):
-        for num_rows, has_zeros in itertools.product((1, 2, 8, 16, 17, 32, 33, 64, 128, 300), (False, True)):
-            values = make(
-                num_rows, num_outputs, num_columns, dtype, group_size=group_size, has_zeros=has_zeros, device=device
-            )
-            check(values, f"T = {num_rows} {num_outputs} x {num_columns}")
