@@ -1,7 +1,5 @@
 """A small target, and how far the host is behind, for all tests of the engine."""
 
-from __future__ import annotations
-
 import pytest
 
 from op_tests.engine.toys import DEVICE, random_llama

@@ -3,8 +3,6 @@
 Nothing is imported from the library, and nothing of transformers is needed, so that a shared mistake cannot hide.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Engines of small models, prompts, and requests of all kinds."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 

@@ -6,8 +6,6 @@
 writes one whose tokens are bytes, and compares its text with and without drafts, which it makes itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

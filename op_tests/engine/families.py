@@ -1,7 +1,5 @@
 """Models of transformers, of every family, rotary scaling, bias and window, written to folders."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Tensors carry the official names here; each writer says how its format differs. 
 that a shared mistake cannot hide.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hostile input, and the one line with which it is refused."""
 
-from __future__ import annotations
-
 import io
 import os
 

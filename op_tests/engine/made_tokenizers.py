@@ -1,7 +1,5 @@
 """Tokenizers of a few tokens, with the decoders that models have."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Every method of drafting: configurations, models for them, and engines."""
 
-from __future__ import annotations
-
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from op_tests.engine.toys import MaskedDraft, MaskedHead, ToyModel, Walker, WalkerBlock, WalkerHead
 

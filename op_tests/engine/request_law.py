@@ -1,7 +1,5 @@
 """What the tokens and scores of a request must be: from the target's logits, its parameters, its seed and the place."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

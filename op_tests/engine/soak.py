@@ -9,8 +9,6 @@ The first mismatch ends the run with status 1 and what is needed to see it again
 alone. With adaptive="auto" steps are chosen by measured times, and another run may need some tries.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """adaptive="auto" in an engine: with drafts that are always wrong it ends up plain, with perfect ones it speculates."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Conversations as prompts: templates of folders, tokenizers of other packages, and what transformers makes of both."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Choices that learn from what they are told, against the same rules looked up in the whole history, at every step."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """EAGLEConfig: its defaults, the trees of a choice, and the values by which a call runs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """config.json of a decoder: what is read, what is ignored, and one line by name for what is not implemented."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

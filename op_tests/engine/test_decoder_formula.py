@@ -1,7 +1,5 @@
 """`Decoder` against the formula, for every family, scaling, bias and window; `causal_attend` for all that it takes."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

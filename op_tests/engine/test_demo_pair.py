@@ -4,8 +4,6 @@ Faults of the draft path leave the text correct and only cost acceptance (a few 
 planted here and must leave the band around the measured length.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """DFlash drafts: the published layout, and every draft against transformers' class of that design, from text alone."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

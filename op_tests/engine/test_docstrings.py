@@ -1,7 +1,5 @@
 """What `help()` and an IDE show of the engine: every parameter and field, and examples that run."""
 
-from __future__ import annotations
-
 import dataclasses
 import doctest
 import inspect

@@ -1,7 +1,5 @@
 """Small language models that draft: whose tokenizer they must have, and whose tables may be padded otherwise."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

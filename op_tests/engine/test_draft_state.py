@@ -3,8 +3,6 @@
 Text alone does not tell: with wrong keys, features or logits of the draft it stays right, and is only slower.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

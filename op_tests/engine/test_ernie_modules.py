@@ -1,7 +1,5 @@
 """ERNIE's next-token module in its published layout: against transformers' decoder layer, and as a drafter."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,8 +4,6 @@ The verifier is the engine's own, on rows that hold the parameters as a batch do
 way in turn. Penalties, temperature and filters are at work all at once, so that no two of them can be exchanged.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Feed-forwards of experts in our decoder: against transformers' modules, shared experts in the table, refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every family, rotary scaling, bias and window against transformers' own model of the same folder, in fp32."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

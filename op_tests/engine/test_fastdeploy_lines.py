@@ -1,7 +1,5 @@
 """FastDeploy's documentation of speculative decoding: each of its `--speculative-config` lines, and what it lists."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """What a call of the engine tells: statistics, times, and one clear line for models and arguments that do not fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Heads of all published formats against formulas written out in `heads.py`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Loading heads: layer ids of both conventions, what is refused and how, and what a head says of itself."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -3,8 +3,6 @@
 Each table has a row for a call: what is done to a good folder (or given to the command), and the error that names it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Where the hybrid method puts the history's drafts: behind the model's path, beside it, or before it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Hydra heads: the network against its formula, the published layout, and every draft against the text alone."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,8 +3,6 @@
 Cases are drawn from all there is to combine: trees, batches, pages, samplings, graphs, requests that join and leave.
 """
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Prompts, seeds and limits in every type a caller may hold them, and one clear line for the rest."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 

@@ -1,7 +1,5 @@
 """A family of new kinds of attention, feed-forward and linear: each is a class or two here, and a row in the table."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

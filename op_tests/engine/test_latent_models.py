@@ -3,8 +3,6 @@
 That they are transformers' models is in `test_families`, and their texts with heads of all formats in `test_identity`.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Layers of a decoder: the ops and the code for training agree, and fused projections keep their published names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`engine/LIFE.md` names files and functions that exist, in eight steps, on the way that a call takes."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Model folders: round trips in every layout, and one clear line for everything that can be wrong with one."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

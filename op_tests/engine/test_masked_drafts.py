@@ -1,7 +1,5 @@
 """Drafts by mask tokens, of a language model (PARD) and of an EAGLE-3 head (P-EAGLE): each against the text alone."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

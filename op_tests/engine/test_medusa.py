@@ -1,7 +1,5 @@
 """Medusa heads: the network against its formula, both published layouts, and every draft against the text alone."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,8 +3,6 @@
 And what they end in: pools and caches that hold fewer of them than there are.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

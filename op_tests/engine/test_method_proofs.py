@@ -1,7 +1,5 @@
 """Every method of drafting with every exact strategy and policy, and histories of every length: one token to 128k."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Methods of drafting: drafts are as good as they can be, and what a method cannot do is told."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import math
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Names and words of vLLM, SGLang and transformers: taken where they mean the same, else refused with what to use."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Next-token modules: the network against formulas, their folders, and every draft against all rows computed anew."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Runs on the references (harness/noise_keys.py says what counts as looking); kernels draw what the references draw.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams

@@ -1,7 +1,5 @@
 """Checkpoints whose experts are quantised: their logits are those of the weights that they stand for."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

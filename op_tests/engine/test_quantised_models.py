@@ -1,8 +1,6 @@
 """Quantised checkpoints of every format: their logits are those of the weights they stand for, and the text of
 speculation is that of plain decoding."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Quantising at loading: what the weights become, which of them, and how much memory that takes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

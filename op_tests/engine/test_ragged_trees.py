@@ -1,7 +1,5 @@
 """Trees that share a budget of rows: texts are those of plain decoding, and sure requests get more of a step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Values that no configuration and no request can have: one clear line for each, by the name of the field."""
 
-from __future__ import annotations
-
 import pytest
 
 from eagle_kernels import EAGLEConfig, SamplingParams

@@ -1,7 +1,5 @@
 """What a request may ask for beside tokens: a least length, likely tokens, the prompt's scores, several samples."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

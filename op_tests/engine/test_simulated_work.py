@@ -4,8 +4,6 @@ The target says what the position says, and the draft knows it down to a level o
 that many drafts a step, and a simulated one beside it, whose draft knows nothing, differs from it in tokens alone.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

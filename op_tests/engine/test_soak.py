@@ -1,7 +1,5 @@
 """The soak run itself: it is quiet where all is well, and loud where something was broken on purpose."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """How many drafts a step makes: what is fastest is found soon, and limits hold to one request."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 import random

@@ -1,7 +1,5 @@
 """`EAGLEConfig.from_speculative_config`: servers' fields are read, and what cannot be honoured is refused by name."""
 
-from __future__ import annotations
-
 import re
 
 import numpy

@@ -1,7 +1,5 @@
 """The speculative step: paths longer than a mask word, no waiting for the device, time taken on the right device."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 

@@ -1,7 +1,5 @@
 """Steps as CUDA graphs: what they bring is what the same steps bring one launch after another."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import sys

@@ -1,7 +1,5 @@
 """Stop strings: where a text ends, and what a stream may show of it, against a search in all texts that there were."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 from types import SimpleNamespace

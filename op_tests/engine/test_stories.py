@@ -3,8 +3,6 @@
 The folder holds `stories260K.bin` and `tok512.bin` as they were published (MIT licence).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Steps see nothing of what a program sets in torch around them, and take few threads on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Pieces of text as tokens come, the ids that a tokenizer has, and the choice of tokenizer by folder."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """`TransformersTarget` with a stand-in for transformers, where that is not installed: streams, text, and refusals."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

@@ -1,7 +1,5 @@
 """Stock models of transformers behind the adapter, in fp32: their text, their hidden states, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

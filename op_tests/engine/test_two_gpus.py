@@ -1,7 +1,5 @@
 """EAGLEInference on a GPU that is not the current one, and engines on two GPUs of a process: the texts of the first."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

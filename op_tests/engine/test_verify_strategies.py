@@ -1,7 +1,5 @@
 """Strategies of verification: lossless ones keep the target's law in whole texts, and what they cannot do is told."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

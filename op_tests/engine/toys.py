@@ -1,7 +1,5 @@
 """Small models: a toy of thirty lines that shows all that the protocol asks, and random decoders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

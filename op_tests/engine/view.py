@@ -1,7 +1,5 @@
 """What tests see of an engine that has run: requests, pages, steps and trees, wherever the engine keeps them."""
 
-from __future__ import annotations
-
 
 def free_ids(pages) -> list[int]:
     """Ids of the pages of a `PrefixCache` that nobody uses, kept ones included."""

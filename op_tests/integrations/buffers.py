@@ -1,7 +1,5 @@
 """Poisoned buffers for sgl_kernel's build_tree_kernel_efficient, and a run of it on them."""
 
-from __future__ import annotations
-
 import torch
 
 import eagle_kernels.integrations.sgl_kernel as sgl_kernel

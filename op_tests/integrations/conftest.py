@@ -1,7 +1,5 @@
 """What the tests of all adapters share."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The algorithms of SGLang's CUDA ops, transcribed one thread after another into plain Python: lists in, lists out."""
 
-from __future__ import annotations
-
 import itertools
 
 from eagle_kernels.integrations.sgl_kernel import TreeMaskMode

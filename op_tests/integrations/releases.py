@@ -3,8 +3,6 @@
 A wheel of vLLM has 300 MB, and the files that its plug-in relies on have 2.
 """
 
-from __future__ import annotations
-
 import functools
 import http.client
 import io

@@ -1,7 +1,5 @@
 """A stand-in for the few names of SGLang that our plug-in imports: tests without SGLang install it."""
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import functools

@@ -1,7 +1,5 @@
 """What the stand-ins for servers share: modules put under other names, and what attention must give."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types

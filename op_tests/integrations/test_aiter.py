@@ -1,7 +1,5 @@
 """The functions of AITER's speculative package: names and order of arguments, counts, shapes, one round end to end."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The examples of AITER's speculative package, as its README has them, with our functions in its modules."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The drop-in for `sgl_kernel`: its signatures, what it writes and what it leaves, against its algorithms in Python."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """SGLang's names for KV slots: signatures, what is written and what is left, against its kernels in plain Python."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 

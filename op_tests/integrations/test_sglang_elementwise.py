@@ -1,7 +1,5 @@
 """sgl_kernel's elementwise names against the same computation in PyTorch, float32 inside and rounded once."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

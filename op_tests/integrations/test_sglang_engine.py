@@ -8,8 +8,6 @@ to start there. Tests of two ranks need two GPUs, or none.
     EAGLE_KERNELS_SGLANG_SITE=FOLDER python -m pytest op_tests/integrations/test_sglang_engine.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -7,8 +7,6 @@ float64 over listed slots, so that a difference says who is wrong. Where SGLang'
     fp8                     it rounds probabilities to fp8 too; ours must be at least as near to float64
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Layers of latents in the attention backend of the SGLang plug-in, on made batches, beside softmax in float64."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 A small server takes SGLang's place (sglang_server.py), whose host is as far behind as SGLang's may be.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How sources are read and held against a contract, on small ones of our own; and what `env` prints of SGLang."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import subprocess

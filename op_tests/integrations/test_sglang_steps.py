@@ -1,7 +1,5 @@
 """Drafting, verification and KV moves of the SGLang plug-in on made batches, beside what SGLang's functions compute."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Our attention by transformers' interface: against attention row by row, and Hugging Face's own models with it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

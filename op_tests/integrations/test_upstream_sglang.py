@@ -20,8 +20,6 @@ Not here, and why
     gelu, *_sampling_from_probs, process_*, DFLASH, Domino, LiLiCorr, DSpark, topk1: not names of the adapter
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

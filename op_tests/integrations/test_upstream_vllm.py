@@ -17,8 +17,6 @@ Not here, and why
     configurations, metadata builders, CUDA graph keys, model runners: not ops
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

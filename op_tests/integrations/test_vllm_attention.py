@@ -1,7 +1,5 @@
 """The attention backend of the vLLM plug-in on made batches, beside plain softmax attention over listed slots."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

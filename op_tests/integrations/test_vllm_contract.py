@@ -5,8 +5,6 @@ Plain runs skip this. EAGLE_KERNELS_VLLM_WHEELS is a folder of wheels, or `downl
     EAGLE_KERNELS_VLLM_WHEELS=download python -m pytest op_tests/integrations/test_vllm_contract.py
 """
 
-from __future__ import annotations
-
 import pytest
 
 from eagle_kernels.integrations.shared.contract import rules

@@ -1,7 +1,5 @@
 """The draft's tokens in the vLLM plug-in are those that the scattered logits of vLLM's own give."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The attention over latents of the vLLM plug-in on made batches, beside plain softmax attention in float64."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The vLLM plug-in's switches, refusals and checks, on a made vLLM with the functions that it hooks."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import logging

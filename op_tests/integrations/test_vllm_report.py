@@ -1,7 +1,5 @@
 """What `python -m eagle_kernels env` prints of vLLM."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

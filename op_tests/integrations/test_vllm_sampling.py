@@ -1,7 +1,5 @@
 """One seed, one text in the vLLM plug-in: requests by themselves, in batches, with drafts, against vLLM's rules."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Structured outputs with trees in the vLLM plug-in: a row's mask is that of the grammar after the path to its node."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the vLLM plug-in makes of a configuration that asks for trees of drafts, and what it refuses."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import sys

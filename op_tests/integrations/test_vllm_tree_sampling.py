@@ -1,7 +1,5 @@
 """Trees of drafts in the vLLM plug-in: rows laid out, verified, and their texts beside those without drafts."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Trees of drafts in the vLLM plug-in: steps of a made worker, beside its models without a cache."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from types import SimpleNamespace

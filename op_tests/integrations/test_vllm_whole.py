@@ -4,8 +4,6 @@ Plain runs skip this. EAGLE_KERNELS_VLLM_SITE is a folder with vLLM and all that
 stands in the place of libcuda.so.1. Each run takes a minute.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A grammar in the form of vLLM's backends, whose state depends on all tokens before, and what serves it in vLLM."""
 
-from __future__ import annotations
-
 import torch
 
 STATES = 5

@@ -8,8 +8,6 @@ test_vllm_whole.py starts this in a process of its own: python vllm_on_cpu.py OR
 The last line that it prints is JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.abc
 import importlib.machinery

@@ -5,8 +5,6 @@ Tests of attention and sampling run on the real one where EAGLE_KERNELS_VLLM_SIT
 imports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import functools

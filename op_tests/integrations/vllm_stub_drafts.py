@@ -1,7 +1,5 @@
 """A made speculator of vLLM 0.26's: its passes, buffers and order of calls, in plain torch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

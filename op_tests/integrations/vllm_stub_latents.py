@@ -1,7 +1,5 @@
 """A made vLLM's attention over latents: the few names that our backend for them imports, in the form of 0.26."""
 
-from __future__ import annotations
-
 import enum
 from types import SimpleNamespace
 

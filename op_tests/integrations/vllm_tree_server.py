@@ -3,8 +3,6 @@
 Texts and trees are held against the same models without a cache, which read a text as a whole.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

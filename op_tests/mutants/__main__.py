@@ -10,8 +10,6 @@ longer applies (test_mutants.py says that too), in which case the mutant follows
 kernel = reference does not see the bugs planted in both, so that it was the law test that was needed.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

@@ -1,7 +1,5 @@
 """Bugs of the engine, which whole texts see, or drafts, or the noise that was drawn; of the runtime and of tools."""
 
-from __future__ import annotations
-
 from .mutant import ENGINE, RUNTIME, TOOLS, bug
 
 _BLOCKS, _MEDUSA = ENGINE + "drafters/block_drafter.py", "op_tests/engine/test_medusa.py::test_"

@@ -1,7 +1,5 @@
 """Bugs that only a law sees: those that kernel and reference share, of what the engine makes of ops, and of laws."""
 
-from __future__ import annotations
-
 from . import mutant
 from .mutant import ATTENTION, ENGINE, ENUMERATION, LAWS, PRIMITIVES, REJECTION, SAMPLING, VERIFY, both, bug, of, rounds
 

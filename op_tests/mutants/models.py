@@ -1,7 +1,5 @@
 """Bugs of models, of drafters on the host, of examples, of tools and of the laboratory."""
 
-from __future__ import annotations
-
 from .mutant import ATTEND, ENGINE, INTEGRATIONS, TOOLS, bug
 
 _MODELS = ENGINE + "models/"

@@ -1,7 +1,5 @@
 """What a planted bug is, and short ways to write one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

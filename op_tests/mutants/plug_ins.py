@@ -1,7 +1,5 @@
 """Bugs of the plug-ins for servers and of the packages that have other projects' names."""
 
-from __future__ import annotations
-
 from .mutant import INTEGRATIONS, SGLANG, VLLM, Mutant, bug
 
 _ATTENTION, _SAMPLING, _VERIFICATION = (f"{SGLANG}{name}.py" for name in ("attention", "sampling", "verification"))

@@ -1,7 +1,5 @@
 """Suffix decoding by its definition: occurrences are counted in lists, every match is drafted, the best one wins."""
 
-from __future__ import annotations
-
 from eagle_kernels.engine.drafters.suffix_drafts import SuffixDraft
 
 

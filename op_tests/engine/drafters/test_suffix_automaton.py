@@ -1,7 +1,5 @@
 """`SuffixAutomaton` against its definition: every string, count and next token, while texts grow and go."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 

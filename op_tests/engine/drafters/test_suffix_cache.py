@@ -1,7 +1,5 @@
 """SuffixCache against the definition, exactly, on random work; what it forgets, and long prompts."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,7 +1,5 @@
 """The search for the best match in texts that repeat themselves, where every length matches: exact, and short."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -4,8 +4,6 @@ formats' own libraries need a GPU (AutoAWQ, GPTQModel, ModelOpt), or are a model
 Nothing is imported from the library, so that a shared mistake cannot hide.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Drafts for the tests of serving."""
 
-from __future__ import annotations
-
 import pytest
 
 from op_tests.engine.toys import DEVICE, random_llama

@@ -1,7 +1,5 @@
 """A call that is refused, fails or is given up leaves an engine as if it had never been, for those who run and come."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

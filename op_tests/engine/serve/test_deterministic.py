@@ -1,7 +1,5 @@
 """deterministic=True: speculative text in 16 bits is plain text, whatever drafts and requests are beside it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

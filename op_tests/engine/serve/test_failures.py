@@ -1,7 +1,5 @@
 """What goes wrong for one request, or in one step, is not the concern of others."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

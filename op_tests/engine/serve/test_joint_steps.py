@@ -1,7 +1,5 @@
 """Steps that read prompts in the same pass of the target: no text notices, and what fails there fails alone."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Limits hold to one token, one page, one byte and one request; the host waits for what it must wait for alone."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Calls from places nobody thought of: inside a step, after a fork, by the garbage collector, by a signal."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

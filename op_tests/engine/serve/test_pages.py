@@ -4,8 +4,6 @@ Random requests come, read, write and end, in a pool that is too small for them.
 what its key depends on. Requests ask for pages as those of the engine do, by `Reading` and `PrefixCache`.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Prompts that begin alike are read once, and nothing else changes: texts, scores, acceptance, pages."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from functools import partial

@@ -1,7 +1,5 @@
 """Prompts that are read at once or in parts, beside steps that must not take too long: texts do not notice."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

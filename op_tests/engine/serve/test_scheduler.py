@@ -1,7 +1,5 @@
 """Requests that join and leave between steps: each has the text that it has alone, whatever runs beside it."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from functools import partial

@@ -1,7 +1,5 @@
 """Streams: given up, forgotten, cancelled, made under the lock."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

@@ -1,7 +1,5 @@
 """The warm-up, which leaves nothing to compile, and the memory that steps need."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

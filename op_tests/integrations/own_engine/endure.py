@@ -7,8 +7,6 @@ another; `texts` of which prompts are pieces, and `parameters` to choose from. S
 some want several copies. RESULT has a record of each: `prompt`, `parameters`, `tokens`, `may_be_cut`: by its abort.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

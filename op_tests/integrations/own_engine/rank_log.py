@@ -4,8 +4,6 @@ RANK_LOGS names a folder; without it nothing is changed. Each call of an op that
 the op, the number of requests, a hash of all arguments and one of the result.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

@@ -6,8 +6,6 @@ ORDER is a JSON file: `engine`, the arguments of `sglang.Engine`, and `rounds`, 
 that are sent together. RESULT has a record of each request of each round: `tokens`, and `logprobs` of them.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -4,8 +4,6 @@ SGLang's own package of this name loads CUDA libraries. Other names of it can be
 called. Nothing here is fast.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.abc
 import importlib.machinery
