@@ -8,6 +8,8 @@ those on the package index:
     EAGLE_KERNELS_SGLANG_WHEELS=download python -m pytest op_tests/integrations/test_sglang_contract.py
 """
 
+from __future__ import annotations  # also of what is compiled here
+
 import ast
 import builtins
 import dataclasses
