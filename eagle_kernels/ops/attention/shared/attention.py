@@ -162,6 +162,7 @@ def attend_path(queries, pool, span, state, mask_ptr, num_drafts, SHAPE: tl.cons
     ascending order. first is a multiple of BLOCK_KEY; origin: slots before it are not read; positions_ptr: of the
     drafts, for a window; None: they are their places.
     """
+    IS_SPLIT: tl.constexpr = SHAPE.VALUE_DIM > 0 and len(queries.query) > 1  # as in `attend`, whose bits these are
     row_max, row_sum, accumulator = state
     lane, node = tl.arange(0, SHAPE.BLOCK_KEY), tl.arange(0, BLOCK_NODE)
     word = tl.load(mask_ptr + node // 64, mask=(node < num_drafts) & (node // 64 < queries.num_words), other=0)
@@ -183,7 +184,10 @@ def attend_path(queries, pool, span, state, mask_ptr, num_drafts, SHAPE: tl.cons
         if pool.stride_value is not None:
             value_row = page * pool.stride_value + row
         key, value = _load_tile(queries, pool, key_row, value_row, is_read, SHAPE)
-        logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
+        if IS_SPLIT:
+            logits, rest, scale = multiply_apart(queries.query, key, queries.scale)
+        else:
+            logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap)
         is_seen = is_read[None, :]
         if span.window is not None:
             position = place
@@ -193,6 +197,9 @@ def attend_path(queries, pool, span, state, mask_ptr, num_drafts, SHAPE: tl.cons
                 position = tl.where(is_draft, given, place)
             is_seen &= queries.position[:, None] - position[None, :] < span.window
         logits = tl.where(is_seen, logits, float("-inf"))
+        if IS_SPLIT:
+            # masked before it is added: Triton would let one product begin with the other, whose bits differ
+            logits += tl.where(is_seen, rest, 0.0)
         row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator)
     return row_max, row_sum, accumulator
 
