@@ -50,6 +50,7 @@ from .ops import route_experts as route_experts
 from .ops import sample_children as sample_children
 from .ops import sample_from_logits as sample_from_logits
 from .ops import select_top_k_tokens as select_top_k_tokens
+from .ops import share_drafts as share_drafts
 from .ops import silu_and_mul as silu_and_mul
 from .ops import top_k_renorm as top_k_renorm
 from .ops import top_p_renorm as top_p_renorm
@@ -122,6 +123,7 @@ __all__ = [
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
+    "share_drafts",
     "silu_and_mul",
     "top_k_renorm",
     "top_p_renorm",

@@ -6,6 +6,7 @@ from .ops.attention.tree_attention import tree_attention as tree_attention
 from .ops.draft.merge_drafts import merge_drafts as merge_drafts
 from .ops.draft.ngram_match import ngram_match as ngram_match
 from .ops.draft.reroot_drafts import reroot_drafts as reroot_drafts
+from .ops.draft.share_drafts import share_drafts as share_drafts
 from .ops.experts.fused_experts import fused_experts as fused_experts
 from .ops.experts.route_experts import route_experts as route_experts
 from .ops.kv.accepted_cache_locs import accepted_cache_locs as accepted_cache_locs
@@ -101,6 +102,7 @@ __all__ = [
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
+    "share_drafts",
     "silu_and_mul",
     "top_k_renorm",
     "top_p_renorm",

@@ -51,6 +51,7 @@ _HOMES = {
     "SampleChildrenOutput": ".ops.rejection.sample_children:Output",
     "SampledVerifyOutput": ".ops.sampling.verify_tree_sampled:Output",
     "SelectTopKTokensOutput": ".ops.tree.select_top_k_tokens:Output",
+    "ShareDraftsOutput": ".ops.draft.share_drafts:Output",
     "TreeFromMaskOutput": ".ops.tree.tree_from_mask:Output",
     "TreeStatisticsOutput": ".ops.tree.compute_tree_statistics:Output",
     "VerifyOutput": ".ops.verify.verify_tree_greedy:Output",

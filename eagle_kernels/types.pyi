@@ -19,6 +19,7 @@ from .ops.attention.shared.attention import Output as AttentionOutput
 from .ops.draft.merge_drafts import Output as MergeDraftsOutput
 from .ops.draft.ngram_match import Output as NgramMatchOutput
 from .ops.draft.reroot_drafts import Output as RerootDraftsOutput
+from .ops.draft.share_drafts import Output as ShareDraftsOutput
 from .ops.experts.route_experts import Output as RouteExpertsOutput
 from .ops.kv.accepted_cache_locs import Output as AcceptedCacheLocsOutput
 from .ops.kv.chain_kv_indices import Output as ChainKVIndicesOutput
@@ -84,6 +85,7 @@ __all__ = [
     "SampledVerifyOutput",
     "SamplingFields",
     "SelectTopKTokensOutput",
+    "ShareDraftsOutput",
     "TextPiece",
     "TextStream",
     "TokenEvent",

@@ -640,6 +640,17 @@ def reroot_drafts(choice):
     return values | {name: choice.choice(given) for name, given in sizes.items()}
 
 
+def share_drafts(choice):
+    batch_size, num_drafters, size = choice.choice((1, 3, 4)), choice.choice((1, 2, 3)), choice.choice((0, 1, 5, 8))
+    shape = batch_size, num_drafters, size
+    tokens, parents = (each.view(shape) for each in trie(choice, batch_size * num_drafters, size))
+    values = {"tokens": tokens, "parents": parents, "probs": torch.randint(9, shape).float() / 8}
+    values["probs"][torch.rand(shape) < choice.choice((0.0, 0.1))] = choice.choice((NAN, -1.0, 2.0))
+    values["factors"] = torch.randint(9, (num_drafters, choice.choice((1, 2, 9)))).float() / 4
+    some(choice, values, "factors")
+    return values | {"num_speculative_tokens": choice.choice((1, 4, 8, 17))}
+
+
 def merge_drafts(choice):
     batch_size, size, other = choice.choice((1, 3, 4)), choice.choice((0, 1, 5, 8)), choice.choice((0, 1, 4, 9))
     names = ("tokens", "parents", "other_tokens", "other_parents", "attach")
@@ -651,6 +662,7 @@ CALLS: dict[str, Callable[[Choice], dict]] = {
     "draft.merge_drafts": merge_drafts,
     "draft.ngram_match": ngram_match,
     "draft.reroot_drafts": reroot_drafts,
+    "draft.share_drafts": share_drafts,
     "rejection.sample_children": sample_children,
     "rejection.verify_chain": verify_chain,
     "rejection.verify_tree_rejection": lambda choice: rejection_tree(choice, has_replacement=True),

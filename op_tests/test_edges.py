@@ -327,6 +327,20 @@ EDGES: dict[str, list[tuple[dict, dict]]] = {
           "num_speculative_tokens": 2,
           "spec_steps": 9}, {"tokens": [[0, 3]], "parents": [[0, 1]], "num_drafts": [2]}),
     ],
+    "share_drafts": [
+        # negative tokens, parents that are late, their own or not kept; 0 is a token; probabilities that are none
+        ({"tokens": T([[[0, -2, 3, 4, 5]]]), "parents": T([[[0, 0, 2, 5, 5]]]), "probs": torch.ones(1, 1, 5),
+          "num_speculative_tokens": 2},
+         {"tokens": [[0, -1]], "parents": [[0, -1]], "scores": [[1.0, 0.0]], "probs": [[[1.0, 0.0]]],
+          "num_drafts": [1]}),
+        ({"tokens": T([[[1, 2], [3, 4]]]), "parents": T([[[0, 1], [0, 1]]]), "probs": T([[[NAN, 1.0], [9.0, INF]]]),
+          "factors": T([[1.0], [0.5]]), "num_speculative_tokens": 3},
+         {"tokens": [[3, 4, -1]], "parents": [[0, 1, -1]], "scores": [[0.5, 0.25, 0.0]],
+          "probs": [[[0.0] * 3, [1.0, 1.0, 0.0]]], "num_drafts": [2]}),
+        # the last factor is that of all greater depths
+        ({"tokens": T([[[1, 2, 3]]]), "parents": T([[[0, 1, 2]]]), "probs": torch.ones(1, 1, 3),
+          "factors": T([[1.0, 0.5]]), "num_speculative_tokens": 3}, {"scores": [[1.0, 0.5, 0.25]]}),
+    ],
     "ngram_match": [
         # dead rows; lengths past the row; a negative token matches nothing; no drafts wanted
         ({"token_ids": T([[5, 6, 7, 5]] * 5), "seq_lens": T([0, -3, 9, 4, 4]), "num_speculative_tokens": 2,

@@ -50,7 +50,8 @@ TILES = [
 CLOSE = {"rejection.sample_children": ("logprobs",), "sampling.verify_tree_sampled": ("logprobs", "raw_logprobs")}
 # what takes about a second
 NUM_CALLS = {
-    "draft.merge_drafts": 24, "draft.ngram_match": 50, "draft.reroot_drafts": 40, "rejection.sample_children": 8,
+    "draft.merge_drafts": 24, "draft.ngram_match": 50, "draft.reroot_drafts": 40, "draft.share_drafts": 24,
+    "rejection.sample_children": 8,
     "rejection.verify_chain": 20, "rejection.verify_tree_rejection": 18, "rejection.verify_tree_traversal": 14,
     "sampling.min_p_renorm": 16, "sampling.penalize_logits": 12, "sampling.sample_from_logits": 16,
     "sampling.top_k_renorm": 12, "sampling.top_p_renorm": 12, "sampling.verify_tree_sampled": 14,

@@ -6,6 +6,7 @@ from ..reference.ops.attention.tree_attention import tree_attention as _tree_att
 from ..reference.ops.draft.merge_drafts import merge_drafts as _merge_drafts_reference
 from ..reference.ops.draft.ngram_match import ngram_match as _ngram_match_reference
 from ..reference.ops.draft.reroot_drafts import reroot_drafts as _reroot_drafts_reference
+from ..reference.ops.draft.share_drafts import share_drafts as _share_drafts_reference
 from ..reference.ops.experts.fused_experts import fused_experts as _fused_experts_reference
 from ..reference.ops.experts.route_experts import route_experts as _route_experts_reference
 from ..reference.ops.kv.accepted_cache_locs import accepted_cache_locs as _accepted_cache_locs_reference
@@ -67,6 +68,7 @@ from .attention.tree_attention import tree_attention as _tree_attention
 from .draft.merge_drafts import merge_drafts as _merge_drafts
 from .draft.ngram_match import ngram_match as _ngram_match
 from .draft.reroot_drafts import reroot_drafts as _reroot_drafts
+from .draft.share_drafts import share_drafts as _share_drafts
 from .experts.fused_experts import fused_experts as _fused_experts
 from .experts.route_experts import route_experts as _route_experts
 from .front_door import verify_tree as _verify_tree
@@ -208,6 +210,8 @@ sample_from_logits = _with_reference(_sample_from_logits, _sample_from_logits_re
 """Draws one token from each row of logits, as plain decoding does."""
 select_top_k_tokens = _with_reference(_select_top_k_tokens, _select_top_k_tokens_reference)
 """Selects the candidates of one draft level, and the best of them as the beams that the next level expands."""
+share_drafts = _with_reference(_share_drafts, _share_drafts_reference)
+"""Merges the tries of several drafters per request, and keeps the drafts that are likeliest to be accepted."""
 silu_and_mul = _with_reference(_silu_and_mul, _silu_and_mul_reference)
 """Returns silu(gate) * up, of two tensors or of the two halves of one."""
 top_k_renorm = _with_reference(_top_k_renorm, _top_k_renorm_reference)
@@ -294,6 +298,7 @@ __all__ = [
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
+    "share_drafts",
     "silu_and_mul",
     "top_k_renorm",
     "top_p_renorm",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FAMILIES = {
     "attention": ("gqa_decode", "plan_attention", "prefill_attention", "tree_attention"),
-    "draft": ("merge_drafts", "ngram_match", "reroot_drafts"),
+    "draft": ("merge_drafts", "ngram_match", "reroot_drafts", "share_drafts"),
     "experts": ("fused_experts", "route_experts"),
     "kv": (
         "accepted_cache_locs",
