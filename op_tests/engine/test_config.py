@@ -220,7 +220,8 @@ def test_trees_are_known_to_be_good_when_a_config_is_made(method):
 
 # another value of each field, after those of others that it needs
 OTHERS = {
-    "topk": 3, "num_steps": 2, "num_draft_tokens": 5, "mean_draft_tokens": 4, "method": "ngram", "max_ngram_size": 3,
+    "topk": 3, "num_steps": 2, "num_draft_tokens": 5, "mean_draft_tokens": 4, "method": "ngram", "share_nodes": True,
+    "max_ngram_size": 3,
     "min_ngram_size": 1, "ngram_prefer": "earliest", "num_model_steps": 2, "suffix_decoding_max_tree_depth": 9,
     "suffix_decoding_max_cached_requests": 2, "suffix_decoding_max_spec_factor": 0.5,
     "suffix_decoding_min_token_prob": 0.5, "verify_strategy": "typical", "max_candidate_len": 3, "verify_window": 1,
@@ -236,6 +237,7 @@ OTHERS = {
 NEEDED = {
     "num_model_steps": {"method": "hybrid", "topk": 1, "num_model_steps": 1},
     "simulated_accept_lengths": {"adaptive": ((9, (1, 2, 3)),)},
+    "share_nodes": {"method": ("ngram", "suffix")},
     **{name: {"method": "suffix"} for name in OTHERS if name.startswith("suffix")},
     **{name: {"method": "ngram"} for name in OTHERS if "ngram" in name},
     **{name: {"verify_strategy": "typical"} for name in OTHERS if name.startswith("typical")},

@@ -118,6 +118,8 @@ def test_every_place_of_a_block(name, drawn, lag, device):
 # those that a table of positions or of tokens would not hold
 AT_THE_END = METHODS | {
     "several methods": MIXED,
+    "shared nodes": {key: value for key, value in MIXED.items() if key != "num_model_steps"}
+    | {"method": ("draft_model", "ngram", "suffix"), "share_nodes": True},
     "shared rows": {"method": "eagle", "topk": 3, "num_steps": 3, "num_draft_tokens": 9, "mean_draft_tokens": 4},
     "several modules": {"method": "mtp", "topk": 1, "num_steps": 3},
     "table": {"method": "eagle", "adaptive": ((2, (1, 5, 6)), (4, (2, 3, 7)))},

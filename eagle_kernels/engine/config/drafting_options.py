@@ -9,7 +9,7 @@ from ...ops.draft.ngram_match import MAX_NGRAM
 from ...ops.tree.organize_draft_results import MAX_CANDIDATES
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.tree_from_mask import MAX_NODES
-from ...runtime.validated import Validated, at_least, between, integer, number, one_of
+from ...runtime.validated import Rule, Validated, at_least, between, checked, integer, number, one_of
 from ...runtime.values import as_tuples, is_int64, is_integer, is_word, scalar, several, shown
 from ..models.quantising import read_quantize
 from ..requests.sampling_params import SamplingParams
@@ -23,6 +23,7 @@ METHODS = (*MODEL_KINDS, "ngram", "suffix", "hybrid", "naive")
 Tree = tuple[int | None, ...]
 # most tokens of a match and its drafts together, in a suffix tree
 MAX_TREE_DEPTH = 2**16
+FLAG: Rule = ("be True or False", lambda flag: isinstance(flag, bool))
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class DraftingOptions(Validated):
     kv_cache_dtype: str = one_of("auto", "fp8", "fp8_e4m3", "int8")
     # where drafts come from
     method: str | tuple[str, ...] | None = None
+    share_nodes: bool = checked(False, FLAG)
     max_ngram_size: int = integer(5, between(1, MAX_NGRAM))
     min_ngram_size: int = integer(2, at_least(1))
     ngram_prefer: str = one_of("latest", "earliest")
@@ -94,6 +96,8 @@ class DraftingOptions(Validated):
             return "verify_strategy='typical' does not support top_k, top_p or min_p"
         if strategy not in ("target_match", "greedy") and params.logprobs:
             return f"verify_strategy={strategy!r} does not support logprobs"
+        if params.drafter is not None and self.share_nodes:
+            return f"drafter must be None with share_nodes=True, where all methods draft, got {shown(params.drafter)}"
         if params.drafter is not None and params.drafter not in self.methods:
             rule = f"None or one of the methods {list(self.methods)}"
             if self.method is None:
@@ -103,8 +107,8 @@ class DraftingOptions(Validated):
 
     @property
     def _has_probs(self) -> bool:
-        """Whether all drafts come from a model, whose probabilities tell what each is worth."""
-        return self.method is None or self.method in MODEL_KINDS
+        """Whether all drafts have probabilities, which tell what each is worth: those of a model, or shared ones."""
+        return self.method is None or self.method in MODEL_KINDS or self.share_nodes is True
 
     @property
     def _is_dynamic(self) -> bool:
@@ -139,6 +143,7 @@ class DraftingOptions(Validated):
             if not isinstance(getattr(self, name), str) and parts is not None:  # a dict has no hash
                 object.__setattr__(self, name, tuple(parts.items()))
         self._check_method()
+        self._check_sharing()
         rule = f"lie in 1..{self._most_steps} for topk={self.topk}"
         self._require(self.num_steps <= self._most_steps, "num_steps", rule)
         most_nodes = min(MAX_NODES, 1 + self._num_candidates)
@@ -157,6 +162,8 @@ class DraftingOptions(Validated):
         rule = f"be at most the {self.num_verify_tokens} nodes of a tree"
         self._require(self.mean_draft_tokens <= self.num_verify_tokens, "mean_draft_tokens", rule)
         rule = f"be None with method={self.method!r}: only drafts of a model have probabilities to compare them by"
+        if isinstance(self.method, tuple):
+            rule += ", unless share_nodes=True"
         self._require(self._has_probs, "mean_draft_tokens", rule)
         rule = "be None with verify_strategy='rejection', whose trees must not depend on what was drawn"
         self._require(self.verify_strategy != "rejection", "mean_draft_tokens", rule)
@@ -177,6 +184,14 @@ class DraftingOptions(Validated):
         )
         rule = "not be 'rejection' with several methods, not all of which sample their drafts"
         self._require(self.verify_strategy != "rejection", "verify_strategy", rule)
+
+    def _check_sharing(self) -> None:
+        if not self.share_nodes:
+            return
+        rule = f"be False with method={self.method!r}: a tuple of two or more methods share nodes"
+        self._require(isinstance(self.method, tuple), "share_nodes", rule)
+        for name, reason in (("naive", "makes no drafts"), ("hybrid", "has no probability of each draft")):
+            self._require(name not in self.methods, "method", f"not hold {name!r} with share_nodes=True: it {reason}")
 
     def _check_hybrid(self) -> None:
         if "hybrid" not in self.methods:

@@ -15,13 +15,11 @@ from ...runtime.validated import Rule, above, at_least, checked, integer, is_num
 from ...runtime.values import as_tuples, is_int64, is_integer, scalar, several, shown
 from ..requests.names import agree, read_names, takes_other_names
 from ..requests.sampling_params import SamplingFields, SamplingParams
-from .drafting_options import DraftingOptions, Tree, default_nodes, is_table, is_tree
+from .drafting_options import FLAG, DraftingOptions, Tree, default_nodes, is_table, is_tree
 from .speculative_config import FIELDS, add_fields, check_fields_are_read, read_speculative_config
 
-# What adaptive="auto" tries beside its own tree: (topk, num_steps, num_draft_tokens) of chains, and mean_draft_tokens
-# of the tree itself, or, where requests cannot share rows, smaller trees.
+# what adaptive="auto" tries beside its own tree: chains, its mean_draft_tokens or, where they cannot be, smaller trees
 _CHAINS, _TREE_MEANS, _SMALLER_TREES = ((1, 1, 2), (1, 3, 4)), (8, 16), ((4, 3, 8), (4, 4, 16))
-_FLAG: Rule = ("be True or False", lambda flag: isinstance(flag, bool))
 _TOKENS: Rule = ("be None or a tuple of token ids", lambda ids: all(map(is_int64, ids)))
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
 # the fields that ask for a tree
@@ -73,6 +71,8 @@ class EAGLEConfig(DraftingOptions):
             "suffix": What followed the last tokens most often, there and in past responses.
             "hybrid": The draft model, and "ngram" after or beside it, or first if max_ngram_size tokens match.
             "naive": No drafts; the fields of the tree mean nothing.
+        share_nodes: Whether several methods all draft for each request instead. Its tree has the drafts likeliest to be
+            accepted, by what each method says of its own and has kept so far. Not for "hybrid" and "naive".
         num_model_steps: For "hybrid": the levels that the model drafts, with topk nodes each.
         max_ngram_size, min_ngram_size: For "ngram" and "hybrid": the most and fewest last tokens that an earlier
             place must match; the longest match comes first.
@@ -152,12 +152,12 @@ class EAGLEConfig(DraftingOptions):
     kv_cache_bytes: int | None = integer(None, at_least(1))
     # how prompts are read
     prefill_chunk: int = integer(2048, at_least(1))
-    share_prefixes: bool = checked(True, _FLAG)
+    share_prefixes: bool = checked(True, FLAG)
     max_step_ms: float | None = number(None, above(0))
     # how steps run
-    deterministic: bool = checked(False, _FLAG)
+    deterministic: bool = checked(False, FLAG)
     cuda_graph: bool | None = checked(None, ("be True, False or None", lambda flag: isinstance(flag, bool)))
-    phase_times: bool = checked(True, _FLAG)
+    phase_times: bool = checked(True, FLAG)
     # the tree of a step, by the number of requests
     max_spec_batch: int | None = integer(None, at_least(0))
     adaptive: str | tuple[tuple[int, Tree | None], ...] | None = None

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ... import ops
 from ..batch.state import Batch
 from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel
@@ -16,6 +17,7 @@ from .ngram import HybridDrafter, NgramDrafter
 from .parallel_reader import ParallelReader
 from .protocol import Drafter, Proposal, Reader, root_only, tree_of
 from .readers import ModelReader, ModuleReader
+from .shared_drafter import SharedDrafter
 from .suffix import SuffixDrafter, SuffixFeed
 
 # the fields of a tree that depend on its drafts
@@ -46,6 +48,11 @@ def make_drafter(
 ) -> Drafter:
     """Makes the drafter of a configuration with one tree, with a reader for methods with a model, and a feed for suffix
     decoding; without that it is asked for its sizes alone."""
+    if config.share_nodes:
+        own = {"share_nodes": False, "mean_draft_tokens": None, "tree_mask_mode": ops.TreeMaskMode.PACKED}
+        own["num_draft_tokens"] = config.num_verify_tokens
+        shared = (replace(config, method=name, **own) for name in config.methods)
+        return SharedDrafter(config, reader, [make_drafter(part, reader, device, feed) for part in shared], device)
     if len(config.methods) > 1:
         parts = []
         for name in config.methods:

@@ -10,7 +10,7 @@ from ..batch.state import Batch
 from ..config.drafting_options import MAX_NGRAM
 from ..config.eagle_config import EAGLEConfig
 from .model_drafter import ModelDrafter
-from .protocol import Drafter, Proposal, Reader, copy_probs, tree_of
+from .protocol import Drafter, Drafts, Proposal, Reader, copy_probs, tree_of
 
 
 class NgramDrafter(Drafter):
@@ -19,8 +19,20 @@ class NgramDrafter(Drafter):
     reads_history = True
 
     def propose(self, batch: Batch) -> Proposal:
-        found = match(batch, self._config, self.num_nodes - 1, self.num_steps, self._config.max_ngram_size)
+        found = self._match(batch)
         return Proposal(tree_of(batch, found.tokens, found.parents, self._config))
+
+    def drafts(self, batch: Batch) -> Drafts:
+        """Takes n / (n + 1) as the probability that what followed a match of n tokens follows again, and likewise for
+        the next match where that failed: what comes of it is measured."""
+        found = self._match(batch)
+        is_sibling = found.parents[:, :, None] == found.parents[:, None, :]
+        rank = is_sibling.tril(-1).sum(-1)
+        length = found.match_len[:, None].float()
+        return Drafts(found.tokens, found.parents, length / (length + 1) ** (rank + 1))
+
+    def _match(self, batch: Batch) -> NgramOutput:
+        return match(batch, self._config, self.num_nodes - 1, self.num_steps, self._config.max_ngram_size)
 
 
 def match(

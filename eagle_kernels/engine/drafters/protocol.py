@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ... import ops
 from ..batch.state import Batch, BatchState, Committed
@@ -24,6 +26,7 @@ class Proposal(NamedTuple):
     path_probs       () -> [B, N - 1] fp32: the drafter's probability of each draft with all above it, as EAGLE-2
                                   scores it, NaN where unknown. Computed on demand, within the step; None: unknown
     num_nodes        [B]          how many nodes of each row are verified, from the first on; None: all
+    learn            (committed)  takes what was accepted, within the step; None: the drafter does not ask
     """
 
     tree: ops.BuildTreeOutput
@@ -31,6 +34,15 @@ class Proposal(NamedTuple):
     draft_to_target: Tensor | None = None
     path_probs: Callable[[], Tensor] | None = None
     num_nodes: Tensor | None = None
+    learn: Callable[[Committed], None] | None = None
+
+
+class Drafts(NamedTuple):
+    """Holds M drafts of a drafter for each row, parents before their children, -1 padded."""
+
+    tokens: Tensor  # [B, M] int64
+    parents: Tensor  # [B, M] int64: nodes, 0 the root
+    probs: Tensor  # [B, M] fp32: of each once all above it are accepted; drafts where it is not above 0 do not count
 
 
 class Drafter:
@@ -56,6 +68,17 @@ class Drafter:
     def propose(self, batch: Batch) -> Proposal:
         """Returns a tree for each row."""
         raise NotImplementedError
+
+    def drafts(self, batch: Batch) -> Drafts:
+        """Returns its drafts for a tree that it shares with others; the trees that it proposes have packed masks."""
+        proposal = self.propose(batch)
+        tree, num_nodes = proposal.tree, proposal.tree.retrieve_index.shape[1]
+        node = torch.arange(num_nodes, device=tree.tree_mask.device)
+        is_above = ops.unpack_tree_mask(tree.tree_mask, num_verify_tokens=num_nodes) & (node < node[:, None])
+        parents = torch.where(is_above, node, -1).amax(-1)[:, 1:]
+        paths = pad(proposal.path_probs(), (1, 0), value=1.0)
+        probs = paths[:, 1:] / paths.gather(1, parents.clamp(min=0))
+        return Drafts(tree.draft_tokens.view(-1, num_nodes)[:, 1:], parents, probs)
 
     @property
     def overshoot(self) -> int:

@@ -18,14 +18,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ... import ops
 from ..batch.state import Batch, BatchState
 from ..config.eagle_config import EAGLEConfig
 from ..requests.request import Request
-from .protocol import Drafter, Proposal, copy_probs, tree_of
+from .protocol import Drafter, Drafts, Proposal, copy_probs, tree_of
 from .suffix_automaton import Cursor, SuffixAutomaton
 from .suffix_drafts import ROUNDING_UP, SuffixDraft, SuffixSearch
+
+# what places of nodes are added to, to be no tokens
+_PLACES = 2**40
 
 
 class _Request:
@@ -168,13 +172,19 @@ class Offers:
     parents  [R, W] int64  their parents' nodes, 0 the root
     bases    [R] int64     place of the root in the row's history
     matches  [R] int64     length of the longest match at the root
+    depths   [R, W] int64  depths of the nodes, and
+    probs    [R, W] fp64   how often each follows its parent, as a share; both of no width unless they are wanted
     """
 
-    def __init__(self, num_rows: int, width: int, device: torch.device | str = "cpu", **options: Any):
-        sizes = [num_rows * width, num_rows * width, num_rows, num_rows]
+    def __init__(
+        self, num_rows: int, width: int, has_probs: bool, device: torch.device | str = "cpu", **options: Any
+    ):  # fmt: skip
+        widths = width, width, 1, 1, width * has_probs, width * has_probs
+        sizes = [num_rows * each for each in widths]
         self.all = torch.full((sum(sizes),), -1, dtype=torch.int64, device=device, **options)
-        tokens, parents, self.bases, self.matches = self.all.split(sizes)
-        self.tokens, self.parents = tokens.view(num_rows, width), parents.view(num_rows, width)
+        pieces = [piece.view(num_rows, each) for piece, each in zip(self.all.split(sizes), widths)]
+        self.tokens, self.parents, bases, matches, self.depths, probs = pieces
+        self.bases, self.matches, self.probs = bases[:, 0], matches[:, 0], probs.view(torch.float64)
 
 
 class Offer(NamedTuple):
@@ -204,7 +214,7 @@ class SuffixFeed:
         num_drafts = max(config.num_verify_tokens for config in configs) - 1
         # twice the drafts for trees, since tokens in flight invalidate more of a tree than of a chain
         self._width = (2 if self._is_tree else 1) * num_drafts + self.most_tokens
-        self.offers = Offers(state.num_rows, self._width, device=state.lengths.device)
+        self.offers = Offers(state.num_rows, self._width, self._config.share_nodes, device=state.lengths.device)
         self._made: dict[Request, Offer] = {}
         self._sent: Sequence[tuple[int, Offer]] = ()
 
@@ -226,8 +236,8 @@ class SuffixFeed:
         """Makes offers to the requests that have none, while the device is busy."""
         config = self._config
         for request in requests:
-            method = request.params.drafter or config.methods[0]
-            if method != "suffix" or request in self._made:  # the trees learn from all requests
+            is_wanted = config.share_nodes or (request.params.drafter or config.methods[0]) == "suffix"
+            if not is_wanted or request in self._made:  # the trees learn from all requests
                 continue
             draft = self._cache.speculate(
                 request, max_spec_tokens=self._width, max_spec_factor=config.suffix_decoding_max_spec_factor,
@@ -241,13 +251,16 @@ class SuffixFeed:
         """Sends the offers to the device, for the step that is launched next."""
         self.think(request for _, request in rows)
         self._sent = [(row, self._made[request]) for row, request in rows if request in self._made]
-        sent = Offers(*self.offers.tokens.shape, pin_memory=self.offers.all.device.type == "cuda")
-        pieces = sent.tokens, sent.parents, sent.bases, sent.matches
-        tokens, parents, bases, matches = (piece.numpy() for piece in pieces)
+        has_probs, is_pinned = self._config.share_nodes, self.offers.all.device.type == "cuda"
+        sent = Offers(*self.offers.tokens.shape, has_probs, pin_memory=is_pinned)
+        pieces = sent.tokens, sent.parents, sent.bases, sent.matches, sent.depths, sent.probs
+        tokens, parents, bases, matches, depths, probs = (piece.numpy() for piece in pieces)
         for row, (bases[row], matches[row], draft) in self._sent:
             count = len(draft.token_ids)
             tokens[row, :count] = draft.token_ids
             parents[row, :count] = [1 + parent for parent in draft.parents]
+            if has_probs:
+                depths[row, :count], probs[row, :count] = draft.steps()
         self.offers.all.copy_(sent.all, non_blocking=True)
 
     def path_probs(self, path: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -276,16 +289,38 @@ class SuffixDrafter(Drafter):
         self._feed = feed
 
     def propose(self, batch: Batch) -> Proposal:
-        offers, rows, history = self._feed.offers, batch.rows, batch.state.history[batch.rows]
-        places = offers.bases[rows, None] + torch.arange(1, self._feed.most_tokens + 1, device=history.device)
-        is_since = places <= batch.lengths[:, None]
-        path = torch.where(is_since, history.gather(1, places.clamp(0, history.shape[1] - 1)), -1)
-        sizes = {"num_speculative_tokens": self.num_nodes - 1, "spec_steps": self.num_steps}
-        found = ops.reroot_drafts(offers.tokens[rows], offers.parents[rows], path, **sizes)
-        # the match has grown by the tokens since at most, and is at most as long as the trees know
-        matches = (offers.matches[rows] + is_since.sum(1)).clamp(max=self._config.suffix_decoding_max_tree_depth - 1)
-        most = matches.double() * self._config.suffix_decoding_max_spec_factor + ROUNDING_UP
-        is_allowed = torch.arange(1, self.num_nodes, device=most.device) <= most[:, None]
-        tokens, parents = (torch.where(is_allowed, nodes, -1) for nodes in (found.tokens, found.parents))
+        path = self._path(batch)
+        tokens, parents = self._rest(batch, self._feed.offers.tokens[batch.rows], path)
         tree = tree_of(batch, tokens, parents, self._config)
         return Proposal(tree, path_probs=lambda: self._feed.path_probs(path, tokens, parents))
+
+    def drafts(self, batch: Batch) -> Drafts:
+        """Returns what is left of the offers, with the shares that they were offered with."""
+        offers, rows, path = self._feed.offers, batch.rows, self._path(batch)
+        tokens, place = offers.tokens[rows], torch.arange(offers.tokens.shape[1], device=path.device)
+        # Nodes off the path are named by their places, by which they are found again: those on it carry its tokens,
+        # and no node below its end is as deep as the path is long.
+        depth = (offers.depths[rows] - 1).clamp(0, path.shape[1])
+        is_on_path = tokens == pad(path, (0, 1), value=-1).gather(1, depth)
+        names, parents = self._rest(batch, torch.where(is_on_path | (tokens < 0), tokens, _PLACES + place), path)
+        place = (names - _PLACES).clamp(min=0)
+        probs = torch.where(names < 0, 0.0, offers.probs[rows].gather(1, place))
+        return Drafts(torch.where(names < 0, -1, tokens.gather(1, place)), parents, probs.float())
+
+    def _path(self, batch: Batch) -> Tensor:
+        """Returns the tokens [B, T] that have come since the offers were made, -1 padded."""
+        history, bases = batch.state.history[batch.rows], self._feed.offers.bases[batch.rows, None]
+        places = bases + torch.arange(1, self._feed.most_tokens + 1, device=history.device)
+        is_since = places <= batch.lengths[:, None]
+        return torch.where(is_since, history.gather(1, places.clamp(0, history.shape[1] - 1)), -1)
+
+    def _rest(self, batch: Batch, tokens: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns tokens and parents [B, N - 1] of what is left of the offers, whose nodes carry `tokens`."""
+        offers, rows, config = self._feed.offers, batch.rows, self._config
+        sizes = {"num_speculative_tokens": self.num_nodes - 1, "spec_steps": self.num_steps}
+        found = ops.reroot_drafts(tokens, offers.parents[rows], path, **sizes)
+        # the match has grown by the tokens since at most, and is at most as long as the trees know
+        matches = (offers.matches[rows] + (path >= 0).sum(1)).clamp(max=config.suffix_decoding_max_tree_depth - 1)
+        most = matches.double() * config.suffix_decoding_max_spec_factor + ROUNDING_UP
+        is_allowed = torch.arange(1, self.num_nodes, device=most.device) <= most[:, None]
+        return torch.where(is_allowed, found.tokens, -1), torch.where(is_allowed, found.parents, -1)

@@ -35,6 +35,14 @@ class SuffixDraft(NamedTuple):
     score: float  # sum of `probs`
     match_len: int  # number of the text's last tokens that the drafts were found after
 
+    def steps(self) -> tuple[list[int], list[float]]:
+        """Returns the depth of each draft, and how often it follows its parent, as a share."""
+        depths, shares = [], []
+        for parent, prob in zip(self.parents, self.probs):
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+            shares.append(prob if parent < 0 else prob / self.probs[parent])
+        return depths, shares
+
 
 class SuffixSearch(NamedTuple):
     """Searches for the best path, which follows the most frequent token again and again, or for the best tree, which

@@ -121,9 +121,12 @@ class Stepper:
                 pool, sizes = state.target_pool, {"num_verify_tokens": self.num_nodes}
                 accepted = committed.accept_index, committed.accept_token_num
                 ops.move_accepted_kv(pool.k_cache, pool.v_cache, batch.block_table, batch.lengths, *accepted, **sizes)
-        if self.drafter.reader is not None:
+        if self.drafter.reader is not None or proposal.learn is not None:
             with timer.phase("draft"):
-                self.drafter.reader.observe(batch, committed, target_features)
+                if self.drafter.reader is not None:
+                    self.drafter.reader.observe(batch, committed, target_features)
+                if proposal.learn is not None:
+                    proposal.learn(committed)
         with timer.phase("bookkeeping"):
             if self.resting:
                 state.keep(batch.rows, self.resting.num_kept, committed.bonus_tokens, target_features)
