@@ -312,6 +312,22 @@ def test_again_is_for_calls_like_the_one_before(pretend):
         assert scale.again(*other) == ()
 
 
+def test_calls_in_turn_are_looked_at_once_each(pretend, monkeypatch):
+    """As those of a step are, of several sizes; what has not been met for a while is looked for among all plans."""
+    scale, notes, _ = pretend
+    split, looked = launch_module._split, []
+    monkeypatch.setattr(launch_module, "_split", lambda *call: looked.append(1) or split(*call))
+    x, most = torch.zeros(9), launch_module._MAX_RECENT
+    for _ in range(4):
+        for size in range(1, most + 1):
+            scale(x[:size], factor=2)
+            assert notes[-1] == "public" or notes[-1][9] == x.data_ptr()
+    assert len(looked) == 2 * most and notes.count("public") == most  # to record a plan, and to find it
+    for size in (most + 1, most + 1, 1, 1):  # the first one was met before all others
+        scale(x[:size], factor=2)
+    assert len(looked) == 2 * most + 3 and notes.count("public") == most + 1
+
+
 def test_again_does_not_pass_by_autograd(pretend):
     scale, _, _ = pretend
     x = torch.zeros(4, requires_grad=True)

@@ -25,6 +25,8 @@ from .recorded import Tensors
 
 # A launcher forgets its plans beyond this number; sizes that change at every call would fill the memory.
 _MAX_PLANS = 1024
+# How many of them a call is compared with first: the attention of a target and of its drafts take turns in a step.
+_MAX_RECENT = 4
 
 # a launcher keeps its signature for type checkers
 P = ParamSpec("P")
@@ -95,25 +97,29 @@ def _flat(values: Iterable) -> Iterator:
 
 def launcher(function: Callable[P, R]) -> Callable[P, R]:
     """Makes the launcher of an op cheap to call again: see the module's docstring.
-    Its attribute `again(args, kwargs)` makes a call that looks like the one before, and returns (its result,); it
+    Its attribute `again(args, kwargs)` makes a call that looks like one of the last few, and returns (its result,); it
     returns () for any other call, and for one of which autograd would have to know."""
     function = checked(function)
     plans: dict[tuple, _Plan] = {}
-    latest: _Plan | None = None  # most calls look like the one before
+    recent: tuple[_Plan, ...] = ()  # most calls look like one of these
 
     def again(args: tuple, kwargs: dict) -> tuple:
-        plan = latest
-        if plan is None or not _can_plan() or (plan.requires_grad and torch.is_grad_enabled()):
+        if not recent or not _can_plan():
             return ()
-        tensors = plan.tensors_of(args, kwargs)
-        if tensors is None:
+        for plan in recent:
+            tensors = plan.tensors_of(args, kwargs)
+            if tensors is not None:
+                break
+        else:
+            return ()
+        if plan.requires_grad and torch.is_grad_enabled():
             return ()
         pointers = list(map(_data_ptr, tensors))
         return (plan.run(tensors, pointers, kwargs),) if plan.accepts(pointers) else ()
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        nonlocal latest
+        nonlocal recent
         done = again(args, kwargs)
         if done:
             return done[0]
@@ -133,10 +139,10 @@ def launcher(function: Callable[P, R]) -> Callable[P, R]:
             return result
         if plan is False:
             return function(*args, **kwargs)
-        if plan is latest:  # the same but for torch's state, inference mode for one
+        if plan in recent:  # the same but for torch's state, inference mode for one
             plan.guard(tensors)
-        if plan.guards is not None and _all_aligned(pointers):
-            latest = plan
+        elif plan.guards is not None and _all_aligned(pointers):
+            recent = (plan, *recent[: _MAX_RECENT - 1])
         return plan.run(tensors, pointers, kwargs)
 
     call.again = again
@@ -154,7 +160,7 @@ def intercept(function: Callable):
         _interceptor = before
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Plan:
     """What a launcher does for one signature. Tensors count: those of the call in order, then the allocated ones."""
 
@@ -206,7 +212,7 @@ class _Plan:
         return tensors if self.guards.check(*distinct) else None
 
     def accepts(self, pointers: list) -> bool:
-        """Returns whether these addresses are aligned as this plan, which may be the latest one, needs them."""
+        """Returns whether these addresses are aligned as this plan, which may be a recent one, needs them."""
         return pointers == self.before[1] or _all_aligned(pointers)
 
     def run(self, tensors: Sequence, pointers: list, kwargs: dict):

@@ -154,7 +154,7 @@ class Op:
         return returns_output if self._returns else returns_nothing
 
     def _went_again(self, args, kwargs) -> tuple:
-        """Makes a call that looks like the one before; returns (its result,), or () if it must not be made here."""
+        """Makes a call that looks like one of the last few; returns (its result,), or () where it must not be made."""
         is_free = not _is_watched() and os.environ.get("EAGLE_KERNELS_BACKEND", "") in ("", "triton")
         return self._launcher.again(args, kwargs) if is_free else ()
 
