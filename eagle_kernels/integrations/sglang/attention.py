@@ -41,6 +41,7 @@ class PageLists:
         self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=req_to_token.device)
         self.pages: Pages | None = None
         self.listed, self.plan = self.lengths, None
+        self._fronts: dict[int, tuple[Pages, torch.Tensor]] = {}  # of buffers and lengths, by batch size
 
     def _allocate(self, batch_size: int, capacity: int) -> Pages:
         make = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=self.req_to_token.device)  # noqa: E731
@@ -49,14 +50,14 @@ class PageLists:
     def list_static(self, rows: torch.Tensor, seq_lens: torch.Tensor, extra: int = 0) -> None:
         """Lists tokens 0..seq_lens + extra - 1 of these rows in the graph's buffers."""
         batch_size = len(rows)
-        self.pages = Pages(
-            self.buffers.kv_indptr[: batch_size + 1],
-            self.buffers.kv_indices[: batch_size * self.max_pages],
-            self.buffers.last_page_len[:batch_size],
-            self.buffers.overflow,
-        )
+        if batch_size not in self._fronts:
+            bounds, listed, last_page_len, overflow = self.buffers
+            listed = listed[: batch_size * self.max_pages]
+            pages = Pages(bounds[: batch_size + 1], listed, last_page_len[:batch_size], overflow)
+            self._fronts[batch_size] = pages, self.lengths[:batch_size]
+        self.pages, lengths = self._fronts[batch_size]
         if extra:
-            seq_lens = torch.add(seq_lens, extra, out=self.lengths[:batch_size])
+            seq_lens = torch.add(seq_lens, extra, out=lengths)
         self._list(rows, seq_lens, self.pages)
 
     def plan_static(self) -> None:
